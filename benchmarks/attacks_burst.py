@@ -37,8 +37,8 @@ import grpc
 import grpc.aio
 import psutil
 
-from kvmesh.cli.mesh import Mesh
-from kvmesh.cli.settings import MeshSettings
+from kvmesh.cli.up.mesh import Mesh
+from kvmesh.cli.up.settings import MeshSettings
 from kvmesh.rpc.channels import connect
 from kvmesh.rpc.pb import conductor_pb2, conductor_pb2_grpc, doors_pb2, doors_pb2_grpc, gateway_pb2, gateway_pb2_grpc
 

@@ -22,9 +22,9 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvmesh.cli.mesh import Mesh
 from kvmesh.cli.models import resolve
-from kvmesh.cli.settings import MeshSettings
+from kvmesh.cli.up.mesh import Mesh
+from kvmesh.cli.up.settings import MeshSettings
 from kvmesh.rpc.pb import gateway_pb2, gateway_pb2_grpc
 
 KEY = "sk-kvmesh-" + "a" * 43

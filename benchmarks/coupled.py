@@ -33,9 +33,9 @@ from typing import Any
 
 from benchmarks import progress
 from benchmarks.equal_cores import TRACE, VOCAB, block_of, equal_meshes, make_model, slice_of
-from kvmesh.cli import target
-from kvmesh.cli.load import Generator, Job, Outcome
-from kvmesh.cli.report import Slo, summarise
+from kvmesh.cli.load import target
+from kvmesh.cli.load.load import Generator, Job, Outcome
+from kvmesh.cli.load.report import Slo, summarise
 from kvmesh.sim.workloads.trace import Made, TokenMaker
 from tests.mesh.harness import Running
 

@@ -64,7 +64,7 @@ from benchmarks.equals_mesh import POOLS, LiveMesh, live_mesh, ticking
 from benchmarks.overload_client import Ask, Seen
 from benchmarks.overload_load import Shape
 from benchmarks.slowing import slowed
-from kvmesh.cli.report import Slo, percentile, tbt_s
+from kvmesh.cli.load.report import Slo, percentile, tbt_s
 from kvmesh.sim.workloads.trace import TokenMaker
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -22,10 +22,11 @@ from benchmarks import progress
 from benchmarks.equals_figures import LoggedDecision, line_time, parse_decision
 from benchmarks.overload_client import Ask, Clients, Seen
 from benchmarks.overload_load import Shape, Workload
-from kvmesh.cli import plan, target
-from kvmesh.cli.mesh import Mesh
-from kvmesh.cli.report import Slo
-from kvmesh.cli.settings import MeshSettings
+from kvmesh.cli.load import target
+from kvmesh.cli.load.report import Slo
+from kvmesh.cli.up import plan
+from kvmesh.cli.up.mesh import Mesh
+from kvmesh.cli.up.settings import MeshSettings
 from kvmesh.rpc.channels import connect
 from kvmesh.rpc.pb import conductor_pb2, conductor_pb2_grpc
 from tests.mesh.client import gateway_status, until

@@ -14,8 +14,8 @@ import orjson
 import psutil
 
 from benchmarks.overload_client import Ask, Clients, Seen
-from kvmesh.cli import target
-from kvmesh.cli.load import Outcome
+from kvmesh.cli.load import target
+from kvmesh.cli.load.load import Outcome
 from kvmesh.kvcache.keys import Namespace, chain, pack_tokens, split
 from kvmesh.sim.workloads import trace
 from kvmesh.sim.workloads.workload import SimRequest

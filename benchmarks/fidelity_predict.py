@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
-from kvmesh.cli.load import Outcome
-from kvmesh.cli.report import intervals, percentile, tbt_s
+from kvmesh.cli.load.load import Outcome
+from kvmesh.cli.load.report import intervals, percentile, tbt_s
 from kvmesh.sim.config import SimConfig
 from kvmesh.sim.fitting.calibrate import (
     Fit,

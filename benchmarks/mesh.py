@@ -32,8 +32,8 @@ from typing import Any
 import psutil
 
 from benchmarks import progress
-from kvmesh.cli.mesh import Mesh
-from kvmesh.cli.settings import MeshSettings
+from kvmesh.cli.up.mesh import Mesh
+from kvmesh.cli.up.settings import MeshSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGES = (

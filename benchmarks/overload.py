@@ -46,8 +46,8 @@ from benchmarks.equal_cores import make_model
 from benchmarks.overload_client import Clients, Seen, waited_s
 from benchmarks.overload_load import Run, Shape, Workload, offer, told
 from benchmarks.overload_show import show, show_retries
-from kvmesh.cli import target
-from kvmesh.cli.report import Slo, percentile, tbt_s
+from kvmesh.cli.load import target
+from kvmesh.cli.load.report import Slo, percentile, tbt_s
 from tests.mesh.harness import Running, running_mesh
 
 CONTEXT = 2048

@@ -15,7 +15,7 @@ from typing import Any
 import httptools
 import orjson
 
-from kvmesh.cli.load import Outcome
+from kvmesh.cli.load.load import Outcome
 
 Hopeless = Callable[["Seen", float | None], bool]
 CUT = "cut"  # `Outcome.code` of a request that was given up

@@ -14,7 +14,7 @@ import orjson
 import psutil
 
 from benchmarks.overload_client import CUT, Ask, Clients, Seen
-from kvmesh.cli.report import Slo, percentile
+from kvmesh.cli.load.report import Slo, percentile
 from kvmesh.sim.workloads.trace import TokenMaker
 from tests.mesh.harness import Running
 

@@ -30,7 +30,7 @@ from rich.table import Table
 from benchmarks.paper_figures import FIGURES, WITHIN, Figure, Panel
 from benchmarks.paper_runs import Inputs, Told, simulate_all
 from benchmarks.paper_setup import PARAMETERS, Case, read
-from kvmesh.cli.sim_progress import progress
+from kvmesh.cli.sim.progress import progress
 from kvmesh.errors import ConfigError
 from kvmesh.sim.workloads.workload import mooncake
 

@@ -96,8 +96,8 @@ class Curve:
 
 def serve(name: str, options: dict[str, Any], total: int, write: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """One run in this process."""
-    from kvmesh.cli import sim_build
-    from kvmesh.cli.sim_options import Options
+    from kvmesh.cli.sim import build as sim_build
+    from kvmesh.cli.sim.options import Options
     from kvmesh.sim.run import run
 
     told = Options(**options)

@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 
 from benchmarks.sizing_solve import Window
-from kvmesh.cli import plan
-from kvmesh.cli.mesh import Mesh
-from kvmesh.cli.settings import MeshSettings
+from kvmesh.cli.up import plan
+from kvmesh.cli.up.mesh import Mesh
+from kvmesh.cli.up.settings import MeshSettings
 from tests.mesh.client import gateway_status, until
 
 READY_S = 180.0

@@ -32,8 +32,8 @@ import grpc
 import psutil
 
 from benchmarks.progress import tell
-from kvmesh.cli.plan import Ports
 from kvmesh.cli.probe import health, redis_ready
+from kvmesh.cli.up.plan import Ports
 from kvmesh.kvcache.announce import Announcer
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.membership.announcing import Announcing

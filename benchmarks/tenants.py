@@ -24,8 +24,8 @@ from pathlib import Path
 import httpx
 
 from benchmarks import progress
-from kvmesh.cli.mesh import Mesh
-from kvmesh.cli.settings import MeshSettings
+from kvmesh.cli.up.mesh import Mesh
+from kvmesh.cli.up.settings import MeshSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 KEYS = {"a": "sk-tenant-a-000000000000", "b": "sk-tenant-b-000000000000"}

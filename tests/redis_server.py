@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.cli.plan import Ports
+from kvmesh.cli.up.plan import Ports
 
 WHY = "redis-server is not installed: scripts/install_redis.sh installs it where apt-get may be used"
 needs_redis = pytest.mark.skipif(shutil.which("redis-server") is None, reason=WHY)

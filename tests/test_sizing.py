@@ -24,8 +24,8 @@ from benchmarks.sizing_paper import (
     spread_over,
 )
 from benchmarks.sizing_solve import Cost, Fit, Window, fit, nonnegative
-from kvmesh.cli import plan
-from kvmesh.cli.settings import MeshSettings
+from kvmesh.cli.up import plan
+from kvmesh.cli.up.settings import MeshSettings
 
 # ── the solver ────────────────────────────────────────────────────────────────────────────────────
 

@@ -7,26 +7,13 @@ from typing import Annotated
 
 import typer
 
-from kvmesh.cli import (
-    apikey,
-    bench,
-    chat,
-    cordon,
-    doctor,
-    explain,
-    kvsize,
-    replay,
-    role,
-    scale,
-    serve,
-    sim,
-    status,
-    store,
-    terms,
-    trace,
-    up,
-)
+from kvmesh.cli import apikey, chat, cordon, explain, kvsize, role, scale, serve, status, terms, trace
 from kvmesh.cli.console import console
+from kvmesh.cli.doctor import command as doctor
+from kvmesh.cli.load import bench, replay
+from kvmesh.cli.sim import command as sim
+from kvmesh.cli.store import command as store
+from kvmesh.cli.up import command as up
 
 app = typer.Typer(
     name="kvmesh",

@@ -9,7 +9,7 @@ import typer
 
 from kvmesh.cli import runs
 from kvmesh.cli.console import RunDir, console, one_line_errors
-from kvmesh.cli.settings import INSTANCES
+from kvmesh.cli.up.settings import INSTANCES
 from kvmesh.errors import ConfigError, ProtocolMismatch
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ def role(
 
         kvmesh role 10.0.0.5:7040 both
     """
-    from kvmesh.cli.coupled_config import ROLES
     from kvmesh.rpc.pb import common_pb2
+    from services.coupled.config import ROLES
 
     if role not in ROLES:
         raise ConfigError(f"role={role!r}: must be one of {', '.join(ROLES)}", field="role")

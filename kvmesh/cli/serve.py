@@ -18,8 +18,8 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from kvmesh.cli.advertising import resolved
 from kvmesh.cli.console import one_line_errors
+from kvmesh.cli.up.advertising import resolved
 from kvmesh.config import ServiceConfig, flag_of, load
 from kvmesh.errors import ConfigError
 from kvmesh.loading import lasting_imports
@@ -68,8 +68,8 @@ SERVICES: dict[str, Service] = {
         "Prefill and decode in one instance: prompts are computed beside the answers that it generates, in one batch. "
         "For one device, or as half of any pair; `kvmesh role` makes it prefill, decode or both while it runs.",
         "--model ./my-model --port 7040 --conductor 127.0.0.1:7001 --store 127.0.0.1:7002",
-        ("kvmesh.cli.coupled_config", "CoupledConfig"),
-        "kvmesh.cli.coupled",
+        ("services.coupled.config", "CoupledConfig"),
+        "services.coupled.main",
     ),
     "store": _service(
         "store",
@@ -107,7 +107,7 @@ def config_class(service: str) -> type[ServiceConfig]:
 @cache
 def known_keys() -> frozenset[str]:
     """Configuration keys of any service: an environment is shared by all services of a machine."""
-    from kvmesh.cli.settings import MeshSettings
+    from kvmesh.cli.up.settings import MeshSettings
 
     classes: list[Any] = [config_class(name) for name in SERVICES]
     fields = [field for cls in [*classes, MeshSettings] for field in dataclasses.fields(cls)]
@@ -186,7 +186,7 @@ def _grace_s(config: ServiceConfig) -> float:
 
 def serve(service: str, config: ServiceConfig) -> None:
     """Run one service until it is told to stop."""
-    from kvmesh.cli import hashing
+    from kvmesh.cli.up import hashing
     from kvmesh.instance.config import InstanceConfig
     from kvmesh.rpc import exposure, process, security
     from kvmesh.rpc.masters import split
@@ -220,7 +220,7 @@ def serve(service: str, config: ServiceConfig) -> None:
         if isinstance(config, InstanceConfig) and config.model and hashing.on_terminal():
             hashing.fingerprints([config.model], cache_dir=config.cache_dir)  # elsewhere its ranks log how far it is
         if service == "decode" and getattr(config, "local_prefill_tokens", False):
-            from kvmesh.cli.coupled_config import CoupledConfig
+            from services.coupled.config import CoupledConfig
 
             service, config = "coupled", CoupledConfig.of_decode(cast(Any, config))
         with lasting_imports():

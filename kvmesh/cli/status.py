@@ -15,7 +15,7 @@ from rich.table import Table
 
 from kvmesh.cli import runs
 from kvmesh.cli.console import RunDir, console, one_line_errors, wide_enough
-from kvmesh.cli.store_target import patiently, size
+from kvmesh.cli.store.target import patiently, size
 
 TIERS = ("device", "host", "remote")
 _TEXTS = ("service", "address", "state", "instance", "role", "model", "node store", "tier", "")

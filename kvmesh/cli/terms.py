@@ -15,7 +15,7 @@ from rich.table import Table
 from kvmesh.cli import runs
 from kvmesh.cli.console import RunDir, console, one_line_errors
 from kvmesh.cli.cordon import Conductors
-from kvmesh.cli.store_target import StoreOption
+from kvmesh.cli.store.target import StoreOption
 from kvmesh.errors import ConfigError, Unavailable
 
 if TYPE_CHECKING:

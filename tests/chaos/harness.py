@@ -19,7 +19,7 @@ from pathlib import Path
 
 import grpc.aio
 
-from kvmesh.cli.plan import Ports
+from kvmesh.cli.up.plan import Ports
 from kvmesh.rpc.channels import connect
 from kvmesh.rpc.pb import store_pb2, store_pb2_grpc
 from kvmesh.transfer import TransferEngine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvmesh.cli.advertising import resolved
+from kvmesh.cli.up.advertising import resolved
 from kvmesh.errors import ConfigError
 from kvmesh.pool.config import PoolConfig
 from services.conductor.config import ConductorConfig

@@ -19,9 +19,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from kvmesh import extras
-from kvmesh.cli.checks import check_tiers
 from kvmesh.cli.serve import SERVICES
-from kvmesh.cli.settings import MeshSettings
+from kvmesh.cli.up.checks import check_tiers
+from kvmesh.cli.up.settings import MeshSettings
 from kvmesh.errors import ConfigError
 from tests.checkpoints import make_checkpoint
 

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from kvmesh.cli import replay
 from kvmesh.cli.app import app
-from kvmesh.cli.bench import Lengths, Workload
-from kvmesh.cli.load import Outcome
+from kvmesh.cli.load import replay
+from kvmesh.cli.load.bench import Lengths, Workload
+from kvmesh.cli.load.load import Outcome
 from kvmesh.errors import ConfigError
 from kvmesh.sim.workloads import trace
 from kvmesh.sim.workloads.trace import TokenMaker, TraceRequest

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.cli.chosen import chosen, merged
-from kvmesh.cli.plan import Ports, Spec, plan
-from kvmesh.cli.settings import MeshSettings
+from kvmesh.cli.up.chosen import chosen, merged
+from kvmesh.cli.up.plan import Ports, Spec, plan
+from kvmesh.cli.up.settings import MeshSettings
 from kvmesh.errors import ConfigError
 
 PROCESSES = [

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvmesh.cli import collect, cordon, plan, status
-from kvmesh.cli.settings import MeshSettings
+from kvmesh.cli import collect, cordon, status
+from kvmesh.cli.up import plan
+from kvmesh.cli.up.settings import MeshSettings
 from kvmesh.errors import ConfigError, Unavailable, UnknownInstance
 from kvmesh.rpc.pb import conductor_pb2 as pb
 from tests.cli.test_screens import instance, mesh, printed

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvmesh.cli import doctor
-from kvmesh.cli import doctor_checks as checks
-from kvmesh.cli import doctor_network as network
 from kvmesh.cli.app import app
 from kvmesh.cli.console import console
-from kvmesh.cli.doctor_checks import Finding
+from kvmesh.cli.doctor import checks as checks
+from kvmesh.cli.doctor import command as doctor
+from kvmesh.cli.doctor import network as network
+from kvmesh.cli.doctor.checks import Finding
 from kvmesh.transfer.host import Host, NetDevice, Place, look
 from tests.transfer.sysfs import NVIDIA_3D, Tree, bare_vm, two_sockets
 

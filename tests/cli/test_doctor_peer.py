@@ -18,11 +18,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvmesh.cli import doctor_matrix, doctor_peer
 from kvmesh.cli.console import console
-from kvmesh.cli.doctor_matrix import Cell, Figure, Outcome
-from kvmesh.cli.doctor_measure import check_nics, left_out
-from kvmesh.cli.doctor_progress import Progress
+from kvmesh.cli.doctor import matrix as doctor_matrix
+from kvmesh.cli.doctor import peer as doctor_peer
+from kvmesh.cli.doctor.matrix import Cell, Figure, Outcome
+from kvmesh.cli.doctor.measure import check_nics, left_out
+from kvmesh.cli.doctor.progress import Progress
 from kvmesh.errors import ConfigError
 from tests.transfer.conftest import until
 from tests.transfer.networks import networks

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvmesh.cli import hashing
+from kvmesh.cli.up import hashing
 from kvmesh.engine import fingerprint as fp
 from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.errors import CheckpointError

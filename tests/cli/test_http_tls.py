@@ -14,10 +14,10 @@ from typing import Any
 import httpx
 import pytest
 
-from kvmesh.cli import plan
-from kvmesh.cli.mesh import Mesh
-from kvmesh.cli.settings import MeshSettings
-from kvmesh.cli.up import _plaintext
+from kvmesh.cli.up import plan
+from kvmesh.cli.up.command import _plaintext
+from kvmesh.cli.up.mesh import Mesh
+from kvmesh.cli.up.settings import MeshSettings
 from kvmesh.errors import ConfigError
 from kvmesh.rpc.certificates import make_certificates
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvmesh.cli import checks, joining, plan
-from kvmesh.cli.joining import Bearer, Found, conductors_of, fitted, taken
-from kvmesh.cli.settings import Joined, MeshSettings
+from kvmesh.cli.up import checks, joining, plan
+from kvmesh.cli.up.joining import Bearer, Found, conductors_of, fitted, taken
+from kvmesh.cli.up.settings import Joined, MeshSettings
 from kvmesh.errors import ConfigError, ProtocolMismatch
 
 CARD = {"name": "demo", "fingerprint": "ab" * 32, "kv_dtype": "bfloat16", "block_tokens": 32}

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from kvmesh.cli import report
-from kvmesh.cli.load import Generator, Job, Outcome
-from kvmesh.cli.report import Slo
-from kvmesh.cli.target import Target
+from kvmesh.cli.load import report
+from kvmesh.cli.load.load import Generator, Job, Outcome
+from kvmesh.cli.load.report import Slo
+from kvmesh.cli.load.target import Target
 from tests.cli.scripted_http import DONE, Gateway, Reply, answer, frame, gateway, usage
 
 

@@ -21,10 +21,11 @@ from typing import Any
 import psutil
 import pytest
 
-from kvmesh.cli import collect, plan, probe, runs
-from kvmesh.cli.mesh import Event, Mesh, State, last_line
+from kvmesh.cli import collect, probe, runs
 from kvmesh.cli.role import set_role
-from kvmesh.cli.settings import MeshSettings
+from kvmesh.cli.up import plan
+from kvmesh.cli.up.mesh import Event, Mesh, State, last_line
+from kvmesh.cli.up.settings import MeshSettings
 from kvmesh.errors import ConfigError, ProtocolMismatch, Unavailable
 from kvmesh.rpc.pb import common_pb2
 from tests.redis_server import needs_redis
@@ -201,7 +202,7 @@ def test_two_meshes_of_one_machine_never_choose_the_same_port() -> None:
     """Between its choice and the service that listens there, and while that service starts again."""
     mine = plan.Ports(seed=1)
     port = mine.take()
-    code = f"from kvmesh.cli.plan import Ports; print(Ports(seed=1).take() != {port})"
+    code = f"from kvmesh.cli.up.plan import Ports; print(Ports(seed=1).take() != {port})"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert other.stdout.strip() == "True"
     del mine
@@ -303,8 +304,8 @@ def test_several_masters_need_redis(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 SUPERVISOR = """
 import sys, pathlib
 from kvmesh.cli import plan
-from kvmesh.cli.mesh import Mesh
-from kvmesh.cli.settings import MeshSettings
+from kvmesh.cli.up.mesh import Mesh
+from kvmesh.cli.up.settings import MeshSettings
 run_dir = pathlib.Path(sys.argv[1])
 settings = MeshSettings(model="/none", run_dir=str(run_dir), http_port=0, grpc_port=0)
 specs = [spec for spec in plan.plan(settings, run_dir, plan.Ports()) if spec.service in ("store", "conductor")]

@@ -12,8 +12,9 @@ import pytest
 from rich.console import Console, RenderableType
 from typer.testing import CliRunner
 
-from kvmesh.cli import collect, explain, status, store_target
+from kvmesh.cli import collect, explain, status
 from kvmesh.cli.app import app
+from kvmesh.cli.store import target as store_target
 from kvmesh.rpc.pb import blocks_pb2, common_pb2, conductor_pb2, store_pb2
 
 

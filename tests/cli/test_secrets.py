@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.cli import plan, runs
-from kvmesh.cli.mesh import Mesh
-from kvmesh.cli.settings import MeshSettings
+from kvmesh.cli import runs
+from kvmesh.cli.up import plan
+from kvmesh.cli.up.mesh import Mesh
+from kvmesh.cli.up.settings import MeshSettings
 from kvmesh.config import load
 from kvmesh.errors import ConfigError
 from kvmesh.leader.redis_lease import check_url

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.cli.plan import Ports
+from kvmesh.cli.up.plan import Ports
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

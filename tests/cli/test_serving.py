@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvmesh.cli.serving import judged
+from kvmesh.cli.up.serving import judged
 
 NODES = {"prefill-0": "prefill", "decode-0": "decode", "pool-0": "pool"}
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from kvmesh.cli import sim
 from kvmesh.cli.app import app
+from kvmesh.cli.sim import command as sim
 
 Invoke = Callable[..., Result]
 

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvmesh.cli.app import app
-from kvmesh.cli.sim_build import config_of
-from kvmesh.cli.sim_options import Options
+from kvmesh.cli.sim.build import config_of
+from kvmesh.cli.sim.options import Options
 from kvmesh.sim.fitting.mesh_fit import read_fit
 from tests.sim.recorded import record
 from tests.sim.test_calibrate import ALONE, machine, requests

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from kvmesh.cli import sim_build, sim_options, sim_progress
 from kvmesh.cli.app import app
-from kvmesh.cli.sim_options import Options, label, sweeps
+from kvmesh.cli.sim import build as sim_build
+from kvmesh.cli.sim import options as sim_options
+from kvmesh.cli.sim import progress as sim_progress
+from kvmesh.cli.sim.options import Options, label, sweeps
 from kvmesh.errors import ConfigError
 from kvmesh.sim.config import Mode
 

@@ -12,9 +12,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from kvmesh.cli import store_target, store_top
 from kvmesh.cli.app import app
-from kvmesh.cli.store_bench import parsed
+from kvmesh.cli.store import target as store_target
+from kvmesh.cli.store import top as store_top
+from kvmesh.cli.store.bench import parsed
 from kvmesh.errors import ConfigError
 from kvmesh.kvcache.keys import tenant_tag
 from tests.kvcache.client.threads import in_thread

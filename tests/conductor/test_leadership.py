@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvmesh.cli.plan import Ports
+from kvmesh.cli.up.plan import Ports
 from kvmesh.errors import ConfigError, Unavailable, UnknownInstance
 from kvmesh.leader.redis_lease import Redis
 from kvmesh.rpc import channels

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from kvmesh.cli import coupling
-from kvmesh.cli.coupling import Coupling
 from kvmesh.kvcache.cached_pages import CachedPages
+from services.coupled import coupling
+from services.coupled.coupling import Coupling
 from services.prefill import events as ev
 from services.prefill.handoff_table import Lives
 from tests.coupled.world import MIXED, World

@@ -10,11 +10,11 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from kvmesh.blockservice.removals import Gone
-from kvmesh.cli.coupling import Coupling, to_prefill
 from kvmesh.errors import RequestCancelled
 from kvmesh.kvcache import keys as block_keys
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.ranks import protocol as m
+from services.coupled.coupling import Coupling, to_prefill
 from services.decode import events as e
 from services.decode import inputs as i
 from services.decode.limits import NS_PER_MS, Limits, RankShape, Shape

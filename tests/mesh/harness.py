@@ -11,8 +11,8 @@ from typing import Any
 
 import psutil
 
-from kvmesh.cli.mesh import Mesh
-from kvmesh.cli.settings import MeshSettings
+from kvmesh.cli.up.mesh import Mesh
+from kvmesh.cli.up.settings import MeshSettings
 from kvmesh.rpc.channels import connect
 from kvmesh.rpc.pb import conductor_pb2, conductor_pb2_grpc
 from tests.mesh.client import MeshClient, gateway_status, leaks, pools, until

@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from kvmesh.cli import collect, plan, serving
-from kvmesh.cli.mesh import Mesh
-from kvmesh.cli.settings import MeshSettings
+from kvmesh.cli import collect
+from kvmesh.cli.up import plan, serving
+from kvmesh.cli.up.mesh import Mesh
+from kvmesh.cli.up.settings import MeshSettings
 from kvmesh.rpc import security
 from kvmesh.rpc.certificates import Certificates, make_certificates
 from tests.audit.sleepers.process import ROOT, SITE

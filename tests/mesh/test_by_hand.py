@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvmesh.cli.plan import Ports
+from kvmesh.cli.up.plan import Ports
 from tests.mesh.client import until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]

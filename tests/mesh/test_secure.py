@@ -11,7 +11,7 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from kvmesh.cli import serving
+from kvmesh.cli.up import serving
 from kvmesh.errors import Unavailable
 from kvmesh.rpc import security
 from kvmesh.rpc.certificates import Certificates, make_certificates

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvmesh.cli import plan
-from kvmesh.cli.settings import MeshSettings
+from kvmesh.cli.up import plan
+from kvmesh.cli.up.settings import MeshSettings
 from kvmesh.config import load
 from kvmesh.errors import ConfigError
 from kvmesh.instance.transfer_config import engine_config

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmesh.cli.plan import Ports
+from kvmesh.cli.up.plan import Ports
 from kvmesh.errors import (
     ConfigError,
     DeadlinePassed,

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.equal_cores import TRACE
 from benchmarks.fidelity_live import BLOCK_TOKENS, slices
 from benchmarks.fidelity_predict import FIGURES, SHARES, compared, of_outcomes, of_records, seen_by_client
-from kvmesh.cli.load import Outcome
+from kvmesh.cli.load.load import Outcome
 from kvmesh.sim.fitting.calibrate import Targets
 from kvmesh.sim.report.records import DONE, REFUSED, Record
 from kvmesh.sim.rows import Row

@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvmesh.cli.plan import Ports
+from kvmesh.cli.up.plan import Ports
 from kvmesh.errors import KvmeshError, NotLeader
 from kvmesh.kvcache.announce import Announcer
 from kvmesh.kvcache.node_store import NodeStore

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from opentelemetry.context import Context
 
-from kvmesh.cli.mesh import cut_log
 from kvmesh.cli.trace import read_spans
+from kvmesh.cli.up.mesh import cut_log
 from kvmesh.telemetry import disk, setup, spans
 from kvmesh.telemetry.disk import FreeSpace
 from kvmesh.telemetry.setup import TelemetryLimits

@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from kvmesh.cli import doctor_network as network
+from kvmesh.cli.doctor import network as network
 from kvmesh.transfer.host import look
 from tests.cli.test_doctor_peer import listening
 

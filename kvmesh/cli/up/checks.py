@@ -1,0 +1,146 @@
+"""What `kvmesh up` looks at before it starts anything: one clear error that names the flag, in the place of an instance
+that dies."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import socket
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from kvmesh import extras
+from kvmesh.cli.up.plan import LOCALHOST, fixed_ports
+from kvmesh.cli.up.settings import INSTANCES, MeshSettings
+from kvmesh.errors import ConfigError
+from kvmesh.rpc.exposure import is_loopback
+from kvmesh.rpc.server import check_port, join
+from kvmesh.tiers.front.config import check_object_url, make_ssd_folder
+from kvmesh.transfer.segment_file import check_folder
+
+REDIS_S = 2.0
+MIB = 1 << 20
+
+
+def check_own_ports(settings: MeshSettings) -> None:
+    """Raise ConfigError that names the port in use and the flag that changes it."""
+    if settings.join:
+        return
+    fixed = fixed_ports(settings)
+    wanted = [("http_port", settings.http_port), ("grpc_port", settings.grpc_port)]
+    wanted += [(f"{name.partition('-')[0]}_port", port) for name, port in fixed.items()]
+    for key, port in wanted:
+        try:
+            check_port(settings.host, port, key)
+        except ConfigError as err:
+            if err.field == "host":
+                raise
+            flag = f"--{key.replace('_', '-')}"
+            raise ConfigError(f"{err.message}; choose another with {flag}", field=key) from None
+
+
+def check_reach(settings: MeshSettings) -> None:
+    """Raise ConfigError when a name that others shall dial means this machine to itself, as host names often do."""
+    if not settings.address:
+        return
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(settings.address, None, type=socket.SOCK_STREAM)}
+    except OSError as err:
+        key = "advertise_host" if settings.advertise_host else "host"
+        raise ConfigError(
+            f"{key}={settings.address!r}: cannot be resolved ({err.strerror or err})", field=key
+        ) from None
+    if all(is_loopback(one) for one in found):
+        told = ", ".join(sorted(found))
+        why = f"is {told} on this machine, which no other reaches (see /etc/hosts): give the address itself"
+        raise ConfigError(f"host={settings.address!r}: {why}", field="host")
+
+
+def check_redis(settings: MeshSettings) -> None:
+    """Raise ConfigError unless somebody listens where a Redis of somebody else's should be: without it no master leads.
+    The password of a URL is not repeated."""
+    if settings.redis in ("", "auto"):
+        return
+    parts = urlsplit(settings.redis)
+    try:
+        host, port = parts.hostname or LOCALHOST, parts.port or 6379
+    except ValueError:  # of the port
+        host, port = "", 0
+    if not host or parts.scheme not in ("redis", "rediss", "unix"):
+        shown = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+        why = "must be auto, redis://host:port/0, rediss://... or unix://..."
+        raise ConfigError(f"redis={shown!r}: {why}", field="redis")
+    if parts.scheme == "unix":
+        return
+    try:
+        socket.create_connection((host, port), REDIS_S).close()
+    except OSError as err:
+        why = f"nothing answers at {join(host, port)} ({err.strerror or err})"
+        raise ConfigError(f"redis: {why}; start a Redis there, or let --redis auto do it", field="redis") from None
+
+
+def check_ranks(settings: MeshSettings) -> None:
+    """Raise ConfigError that names the flag unless every model can be shared by as many ranks. Models are folders."""
+    shared = {key: ranks for key in (f"{one}_tp" for one in INSTANCES) if (ranks := getattr(settings, key)) > 1}
+    if not shared:
+        return
+    from kvmesh.engine.checkpoint import open_checkpoint
+    from kvmesh.engine.parallel import check_shares
+
+    for served in settings.served:
+        config = open_checkpoint(served.path).config
+        for key, ranks in shared.items():
+            try:
+                check_shares(config, ranks)
+            except ConfigError as err:
+                why = err.message.partition(": ")[2]
+                text = f"{key}={ranks}: {why} in {served.path} (--{key.replace('_', '-')})"
+                raise ConfigError(text, field=key) from None
+
+
+def check_tiers(settings: MeshSettings) -> None:
+    """Raise ConfigError unless what is to keep blocks beside the memory can: the SSD folder is made and can be written
+    to, the folder of warm segments lies in a tmpfs with room for all of them, the object storage has a URL and its
+    library is here."""
+    if settings.ssd_path:
+        folder = Path(settings.ssd_path).expanduser().absolute()
+        try:
+            make_ssd_folder(str(folder))
+        except ConfigError as err:
+            why = err.message.partition(": ")[2]
+            text = f"ssd_path={settings.ssd_path!r}: {why}; name a folder that can be written to with --ssd-path"
+            raise ConfigError(text, field="ssd_path") from None
+    if settings.object_url:
+        try:
+            check_object_url(settings.object_url)
+        except ConfigError as err:
+            raise ConfigError(f"{err.message} (--object-url)", field="object_url") from None
+        if importlib.util.find_spec("obstore") is None:
+            why = f"needs the package obstore: {extras.install('object')}"
+            raise ConfigError(
+                f"object_url={settings.object_url!r}: {why}; or leave --object-url out", field="object_url"
+            )
+    if settings.warm_segment:
+        _check_warm(settings)
+
+
+def _check_warm(settings: MeshSettings) -> None:
+    folder = Path(settings.warm_segment).absolute()
+    wanted = settings.ranks * settings.memory_mb + settings.pool * settings.pool_memory_mb
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        check_folder(str(folder))
+        kept = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+        room = (shutil.disk_usage(folder).free + kept) // MIB
+    except ConfigError as err:
+        why = f"{err.message.partition(': ')[2]}; name another with --warm-segment"
+    except OSError as err:
+        why = f"{err.strerror}; name another with --warm-segment"
+    else:
+        if room >= wanted:
+            return
+        why = (
+            f"has room for {room:,} MiB, host segments take {wanted:,} MiB: make that file system larger, or give less"
+        )
+        why += " with --memory-mb and --pool-memory-mb"
+    raise ConfigError(f"warm_segment={settings.warm_segment!r}: {why}", field="warm_segment")

@@ -1,0 +1,350 @@
+"""Which processes a mesh consists of: names, ports and command lines."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import random
+import shutil
+import socket
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvmesh.cli.serve import config_class
+from kvmesh.cli.up.chosen import chosen, merged
+from kvmesh.cli.up.settings import EVERY_ADDRESS, INSTANCES, MeshSettings, Served
+from kvmesh.config import ENV_PREFIX
+from kvmesh.errors import ConfigError
+from kvmesh.rpc import security
+from kvmesh.rpc.server import check_port, join
+
+LOCALHOST = "127.0.0.1"
+PORT_STEP = 10  # between the fixed ports of conductors, and of masters
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One service process. `address` is its gRPC server, `http` the gateway's REST address (else "")."""
+
+    name: str
+    service: str
+    address: str
+    metrics: str
+    http: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    log: Path
+    ready_file: Path
+
+
+class Ports:
+    """Free ports of this machine, each given once.
+
+    They lie below the range that the kernel picks client ports from: a service that restarts must find its
+    port free, and no outgoing connection can have taken it. Another mesh of this machine (and network namespace)
+    chooses none of them as long as this object lives, whether or not anybody listens there yet: each is claimed by
+    a name in the abstract namespace of Unix sockets, which ends with its owner. Keep it while the mesh runs."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._random = random.Random(seed)
+        self._given: set[int] = set()
+        self._claims: list[int] = []
+        weakref.finalize(self, _close, self._claims)
+        self._high = 32_000
+        try:
+            low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+            self._high = min(self._high, max(low, 12_000))
+        except (OSError, ValueError):
+            pass
+
+    def take(self, host: str = LOCALHOST) -> int:
+        """A port on `host` that nobody listens on now."""
+        for _ in range(500):
+            port = self._random.randrange(10_000, self._high)
+            if port in self._given or not self._claim(port):
+                continue
+            self._given.add(port)
+            try:
+                check_port(host, port)
+            except ConfigError as err:
+                if err.field == "host":
+                    raise
+                continue
+            return port
+        with socket.create_server((LOCALHOST, 0)) as probe:
+            return int(probe.getsockname()[1])
+
+    def _claim(self, port: int) -> bool:
+        """Whether nobody else has."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as claim:
+            try:
+                claim.bind(f"\0kvmesh-port-{port}")
+            except OSError as err:
+                return err.errno != errno.EADDRINUSE  # without such names (not Linux) all can be had
+            self._claims.append(claim.detach())
+        return True
+
+
+def _close(claims: list[int]) -> None:
+    for claim in claims:
+        os.close(claim)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A process to be: its service, and the model of an instance (None: of the others)."""
+
+    name: str
+    service: str
+    served: Served | None = None
+
+
+def processes(settings: MeshSettings) -> list[Planned]:
+    """Every process, in the order of start. Instances of further models carry their model's name."""
+    instances = [
+        Planned(f"{served.prefix}{service}-{i}", service, served)
+        for served in settings.served
+        for service in INSTANCES
+        for i in range(getattr(settings, service))
+    ]
+    pools = [Planned(f"pool-{i}", "pool") for i in range(settings.pool)]
+    if settings.join:
+        return [*pools, *instances]
+    return [
+        *([Planned("redis", "redis")] if settings.redis == "auto" else []),
+        *(Planned(name, "store") for name in _names("store", settings.masters)),
+        *(Planned(name, "conductor") for name in _names("conductor", settings.conductors)),
+        *pools,
+        *instances,
+        Planned("gateway", "gateway"),
+    ]
+
+
+def identity(settings: MeshSettings, name: str) -> str:
+    """What the mesh calls a process of this machine: where machines join, no two may have one name."""
+    return f"{name}@{settings.node_id or socket.gethostname()}" if settings.address else name
+
+
+def fixed_ports(settings: MeshSettings) -> dict[str, int]:
+    """Ports of the processes that other machines must know beforehand, by name; none where none joins."""
+    if not settings.address or settings.join:
+        return {}
+    return {
+        name: first + PORT_STEP * i
+        for service, first in (("conductor", settings.conductor_port), ("store", settings.store_port))
+        for i, name in enumerate(_names(service, settings.conductors if service == "conductor" else settings.masters))
+        if first
+    }
+
+
+def _names(service: str, count: int) -> list[str]:
+    return [service] if count == 1 else [f"{service}-{i}" for i in range(count)]
+
+
+def plan(settings: MeshSettings, run_dir: Path, ports: Ports) -> list[Spec]:
+    """The processes of a mesh, every port chosen. ConfigError: what --set names does not exist."""
+    wanted = processes(settings)
+    told = chosen(settings.set, [(one.name, one.service) for one in wanted])
+    settings = dataclasses.replace(settings, flags=merged(settings.flags, told))
+    inside = _inside(settings)
+    fixed = fixed_ports(settings)
+    port = {one.name: fixed.get(one.name) or ports.take(inside) for one in wanted if one.service != "gateway"}
+    port["gateway"] = settings.grpc_port or ports.take(settings.host)
+    http_port = settings.http_port or ports.take(settings.host)
+    own = _own_flags(settings, wanted, port, http_port)
+    specs = []
+    for one in wanted:
+        if one.service == "redis":
+            specs.append(_redis(settings, port[one.name], run_dir))
+        else:
+            specs.append(_service(settings, one, run_dir, own[one.service], port[one.name], ports.take(inside)))
+    return specs
+
+
+def _service(
+    settings: MeshSettings, one: Planned, run_dir: Path, own: Mapping[str, Any], port: int, metrics_port: int
+) -> Spec:
+    flags: dict[str, Any] = {
+        **_common_flags(settings, one.name, run_dir),
+        "port": port,
+        "metrics_port": metrics_port,
+        "advertise": join(settings.advertise_host, port) if settings.advertise_host else "",
+        **own,
+        **({"model": one.served.path, "served_name": one.served.name} if one.served else {}),
+        **_extra(settings.flags, one.name, one.service),
+    }
+    return Spec(
+        name=one.name,
+        service=one.service,
+        address=join(_reach(flags["host"]), port),
+        metrics=join(_reach(flags.get("metrics_host") or flags["host"]), metrics_port),
+        http=join(_reach(settings.host), own["http_port"]) if one.service == "gateway" else "",
+        argv=_argv(one.service, flags),
+        env=_environment(settings, one.name, one.service) | _secrets(one.service, flags),
+        log=run_dir / "logs" / f"{one.name}.log",
+        ready_file=Path(flags["ready_file"]),
+    )
+
+
+def _common_flags(settings: MeshSettings, name: str, run_dir: Path) -> dict[str, Any]:
+    """Of every service; each takes what its configuration knows."""
+    return {
+        "host": _inside(settings),
+        "advertise_host": settings.advertise_host,
+        "node_id": settings.node_id,
+        "instance_id": identity(settings, name),
+        "log_level": settings.log_level,
+        "trace_dir": str(run_dir / "traces"),
+        "otlp_endpoint": settings.otlp_endpoint,
+        "ready_file": str(run_dir / "ready" / f"{name}.json"),
+        **{key: getattr(settings, key) for key in security.FIELDS},
+        "store_eviction": settings.store_eviction,
+        "ssd_path": str(Path(settings.ssd_path).expanduser().absolute() / name) if settings.ssd_path else "",
+        "ssd_capacity_mb": settings.ssd_capacity_mb,
+        "object_url": settings.object_url,
+        "warm_segment": str(Path(settings.warm_segment).absolute() / name) if settings.warm_segment else "",
+    }
+
+
+def _own_flags(
+    settings: MeshSettings, wanted: Sequence[Planned], port: Mapping[str, int], http_port: int
+) -> dict[str, dict[str, Any]]:
+    """What the services of one kind are told beside that."""
+    here = settings.address or LOCALHOST
+    conductor, store = (
+        ",".join(join(here, port[one.name]) for one in wanted if one.service == service)
+        for service in ("conductor", "store")
+    )
+    if settings.joined:
+        conductor, store = ",".join(settings.joined.conductors), ",".join(settings.joined.masters)
+    # A Redis of the mesh's own stays on this machine: it has no password, and no instance asks it.
+    redis = f"redis://{join(LOCALHOST, port['redis'])}/0" if settings.redis == "auto" else settings.redis
+    transfer = {"transports": settings.transports, "nics": settings.nics, "topology": settings.topology}
+    instance = {
+        **transfer,
+        "conductor": conductor,
+        "store": store,
+        "dtype": settings.dtype,
+        "device": settings.device,
+        "block_tokens": settings.block_tokens,
+        "weights_epoch": settings.weights_epoch,
+        "memory_mb": settings.memory_mb,
+        "threads": settings.threads,
+    }
+    return {
+        "store": {"redis": redis},
+        "conductor": {
+            "store": store,
+            "redis": redis,
+            "peers": conductor,
+            "slo_ttft_ms": settings.slo_ttft_ms,
+            "slo_tbt_ms": settings.slo_tbt_ms,
+        },
+        "pool": {"store": store, "memory_mb": settings.pool_memory_mb, **transfer},
+        **{one: {**instance, "tensor_parallel": getattr(settings, f"{one}_tp")} for one in INSTANCES},
+        "gateway": {
+            "host": settings.host,
+            "http_port": http_port,
+            "http_tls_cert": settings.http_tls_cert,
+            "http_tls_key": settings.http_tls_key,
+            "model": settings.model,
+            "served_name": settings.model_name,
+            "api_keys": settings.api_keys,
+            "models": ",".join(f"{served.name}={served.path}" for served in settings.served[1:]),
+            "conductor": conductor,
+        },
+    }
+
+
+def _redis(settings: MeshSettings, port: int, run_dir: Path) -> Spec:
+    """A Redis of this mesh alone. It keeps a log of changes, so that a new start of it forgets nothing.
+
+    ConfigError: the program is missing."""
+    program = shutil.which("redis-server")
+    if program is None:
+        why = "redis-server is not installed (Debian, Ubuntu: apt-get install redis-server); or give a redis:// URL"
+        raise ConfigError(f"redis='auto': {why}", field="redis")
+    ready_file = run_dir / "ready" / "redis.pid"
+    flags = {
+        "bind": LOCALHOST,
+        "port": port,
+        "dir": run_dir / "redis",  # what must not be lost lies apart from logs and traces
+        "pidfile": ready_file,
+        "save": "",
+        "appendonly": "yes",
+        "appendfilename": "redis.aof",
+    }
+    # It is no service of ours: something of ours has to make it die with its supervisor, then becomes it.
+    become = (
+        "from kvmesh.rpc.process import follow_supervisor; follow_supervisor(); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    argv = [sys.executable, "-c", f"import os, sys; {become}", program]
+    argv += [part for key, value in flags.items() for part in (f"--{key}", str(value))]
+    return Spec(
+        name="redis",
+        service="redis",
+        address=join(LOCALHOST, port),
+        metrics="",
+        http="",
+        argv=tuple(argv),
+        env=_environment(settings, "redis", "redis"),
+        log=run_dir / "logs" / "redis.log",
+        ready_file=ready_file,
+    )
+
+
+def _inside(settings: MeshSettings) -> str:
+    """What services other than the gateway listen on."""
+    return settings.host if settings.address else LOCALHOST
+
+
+def _reach(host: str) -> str:
+    """Where this machine reaches a server that listens on `host`."""
+    return LOCALHOST if host in EVERY_ADDRESS else host
+
+
+def _extra(by_name: Mapping[str, Mapping[str, Any]], name: str, service: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key in ("*", service, name):
+        found.update(by_name.get(key, {}))
+    return found
+
+
+def _argv(service: str, flags: Mapping[str, Any]) -> tuple[str, ...]:
+    known = {field.name: field for field in dataclasses.fields(config_class(service))}
+    argv = [sys.executable, "-m", "kvmesh.cli", "serve", service]
+    for key, value in flags.items():
+        if key not in known or value == "" or known[key].metadata.get("secret"):
+            continue
+        flag = key.replace("_", "-")
+        if isinstance(value, bool):
+            argv.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            argv.append(f"--{flag}={value}")
+    return tuple(argv)
+
+
+def _secrets(service: str, flags: Mapping[str, Any]) -> dict[str, str]:
+    """What every user of the machine could read among a process's arguments goes to it by its environment."""
+    return {
+        f"{ENV_PREFIX}{field.name.upper()}": str(flags[field.name])
+        for field in dataclasses.fields(config_class(service))
+        if field.metadata.get("secret") and flags.get(field.name, "") != ""
+    }
+
+
+def _environment(settings: MeshSettings, name: str, service: str) -> dict[str, str]:
+    """Secrets of the settings are left out: `_secrets` gives each service its own."""
+    secret = {
+        f"{ENV_PREFIX}{field.name.upper()}" for field in dataclasses.fields(settings) if field.metadata.get("secret")
+    }
+    env = {key: value for key, value in os.environ.items() if key not in secret}
+    env.setdefault("OMP_NUM_THREADS", str(settings.threads))
+    env["PYTHONUNBUFFERED"] = "1"
+    env.update(_extra(settings.env, name, service))
+    return env

@@ -1,0 +1,209 @@
+"""`kvmesh serve coupled`: prefill and decode in one instance, around one front, its ranks and its node store.
+
+Both halves are the services' own; `coupling.py` says how they share memory and steps. A request whose placement names
+this instance as prefill and decode never leaves it; as half of a pair it does what a prefill or decode instance does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+from kvmesh.errors import InternalError
+from kvmesh.instance.front import Front
+from kvmesh.kvcache.sources import Pulled
+from kvmesh.ranks import protocol as m
+from kvmesh.rpc.pb import common_pb2 as pb
+from kvmesh.rpc.pb import conductor_pb2 as pb_conductor
+from kvmesh.rpc.runner import observed
+from kvmesh.rpc.server import Server
+from kvmesh.telemetry import names
+from services.coupled.config import ROLES, CoupledConfig
+from services.coupled.coupling import FIRST_OF_DECODE, Coupling, doors, to_prefill
+from services.decode import inputs as i
+from services.decode import main as decode
+from services.decode.core import Core, shape_of
+from services.decode.servicer import DecodeServicer
+from services.prefill import events as ev
+from services.prefill import main as prefill
+from services.prefill.servicer import PrefillServicer
+
+log = logging.getLogger(__name__)
+
+TICK_PREFILL, TICK_DECODE = ev.Tick(), i.Tick()
+
+
+async def run(config: CoupledConfig, stop: asyncio.Event, started: Callable[[dict[str, object]], None]) -> None:
+    """Serve until `stop`; `started` hears the addresses once calls are accepted.
+
+    Raises ConfigError or CheckpointError at start, InternalError when a rank process ends."""
+    instance = Instance(config)
+    for half in ("prefill", "decode"):
+        names.activate(half)
+    async with observed("coupled", instance.front.instance_id, config) as metrics:
+        await instance.run(stop, lambda found: started({**found, "metrics": metrics}))
+
+
+class Instance:
+    """One instance in this process."""
+
+    def __init__(self, config: CoupledConfig) -> None:
+        config.check()
+        self.config = config
+        self._limits = config.limits()
+        self.front = Front(config, ROLES[config.role], self._on_message, self._on_rank_lost)
+        self._halves: Halves | None = None
+        self._lost = asyncio.Event()
+        self._causes: list[str] = []
+
+    async def run(self, stop: asyncio.Event, started: Callable[[dict[str, object]], None]) -> None:
+        """Start ranks, serve, end in order."""
+        front, config = self.front, self.config
+        try:
+            await front.start_ranks(stop)
+            shape = shape_of(front, config.landing == "host")
+            brain = prefill.brain_config(front, config)
+            coupling = Coupling(brain, self._limits, shape, front.new_store(), config.mixed_chunk_tokens)
+            halves = self._halves = Halves(front, coupling, config)
+            try:
+                await front.serve(
+                    halves.add_to,
+                    halves.report,
+                    config.max_running,
+                    local_prefill_tokens=config.local_prefill_tokens,
+                    prefill_chunk_tokens=min(config.mixed_chunk_tokens, config.prefill_chunk_tokens),
+                    switchable=True,
+                    prefill_size_weight=config.size_weight,
+                )
+                front.switch = halves.become
+                names.PREFILL_READY.set(1)
+                started({"address": front.address, "instance_id": front.instance_id})
+                await prefill.watch(front, halves.runner, stop, self._lost)
+                front.switch = None
+                await halves.wind_down(self._causes)
+            finally:
+                await halves.close()
+        finally:
+            await front.close()
+        if self._causes:
+            raise InternalError(f"instance {front.instance_id} lost a rank: {self._causes[0]}")
+
+    def _on_message(self, rank: int, message: m.ToFront) -> None:
+        if self._halves is not None:
+            self._halves.rank_said(rank, message)
+
+    def _on_rank_lost(self, cause: str) -> None:
+        self._causes.append(cause)
+        self._lost.set()
+        log.error("%s", cause)
+        if self._halves is not None:
+            self._halves.runner.feed(ev.RankLost(0, cause))
+
+
+class Halves:
+    """The shells of both brains, and what goes between them."""
+
+    def __init__(self, front: Front, coupling: Coupling, config: CoupledConfig) -> None:
+        self.front = front
+        self.coupling = coupling
+        self.config = config
+        self.runner = prefill.make_runner(front, coupling.prefill)
+        blocks = front.attach(coupling.prefill.store, self._pulled)
+        prefill.connect(self.runner, blocks)
+        self.core = Core(front, coupling.decode, blocks, connect_s=config.connect_ms / 1000)
+        self._prefill_servicer = PrefillServicer(self.runner, lambda: front.ref, prefill.writers(front), self.counters)
+        self._decode_servicer = DecodeServicer(self.core, self.counters)
+        own = self.runner.open_own_stream(self.core.own_said, self.core.adopt)
+        self.core.own = lambda message: self.runner.take(own, message)
+        self.runner.fed, self.core.fed = self._prefill_fed, self._decode_fed
+        self._shut()
+
+    def add_to(self, server: Server) -> None:
+        """Prefill and Decode on `server`."""
+        prefill.add(server, self._prefill_servicer)
+        decode.add(server, self._decode_servicer)
+
+    # ── in ───────────────────────────────────────────────────────────────────────────────────────
+
+    def rank_said(self, rank: int, message: m.ToFront) -> None:
+        """Front's `on_message`."""
+        if to_prefill(message):
+            self.runner.rank_said(rank, message)
+        else:
+            self.core.on_message(rank, message)
+
+    def _pulled(self, result: Pulled) -> None:
+        if result.ticket < FIRST_OF_DECODE:
+            self.runner.pulled(result)
+        else:
+            self.core.pulled(result)
+
+    def _prefill_fed(self) -> None:
+        self.coupling.prefill_looked()
+        if self.coupling.decode_due():
+            self.core.feed(TICK_DECODE)
+
+    def _decode_fed(self) -> None:
+        self.coupling.decode_looked()
+        if self.coupling.prefill_due():
+            self.runner.feed(TICK_PREFILL)
+
+    # ── role ─────────────────────────────────────────────────────────────────────────────────────
+
+    def become(self, role: pb.Role.ValueType) -> None:
+        """New work is taken as this role says from here on; what runs goes on to its end, blocks stay."""
+        was = self.front.role
+        self.front.become(role)
+        self._shut()
+        log.info("role %s (was %s)", pb.Role.Name(role), pb.Role.Name(was))
+
+    def _shut(self) -> None:
+        remote, own = doors(self.front.role, self.front.instance_id, self.config.local_prefill_tokens)
+        self.runner.feed(remote)
+        self.core.feed(own)
+
+    # ── what others see ──────────────────────────────────────────────────────────────────────────
+
+    def report(self) -> pb_conductor.HeartbeatRequest:
+        """Both halves in one: `queued_*` and prompts are prefill's; running, waiting and context the rows'."""
+        beat, rows = self.runner.reporter.beat(), self.core.observer.report()
+        load = beat.load
+        load.running_requests = rows.load.running_requests
+        load.waiting_requests = rows.load.waiting_requests
+        load.context_tokens = rows.load.context_tokens
+        load.pulled_bytes += rows.load.pulled_bytes
+        beat.decode_samples.extend(rows.decode_samples)
+        beat.finished_request_ids.extend(rows.finished_request_ids)
+        beat.outcomes.extend(rows.outcomes)
+        return beat
+
+    def counters(self) -> pb.PoolCounters:
+        """What both hold: a request whose prompt is being computed here counts as a handoff of each."""
+        prompts, rows = self.runner.counters(), self.core.counters()
+        for name in ("handoffs", "streams", "pulls"):
+            setattr(prompts, name, getattr(prompts, name) + getattr(rows, name))
+        prompts.requests = rows.requests
+        prompts.windows, prompts.quarantined = rows.windows, rows.quarantined
+        return prompts
+
+    # ── the end ──────────────────────────────────────────────────────────────────────────────────
+
+    async def wind_down(self, lost: list[str]) -> None:
+        """Refuse what waits, let what runs finish for a while, tell those who wait for us."""
+        names.PREFILL_READY.set(0)
+        self.runner.feed(ev.Stop())
+        grace_s = self.config.stop_grace_ms / 1000
+        await decode.wind_down(self.front, self.core, self._decode_servicer, grace_s, lost)
+        if not lost:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    await self.runner.idle.wait()
+        self._prefill_servicer.close()
+
+    async def close(self) -> None:
+        """End streams, timers and tasks."""
+        self._prefill_servicer.close()
+        self.runner.close()
+        await self.core.close()
