@@ -33,6 +33,8 @@ from kvmesh.blockservice.removal_applier import RemovalDesk
 from kvmesh.blockservice.replica_tracker import Elsewhere
 from kvmesh.blockservice.send_rate import Sending
 from kvmesh.blockservice.servicer import SERVICE, NodeStoreServicer
+from kvmesh.blockservice.tiers.parts import TierSettings
+from kvmesh.blockservice.tiers.tiering import Tiering
 from kvmesh.clock import lease_clock_ns
 from kvmesh.kvcache.announce import Announcer, Source
 from kvmesh.kvcache.sources import Lower, Pulled, PullJob
@@ -48,8 +50,6 @@ from kvmesh.rpc.pb import store_pb2 as pb_store
 from kvmesh.rpc.server import Server
 from kvmesh.rpc.terms import Terms
 from kvmesh.telemetry import names
-from kvmesh.tiers.front.parts import TierSettings
-from kvmesh.tiers.front.tiering import Tiering
 
 log = logging.getLogger(__name__)
 

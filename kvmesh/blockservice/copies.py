@@ -16,12 +16,12 @@ from kvmesh.blockservice.peers import Peers
 from kvmesh.blockservice.pulls import Pulls
 from kvmesh.blockservice.removal_applier import RemovalDesk
 from kvmesh.blockservice.removals import Watch
+from kvmesh.blockservice.tiers.tiering import Tiering
 from kvmesh.errors import InvalidRequest, Overloaded
 from kvmesh.kvcache.size_classes import BYTES, size_class
 from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
 from kvmesh.rpc import status
 from kvmesh.rpc.pb import blocks_pb2 as pb
-from kvmesh.tiers.front.tiering import Tiering
 from kvmesh.transfer import TrafficClass
 
 log = logging.getLogger(__name__)

@@ -29,13 +29,13 @@ from kvmesh.blockservice.partitions import Partition
 from kvmesh.blockservice.peer_segments import Rank, Segments
 from kvmesh.blockservice.peers import Peer, Peers
 from kvmesh.blockservice.reader_lease import NS, ReaderLease, Terms
+from kvmesh.blockservice.tiers.tiering import Tiering
 from kvmesh.errors import KvmeshError, RequestCancelled, TransferError, Unavailable, UnknownInstance
 from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.ranks import protocol as m
 from kvmesh.rpc import status
 from kvmesh.telemetry import names, spans
-from kvmesh.tiers.front.tiering import Tiering
 
 log = logging.getLogger(__name__)
 

@@ -21,6 +21,7 @@ from kvmesh.blockservice.peer_segments import Segments
 from kvmesh.blockservice.pulls import Pulls
 from kvmesh.blockservice.removal_applier import RemovalDesk
 from kvmesh.blockservice.removals import Watch
+from kvmesh.blockservice.tiers.tiering import Tiering
 from kvmesh.clock import lease_clock_ns
 from kvmesh.errors import InvalidRequest, KvmeshError, Overloaded, TransferError, Unavailable, UnknownInstance
 from kvmesh.kvcache.node_store import NodeStore
@@ -28,7 +29,6 @@ from kvmesh.kvcache.size_classes import BYTES, size_class
 from kvmesh.kvcache.store_stats import StoreExhausted
 from kvmesh.ranks import protocol as m
 from kvmesh.rpc.pb import blocks_pb2 as pb
-from kvmesh.tiers.front.tiering import Tiering
 from kvmesh.transfer import SegmentDescriptor, TrafficClass
 
 log = logging.getLogger(__name__)

@@ -15,9 +15,10 @@ from typing import Any
 from kvmesh.blockservice.blocks import Blocks
 from kvmesh.blockservice.partitions import OnePartition, Partition, layout_tag
 from kvmesh.blockservice.peer_segments import Segments
+from kvmesh.blockservice.tiers.config import checked_id
 from kvmesh.blockservice.warm.memory import Warm
 from kvmesh.errors import ConfigError, InternalError, KvmeshError
-from kvmesh.instance.config import InstanceConfig, check_device, device_of
+from kvmesh.instance.config import InstanceConfig
 from kvmesh.instance.served_weights import ServedWeights
 from kvmesh.instance.servicer import add_instance
 from kvmesh.kvcache.layout import ShardLayout
@@ -27,10 +28,10 @@ from kvmesh.membership.evacuation import evacuate_node
 from kvmesh.membership.registrar import Registrar
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.client import RankClient
+from kvmesh.ranks.devices import check_device, device_of
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2 as pb_conductor
 from kvmesh.rpc.server import Server
-from kvmesh.tiers.front.config import checked_id
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvmesh.blockservice.tiers.config import TierConfig
 from kvmesh.errors import ConfigError
-from kvmesh.tiers.front.config import TierConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from kvmesh.blockservice.blocks import Blocks
 from kvmesh.blockservice.peer_segments import Segments
+from kvmesh.blockservice.tiers.config import checked_id, make_ssd_folder
 from kvmesh.blockservice.warm.memory import Warm
 from kvmesh.errors import InternalError
 from kvmesh.kvcache.sources import Pulled
@@ -29,7 +30,6 @@ from kvmesh.ranks.worker.warm_segment import POOL_SLOT_BYTES
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.runner import observed
 from kvmesh.rpc.server import Server
-from kvmesh.tiers.front.config import checked_id, make_ssd_folder
 
 log = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ from pathlib import Path
 
 from kvmesh.blockservice.warm.memory import Found, Warm
 from kvmesh.blockservice.warm.store import Place, WarmStore
-from kvmesh.blockservice.warm.table import Entry
 from kvmesh.errors import KvmeshError, Overloaded
 from kvmesh.pool.partitions import PoolPartitions
 from kvmesh.pool.slabs import SlabPartition
+from kvmesh.ranks.warm_table import Entry
 from kvmesh.ranks.worker.warm_segment import POOL_SLOT_BYTES
 
 log = logging.getLogger(__name__)

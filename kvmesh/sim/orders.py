@@ -33,7 +33,7 @@ class Orders:
                     self._ended(OrderEnded(order.number, error=error))
 
     def _replicate(self, order: Replicate) -> None:
-        """The target pulls what it lacks, as `kvmesh.node` does: nobody writes into another's store."""
+        """The target pulls what it lacks, as nodes do: nobody writes into another's store."""
         target = self._nodes[order.target.instance_id]
         if target.dead or target.ref != order.target:
             self._ended(OrderEnded(order.number, error=f"{order.target.instance_id} is gone"))

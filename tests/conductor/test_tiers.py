@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
+from kvmesh.blockservice.tiers.config import checked_id
 from kvmesh.errors import ConfigError
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.tiers import Tier, TierUse, store_name
-from kvmesh.tiers.front.config import checked_id
 from services.conductor.costs.models import TIER_HALF_LIFE_S, TIER_PRIORS, TierModel
 from services.conductor.domain import Blocks, Fetch, MemberGone, Placed, PrefillSample, Refuse, Role
 from tests.conductor.brain import BLOCK, IDLE, Brain, chain, joined, reset

@@ -17,6 +17,7 @@ import psutil
 from kvmesh.blockservice.blocks import Blocks
 from kvmesh.blockservice.partitions import OnePartition, Partition
 from kvmesh.blockservice.peer_segments import Segments
+from kvmesh.blockservice.tiers.parts import TierSettings
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
 from kvmesh.membership.registrar import Registrar
@@ -27,7 +28,6 @@ from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2 as pb_conductor
 from kvmesh.rpc.server import Server
-from kvmesh.tiers.front.parts import TierSettings
 from kvmesh.transfer import EngineConfig, Opcode, TransferEngine, TransferRequest, TransferState
 
 SHARD = 8192

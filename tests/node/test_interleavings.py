@@ -18,6 +18,9 @@ from kvmesh.blockservice import removal_applier as removal_desk
 from kvmesh.blockservice.partitions import Partition
 from kvmesh.blockservice.removals import Watch
 from kvmesh.blockservice.servicer import NodeStoreServicer
+from kvmesh.blockservice.tiers.brain import Contents, WriteBehind
+from kvmesh.blockservice.tiers.parts import TierSettings
+from kvmesh.blockservice.tiers.tiering import Tiering
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.pool import pool
 from kvmesh.pool.partitions import PoolPartitions
@@ -25,9 +28,6 @@ from kvmesh.ranks import protocol as m
 from kvmesh.ranks.worker.checksums import Sums
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import common_pb2 as pb_common
-from kvmesh.tiers.front.brain import Contents, WriteBehind
-from kvmesh.tiers.front.parts import TierSettings
-from kvmesh.tiers.front.tiering import Tiering
 from kvmesh.transfer import EngineConfig, TransferEngine
 from tests.node.putting import Caller, config, pool_and_caller
 from tests.node.stores import bench, keys_of, node, stub

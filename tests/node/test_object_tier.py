@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from kvmesh.blockservice.tiers.parts import TierSettings
 from kvmesh.errors import ConfigError
 from kvmesh.instance.config import InstanceConfig
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.pool.config import PoolConfig
-from kvmesh.tiers.front.parts import TierSettings
 from tests.kvcache.object_store.server import S3, s3_server
 from tests.node.stores import SHARD, Bench, bench, keys_of, node
 from tests.node.test_tiers import counted, fill_below, lease, own_pull

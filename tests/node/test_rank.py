@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from kvmesh.errors import CheckpointError
-from kvmesh.instance.config import STAGED_CPU
 from kvmesh.ranks import protocol as m
+from kvmesh.ranks.devices import STAGED_CPU
 from kvmesh.ranks.worker.device import LATE_LOOKS
 from tests.node.driver import BLOCK, GREEDY, Driver, rank
 from tests.reference import assert_matches_reference

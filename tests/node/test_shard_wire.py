@@ -9,9 +9,10 @@ import pytest
 
 from kvmesh.blockservice.shard_wire import from_wire, to_wire, writers_of
 from kvmesh.errors import ConfigError, InvalidRequest
-from kvmesh.instance.config import InstanceConfig, device_of
+from kvmesh.instance.config import InstanceConfig
 from kvmesh.instance.front import check_config
 from kvmesh.kvcache.layout import ShardLayout
+from kvmesh.ranks.devices import device_of
 from kvmesh.rpc.pb import common_pb2 as pb
 
 

@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kvmesh.blockservice.tiers.brain import Contents, Promotion, ReadTime, TierSource, WriteBehind
 from kvmesh.kvcache.node_store import NodeStore
-from kvmesh.tiers.front.brain import Contents, Promotion, ReadTime, TierSource, WriteBehind
 from kvmesh.tiers.ssd.sketch import FrequencySketch
 from tests.node.stores import keys_of
 

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from kvmesh.blockservice.tiers import reads as tier_reads
+from kvmesh.blockservice.tiers.parts import TierSettings
 from kvmesh.kvcache.keys import split
 from kvmesh.kvcache.sources import PullRange, ranges_with
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.pool.config import PoolConfig
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
-from kvmesh.tiers.front import reads as tier_reads
-from kvmesh.tiers.front.parts import TierSettings
 from tests.kvcache.client.stores import stores
 from tests.kvcache.object_store.server import S3, s3_server
 from tests.node.stores import Bench, Node, bench, keys_of, node, stub, until

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from kvmesh.blockservice.tiers import reads as tier_reads
+from kvmesh.blockservice.tiers import tiering
+from kvmesh.blockservice.tiers.brain import Contents, TierSource
+from kvmesh.blockservice.tiers.parts import TierSettings
 from kvmesh.errors import Unavailable
 from kvmesh.kvcache.node_store import Changes
 from kvmesh.kvcache.size_classes import BYTES
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.ranks import protocol as m
-from kvmesh.tiers.front import reads as tier_reads
-from kvmesh.tiers.front import tiering
-from kvmesh.tiers.front.brain import Contents, TierSource
-from kvmesh.tiers.front.parts import TierSettings
-from kvmesh.tiers.front.sizes import largest_block, ssd_config
+from kvmesh.ranks.tier_sizes import largest_block, ssd_config
 from tests.node.stores import keys_of, until
 from tests.node.test_interleavings import SHARD, Below, Disk, seal, turns
 

@@ -12,14 +12,14 @@ import pytest
 from kvmesh.blockservice.leasing import Leasing
 from kvmesh.blockservice.partitions import Partition, holder
 from kvmesh.blockservice.removal_applier import RemovalDesk
+from kvmesh.blockservice.tiers.parts import TierSettings
+from kvmesh.blockservice.tiers.tiering import Tiering
 from kvmesh.errors import Overloaded
 from kvmesh.kvcache.size_classes import BYTES
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.pool.partitions import PoolPartitions
 from kvmesh.ranks import protocol as m
 from kvmesh.rpc.pb import common_pb2 as pb_common
-from kvmesh.tiers.front.parts import TierSettings
-from kvmesh.tiers.front.tiering import Tiering
 from tests.node.stores import keys_of
 
 REGION = 2 << 20

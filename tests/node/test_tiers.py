@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kvmesh.blockservice.tiers.parts import TierSettings
 from kvmesh.errors import ConfigError
 from kvmesh.kvcache.sources import PullJob
 from kvmesh.kvcache.tiers import Tier
@@ -20,7 +21,6 @@ from kvmesh.pool import pool
 from kvmesh.pool.config import PoolConfig
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import store_pb2 as pb_store
-from kvmesh.tiers.front.parts import TierSettings
 from tests.node.putting import Caller, pool_and_caller
 from tests.node.stores import LAYOUT, SHARD, Bench, Node, bench, keys_of, node, stub, until
 from tests.node.test_pool import Master, ask, master, of_pool

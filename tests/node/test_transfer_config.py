@@ -13,10 +13,10 @@ from kvmesh.cli.up import plan
 from kvmesh.cli.up.settings import MeshSettings
 from kvmesh.config import load
 from kvmesh.errors import ConfigError
-from kvmesh.instance.transfer_config import engine_config
 from kvmesh.pool import pool
 from kvmesh.pool.config import PoolConfig
 from kvmesh.ranks.protocol import Configure
+from kvmesh.ranks.transfer_config import engine_config
 from kvmesh.transfer import EngineConfig
 
 TOPOLOGY = '{"cpu:0": [["eth0"], ["eth1"]]}'

@@ -19,7 +19,6 @@ import xxhash
 from msgspec import structs
 
 from kvmesh.blockservice.warm.memory import Warm
-from kvmesh.blockservice.warm.table import SumTable
 from kvmesh.errors import InternalError, Overloaded
 from kvmesh.kvcache.size_classes import BYTES
 from kvmesh.pool import pool
@@ -28,6 +27,7 @@ from kvmesh.pool.partitions import PoolPartitions
 from kvmesh.pool.slabs import SlabPartition
 from kvmesh.pool.warm import WarmPool
 from kvmesh.ranks import protocol as m
+from kvmesh.ranks.warm_table import SumTable
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from tests.node.stores import bench, keys_of, node, stub
 from tests.node.test_pool import Master, ask, master, of_pool, pool_config

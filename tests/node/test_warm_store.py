@@ -13,9 +13,9 @@ import pytest
 import xxhash
 
 from kvmesh.blockservice.warm.store import Place, WarmStore
-from kvmesh.blockservice.warm.table import BlockTable, Entry, SlotFile, SumTable
 from kvmesh.kvcache.node_store import NodeStore, StoreExhausted
 from kvmesh.ranks.protocol import WarmRow
+from kvmesh.ranks.warm_table import BlockTable, Entry, SlotFile, SumTable
 
 EXTENTS = 12
 SHARD = 8

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from kvmesh.blockservice.warm.store import Place, WarmStore
-from kvmesh.blockservice.warm.table import BlockTable, Entry
 from kvmesh.clock import lease_clock
 from kvmesh.errors import ConfigError
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.ranks import protocol as m
+from kvmesh.ranks.warm_table import BlockTable, Entry
 
 log = logging.getLogger(__name__)
 

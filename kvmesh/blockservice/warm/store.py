@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from kvmesh.blockservice.warm.table import BlockTable, Entry, Held
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.ranks.protocol import WarmRow
+from kvmesh.ranks.warm_table import BlockTable, Entry, Held
 
 AGE = 256  # sealings that count as of one time: within it a chain's tail goes before its head
 

@@ -170,7 +170,7 @@ def doctor(
         code = doctor_mesh.show(conductor, store, redis, gateway, as_json=as_json)
     elif listen or peer is not None:
         from kvmesh.cli.doctor import peer as doctor_peer
-        from kvmesh.instance.transfer_config import listed
+        from kvmesh.ranks.transfer_config import listed
 
         plan = doctor_peer.Plan(listed(transports), listed(nics), size_mb << 20, seconds, timeout_s, fault)
         if listen:

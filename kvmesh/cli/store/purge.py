@@ -54,7 +54,7 @@ def purge(
 ) -> None:
     """See HELP."""
     from kvmesh import extras
-    from kvmesh.tiers.front.config import check_object_url
+    from kvmesh.blockservice.tiers.config import check_object_url
 
     check_object_url(url)
     if importlib.util.find_spec("obstore") is None:

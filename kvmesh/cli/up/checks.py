@@ -10,12 +10,12 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvmesh import extras
+from kvmesh.blockservice.tiers.config import check_object_url, make_ssd_folder
 from kvmesh.cli.up.plan import LOCALHOST, fixed_ports
 from kvmesh.cli.up.settings import INSTANCES, MeshSettings
 from kvmesh.errors import ConfigError
 from kvmesh.rpc.exposure import is_loopback
 from kvmesh.rpc.server import check_port, join
-from kvmesh.tiers.front.config import check_object_url, make_ssd_folder
 from kvmesh.transfer.segment_file import check_folder
 
 REDIS_S = 2.0

@@ -10,9 +10,9 @@ from typing import Any
 
 from kvmesh.config import without_password
 from kvmesh.errors import ConfigError
-from kvmesh.instance.transfer_config import check
 from kvmesh.kvcache.eviction import POLICIES
 from kvmesh.kvcache.keys import MAX_WEIGHTS_EPOCH
+from kvmesh.ranks.transfer_config import check
 from kvmesh.rpc.exposure import is_loopback
 
 _PORT = {"min": 0, "max": 65535}

@@ -23,9 +23,9 @@ import torch
 
 from kvmesh.engine.checkpoint import Checkpoint
 from kvmesh.engine.runner import pages_over, torch_dtype
-from kvmesh.instance.config import STAGED_CPU
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
+from kvmesh.ranks.devices import STAGED_CPU
 from kvmesh.transfer import Region, TransferEngine
 
 EXTENTS_SHARE = 0.25  # of the host's free memory, for the extents of a device whose operator names no number

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from kvmesh.errors import ConfigError
-from kvmesh.instance.config import check_device
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
+from kvmesh.ranks.devices import check_device
 from kvmesh.ranks.worker.device import Copy, Pair, StagedMemory, total
 from kvmesh.transfer import Region, TransferEngine
 

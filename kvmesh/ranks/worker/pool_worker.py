@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 from kvmesh.errors import ConfigError, TransferError
-from kvmesh.instance.transfer_config import own_location, start_engine
 from kvmesh.ranks import protocol as m
+from kvmesh.ranks.transfer_config import own_location, start_engine
 from kvmesh.ranks.worker.checksums import Sums
 from kvmesh.ranks.worker.prefault import Ahead, touch
 from kvmesh.ranks.worker.puller import Puller

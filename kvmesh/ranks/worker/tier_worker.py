@@ -21,8 +21,8 @@ from kvmesh.kvcache.keys import split
 from kvmesh.kvcache.node_store import Changes
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.ranks import protocol as m
+from kvmesh.ranks.tier_sizes import ssd_config
 from kvmesh.tiers.calls import Sink
-from kvmesh.tiers.front.sizes import ssd_config
 from kvmesh.tiers.ssd import SsdStats, SsdTier
 from kvmesh.tiers.ssd.folder import FolderInUse
 from kvmesh.transfer import Region

@@ -21,10 +21,10 @@ from pathlib import Path
 
 import xxhash
 
-from kvmesh.blockservice.warm.table import SumTable
 from kvmesh.clock import lease_clock_ns
 from kvmesh.errors import ConfigError
 from kvmesh.ranks import protocol as m
+from kvmesh.ranks.warm_table import SumTable
 from kvmesh.transfer import Region, TransferEngine
 
 log = logging.getLogger("kvmesh.rank")

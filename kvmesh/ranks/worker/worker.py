@@ -13,8 +13,8 @@ from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.parallel import SOLO, Group, ProcessGroup
 from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams, shard_layout
 from kvmesh.errors import TransferError
-from kvmesh.instance.transfer_config import own_location, start_engine
 from kvmesh.ranks import protocol as m
+from kvmesh.ranks.transfer_config import own_location, start_engine
 from kvmesh.ranks.worker.checksums import Sums
 from kvmesh.ranks.worker.device import StagedMemory, num_extents, open_memory, weight_bytes
 from kvmesh.ranks.worker.prefault import touch

@@ -18,16 +18,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvmesh.blockservice.partitions import Partition
+from kvmesh.blockservice.tiers.brain import Contents, Promotion, ReadTime, WriteBehind
 from kvmesh.errors import ConfigError
 from kvmesh.kvcache.size_classes import BYTES
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.ranks import protocol as m
+from kvmesh.ranks.tier_sizes import largest_block
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import store_pb2 as pb_store
-from kvmesh.tiers.front.brain import Contents, Promotion, ReadTime, WriteBehind
-from kvmesh.tiers.front.sizes import largest_block
 from kvmesh.tiers.ssd.folder import identity_of
 from kvmesh.tiers.ssd.sketch import FrequencySketch
 

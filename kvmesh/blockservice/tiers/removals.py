@@ -10,11 +10,11 @@ import asyncio
 from collections.abc import Sequence
 
 from kvmesh.blockservice.removals import Watch
+from kvmesh.blockservice.tiers.level import Level
+from kvmesh.blockservice.tiers.parts import Part
+from kvmesh.blockservice.tiers.ranks import TierRanks, everywhere
 from kvmesh.errors import Unavailable
 from kvmesh.ranks import protocol as m
-from kvmesh.tiers.front.level import Level
-from kvmesh.tiers.front.parts import Part
-from kvmesh.tiers.front.ranks import TierRanks, everywhere
 
 REMOVE_TRIES = 3
 REMOVE_S = 10.0

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from kvmesh.blockservice.tiers.brain import TierSource
+from kvmesh.blockservice.tiers.parts import Health, Part, TierSettings, counters_of, make_part, opening
+from kvmesh.blockservice.tiers.ranks import TierRanks
 from kvmesh.errors import ConfigError
 from kvmesh.kvcache.keys import split
 from kvmesh.ranks import protocol as m
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.telemetry import names
-from kvmesh.tiers.front.brain import TierSource
-from kvmesh.tiers.front.parts import Health, Part, TierSettings, counters_of, make_part, opening
-from kvmesh.tiers.front.ranks import TierRanks
 
 
 class Level:

@@ -20,6 +20,12 @@ from typing import Any
 from kvmesh.blockservice.partitions import Partition, Partitions, unused
 from kvmesh.blockservice.peer_segments import Rank
 from kvmesh.blockservice.removals import Watch
+from kvmesh.blockservice.tiers.level import Level
+from kvmesh.blockservice.tiers.parts import Followed, OwnTier, Part, TierSettings, home, layouts_found, usage_of
+from kvmesh.blockservice.tiers.ranks import TierRanks, everywhere
+from kvmesh.blockservice.tiers.reads import Read, TierReads
+from kvmesh.blockservice.tiers.removals import TierRemovals
+from kvmesh.blockservice.tiers.staging import Staging
 from kvmesh.kvcache.keys import split
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.ranks import protocol as m
@@ -27,12 +33,6 @@ from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import store_pb2 as pb_store
 from kvmesh.telemetry import names
-from kvmesh.tiers.front.level import Level
-from kvmesh.tiers.front.parts import Followed, OwnTier, Part, TierSettings, home, layouts_found, usage_of
-from kvmesh.tiers.front.ranks import TierRanks, everywhere
-from kvmesh.tiers.front.reads import Read, TierReads
-from kvmesh.tiers.front.removals import TierRemovals
-from kvmesh.tiers.front.staging import Staging
 
 log = logging.getLogger(__name__)
 

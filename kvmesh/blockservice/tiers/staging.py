@@ -12,12 +12,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 from kvmesh.blockservice.partitions import Partition, Partitions
+from kvmesh.blockservice.tiers.parts import Part
+from kvmesh.blockservice.tiers.reads import Read
 from kvmesh.errors import InvalidRequest, Overloaded
 from kvmesh.kvcache.size_classes import size_class
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.telemetry import names
-from kvmesh.tiers.front.parts import Part
-from kvmesh.tiers.front.reads import Read
 
 log = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvmesh.blockservice.tiers.parts import TierSettings
 from kvmesh.errors import ConfigError
-from kvmesh.instance.transfer_config import TransferConfig
 from kvmesh.kvcache.eviction import POLICIES
 from kvmesh.kvcache.tiers import MARK
-from kvmesh.tiers.front.parts import TierSettings
+from kvmesh.ranks.transfer_config import TransferConfig
 
 OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "https", "http")  # that obstore takes
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvmesh.blockservice.partitions import Partition
+from kvmesh.blockservice.tiers.level import Level
+from kvmesh.blockservice.tiers.parts import Part
+from kvmesh.blockservice.tiers.ranks import TierRanks, everywhere
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.ranks import protocol as m
 from kvmesh.telemetry import names
-from kvmesh.tiers.front.level import Level
-from kvmesh.tiers.front.parts import Part
-from kvmesh.tiers.front.ranks import TierRanks, everywhere
 
 log = logging.getLogger(__name__)
 
