@@ -322,7 +322,7 @@ Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
 
 @_typing.final
 class ErrorDetail(_message.Message):
-    """kvmesh.rpc.errors on the wire: as a message in streams, as trailing metadata
+    """kvmesh.errors on the wire: as a message in streams, as trailing metadata
     `kvmesh-error-bin` on a failed call.
     """
 
