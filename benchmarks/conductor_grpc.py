@@ -27,9 +27,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvmesh.kvcache.announce import snapshot_parts
 from kvmesh.kvcache.keys import split
-from kvmesh.membership.control_client import Line
+from kvmesh.membership.control_client import ControlClient
 from kvmesh.rpc.channels import connect
-from kvmesh.rpc.fastpath.caller import Caller
+from kvmesh.rpc.fastpath.caller import FastCaller
 from kvmesh.rpc.fastpath.control import control_calls
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, store_pb2, store_pb2_grpc
 from kvmesh.rpc.protocol import PROTOCOL_VERSION
@@ -102,7 +102,10 @@ class Mesh:
         self.channels: list[grpc.aio.Channel] = [connect(a) for a in (store.address, conductor.address)]
         self.store: Any = store_pb2_grpc.StoreMasterStub(self.channels[0])
         self.conductor: Any = conductor_pb2_grpc.ConductorStub(self.channels[1])
-        self.lines = Line(STORE), Line(CONDUCTOR)  # of heartbeats and announcements, as instances have them
+        self.lines = (
+            ControlClient(STORE),
+            ControlClient(CONDUCTOR),
+        )  # of heartbeats and announcements, as instances have them
         for line, service in zip(self.lines, (store, conductor), strict=True):
             line.dial(service.address)
         self.asked = 0
@@ -216,7 +219,7 @@ async def measure(args: argparse.Namespace, block: int) -> list[dict[str, Any]]:
             return [await drive(args, mesh, conductor, way) for way in WAYS]
 
 
-async def through(caller: Caller) -> Ask:
+async def through(caller: FastCaller) -> Ask:
     """By the conductor's door, as gateways ask."""
     deadline = time.monotonic() + TIMEOUT_S
     while not caller.by_door:
@@ -283,7 +286,7 @@ async def drive(args: argparse.Namespace, mesh: Mesh, conductor: Service, way: s
 
 
 async def decisions(
-    mesh: Mesh, channels: Sequence[grpc.aio.Channel], callers: Sequence[Caller], way: str
+    mesh: Mesh, channels: Sequence[grpc.aio.Channel], callers: Sequence[FastCaller], way: str
 ) -> list[Call]:
     """A call of each connection that asks for a placement."""
     calls: list[Call] = []

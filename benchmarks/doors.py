@@ -18,7 +18,7 @@ import uvloop
 from benchmarks.progress import tell
 from benchmarks.store_contest import service
 from kvmesh.rpc import channels
-from kvmesh.rpc.fastpath.caller import DIAL_S, Caller, Found
+from kvmesh.rpc.fastpath.caller import DIAL_S, FastCaller, FoundPaths
 from kvmesh.rpc.fastpath.client import Way
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.storeclient import ClientConfig, StoreClient
@@ -41,7 +41,7 @@ async def measure(master: str, rounds: int, calls: int) -> dict[str, float]:
             request = pb.LeaseRequest(
                 reader="benchmark", holder_incarnation=holder.incarnation, keys=key, lease_ms=1_000, layout=LAYOUT
             )
-            callers = {"gRPC": Caller(channel, NODE_STORE, _nowhere)}
+            callers = {"gRPC": FastCaller(channel, NODE_STORE, _nowhere)}
             told = await callers["gRPC"].over_grpc("Doors", pb.DoorsRequest(), FIND_S)
             for way in ways(told, holder.address, unix=True):
                 name = "Unix door" if isinstance(way, str) else "TCP door"
@@ -57,15 +57,15 @@ async def measure(master: str, rounds: int, calls: int) -> dict[str, float]:
     return {name: round(statistics.median(times) * 1e6, 1) for name, times in found.items()}
 
 
-async def _nowhere(caller: Caller) -> Found:
-    return Found(0, ())
+async def _nowhere(caller: FastCaller) -> FoundPaths:
+    return FoundPaths(0, ())
 
 
-async def _through(channel: Any, life: int, way: Way) -> Caller:
-    async def find(caller: Caller) -> Found:
-        return Found(life, (way,))
+async def _through(channel: Any, life: int, way: Way) -> FastCaller:
+    async def find(caller: FastCaller) -> FoundPaths:
+        return FoundPaths(life, (way,))
 
-    made = Caller(channel, NODE_STORE, find)
+    made = FastCaller(channel, NODE_STORE, find)
     deadline = time.monotonic() + DIAL_S
     while not made.by_door:
         if time.monotonic() > deadline:
@@ -74,7 +74,7 @@ async def _through(channel: Any, life: int, way: Way) -> Caller:
     return made
 
 
-async def _timed(caller: Caller, request: pb.LeaseRequest, calls: int) -> list[float]:
+async def _timed(caller: FastCaller, request: pb.LeaseRequest, calls: int) -> list[float]:
     """Seconds of each call; what it leased is given back outside of them."""
     times, leases = [], []
     for _ in range(calls):

@@ -23,7 +23,7 @@ from benchmarks.progress import tell
 from benchmarks.sizing_costs import FLIGHT, IDLE, SATURATED, WIRE
 from benchmarks.sizing_mesh import Clocks
 from benchmarks.sizing_solve import Window
-from kvmesh.membership.control_client import Line
+from kvmesh.membership.control_client import ControlClient
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, store_pb2
 
 BLOCK = 64
@@ -44,7 +44,9 @@ class Fleet:
         self._asked = itertools.count()
         self._beats = itertools.count(1)
         # Each instance beats over a line of its own; some, in turns, make the servers wait on many sockets too.
-        self._all = [(Line(conductor_grpc.CONDUCTOR), Line(conductor_grpc.STORE)) for _ in range(CONNECTIONS)]
+        self._all = [
+            (ControlClient(conductor_grpc.CONDUCTOR), ControlClient(conductor_grpc.STORE)) for _ in range(CONNECTIONS)
+        ]
         for first, second in self._all:
             first.dial(conductor)
             second.dial(store)

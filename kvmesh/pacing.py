@@ -113,7 +113,7 @@ class Pacing:
             self.pulse = Pulse(self.pulse.number + 1, interval_s, lease_s)
 
 
-class Lease:
+class MembershipLease:
     """How long one member may be silent: as long as the longest pulse that it may go by allows. It goes by one that it
     was told, and which of them only its next beat says: until then no shorter lease counts."""
 
@@ -131,7 +131,7 @@ class Lease:
         self._told, self.seconds = pulse, max(self.seconds, pulse.lease_s)
 
 
-class Words:
+class AnnouncementPacing:
     """How often stores announce, as they are told."""
 
     def __init__(self, per_s: float) -> None:

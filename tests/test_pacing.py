@@ -18,11 +18,11 @@ from kvmesh.pacing import (
     IDLE_SHARE,
     SLACK,
     STEP,
-    Lease,
+    AnnouncementPacing,
+    MembershipLease,
     Pacing,
     Pulse,
     Stretch,
-    Words,
     stretched_s,
 )
 from services.conductor import domain as conductor
@@ -55,19 +55,19 @@ def test_who_comes_and_goes_at_the_edge_changes_nothing() -> None:
 
 
 def test_few_are_never_stretched_nor_is_anybody_without_a_budget() -> None:
-    beats, words = Pacing(BEAT, LEASE, 500), Words(1300)
+    beats, words = Pacing(BEAT, LEASE, 500), AnnouncementPacing(1300)
     beats.count(64)
     words.count(64)
     assert beats.pulse == Pulse(1, BEAT, LEASE)
     assert (words.idle_ms, words.gap_ms) == (1000, 0)
-    unbounded, free = Pacing(BEAT, LEASE, 0), Words(0)
+    unbounded, free = Pacing(BEAT, LEASE, 0), AnnouncementPacing(0)
     unbounded.count(10**6)
     free.count(10**6)
     assert unbounded.pulse == Pulse(1, BEAT, LEASE) and (free.idle_ms, free.gap_ms) == (1000, 0)
 
 
 def test_a_thousand_beat_and_announce_as_rarely_as_the_budget_wants() -> None:
-    beats, words = Pacing(BEAT, LEASE, 500), Words(1300)
+    beats, words = Pacing(BEAT, LEASE, 500), AnnouncementPacing(1300)
     for i in [*range(1000)] * 2:
         beats.heard(f"m{i}", by_door=False)
     beats.count(1000)
@@ -105,7 +105,7 @@ def test_by_doors_four_beat_as_often_as_one_over_grpc() -> None:
 
 def test_a_lease_grows_at_once_and_shrinks_when_the_shorter_interval_was_heard() -> None:
     short, long = Pulse(1, 1.0, 4.0), Pulse(2, 5.0, 20.0)
-    lease = Lease(short)
+    lease = MembershipLease(short)
     lease.tell(long, heard=1)
     assert lease.seconds == 20.0, "it may hear of it"
     lease.tell(again := Pulse(3, 1.0, 4.0), heard=2)

@@ -13,7 +13,7 @@ from kvmesh.blockservice.rpc_checks import (
     MAX_KEYS,
     MAX_PREFIX,
     MS,
-    Node,
+    ServedNode,
     keys_in,
     layout_in,
     order_in,
@@ -35,7 +35,7 @@ STAGE_S = 1.0  # that a hard pin may wait for blocks to come from below DRAM
 class BlockRpcs:
     """Part of NodeStoreServicer."""
 
-    _node: Node
+    _node: ServedNode
     _lease_clock_ns: Callable[[], int] = staticmethod(lease_clock_ns)
 
     async def Exists(self, request: pb.ExistsRequest, context: Any) -> pb.ExistsResponse:  # noqa: N802

@@ -18,20 +18,20 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from kvmesh.blockservice.block_rpcs import counted
-from kvmesh.blockservice.checksums import SumDesk
+from kvmesh.blockservice.checksums import ChecksumClient
 from kvmesh.blockservice.copies import Copies
-from kvmesh.blockservice.fastpath import Doors
+from kvmesh.blockservice.fastpath import FastPathServers
 from kvmesh.blockservice.leasing import Leasing
 from kvmesh.blockservice.offload import Offload
 from kvmesh.blockservice.partitions import Partitions
-from kvmesh.blockservice.peer_segments import Segments
+from kvmesh.blockservice.peer_segments import PeerSegments
 from kvmesh.blockservice.peers import Peers
 from kvmesh.blockservice.pulls import Pulls
 from kvmesh.blockservice.puts import Puts
-from kvmesh.blockservice.quota_enforcer import QuotaDesk
-from kvmesh.blockservice.removal_applier import RemovalDesk
-from kvmesh.blockservice.replica_tracker import Elsewhere
-from kvmesh.blockservice.send_rate import Sending
+from kvmesh.blockservice.quota_enforcer import QuotaEnforcer
+from kvmesh.blockservice.removal_applier import RemovalApplier
+from kvmesh.blockservice.replica_tracker import ReplicaTracker
+from kvmesh.blockservice.send_rate import SendRate
 from kvmesh.blockservice.servicer import SERVICE, NodeStoreServicer
 from kvmesh.blockservice.tiers.parts import TierSettings
 from kvmesh.blockservice.tiers.tiering import Tiering
@@ -48,7 +48,7 @@ from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import store_pb2 as pb_store
 from kvmesh.rpc.server import Server
-from kvmesh.rpc.terms import Terms
+from kvmesh.rpc.terms import LeaderTerms
 from kvmesh.telemetry import names
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Blocks:
         self,
         ref: Callable[[], pb_common.InstanceRef],
         ranks: Sequence[RankClient],
-        segments: Segments,
+        segments: PeerSegments,
         partitions: Partitions,
         on_pulled: Callable[[Pulled], None],
         *,
@@ -87,13 +87,13 @@ class Blocks:
         self._announce_s = announce_ms / 1000
         self._peers = Peers(segments)
         self._tiering = Tiering(tiers, ref, ranks, partitions) if tiers is not None else None
-        self.terms = Terms()
+        self.terms = LeaderTerms()
         self.draining = False
         self.leasing = Leasing(partitions)
-        self.sums = SumDesk(ranks)
+        self.sums = ChecksumClient(ranks)
         folder = tiers.path if tiers is not None and not tiers.url else None
         again = returning is not None or (tiers is not None and tiers.opens_later)
-        self.removals = RemovalDesk(partitions, self.forget, self._lower_names, folder, again=again)
+        self.removals = RemovalApplier(partitions, self.forget, self._lower_names, folder, again=again)
         below, refuses = self._tiering, self.removals.refuses
         self._pulls = Pulls(own.instance_id, ranks, segments, self._peers, lease_ms, refuses, below)
         self._returning = returning
@@ -106,14 +106,14 @@ class Blocks:
         self._lower_tiers: dict[Tier, Announcer] = {}
         self._announcing: Announcing | None = None
         self._servicer = NodeStoreServicer(self)
-        self.doors = Doors(self._servicer, own.incarnation)
+        self.doors = FastPathServers(self._servicer, own.incarnation)
         self._offload: Offload | None = None
         if offload_percent < 100:
             self._offload = Offload(partitions.all()[0], offload_percent, self._peers, ref, random.Random())
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns = 0
-        self._sending = Sending()
-        self._quotas = QuotaDesk(partitions, self._spawn)
+        self._sending = SendRate()
+        self._quotas = QuotaEnforcer(partitions, self._spawn)
         self._burying: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._closed = False
@@ -179,7 +179,7 @@ class Blocks:
         )
         for announcer in self._lower_tiers.values():
             announcing.add(announcer)
-        elsewhere = Elsewhere(
+        elsewhere = ReplicaTracker(
             self._ref().instance_id,
             self.partitions,
             lambda layout, key: self.below(layout, key) is not None,
@@ -338,7 +338,7 @@ class Blocks:
         return self._tiering.keys() if self._tiering is not None else []
 
     def _lower_names(self) -> list[bytes]:
-        """See `RemovalDesk`."""
+        """See `RemovalApplier`."""
         below = self._tiering.named() if self._tiering is not None else []
         return below if self._returning is None else [*below, *self._returning()]
 

@@ -7,15 +7,15 @@ import itertools
 import time
 from collections.abc import Sequence
 
-from kvmesh.blockservice.peer_segments import Rank
+from kvmesh.blockservice.peer_segments import SegmentRank
 from kvmesh.errors import TransferError, Unavailable
 from kvmesh.ranks import protocol as m
 
 
-class SumDesk:
+class ChecksumClient:
     """Of all ranks of one front, on its event loop."""
 
-    def __init__(self, ranks: Sequence[Rank]) -> None:
+    def __init__(self, ranks: Sequence[SegmentRank]) -> None:
         self._ranks = ranks
         self._tickets = itertools.count(1)
         self._waiting: dict[tuple[int, int], asyncio.Future[m.Summed]] = {}

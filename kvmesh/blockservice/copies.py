@@ -14,7 +14,7 @@ import grpc.aio
 from kvmesh.blockservice.partitions import Partition, Partitions, holder
 from kvmesh.blockservice.peers import Peers
 from kvmesh.blockservice.pulls import Pulls
-from kvmesh.blockservice.removal_applier import RemovalDesk
+from kvmesh.blockservice.removal_applier import RemovalApplier
 from kvmesh.blockservice.removals import Watch
 from kvmesh.blockservice.tiers.tiering import Tiering
 from kvmesh.errors import InvalidRequest, Overloaded
@@ -32,7 +32,7 @@ NS = 1_000_000_000
 
 
 @dataclass(frozen=True)
-class Wish:
+class CopyRequest:
     """What somebody wants copied. `layout` "": as each holder has it, if it fits here. `shard_bytes` means nothing
     then, nor for layout "bytes". `pins`: what its holder has pinned hard is pinned hard here, or not sealed; only with
     layout "" or "bytes"."""
@@ -65,7 +65,7 @@ class Copies:
         partitions: Partitions,
         pulls: Pulls,
         peers: Peers,
-        removals: RemovalDesk,
+        removals: RemovalApplier,
         tiering: Tiering | None,
         freed: Callable[[], None],
     ) -> None:
@@ -77,7 +77,7 @@ class Copies:
         self._freed = freed
         self._tickets = itertools.count(-1, -1)  # brains count upwards
 
-    async def pull(self, wish: Wish) -> bytes:
+    async def pull(self, wish: CopyRequest) -> bytes:
         """One byte a key: 1 held here now. What could not be had is simply not held; what is removed meanwhile is not
         sealed. Raises InvalidRequest, Overloaded: nothing of it fits here."""
         deadline_ns = time.monotonic_ns() + wish.timeout_ms * 1_000_000
@@ -102,7 +102,7 @@ class Copies:
             self._freed()
         return bytes(holder(self._partitions, wish.layout, key) is not None for key in wish.keys)
 
-    async def _found(self, wish: Wish, deadline_ns: int) -> list[_Group]:
+    async def _found(self, wish: CopyRequest, deadline_ns: int) -> list[_Group]:
         """What the first holder of each block says of it."""
         groups: dict[tuple[str, int], _Group] = {}
         open_ = [key for key in wish.keys if holder(self._partitions, wish.layout, key) is None]
@@ -133,7 +133,7 @@ class Copies:
             open_ = [key for key in open_ if key not in known]
         return list(groups.values())
 
-    async def _fetch(self, group: _Group, wish: Wish, watch: Watch, deadline_ns: int) -> None:
+    async def _fetch(self, group: _Group, wish: CopyRequest, watch: Watch, deadline_ns: int) -> None:
         """Copy what is missing and seal it. Raises InvalidRequest, Overloaded."""
         partition = await self._room(group, deadline_ns)
         keys = [key for key in group.keys if not watch.gone(key)]

@@ -8,13 +8,13 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from kvmesh.blockservice.block_rpcs import pin_in
-from kvmesh.blockservice.copies import Wish
+from kvmesh.blockservice.copies import CopyRequest
 from kvmesh.blockservice.puts import PutJob
 from kvmesh.blockservice.rpc_checks import (
     MAX_TEXT,
     MAX_U63,
     MS,
-    Node,
+    ServedNode,
     as_many,
     keys_in,
     layout_in,
@@ -39,7 +39,7 @@ T = TypeVar("T")
 class CopyRpcs:
     """Part of NodeStoreServicer. What was begun goes on, and counts, though its caller has hung up."""
 
-    _node: Node
+    _node: ServedNode
     _clock_ns: Callable[[], int] = time.monotonic_ns
     _pulls = 0
     _puts = 0
@@ -58,7 +58,9 @@ class CopyRpcs:
         klass = TrafficClass.BACKGROUND if request.background else TrafficClass.PREFETCH
         if request.pins and layout:
             raise InvalidRequest.of("layout", layout, "must be empty with pins")
-        wish = Wish(tuple(keys), tuple(ranges), layout, request.shard_bytes, request.timeout_ms, klass, request.pins)
+        wish = CopyRequest(
+            tuple(keys), tuple(ranges), layout, request.shard_bytes, request.timeout_ms, klass, request.pins
+        )
         self._pulls += 1
         return pb.PullBlocksResponse(held=await _outliving(node.copies.pull(wish), self._pull_ended))
 

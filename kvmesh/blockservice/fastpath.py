@@ -7,7 +7,7 @@ import logging
 from kvmesh.blockservice.servicer import NodeStoreServicer
 from kvmesh.errors import ConfigError
 from kvmesh.rpc import security
-from kvmesh.rpc.fastpath.server import DoorServer
+from kvmesh.rpc.fastpath.server import FastServer
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.transfer.segment import machine_id, network_id
 
@@ -16,11 +16,11 @@ log = logging.getLogger(__name__)
 SERVICE = pb.DESCRIPTOR.services_by_name["NodeStore"]
 
 
-class Doors:
+class FastPathServers:
     """One life's. None is open before `open`; `close` it before what the servicer stands on ends."""
 
     def __init__(self, servicer: NodeStoreServicer, life: int) -> None:
-        self._server = DoorServer(SERVICE, servicer, life)
+        self._server = FastServer(SERVICE, servicer, life)
         self.index_path = ""  # of the socket that hands over the index of what is sealed here
         self._told = pb.DoorsResponse(incarnation=life, machine=machine_id(), network=network_id())
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvmesh.blockservice.leasing import Leased
 from kvmesh.blockservice.partitions import Partition, size_of
-from kvmesh.blockservice.rpc_checks import MS, Node, keys_in, lease_ms_in, patience_s
+from kvmesh.blockservice.rpc_checks import MS, ServedNode, keys_in, lease_ms_in, patience_s
 from kvmesh.blockservice.shard_wire import to_wire
 from kvmesh.clock import lease_clock_ns
 from kvmesh.errors import InvalidRequest, KvmeshError, Overloaded, UnknownInstance
@@ -25,7 +25,7 @@ SUM_S = 10.0
 class LeaseRpcs:
     """Part of NodeStoreServicer."""
 
-    _node: Node
+    _node: ServedNode
     _lease_clock_ns: Callable[[], int] = staticmethod(lease_clock_ns)
 
     async def Lease(self, request: pb.LeaseRequest, context: Any) -> pb.LeaseResponse:  # noqa: N802

@@ -9,16 +9,16 @@ from kvmesh.ranks import protocol as m
 from kvmesh.transfer import SegmentDescriptor
 
 
-class Rank(Protocol):
+class SegmentRank(Protocol):
     """What is needed of kvmesh.ranks.client.RankClient."""
 
     def send(self, message: m.ToRank, /) -> None: ...
 
 
-class Segments:
+class PeerSegments:
     """All segments that the ranks of one front have open. On the event loop, never blocks."""
 
-    def __init__(self, ranks: Sequence[Rank]) -> None:
+    def __init__(self, ranks: Sequence[SegmentRank]) -> None:
         self._ranks = ranks
         self._users: dict[str, int] = {}
         self._descriptors: dict[str, bytes] = {}

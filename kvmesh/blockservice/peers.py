@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 
-from kvmesh.blockservice.peer_segments import Segments
+from kvmesh.blockservice.peer_segments import PeerSegments
 from kvmesh.rpc import channels
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
 
@@ -44,7 +44,7 @@ class Peer:
 class Peers:
     """The owner of all of them. On the event loop."""
 
-    def __init__(self, segments: Segments) -> None:
+    def __init__(self, segments: PeerSegments) -> None:
         self._segments = segments
         self._peers: OrderedDict[str, Peer] = OrderedDict()
         self._closing: set[asyncio.Task[None]] = set()

@@ -26,9 +26,9 @@ import msgspec
 from kvmesh.blockservice import reader_lease
 from kvmesh.blockservice.cut_reads import CutRead, by_block, cut_reads
 from kvmesh.blockservice.partitions import Partition
-from kvmesh.blockservice.peer_segments import Rank, Segments
+from kvmesh.blockservice.peer_segments import PeerSegments, SegmentRank
 from kvmesh.blockservice.peers import Peer, Peers
-from kvmesh.blockservice.reader_lease import NS, ReaderLease, Terms
+from kvmesh.blockservice.reader_lease import NS, LeaseTerms, ReaderLease
 from kvmesh.blockservice.tiers.tiering import Tiering
 from kvmesh.errors import KvmeshError, RequestCancelled, TransferError, Unavailable, UnknownInstance
 from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
@@ -75,8 +75,8 @@ class Pulls:
     def __init__(
         self,
         reader: str,
-        ranks: Sequence[Rank],
-        segments: Segments,
+        ranks: Sequence[SegmentRank],
+        segments: PeerSegments,
         peers: Peers,
         lease_ms: int,
         refuses: Callable[[bytes, int], bool],
@@ -310,7 +310,7 @@ class Pulls:
     ) -> tuple[set[int], str]:
         """(positions that arrived, why not all); what the ranks said goes to `reads`. Raises KvmeshError."""
         own = record.partition
-        terms = Terms(self._reader, self._lease_ms, own.shown_layout, len(self._ranks), own.shards)
+        terms = LeaseTerms(self._reader, self._lease_ms, own.shown_layout, len(self._ranks), own.shards)
         keys = [record.job.keys[p] for p in positions]
         most_s = CALL_S if source.tier is Tier.DRAM else LOWER_CALL_S
         timeout_s = max(min(most_s, (deadline_ns - time.monotonic_ns()) / NS), 0.001)

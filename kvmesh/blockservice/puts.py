@@ -15,11 +15,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvmesh.blockservice.checksums import SumDesk
+from kvmesh.blockservice.checksums import ChecksumClient
 from kvmesh.blockservice.partitions import Partition, Partitions
-from kvmesh.blockservice.peer_segments import Segments
+from kvmesh.blockservice.peer_segments import PeerSegments
 from kvmesh.blockservice.pulls import Pulls
-from kvmesh.blockservice.removal_applier import RemovalDesk
+from kvmesh.blockservice.removal_applier import RemovalApplier
 from kvmesh.blockservice.removals import Watch
 from kvmesh.blockservice.tiers.tiering import Tiering
 from kvmesh.clock import lease_clock_ns
@@ -81,10 +81,10 @@ class Puts:
         self,
         ranks: int,
         partitions: Partitions,
-        segments: Segments,
+        segments: PeerSegments,
         pulls: Pulls,
-        sums: SumDesk,
-        removals: RemovalDesk,
+        sums: ChecksumClient,
+        removals: RemovalApplier,
         tiering: Tiering | None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
         lease_clock_ns: Callable[[], int] = lease_clock_ns,

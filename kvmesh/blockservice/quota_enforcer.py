@@ -9,7 +9,7 @@ from typing import Any
 from kvmesh.blockservice.partitions import Partitions
 
 
-class QuotaDesk:
+class QuotaEnforcer:
     """Of one node, on its loop. `start`: makes a task that ends with the node."""
 
     def __init__(

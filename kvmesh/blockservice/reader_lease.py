@@ -55,7 +55,7 @@ class ReaderLease:
 
 
 @dataclass(frozen=True)
-class Terms:
+class LeaseTerms:
     """What a reader asks for every time."""
 
     reader: str
@@ -66,7 +66,7 @@ class Terms:
 
 
 async def ask(
-    terms: Terms, source: PullRange, keys: Sequence[bytes], peer: Peer, peers: Peers, timeout_s: float
+    terms: LeaseTerms, source: PullRange, keys: Sequence[bytes], peer: Peer, peers: Peers, timeout_s: float
 ) -> ReaderLease | None:
     """A lease on what `source` holds of `keys`, its segments open at our ranks; None: it holds none of them.
     Raises AioRpcError; TransferError when the answer makes no sense."""
@@ -160,7 +160,7 @@ def partly(held: int, wanted: int) -> str:
     return "" if held == wanted else f"holds {held} of {wanted}"
 
 
-def _plan(answer: pb.LeaseResponse, terms: Terms) -> GroupPlan | None:
+def _plan(answer: pb.LeaseResponse, terms: LeaseTerms) -> GroupPlan | None:
     """How the holder's shards become ours; None: they are cut alike. TransferError: they cannot."""
     if not terms.shards or not all(rank.HasField("layout") for rank in answer.ranks):
         return None

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kvmesh.blockservice.partitions import Partitions
-from kvmesh.blockservice.removals import Gone, Removals, Tombstone, Watch
+from kvmesh.blockservice.removals import NotHere, Removals, Tombstone, Watch
 from kvmesh.errors import ConfigError, Unavailable
 from kvmesh.kvcache.keys import split
 from kvmesh.rpc.pb import store_pb2 as pb_store
@@ -35,7 +35,7 @@ class Forget(Protocol):
     def __call__(self, keys: Sequence[bytes], /) -> Awaitable[int]: ...
 
 
-class RemovalDesk:
+class RemovalApplier:
     """`lower_keys`: of all blocks below DRAM, also of those that only some ranks have. `folder`: of the SSD tier, None:
     there is none, and what was removed is gone with the process. `again`: all tombstones are wanted again, as something
     may come back that was not there when they were applied. ConfigError: the number there cannot be read."""
@@ -57,7 +57,7 @@ class RemovalDesk:
         self._applying = asyncio.Lock()
         # Those who keep copies that no store knows of. They hear of each block in the turn in which it goes, and of a
         # prefix first.
-        self.listeners: list[Callable[[Gone], None]] = []
+        self.listeners: list[Callable[[NotHere], None]] = []
 
     @property
     def removed_seq(self) -> int:
@@ -91,14 +91,14 @@ class RemovalDesk:
     async def _remove(self, keys: Sequence[bytes], prefix: bytes, seq: int) -> int:
         self._removals.removing(keys, prefix, seq)
         if prefix:
-            self._tell(Gone(frozenset(), prefix))
+            self._tell(NotHere(frozenset(), prefix))
         removed = 0
         async for some in _matching(self._names(), prefix) if prefix else _slices(keys):
-            self._tell(Gone(frozenset(some)))
+            self._tell(NotHere(frozenset(some)))
             removed += await self._forget(some)
         return removed
 
-    def _tell(self, gone: Gone) -> None:
+    def _tell(self, gone: NotHere) -> None:
         for listener in self.listeners:
             listener(gone)
 
@@ -114,7 +114,7 @@ class RemovalDesk:
                     removed = await self._remove(tombstone.keys, tombstone.prefix, tombstone.seq)
                 else:
                     self._removals.everything(tombstone.seq)
-                    self._tell(Gone(frozenset(), b""))
+                    self._tell(NotHere(frozenset(), b""))
                     removed = await self._remove(self._names(), b"", 0)
                 self._removals.done(tombstone.seq)
                 log.info("tombstone %d: %d blocks removed", tombstone.seq, removed)

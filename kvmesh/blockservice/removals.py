@@ -28,7 +28,7 @@ class Tombstone:
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class NotHere:
     """Blocks that nobody may find here any more: these, and all that begin with `prefix` (None: no others)."""
 
     keys: frozenset[bytes]

@@ -26,7 +26,7 @@ CALL_S = 2.0
 FROM_PERCENT = 70  # of the memory in use: below that nothing is about to go
 
 
-class Elsewhere:
+class ReplicaTracker:
     """One question at a time. `below(layout, key)`: whether a lower tier of this node has it."""
 
     def __init__(

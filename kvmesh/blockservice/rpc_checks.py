@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Awaitable, Iterable, Sequence
 from typing import Any, Protocol
 
-from kvmesh.blockservice.checksums import SumDesk
+from kvmesh.blockservice.checksums import ChecksumClient
 from kvmesh.blockservice.copies import Copies
 from kvmesh.blockservice.leasing import Leasing
 from kvmesh.blockservice.partitions import CLASS_MARK, Partitions
 from kvmesh.blockservice.puts import Puts
-from kvmesh.blockservice.removal_applier import RemovalDesk
+from kvmesh.blockservice.removal_applier import RemovalApplier
 from kvmesh.errors import InvalidRequest, Overloaded
 from kvmesh.kvcache.keys import KEY_BYTES, split
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import common_pb2 as pb_common
-from kvmesh.rpc.terms import MAX_JUMP, Terms, first_term
+from kvmesh.rpc.terms import MAX_JUMP, LeaderTerms, first_term
 
 MAX_KEYS = 65_536
 MAX_HOLDERS = 64
@@ -29,14 +29,14 @@ MS = 1_000_000
 SEQ_TERM_SHIFT = 32  # a removal's number begins with the term under which it was ordered
 
 
-class Told(Protocol):
+class DescribedBlocks(Protocol):
     """What the servicers need of `Doors`."""
 
     def told(self) -> pb.DoorsResponse:
         """What callers hear of the doors to this life."""
 
 
-class Node(Protocol):
+class ServedNode(Protocol):
     """What the servicers need of `Blocks`."""
 
     partitions: Partitions
@@ -44,12 +44,12 @@ class Node(Protocol):
     leasing: Leasing
     copies: Copies
     puts: Puts
-    removals: RemovalDesk
-    sums: SumDesk
-    terms: Terms
+    removals: RemovalApplier
+    sums: ChecksumClient
+    terms: LeaderTerms
 
     @property
-    def doors(self) -> Told: ...
+    def doors(self) -> DescribedBlocks: ...
 
     @property
     def ref(self) -> pb_common.InstanceRef: ...
@@ -128,7 +128,7 @@ def patience_s(context: Any, most: float) -> float:
     return most if left is None else min(most, left / 2)
 
 
-def order_in(node: Node, term: int, seq: int = 0) -> None:
+def order_in(node: ServedNode, term: int, seq: int = 0) -> None:
     """An order under `term` (0: no master's), a removal's with its number. Neither is learnt from it: terms come from
     masters that this node has asked itself. Raises StaleTerm: of a master that leads no more; InvalidRequest: no master
     can have sent it."""
@@ -139,7 +139,7 @@ def order_in(node: Node, term: int, seq: int = 0) -> None:
         within("seq", seq, 1, ((known + MAX_JUMP + 1) << SEQ_TERM_SHIFT) - 1)
 
 
-def takes_more(node: Node) -> None:
+def takes_more(node: ServedNode) -> None:
     """Overloaded while the node drains."""
     if node.draining:
         raise Overloaded(f"{node.ref.instance_id} drains: it takes no more blocks", retry_after_ms=5_000)

@@ -9,7 +9,7 @@ from kvmesh.blockservice.partitions import Partitions
 KEPT = 0.5  # of the mean before, at each count
 
 
-class Sending:
+class SendRate:
     """By what is leased: a block under lease is read as a rule, and the front does not see the bytes themselves."""
 
     def __init__(self) -> None:

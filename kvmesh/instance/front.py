@@ -14,7 +14,7 @@ from typing import Any
 
 from kvmesh.blockservice.blocks import Blocks
 from kvmesh.blockservice.partitions import OnePartition, Partition, layout_tag
-from kvmesh.blockservice.peer_segments import Segments
+from kvmesh.blockservice.peer_segments import PeerSegments
 from kvmesh.blockservice.tiers.config import checked_id
 from kvmesh.blockservice.warm.memory import Warm
 from kvmesh.errors import ConfigError, InternalError, KvmeshError
@@ -63,7 +63,7 @@ class Front:
         self.incarnation = time.time_ns() & ~0xFFFF | secrets.randbits(16)
         self.on_rank_lost = on_rank_lost
         self.ranks = [RankClient(rank, self._rank_said, self._rank_lost) for rank in range(config.tensor_parallel)]
-        self.segments = Segments(self.ranks)
+        self.segments = PeerSegments(self.ranks)
         self.blocks: Blocks | None = None
         self._warm: Warm | None = None
         self._on_message = on_message

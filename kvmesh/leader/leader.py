@@ -142,7 +142,7 @@ class StepDown:
 Action = Ask | Release | Lead | Rise | StepDown
 
 
-class Leader:
+class LeaderMachine:
     """One master's view. `now` is monotonic in seconds and goes on while the process is stopped."""
 
     def __init__(self, lease_s: float | None, first: int = 1) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from kvmesh.clock import lease_clock
-from kvmesh.leader.leader import Ask, Event, Heard, Lead, Leader, Release, Rise, Silent, StepDown, Stop, Tick
+from kvmesh.leader.leader import Ask, Event, Heard, Lead, LeaderMachine, Release, Rise, Silent, StepDown, Stop, Tick
 from kvmesh.leader.redis_lease import RedisLease
 from kvmesh.rpc.terms import clock_is_off, first_term, most_credible, wall_clock
 
@@ -32,7 +32,7 @@ class Leadership:
         first: int | None = None,
     ) -> None:
         """`lease_s` None: there is no Redis, and this process leads from the first step on. `first`: see Leader."""
-        self._leader = Leader(lease_s, first_term() if first is None else first)
+        self._leader = LeaderMachine(lease_s, first_term() if first is None else first)
         if clock_is_off():
             text = (
                 "the clock of this machine is wrong (%.0f s since 1970): terms begin at %d as if it were another year"

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from kvmesh.errors import InvalidRequest, KvmeshError, NotLeader, StaleTerm, UnknownInstance
 from kvmesh.kvcache.announce import Announcement, Announcer
 from kvmesh.kvcache.tiers import split_name
-from kvmesh.membership.control_client import Line
+from kvmesh.membership.control_client import ControlClient
 from kvmesh.pacing import IDLE_S
 from kvmesh.rpc.masters import Masters
 from kvmesh.rpc.pb import store_pb2 as pb
@@ -71,7 +71,7 @@ class Announcing:
         self._idle_s, self._gap_s = IDLE_S, 0.0  # as the master has told us last
         self._joined = joined
         self._rejoin = rejoin
-        self._line = Line(SERVICE)
+        self._line = ControlClient(SERVICE)
         self._complained = False
 
     def add(self, announcer: Announcer) -> None:

@@ -12,13 +12,13 @@ from google.protobuf.message import Message
 
 from kvmesh.errors import DeadlinePassed
 from kvmesh.rpc import channels
-from kvmesh.rpc.fastpath.caller import Caller
+from kvmesh.rpc.fastpath.caller import FastCaller
 from kvmesh.rpc.fastpath.control import control_calls
 
 DOORLESS_S = 30.0  # after a call that was not answered through a door: something on the way may swallow what it says
 
 
-class Line:
+class ControlClient:
     """Open from `dial` to `drop`, any number of times; what was learnt of doors stays. On one event loop."""
 
     def __init__(self, service: ServiceDescriptor, clock: Callable[[], float] = time.monotonic) -> None:
@@ -26,7 +26,7 @@ class Line:
         self._clock = clock
         self._address = ""
         self._channel: grpc.aio.Channel | None = None
-        self._calls: Caller | None = None
+        self._calls: FastCaller | None = None
         self._doorless_until = float("-inf")
 
     @property

@@ -15,7 +15,7 @@ import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 
 from kvmesh.errors import InvalidRequest, KvmeshError, ProtocolMismatch, UnknownInstance
-from kvmesh.membership.control_client import Line
+from kvmesh.membership.control_client import ControlClient
 from kvmesh.rpc import status
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ GOODBYE_TIMEOUT_S = 1.0
 URGE_GAP_S = 0.02
 
 
-class Told(NamedTuple):
+class Acknowledged(NamedTuple):
     """How often to beat, and how long silence may last. `pace`: the number of these two, which every beat says: before
     the peer has heard it, it counts on no shorter lease than was told before. `interval_ms` 0: nothing was told."""
 
@@ -39,7 +39,7 @@ class Told(NamedTuple):
     pace: int = 0
 
 
-class Peer(ABC):
+class MembershipPeer(ABC):
     """One membership: enter, beat, enter again, say goodbye. Owns its line."""
 
     name: ClassVar[str]
@@ -48,7 +48,7 @@ class Peer(ABC):
     def __init__(self, rng: random.Random) -> None:
         self.registered = False
         self._rng = rng
-        self._line = Line(self.service)
+        self._line = ControlClient(self.service)
         self._interval_s = FIRST_INTERVAL_S
         self._lease_s = ENTER_TIMEOUT_S
         self._pace = 0  # the number of what we go by
@@ -63,15 +63,15 @@ class Peer(ABC):
         """Whom to call now."""
 
     @abstractmethod
-    async def _enter(self, channel: grpc.aio.Channel, timeout_s: float) -> Told:
+    async def _enter(self, channel: grpc.aio.Channel, timeout_s: float) -> Acknowledged:
         """Register."""
 
     @abstractmethod
-    async def _beat(self, line: Line, timeout_s: float) -> Told:
+    async def _beat(self, line: ControlClient, timeout_s: float) -> Acknowledged:
         """One heartbeat; it says `_pace`."""
 
     @abstractmethod
-    async def _goodbye(self, line: Line, timeout_s: float) -> None: ...
+    async def _goodbye(self, line: ControlClient, timeout_s: float) -> None: ...
 
     def urge(self) -> None:
         """Beat soon."""
@@ -120,7 +120,7 @@ class Peer(ABC):
             self._beaten = True
             await self._pause(stopping)
 
-    def _go_by(self, told: Told) -> None:
+    def _go_by(self, told: Acknowledged) -> None:
         if told.interval_ms:
             self._interval_s = told.interval_ms / 1000
             self._lease_s = max(told.lease_ms, told.interval_ms) / 1000

@@ -17,8 +17,8 @@ from typing import Any, Generic, TypeVar
 import grpc
 
 from kvmesh.errors import KvmeshError
-from kvmesh.membership.control_client import Line
-from kvmesh.membership.membership import Peer, Told
+from kvmesh.membership.control_client import ControlClient
+from kvmesh.membership.membership import Acknowledged, MembershipPeer
 from kvmesh.membership.store_orders import StoreOrders
 from kvmesh.rpc import protocol
 from kvmesh.rpc.masters import Masters, moves_on, split
@@ -27,7 +27,7 @@ from kvmesh.rpc.pb import conductor_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2_grpc as pb_grpc
 from kvmesh.rpc.pb import store_pb2 as pb_store
 from kvmesh.rpc.pb import store_pb2_grpc as pb_store_grpc
-from kvmesh.rpc.terms import Terms
+from kvmesh.rpc.terms import LeaderTerms
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class _Kept(Generic[T]):
             self._gone += 1
 
 
-class _StorePeer(Peer):
+class _StorePeer(MembershipPeer):
     """At whichever master leads."""
 
     name = "store master"
@@ -94,7 +94,7 @@ class _StorePeer(Peer):
     def address(self) -> str:
         return self.masters.current
 
-    async def _enter(self, channel: grpc.aio.Channel, timeout_s: float) -> Told:
+    async def _enter(self, channel: grpc.aio.Channel, timeout_s: float) -> Acknowledged:
         request = pb_store.JoinRequest(
             protocol_version=protocol.PROTOCOL_VERSION, member=self._member, term=self.masters.terms.highest
         )
@@ -105,9 +105,9 @@ class _StorePeer(Peer):
         if self._orders is not None:
             await self._orders.bury(answer.tombstones)
         self.doubted = False
-        return Told(answer.heartbeat_interval_ms, answer.lease_ms, answer.pace)
+        return Acknowledged(answer.heartbeat_interval_ms, answer.lease_ms, answer.pace)
 
-    async def _beat(self, line: Line, timeout_s: float) -> Told:
+    async def _beat(self, line: ControlClient, timeout_s: float) -> Acknowledged:
         self._seq += 1
         term = self.masters.terms.highest
         request = pb_store.BeatRequest(instance=self._member.instance, seq=self._seq, term=term, pace=self._pace)
@@ -122,7 +122,7 @@ class _StorePeer(Peer):
         self.doubted = False
         if self._on_pools is not None:
             self._on_pools(answer.pools)
-        return Told(answer.heartbeat_interval_ms, answer.lease_ms, answer.pace)
+        return Acknowledged(answer.heartbeat_interval_ms, answer.lease_ms, answer.pace)
 
     def _heard(self, term: int) -> None:
         """Raises StaleTerm: a leader of yesterday has answered, which counts as no answer."""
@@ -135,12 +135,12 @@ class _StorePeer(Peer):
             return 0.0  # another master may know us
         return wait_s
 
-    async def _goodbye(self, line: Line, timeout_s: float) -> None:
+    async def _goodbye(self, line: ControlClient, timeout_s: float) -> None:
         request = pb_store.LeaveRequest(instance=self._member.instance)
         await pb_store_grpc.StoreMasterStub(line.channel).Leave(request, timeout=timeout_s)
 
 
-class _ConductorPeer(Peer):
+class _ConductorPeer(MembershipPeer):
     name = "conductor"
     service = pb.DESCRIPTOR.services_by_name["Conductor"]
 
@@ -172,24 +172,24 @@ class _ConductorPeer(Peer):
         self._registration.role = role
         self.enter_again()
 
-    async def _enter(self, channel: grpc.aio.Channel, timeout_s: float) -> Told:
+    async def _enter(self, channel: grpc.aio.Channel, timeout_s: float) -> Acknowledged:
         answer = await pb_grpc.ConductorStub(channel).Register(self._registration, timeout=timeout_s)
-        return Told(answer.heartbeat_interval_ms, answer.lease_ms, answer.pace)
+        return Acknowledged(answer.heartbeat_interval_ms, answer.lease_ms, answer.pace)
 
-    async def _beat(self, line: Line, timeout_s: float) -> Told:
+    async def _beat(self, line: ControlClient, timeout_s: float) -> Acknowledged:
         return await self._send(line, timeout_s, self._ready(), "")
 
-    async def _goodbye(self, line: Line, timeout_s: float) -> None:
+    async def _goodbye(self, line: ControlClient, timeout_s: float) -> None:
         await self._send(line, timeout_s, False, "shutting down")
 
-    async def _send(self, line: Line, timeout_s: float, ready: bool, reason: str) -> Told:
+    async def _send(self, line: ControlClient, timeout_s: float, ready: bool, reason: str) -> Acknowledged:
         beat = self._compose(ready, reason)
         queues: tuple[_Kept[Any], ...] = self._prefill, self._decode, self._finished, self._outcomes
         ends = [kept.end for kept in queues]
         answer: pb.HeartbeatResponse = await line.say("Heartbeat", beat, timeout_s)
         for kept, end in zip(queues, ends, strict=True):
             kept.told(end)
-        return Told(answer.heartbeat_interval_ms, answer.lease_ms, answer.pace)
+        return Acknowledged(answer.heartbeat_interval_ms, answer.lease_ms, answer.pace)
 
     def keep(self, new: pb.HeartbeatRequest) -> None:
         """What this conductor must hear once, whoever has asked for it."""
@@ -243,7 +243,7 @@ class Registrar:
         *,
         usage: Callable[[], pb_store.StoreUsage] | None = None,
         on_pools: Callable[[Sequence[pb_store.PoolNode]], None] | None = None,
-        terms: Terms | None = None,
+        terms: LeaderTerms | None = None,
         orders: StoreOrders | None = None,
         local_prefill_tokens: int = 0,
         prefill_chunk_tokens: int = 0,
@@ -279,7 +279,7 @@ class Registrar:
         node_id: str,
         store_address: str,
         usage: Callable[[], pb_store.StoreUsage],
-        terms: Terms | None = None,
+        terms: LeaderTerms | None = None,
         orders: StoreOrders | None = None,
     ) -> Registrar:
         """Of memory without an engine: it joins the master and nobody else."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from kvmesh.blockservice.blocks import Blocks
-from kvmesh.blockservice.peer_segments import Segments
+from kvmesh.blockservice.peer_segments import PeerSegments
 from kvmesh.blockservice.tiers.config import checked_id, make_ssd_folder
 from kvmesh.blockservice.warm.memory import Warm
 from kvmesh.errors import InternalError
@@ -182,7 +182,7 @@ class PoolNode:
         return Blocks(
             lambda: self.ref,
             [self._rank],
-            Segments([self._rank]),
+            PeerSegments([self._rank]),
             partitions,
             _nobody_asked,
             lease_ms=c.store_lease_ms,

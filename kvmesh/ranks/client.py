@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from kvmesh.errors import BY_CODE, InternalError, KvmeshError
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks import transfer_metrics
-from kvmesh.ranks.ipc import RECEIVE_BYTES, Frames, frame
+from kvmesh.ranks.ipc import RECEIVE_BYTES, RankFrames, frame
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class RankClient:
         self.rank = rank
         self._on_message = on_message
         self._on_lost = on_lost
-        self._frames = Frames(m.ToFront)
+        self._frames = RankFrames(m.ToFront)
         self._out = bytearray()
         self._sock: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None

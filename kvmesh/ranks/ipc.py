@@ -27,7 +27,7 @@ def frame(message: m.Message) -> bytes:
     return bytes(out)
 
 
-class Frames:
+class RankFrames:
     """Cuts a byte stream into messages of one direction (`ToRank` or `ToFront`)."""
 
     def __init__(self, kind: Any) -> None:
@@ -62,7 +62,7 @@ class RankPort:
         sock.setblocking(True)
         self._sock = sock
         self._lock = threading.Lock()
-        self._frames = Frames(m.ToRank)
+        self._frames = RankFrames(m.ToRank)
         self._queue: deque[m.ToRank] = deque()
         self._poll = select.poll()
         self._poll.register(sock.fileno(), select.POLLIN)

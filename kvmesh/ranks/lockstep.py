@@ -48,7 +48,7 @@ class Turn(NamedTuple):
         return WIRE.pack(*self)
 
 
-class Leader:
+class LockstepLeader:
     """Commands of rank 0, or of a rank that is alone."""
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ def check(turn: Turn, step_id: int, rows: int) -> None:
         )
 
 
-class Turns:
+class LockstepTurns:
     """Cuts what came from the leader into turns."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Sequence
 
 from kvmesh.errors import InternalError
-from kvmesh.ranks.lockstep import Turn, Turns
+from kvmesh.ranks.lockstep import LockstepTurns, Turn
 
 READ_BYTES = 4096
 
@@ -37,7 +37,7 @@ class LeaderPort:
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self._sock = sock
-        self._turns = Turns()
+        self._turns = LockstepTurns()
         self.fileno = sock.fileno()
 
     def turns(self) -> list[Turn]:

@@ -26,7 +26,7 @@ from kvmesh.errors import InternalError, KvmeshError
 from kvmesh.loading import lasting_imports
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.ipc import RankPort
-from kvmesh.ranks.lockstep import LEADERS, Follower, Leader, check
+from kvmesh.ranks.lockstep import LEADERS, Follower, LockstepLeader, check
 from kvmesh.ranks.peer_sockets import Followers, LeaderPort
 from kvmesh.ranks.transfer_metrics import stats_of
 
@@ -66,7 +66,7 @@ class RankLoop:
     def __init__(self, port: RankPort, peers: Sequence[socket.socket] = ()) -> None:
         self._port = port
         self._peers = peers
-        self._commands: Leader | Follower = Leader()
+        self._commands: LockstepLeader | Follower = LockstepLeader()
         self._steps: deque[tuple[m.PrefillStep, int]] = deque()  # and the loads that were asked for before it
         self._worker: AnyWorker | None = None
 
@@ -93,7 +93,7 @@ class RankLoop:
                 self._port.send(m.RankFailed(f"gave up: {error}"))
                 raise SystemExit(1) from None
 
-    def _lead(self, worker: AnyWorker, commands: Leader, followers: Followers) -> None:
+    def _lead(self, worker: AnyWorker, commands: LockstepLeader, followers: Followers) -> None:
         """Steps as commands come; the followers hear what they are made of."""
         while True:
             busy = commands.waiting or self._due(worker) or worker.wants_step or worker.has_chores

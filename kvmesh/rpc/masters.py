@@ -19,7 +19,7 @@ from kvmesh.errors import (
     Unavailable,
 )
 from kvmesh.rpc import channels, status
-from kvmesh.rpc.terms import Terms
+from kvmesh.rpc.terms import LeaderTerms
 
 T = TypeVar("T")
 
@@ -29,11 +29,11 @@ RETRY_S = 0.05, 0.5  # after all masters were asked in vain: first, and at most
 class Masters:
     """Pure book-keeping over a list of addresses. `terms`: shared by all that listen to masters in this process."""
 
-    def __init__(self, addresses: str, terms: Terms | None = None, *, field: str = "store") -> None:
+    def __init__(self, addresses: str, terms: LeaderTerms | None = None, *, field: str = "store") -> None:
         """`addresses`: "a:1,b:2". Raises ConfigError naming `field`: there is none in it."""
         self.addresses = split(addresses, field)
         self.field = field
-        self.terms = terms or Terms()
+        self.terms = terms or LeaderTerms()
         self._at = 0
         self._elsewhere = ""  # a leader that was named and is not in the list
         self._failed: set[str] = set()  # since the last success

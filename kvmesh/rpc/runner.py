@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 
 from kvmesh.config import ServiceConfig
 from kvmesh.rpc import security
-from kvmesh.rpc.fastpath.control import ControlDoor
+from kvmesh.rpc.fastpath.control import ControlFastPath
 from kvmesh.rpc.server import Server, join
 from kvmesh.telemetry import names, setup
 from kvmesh.telemetry.metrics_server import MetricsLimits
@@ -34,7 +34,7 @@ class Service(ABC):
     async def start(self) -> None:  # noqa: B027
         """The server listens and nobody was told: begin background tasks. Must return soon."""
 
-    def door(self) -> ControlDoor | None:
+    def door(self) -> ControlFastPath | None:
         """Beside gRPC, for the calls that come most often. Asked once, after `add_to`."""
         return None
 

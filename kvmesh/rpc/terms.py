@@ -48,7 +48,7 @@ def most_credible(now: float | None = None) -> int:
     return first_term(now) + MAX_JUMP
 
 
-class Terms:
+class LeaderTerms:
     """The highest term that this process has heard in answers of masters. One object for all that it hears from them.
 
     Answers are to calls of this process, so a master that answers has led meanwhile. When masters go on answering under

@@ -9,7 +9,7 @@ from kvmesh.sim.links import Flow
 from kvmesh.sim.report.records import Record
 from kvmesh.sim.workloads.workload import SimRequest
 from services.conductor.domain import Placed
-from services.prefill.compute_progress import Done
+from services.prefill.compute_progress import ComputeProgress
 
 if TYPE_CHECKING:
     from kvmesh.sim.decoder import Decoder
@@ -90,8 +90,8 @@ class Life:
         self.pages = 0
         self.first_step_s = self.last_step_s = -1.0
         self.chunks = 0
-        self.done_before: Done | None = None  # by the instance, before its first step
-        self.meanwhile = Done()  # by the instance, from its first step to its last one
+        self.done_before: ComputeProgress | None = None  # by the instance, before its first step
+        self.meanwhile = ComputeProgress()  # by the instance, from its first step to its last one
         self.left_prefill = False
         # on the wires
         self.flow: Flow | None = None

@@ -17,7 +17,7 @@ from kvmesh.sim.node import Node
 from kvmesh.sim.pulls import Pull, Puller
 from kvmesh.sim.pushes import Pushes
 from services.conductor.domain import Load, PrefillSample
-from services.prefill.compute_progress import Done
+from services.prefill.compute_progress import ComputeProgress
 from services.prefill.planner import Chunk, Planner, Wait
 from services.prefill.rates import NEWEST, Rates
 
@@ -54,7 +54,7 @@ class Prefiller:
         self._steps = 0  # begun since the start
         self._resting = False  # between two steps, where that takes time
         self.dead = False
-        self._done = Done()
+        self._done = ComputeProgress()
         self._samples: list[PrefillSample] = []
         self._finished: list[str] = []
         self._hits = [0, 0, 0]  # tokens: of prompts, found here, pulled
@@ -168,7 +168,7 @@ class Prefiller:
     # ── what the planner asks ────────────────────────────────────────────────────────────────────
 
     def _rest(self, handle: int) -> int | Wait:
-        """See `services.prefill.handoff_table.Lives.rest`."""
+        """See `services.prefill.handoff_table.HandoffTable.rest`."""
         life = self.lives[handle]
         patient = self._loop.now < life.waits_until_s
         if life.pulls and patient:
@@ -189,12 +189,13 @@ class Prefiller:
         return life.expected_rest
 
     def _pays(self, life: Life, found: int) -> bool:
-        """See `services.prefill.handoff_table.Lives`: whether its planned pull is to be waited for now."""
+        """See `services.prefill.handoff_table.HandoffTable`: whether its planned pull is to be waited for now."""
         alone = len(self.planner.line) == 1 and not self.planner.unsubmitted_tokens
         return found < life.planned_to and (not alone or self.rates.pull_pays)
 
     def _admit(self, handle: int) -> int | Wait:
-        """See `services.prefill.handoff_table.Lives.admit`. A pull that was planned for later begins now, or never."""
+        """See `services.prefill.handoff_table.HandoffTable.admit`. A pull that was planned for later begins now, or
+        never."""
         life = self.lives[handle]
         if life.planned_to and self._pays(life, self.store.peek(self._usable(life))):
             self._begin_pull(life)

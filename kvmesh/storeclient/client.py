@@ -31,7 +31,7 @@ from kvmesh.storeclient.context import ClientContext
 from kvmesh.storeclient.directory import Directory
 from kvmesh.storeclient.hints import Hints
 from kvmesh.storeclient.holding import Holding, Place
-from kvmesh.storeclient.local_reads import Near
+from kvmesh.storeclient.local_reads import LocalReader
 from kvmesh.storeclient.memory import Buffer, Data, Memory, Span
 from kvmesh.storeclient.moving import Mover
 from kvmesh.storeclient.naming import check_name
@@ -71,7 +71,7 @@ class StoreClient(Upkeep):
         self._hints = Hints(config.locations)
         here = Here(config.node_id, frozenset({config.host, config.advertise_host} - {""}))
         context = ClientContext(config, self._engine, self._memory, self._peers, self._directory, self._hints, here)
-        self._near = Near(config, self._engine, self._memory, self._peers)
+        self._near = LocalReader(config, self._engine, self._memory, self._peers)
         self._reader = Reader(context, self._near.met)
         self._writer = Writer(context)
         self._prefetcher = Prefetcher(self._peers, self._directory, self._hints, here)

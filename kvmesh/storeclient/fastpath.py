@@ -7,7 +7,7 @@ from functools import cache
 
 import grpc.aio
 
-from kvmesh.rpc.fastpath.caller import Caller, Found
+from kvmesh.rpc.fastpath.caller import FastCaller, FoundPaths
 from kvmesh.rpc.fastpath.client import Way
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.transfer.segment import machine_id, network_id
@@ -16,15 +16,15 @@ SERVICE = pb.DESCRIPTOR.services_by_name["NodeStore"]
 FIND_S = 2.0
 
 
-def node_calls(address: str, channel: grpc.aio.Channel, transports: Sequence[str]) -> Caller:
+def node_calls(address: str, channel: grpc.aio.Channel, transports: Sequence[str]) -> FastCaller:
     """Of the node whose gRPC is at `address`, HOST:PORT. A Unix socket is tried when `transports` has shm: whoever
     forbids that wants to be as far away as it looks."""
 
-    async def find(caller: Caller) -> Found:
+    async def find(caller: FastCaller) -> FoundPaths:
         told: pb.DoorsResponse = await caller.over_grpc("Doors", pb.DoorsRequest(), FIND_S)
-        return Found(told.incarnation, ways(told, address, "shm" in transports))
+        return FoundPaths(told.incarnation, ways(told, address, "shm" in transports))
 
-    return Caller(channel, SERVICE, find)
+    return FastCaller(channel, SERVICE, find)
 
 
 def ways(told: pb.DoorsResponse, address: str, unix: bool) -> tuple[Way, ...]:

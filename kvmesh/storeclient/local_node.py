@@ -51,7 +51,7 @@ TOUCH_CALL_S = 2.0
 CLOSE_S = 1.0
 
 
-class NearNode:
+class LocalNode:
     """One life of one node. `memory`: where all of its blocks lie, by offset - `base`."""
 
     __slots__ = ("address", "base", "index", "life", "memory", "sock", "start", "store_id", "touched")
@@ -81,11 +81,11 @@ class NearNode:
             return False
 
 
-class Nearby:
+class LocalNodes:
     """Of one client. `nodes` and `touch` are for any thread; all else belongs to the event loop."""
 
     def __init__(self, config: ClientConfig, engine: TransferEngine, memory: Memory, peers: Peers) -> None:
-        self.nodes: tuple[NearNode, ...] = ()
+        self.nodes: tuple[LocalNode, ...] = ()
         self._able = SUPPORTED and config.near and not config.fault and "shm" in config.transport_list
         self._engine = engine
         self._memory = memory
@@ -141,14 +141,14 @@ class Nearby:
         self._loop.add_reader(node.sock, self._ended, node)
         self.nodes = (*self.nodes, node)
 
-    def _ended(self, node: NearNode) -> None:
+    def _ended(self, node: LocalNode) -> None:
         """Its connection has: nothing of it is believed any more. What is being copied out of its memory keeps that."""
         self.nodes = tuple(one for one in self.nodes if one is not node)
         asyncio.get_running_loop().remove_reader(node.sock)
         node.sock.close()
         self._looked.pop(node.address, None)
 
-    async def _opened(self, address: str) -> NearNode | None:
+    async def _opened(self, address: str) -> LocalNode | None:
         """None: it offers nothing, or is not near. Raises what an attempt can end with."""
         async with self._peers.use(address) as peer:
             told: pb.DoorsResponse = await peer.stub.Doors(pb.DoorsRequest(), timeout=OPEN_S)
@@ -160,7 +160,7 @@ class Nearby:
                 if hello.incarnation != told.incarnation:
                     raise ValueError("another life answers at the index's door")
                 name = self._peers.learn(peer, hello.incarnation, hello.descriptor)
-                return NearNode(address, sock, hello, index, await self._memory_of(name, hello))
+                return LocalNode(address, sock, hello, index, await self._memory_of(name, hello))
             except BaseException:
                 sock.close()
                 raise
@@ -191,7 +191,7 @@ class Nearby:
 
     # ── telling them ─────────────────────────────────────────────────────────────────────────────
 
-    def touch(self, node: NearNode, keys: Sequence[bytes]) -> None:
+    def touch(self, node: LocalNode, keys: Sequence[bytes]) -> None:
         """These were read. Any thread."""
         node.touched.append(keys)
         if not self._armed and self._loop is not None:
@@ -208,7 +208,7 @@ class Nearby:
             if node.touched and not self._closed:
                 self._spawn(self._tell(node))
 
-    async def _tell(self, node: NearNode) -> None:
+    async def _tell(self, node: LocalNode) -> None:
         """The first key is to be the most recent: the last call first, and its own first key before all others."""
         calls = [node.touched.popleft() for _ in range(len(node.touched))]
         keys = [key for call in reversed(calls) for key in call]

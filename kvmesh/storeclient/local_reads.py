@@ -20,22 +20,22 @@ from kvmesh.clock import lease_clock_ns
 from kvmesh.kvcache.keys import KEY_BYTES
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.storeclient.config import ClientConfig
-from kvmesh.storeclient.local_node import Nearby, NearNode
+from kvmesh.storeclient.local_node import LocalNode, LocalNodes
 from kvmesh.storeclient.memory import Memory, Span, bytes_of, ended
 from kvmesh.storeclient.own_keys import Ref
 from kvmesh.storeclient.peers import Peers
 from kvmesh.storeclient.reading import Got
 from kvmesh.transfer import TransferEngine
-from kvmesh.transfer.transports.shm.copy import Job, by_cores
+from kvmesh.transfer.transports.shm.copy import CopyJob, by_cores
 
 # More is copied by threads: the event loop has others to serve, and two cores move more than one.
 INLINE_BYTES = 4 << 20
 GIL_BYTES = 128 << 10  # a copy of so many is worth the GIL's hand-over
 
-Place = tuple[NearNode, int, int, int, int]  # node, entry, version, where in the node's memory, bytes
+Place = tuple[LocalNode, int, int, int, int]  # node, entry, version, where in the node's memory, bytes
 
 
-class Plan:
+class LocalReadPlan:
     """What one call can get without a lease. `places[i]`: of the key at i, None: not here. `nbytes`: of all."""
 
     __slots__ = ("keys", "missing", "nbytes", "places", "targets")
@@ -48,13 +48,13 @@ class Plan:
         self.missing = 0
 
 
-class Near:
+class LocalReader:
     """All of one client. Copies may be asked for by any thread; all else on the event loop. `close` it."""
 
     def __init__(self, config: ClientConfig, engine: TransferEngine, memory: Memory, peers: Peers) -> None:
         self.hits = 0
         self.nbytes = 0
-        self._nearby = Nearby(config, engine, memory, peers)
+        self._nearby = LocalNodes(config, engine, memory, peers)
         self._counting = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
 
@@ -67,7 +67,7 @@ class Near:
         """This node has just answered: it may be near. Returns at once."""
         self._nearby.met(address)
 
-    def plan(self, refs: Sequence[Ref | None], targets: Sequence[Span] | None) -> Plan | None:
+    def plan(self, refs: Sequence[Ref | None], targets: Sequence[Span] | None) -> LocalReadPlan | None:
         """None: there is nothing of it here, or not all of `refs` are keys. Any thread."""
         nodes = self._nearby.nodes
         if not nodes:
@@ -75,7 +75,7 @@ class Near:
         now_ns = lease_clock_ns()
         nodes = tuple(node for node in nodes if node.index.current(now_ns))
         keys: list[bytes] = []
-        plan = Plan(keys, targets)
+        plan = LocalReadPlan(keys, targets)
         places = plan.places
         for ref in refs:
             if type(ref) is not bytes or len(ref) != KEY_BYTES:
@@ -90,7 +90,7 @@ class Near:
             keys.append(ref)
         return plan if plan.missing < len(keys) else None
 
-    async def read(self, plan: Plan) -> list[Got | None]:
+    async def read(self, plan: LocalReadPlan) -> list[Got | None]:
         """Each block that is here; None: ask somebody. Large ones are copied by threads, which are done with the
         caller's memory when this returns or raises."""
         if plan.nbytes <= INLINE_BYTES:
@@ -110,7 +110,7 @@ class Near:
             await ended(done)
         return self._result(plan, None) if error is None else [None] * len(plan.keys)
 
-    def read_here(self, plan: Plan) -> list[Got | None]:
+    def read_here(self, plan: LocalReadPlan) -> list[Got | None]:
         """As `read`, by the thread that calls it, with another one's help for large ones."""
         if plan.targets is None:
             copies = [place and bytes_of(place[0].memory[place[3] : place[3] + place[4]]) for place in plan.places]
@@ -126,7 +126,7 @@ class Near:
                     _copy(place, target)
         return self._result(plan, None)
 
-    def _start(self, plan: Plan, done: Callable[[BaseException | None], None], helpers: int) -> Job:
+    def _start(self, plan: LocalReadPlan, done: Callable[[BaseException | None], None], helpers: int) -> CopyJob:
         """`done` is called by whoever copies the last byte."""
         assert plan.targets is not None, "bytes are made by the thread that asks for them"
         to, of, lengths = [], [], []
@@ -135,7 +135,7 @@ class Near:
                 to.append(target.address)
                 of.append(place[0].start + place[3])
                 lengths.append(place[4])
-        job = Job(to, of, lengths, done)
+        job = CopyJob(to, of, lengths, done)
         if helpers and self._threads is None:
             self._threads = ThreadPoolExecutor(by_cores(), "kvmesh-near")
         for _ in range(helpers):
@@ -143,10 +143,10 @@ class Near:
             self._threads.submit(_help, job)
         return job
 
-    def _result(self, plan: Plan, copies: Sequence[bytes | None] | None) -> list[Got | None]:
+    def _result(self, plan: LocalReadPlan, copies: Sequence[bytes | None] | None) -> list[Got | None]:
         """What was copied counts if its entry has not changed since, and the node lives."""
         got: list[Got | None] = []
-        read: dict[NearNode, list[bytes]] = {}
+        read: dict[LocalNode, list[bytes]] = {}
         nbytes = 0
         for key, place, data in zip(plan.keys, plan.places, copies or itertools.repeat(None), strict=False):
             if place is None or not place[0].index.still(place[1], place[2]):
@@ -175,7 +175,7 @@ class Near:
             self._threads.shutdown(wait=False)
 
 
-def _place(nodes: Sequence[NearNode], key: bytes) -> Place | None:
+def _place(nodes: Sequence[LocalNode], key: bytes) -> Place | None:
     for node in nodes:
         found = node.index.look(key)
         if found is not None:
@@ -194,6 +194,6 @@ def _copy(place: Place, target: Span) -> None:
         target.view[target.start : target.start + nbytes] = node.memory[at : at + nbytes]
 
 
-def _help(job: Job) -> None:
+def _help(job: CopyJob) -> None:
     while job.work():
         pass

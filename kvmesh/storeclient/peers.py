@@ -19,7 +19,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from kvmesh.rpc import channels
-from kvmesh.rpc.fastpath.caller import Caller
+from kvmesh.rpc.fastpath.caller import FastCaller
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
 from kvmesh.storeclient.fastpath import node_calls
 from kvmesh.transfer import TransferEngine
@@ -36,7 +36,7 @@ class Peer:
     address: str
     channel: grpc.aio.Channel
     stub: pb_grpc.NodeStoreAsyncStub
-    calls: Caller
+    calls: FastCaller
     users: int = 0
     used: float = 0.0
     segments: dict[int, str] = field(default_factory=dict)

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 Buffer = bytes | bytearray | memoryview
 
 
-class Sink(Protocol):
+class DemotionSink(Protocol):
     """Takes what a tier evicts, as far as it has room; thread-safe, never waits. Each block is `admit`ted, then read
     (if it was not removed meanwhile), then offered or withdrawn."""
 
@@ -68,7 +68,7 @@ class NetChanges:
         assert not self._new.keys() & self._gone.keys()
 
 
-class Teller:
+class ChangeNotifier:
     """Says that there are changes, once until they are taken. `lock`: the tier's."""
 
     def __init__(self, lock: threading.Lock | threading.RLock, on_changes: Callable[[], None] | None) -> None:

@@ -23,10 +23,10 @@ import msgspec
 from kvmesh.transfer.api import BatchId, Opcode, TransferRequest, TransferState, TransferStatus
 
 if TYPE_CHECKING:
-    from kvmesh.transfer.peer_link import Lane
+    from kvmesh.transfer.peer_link import PeerLink
     from kvmesh.transfer.rails import Tiers
     from kvmesh.transfer.segment import LocalRegion, RegionInfo
-    from kvmesh.transfer.transports.base import Frame, Kind, Rail
+    from kvmesh.transfer.transports.base import Frame, FrameKind, Rail
 
 
 @dataclass(eq=False, slots=True)
@@ -77,7 +77,7 @@ class Group(msgspec.Struct, eq=False):
     final; `spoilt`: why the first that did not complete did not; `frames` are those on their way."""
 
     serial: int
-    lane: Lane
+    lane: PeerLink
     batch: Batch
     opcode: Opcode
     epoch: int
@@ -107,7 +107,7 @@ class Again:
     CHECKSUM). `at` of them have been taken. `avoid`: the rail that lost them, or brought them."""
 
     group: Group
-    kind: Kind
+    kind: FrameKind
     parts: list[Part]
     sendings: int
     checks: int

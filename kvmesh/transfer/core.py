@@ -28,12 +28,12 @@ from kvmesh.transfer.api import BatchId, Opcode, TrafficClass, TransferState
 from kvmesh.transfer.batch import Aftermath, Again, Batch, Group, Part, doom, finish
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.epochs import Closed, Notice
-from kvmesh.transfer.peer_link import Lane
+from kvmesh.transfer.peer_link import PeerLink
 from kvmesh.transfer.posting import TICK_S, Posting
-from kvmesh.transfer.rails import Topology, Way
+from kvmesh.transfer.rails import RailChoices, Topology
 from kvmesh.transfer.segment import LocalRegion
 from kvmesh.transfer.stats import EngineStats, bytes_counter, nic_stats, rail_stats
-from kvmesh.transfer.transports.base import Frame, Kind, Rail
+from kvmesh.transfer.transports.base import Frame, FrameKind, Rail
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Core:
         self.clock = clock
         self.lock = threading.Lock()
         self.serials = count(1)
-        self.lanes: dict[str, Lane] = {}
+        self.lanes: dict[str, PeerLink] = {}
         self.batches: dict[BatchId, Batch] = {}
         self.counters: dict[str, int] = {}
         self.finals: dict[tuple[int, TransferState], int] = {}
@@ -92,7 +92,7 @@ class Core:
             heapq.heapify(self._deadlines)
         self.posting.pump(after, now)
 
-    def notify(self, lane: Lane, notice: Notice, after: Aftermath) -> None:
+    def notify(self, lane: PeerLink, notice: Notice, after: Aftermath) -> None:
         """Lock held."""
         if not lane.epochs.add(notice):
             self._send_notice(lane, notice, after, self.clock())
@@ -105,12 +105,12 @@ class Core:
             self._settle(group, after, now)
         self.posting.pump(after, now)
 
-    def open_lane(self, lane: Lane) -> None:
+    def open_lane(self, lane: PeerLink) -> None:
         """Unless it is open. Lock held."""
         if self.lanes.setdefault(lane.name, lane) is lane:
             lane.epochs.spoiled = self._closed.take(lane.descriptor.token)
 
-    def close_lane(self, lane: Lane, cause: str, after: Aftermath) -> None:
+    def close_lane(self, lane: PeerLink, cause: str, after: Aftermath) -> None:
         """Fails what is queued; the caller then has the transports forget the segment. Lock held."""
         now = self.clock()
         lane.closed = cause
@@ -167,7 +167,7 @@ class Core:
     # ── what transports report ────────────────────────────────────────────────────────────────────
 
     def frame_done(self, frame: Frame, refused: Sequence[int], cause: str) -> None:
-        if frame.kind is Kind.CHECKSUM and frame.group is not None:
+        if frame.kind is FrameKind.CHECKSUM and frame.group is not None:
             self._compare(frame, frame.group, refused, cause)
             return
         after = Aftermath()
@@ -208,7 +208,7 @@ class Core:
             self.posting.pump(after, now)
         self.conclude(after)
 
-    def _arrived(self, frame: Frame, way: Way, now: float) -> None:
+    def _arrived(self, frame: Frame, way: RailChoices, now: float) -> None:
         rank = 0 if frame.group is None else frame.group.rank
         nbytes = frame.burden
         way.class_bytes[rank] += nbytes
@@ -221,7 +221,7 @@ class Core:
             self.count("parts_refused", turned_away)
             frame.lane.ways[frame.rail].nic.meter.erred(f"refused: {cause}", turned_away)
         if to_verify:
-            frame.lane.again(group, Again(group, Kind.CHECKSUM, to_verify, 1, frame.checks, frame.rail))
+            frame.lane.again(group, Again(group, FrameKind.CHECKSUM, to_verify, 1, frame.checks, frame.rail))
         self.count(bytes_counter(frame.rail.transport.name, frame.kind), carried)
         rails = group.batch.rails
         rails[frame.rail] = rails.get(frame.rail, 0) + carried
@@ -231,7 +231,7 @@ class Core:
         if outcomes.strayed(frame, group, cause, settled=settled, again=again, after=after):
             self.count("frames_resent")
             group.batch.resent += 1
-            avoid = frame.avoid if frame.kind is Kind.CHECKSUM else frame.rail
+            avoid = frame.avoid if frame.kind is FrameKind.CHECKSUM else frame.rail
             resend = Again(group, frame.kind, list(frame.parts), frame.sendings + 1, frame.checks, avoid)
             frame.lane.again(group, resend)
 
@@ -273,7 +273,7 @@ class Core:
             for part in differ:
                 doom(group, part[0], TransferState.FAILED, "checksum", after)
             return
-        kind = Kind.WRITE if group.opcode is Opcode.WRITE else Kind.READ
+        kind = FrameKind.WRITE if group.opcode is Opcode.WRITE else FrameKind.READ
         frame.lane.again(group, Again(group, kind, differ, 1, checks, frame.avoid))
 
     def _dropped(self, group: Group, cause: str, after: Aftermath, now: float) -> None:
@@ -295,7 +295,7 @@ class Core:
     # ── stopping ──────────────────────────────────────────────────────────────────────────────────
 
     def _send_notice(
-        self, lane: Lane, notice: Notice, after: Aftermath, now: float, sendings: int = 1, avoid: Rail | None = None
+        self, lane: PeerLink, notice: Notice, after: Aftermath, now: float, sendings: int = 1, avoid: Rail | None = None
     ) -> None:
         routes = lane.notice_routes()
         choice = self.board.choose(routes, len(notice.payload), now, avoid)
@@ -307,7 +307,7 @@ class Core:
         elif cause or choice is None:
             notice.end(TransferState.FAILED, cause, after)
         else:  # small, and soon sent: it waits for no room
-            frame = Frame(next(self.serials), self, lane, choice.way.rail, Kind.NOTIFY, notice.epoch, [], 0)
+            frame = Frame(next(self.serials), self, lane, choice.way.rail, FrameKind.NOTIFY, notice.epoch, [], 0)
             frame.notice, frame.sendings = notice, sendings
             self.posting.launch(frame, after, now)
 

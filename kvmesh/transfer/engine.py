@@ -30,7 +30,7 @@ from kvmesh.transfer.batch import Aftermath
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.core import Core
 from kvmesh.transfer.epochs import Notice
-from kvmesh.transfer.peer_link import Lane
+from kvmesh.transfer.peer_link import PeerLink
 from kvmesh.transfer.requests import grouped
 from kvmesh.transfer.segment import LocalRegion, LocalSegment, SegmentDescriptor, describe
 from kvmesh.transfer.stats import EngineStats
@@ -180,7 +180,7 @@ class TransferEngine:
             self.close_segment(descriptor.name)
         core = self._core
         rails = ways(descriptor, transports, only)
-        lane = Lane(descriptor, rails, core, core.serials, core.board, core.posting.dealer, core.finals)
+        lane = PeerLink(descriptor, rails, core, core.serials, core.board, core.posting.dealer, core.finals)
         with core.lock:
             core.open_lane(lane)
         return descriptor.name

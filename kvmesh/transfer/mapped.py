@@ -18,8 +18,8 @@ from kvmesh.transfer.engine import TransferEngine
 from kvmesh.transfer.memory import Mapping, copy_runs
 from kvmesh.transfer.send_queue import rank_of
 from kvmesh.transfer.stats import bytes_counter
-from kvmesh.transfer.transports.base import Kind, Rail
-from kvmesh.transfer.transports.shm.copy import Job
+from kvmesh.transfer.transports.base import FrameKind, Rail
+from kvmesh.transfer.transports.shm.copy import CopyJob
 from kvmesh.transfer.transports.shm.transport import ShmTransport
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def copy_mapped(
 
     sources = [found.address + offset - first for offset in offsets]
     if copiers.wants(total):
-        job = Job(addresses, sources, lengths, over)
+        job = CopyJob(addresses, sources, lengths, over)
         copiers.start(job)
         while job.work():
             pass
@@ -113,7 +113,7 @@ def _count(
         way = lane.ways.get(rail) if lane is not None else None
         if way is not None:
             way.class_bytes[rank] += nbytes
-            way.nic.meter.arrived(Kind.READ, rank, nbytes, parts, seconds)
+            way.nic.meter.arrived(FrameKind.READ, rank, nbytes, parts, seconds)
         finals = (rank, TransferState.COMPLETED)
         core.finals[finals] = core.finals.get(finals, 0) + parts
-        core.count(bytes_counter(rail.transport.name, Kind.READ), nbytes)
+        core.count(bytes_counter(rail.transport.name, FrameKind.READ), nbytes)

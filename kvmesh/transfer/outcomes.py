@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from kvmesh.transfer.api import TransferState
 from kvmesh.transfer.batch import Aftermath, Group, Part, doom, finish
-from kvmesh.transfer.transports.base import Frame, Kind
+from kvmesh.transfer.transports.base import Frame, FrameKind
 
 
 def landed(
@@ -52,7 +52,7 @@ def strayed(frame: Frame, group: Group, cause: str, *, settled: bool, again: boo
         batch.flight[slot] -= 1
         if batch.states[slot].final:
             continue
-        if not settled and frame.kind is not Kind.CHECKSUM:
+        if not settled and frame.kind is not FrameKind.CHECKSUM:
             finish(group, slot, TransferState.FAILED, cause, after, drained=False)
         elif slot in batch.doom or not again:
             doom(group, slot, TransferState.FAILED, cause, after)

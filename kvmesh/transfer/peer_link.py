@@ -16,16 +16,16 @@ from itertools import count
 from kvmesh.transfer.api import Opcode, TransferState
 from kvmesh.transfer.batch import Aftermath, Again, Group, Part, doom
 from kvmesh.transfer.epochs import Epochs
-from kvmesh.transfer.rails import Choice, Nic, RailBoard, Tiers, Topology, Way, tiers
+from kvmesh.transfer.rails import Nic, RailBoard, RailChoice, RailChoices, Tiers, Topology, tiers
 from kvmesh.transfer.segment import LocalRegion, RegionInfo, SegmentDescriptor
-from kvmesh.transfer.send_queue import RANKS, Dealer, Flow
-from kvmesh.transfer.transports.base import Frame, FrameOwner, Kind, Rail, Transport
+from kvmesh.transfer.send_queue import RANKS, DeficitRoundRobin, SendFlow
+from kvmesh.transfer.transports.base import Frame, FrameKind, FrameOwner, Rail, Transport
 
 MAX_PAIRS = 1024
 
 
 @dataclass(eq=False, slots=True)
-class Lane:
+class PeerLink:
     """`rails` are the ways to the segment, in order of preference of their transports."""
 
     descriptor: SegmentDescriptor
@@ -33,17 +33,19 @@ class Lane:
     owner: FrameOwner
     serials: count[int]
     board: RailBoard
-    dealer: Dealer
+    dealer: DeficitRoundRobin
     finals: dict[tuple[int, TransferState], int]  # requests of the engine by class and outcome
-    ways: dict[Rail, Way] = field(default_factory=dict)
-    flows: tuple[Flow, ...] = ()
+    ways: dict[Rail, RailChoices] = field(default_factory=dict)
+    flows: tuple[SendFlow, ...] = ()
     epochs: Epochs = field(default_factory=Epochs)
     closed: str = ""
     _routes: dict[tuple[object, ...], Tiers] = field(default_factory=dict)
-    _pairs: dict[tuple[Kind, int, int], Tiers] = field(default_factory=dict)  # by regions: offsets are never reused
+    _pairs: dict[tuple[FrameKind, int, int], Tiers] = field(
+        default_factory=dict
+    )  # by regions: offsets are never reused
 
     def __post_init__(self) -> None:
-        self.flows = tuple(Flow(self, rank) for rank in range(RANKS))
+        self.flows = tuple(SendFlow(self, rank) for rank in range(RANKS))
         self.renew(self.descriptor, self.rails)
 
     @property
@@ -65,7 +67,7 @@ class Lane:
     def transports(self) -> tuple[Transport, ...]:
         return tuple(dict.fromkeys(rail.transport for rail in self.rails))
 
-    def routes(self, kind: Kind, local: LocalRegion, remote: RegionInfo, topology: Topology) -> Tiers:
+    def routes(self, kind: FrameKind, local: LocalRegion, remote: RegionInfo, topology: Topology) -> Tiers:
         """The ways between these two memories, by preference."""
         pair = (kind, local.public.base_offset, remote.base_offset)
         found = self._pairs.get(pair)
@@ -125,7 +127,7 @@ class Lane:
 
     # ── cutting ───────────────────────────────────────────────────────────────────────────────────
 
-    def cut(self, flow: Flow, now: float, dropped: Callable[[Group, str], None]) -> Frame | Choice | Nic | None:
+    def cut(self, flow: SendFlow, now: float, dropped: Callable[[Group, str], None]) -> Frame | RailChoice | Nic | None:
         """The next frame of a flow; or where it has to wait; or None: it has nothing. `dropped` hears of groups that
         no way is left for."""
         while True:
@@ -137,7 +139,7 @@ class Lane:
                 flow.retry.popleft()
                 continue
             wanted = sum(p[3] for p in again.parts[again.at :]) if again is not None else group.todo
-            avoid = again.avoid if again is not None and again.kind is not Kind.CHECKSUM else None
+            avoid = again.avoid if again is not None and again.kind is not FrameKind.CHECKSUM else None
             choice = None if self.closed else self.board.choose(group.routes, wanted, now, avoid)
             if choice is None:
                 if again is not None:
@@ -163,7 +165,7 @@ class Lane:
             again.at += 1
         return False
 
-    def _resend(self, flow: Flow, again: Again, choice: Choice) -> Frame | None:
+    def _resend(self, flow: SendFlow, again: Again, choice: RailChoice) -> Frame | None:
         limits, batch = choice.way.rail.transport.limits, again.group.batch
         cap = room = self._cap(choice, limits.frame_bytes)
         slice_bytes = min(limits.slice_bytes, cap)
@@ -186,17 +188,17 @@ class Lane:
             return None
         frame = self._frame(again.group, choice.way, again.kind, parts, cap - room)
         frame.sendings, frame.checks = again.sendings, again.checks
-        if again.kind is Kind.CHECKSUM:
+        if again.kind is FrameKind.CHECKSUM:
             frame.avoid = again.avoid
         else:
             for part in parts:
                 batch.states[part[0]] = TransferState.PENDING
         return frame
 
-    def _cap(self, choice: Choice, frame_bytes: int) -> int:
+    def _cap(self, choice: RailChoice, frame_bytes: int) -> int:
         return min(frame_bytes, self.board.config.probe_bytes) if choice.way.rest_until else frame_bytes
 
-    def _next(self, group: Group, choice: Choice, wanted: int) -> Frame | None:
+    def _next(self, group: Group, choice: RailChoice, wanted: int) -> Frame | None:
         """Where several ways share the work, frames shrink towards its end, so that all end together."""
         limits, batch = choice.way.rail.transport.limits, group.batch
         cap = self._cap(choice, limits.frame_bytes)
@@ -231,14 +233,14 @@ class Lane:
         group.todo -= cap - room
         if at >= total:
             self.unqueue(group)
-        kind = Kind.WRITE if group.opcode is Opcode.WRITE else Kind.READ
+        kind = FrameKind.WRITE if group.opcode is Opcode.WRITE else FrameKind.READ
         return self._frame(group, choice.way, kind, parts, cap - room) if parts else None
 
-    def _frame(self, group: Group, way: Way, kind: Kind, parts: list[Part], nbytes: int) -> Frame:
+    def _frame(self, group: Group, way: RailChoices, kind: FrameKind, parts: list[Part], nbytes: int) -> Frame:
         flight = group.batch.flight
         for part in parts:
             flight[part[0]] += 1
-        epoch, burden = (0, 0) if kind is Kind.CHECKSUM else (group.epoch, nbytes)
+        epoch, burden = (0, 0) if kind is FrameKind.CHECKSUM else (group.epoch, nbytes)
         frame = Frame(next(self.serials), self.owner, self, way.rail, kind, epoch, parts, nbytes, group)
         frame.way, frame.burden = way, burden
         return frame

@@ -14,8 +14,8 @@ from itertools import count, islice
 
 from kvmesh.transfer.batch import Aftermath, Group
 from kvmesh.transfer.config import EngineConfig
-from kvmesh.transfer.rails import STALL_S, Choice, Nic, RailBoard, Way
-from kvmesh.transfer.send_queue import Dealer, Flow
+from kvmesh.transfer.rails import STALL_S, Nic, RailBoard, RailChoice, RailChoices
+from kvmesh.transfer.send_queue import DeficitRoundRobin, SendFlow
 from kvmesh.transfer.sieve import Sieve
 from kvmesh.transfer.transports.base import Frame
 
@@ -36,14 +36,14 @@ class Posting:
     ) -> None:
         self.config = config
         self.board = RailBoard(config)
-        self.dealer = Dealer((1.0, config.prefetch_share, config.background_share))
+        self.dealer = DeficitRoundRobin((1.0, config.prefetch_share, config.background_share))
         self.inflight: OrderedDict[int, Frame] = OrderedDict()  # by the time since when each is silent
-        self.endpoints: Sieve[Way] = Sieve(config.max_endpoints)
+        self.endpoints: Sieve[RailChoices] = Sieve(config.max_endpoints)
         self._arm = arm
         self._dropped = dropped
         self._tally = tally
         self._serials = count()
-        self._alarms: list[tuple[float, int, Flow, Way]] = []  # heap: flows that may find a better way then
+        self._alarms: list[tuple[float, int, SendFlow, RailChoices]] = []  # heap: flows that may find a better way then
         self._crowded: dict[Nic, None] = {}  # NICs with flows that wait for room
 
     def pump(self, after: Aftermath, now: float) -> None:
@@ -63,7 +63,7 @@ class Posting:
                     dealer.wake_one(way.nic)
                 if woken_by is way.nic:
                     woken_by = None
-            elif isinstance(found, Choice):
+            elif isinstance(found, RailChoice):
                 dealer.park_at(flow, found.way.parked)
                 if found.again_at - now < FAR_S:
                     when = max(found.again_at, now + TICK_S)
@@ -77,7 +77,7 @@ class Posting:
                 dealer.wake_one(woken_by)
 
     @staticmethod
-    def _must_wait(flow: Flow, way: Way) -> bool:
+    def _must_wait(flow: SendFlow, way: RailChoices) -> bool:
         """Whether its next frame could only find this way, without room: what `cut` would find out, for less."""
         if way.frames < way.rail.transport.limits.inflight_frames or way.rest_until or flow.retry:
             return False
@@ -85,7 +85,7 @@ class Posting:
         first = group.routes[0] if group is not None and group.routes else ()
         return len(first) == 1 and first[0] is way
 
-    def launch(self, frame: Frame, after: Aftermath, now: float) -> Way:
+    def launch(self, frame: Frame, after: Aftermath, now: float) -> RailChoices:
         """Puts it on its way; the transport gets it once the lock is released."""
         frame.posted_at = now
         self.inflight[frame.serial] = frame
@@ -103,10 +103,10 @@ class Posting:
         return way
 
     @staticmethod
-    def _idle(way: Way) -> bool:
+    def _idle(way: RailChoices) -> bool:
         return not way.frames
 
-    def answered(self, frame: Frame, now: float) -> Way | None:
+    def answered(self, frame: Frame, now: float) -> RailChoices | None:
         """Takes it off its way and wakes who waited for the room; None: it was answered for before."""
         if frame.answered:
             return None

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvmesh.transfer.config import EngineConfig
-from kvmesh.transfer.send_queue import RANKS, Flow, Turns
+from kvmesh.transfer.send_queue import RANKS, SendFlow, SendTurns
 from kvmesh.transfer.stats import Meter
 from kvmesh.transfer.transports.base import Rail
 
@@ -45,13 +45,13 @@ class Nic:
     name: str
     budget: int
     inflight: int = 0
-    parked: Turns[Flow] = field(default_factory=Turns)
-    busy: dict[Way, None] = field(default_factory=dict)  # ways with a frame on them
+    parked: SendTurns[SendFlow] = field(default_factory=SendTurns)
+    busy: dict[RailChoices, None] = field(default_factory=dict)  # ways with a frame on them
     meter: Meter = field(default_factory=Meter)
 
 
 @dataclass(eq=False, slots=True)
-class Way:
+class RailChoices:
     """A rail to one peer, and what is known of it. `rest_until` 0: it does not rest."""
 
     rail: Rail
@@ -74,7 +74,7 @@ class Way:
     back_at: float = 0.0
     down: bool = False
     cause: str = ""
-    parked: list[Flow] = field(default_factory=list)
+    parked: list[SendFlow] = field(default_factory=list)
     class_bytes: list[int] = field(default_factory=lambda: [0] * RANKS)
     arrived: int = 0  # frames
     lost: int = 0
@@ -90,14 +90,14 @@ class Way:
         return self.frames >= self.capacity
 
 
-Tiers = tuple[tuple[Way, ...], ...]
+Tiers = tuple[tuple[RailChoices, ...], ...]
 
 
-class Choice(NamedTuple):
+class RailChoice(NamedTuple):
     """`width`: how many ways share the work. `again_at`: `way` has no room, and if it gets none until then another one
     is better."""
 
-    way: Way
+    way: RailChoices
     width: int = 1
     again_at: float = float("inf")
     open: bool = True
@@ -148,18 +148,18 @@ class RailBoard:
         self.config = config
         self.nics: dict[tuple[str, str], Nic] = {}
 
-    def way(self, rail: Rail, gbps: float = 0.0, segment: str = "") -> Way:
+    def way(self, rail: Rail, gbps: float = 0.0, segment: str = "") -> RailChoices:
         """A new one. `gbps`: of the slower NIC, 0 unknown."""
         key = (rail.transport.name, rail.local)
         nic = self.nics.get(key)
         if nic is None:
             nic = self.nics[key] = Nic(*key, self.config.nic_inflight_bytes)
         losses: deque[float] = deque(maxlen=self.config.trip_errors)
-        return Way(rail, nic, segment, gbps * 1e9 / 8 if gbps > 0 else NOMINAL_BYTES_S, losses=losses)
+        return RailChoices(rail, nic, segment, gbps * 1e9 / 8 if gbps > 0 else NOMINAL_BYTES_S, losses=losses)
 
     # ── choosing ──────────────────────────────────────────────────────────────────────────────────
 
-    def choose(self, tiers: Tiers, nbytes: int, now: float, avoid: Rail | None = None) -> Choice | None:
+    def choose(self, tiers: Tiers, nbytes: int, now: float, avoid: Rail | None = None) -> RailChoice | None:
         """The way for a frame of about `nbytes`, perhaps one that has no room yet; None: all rest. A later tier is
         used when every way of the earlier ones rests. A way whose rest is over gets the next frame, as its probe."""
         for tier in tiers:
@@ -167,24 +167,24 @@ class RailBoard:
                 way = tier[0]
                 if not way.rest_until:
                     room = way.frames < way.rail.transport.limits.inflight_frames
-                    return Choice(way, 1, INFINITY, room)
+                    return RailChoice(way, 1, INFINITY, room)
                 if way.rest_until <= now and not way.frames:
-                    return Choice(way)
+                    return RailChoice(way)
                 continue
             choice = self._best(tier, nbytes, now, avoid)
             if choice is not None:
                 return choice
         return self._last_resort(tiers, now)
 
-    def _best(self, tier: tuple[Way, ...], nbytes: int, now: float, avoid: Rail | None) -> Choice | None:
-        best: Way | None = None
+    def _best(self, tier: tuple[RailChoices, ...], nbytes: int, now: float, avoid: Rail | None) -> RailChoice | None:
+        best: RailChoices | None = None
         lowest = spare = (float("inf"), 0)
         width, room = 0, False
-        unknown: Way | None = None
+        unknown: RailChoices | None = None
         for way in tier:
             if way.rest_until:
                 if way.rest_until <= now and not way.frames and way.rail is not avoid:
-                    return Choice(way, len(tier))
+                    return RailChoice(way, len(tier))
                 continue
             width += 1
             if not way.bandwidth and way.frames >= UNKNOWN_FRAMES:
@@ -199,11 +199,11 @@ class RailBoard:
             if cost < lowest:
                 best, lowest, room = way, cost, not full
         if best is None:
-            return None if unknown is None else Choice(unknown, width, float("inf"), False)
+            return None if unknown is None else RailChoice(unknown, width, float("inf"), False)
         again_at = now + spare[0] - lowest[0] if not room else float("inf")
-        return Choice(best, width, again_at, room)
+        return RailChoice(best, width, again_at, room)
 
-    def expected_s(self, way: Way, nbytes: int, now: float) -> float:
+    def expected_s(self, way: RailChoices, nbytes: int, now: float) -> float:
         """Seconds until a frame posted now has arrived, by what is known."""
         bandwidth = way.bandwidth or way.nominal
         ahead = way.nic.inflight
@@ -219,17 +219,17 @@ class RailBoard:
         return (ahead + nbytes) / bandwidth + silent
 
     @staticmethod
-    def _last_resort(tiers: Tiers, now: float) -> Choice | None:
+    def _last_resort(tiers: Tiers, now: float) -> RailChoice | None:
         """Every way rests or is being probed. A tripped one is still better than none; one that is down is not."""
-        waiting: Way | None = None
+        waiting: RailChoices | None = None
         for tier in tiers:
             for way in tier:
                 if way.down and way.rest_until > now:
                     continue
                 if not way.frames:
-                    return Choice(way)
+                    return RailChoice(way)
                 waiting = waiting or way
-        return None if waiting is None else Choice(waiting, 1, float("inf"), False)
+        return None if waiting is None else RailChoice(waiting, 1, float("inf"), False)
 
     @staticmethod
     def why_none(tiers: Tiers) -> str:
@@ -242,7 +242,7 @@ class RailBoard:
 
     # ── what happens to frames ────────────────────────────────────────────────────────────────────
 
-    def posted(self, way: Way, nbytes: int, now: float) -> None:
+    def posted(self, way: RailChoices, nbytes: int, now: float) -> None:
         nic = way.nic
         if not way.frames:
             way.progress_at = way.window_at = now
@@ -253,7 +253,7 @@ class RailBoard:
         if not way.stalled:
             nic.inflight += nbytes
 
-    def answered(self, way: Way, nbytes: int, now: float) -> None:
+    def answered(self, way: RailChoices, nbytes: int, now: float) -> None:
         """A frame is no longer on its way, whatever became of it."""
         nic = way.nic
         way.frames -= 1
@@ -267,7 +267,7 @@ class RailBoard:
         if not way.frames:
             del nic.busy[way]
 
-    def landed(self, way: Way, nbytes: int, posted_at: float, now: float) -> None:
+    def landed(self, way: RailChoices, nbytes: int, posted_at: float, now: float) -> None:
         """After `answered`: the target has acknowledged it. Only a frame posted after the failure shows that it is
         over."""
         if way.rest_until and posted_at >= way.failed_at:
@@ -281,7 +281,7 @@ class RailBoard:
             self._sample(way, now)
 
     @staticmethod
-    def _sample(way: Way, now: float) -> None:
+    def _sample(way: RailChoices, now: float) -> None:
         """Bytes of a busy period by its length; small ones weigh little, as they measure the latency."""
         nbytes, elapsed = way.window_bytes, now - way.window_at
         way.window_at, way.window_bytes = now, 0
@@ -295,7 +295,7 @@ class RailBoard:
             way.bandwidth = rate
         way.sampled_at = now
 
-    def lost(self, way: Way, posted_at: float, cause: str, now: float, *, down: bool) -> bool:
+    def lost(self, way: RailChoices, posted_at: float, cause: str, now: float, *, down: bool) -> bool:
         """After `answered`: it did not arrive. Frames that were posted before an earlier loss was known are part of the
         same misfortune. True: the way goes to rest."""
         way.lost += 1
@@ -309,7 +309,7 @@ class RailBoard:
             return False
         return self._rest(way, cause, now, down=False)
 
-    def _rest(self, way: Way, cause: str, now: float, *, down: bool) -> bool:
+    def _rest(self, way: RailChoices, cause: str, now: float, *, down: bool) -> bool:
         if way.rest_until > now:
             way.down = way.down or down
             return False

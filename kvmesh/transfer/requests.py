@@ -11,7 +11,7 @@ from kvmesh.transfer.batch import Batch, Group
 from kvmesh.transfer.core import Core
 from kvmesh.transfer.segment import LocalSegment
 from kvmesh.transfer.send_queue import rank_of
-from kvmesh.transfer.transports.base import Kind
+from kvmesh.transfer.transports.base import FrameKind
 
 
 def grouped(
@@ -88,7 +88,9 @@ def _new_group(
             epoch,
             local,
             remote,
-            lane.routes(Kind.WRITE if request.opcode is Opcode.WRITE else Kind.READ, local, remote, core.topology),
+            lane.routes(
+                FrameKind.WRITE if request.opcode is Opcode.WRITE else FrameKind.READ, local, remote, core.topology
+            ),
             deadline,
             [],
             [],

@@ -23,7 +23,7 @@ from kvmesh.transfer.api import TrafficClass
 
 if TYPE_CHECKING:
     from kvmesh.transfer.batch import Again, Group
-    from kvmesh.transfer.peer_link import Lane
+    from kvmesh.transfer.peer_link import PeerLink
 
 QUANTUM = 2 << 20  # bytes a turn: the frame of the socket transports
 BURST = 8 << 20  # tokens that a class can save up
@@ -36,12 +36,12 @@ def rank_of(traffic_class: int) -> int:
 
 
 @dataclass(eq=False, slots=True)
-class Flow:
+class SendFlow:
     """`queue`: groups not wholly cut, by serial; `retry`: what must go again, and what is to be verified; it goes
     first. `placed`: it waits in some turns, or is parked. `woken_by`: the NIC whose room it was woken to take.
     `amid`: its turn has begun, and is not over while it has a deficit left."""
 
-    lane: Lane
+    lane: PeerLink
     rank: int
     queue: OrderedDict[int, Group] = field(default_factory=OrderedDict)
     retry: deque[Again] = field(default_factory=deque)
@@ -66,7 +66,7 @@ class Waiting(Protocol):
 FlowT = TypeVar("FlowT", bound=Waiting)
 
 
-class Turns(Generic[FlowT]):
+class SendTurns(Generic[FlowT]):
     """One ring of flows for each class."""
 
     __slots__ = ("count", "rings")
@@ -130,25 +130,25 @@ class Budgeted(Protocol):
 
     inflight: int
     budget: int
-    parked: Turns[Flow]
+    parked: SendTurns[SendFlow]
 
 
-class Dealer:
+class DeficitRoundRobin:
     """The flows of an engine that have something to post."""
 
     def __init__(self, shares: Sequence[float]) -> None:
         self.shares = Shares(shares)
-        self.ready: Turns[Flow] = Turns()
+        self.ready: SendTurns[SendFlow] = SendTurns()
         self.backlog = [0] * RANKS
 
-    def place(self, flow: Flow) -> None:
+    def place(self, flow: SendFlow) -> None:
         """It has something to post; nothing happens when it waits already."""
         if not flow.placed:
             flow.placed = True
             self.backlog[flow.rank] += 1
             self.ready.put(flow)
 
-    def take(self) -> Flow | None:
+    def take(self) -> SendFlow | None:
         """The next to post a frame; the caller then places it again, parks it, or finds it empty."""
         if not self.ready.count:
             return None
@@ -157,7 +157,7 @@ class Dealer:
         self.backlog[flow.rank] -= 1
         return flow
 
-    def spent(self, flow: Flow, nbytes: int, parked: list[Flow] | None = None) -> None:
+    def spent(self, flow: SendFlow, nbytes: int, parked: list[SendFlow] | None = None) -> None:
         """It posted a frame; with `parked` it waits there for room to post the next."""
         flow.deficit -= nbytes
         flow.amid = flow.busy
@@ -175,16 +175,16 @@ class Dealer:
         urgent = rank == 0 or self.shares.tokens[rank] > 0
         return nic.inflight < (nic.budget if urgent else max(1, nic.budget // 2))
 
-    def park_at(self, flow: Flow, parked: list[Flow] | Turns[Flow]) -> None:
+    def park_at(self, flow: SendFlow, parked: list[SendFlow] | SendTurns[SendFlow]) -> None:
         """It waits for room there."""
         flow.placed = True
         self.backlog[flow.rank] += 1
-        if isinstance(parked, Turns):
+        if isinstance(parked, SendTurns):
             parked.put(flow)
         else:
             parked.append(flow)
 
-    def wake_all(self, parked: list[Flow]) -> None:
+    def wake_all(self, parked: list[SendFlow]) -> None:
         """At a way: at most one flow a class waits there."""
         for flow in parked:
             self.ready.put(flow)

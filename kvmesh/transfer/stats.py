@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from kvmesh.transfer.api import TrafficClass, TransferState
 
 if TYPE_CHECKING:
-    from kvmesh.transfer.peer_link import Lane
-    from kvmesh.transfer.rails import Nic, Way
-    from kvmesh.transfer.transports.base import Kind
+    from kvmesh.transfer.peer_link import PeerLink
+    from kvmesh.transfer.rails import Nic, RailChoices
+    from kvmesh.transfer.transports.base import FrameKind
 
 LATENCY_BOUNDS_S = (50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 BANDWIDTH_BOUNDS = (1e6, 1e7, 3e7, 1e8, 3e8, 5e8, 1e9, 2e9, 3e9, 5e9, 7.5e9, 1e10, 1.5e10, 2.5e10, 5e10, 1e11)
@@ -123,12 +123,12 @@ class Histogram:
 class Meter:
     """The counters of one NIC."""
 
-    traffic: dict[tuple[Kind, int], list[int]] = field(default_factory=dict)  # bytes, frames, slices
+    traffic: dict[tuple[FrameKind, int], list[int]] = field(default_factory=dict)  # bytes, frames, slices
     errors: dict[str, int] = field(default_factory=dict)
     latency: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_S))
     bandwidth: Histogram = field(default_factory=lambda: Histogram(BANDWIDTH_BOUNDS))
 
-    def arrived(self, kind: Kind, rank: int, nbytes: int, slices: int, took_s: float) -> None:
+    def arrived(self, kind: FrameKind, rank: int, nbytes: int, slices: int, took_s: float) -> None:
         row = self.traffic.get((kind, rank))
         if row is None:
             row = self.traffic[kind, rank] = [0, 0, 0]
@@ -145,7 +145,7 @@ class Meter:
 
 
 @lru_cache
-def bytes_counter(transport: str, kind: Kind) -> str:
+def bytes_counter(transport: str, kind: FrameKind) -> str:
     """The name of an engine's counter: "tcp.write_bytes"."""
     return f"{transport}.{kind.name.lower()}_bytes"
 
@@ -171,12 +171,12 @@ def nic_stats(nic: Nic) -> NicStats:
     )
 
 
-def rail_stats(lanes: Iterable[Lane], now: float) -> tuple[RailStats, ...]:
+def rail_stats(lanes: Iterable[PeerLink], now: float) -> tuple[RailStats, ...]:
     """Lock held."""
     return tuple(_rail(lane.name, way, now) for lane in lanes for way in lane.ways.values())
 
 
-def _rail(segment: str, way: Way, now: float) -> RailStats:
+def _rail(segment: str, way: RailChoices, now: float) -> RailStats:
     rail = way.rail
     return RailStats(
         segment,

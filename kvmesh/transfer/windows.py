@@ -35,7 +35,7 @@ MAX_FENCED = 65536  # epochs that are remembered, so that nobody opens them agai
 HomeT = TypeVar("HomeT")
 
 
-class Holder(Protocol):
+class WindowHolder(Protocol):
     """A thread that lands bytes. `interrupt` makes it leave its slice soon; called from other threads."""
 
     def interrupt(self) -> None: ...
@@ -46,21 +46,21 @@ class _Window(Generic[HomeT]):
     starts: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     homes: list[HomeT] = field(default_factory=list)
-    inside: list[Holder] = field(default_factory=list)
+    inside: list[WindowHolder] = field(default_factory=list)
     landed_bytes: int = 0
     closing: bool = False
     notified: set[int] = field(default_factory=set)
 
 
 @dataclass(eq=False, slots=True)
-class Admission(Generic[HomeT]):
+class WindowAdmission(Generic[HomeT]):
     """Slices that may be landed now: `homes[i]` is where slice i lies, None when that slice is refused.
     Must be given back with `Windows.leave`."""
 
     homes: list[HomeT | None]
     refused: list[int]
     window: _Window[HomeT]
-    holder: Holder
+    holder: WindowHolder
 
 
 class Windows(Generic[HomeT]):
@@ -96,8 +96,8 @@ class Windows(Generic[HomeT]):
             _merge_into(window, known + fresh)
 
     def admit(
-        self, peer: str, epoch: int, offsets: Sequence[int], lengths: Sequence[int], holder: Holder
-    ) -> Admission[HomeT] | None:
+        self, peer: str, epoch: int, offsets: Sequence[int], lengths: Sequence[int], holder: WindowHolder
+    ) -> WindowAdmission[HomeT] | None:
         """None: no such window is open, or it has none of the slices. Otherwise the caller is inside until `leave`."""
         homes: list[HomeT | None] = []
         refused: list[int] = []
@@ -110,7 +110,7 @@ class Windows(Generic[HomeT]):
             at = bisect_right(starts, first) - 1
             if at >= 0 and max(map(add, offsets, lengths)) <= ends[at]:  # all in one range
                 window.inside.append(holder)
-                return Admission([owners[at]] * len(offsets), refused, window, holder)
+                return WindowAdmission([owners[at]] * len(offsets), refused, window, holder)
             for offset, length in zip(offsets, lengths, strict=True):
                 at = bisect_right(starts, offset) - 1
                 if at >= 0 and offset + length <= ends[at]:
@@ -121,9 +121,9 @@ class Windows(Generic[HomeT]):
             if len(refused) == len(homes):
                 return None
             window.inside.append(holder)
-        return Admission(homes, refused, window, holder)
+        return WindowAdmission(homes, refused, window, holder)
 
-    def leave(self, admission: Admission[HomeT], landed_bytes: int) -> None:
+    def leave(self, admission: WindowAdmission[HomeT], landed_bytes: int) -> None:
         """The caller can no longer touch the memory; `landed_bytes` of the slices are whole."""
         with self._changed:
             window = admission.window

@@ -13,17 +13,17 @@ from kvmesh.native import library
 from kvmesh.rpc import runner
 from kvmesh.rpc.call_queue import CallQueue
 from kvmesh.rpc.catching_up import caught_up
-from kvmesh.rpc.fastpath.control import ControlDoor
+from kvmesh.rpc.fastpath.control import ControlFastPath
 from kvmesh.rpc.fastpath.server import FastPathLimits
 from kvmesh.rpc.pb import conductor_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2_grpc as pb_grpc
 from kvmesh.rpc.server import Server
 from kvmesh.telemetry import names
-from services.conductor.balance.orders import Orders
+from services.conductor.balance.orders import BalanceOrders
 from services.conductor.config import ConductorConfig
 from services.conductor.domain import CaughtUp, Event, Fetch
 from services.conductor.fleet.watch import StoreWatch
-from services.conductor.peers.leadership import Office
+from services.conductor.peers.leadership import ConductorLeadership
 from services.conductor.records.journal import Header, Recorder
 from services.conductor.records.log_file import LogFile
 from services.conductor.servicer import ConductorServicer
@@ -44,10 +44,10 @@ TICK_INSTANCES = 100  # rounds over all instances are spread over ticks, the mor
 
 async def run(config: ConductorConfig, stop: asyncio.Event, started: Callable[[dict[str, object]], None]) -> None:
     """Serve until `stop`; `started` hears the addresses. Raises ConfigError when a port is in use."""
-    await runner.run(Conductor(config), config, stop, started)
+    await runner.run(ConductorService(config), config, stop, started)
 
 
-class Conductor(runner.Service):
+class ConductorService(runner.Service):
     """One life of the conductor in this process."""
 
     def __init__(self, config: ConductorConfig) -> None:
@@ -60,7 +60,7 @@ class Conductor(runner.Service):
         if self._log is not None:
             recorder = Recorder(header, self._log.write, config.decision_log_mb << 20)
         state = header.brain() if recorder is None else recorder.state
-        self.office = Office(config, self._deliver)
+        self.office = ConductorLeadership(config, self._deliver)
         self._queue = CallQueue(config.max_schedules, "max_schedules", names.CONDUCTOR_SCHEDULE_WAIT.observe)
         self._servicer = ConductorServicer(
             state,
@@ -72,7 +72,7 @@ class Conductor(runner.Service):
             store=config.store,
             peers=config.peers,
         )
-        self._orders = Orders(self.office.leads, self._deliver)
+        self._orders = BalanceOrders(self.office.leads, self._deliver)
         self.office.begin()
         self._advertised = config.advertise
         self._server: Server | None = None
@@ -94,11 +94,11 @@ class Conductor(runner.Service):
         pb_grpc.add_ConductorServicer_to_server(self._servicer, server.grpc)
         server.serves(SERVICE)
 
-    def door(self) -> ControlDoor:
+    def door(self) -> ControlFastPath:
         """For what instances and gateways ask most often."""
         service = pb.DESCRIPTOR.services_by_name["Conductor"]
         methods = ("Heartbeat", "Schedule")
-        return ControlDoor(
+        return ControlFastPath(
             service,
             self._servicer,
             methods,

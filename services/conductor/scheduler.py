@@ -15,9 +15,10 @@ from services.conductor.admission.gate import Admission
 from services.conductor.admission.judge import Judge
 from services.conductor.admission.refusals import refuse_unplaceable
 from services.conductor.balance.rounds import Balance
-from services.conductor.candidates.columns import Chosen, Columns, View
+from services.conductor.candidates.columns import Columns, View
 from services.conductor.candidates.fields import NO_GROUP
-from services.conductor.candidates.lazy_mapping import Asked
+from services.conductor.candidates.lazy_mapping import LazyMapping
+from services.conductor.candidates.selection import Selection
 from services.conductor.costs.accuracy import What, group_of
 from services.conductor.domain import Life, Placed, Refuse, RequestOutcome, Schedule
 from services.conductor.fleet.health import Breakers
@@ -25,18 +26,19 @@ from services.conductor.fleet.instance import Instance
 from services.conductor.fleet.members import Members
 from services.conductor.fleet.roster import Fleet
 from services.conductor.loads.ledger import Ledger
-from services.conductor.loads.shortest_first import Lines
+from services.conductor.loads.shortest_first import ShortestFirst
 from services.conductor.placing import serving_modes as kinds
 from services.conductor.placing import single_instance as alone
 from services.conductor.placing.affinity import Affinity
-from services.conductor.placing.placement import Choice, Terms
+from services.conductor.placing.placement import PlacementChoice
 from services.conductor.placing.policies import Chooser
-from services.conductor.placing.serving_modes import Found
+from services.conductor.placing.scoring_context import ScoringContext
+from services.conductor.placing.serving_modes import WeighedModes
 from services.conductor.placing.threshold import Threshold
 from services.conductor.placing.timeline import life, pull_after_s
 from services.conductor.prefixes import fetch_plan as routes
-from services.conductor.prefixes.fetch_plan import Mesh
-from services.conductor.prefixes.index import Index, Place, Survey
+from services.conductor.prefixes.fetch_plan import FetchPlanner
+from services.conductor.prefixes.index import Index, PrefixPlace, Survey
 from services.conductor.prefixes.tier_times import TierLoads
 from services.conductor.records import explain
 from services.conductor.records.explain import Expected, Explanations
@@ -46,7 +48,7 @@ MAX_TOLD = 16  # instances that get no work, of many: in an explanation
 
 
 @dataclass(frozen=True)
-class Known:
+class SharedState:
     """What the brain's other half keeps up to date; read here, but for the ledger and the explanations."""
 
     fleet: Fleet
@@ -63,7 +65,7 @@ class Known:
 class Scheduling:
     """Answers requests."""
 
-    def __init__(self, settings: Settings, rng: random.Random, known: Known, now: float) -> None:
+    def __init__(self, settings: Settings, rng: random.Random, known: SharedState, now: float) -> None:
         self._settings = settings
         self._rng = rng
         self._known = known
@@ -75,7 +77,7 @@ class Scheduling:
         self.affinity = Affinity(settings.affinity)
         self.chooser = Chooser(settings.policy)
         self.balance = Balance(settings)
-        self._lines = Lines(settings.sizes)
+        self._lines = ShortestFirst(settings.sizes)
 
     def ended(self, outcome: RequestOutcome, now: float) -> None:
         """How a request went."""
@@ -93,7 +95,9 @@ class Scheduling:
         threshold = self.threshold.value(now)
         near = self.affinity.near(request, now)
         line = self._lines.of(request.model, len(prefills), lambda: self._ledger.others_rate(request.model), now)
-        terms = Terms(bounds.ttft_s, bounds.tbt_s, threshold, now, self._rng, judge, self._settings.fetch, near, line)
+        terms = ScoringContext(
+            bounds.ttft_s, bounds.tbt_s, threshold, now, self._rng, judge, self._settings.fetch, near, line
+        )
         mesh, found = None, None
         answer: Placed | Refuse
         refused = self._refused(request, serving, prefills, decodes, now)
@@ -102,7 +106,7 @@ class Scheduling:
             self._ledger.expect_others(request.model, prefills, now)
             self._known.columns.keep_up()
             mesh = self._mesh(self._index.survey(request.keys), request, view)
-            found = self.chooser.choose(request, prefills, decodes, Asked(self._place), mesh, terms)
+            found = self.chooser.choose(request, prefills, decodes, LazyMapping(self._place), mesh, terms)
             self.balance.saw(request, mesh.survey, now)
             others_rate = self._ledger.others_rate(request.model)
             among = AdmissionContext(found, serving, usable, prefills, decodes, others_rate)
@@ -119,7 +123,13 @@ class Scheduling:
         return answer
 
     def _explain(
-        self, request: Schedule, answer: Placed | Refuse, serving: Chosen, found: Found | None, best: int, terms: Terms
+        self,
+        request: Schedule,
+        answer: Placed | Refuse,
+        serving: Selection,
+        found: WeighedModes | None,
+        best: int,
+        terms: ScoringContext,
     ) -> None:
         """Keep why, for who asks. `best`: leading blocks that lie anywhere."""
         self._known.explanations.keep(
@@ -146,7 +156,7 @@ class Scheduling:
         return Expected(placed.life.prefill_end_s, ttft, placed.tbt_s, tbt)
 
     def _refused(
-        self, request: Schedule, serving: Chosen, prefills: Chosen, decodes: Chosen, now: float
+        self, request: Schedule, serving: Selection, prefills: Selection, decodes: Selection, now: float
     ) -> Refuse | None:
         """Why this request can be weighed nowhere."""
         if refused := _bad_keys(request, serving):
@@ -155,27 +165,27 @@ class Scheduling:
             return None
         if lonely := alone.able(decodes):
             mesh = self._mesh(self._index.survey(request.keys), request, decodes.view)
-            if kinds.possible(request, prefills, lonely, Asked(self._place), mesh):
+            if kinds.possible(request, prefills, lonely, LazyMapping(self._place), mesh):
                 return None
         known = request.model in self._fleet.known_models
         fresh = now - self._started_at < self._settings.warm_up_s or not len(self._fleet)
         return refuse_unplaceable(request, serving, self._why(now), known or fresh, self._fleet.known_models)
 
-    def _why(self, now: float) -> Asked[str, str]:
+    def _why(self, now: float) -> LazyMapping[str, str]:
         """Why instances may get no work, by name."""
 
         def why_not(name: str) -> str:
             instance = self._fleet.named(name)
             return self.why_not(instance, now) if instance is not None else "gone"
 
-        return Asked(why_not)
+        return LazyMapping(why_not)
 
-    def _place(self, name: str) -> Place:
+    def _place(self, name: str) -> PrefixPlace:
         instance = self._fleet.named(name)
         assert instance is not None, f"{name} is weighed and not registered"
         return self._index.place_of(instance.ref.life, instance.slot)
 
-    def _mesh(self, survey: Survey, request: Schedule, view: View) -> Mesh:
+    def _mesh(self, survey: Survey, request: Schedule, view: View) -> FetchPlanner:
         """Who among the holders of these blocks may be asked for them."""
         found = view.columns.asked(survey.everyone, view.able, request.avoid)
         lower = tuple((tier, slots) for tier, slots in found.items() if slots and tier is not Tier.DRAM)
@@ -186,11 +196,11 @@ class Scheduling:
         memory, congestion = found.get(Tier.DRAM, 0), self.threshold.congestion
         holders = view.columns.slots.holders
         wires = self._ledger.wires
-        return Mesh(survey, holders, memory, wires.outgoing, lower, tier_load, wires.arriving, congestion)
+        return FetchPlanner(survey, holders, memory, wires.outgoing, lower, tier_load, wires.arriving, congestion)
 
     def _answer(self, request: Schedule, among: AdmissionContext, judge: Judge, now: float) -> Placed | Refuse:
         choice = among.found.answer
-        if isinstance(choice, Choice):
+        if isinstance(choice, PlacementChoice):
             choice = self.admission.confirm(choice, judge, among)
         if isinstance(choice, Refuse):
             refuse = self.admission.refused(request, choice, among, now)
@@ -237,7 +247,7 @@ class Scheduling:
         )
 
 
-def _bad_keys(request: Schedule, serving: Chosen) -> Refuse | None:
+def _bad_keys(request: Schedule, serving: Selection) -> Refuse | None:
     if request.prompt_tokens < 1:
         return Refuse(InvalidRequest.of("prompt_tokens", request.prompt_tokens, "must be at least 1"), "invalid")
     if serving and len(request.keys) > (full := request.prompt_tokens // serving.first.model.block_tokens):

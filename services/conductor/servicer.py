@@ -12,7 +12,7 @@ from kvmesh.errors import InvalidRequest, Unavailable, UnknownRequest
 from kvmesh.kvcache.keys import KEY_BYTES
 from kvmesh.rpc import protocol
 from kvmesh.rpc.call_queue import CallQueue
-from kvmesh.rpc.fastpath.server import DoorContext
+from kvmesh.rpc.fastpath.server import FastContext
 from kvmesh.rpc.masters import split
 from kvmesh.rpc.metadata import context_from_metadata
 from kvmesh.rpc.pb import conductor_pb2 as pb
@@ -32,7 +32,7 @@ from services.conductor.domain import (
     SwitchRole,
     Tick,
 )
-from services.conductor.peers.leadership import Office
+from services.conductor.peers.leadership import ConductorLeadership
 from services.conductor.state import ConductorState
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         *,
         clock: Callable[[], float],
         store_status: Callable[[], str],
-        office: Office,
+        office: ConductorLeadership,
         step: Step | None = None,
         store: str = "",
         peers: tuple[str, ...] = (),
@@ -151,7 +151,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:  # noqa: N802
         """Raises UnknownInstance."""
-        by_door = isinstance(context, DoorContext)
+        by_door = isinstance(context, FastContext)
         if by_door:
             names.CONDUCTOR_HEARTBEAT_WAIT.observe(time.monotonic() - context.arrived)
         else:
@@ -163,7 +163,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
 
     async def Schedule(self, request: pb.ScheduleRequest, context: Any) -> pb.ScheduleResponse:  # noqa: N802
         """Raises Overloaded, Unavailable, ModelNotFound, ContextTooLong, InvalidRequest."""
-        if isinstance(context, DoorContext):
+        if isinstance(context, FastContext):
             return self._schedule(request, context)
         self.grpc_calls += 1
         return await self._queue.call(lambda: self._schedule(request, context))
@@ -254,7 +254,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         )
 
     async def Cordon(self, request: pb.CordonRequest, context: Any) -> pb.CordonResponse:  # noqa: N802
-        """Raises InvalidRequest, UnknownInstance, Overloaded, Unavailable (see Office.cordon)."""
+        """Raises InvalidRequest, UnknownInstance, Overloaded, Unavailable (see ConductorLeadership.cordon)."""
         if request.state not in mapping.CORDONS:
             raise InvalidRequest.of("state", request.state, "must be open (0), cordoned or draining")
         was = self._state.cordon_of(request.instance_id)

@@ -50,7 +50,7 @@ from services.conductor.loads.ledger import Ledger
 from services.conductor.prefixes.index import Index
 from services.conductor.prefixes.tier_times import TierLoads
 from services.conductor.records.explain import Decision, Explanations
-from services.conductor.scheduler import Known, Scheduling
+from services.conductor.scheduler import Scheduling, SharedState
 from services.conductor.settings import Mode, Policy, Settings
 from services.conductor.views import InstanceView, TierView
 
@@ -81,7 +81,7 @@ class ConductorState:
         self._ticked_at = -math.inf
         self._term = 0
         kept = self._fleet, self._members, self._index, self._tiers, self._ledger, self._explanations
-        known = Known(*kept, self.why_not, self._breakers, self._columns)
+        known = SharedState(*kept, self.why_not, self._breakers, self._columns)
         self.scheduling = Scheduling(settings, rng, known, now)
 
     # ── what the outside may ask ──────────────────────────────────────────────────────────────────

@@ -24,7 +24,7 @@ from services.coupled.config import ROLES, CoupledConfig
 from services.coupled.coupling import FIRST_OF_DECODE, Coupling, doors, to_prefill
 from services.decode import inputs as i
 from services.decode import main as decode
-from services.decode.core import Core, shape_of
+from services.decode.core import DecodeCore, shape_of
 from services.decode.servicer import DecodeServicer
 from services.prefill import events as ev
 from services.prefill import main as prefill
@@ -112,7 +112,7 @@ class Halves:
         self.runner = prefill.make_runner(front, coupling.prefill)
         blocks = front.attach(coupling.prefill.store, self._pulled)
         prefill.connect(self.runner, blocks)
-        self.core = Core(front, coupling.decode, blocks, connect_s=config.connect_ms / 1000)
+        self.core = DecodeCore(front, coupling.decode, blocks, connect_s=config.connect_ms / 1000)
         self._prefill_servicer = PrefillServicer(self.runner, lambda: front.ref, prefill.writers(front), self.counters)
         self._decode_servicer = DecodeServicer(self.core, self.counters)
         own = self.runner.open_own_stream(self.core.own_said, self.core.adopt)

@@ -29,7 +29,7 @@ from services.decode.handoffs import Handoffs
 from services.decode.limits import NS_PER_MS, RankShape, Shape
 from services.decode.observe import Carry, Observer, begin_request
 from services.decode.request import NEVER
-from services.decode.requests import Instance, check_start
+from services.decode.requests import ServingInstance, check_start
 from services.decode.state import DecodeState
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ PUBLISH_S = 0.5
 POLL_S = 0.02
 
 
-class Core:
+class DecodeCore:
     """One decode instance: the brain, its ranks, its streams, its timer. `blocks`: of the node store that `state` has;
     whoever made it hands every end of a pull to `pulled`.
 
@@ -65,14 +65,14 @@ class Core:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns = NEVER
         self._publisher = asyncio.create_task(self._publish(), name="publish gauges")
-        self._instance: Instance | None = None
+        self._instance: ServingInstance | None = None
 
     @property
-    def instance(self) -> Instance:
+    def instance(self) -> ServingInstance:
         """Known once the front serves."""
         if self._instance is None:
             card, shape = self.front.card, self.state.shape
-            self._instance = Instance(
+            self._instance = ServingInstance(
                 ref=self.front.ref,
                 weights=self.front.weights,
                 block_tokens=shape.block_tokens,
@@ -280,14 +280,14 @@ def shape_of(front: Front, host_landing: bool) -> Shape:
     )
 
 
-_DO: dict[type[Any], Callable[[Core, Any], None]] = {
-    i.TellRank: Core._tell_rank,
-    i.AskPrefill: Core._ask_prefill,
-    i.TellLanding: Core._tell_prefill,
-    i.TellRenewed: Core._tell_prefill,
-    i.TellCancel: Core._tell_prefill,
-    i.Pull: Core._pull,
-    i.Flush: Core._flush,
-    i.Over: Core._over,
-    i.Refused: Core._refused,
+_DO: dict[type[Any], Callable[[DecodeCore, Any], None]] = {
+    i.TellRank: DecodeCore._tell_rank,
+    i.AskPrefill: DecodeCore._ask_prefill,
+    i.TellLanding: DecodeCore._tell_prefill,
+    i.TellRenewed: DecodeCore._tell_prefill,
+    i.TellCancel: DecodeCore._tell_prefill,
+    i.Pull: DecodeCore._pull,
+    i.Flush: DecodeCore._flush,
+    i.Over: DecodeCore._over,
+    i.Refused: DecodeCore._refused,
 }

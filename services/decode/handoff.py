@@ -24,11 +24,11 @@ from kvmesh.errors import DeadlinePassed, HandoffLost, InternalError
 from services.decode import events as e
 from services.decode.events import Phase, Place, Reason
 from services.decode.limits import NS_PER_MS
-from services.decode.memory_holds import Hands
+from services.decode.memory_holds import MemoryHolds
 from services.decode.request import NEVER, Window
 
 
-class Handoff(Hands):
+class Handoff(MemoryHolds):
     """One request. `step(event, now)` is all that changes it, but for `token`, its fast path."""
 
     # ── in ───────────────────────────────────────────────────────────────────────────────────────

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvmesh.blockservice.removals import Gone
+from kvmesh.blockservice.removals import NotHere
 from kvmesh.errors import KvmeshError
 from kvmesh.kvcache import sources
 from kvmesh.ranks.protocol import ToFront, ToRank
@@ -132,7 +132,7 @@ class Pulled:
 class Removed:
     """These are being removed from this node's store, everywhere in it, in this very turn."""
 
-    gone: Gone
+    gone: NotHere
 
 
 Input = (

@@ -13,7 +13,7 @@ from kvmesh.rpc.runner import observed
 from kvmesh.rpc.server import Server
 from services.decode import inputs as i
 from services.decode.config import DecodeConfig
-from services.decode.core import Core, shape_of
+from services.decode.core import DecodeCore, shape_of
 from services.decode.limits import Limits
 from services.decode.servicer import DecodeServicer
 from services.decode.state import DecodeState
@@ -54,11 +54,11 @@ async def run(config: DecodeConfig, stop: asyncio.Event, started: Callable[[dict
         raise InternalError(f"decode instance {front.instance_id} lost a rank: {lost[0]}")
 
 
-def _make_core(front: Front, config: DecodeConfig, limits: Limits) -> Core:
+def _make_core(front: Front, config: DecodeConfig, limits: Limits) -> DecodeCore:
     store = front.new_store()
     state = DecodeState(limits, shape_of(front, config.landing == "host"), store)
     blocks = front.attach(store, lambda result: core.pulled(result))
-    core = Core(front, state, blocks, connect_s=config.connect_ms / 1000)
+    core = DecodeCore(front, state, blocks, connect_s=config.connect_ms / 1000)
     return core
 
 
@@ -68,7 +68,7 @@ def add(server: Server, servicer: DecodeServicer) -> None:
     server.serves(SERVICE)
 
 
-async def wind_down(front: Front, core: Core, servicer: DecodeServicer, grace_s: float, lost: list[str]) -> None:
+async def wind_down(front: Front, core: DecodeCore, servicer: DecodeServicer, grace_s: float, lost: list[str]) -> None:
     """No new requests; running ones finish within the grace or hear why not; writers drain; gateways are told."""
     why = f"decode instance {front.instance_id} " + (f"lost a rank: {lost[0]}" if lost else "is shutting down")
     core.feed(i.CloseDoor(Unavailable(why)))

@@ -8,7 +8,7 @@ from services.decode.limits import NS_PER_MS
 from services.decode.request import NEVER, Request, Window
 
 
-class Hands(Request):
+class MemoryHolds(Request):
     """The end of every request, whatever came before. The one rule is `_settle`."""
 
     def _end(self, action: e.EmitFinish | e.EmitFail, now: int, out: list[e.Action]) -> None:

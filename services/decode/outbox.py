@@ -46,13 +46,13 @@ class Outbox:
     def __init__(self, session: int) -> None:
         self.session = session
         self.parcel = Parcel()
-        self.streams: dict[int, Stream] = {}
+        self.streams: dict[int, GatewayStream] = {}
 
-    def open(self, slot: int, handle: int, credit: int, deadline_ns: int) -> Stream:
+    def open(self, slot: int, handle: int, credit: int, deadline_ns: int) -> GatewayStream:
         """A request begins. KeyError: the slot is in use."""
         if slot in self.streams:
             raise KeyError(slot)
-        stream = self.streams[slot] = Stream(self, slot, handle, credit, deadline_ns)
+        stream = self.streams[slot] = GatewayStream(self, slot, handle, credit, deadline_ns)
         return stream
 
     def refuse(self, slot: int, error: KvmeshError) -> None:
@@ -65,7 +65,7 @@ class Outbox:
         return parcel
 
 
-class Stream:
+class GatewayStream:
     """One request's way to its gateway. It ends once: with Finish after its last token, or with an error."""
 
     __slots__ = ("_backlog", "_end", "box", "credit", "deadline_ns", "handle", "slot")

@@ -10,7 +10,7 @@ from services.decode import events as e
 from services.decode.chain import Chain
 from services.decode.events import Phase
 from services.decode.limits import Limits, Shape
-from services.decode.outbox import Stream
+from services.decode.outbox import GatewayStream
 from services.decode.rules import NEVER as NEVER
 from services.decode.rules import grow_at
 from services.decode.timeline import Timeline
@@ -80,7 +80,7 @@ class Request:
         self.peer = 0
         self.adopts = False  # its prompt is computed in this instance: pages come as they are, nothing lands
         self.writers: tuple[tuple[int, str], ...] = ()
-        self.stream: Stream | None = None
+        self.stream: GatewayStream | None = None
         self.queue = ""
         self.armed = NEVER
 

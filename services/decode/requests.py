@@ -21,7 +21,7 @@ MAX_PULL_RANGES = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Instance:
+class ServingInstance:
     """What requests are checked against."""
 
     ref: common_pb2.InstanceRef
@@ -32,7 +32,7 @@ class Instance:
     context_limit: int
 
 
-def check_start(start: decode_pb2.StartRequest, instance: Instance, now: int, carry: Any) -> Spec:
+def check_start(start: decode_pb2.StartRequest, instance: ServingInstance, now: int, carry: Any) -> Spec:
     """The Spec of `start`. Raises InvalidRequest or ContextTooLong naming field and value, ModelNotFound for other
     weights, Unavailable for a placement of another life of this instance."""
     _check_address(start, instance)
@@ -79,7 +79,7 @@ def check_start(start: decode_pb2.StartRequest, instance: Instance, now: int, ca
     )
 
 
-def _check_address(start: decode_pb2.StartRequest, instance: Instance) -> None:
+def _check_address(start: decode_pb2.StartRequest, instance: ServingInstance) -> None:
     instance.weights.check(start.model_fingerprint, start.weights_epoch)
     decode = start.placement.decode
     ours = (instance.ref.instance_id, instance.ref.incarnation)
@@ -91,7 +91,7 @@ def _check_address(start: decode_pb2.StartRequest, instance: Instance) -> None:
         raise InvalidRequest.of("placement.prefill.address", "", "no prefill instance")
 
 
-def _pulls(start: decode_pb2.StartRequest, blocks: int, instance: Instance) -> tuple[PullRange, ...]:
+def _pulls(start: decode_pb2.StartRequest, blocks: int, instance: ServingInstance) -> tuple[PullRange, ...]:
     """What decode is to fetch. What it is told to fetch from its own memory it has, or has not: no range."""
     field, found = "placement.decode_pulls", []
     if len(start.placement.decode_pulls) > MAX_PULL_RANGES:

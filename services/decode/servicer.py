@@ -15,7 +15,7 @@ from kvmesh.rpc import protocol
 from kvmesh.rpc.pb import common_pb2, decode_pb2, decode_pb2_grpc
 from services.decode import inputs as i
 from services.decode import mapping
-from services.decode.core import Core
+from services.decode.core import DecodeCore
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     """All Sessions of one instance. A Session that ends, however it ends, cancels its requests. `pools`: what the
     instance holds, where that is more than the core's."""
 
-    def __init__(self, core: Core, pools: Callable[[], common_pb2.PoolCounters] | None = None) -> None:
+    def __init__(self, core: DecodeCore, pools: Callable[[], common_pb2.PoolCounters] | None = None) -> None:
         self._core = core
         self._pools = pools or core.counters
         self._numbers = itertools.count(1)

@@ -22,7 +22,7 @@ class _Pull:
     waiting: dict[int, Request] = field(default_factory=dict)  # by handle
 
 
-class Pulls:
+class DecodePulls:
     """Pulls of one instance that are under way. `lower`: what this node keeps below its host segment; set once, before
     the first request."""
 

@@ -22,10 +22,10 @@ from services.decode import rank_commands as orders
 from services.decode.events import Phase
 from services.decode.handoff import Handoff
 from services.decode.limits import Limits, Shape
-from services.decode.outbox import Finish, Outbox, Stream
+from services.decode.outbox import Finish, GatewayStream, Outbox
 from services.decode.request import NEVER
 from services.decode.scheduler import Scheduler
-from services.decode.sources import Pulls
+from services.decode.sources import DecodePulls
 
 MAX_SAMPLES = 16  # between two heartbeats; the conductor keeps a window of many
 
@@ -41,7 +41,7 @@ class DecodeState:
         self.shape = shape
         tickets = itertools.count(first)
         self.scheduler = Scheduler(limits, shape, store, lambda: next(tickets), pages, first)
-        self.pulls = Pulls(store, limits.pull_timeout_ms, lambda: next(tickets))
+        self.pulls = DecodePulls(store, limits.pull_timeout_ms, lambda: next(tickets))
         self.requests = self.scheduler.requests
         self.sessions: dict[int, Outbox] = {}
         self.steps: deque[tuple[int, int, int]] = deque(maxlen=MAX_SAMPLES)  # (batch, context_tokens, duration_ns)
@@ -51,7 +51,7 @@ class DecodeState:
         self._handles = itertools.count(first)
         self._by_epoch: dict[int, Handoff] = {}
         self._writers: dict[int, tuple[tuple[int, str], ...]] = {}
-        self._held: dict[int, Stream] = {}  # finished answers that wait for credit, by handle
+        self._held: dict[int, GatewayStream] = {}  # finished answers that wait for credit, by handle
         self._timers: list[tuple[int, int]] = []
         self._out: list[i.Output] = []
         self._flush: dict[int, None] = {}
@@ -161,7 +161,7 @@ class DecodeState:
             if not stream.held_back:
                 self._held.pop(stream.handle, None)
 
-    def _stream(self, session: int, slot: int) -> Stream | None:
+    def _stream(self, session: int, slot: int) -> GatewayStream | None:
         box = self.sessions.get(session)
         return box.streams.get(slot) if box is not None else None
 

@@ -22,7 +22,7 @@ _BUCKETS = 30 * _PER_OCTAVE  # up to 18 minutes and above
 _Floats = npt.NDArray[np.float64]
 
 
-class Gaps:
+class TbtHistogram:
     """Nanoseconds. The path of every token does no more than append to `recent`; whoever fills it calls `fold` each few
     hundred tokens."""
 

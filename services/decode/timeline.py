@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from services.decode.tbt_histogram import Gaps
+from services.decode.tbt_histogram import TbtHistogram
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class Timeline:
     at_decode_tokens: int = 0  # of the prompt, whose KV lay in our own store when it landed
     pulled_blocks: int = 0  # fetched by us from other nodes for this request
     preemptions: int = 0
-    gaps: Gaps = field(default_factory=Gaps)  # between tokens
+    gaps: TbtHistogram = field(default_factory=TbtHistogram)  # between tokens
 
     @property
     def admit_us(self) -> int:

@@ -12,10 +12,10 @@ from opentelemetry.context import Context
 from kvmesh.errors import InternalError, KvmeshError, RequestCancelled
 from kvmesh.rpc.pb import common_pb2
 from kvmesh.telemetry import names, spans
-from services.gateway.attempts import Choice
+from services.gateway.attempts import AnswerAttempts
 from services.gateway.config import MAX_NAME_CHARS
 from services.gateway.generation import Generation, brief
-from services.gateway.rest.frames import Usage
+from services.gateway.rest.frames import CompletionUsage
 
 _STAGES = [field.name for field in common_pb2.StageTimings.DESCRIPTOR.fields]
 
@@ -80,7 +80,7 @@ class Account:
         """Bytes went to the client."""
         self.first_write_ns = self.first_write_ns or time.monotonic_ns()
 
-    def close(self, choices: Sequence[Choice], err: BaseException | None) -> None:
+    def close(self, choices: Sequence[AnswerAttempts], err: BaseException | None) -> None:
         """The request has ended, with `err` unless all went well."""
         if isinstance(err, KvmeshError):
             outcome = err.code
@@ -111,16 +111,16 @@ class Account:
                 self.span.set_attribute(names.ERROR_TYPE, outcome)
         spans.finish(self.span, end_ns=now_ns, error="" if err is None else str(err) or outcome)
 
-    def usage(self, choices: Sequence[Choice]) -> Usage:
+    def usage(self, choices: Sequence[AnswerAttempts]) -> CompletionUsage:
         """Tokens so far. Each prompt counts once, as its first answer found it."""
         firsts = choices[:: self._generation.n]
-        return Usage(
+        return CompletionUsage(
             sum(choice.prompt.tokens for choice in firsts),
             sum(choice.answer.count for choice in choices),
             sum(choice.cached_tokens for choice in firsts),
         )
 
-    def stages(self, choices: Sequence[Choice]) -> dict[str, Any]:
+    def stages(self, choices: Sequence[AnswerAttempts]) -> dict[str, Any]:
         """Where the time went, in µs: the gateway's own stages, and the engine's for each choice."""
 
         def span_us(start_ns: int, end_ns: int) -> int:

@@ -68,7 +68,7 @@ ANYBODY = Tenant()
 
 
 @dataclass(frozen=True)
-class Entry:
+class KeyEntry:
     """One key of the file; `digest` is the SHA-256 of the key."""
 
     tenant: Tenant
@@ -83,7 +83,7 @@ class Entry:
 class KeyRing:
     """All keys of one file, at one moment."""
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
+    def __init__(self, entries: Sequence[KeyEntry]) -> None:
         self.entries = tuple(entries)
 
     @classmethod
@@ -117,7 +117,7 @@ class KeyRing:
             raise Unauthorized("no API key: send it in an Authorization header, as in 'Authorization: Bearer KEY'")
         scheme, _, key = authorization.strip().partition(b" ")
         digest = hashlib.sha256(key.strip()).digest()
-        found: Entry | None = None
+        found: KeyEntry | None = None
         for entry in self.entries:
             if entry.matches(digest):
                 found = entry
@@ -128,7 +128,7 @@ class KeyRing:
         return found.tenant
 
 
-def _entry(number: int, table: dict[str, Any]) -> Entry:
+def _entry(number: int, table: dict[str, Any]) -> KeyEntry:
     name = table.get("name")
     tells = isinstance(name, str) and _NAME.fullmatch(name) and not name.startswith(PREFIX)
     shown = f"key {number}" + (f" ({name!r})" if tells else "")
@@ -160,7 +160,7 @@ def _entry(number: int, table: dict[str, Any]) -> Entry:
     if not -PRIORITY_BOUND <= priority <= PRIORITY_BOUND:
         raise refuse(f"max_priority must be between {-PRIORITY_BOUND} and {PRIORITY_BOUND}")
     tenant = Tenant(table["name"], salt, None if models is None else frozenset(models), priority)
-    return Entry(tenant, bytes.fromhex(table["sha256"]), table.get("disabled", False))
+    return KeyEntry(tenant, bytes.fromhex(table["sha256"]), table.get("disabled", False))
 
 
 def _words(kind: type) -> str:

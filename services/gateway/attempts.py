@@ -8,16 +8,16 @@ from kvmesh.errors import HandoffLost, InternalError, KvmeshError, Overloaded
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, decode_pb2
 from kvmesh.telemetry import names
 from services.gateway.migration import Migration
-from services.gateway.recovery import Failure, Patience, Recovery
-from services.gateway.resume_point import Carried
-from services.gateway.sessions import Lane
-from services.gateway.text.completion import LENGTH, STOP, Alternatives, Answer, Delta, TokenLogprob
+from services.gateway.recovery import AttemptRecovery, Failure, RecoveryPatience
+from services.gateway.resume_point import ResumePoint
+from services.gateway.sessions import SessionLane
+from services.gateway.text.completion import LENGTH, STOP, Alternatives, Completion, Delta, TokenLogprob
 from services.gateway.text.prepare import Prepared
 
 _REASONS: dict[int, str] = {common_pb2.FINISH_REASON_STOP: STOP, common_pb2.FINISH_REASON_LENGTH: LENGTH}
 
 
-class Owner(Protocol):
+class AttemptOwner(Protocol):
     """The request that a choice belongs to."""
 
     @property
@@ -29,23 +29,23 @@ class Owner(Protocol):
     def wants_logprobs(self) -> bool: ...
 
     @property
-    def patience(self) -> Patience:
+    def patience(self) -> RecoveryPatience:
         """With attempts that fail."""
         ...
 
     @property
     def block_tokens(self) -> int: ...
 
-    def touch(self, choice: Choice) -> None:
+    def touch(self, choice: AnswerAttempts) -> None:
         """`choice` has something to take."""
         ...
 
-    def new_answer(self, prompt: Prepared) -> Answer:
+    def new_answer(self, prompt: Prepared) -> Completion:
         """An empty answer to `prompt`."""
         ...
 
 
-class Choice:
+class AnswerAttempts:
     """`delivered`: the client has seen some of it; `done`: the answer is whole; `max_tokens`: of the whole answer.
 
     An attempt counts its tokens from 0; those that came before it are `carried`. Only one attempt has a lane, and only
@@ -58,7 +58,7 @@ class Choice:
         "recovery", "seed", "texts", "timings",
     )  # fmt: skip
 
-    def __init__(self, owner: Owner, index: int, prompt: Prepared, seed: int, max_tokens: int) -> None:
+    def __init__(self, owner: AttemptOwner, index: int, prompt: Prepared, seed: int, max_tokens: int) -> None:
         self.owner = owner
         self.index = index
         self.prompt = prompt
@@ -67,7 +67,7 @@ class Choice:
         self.attempt = 0
         self.avoid: list[str] = []
         self.placement: conductor_pb2.Placement | None = None
-        self.recovery = Recovery(owner.patience)
+        self.recovery = AttemptRecovery(owner.patience)
         self.migration: Migration | None = None
         self.done = False
         self.delivered = False
@@ -76,7 +76,7 @@ class Choice:
     def _begin_anew(self) -> None:
         """Forget whatever earlier attempts brought."""
         self.answer = self.owner.new_answer(self.prompt)
-        self.carried = Carried(self.prompt, self.owner.block_tokens)
+        self.carried = ResumePoint(self.prompt, self.owner.block_tokens)
         self.cached_tokens = 0
         self.texts: list[str] = []
         self.entries: list[TokenLogprob] = []
@@ -85,7 +85,7 @@ class Choice:
 
     def _begin_attempt(self) -> None:
         """After what is carried."""
-        self.lane: Lane | None = None
+        self.lane: SessionLane | None = None
         self.timings = common_pb2.StageTimings()
         self._tokens: list[int] = []
         self._logprobs: list[Alternatives] = []
@@ -102,7 +102,7 @@ class Choice:
 
     # ── from the session ──────────────────────────────────────────────────────────────────────────
 
-    def started(self, lane: Lane) -> None:
+    def started(self, lane: SessionLane) -> None:
         """An instance has it now, unless its session broke at once."""
         self._taken = True
         self.lane = lane if self._problem is None else None

@@ -22,12 +22,12 @@ from kvmesh.errors import (
     UnknownInstance,
 )
 from kvmesh.rpc import security, status
-from kvmesh.rpc.fastpath.client import DoorClosed
+from kvmesh.rpc.fastpath.client import FastChannelClosed
 from kvmesh.rpc.pb import common_pb2, conductor_pb2
 from kvmesh.telemetry import names
 from kvmesh.telemetry.spans import traceparent
 from services.gateway.concurrency import PlacementRoom
-from services.gateway.conductor_pool import Asked, Rotation
+from services.gateway.conductor_pool import AskedConductor, ConductorPool
 from services.gateway.models import Facts, Model, Models
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class Conductor:
         self._waiting = 0
         self._room = PlacementRoom(max_placing, timeout_s)
         self.placed_at = -math.inf  # loop time of the last placement: then there were instances
-        self._rotation = Rotation(addresses)
+        self._rotation = ConductorPool(addresses)
 
     async def close(self) -> None:
         """Close the channels."""
@@ -146,7 +146,7 @@ class Conductor:
             raise failure
         return found
 
-    def _named(self, err: grpc.RpcError | KvmeshError, one: Asked) -> KvmeshError:
+    def _named(self, err: grpc.RpcError | KvmeshError, one: AskedConductor) -> KvmeshError:
         named = err if isinstance(err, KvmeshError) else status.from_rpc_error(err)
         if isinstance(named, DeadlinePassed):
             return Unavailable(f"the conductor at {one.address} does not answer in time")
@@ -164,7 +164,7 @@ class Conductor:
 def _spoken(err: grpc.RpcError | KvmeshError) -> bool:
     """Whether a kvmesh service said this, not gRPC itself, nor a door that closed."""
     if isinstance(err, KvmeshError):
-        return not isinstance(err, DoorClosed)
+        return not isinstance(err, FastChannelClosed)
     trailing = err.trailing_metadata() if isinstance(err, grpc.aio.AioRpcError) else ()
     return any(key == status.DETAIL_KEY for key, _ in trailing or ())
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import grpc.aio
 
 from kvmesh.rpc import channels
-from kvmesh.rpc.fastpath.caller import Caller
+from kvmesh.rpc.fastpath.caller import FastCaller
 from kvmesh.rpc.fastpath.control import control_calls
 from kvmesh.rpc.masters import split
 from kvmesh.rpc.pb import conductor_pb2, conductor_pb2_grpc
@@ -17,12 +17,12 @@ SERVICE = conductor_pb2.DESCRIPTOR.services_by_name["Conductor"]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AskedConductor:
     """One conductor. `calls`: the way through its door, while there is one."""
 
     address: str
     stub: conductor_pb2_grpc.ConductorAsyncStub
-    calls: Caller
+    calls: FastCaller
 
     async def schedule(
         self, request: conductor_pb2.ScheduleRequest, timeout_s: float
@@ -36,30 +36,30 @@ class Asked:
         return await self.stub.Schedule(request, timeout=timeout_s)
 
 
-class Rotation:
+class ConductorPool:
     """Stays with the one that answered last: one that sees all requests places them better than two that each see half.
     Owns its channels."""
 
     def __init__(self, addresses: str) -> None:
         """`addresses`: "a:1,b:2". Raises ConfigError naming `conductor`."""
-        self._all: list[Asked] = []
+        self._all: list[AskedConductor] = []
         self._channels: list[grpc.aio.Channel] = []
         for address in split(addresses, "conductor"):
             channel = channels.connect(address)
             self._channels.append(channel)
             calls = control_calls(address, channel, SERVICE)
-            self._all.append(Asked(address, conductor_pb2_grpc.ConductorStub(channel), calls))
+            self._all.append(AskedConductor(address, conductor_pb2_grpc.ConductorStub(channel), calls))
         self._first = 0
 
     def __len__(self) -> int:
         return len(self._all)
 
     @property
-    def order(self) -> list[Asked]:
+    def order(self) -> list[AskedConductor]:
         """Whom to ask, one after another until one answers."""
         return self._all[self._first :] + self._all[: self._first]
 
-    def answered(self, one: Asked) -> None:
+    def answered(self, one: AskedConductor) -> None:
         """It comes first from now on."""
         self._first = self._all.index(one)
 

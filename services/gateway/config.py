@@ -8,14 +8,14 @@ from pathlib import Path
 from kvmesh.config import ServiceConfig
 from kvmesh.errors import ConfigError
 from kvmesh.rpc.call_limits import CallLimits
-from services.gateway.recovery import Patience
+from services.gateway.recovery import RecoveryPatience
 from services.gateway.rest.http_limits import BodyBounds, HttpLimits
 
 MAX_NAME_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class GatewayLimits:
     """Bounds that request validation needs."""
 
     max_stops: int = 16
@@ -288,11 +288,11 @@ class GatewayConfig(ServiceConfig):
         )
 
     @property
-    def limits(self) -> Limits:
-        return Limits(self.max_stops, self.max_stop_chars, self.max_choices)
+    def limits(self) -> GatewayLimits:
+        return GatewayLimits(self.max_stops, self.max_stop_chars, self.max_choices)
 
     @property
-    def patience(self) -> Patience:
+    def patience(self) -> RecoveryPatience:
         """With attempts that fail."""
         reach_s = self.session_timeout_ms / 1000
-        return Patience(self.max_retries, reach_s, self.max_migrations, self.migration_timeout_s)
+        return RecoveryPatience(self.max_retries, reach_s, self.max_migrations, self.migration_timeout_s)

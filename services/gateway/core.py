@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _SMALL_WORK_BYTES = 4 << 20
 
 
-class Core:
+class GatewayCore:
     """The models and who may use them, the way to the conductor, the sessions to decode, the requests in flight."""
 
     def __init__(

@@ -14,8 +14,8 @@ from kvmesh.rpc.sampling import (
     MAX_TOP_LOGPROBS,
     MIN_REPETITION_PENALTY,
 )
-from services.gateway.config import Limits
-from services.gateway.text.chat import Message
+from services.gateway.config import GatewayLimits
+from services.gateway.text.chat import TemplateMessage
 
 MAX_SEED = 2**63 - 1
 MAX_TOKENS = 2**31 - 1
@@ -30,7 +30,7 @@ INTERACTIVE, BATCH = LANES = ("interactive", "batch")
 BATCH_STEPS = 20
 MAX_VOCABULARY = 2**32 - 1
 
-Prompt = str | list[int] | tuple[Message, ...]
+Prompt = str | list[int] | tuple[TemplateMessage, ...]
 """Text, token ids, or a chat."""
 
 
@@ -80,7 +80,7 @@ class Generation:
         """As the services see it: smaller goes first."""
         return min(PRIORITY_BOUND, (self.priority or 0) + (BATCH_STEPS if self.is_batch else 0))
 
-    def check(self, limits: Limits, *, salt_field: str = "cache_salt") -> Generation:
+    def check(self, limits: GatewayLimits, *, salt_field: str = "cache_salt") -> Generation:
         """Itself, when every value is in range. InvalidRequest names field and value."""
         between("max_tokens", self.max_tokens, 1, MAX_TOKENS)
         between("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
@@ -136,7 +136,7 @@ def _check_biases(biases: tuple[tuple[int, float], ...]) -> None:
         seen.add(token_id)
 
 
-def check_stops(stops: Any, limits: Limits) -> None:
+def check_stops(stops: Any, limits: GatewayLimits) -> None:
     """InvalidRequest unless `stops` are few, short, non-empty strings. The count is looked at first."""
     if len(stops) > limits.max_stops:
         raise refused("stop", stops, f"{len(stops)} stop strings; at most {limits.max_stops} are allowed")

@@ -24,7 +24,7 @@ from kvmesh.telemetry import names
 from services.gateway import servicer
 from services.gateway.conductor import Catalog, Conductor
 from services.gateway.config import GatewayConfig
-from services.gateway.core import Core
+from services.gateway.core import GatewayCore
 from services.gateway.key_file import KeyFile
 from services.gateway.models import Models
 from services.gateway.request_memory import RequestMemory
@@ -82,7 +82,7 @@ async def run(config: GatewayConfig, stop: asyncio.Event, started: Callable[[dic
             sessions.keep_only(living)
 
         catalog = Catalog(conductor, models, on_ready=on_ready, on_instances=on_instances)
-        core = Core(config, models, keys, conductor, sessions, catalog, memory)
+        core = GatewayCore(config, models, keys, conductor, sessions, catalog, memory)
         stack.callback(core.close)
         gateway_pb2_grpc.add_GatewayServicer_to_server(servicer.GatewayServicer(core), grpc_server.grpc)
         grpc_server.serves(servicer.SERVICE)
@@ -119,7 +119,7 @@ async def _preparers(folders: Mapping[str, str], *, special_prompts: bool) -> di
     }
 
 
-async def _drain(core: Core, server: Server, grace_s: float) -> None:
+async def _drain(core: GatewayCore, server: Server, grace_s: float) -> None:
     """Not ready, for so long as those who look at that need to see it; what runs gets a little time, then one clear
     error."""
     core.leaving = True

@@ -22,7 +22,7 @@ MAX_DOUBLINGS = 8  # enough for MAX_BACKOFF_S, and no overflow
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class RecoveryPatience:
     """See GatewayConfig. `max_migrations` 0: what has begun is not carried anywhere."""
 
     max_retries: int
@@ -42,7 +42,7 @@ class Failure(NamedTuple):
     taken: bool  # an instance had it; else nobody was asked, or who was could not be reached
 
 
-class Plan(NamedTuple):
+class RecoveryPlan(NamedTuple):
     """Another attempt, `delay_s` from now. `anew`: forgetting what has come; nobody has seen it."""
 
     delay_s: float
@@ -54,12 +54,12 @@ class _Loss(NamedTuple):
     failure: Failure
 
 
-class Recovery:
+class AttemptRecovery:
     """Of one answer. Times in seconds on one clock."""
 
     __slots__ = ("_loss", "_patience", "_since", "_taken", "_tries", "migrations")
 
-    def __init__(self, patience: Patience) -> None:
+    def __init__(self, patience: RecoveryPatience) -> None:
         self._patience = patience
         self._loss: _Loss | None = None
         self._since = 0.0  # before the first token: of the first failure
@@ -68,7 +68,7 @@ class Recovery:
         self.migrations = 0
         """Times the answer was carried on, or is being carried now."""
 
-    def failed(self, failure: Failure, now: float, chance: float) -> Plan:
+    def failed(self, failure: Failure, now: float, chance: float) -> RecoveryPlan:
         """What to do. `chance` scales the back-off, about 1. Raises the one error that the client gets."""
         patience, error = self._patience, failure.error
         if not failure.answered or not (patience.max_migrations or failure.delivered):
@@ -77,7 +77,7 @@ class Recovery:
             raise error
         return self._lost(failure, now) if failure.fresh else self._again(failure, now, chance)
 
-    def _anew(self, failure: Failure, now: float, chance: float) -> Plan:
+    def _anew(self, failure: Failure, now: float, chance: float) -> RecoveryPlan:
         if not self._tries:
             self._since = now
         delay_s = self._back_off_s(chance)
@@ -86,22 +86,22 @@ class Recovery:
         enough = self._tries > patience.max_retries and now + delay_s >= self._since + patience.reach_s
         if not failure.error.retryable or self._taken > patience.max_retries or enough:
             raise failure.error
-        return Plan(delay_s, anew=True)
+        return RecoveryPlan(delay_s, anew=True)
 
     def _back_off_s(self, chance: float) -> float:
         self._tries += 1
         return min(MAX_BACKOFF_S, BACKOFF_S * 4.0 ** min(self._tries - 1, MAX_DOUBLINGS)) * chance
 
-    def _lost(self, failure: Failure, now: float) -> Plan:
+    def _lost(self, failure: Failure, now: float) -> RecoveryPlan:
         self._loss = _Loss(now, failure)
         self._tries = self._taken = 0
         most = self._patience.max_migrations
         if self.migrations >= most:
             raise self._ended(failure.error, f"it was moved max_migrations={most} times before")
         self.migrations += 1
-        return Plan(0.0, anew=False)
+        return RecoveryPlan(0.0, anew=False)
 
-    def _again(self, failure: Failure, now: float, chance: float) -> Plan:
+    def _again(self, failure: Failure, now: float, chance: float) -> RecoveryPlan:
         patience, error = self._patience, failure.error
         assert self._loss is not None, "an answer that has begun and fails without a new token was lost before"
         if not error.retryable:
@@ -113,7 +113,7 @@ class Recovery:
             raise self._ended(error, why)
         if now + delay_s >= self.ends_at:
             raise self.late(error)
-        return Plan(delay_s, anew=False)
+        return RecoveryPlan(delay_s, anew=False)
 
     def went_on(self) -> None:
         """A token has come."""

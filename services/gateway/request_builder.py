@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvmesh.errors import KvmeshError, Overloaded
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, decode_pb2
-from services.gateway.attempts import Choice
+from services.gateway.attempts import AnswerAttempts
 from services.gateway.generation import Generation
 from services.gateway.models import Facts
 
@@ -14,7 +14,7 @@ RETRY_AFTER_MS = 1_000
 
 
 @dataclass(frozen=True, slots=True)
-class Asks:
+class RequestBuilder:
     """Of one request. `ttft_slo_ms`, `tbt_slo_ms`: the gateway's own, for who asks for none; `alone`: of one answer.
 
     Tenants do not share sessions and origins, whatever they call them."""
@@ -28,7 +28,7 @@ class Asks:
     tbt_slo_ms: int
     alone: bool
 
-    def schedule(self, choice: Choice) -> conductor_pb2.ScheduleRequest:
+    def schedule(self, choice: AnswerAttempts) -> conductor_pb2.ScheduleRequest:
         """For a placement of its next attempt."""
         wanted, carried = self.wanted, choice.carried
         return conductor_pb2.ScheduleRequest(
@@ -60,7 +60,7 @@ class Asks:
 
     def start(
         self,
-        choice: Choice,
+        choice: AnswerAttempts,
         placement: conductor_pb2.Placement,
         *,
         left_s: float,
@@ -85,7 +85,7 @@ class Asks:
             chain_digest=carried.chain_digest,
         )
 
-    def _sampling(self, choice: Choice) -> common_pb2.SamplingParams:
+    def _sampling(self, choice: AnswerAttempts) -> common_pb2.SamplingParams:
         wanted = self.wanted
         return common_pb2.SamplingParams(
             max_tokens=choice.max_tokens - choice.carried.answered,
@@ -107,5 +107,5 @@ class Asks:
     def _own_name(self, name: str | None) -> str:
         return f"{self.tenant}/{name}" if name else ""
 
-    def _engine_id(self, choice: Choice) -> str:
+    def _engine_id(self, choice: AnswerAttempts) -> str:
         return self.request_id if self.alone else f"{self.request_id}-{choice.index}"

@@ -18,14 +18,14 @@ from kvmesh.rpc.pb import conductor_pb2, decode_pb2
 from kvmesh.telemetry import names, spans
 from services.gateway.accounting import Account
 from services.gateway.api_keys import ANYBODY, Tenant
-from services.gateway.attempts import Choice
-from services.gateway.core import Core
+from services.gateway.attempts import AnswerAttempts
+from services.gateway.core import GatewayCore
 from services.gateway.generation import Generation, brief, refused
 from services.gateway.migration import Migration
 from services.gateway.models import Facts, Model
-from services.gateway.recovery import Failure, Patience
-from services.gateway.request_builder import Asks
-from services.gateway.text.completion import Answer, Delta
+from services.gateway.recovery import Failure, RecoveryPatience
+from services.gateway.request_builder import RequestBuilder
+from services.gateway.text.completion import Completion, Delta
 from services.gateway.text.prepare import Prepared
 from services.gateway.text.stops import StopMatcher, StopStrings
 
@@ -44,7 +44,7 @@ class Request:
 
     def __init__(
         self,
-        core: Core,
+        core: GatewayCore,
         generation: Generation,
         *,
         request_id: str,
@@ -59,7 +59,7 @@ class Request:
         self.tenant = tenant
         self.generation = generation
         self.request_id = request_id
-        self.choices: list[Choice] = []
+        self.choices: list[AnswerAttempts] = []
         self.account = Account(
             generation,
             request_id=request_id,
@@ -75,13 +75,13 @@ class Request:
         self._timeout_s = min(core.config.timeout_s, generation.timeout_s or core.config.timeout_s)
         self._deadline = self._loop.time() + self._timeout_s - (time.monotonic_ns() - received_ns) / 1e9
         self._event = asyncio.Event()
-        self._dirty: list[Choice] = []
+        self._dirty: list[AnswerAttempts] = []
         self._failure: KvmeshError | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._model: Model | None = None
         self._facts: Facts | None = None
         self._stops: StopStrings | None = None
-        self._asks: Asks | None = None
+        self._asks: RequestBuilder | None = None
         self._watching: asyncio.TimerHandle | None = None
         self._left = 0
 
@@ -148,7 +148,7 @@ class Request:
             prompt = prepared[index // wanted.n]
             room = facts.max_context_tokens - prompt.tokens
             limit = min(wanted.max_tokens or room, room)
-            self.choices.append(Choice(self, index, prompt, (seed + index) & (2**64 - 1), limit))
+            self.choices.append(AnswerAttempts(self, index, prompt, (seed + index) & (2**64 - 1), limit))
         self._asks = self._made_asks(facts)
         self._left = len(self.choices)
         for choice in self.choices:
@@ -165,9 +165,9 @@ class Request:
         if asked is not None and asked < most:
             raise refused("priority", asked, f"the most urgent that you may ask for is {most} (smaller goes first)")
 
-    def _made_asks(self, facts: Facts) -> Asks:
+    def _made_asks(self, facts: Facts) -> RequestBuilder:
         config = self.core.config
-        return Asks(
+        return RequestBuilder(
             self.request_id,
             self.generation,
             facts,
@@ -224,7 +224,7 @@ class Request:
         return self.generation.logprobs >= 0
 
     @property
-    def patience(self) -> Patience:
+    def patience(self) -> RecoveryPatience:
         """See choices.Owner."""
         return self.core.config.patience
 
@@ -234,21 +234,21 @@ class Request:
         assert self._facts is not None, "prepared"
         return self._facts.block_tokens
 
-    def touch(self, choice: Choice) -> None:
+    def touch(self, choice: AnswerAttempts) -> None:
         """See choices.Owner."""
         self._dirty.append(choice)
         self._event.set()
 
-    def new_answer(self, prompt: Prepared) -> Answer:
+    def new_answer(self, prompt: Prepared) -> Completion:
         """See choices.Owner."""
         assert self._facts is not None and self._model is not None, "prepared"
         detokenizer = self._model.preparer.tokenizer.detokenizer(prompt.context, opens=prompt.blank)
         matcher = StopMatcher(self._stops) if self._stops else None
-        return Answer(detokenizer, matcher, () if self.generation.ignore_eos else self._facts.eos_ids)
+        return Completion(detokenizer, matcher, () if self.generation.ignore_eos else self._facts.eos_ids)
 
     # ── attempts ──────────────────────────────────────────────────────────────────────────────────
 
-    def _lost(self, choice: Choice, failure: Failure) -> None:
+    def _lost(self, choice: AnswerAttempts, failure: Failure) -> None:
         """Have `choice` made again or gone on with elsewhere; or the request ends, once what has come is delivered."""
         core, err = self.core, failure.error
         if isinstance(err, Unavailable):
@@ -275,11 +275,11 @@ class Request:
         choice.again(anew=plan.anew)
         self._spawn(choice, plan.delay_s)
 
-    def _too_long(self, choice: Choice) -> None:
+    def _too_long(self, choice: AnswerAttempts) -> None:
         if not choice.has_news:  # else it is the client that takes nothing
             self._fail(choice.recovery.late())
 
-    def _went_on(self, choice: Choice) -> None:
+    def _went_on(self, choice: AnswerAttempts) -> None:
         """It has new tokens, or is whole."""
         choice.recovery.went_on()
         if choice.migration is not None:
@@ -293,12 +293,12 @@ class Request:
                 choice.watch(now, timeout_s)
         self._watching = self._loop.call_later(timeout_s / _LOOKS, self._watch)
 
-    def _spawn(self, choice: Choice, delay_s: float) -> None:
+    def _spawn(self, choice: AnswerAttempts, delay_s: float) -> None:
         task = self._loop.create_task(self._launch(choice, delay_s))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _launch(self, choice: Choice, delay_s: float) -> None:
+    async def _launch(self, choice: AnswerAttempts, delay_s: float) -> None:
         try:
             if delay_s:
                 await asyncio.sleep(delay_s)
@@ -324,7 +324,7 @@ class Request:
             log.exception("request %s cannot be started", self.request_id)
             self._fail(InternalError(f"starting failed: {type(err).__name__}: {err}"))
 
-    async def _place(self, choice: Choice) -> conductor_pb2.Placement:
+    async def _place(self, choice: AnswerAttempts) -> conductor_pb2.Placement:
         assert self._asks is not None, "prepared"
         start_ns = time.monotonic_ns()
         attributes: dict[str, spans.Value] = {names.ATTEMPT: choice.attempt}
@@ -347,7 +347,7 @@ class Request:
             spans.finish(span, end_ns=now_ns, error=failure)
         return placement
 
-    def _start_request(self, choice: Choice, placement: conductor_pb2.Placement) -> decode_pb2.StartRequest:
+    def _start_request(self, choice: AnswerAttempts, placement: conductor_pb2.Placement) -> decode_pb2.StartRequest:
         assert self._asks is not None, "prepared"
         return self._asks.start(
             choice,

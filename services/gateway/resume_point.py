@@ -8,7 +8,7 @@ from kvmesh.kvcache.keys import TOKEN_BYTES, extend, pack_tokens
 from services.gateway.text.prepare import Prepared
 
 
-class Carried:
+class ResumePoint:
     """`token_ids`, `keys` and `chain_digest` as in Prepared, over the prompt and the first `answered` tokens of its
     answer. What was hashed once is not hashed again."""
 

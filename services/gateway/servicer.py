@@ -14,13 +14,13 @@ from kvmesh.rpc.pb import common_pb2, conductor_pb2, gateway_pb2, gateway_pb2_gr
 from kvmesh.rpc.public_calls import Holding, Metadata, few_fields
 from kvmesh.rpc.sampling import MAX_TOP_LOGPROBS
 from services.gateway.api_keys import Tenant
-from services.gateway.core import Core
+from services.gateway.core import GatewayCore
 from services.gateway.generation import BATCH, Generation, Prompt, between, refused
 from services.gateway.key_file import KeyFile
 from services.gateway.request_memory import REQUEST_BYTES, RequestMemory
 from services.gateway.requests import Request
 from services.gateway.rest.openai import ROLES
-from services.gateway.text.chat import Message
+from services.gateway.text.chat import TemplateMessage
 from services.gateway.text.completion import Delta
 
 SERVICE = "kvmesh.v1.Gateway"
@@ -58,7 +58,7 @@ class GatewayPolicy:
 class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     """`core` is what REST uses, too."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: GatewayCore) -> None:
         self._core = core
 
     # A coroutine that writes, where the stubs expect a generator: only so can a write have a deadline.
@@ -150,7 +150,7 @@ def engine_id(given: str) -> str:
     return f"{given}-{fresh[:8]}"
 
 
-def to_generation(request: gateway_pb2.GenerateRequest, core: Core, tenant: Tenant) -> Generation:
+def to_generation(request: gateway_pb2.GenerateRequest, core: GatewayCore, tenant: Tenant) -> Generation:
     """The request in the gateway's own terms. InvalidRequest names field and value; BodyTooLarge: as over REST."""
     if request.ByteSize() > core.config.max_body_bytes:
         raise BodyTooLarge(f"message: longer than {core.config.max_body_bytes} bytes", field="message")
@@ -206,5 +206,5 @@ def _prompt(request: gateway_pb2.GenerateRequest) -> Prompt:
         for index, message in enumerate(request.chat.messages):
             if message.role not in ROLES:
                 raise refused(f"chat.messages.{index}.role", message.role, f"must be one of {', '.join(ROLES)}")
-        return tuple(Message(message.role, message.content) for message in request.chat.messages)
+        return tuple(TemplateMessage(message.role, message.content) for message in request.chat.messages)
     raise InvalidRequest("prompt: required and missing; give text, token_ids or chat", field="prompt")

@@ -30,7 +30,7 @@ Key = tuple[str, int]
 """(instance_id, incarnation)."""
 
 
-class Sink(Protocol):
+class SessionSink(Protocol):
     """Whoever gets a request's tokens. Called from the Session's reader; must not block nor raise."""
 
     def on_prefilled(self, cached_tokens: int, timings: common_pb2.StageTimings) -> None: ...
@@ -44,7 +44,7 @@ class Sink(Protocol):
         ...
 
 
-class Lane:
+class SessionLane:
     """One request's place in a Session."""
 
     __slots__ = ("_session", "slot")
@@ -72,7 +72,7 @@ class Session:
         self.leaving = False
         self.closing = False
         self._on_end = on_end
-        self._sinks: dict[int, Sink] = {}
+        self._sinks: dict[int, SessionSink] = {}
         self._next_slot = 1
         self._outbox: asyncio.Queue[decode_pb2.SessionRequest] = asyncio.Queue(_QUEUED_MESSAGES)
         self._channel = channels.connect(ref.address)
@@ -133,7 +133,7 @@ class Session:
             return named
         return HandoffLost(f"{who} is lost: {named.message}")
 
-    def start(self, sink: Sink, request: decode_pb2.StartRequest) -> Lane:
+    def start(self, sink: SessionSink, request: decode_pb2.StartRequest) -> SessionLane:
         """Send `request` in a new slot. Raises the session's error when it is broken."""
         if self.error is not None:
             raise self.error
@@ -142,7 +142,7 @@ class Session:
         request.slot = slot
         self._sinks[slot] = sink
         self._send(decode_pb2.SessionRequest(start=request))
-        return Lane(self, slot)
+        return SessionLane(self, slot)
 
     def cancel(self, slot: int, reason: str) -> None:
         """See Lane."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from services.prefill.planner import Chunk
 
 
-class Done(NamedTuple):
+class ComputeProgress(NamedTuple):
     """Steps, prompt tokens, and twice the pairs of attention: each token looks at those before it, so a chunk from s to
     e has (e + s)·(e - s) / 2."""
 
@@ -16,14 +16,14 @@ class Done(NamedTuple):
     tokens: int = 0
     double_pairs: int = 0
 
-    def plus(self, chunks: Iterable[Chunk]) -> Done:
+    def plus(self, chunks: Iterable[Chunk]) -> ComputeProgress:
         """One step more."""
         tokens, double_pairs = self.tokens, self.double_pairs
         for chunk in chunks:
             tokens += chunk.end - chunk.start
             double_pairs += chunk.end**2 - chunk.start**2
-        return Done(self.steps + 1, tokens, double_pairs)
+        return ComputeProgress(self.steps + 1, tokens, double_pairs)
 
-    def since(self, earlier: Done) -> Done:
+    def since(self, earlier: ComputeProgress) -> ComputeProgress:
         """What came in between."""
-        return Done(*(now - then for now, then in zip(self, earlier, strict=True)))
+        return ComputeProgress(*(now - then for now, then in zip(self, earlier, strict=True)))

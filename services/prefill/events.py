@@ -9,13 +9,13 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from kvmesh.blockservice.removals import Gone
+from kvmesh.blockservice.removals import NotHere
 from kvmesh.errors import KvmeshError
 from kvmesh.kvcache import sources
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
 from kvmesh.transfer import Carried
-from services.prefill.compute_progress import Done
+from services.prefill.compute_progress import ComputeProgress
 
 # ── what happened ─────────────────────────────────────────────────────────────────────────────────
 
@@ -105,7 +105,7 @@ class Pulled:
 class Removed:
     """These are being removed from this node's store, everywhere in it, in this very turn."""
 
-    gone: Gone
+    gone: NotHere
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +292,9 @@ class Ended:
     transfer_bytes: int
     carried: Carried = field(default_factory=Carried)
     adopt: bool = False  # decode is in this instance: the request is here until it ends there
-    meanwhile: Done = field(default_factory=Done)  # all that was computed from its first step to its last one
+    meanwhile: ComputeProgress = field(
+        default_factory=ComputeProgress
+    )  # all that was computed from its first step to its last one
     wire_ns: int = 0  # with bytes on their way, at the slowest rank
 
 

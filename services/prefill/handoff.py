@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvmesh.errors import KvmeshError
 from kvmesh.transfer import Carried
-from services.prefill.compute_progress import Done
+from services.prefill.compute_progress import ComputeProgress
 from services.prefill.events import Ended, Found, Landing, Outcome, Start
 
 # The writer stops before its lease ends: the holder counts from a little later and with another clock. What clocks
@@ -95,8 +95,10 @@ class Handoff:
 
     first_step_ns: int = 0
     last_step_ns: int = 0
-    done_before: Done | None = None  # by the instance, before its first step
-    meanwhile: Done = field(default_factory=Done)  # by the instance, from its first step to its last one
+    done_before: ComputeProgress | None = None  # by the instance, before its first step
+    meanwhile: ComputeProgress = field(
+        default_factory=ComputeProgress
+    )  # by the instance, from its first step to its last one
     first_post_ns: int = 0
     last_ack_ns: int = 0
     wire_ns: int = 0  # bytes of it were on their way, at the slowest rank

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from kvmesh.blockservice.removals import Gone
+from kvmesh.blockservice.removals import NotHere
 from kvmesh.errors import HandoffLost, InternalError, KvmeshError
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool
@@ -18,7 +18,7 @@ from services.prefill.handoff import Handoff, Phase, Push
 from services.prefill.planner import Chunk, Planner, Wait
 
 
-class Lives:
+class HandoffTable:
     """Handle → handoff, and the transitions that give and take back pages.
 
     `actions` collects what the current event leads to. A handoff is in `handoffs` exactly as long as it holds
@@ -172,7 +172,7 @@ class Lives:
         end = min(end, h.sealable)
         self.cache.insert(h.start.block_keys[:end], h.pages[:end], start=min(start, end))
 
-    def removed(self, gone: Gone) -> None:
+    def removed(self, gone: NotHere) -> None:
         """What lies in pages is not matched any more, and whoever has it there tells nobody of it."""
         if gone.prefix is None:
             self.cache.forget(list(gone.keys))

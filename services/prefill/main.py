@@ -22,7 +22,7 @@ from services.prefill import events as ev
 from services.prefill.checks import BrainConfig
 from services.prefill.config import PrefillConfig
 from services.prefill.report import Reporter
-from services.prefill.runner import Runner
+from services.prefill.runner import PrefillRunner
 from services.prefill.servicer import PrefillServicer
 from services.prefill.state import PrefillState
 
@@ -36,19 +36,19 @@ async def run(config: PrefillConfig, stop: asyncio.Event, started: Callable[[dic
     """Serve until `stop`; `started` hears the addresses once calls are accepted.
 
     Raises ConfigError or CheckpointError at start, InternalError when a rank process ends."""
-    instance = Instance(config)
+    instance = PrefillInstance(config)
     async with observed("prefill", instance.front.instance_id, config) as metrics:
         await instance.run(stop, lambda found: started({**found, "metrics": metrics}))
 
 
-class Instance:
+class PrefillInstance:
     """One prefill instance in this process."""
 
     def __init__(self, config: PrefillConfig) -> None:
         config.check()
         self.config = config
         self.front = Front(config, pb_common.ROLE_PREFILL, self._on_message, self._on_rank_lost)
-        self._runner: Runner | None = None
+        self._runner: PrefillRunner | None = None
         self._lost = asyncio.Event()
         self._cause = ""
 
@@ -77,13 +77,13 @@ class Instance:
         if self._cause:
             raise InternalError(self._cause)
 
-    def _build(self) -> Runner:
+    def _build(self) -> PrefillRunner:
         store = self.front.new_store()
         runner = make_runner(self.front, make_state(self.front, self.config, store))
         connect(runner, self.front.attach(store, runner.pulled))
         return runner
 
-    async def _wind_down(self, runner: Runner) -> None:
+    async def _wind_down(self, runner: PrefillRunner) -> None:
         """Refuse what waits, let what runs finish for a while."""
         names.PREFILL_READY.set(0)
         runner.feed(ev.Stop())
@@ -121,13 +121,13 @@ def brain_config(front: Front, config: PrefillConfig) -> BrainConfig:
     )
 
 
-def make_runner(front: Front, state: PrefillState) -> Runner:
+def make_runner(front: Front, state: PrefillState) -> PrefillRunner:
     """The brain's shell; `connect` completes it."""
     reporter = Reporter(state, front.instance_id)
-    return Runner(state, front.ranks, front.segments, reporter, front.weights, front.urge)
+    return PrefillRunner(state, front.ranks, front.segments, reporter, front.weights, front.urge)
 
 
-def connect(runner: Runner, blocks: Blocks) -> None:
+def connect(runner: PrefillRunner, blocks: Blocks) -> None:
     """Pulls, removals and lower tiers of the node store that the brain has."""
     removals = blocks.removals
     runner.puller = blocks
@@ -147,7 +147,7 @@ def add(server: Server, servicer: PrefillServicer) -> None:
     server.serves(SERVICE)
 
 
-async def watch(front: Front, runner: Runner, *over: asyncio.Event) -> None:
+async def watch(front: Front, runner: PrefillRunner, *over: asyncio.Event) -> None:
     """Until one of `over` is set; tells the brain when ranks fall silent and when they speak again."""
     ready, looks = True, 0
     waits = [asyncio.ensure_future(event.wait()) for event in over]

@@ -54,7 +54,7 @@ def chunk_end(start: int, total: int, block_tokens: int, limit: int) -> int:
     return end
 
 
-class Line:
+class PrefillLine:
     """The waiting line; smaller rank goes first, equal ranks in order of arrival."""
 
     def __init__(self, priority_step_ns: int, size_weight: float = 0.0) -> None:
@@ -133,7 +133,7 @@ class Planner:
 
     def __init__(self, config: PlanConfig) -> None:
         self.config = config
-        self.line = Line(config.priority_step_ns, config.size_weight)
+        self.line = PrefillLine(config.priority_step_ns, config.size_weight)
         self._work: dict[int, Work] = {}  # with tokens left to submit, in order of admission
         self._blocked = 0  # did not get its pages; 0 = none (handles begin at 1)
         self._last_long = True  # short ones begin

@@ -16,14 +16,14 @@ from kvmesh.ranks import protocol as m
 from services.prefill import events as ev
 from services.prefill.checks import landing_fault
 from services.prefill.handoff import Handoff, Lease, Phase, Push
-from services.prefill.handoff_table import Lives
+from services.prefill.handoff_table import HandoffTable
 
 
-class Pushes:
+class HandoffPushes:
     """The part of the brain that lets ranks write into decode's memory."""
 
     def __init__(
-        self, lives: Lives, world: int, layouts: tuple[ShardLayout, ...] = (), *, at_end: bool = False
+        self, lives: HandoffTable, world: int, layouts: tuple[ShardLayout, ...] = (), *, at_end: bool = False
     ) -> None:
         """`layouts`: how our ranks cut blocks. `at_end`: a prompt's KV goes when all of it is there, not layer by
         layer."""

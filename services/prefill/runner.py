@@ -25,22 +25,23 @@ from services.prefill.report import Origin, Reporter
 from services.prefill.state import PrefillState
 
 
-class Rank(Protocol):
+class RankSender(Protocol):
     """What the runner needs of kvmesh.ranks.client.RankClient."""
 
     def send(self, message: m.ToRank, /) -> None: ...
 
 
-class Segments(Protocol):
-    """What the runner needs of kvmesh.blockservice.peer_segments.Segments."""
+class SegmentOpener(Protocol):
+    """What the runner needs of kvmesh.blockservice.peer_segments.PeerSegments."""
 
     def open(self, descriptor: bytes, /) -> str: ...
 
     def release(self, name: str, /) -> None: ...
 
 
-class Puller(Protocol):
-    """What the runner needs of kvmesh.blockservice.blocks.Blocks, which answers every pull through `Runner.pulled`."""
+class BlockPuller(Protocol):
+    """What the runner needs of kvmesh.blockservice.blocks.Blocks, which answers every pull through
+    `PrefillRunner.pulled`."""
 
     def pull(self, job: PullJob, /) -> None: ...
 
@@ -48,7 +49,7 @@ class Puller(Protocol):
 
 
 @dataclass(eq=False)
-class Stream:
+class HandoffStream:
     """One decode instance's Handoff stream: its number, its own handles, what is still to be written to it."""
 
     number: int
@@ -64,7 +65,7 @@ class Stream:
 
 
 @dataclass(eq=False, kw_only=True)
-class OwnStream(Stream):
+class OwnStream(HandoffStream):
     """The way to the decode half of this very instance, which hears at once and adopts the pages of what is computed:
     `adopt` gets the first token and one reference of each page."""
 
@@ -77,12 +78,12 @@ class OwnStream(Stream):
 
 @dataclass(frozen=True, slots=True)
 class _Owner:
-    stream: Stream
+    stream: HandoffStream
     handle: int  # the stream's
     origin: Origin
 
 
-class Runner:
+class PrefillRunner:
     """The one owner of the brain. Every method belongs to the event loop; none blocks.
 
     `urge` asks for a heartbeat soon; it is called when the instance becomes idle or refuses work."""
@@ -90,8 +91,8 @@ class Runner:
     def __init__(
         self,
         state: PrefillState,
-        ranks: Sequence[Rank],
-        segments: Segments,
+        ranks: Sequence[RankSender],
+        segments: SegmentOpener,
         reporter: Reporter,
         weights: ServedWeights,
         urge: Callable[[], None],
@@ -101,7 +102,7 @@ class Runner:
         self.reporter = reporter
         self.idle = asyncio.Event()  # no handoff is left
         self.idle.set()
-        self.puller: Puller | None = None  # set before the first stream: it needs `pulled` to be made
+        self.puller: BlockPuller | None = None  # set before the first stream: it needs `pulled` to be made
         self.reached: Callable[[], int] = lambda: 0  # the last of the master's removals that was carried out here
         self.fed: Callable[[], None] = lambda: None  # called when no event is left
         self._ranks = ranks
@@ -109,7 +110,7 @@ class Runner:
         self._weights = weights
         self._urge = urge
         self._clock_ns = clock_ns
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, HandoffStream] = {}
         self._owners: dict[int, _Owner] = {}
         self._handles = itertools.count(1)
         self._stream_numbers = itertools.count(1)
@@ -183,14 +184,14 @@ class Runner:
 
     # ── streams ──────────────────────────────────────────────────────────────────────────────────
 
-    def open_stream(self, segment_descriptors: Sequence[bytes], readers: tuple[ShardLayout, ...] = ()) -> Stream:
+    def open_stream(self, segment_descriptors: Sequence[bytes], readers: tuple[ShardLayout, ...] = ()) -> HandoffStream:
         """A decode instance says hello: ranks learn where its segments are. Its own cut blocks as `readers` say (none:
         as ours do). InvalidRequest: a descriptor is none, the two do not cut the same blocks."""
         if readers and len(readers) != len(segment_descriptors):
             raise InvalidRequest.of("layouts", f"{len(readers)} layouts", f"{len(segment_descriptors)} segments")
         if readers:
             writers_of([""] * self.state.config.world, self.state.config.layouts, readers)
-        stream = Stream(next(self._stream_numbers), readers)
+        stream = HandoffStream(next(self._stream_numbers), readers)
         for at, descriptor in enumerate(segment_descriptors):
             try:
                 stream.segments.append(self._segments.open(descriptor))
@@ -209,17 +210,17 @@ class Runner:
         self._streams[stream.number] = stream
         return stream
 
-    def close_stream(self, stream: Stream) -> None:
+    def close_stream(self, stream: HandoffStream) -> None:
         """It is over: all of its handoffs are cancelled, its segments closed unless somebody else uses them."""
         del self._streams[stream.number]
         self.feed(ev.StreamBroken(stream.number))
         self._release(stream)
 
-    def _release(self, stream: Stream) -> None:
+    def _release(self, stream: HandoffStream) -> None:
         while stream.segments:
             self._segments.release(stream.segments.pop())
 
-    def take(self, stream: Stream, request: pb.HandoffRequest) -> None:
+    def take(self, stream: HandoffStream, request: pb.HandoffRequest) -> None:
         """One message of decode. Raises InvalidRequest when it breaks the protocol: the stream has to end."""
         kind = request.WhichOneof("kind")
         if kind == "start":
@@ -239,7 +240,7 @@ class Runner:
             case "cancel":
                 self.feed(ev.Cancel(handle, message.reason))
 
-    def _start(self, stream: Stream, request: pb.StartPrefill) -> None:
+    def _start(self, stream: HandoffStream, request: pb.StartPrefill) -> None:
         if request.handle in stream.handles:
             raise InvalidRequest.of("handle", request.handle, "names a handoff of this stream already")
         now = self._clock_ns()

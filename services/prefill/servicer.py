@@ -13,7 +13,7 @@ from kvmesh.rpc import protocol
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import prefill_pb2 as pb
 from kvmesh.rpc.pb import prefill_pb2_grpc as pb_grpc
-from services.prefill.runner import Runner, Stream
+from services.prefill.runner import HandoffStream, PrefillRunner
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class PrefillServicer(pb_grpc.PrefillServicer):
 
     def __init__(
         self,
-        runner: Runner,
+        runner: PrefillRunner,
         instance: Callable[[], pb_common.InstanceRef],
         writers: tuple[str, ...],
         pools: Callable[[], pb_common.PoolCounters] | None = None,
@@ -88,7 +88,7 @@ class PrefillServicer(pb_grpc.PrefillServicer):
             raise InvalidRequest.of("kind", first.WhichOneof("kind"), "a stream begins with hello")
         return first.hello
 
-    async def _talk(self, stream: Stream, requests: AsyncIterator[pb.HandoffRequest], context: Any) -> None:
+    async def _talk(self, stream: HandoffStream, requests: AsyncIterator[pb.HandoffRequest], context: Any) -> None:
         """Until decode ends the stream, either direction breaks, or the instance stops."""
         parts = [
             asyncio.ensure_future(self._read(stream, requests)),
@@ -103,11 +103,11 @@ class PrefillServicer(pb_grpc.PrefillServicer):
                 part.cancel()
             await asyncio.gather(*parts, return_exceptions=True)
 
-    async def _read(self, stream: Stream, requests: AsyncIterator[pb.HandoffRequest]) -> None:
+    async def _read(self, stream: HandoffStream, requests: AsyncIterator[pb.HandoffRequest]) -> None:
         async for request in requests:
             self._runner.take(stream, request)
 
-    async def _write(self, stream: Stream, context: Any) -> None:
+    async def _write(self, stream: HandoffStream, context: Any) -> None:
         while not self._closing:
             await stream.news.wait()
             stream.news.clear()

@@ -29,11 +29,11 @@ from kvmesh.kvcache.sources import Lower
 from kvmesh.ranks import protocol as m
 from services.prefill import events as ev
 from services.prefill.checks import BrainConfig, refusal
-from services.prefill.compute_progress import Done
+from services.prefill.compute_progress import ComputeProgress
 from services.prefill.handoff import Handoff, Phase
-from services.prefill.handoff_table import Lives
+from services.prefill.handoff_table import HandoffTable
 from services.prefill.planner import Chunk, Planner, Wait
-from services.prefill.pushes import Pushes
+from services.prefill.pushes import HandoffPushes
 
 NO_RATE_RETRY_MS = 1000
 MAX_RETRY_MS = 60_000
@@ -75,9 +75,9 @@ class PrefillState:
     def __init__(self, config: BrainConfig, pool: PagePool, store: NodeStore) -> None:
         self.config = config
         self.planner = Planner(config.plan)
-        self._lives = Lives(config, pool, store, self.planner)
-        self._done = Done()  # in steps that every rank has answered: they run one after another
-        self._pushes = Pushes(self._lives, config.world, config.layouts, at_end=config.push_at_end)
+        self._lives = HandoffTable(config, pool, store, self.planner)
+        self._done = ComputeProgress()  # in steps that every rank has answered: they run one after another
+        self._pushes = HandoffPushes(self._lives, config.world, config.layouts, at_end=config.push_at_end)
         self._steps: dict[int, _Step] = {}
         self._next_step = 1
         self._deadlines: list[tuple[int, int]] = []

@@ -18,7 +18,7 @@ from services.store.policy.master_map import MasterMap
 READ_KEYS = 8192  # of a store that is told to a watcher, in one turn of the loop: some milliseconds
 
 
-class Blocks:
+class BlockDirectory:
     """The map, and what of it goes on to watchers. No call costs more than the keys of one announcement; what a
     dropped store leaves behind is cleared by `sweep`."""
 

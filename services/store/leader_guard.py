@@ -10,18 +10,20 @@ from kvmesh.leader.leadership import Leadership
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.rpc.terms import MAX_TERM
 from kvmesh.telemetry import names
-from services.store.leader_session import Reign
+from services.store.leader_session import LeaderSession
 
 _TELLING = (pb.JoinRequest, pb.BeatRequest, pb.AnnounceRequest)  # they say which term the caller has heard of
 
 
-class Door:
+class LeaderGuard:
     """A servicer of StoreMaster with all its RPCs, to be handed to gRPC.
 
     Before a call reaches a reign, and again before its answer leaves, this master must lead. A term that a node reports
     is heard when the call has shown that it is a member. Answers bear the term."""
 
-    def __init__(self, leadership: Leadership, reign: Callable[[], Reign | None], address: Callable[[], str]) -> None:
+    def __init__(
+        self, leadership: Leadership, reign: Callable[[], LeaderSession | None], address: Callable[[], str]
+    ) -> None:
         """`reign`: None while this master does not lead, or has only just begun to."""
         self._leadership = leadership
         self._reign = reign
@@ -67,7 +69,7 @@ class Door:
         if request.term and not self._leadership.hear(request.term, stranger=stranger, who=_speaker(request)):
             names.STORE_TERMS_REFUSED.inc()
 
-    def _leading(self) -> Reign:
+    def _leading(self) -> LeaderSession:
         if not self._leadership.leads():
             raise self._not_leader()
         reign = self._reign()
@@ -81,7 +83,7 @@ class Door:
         return NotLeader(text, leader=leader)
 
 
-def _is_stranger(reign: Reign, request: Any) -> bool:
+def _is_stranger(reign: LeaderSession, request: Any) -> bool:
     """Whether this call will make a member of one that is none yet."""
     if not isinstance(request, pb.JoinRequest):
         return False

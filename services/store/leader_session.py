@@ -12,7 +12,7 @@ from kvmesh.telemetry import names
 from services.store.config import StoreConfig
 from services.store.domain import Role
 from services.store.durable import Durable, Kept
-from services.store.orders import Orders
+from services.store.orders import StoreOrderQueue
 from services.store.policy.brain import PolicyLimits
 from services.store.servicer import StoreMasterServicer
 from services.store.state import MasterState
@@ -21,7 +21,7 @@ from services.store.stream import Watchers
 log = logging.getLogger(__name__)
 
 
-class Reign:
+class LeaderSession:
     """`may_lead` is asked in the turn in which something is answered, published or ordered; `kept`: see `durable`."""
 
     def __init__(
@@ -73,7 +73,7 @@ class Reign:
             clock=clock,
             leads=self.leads,
             durable=durable,
-            orders=Orders(self.leads),
+            orders=StoreOrderQueue(self.leads),
         )
 
     @property

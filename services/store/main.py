@@ -14,7 +14,7 @@ from kvmesh.leader.leadership import Leadership
 from kvmesh.leader.redis_lease import Redis, RedisLease
 from kvmesh.rpc import runner
 from kvmesh.rpc.call_queue import CallQueue
-from kvmesh.rpc.fastpath.control import ControlDoor
+from kvmesh.rpc.fastpath.control import ControlFastPath
 from kvmesh.rpc.fastpath.server import FastPathLimits
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
@@ -23,8 +23,8 @@ from kvmesh.rpc.terms import first_term
 from kvmesh.telemetry import names
 from services.store.config import StoreConfig
 from services.store.durable import CONFIG, Durable, Kept, MemoryDurable, nothing
-from services.store.leader_guard import Door
-from services.store.leader_session import Reign
+from services.store.leader_guard import LeaderGuard
+from services.store.leader_session import LeaderSession
 from services.store.redis_durable import RedisDurable
 from services.store.shared_config import settled
 from services.store.state_file import StateFile
@@ -61,11 +61,11 @@ class Master(runner.Service):
         self._file = StateFile(config.state_path) if config.state_path else None
         if self._file is not None:
             self._durable = self._file
-        self.reign: Reign | None = None
+        self.reign: LeaderSession | None = None
         self._leaderships = 0  # begun; which one a task belongs to
         first = max(first_term(), self._file.term + 1 if self._file is not None else 0)
         self.leadership = Leadership(lease_s, self._lead, self._rise, self._end, first=first)
-        self._servicer = Door(self.leadership, lambda: self.reign, lambda: self.address)
+        self._servicer = LeaderGuard(self.leadership, lambda: self.reign, lambda: self.address)
         if lease_s is None:
             self.leadership.begin()
 
@@ -80,12 +80,12 @@ class Master(runner.Service):
         pb_grpc.add_StoreMasterServicer_to_server(cast(Any, self._servicer), server.grpc)
         server.serves(SERVICE)
 
-    def door(self) -> ControlDoor:
+    def door(self) -> ControlFastPath:
         """For what members say most often."""
         service = pb.DESCRIPTOR.services_by_name["StoreMaster"]
         methods = ("Announce", "Beat")
         config = self._config
-        return ControlDoor(
+        return ControlFastPath(
             service,
             self._servicer,
             methods,
@@ -160,12 +160,12 @@ class Master(runner.Service):
                 log.warning("the configuration is not kept for later leaders: %s", err)
         return found.config
 
-    def _begin(self, reign: Reign) -> None:
+    def _begin(self, reign: LeaderSession) -> None:
         self.reign = reign
         reign.begin()
 
-    def _made(self, term: int, kept: Kept, config: StoreConfig) -> Reign:
-        return Reign(
+    def _made(self, term: int, kept: Kept, config: StoreConfig) -> LeaderSession:
+        return LeaderSession(
             config,
             term=term,
             kept=kept,

@@ -53,7 +53,7 @@ class _Line:
     users: int = 0
 
 
-class Orders:
+class StoreOrderQueue:
     """Owns the channels to nodes. `leads()` is asked right before each call: a master that leads no more orders
     nothing. A node that says that it has heard of a later term has failed the order, no more: it says so when it beats,
     if it is so."""

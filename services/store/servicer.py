@@ -12,13 +12,13 @@ from typing import Any
 from kvmesh.errors import NotLeader
 from kvmesh.rpc import protocol
 from kvmesh.rpc.catching_up import caught_up
-from kvmesh.rpc.fastpath.server import DoorContext
+from kvmesh.rpc.fastpath.server import FastContext
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.telemetry import names
 from services.store import mapping
 from services.store.domain import Announce, Beat, CaughtUp, Event, Heard, Join, Leave, Publish, Refuse, Relay, Tick
 from services.store.durable import Durable
-from services.store.orders import Orders
+from services.store.orders import StoreOrderQueue
 from services.store.servicer_find import FindServicer
 from services.store.servicer_names import NamesServicer
 from services.store.servicer_policy import PolicyServicer
@@ -47,7 +47,7 @@ class StoreMasterServicer(FindServicer, NamesServicer, PolicyServicer):
         clock: Callable[[], float],
         leads: Callable[[], bool],
         durable: Durable,
-        orders: Orders,
+        orders: StoreOrderQueue,
     ) -> None:
         self._state = state
         self._watchers = watchers
@@ -157,7 +157,7 @@ class StoreMasterServicer(FindServicer, NamesServicer, PolicyServicer):
         """Raises UnknownInstance."""
         ref = request.instance
         usage = mapping.usage_in(request.usage) if request.HasField("usage") else None
-        by_door = isinstance(context, DoorContext)
+        by_door = isinstance(context, FastContext)
         if by_door:
             names.STORE_HEARTBEAT_WAIT.observe(time.monotonic() - context.arrived)
         else:
@@ -202,7 +202,7 @@ class StoreMasterServicer(FindServicer, NamesServicer, PolicyServicer):
 
     async def Announce(self, request: pb.AnnounceRequest, context: Any) -> pb.AnnounceResponse:  # noqa: N802
         """Raises UnknownInstance, InvalidRequest."""
-        self._grpc_calls += not isinstance(context, DoorContext)
+        self._grpc_calls += not isinstance(context, FastContext)
         said = mapping.announcement_in(request.announcement)
         heard = self._step(Announce(said))
         assert heard is not None, "an announcement is refused or heard"

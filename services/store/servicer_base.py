@@ -11,7 +11,7 @@ from kvmesh.errors import InvalidRequest, KvmeshError
 from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
 from services.store.domain import Event, Heard
 from services.store.durable import Durable
-from services.store.orders import Orders
+from services.store.orders import StoreOrderQueue
 from services.store.policy.records import Write
 from services.store.state import MasterState
 
@@ -24,7 +24,7 @@ class Base(pb_grpc.StoreMasterServicer, ABC):
     _state: MasterState
     _clock: Callable[[], float]
     _durable: Durable
-    _orders: Orders
+    _orders: StoreOrderQueue
     _owing = False  # what the policy owes is being kept
     _books: asyncio.Lock  # one change of what is kept at a time: what is not kept yet is told to nobody
 

@@ -15,9 +15,9 @@ from kvmesh.errors import InvalidRequest, KvmeshError, Overloaded, UnknownInstan
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.block_map import Verdict
 from kvmesh.kvcache.tiers import split_name, store_names
-from kvmesh.pacing import Lease, Pacing, Pulse, Words
+from kvmesh.pacing import AnnouncementPacing, MembershipLease, Pacing, Pulse
 from services.store import checks
-from services.store.blocks import Blocks
+from services.store.blocks import BlockDirectory
 from services.store.domain import (
     Action,
     Announce,
@@ -48,7 +48,7 @@ MAX_ENDS = 64  # in one step: about a millisecond, whoever watches
 class _Life:
     member: Member
     last_beat: float
-    lease: Lease
+    lease: MembershipLease
     usage: Usage | None = None
     ended: dict[str, int] | None = None  # once it has: by tier's name, the number of the last announcement taken
 
@@ -60,7 +60,7 @@ class Reading:
     """All that a new watcher must be told: `members` as of `seq`, then `announcements`, taken one by one while the
     state goes on. With them and every event after `seq` the watcher knows what the master knows."""
 
-    def __init__(self, seq: int, lives: tuple[_Life, ...], blocks: Blocks) -> None:
+    def __init__(self, seq: int, lives: tuple[_Life, ...], blocks: BlockDirectory) -> None:
         self.seq = seq
         self.members = tuple(life.member for life in lives)
         self._lives = lives
@@ -96,7 +96,7 @@ class MasterState:
         """`stall_s`: a pause between two steps longer than this was the master's own silence, not the members'.
         `interval_s` of heartbeats and `lease_s`: of few members; budgets of 0: of any number."""
         self._pacing = Pacing(interval_s or lease_s / 4, lease_s, heartbeats_per_s)
-        self._words = Words(announcements_per_s)
+        self._words = AnnouncementPacing(announcements_per_s)
         self._stall_s = stall_s
         self._max_members = max_members
         self._lives: dict[str, _Life] = {}
@@ -106,7 +106,7 @@ class MasterState:
         self._nobody_dies_until = float("-inf")
         self._heard_until = float("inf")  # all that arrived by then has been heard; inf: it is heard as it arrives
         self._overdue: deque[_Life] = deque()  # found silent for longer than the lease, and yet to be ended
-        self.blocks = Blocks(max_store_blocks=max_store_blocks)
+        self.blocks = BlockDirectory(max_store_blocks=max_store_blocks)
         self.policy = Policy(self.blocks.map, limits, wall_ns=wall_ns)
         self.seq = 0
         self.membership = 0  # changes of it so far
@@ -134,7 +134,7 @@ class MasterState:
         return self._pacing.pulse
 
     @property
-    def words(self) -> Words:
+    def words(self) -> AnnouncementPacing:
         """What stores are told when they announce."""
         return self._words
 
@@ -266,7 +266,7 @@ class MasterState:
                 self._replaced[(old.member.instance_id, old.member.incarnation)] = None
                 if len(self._replaced) > MAX_REPLACED:
                     self._replaced.popitem(last=False)
-        self._lives[member.instance_id] = life = _Life(member, now, Lease(self.pulse))
+        self._lives[member.instance_id] = life = _Life(member, now, MembershipLease(self.pulse))
         if member.role is Role.POOL:
             self._pools[member.instance_id] = life
         self._heard(life)

@@ -10,7 +10,7 @@ from kvmesh.errors import ModelNotFound
 from kvmesh.instance.served_weights import ServedWeights
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, decode_pb2, prefill_pb2
 from services.decode import mapping
-from services.decode.requests import Instance, check_start
+from services.decode.requests import ServingInstance, check_start
 from services.prefill import wire
 
 SERVED = ServedWeights("ab" * 32, 4)
@@ -36,7 +36,7 @@ def start(**changes: Any) -> decode_pb2.StartRequest:
 
 
 def at_decode(request: decode_pb2.StartRequest) -> None:
-    check_start(request, Instance(common_pb2.InstanceRef(), SERVED, 16, 512, (2,), 256), 0, None)
+    check_start(request, ServingInstance(common_pb2.InstanceRef(), SERVED, 16, 512, (2,), 256), 0, None)
 
 
 def at_prefill(request: decode_pb2.StartRequest) -> None:

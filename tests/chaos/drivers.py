@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from kvmesh.errors import KvmeshError, Unavailable
 from kvmesh.storeclient.client import StoreClient
 from kvmesh.storeclient.config import ClientConfig
-from kvmesh.storeclient.local_reads import Plan
+from kvmesh.storeclient.local_reads import LocalReadPlan
 from kvmesh.storeclient.memory import Buffer
 from kvmesh.storeclient.reading import Got as Read
 from kvmesh.storeclient.writing import Pin, Put
@@ -148,7 +148,7 @@ def _dawdle(client: StoreClient, rng: random.Random) -> None:
     """Sometimes it is interrupted between looking a block up and copying it, as a process may be at any time."""
     read = client._near.read
 
-    async def interrupted(plan: Plan) -> list[Read | None]:
+    async def interrupted(plan: LocalReadPlan) -> list[Read | None]:
         if rng.random() < DAWDLES:
             await asyncio.sleep(rng.uniform(0, DAWDLE_S))
         return await read(plan)

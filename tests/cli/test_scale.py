@@ -16,7 +16,7 @@ from kvmesh.cli import runs, scale
 from kvmesh.cli.app import app
 from kvmesh.errors import Unavailable
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, conductor_pb2_grpc
-from services.conductor.main import Conductor
+from services.conductor.main import ConductorService
 from services.conductor.servicer import ConductorServicer
 from tests.conductor.test_leadership import conductor, config
 from tests.redis_server import needs_redis, redis_server
@@ -164,7 +164,7 @@ async def test_of_two_real_conductors_only_the_leader_tells_and_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     servicers: list[ConductorServicer] = []
-    monkeypatch.setattr(Conductor, "add_to", _remembering(Conductor.add_to, servicers))
+    monkeypatch.setattr(ConductorService, "add_to", _remembering(ConductorService.add_to, servicers))
     with redis_server(tmp_path) as redis:
         async with conductor(config(redis, "scale")) as a:
             await until(a.leads)
@@ -190,7 +190,7 @@ async def test_of_two_real_conductors_only_the_leader_tells_and_shows(
 
 
 def _remembering(add_to: Any, servicers: list[ConductorServicer]) -> Any:
-    def remember(self: Conductor, server: Any) -> None:
+    def remember(self: ConductorService, server: Any) -> None:
         servicers.append(self._servicer)
         add_to(self, server)
 

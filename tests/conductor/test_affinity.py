@@ -14,7 +14,7 @@ from services.conductor.domain import Load, Role, Schedule
 from services.conductor.placing import affinity
 from services.conductor.placing.affinity import Affinity
 from services.conductor.placing.nearness import ANSWER_TOKENS, NOWHERE, Worth
-from services.conductor.placing.placement import Choice
+from services.conductor.placing.placement import PlacementChoice
 from services.conductor.placing.serving_modes import COUNTED_TOKENS
 from services.conductor.settings import AffinitySettings
 from tests.conductor.brain import Brain
@@ -27,10 +27,10 @@ def asked(**more: Any) -> Schedule:
     return Schedule("r", 0, "demo", 10, 10, **more)
 
 
-def at(prefill: str, decode: str) -> Choice:
+def at(prefill: str, decode: str) -> PlacementChoice:
     """As much of a choice as is looked at."""
     half = lambda name: SimpleNamespace(instance=SimpleNamespace(ref=SimpleNamespace(instance_id=name)))  # noqa: E731
-    return cast(Choice, SimpleNamespace(prefill=half(prefill), decode=half(decode)))
+    return cast(PlacementChoice, SimpleNamespace(prefill=half(prefill), decode=half(decode)))
 
 
 def mesh(prefills: int, decodes: int, **near: float) -> Brain:

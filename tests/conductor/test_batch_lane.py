@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvmesh.errors import Overloaded
 from services.conductor.admission import lanes
-from services.conductor.admission.lanes import Asked, BatchLane
+from services.conductor.admission.lanes import BatchLane, BatchRequest
 from services.conductor.admission.slowdown import (
     AGAIN_S,
     CLEAR_WAIT_S,
@@ -226,14 +226,14 @@ def test_turns_go_by_age_and_within_the_share(steps: list[tuple[str, float, int,
     assert taken > 10_000 or lane.way_in(_busy("last"), now + 10.5) == "turn"
 
 
-def _busy(name: str) -> Asked:
-    return Asked(name, 30.0, 0.1, queue_s=5.0, prefill_s=1.0, tbt_s=0.09, idle_tbt_s=0.01, room=True)
+def _busy(name: str) -> BatchRequest:
+    return BatchRequest(name, 30.0, 0.1, queue_s=5.0, prefill_s=1.0, tbt_s=0.09, idle_tbt_s=0.01, room=True)
 
 
 def test_no_turn_takes_rows_over_their_slo() -> None:
     lane = BatchLane(AdmissionSettings(patience_s=1.0))
     lane.earn(1000.0)
-    over = Asked("x", 30.0, 0.1, queue_s=5.0, prefill_s=1.0, tbt_s=0.11, idle_tbt_s=0.01, room=True)
+    over = BatchRequest("x", 30.0, 0.1, queue_s=5.0, prefill_s=1.0, tbt_s=0.11, idle_tbt_s=0.01, room=True)
     lane.told_to_wait("x", 1.0, 0.0)
     assert lane.way_in(over, 2.0) == ""
     assert lane.way_in(_busy("x"), 2.0) == "turn"

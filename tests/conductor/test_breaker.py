@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.conductor.fleet.breaker import Breaker, Phase, Window
+from services.conductor.fleet.breaker import Breaker, BreakerPhase, BreakerWindow
 from services.conductor.settings import BreakerSettings
 
 S = BreakerSettings(failures=3, share=0.5, window_s=10.0, rest_s=5.0, max_rest_s=20.0, probe_s=30.0)
@@ -17,7 +17,7 @@ def opened(now: float = 0.0, s: BreakerSettings = S) -> Breaker:
     breaker = Breaker(s)
     for i in range(s.failures):
         breaker.failed(f"f{i}", now, now)
-    assert breaker.phase(now) is Phase.OPEN
+    assert breaker.phase(now) is BreakerPhase.OPEN
     return breaker
 
 
@@ -30,12 +30,15 @@ def test_a_life_of_a_breaker() -> None:
     assert b.why_not(5.1).startswith("is being tried with request probe after its rest")
     assert not b.placed("second", 5.1)
     b.succeeded("probe", 5.0, 6.0)
-    assert b.phase(6.0) is Phase.CLOSED
+    assert b.phase(6.0) is BreakerPhase.CLOSED
     assert b.why_not(6.0) == ""
 
 
-@pytest.mark.parametrize(("good", "phase"), [(0, Phase.OPEN), (3, Phase.OPEN), (4, Phase.CLOSED), (5000, Phase.CLOSED)])
-def test_a_share_of_its_requests_must_fail(good: int, phase: Phase) -> None:
+@pytest.mark.parametrize(
+    ("good", "phase"),
+    [(0, BreakerPhase.OPEN), (3, BreakerPhase.OPEN), (4, BreakerPhase.CLOSED), (5000, BreakerPhase.CLOSED)],
+)
+def test_a_share_of_its_requests_must_fail(good: int, phase: BreakerPhase) -> None:
     b = Breaker(S)
     for i in range(good):
         b.succeeded(f"s{i}", 0.0, 0.0)
@@ -48,13 +51,13 @@ def test_failures_apart_from_one_another_do_not_count_together() -> None:
     b = Breaker(S)
     for i in range(20):
         b.failed(f"f{i}", 5.1 * i, 5.1 * i)
-    assert b.phase(102.0) is Phase.CLOSED
+    assert b.phase(102.0) is BreakerPhase.CLOSED
 
 
 def test_the_rest_doubles_up_to_its_limit_and_shrinks_while_all_is_well() -> None:
     b, now, rests = opened(), 0.0, []
     for i in range(4):
-        while b.phase(now) is Phase.OPEN:
+        while b.phase(now) is BreakerPhase.OPEN:
             now += 0.25
         rests.append(now)
         assert b.placed(f"p{i}", now)
@@ -65,11 +68,11 @@ def test_the_rest_doubles_up_to_its_limit_and_shrinks_while_all_is_well() -> Non
     b.succeeded("good", now, now)
     for later, rest in ((now + 11.0, 20.0), (now + 60.0, 5.0)):
         again = opened()
-        again.__dict__.update({**b.__dict__, "_window": Window(S.window_s)})
+        again.__dict__.update({**b.__dict__, "_window": BreakerWindow(S.window_s)})
         for i in range(3):
             again.failed(f"x{i}", later, later)
-        assert again.phase(later + rest - 0.01) is Phase.OPEN
-        assert again.phase(later + rest) is Phase.HALF_OPEN
+        assert again.phase(later + rest - 0.01) is BreakerPhase.OPEN
+        assert again.phase(later + rest) is BreakerPhase.HALF_OPEN
 
 
 def test_what_was_under_way_when_it_opened_judges_nothing() -> None:
@@ -77,9 +80,9 @@ def test_what_was_under_way_when_it_opened_judges_nothing() -> None:
     b.succeeded("old", 0.0, 4.0)
     b.failed("old too", 0.0, 6.0)
     b.succeeded("old as well", 4.9, 6.0)
-    assert b.phase(6.0) is Phase.HALF_OPEN
+    assert b.phase(6.0) is BreakerPhase.HALF_OPEN
     b.succeeded("another conductor's probe", 5.5, 6.5)
-    assert b.phase(6.5) is Phase.CLOSED
+    assert b.phase(6.5) is BreakerPhase.CLOSED
 
 
 def test_a_probe_without_a_verdict_makes_room_for_the_next() -> None:
@@ -113,7 +116,7 @@ class Machine(RuleBasedStateMachine):
     def place(self) -> None:
         self.n += 1
         name = f"r{self.n}"
-        half = self.b.phase(self.now) is Phase.HALF_OPEN
+        half = self.b.phase(self.now) is BreakerPhase.HALF_OPEN
         free = self.b.why_not(self.now) == ""
         if not free:
             assert not self.b.placed(name, self.now)
@@ -134,19 +137,19 @@ class Machine(RuleBasedStateMachine):
             self.b.released(name)
             self.probes.pop(name, None)
             return
-        if before is Phase.CLOSED:
+        if before is BreakerPhase.CLOSED:
             self.recent.append((self.now, how == "failed"))
         (self.b.succeeded if how == "ok" else self.b.failed)(name, began, self.now)
         after = self.b.phase(self.now)
-        if before is Phase.CLOSED and after is Phase.OPEN:
+        if before is BreakerPhase.CLOSED and after is BreakerPhase.OPEN:
             seen = [failed for at, failed in self.recent if self.now - at <= S.window_s]
             assert sum(seen) >= S.failures, "opened without enough failures"
         if after is not before:
             self.recent, self.probes = [], {}
-        if before is Phase.CLOSED:
+        if before is BreakerPhase.CLOSED:
             near = [failed for at, failed in self.recent if self.now - at <= 0.9 * S.window_s - 1]
             enough = sum(near) >= S.failures and sum(near) >= S.share * len(self.recent)
-            assert not enough or after is Phase.OPEN, "stayed closed in spite of its failures"
+            assert not enough or after is BreakerPhase.OPEN, "stayed closed in spite of its failures"
 
     @invariant()
     def is_tried_again(self) -> None:

@@ -13,8 +13,8 @@ from kvmesh.native import library
 from services.conductor.candidates import bounds, compiled
 from services.conductor.candidates import instance_row as filling
 from services.conductor.candidates import select as screen
-from services.conductor.candidates.columns import Chosen
 from services.conductor.candidates.prefix_holders import held
+from services.conductor.candidates.selection import Selection
 from services.conductor.domain import Fetch, Schedule
 from services.conductor.placing import ties
 from services.conductor.settings import AffinitySettings
@@ -29,7 +29,7 @@ def same(one: Any, other: Any, among: Any) -> bool:
     return bool(np.array_equal(one, other, equal_nan=True))
 
 
-def both(found: tuple[Any, ...], request: Schedule) -> tuple[bounds.Weights, bounds.Weights, Chosen]:
+def both(found: tuple[Any, ...], request: Schedule) -> tuple[bounds.CostBounds, bounds.CostBounds, Selection]:
     """The weights of one request, by numpy and compiled."""
     _, decodes, _, mesh, terms = found
     blocks, again = held(decodes.view, mesh.survey), compiled.held(decodes.view, mesh.survey)
@@ -39,8 +39,8 @@ def both(found: tuple[Any, ...], request: Schedule) -> tuple[bounds.Weights, bou
     assert set(again.ends) <= set(blocks.ends)
     native = compiled.functions()
     assert native is not None
-    plain = bounds.Weights(request, mesh, terms, blocks, decodes)
-    return plain, compiled.CompiledWeights(request, mesh, terms, blocks, decodes, native), decodes
+    plain = bounds.CostBounds(request, mesh, terms, blocks, decodes)
+    return plain, compiled.CompiledBounds(request, mesh, terms, blocks, decodes, native), decodes
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

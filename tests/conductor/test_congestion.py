@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.conductor.domain import Fetch, Placed, PrefillSample, Role
-from services.conductor.loads.outgoing import Load, Wires, shared_bytes
+from services.conductor.loads.outgoing import OutgoingLoad, Wires, shared_bytes
 from tests.conductor.brain import Brain, chain
 from tests.conductor.sharing import BYTES, LONG, X, mesh, other
 
@@ -26,7 +26,7 @@ def slow_wires(brain: Brain) -> None:
 
 def test_pulls_and_pushes_arrive_until_they_end() -> None:
     wires = Wires()
-    wires.pull("a", [Load(D, 5)], 10.0, [Load(P, 70)], 2.0)
+    wires.pull("a", [OutgoingLoad(D, 5)], 10.0, [OutgoingLoad(P, 70)], 2.0)
     wires.push("a", D, 100, begins=1.0, until=20.0)
     wires.push("b", D, 1000, begins=0.0, until=20.0)
     assert (wires.arriving(D), wires.arriving(P)) == (5, 0), "what is to come later does not fill the wires now"
@@ -54,7 +54,7 @@ def test_nothing_stays_on_the_wires_for_ever(steps: list[tuple[int, int, float, 
             wires.end(str(step))
         else:
             number, nbytes, begins, lasts = step
-            wires.pull(str(number), [Load(P, nbytes)], begins + lasts, [Load(D, nbytes)], begins)
+            wires.pull(str(number), [OutgoingLoad(P, nbytes)], begins + lasts, [OutgoingLoad(D, nbytes)], begins)
             wires.push(str(number), D, nbytes, begins, begins + lasts)
         assert wires.arriving(P) >= 0
         assert wires.arriving(D) >= 0

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from services.conductor.domain import Heartbeat, Load, Placed, PrefillSample, Ref, Register, Role, Schedule
 from services.conductor.loads.queues import PrefillQueue, PrefillWork
-from services.conductor.peers.others import FADE_S, Others, water
+from services.conductor.peers.others import FADE_S, OtherConductors, water
 from services.conductor.settings import Settings
 from services.conductor.state import ConductorState
 from tests.conductor.brain import card
@@ -100,7 +100,7 @@ def mean_wait_s(conductors: int, seed: int, seconds: float = 9.0) -> float:
 def test_several_conductors_do_not_herd(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = mean(mean_wait_s(1, seed) for seed in range(2))
     several = mean(mean_wait_s(6, seed) for seed in range(2))
-    monkeypatch.setattr(Others, "due", lambda self, now: False)
+    monkeypatch.setattr(OtherConductors, "due", lambda self, now: False)
     herding = mean(mean_wait_s(6, seed) for seed in range(2))
     print(
         f"mean wait: one {alone * 1e3:.0f} ms, six {several * 1e3:.0f} ms, six that do not care {herding * 1e3:.0f} ms"
@@ -110,7 +110,7 @@ def test_several_conductors_do_not_herd(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_only_one_expects_nobody() -> None:
-    others = Others(0.0)
+    others = OtherConductors(0.0)
     assert not others.due(100.0)
     others.computed(2.0, 100.0)
     assert others.due(100.0) and others.rate == pytest.approx(2.0 / FADE_S)

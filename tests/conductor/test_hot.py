@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.kvcache.keys import Keys
-from services.conductor.balance.heat import Heat, depths
+from services.conductor.balance.heat import PrefixHeat, depths
 from services.conductor.balance.hot import DEADLINE_S, REST_S, SETTLE_S
 from services.conductor.domain import (
     Cordon,
@@ -24,7 +24,7 @@ from services.conductor.domain import (
     Schedule,
     Tick,
 )
-from services.conductor.prefixes.index import Run, Survey
+from services.conductor.prefixes.index import HeldRun, Survey
 from services.conductor.settings import BalanceSettings
 from tests.conductor.brain import BLOCK, Brain, chain, joined
 
@@ -33,7 +33,7 @@ BLOCK_BYTES = BLOCK * 1024
 
 
 def survey(*runs: tuple[int, int, int]) -> Survey:
-    return Survey(tuple(Run(first, end, sealed, 0) for first, end, sealed in runs))
+    return Survey(tuple(HeldRun(first, end, sealed, 0) for first, end, sealed in runs))
 
 
 def request(keys: tuple[bytes, ...], tokens: int = 0) -> Schedule:
@@ -50,7 +50,7 @@ def test_depths_are_powers_of_two_and_the_borders_of_holders() -> None:
 
 
 def test_a_rate_is_that_of_the_uses_and_fades() -> None:
-    heat, now = Heat(10.0), 0.0
+    heat, now = PrefixHeat(10.0), 0.0
     while now < 100.0:
         heat.use(request(HOT), survey((0, 64, 1)), now)
         now += 0.5
@@ -63,14 +63,14 @@ def test_a_rate_is_that_of_the_uses_and_fades() -> None:
 
 
 def test_what_nobody_holds_is_not_hot() -> None:
-    heat = Heat(10.0)
+    heat = PrefixHeat(10.0)
     for _ in range(50):
         heat.use(request(HOT), Survey(()), 1.0)
     assert len(heat) == 0
 
 
 def test_a_shared_beginning_is_told_beside_what_goes_on_from_it() -> None:
-    heat = Heat(10.0)
+    heat = PrefixHeat(10.0)
     for n in range(40):
         keys = HOT[:16] + chain(f"own{n % 4}", 16)
         heat.use(request(keys), survey((0, 16, 3), (16, 32, 1)), n / 10)
@@ -83,7 +83,7 @@ def test_a_shared_beginning_is_told_beside_what_goes_on_from_it() -> None:
 @settings(max_examples=40, deadline=None)
 def test_memory_is_bounded_and_what_is_hot_is_found_among_what_is_not(seed: int, capacity: int) -> None:
     """Space-saving: who has more than 1/capacity of all uses is in the table, and no rate is ever overstated."""
-    rng, heat, now = random.Random(seed), Heat(5.0, capacity=capacity, max_packed_bytes=64 * 16 * 8), 0.0
+    rng, heat, now = random.Random(seed), PrefixHeat(5.0, capacity=capacity, max_packed_bytes=64 * 16 * 8), 0.0
     used: Counter[bytes] = Counter()
     for n in range(1500):
         now += 0.01
@@ -102,7 +102,7 @@ def test_memory_is_bounded_and_what_is_hot_is_found_among_what_is_not(seed: int,
 def test_what_becomes_hot_finds_a_place_among_what_was() -> None:
     """A newcomer inherits the count of whom it replaces: with a fourth of all uses it stays, though the other uses are
     of prefixes never seen before, and all old ones were used more than it at first."""
-    heat, now = Heat(1e9, capacity=16), 0.0
+    heat, now = PrefixHeat(1e9, capacity=16), 0.0
     for n in range(16 * 5):
         heat.use(request(chain(f"old{n % 16}", 1)), survey((0, 1, 1)), now)
     for n in range(160):
@@ -112,7 +112,7 @@ def test_what_becomes_hot_finds_a_place_among_what_was() -> None:
 
 
 def test_a_long_life_does_not_wear_out_its_numbers() -> None:
-    heat = Heat(1.0, capacity=8)
+    heat = PrefixHeat(1.0, capacity=8)
     for hour in range(50):
         for n in range(20):
             heat.use(request(HOT[: 1 + n % 3]), survey((0, 1 + n % 3, 1)), 3600.0 * hour + n / 10)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmesh.kvcache.announce import Announcement
-from services.conductor.prefixes.index import Index, Place, bits
+from services.conductor.prefixes.index import Index, PrefixPlace, bits
 from services.conductor.prefixes.pending import Pending
 from tests.conductor.brain import chain
 
@@ -177,7 +177,7 @@ def test_only_that_very_life_counts() -> None:
     assert index.count(("a", 5)) == 4
     for other in (4, 6):
         assert index.count(("a", other)) == 0
-        assert index.place_of(("a", other)) == Place(0)
+        assert index.place_of(("a", other)) == PrefixPlace(0)
     index.drop(("a", 4))
     assert index.count(("a", 5)) == 4
     index.drop(("a", 5))

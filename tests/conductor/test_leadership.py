@@ -25,7 +25,7 @@ from services.conductor import main
 from services.conductor.config import ConductorConfig
 from services.conductor.domain import Cordon, CordonState, Event, Lead
 from services.conductor.peers.cordon_book import CordonBook
-from services.conductor.peers.leadership import PART, Office
+from services.conductor.peers.leadership import PART, ConductorLeadership
 from services.store import main as store_main
 from services.store.config import StoreConfig
 from tests.conductor.test_service import beat, failing, registering, scheduling
@@ -189,9 +189,9 @@ async def test_a_leader_that_stood_still_orders_nothing_when_it_wakes(redis: Red
     clocks, heard = {"a": 100.0, "b": 100.0}, {"a": [], "b": []}  # type: ignore[var-annotated]
     real = asyncio.get_running_loop().time
 
-    def office(name: str) -> Office:
+    def office(name: str) -> ConductorLeadership:
         start = real()
-        return Office(config(redis, "frozen"), heard[name].append, lambda: clocks[name] + real() - start)
+        return ConductorLeadership(config(redis, "frozen"), heard[name].append, lambda: clocks[name] + real() - start)
 
     a, b = office("a"), office("b")
     try:
@@ -328,5 +328,5 @@ async def test_a_drain_is_told_to_the_store_master_and_taken_back() -> None:
 )
 def test_bad_settings_are_named(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        main.Conductor(ConductorConfig(store=NOWHERE, **settings))
+        main.ConductorService(ConductorConfig(store=NOWHERE, **settings))
     assert text in caught.value.message

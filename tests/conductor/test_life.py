@@ -11,20 +11,20 @@ from hypothesis import strategies as st
 
 from services.conductor import mapping_out
 from services.conductor.domain import Load, Role
-from services.conductor.loads.outgoing import Load as Sending
 from services.conductor.loads.outgoing import Outgoing
-from services.conductor.placing.placement import Choice
+from services.conductor.loads.outgoing import OutgoingLoad as Sending
+from services.conductor.placing.placement import PlacementChoice
 from services.conductor.placing.timeline import FETCH_SHARE, MARGIN_S, MAX_DELAY_S, MIN_DELAY_S, life, pull_after_s
 from tests.conductor.brain import BLOCK, Brain, chain, reset
 
 
-def choice(**terms: float) -> Choice:
+def choice(**terms: float) -> PlacementChoice:
     """As much of one as is looked at."""
     get = lambda name: terms.get(name, 0.0)  # noqa: E731
     names = ("queue_s", "fetch_s", "prefill_s", "tail_s")
     prefill = SimpleNamespace(legs=("leg",) if "fetch_s" in terms else (), **{name: get(name) for name in names})
     decode = SimpleNamespace(**{name: get(name) for name in ("landing_wait_s", "slot_wait_s", "tbt_s")})
-    return cast(Choice, SimpleNamespace(prefill=prefill, decode=decode))
+    return cast(PlacementChoice, SimpleNamespace(prefill=prefill, decode=decode))
 
 
 @pytest.mark.parametrize(

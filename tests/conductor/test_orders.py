@@ -15,7 +15,7 @@ from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.server import Server
 from kvmesh.telemetry import names
 from services.conductor.balance import orders as carrying
-from services.conductor.balance.orders import MAX_ORDERS, Orders
+from services.conductor.balance.orders import MAX_ORDERS, BalanceOrders
 from services.conductor.domain import OrderEnded, Ref, Replicate, Role, SwitchRole
 from tests.node.stores import Node, bench, keys_of, node, until
 
@@ -25,7 +25,7 @@ class Told:
 
     def __init__(self, leads: Callable[[], bool] = lambda: True) -> None:
         self.ended: list[OrderEnded] = []
-        self.orders = Orders(leads, self.ended.append)
+        self.orders = BalanceOrders(leads, self.ended.append)
 
     async def all_of(self, *orders: SwitchRole | Replicate) -> list[OrderEnded]:
         try:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.conductor.admission import turns as module
-from services.conductor.admission.turns import GRACE_S, MOST_S, NOBODY, SLOT_S, PoolWork, Turns
+from services.conductor.admission.turns import GRACE_S, MOST_S, NOBODY, SLOT_S, PoolWork, RetryTurns
 from services.conductor.domain import Schedule
 from services.conductor.settings import AdmissionSettings
 from tests.conductor.timed_mesh import Client, TimedMesh
@@ -25,7 +25,7 @@ def asked(name: str = "x", **more: Any) -> Schedule:
     return Schedule(name, 0, "demo", 1000, 16, (name.encode().ljust(16, b"."),), **more)
 
 
-def refused(turns: Turns, now: float, alone_s: float = 0.1, name: str = "x", work: PoolWork = WORK) -> float:
+def refused(turns: RetryTurns, now: float, alone_s: float = 0.1, name: str = "x", work: PoolWork = WORK) -> float:
     return turns.wait_s(asked(name), alone_s, work, TTFT, now)
 
 
@@ -33,24 +33,24 @@ def refused(turns: Turns, now: float, alone_s: float = 0.1, name: str = "x", wor
 
 
 def test_the_first_comes_when_he_could_pass() -> None:
-    assert refused(Turns(), 100.0, 0.7) == pytest.approx(0.7)
+    assert refused(RetryTurns(), 100.0, 0.7) == pytest.approx(0.7)
 
 
 def test_turns_are_as_far_apart_as_the_pool_can_take_them() -> None:
-    turns = Turns()
+    turns = RetryTurns()
     waits = [refused(turns, 100.0, name=f"r{n}") for n in range(20)]
     assert waits == pytest.approx([0.1 + 0.06 * n for n in range(20)])
 
 
 def test_each_pool_has_its_own_distance() -> None:
-    turns = Turns()
+    turns = RetryTurns()
     waits = [turns.wait_s(asked(f"r{n}"), 0.1, WORK, TBT, 100.0) for n in range(5)]
     assert waits == pytest.approx([0.1 + 0.2 * n for n in range(5)])
 
 
 def test_a_pause_before_a_burst_is_no_time_of_service() -> None:
     """The finding: after one burst the idle time until the next placement was taken for the distance of turns."""
-    turns, now = Turns(), 100.0
+    turns, now = RetryTurns(), 100.0
     for pause_s in (30.0, 0.5, 300.0):
         for n in range(3):
             turns.placed(0.06, now)
@@ -63,7 +63,7 @@ def test_a_pause_before_a_burst_is_no_time_of_service() -> None:
 
 
 def test_whose_turn_is_over_counts_no_more() -> None:
-    turns = Turns()
+    turns = RetryTurns()
     waits = [refused(turns, 100.0, name=f"r{n}") for n in range(10)]
     now = 100.0 + waits[-1]
     for n in range(10):
@@ -73,7 +73,7 @@ def test_whose_turn_is_over_counts_no_more() -> None:
 
 
 def test_who_is_late_still_counts_for_a_while_and_then_no_more() -> None:
-    turns = Turns()
+    turns = RetryTurns()
     for n in range(10):
         refused(turns, 100.0, name=f"r{n}")
     assert refused(turns, 102.0) == pytest.approx(0.1 + 10 * 0.06)
@@ -82,7 +82,7 @@ def test_who_is_late_still_counts_for_a_while_and_then_no_more() -> None:
 
 
 def test_those_who_never_come_push_nobody_back_for_long() -> None:
-    turns, now = Turns(), 100.0
+    turns, now = RetryTurns(), 100.0
     waits = []
     for n in range(4000):  # three times what can be done, none of whom returns
         now += 0.02
@@ -99,7 +99,7 @@ def test_those_who_never_come_push_nobody_back_for_long() -> None:
 
 
 def test_who_was_refused_at_his_turn_goes_before_those_who_wait_for_their_first() -> None:
-    turns = Turns()
+    turns = RetryTurns()
     first = refused(turns, 100.0, name="early")
     for n in range(50):
         refused(turns, 100.0, name=f"r{n}")
@@ -114,7 +114,7 @@ def test_who_was_refused_at_his_turn_goes_before_those_who_wait_for_their_first(
 
 def test_twins_have_a_turn_each() -> None:
     """The same prompt many times: each of them that comes ends one turn."""
-    turns = Turns()
+    turns = RetryTurns()
     waits = [refused(turns, 100.0, name="same") for _ in range(5)]
     assert len(set(waits)) == 5
     assert turns.came(asked("same"), 100.0 + waits[0]) is not None
@@ -123,7 +123,7 @@ def test_twins_have_a_turn_each() -> None:
 
 
 def test_a_place_is_kept_for_a_moment_for_who_comes_when_told() -> None:
-    turns = Turns()
+    turns = RetryTurns()
     now = 100.0 + refused(turns, 100.0, name="told")
     assert turns.before(asked("fresh"), now).prefill_s == pytest.approx(0.06)
     assert turns.before(asked("fresh"), now).requests == pytest.approx(1)
@@ -136,7 +136,7 @@ def test_a_place_is_kept_for_a_moment_for_who_comes_when_told() -> None:
 
 
 def test_who_would_be_beyond_the_longest_wait_is_spread_below_it() -> None:
-    turns = Turns()
+    turns = RetryTurns()
     waits = [refused(turns, 100.0, name=f"r{n}") for n in range(4000)]
     assert max(waits) <= MOST_S
     beyond = waits[1000:]
@@ -147,7 +147,7 @@ def test_who_would_be_beyond_the_longest_wait_is_spread_below_it() -> None:
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_HELD", 100)
-    turns = Turns()
+    turns = RetryTurns()
     for n in range(1000):
         refused(turns, 100.0, name=f"r{n}")
     assert len(turns) == 100
@@ -158,14 +158,14 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_conductor_of_several_has_only_its_part_of_the_pool() -> None:
-    turns, now = Turns(), 100.0
+    turns, now = RetryTurns(), 100.0
     for _ in range(100):
         now += 0.05
         turns.placed(0.05, now)
     assert turns.part(0.0, now) == 1.0
     assert turns.part(1.0, now) == pytest.approx(0.4, abs=0.15)
     assert turns.part(1e9, now) == module.LEAST_PART
-    assert Turns().part(1.0, now) == module.LEAST_PART
+    assert RetryTurns().part(1.0, now) == module.LEAST_PART
 
 
 moves = st.lists(
@@ -185,7 +185,7 @@ moves = st.lists(
 def test_a_turn_is_never_before_it_would_pass_alone_nor_beyond_the_bound(
     history: list[tuple[int, bool, float, float, float]],
 ) -> None:
-    turns, now, given_s = Turns(), 0.0, 0.0
+    turns, now, given_s = RetryTurns(), 0.0, 0.0
     for who, comes, pause_s, alone_s, work_s in history:
         now += pause_s
         if comes:
@@ -203,7 +203,7 @@ def test_the_more_are_before_it_the_later_it_comes(
 ) -> None:
     found = []
     for extra in (0, count):
-        turns, now = Turns(), 0.0
+        turns, now = RetryTurns(), 0.0
         for who, comes, pause_s, alone, work_s in history:
             now += pause_s
             if comes:

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmesh.pacing import Lease, Pulse
+from kvmesh.pacing import MembershipLease, Pulse
 from services.conductor.balance.demand import Demand
 from services.conductor.balance.roles import DEADLINE_S, HIGH, PAUSE, Roles
-from services.conductor.balance.tally import MIXED, Counts, Tally
+from services.conductor.balance.tally import MIXED, Tally, TallyCounts
 from services.conductor.domain import Load, OrderEnded, Ref, Register, Role, SwitchRole
 from services.conductor.fleet.instance import Instance, ModelFits
 from services.conductor.settings import BalanceSettings
@@ -34,7 +34,7 @@ def instance(name: str, role: Role, **more: Any) -> Instance:
         Register(Ref(name, f"{name}:1", 1), role, "node", values.pop("model", card()), 1000, 32, **values),
         0,
         ModelFits(),
-        Lease(Pulse(1, 0.2, 1.5)),
+        MembershipLease(Pulse(1, 0.2, 1.5)),
         0.0,
     )
 
@@ -75,11 +75,11 @@ class World:
 
 def test_loads_of_pools_share_coupled_instances() -> None:
     demand = Demand(1.0, 2.0)
-    assert demand.loads(Counts(2, 2)) == (0.5, 1.0)
-    assert demand.loads(Counts(0, 0, 3)) == pytest.approx((3 / (3 * MIXED),) * 2)
-    assert demand.loads(Counts(4, 1, 1)) == pytest.approx((0.25, 2 / (1 + MIXED)))
-    assert demand.load(Counts(3, 0)) == math.inf
-    assert Demand().load(Counts(0, 0)) == 0.0
+    assert demand.loads(TallyCounts(2, 2)) == (0.5, 1.0)
+    assert demand.loads(TallyCounts(0, 0, 3)) == pytest.approx((3 / (3 * MIXED),) * 2)
+    assert demand.loads(TallyCounts(4, 1, 1)) == pytest.approx((0.25, 2 / (1 + MIXED)))
+    assert demand.load(TallyCounts(3, 0)) == math.inf
+    assert Demand().load(TallyCounts(0, 0)) == 0.0
 
 
 def test_the_idle_pool_gives_to_the_busy_one() -> None:
@@ -226,9 +226,9 @@ def test_noise_around_any_level_never_flaps(
     world, rng = World(*roles), random.Random(seed)
     for _ in range(160):
         shaken = [value * rng.uniform(1 - noise, 1 + noise) for value in (balance, 1 - balance)]
-        served = Counts(*world.counts).serves
+        served = TallyCounts(*world.counts).serves
         world.look(Demand(*(len(roles) * level * value for value in shaken)))
-        assert Counts(*world.counts).serves or not served, "nobody was left for a role"
+        assert TallyCounts(*world.counts).serves or not served, "nobody was left for a role"
     told: dict[str, float] = {}
     for at, order in world.orders:
         assert at - told.get(order.ref.instance_id, -math.inf) >= DWELL_S
@@ -247,12 +247,12 @@ def test_noise_around_any_level_never_flaps(
 def test_constant_load_settles_and_no_order_undoes_another(prefill: float, decode: float, roles: list[Role]) -> None:
     demand = Demand(prefill, decode)
     world = World(*roles)
-    loads = [demand.load(Counts(*world.counts))]
+    loads = [demand.load(TallyCounts(*world.counts))]
     for _ in range(40):
         before = len(world.orders)
         world.look(demand, seconds=DWELL_S)
         if len(world.orders) > before:
-            loads.append(demand.load(Counts(*world.counts)))
+            loads.append(demand.load(TallyCounts(*world.counts)))
     assert all(b < a for a, b in itertools.pairwise(loads)), "each order lowers the load"
     assert len(world.orders) <= 2 * len(roles)
     if loads[0] < HIGH:

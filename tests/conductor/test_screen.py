@@ -226,10 +226,10 @@ def _compare_many() -> None:
 @pytest.mark.parametrize("broken", ["queue_s", "held"])
 def test_a_wrong_bound_is_found(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if broken == "held":
-        nothing = lambda view, survey: bounds.Held(*(np.zeros(len(view.columns)) for _ in range(3)))  # noqa: E731
+        nothing = lambda view, survey: bounds.HeldBlocks(*(np.zeros(len(view.columns)) for _ in range(3)))  # noqa: E731
         monkeypatch.setattr(screen, "held", nothing)
     else:
-        monkeypatch.setattr(bounds.Weights, "queue_s", property(lambda self: 2 * self.wait_s))
+        monkeypatch.setattr(bounds.CostBounds, "queue_s", property(lambda self: 2 * self.wait_s))
     with pytest.raises(AssertionError):
         _compare_many()
 

@@ -15,7 +15,17 @@ from kvmesh.work_class import work_class, work_classes
 from services.conductor.candidates import select as screen
 from services.conductor.domain import Load, PrefillSample, Role
 from services.conductor.loads.queues import PRIORITY_STEP_S, PrefillQueue, PrefillWork
-from services.conductor.loads.shortest_first import ALONE, FADE_S, LASTS, MARKS, NOTED, Line, Lines, ahead, marks
+from services.conductor.loads.shortest_first import (
+    ALONE,
+    FADE_S,
+    LASTS,
+    MARKS,
+    NOTED,
+    OvertakingTerms,
+    ShortestFirst,
+    ahead,
+    marks,
+)
 from services.conductor.settings import SizeSettings
 from tests.conductor.brain import Brain
 from tests.conductor.test_screen import Fleet, compare
@@ -63,7 +73,7 @@ def test_priority_counts_beside_size_and_yielding_work_is_told_apart() -> None:
 
 
 def test_what_others_lose_is_counted_and_what_is_behind_is_not_free() -> None:
-    line = Line(SizeSettings(others=1.0, later=0.25), lambda size_s: 0.0)
+    line = OvertakingTerms(SizeSettings(others=1.0, later=0.25), lambda size_s: 0.0)
     found = ahead(queue(work("a", 4.0), work("b", 2.0)), 0.0, 0, 0.5)
     assert line.others_s(found, 0.5) == pytest.approx(2 * 0.5 + 0.25 * 6.0)
 
@@ -79,7 +89,7 @@ def test_what_others_lose_is_counted_and_what_is_behind_is_not_free() -> None:
 )
 def test_who_comes_meanwhile_is_waited_for_until_the_weight_has_worn_off(rate: float, waits_s: float) -> None:
     some = queue()
-    line = Line(SizeSettings(overtaking=1.0), lambda size_s: rate)
+    line = OvertakingTerms(SizeSettings(overtaking=1.0), lambda size_s: rate)
     assert line.wait_s(3.0, 1.0, some) == pytest.approx(waits_s)
     assert line.wait_s(0.0, 1.0, some) == 0.0, "it begins at once"
     half = replace(line, settings=SizeSettings(overtaking=0.5))
@@ -88,7 +98,7 @@ def test_who_comes_meanwhile_is_waited_for_until_the_weight_has_worn_off(rate: f
 
 
 def test_rates_by_size_are_those_of_one_instance_and_fade() -> None:
-    lines, rng, now = Lines(SizeSettings()), random.Random(1), 0.0
+    lines, rng, now = ShortestFirst(SizeSettings()), random.Random(1), 0.0
     while now < 300:
         now += rng.expovariate(8.0)
         lines.placed("m", 0.1, now)
@@ -197,7 +207,7 @@ def test_a_short_request_goes_where_it_delays_nobody() -> None:
 
 
 def test_the_least_wait_of_many_is_that_of_each() -> None:
-    lines, now = Lines(SizeSettings()), 10.0
+    lines, now = ShortestFirst(SizeSettings()), 10.0
     for n in range(200):
         lines.placed("m", 0.01 * 1.05 ** (n % 100), now + n * 0.1)
     now += 20.0

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.conductor.domain import Fetch, Load, PrefillSample, Role
-from services.conductor.placing.placement import Choice
+from services.conductor.placing.placement import PlacementChoice
 from services.conductor.placing.prefills import worth_weighing
 from services.conductor.placing.threshold import (
     DWELL_S,
@@ -43,7 +43,7 @@ class Prefill:
         return SAVED_S * computed / TOKENS
 
 
-def placement(pull_s: float, tokens: int = TOKENS) -> Choice:
+def placement(pull_s: float, tokens: int = TOKENS) -> PlacementChoice:
     """As much of a choice as is looked at: `tokens` are fetched, and TOKENS go to decode."""
     instance = SimpleNamespace(model=SimpleNamespace(block_tokens=BLOCK, kv_bytes_per_token=1024), prefill=Prefill())
     p = SimpleNamespace(
@@ -54,7 +54,7 @@ def placement(pull_s: float, tokens: int = TOKENS) -> Choice:
         pull_s=pull_s,
         pushed_bytes=TOKENS * 1024,
     )
-    return cast(Choice, SimpleNamespace(prefill=p))
+    return cast(PlacementChoice, SimpleNamespace(prefill=p))
 
 
 class Run:

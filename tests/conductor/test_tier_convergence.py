@@ -26,7 +26,7 @@ from services.conductor.prefixes.index import Index
 from services.conductor.settings import Settings
 from services.conductor.state import ConductorState
 from services.store import domain, mapping
-from services.store.blocks import Blocks
+from services.store.blocks import BlockDirectory
 from services.store.state import MasterState
 
 KEYS = [bytes([i]) * 16 for i in range(6)]
@@ -281,7 +281,7 @@ def test_whatever_is_lost_master_and_conductor_know_every_tier() -> None:
     run_state_machine_as_test(Mesh, settings=SETTINGS)
 
 
-def only_memory(blocks: Blocks, store_id: str) -> None:
+def only_memory(blocks: BlockDirectory, store_id: str) -> None:
     blocks._parts.pop(store_id, None)
     blocks.map.drop(store_id)
 
@@ -291,7 +291,7 @@ def only_its_memory(index: Index, life: Life) -> None:
         index.truth.drop(life[0])
 
 
-@pytest.mark.parametrize(("owner", "broken"), [(Blocks, only_memory), (Index, only_its_memory)])
+@pytest.mark.parametrize(("owner", "broken"), [(BlockDirectory, only_memory), (Index, only_its_memory)])
 def test_a_broken_one_is_found(owner: type, broken: Callable[..., object], monkeypatch: pytest.MonkeyPatch) -> None:
     def play() -> None:
         mesh = Mesh()

@@ -17,7 +17,7 @@ from kvmesh.kvcache.cached_pages import CachedPages
 from services.coupled import coupling
 from services.coupled.coupling import Coupling
 from services.prefill import events as ev
-from services.prefill.handoff_table import Lives
+from services.prefill.handoff_table import HandoffTable
 from tests.coupled.world import MIXED, World
 
 EXAMPLES = int(os.environ.get("KVMESH_EXAMPLES", "60"))
@@ -115,20 +115,20 @@ def test_no_interleaving_breaks_the_invariants() -> None:
 # ── and what breaks when a rule of the coupling does ──────────────────────────────────────────────
 
 
-def shares_instead_of_giving(self: Lives, h: Any, first: ev.SendFirstToken) -> None:
+def shares_instead_of_giving(self: HandoffTable, h: Any, first: ev.SendFirstToken) -> None:
     """Prefill keeps its references: pages never come back."""
     self.pool.share(h.pages)
     HAND_OVER(self, h, first)
 
 
-def gives_back_too(self: Lives, h: Any, first: ev.SendFirstToken) -> None:
+def gives_back_too(self: HandoffTable, h: Any, first: ev.SendFirstToken) -> None:
     """Prefill gives its references back as well: decode's pages are anybody's."""
     pages = list(h.pages)
     HAND_OVER(self, h, first)
     self.pool.release(pages)
 
 
-def caches_the_partial_block(self: Lives, h: Any, first: ev.SendFirstToken) -> None:
+def caches_the_partial_block(self: HandoffTable, h: Any, first: ev.SendFirstToken) -> None:
     """The last block is shared although it is not full: whoever matches it writes where another reads."""
     keys = [*h.start.block_keys, b"partial" + h.start.token_ids[-1:][0].to_bytes(2)][: len(h.pages)]
     self.cache.insert(keys, h.pages)
@@ -140,11 +140,11 @@ def no_second_look(self: Coupling) -> bool:
     return False
 
 
-HAND_OVER = Lives._hand_over
+HAND_OVER = HandoffTable._hand_over
 BROKEN: list[tuple[Any, str, Any]] = [
-    (Lives, "_hand_over", shares_instead_of_giving),
-    (Lives, "_hand_over", gives_back_too),
-    (Lives, "_hand_over", caches_the_partial_block),
+    (HandoffTable, "_hand_over", shares_instead_of_giving),
+    (HandoffTable, "_hand_over", gives_back_too),
+    (HandoffTable, "_hand_over", caches_the_partial_block),
     (Coupling, "prefill_due", no_second_look),
     (CachedPages, "free", property(lambda self: self._pool.free)),
     (coupling, "FIRST_OF_DECODE", 1),

@@ -9,7 +9,7 @@ import itertools
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from kvmesh.blockservice.removals import Gone
+from kvmesh.blockservice.removals import NotHere
 from kvmesh.errors import RequestCancelled
 from kvmesh.kvcache import keys as block_keys
 from kvmesh.kvcache.node_store import NodeStore
@@ -224,7 +224,7 @@ class World:
     def remove(self, key: bytes) -> None:
         """From the store and from both brains, in one turn."""
         self.store.remove([key])
-        gone = Gone(frozenset((key,)), None)
+        gone = NotHere(frozenset((key,)), None)
         self.feed_prefill(ev.Removed(gone))
         self.feed_decode(i.Removed(gone))
 

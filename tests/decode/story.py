@@ -28,7 +28,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from kvmesh.blockservice.removals import Gone
+from kvmesh.blockservice.removals import NotHere
 from kvmesh.errors import HandoffLost, InvalidRequest, RequestCancelled, Unavailable
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.sources import Pulled, PullJob
@@ -124,7 +124,7 @@ class Story:
     def _remove(self, keys: list[bytes], prefix: bool) -> list[str]:
         found = [*self.store.keys(), *self.store.written()]
         self.store.remove([one for one in found if one.startswith(keys[0])] if prefix else keys)
-        return self._feed(i.Removed(Gone(frozenset(() if prefix else keys), keys[0] if prefix else None)))
+        return self._feed(i.Removed(NotHere(frozenset(() if prefix else keys), keys[0] if prefix else None)))
 
     def _start(self, name: str, options: dict[str, str]) -> list[str]:
         slot = len(self.slots) + 1

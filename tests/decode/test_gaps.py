@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.decode.tbt_histogram import RECENT, Gaps
+from services.decode.tbt_histogram import RECENT, TbtHistogram
 
 MS = 1_000_000
 
 
-def filled(gaps: list[int], every: int = 64) -> Gaps:
+def filled(gaps: list[int], every: int = 64) -> TbtHistogram:
     """As the path of every token does it: `fold` is called now and then."""
-    found = Gaps()
+    found = TbtHistogram()
     for number, gap in enumerate(gaps):
         found.recent.append(gap)
         if number % every == 0:
@@ -30,7 +30,7 @@ def slowest(gaps: list[int]) -> float:
 
 
 def test_nothing_is_nothing() -> None:
-    assert (len(Gaps()), Gaps().mean_ns, Gaps().slowest_ns) == (0, 0.0, 0.0)
+    assert (len(TbtHistogram()), TbtHistogram().mean_ns, TbtHistogram().slowest_ns) == (0, 0.0, 0.0)
 
 
 @given(st.lists(st.integers(-5, 10**10), min_size=1, max_size=200))

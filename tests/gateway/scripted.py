@@ -11,7 +11,7 @@ from typing import Any
 from kvmesh.errors import KvmeshError
 from kvmesh.kvcache.keys import unpack_tokens
 from kvmesh.rpc import status
-from kvmesh.rpc.fastpath.control import ControlDoor
+from kvmesh.rpc.fastpath.control import ControlFastPath
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2, conductor_pb2_grpc, decode_pb2, decode_pb2_grpc
 from kvmesh.rpc.protocol import PROTOCOL_VERSION
@@ -58,7 +58,7 @@ class Conductor(conductor_pb2_grpc.ConductorServicer):
         self.server = Server("127.0.0.1", 0)
         conductor_pb2_grpc.add_ConductorServicer_to_server(self, self.server.grpc)
         service = conductor_pb2.DESCRIPTOR.services_by_name["Conductor"]
-        self.door = ControlDoor(service, self, ("Schedule",), 0)
+        self.door = ControlFastPath(service, self, ("Schedule",), 0)
         self.door.add_to(self.server)
 
     async def stop(self) -> None:

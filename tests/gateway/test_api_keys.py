@@ -11,7 +11,7 @@ import pytest
 
 from kvmesh.errors import ConfigError, Unauthorized
 from kvmesh.kvcache.keys import chain, split
-from services.gateway.api_keys import ANYBODY, MAX_KEYS, Entry, KeyRing, Tenant, combined_salt, make_entry
+from services.gateway.api_keys import ANYBODY, MAX_KEYS, KeyEntry, KeyRing, Tenant, combined_salt, make_entry
 from services.gateway.models import Facts
 
 FACTS = Facts("feed", 16, "float32", 512, 400, frozenset(), 0)
@@ -75,7 +75,7 @@ def test_every_key_is_compared_whichever_is_met() -> None:
     """Time must not tell which entry matched, nor whether one did."""
     compared: list[str] = []
 
-    class Spy(Entry):
+    class Spy(KeyEntry):
         def matches(self, digest: bytes) -> bool:
             compared.append(self.tenant.name)
             return super().matches(digest)

@@ -9,14 +9,14 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from kvmesh.errors import InvalidRequest
-from services.gateway.text.chat import ChatTemplates, Message
+from services.gateway.text.chat import ChatTemplates, TemplateMessage
 from tests.gateway.tokenizers_made import CHAT_TEMPLATE
 
 MESSAGES = [
-    Message("system", "Be <brief> & kind."),
-    Message("user", '  Hällo 🦊 "you"\n'),
-    Message("assistant", "Hi"),
-    Message("user", "Bye"),
+    TemplateMessage("system", "Be <brief> & kind."),
+    TemplateMessage("user", '  Hällo 🦊 "you"\n'),
+    TemplateMessage("assistant", "Hi"),
+    TemplateMessage("user", "Bye"),
 ]
 NAMED = {"bos_token": "<s>", "eos_token": "</s>"}
 TEMPLATES = {
@@ -38,7 +38,7 @@ TEMPLATES = {
 }
 
 
-def render(template: str, messages: list[Message] = MESSAGES, **named: str) -> str:
+def render(template: str, messages: list[TemplateMessage] = MESSAGES, **named: str) -> str:
     now = datetime.datetime(2026, 1, 2, 3, 4)
     return ChatTemplates({"default": template}, NAMED | named).render(messages, lambda: now)
 

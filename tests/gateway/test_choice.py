@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.text.completion import Answer, Delta
+from services.gateway.text.completion import Completion, Delta
 from services.gateway.text.stops import StopMatcher, StopStrings
 from services.gateway.text.tokenizer import Tokenizer
 from tests.gateway import tokenizers_made
@@ -14,12 +14,12 @@ TOKENIZER = Tokenizer(tokenizers_made.byte_level(), {}, {})
 EOS = TOKENIZER.encode("<|im_end|>", add_special_tokens=False)[0]
 
 
-def answer(stops: list[str]) -> Answer:
+def answer(stops: list[str]) -> Completion:
     matcher = StopMatcher(StopStrings(stops)) if stops else None
-    return Answer(TOKENIZER.detokenizer((), opens=True), matcher, {EOS})
+    return Completion(TOKENIZER.detokenizer((), opens=True), matcher, {EOS})
 
 
-def feed(grows: Answer, ids: list[int], sizes: list[int], *, logprobs: bool) -> list[Delta]:
+def feed(grows: Completion, ids: list[int], sizes: list[int], *, logprobs: bool) -> list[Delta]:
     deltas, at = [], 0
     while at < len(ids) and not grows.finish:
         part = ids[at : at + sizes[at % len(sizes)]]

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from kvmesh.errors import HandoffLost, InternalError, InvalidRequest, KvmeshError, Overloaded, Unavailable
 from kvmesh.kvcache.keys import Namespace, chain_tip, pack_tokens
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, decode_pb2
-from services.gateway.attempts import Choice
-from services.gateway.recovery import Failure, Patience, Plan, Recovery
-from services.gateway.resume_point import Carried
-from services.gateway.text.completion import Alternatives, Answer, Delta, TokenLogprob
+from services.gateway.attempts import AnswerAttempts
+from services.gateway.recovery import AttemptRecovery, Failure, RecoveryPatience, RecoveryPlan
+from services.gateway.resume_point import ResumePoint
+from services.gateway.text.completion import Alternatives, Completion, Delta, TokenLogprob
 from services.gateway.text.prepare import Prepared
 from services.gateway.text.stops import StopMatcher, StopStrings
 from services.gateway.text.tokenizer import Tokenizer
@@ -35,16 +35,21 @@ def failure(
     return Failure(error, "decode-0", answered, fresh, delivered, taken)
 
 
-def patience(**more: Any) -> Patience:
-    return Patience(**({"max_retries": 2, "reach_s": 5.0, "max_migrations": 3, "migration_timeout_s": 30.0} | more))
+def patience(**more: Any) -> RecoveryPatience:
+    return RecoveryPatience(
+        **({"max_retries": 2, "reach_s": 5.0, "max_migrations": 3, "migration_timeout_s": 30.0} | more)
+    )
 
 
 # ── what is decided ───────────────────────────────────────────────────────────────────────────────
 
 
 def test_before_the_first_token_there_are_so_many_retries() -> None:
-    one = Recovery(patience())
-    assert [one.failed(failure(answered=0), 0.0, 1.0) for _ in range(2)] == [Plan(0.05, True), Plan(0.2, True)]
+    one = AttemptRecovery(patience())
+    assert [one.failed(failure(answered=0), 0.0, 1.0) for _ in range(2)] == [
+        RecoveryPlan(0.05, True),
+        RecoveryPlan(0.2, True),
+    ]
     with pytest.raises(HandoffLost, match=r"^decode-0 is lost$"):
         one.failed(failure(answered=0), 0.0, 1.0)
     assert one.migrations == 0
@@ -52,7 +57,7 @@ def test_before_the_first_token_there_are_so_many_retries() -> None:
 
 def test_before_the_first_token_who_cannot_be_reached_counts_by_time() -> None:
     """The mesh has not noticed yet that they are gone."""
-    one, now = Recovery(patience()), 100.0
+    one, now = AttemptRecovery(patience()), 100.0
     gone = failure(Unavailable("cannot be reached"), answered=0, taken=False)
     for _ in range(6):
         now += one.failed(gone, now, 1.0).delay_s
@@ -60,7 +65,7 @@ def test_before_the_first_token_who_cannot_be_reached_counts_by_time() -> None:
     one.failed(failure(answered=0), 103.9, 1.0)  # an instance that had it
     with pytest.raises(Unavailable, match=r"^cannot be reached$"):
         one.failed(gone, 104.1, 1.0)
-    slow = Recovery(patience())
+    slow = AttemptRecovery(patience())
     for _ in range(2):  # however long each attempt took
         now += 10.0 + slow.failed(gone, now, 1.0).delay_s
     with pytest.raises(Unavailable, match=r"^cannot be reached$"):
@@ -68,16 +73,16 @@ def test_before_the_first_token_who_cannot_be_reached_counts_by_time() -> None:
 
 
 def test_without_migration_only_what_nobody_has_seen_is_made_anew() -> None:
-    one = Recovery(patience(max_migrations=0))
+    one = AttemptRecovery(patience(max_migrations=0))
     assert one.failed(failure(fresh=5, delivered=False), 0.0, 1.0).anew
     with pytest.raises(HandoffLost, match=r"^decode-0 is lost$"):
         one.failed(failure(fresh=5), 0.0, 1.0)
 
 
 def test_a_loss_is_gone_on_with_at_once_and_so_many_times() -> None:
-    one = Recovery(patience(max_migrations=2))
+    one = AttemptRecovery(patience(max_migrations=2))
     for _ in range(2):
-        assert one.failed(failure(fresh=2), 0.0, 1.0) == Plan(0.0, False)
+        assert one.failed(failure(fresh=2), 0.0, 1.0) == RecoveryPlan(0.0, False)
         one.went_on()
     with pytest.raises(HandoffLost) as caught:
         one.failed(failure(answered=9, fresh=2), 0.0, 1.0)
@@ -88,7 +93,7 @@ def test_a_loss_is_gone_on_with_at_once_and_so_many_times() -> None:
 
 
 def test_until_its_next_token_it_is_placed_again_and_again_for_a_while() -> None:
-    one, now, delays = Recovery(patience()), 100.0, []
+    one, now, delays = AttemptRecovery(patience()), 100.0, []
     one.failed(failure(fresh=5), now, 1.0)
     nobody = failure(Unavailable("no decode instance is ready"), taken=False)
     for _ in range(17):
@@ -103,7 +108,7 @@ def test_until_its_next_token_it_is_placed_again_and_again_for_a_while() -> None
 
 def test_few_instances_may_fail_what_goes_on() -> None:
     """It may be the request that kills them."""
-    one = Recovery(patience())
+    one = AttemptRecovery(patience())
     one.failed(failure(fresh=5), 0.0, 1.0)
     for error in (LOST, Overloaded("no pages"), LOST, Overloaded("no pages")):
         one.failed(failure(error), 0.0, 1.0)
@@ -112,7 +117,7 @@ def test_few_instances_may_fail_what_goes_on() -> None:
 
 
 def test_new_tokens_begin_the_count_anew() -> None:
-    one = Recovery(patience(max_migrations=9))
+    one = AttemptRecovery(patience(max_migrations=9))
     for _ in range(5):
         one.failed(failure(fresh=1), 0.0, 1.0)
         assert one.failed(failure(), 0.0, 1.0).delay_s == 0.05
@@ -121,7 +126,7 @@ def test_new_tokens_begin_the_count_anew() -> None:
 
 
 def test_what_is_not_retryable_ends_it() -> None:
-    one = Recovery(patience())
+    one = AttemptRecovery(patience())
     with pytest.raises(InternalError, match=r"^logits"):
         one.failed(failure(InternalError("logits are not finite"), fresh=3), 0.0, 1.0)
     one.failed(failure(fresh=3), 0.0, 1.0)
@@ -143,7 +148,7 @@ def prepared(ids: list[int]) -> Prepared:
     parts=st.lists(st.lists(st.integers(0, 400), max_size=9), max_size=5),
 )
 def test_keys_go_on_as_if_all_had_been_prompt(prompt: list[int], parts: list[list[int]]) -> None:
-    carried, said = Carried(prepared(prompt), BLOCK), array("I")
+    carried, said = ResumePoint(prepared(prompt), BLOCK), array("I")
     for part in parts:
         said.extend(part)
         carried.extend(said)
@@ -178,13 +183,13 @@ class Owner:
     silent: frozenset[int] = frozenset({EOS})
     credit_tokens: int = 8
     block_tokens: int = BLOCK
-    patience: Patience = field(default_factory=lambda: patience(max_migrations=100))
+    patience: RecoveryPatience = field(default_factory=lambda: patience(max_migrations=100))
 
-    def touch(self, choice: Choice) -> None: ...
+    def touch(self, choice: AnswerAttempts) -> None: ...
 
-    def new_answer(self, prompt: Prepared) -> Answer:
+    def new_answer(self, prompt: Prepared) -> Completion:
         matcher = StopMatcher(StopStrings(self.stops)) if self.stops else None
-        return Answer(TOKENIZER.detokenizer((), opens=True), matcher, self.silent)
+        return Completion(TOKENIZER.detokenizer((), opens=True), matcher, self.silent)
 
 
 @dataclass
@@ -210,13 +215,13 @@ class Seen:
         return tokens
 
 
-def choice_of(owner: Owner, max_tokens: int, prompt: list[int] | None = None) -> Choice:
-    choice = Choice(owner, 0, prepared(prompt or [7, 8, 9, 10, 11]), 1, max_tokens)  # type: ignore[arg-type]
+def choice_of(owner: Owner, max_tokens: int, prompt: list[int] | None = None) -> AnswerAttempts:
+    choice = AnswerAttempts(owner, 0, prepared(prompt or [7, 8, 9, 10, 11]), 1, max_tokens)  # type: ignore[arg-type]
     begin(choice)
     return choice
 
 
-def begin(choice: Choice) -> Lane:
+def begin(choice: AnswerAttempts) -> Lane:
     choice.placement = conductor_pb2.Placement(
         prefill=common_pb2.InstanceRef(instance_id="p"), decode=common_pb2.InstanceRef(instance_id="d")
     )
@@ -229,7 +234,7 @@ def told(owner: Owner, token: int) -> Alternatives | None:
     return (-float(token), ((token, -1.0),)) if owner.wants_logprobs else None
 
 
-def answer(owner: Owner, ids: list[int], breaks: set[int], every: int) -> tuple[Seen, Choice]:
+def answer(owner: Owner, ids: list[int], breaks: set[int], every: int) -> tuple[Seen, AnswerAttempts]:
     """An engine that says `ids`; attempts die at the positions of `breaks`, and the client looks now and then."""
     choice, seen = choice_of(owner, len(ids)), Seen()
     breaks = set(breaks)

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer as Inner
 from tokenizers.processors import TemplateProcessing
 
-from services.gateway.text.chat import ChatTemplates, Message
+from services.gateway.text.chat import ChatTemplates, TemplateMessage
 from services.gateway.text.tokenizer import Tokenizer
 from tests.gateway import tokenizers_made
 
@@ -43,7 +43,9 @@ def test_prompts_get_what_transformers_adds(tmp_path: Path, in_tokenizer: bool, 
     assert ids == theirs(TEXT).input_ids
     assert ids.count(1) == int(in_tokenizer)
 
-    rendered = ChatTemplates(ours.templates, ours.named_tokens).render([Message("user", TEXT)], datetime.datetime.now)
+    rendered = ChatTemplates(ours.templates, ours.named_tokens).render(
+        [TemplateMessage("user", TEXT)], datetime.datetime.now
+    )
     ids = ours.encode(rendered, add_special_tokens=False)
     expected = theirs.apply_chat_template([{"role": "user", "content": TEXT}], add_generation_prompt=True)
     assert ids == expected["input_ids"] and ids.count(1) == 1

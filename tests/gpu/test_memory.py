@@ -11,7 +11,7 @@ import torch
 
 from kvmesh.errors import ConfigError
 from kvmesh.kvcache.layout import ShardLayout
-from kvmesh.ranks.worker.device import Done
+from kvmesh.ranks.worker.device import CopiesDone
 from kvmesh.transfer import EngineConfig, TransferEngine
 from tests.gpu import NEEDS_GPU
 
@@ -32,7 +32,7 @@ def memory() -> Iterator[Any]:
         made.close()
 
 
-def waited(memory: Any, said: list[Done]) -> Done:
+def waited(memory: Any, said: list[CopiesDone]) -> CopiesDone:
     deadline = time.monotonic() + 30
     while not said:
         assert time.monotonic() < deadline
@@ -45,7 +45,7 @@ def test_a_copy_sees_what_was_launched_before_it_and_is_seen_once_it_is_answered
     assert memory.extents.is_pinned() and memory.pages.is_cuda
     pairs_out = [(memory.extents[i], memory.pages[i]) for i in range(BLOCKS)]
     busy = torch.randn(8192, 8192, device="cuda")
-    said: list[Done] = []
+    said: list[CopiesDone] = []
     for value in (1.0, 2.0):
         for _ in range(10):
             busy = busy @ busy * 1e-4  # keeps the steps' stream busy while the copy is asked for
@@ -63,7 +63,7 @@ def test_a_copy_sees_what_was_launched_before_it_and_is_seen_once_it_is_answered
 def test_blocks_that_are_not_finite_are_named(memory: Any) -> None:
     memory.pages[5, 3, 1, 2, 7, 9] = torch.nan
     memory.pages[8, 0, 0, 0, 0, 0] = torch.inf
-    said: list[Done] = []
+    said: list[CopiesDone] = []
     memory.copy([(memory.extents[i], memory.pages[i]) for i in (4, 5, 8)], said.append, into_pages=False, check=True)
     assert waited(memory, said).bad == (1, 2)
 

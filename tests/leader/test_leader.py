@@ -26,7 +26,7 @@ from kvmesh.leader.leader import (
     Heard,
     Held,
     Lead,
-    Leader,
+    LeaderMachine,
     Refused,
     Release,
     Rise,
@@ -94,7 +94,7 @@ class Redis:
 
 @dataclass
 class Master:
-    leader: Leader
+    leader: LeaderMachine
     offset: float
     rate: float
     paused: bool = False
@@ -129,7 +129,7 @@ class Master:
 class Mesh(RuleBasedStateMachine):
     """`now` is the true time; each master has a clock of its own, a little fast or slow."""
 
-    kind: type[Leader] = Leader
+    kind: type[LeaderMachine] = LeaderMachine
 
     def __init__(self) -> None:
         super().__init__()
@@ -302,7 +302,7 @@ class Mesh(RuleBasedStateMachine):
                 for who in range(MASTERS):
                     self._settle(who)
         assert leader.leader.leads(leader.clock(self.now))
-        # Above that, the node itself takes the leader's lower term after a while: see kvmesh.rpc.terms.Terms.
+        # Above that, the node itself takes the leader's lower term after a while: see kvmesh.rpc.terms.LeaderTerms.
         assert leader.leader.term >= self.node_term or self.node_term > MOST
         for master in self.masters:
             if master is not leader:
@@ -317,17 +317,17 @@ def test_at_most_one_master_leads_whatever_happens() -> None:
     run_state_machine_as_test(Mesh, settings=SETTINGS)
 
 
-class CountsFromTheAnswer(Leader):
+class CountsFromTheAnswer(LeaderMachine):
     def _counted_from(self, asked: float, answered: float) -> float:
         return answered
 
 
-class NeverLooksAtTheClock(Leader):
+class NeverLooksAtTheClock(LeaderMachine):
     def leads(self, now: float) -> bool:
         return self.role is Role.LEADING
 
 
-class TrustsAnyRedis(Leader):
+class TrustsAnyRedis(LeaderMachine):
     def step(self, event: Event, now: float) -> list[Action]:  # type: ignore[override]
         if isinstance(event, Granted):
             event = Granted(event.number, event.term, False)
@@ -335,7 +335,7 @@ class TrustsAnyRedis(Leader):
 
 
 @pytest.mark.parametrize("broken", [CountsFromTheAnswer, NeverLooksAtTheClock, TrustsAnyRedis])
-def test_a_broken_leader_is_found(broken: type[Leader]) -> None:
+def test_a_broken_leader_is_found(broken: type[LeaderMachine]) -> None:
     mesh = type("Broken", (Mesh,), {"kind": broken})
     searching = settings(
         SETTINGS, max_examples=2000, report_multiple_bugs=False, phases=[Phase.generate], database=None
@@ -347,9 +347,9 @@ def test_a_broken_leader_is_found(broken: type[Leader]) -> None:
 # ── one step at a time ────────────────────────────────────────────────────────────────────────────
 
 
-def leading(now: float = 0.0) -> Leader:
+def leading(now: float = 0.0) -> LeaderMachine:
     """With the lease of term 5 since `now`."""
-    leader = Leader(LEASE)
+    leader = LeaderMachine(LEASE)
     [ask] = leader.step(Tick(), now)
     assert isinstance(ask, Ask)
     assert leader.step(Granted(ask.number, 5, False), now) == [Lead(5)]
@@ -379,7 +379,7 @@ def test_a_leader_rises_above_a_higher_term_and_goes_on_leading() -> None:
 @pytest.mark.parametrize("lease_s", [None, LEASE])
 @pytest.mark.parametrize("term", [1001, MAX_TERM - 1, MAX_TERM, 1 << 40])
 def test_a_term_that_is_not_credible_changes_nothing(term: int, lease_s: float | None) -> None:
-    leader = leading() if lease_s else Leader(None)
+    leader = leading() if lease_s else LeaderMachine(None)
     leader.step(Tick(), 0.0)
     before = leader.term
     assert leader.step(Heard(term, stranger=True, most=1000), 0.1) == []
@@ -388,7 +388,7 @@ def test_a_term_that_is_not_credible_changes_nothing(term: int, lease_s: float |
 
 
 def test_a_liar_makes_terms_rise_so_often_and_no_more() -> None:
-    leader = Leader(None)
+    leader = LeaderMachine(None)
     leader.step(Tick(), 0.0)
     rises = sum(len(leader.step(Heard(leader.term + 1), at / 1000)) for at in range(10_000))
     assert rises <= RISES + 10 / RISE_EVERY_S + 1
@@ -396,7 +396,7 @@ def test_a_liar_makes_terms_rise_so_often_and_no_more() -> None:
 
 
 def test_a_floor_that_redis_refuses_is_forgotten() -> None:
-    leader = Leader(LEASE)
+    leader = LeaderMachine(LEASE)
     [ask] = leader.step(Heard(500), 0.0)
     assert isinstance(ask, Ask) and ask.floor == 500
     assert leader.step(Refused(ask.number, 7), 0.1) == []
@@ -407,8 +407,8 @@ def test_a_floor_that_redis_refuses_is_forgotten() -> None:
 
 def test_no_leader_begins_at_the_maximum() -> None:
     with pytest.raises(ValueError, match="first="):
-        Leader(None, first=MAX_TERM)
-    leader = Leader(LEASE)
+        LeaderMachine(None, first=MAX_TERM)
+    leader = LeaderMachine(LEASE)
     [ask] = leader.step(Tick(), 0.0)
     assert isinstance(ask, Ask)
     assert leader.step(Granted(ask.number, MAX_TERM, False), 0.1) == [] and leader.role is Role.STANDBY
@@ -428,8 +428,8 @@ def test_answers_to_requests_of_a_lease_that_is_over_prolong_nothing() -> None:
 
 
 def test_without_redis_one_leads_at_once_and_above_all_that_nodes_have_heard() -> None:
-    assert Leader(None, first=77).step(Tick(), 0.0) == [Lead(77)]
-    leader = Leader(None)
+    assert LeaderMachine(None, first=77).step(Tick(), 0.0) == [Lead(77)]
+    leader = LeaderMachine(None)
     assert leader.step(Tick(), 0.0) == [Lead(1)]
     assert leader.leads(1e9)
     assert leader.step(Heard(7), 1.0) == [Rise(8)]
@@ -440,7 +440,7 @@ def test_without_redis_one_leads_at_once_and_above_all_that_nodes_have_heard() -
 
 def test_an_unsure_lease_is_not_given_back() -> None:
     """Redis would give a sure one at once, while one whom it has forgotten may still lead."""
-    waiting, late = Leader(LEASE), Leader(LEASE)
+    waiting, late = LeaderMachine(LEASE), LeaderMachine(LEASE)
     for leader in (waiting, late):
         [ask] = leader.step(Tick(), 0.0)
         assert isinstance(ask, Ask)

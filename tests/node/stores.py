@@ -16,7 +16,7 @@ import psutil
 
 from kvmesh.blockservice.blocks import Blocks
 from kvmesh.blockservice.partitions import OnePartition, Partition
-from kvmesh.blockservice.peer_segments import Segments
+from kvmesh.blockservice.peer_segments import PeerSegments
 from kvmesh.blockservice.tiers.parts import TierSettings
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
@@ -99,7 +99,7 @@ class Node:
         self.incarnation = incarnation
         self.address = ""
         self.rank = RankClient(0, self._said, self._lost)
-        self.segments = Segments([self.rank])
+        self.segments = PeerSegments([self.rank])
         self.store = NodeStore(total, lease_seed=incarnation)
         self.pulled: dict[int, asyncio.Future[Pulled]] = {}
         self._raw: dict[int, asyncio.Future[m.PullEnded]] = {}

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from kvmesh.blockservice import replica_tracker as elsewhere
-from kvmesh.blockservice.replica_tracker import Elsewhere
+from kvmesh.blockservice.replica_tracker import ReplicaTracker
 from kvmesh.kvcache.size_classes import BYTES
 from kvmesh.pool.partitions import PoolPartitions
 from kvmesh.rpc import channels
@@ -44,9 +44,9 @@ def asker(
     master: str,
     clock: Callable[[], float] = time.monotonic,
     below: Callable[[str, bytes], bool] = lambda layout, key: False,
-) -> Elsewhere:
+) -> ReplicaTracker:
     assert a.blocks is not None
-    return Elsewhere(a.name, a.blocks.partitions, below, Masters(master), lambda: True, clock)
+    return ReplicaTracker(a.name, a.blocks.partitions, below, Masters(master), lambda: True, clock)
 
 
 async def test_what_others_have_goes_first() -> None:
@@ -122,7 +122,7 @@ async def test_whole_runs_of_a_pool_go_first_when_others_have_all_that_is_in_the
             await each.join()
             each.seal(keys)
             await each.announce()
-        asking = Elsewhere("a", made, lambda layout, key: False, Masters(service.address), lambda: True)
+        asking = ReplicaTracker("a", made, lambda layout, key: False, Masters(service.address), lambda: True)
         assert await asking.turn()
         await asking._caller.close()
         seal_in(made, keys_of(*range(300, 400)))

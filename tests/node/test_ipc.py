@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
-from kvmesh.ranks.ipc import HEADER, Frames, RankPort, frame
+from kvmesh.ranks.ipc import HEADER, RankFrames, RankPort, frame
 
 LAYOUT = ShardLayout(2, 1, 16, 8, 4)
 SAMPLING = m.Sampling(0.5, 0.9, 3, 7, -1)
@@ -29,14 +29,14 @@ EXAMPLES: list[m.ToRank] = [
 @given(st.lists(st.sampled_from(EXAMPLES), max_size=8), st.integers(1, 64))
 def test_messages_survive_any_cutting_of_the_stream(messages: list[m.ToRank], piece: int) -> None:
     data = b"".join(frame(x) for x in messages)
-    frames = Frames(m.ToRank)
+    frames = RankFrames(m.ToRank)
     got = [x for i in range(0, len(data), piece) for x in frames.feed(data[i : i + piece])]
     assert got == messages
 
 
 def test_a_frame_no_peer_of_this_build_sends_is_refused() -> None:
     with pytest.raises(ValueError, match="frame of"):
-        Frames(m.ToRank).feed(HEADER.pack(1 << 31))
+        RankFrames(m.ToRank).feed(HEADER.pack(1 << 31))
 
 
 def test_the_rank_ends_when_its_front_is_gone() -> None:

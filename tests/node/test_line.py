@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvmesh.errors import DeadlinePassed, KvmeshError, Overloaded
-from kvmesh.membership.control_client import DOORLESS_S, Line
+from kvmesh.membership.control_client import DOORLESS_S, ControlClient
 from kvmesh.rpc.fastpath import frames
-from kvmesh.rpc.fastpath.control import ControlDoor
+from kvmesh.rpc.fastpath.control import ControlFastPath
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
 from kvmesh.rpc.pb import doors_pb2, doors_pb2_grpc
@@ -40,7 +40,7 @@ class There:
 
     def __post_init__(self) -> None:
         pb_grpc.add_NodeStoreServicer_to_server(self.desk, self.server.grpc)
-        self.door = ControlDoor(SERVICE, self.desk, ("Lease", "Put"), 0)
+        self.door = ControlFastPath(SERVICE, self.desk, ("Lease", "Put"), 0)
 
 
 @contextlib.asynccontextmanager
@@ -56,12 +56,12 @@ async def there(port: int = 0) -> AsyncIterator[There]:
         await made.server.stop(0)
 
 
-async def leased(line: Line, timeout_s: float = LONG_S) -> bytes:
+async def leased(line: ControlClient, timeout_s: float = LONG_S) -> bytes:
     answer = await line.say("Lease", pb.LeaseRequest(keys=b"k"), timeout_s)
     return bytes(answer.held)
 
 
-async def by_door(line: Line, door: ControlDoor) -> None:
+async def by_door(line: ControlClient, door: ControlFastPath) -> None:
     async def connected() -> bool:
         assert await leased(line) == b"k"
         return len(door) == 1
@@ -70,7 +70,7 @@ async def by_door(line: Line, door: ControlDoor) -> None:
 
 
 async def test_it_follows_a_service_through_its_lives() -> None:
-    line = Line(SERVICE)
+    line = ControlClient(SERVICE)
     async with there() as one:
         address = one.server.address
         line.dial(address)
@@ -120,7 +120,7 @@ async def test_a_door_that_swallows_calls_is_left_alone_for_a_while() -> None:
     listening = await asyncio.start_server(swallows.greet, "127.0.0.1", 0)
     swallows.port = listening.sockets[0].getsockname()[1]
     await server.start()
-    line = Line(SERVICE, clock)
+    line = ControlClient(SERVICE, clock)
     try:
 
         async def swallowed() -> bool:

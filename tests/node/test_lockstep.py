@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvmesh.errors import InternalError
 from kvmesh.ranks import protocol as m
-from kvmesh.ranks.lockstep import SHARED, Follower, Leader, Turn, Turns, check
+from kvmesh.ranks.lockstep import SHARED, Follower, LockstepLeader, LockstepTurns, Turn, check
 
 SAMPLING = m.Sampling(0.0, 1.0, 0, 1)
 
@@ -84,7 +84,7 @@ class Rank:
     def __init__(self, commands: list[m.ToRank], lead: bool) -> None:
         self.model = Model()
         self.todo = list(commands)
-        self.order: Leader | Follower = Leader() if lead else Follower()
+        self.order: LockstepLeader | Follower = LockstepLeader() if lead else Follower()
         self.turns: list[Turn] = []
 
     def arrive(self, count: int) -> None:
@@ -92,7 +92,7 @@ class Rank:
         del self.todo[:count]
 
     def lead(self) -> Turn | None:
-        assert isinstance(self.order, Leader)
+        assert isinstance(self.order, LockstepLeader)
         while (message := self.order.next()) is not None:
             self.model.take(message)
         turn = self.order.turn(self.model.wants, self.model.due, *self.model.stand)
@@ -176,7 +176,7 @@ def test_what_no_step_depends_on_waits_behind_what_the_leader_has_not_announced(
 
 def test_turns_cross_the_wire_in_any_pieces() -> None:
     said = [Turn(3, True, True, 9, 2), Turn(2**40, False, False, 0, 0), Turn(5, True, False, 8, 1)]
-    wire, turns = b"".join(turn.encode() for turn in said), Turns()
+    wire, turns = b"".join(turn.encode() for turn in said), LockstepTurns()
     assert [turn for i in range(0, len(wire), 7) for turn in turns.feed(wire[i : i + 7])] == said
 
 

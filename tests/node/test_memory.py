@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvmesh.ranks.worker import prefault as memory
-from kvmesh.ranks.worker.prefault import Ahead
+from kvmesh.ranks.worker.prefault import PrefaultAhead
 from kvmesh.transfer import EngineConfig, Region, TransferEngine
 from tests.transfer.conftest import until
 
@@ -34,7 +34,7 @@ def test_pages_come_ahead_of_their_use_and_no_further(engine: TransferEngine) ->
     assert region.memory is not None
     data = random.Random(3).randbytes(3 * MIB)
     region.memory[: len(data)] = data
-    ahead = Ahead(region, 2 * MIB, AHEAD)
+    ahead = PrefaultAhead(region, 2 * MIB, AHEAD)
     before = there(engine)
     for end in (3 * MIB, MIB, 9 * MIB + 5, NBYTES - 1):
         ahead.used(end)
@@ -55,7 +55,7 @@ def test_a_kernel_that_gives_none_is_asked_once(engine: TransferEngine, monkeypa
 
     monkeypatch.setattr(memory, "populate", none)
     region: Region = engine.allocate(NBYTES)
-    ahead = Ahead(region, 0, AHEAD)
+    ahead = PrefaultAhead(region, 0, AHEAD)
     ahead.used(1)
     until(lambda: len(asked) == 1, "it was asked")
     ahead.close()

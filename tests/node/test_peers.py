@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvmesh.blockservice import peers as peers_module
-from kvmesh.blockservice.peer_segments import Segments
+from kvmesh.blockservice.peer_segments import PeerSegments
 from kvmesh.blockservice.peers import Peers
 from kvmesh.errors import TransferError
 from kvmesh.ranks import protocol as m
@@ -16,7 +16,7 @@ from tests.node.test_segments import Ear, descriptor
 
 @pytest.fixture
 async def peers() -> AsyncIterator[Peers]:
-    made = Peers(Segments([Ear()]))
+    made = Peers(PeerSegments([Ear()]))
     yield made
     await made.close()
 

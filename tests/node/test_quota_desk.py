@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from kvmesh.blockservice.partitions import OnePartition, Partition
-from kvmesh.blockservice.quota_enforcer import QuotaDesk
+from kvmesh.blockservice.quota_enforcer import QuotaEnforcer
 from kvmesh.kvcache import quotas
 from kvmesh.kvcache.node_store import NodeStore
 
@@ -20,7 +20,7 @@ async def test_an_excess_goes_in_turns_of_the_loop(monkeypatch: pytest.MonkeyPat
     store.begin(keys)
     for key in keys:
         store.seal(key)
-    desk = QuotaDesk(
+    desk = QuotaEnforcer(
         OnePartition(Partition("l", 4096, store, (0,))), lambda work, name: asyncio.create_task(work, name=name)
     )
     left: list[int] = []

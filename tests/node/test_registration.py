@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvmesh.errors import UnknownInstance
-from kvmesh.membership.membership import Peer, Told
+from kvmesh.membership.membership import Acknowledged, MembershipPeer
 from kvmesh.membership.registrar import Registrar
 from kvmesh.rpc import channels, protocol
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, store_pb2, store_pb2_grpc
@@ -358,7 +358,7 @@ async def test_with_nobody_there_it_ends_quietly() -> None:
         assert instance.registrar.registered == {"conductor": False, "store": False}
 
 
-class NeverBeats(Peer):
+class NeverBeats(MembershipPeer):
     """Enters, and fails with its first beat."""
 
     name = "nobody"
@@ -370,10 +370,10 @@ class NeverBeats(Peer):
         self.failures: list[int] = []
         self._stop = stop
 
-    async def _enter(self, channel: Any, timeout_s: float) -> Told:
-        return Told(10, 1000)
+    async def _enter(self, channel: Any, timeout_s: float) -> Acknowledged:
+        return Acknowledged(10, 1000)
 
-    async def _beat(self, line: Any, timeout_s: float) -> Told:
+    async def _beat(self, line: Any, timeout_s: float) -> Acknowledged:
         raise RuntimeError("a bug")
 
     async def _goodbye(self, line: Any, timeout_s: float) -> None:

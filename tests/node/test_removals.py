@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvmesh.blockservice import removal_applier as removal_desk
 from kvmesh.blockservice.partitions import OnePartition, Partition
-from kvmesh.blockservice.removal_applier import FILE, RemovalDesk
-from kvmesh.blockservice.removals import Gone, Removals, Tombstone
+from kvmesh.blockservice.removal_applier import FILE, RemovalApplier
+from kvmesh.blockservice.removals import NotHere, Removals, Tombstone
 from kvmesh.errors import ConfigError, Unavailable
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.rpc.pb import store_pb2 as pb_store
@@ -111,7 +111,7 @@ class Bench:
         self.partitions = OnePartition(Partition("l", 4096, self.store, (0,)))
         self.below: set[bytes] = set()
         self.broken = False
-        self.desk = RemovalDesk(self.partitions, self.forget, lambda: sorted(self.below), folder)
+        self.desk = RemovalApplier(self.partitions, self.forget, lambda: sorted(self.below), folder)
 
     async def forget(self, keys: Sequence[bytes], /) -> int:
         here = {key for key, was in zip(keys, self.store.remove(keys), strict=True) if was}
@@ -140,22 +140,22 @@ async def test_whoever_keeps_copies_elsewhere_hears_of_each_block_while_it_goes(
     made = Bench()
     keys = keys_of(*"abcde")
     made.seal(*keys[:4])
-    heard: list[Gone] = []
+    heard: list[NotHere] = []
 
-    def listen(gone: Gone) -> None:
+    def listen(gone: NotHere) -> None:
         assert all(made.store.holds(key) for key in gone.keys), "not a turn later"
         heard.append(gone)
 
     made.desk.listeners.append(listen)
     assert await made.desk.remove(keys[:3]) == 3
-    assert heard == [Gone(frozenset(keys[:2])), Gone(frozenset(keys[2:3]))]
+    assert heard == [NotHere(frozenset(keys[:2])), NotHere(frozenset(keys[2:3]))]
     heard.clear()
     assert await made.desk.remove((), prefix=keys[3][:2]) == 1
-    assert heard[0] == Gone(frozenset(), keys[3][:2]) and keys[3] in heard[1].keys
-    assert keys[3] in heard[0] and Gone(frozenset(keys[:2]), keys[4]).first(keys[2:]) == 2
+    assert heard[0] == NotHere(frozenset(), keys[3][:2]) and keys[3] in heard[1].keys
+    assert keys[3] in heard[0] and NotHere(frozenset(keys[:2]), keys[4]).first(keys[2:]) == 2
     heard.clear()
     await made.desk.apply([told(5)])
-    assert heard == [Gone(frozenset(), b"")] and keys[0] in heard[0]
+    assert heard == [NotHere(frozenset(), b"")] and keys[0] in heard[0]
 
 
 async def test_tombstones_reach_every_tier_once_and_are_remembered(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from kvmesh.engine.attention_torch import TorchAttention
 from kvmesh.engine.batch import Chosen, DecodeBatch, SampledToken, SampleParams
 from kvmesh.engine.config import AttentionSpec
 from kvmesh.ranks import protocol as m
-from kvmesh.ranks.worker.rows import Rows
+from kvmesh.ranks.worker.rows import RunningRows
 
 BLOCK, PAGES, VOCAB = 4, 32, 6
 SAMPLING = m.Sampling(0.0, 1.0, 0, 1)
@@ -92,7 +92,7 @@ def planned(backend: AttentionBackend, batch: DecodeBatch) -> list[object]:
 @settings(max_examples=150, deadline=None)
 @given(st.lists(JOINS, min_size=3, max_size=6), st.lists(ACTIONS, max_size=30))
 def test_columns_do_what_records_would(first: list[tuple[str, Any]], then: list[tuple[str, Any]]) -> None:
-    rows, records, kept = Rows(BLOCK), dict[int, Record](), backends()
+    rows, records, kept = RunningRows(BLOCK), dict[int, Record](), backends()
     for handle, (kind, what) in enumerate([*first, *then]):
         match kind, what:
             case "join", (context, token, pages, most, least, stop, scored, answered):
@@ -117,7 +117,7 @@ def test_columns_do_what_records_would(first: list[tuple[str, Any]], then: list[
         assert rows.live == sum(not record.stalled for record in records.values())
 
 
-def step(rows: Rows, records: dict[int, Record], kept: list[AttentionBackend], tokens: list[int]) -> None:
+def step(rows: RunningRows, records: dict[int, Record], kept: list[AttentionBackend], tokens: list[int]) -> None:
     full = {h for h, r in records.items() if not r.stalled and r.position >= len(r.pages) * BLOCK}
     for handle in full:
         records[handle].stalled = True

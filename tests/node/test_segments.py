@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvmesh.blockservice.peer_segments import Segments
+from kvmesh.blockservice.peer_segments import PeerSegments
 from kvmesh.errors import TransferError
 from kvmesh.ranks import protocol as m
 from kvmesh.transfer import SegmentDescriptor
@@ -24,7 +24,7 @@ def descriptor(name: str, token: str = "t") -> bytes:
 
 def test_open_at_every_rank_once_and_closed_by_the_last_user() -> None:
     ranks = [Ear(), Ear()]
-    segments = Segments(ranks)
+    segments = PeerSegments(ranks)
     d = descriptor("peer@1")
     assert segments.open(d) == segments.open(d) == "peer@1"
     segments.share("peer@1")
@@ -43,7 +43,7 @@ def test_open_at_every_rank_once_and_closed_by_the_last_user() -> None:
 
 def test_a_newer_descriptor_is_passed_on() -> None:
     ear = Ear()
-    segments = Segments([ear])
+    segments = PeerSegments([ear])
     old, new = descriptor("peer@1"), descriptor("peer@1", "other")
     for d in (old, new, new):
         segments.open(d)
@@ -52,7 +52,7 @@ def test_a_newer_descriptor_is_passed_on() -> None:
 
 def test_nonsense_opens_nothing() -> None:
     ear = Ear()
-    segments = Segments([ear])
+    segments = PeerSegments([ear])
     with pytest.raises(TransferError):
         segments.open(b"nonsense")
     assert not ear.heard and len(segments) == 0

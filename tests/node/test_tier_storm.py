@@ -11,7 +11,7 @@ import pytest
 
 from kvmesh.blockservice.leasing import Leasing
 from kvmesh.blockservice.partitions import Partition, holder
-from kvmesh.blockservice.removal_applier import RemovalDesk
+from kvmesh.blockservice.removal_applier import RemovalApplier
 from kvmesh.blockservice.tiers.parts import TierSettings
 from kvmesh.blockservice.tiers.tiering import Tiering
 from kvmesh.errors import Overloaded
@@ -157,7 +157,7 @@ class Storm:
         ref = pb_common.InstanceRef(instance_id="a", address="h:1", incarnation=1)
         self.tiering = self.disk.tiering = Tiering(settings, lambda: ref, [self.disk], self.partitions)
         self.leasing = Leasing(self.partitions)
-        self.desk = RemovalDesk(self.partitions, self.forget, self.tiering.named, None)
+        self.desk = RemovalApplier(self.partitions, self.forget, self.tiering.named, None)
         self.version = dict.fromkeys(KEYS, 0)  # of the last removal that was asked for
         self.gone: dict[bytes, int] = {}  # acknowledged: nothing put before may be read
         self.now = 1

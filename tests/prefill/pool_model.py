@@ -11,7 +11,7 @@ from collections import Counter, deque
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvmesh.blockservice.removals import Gone
+from kvmesh.blockservice.removals import NotHere
 from kvmesh.kvcache.sources import Pulled, PullJob
 from kvmesh.ranks import protocol as m
 from services.prefill import events as ev
@@ -146,7 +146,7 @@ class SharedPool(RuleBasedStateMachine):
         store.remove([one for one in keys if one in here])
         self.below.keys -= keys
         self.removed.update((one, self.wanted(one)) for one in keys)
-        self.step(ev.Removed(Gone(frozenset(() if by_prefix else keys), key if by_prefix else None)))
+        self.step(ev.Removed(NotHere(frozenset(() if by_prefix else keys), key if by_prefix else None)))
 
     def wanted(self, key: bytes) -> int:
         return sum(key in start.block_keys for start in self.starts.values())

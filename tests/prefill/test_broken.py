@@ -13,21 +13,21 @@ from kvmesh.kvcache.sources import Pulled
 from kvmesh.ranks import protocol as m
 from services.prefill.blocks import SharedBlocks
 from services.prefill.handoff import Handoff
-from services.prefill.handoff_table import Lives
+from services.prefill.handoff_table import HandoffTable
 from services.prefill.planner import Wait
 from tests.prefill.test_machine import Machine
 
 
 def pushes_before_the_load(patch: pytest.MonkeyPatch) -> None:
     """The push is told that pages are complete which are only being loaded."""
-    admit = Lives.admit
+    admit = HandoffTable.admit
 
-    def broken(self: Lives, handle: int) -> int | Wait:
+    def broken(self: HandoffTable, handle: int) -> int | Wait:
         found = admit(self, handle)
         self.handoffs[handle].ready_tokens = self.handoffs[handle].cached_tokens
         return found
 
-    patch.setattr(Lives, "admit", broken)
+    patch.setattr(HandoffTable, "admit", broken)
 
 
 def waits_for_ever(patch: pytest.MonkeyPatch) -> None:

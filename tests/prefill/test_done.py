@@ -2,17 +2,17 @@
 
 from kvmesh.ranks import protocol as m
 from services.prefill import events as ev
-from services.prefill.compute_progress import Done
+from services.prefill.compute_progress import ComputeProgress
 from services.prefill.planner import Chunk
 from tests.prefill.script import make_state
 
 
 def test_a_chunk_looks_at_all_before_it() -> None:
-    whole = Done().plus([Chunk(1, 0, 100, True)])
-    halves = Done().plus([Chunk(1, 0, 60, False)]).plus([Chunk(1, 60, 100, True)])
+    whole = ComputeProgress().plus([Chunk(1, 0, 100, True)])
+    halves = ComputeProgress().plus([Chunk(1, 0, 60, False)]).plus([Chunk(1, 60, 100, True)])
     assert (whole.tokens, whole.double_pairs) == (halves.tokens, halves.double_pairs) == (100, 10_000)
     assert (whole.steps, halves.steps) == (1, 2)
-    assert halves.since(whole) == Done(1, 0, 0)
+    assert halves.since(whole) == ComputeProgress(1, 0, 0)
 
 
 BLOCK = 4

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from kvmesh.blockservice.peer_segments import Segments
-from kvmesh.blockservice.removals import Gone
+from kvmesh.blockservice.peer_segments import PeerSegments
+from kvmesh.blockservice.removals import NotHere
 from kvmesh.instance.served_weights import ServedWeights
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.ranks import protocol as m
@@ -14,7 +14,7 @@ from services.prefill import events as ev
 from services.prefill import wire
 from services.prefill.rates import Rates
 from services.prefill.report import Reporter
-from services.prefill.runner import Runner
+from services.prefill.runner import PrefillRunner
 from tests.prefill.script import BOOT_NS, MS, make_state, prompt
 from tests.prefill.test_runner import Others, hinted
 from tests.services import until
@@ -33,8 +33,8 @@ def test_the_wire_counts_from_when_it_came_and_bounds_it() -> None:
 
 async def test_a_timer_begins_it() -> None:
     state, others = make_state(extents=8, depth=1), Others()
-    runner = Runner(
-        state, [others], Segments([others]), Reporter(state, "prefill-1"), ServedWeights("f00d"), lambda: None
+    runner = PrefillRunner(
+        state, [others], PeerSegments([others]), Reporter(state, "prefill-1"), ServedWeights("f00d"), lambda: None
     )
     runner.puller = others
     stream = runner.open_stream([])
@@ -95,7 +95,7 @@ def test_what_was_removed_meanwhile_is_not_fetched() -> None:
     hints = (PullRange("A", "A:1", 1, 0, 4),)
     start = ev.Start(2, 1, "r2", tokens, keys, m.Sampling(0.0, 1.0, 0, 0), pulls=hints, pull_at_ns=BOOT_NS + 30 * MS)
     assert not [a for a in state.step(start, BOOT_NS) if isinstance(a, ev.Pull)]
-    state.step(ev.Removed(Gone(frozenset({keys[2]}))), BOOT_NS)
+    state.step(ev.Removed(NotHere(frozenset({keys[2]}))), BOOT_NS)
     (pull,) = [a for a in state.step(ev.Tick(), BOOT_NS + 30 * MS) if isinstance(a, ev.Pull)]
     assert pull.job.keys == tuple(keys[:2])
     state.check_integrity()

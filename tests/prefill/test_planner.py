@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.prefill.planner import Line, PlanConfig, Planner, Wait, chunk_end
+from services.prefill.planner import PlanConfig, Planner, PrefillLine, Wait, chunk_end
 from services.prefill.state import Load, PrefillState
 from tests.prefill.script import Player, make_state
 
@@ -66,7 +66,7 @@ class Bench:
 
 
 def test_priority_then_arrival_and_waiting_wears_priority_off() -> None:
-    line = Line(priority_step_ns=1000)
+    line = PrefillLine(priority_step_ns=1000)
     line.add(1, 0, 0)
     line.add(2, -1, 500)
     line.add(3, 0, 0)

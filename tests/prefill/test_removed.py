@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvmesh.blockservice.removals import Gone
+from kvmesh.blockservice.removals import NotHere
 from kvmesh.ranks import protocol as m
 from kvmesh.rpc.pb import prefill_pb2 as pb
 from services.prefill import events as ev
@@ -39,7 +39,7 @@ def done(step: m.PrefillStep) -> ev.FromRank:
     return ev.FromRank(0, m.PrefillStepDone(step.step_id, BOOT_NS, BOOT_NS + 1, sampled))
 
 
-def remove(state: PrefillState, gone: Gone) -> None:
+def remove(state: PrefillState, gone: NotHere) -> None:
     state.store.remove([key for key in KEYS if key in gone])
     state.step(ev.Removed(gone), BOOT_NS)
     state.check_integrity()
@@ -48,14 +48,14 @@ def remove(state: PrefillState, gone: Gone) -> None:
 @pytest.mark.parametrize(
     ("gone", "kept"),
     [
-        (Gone(frozenset({KEYS[2]})), 2),
-        (Gone(frozenset(), KEYS[0]), 0),
-        (Gone(frozenset(), b""), 0),
-        (Gone(frozenset({b"another".ljust(16)})), 4),
+        (NotHere(frozenset({KEYS[2]})), 2),
+        (NotHere(frozenset(), KEYS[0]), 0),
+        (NotHere(frozenset(), b""), 0),
+        (NotHere(frozenset({b"another".ljust(16)})), 4),
     ],
     ids=["one", "prefix", "all", "another"],
 )
-def test_a_step_that_is_under_way(gone: Gone, kept: int) -> None:
+def test_a_step_that_is_under_way(gone: NotHere, kept: int) -> None:
     state = make_state(extents=16, chunk=64)
     _, step = start(state, 1)
     remove(state, gone)
@@ -71,7 +71,7 @@ def test_what_lies_in_pages_is_not_matched_any_more() -> None:
     state = make_state(extents=16, chunk=64)
     assert sealed_by(state, done(start(state, 1)[1])) == list(KEYS)
     state.step(ev.Cancel(1, "no more"), BOOT_NS)
-    remove(state, Gone(frozenset({KEYS[1]})))
+    remove(state, NotHere(frozenset({KEYS[1]})))
     assert state.cache.keys() == [KEYS[0]] and sorted(state.store.keys()) == [KEYS[0], *KEYS[2:]]
     _, step = start(state, 2)
     assert step.items[0].start == 4

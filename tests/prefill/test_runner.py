@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvmesh.blockservice.peer_segments import Segments
+from kvmesh.blockservice.peer_segments import PeerSegments
 from kvmesh.instance.served_weights import ServedWeights
 from kvmesh.kvcache.keys import pack_tokens
 from kvmesh.kvcache.sources import Pulled, PullJob
@@ -11,7 +11,7 @@ from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import prefill_pb2 as pb
 from services.prefill import events as ev
 from services.prefill.report import Reporter
-from services.prefill.runner import Runner
+from services.prefill.runner import PrefillRunner
 from tests.prefill.script import make_state
 
 
@@ -19,7 +19,7 @@ class Mortal:
     """A rank whose socket breaks under a PushCancel or PrefillStep, as RankClient.send notices it."""
 
     def __init__(self) -> None:
-        self.runner: Runner | None = None
+        self.runner: PrefillRunner | None = None
         self.dies = False
         self.dead = False
 
@@ -34,7 +34,9 @@ async def test_a_rank_that_is_lost_while_it_is_written_to() -> None:
     """The loss comes up inside of an event: it waits its turn, and every handoff still has one ending."""
     state, rank = make_state(), Mortal()
     reporter = Reporter(state, "prefill-1")
-    runner = rank.runner = Runner(state, [rank], Segments([rank]), reporter, ServedWeights("f00d"), lambda: None)
+    runner = rank.runner = PrefillRunner(
+        state, [rank], PeerSegments([rank]), reporter, ServedWeights("f00d"), lambda: None
+    )
     stream = runner.open_stream([])
     for handle in (1, 2):
         start = pb.StartPrefill(handle=handle, request_id=f"r{handle}", model_fingerprint="f00d")
@@ -82,7 +84,7 @@ def hinted(handle: int, keys: bytes, *holders: str) -> pb.StartPrefill:
 async def test_pulls_go_out_and_what_they_bring_is_reported() -> None:
     state, others = make_state(extents=8), Others()
     reporter = Reporter(state, "prefill-1")
-    runner = Runner(state, [others], Segments([others]), reporter, ServedWeights("f00d"), lambda: None)
+    runner = PrefillRunner(state, [others], PeerSegments([others]), reporter, ServedWeights("f00d"), lambda: None)
     runner.puller = others
     stream = runner.open_stream([])
     keys = bytes(range(48))

@@ -24,7 +24,7 @@ from kvmesh.rpc.masters import Caller, Masters
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
 from kvmesh.rpc.server import Server
-from kvmesh.rpc.terms import Terms
+from kvmesh.rpc.terms import LeaderTerms
 from kvmesh.storeclient.directory import Directory
 
 A, B, C = "a:1", "b:1", "c:1"
@@ -77,7 +77,7 @@ def test_two_that_name_each_other_do_not_send_us_round() -> None:
 
 
 def test_an_answer_of_yesterday_is_a_failure() -> None:
-    terms = Terms()
+    terms = LeaderTerms()
     made, other = Masters(f"{A},{B}", terms), Masters(f"{A},{B}", terms)
     other.succeeded(7)
     with pytest.raises(StaleTerm, match=r"6.*7"):

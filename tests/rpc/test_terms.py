@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 
 from kvmesh.errors import InvalidRequest, StaleTerm
-from kvmesh.rpc.terms import EARLIEST, EPOCH_S, FORGIVE_S, LATEST, MAX_JUMP, MAX_TERM, Terms, first_term, most_credible
+from kvmesh.rpc.terms import (
+    EARLIEST,
+    EPOCH_S,
+    FORGIVE_S,
+    LATEST,
+    MAX_JUMP,
+    MAX_TERM,
+    LeaderTerms,
+    first_term,
+    most_credible,
+)
 
 
 @pytest.mark.parametrize("now", [float("-inf"), -1e18, 0.0, 1.9e9, 3.7e9, 1e18])
@@ -19,7 +29,7 @@ def test_a_right_clock_is_what_terms_begin_with() -> None:
 
 
 def test_no_master_is_believed_at_the_maximum_and_no_order_is_learnt_from() -> None:
-    terms = Terms()
+    terms = LeaderTerms()
     for term in (MAX_TERM, MAX_TERM + 1, 1 << 63):
         with pytest.raises(StaleTerm):
             terms.hear(term)
@@ -34,7 +44,7 @@ def test_no_master_is_believed_at_the_maximum_and_no_order_is_learnt_from() -> N
 
 def test_a_lower_term_is_believed_when_masters_go_on_answering_under_it() -> None:
     now = [0.0]
-    terms = Terms(lambda: now[0])
+    terms = LeaderTerms(lambda: now[0])
     terms.hear(MAX_TERM - 1)
 
     def refused(term: int) -> bool:

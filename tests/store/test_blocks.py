@@ -14,7 +14,7 @@ from kvmesh.kvcache.tiers import Tier, TierUse, store_names
 from kvmesh.rpc.pb import common_pb2
 from kvmesh.rpc.pb import store_pb2 as pb
 from services.store import blocks, checks, mapping
-from services.store.blocks import Blocks
+from services.store.blocks import BlockDirectory
 from services.store.domain import (
     Action,
     Announce,
@@ -236,7 +236,7 @@ def test_every_watcher_knows_what_the_master_knew_at_its_seq(seed: int, slice_ke
 
 
 def test_a_snapshot_goes_on_to_watchers_only_when_whole() -> None:
-    held = Blocks(max_store_blocks=100)
+    held = BlockDirectory(max_store_blocks=100)
     first, second = snapshot_parts("a", 1, 7, KEYS, 8)
     assert held.apply(first) == (Verdict.PARTIAL, ())
     assert held.map.replicas == 0
@@ -247,7 +247,7 @@ def test_a_snapshot_goes_on_to_watchers_only_when_whole() -> None:
 
 
 def test_an_unfinished_snapshot_leaves_nothing_behind() -> None:
-    held = Blocks(max_store_blocks=100)
+    held = BlockDirectory(max_store_blocks=100)
     for seq in range(1, 4):
         held.apply(next(snapshot_parts("a", 1, seq, KEYS, 8)))
     held.drop("a")

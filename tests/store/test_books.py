@@ -17,10 +17,10 @@ from kvmesh.rpc.pb import store_pb2 as pb
 from services.store.config import StoreConfig
 from services.store.durable import MemoryDurable
 from services.store.main import Master
-from services.store.orders import Orders
+from services.store.orders import StoreOrderQueue
 from services.store.policy.brain import Policy
 from services.store.policy.tombstones import Tombstones
-from services.store.policy.unconfirmed_removals import Farewells
+from services.store.policy.unconfirmed_removals import UnconfirmedRemovals
 from services.store.servicer import StoreMasterServicer
 from services.store.state import MasterState
 from services.store.stream import Watchers
@@ -67,7 +67,7 @@ def servicer(durable: Failing) -> Any:
         clock=time.monotonic,
         leads=lambda: True,
         durable=durable,
-        orders=Orders(lambda: True),
+        orders=StoreOrderQueue(lambda: True),
     )
 
 
@@ -210,7 +210,7 @@ def test_many_prefixes_cost_no_more_than_few() -> None:
 
 
 def test_farewells_grow_by_what_is_new() -> None:
-    farewells = Farewells()
+    farewells = UnconfirmedRemovals()
     farewells.dropped("a", [bytes(16)])
     before = farewells._open["a"]
     farewells.dropped("a", [b"1" * 16])

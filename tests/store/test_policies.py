@@ -15,7 +15,7 @@ from kvmesh.kvcache.announce import Announcement
 from services.store import durable
 from services.store.domain import Announce, Beat, Heard, Join, Member, Role, Usage
 from services.store.policy.brain import Policy, PolicyLimits
-from services.store.policy.heat import Heat
+from services.store.policy.heat import KeyHeat
 from services.store.policy.master_map import LOG_SLACK_BYTES, MasterMap
 from services.store.policy.names import Names
 from services.store.policy.nodes import Nodes
@@ -244,7 +244,7 @@ def test_an_empty_node_does_not_draw_everything() -> None:
 
 
 def test_heat_is_a_fair_sample_that_cools_down() -> None:
-    heat = Heat(window_s=10.0, stride=16, max_keys=100)
+    heat = KeyHeat(window_s=10.0, stride=16, max_keys=100)
     heat.decay(0.0)
     for _ in range(4000):
         heat.note([key(i) for i in range(10)])

@@ -8,10 +8,10 @@ from kvmesh.transfer.api import BatchId, Opcode, TransferRequest, TransferState,
 from kvmesh.transfer.batch import Aftermath
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.core import Core
-from kvmesh.transfer.peer_link import Lane
+from kvmesh.transfer.peer_link import PeerLink
 from kvmesh.transfer.requests import grouped
 from kvmesh.transfer.segment import LocalRegion, LocalSegment, NicInfo, RegionInfo, SegmentDescriptor
-from kvmesh.transfer.transports.base import Frame, FrameLimits, Kind, Rail, Transport
+from kvmesh.transfer.transports.base import Frame, FrameKind, FrameLimits, Rail, Transport
 
 BASE = 1 << 20  # offset of the only region of every peer
 KIB = 1 << 10
@@ -43,7 +43,7 @@ class FakeTransport(Transport):
     def rails(self, descriptor: SegmentDescriptor) -> tuple[Rail, ...]:
         return tuple(Rail(self, near, far) for near, far in self.pairs)
 
-    def carries(self, kind: Kind, local: LocalRegion, remote: RegionInfo) -> bool:
+    def carries(self, kind: FrameKind, local: LocalRegion, remote: RegionInfo) -> bool:
         return True
 
     def post(self, frame: Frame) -> None:
@@ -103,12 +103,12 @@ class World:
 
     def open(
         self, name: str = "peer#1", topology: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] | None = None
-    ) -> Lane:
+    ) -> PeerLink:
         region = RegionInfo(BASE, self.remote_bytes, "cpu:0", True)
         descriptor = SegmentDescriptor(name, "machine", "token", (region,), {}, (), topology or {})
         rails = tuple(rail for t in self.transports for rail in t.rails(descriptor))
         core = self.core
-        lane = core.lanes[name] = Lane(
+        lane = core.lanes[name] = PeerLink(
             descriptor, rails, core, core.serials, core.board, core.posting.dealer, core.finals
         )
         return lane

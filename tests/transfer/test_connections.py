@@ -11,7 +11,7 @@ from kvmesh.transfer import EngineConfig, SegmentDescriptor, TransferState
 from kvmesh.transfer.core import Core
 from kvmesh.transfer.segment import RegionInfo
 from kvmesh.transfer.transports import wire
-from kvmesh.transfer.transports.tcp.path import Stream
+from kvmesh.transfer.transports.tcp.path import TcpStream
 from tests.transfer.conftest import Nest, engine_threads, over, until
 from tests.transfer.raw import RawTcp
 
@@ -134,7 +134,7 @@ def test_a_rail_that_fails_after_its_segment_was_closed_is_not_remembered(
         assert go_on.wait(20)
         raise OSError("no way")
 
-    monkeypatch.setattr(Stream, "_dial_route", fail)
+    monkeypatch.setattr(TcpStream, "_dial_route", fail)
     batch = reader.start("read", segment, [(0, base, 100)])
     assert dialing.wait(10)
     reader.engine.close_segment(segment)

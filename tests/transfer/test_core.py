@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from kvmesh.transfer.api import Opcode, TransferState, TransferStatus
-from kvmesh.transfer.transports.base import Frame, FrameLimits, Kind
+from kvmesh.transfer.transports.base import Frame, FrameKind, FrameLimits
 from tests.transfer.fakes import FakeTransport, World
 from tests.transfer.virtual import BACKGROUND, HANDOFF, KIB, LIMITS, MIB, rdma, run, states, world
 
@@ -233,7 +233,7 @@ def test_verified_requests_complete_only_with_equal_sums(opcode: Opcode) -> None
     assert states(made, batch) == {TransferState.PENDING}
     assert [s.bytes_done for s in made.statuses(batch)] == [0, 0]
     (check,) = rdma(made).on()
-    assert (check.kind, check.parts) == (Kind.CHECKSUM, frame.parts)
+    assert (check.kind, check.parts) == (FrameKind.CHECKSUM, frame.parts)
     answer_checksum(made, check, wrong=(1,))
     first, second = made.statuses(batch)
     assert (first.state, first.bytes_done) == (TransferState.COMPLETED, 1000)
@@ -252,7 +252,7 @@ def test_a_rail_that_corrupts_is_left_and_trips() -> None:
         batch = made.submit(1000, verify=True)
         while rdma(made).posted:
             frame = rdma(made).on()[0]
-            if frame.kind is Kind.CHECKSUM:
+            if frame.kind is FrameKind.CHECKSUM:
                 assert frame.avoid is not None
                 answer_checksum(made, frame, wrong=(0,) if frame.avoid.local == "a" else ())
             else:
@@ -285,7 +285,7 @@ def test_a_lost_checksum_is_asked_again_and_a_cancel_waits_for_it() -> None:
     rdma(made).done(rdma(made).on()[0])
     rdma(made).lost(rdma(made).on()[0], settled=False)
     (check,) = rdma(made).on()
-    assert check.kind is Kind.CHECKSUM
+    assert check.kind is FrameKind.CHECKSUM
     made.cancel(batch)
     assert made.core.in_use(made.region)
     answer_checksum(made, check)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvmesh.transfer.api import Opcode, TransferState, TransferStatus
 from kvmesh.transfer.batch import Aftermath
 from kvmesh.transfer.epochs import Notice
-from kvmesh.transfer.transports.base import Kind
+from kvmesh.transfer.transports.base import FrameKind
 from tests.transfer.fakes import World
 from tests.transfer.virtual import HANDOFF, MIB, PREFETCH, rdma, run, states, world
 
@@ -47,7 +47,7 @@ def test_deadlines_and_silence() -> None:
     made.wait(1.0)
     assert made.statuses(write) == [TransferStatus(TransferState.TIMEOUT, 0, "timed out", drained=False)]
     assert states(made, read) == {TransferState.PENDING}  # until its memory is left alone
-    assert [f.kind for f in rdma(made).expired[4:]] == [Kind.READ]
+    assert [f.kind for f in rdma(made).expired[4:]] == [FrameKind.READ]
     rdma(made).lost(rdma(made).on()[1])
     assert made.statuses(read) == [TransferStatus(TransferState.TIMEOUT, 0, "timed out", drained=True)]
 
@@ -70,10 +70,10 @@ def test_end_marks_wait_for_older_writes_of_their_epoch_only() -> None:
     older, younger, other = rdma(made).on()
     rdma(made).done(other)
     rdma(made).done(younger)
-    assert all(f.kind is not Kind.NOTIFY for f in rdma(made).on())
+    assert all(f.kind is not FrameKind.NOTIFY for f in rdma(made).on())
     rdma(made).done(older)
     (mark,) = rdma(made).on()
-    assert mark.kind is Kind.NOTIFY
+    assert mark.kind is FrameKind.NOTIFY
     rdma(made).lost(mark)
     rdma(made).done(rdma(made).on()[0])
     assert [r.state for r in results] == [TransferState.COMPLETED]

@@ -24,7 +24,7 @@ from kvmesh.transfer import send_queue as dealing
 from kvmesh.transfer.api import BatchId, Opcode, TransferState, TransferStatus
 from kvmesh.transfer.batch import Aftermath, Again, Group
 from kvmesh.transfer.config import EngineConfig
-from kvmesh.transfer.transports.base import Frame, FrameLimits, Kind
+from kvmesh.transfer.transports.base import Frame, FrameKind, FrameLimits
 from tests.transfer.fakes import FakeTransport, World
 
 Slot = tuple[BatchId, int]
@@ -81,7 +81,7 @@ class Scheduler(RuleBasedStateMachine):
         ]
 
     def land(self, frame: Frame, *, bad: bool = False, but: frozenset[int] = frozenset()) -> None:
-        if frame.kind is Kind.CHECKSUM:
+        if frame.kind is FrameKind.CHECKSUM:
             return
         for i, (slot, start, length) in enumerate(self.slots_of(frame)):
             if i not in but:
@@ -91,7 +91,7 @@ class Scheduler(RuleBasedStateMachine):
                 (request.good if bad else request.bad).difference_update(span)
 
     def on_a_path(self) -> set[Slot]:
-        frames = [f for f in self.posted() + self.ghosts if f.kind in (Kind.WRITE, Kind.READ)]
+        frames = [f for f in self.posted() + self.ghosts if f.kind in (FrameKind.WRITE, FrameKind.READ)]
         return {slot for frame in frames for slot, _, _ in self.slots_of(frame)}
 
     def pick(self, data: st.DataObject) -> Frame:
@@ -102,7 +102,7 @@ class Scheduler(RuleBasedStateMachine):
         return next(t for t in self.transports if frame.serial in t.posted)
 
     def answer(self, frame: Frame, *, bad: bool = False, refused: tuple[int, ...] = ()) -> None:
-        if frame.kind is Kind.CHECKSUM:
+        if frame.kind is FrameKind.CHECKSUM:
             memory, sums = self.world.memory, []
             for (slot, start, length), part in zip(self.slots_of(frame), frame.parts, strict=True):
                 at = part[1] - self.world.address
@@ -287,22 +287,22 @@ def ends_while_on_a_path(patch: pytest.MonkeyPatch) -> None:
 
 
 def forgets_what_was_lost(patch: pytest.MonkeyPatch) -> None:
-    again = lane.Lane.again
+    again = lane.PeerLink.again
     patch.setattr(
-        lane.Lane, "again", lambda self, group, a: None if a.sendings > 1 and a.at == 0 else again(self, group, a)
+        lane.PeerLink, "again", lambda self, group, a: None if a.sendings > 1 and a.at == 0 else again(self, group, a)
     )
 
 
 def forgets_the_rest_of_a_lost_frame(patch: pytest.MonkeyPatch) -> None:
-    resend: Callable[..., Frame | None] = lane.Lane._resend
+    resend: Callable[..., Frame | None] = lane.PeerLink._resend
 
-    def once(self: lane.Lane, flow: dealing.Flow, again: Again, choice: rails.Choice) -> Frame | None:
+    def once(self: lane.PeerLink, flow: dealing.SendFlow, again: Again, choice: rails.RailChoice) -> Frame | None:
         frame = resend(self, flow, again, choice)
         if flow.retry and flow.retry[0] is again:
             flow.retry.popleft()
         return frame
 
-    patch.setattr(lane.Lane, "_resend", once)
+    patch.setattr(lane.PeerLink, "_resend", once)
 
 
 def counts_what_was_refused(patch: pytest.MonkeyPatch) -> None:
@@ -326,15 +326,15 @@ def claims_to_be_drained(patch: pytest.MonkeyPatch) -> None:
 
 
 def never_wakes_who_waits_for_a_nic(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(dealing.Dealer, "wake_one", lambda self, nic: None)
+    patch.setattr(dealing.DeficitRoundRobin, "wake_one", lambda self, nic: None)
 
 
 def never_wakes_who_waits_for_a_way(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(dealing.Dealer, "wake_all", lambda self, parked: None)
+    patch.setattr(dealing.DeficitRoundRobin, "wake_all", lambda self, parked: None)
 
 
 def loses_track_of_stalled_bytes(patch: pytest.MonkeyPatch) -> None:
-    def answered(self: rails.RailBoard, way: rails.Way, nbytes: int, now: float) -> None:
+    def answered(self: rails.RailBoard, way: rails.RailChoices, nbytes: int, now: float) -> None:
         way.stalled = False
         honest(self, way, nbytes, now)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvmesh.transfer.send_queue import BURST, QUANTUM, RANKS, Shares, Turns, rank_of
+from kvmesh.transfer.send_queue import BURST, QUANTUM, RANKS, SendTurns, Shares, rank_of
 
 MIB = 1 << 20
 
@@ -61,7 +61,7 @@ def test_an_absent_class_saves_nothing_up_and_a_lone_one_spends_nothing() -> Non
 
 
 def test_turns_are_equal_in_bytes_not_in_frames() -> None:
-    turns: Turns[Walker] = Turns()
+    turns: SendTurns[Walker] = SendTurns()
     sizes = {"small": 4096, "middle": 1 * MIB, "large": 16 * MIB}
     for name in sizes:
         turns.put(Walker(0, name))
@@ -76,14 +76,14 @@ def test_turns_are_equal_in_bytes_not_in_frames() -> None:
 
 
 def test_who_has_not_begun_waits_behind_the_others() -> None:
-    turns: Turns[Walker] = Turns()
+    turns: SendTurns[Walker] = SendTurns()
     for name in "abc":
         turns.put(Walker(0, name, deficit=QUANTUM))
     assert [turns.take(0).name for _ in range(3)] == ["a", "b", "c"]
 
 
 def test_turns_keep_classes_apart_and_count() -> None:
-    turns: Turns[Walker] = Turns()
+    turns: SendTurns[Walker] = SendTurns()
     walkers = [Walker(rank, str(i)) for i, rank in enumerate((2, 0, 2, 1))]
     for walker in walkers:
         turns.put(walker)

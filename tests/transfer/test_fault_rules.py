@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from kvmesh.errors import TransferError
-from kvmesh.transfer.transports.base import Frame, Kind
+from kvmesh.transfer.transports.base import Frame, FrameKind
 from kvmesh.transfer.transports.fault.rules import Rule, Rules, Script
 
 
@@ -30,12 +30,12 @@ class _Frame:
 
     lane: _Named
     rail: _Ends
-    kind: Kind
+    kind: FrameKind
     nbytes: int
 
 
 def frame(
-    peer: str = "p#1", local: str = "eth1", remote: str = "eth7", kind: Kind = Kind.WRITE, nbytes: int = 1000
+    peer: str = "p#1", local: str = "eth1", remote: str = "eth7", kind: FrameKind = FrameKind.WRITE, nbytes: int = 1000
 ) -> Frame:
     return cast(Frame, _Frame(_Named(peer), _Ends(local, remote), kind, nbytes))
 
@@ -89,7 +89,7 @@ def test_delay_comes_after_the_link_and_jitter_on_top() -> None:
     )
     waits = [made.strike("tcp", frame(nbytes=1000), 100.0 * i).wait_s - 0.001 for i in range(50)]
     assert 0.1 <= min(waits) < 0.11 < 0.14 < max(waits) <= 0.15
-    assert made.strike("tcp", frame(nbytes=0, kind=Kind.READ), 9999.0).wait_s == 0
+    assert made.strike("tcp", frame(nbytes=0, kind=FrameKind.READ), 9999.0).wait_s == 0
 
 
 def test_chance_is_drawn_by_each_rule_from_the_seed() -> None:

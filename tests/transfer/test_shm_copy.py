@@ -13,7 +13,7 @@ from kvmesh.errors import TransferError
 from kvmesh.transfer import EngineConfig, SegmentDescriptor, TransferState
 from kvmesh.transfer.transports import wire
 from kvmesh.transfer.transports.shm import copy as shm_copy
-from kvmesh.transfer.transports.shm.copy import Copiers, Job
+from kvmesh.transfer.transports.shm.copy import Copiers, CopyJob
 from kvmesh.transfer.transports.shm.server import ShmAccepted
 from tests.transfer.conftest import Nest, over, until
 from tests.transfer.peer import Actor, pattern
@@ -78,7 +78,7 @@ def test_several_threads_copy_what_one_would(threads: int, monkeypatch: pytest.M
                 lengths.append(length)
                 expected[at : at + length] = source[start : start + length]
                 at += length
-            job = Job(to, of, lengths, end)
+            job = CopyJob(to, of, lengths, end)
             assert len(job.pieces) >= sum(lengths) // 5000
             copiers.start(job)
             while job.work():
@@ -98,7 +98,7 @@ def test_the_end_comes_after_the_last_piece_once(monkeypatch: pytest.MonkeyPatch
     source, target = np.ones(4000, dtype=np.uint8), np.zeros(4000, dtype=np.uint8)
     copiers = Copiers(2)
     ended = threading.Semaphore(0)
-    job = Job([target.ctypes.data], [source.ctypes.data], [4000], lambda error: ended.release())
+    job = CopyJob([target.ctypes.data], [source.ctypes.data], [4000], lambda error: ended.release())
     copiers.start(job)
     while job.work():
         pass
@@ -122,7 +122,7 @@ def test_a_piece_that_fails_is_told_of_after_the_others(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(shm_copy, "copy_runs", failing)
     ended: list[BaseException | None] = []
-    job = Job([0], [0], [4000], ended.append)
+    job = CopyJob([0], [0], [4000], ended.append)
     while job.work():
         assert len(copied) == 3 or not ended
     assert copied == [0, 2000, 3000]

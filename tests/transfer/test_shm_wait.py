@@ -9,7 +9,7 @@ import pytest
 
 from kvmesh.transfer import TransferState
 from kvmesh.transfer.transports.shm import server as shm_server
-from kvmesh.transfer.transports.shm.answers import Answers
+from kvmesh.transfer.transports.shm.answers import ShmAnswers
 from kvmesh.transfer.transports.shm.path import ShmPath
 from tests.transfer.conftest import Nest, over
 from tests.transfer.peer import Actor
@@ -57,7 +57,7 @@ def test_a_caller_that_waits_reads_the_answer(nest: Nest, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(shm_server, "copy_runs", held)
     readers: list[threading.Thread] = []
-    answer, read_until = ShmPath._answer, Answers._read_until
+    answer, read_until = ShmPath._answer, ShmAnswers._read_until
 
     def noted(*words: object) -> None:
         readers.append(threading.current_thread())
@@ -68,7 +68,7 @@ def test_a_caller_that_waits_reads_the_answer(nest: Nest, monkeypatch: pytest.Mo
         read_until(*words)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ShmPath, "_answer", noted)
-    monkeypatch.setattr(Answers, "_read_until", reading)
+    monkeypatch.setattr(ShmAnswers, "_read_until", reading)
     for i in range(10):
         copying.clear()
         assert writer.transfer("write", segment, [(i, base, MIB - i)], 1)[0].state is TransferState.COMPLETED

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from kvmesh.transfer import EngineConfig, SegmentDescriptor, TransferState
 from kvmesh.transfer.transports import wire
-from kvmesh.transfer.transports.base import Frame, Kind, Rail
+from kvmesh.transfer.transports.base import Frame, FrameKind, Rail
 from kvmesh.transfer.transports.tcp.zerocopy import ZeroCopy
 from tests.transfer.conftest import Nest, engine_threads, until
 from tests.transfer.peer import Actor, pattern
@@ -43,7 +43,7 @@ def checksum(actor: Actor, segment: str, rows: Sequence[tuple[int, int]]) -> tup
     lane = engine._core.lanes[segment]
     transport = engine._transports[0]
     parts = [(i, actor.region.address, offset, length) for i, (offset, length) in enumerate(rows)]
-    frame = Frame(1, owner, lane, Rail(transport), Kind.CHECKSUM, 0, parts, sum(n for _, n in rows))
+    frame = Frame(1, owner, lane, Rail(transport), FrameKind.CHECKSUM, 0, parts, sum(n for _, n in rows))
     transport.post(frame)
     assert owner.ended.wait(10)
     return frame, owner

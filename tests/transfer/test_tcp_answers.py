@@ -11,7 +11,7 @@ from kvmesh.transfer import TransferState, TransferStatus
 from kvmesh.transfer.api import BatchId
 from kvmesh.transfer.transports import wire
 from kvmesh.transfer.transports.tcp import adaptive_spin as tcp_spin
-from kvmesh.transfer.transports.tcp.adaptive_spin import Allowance, Patience
+from kvmesh.transfer.transports.tcp.adaptive_spin import AdaptiveSpin, Allowance
 from kvmesh.transfer.transports.tcp.path import TcpPath
 from tests.transfer.conftest import Nest, over, until
 from tests.transfer.peer import Actor, pattern
@@ -200,7 +200,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def looked(patience: Patience, clock: Clock, came_after: float, nbytes: int = 4096) -> bool:
+def looked(patience: AdaptiveSpin, clock: Clock, came_after: float, nbytes: int = 4096) -> bool:
     looks = patience.begin() > clock.now
     clock.now += came_after
     patience.met(nbytes)
@@ -208,7 +208,7 @@ def looked(patience: Patience, clock: Clock, came_after: float, nbytes: int = 40
 
 
 def test_looks_for_what_is_small_and_was_soon(clock: Clock) -> None:
-    patience = Patience()
+    patience = AdaptiveSpin()
     assert not looked(patience, clock, 50e-6)
     assert looked(patience, clock, 50e-6)
     assert looked(patience, clock, 50e-6, nbytes=4 << 20)
@@ -219,20 +219,20 @@ def test_looks_for_what_is_small_and_was_soon(clock: Clock) -> None:
 
 def test_one_core_is_left_to_the_other_end(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_spin, "_CORES", 1)
-    patience = Patience()
+    patience = AdaptiveSpin()
     assert not any(looked(patience, clock, 50e-6) for _ in range(5))
 
 
 def test_looking_in_vain_is_bounded(clock: Clock) -> None:
     """Something that always comes a little too late costs at most three hundredths of the time."""
-    patience, began = Patience(), clock.now
+    patience, began = AdaptiveSpin(), clock.now
     vain = sum(looked(patience, clock, 1.9 * tcp_spin.SPIN_S) for _ in range(20_000))
     assert 0 < vain * tcp_spin.SPIN_S < 0.03 * (clock.now - began) + 2 * Allowance().most
 
 
 def test_looking_pays_for_itself(clock: Clock) -> None:
     """One look in five in vain is no reason to stop."""
-    patience = Patience()
+    patience = AdaptiveSpin()
     took = [50e-6] * 4 + [2 * tcp_spin.SPIN_S - 20e-6]
     looks = [looked(patience, clock, took[i % 5]) for i in range(1, 2000)]
     assert all(looks[1:])

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 
-from kvmesh.blockservice.peer_segments import Rank
+from kvmesh.blockservice.peer_segments import SegmentRank
 from kvmesh.ranks import protocol as m
 
 Ask = Callable[[int, int], m.ToRank]  # (rank, ticket) → what it is told
@@ -15,7 +15,7 @@ Ask = Callable[[int, int], m.ToRank]  # (rank, ticket) → what it is told
 class TierRanks:
     """On the event loop. `lost`: why nothing is answered any more."""
 
-    def __init__(self, ranks: Sequence[Rank]) -> None:
+    def __init__(self, ranks: Sequence[SegmentRank]) -> None:
         self.lost = ""
         self._ranks = ranks
         self._tickets = itertools.count(1)

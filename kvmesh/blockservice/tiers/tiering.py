@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from kvmesh.blockservice.partitions import Partition, Partitions, unused
-from kvmesh.blockservice.peer_segments import Rank
+from kvmesh.blockservice.peer_segments import SegmentRank
 from kvmesh.blockservice.removals import Watch
 from kvmesh.blockservice.tiers.level import Level
 from kvmesh.blockservice.tiers.parts import Followed, OwnTier, Part, TierSettings, home, layouts_found, usage_of
@@ -52,7 +52,7 @@ class Tiering:
         self,
         settings: TierSettings,
         ref: Callable[[], pb_common.InstanceRef],
-        ranks: Sequence[Rank],
+        ranks: Sequence[SegmentRank],
         partitions: Partitions,
     ) -> None:
         self._settings = settings

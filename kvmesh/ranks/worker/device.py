@@ -31,7 +31,7 @@ from kvmesh.transfer import Region, TransferEngine
 EXTENTS_SHARE = 0.25  # of the host's free memory, for the extents of a device whose operator names no number
 
 
-class Done(NamedTuple):
+class CopiesDone(NamedTuple):
     """`bad`: positions of blocks whose KV is not finite, if that was asked for."""
 
     start_ns: int
@@ -40,10 +40,10 @@ class Done(NamedTuple):
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # target, source
-OnDone = Callable[[Done], None]
+OnDone = Callable[[CopiesDone], None]
 
 
-class Memory(ABC):
+class DeviceMemory(ABC):
     """`pages` and, after `open_extents`, `extents`: `[blocks, layers, 2, kv_heads, block_tokens, head_dim]`.
     `page_region` is None where peers and pushes cannot reach pages. `seal_bytes` and `move_bytes`: what may be copied
     between two steps at most, because nobody and because somebody waits for it."""
@@ -98,7 +98,7 @@ class Synchronous:
         """Nothing is its own."""
 
 
-class CpuMemory(Synchronous, Memory):
+class CpuMemory(Synchronous, DeviceMemory):
     """Pages in a region of their own, which peers may be invited to write to."""
 
     def __init__(
@@ -111,7 +111,7 @@ class CpuMemory(Synchronous, Memory):
     def copy(self, pairs: Sequence[Pair], done: OnDone, *, into_pages: bool, check: bool = False) -> None:
         start = time.monotonic_ns()
         bad = move(pairs, check)
-        done(Done(start, time.monotonic_ns(), bad))
+        done(CopiesDone(start, time.monotonic_ns(), bad))
 
     copying = False
 
@@ -148,7 +148,7 @@ class Copy(Protocol):
         """Once it is over."""
 
 
-class StagedMemory(Memory):
+class StagedMemory(DeviceMemory):
     """Pages that only the device reaches. `staging`: registered memory of `slots` times `slot_bytes`, which bytes go
     through on their way to peers."""
 
@@ -183,7 +183,7 @@ class StagedMemory(Memory):
         for waiting in self._waiting.values():
             while waiting and waiting[0][0].over():
                 copy, start, done = waiting.popleft()
-                done(Done(start, time.monotonic_ns(), copy.bad()))
+                done(CopiesDone(start, time.monotonic_ns(), copy.bad()))
 
     @property
     def copying(self) -> bool:
@@ -236,7 +236,7 @@ class StagedCpuMemory(Synchronous, StagedMemory):
 
 def open_memory(
     configure: m.Configure, layout: ShardLayout, weight_bytes: int, engine: TransferEngine, home: str
-) -> Memory:
+) -> DeviceMemory:
     """Pages of the kind that `configure.device` names, as many as it says. `weight_bytes`: what the model will take of
     the device. ConfigError: no such device."""
     name, asked = configure.device, configure.memory_bytes // layout.shard_bytes
@@ -254,7 +254,7 @@ def weight_bytes(checkpoint: Checkpoint, itemsize: int) -> int:
     return itemsize * sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
 
 
-def num_extents(configure: m.Configure, memory: Memory) -> int:
+def num_extents(configure: m.Configure, memory: DeviceMemory) -> int:
     """Blocks of the host segment: as many as pages where the operator names no number; beside a device, no more than
     the host has room for."""
     if configure.num_extents:

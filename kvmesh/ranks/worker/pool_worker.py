@@ -10,8 +10,8 @@ from kvmesh.errors import ConfigError, TransferError
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.transfer_config import own_location, start_engine
 from kvmesh.ranks.worker.checksums import Sums
-from kvmesh.ranks.worker.prefault import Ahead, touch
-from kvmesh.ranks.worker.puller import Puller
+from kvmesh.ranks.worker.prefault import PrefaultAhead, touch
+from kvmesh.ranks.worker.puller import ShardPuller
 from kvmesh.ranks.worker.tier_worker import TierWorker
 from kvmesh.ranks.worker.warm_segment import POOL_SLOT_BYTES, host_region
 
@@ -46,8 +46,8 @@ class StoreWorker:
             self.engine.close()
             raise
         self._send = send
-        self._ahead = Ahead(self._region)
-        self.puller = Puller(self.engine, self._region, send, copy_bytes=COPY_BYTES)
+        self._ahead = PrefaultAhead(self._region)
+        self.puller = ShardPuller(self.engine, self._region, send, copy_bytes=COPY_BYTES)
         self.sums = Sums(self._region, send)
         self.tiers = TierWorker(self._region, send)
         self._load_ms = int((time.monotonic() - started) * 1000)

@@ -25,7 +25,7 @@ def touch(region: Region) -> None:
         ctypes.memset(region.address, 0, min(region.length, MAX_TOUCH_BYTES))
 
 
-class Ahead:
+class PrefaultAhead:
     """Has the pages of a large region come before they are used: those up to `ahead_bytes` behind the highest place
     that was, by a thread of its own. For memory that is taken from the lower end on. (The thread has no lower priority
     than others: it would keep the GIL, once taken, for as long as it waits for a core.)"""

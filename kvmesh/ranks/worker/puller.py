@@ -45,7 +45,7 @@ class _Pull:
         return self.spec.sizes[at] if self.spec.sizes else self.spec.shard_bytes
 
 
-class Puller:
+class ShardPuller:
     """All pulls of this rank into `region`. Guards are read into memory of its own, which is there once one is asked
     for. `copy_bytes`: what is mapped here and no more than that is copied by the main thread itself, at once."""
 

@@ -19,7 +19,7 @@ from kvmesh.errors import ConfigError
 from kvmesh.kvcache.groups import plan_group
 from kvmesh.kvcache.layout import Run, ShardLayout, joined
 from kvmesh.ranks import protocol as m
-from kvmesh.ranks.worker.stager import Direct, Outbox
+from kvmesh.ranks.worker.stager import Direct, StagedPushes
 from kvmesh.transfer import TrafficClass, TransferEngine
 from kvmesh.transfer.groups import GroupWrite
 
@@ -74,7 +74,7 @@ class Pusher:
         page_address: int,
         send: Callable[[m.ToFront], None],
         clock_ns: Callable[[], int] = time.monotonic_ns,
-        outbox: Outbox | None = None,
+        outbox: StagedPushes | None = None,
     ) -> None:
         self._engine = engine
         self._layout = layout

@@ -26,7 +26,7 @@ ADVANCING = slice(POSITION, ROOM)
 GOES_ON, STOPPED, FULL = range(3)  # m.Token.finish
 
 
-class Rows:
+class RunningRows:
     """Handles are the front's, row numbers change with every call."""
 
     def __init__(self, block_tokens: int) -> None:

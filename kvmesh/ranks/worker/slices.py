@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvmesh.ranks import protocol as m
-from kvmesh.ranks.worker.device import Done, Memory, Pair
+from kvmesh.ranks.worker.device import CopiesDone, DeviceMemory, Pair
 
 
 @dataclass(slots=True, eq=False)
@@ -24,13 +24,13 @@ class _Job:
     extents: tuple[int, ...]
     into_pages: bool
     check: bool
-    answer: Callable[[Done], None]
+    answer: Callable[[CopiesDone], None]
     begun: int = 0  # blocks
     under_way: int = 0  # copies
     start_ns: int = 0
     bad: list[int] = field(default_factory=list)
 
-    def pairs(self, memory: Memory, first: int, end: int) -> list[Pair]:
+    def pairs(self, memory: DeviceMemory, first: int, end: int) -> list[Pair]:
         """Target and source of these blocks."""
         both = zip(self.pages[first:end], self.extents[first:end], strict=True)
         if self.into_pages:
@@ -42,7 +42,7 @@ class Slices:
     """Jobs in the order in which they came, `slice_bytes` of them in one gap. Where copies run beside the steps, the
     next slice is begun once fewer than `depth` copies are under way."""
 
-    def __init__(self, memory: Memory, slice_bytes: int, depth: int) -> None:
+    def __init__(self, memory: DeviceMemory, slice_bytes: int, depth: int) -> None:
         self._memory = memory
         self._blocks = max(1, slice_bytes // memory.layout.shard_bytes)
         self._depth = depth
@@ -69,19 +69,19 @@ class Slices:
             done = partial(self._copied, job, first)
             self._memory.copy(job.pairs(self._memory, first, end), done, into_pages=job.into_pages, check=job.check)
 
-    def _copied(self, job: _Job, first: int, done: Done) -> None:
+    def _copied(self, job: _Job, first: int, done: CopiesDone) -> None:
         self._under_way -= 1
         job.under_way -= 1
         job.start_ns = job.start_ns or done.start_ns
         job.bad.extend(first + at for at in done.bad)
         if job.begun == len(job.pages) and not job.under_way:
-            job.answer(Done(job.start_ns, done.end_ns, tuple(job.bad)))
+            job.answer(CopiesDone(job.start_ns, done.end_ns, tuple(job.bad)))
 
 
 class Seals(Slices):
     """Full blocks on their way from `memory`'s pages to its extents."""
 
-    def __init__(self, memory: Memory, send: Callable[[m.ToFront], None]) -> None:
+    def __init__(self, memory: DeviceMemory, send: Callable[[m.ToFront], None]) -> None:
         super().__init__(memory, memory.seal_bytes, depth=1)
         self._send = send
 
@@ -89,14 +89,14 @@ class Seals(Slices):
         """Answered by SealCopied."""
         self._waiting.append(_Job(spec.pages, spec.extents, False, True, partial(self._done, spec)))
 
-    def _done(self, spec: m.SealCopy, done: Done) -> None:
+    def _done(self, spec: m.SealCopy, done: CopiesDone) -> None:
         self._send(m.SealCopied(spec.ticket, *done))
 
 
 class Moves(Slices):
     """What requests wait for: prefixes on their way into pages, rows that are swapped out and in again."""
 
-    def __init__(self, memory: Memory, send: Callable[[m.ToFront], None]) -> None:
+    def __init__(self, memory: DeviceMemory, send: Callable[[m.ToFront], None]) -> None:
         super().__init__(memory, memory.move_bytes, depth=2)  # a device goes on with the second when the first is done
         self._send = send
         self.loads = 0  # that were ever asked for
@@ -114,7 +114,7 @@ class Moves(Slices):
         """Whether the first so many loads are done."""
         return min(self._open, default=loads + 1) > loads
 
-    def _done(self, spec: m.CopyIn | m.CopyOut | m.LoadCopy, number: int, done: Done) -> None:
+    def _done(self, spec: m.CopyIn | m.CopyOut | m.LoadCopy, number: int, done: CopiesDone) -> None:
         if isinstance(spec, m.LoadCopy):
             self._open.remove(number)
             self._send(m.LoadCopied(spec.ticket, done.start_ns, done.end_ns))

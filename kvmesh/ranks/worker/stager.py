@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple, Protocol
 
-from kvmesh.ranks.worker.device import Done, StagedMemory, byte_view, region_bytes
+from kvmesh.ranks.worker.device import CopiesDone, StagedMemory, byte_view, region_bytes
 from kvmesh.transfer.groups import Copy, GroupWrite
 
 
-class Outbox(Protocol):
+class StagedPushes(Protocol):
     """How a pusher's bytes leave. `lock` guards it and every `GroupWrite` that is given to it."""
 
     lock: threading.RLock
@@ -132,7 +132,7 @@ class Stager:
             source = self._pages[piece.place : piece.place + piece.length]
             pairs.append((self._staging[at : at + piece.length], source))
 
-        def copied(_: Done) -> None:
+        def copied(_: CopiesDone) -> None:
             with self.lock:
                 queue.copying -= 1
                 self._post(queue, slots, pieces)

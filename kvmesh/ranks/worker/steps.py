@@ -17,7 +17,7 @@ from kvmesh.errors import KvmeshError, NonFiniteLogits
 from kvmesh.kvcache.keys import unpack_tokens
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.worker.pusher import Pusher
-from kvmesh.ranks.worker.rows import Rows, logprobs
+from kvmesh.ranks.worker.rows import RunningRows, logprobs
 
 log = logging.getLogger("kvmesh.rank")
 
@@ -26,7 +26,7 @@ class Steps:
     """The running rows, and what is computed. All methods run on the rank's main thread."""
 
     def __init__(self, runner: Runner, pusher: Pusher, block_tokens: int, send: Callable[[m.ToFront], None]) -> None:
-        self.rows = Rows(block_tokens)
+        self.rows = RunningRows(block_tokens)
         self._runner = runner
         self._pusher = pusher
         self._send = send

@@ -22,7 +22,7 @@ from kvmesh.kvcache.node_store import Changes
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.tier_sizes import ssd_config
-from kvmesh.tiers.calls import Sink
+from kvmesh.tiers.calls import DemotionSink
 from kvmesh.tiers.ssd import SsdStats, SsdTier
 from kvmesh.tiers.ssd.folder import FolderInUse
 from kvmesh.transfer import Region
@@ -217,7 +217,7 @@ class _Part:
         self.tier: SsdTier | ObjectTier | None = None
         self.room = opening.room
         self.demotion: Demotion | None = None  # into this part
-        self._sink: Sink | None = below.sink() if below is not None else None
+        self._sink: DemotionSink | None = below.sink() if below is not None else None
         self._opening = opening
         self._send = send
         self._closing = closing
@@ -227,7 +227,7 @@ class _Part:
     def start(self) -> None:
         self._thread.start()
 
-    def sink(self) -> Sink | None:
+    def sink(self) -> DemotionSink | None:
         """Takes what the tier above evicts; None: the library for that is missing, which `start` says."""
         try:
             from kvmesh.tiers.object_store import Demotion, ObjectTier

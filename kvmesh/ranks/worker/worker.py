@@ -18,7 +18,7 @@ from kvmesh.ranks.transfer_config import own_location, start_engine
 from kvmesh.ranks.worker.checksums import Sums
 from kvmesh.ranks.worker.device import StagedMemory, num_extents, open_memory, weight_bytes
 from kvmesh.ranks.worker.prefault import touch
-from kvmesh.ranks.worker.puller import Puller
+from kvmesh.ranks.worker.puller import ShardPuller
 from kvmesh.ranks.worker.pusher import Pusher
 from kvmesh.ranks.worker.slices import Moves, Seals
 from kvmesh.ranks.worker.stager import Stager
@@ -77,7 +77,7 @@ class Worker:
         memory, region = self.memory, self.memory.page_region
         outbox = Stager(memory) if isinstance(memory, StagedMemory) else None
         self.pusher = Pusher(self.engine, self.layout, region.address if region else 0, send, outbox=outbox)
-        self.puller = Puller(self.engine, self._extent_region, send)
+        self.puller = ShardPuller(self.engine, self._extent_region, send)
         self.sums = Sums(self._extent_region, send)
         self.tiers = TierWorker(self._extent_region, send)
         self.seals = Seals(memory, send)

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError, Message
 
 from kvmesh.errors import InternalError, KvmeshError, ProtocolMismatch
 from kvmesh.rpc import status
-from kvmesh.rpc.fastpath.client import Door, Way, dial
+from kvmesh.rpc.fastpath.client import FastChannel, Way, dial
 from kvmesh.rpc.fastpath.frames import MAX_REQUEST
 from kvmesh.rpc.fastpath.methods import unary
 
@@ -29,26 +29,26 @@ _ROOM = 256  # of a frame, beside the message
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundPaths:
     """The doors of the life that answers at an address now, the best first."""
 
     life: int
     ways: tuple[Way, ...]
 
 
-class Caller:
+class FastCaller:
     """Of one address. The first calls go over `channel` (which its owner closes), while a door is looked for in the
     background; later ones too whenever no door is open. `find` asks, over gRPC, where the doors are; it raises
     KvmeshError. On one event loop; `close` it."""
 
     def __init__(
-        self, channel: grpc.aio.Channel, service: ServiceDescriptor, find: Callable[[Caller], Awaitable[Found]]
+        self, channel: grpc.aio.Channel, service: ServiceDescriptor, find: Callable[[FastCaller], Awaitable[FoundPaths]]
     ) -> None:
         self._channel = channel
         self._methods = unary(service)
         self._find = find
         self._stubs: dict[str, Any] = {}
-        self._door: Door | None = None
+        self._door: FastChannel | None = None
         self._seeking: asyncio.Task[None] | None = None
         self._seek_at = 0.0
         self._pause_s = PAUSE_S

@@ -27,7 +27,7 @@ _MAX_ID = 1 << 32
 Way = str | tuple[str, int]  # "@name" of a Unix socket, or (host, port)
 
 
-class DoorClosed(Unavailable):
+class FastChannelClosed(Unavailable):
     """The connection is not there, or has gone: whether a call that was under way was carried out is not known."""
 
 
@@ -41,7 +41,7 @@ class _Pending:
         self.deadline = sent + timeout_s
 
 
-class Door(asyncio.Protocol):
+class FastChannel(asyncio.Protocol):
     """Made by `dial`. On one event loop; `close` it."""
 
     def __init__(self, life: int) -> None:
@@ -49,7 +49,7 @@ class Door(asyncio.Protocol):
         self.greeted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._life = life
         self._loop = asyncio.get_running_loop()
-        self._reader = frames.Reader()
+        self._reader = frames.FrameReader()
         self._transport: asyncio.Transport | None = None
         self._pending: dict[int, _Pending] = {}
         self._ids = itertools.count(1)
@@ -72,7 +72,7 @@ class Door(asyncio.Protocol):
         """The answer's bytes. Raises what the servicer raised; DeadlinePassed; DoorClosed when the connection breaks
         meanwhile, or is not open."""
         if not self._open or self._transport is None:
-            raise DoorClosed("the door is closed")
+            raise FastChannelClosed("the door is closed")
         call = next(self._ids) % _MAX_ID
         answer: asyncio.Future[bytes] = self._loop.create_future()
         self._pending[call] = pending = _Pending(answer, method, time.monotonic(), timeout_s)
@@ -96,7 +96,7 @@ class Door(asyncio.Protocol):
         pending, self._pending = self._pending, {}
         for one in pending.values():
             if not one.answer.done():
-                one.answer.set_exception(DoorClosed(f"{one.method.decode()}: {why}"))
+                one.answer.set_exception(FastChannelClosed(f"{one.method.decode()}: {why}"))
         if not self.greeted.done():
             self.greeted.set_exception(Unavailable(why))
             self.greeted.exception()  # heard, whether or not anybody is there
@@ -126,7 +126,7 @@ class Door(asyncio.Protocol):
             log.warning("a door is closed: not understood: %s", err)
             self.close(f"its answer was not understood: {err}")
 
-    def _take(self, frame: frames.Frame) -> None:
+    def _take(self, frame: frames.CallFrame) -> None:
         if not self._open:
             if frames.life_of(frame) != self._life:
                 raise frames.BadFrame("another life answers")
@@ -169,11 +169,11 @@ def _error(body: bytes) -> KvmeshError:
     return status.from_detail(common_pb2.ErrorDetail.FromString(body))
 
 
-async def dial(ways: Sequence[Way], life: int, timeout_s: float) -> Door:
+async def dial(ways: Sequence[Way], life: int, timeout_s: float) -> FastChannel:
     """Through the first of these that leads to that life within the time, each. Unavailable: none does."""
     why = "there is none"
     for way in ways:
-        door = Door(life)
+        door = FastChannel(life)
         try:
             async with asyncio.timeout(timeout_s):
                 await _connect(door, way)
@@ -188,7 +188,7 @@ async def dial(ways: Sequence[Way], life: int, timeout_s: float) -> Door:
     raise Unavailable(f"no door leads there: {why}")
 
 
-async def _connect(door: Door, way: Way) -> None:
+async def _connect(door: FastChannel, way: Way) -> None:
     loop = asyncio.get_running_loop()
     if not isinstance(way, str):
         await loop.create_connection(lambda: door, *way)

@@ -19,8 +19,8 @@ from prometheus_client import Counter
 from kvmesh.errors import ConfigError, InvalidRequest
 from kvmesh.rpc import security, status
 from kvmesh.rpc.call_queue import CallQueue
-from kvmesh.rpc.fastpath.caller import Caller, Found
-from kvmesh.rpc.fastpath.server import DoorServer, FastPathLimits
+from kvmesh.rpc.fastpath.caller import FastCaller, FoundPaths
+from kvmesh.rpc.fastpath.server import FastPathLimits, FastServer
 from kvmesh.rpc.pb import doors_pb2 as pb
 from kvmesh.rpc.pb import doors_pb2_grpc as pb_grpc
 from kvmesh.rpc.server import Server
@@ -31,7 +31,7 @@ CONNECTIONS = 4096  # one or two of each instance
 FIND_S = 2.0
 
 
-class ControlDoor(pb_grpc.DoorsServicer):
+class ControlFastPath(pb_grpc.DoorsServicer):
     """Of one servicer, for some of its unary methods: those that do not wait, or wait without `asyncio.timeout`.
     `port` 0: any free one, -1: none. `counter` counts calls by `method`; those in `queued` take turns in `queue`."""
 
@@ -51,7 +51,7 @@ class ControlDoor(pb_grpc.DoorsServicer):
         self._port = port
         life = secrets.randbits(63) | 1
         limits = limits or FastPathLimits(connections=CONNECTIONS)
-        self._server = DoorServer(service, servicer, life, methods=methods, limits=limits, queue=queue, queued=queued)
+        self._server = FastServer(service, servicer, life, methods=methods, limits=limits, queue=queue, queued=queued)
         if counter is not None:
             counts = {name.encode(): counter.labels(method=name) for name in methods}
             self._server.on_call = lambda wire: counts[wire].inc()
@@ -91,18 +91,18 @@ class ControlDoor(pb_grpc.DoorsServicer):
         await self._server.close()
 
 
-def control_calls(address: str, channel: grpc.aio.Channel, service: ServiceDescriptor) -> Caller:
+def control_calls(address: str, channel: grpc.aio.Channel, service: ServiceDescriptor) -> FastCaller:
     """Of the control service whose gRPC is at `address`, HOST:PORT."""
 
-    async def find(caller: Caller) -> Found:
+    async def find(caller: FastCaller) -> FoundPaths:
         request = pb.FindDoorRequest(service=service.full_name)
         try:
             told = await pb_grpc.DoorsStub(channel).FindDoor(request, timeout=FIND_S)
         except grpc.RpcError as error:
             raise status.from_rpc_error(error) from None
         if not told.port:
-            return Found(told.life, ())
+            return FoundPaths(told.life, ())
         host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
-        return Found(told.life, ((host, told.port),))
+        return FoundPaths(told.life, ((host, told.port),))
 
-    return Caller(channel, service, find)
+    return FastCaller(channel, service, find)

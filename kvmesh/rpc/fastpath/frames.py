@@ -28,7 +28,7 @@ class BadFrame(Exception):
     """What came is no frame. The connection ends, and those who wait on it hear `Unavailable`."""
 
 
-class Frame(NamedTuple):
+class CallFrame(NamedTuple):
     kind: int
     call: int
     body: bytes = b""
@@ -48,7 +48,7 @@ def hello(life: int) -> bytes:
     return encode(HELLO, 0, _MAGIC + _LIFE.pack(life))
 
 
-def life_of(frame: Frame) -> int:
+def life_of(frame: CallFrame) -> int:
     """The life that a HELLO means. BadFrame: it is none."""
     if frame.kind != HELLO or len(frame.body) != HELLO_BYTES or not frame.body.startswith(_MAGIC):
         raise BadFrame(f"a greeting of kind {frame.kind} with {len(frame.body)} bytes")
@@ -56,7 +56,7 @@ def life_of(frame: Frame) -> int:
     return life
 
 
-class Reader:
+class FrameReader:
     """Bytes of a stream to frames, of which the first is a HELLO. `most`: bytes after a header of the others."""
 
     def __init__(self, most: int = MAX_FRAME) -> None:
@@ -70,7 +70,7 @@ class Reader:
         """Bytes of a frame that is not complete."""
         return len(self._kept)
 
-    def feed(self, data: bytes) -> list[Frame]:
+    def feed(self, data: bytes) -> list[CallFrame]:
         """The frames that are complete now. BadFrame: there can be no more."""
         if not self._kept:
             frames, used = self._cut(data)
@@ -84,9 +84,9 @@ class Reader:
         del self._kept[:used]
         return frames
 
-    def _cut(self, data: bytes) -> tuple[list[Frame], int]:
+    def _cut(self, data: bytes) -> tuple[list[CallFrame], int]:
         """The whole frames of `data`, and where the first one begins that is not."""
-        frames: list[Frame] = []
+        frames: list[CallFrame] = []
         at, size, end = 0, _HEADER.size, len(data)
         while end - at >= size:
             length, call, kind, name, zero, ms = _HEADER.unpack_from(data, at)
@@ -99,7 +99,7 @@ class Reader:
             if stop > end:
                 self._need = stop - at
                 return frames, at
-            frames.append(Frame(kind, call, data[body:stop], data[at + size : body], ms))
+            frames.append(CallFrame(kind, call, data[body:stop], data[at + size : body], ms))
             at, self._most = stop, self._later
         self._need = size
         return frames, at

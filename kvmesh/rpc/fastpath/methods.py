@@ -40,15 +40,17 @@ def unary(service: ServiceDescriptor) -> dict[str, Method]:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedMethods:
     """A method and what carries it out: `behave(request, context)`, as a gRPC servicer's."""
 
     method: Method
     behave: Callable[[Any, Any], Awaitable[Message]]
 
 
-def served(service: ServiceDescriptor, servicer: object, only: Collection[str] | None = None) -> dict[bytes, Served]:
+def served(
+    service: ServiceDescriptor, servicer: object, only: Collection[str] | None = None
+) -> dict[bytes, ServedMethods]:
     """All of a servicer's, or `only` these of them, by their names in frames. KeyError: one that it has not."""
     methods = unary(service)
     chosen = methods.values() if only is None else [methods[name] for name in only]
-    return {one.wire: Served(one, getattr(servicer, one.name)) for one in chosen}
+    return {one.wire: ServedMethods(one, getattr(servicer, one.name)) for one in chosen}

@@ -23,7 +23,7 @@ from kvmesh.errors import BodyTooLarge, ConfigError, KvmeshError, Overloaded, Pr
 from kvmesh.rpc import status
 from kvmesh.rpc.call_queue import CallQueue, QueuedCall
 from kvmesh.rpc.fastpath import frames, starting
-from kvmesh.rpc.fastpath.methods import Served, served
+from kvmesh.rpc.fastpath.methods import ServedMethods, served
 from kvmesh.rpc.fastpath.sweep import Sweep
 from kvmesh.rpc.server import check_port
 
@@ -49,7 +49,7 @@ class FastPathLimits:
     memory_bytes: int = 16 << 20
 
 
-class DoorContext:
+class FastContext:
     """What a servicer may ask of a call. `arrived`: monotonic seconds; its bytes came at that time or later."""
 
     __slots__ = ("_deadline", "arrived")
@@ -67,7 +67,7 @@ class DoorContext:
         return ()
 
 
-class DoorServer:
+class FastServer:
     """All doors of one life to one servicer. `life`: what callers must mean when they come; `methods`: those that can
     be called, by default all; those in `queued` take their turns in `queue`, the others are carried out as soon as
     their bytes are read. On the event loop."""
@@ -211,9 +211,9 @@ class DoorServer:
 class _Accepted(asyncio.Protocol):
     """One connection of one caller."""
 
-    def __init__(self, server: DoorServer) -> None:
+    def __init__(self, server: FastServer) -> None:
         self._server = server
-        self._reader = frames.Reader(frames.MAX_REQUEST)
+        self._reader = frames.FrameReader(frames.MAX_REQUEST)
         self._transport: asyncio.Transport | None = None
         self._calls: dict[int, tuple[asyncio.Task[None], float]] = {}  # those that wait, and until when
         self._queued: dict[int, tuple[QueuedCall, float]] = {}  # those whose turn has not come
@@ -315,7 +315,7 @@ class _Accepted(asyncio.Protocol):
 
     # ── calls ────────────────────────────────────────────────────────────────────────────────────
 
-    def _take(self, frame: frames.Frame) -> None:
+    def _take(self, frame: frames.CallFrame) -> None:
         if self._transport is None:
             return
         if self._stranger is not None:
@@ -330,7 +330,7 @@ class _Accepted(asyncio.Protocol):
         else:
             raise frames.BadFrame(f"kind={frame.kind}: not said by callers")
 
-    def _greet(self, frame: frames.Frame) -> None:
+    def _greet(self, frame: frames.CallFrame) -> None:
         life = frames.life_of(frame)
         if life != self._server.life:
             return self.end(f"it means another life ({life})")
@@ -342,7 +342,7 @@ class _Accepted(asyncio.Protocol):
         self._send(frames.hello(life))
         return None
 
-    def _begin(self, frame: frames.Frame) -> None:
+    def _begin(self, frame: frames.CallFrame) -> None:
         if frame.call in self._calls or frame.call in self._queued:
             raise frames.BadFrame(f"call={frame.call}: is under way already")
         method = self._server.methods.get(frame.name)
@@ -356,7 +356,7 @@ class _Accepted(asyncio.Protocol):
         if (on_call := self._server.on_call) is not None:
             on_call(frame.name)
         deadline = time.monotonic() + frame.ms / 1000
-        context = DoorContext(deadline, self._arrived)
+        context = FastContext(deadline, self._arrived)
         if self._server.queue is None or frame.name not in self._server.queued:
             return self._start(method, frame.call, frame.body, context, deadline)
         try:
@@ -370,7 +370,9 @@ class _Accepted(asyncio.Protocol):
             self._sweep.by(deadline)
         return None
 
-    def _start_queued(self, method: Served, call: int, body: bytes, context: DoorContext, deadline: float) -> None:
+    def _start_queued(
+        self, method: ServedMethods, call: int, body: bytes, context: FastContext, deadline: float
+    ) -> None:
         if (queued := self._queued.pop(call, None)) is not None:
             self._server.release(queued[0].nbytes)
         self._start(method, call, body, context, deadline)
@@ -379,7 +381,7 @@ class _Accepted(asyncio.Protocol):
         self._server.release(queued.nbytes)
         queued.drop()
 
-    def _start(self, method: Served, call: int, body: bytes, context: DoorContext, deadline: float) -> None:
+    def _start(self, method: ServedMethods, call: int, body: bytes, context: FastContext, deadline: float) -> None:
         task = starting.start(self._run(method, call, body, context))
         if task is not None:
             self._calls[call] = task, deadline
@@ -392,7 +394,7 @@ class _Accepted(asyncio.Protocol):
         self._server.tasks.discard(task)
         self._server.release(nbytes)
 
-    async def _run(self, method: Served, call: int, body: bytes, context: DoorContext) -> None:
+    async def _run(self, method: ServedMethods, call: int, body: bytes, context: FastContext) -> None:
         """Raises CancelledError alone."""
         try:
             answer = await method.behave(method.method.request.FromString(body), context)

@@ -62,7 +62,7 @@ def replay(lines: Iterable[bytes], progress: Callable[[int], None] = lambda line
     return found
 
 
-def _again(found: Replayed, brain: ConductorState, line: journal.Line) -> None:
+def _again(found: Replayed, brain: ConductorState, line: journal.JournalLine) -> None:
     found.events += 1
     try:
         actions = brain.step(line.event, line.at)

@@ -98,7 +98,7 @@ def observe(lines: Iterable[bytes], since_s: float = 0.0) -> Observed:
     return found
 
 
-def _take(found: Observed, line: journal.Line) -> None:
+def _take(found: Observed, line: journal.JournalLine) -> None:
     event, late = line.event, line.at - found.started_at >= found.since_s
     if isinstance(event, Register):
         found.instances[event.ref.instance_id] = event

@@ -28,8 +28,8 @@ from kvmesh.errors import Unavailable
 from kvmesh.kvcache.node_store import Changes
 from kvmesh.tiers.calls import (
     Buffer,
+    ChangeNotifier,
     NetChanges,
-    Teller,
     answered,
     checked_key,
     expired,
@@ -63,7 +63,7 @@ class ObjectTier:
         self._client = Client(config)
         self._clock = clock
         self._lock = threading.RLock()
-        self._teller = Teller(self._lock, on_changes)
+        self._teller = ChangeNotifier(self._lock, on_changes)
         self._index: dict[bytes, int] = dict(self._client.list())
         self._live_bytes = sum(self._index.values())
         self._changes = NetChanges()

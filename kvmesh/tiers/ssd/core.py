@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from kvmesh.tiers.calls import Sink, Teller
+from kvmesh.tiers.calls import ChangeNotifier, DemotionSink
 from kvmesh.tiers.ssd.brain import Brain
 from kvmesh.tiers.ssd.disk import MEDIUM
 from kvmesh.tiers.ssd.files import BucketFiles
@@ -92,13 +92,13 @@ class Core:
     on_changes: Callable[[], None] | None
     counts: Counts = field(default_factory=Counts)
     lock: threading.Lock = field(default_factory=threading.Lock)
-    below: Sink | None = None  # takes what is evicted and worth it
-    teller: Teller = field(init=False)
+    below: DemotionSink | None = None  # takes what is evicted and worth it
+    teller: ChangeNotifier = field(init=False)
     files: BucketFiles = field(init=False)
     bury: Callable[[Remove], None] = field(init=False)  # to the writer
 
     def __post_init__(self) -> None:
-        self.teller = Teller(self.lock, self.on_changes)
+        self.teller = ChangeNotifier(self.lock, self.on_changes)
 
     def tell(self) -> None:
         """Say that the keys have changed, once until they are taken. Without the lock."""

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 from kvmesh.errors import ConfigError, Unavailable
 from kvmesh.kvcache.node_store import Changes
-from kvmesh.tiers.calls import Buffer, Sink, checked_key, follow, payload, resolve, right_length, target
+from kvmesh.tiers.calls import Buffer, DemotionSink, checked_key, follow, payload, resolve, right_length, target
 from kvmesh.tiers.ssd.brain import Brain
 from kvmesh.tiers.ssd.config import SsdConfig
 from kvmesh.tiers.ssd.core import Core, Counts, Flush, Get, Put, Remove
@@ -71,7 +71,7 @@ class SsdTier:
         on_changes: Callable[[], None] | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
         disk: Disk | None = None,
-        below: Sink | None = None,
+        below: DemotionSink | None = None,
     ) -> None:
         self.config = config
         disk = disk or Disk()

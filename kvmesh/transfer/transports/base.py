@@ -24,13 +24,13 @@ import msgspec
 if TYPE_CHECKING:
     from kvmesh.transfer.batch import Group, Part
     from kvmesh.transfer.epochs import Notice
-    from kvmesh.transfer.peer_link import Lane
-    from kvmesh.transfer.rails import Way
+    from kvmesh.transfer.peer_link import PeerLink
+    from kvmesh.transfer.rails import RailChoices
     from kvmesh.transfer.segment import LocalRegion, LocalSegment, NicInfo, RegionInfo, SegmentDescriptor
     from kvmesh.transfer.windows import Windows
 
 
-class Kind(enum.IntEnum):
+class FrameKind(enum.IntEnum):
     """What a frame asks of the target."""
 
     WRITE = 1
@@ -79,9 +79,9 @@ class Frame(msgspec.Struct, eq=False):
 
     serial: int
     owner: FrameOwner
-    lane: Lane
+    lane: PeerLink
     rail: Rail
-    kind: Kind
+    kind: FrameKind
     epoch: int
     parts: list[Part]
     nbytes: int
@@ -91,7 +91,7 @@ class Frame(msgspec.Struct, eq=False):
     sendings: int = 1
     posted_at: float = 0.0
     answered: bool = False
-    way: Way | None = None  # the engine's record of the rail
+    way: RailChoices | None = None  # the engine's record of the rail
     checks: int = 0  # how often its bytes were verified, and differed
     avoid: Rail | None = None  # of a CHECKSUM: the rail that brought the bytes
     burden: int = 0  # bytes that it moves over the rail
@@ -160,7 +160,7 @@ class Transport(ABC):
         return (Rail(self),)
 
     @abstractmethod
-    def carries(self, kind: Kind, local: LocalRegion, remote: RegionInfo) -> bool:
+    def carries(self, kind: FrameKind, local: LocalRegion, remote: RegionInfo) -> bool:
         """Whether it can move bytes between these two memories."""
 
     @abstractmethod

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.segment import SegmentDescriptor
 from kvmesh.transfer.transports.base import Frame, Rail, Transport, TransportHost
-from kvmesh.transfer.transports.serving import Server
+from kvmesh.transfer.transports.serving import AcceptingServer
 from kvmesh.transfer.transports.wire import Gone, ProtocolBroken, Refused
 
 SockT = TypeVar("SockT")
@@ -44,13 +44,13 @@ class Path(Protocol):
 
 
 class DialingTransport(Transport):
-    """A transport of sockets: `_paths` to others, one `Server` for others."""
+    """A transport of sockets: `_paths` to others, one `AcceptingServer` for others."""
 
     def __init__(self, host: TransportHost, config: EngineConfig) -> None:
         self.host = host
         self.config = config
         self.conn_ids = conn_ids()
-        self._server: Server | None = None
+        self._server: AcceptingServer | None = None
         self._lock = threading.Lock()
         self._paths: dict[tuple[str, Rail], Path] = {}
         self._threads: set[threading.Thread] = set()

@@ -26,7 +26,7 @@ MAX_STRANGERS = 512  # a greeting takes a millisecond; whoever takes longer than
 class Accepted(ABC):
     """One accepted connection, a `windows.Holder`. Subclasses speak the transport's bytes."""
 
-    def __init__(self, server: Server, sock: socket.socket) -> None:
+    def __init__(self, server: AcceptingServer, sock: socket.socket) -> None:
         self.server = server
         self.host = server.host
         self.sock = sock
@@ -82,7 +82,7 @@ class Accepted(ABC):
         return
 
 
-class Server:
+class AcceptingServer:
     """Listens on `sock` and owns every accepted connection. `also` adds sockets: one table of connections for all, so
     that a greeting on one NIC can supersede what came over another."""
 
@@ -91,7 +91,7 @@ class Server:
         label: str,
         host: TransportHost,
         sock: socket.socket,
-        accept: Callable[[Server, socket.socket], Accepted],
+        accept: Callable[[AcceptingServer, socket.socket], Accepted],
         connect_timeout_s: float,
     ) -> None:
         self.label = label

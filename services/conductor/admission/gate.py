@@ -19,14 +19,14 @@ from services.conductor.admission import impossible
 from services.conductor.admission.context import AdmissionContext
 from services.conductor.admission.impossible import Fastest
 from services.conductor.admission.judge import Judge, Slo
-from services.conductor.admission.lanes import GONE_FACTOR, GONE_S, Asked, BatchLane, pause_s, share_of
+from services.conductor.admission.lanes import GONE_FACTOR, GONE_S, BatchLane, BatchRequest, pause_s, share_of
 from services.conductor.admission.refusals import idle_only
 from services.conductor.admission.slowdown import Slowdown, Undisturbed
-from services.conductor.admission.turns import PoolWork, Turns
+from services.conductor.admission.turns import PoolWork, RetryTurns
 from services.conductor.costs.lengths import LearntLengths, LengthModel
 from services.conductor.domain import Lane, Refuse, RequestOutcome, Schedule
 from services.conductor.fleet.instance import Instance
-from services.conductor.placing.placement import Choice, overloaded
+from services.conductor.placing.placement import PlacementChoice, overloaded
 from services.conductor.placing.prefills import wait_for_s
 from services.conductor.settings import Mode, Policy, Settings
 
@@ -63,7 +63,7 @@ class _OfModel:
     """What requests of one model have shown."""
 
     slowdown: Slowdown
-    turns: Turns = field(default_factory=Turns)
+    turns: RetryTurns = field(default_factory=RetryTurns)
     fastest: Fastest = field(default_factory=Fastest)
 
 
@@ -106,7 +106,7 @@ class Admission:
         mode = Mode.OFF if request.answered_tokens else self._mode
         return Judge(mode, request, slo, self.default(request.model).tbt_s, queue_s, tokens, now)
 
-    def confirm(self, choice: Choice, judge: Judge, among: AdmissionContext) -> Choice | Refuse:
+    def confirm(self, choice: PlacementChoice, judge: Judge, among: AdmissionContext) -> PlacementChoice | Refuse:
         """The choice that policy made, or why it is refused all the same."""
         if judge.mode is Mode.OFF:
             return choice
@@ -114,7 +114,7 @@ class Admission:
             return self._batch(choice, judge, among)
         return self._interactive(choice, judge, among) or choice
 
-    def placed(self, choice: Choice, judge: Judge) -> None:
+    def placed(self, choice: PlacementChoice, judge: Judge) -> None:
         """The request went there."""
         request, p = judge.request, choice.prefill
         seen = self._seen.setdefault(request.model, _Seen())
@@ -161,7 +161,7 @@ class Admission:
             found = self._models[model] = _OfModel(Slowdown(self._settings.admission.batch_slowdown))
         return found
 
-    def _watch(self, choice: Choice, judge: Judge, slowdown: Slowdown) -> None:
+    def _watch(self, choice: PlacementChoice, judge: Judge, slowdown: Slowdown) -> None:
         """An interactive request was placed: how it goes will tell what the batch lane does to it."""
         request = judge.request
         slowdown.came(judge.now)
@@ -195,7 +195,7 @@ class Admission:
             found[i.model.name] = Loads(max(old.prefill, ttft_s / slo.ttft_s), max(old.decode, tbt_s / slo.tbt_s))
         return found
 
-    def _interactive(self, choice: Choice, judge: Judge, among: AdmissionContext) -> Refuse | None:
+    def _interactive(self, choice: PlacementChoice, judge: Judge, among: AdmissionContext) -> Refuse | None:
         share, p, slo = share_of(judge.request.priority), choice.prefill, judge.slo
         ttft_s = p.admission_ttft_s + choice.decode.landing_wait_s
         idle_s = p.admission_alone_s
@@ -220,12 +220,12 @@ class Admission:
         wanted_s = judge.wait_s(choice.decode, bound_s)
         return overloaded("TBT", tbt_s, bound_s, batch.drain_s(batch.requests), wanted_s)
 
-    def _batch(self, choice: Choice, judge: Judge, among: AdmissionContext) -> Choice | Refuse:
+    def _batch(self, choice: PlacementChoice, judge: Judge, among: AdmissionContext) -> PlacementChoice | Refuse:
         p, d, slo, now = choice.prefill, choice.decode, judge.slo, judge.now
         slowdown = self._of(judge.request.model).slowdown
         allowed = slowdown.allowed(now)
         without_s, with_s = judge.beside_s(d, choice.ttft_s) if allowed < math.inf else (1.0, 1.0)
-        asked = Asked(
+        asked = BatchRequest(
             judge.request.request_id,
             slo.ttft_s,
             slo.tbt_s,
@@ -255,7 +255,7 @@ class Admission:
         return idle_only(retry_s)
 
 
-def _machine_s(choice: Choice, judge: Judge) -> float:
+def _machine_s(choice: PlacementChoice, judge: Judge) -> float:
     """What it takes of the instances' time: its prompt, and its share of the steps of its answer."""
     rows = max(1, choice.decode.instance.batch.requests)
     return choice.prefill.prefill_s + judge.answer_tokens * choice.decode.tbt_s / rows

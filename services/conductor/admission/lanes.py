@@ -49,7 +49,7 @@ def share_of(priority: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class BatchRequest:
     """A request of the batch lane with the best choice for it, in seconds. `tbt_s`, `idle_tbt_s`: of all rows with it,
     and of itself alone. `slower`: by which fraction it would make interactive rows slower, of which it may `allowed`
     (inf: there are none); `early_s`: so much too early for their TTFT."""
@@ -91,7 +91,7 @@ class BatchLane:
         """An interactive request was placed that takes so much machine time."""
         self._saved_s = min(MAX_SAVED_S, self._saved_s + self._settings.batch_share * machine_s)
 
-    def way_in(self, asked: Asked, now: float) -> str:
+    def way_in(self, asked: BatchRequest, now: float) -> str:
         """ "idle" or "turn"; "" when it must wait."""
         waited = now - self._since(asked.request_id, now) >= self._settings.patience_s
         if not asked.room:
@@ -118,11 +118,11 @@ class BatchLane:
         """The longest queue that counts as idle."""
         return QUEUE_SHARE * ttft_slo_s
 
-    def tbt_bound_s(self, asked: Asked) -> float:
+    def tbt_bound_s(self, asked: BatchRequest) -> float:
         """The greatest TBT that counts as idle."""
         return asked.idle_tbt_s + self._settings.head_room * max(0.0, asked.tbt_slo_s - asked.idle_tbt_s)
 
-    def _idle(self, asked: Asked, *, waited: bool) -> bool:
+    def _idle(self, asked: BatchRequest, *, waited: bool) -> bool:
         if asked.tbt_s > self.tbt_bound_s(asked) or asked.queue_s > self.queue_bound_s(asked.ttft_slo_s):
             return False
         if asked.allowed < math.inf and (asked.early_s > 0 or asked.slower > asked.allowed or not asked.allowed):

@@ -27,7 +27,7 @@ from services.conductor.admission.judge import Judge
 from services.conductor.costs.models import Coefficients, attention_pairs
 from services.conductor.domain import RequestOutcome
 from services.conductor.fleet.instance import Instance
-from services.conductor.placing.placement import Choice
+from services.conductor.placing.placement import PlacementChoice
 
 QUIET_S = 10.0  # after the last interactive request the lane has the mesh for itself
 ENOUGH = 4  # requests that say something together
@@ -93,7 +93,7 @@ class Slowdown:
             self._since = None
         self._came_at = now
 
-    def placed(self, choice: Choice, judge: Judge) -> Undisturbed:
+    def placed(self, choice: PlacementChoice, judge: Judge) -> Undisturbed:
         """One found that place. What is returned is for `ended`."""
         p, d, now = choice.prefill, choice.decode, judge.now
         pairs, computed = attention_pairs(p.computed_tokens, p.cached_tokens), p.computed_tokens

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from services.conductor.domain import Schedule
-from services.conductor.loads.decayed_sum import Fading
+from services.conductor.loads.decayed_sum import DecayedSum
 
 MOST_S = 60.0  # until a turn
 GRACE_S = 3.0  # an owner may be so late: some read whole seconds only
@@ -116,7 +116,7 @@ def content(request: Schedule) -> Hashable:
     return request.tenant, request.prompt_tokens, request.max_tokens, last
 
 
-class Turns:
+class RetryTurns:
     """Of one model's requests, at one conductor."""
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class Turns:
         self._swept = -1  # the first slot when owners were last forgotten
         self._come = _Come()
         self._beyond = 0.0
-        self._placed = Fading(PLACED_HALF_LIFE_S)  # seconds of prompts
+        self._placed = DecayedSum(PLACED_HALF_LIFE_S)  # seconds of prompts
 
     def __len__(self) -> int:
         """Owners that would be recognised."""

@@ -17,10 +17,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from services.conductor.balance.tally import MIXED, Counts, Tally
+from services.conductor.balance.tally import MIXED, Tally, TallyCounts
 from services.conductor.domain import Lane, Schedule
-from services.conductor.loads.decayed_sum import Fading
-from services.conductor.placing.placement import Choice
+from services.conductor.loads.decayed_sum import DecayedSum
+from services.conductor.placing.placement import PlacementChoice
 from services.conductor.settings import Settings
 
 MAX_UNPLACED = 8.0  # asked / placed: clients come again, so it says ever less
@@ -34,7 +34,7 @@ class Demand:
     prefill: float = 0.0
     decode: float = 0.0
 
-    def loads(self, pools: Counts) -> tuple[float, float]:
+    def loads(self, pools: TallyCounts) -> tuple[float, float]:
         """Of both pools; 1: wholly busy. Coupled instances help where they make the two most alike."""
         flexible, whole = MIXED * pools.boths, self.prefill + self.decode
         to_prefill = 0.0
@@ -46,7 +46,7 @@ class Demand:
             return (math.inf if not pools.prefills else 0.0, math.inf if not pools.decodes else 0.0)
         return _over(self.prefill, pools.prefills + to_prefill), _over(self.decode, pools.decodes + to_decode)
 
-    def load(self, pools: Counts) -> float:
+    def load(self, pools: TallyCounts) -> float:
         """Of the busier pool."""
         return max(self.loads(pools))
 
@@ -61,24 +61,24 @@ class _Asked:
 
     half_life_s: float
     since: float
-    tokens: Fading = field(init=False)
-    requests: Fading = field(init=False)
-    placed: Fading = field(init=False)
-    batch: Fading = field(init=False)  # of its lane, placed
-    placed_tokens: Fading = field(init=False)
-    placed_s: Fading = field(init=False)
-    elsewhere_s: Fading = field(init=False)  # seconds of prompts that other conductors placed
+    tokens: DecayedSum = field(init=False)
+    requests: DecayedSum = field(init=False)
+    placed: DecayedSum = field(init=False)
+    batch: DecayedSum = field(init=False)  # of its lane, placed
+    placed_tokens: DecayedSum = field(init=False)
+    placed_s: DecayedSum = field(init=False)
+    elsewhere_s: DecayedSum = field(init=False)  # seconds of prompts that other conductors placed
     backlog_s: float = 0.0
     rows: float = 0.0
     looked_at: float | None = None
 
     def __post_init__(self) -> None:
         self.tokens, self.requests, self.placed, self.batch, self.placed_tokens, self.placed_s = (
-            Fading(self.half_life_s) for _ in range(6)
+            DecayedSum(self.half_life_s) for _ in range(6)
         )
-        self.elsewhere_s = Fading(self.half_life_s)
+        self.elsewhere_s = DecayedSum(self.half_life_s)
 
-    def per_s(self, summed: Fading, now: float) -> float:
+    def per_s(self, summed: DecayedSum, now: float) -> float:
         """The rate behind a sum that has grown since `since`."""
         grown = 1 - 0.5 ** ((now - self.since) / self.half_life_s)
         return summed.at(now) * math.log(2) / self.half_life_s / grown if grown > 0 else 0.0
@@ -112,7 +112,7 @@ class Demands:
         if (asked := self._of(model, now)) is not None:
             asked.elsewhere_s.add(seconds, now)
 
-    def placed(self, request: Schedule, choice: Choice, now: float) -> None:
+    def placed(self, request: Schedule, choice: PlacementChoice, now: float) -> None:
         """It got a place."""
         asked = self._asked.get(request.model)
         if asked is not None and request.lane is Lane.BATCH:

@@ -62,7 +62,7 @@ class Hot:
         return self.packed[(chain.depth - 1) * KEY_BYTES : chain.depth * KEY_BYTES] == chain.key
 
 
-class Heat:
+class PrefixHeat:
     """At most `capacity` prefixes, O(log capacity) a use. The keys of prefixes take at most `max_packed_bytes`."""
 
     def __init__(

@@ -25,11 +25,11 @@ from itertools import chain, islice
 
 from kvmesh.kvcache.keys import Keys
 from kvmesh.kvcache.tiers import Tier, split_name
-from services.conductor.balance.heat import Heat, Hot
+from services.conductor.balance.heat import Hot, PrefixHeat
 from services.conductor.domain import Life, Member, OrderEnded, Ref, Replicate
 from services.conductor.fleet.instance import Instance
 from services.conductor.fleet.walk import Pace
-from services.conductor.prefixes.index import Index, Place, Survey, bits
+from services.conductor.prefixes.index import Index, PrefixPlace, Survey, bits
 from services.conductor.settings import BalanceSettings
 
 WORTH = 0.05  # instance-seconds a second
@@ -139,7 +139,7 @@ class Replication:
             self._flights[event.number] = _Flight(flight.order, flight.brings, 0, now + SETTLE_S, done=True)
         return True
 
-    def begin(self, heat: Heat, field: Field, now: float) -> None:
+    def begin(self, heat: PrefixHeat, field: Field, now: float) -> None:
         """Look at what is hot, with the instances met. What is left of the last look comes first, instead of it."""
         self._expire(now)
         self._field = field
@@ -218,7 +218,9 @@ class Replication:
             and source.identity in (None, i.model.kv_identity)
             and moment.may(i)
         )
-        listed = [(i, survey.depth(Place(moment.index.place_of(life).sealed))) for life, i in islice(fit, MAX_LISTED)]
+        listed = [
+            (i, survey.depth(PrefixPlace(moment.index.place_of(life).sealed))) for life, i in islice(fit, MAX_LISTED)
+        ]
         found = [one for one in listed if one[1] < source.depth]
         return sorted(found, key=lambda one: (-one[1], one[0].node_id == source.node_id))
 
@@ -292,7 +294,7 @@ def _source(
         if tier is not Tier.DRAM or member is None:
             continue
         life = member.ref.life
-        depth = survey.depth(Place(moment.index.place_of(life).sealed & (1 << slot)))
+        depth = survey.depth(PrefixPlace(moment.index.place_of(life).sealed & (1 << slot)))
         instance = known.get(life) or leaving.get(life)
         wait_s = instance.queue.wait_s(moment.now) if instance is not None else 0.0
         worth = (-depth, life not in leaving, wait_s, store_id)

@@ -32,7 +32,7 @@ MAX_ORDERS = 64  # at once; the brain gives fewer
 Order = SwitchRole | Replicate
 
 
-class Orders:
+class BalanceOrders:
     """Owns its tasks. `leads()` is asked right before each call: who leads no more orders nothing. `ended` hears what
     became of each order."""
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from services.conductor.balance.demand import Demand
-from services.conductor.balance.tally import Counts, Tally, drain_s
+from services.conductor.balance.tally import Tally, TallyCounts, drain_s
 from services.conductor.domain import Life, OrderEnded, Role, SwitchRole
 from services.conductor.settings import BalanceSettings
 
@@ -145,13 +145,13 @@ _STEPS = {
 }
 
 
-def _best(demand: Demand, pools: Counts, free: Mapping[Role, int]) -> _Move | None:
+def _best(demand: Demand, pools: TallyCounts, free: Mapping[Role, int]) -> _Move | None:
     """The way that lowers the load most, by its first move. `free`: how many of each role may be switched."""
     found = [move for towards in _STEPS if (move := _way(demand, pools, free, towards)) is not None]
     return min(found, key=lambda move: (move.reached, move.after), default=None)
 
 
-def _way(demand: Demand, pools: Counts, free: Mapping[Role, int], towards: int) -> _Move | None:
+def _way(demand: Demand, pools: TallyCounts, free: Mapping[Role, int], towards: int) -> _Move | None:
     """Moves in one direction, each the best one, while each lowers the load."""
     left = Counter(free)
     first: tuple[Role, Role, float] | None = None
@@ -171,7 +171,7 @@ def _way(demand: Demand, pools: Counts, free: Mapping[Role, int], towards: int) 
     return None if first is None else _Move(first[0], first[1], towards, first[2], load)
 
 
-def _may(pools: Counts, was: Role, becomes: Role) -> bool:
+def _may(pools: TallyCounts, was: Role, becomes: Role) -> bool:
     """Requests can still be answered; nobody takes BOTH but the last of a role."""
     if becomes is Role.BOTH:
         return not pools.moved(was, Role.DECODE if was is Role.PREFILL else Role.PREFILL).serves

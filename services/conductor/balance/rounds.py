@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Sequence
 
 from services.conductor.balance.demand import Demands
-from services.conductor.balance.heat import Heat
+from services.conductor.balance.heat import PrefixHeat
 from services.conductor.balance.hot import Field, Moment, Replication
 from services.conductor.balance.roles import Roles
 from services.conductor.balance.scale import Hint as Hint
@@ -24,7 +24,7 @@ from services.conductor.balance.tally import Tally
 from services.conductor.domain import Action, OrderEnded, Schedule
 from services.conductor.fleet.instance import Instance
 from services.conductor.fleet.walk import Pace, Walk
-from services.conductor.placing.placement import Choice
+from services.conductor.placing.placement import PlacementChoice
 from services.conductor.prefixes.index import Survey
 from services.conductor.settings import Settings
 
@@ -44,7 +44,7 @@ class Balance:
         self._walk = Walk(INSTANCES)
         self._tallies: dict[str, Tally] = {}  # of those met in this round, by model
         self._field: Field | None = None  # likewise; None: no copies are to be ordered by it
-        self._heat = Heat(settings.balance.window_s)
+        self._heat = PrefixHeat(settings.balance.window_s)
         self._demands = Demands(settings)
         self._replication = Replication(settings.balance, lambda: next(numbers))
         self._roles = Roles(settings.balance, lambda: next(numbers))
@@ -58,7 +58,7 @@ class Balance:
         """A request was weighed; `survey`: who holds its blocks."""
         self._heat.use(request, survey, now)
 
-    def placed(self, request: Schedule, choice: Choice, now: float) -> None:
+    def placed(self, request: Schedule, choice: PlacementChoice, now: float) -> None:
         """It got a place."""
         self._demands.placed(request, choice, now)
 

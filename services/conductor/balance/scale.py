@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from services.conductor.balance.demand import Demand
-from services.conductor.balance.tally import MIXED, Counts, Tally
+from services.conductor.balance.tally import MIXED, Tally, TallyCounts
 from services.conductor.domain import Role
 from services.conductor.settings import BalanceSettings
 
@@ -62,7 +62,7 @@ class Scale:
             for hint in self._model(name, tally.counts, *demands.get(name, (Demand(), 0.0)), now)
         )
 
-    def _model(self, name: str, pools: Counts, demand: Demand, watched_s: float, now: float) -> list[Hint]:
+    def _model(self, name: str, pools: TallyCounts, demand: Demand, watched_s: float, now: float) -> list[Hint]:
         hints = []
         for role, there, carried, load in _shares(demand, pools):
             if watched_s < self._window_s:
@@ -104,7 +104,7 @@ class Scale:
         return pool.wanted
 
 
-def _shares(demand: Demand, pools: Counts) -> list[tuple[Role, int, float, float]]:
+def _shares(demand: Demand, pools: TallyCounts) -> list[tuple[Role, int, float, float]]:
     """Of each pool that there is, or must be: its role, instances, what they carry in instances, and their load."""
     to_prefill, to_decode = demand.loads(pools)
     if not pools.boths:

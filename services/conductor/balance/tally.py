@@ -12,17 +12,17 @@ MAX_ROWS = 4096  # of one instance, where it names no limit
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class TallyCounts:
     """Instances of one model by role; fractions are those in mind."""
 
     prefills: float
     decodes: float
     boths: float = 0.0
 
-    def moved(self, was: Role, becomes: Role) -> Counts:
+    def moved(self, was: Role, becomes: Role) -> TallyCounts:
         """One of them in another role."""
         change = {was: -1, becomes: 1}
-        return Counts(
+        return TallyCounts(
             self.prefills + change.get(Role.PREFILL, 0),
             self.decodes + change.get(Role.DECODE, 0),
             self.boths + change.get(Role.BOTH, 0),
@@ -74,9 +74,9 @@ class Tally:
             self.switchable.append((drain_s(i, now), i.ref.instance_id, i, i.role))
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> TallyCounts:
         """By role."""
-        return Counts(self.count[Role.PREFILL], self.count[Role.DECODE], self.count[Role.BOTH])
+        return TallyCounts(self.count[Role.PREFILL], self.count[Role.DECODE], self.count[Role.BOTH])
 
     @property
     def rows(self) -> int:

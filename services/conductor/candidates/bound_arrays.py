@@ -22,7 +22,7 @@ class Fetching:
 
 
 @dataclass(slots=True)
-class Way:
+class PromptBound:
     """One way to compute the prompt, at each. Seconds but for `computed`, `pairs`, `steps`."""
 
     ttft: Floats
@@ -37,7 +37,7 @@ class Way:
     tail_s: Floats | None
 
 
-class Prompts:
+class PromptBounds:
     """Of the ways of each instance: the least cost of those that may pass (inf: none does), the least TTFT by which
     they are judged, and the same of those whose queue can drain for long enough."""
 
@@ -61,7 +61,7 @@ class Prompts:
 
 
 @dataclass(slots=True)
-class Answers:
+class AnswerBounds:
     """Terms of the TBT at each, seconds. `short`: of pages for prompt and answer together."""
 
     tbt: Floats

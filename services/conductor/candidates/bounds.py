@@ -13,32 +13,34 @@ import numpy as np
 
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.work_class import work_classes
-from services.conductor.candidates.bound_arrays import Answers, Fetching, Prompts, Way
-from services.conductor.candidates.columns import Chosen
+from services.conductor.candidates.bound_arrays import AnswerBounds, Fetching, PromptBound, PromptBounds
 from services.conductor.candidates.fields import Field, Floats, Mask, Rare
 from services.conductor.candidates.instance_row import node
 from services.conductor.candidates.predictions import admitted, fitted, mixed
-from services.conductor.candidates.prefix_holders import Held
+from services.conductor.candidates.prefix_holders import HeldBlocks
+from services.conductor.candidates.selection import Selection
 from services.conductor.costs.interference import STALL_WEIGHT
 from services.conductor.costs.models import HIDDEN_SHARE
 from services.conductor.domain import Fetch, Schedule
 from services.conductor.loads.queues import PRIORITY_STEP_S
 from services.conductor.loads.shortest_first import LASTS, MARKS, ahead
 from services.conductor.placing.prefills import worth_weighing
-from services.conductor.placing.scoring_context import Terms
-from services.conductor.prefixes.fetch_plan import Leg, Mesh
-from services.conductor.prefixes.index import Place
+from services.conductor.placing.scoring_context import ScoringContext
+from services.conductor.prefixes.fetch_plan import FetchPlanner, FetchSegment
+from services.conductor.prefixes.index import PrefixPlace
 
 ROUNDING_S = 1e-9
 TAIL_SHARE = 1 - HIDDEN_SHARE  # of a transfer: see `TransferModel.tail_s`
 HIDDEN_STEPS = 4  # parts of a leg in which the end that hides behind a queue is looked for
-_NOBODY = Place(0)
+_NOBODY = PrefixPlace(0)
 
 
-class Weights:
+class CostBounds:
     """One request beside every instance of a view; `among` them those of one KV identity that matter."""
 
-    def __init__(self, request: Schedule, mesh: Mesh, terms: Terms, blocks: Held, among: Chosen) -> None:
+    def __init__(
+        self, request: Schedule, mesh: FetchPlanner, terms: ScoringContext, blocks: HeldBlocks, among: Selection
+    ) -> None:
         self.view, self.request, self.mesh, self.terms, self.held = among.view, request, mesh, terms, blocks
         one = among.first
         self.block = one.model.block_tokens
@@ -147,10 +149,10 @@ class Weights:
 
     # ── prompts ───────────────────────────────────────────────────────────────────────────────────
 
-    def prompts(self, among: Mask, at_decode: int, room_s: Floats | float, *, alone: bool = False) -> Prompts:
+    def prompts(self, among: Mask, at_decode: int, room_s: Floats | float, *, alone: bool = False) -> PromptBounds:
         """Computing the prompt at each of `among`. `room_s`: waiting for room at decode, in the TTFT besides. `alone`:
         nothing is pushed."""
-        found = Prompts(len(self.view.columns))
+        found = PromptBounds(len(self.view.columns))
         self._offer_use(found, self._pushed(at_decode, alone=alone), room_s, among)
         odd = (self.held.last > self.held.depth) & among
         end = min(self.usable_blocks, self.mesh.survey.runs[-1].end if self.mesh.survey.runs else 0)
@@ -167,14 +169,14 @@ class Weights:
         """Tokens that prefill sends to decode."""
         return 0.0 if alone else float(max(0, self.request.prompt_tokens - at_decode * self.block))
 
-    def _offer_use(self, found: Prompts, pushed: float, room_s: Floats | float, among: Mask) -> None:
+    def _offer_use(self, found: PromptBounds, pushed: float, room_s: Floats | float, among: Mask) -> None:
         """With what each of `among` has."""
         cached = np.minimum(self.held.depth, self.usable_blocks) * self.block
         self._offer(found, self._way(cached, pushed, 0.0, exact=True), room_s, among)
 
     def _offer_part(
         self,
-        found: Prompts,
+        found: PromptBounds,
         part: Fetching,
         pushed: float,
         room_s: Floats | float,
@@ -187,7 +189,7 @@ class Weights:
         way = self._way(float(part.until * self.block), pushed, self._fetch_s(part), exact=True)
         self._offer(found, way, room_s, among & (self.held.depth == local), instead=instead)
 
-    def _free(self, found: Prompts, here: Mask, end: int, pushed: float) -> None:
+    def _free(self, found: PromptBounds, here: Mask, end: int, pushed: float) -> None:
         """Those `here` may have as much as up to block `end` without fetching."""
         found.free(here, self._way(float(end * self.block), pushed, 0.0).cost)
 
@@ -196,7 +198,7 @@ class Weights:
         return [local for local in self.held.ends if (among & (self.held.depth == local)).any()]
 
     def _fetch(
-        self, found: Prompts, among: Mask, local: int, at_decode: int, room_s: Floats | float, *, alone: bool
+        self, found: PromptBounds, among: Mask, local: int, at_decode: int, room_s: Floats | float, *, alone: bool
     ) -> Mask | None:
         """What those `among` who have `local` blocks could fetch; returns who of them is odd."""
         reach = self.reach if local <= self.reach else self.mesh.reach(_NOBODY, local)
@@ -219,7 +221,7 @@ class Weights:
             return odd
         return None
 
-    def _parts(self, legs: Sequence[Leg], local: int, end: int) -> list[Fetching]:
+    def _parts(self, legs: Sequence[FetchSegment], local: int, end: int) -> list[Fetching]:
         if not self.mesh.lower:
             return [self._fetching(legs, end)]
         ends = {end}
@@ -227,7 +229,7 @@ class Weights:
             ends |= {leg.first for leg in legs} - {local}
         return [self._fetching(legs, until) for until in sorted(ends)]
 
-    def _fetching(self, legs: Sequence[Leg], until: int) -> Fetching:
+    def _fetching(self, legs: Sequence[FetchSegment], until: int) -> Fetching:
         part = legs
         if legs[-1].first + legs[-1].blocks > until:
             part = [leg.until(until) for leg in legs if leg.first < until]
@@ -247,7 +249,15 @@ class Weights:
         return part.read_s + self.mesh.congestion * admitted(self.view, Field.PULL, nbytes, holders)
 
     def _hide(
-        self, found: Prompts, here: Mask, legs: Sequence[Leg], local: int, end: int, at_decode: int, *, alone: bool
+        self,
+        found: PromptBounds,
+        here: Mask,
+        legs: Sequence[FetchSegment],
+        local: int,
+        end: int,
+        at_decode: int,
+        *,
+        alone: bool,
     ) -> None:
         """The end that hides behind the queue is somewhere between two of these: no dearer than what it can be."""
         busy = here & (self.queue_s > 0) & self.view.able
@@ -263,7 +273,7 @@ class Weights:
                 return
             self._free(found, fits, high, pushed)
 
-    def _nodes(self, legs: Sequence[Leg]) -> list[float]:
+    def _nodes(self, legs: Sequence[FetchSegment]) -> list[float]:
         """Hashes of the nodes of all who could be named for one of these legs."""
         found = set()
         for leg in legs:
@@ -274,7 +284,9 @@ class Weights:
             found |= {node(member.node_id) for member in self.mesh.named(alive)}
         return list(found)
 
-    def _way(self, cached: Floats | float, pushed: float, fetch_s: Floats | float, *, exact: bool = False) -> Way:
+    def _way(
+        self, cached: Floats | float, pushed: float, fetch_s: Floats | float, *, exact: bool = False
+    ) -> PromptBound:
         """As `prefills._choice`. Tokens, but `fetch_s`. `exact`: so much is cached, not at most so much."""
         view, columns = self.view, self.view.columns
         computed = self.request.prompt_tokens - cached
@@ -300,7 +312,7 @@ class Weights:
         cost_s = ttft_s if stall_s is None else ttft_s + STALL_WEIGHT * stall_s
         if self.by_size is not None:
             cost_s = cost_s + self._others_s(queue_s, fetch_s, prefill_s, exact=exact)
-        return Way(ttft_s, cost_s, queue_s, fetch_s, computed, pairs, steps, alone_s, slower_s, tail_s)
+        return PromptBound(ttft_s, cost_s, queue_s, fetch_s, computed, pairs, steps, alone_s, slower_s, tail_s)
 
     def _push_s(self, pushed: float) -> tuple[Floats, Floats]:
         """Of so many tokens to decode, and what of it nothing can hide. Found once for all ways that push as much."""
@@ -313,7 +325,9 @@ class Weights:
             found = self._pushes[pushed, self.arriving] = whole_s, whole_s * TAIL_SHARE
         return found
 
-    def _offer(self, found: Prompts, way: Way, room_s: Floats | float, here: Mask, *, instead: bool = False) -> None:
+    def _offer(
+        self, found: PromptBounds, way: PromptBound, room_s: Floats | float, here: Mask, *, instead: bool = False
+    ) -> None:
         """One way more, for those `here`; `instead` of what was offered before."""
         slo_s = self.terms.ttft_slo_s - room_s
         cost, least, drains = way.cost, way.ttft, None
@@ -332,7 +346,7 @@ class Weights:
             drains = least - slo_s <= start_s - way.fetch_s + ROUNDING_S
         found.offer(cost, least, drains, here, instead=instead)
 
-    def _rows_tbt_s(self, way: Way, prompt_s: Floats) -> Floats:
+    def _rows_tbt_s(self, way: PromptBound, prompt_s: Floats) -> Floats:
         columns = self.view.columns
         chunks = np.maximum(1.0, np.ceil(way.computed / columns[Field.CHUNK]))
         step_s = admitted(self.view, Field.DECODE, columns[Field.RUNNING], columns[Field.CONTEXT])
@@ -346,7 +360,7 @@ class Weights:
 
     # ── answers ───────────────────────────────────────────────────────────────────────────────────
 
-    def answers(self, *, alone: bool = False) -> Answers:
+    def answers(self, *, alone: bool = False) -> AnswerBounds:
         """As `decodes.choice`, for each."""
         view, columns, request = self.view, self.view.columns, self.request
         requests, limit, stay_s = columns[Field.REQUESTS], columns[Field.MAX_RUNNING], columns[Field.RESIDENCE]
@@ -378,7 +392,7 @@ class Weights:
             sent = np.maximum(0.0, request.prompt_tokens - self.held.sealed * self.block) * columns[Field.KV_BYTES]
             seem = sent + np.minimum(sent, columns[Field.ARRIVING])  # see `outgoing.shared_bytes`
             tail_s = seem / self.peers.transfer.bytes_per_s * TAIL_SHARE
-        return Answers(tbt_s, landing_s, slot_s, tail_s, short)
+        return AnswerBounds(tbt_s, landing_s, slot_s, tail_s, short)
 
     def _blocks(self) -> tuple[int, int]:
         """Of the prompt with its first token, and of all of the answer too."""

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvmesh.kvcache.tiers import Tier, split_name
 from services.conductor.candidates import instance_row as filling
 from services.conductor.candidates.fields import FEW, FIELDS, LOADS, MODELS, NO_GROUP, NO_ROW, Field, Floats, Mask, Rare
-from services.conductor.candidates.selection import Chosen as Chosen
+from services.conductor.candidates.selection import Selection as Selection
 from services.conductor.candidates.slots import Slots
 from services.conductor.domain import Life, Role
 from services.conductor.fleet.instance import Instance
@@ -349,20 +349,20 @@ class View:
         found: list[float] = waits[self.able & self.columns.mask(Field.PREFILLS)].tolist()
         return found
 
-    def serving(self, group: int) -> Chosen:
+    def serving(self, group: int) -> Selection:
         """All of that set, able or not."""
-        return Chosen(self, self.columns.mask(Field.GROUP, group))
+        return Selection(self, self.columns.mask(Field.GROUP, group))
 
-    def able_of(self, among: Chosen) -> Chosen:
+    def able_of(self, among: Selection) -> Selection:
         """Those of them that may get work."""
-        return Chosen(self, among.mask & self.able)
+        return Selection(self, among.mask & self.able)
 
-    def prefills(self, usable: Chosen, prompt_tokens: int) -> Chosen:
+    def prefills(self, usable: Selection, prompt_tokens: int) -> Selection:
         """Who of them can compute such a prompt."""
         fits = self.columns[Field.LONGEST_PREFILL] >= prompt_tokens
-        return Chosen(self, usable.mask & self.columns.mask(Field.PREFILLS) & fits)
+        return Selection(self, usable.mask & self.columns.mask(Field.PREFILLS) & fits)
 
-    def decodes(self, usable: Chosen, prompt_tokens: int) -> Chosen:
+    def decodes(self, usable: Selection, prompt_tokens: int) -> Selection:
         """Who of them can answer it."""
         fits = self.columns[Field.LONGEST_DECODE] >= prompt_tokens
-        return Chosen(self, usable.mask & self.columns.mask(Field.DECODES) & fits)
+        return Selection(self, usable.mask & self.columns.mask(Field.DECODES) & fits)

@@ -18,17 +18,18 @@ import numpy.typing as npt
 
 from kvmesh.native import library
 from services.conductor.candidates import prefix_holders as holders
-from services.conductor.candidates.bound_arrays import Answers, Fetching, Prompts
-from services.conductor.candidates.bounds import ROUNDING_S, TAIL_SHARE, Weights
-from services.conductor.candidates.columns import Chosen, View
+from services.conductor.candidates.bound_arrays import AnswerBounds, Fetching, PromptBounds
+from services.conductor.candidates.bounds import ROUNDING_S, TAIL_SHARE, CostBounds
+from services.conductor.candidates.columns import View
 from services.conductor.candidates.fields import Field, Floats, Mask, Rare
 from services.conductor.candidates.predictions import left
-from services.conductor.candidates.prefix_holders import Held
+from services.conductor.candidates.prefix_holders import HeldBlocks
+from services.conductor.candidates.selection import Selection
 from services.conductor.costs.interference import SLOWEST, STALL_WEIGHT
 from services.conductor.domain import Schedule
-from services.conductor.placing.scoring_context import Terms
+from services.conductor.placing.scoring_context import ScoringContext
 from services.conductor.placing.ties import TIE_CAP_S, TIE_FLOOR_S, TIE_SHARE
-from services.conductor.prefixes.fetch_plan import Mesh
+from services.conductor.prefixes.fetch_plan import FetchPlanner
 from services.conductor.prefixes.index import Survey
 
 _P, _D, _N = ctypes.c_void_p, ctypes.c_double, ctypes.c_int64
@@ -103,11 +104,17 @@ _known = np.zeros(1)
 _at = _read_at if _read_at(_known) == _asked_at(_known) else _asked_at
 
 
-class CompiledWeights(Weights):
-    """As `Weights`, of a fleet in which nobody's line goes by size."""
+class CompiledBounds(CostBounds):
+    """As `CostBounds`, of a fleet in which nobody's line goes by size."""
 
     def __init__(
-        self, request: Schedule, mesh: Mesh, terms: Terms, blocks: Held, among: Chosen, native: _Library
+        self,
+        request: Schedule,
+        mesh: FetchPlanner,
+        terms: ScoringContext,
+        blocks: HeldBlocks,
+        among: Selection,
+        native: _Library,
     ) -> None:
         super().__init__(request, mesh, terms, blocks, among)
         self._native = native
@@ -127,7 +134,7 @@ class CompiledWeights(Weights):
             bool(rare(Rare.RUNNING)) and terms.tbt_slo_s < np.inf, 0, 0, 0, scratch + row, scratch + 2 * row,
         )  # fmt: skip
         self._way_told, self._way_at = native.way, native.way_at
-        self._offered: tuple[Prompts, int] | None = None  # the last one, and where it keeps what it is offered
+        self._offered: tuple[PromptBounds, int] | None = None  # the last one, and where it keeps what it is offered
         self._told = ctypes.addressof(self._request)
         native.wait(self._told)
         self.__dict__.update(wait_s=self._scratch[0], by_size=None)
@@ -155,12 +162,14 @@ class CompiledWeights(Weights):
         if rare(Rare.YIELDS):
             told.yielding = _at(self.yielding_s)
 
-    def _kept(self, found: Prompts) -> int:
+    def _kept(self, found: PromptBounds) -> int:
         if self._offered is None or self._offered[0] is not found:
             self._offered = found, _at(found.kept)
         return self._offered[1]
 
-    def _offer_way(self, found: Prompts, room_s: Floats | float, among: Mask, local: float, *, instead: bool) -> None:
+    def _offer_way(
+        self, found: PromptBounds, room_s: Floats | float, among: Mask, local: float, *, instead: bool
+    ) -> None:
         self._queues()
         room, rooms = (room_s, None) if isinstance(room_s, float | int) else (0.0, np.ascontiguousarray(room_s))
         more = None if rooms is None else _at(rooms)
@@ -169,13 +178,13 @@ class CompiledWeights(Weights):
             assert self._fades
             self._native.offer(*asked)
 
-    def _offer_use(self, found: Prompts, pushed: float, room_s: Floats | float, among: Mask) -> None:
+    def _offer_use(self, found: PromptBounds, pushed: float, room_s: Floats | float, among: Mask) -> None:
         _WAY.pack_into(self._way_told, 0, _EACH, self.usable_blocks, pushed, self.arriving, *_NO_FETCH)
         self._offer_way(found, room_s, among, -1.0, instead=False)
 
     def _offer_part(
         self,
-        found: Prompts,
+        found: PromptBounds,
         part: Fetching,
         pushed: float,
         room_s: Floats | float,
@@ -189,7 +198,7 @@ class CompiledWeights(Weights):
         _WAY.pack_into(self._way_told, 0, cached, self.usable_blocks, pushed, self.arriving, *fetching)
         self._offer_way(found, room_s, among, local, instead=instead)
 
-    def _free(self, found: Prompts, here: Mask, end: int, pushed: float) -> None:
+    def _free(self, found: PromptBounds, here: Mask, end: int, pushed: float) -> None:
         self._queues()
         _WAY.pack_into(self._way_told, 0, end * self.block, self.usable_blocks, pushed, self.arriving, *_NO_FETCH)
         self._native.free(self._told, self._way_at, _at(here), self._kept(found))
@@ -201,25 +210,27 @@ class CompiledWeights(Weights):
         self._native.depths(self._request.depth, _at(among), len(among), asked.buffer_info()[0], size, found)
         return list(compress(ends, found.raw))
 
-    def answers(self, *, alone: bool = False) -> Answers:
-        """See `Weights`."""
+    def answers(self, *, alone: bool = False) -> AnswerBounds:
+        """See `CostBounds`."""
         count = len(self.view.columns)
         out, short = np.empty((5, count)), np.empty(count, dtype=np.bool_)
         blocks, whole = self._blocks()
         per_s = self.peers.transfer.bytes_per_s
         self._native.answers(self._told, blocks, whole, alone, per_s, _at(out), _at(short))
-        return Answers(out[0], out[1], out[2], out[3], short, out[4])
+        return AnswerBounds(out[0], out[1], out[2], out[3], short, out[4])
 
 
-def weights(request: Schedule, mesh: Mesh, terms: Terms, blocks: Held, among: Chosen) -> Weights:
+def weights(
+    request: Schedule, mesh: FetchPlanner, terms: ScoringContext, blocks: HeldBlocks, among: Selection
+) -> CostBounds:
     """Those of one request, compiled where that can be."""
     native = functions()
     if native is None or among.view.columns.rare(Rare.BY_SIZE):
-        return Weights(request, mesh, terms, blocks, among)
-    return CompiledWeights(request, mesh, terms, blocks, among, native)
+        return CostBounds(request, mesh, terms, blocks, among)
+    return CompiledBounds(request, mesh, terms, blocks, among, native)
 
 
-def held(view: View, survey: Survey) -> Held:
+def held(view: View, survey: Survey) -> HeldBlocks:
     """As `holders.held`, compiled where that can be; `ends`: no others but those of `depth`, and 0."""
     native = functions()
     if native is None:
@@ -228,7 +239,7 @@ def held(view: View, survey: Survey) -> Held:
     count, size = len(columns), len(runs)
     found = np.zeros((3, count))
     if not size:
-        return Held(found[0], found[1], found[2])
+        return HeldBlocks(found[0], found[1], found[2])
     bytes_each, coming_each = len(slots.row_of) // 8, len(columns.row_of_pending) // 8
     sealed = b"".join([run.sealed.to_bytes(bytes_each, "little") for run in runs])
     coming = b"".join([run.coming.to_bytes(coming_each, "little") for run in runs])
@@ -241,7 +252,7 @@ def held(view: View, survey: Survey) -> Held:
         slots.lower.to_bytes(bytes_each, "little"), _at(slots.row_of), _at(columns.row_of_pending), count, _at(levels),
         at, at + row, at + 2 * row, reached,
     )  # fmt: skip
-    return Held(found[0], found[1], found[2], list(compress(ends, b"\1" + reached.raw[1:])))
+    return HeldBlocks(found[0], found[1], found[2], list(compress(ends, b"\1" + reached.raw[1:])))
 
 
 class Next:

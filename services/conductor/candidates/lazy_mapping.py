@@ -9,7 +9,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class Asked(dict[K, V]):
+class LazyMapping(dict[K, V]):
     """Remembers what it was asked by `[]`."""
 
     def __init__(self, find: Callable[[K], V]) -> None:

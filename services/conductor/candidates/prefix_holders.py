@@ -9,13 +9,13 @@ import numpy as np
 
 from services.conductor.candidates.columns import View
 from services.conductor.candidates.fields import Field, Floats, Mask
-from services.conductor.prefixes.index import FEW_BITS, Place, Run, Survey
+from services.conductor.prefixes.index import FEW_BITS, HeldRun, PrefixPlace, Survey
 
 MAX_RUNS = 64  # of a survey, that are told apart where many hold them
 
 
 @dataclass(slots=True)
-class Held:
+class HeldBlocks:
     """Which leading blocks of a prompt each instance has in memory: all, those that are sealed; and the end of the last
     run of which it has anything, in any tier. `ends`: all values in `depth`, and perhaps some others."""
 
@@ -32,12 +32,12 @@ def told_apart(survey: Survey) -> int:
     return MAX_RUNS
 
 
-def is_few(run: Run) -> bool:
+def is_few(run: HeldRun) -> bool:
     """Whether so few hold it that they are looked at one by one."""
     return run.sealed.bit_count() + run.coming.bit_count() <= FEW_BITS
 
 
-def held(view: View, survey: Survey) -> Held:
+def held(view: View, survey: Survey) -> HeldBlocks:
     """Of every instance. Runs that many hold are looked at for all instances at once; from the first one that few hold
     on, only these few can have more."""
     count, slots = len(view.columns), view.columns.slots
@@ -61,7 +61,7 @@ def held(view: View, survey: Survey) -> Held:
         depth[alive], sealed[alive_sealed] = run.end, run.end
         ends.add(run.end)
     _last(view, survey, last)
-    return Held(depth, sealed, last[:count], sorted(ends))
+    return HeldBlocks(depth, sealed, last[:count], sorted(ends))
 
 
 def _exact(view: View, survey: Survey, rows: list[int], depth: Floats, sealed: Floats) -> set[int]:
@@ -69,11 +69,11 @@ def _exact(view: View, survey: Survey, rows: list[int], depth: Floats, sealed: F
     ends = set()
     for row in rows:
         slot, coming = view.columns[Field.SEALED].item(row), view.columns[Field.PENDING].item(row)
-        place = Place(1 << int(slot) if slot >= 0 else 0, 1 << int(coming))
+        place = PrefixPlace(1 << int(slot) if slot >= 0 else 0, 1 << int(coming))
         found = survey.depth(place)
         ends.add(found)
         depth[row] = found
-        sealed[row] = survey.depth(Place(place.sealed)) if place.sealed else 0
+        sealed[row] = survey.depth(PrefixPlace(place.sealed)) if place.sealed else 0
     return ends
 
 

@@ -19,16 +19,16 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from services.conductor.candidates import compiled
-from services.conductor.candidates.bound_arrays import Prompts
-from services.conductor.candidates.columns import Chosen
+from services.conductor.candidates.bound_arrays import PromptBounds
 from services.conductor.candidates.compiled import held
 from services.conductor.candidates.fields import FEW, Field, Floats, Mask
+from services.conductor.candidates.selection import Selection
 from services.conductor.domain import Lane, Schedule
 from services.conductor.fleet.instance import Instance
 from services.conductor.placing.nearness import Worth
-from services.conductor.placing.scoring_context import Terms
+from services.conductor.placing.scoring_context import ScoringContext
 from services.conductor.placing.ties import as_good
-from services.conductor.prefixes.fetch_plan import Mesh
+from services.conductor.prefixes.fetch_plan import FetchPlanner
 from services.conductor.settings import Mode
 
 AT_ONCE = 2  # weighed at first, then twice as many
@@ -64,13 +64,13 @@ class Screen:
     """One request, and the many instances that may get it. Which of them are prefill or decode instances is said with
     each question."""
 
-    def __init__(self, request: Schedule, among: Chosen, mesh: Mesh, terms: Terms) -> None:
+    def __init__(self, request: Schedule, among: Selection, mesh: FetchPlanner, terms: ScoringContext) -> None:
         self._request, self._mesh, self._terms = request, mesh, terms
         self._view, self._columns = among.view, among.view.columns
         self._weights = compiled.weights(request, mesh, terms, held(self._view, mesh.survey), among)
 
     def decodes(
-        self, among: Chosen, weigh: Callable[[Instance], C], score: Callable[[C], float], short: Callable[[C], bool]
+        self, among: Selection, weigh: Callable[[Instance], C], score: Callable[[C], float], short: Callable[[C], bool]
     ) -> Weighing[C]:
         """`score`: inf of one that may not get it. Those that lack pages for the whole answer are asked last."""
         answers, near = self._weights.answers(), self._terms.near
@@ -86,7 +86,7 @@ class Screen:
 
     def prefills(
         self,
-        among: Chosen,
+        among: Selection,
         at_decode: int,
         arriving: int,
         landing_s: float,
@@ -103,11 +103,11 @@ class Screen:
         return Weighing((*found.weighed, *map(weigh, self._nearest(prompts, among))), np.inf)
 
     def alone(
-        self, among: Chosen, weigh: Callable[[Instance], C], score: Callable[[C], float], first: Sequence[C]
+        self, among: Selection, weigh: Callable[[Instance], C], score: Callable[[C], float], first: Sequence[C]
     ) -> Weighing[C]:
         """Both on one instance. `first`: what else has been weighed."""
         columns, request = self._columns, self._request
-        among = Chosen(self._view, among.mask & self._may_be_alone())
+        among = Selection(self._view, among.mask & self._may_be_alone())
         answers = self._weights.answers(alone=True)
         prompts = self._weights.prompts(among.mask, 0, answers.landing, alone=True)
         near = self._terms.near
@@ -131,7 +131,7 @@ class Screen:
         alone: Floats = self._columns[Field.ALONE]
         return (alone > 0) & (uncached <= alone)
 
-    def _nearest(self, prompts: Prompts, among: Chosen) -> Iterator[Instance]:
+    def _nearest(self, prompts: PromptBounds, among: Selection) -> Iterator[Instance]:
         """Who comes nearest to the SLO, and who will be within it first when queues drain."""
         rows: dict[int, None] = {}
         for least in (prompts.draining, prompts.least):
@@ -192,9 +192,9 @@ class Screen:
         return _Found(weighed, low, scores)
 
 
-def screen_of(request: Schedule, among: Sequence[Instance], mesh: Mesh, terms: Terms) -> Screen | None:
+def screen_of(request: Schedule, among: Sequence[Instance], mesh: FetchPlanner, terms: ScoringContext) -> Screen | None:
     """None: so few instances are there that all are weighed."""
-    if not isinstance(among, Chosen) or len(among.view.columns) <= FEW or not len(among):
+    if not isinstance(among, Selection) or len(among.view.columns) <= FEW or not len(among):
         return None
     among.view.columns.settle()
     return Screen(request, among, mesh, terms)

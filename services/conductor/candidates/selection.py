@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from services.conductor.candidates.columns import View
 
 
-class Chosen(Sequence[Instance]):
+class Selection(Sequence[Instance]):
     """Some instances of a view, by row. They are looked up only when somebody asks for them one by one."""
 
     __slots__ = ("_count", "_instances", "mask", "view")
@@ -53,17 +53,17 @@ class Chosen(Sequence[Instance]):
         """Any of them; there is one."""
         return self.view.columns.instances[int(self.mask.argmax())]
 
-    def only(self, names: Collection[str]) -> Chosen:
+    def only(self, names: Collection[str]) -> Selection:
         """Those of them that bear one of these names."""
         mask = np.zeros_like(self.mask)
         mask[[row for name in names if (row := self.view.columns.row(name)) >= 0]] = True
-        return Chosen(self.view, self.mask & mask)
+        return Selection(self.view, self.mask & mask)
 
-    def without(self, names: Collection[str]) -> Chosen:
+    def without(self, names: Collection[str]) -> Selection:
         """But for these instances."""
         rows = [row for name in names if (row := self.view.columns.row(name)) >= 0 and self.mask[row]]
         if not rows:
             return self
         mask = self.mask.copy()
         mask[rows] = False
-        return Chosen(self.view, mask)
+        return Selection(self.view, mask)

@@ -19,7 +19,7 @@ from services.conductor.settings import BreakerSettings
 BUCKETS = 10  # of a window: failures count for 90% to 100% of it
 
 
-class Phase(Enum):
+class BreakerPhase(Enum):
     CLOSED = "closed"
     OPEN = "open"
     HALF_OPEN = "half open"
@@ -32,7 +32,7 @@ class _Bucket:
     failures: int = 0
 
 
-class Window:
+class BreakerWindow:
     """How many requests ended within the last `window_s`, and how many of them failed."""
 
     def __init__(self, window_s: float) -> None:
@@ -63,28 +63,28 @@ class Breaker:
 
     def __init__(self, settings: BreakerSettings) -> None:
         self._settings = settings
-        self._window = Window(settings.window_s)
+        self._window = BreakerWindow(settings.window_s)
         self._until: float | None = None  # it rests; None: closed
         self._rest_s = 0.0  # the last one
         self._closed_at = 0.0
         self._probe: tuple[str, float] | None = None  # request_id, given up when
         self._why = ""
 
-    def phase(self, now: float) -> Phase:
+    def phase(self, now: float) -> BreakerPhase:
         """At this moment."""
         if self._until is None:
-            return Phase.CLOSED
-        return Phase.OPEN if now < self._until else Phase.HALF_OPEN
+            return BreakerPhase.CLOSED
+        return BreakerPhase.OPEN if now < self._until else BreakerPhase.HALF_OPEN
 
     def why_not(self, now: float) -> str:
         """Why it gets no request now; "" when it may have (half open: just) one."""
         match self.phase(now):
-            case Phase.CLOSED:
+            case BreakerPhase.CLOSED:
                 return ""
-            case Phase.OPEN:
+            case BreakerPhase.OPEN:
                 assert self._until is not None
                 return f"rests for {self._until - now:.1f} s more: {self._why}"
-            case Phase.HALF_OPEN:
+            case BreakerPhase.HALF_OPEN:
                 probe = self.probe(now)
                 return f"is being tried with request {probe} after its rest: {self._why}" if probe else ""
 
@@ -96,7 +96,7 @@ class Breaker:
 
     def placed(self, request_id: str, now: float) -> bool:
         """A request goes there; whether it is the probe."""
-        if self.phase(now) is not Phase.HALF_OPEN or self.probe(now):
+        if self.phase(now) is not BreakerPhase.HALF_OPEN or self.probe(now):
             return False
         self._probe = request_id, now + self._settings.probe_s
         return True
@@ -109,9 +109,9 @@ class Breaker:
     def succeeded(self, request_id: str, began: float, now: float) -> None:
         """It has done its part of that request."""
         match self.phase(now):
-            case Phase.CLOSED:
+            case BreakerPhase.CLOSED:
                 self._window.add(failed=False, now=now)
-            case Phase.HALF_OPEN if self._judges(request_id, began, now):
+            case BreakerPhase.HALF_OPEN if self._judges(request_id, began, now):
                 self._until, self._probe, self._closed_at = None, None, now
                 self._window.clear()
             case _:
@@ -120,14 +120,14 @@ class Breaker:
     def failed(self, request_id: str, began: float, now: float) -> None:
         """It has failed that request."""
         match self.phase(now):
-            case Phase.CLOSED:
+            case BreakerPhase.CLOSED:
                 self._window.add(failed=True, now=now)
                 requests, failures = self._window.count(now)
                 s = self._settings
                 if failures >= s.failures and failures >= s.share * requests:
                     why = f"{failures} of {requests} requests failed within {s.window_s:g} s"
                     self._open(self._next_rest_s(now), why, now)
-            case Phase.HALF_OPEN if self._judges(request_id, began, now):
+            case BreakerPhase.HALF_OPEN if self._judges(request_id, began, now):
                 self._open(min(self._settings.max_rest_s, 2 * self._rest_s), "it failed again after its rest", now)
             case _:
                 pass

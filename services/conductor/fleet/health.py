@@ -10,7 +10,7 @@ from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
 
 from services.conductor.domain import Life, Outcome, RequestOutcome
-from services.conductor.fleet.breaker import Breaker, Phase
+from services.conductor.fleet.breaker import Breaker, BreakerPhase
 from services.conductor.settings import BreakerSettings
 
 SURVEY_S = 1.0  # while nobody rests
@@ -146,7 +146,7 @@ class Breakers:
         self._panics.clear()
 
     def _trips(self, life: Life, now: float) -> bool:
-        return self._known[life].breaker.phase(now) is not Phase.CLOSED
+        return self._known[life].breaker.phase(now) is not BreakerPhase.CLOSED
 
     def _tries(self, life: Life, request_id: str, now: float) -> bool:
         return life in self._tripped and self._known[life].breaker.probe(now) == request_id

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from kvmesh.kvcache.tiers import TierUse
-from kvmesh.pacing import Lease
+from kvmesh.pacing import MembershipLease
 from services.conductor.admission.margins import Margins
 from services.conductor.costs.equals import Equals
 from services.conductor.costs.models import DecodeModel, PrefillModel, PullModel, TransferModel
 from services.conductor.domain import Load, ModelCard, Ref, Register, Role
-from services.conductor.loads.queues import DecodeBatch, PrefillQueue
+from services.conductor.loads.queues import DecodeLoadModel, PrefillQueue
 
 MAX_KNOWN_SAMPLES = 2048
 CHUNK_TOKENS = 512  # of an instance that does not tell
@@ -20,7 +20,13 @@ class Instance:
     """Mutable; owned by ConductorState. `slot`: its bit among pending blocks."""
 
     def __init__(
-        self, registered: Register, slot: int, fits: ModelFits, lease: Lease, now: float, confidence: float = 0.0
+        self,
+        registered: Register,
+        slot: int,
+        fits: ModelFits,
+        lease: MembershipLease,
+        now: float,
+        confidence: float = 0.0,
     ) -> None:
         self.ref: Ref = registered.ref
         self.node_id = registered.node_id
@@ -36,7 +42,7 @@ class Instance:
         self.ready = False
         self.not_ready_reason = "no heartbeat yet"
         self.load = Load()
-        self.batch = DecodeBatch()
+        self.batch = DecodeLoadModel()
         # It is what its equals are, until it shows otherwise.
         name = self.ref.instance_id
         self.prefill = PrefillModel(shared=fits.prefill, name=name)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from kvmesh.errors import InvalidRequest, KvmeshError, Overloaded
 from kvmesh.kvcache.tiers import MARK
-from kvmesh.pacing import Lease, Pulse
+from kvmesh.pacing import MembershipLease, Pulse
 from services.conductor.domain import Life, ModelCard, Register
 from services.conductor.fleet.instance import Instance, ModelFits
 
@@ -83,7 +83,7 @@ class Fleet:
         model = event.model
         fits = self._fits.setdefault((model.name, model.kv_identity), ModelFits())
         instance = self._instances[event.ref.instance_id] = Instance(
-            event, slot, fits, Lease(pulse), now, self._confidence
+            event, slot, fits, MembershipLease(pulse), now, self._confidence
         )
         self.known_models[model.name] = None
         self._kin.setdefault(model.name, Counter())[model.kv_identity] += 1

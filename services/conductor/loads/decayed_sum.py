@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 
-class Fading:
+class DecayedSum:
     """A sum of which half is forgotten in every half-life."""
 
     def __init__(self, half_life_s: float) -> None:

@@ -27,12 +27,12 @@ from services.conductor.domain import (
 )
 from services.conductor.fleet.instance import Instance
 from services.conductor.loads.batch_forecast import DecodeWork
-from services.conductor.loads.outgoing import Load, Outgoing, Wires
+from services.conductor.loads.outgoing import Outgoing, OutgoingLoad, Wires
 from services.conductor.loads.queues import PrefillWork
-from services.conductor.peers.others import Others
-from services.conductor.placing.placement import Choice
+from services.conductor.peers.others import OtherConductors
+from services.conductor.placing.placement import PlacementChoice
 from services.conductor.placing.timeline import pull_after_s
-from services.conductor.prefixes.fetch_plan import Leg, lives_of
+from services.conductor.prefixes.fetch_plan import FetchSegment, lives_of
 from services.conductor.prefixes.index import Index
 from services.conductor.prefixes.pending import marks
 from services.conductor.prefixes.tier_times import TierLoads
@@ -91,7 +91,7 @@ class Ledger:
         self.wires = Wires()
         self.accuracy = Accuracy()
         self.calibration = Calibration()
-        self._others: dict[str, Others] = {}  # by model name
+        self._others: dict[str, OtherConductors] = {}  # by model name
         self._placed: dict[str, _Placed] = {}
         self._promised: OrderedDict[str, _Promise] = OrderedDict()
 
@@ -116,10 +116,10 @@ class Ledger:
         others = self._others.get(model)
         return others.rate if others is not None else 0.0
 
-    def _others_of(self, model: str, now: float) -> Others:
-        return self._others.setdefault(model, Others(now))
+    def _others_of(self, model: str, now: float) -> OtherConductors:
+        return self._others.setdefault(model, OtherConductors(now))
 
-    def commit(self, request: Schedule, choice: Choice, now: float, slo: Slo, answer_tokens: float) -> None:
+    def commit(self, request: Schedule, choice: PlacementChoice, now: float, slo: Slo, answer_tokens: float) -> None:
         """The chosen instances carry the work from this moment on. `answer_tokens`: predicted."""
         p, d = choice.prefill, choice.decode
         name, patience_s = request.request_id, self._settings.pending_timeout_s
@@ -161,7 +161,9 @@ class Ledger:
         delay_s = pull_after_s(choice)  # of prefill: decode fetches at once
         sent, later = lives_of((*(() if delay_s else p.legs), *choice.decode_legs)), lives_of(p.legs if delay_s else ())
         until = now + delay_s + 2 * max(p.fetch_s, choice.decode_load_s)
-        loads, loads_later = ([Load(life, n * block_bytes) for life, n in some.items()] for some in (sent, later))
+        loads, loads_later = (
+            [OutgoingLoad(life, n * block_bytes) for life, n in some.items()] for some in (sent, later)
+        )
         self.wires.outgoing.add(name, loads, until, loads_later, now + delay_s)
         self._flows(name, choice, block_bytes, now, now + delay_s, until)
         holders = len({leg.holder.ref.life for leg in p.legs if not leg.own})
@@ -171,12 +173,14 @@ class Ledger:
         self._touch(p.instance.ref.instance_id)
         self._touch(d.instance.ref.instance_id)
 
-    def _flows(self, name: str, choice: Choice, block_bytes: int, now: float, pull_at: float, until: float) -> None:
+    def _flows(
+        self, name: str, choice: PlacementChoice, block_bytes: int, now: float, pull_at: float, until: float
+    ) -> None:
         """What will arrive at prefill and at decode."""
         p, d = choice.prefill, choice.decode
-        fetched = [Load(p.instance.ref.life, p.pull_bytes)] if p.pull_bytes else []
+        fetched = [OutgoingLoad(p.instance.ref.life, p.pull_bytes)] if p.pull_bytes else []
         own = sum(leg.blocks for leg in choice.decode_legs if not leg.own) * block_bytes
-        at_once = [Load(d.instance.ref.life, own)] if own else []
+        at_once = [OutgoingLoad(d.instance.ref.life, own)] if own else []
         if pull_at <= now:
             self.wires.pull(name, at_once + fetched, until, (), now)
         else:
@@ -358,7 +362,7 @@ def _teach(promise: _Promise, decode: Instance, outcome: RequestOutcome) -> None
         decode.margins.tbt.add(promise.tbt_s, outcome.tbt_s)
 
 
-def _only(legs: Sequence[Leg]) -> tuple[Life, Tier] | None:
+def _only(legs: Sequence[FetchSegment]) -> tuple[Life, Tier] | None:
     """The lower tier of another node that all of `legs` come from."""
     sources = {(leg.holder.ref.life, leg.tier, leg.own) for leg in legs}
     if len(sources) != 1:

@@ -15,7 +15,7 @@ from services.conductor.domain import Life
 
 
 @dataclass(slots=True)
-class Load:
+class OutgoingLoad:
     """`nbytes` that somebody will read from `holder`."""
 
     holder: Life
@@ -29,9 +29,9 @@ class Outgoing:
     def __init__(self) -> None:
         self._bytes: dict[Life, int] = {}
         self.changed: dict[Life, None] = {}  # whose bytes are others than when somebody cleared this
-        self._pulls: dict[str, tuple[int, list[Load]]] = {}  # those that count already
+        self._pulls: dict[str, tuple[int, list[OutgoingLoad]]] = {}  # those that count already
         # Heaps; entries of ended pulls are skipped by their number.
-        self._later: list[tuple[float, int, str, Sequence[Load]]] = []
+        self._later: list[tuple[float, int, str, Sequence[OutgoingLoad]]] = []
         self._ends: list[tuple[float, int, str]] = []
         self._number = 0
 
@@ -44,7 +44,12 @@ class Outgoing:
         return self._bytes.get(holder, 0)
 
     def add(
-        self, request_id: str, loads: Sequence[Load], until: float, later: Sequence[Load] = (), begins: float = 0.0
+        self,
+        request_id: str,
+        loads: Sequence[OutgoingLoad],
+        until: float,
+        later: Sequence[OutgoingLoad] = (),
+        begins: float = 0.0,
     ) -> None:
         """A placement made `request_id` read these, and `later` when that `begins`; what it read before is over."""
         self.end(request_id)
@@ -57,7 +62,7 @@ class Outgoing:
             heapq.heappush(self._later, (begins, self._number, request_id, later))
         heapq.heappush(self._ends, (until, self._number, request_id))
 
-    def _count(self, request_id: str, loads: Sequence[Load]) -> None:
+    def _count(self, request_id: str, loads: Sequence[OutgoingLoad]) -> None:
         self._pulls[request_id][1].extend(loads)
         for load in loads:
             self._bytes[load.holder] = self._bytes.get(load.holder, 0) + load.nbytes
@@ -95,13 +100,15 @@ class Wires:
         self._pulled = Outgoing()
         self._pushed = Outgoing()
 
-    def pull(self, request_id: str, readers: Sequence[Load], until: float, later: Sequence[Load], at: float) -> None:
+    def pull(
+        self, request_id: str, readers: Sequence[OutgoingLoad], until: float, later: Sequence[OutgoingLoad], at: float
+    ) -> None:
         """Whoever reads for it (`holder`: the reader), at once and from `at` on."""
         self._pulled.add(request_id, readers, until, later, at)
 
     def push(self, request_id: str, to: Life, nbytes: int, begins: float, until: float) -> None:
         """Its prefill sends so much to its decode instance."""
-        self._pushed.add(request_id, (), until, [Load(to, nbytes)] if nbytes else (), begins)
+        self._pushed.add(request_id, (), until, [OutgoingLoad(to, nbytes)] if nbytes else (), begins)
 
     def arriving(self, reader: Life) -> int:
         """Bytes that are on their way to it."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from kvmesh.work_class import work_class
 from services.conductor.costs.models import DecayedRatio
 from services.conductor.domain import Load
-from services.conductor.loads.batch_forecast import DecodeWork, Rows, Stays
-from services.conductor.loads.decayed_sum import Fading
+from services.conductor.loads.batch_forecast import BatchForecast, DecodeWork, RowsAt
+from services.conductor.loads.decayed_sum import DecayedSum
 
 IN_FLIGHT_S = 0.05
 # Short prompts are computed together, so a queue drains faster than the sum of its parts; within these bounds.
@@ -85,7 +85,7 @@ class PrefillQueue:
         self._chunks = 0
         self._expected_s = 0.0  # of the backlog: others', that no report has told of
         self._told_at = now
-        self._given = Fading(LATELY_S)  # seconds of work
+        self._given = DecayedSum(LATELY_S)  # seconds of work
         self.coming_share = 0.0  # of its time, that it was given work for lately, as of the last placement or report
 
     @property
@@ -281,7 +281,7 @@ class PrefillQueue:
         self._unfinished, self._left_s, self._come_s = unfinished, left_s, 0.0
 
 
-class DecodeBatch:
+class DecodeLoadModel:
     """Predicted batch, context and room at one decode instance."""
 
     def __init__(self) -> None:
@@ -292,10 +292,10 @@ class DecodeBatch:
         self._prompt_tokens = 0
         self._blocks = 0
         self._load = Load()
-        self.stays = Stays()
+        self.stays = BatchForecast()
         self.residence_s = FIRST_RESIDENCE_S
         self._stays_learnt = False
-        self._given = Fading(LATELY_S)  # tokens
+        self._given = DecayedSum(LATELY_S)  # tokens
 
     def crowd(self, now: float) -> tuple[float, float]:
         """Requests that are there, and tokens that it was given lately: what ties go by."""
@@ -321,13 +321,13 @@ class DecodeBatch:
         )
 
     @property
-    def running(self) -> Rows:
+    def running(self) -> RowsAt:
         """As last told."""
-        return Rows(self._load.running_requests, self._load.context_tokens)
+        return RowsAt(self._load.running_requests, self._load.context_tokens)
 
-    def forecast(self, now: float, at: float, until: float) -> Rows:
-        """See `Stays.forecast`."""
-        present = Rows(self.requests, self.context_tokens)
+    def forecast(self, now: float, at: float, until: float) -> RowsAt:
+        """See `BatchForecast.forecast`."""
+        present = RowsAt(self.requests, self.context_tokens)
         usual_s = self.residence_s if self._stays_learnt else math.inf
         return self.stays.forecast(now, at, until, present, self._load.running_requests, usual_s)
 

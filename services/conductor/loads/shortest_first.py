@@ -47,7 +47,7 @@ _Floats = npt.NDArray[np.float64]
 
 
 @dataclass(slots=True)
-class Ahead:
+class QueuePosition:
     """Of the work at one instance, for one request; seconds."""
 
     wait_s: float  # until it begins, if nobody else came
@@ -56,11 +56,11 @@ class Ahead:
     behind: int  # requests
 
 
-def ahead(queue: PrefillQueue, now: float, priority: int, size_s: float) -> Ahead:
+def ahead(queue: PrefillQueue, now: float, priority: int, size_s: float) -> QueuePosition:
     """In the line of an instance that goes by size. What was placed by others is taken to be before it."""
     wait_s = queue.wait_s(now)
     if wait_s <= 0:
-        return Ahead(0.0, 0.0, 0.0, 0)
+        return QueuePosition(0.0, 0.0, 0.0, 0)
     rank = now + priority * PRIORITY_STEP_S + work_class(size_s) * queue.size_weight
     behind, behind_s, yielding_s, weight = 0, 0.0, 0.0, queue.size_weight
     for work in queue.works.values():
@@ -70,7 +70,7 @@ def ahead(queue: PrefillQueue, now: float, priority: int, size_s: float) -> Ahea
         elif work.yields:
             yielding_s += work.seconds
     behind_s = min(wait_s, behind_s / queue.speedup)
-    return Ahead(wait_s - behind_s, min(wait_s - behind_s, yielding_s / queue.speedup), behind_s, behind)
+    return QueuePosition(wait_s - behind_s, min(wait_s - behind_s, yielding_s / queue.speedup), behind_s, behind)
 
 
 def marks(queue: PrefillQueue) -> tuple[float, tuple[float, ...]]:
@@ -93,7 +93,7 @@ def marks(queue: PrefillQueue) -> tuple[float, tuple[float, ...]]:
     return whole_s, (*ranks, *lasts, speedup)
 
 
-class Sizes:
+class WorkRates:
     """How much work of which sizes comes, in one model's requests; seconds of work in a second. A burst after silence
     counts as what it is over FADE_S: it may be over."""
 
@@ -150,8 +150,8 @@ def _nones(sizes_s: _Floats) -> _Floats:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """Terms of one decision about lines by size. `rate`: see `Sizes.rate`, of one instance."""
+class OvertakingTerms:
+    """Terms of one decision about lines by size. `rate`: see `WorkRates.rate`, of one instance."""
 
     settings: SizeSettings
     rate: Callable[[float], float]
@@ -177,7 +177,7 @@ class Line:
         passing_s = min(most_s, ahead_s * busy / (1 - busy)) if busy < 1 else most_s
         return ahead_s + self.settings.overtaking * passing_s
 
-    def others_s(self, found: Ahead, size_s: float) -> float:
+    def others_s(self, found: QueuePosition, size_s: float) -> float:
         """What it costs others."""
         return self.settings.others * size_s * found.behind + self.settings.later * found.behind_s
 
@@ -186,26 +186,26 @@ def _none(size_s: float) -> float:
     return 0.0
 
 
-ALONE = Line(SizeSettings(), _none, _nones)  # nobody comes
+ALONE = OvertakingTerms(SizeSettings(), _none, _nones)  # nobody comes
 
 
-class Lines:
+class ShortestFirst:
     """What comes, by model name."""
 
     def __init__(self, settings: SizeSettings) -> None:
         self._settings = settings
-        self._sizes: dict[str, Sizes] = {}
+        self._sizes: dict[str, WorkRates] = {}
 
     def placed(self, model: str, size_s: float, now: float) -> None:
         """A request went to an instance whose line goes by size."""
-        self._sizes.setdefault(model, Sizes(now)).placed(size_s, now)
+        self._sizes.setdefault(model, WorkRates(now)).placed(size_s, now)
 
-    def of(self, model: str, instances: int, others: Callable[[], float], now: float) -> Line:
+    def of(self, model: str, instances: int, others: Callable[[], float], now: float) -> OvertakingTerms:
         """For a request placed now at one of so many `instances`. `others`: seconds of work a second that other
         conductors place there; of the same sizes, it is assumed."""
         sizes = self._sizes.get(model)
         if sizes is None:
-            return Line(self._settings, _none, _nones)
+            return OvertakingTerms(self._settings, _none, _nones)
 
         found: list[tuple[float, list[float]]] = []  # once of a decision
 
@@ -223,4 +223,4 @@ class Lines:
         def least_rates(sizes_s: _Floats) -> _Floats:
             return known()[0] * sizes.least_rates(sizes_s, now)
 
-        return Line(self._settings, rate, least_rates)
+        return OvertakingTerms(self._settings, rate, least_rates)

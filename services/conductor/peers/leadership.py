@@ -21,7 +21,7 @@ PART = "conductor"  # of the mesh's names in Redis
 DRAIN_S = 3.0
 
 
-class Office:
+class ConductorLeadership:
     """`deliver` hands an event to the brain, on the event loop."""
 
     def __init__(

@@ -22,7 +22,7 @@ LITTLE_S = 1e-3  # of work in all: not worth it
 MAX_RATE = 4.0
 
 
-class Others:
+class OtherConductors:
     """The others' part of one model's prompts."""
 
     def __init__(self, now: float) -> None:

@@ -17,8 +17,8 @@ from collections import OrderedDict
 from collections.abc import Hashable
 
 from services.conductor.domain import Schedule
-from services.conductor.placing.nearness import ANSWER_TOKENS, NOTHING, NOWHERE, Near, Worth
-from services.conductor.placing.placement import Choice
+from services.conductor.placing.nearness import ANSWER_TOKENS, NOTHING, NOWHERE, Nearness, Worth
+from services.conductor.placing.placement import PlacementChoice
 from services.conductor.settings import AffinitySettings
 
 SESSION_FADES_S, ORIGIN_FADES_S = 60.0, 10.0  # to 1/e
@@ -38,7 +38,7 @@ class Affinity:
         """Sessions and origins that are remembered."""
         return len(self._sessions) + len(self._origins)
 
-    def near(self, request: Schedule, now: float) -> Near:
+    def near(self, request: Schedule, now: float) -> Nearness:
         """What its score is made of besides."""
         most = self._settings
         last = self._sessions.get(_session(request)) if most.session_s > 0 and request.session else None
@@ -53,9 +53,9 @@ class Affinity:
             each_s = most.origin_s / ANSWER_TOKENS
             faded = {i: math.exp(-max(0.0, now - at) / ORIGIN_FADES_S) for i, at in places.items()}
             together = Worth({i: each_s * share for i, share in faded.items()})
-        return Near(prefill, decode, together)
+        return Nearness(prefill, decode, together)
 
-    def placed(self, request: Schedule, choice: Choice, now: float) -> None:
+    def placed(self, request: Schedule, choice: PlacementChoice, now: float) -> None:
         """It went there."""
         prefill, decode = choice.prefill.instance.ref.instance_id, choice.decode.instance.ref.instance_id
         if request.session and self._settings.session_s > 0:

@@ -12,7 +12,7 @@ from services.conductor.placing.ties import Crowd, as_good, pick
 C = TypeVar("C")
 
 
-class Numbers(NamedTuple):
+class ComparedNumbers(NamedTuple):
     """What a choice went by, in the order of its candidates."""
 
     scores: list[float]  # seconds
@@ -32,13 +32,13 @@ class Comparison(Generic[C]):
     _crowds: dict[int, Crowd]  # by `id` of a choice
     _floor: float
 
-    def numbers(self) -> Numbers:
+    def numbers(self) -> ComparedNumbers:
         """What decided."""
         scores, at, known = list(map(self._score, self.choices)), 0, self._crowds
         while self.choices[at] is not self.chosen:
             at += 1
         crowds = [known.get(id(c)) for c in self.choices]
-        return Numbers(scores, crowds, as_good(min(self._floor, *scores)), at)
+        return ComparedNumbers(scores, crowds, as_good(min(self._floor, *scores)), at)
 
 
 def compare(

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from services.conductor.domain import Schedule
 from services.conductor.placing.decodes import DecodeChoice
 from services.conductor.placing.prefills import DEAR_S, DEAR_SHARE, PrefillChoice, cut
-from services.conductor.prefixes.fetch_plan import Leg, Mesh
-from services.conductor.prefixes.index import Place
+from services.conductor.prefixes.fetch_plan import FetchPlanner, FetchSegment
+from services.conductor.prefixes.index import PrefixPlace
 
 
 @dataclass(slots=True)
@@ -21,14 +21,20 @@ class DecodeLoad:
     block `until`. `limit`: it is not to read from there on; None: whatever it finds."""
 
     tail_s: float
-    legs: tuple[Leg, ...] = ()
+    legs: tuple[FetchSegment, ...] = ()
     until: int = 0
     limit: int | None = None
     load_s: float = 0.0
 
 
 def decode_load(
-    request: Schedule, prefill: PrefillChoice, decode: DecodeChoice, place: Place, mesh: Mesh, first: int, slo_s: float
+    request: Schedule,
+    prefill: PrefillChoice,
+    decode: DecodeChoice,
+    place: PrefixPlace,
+    mesh: FetchPlanner,
+    first: int,
+    slo_s: float,
 ) -> DecodeLoad:
     """`place`: decode's blocks in the survey; `first`: the prompt block before which decode has all, or pulls it.
     `slo_s`: for the TTFT without waiting for room at decode."""
@@ -36,7 +42,7 @@ def decode_load(
         return DecodeLoad(prefill.tail_s)
     model = decode.instance.model
     whole = (request.prompt_tokens - 1) // model.block_tokens
-    own = Place(place.sealed, 0, place.lower)
+    own = PrefixPlace(place.sealed, 0, place.lower)
     legs, end = mesh.plan(own, decode.instance.node_id, first, whole, ways) if first < whole else ((), 0)
     if not legs:
         return DecodeLoad(prefill.tail_s)

@@ -10,7 +10,7 @@ from services.conductor.costs.interference import mixed_tbt_s
 from services.conductor.domain import Schedule
 from services.conductor.fleet.instance import Instance
 from services.conductor.loads.outgoing import shared_bytes
-from services.conductor.prefixes.index import Place, Survey
+from services.conductor.prefixes.index import PrefixPlace, Survey
 
 if TYPE_CHECKING:
     from services.conductor.admission.judge import Judge, Verdict
@@ -43,7 +43,7 @@ class DecodeChoice:
 def choice(
     request: Schedule,
     instance: Instance,
-    place: Place,
+    place: PrefixPlace,
     survey: Survey,
     now: float,
     *,

@@ -33,7 +33,7 @@ NOTHING = Worth()
 
 
 @dataclass(frozen=True, slots=True)
-class Near:
+class Nearness:
     """Of one request, for each half of a placement. Costs are never negative; at decode they are those of one token,
     as the TBT that they are added to."""
 
@@ -54,4 +54,4 @@ class Near:
         return self.session_decode.far_s(instance_id) + self.origin.far_s(instance_id)
 
 
-NOWHERE = Near()
+NOWHERE = Nearness()

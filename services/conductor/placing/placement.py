@@ -11,9 +11,9 @@ from typing import TypeVar
 
 from kvmesh.errors import Overloaded
 from services.conductor.admission.judge import Judge
-from services.conductor.candidates.columns import Chosen
 from services.conductor.candidates.fields import FEW
 from services.conductor.candidates.select import Screen, Weighing, screen_of
+from services.conductor.candidates.selection import Selection
 from services.conductor.costs.fit import ENOUGH_SAMPLES
 from services.conductor.domain import Refuse, Schedule
 from services.conductor.fleet.instance import Instance
@@ -22,13 +22,13 @@ from services.conductor.placing import prefills as prefilling
 from services.conductor.placing.comparison import Comparison, compare
 from services.conductor.placing.decode_loads import decode_load
 from services.conductor.placing.decodes import DecodeChoice
-from services.conductor.placing.nearness import NOWHERE, Near
+from services.conductor.placing.nearness import NOWHERE, Nearness
 from services.conductor.placing.prefills import PrefillCandidate, PrefillChoice
-from services.conductor.placing.scoring_context import Terms as Terms
+from services.conductor.placing.scoring_context import ScoringContext as ScoringContext
 from services.conductor.placing.ties import Even, even_out
 from services.conductor.placing.ties import pick as pick
-from services.conductor.prefixes.fetch_plan import Leg, Mesh
-from services.conductor.prefixes.index import Place
+from services.conductor.prefixes.fetch_plan import FetchPlanner, FetchSegment
+from services.conductor.prefixes.index import PrefixPlace
 
 MIN_RETRY_S, HOPELESS_RETRY_S, MAX_RETRY_S = 0.1, 1.0, 60.0
 DECODE_EVEN = 0.1  # of its score, that a decode instance may be handicapped by
@@ -37,10 +37,10 @@ C = TypeVar("C")
 
 
 @dataclass(slots=True)
-class Choice:
+class PlacementChoice:
     prefill: PrefillChoice
     decode: DecodeChoice
-    decode_legs: tuple[Leg, ...] = ()  # what decode fetches itself
+    decode_legs: tuple[FetchSegment, ...] = ()  # what decode fetches itself
     decode_fetched_to: int = 0
     load_until: int | None = None  # see `Placement` in conductor.proto
     decode_load_until: int | None = None
@@ -56,11 +56,11 @@ class Choice:
 class Weighed:
     """The answer, and everybody who was weighed for it."""
 
-    answer: Choice | Refuse
+    answer: PlacementChoice | Refuse
     prefills: Sequence[PrefillCandidate]
     decodes: Sequence[DecodeChoice]
     decode: DecodeChoice | None  # with which prefills were weighed
-    near: Near = NOWHERE  # what was added to their scores
+    near: Nearness = NOWHERE  # what was added to their scores
     # What each half was chosen by; None: nobody passed, or nobody was weighed.
     decode_by: Comparison[DecodeChoice] | None = None
     prefill_by: Comparison[PrefillChoice] | None = None
@@ -70,9 +70,9 @@ def choose(
     request: Schedule,
     prefills: Sequence[Instance],
     decodes: Sequence[Instance],
-    places: Mapping[str, Place],
-    mesh: Mesh,
-    terms: Terms,
+    places: Mapping[str, PrefixPlace],
+    mesh: FetchPlanner,
+    terms: ScoringContext,
 ) -> Weighed:
     """Both lists hold instances that may get this request and whose KV fits together, some two of them different ones.
     `places`: of each of them, by instance id. Where they are many, most of them are screened out (screen.py)."""
@@ -97,7 +97,7 @@ def choose(
     of = next(c for c in weighed_prefills if c.instance is prefill.instance)
     until = of.load_until(prefill, slo_s)
     load = decode_load(request, prefill, decode, place, mesh, max(end, decode.at_decode), slo_s)
-    chosen = Choice(
+    chosen = PlacementChoice(
         prefill if load.tail_s == prefill.tail_s else replace(prefill, tail_s=load.tail_s),
         decode,
         (*legs, *load.legs),
@@ -112,9 +112,9 @@ def choose(
 def _weigh_decodes(
     request: Schedule,
     among: Sequence[Instance],
-    places: Mapping[str, Place],
-    mesh: Mesh,
-    terms: Terms,
+    places: Mapping[str, PrefixPlace],
+    mesh: FetchPlanner,
+    terms: ScoringContext,
     screen: Screen | None,
 ) -> Weighing[DecodeChoice]:
     def weigh(instance: Instance) -> DecodeChoice:
@@ -124,7 +124,7 @@ def _weigh_decodes(
     def score(c: DecodeChoice) -> float:
         return c.score_s + terms.near.decode_s(c.instance.ref.instance_id) if terms.judge.decode(c).passes else _INF
 
-    if screen is None or not isinstance(among, Chosen):
+    if screen is None or not isinstance(among, Selection):
         return Weighing([weigh(i) for i in among], _INF)
     return screen.decodes(among, weigh, score, lambda c: c.short)
 
@@ -133,9 +133,9 @@ def _weigh_prefills(
     request: Schedule,
     among: Sequence[Instance],
     decode: DecodeChoice,
-    places: Mapping[str, Place],
-    mesh: Mesh,
-    terms: Terms,
+    places: Mapping[str, PrefixPlace],
+    mesh: FetchPlanner,
+    terms: ScoringContext,
     screen: Screen | None,
 ) -> Weighing[PrefillCandidate]:
     slo_s = terms.ttft_slo_s - decode.landing_wait_s
@@ -159,25 +159,25 @@ def _weigh_prefills(
         best = c.best(slo_s, terms.tbt_slo_s)
         return _INF if best is None else best.cost_s + terms.near.prefill_s(c.instance.ref.instance_id)
 
-    if screen is None or not isinstance(among, Chosen):
+    if screen is None or not isinstance(among, Selection):
         return Weighing([weigh(i) for i in among], _INF)
     return screen.prefills(among, decode.at_decode, decode.arriving, decode.landing_wait_s, weigh, score)
 
 
 def _decode_pulls(
-    prefill: PrefillChoice, decode: DecodeChoice, place: Place, mesh: Mesh
-) -> tuple[tuple[Leg, ...], int]:
+    prefill: PrefillChoice, decode: DecodeChoice, place: PrefixPlace, mesh: FetchPlanner
+) -> tuple[tuple[FetchSegment, ...], int]:
     """Blocks that prefill has to fetch, decode fetches from the holder too if it lacks them: a chain of two transfers
     would bring them later. Only directly behind what decode has, so that prefill pushes one piece, and only out of
     memory: what lies below at others, prefill fetches first and pushes."""
     if not prefill.legs or not prefill.local_blocks <= decode.at_decode < prefill.fetched_to:
         return (), 0
-    own = Place(place.sealed)
+    own = PrefixPlace(place.sealed)
     return mesh.plan(own, decode.instance.node_id, decode.at_decode, prefill.fetched_to, mesh.memory)
 
 
 def pick_prefill(
-    candidates: Sequence[PrefillCandidate], landing_wait_s: float, terms: Terms, floor: float = _INF
+    candidates: Sequence[PrefillCandidate], landing_wait_s: float, terms: ScoringContext, floor: float = _INF
 ) -> PrefillChoice | Refuse:
     """The best way of them all. `landing_wait_s`: what else is in the TTFT. `floor`: see `ties.pick`."""
     found = _compare_prefills(candidates, landing_wait_s, terms, floor)
@@ -185,7 +185,7 @@ def pick_prefill(
 
 
 def _compare_prefills(
-    candidates: Sequence[PrefillCandidate], landing_wait_s: float, terms: Terms, floor: float
+    candidates: Sequence[PrefillCandidate], landing_wait_s: float, terms: ScoringContext, floor: float
 ) -> Comparison[PrefillChoice] | Refuse:
     slo_s = terms.ttft_slo_s - landing_wait_s
     passing = [best for c in candidates if (best := c.best(slo_s, terms.tbt_slo_s)) is not None]
@@ -214,14 +214,16 @@ def _compare_prefills(
 
 
 def pick_decode(
-    request: Schedule, choices: Sequence[DecodeChoice], terms: Terms, floor: float = _INF
+    request: Schedule, choices: Sequence[DecodeChoice], terms: ScoringContext, floor: float = _INF
 ) -> DecodeChoice | Refuse:
     """The one with the least score, if it may be, with room for the whole answer. `floor`: see `ties.pick`."""
     found = _compare_decodes(choices, terms, floor)
     return found if isinstance(found, Refuse) else found.chosen
 
 
-def _compare_decodes(choices: Sequence[DecodeChoice], terms: Terms, floor: float) -> Comparison[DecodeChoice] | Refuse:
+def _compare_decodes(
+    choices: Sequence[DecodeChoice], terms: ScoringContext, floor: float
+) -> Comparison[DecodeChoice] | Refuse:
     verdicts = [terms.judge.decode(c) for c in choices]
     passing = [c for c, verdict in zip(choices, verdicts, strict=True) if verdict.passes]
     if passing:
@@ -262,7 +264,7 @@ def _evened(choices: Sequence[C], score: Callable[[C], float], candidates: Seque
     return lambda c: score(c) + by_choice[id(c)]
 
 
-def _overloaded_rows(best: PrefillChoice, terms: Terms) -> Refuse:
+def _overloaded_rows(best: PrefillChoice, terms: ScoringContext) -> Refuse:
     """The prompt would hold up the rows beside it: it can come when they are gone."""
     batch = best.instance.batch
     drain_s = batch.drain_s(batch.requests)
@@ -271,7 +273,7 @@ def _overloaded_rows(best: PrefillChoice, terms: Terms) -> Refuse:
 
 def without(instances: Sequence[Instance], names: Collection[str]) -> Sequence[Instance]:
     """But for these."""
-    if isinstance(instances, Chosen):
+    if isinstance(instances, Selection):
         return instances.without(names)
     return [i for i in instances if i.ref.instance_id not in names]
 

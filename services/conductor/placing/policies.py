@@ -21,11 +21,11 @@ from services.conductor.placing import placement
 from services.conductor.placing import serving_modes as kinds
 from services.conductor.placing import single_instance as lonely
 from services.conductor.placing.consistent_hash import Rings
-from services.conductor.placing.placement import Choice
-from services.conductor.placing.scoring_context import Terms
-from services.conductor.placing.serving_modes import Found, Kind, Option
-from services.conductor.prefixes.fetch_plan import Mesh
-from services.conductor.prefixes.index import Place
+from services.conductor.placing.placement import PlacementChoice
+from services.conductor.placing.scoring_context import ScoringContext
+from services.conductor.placing.serving_modes import Option, ServingMode, WeighedModes
+from services.conductor.prefixes.fetch_plan import FetchPlanner
+from services.conductor.prefixes.index import PrefixPlace
 from services.conductor.settings import Policy
 
 MAX_TURNS = 65_536  # instances whose last turn is remembered
@@ -40,7 +40,7 @@ class Pool:
     crowd: Callable[[Instance], int]
 
 
-class Way(Protocol):
+class PlacementPolicy(Protocol):
     """How a plain policy takes one of a pool's instances; there is at least one."""
 
     def pick(self, request: Schedule, among: Sequence[Instance], pool: Pool, rng: random.Random) -> Instance:
@@ -51,7 +51,7 @@ class Random:
     """Any of them."""
 
     def pick(self, request: Schedule, among: Sequence[Instance], pool: Pool, rng: random.Random) -> Instance:
-        """See `Way`."""
+        """See `PlacementPolicy`."""
         return rng.choice(among)
 
 
@@ -63,7 +63,7 @@ class RoundRobin:
         self._turns: dict[str, OrderedDict[str, int]] = {}
 
     def pick(self, request: Schedule, among: Sequence[Instance], pool: Pool, rng: random.Random) -> Instance:
-        """See `Way`."""
+        """See `PlacementPolicy`."""
         turns = self._turns.setdefault(pool.name, OrderedDict())
         chosen = min(among, key=lambda i: turns.get(i.ref.instance_id, 0))
         self._turn += 1
@@ -78,7 +78,7 @@ class LeastLoaded:
     """The least predicted load; of those that are as good the least crowd, then chance."""
 
     def pick(self, request: Schedule, among: Sequence[Instance], pool: Pool, rng: random.Random) -> Instance:
-        """See `Way`."""
+        """See `PlacementPolicy`."""
         return placement.pick(among, pool.load, pool.crowd, rng)
 
 
@@ -86,7 +86,7 @@ class PowerOfTwo:
     """The better of two that are drawn (Mitzenmacher 2001)."""
 
     def pick(self, request: Schedule, among: Sequence[Instance], pool: Pool, rng: random.Random) -> Instance:
-        """See `Way`."""
+        """See `PlacementPolicy`."""
         return placement.pick(rng.sample(among, min(2, len(among))), pool.load, pool.crowd, rng)
 
 
@@ -98,14 +98,14 @@ class SessionHash:
         self._rings = Rings()
 
     def pick(self, request: Schedule, among: Sequence[Instance], pool: Pool, rng: random.Random) -> Instance:
-        """See `Way`."""
+        """See `PlacementPolicy`."""
         key = request.session.encode() or (request.keys[0] if request.keys else request.request_id.encode())
         inorder = sorted(among, key=lambda i: i.ref.instance_id)
         names = tuple(i.ref.instance_id for i in inorder)
         return inorder[self._rings.pick(key, names, [pool.crowd(i) for i in inorder])]
 
 
-PLAIN: Mapping[Policy, Callable[[], Way]] = {
+PLAIN: Mapping[Policy, Callable[[], PlacementPolicy]] = {
     Policy.RANDOM: Random,
     Policy.ROUND_ROBIN: RoundRobin,
     Policy.LEAST_LOADED: LeastLoaded,
@@ -126,10 +126,10 @@ class Chooser:
         request: Schedule,
         prefills: Sequence[Instance],
         decodes: Sequence[Instance],
-        places: Mapping[str, Place],
-        mesh: Mesh,
-        terms: Terms,
-    ) -> Found:
+        places: Mapping[str, PrefixPlace],
+        mesh: FetchPlanner,
+        terms: ScoringContext,
+    ) -> WeighedModes:
         """See `kinds.choose`."""
         if self.policy is Policy.KVCACHE:
             return kinds.choose(request, prefills, decodes, places, mesh, terms)
@@ -151,8 +151,8 @@ def _homes(
     request: Schedule,
     prefills: Sequence[Instance],
     decodes: Sequence[Instance],
-    places: Mapping[str, Place],
-    mesh: Mesh,
+    places: Mapping[str, PrefixPlace],
+    mesh: FetchPlanner,
 ) -> list[Instance]:
     """Who could compute the prompt: for somebody else's batch, or for its own if it does both. Where there is nobody,
     those who decode and compute so little themselves."""
@@ -167,11 +167,13 @@ def _homes(
     return [i for i in homes if i.ref.instance_id not in request.avoid] or homes
 
 
-def _prefill_pool(terms: Terms) -> Pool:
+def _prefill_pool(terms: ScoringContext) -> Pool:
     return Pool("prefill", lambda i: i.queue.wait_s(terms.now), lambda i: len(i.queue.works))
 
 
-def _decode_pool(request: Schedule, places: Mapping[str, Place], mesh: Mesh, terms: Terms) -> Pool:
+def _decode_pool(
+    request: Schedule, places: Mapping[str, PrefixPlace], mesh: FetchPlanner, terms: ScoringContext
+) -> Pool:
     def tbt_s(i: Instance) -> float:
         found = decoding.choice(request, i, places[i.ref.instance_id], mesh.survey, terms.now)
         return found.tbt_s + found.landing_wait_s + found.slot_wait_s
@@ -179,21 +181,28 @@ def _decode_pool(request: Schedule, places: Mapping[str, Place], mesh: Mesh, ter
     return Pool("decode", tbt_s, lambda i: i.batch.requests)
 
 
-def _alone(request: Schedule, instance: Instance, place: Place, mesh: Mesh, terms: Terms) -> Found:
+def _alone(
+    request: Schedule, instance: Instance, place: PrefixPlace, mesh: FetchPlanner, terms: ScoringContext
+) -> WeighedModes:
     found = lonely.weigh(request, instance, place, mesh, terms)
-    kind = Kind.COUPLED if instance.role is Role.BOTH else Kind.DECODE
+    kind = ServingMode.COUPLED if instance.role is Role.BOTH else ServingMode.DECODE
     cost_s = kinds.cost_s(found.choice, request.max_tokens)
     option = Option(kind, instance, instance, found.choice, found.refused, cost_s=cost_s)
-    return Found(found.refused or found.choice, (option,), None)
+    return WeighedModes(found.refused or found.choice, (option,), None)
 
 
 def _pair(
-    request: Schedule, prefill: Instance, decode: Instance, places: Mapping[str, Place], mesh: Mesh, terms: Terms
-) -> Found:
+    request: Schedule,
+    prefill: Instance,
+    decode: Instance,
+    places: Mapping[str, PrefixPlace],
+    mesh: FetchPlanner,
+    terms: ScoringContext,
+) -> WeighedModes:
     found = placement.choose(request, [prefill], [decode], places, mesh, terms)
-    if isinstance(found.answer, Choice):
+    if isinstance(found.answer, PlacementChoice):
         cost_s = kinds.cost_s(found.answer, request.max_tokens)
-        option = Option(Kind.PAIR, prefill, decode, found.answer, cost_s=cost_s)
+        option = Option(ServingMode.PAIR, prefill, decode, found.answer, cost_s=cost_s)
     else:
-        option = Option(Kind.PAIR, prefill, decode, refused=found.answer)
-    return Found(found.answer, (option,), found)
+        option = Option(ServingMode.PAIR, prefill, decode, refused=found.answer)
+    return WeighedModes(found.answer, (option,), found)

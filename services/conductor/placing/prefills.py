@@ -14,9 +14,9 @@ from services.conductor.costs.interference import NOBODY, STALL_WEIGHT, Shared, 
 from services.conductor.domain import Fetch, Schedule
 from services.conductor.fleet.instance import Instance
 from services.conductor.loads.outgoing import shared_bytes
-from services.conductor.loads.shortest_first import ALONE, Line, ahead
-from services.conductor.prefixes.fetch_plan import Leg, Mesh
-from services.conductor.prefixes.index import Place
+from services.conductor.loads.shortest_first import ALONE, OvertakingTerms, ahead
+from services.conductor.prefixes.fetch_plan import FetchPlanner, FetchSegment
+from services.conductor.prefixes.index import PrefixPlace
 
 # A lower tier is forbidden to its own node when it would make the first token later by more than this.
 DEAR_SHARE, DEAR_S = 0.25, 0.05
@@ -38,7 +38,7 @@ class PrefillChoice:
     prefill_s: float
     tail_s: float
     admission_prefill_s: float
-    legs: tuple[Leg, ...] = ()
+    legs: tuple[FetchSegment, ...] = ()
     fetched_to: int = 0  # the block that `legs` end before
     pull_bytes: int = 0
     ahead_bytes: int = 0  # what the holders have to send before, or what slows it down on the way here as much
@@ -152,14 +152,14 @@ class PrefillCandidate:
 def candidate(
     request: Schedule,
     instance: Instance,
-    place: Place,
-    mesh: Mesh,
+    place: PrefixPlace,
+    mesh: FetchPlanner,
     at_decode: int,
     threshold: float,
     now: float,
     rule: Fetch = Fetch.CHEAPER,
     arriving: int = 0,
-    line: Line = ALONE,
+    line: OvertakingTerms = ALONE,
 ) -> PrefillCandidate:
     """`place`: the instance's blocks in the survey; `at_decode`: leading blocks that nobody need send to decode;
     `arriving`: bytes that others send there."""
@@ -190,8 +190,8 @@ def worth_weighing(best: int, local: int, threshold: float) -> bool:
 
 
 def _plans(
-    instance: Instance, place: Place, mesh: Mesh, local: int, reach: int, *, others: bool
-) -> list[tuple[tuple[Leg, ...], int]]:
+    instance: Instance, place: PrefixPlace, mesh: FetchPlanner, local: int, reach: int, *, others: bool
+) -> list[tuple[tuple[FetchSegment, ...], int]]:
     """Ways to have the blocks up to `reach`, each with where it ends: others' memory before the own lower tiers and,
     where both hold something, the other way round; not `others`: out of its own tiers alone."""
     if reach <= local:
@@ -204,8 +204,8 @@ def _plans(
 
 
 def _ends(
-    instance: Instance, mesh: Mesh, legs: tuple[Leg, ...], local: int, end: int, now: float
-) -> list[tuple[tuple[Leg, ...], int]]:
+    instance: Instance, mesh: FetchPlanner, legs: tuple[FetchSegment, ...], local: int, end: int, now: float
+) -> list[tuple[tuple[FetchSegment, ...], int]]:
     """A plan and, if lower tiers are in it, those parts of it that may be faster than the whole. Reading takes longer
     block by block, and each block that is read spares more computing than the one before: the best end is the whole,
     where another leg begins, or what hides behind the queue."""
@@ -215,7 +215,9 @@ def _ends(
     return [(legs, end)] + [(cut(legs, until), until) for until in sorted(ends - {local, end})]
 
 
-def _hidden(instance: Instance, mesh: Mesh, legs: tuple[Leg, ...], local: int, end: int, now: float) -> int:
+def _hidden(
+    instance: Instance, mesh: FetchPlanner, legs: tuple[FetchSegment, ...], local: int, end: int, now: float
+) -> int:
     """The last block up to which fetching takes no longer than the queue."""
     queue_s = instance.queue.wait_s(now)
     low, high = local, end
@@ -228,7 +230,7 @@ def _hidden(instance: Instance, mesh: Mesh, legs: tuple[Leg, ...], local: int, e
     return low
 
 
-def cut(legs: tuple[Leg, ...], end: int) -> tuple[Leg, ...]:
+def cut(legs: tuple[FetchSegment, ...], end: int) -> tuple[FetchSegment, ...]:
     """Their parts before block `end`."""
     return tuple(leg.until(end) for leg in legs if leg.first < end)
 
@@ -253,7 +255,7 @@ class _Fetching(NamedTuple):
 _NOTHING = _Fetching(0.0, 0.0, 0.0, 0, 0)
 
 
-def _fetching(instance: Instance, mesh: Mesh, legs: tuple[Leg, ...], now: float) -> _Fetching:
+def _fetching(instance: Instance, mesh: FetchPlanner, legs: tuple[FetchSegment, ...], now: float) -> _Fetching:
     """What `legs` take. A holder reads before it sends; the reader's own tiers read meanwhile."""
     block_bytes = instance.model.block_tokens * instance.model.kv_bytes_per_token
     pulled = [leg for leg in legs if not leg.own]
@@ -273,9 +275,9 @@ def _choice(
     cached_blocks: int,
     there: _Decode,
     now: float,
-    mesh: Mesh,
-    line: Line,
-    legs: tuple[Leg, ...] = (),
+    mesh: FetchPlanner,
+    line: OvertakingTerms,
+    legs: tuple[FetchSegment, ...] = (),
 ) -> PrefillChoice:
     model = instance.model
     cached = cached_blocks * model.block_tokens
@@ -315,7 +317,7 @@ def _choice(
 
 
 def _queued(
-    request: Schedule, instance: Instance, prefill_s: float, computed: int, now: float, line: Line
+    request: Schedule, instance: Instance, prefill_s: float, computed: int, now: float, line: OvertakingTerms
 ) -> tuple[float, float, float]:
     """What it waits for, how much of that yields, and what it costs others."""
     queue = instance.queue

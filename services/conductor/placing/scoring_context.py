@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from services.conductor.admission.judge import Judge
 from services.conductor.domain import Fetch
-from services.conductor.loads.shortest_first import ALONE, Line
-from services.conductor.placing.nearness import NOWHERE, Near
+from services.conductor.loads.shortest_first import ALONE, OvertakingTerms
+from services.conductor.placing.nearness import NOWHERE, Nearness
 
 
 @dataclass(slots=True)
-class Terms:
+class ScoringContext:
     """Of one request; seconds."""
 
     ttft_slo_s: float
@@ -22,5 +22,5 @@ class Terms:
     rng: random.Random
     judge: Judge
     fetch: Fetch = Fetch.CHEAPER
-    near: Near = NOWHERE  # to whom it belongs, besides
-    line: Line = ALONE  # who comes meanwhile
+    near: Nearness = NOWHERE  # to whom it belongs, besides
+    line: OvertakingTerms = ALONE  # who comes meanwhile

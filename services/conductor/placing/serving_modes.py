@@ -24,24 +24,25 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvmesh.errors import Overloaded
-from services.conductor.candidates.columns import Chosen
 from services.conductor.candidates.select import COUNTED_TOKENS, Weighing, screen_of
+from services.conductor.candidates.selection import Selection
 from services.conductor.costs.interference import STALL_WEIGHT
 from services.conductor.domain import Refuse, Role, Schedule
 from services.conductor.fleet.instance import Instance
 from services.conductor.placing import placement
 from services.conductor.placing import single_instance as lonely
 from services.conductor.placing.comparison import Comparison, compare
-from services.conductor.placing.placement import Choice, Terms, Weighed
-from services.conductor.prefixes.fetch_plan import Mesh
-from services.conductor.prefixes.index import Place
+from services.conductor.placing.placement import PlacementChoice, Weighed
+from services.conductor.placing.scoring_context import ScoringContext
+from services.conductor.prefixes.fetch_plan import FetchPlanner
+from services.conductor.prefixes.index import PrefixPlace
 
 # Two streams, the landing and its lease, the first token's way through decode: at one request at a time about a
 # millisecond of `admit` and `stream` in benchmarks/results/mesh-closed.json.
 HANDOFF_S = 0.001
 
 
-class Kind(Enum):
+class ServingMode(Enum):
     PAIR = "pair"
     COUPLED = "coupled"
     DECODE = "decode"
@@ -51,10 +52,10 @@ class Kind(Enum):
 class Option:
     """One kind on certain instances. `choice`: None for one that was not weighed; `why_not` it cannot be."""
 
-    kind: Kind
+    kind: ServingMode
     prefill: Instance
     decode: Instance
-    choice: Choice | None = None
+    choice: PlacementChoice | None = None
     refused: Refuse | None = None
     why_not: str = ""
     cost_s: float = 0.0
@@ -72,30 +73,30 @@ class Option:
 
 
 @dataclass(slots=True)
-class Found:
+class WeighedModes:
     """The answer, and all that was weighed for it; `pair`: None when no two instances could be one."""
 
-    answer: Choice | Refuse
+    answer: PlacementChoice | Refuse
     options: Sequence[Option]
     pair: Weighed | None
     by: Comparison[Option] | None = None  # what the kind was chosen by; None: nothing passed, or a policy named it
 
 
-def kind_of(choice: Choice) -> Kind:
+def kind_of(choice: PlacementChoice) -> ServingMode:
     """By its instances."""
     if choice.prefill.instance is not choice.decode.instance:
-        return Kind.PAIR
-    return Kind.COUPLED if choice.decode.instance.role is Role.BOTH else Kind.DECODE
+        return ServingMode.PAIR
+    return ServingMode.COUPLED if choice.decode.instance.role is Role.BOTH else ServingMode.DECODE
 
 
-def cost_s(choice: Choice, max_tokens: int) -> float:
+def cost_s(choice: PlacementChoice, max_tokens: int) -> float:
     """See above; seconds. `max_tokens`: of the answer, 0 when nobody told."""
-    handoff_s = HANDOFF_S if kind_of(choice) is Kind.PAIR else 0.0
+    handoff_s = HANDOFF_S if kind_of(choice) is ServingMode.PAIR else 0.0
     lost_s = STALL_WEIGHT * choice.prefill.shared.stall_s + choice.prefill.others_s
     return choice.ttft_s + lost_s + answer_s(choice, max_tokens) + handoff_s
 
 
-def answer_s(choice: Choice, max_tokens: int) -> float:
+def answer_s(choice: PlacementChoice, max_tokens: int) -> float:
     """Of its first tokens after the very first, and for a place in the batch."""
     counted = min(max_tokens or COUNTED_TOKENS, COUNTED_TOKENS)
     return choice.decode.slot_wait_s + counted * choice.decode.tbt_s
@@ -105,10 +106,10 @@ def choose(
     request: Schedule,
     prefills: Sequence[Instance],
     decodes: Sequence[Instance],
-    places: Mapping[str, Place],
-    mesh: Mesh,
-    terms: Terms,
-) -> Found:
+    places: Mapping[str, PrefixPlace],
+    mesh: FetchPlanner,
+    terms: ScoringContext,
+) -> WeighedModes:
     """Instances that may get this request and whose KV fits together, by what they may do for it; some kind is possible
     (see `possible`). `places`: of each of them, by instance id."""
     pair, options = None, []
@@ -123,9 +124,9 @@ def choose(
         by = compare(clean or passing, lambda o: o.cost_s, lambda o: _crowd(o, terms.now), terms.rng, some.floor)
         choice = by.chosen.choice
         assert choice is not None, "an option that passes has a choice"
-        return Found(choice, options, pair, by)
+        return WeighedModes(choice, options, pair, by)
     refusals = [o.refused for o in options if o.refused is not None]
-    return Found(min(refusals, key=_hopeless), options, pair)
+    return WeighedModes(min(refusals, key=_hopeless), options, pair)
 
 
 def pairable(prefills: Sequence[Instance], decodes: Sequence[Instance]) -> bool:
@@ -137,8 +138,8 @@ def possible(
     request: Schedule,
     prefills: Sequence[Instance],
     decodes: Sequence[Instance],
-    places: Mapping[str, Place],
-    mesh: Mesh,
+    places: Mapping[str, PrefixPlace],
+    mesh: FetchPlanner,
 ) -> bool:
     """Whether there is any kind to weigh."""
     if prefills and decodes:  # two of them, or one that does both
@@ -151,9 +152,9 @@ def possible(
 def _alones(
     request: Schedule,
     decodes: Sequence[Instance],
-    places: Mapping[str, Place],
-    mesh: Mesh,
-    terms: Terms,
+    places: Mapping[str, PrefixPlace],
+    mesh: FetchPlanner,
+    terms: ScoringContext,
     pair: Sequence[Option],
 ) -> Weighing[Option]:
     """`pair`, and whoever could have the request alone; where these are many those that are worth weighing, first those
@@ -165,7 +166,7 @@ def _alones(
     among = lonely.able(decodes)
     if not among:
         return Weighing(pair, float("inf"))
-    if not isinstance(among, Chosen) or (screen := screen_of(request, among, mesh, terms)) is None:
+    if not isinstance(among, Selection) or (screen := screen_of(request, among, mesh, terms)) is None:
         return Weighing([*pair, *map(weigh, among)], float("inf"))
     wanted = among.without(request.avoid)
     some = screen.alone(wanted, weigh, _score, [o for o in pair if not o.names & request.avoid])
@@ -179,8 +180,10 @@ def _score(option: Option) -> float:
     return option.cost_s if option.passes else float("inf")
 
 
-def _alone(request: Schedule, instance: Instance, place: Place, mesh: Mesh, terms: Terms) -> Option:
-    kind = Kind.COUPLED if instance.role is Role.BOTH else Kind.DECODE
+def _alone(
+    request: Schedule, instance: Instance, place: PrefixPlace, mesh: FetchPlanner, terms: ScoringContext
+) -> Option:
+    kind = ServingMode.COUPLED if instance.role is Role.BOTH else ServingMode.DECODE
     if why := lonely.too_much(request, instance, place, mesh.survey):
         return Option(kind, instance, instance, why_not=why)
     found = lonely.weigh(request, instance, place, mesh, terms)
@@ -190,16 +193,16 @@ def _alone(request: Schedule, instance: Instance, place: Place, mesh: Mesh, term
 
 
 def _of_pair(
-    request: Schedule, pair: Weighed, prefills: Sequence[Instance], decodes: Sequence[Instance], terms: Terms
+    request: Schedule, pair: Weighed, prefills: Sequence[Instance], decodes: Sequence[Instance], terms: ScoringContext
 ) -> Option:
-    if isinstance(pair.answer, Choice):
+    if isinstance(pair.answer, PlacementChoice):
         prefill, decode = pair.answer.prefill.instance, pair.answer.decode.instance
         far_s = terms.near.of(prefill, decode)
         cost = cost_s(pair.answer, request.max_tokens) + far_s
-        return Option(Kind.PAIR, prefill, decode, pair.answer, cost_s=cost, far_s=far_s)
+        return Option(ServingMode.PAIR, prefill, decode, pair.answer, cost_s=cost, far_s=far_s)
     decode = pair.decode.instance if pair.decode is not None else decodes[0]
     prefill = next((p for p in prefills if p is not decode), prefills[0])
-    return Option(Kind.PAIR, prefill, decode, refused=pair.answer)
+    return Option(ServingMode.PAIR, prefill, decode, refused=pair.answer)
 
 
 def _crowd(option: Option, now: float) -> tuple[float, float, float]:

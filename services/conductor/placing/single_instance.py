@@ -7,43 +7,44 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.conductor.candidates.columns import Chosen
 from services.conductor.candidates.fields import Field
+from services.conductor.candidates.selection import Selection
 from services.conductor.domain import Refuse, Schedule
 from services.conductor.fleet.instance import Instance
 from services.conductor.placing import decodes as decoding
 from services.conductor.placing import prefills as prefilling
-from services.conductor.placing.placement import Choice, Terms, pick_decode, pick_prefill
-from services.conductor.prefixes.fetch_plan import Mesh
-from services.conductor.prefixes.index import Place, Survey
+from services.conductor.placing.placement import PlacementChoice, pick_decode, pick_prefill
+from services.conductor.placing.scoring_context import ScoringContext
+from services.conductor.prefixes.fetch_plan import FetchPlanner
+from services.conductor.prefixes.index import PrefixPlace, Survey
 
 _ALL_BLOCKS = 1 << 40  # of any prompt: nothing is sent
 
 
 @dataclass(slots=True)
-class Alone:
+class SingleInstance:
     """One instance weighed for the whole request. `choice`: its best way, or where `refused` says that none passes, the
     nearest one."""
 
-    choice: Choice
+    choice: PlacementChoice
     refused: Refuse | None
 
 
 def able(decodes: Sequence[Instance]) -> Sequence[Instance]:
     """Those who may compute prompts for their own batch."""
-    if isinstance(decodes, Chosen):
-        return Chosen(decodes.view, decodes.mask & decodes.view.columns.mask(Field.ALONE))
+    if isinstance(decodes, Selection):
+        return Selection(decodes.view, decodes.mask & decodes.view.columns.mask(Field.ALONE))
     return [i for i in decodes if i.alone_tokens]
 
 
-def uncached_tokens(request: Schedule, instance: Instance, place: Place, survey: Survey) -> int:
+def uncached_tokens(request: Schedule, instance: Instance, place: PrefixPlace, survey: Survey) -> int:
     """What of the prompt it would have to compute, after what is sealed in its own memory."""
     usable = (request.prompt_tokens - 1) // instance.model.block_tokens
-    held = min(survey.depth(Place(place.sealed)), usable)
+    held = min(survey.depth(PrefixPlace(place.sealed)), usable)
     return request.prompt_tokens - held * instance.model.block_tokens
 
 
-def too_much(request: Schedule, instance: Instance, place: Place, survey: Survey) -> str:
+def too_much(request: Schedule, instance: Instance, place: PrefixPlace, survey: Survey) -> str:
     """Why the instance may not take it alone; "" when it may."""
     if instance.alone_tokens == float("inf"):
         return ""
@@ -53,7 +54,9 @@ def too_much(request: Schedule, instance: Instance, place: Place, survey: Survey
     return f"computes at most {instance.alone_tokens:,} uncached tokens itself, of {uncached:,}"
 
 
-def weigh(request: Schedule, instance: Instance, place: Place, mesh: Mesh, terms: Terms) -> Alone:
+def weigh(
+    request: Schedule, instance: Instance, place: PrefixPlace, mesh: FetchPlanner, terms: ScoringContext
+) -> SingleInstance:
     """`place`: the instance's blocks in the survey."""
     decode = decoding.choice(request, instance, place, mesh.survey, terms.now, alone=True)
     candidate = prefilling.candidate(
@@ -65,4 +68,4 @@ def weigh(request: Schedule, instance: Instance, place: Place, mesh: Mesh, terms
     if isinstance(found, Refuse):
         found = min(candidate.options, key=lambda o: o.admission_ttft_s)
     until = candidate.load_until(found, terms.ttft_slo_s - decode.landing_wait_s)
-    return Alone(Choice(found, decode, load_until=until), refused)
+    return SingleInstance(PlacementChoice(found, decode, load_until=until), refused)

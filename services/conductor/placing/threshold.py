@@ -35,7 +35,7 @@ from dataclasses import dataclass
 
 from services.conductor.costs.models import HIDDEN_SHARE
 from services.conductor.domain import PrefillSample
-from services.conductor.placing.placement import Choice
+from services.conductor.placing.placement import PlacementChoice
 from services.conductor.settings import Settings, ThresholdMode
 
 MAX_THRESHOLD, MAX_CONGESTION = 8.0, 8.0
@@ -109,7 +109,7 @@ class Evidence:
         return math.inf if self.took_s > 0 else 0.0
 
 
-class Pushes:
+class PushRecord:
     """How many of the pushes to decode were slow lately: longer on the wires than computing the same takes, and not
     hidden behind their own computing. Fades with FORGET_PUSHES_S. One that took long tells of wires as they were, so it
     counts for less: when wires are fast again, those that were held up still come in for long."""
@@ -157,14 +157,14 @@ class Threshold:
         self._tries = False  # fetching is tried again
         self._slow = False  # the wires, by what pushes take
         self._evidence = Evidence(now)
-        self._pushes = Pushes(now)
+        self._pushes = PushRecord(now)
         self._awaited: OrderedDict[str, _Awaited] = OrderedDict()
 
     def value(self, now: float) -> float:
         """As it is now."""
         return self._value
 
-    def placed(self, request_id: str, choice: Choice) -> None:
+    def placed(self, request_id: str, choice: PlacementChoice) -> None:
         """A request went there."""
         p = choice.prefill
         self._awaited.pop(request_id, None)

@@ -15,7 +15,7 @@ KV computed by prefill is pushed layer by layer as it comes to be; what decode f
 from __future__ import annotations
 
 from services.conductor.domain import PredictedLife
-from services.conductor.placing.placement import Choice
+from services.conductor.placing.placement import PlacementChoice
 
 FETCH_SHARE = 2.0  # pulls often take twice as long as predicted, rarely longer
 MARGIN_S = 0.25
@@ -23,7 +23,7 @@ MIN_DELAY_S = 0.25  # what is shorter is not worth a timer
 MAX_DELAY_S = 60.0  # blocks may leave their holder meanwhile
 
 
-def pull_after_s(choice: Choice) -> float:
+def pull_after_s(choice: PlacementChoice) -> float:
     """How long prefill puts off its pull; 0: it begins at once, or there is none."""
     p = choice.prefill
     if not p.legs:
@@ -32,7 +32,7 @@ def pull_after_s(choice: Choice) -> float:
     return delay_s if delay_s >= MIN_DELAY_S else 0.0
 
 
-def life(choice: Choice, output_tokens: int, delay_s: float) -> PredictedLife:
+def life(choice: PlacementChoice, output_tokens: int, delay_s: float) -> PredictedLife:
     """In seconds from now. `delay_s`: what `pull_after_s` said; `output_tokens`: predicted length of the answer."""
     p, d = choice.prefill, choice.decode
     fetched_s = delay_s + p.fetch_s if p.legs else 0.0

@@ -10,7 +10,7 @@ from kvmesh.kvcache.sources import PullRange
 from kvmesh.kvcache.tiers import Tier, store_name
 from services.conductor.domain import Life, Member, Source
 from services.conductor.loads.outgoing import Outgoing
-from services.conductor.prefixes.index import Place, Survey, bits
+from services.conductor.prefixes.index import PrefixPlace, Survey, bits
 
 MAX_RANGES = 8
 MAX_HOLDERS = 64  # of one block, among whom the one to ask is sought
@@ -19,7 +19,7 @@ TierLoad = Callable[[Life, Tier, int], float]  # seconds to read so many bytes o
 
 
 @dataclass(slots=True, unsafe_hash=True)
-class Leg:
+class FetchSegment:
     """Prompt blocks [first, first + blocks) come from that tier of `holder`; `own`: it is the reader itself."""
 
     holder: Member
@@ -34,13 +34,13 @@ class Leg:
         ref = self.holder.ref
         return PullRange(ref.instance_id, ref.address, ref.incarnation, self.first, self.blocks, self.tier)
 
-    def until(self, end: int) -> Leg:
+    def until(self, end: int) -> FetchSegment:
         """Its part before block `end`."""
-        return Leg(self.holder, self.first, min(self.blocks, end - self.first), self.tier, self.own)
+        return FetchSegment(self.holder, self.first, min(self.blocks, end - self.first), self.tier, self.own)
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class FetchWays:
     """Stores that are as good as one another: the same tier, and all of others or the reader's own."""
 
     slots: int
@@ -56,7 +56,7 @@ class _Calmest(NamedTuple):
 
 
 @dataclass(slots=True)
-class Mesh:
+class FetchPlanner:
     """What one request can use: its survey, and who of those in it may be asked (by slot of the block map)."""
 
     survey: Survey
@@ -69,19 +69,19 @@ class Mesh:
     congestion: float = 1.0  # how many times as long as the fitted model says pulls take now, at least 1
     _calmest: dict[int, _Calmest] = field(default_factory=dict, init=False, repr=False, compare=False)
     anywhere: int = field(init=False, repr=False, compare=False)  # the bitset of all `holders`
-    memory: tuple[Way, ...] = field(init=False, repr=False, compare=False)  # others' memory alone
+    memory: tuple[FetchWays, ...] = field(init=False, repr=False, compare=False)  # others' memory alone
 
     def __post_init__(self) -> None:
         self.anywhere = self.among
         for _, slots in self.lower:
             self.anywhere |= slots
-        self.memory = (Way(self.among, Tier.DRAM, own=False),) if self.among else ()
+        self.memory = (FetchWays(self.among, Tier.DRAM, own=False),) if self.among else ()
 
-    def reach(self, own: Place, start: int) -> int:
+    def reach(self, own: PrefixPlace, start: int) -> int:
         """How far the prefix goes when the live stores together bring what is missing from `start` on."""
         return self.survey.reach(self.anywhere | own.sealed, start)
 
-    def ways(self, own: Place, *, others: bool = True, own_first: bool = False) -> tuple[Way, ...]:
+    def ways(self, own: PrefixPlace, *, others: bool = True, own_first: bool = False) -> tuple[FetchWays, ...]:
         """Where blocks that are not in the reader's memory can come from, the best first: others' memory, then tier by
         tier its own before others'. `own_first`: its own fastest lower tier even before others' memory; not `others`:
         its own alone."""
@@ -91,20 +91,20 @@ class Mesh:
         for tier, slots in self.lower:
             mine = slots & dict(own.lower).get(tier, 0)
             if mine:
-                found.append(Way(mine, tier, own=True))
+                found.append(FetchWays(mine, tier, own=True))
             if others and slots & ~mine:
-                found.append(Way(slots & ~mine, tier, own=False))
+                found.append(FetchWays(slots & ~mine, tier, own=False))
         if own_first and len(found) > 1 and found[0].tier is Tier.DRAM and found[1].own:
             found[:2] = found[1], found[0]
         return tuple(found)
 
     def plan(
-        self, own: Place, node_id: str, start: int, end: int, ways: tuple[Way, ...]
-    ) -> tuple[tuple[Leg, ...], int]:
+        self, own: PrefixPlace, node_id: str, start: int, end: int, ways: tuple[FetchWays, ...]
+    ) -> tuple[tuple[FetchSegment, ...], int]:
         """Legs for blocks [start, end) by longest runs, without those that lie at `own`; and the end that they reach.
         A run of a worse way ends where a better one begins. Among holders of equal runs the one with the least to send
         is named, then one on the same node."""
-        legs: list[Leg] = []
+        legs: list[FetchSegment] = []
         at = start
         runs = [run for run in self.survey.runs if run.end > start and run.first < end]
         index = 0
@@ -127,11 +127,11 @@ class Mesh:
             while index < len(runs) and not runs[index].sealed & better and (still := alive & runs[index].sealed):
                 alive, index = still, index + 1
             until = min(end, runs[index - 1].end)
-            legs.append(Leg(self._preferred(alive, node_id, way.tier), at, until - at, way.tier, way.own))
+            legs.append(FetchSegment(self._preferred(alive, node_id, way.tier), at, until - at, way.tier, way.own))
             at = until
         return tuple(legs), min(at, end)
 
-    def ahead(self, legs: Iterable[Leg]) -> int:
+    def ahead(self, legs: Iterable[FetchSegment]) -> int:
         """Bytes that the holders of `legs` have to send before."""
         return self.ahead_of({leg.holder.ref.life for leg in legs})
 
@@ -159,7 +159,7 @@ class Mesh:
 
         return min(holders, key=worth)
 
-    def load_s(self, legs: Iterable[Leg], block_bytes: int) -> tuple[float, float]:
+    def load_s(self, legs: Iterable[FetchSegment], block_bytes: int) -> tuple[float, float]:
         """Seconds that lower tiers need before the blocks of `legs` are in memory: the reader's own, and the slowest of
         the others'. Each node reads for itself, after what it reads already."""
         if not self.lower:
@@ -202,7 +202,7 @@ def sources(blocks: int, at_decode: int, pulled_to: int) -> bytes:
     return told + bytes([Source.PREFILL_PUSHES]) * (blocks - len(told))
 
 
-def lives_of(legs: Iterable[Leg]) -> dict[Life, int]:
+def lives_of(legs: Iterable[FetchSegment]) -> dict[Life, int]:
     """Blocks that each holder sends, and that each of its lower tiers reads (`tier_life`)."""
     found: dict[Life, int] = {}
     for leg in legs:

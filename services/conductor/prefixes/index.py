@@ -22,7 +22,7 @@ FEW_BITS = 24  # of a bitset, that are found faster one by one
 
 
 @dataclass(slots=True, unsafe_hash=True)
-class Place:
+class PrefixPlace:
     """Where an instance's blocks show in a survey: its bits among those announced in memory, among pending ones, and
     among those announced in its lower tiers; 0: none."""
 
@@ -31,7 +31,7 @@ class Place:
     lower: tuple[tuple[Tier, int], ...] = ()
 
 
-class Run(NamedTuple):
+class HeldRun(NamedTuple):
     """Prompt blocks [first, end) lie at the same stores: `sealed` there, `coming` here."""
 
     first: int
@@ -45,7 +45,7 @@ class Survey:
     """Who holds the leading blocks of one prompt, in runs; it ends at the first block that nobody holds. Questions
     cost O(runs), however many blocks and instances there are."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[HeldRun, ...]
 
     @property
     def everyone(self) -> int:
@@ -55,15 +55,15 @@ class Survey:
             found |= run.sealed
         return found
 
-    def depth(self, place: Place) -> int:
+    def depth(self, place: PrefixPlace) -> int:
         """How many leading blocks are in memory there, or will be."""
         return self._depth(place.sealed, place.coming)
 
-    def sealed_depth(self, place: Place) -> int:
+    def sealed_depth(self, place: PrefixPlace) -> int:
         """As `depth`, what has been announced alone."""
         return self._depth(place.sealed, 0)
 
-    def depth_in_all(self, place: Place) -> int:
+    def depth_in_all(self, place: PrefixPlace) -> int:
         """As `depth`, its lower tiers included."""
         bits = place.sealed
         for _, bit in place.lower:
@@ -104,7 +104,7 @@ class Index:
         """Where the blocks of one prompt lie. O(keys)."""
         coming = self.pending.prefix(keys)
         sealed = self.truth.prefix(keys, coming[-1][0] if coming else 0)
-        runs: list[Run] = []
+        runs: list[HeldRun] = []
         first, at_coming = 0, 0
         for end, here in sealed:
             while first < end:
@@ -115,17 +115,17 @@ class Index:
                     return Survey(tuple(runs))
                 last, first = first, min(end, until)
                 if runs and runs[-1].sealed == here and runs[-1].coming == soon:
-                    runs[-1] = Run(runs[-1].first, first, here, soon)
+                    runs[-1] = HeldRun(runs[-1].first, first, here, soon)
                 else:
-                    runs.append(Run(last, first, here, soon))
+                    runs.append(HeldRun(last, first, here, soon))
         return Survey(tuple(runs))
 
-    def place_of(self, life: Life, slot: int | None = None) -> Place:
+    def place_of(self, life: Life, slot: int | None = None) -> PrefixPlace:
         """Where that very life's blocks show; `slot`: its own among the pending ones."""
         (name, incarnation), bit_of = life, self.truth.bit
         lower = self._lower.get(name)
         below = tuple((t, bit) for t, store in lower.items() if (bit := bit_of(store, incarnation))) if lower else ()
-        return Place(bit_of(name, incarnation), 0 if slot is None else 1 << slot, below)
+        return PrefixPlace(bit_of(name, incarnation), 0 if slot is None else 1 << slot, below)
 
     def moved(self) -> Iterable[str]:
         """Stores and tiers whose slots in the map have changed since this was asked before."""

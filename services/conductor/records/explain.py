@@ -14,13 +14,13 @@ from services.conductor.costs.accuracy import Spread
 from services.conductor.costs.interference import STALL_WEIGHT
 from services.conductor.domain import Placed, PrefillSample, Ref, Refuse, RequestOutcome, Role, Schedule
 from services.conductor.fleet.instance import Instance
-from services.conductor.placing.comparison import Comparison, Numbers
+from services.conductor.placing.comparison import ComparedNumbers, Comparison
 from services.conductor.placing.decodes import DecodeChoice
-from services.conductor.placing.nearness import Near, Worth
-from services.conductor.placing.placement import Choice, Weighed
+from services.conductor.placing.nearness import Nearness, Worth
+from services.conductor.placing.placement import PlacementChoice, Weighed
 from services.conductor.placing.prefills import PrefillCandidate, PrefillChoice
-from services.conductor.placing.scoring_context import Terms
-from services.conductor.placing.serving_modes import HANDOFF_S, Found, Kind, Option, answer_s
+from services.conductor.placing.scoring_context import ScoringContext
+from services.conductor.placing.serving_modes import HANDOFF_S, Option, ServingMode, WeighedModes, answer_s
 from services.conductor.placing.ties import Crowd
 from services.conductor.settings import Policy
 
@@ -128,7 +128,7 @@ class Candidate(NamedTuple):
 class WeighedKind(NamedTuple):
     """One kind of placement on certain instances, or why it could not be. Seconds."""
 
-    kind: Kind
+    kind: ServingMode
     prefill: Ref
     decode: Ref
     why: str
@@ -220,7 +220,7 @@ class Decision:
         return winner.over(candidate.score_s, candidate.crowd, "slower by {} ms", CROWDS[candidate.role])
 
     def _of_the_best_pair(self) -> str:
-        pair = next((k for k in self.kinds if k.kind is Kind.PAIR), None)
+        pair = next((k for k in self.kinds if k.kind is ServingMode.PAIR), None)
         if pair is None or self.prefill is None or self.decode is None:
             return "would do"
         said = self.kind_verdict(pair)
@@ -280,9 +280,9 @@ def decided(
     answer: Placed | Refuse,
     some: Sequence[Instance],
     why: Mapping[str, str],
-    found: Found | None,
+    found: WeighedModes | None,
     *,
-    terms: Terms,
+    terms: ScoringContext,
     policy: Policy,
     serving: int,
     best_prefix: int,
@@ -294,7 +294,9 @@ def decided(
     prefill, decode = (_half(pair.prefill_by), _half(pair.decode_by)) if pair is not None else (_NOBODY, _NOBODY)
     candidates = _candidates(request, some, why, found, terms, policy, prefill, decode)
     kinds, kind = _kinds(request, found, terms)
-    told = {c.ref.instance_id for c in candidates} | {k.decode.instance_id for k in kinds if k.kind is not Kind.PAIR}
+    told = {c.ref.instance_id for c in candidates} | {
+        k.decode.instance_id for k in kinds if k.kind is not ServingMode.PAIR
+    }
     placed = answer if isinstance(answer, Placed) else None
     return Decision(
         request.request_id,
@@ -324,7 +326,7 @@ class _Half(NamedTuple):
     order in which all were weighed."""
 
     choices: Sequence[DecodeChoice] | Sequence[PrefillChoice] = ()
-    numbers: Numbers = Numbers([], [], 0.0, 0)
+    numbers: ComparedNumbers = ComparedNumbers([], [], 0.0, 0)
     winner: Winner | None = None
 
     def of(self, instance: Instance, at: int) -> tuple[float, Crowd | None] | None:
@@ -345,11 +347,13 @@ def _half(by: Comparison[DecodeChoice] | Comparison[PrefillChoice] | None) -> _H
     return _Half(by.choices, numbers, _winner((chosen.instance.ref,), numbers, short))
 
 
-def _winner(refs: tuple[Ref, ...], numbers: Numbers, short: bool = False) -> Winner:
+def _winner(refs: tuple[Ref, ...], numbers: ComparedNumbers, short: bool = False) -> Winner:
     return Winner(refs, numbers.scores[numbers.at], numbers.near_s, numbers.crowds[numbers.at], short)
 
 
-def _kinds(request: Schedule, found: Found | None, terms: Terms) -> tuple[tuple[WeighedKind, ...], Winner | None]:
+def _kinds(
+    request: Schedule, found: WeighedModes | None, terms: ScoringContext
+) -> tuple[tuple[WeighedKind, ...], Winner | None]:
     """All that the request could have become, and what it did; `found`: None when nothing could be weighed."""
     if found is None:
         return (), None
@@ -363,7 +367,11 @@ def _kinds(request: Schedule, found: Found | None, terms: Terms) -> tuple[tuple[
 
 
 def _kind(
-    request: Schedule, option: Option, numbers: tuple[float, Crowd | None] | None, found: Found, terms: Terms
+    request: Schedule,
+    option: Option,
+    numbers: tuple[float, Crowd | None] | None,
+    found: WeighedModes,
+    terms: ScoringContext,
 ) -> WeighedKind:
     refs = option.prefill.ref, option.decode.ref
     choice = option.choice
@@ -381,7 +389,7 @@ def _kind(
         float(shared.rows),
         STALL_WEIGHT * shared.stall_s,
         answer_s(choice, request.max_tokens),
-        HANDOFF_S if option.kind is Kind.PAIR else 0.0,
+        HANDOFF_S if option.kind is ServingMode.PAIR else 0.0,
         choice.decode.tbt_s,
         shared.rows_tbt_s,
         option.far_s,
@@ -392,12 +400,12 @@ def _kind(
     return WeighedKind(option.kind, *refs, why, cost_s, told, miss, avoided, crowd)
 
 
-def _alone_miss(choice: Choice, terms: Terms) -> SloMiss | None:
+def _alone_miss(choice: PlacementChoice, terms: ScoringContext) -> SloMiss | None:
     """Why one instance may not have the whole request, `choice` being its nearest way."""
     return _decode_miss(choice.decode) or _prefill_miss(choice.prefill, choice.decode.landing_wait_s, terms)
 
 
-def _pair_miss(pair: Weighed | None, terms: Terms) -> SloMiss | None:
+def _pair_miss(pair: Weighed | None, terms: ScoringContext) -> SloMiss | None:
     """Why no pair may have it: by those of its candidates that come nearest."""
     if pair is None:
         return None
@@ -419,7 +427,7 @@ def _decode_miss(choice: DecodeChoice) -> SloMiss | None:
     return SloMiss("TBT SLO", verdict.tbt_s, verdict.slo_s)
 
 
-def _prefill_miss(choice: PrefillChoice, landing_wait_s: float, terms: Terms) -> SloMiss | None:
+def _prefill_miss(choice: PrefillChoice, landing_wait_s: float, terms: ScoringContext) -> SloMiss | None:
     if choice.admission_ttft_s > terms.ttft_slo_s - landing_wait_s:
         return SloMiss("TTFT SLO", choice.admission_ttft_s + landing_wait_s, terms.ttft_slo_s)
     if choice.shared.rows_tbt_s > terms.tbt_slo_s:
@@ -431,8 +439,8 @@ def _candidates(
     request: Schedule,
     serving: Sequence[Instance],
     why: Mapping[str, str],
-    found: Found | None,
-    terms: Terms,
+    found: WeighedModes | None,
+    terms: ScoringContext,
     policy: Policy,
     prefill: _Half,
     decode: _Half,
@@ -444,7 +452,11 @@ def _candidates(
     if not serving:
         return tuple(known)
     # Those that could have had it alone are told of as such, which tells more.
-    alone = [o.prefill.ref.instance_id for o in found.options if o.kind is not Kind.PAIR] if found is not None else []
+    alone = (
+        [o.prefill.ref.instance_id for o in found.options if o.kind is not ServingMode.PAIR]
+        if found is not None
+        else []
+    )
     prefills, decodes = set(alone), set(alone)
     for c in known:
         (prefills if c.role is Role.PREFILL else decodes).add(c.ref.instance_id)
@@ -486,7 +498,7 @@ def _why_unweighed(request: Schedule, i: Instance, role: Role, pair: Weighed | N
     return "not weighed: others seemed as good or better"
 
 
-def _weighed(pair: Weighed, terms: Terms, prefill: _Half, decode: _Half) -> Iterable[Candidate]:
+def _weighed(pair: Weighed, terms: ScoringContext, prefill: _Half, decode: _Half) -> Iterable[Candidate]:
     landing_wait_s = pair.decode.landing_wait_s if pair.decode is not None else 0.0
     at = 0
     for p in pair.prefills:
@@ -503,8 +515,8 @@ def _weighed(pair: Weighed, terms: Terms, prefill: _Half, decode: _Half) -> Iter
 def _prefill(
     candidate: PrefillCandidate,
     landing_wait_s: float,
-    near: Near,
-    terms: Terms,
+    near: Nearness,
+    terms: ScoringContext,
     numbers: tuple[float, Crowd | None] | None,
 ) -> Candidate:
     slo_s = terms.ttft_slo_s - landing_wait_s
@@ -538,7 +550,7 @@ def _prefill(
     )
 
 
-def _decode(d: DecodeChoice, near: Near, numbers: tuple[float, Crowd | None] | None) -> Candidate:
+def _decode(d: DecodeChoice, near: Nearness, numbers: tuple[float, Crowd | None] | None) -> Candidate:
     name = d.instance.ref.instance_id
     far = _far(near.session_decode, name), _far(near.origin, name)
     own_s = d.score_s + near.decode_s(name)

@@ -165,7 +165,7 @@ def _error(error: KvmeshError) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class JournalLine:
     """One event of the log; `answer`: of a Schedule, as `answer_of` gives it."""
 
     number: int
@@ -186,7 +186,7 @@ def header_of(raw: bytes) -> Header:
         raise ConfigError(f"decision log line 1: {err}", field="decisions") from None
 
 
-def line_of(raw: bytes, number: int) -> Line | None:
+def line_of(raw: bytes, number: int) -> JournalLine | None:
     """A further line; None: it is there for people. ConfigError names line and field."""
     told = _decode(raw, number)
     kind = told.get("kind")
@@ -199,7 +199,7 @@ def line_of(raw: bytes, number: int) -> Line | None:
         event: Event = msgspec.convert(told["event"], _EVENTS[name])
         if isinstance(event, Schedule):
             event = replace(event, keys=Keys.of(event.keys))
-        return Line(number, float(told["at"]), event, told.get("answer"))
+        return JournalLine(number, float(told["at"]), event, told.get("answer"))
     except (msgspec.ValidationError, KeyError, TypeError, ValueError) as err:
         raise ConfigError(f"decision log line {number}: {err}", field="decisions") from None
 

@@ -18,7 +18,7 @@ from starlette.staticfiles import StaticFiles
 from kvmesh.errors import InternalError, InvalidRequest, KvmeshError
 from kvmesh.telemetry import names
 from services.gateway.api_keys import Tenant
-from services.gateway.core import Core
+from services.gateway.core import GatewayCore
 from services.gateway.generation import brief
 from services.gateway.models import Model
 from services.gateway.rest.frames import error_headers, error_json
@@ -59,7 +59,7 @@ def _failure(err: KvmeshError, status: int | None = None) -> Response:
     return _json(error_json(err), status or err.http_status, headers)
 
 
-def build(core: Core) -> FastAPI:
+def build(core: GatewayCore) -> FastAPI:
     """The application of one gateway."""
     created = int(time.time())
     app = FastAPI(title=TITLE, docs_url=None, redoc_url=None, openapi_url=None)

@@ -23,7 +23,7 @@ Piece = Callable[[int], tuple[str, list[int]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class CompletionUsage:
     """Tokens of a whole request; prompts count once however many answers they got."""
 
     prompt_tokens: int
@@ -115,14 +115,14 @@ class Frames:
             body["usage"] = None
         return b"data: " + orjson.dumps(body | tail) + b"\n\n"
 
-    def usage(self, usage: Usage, tail: dict[str, Any]) -> bytes:
+    def usage(self, usage: CompletionUsage, tail: dict[str, Any]) -> bytes:
         """The chunk without choices that `include_usage` asks for."""
         return b"data: " + orjson.dumps({**self._head, "choices": [], "usage": usage.as_json(), **tail}) + b"\n\n"
 
     def whole(
         self,
         choices: Sequence[tuple[str, Sequence[TokenLogprob] | None, str]],
-        usage: Usage,
+        usage: CompletionUsage,
         tail: dict[str, Any],
     ) -> bytes:
         """The body of an answer that is not streamed; one (text, logprobs, finish) a choice."""

@@ -38,11 +38,11 @@ _LENGTH_DIGITS = 18
 _ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
-class Gone(Exception):
+class ClientGone(Exception):
     """The client has gone; nobody reads an answer."""
 
 
-class Asked:
+class RequestHeaders:
     """What a request's headers say. InvalidRequest names the header."""
 
     def __init__(self, scope: Scope) -> None:
@@ -103,7 +103,7 @@ async def read_body(receive: Receive, bounds: BodyBounds, held: Reservation, oth
             while more:
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    raise Gone
+                    raise ClientGone
                 part = message.get("body", b"")
                 size += len(part)
                 if size > bounds.limit:

@@ -21,7 +21,7 @@ from kvmesh.rpc.sampling import (
     MAX_TOP_LOGPROBS,
     MIN_REPETITION_PENALTY,
 )
-from services.gateway.config import Limits
+from services.gateway.config import GatewayLimits
 from services.gateway.generation import (
     MAX_SEED,
     MAX_TEMPERATURE,
@@ -32,8 +32,8 @@ from services.gateway.generation import (
     check_stops,
     refused,
 )
-from services.gateway.rest.service_fields import Service, Strict, told
-from services.gateway.text.chat import Message
+from services.gateway.rest.service_fields import ServiceFields, Strict, told
+from services.gateway.text.chat import TemplateMessage
 
 ROLES = ("system", "developer", "user", "assistant")
 DEFAULT_COMPLETION_TOKENS = 16
@@ -71,8 +71,8 @@ def _wrong(why: str) -> PydanticCustomError:
     return PydanticCustomError("wrong", "{why}", {"why": why})
 
 
-def _limits(info: ValidationInfo) -> Limits:
-    return Limits() if info.context is None else info.context["limits"]
+def _limits(info: ValidationInfo) -> GatewayLimits:
+    return GatewayLimits() if info.context is None else info.context["limits"]
 
 
 def _check_prompt(value: Any, info: ValidationInfo) -> tuple[Prompt, ...]:
@@ -193,7 +193,7 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
-class _Request(Service):
+class _Request(ServiceFields):
     """What chats and completions have in common. OpenAI's fields; min_p, top_k and repetition_penalty as vLLM has them;
     ignore_eos and cache_salt (keeps the KV cache from others) are kvmesh's own."""
 
@@ -251,7 +251,7 @@ class _Request(Service):
     route: ClassVar[str]
 
     @classmethod
-    def read(cls, body: Any, limits: Limits) -> Self:
+    def read(cls, body: Any, limits: GatewayLimits) -> Self:
         """Validate a parsed JSON body (which it may change). InvalidRequest names the first wrong field."""
         if not isinstance(body, dict):
             raise InvalidRequest("body: must be a JSON object", field="body")
@@ -306,7 +306,7 @@ class ChatRequest(_Request):
 
     route: ClassVar[str] = "chat"
 
-    def generation(self, limits: Limits) -> Generation:
+    def generation(self, limits: GatewayLimits) -> Generation:
         """The request in the gateway's own terms. InvalidRequest: a value is out of range."""
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != limit:
@@ -317,7 +317,7 @@ class ChatRequest(_Request):
         between("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
         if not self.messages:
             raise refused("messages", [], "must not be empty")
-        turns = tuple(Message(m.role, m.content, m.name or "") for m in self.messages)
+        turns = tuple(TemplateMessage(m.role, m.content, m.name or "") for m in self.messages)
         return self._generation(
             prompts=(turns,), max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else -1
         ).check(limits)
@@ -336,7 +336,7 @@ class CompletionRequest(_Request):
 
     route: ClassVar[str] = "completions"
 
-    def generation(self, limits: Limits) -> Generation:
+    def generation(self, limits: GatewayLimits) -> Generation:
         """The request in the gateway's own terms. InvalidRequest: a value is out of range."""
         between("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
         if self.echo and self.logprobs is not None:

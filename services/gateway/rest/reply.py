@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from kvmesh.errors import InternalError, KvmeshError
 from services.gateway.api_keys import Tenant
-from services.gateway.core import Core
+from services.gateway.core import GatewayCore
 from services.gateway.request_memory import (
     REQUEST_BYTES,
     WORK_TIMEOUT_S,
@@ -28,10 +28,10 @@ from services.gateway.rest.http import (
     EVENTS,
     JSON,
     REQUEST_ID,
-    Asked,
-    Gone,
+    ClientGone,
     Headers,
     Receive,
+    RequestHeaders,
     Scope,
     Send,
     body_length,
@@ -52,7 +52,7 @@ Answering = Callable[[Request, Frames, bool, Send], Awaitable[None]]
 class Reply(Response):
     """One call of an endpoint; reads the body itself. `kind` tells which endpoint."""
 
-    def __init__(self, core: Core, kind: type[ChatRequest] | type[CompletionRequest]) -> None:
+    def __init__(self, core: GatewayCore, kind: type[ChatRequest] | type[CompletionRequest]) -> None:
         self.status_code = 200
         self.background = None
         self._core = core
@@ -65,7 +65,7 @@ class Reply(Response):
         received_ns = time.monotonic_ns()
         core = self._core
         try:
-            asked = Asked(scope)
+            asked = RequestHeaders(scope)
             self._own_headers = [(REQUEST_ID, asked.echoed_id.encode())]
             tenant = self._core.keys.tenant(asked.authorization, self._kind.route)  # before a stranger's body is read
             length = body_length(scope, core.config.max_body_bytes)
@@ -77,7 +77,7 @@ class Reply(Response):
             await self._with_body(asked, tenant, held, received_ns, receive, send)
 
     async def _with_body(
-        self, asked: Asked, tenant: Tenant, held: Reservation, received_ns: int, receive: Receive, send: Send
+        self, asked: RequestHeaders, tenant: Tenant, held: Reservation, received_ns: int, receive: Receive, send: Send
     ) -> None:
         core, body = self._core, None
         try:
@@ -86,7 +86,7 @@ class Reply(Response):
                 read = self._kind.read(parse_json(body), core.config.limits)
                 wanted = wishes.joined(read.generation(core.config.limits), asked.wishes)
             held.resize(REQUEST_BYTES + prompts_bytes(wanted.prompts))
-        except Gone:
+        except ClientGone:
             return
         except KvmeshError as err:
             await send_error(send, err, self._own_headers, unread=body is None)

@@ -23,7 +23,7 @@ class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
-class Service(Strict):
+class ServiceFields(Strict):
     """kvmesh's own but for service_tier and prompt_cache_key, which are OpenAI's; headers may tell the same (see
     wishes.py)."""
 

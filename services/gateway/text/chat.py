@@ -18,7 +18,7 @@ from kvmesh.errors import InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class TemplateMessage:
     """One turn of a chat."""
 
     role: str
@@ -68,7 +68,7 @@ class ChatTemplates:
         self._environment.filters["tojson"] = _tojson
         self._environment.globals["raise_exception"] = _raise_exception
 
-    def render(self, messages: Sequence[Message], now: Callable[[], datetime.datetime]) -> str:
+    def render(self, messages: Sequence[TemplateMessage], now: Callable[[], datetime.datetime]) -> str:
         """The prompt of a chat, open for the assistant's answer; `now` is local time for `strftime_now`.
         InvalidRequest: the model has no template, the template is broken or refuses these messages."""
         if self._source is None:

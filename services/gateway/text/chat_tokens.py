@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from services.gateway.text.chat import ChatTemplates, Message
+from services.gateway.text.chat import ChatTemplates, TemplateMessage
 from services.gateway.text.tokenizer import Tokenizer
 
 _PLANE = range(0xF0000, 0xFFFF0, 256)  # private use: no tokenizer, template or language gives these a meaning
@@ -39,7 +39,7 @@ class ChatEncoder:
         self._special = re.compile("|".join(map(re.escape, texts))) if texts else None
         self._firsts = sorted({text[0] for text in texts})
 
-    def render(self, messages: Sequence[Message], now: Callable[[], datetime.datetime]) -> Rendered:
+    def render(self, messages: Sequence[TemplateMessage], now: Callable[[], datetime.datetime]) -> Rendered:
         """Renders `messages`. Raises InvalidRequest as `ChatTemplates.render` does."""
         moment = now()
         text = self._templates.render(messages, lambda: moment)
@@ -92,7 +92,7 @@ class ChatEncoder:
                 return marks
         raise AssertionError("a text holds characters of every block of the private plane")
 
-    def _marked(self, messages: Sequence[Message], mark: Callable[[str], str]) -> list[Message]:
+    def _marked(self, messages: Sequence[TemplateMessage], mark: Callable[[str], str]) -> list[TemplateMessage]:
         return [
             dataclasses.replace(message, content=mark(message.content), name=mark(message.name)) for message in messages
         ]

@@ -41,7 +41,7 @@ Alternatives = tuple[float, tuple[tuple[int, float], ...]]
 """A sampled token's logprob, and (token id, logprob) of the best others."""
 
 
-class Answer:
+class Completion:
     """The state of one choice. `silent` tokens end answers and are never shown (EOS)."""
 
     __slots__ = ("_detokenizer", "_matcher", "_read", "_shown", "_silent", "_waiting", "finish", "said")

@@ -16,19 +16,19 @@ from services.store.policy import heat, records
 from services.store.policy.copying import Copying
 from services.store.policy.drains import Drains
 from services.store.policy.grants import Grants
-from services.store.policy.heat import Heat
-from services.store.policy.known import Known
+from services.store.policy.heat import KeyHeat
+from services.store.policy.known import KnownHolders
 from services.store.policy.master_map import MasterMap
 from services.store.policy.memory import Memory
 from services.store.policy.names import Names
 from services.store.policy.nodes import Nodes
-from services.store.policy.pending_changes import Settling
+from services.store.policy.pending_changes import PendingChanges
 from services.store.policy.quotas import Quota, Quotas
 from services.store.policy.records import Write
 from services.store.policy.replicas import Replicas
 from services.store.policy.tombstones import Tombstone, Tombstones
 from services.store.policy.unannounced import Unannounced
-from services.store.policy.unconfirmed_removals import Farewells
+from services.store.policy.unconfirmed_removals import UnconfirmedRemovals
 from services.store.policy.work import Order
 
 EPOCH_NS = 1_577_836_800 * 10**9  # as terms of wall clocks count: see leadership
@@ -63,14 +63,14 @@ class Policy:
         self._left: set[str] = set()  # drained nodes that have gone, and whose drains are still kept
         self.term = 1
         self.nodes = Nodes()
-        self.known = Known()
+        self.known = KnownHolders()
         self.grants = Grants(wall_ns)
         self.tombstones = Tombstones(
             retention_s=limits.tombstone_retention_s,
             max_keys=limits.max_tombstone_keys,
             wall_ns=max(0, wall_ns - EPOCH_NS),
         )
-        self.farewells = Farewells()
+        self.farewells = UnconfirmedRemovals()
         blocks.forgotten = self._dropped
         self.names = Names(
             self._somewhere,
@@ -79,10 +79,10 @@ class Policy:
             most=limits.max_names,
         )
         self.unannounced = Unannounced(self.tombstones.covered_since)
-        self.heat = Heat(window_s=limits.hot_window_s, stride=limits.heat_stride)
+        self.heat = KeyHeat(window_s=limits.hot_window_s, stride=limits.heat_stride)
         self.memory = Memory(blocks, self.heat, limits.max_map_bytes)
         self.quotas = Quotas(blocks, self.known)
-        settling = self._settling = Settling()
+        settling = self._settling = PendingChanges()
         copying = self._copying = Copying(self.nodes, settling, self.tombstones.covered_since)
         self.replicas = Replicas(
             self.nodes,

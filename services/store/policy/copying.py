@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 
 from services.store.domain import Member
 from services.store.policy.nodes import AVOID_S, Nodes
-from services.store.policy.pending_changes import Settling
+from services.store.policy.pending_changes import PendingChanges
 from services.store.policy.work import MAX_KEYS, Discard, Pull
 
 
 class Copying:
     """`removed_since(key, seq)`: see Tombstones."""
 
-    def __init__(self, nodes: Nodes, settling: Settling, removed_since: Callable[[bytes, int], bool]) -> None:
+    def __init__(self, nodes: Nodes, settling: PendingChanges, removed_since: Callable[[bytes, int], bool]) -> None:
         self._nodes = nodes
         self._settling = settling
         self._removed_since = removed_since

@@ -20,7 +20,7 @@ from services.store.domain import Usage
 from services.store.policy.copying import Copying
 from services.store.policy.master_map import MasterMap
 from services.store.policy.nodes import Nodes
-from services.store.policy.pending_changes import Settling
+from services.store.policy.pending_changes import PendingChanges
 from services.store.policy.work import MAX_KEYS, Order, Pull
 
 MAX_DRAINS = 256
@@ -67,7 +67,7 @@ class Drains:
         blocks: MasterMap,
         nodes: Nodes,
         copying: Copying,
-        settling: Settling,
+        settling: PendingChanges,
         lacking: Callable[[str], str],
     ) -> None:
         self._map = blocks

@@ -9,7 +9,7 @@ STRIDE = 16  # one in so many questions is counted
 MAX_KEYS = 65_536
 
 
-class Heat:
+class KeyHeat:
     """Counts are halved every `window_s`; what is at zero is forgotten. A full book takes no new keys until then."""
 
     def __init__(self, *, window_s: float, stride: int = STRIDE, max_keys: int = MAX_KEYS) -> None:

@@ -11,7 +11,7 @@ from services.store.domain import Usage
 DRAM = frozenset({Tier.DRAM})
 
 
-class Known:
+class KnownHolders:
     """By instance id. Every step is O(tiers of one node)."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ MAX_OPEN = 65_536  # with more, the table is gone through in one go
 V = TypeVar("V")
 
 
-class Swept:
+class LazyDelete:
     """`seq` of a prefix is a moment, as `after` of an entry is: those with a later one are not meant."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 
 from kvmesh.kvcache.announce import Announcement
-from services.store.policy.heat import Heat
+from services.store.policy.heat import KeyHeat
 from services.store.policy.master_map import ENTRY_BYTES, REPLICA_BYTES, MasterMap
 
 SAMPLE = 2
@@ -21,7 +21,7 @@ LOW = 0.9  # there is room again below this share of the limit
 class Memory:
     """`limit_bytes` 0: none."""
 
-    def __init__(self, blocks: MasterMap, heat: Heat, limit_bytes: int) -> None:
+    def __init__(self, blocks: MasterMap, heat: KeyHeat, limit_bytes: int) -> None:
         self._map = blocks
         self._heat = heat
         self.limit_bytes = limit_bytes

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 SETTLE_S = 5.0
 
 
-class Settling:
+class PendingChanges:
     """(key, instance) → whether it will be there. Bounded by what is acknowledged within SETTLE_S."""
 
     def __init__(self) -> None:

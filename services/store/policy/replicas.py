@@ -20,9 +20,9 @@ from functools import partial
 from kvmesh.errors import Overloaded
 from services.store.domain import Role
 from services.store.policy.copying import Copying
-from services.store.policy.lazy_delete import Swept
+from services.store.policy.lazy_delete import LazyDelete
 from services.store.policy.nodes import AVOID_S, Nodes
-from services.store.policy.pending_changes import Settling
+from services.store.policy.pending_changes import PendingChanges
 from services.store.policy.unpins import Life, Unpins
 from services.store.policy.work import MAX_KEYS, Order, Pin, Pull, Then, Trim, Work
 
@@ -69,7 +69,7 @@ class Replicas:
         nodes: Nodes,
         holders: Callable[[bytes], Iterable[str]],
         copying: Copying,
-        settling: Settling,
+        settling: PendingChanges,
         *,
         most: int = 1 << 20,
         unheard: Callable[[], Iterable[str]] = tuple,
@@ -81,7 +81,7 @@ class Replicas:
         self._most = most
         self._unheard = unheard
         self._targets: OrderedDict[bytes, Target] = OrderedDict()
-        self._swept = Swept()
+        self._swept = LazyDelete()
         self._ended: dict[bytes, None] = {}  # targets that are over, and kept still
         self._hot: OrderedDict[bytes, tuple[Target, float]] = OrderedDict()  # until when
         self._queue: OrderedDict[bytes, None] = OrderedDict()  # every key of both

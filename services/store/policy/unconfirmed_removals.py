@@ -15,7 +15,7 @@ PATIENCE = 3  # announcements: the first may have been on its way, or be one of 
 MAX_OPEN = 65_536  # keys of one store; with more it owes a snapshot at once
 
 
-class Farewells:
+class UnconfirmedRemovals:
     """By store. Bounded by MAX_OPEN keys a store."""
 
     def __init__(self) -> None:

@@ -206,7 +206,7 @@ async def test_what_a_node_tells_of_its_doors(two: Stores) -> None:
 
 async def test_with_tls_there_is_no_door_in_the_clear(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvmesh.rpc.security.current", lambda: Security(cert=b"a certificate", key=b"a key"))
-    doors = node_doors.Doors(pb_grpc.NodeStoreServicer, 5)  # type: ignore[arg-type]
+    doors = node_doors.FastPathServers(pb_grpc.NodeStoreServicer, 5)  # type: ignore[arg-type]
     try:
         await doors.open("127.0.0.1", 0)
         assert doors.told().calls_port == 0 and doors.told().calls_path

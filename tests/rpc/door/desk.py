@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from kvmesh.errors import NotLeader, Overloaded
-from kvmesh.rpc.fastpath.client import Door, Way, dial
-from kvmesh.rpc.fastpath.server import DoorServer
+from kvmesh.rpc.fastpath.client import FastChannel, Way, dial
+from kvmesh.rpc.fastpath.server import FastServer
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
 
@@ -68,9 +68,9 @@ class Desk(pb_grpc.NodeStoreServicer):
 @contextlib.asynccontextmanager
 async def serving(
     desk: Desk | None = None, kind: str = "unix", **more: Any
-) -> AsyncIterator[tuple[DoorServer, Desk, Way]]:
+) -> AsyncIterator[tuple[FastServer, Desk, Way]]:
     desk = desk or Desk()
-    server = DoorServer(SERVICE, desk, LIFE, **more)
+    server = FastServer(SERVICE, desk, LIFE, **more)
     way: Way = await server.listen_unix() if kind == "unix" else ("127.0.0.1", 0)
     if not isinstance(way, str):
         way = ("127.0.0.1", await server.listen_tcp("127.0.0.1", 0, "door_port"))
@@ -81,7 +81,7 @@ async def serving(
 
 
 @contextlib.asynccontextmanager
-async def opened(way: Way, life: int = LIFE) -> AsyncIterator[Door]:
+async def opened(way: Way, life: int = LIFE) -> AsyncIterator[FastChannel]:
     door = await dial((way,), life, 5.0)
     try:
         yield door

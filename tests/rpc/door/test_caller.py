@@ -14,7 +14,7 @@ from kvmesh.errors import DeadlinePassed, Overloaded, Unavailable
 from kvmesh.rpc import channels
 from kvmesh.rpc.fastpath import caller as callers
 from kvmesh.rpc.fastpath import frames
-from kvmesh.rpc.fastpath.caller import Caller, Found
+from kvmesh.rpc.fastpath.caller import FastCaller, FoundPaths
 from kvmesh.rpc.fastpath.client import Way
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
@@ -27,7 +27,7 @@ from tests.rpc.door.test_door import LONG_S, sure
 class Here:
     """A service over gRPC; `ways`: where its doors are said to be, from the next look on."""
 
-    caller: Caller
+    caller: FastCaller
     desk: Desk
     ways: list[Way] = field(default_factory=list)
     looks: int = 0
@@ -44,12 +44,12 @@ async def here(*ways: Way) -> AsyncIterator[Here]:
     pb_grpc.add_NodeStoreServicer_to_server(grpc_desk, server.grpc)
     await server.start()
 
-    async def find(caller: Caller) -> Found:
+    async def find(caller: FastCaller) -> FoundPaths:
         made.looks += 1
-        return Found(LIFE, tuple(made.ways))
+        return FoundPaths(LIFE, tuple(made.ways))
 
     async with channels.connect(server.address) as channel:
-        made = Here(Caller(channel, SERVICE, find), grpc_desk, list(ways))
+        made = Here(FastCaller(channel, SERVICE, find), grpc_desk, list(ways))
         try:
             yield made
         finally:
@@ -159,7 +159,7 @@ async def test_a_search_in_vain_is_repeated_ever_more_rarely(monkeypatch: pytest
 async def test_a_node_without_doors_is_asked_over_grpc() -> None:
     async with here() as one:
 
-        async def find(caller: Caller) -> Found:
+        async def find(caller: FastCaller) -> FoundPaths:
             one.looks += 1
             raise Unavailable("it knows no such call")
 

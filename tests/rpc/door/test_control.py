@@ -12,9 +12,9 @@ import pytest
 from kvmesh.errors import ConfigError, InvalidRequest, ProtocolMismatch
 from kvmesh.rpc import channels, security
 from kvmesh.rpc.fastpath import control
-from kvmesh.rpc.fastpath.caller import Caller
+from kvmesh.rpc.fastpath.caller import FastCaller
 from kvmesh.rpc.fastpath.client import dial
-from kvmesh.rpc.fastpath.control import ControlDoor, control_calls
+from kvmesh.rpc.fastpath.control import ControlFastPath, control_calls
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
 from kvmesh.rpc.pb import conductor_pb2
@@ -32,7 +32,7 @@ LONG_S = 20.0
 class Standing:
     """A service with a door, and one who calls it."""
 
-    caller: Caller
+    caller: FastCaller
     channel: grpc.aio.Channel
 
     async def lease(self) -> bytes:
@@ -52,7 +52,7 @@ async def standing(port: int = 0) -> AsyncIterator[Standing]:
     desk = Desk()
     server = Server("127.0.0.1", 0)
     pb_grpc.add_NodeStoreServicer_to_server(desk, server.grpc)
-    door = ControlDoor(SERVICE, desk, ("Lease", "Put"), port)
+    door = ControlFastPath(SERVICE, desk, ("Lease", "Put"), port)
     door.add_to(server)
     await server.start()
     try:
@@ -110,7 +110,7 @@ async def test_no_door_where_none_is_wanted_or_where_it_would_bypass_tls(monkeyp
         def server_credentials(self) -> object:
             return object()
 
-    door = ControlDoor(SERVICE, Desk(), ("Lease",), 0)
+    door = ControlFastPath(SERVICE, Desk(), ("Lease",), 0)
     with monkeypatch.context() as patched:
         patched.setattr(control.security, "current", Tls)
         await door.open("127.0.0.1")
@@ -121,6 +121,6 @@ async def test_no_door_where_none_is_wanted_or_where_it_would_bypass_tls(monkeyp
 async def test_a_port_that_is_taken_is_named() -> None:
     async with standing() as one:
         port = (await one.find()).port
-        door = ControlDoor(SERVICE, Desk(), ("Lease",), port)
+        door = ControlFastPath(SERVICE, Desk(), ("Lease",), port)
         with pytest.raises(ConfigError, match=f"door_port={port}"):
             await door.open("127.0.0.1")

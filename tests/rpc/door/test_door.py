@@ -30,7 +30,7 @@ from kvmesh.errors import (
 )
 from kvmesh.rpc.fastpath import client, frames, server
 from kvmesh.rpc.fastpath.client import Way, dial
-from kvmesh.rpc.fastpath.server import DoorServer
+from kvmesh.rpc.fastpath.server import FastServer
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from tests.rpc.door.desk import LIFE, SERVICE, Desk, opened, serving
 from tests.services import until
@@ -268,7 +268,7 @@ async def test_a_taken_port_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"door_port={port}") as caught:
-            await DoorServer(SERVICE, Desk(), LIFE).listen_tcp("127.0.0.1", port, "door_port")
+            await FastServer(SERVICE, Desk(), LIFE).listen_tcp("127.0.0.1", port, "door_port")
     assert caught.value.field == "door_port"
 
 

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmesh.rpc.fastpath import frames
-from kvmesh.rpc.fastpath.frames import BadFrame, Frame, Reader
+from kvmesh.rpc.fastpath.frames import BadFrame, CallFrame, FrameReader
 
 HELLO = frames.hello(5)
 U32 = st.integers(0, (1 << 32) - 1)
 FRAMES = st.one_of(
     st.builds(
-        Frame,
+        CallFrame,
         kind=st.just(frames.CALL),
         call=U32,
         body=st.binary(max_size=300),
@@ -24,7 +24,7 @@ FRAMES = st.one_of(
         ms=U32,
     ),
     st.builds(
-        Frame,
+        CallFrame,
         kind=st.sampled_from([frames.HELLO, frames.ANSWER, frames.ERROR, frames.CANCEL]),
         call=U32,
         body=st.binary(max_size=300),
@@ -34,21 +34,21 @@ FRAMES = st.one_of(
 )
 
 
-def encoded(frame: Frame) -> bytes:
+def encoded(frame: CallFrame) -> bytes:
     return frames.encode(frame.kind, frame.call, frame.body, frame.name, frame.ms)
 
 
-def greeted(most: int = frames.MAX_FRAME) -> Reader:
-    reader = Reader(most)
+def greeted(most: int = frames.MAX_FRAME) -> FrameReader:
+    reader = FrameReader(most)
     assert len(reader.feed(HELLO)) == 1
     return reader
 
 
 @given(said=st.lists(FRAMES, max_size=8), cuts=st.lists(st.integers(0, 5_000), max_size=12))
-def test_what_is_said_is_heard_however_it_is_cut(said: list[Frame], cuts: list[int]) -> None:
+def test_what_is_said_is_heard_however_it_is_cut(said: list[CallFrame], cuts: list[int]) -> None:
     stream = b"".join(map(encoded, said))
     reader = greeted(1_000)
-    heard: list[Frame] = []
+    heard: list[CallFrame] = []
     places = sorted({0, len(stream), *(cut for cut in cuts if cut < len(stream))})
     for start, end in itertools.pairwise(places):
         heard += reader.feed(stream[start:end])
@@ -58,7 +58,7 @@ def test_what_is_said_is_heard_however_it_is_cut(said: list[Frame], cuts: list[i
 
 
 @given(said=st.lists(FRAMES, min_size=1, max_size=3))
-def test_byte_by_byte(said: list[Frame]) -> None:
+def test_byte_by_byte(said: list[CallFrame]) -> None:
     reader = greeted(1_000)
     heard = [frame for byte in b"".join(map(encoded, said)) for frame in reader.feed(bytes([byte]))]
     assert heard == said
@@ -67,7 +67,7 @@ def test_byte_by_byte(said: list[Frame]) -> None:
 @given(noise=st.binary(max_size=200), parts=st.integers(1, 5))
 def test_noise_is_no_frame_or_one_that_could_have_been_said(noise: bytes, parts: int) -> None:
     reader = greeted(100)
-    heard: list[Frame] = []
+    heard: list[CallFrame] = []
     step = max(1, len(noise) // parts)
     try:
         for at in range(0, len(noise), step):
@@ -103,11 +103,11 @@ def test_a_large_frame_in_many_pieces() -> None:
     stream = frames.encode(frames.ANSWER, 7, body) + frames.encode(frames.CANCEL, 8)
     reader = greeted()
     heard = [frame for at in range(0, len(stream), 65_536) for frame in reader.feed(stream[at : at + 65_536])]
-    assert heard == [Frame(frames.ANSWER, 7, body), Frame(frames.CANCEL, 8)]
+    assert heard == [CallFrame(frames.ANSWER, 7, body), CallFrame(frames.CANCEL, 8)]
 
 
 def test_a_greeting_names_a_life() -> None:
-    (frame,) = Reader().feed(frames.hello((1 << 64) - 3))
+    (frame,) = FrameReader().feed(frames.hello((1 << 64) - 3))
     assert frames.life_of(frame) == (1 << 64) - 3
     for wrong in (
         frame._replace(kind=frames.CALL),
@@ -120,6 +120,6 @@ def test_a_greeting_names_a_life() -> None:
 
 def test_a_stranger_is_given_no_room() -> None:
     with pytest.raises(BadFrame, match=f"at most {frames.HELLO_BYTES}"):
-        Reader().feed(frames.encode(frames.CALL, 1, bytes(frames.HELLO_BYTES + 1)))
+        FrameReader().feed(frames.encode(frames.CALL, 1, bytes(frames.HELLO_BYTES + 1)))
     call = frames.encode(frames.CALL, 1, bytes(1_000), b"Lease")
-    assert [frame.kind for frame in Reader().feed(HELLO + call)] == [frames.HELLO, frames.CALL]
+    assert [frame.kind for frame in FrameReader().feed(HELLO + call)] == [frames.HELLO, frames.CALL]

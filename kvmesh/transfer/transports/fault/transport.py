@@ -32,7 +32,7 @@ import msgspec
 from kvmesh.errors import TransferError
 from kvmesh.transfer import memory
 from kvmesh.transfer.segment import LocalRegion, NicInfo, RegionInfo, SegmentDescriptor
-from kvmesh.transfer.transports.base import Frame, Kind, Rail, Transport, TransportHost
+from kvmesh.transfer.transports.base import Frame, FrameKind, Rail, Transport, TransportHost
 from kvmesh.transfer.transports.fault.clock import Clockwork
 from kvmesh.transfer.transports.fault.rules import Operation, Rule, Rules, Script, Strike
 
@@ -40,7 +40,7 @@ __all__ = ["FaultControl", "FaultTransport", "Rule"]
 
 log = logging.getLogger(__name__)
 
-_TRACELESS = (Kind.READ, Kind.CHECKSUM)  # nothing of them can land at the target
+_TRACELESS = (FrameKind.READ, FrameKind.CHECKSUM)  # nothing of them can land at the target
 
 
 class FaultControl:
@@ -153,7 +153,7 @@ class _Flight:
             transport.fail(self, "link down (fault)", down=True)
             return
         source, parts = frame.source, frame.parts
-        if "corrupt" in self.kinds and frame.kind is Kind.WRITE and not self.void:
+        if "corrupt" in self.kinds and frame.kind is FrameKind.WRITE and not self.void:
             self.scratch = source = transport.corrupted(frame)
             at, parts = source.address, []
             for slot, _, offset, length in frame.parts:
@@ -202,7 +202,7 @@ class _Flight:
 
     def _corrupt_answer(self) -> None:
         frame = self.parent
-        if frame.kind is Kind.READ:
+        if frame.kind is FrameKind.READ:
             _, address, _, length = frame.parts[0]
             self.transport.control.flip(memory.foreign_view(address, length))
         elif frame.sums:
@@ -244,7 +244,7 @@ class FaultTransport(Transport):
         """The same rail of the wrapped transport."""
         return replace(rail, transport=self.inner)
 
-    def carries(self, kind: Kind, local: LocalRegion, remote: RegionInfo) -> bool:
+    def carries(self, kind: FrameKind, local: LocalRegion, remote: RegionInfo) -> bool:
         return self.inner.carries(kind, local, remote)
 
     def registered(self, region: LocalRegion) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.segment import SegmentDescriptor
 from kvmesh.transfer.transports import wire
-from kvmesh.transfer.transports.tcp.dial import Route, at
+from kvmesh.transfer.transports.tcp.dial import TcpRoute, at
 from kvmesh.transfer.transports.wire import Hello, ProtocolBroken, Refused
 
 # Greetings that may be under way at once in one process: after a restart, everybody dials everybody.
@@ -42,7 +42,7 @@ def dial(
         try:
             sock.connect(address)
         except OSError as err:
-            raise at(Route(family, address), err) from err  # type: ignore[arg-type]
+            raise at(TcpRoute(family, address), err) from err  # type: ignore[arg-type]
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         data = wire.encode_hello(Hello(wire.WIRE_VERSION, name, descriptor.name, descriptor.token, conn_id, supersedes))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from kvmesh.transfer.segment import SegmentDescriptor
 from kvmesh.transfer.transports import wire
-from kvmesh.transfer.transports.base import Frame, Kind, Rail
+from kvmesh.transfer.transports.base import Frame, FrameKind, Rail
 from kvmesh.transfer.transports.dialing import connect_patiently
 from kvmesh.transfer.transports.rdma import dial, protocol
 from kvmesh.transfer.transports.rdma.channel import Channel
@@ -152,7 +152,7 @@ class RdmaPath(Wiring):
         """Whether it has left the queue."""
         channel = self._channel
         assert channel is not None
-        if frame.kind is Kind.CHECKSUM:
+        if frame.kind is FrameKind.CHECKSUM:
             seq = next(self._seqs)
             track.checks[seq] = frame
             offsets, lengths = (tuple(part[i] for part in frame.parts) for i in (2, 3))
@@ -164,7 +164,7 @@ class RdmaPath(Wiring):
         if track.state is not State.READY or track.queue_pair is None:
             return False
         try:
-            if frame.kind is Kind.NOTIFY:
+            if frame.kind is FrameKind.NOTIFY:
                 return self._send_letter(track, frame, channel)
             return self._post(track, frame, channel, later)
         except OSError as err:  # posted in part, or not at all
@@ -188,7 +188,7 @@ class RdmaPath(Wiring):
             later.append(partial(frame.done, everything, cause))
             return True
         refused: tuple[int, ...] = ()
-        if frame.kind is Kind.WRITE:
+        if frame.kind is FrameKind.WRITE:
             admission = self._admissions.known.get(frame.epoch)
             if admission is not None and admission.generation == track.queue_pair.generation:
                 refused = admission.outside(frame.parts)
@@ -206,7 +206,7 @@ class RdmaPath(Wiring):
             return False
         if not track.posted:
             track.progress_at = time.monotonic()
-        if frame.kind is Kind.WRITE:
+        if frame.kind is FrameKind.WRITE:
             self._admissions.flew(frame.epoch)
         cause = wire.CAUSES[wire.OUTSIDE_WINDOW] if refused else ""
         track.post(frame, rkey, own.lkey, keys.address - base, refused, cause)
@@ -314,8 +314,8 @@ class RdmaPath(Wiring):
                 asked = [*track.checks.values(), *(letter.frame for letter in track.letters.values())]
                 track.checks.clear()
                 track.letters.clear()
-                writes = [f for f in track.stranded if f.kind is Kind.WRITE]
-                others = [f for f in track.stranded if f.kind is not Kind.WRITE]
+                writes = [f for f in track.stranded if f.kind is FrameKind.WRITE]
+                others = [f for f in track.stranded if f.kind is not FrameKind.WRITE]
                 self._stranded += writes
                 track.stranded = []
                 track.ended()
@@ -382,7 +382,7 @@ class RdmaPath(Wiring):
         asked_by = self._admissions.admitted(epoch, message.admission, message.generation, message.starts, message.ends)
         if not message.admission:
             for track in self._all_tracks():
-                for frame in [f for f in track.queue if f.serial in asked_by and f.kind is Kind.WRITE]:
+                for frame in [f for f in track.queue if f.serial in asked_by and f.kind is FrameKind.WRITE]:
                     track.queue.remove(frame)
                     cause = wire.CAUSES[wire.WINDOW_CLOSED]
                     later.append(partial(frame.done, tuple(range(len(frame.parts))), cause))

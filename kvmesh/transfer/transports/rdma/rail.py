@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from kvmesh.transfer.memory import Mapping
 from kvmesh.transfer.transports import wire
-from kvmesh.transfer.transports.base import Frame, Kind, Rail
+from kvmesh.transfer.transports.base import Frame, FrameKind, Rail
 from kvmesh.transfer.transports.rdma import protocol, verbs
 from kvmesh.transfer.transports.rdma.device import Nic, Registration
 from kvmesh.transfer.transports.rdma.gids import Pair
@@ -152,7 +152,7 @@ class Track:
         self.turn += 1  # not the frame's serial: a test's fault may send one frame twice
         self.posted[self.turn] = Posted(frame, refused, cause)
         opcode = verbs.READ
-        if frame.kind is Kind.WRITE:
+        if frame.kind is FrameKind.WRITE:
             opcode = verbs.WRITE
             assert frame.group is not None
             base = frame.group.remote.base_offset

@@ -24,7 +24,7 @@ from kvmesh.transfer.transports.rdma import protocol, verbs
 from kvmesh.transfer.transports.rdma.channel import Channel
 from kvmesh.transfer.transports.rdma.device import Nic
 from kvmesh.transfer.transports.rdma.queue_pair import QueuePair
-from kvmesh.transfer.transports.serving import Accepted, Server
+from kvmesh.transfer.transports.serving import Accepted, AcceptingServer
 from kvmesh.transfer.transports.wire import Hello, ProtocolBroken, Welcome
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Landing:
 class RdmaAccepted(Accepted):
     """One opener's control connection and all its queue pairs here."""
 
-    def __init__(self, server: Server, sock: socket.socket, transport: RdmaTransport) -> None:
+    def __init__(self, server: AcceptingServer, sock: socket.socket, transport: RdmaTransport) -> None:
         super().__init__(server, sock)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -322,7 +322,7 @@ def _packed(gid: str) -> bytes:
         raise ProtocolBroken(f"GID {gid!r}") from err
 
 
-def fence_peer(server: Server, peer: str, epoch: int, grace_s: float) -> None:
+def fence_peer(server: AcceptingServer, peer: str, epoch: int, grace_s: float) -> None:
     """Of every connection of that peer; the grace is for all of them together. TransferError when one failed; the
     others are fenced."""
     deadline = time.monotonic() + grace_s

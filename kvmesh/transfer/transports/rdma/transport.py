@@ -11,14 +11,14 @@ from functools import partial
 from kvmesh.errors import TransferError
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.segment import LocalRegion, NicInfo, RegionInfo, SegmentDescriptor
-from kvmesh.transfer.transports.base import Frame, FrameLimits, Kind, Rail, Transport, TransportHost
+from kvmesh.transfer.transports.base import Frame, FrameKind, FrameLimits, Rail, Transport, TransportHost
 from kvmesh.transfer.transports.dialing import begin, conn_ids
 from kvmesh.transfer.transports.rdma import gids, library
 from kvmesh.transfer.transports.rdma.device import Nic
 from kvmesh.transfer.transports.rdma.gids import Gid, Pair
 from kvmesh.transfer.transports.rdma.path import RdmaPath
 from kvmesh.transfer.transports.rdma.server import RdmaAccepted, fence_peer
-from kvmesh.transfer.transports.serving import Server
+from kvmesh.transfer.transports.serving import AcceptingServer
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class RdmaTransport(Transport):
         self._by_name: dict[str, Nic] = {}
         self._nics_lock = threading.Lock()  # which NICs there are, and that each has every region
         self._retired: list[Nic] = []  # failed; closed at the end
-        self._server: Server | None = None
+        self._server: AcceptingServer | None = None
         self._port = 0
         self._lock = threading.Lock()
         self._paths: dict[str, RdmaPath] = {}
@@ -107,7 +107,7 @@ class RdmaTransport(Transport):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 sock.bind(address)
                 accept = partial(RdmaAccepted, transport=self)
-                server = Server("rdma", self.host, sock, accept, config.connect_timeout_s)
+                server = AcceptingServer("rdma", self.host, sock, accept, config.connect_timeout_s)
                 server.start()
             except OSError:
                 sock.close()
@@ -198,7 +198,7 @@ class RdmaTransport(Transport):
             return gids.given_pairs(self.config.rdma_pairs, local, remote)
         return gids.pairs(local, remote, gids.read_networks())
 
-    def carries(self, kind: Kind, local: LocalRegion, remote: RegionInfo) -> bool:
+    def carries(self, kind: FrameKind, local: LocalRegion, remote: RegionInfo) -> bool:
         return all(nic.cause or nic.registration(local.base) is not None for nic in self.own_nics)
 
     # ── frames ────────────────────────────────────────────────────────────────────────────────────

@@ -17,7 +17,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from kvmesh.errors import TransferError
-from kvmesh.transfer.transports.base import Frame, Kind, Rail
+from kvmesh.transfer.transports.base import Frame, FrameKind, Rail
 from kvmesh.transfer.transports.rdma import protocol, verbs
 from kvmesh.transfer.transports.rdma.admissions import Admissions
 from kvmesh.transfer.transports.rdma.channel import Channel
@@ -83,7 +83,7 @@ class Wiring(ABC):
 
     def _ended_write(self, frame: Frame, nbytes: int) -> None:
         """A write is off the wire: completed, or settled."""
-        if frame.kind is Kind.WRITE:
+        if frame.kind is FrameKind.WRITE:
             number = self._admissions.landed(frame.epoch)
             if nbytes:
                 self._landed[frame.epoch] = self._landed.get(frame.epoch, 0) + nbytes
@@ -127,7 +127,7 @@ class Wiring(ABC):
         """`dead`: so is our queue pair; until then a READ may still land here."""
         for frame in frames:
             self._ended_write(frame, 0)
-            sure = settled and (dead or frame.kind is not Kind.READ)
+            sure = settled and (dead or frame.kind is not FrameKind.READ)
             later.append(partial(frame.lost, cause, settled=sure, down=down))
 
     def _tell_landed(self, now: float) -> None:
@@ -284,8 +284,8 @@ class Wiring(ABC):
         later: Later = []
         with self._lock:
             if track.state is State.RESETTING:
-                reads = [f for f in track.stranded if f.kind is Kind.READ]
-                track.stranded = [f for f in track.stranded if f.kind is not Kind.READ]
+                reads = [f for f in track.stranded if f.kind is FrameKind.READ]
+                track.stranded = [f for f in track.stranded if f.kind is not FrameKind.READ]
                 self._settle(reads, track.fault[0], later, settled=True, down=track.fault[1], dead=dead)
                 number, name = track.number, track.nic.name
                 self._ask(lambda seq: protocol.Reset(seq, name, number), partial(self._reset_done, track))

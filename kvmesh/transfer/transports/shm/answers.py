@@ -15,13 +15,13 @@ from collections.abc import Callable
 
 from kvmesh.transfer.transports.base import Frame
 from kvmesh.transfer.transports.shm.server import PACKET_BYTES, receive
-from kvmesh.transfer.transports.tcp.adaptive_spin import Patience
+from kvmesh.transfer.transports.tcp.adaptive_spin import AdaptiveSpin
 from kvmesh.transfer.transports.wire import HEAD_BYTES, Asked, Gone, ProtocolBroken
 
 _ARMED = select.EPOLLIN | select.EPOLLONESHOT
 
 
-class Answers:
+class ShmAnswers:
     """Of one connection. `take(answer, fd, rest)` handles a packet, `broke(err)` hears of its end, from any reader.
     OSError when there are no descriptors left."""
 
@@ -33,7 +33,7 @@ class Answers:
         self._broke = broke
         self._turn = threading.Lock()
         self._buffer = bytearray(PACKET_BYTES)
-        self._patience = Patience()
+        self._patience = AdaptiveSpin()
         self._epoll = select.epoll()
         self._epoll.register(sock.fileno(), 0)
         self._poll = select.poll()

@@ -55,7 +55,7 @@ def cut(targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int], 
     return list(pieces)
 
 
-class Job:
+class CopyJob:
     """One copy. `done(error)` is called once, when no thread will touch the memory any more, with no lock held, by the
     thread that moved the last piece; `error` is None when every byte is there."""
 
@@ -96,7 +96,7 @@ class Copiers:
     def __init__(self, threads: int) -> None:
         self.threads = threads
         self._changed = threading.Condition()
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[CopyJob] = deque()
         self._helpers: list[threading.Thread] = []
         self._idle = 0
         self._closed = False
@@ -104,7 +104,7 @@ class Copiers:
     def wants(self, nbytes: int) -> bool:
         return self.threads > 1 and nbytes >= LARGE_BYTES
 
-    def start(self, job: Job) -> None:
+    def start(self, job: CopyJob) -> None:
         """Has the helpers take pieces of it. Its owner must `work` until none is left: helpers may be busy, or none."""
         with self._changed:
             if self._closed:
@@ -146,7 +146,7 @@ class Copiers:
                     self._jobs.popleft()
             del job  # it keeps memory mapped
 
-    def _next(self) -> Job | None:
+    def _next(self) -> CopyJob | None:
         with self._changed:
             while not self._jobs and not self._closed:
                 self._idle += 1

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 from kvmesh.transfer.memory import Mapping
 from kvmesh.transfer.segment import SegmentDescriptor
 from kvmesh.transfer.transports import wire
-from kvmesh.transfer.transports.base import Frame, Kind
+from kvmesh.transfer.transports.base import Frame, FrameKind
 from kvmesh.transfer.transports.dialing import connect_patiently
-from kvmesh.transfer.transports.shm.answers import Answers
+from kvmesh.transfer.transports.shm.answers import ShmAnswers
 from kvmesh.transfer.transports.shm.read import OWN_READ_BYTES, Reader
 from kvmesh.transfer.transports.shm.server import PeerMaps, receive, send_region
 from kvmesh.transfer.transports.wire import Asked, Gone, Hello, ProtocolBroken, Refused
@@ -66,13 +66,13 @@ class ShmPath:
         self._met_at = ""  # where the target listened
         self._gone = False  # nobody listens there any more
         self._owner: threading.Thread | None = None
-        self._answers: Answers | None = None  # while connected
+        self._answers: ShmAnswers | None = None  # while connected
 
     # ── called by any thread ──────────────────────────────────────────────────────────────────────
 
     def take(self, frame: Frame) -> bool:
         start: threading.Thread | None = None
-        if frame.kind is Kind.READ and frame.nbytes <= OWN_READ_BYTES and self._read_here(frame):
+        if frame.kind is FrameKind.READ and frame.nbytes <= OWN_READ_BYTES and self._read_here(frame):
             return True
         with self.changed:
             if self.closed:
@@ -114,7 +114,7 @@ class ShmPath:
         return self._reader.recall(frame)
 
     def assist(self, frame: Frame, seconds: float) -> None:
-        if frame.kind is Kind.READ:
+        if frame.kind is FrameKind.READ:
             self._reader.assist(frame, seconds)
             return
         with self.changed:
@@ -165,7 +165,7 @@ class ShmPath:
         while self.backlog:
             frame = self.backlog[0]
             try:
-                if frame.kind is Kind.READ:
+                if frame.kind is FrameKind.READ:
                     self._start_read(self.sock, frame)
                 else:
                     self._send_frame(self.sock, frame)
@@ -182,7 +182,7 @@ class ShmPath:
             payload = frame.notice.payload
             packet = wire.HEAD.pack(wire.NOTIFY, 0, 0, 0, seq, frame.epoch, len(payload))
             packet += frame.notice.serial.to_bytes(8, "little") + payload
-        elif frame.kind is Kind.CHECKSUM:
+        elif frame.kind is FrameKind.CHECKSUM:
             rows = [n for _, _, offset, length in frame.parts for n in (offset, length)]
             packet = wire.HEAD.pack(wire.CHECKSUM, 0, 0, len(frame.parts), seq, frame.epoch, frame.nbytes)
             packet += struct.pack(f"<{len(rows)}Q", *rows)
@@ -242,7 +242,7 @@ class ShmPath:
         with self.changed:
             self.changed.wait_for(lambda: bool(self.closed), seconds)
 
-    def _dial(self) -> Answers:
+    def _dial(self) -> ShmAnswers:
         descriptor = self.descriptor
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with self.changed:
@@ -271,7 +271,7 @@ class ShmPath:
             got, _ = receive(sock, buffer)
             wire.decode_welcome(bytes(buffer[:got]))
             sock.settimeout(None)
-            answers = Answers(sock, self._take, self._ended)
+            answers = ShmAnswers(sock, self._take, self._ended)
         except BaseException:
             with self.changed:
                 self.sock = None
@@ -296,7 +296,7 @@ class ShmPath:
             frame = self.inflight.get(answer.seq)
             if answer.kind != wire.ANSWER or frame is None or answer.flags >= len(wire.CAUSES):
                 raise ProtocolBroken("answer to nothing asked")
-            asked = 0 if answer.count or frame.kind is not Kind.CHECKSUM else len(frame.parts)
+            asked = 0 if answer.count or frame.kind is not FrameKind.CHECKSUM else len(frame.parts)
             if len(rest) != 4 * (answer.count + asked):
                 raise ProtocolBroken("answer of another length")
             del self.inflight[answer.seq]
@@ -328,9 +328,9 @@ class ShmPath:
         with self.changed:
             cause = self.broken
             asked = list(self.inflight.values())
-            self._stranded = [f for f in asked if f.kind is not Kind.CHECKSUM]
+            self._stranded = [f for f in asked if f.kind is not FrameKind.CHECKSUM]
             self.inflight.clear()
-            traceless = [f for f in asked if f.kind is Kind.CHECKSUM]
+            traceless = [f for f in asked if f.kind is FrameKind.CHECKSUM]
             traceless += [f for waiting in self.wanted.values() for f in waiting] + self._reader.take_back()
             self.wanted.clear()
             self.sock = self._answers = None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvmesh.transfer.memory import Mapping, copy_runs
 from kvmesh.transfer.transports.base import Frame
-from kvmesh.transfer.transports.shm.copy import Job
+from kvmesh.transfer.transports.shm.copy import CopyJob
 
 if TYPE_CHECKING:
     from kvmesh.transfer.transports.shm.transport import ShmTransport
@@ -33,7 +33,7 @@ class Reader:
         self._peer = peer
         self._changed = threading.Condition()
         self._waiting: deque[tuple[Frame, Mapping, int]] = deque()
-        self._jobs: deque[Job] = deque()  # of which pieces may be left to take
+        self._jobs: deque[CopyJob] = deque()  # of which pieces may be left to take
         self._busy = False  # somebody reads: the thread, or a caller that waits
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -143,7 +143,7 @@ class Reader:
     def _begin(self, frame: Frame, mapping: Mapping, base: int) -> None:
         copiers = self._transport.copiers
         if copiers.wants(frame.nbytes):
-            job = Job(*_runs(frame, mapping, base), partial(self._fetched, frame, mapping))
+            job = CopyJob(*_runs(frame, mapping, base), partial(self._fetched, frame, mapping))
             self._jobs.append(job)
             copiers.start(job)
         else:

@@ -20,11 +20,11 @@ from kvmesh.errors import TransferError
 from kvmesh.transfer.memory import Mapping, copy_runs, map_peer
 from kvmesh.transfer.segment import LocalRegion
 from kvmesh.transfer.transports import wire
-from kvmesh.transfer.transports.serving import Accepted, Server
-from kvmesh.transfer.transports.shm.copy import Copiers, Job
-from kvmesh.transfer.transports.tcp.adaptive_spin import Patience
+from kvmesh.transfer.transports.serving import Accepted, AcceptingServer
+from kvmesh.transfer.transports.shm.copy import Copiers, CopyJob
+from kvmesh.transfer.transports.tcp.adaptive_spin import AdaptiveSpin
 from kvmesh.transfer.transports.wire import Asked, Gone, Hello, ProtocolBroken, Welcome
-from kvmesh.transfer.windows import Admission
+from kvmesh.transfer.windows import WindowAdmission
 
 log = logging.getLogger(__name__)
 
@@ -104,15 +104,15 @@ class ShmAccepted(Accepted):
     """The copier thread of one writer. Large frames are jobs, of which helpers take pieces: the thread receives the
     next frame while they are at the last pieces of this one."""
 
-    def __init__(self, server: Server, sock: socket.socket, copiers: Copiers) -> None:
+    def __init__(self, server: AcceptingServer, sock: socket.socket, copiers: Copiers) -> None:
         super().__init__(server, sock)
         self._copiers = copiers
         self._maps = PeerMaps()
         self._buffer = bytearray(PACKET_BYTES)
         self._given: set[int] = set()  # own regions that the peer has mapped
-        self._jobs: deque[Job] = deque()  # of which pieces may be left to take
+        self._jobs: deque[CopyJob] = deque()  # of which pieces may be left to take
         self._ended = threading.Condition()
-        self._patience = Patience()
+        self._patience = AdaptiveSpin()
         self._last_bytes = 0  # of the last frame: after a large one the other side has more to do than to ask
         self._open = 0  # jobs whose last byte is not there yet
 
@@ -216,14 +216,14 @@ class ShmAccepted(Accepted):
         if admission is None:
             self._answer(asked.seq, range(asked.count), wire.WINDOW_CLOSED)
             return
-        job: Job | None = None
+        job: CopyJob | None = None
         landed = 0
         try:
             if self.dead:
                 raise Gone("cut by a fence")
             to, of, runs, keep = self._runs(admission, sources, targets, lengths)
             if self._copiers.wants(asked.nbytes):
-                job = Job(to, of, runs, partial(self._landed, asked.seq, admission, sum(runs), keep))
+                job = CopyJob(to, of, runs, partial(self._landed, asked.seq, admission, sum(runs), keep))
             else:
                 copy_runs(to, of, runs)
                 landed = sum(runs)
@@ -239,7 +239,11 @@ class ShmAccepted(Accepted):
             self._answer(asked.seq, admission.refused, wire.OUTSIDE_WINDOW if admission.refused else 0)
 
     def _runs(
-        self, admission: Admission[LocalRegion], sources: Sequence[int], targets: Sequence[int], lengths: Sequence[int]
+        self,
+        admission: WindowAdmission[LocalRegion],
+        sources: Sequence[int],
+        targets: Sequence[int],
+        lengths: Sequence[int],
     ) -> tuple[Sequence[int], Sequence[int], Sequence[int], list[Mapping]]:
         """Addresses to copy to and from, of the slices that were admitted; and the maps that must stay."""
         home = admission.homes[0]
@@ -267,7 +271,7 @@ class ShmAccepted(Accepted):
     def _landed(
         self,
         seq: int,
-        admission: Admission[LocalRegion],
+        admission: WindowAdmission[LocalRegion],
         nbytes: int,
         keep: Sequence[Mapping],
         error: BaseException | None,

@@ -21,9 +21,9 @@ from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.memory import Mapping
 from kvmesh.transfer.segment import LocalRegion, RegionInfo, SegmentDescriptor, machine_id, network_id
 from kvmesh.transfer.transports import wire
-from kvmesh.transfer.transports.base import Frame, FrameLimits, Kind, Rail, TransportHost
+from kvmesh.transfer.transports.base import Frame, FrameKind, FrameLimits, Rail, TransportHost
 from kvmesh.transfer.transports.dialing import DialingTransport
-from kvmesh.transfer.transports.serving import Server
+from kvmesh.transfer.transports.serving import AcceptingServer
 from kvmesh.transfer.transports.shm.copy import Copiers, by_cores
 from kvmesh.transfer.transports.shm.path import ShmPath, raw_address
 from kvmesh.transfer.transports.shm.server import ShmAccepted
@@ -53,14 +53,14 @@ class ShmTransport(DialingTransport):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             sock.bind(raw_address(self._address))
-            server = Server("shm", self.host, sock, self._accept, self.config.connect_timeout_s)
+            server = AcceptingServer("shm", self.host, sock, self._accept, self.config.connect_timeout_s)
             server.start()
         except OSError as err:
             sock.close()
             raise TransferError(f"shm cannot listen on {self._address!r}: {err}", field="shm_dir") from err
         self._server = server
 
-    def _accept(self, server: Server, sock: socket.socket) -> ShmAccepted:
+    def _accept(self, server: AcceptingServer, sock: socket.socket) -> ShmAccepted:
         return ShmAccepted(server, sock, self.copiers)
 
     def endpoint(self) -> dict[str, str]:
@@ -74,10 +74,10 @@ class ShmTransport(DialingTransport):
             return False
         return not endpoint.get("path", "").startswith("@") or endpoint.get("network") == self._network
 
-    def carries(self, kind: Kind, local: LocalRegion, remote: RegionInfo) -> bool:
-        if kind is Kind.READ:
+    def carries(self, kind: FrameKind, local: LocalRegion, remote: RegionInfo) -> bool:
+        if kind is FrameKind.READ:
             return remote.shared
-        return kind is Kind.CHECKSUM or local.fd >= 0
+        return kind is FrameKind.CHECKSUM or local.fd >= 0
 
     def new_path(self, descriptor: SegmentDescriptor, rail: Rail) -> ShmPath:
         return ShmPath(self, descriptor)

@@ -41,7 +41,7 @@ class Allowance:
 ALLOWANCE = Allowance()  # of this process
 
 
-class Patience:
+class AdaptiveSpin:
     """Of one waiting thread."""
 
     __slots__ = ("_looked", "_since", "eager")

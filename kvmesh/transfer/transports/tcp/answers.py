@@ -18,22 +18,22 @@ import time
 from typing import TYPE_CHECKING
 
 from kvmesh.transfer.transports import wire
-from kvmesh.transfer.transports.base import Frame, Kind
-from kvmesh.transfer.transports.tcp.adaptive_spin import Patience
+from kvmesh.transfer.transports.base import Frame, FrameKind
+from kvmesh.transfer.transports.tcp.adaptive_spin import AdaptiveSpin
 from kvmesh.transfer.transports.tcp.frames import local_views
 from kvmesh.transfer.transports.wire import Asked, Gone, ProtocolBroken
 
 if TYPE_CHECKING:
-    from kvmesh.transfer.transports.tcp.path import Stream
+    from kvmesh.transfer.transports.tcp.path import TcpStream
 
 _ARMED = select.EPOLLIN | select.EPOLLONESHOT
 
 
-class Answers:
+class TcpAnswers:
     """Of one connection; `run` is the body of its reading thread. `quiet_s`: how long nothing may come before the peer
     is pinged; 0: for ever."""
 
-    def __init__(self, stream: Stream, sock: socket.socket, quiet_s: float) -> None:
+    def __init__(self, stream: TcpStream, sock: socket.socket, quiet_s: float) -> None:
         self._stream = stream
         self._sock = sock
         self._fd = sock.fileno()
@@ -43,7 +43,7 @@ class Answers:
         self._epoll.register(self._fd, _ARMED)
         self._poll = select.poll()
         self._poll.register(self._fd, select.POLLIN)
-        self._patience = Patience()  # of callers
+        self._patience = AdaptiveSpin()  # of callers
         self._head = bytearray(wire.HEAD_BYTES)
         self._answer: Asked | None = None  # its head has come
         self._frame: Frame | None = None
@@ -137,12 +137,12 @@ class Answers:
         """Where what follows the head goes."""
         if answer.count:
             self._indices = bytearray(4 * answer.count)
-        elif frame.kind is Kind.READ:
+        elif frame.kind is FrameKind.READ:
             if answer.nbytes != frame.nbytes:
                 raise ProtocolBroken(f"read of {frame.nbytes} bytes answered with {answer.nbytes}")
             self._views, self._left = local_views(frame), frame.nbytes
             return
-        elif frame.kind is Kind.CHECKSUM:
+        elif frame.kind is FrameKind.CHECKSUM:
             if answer.nbytes != 4 * len(frame.parts):
                 raise ProtocolBroken(f"checksums of {len(frame.parts)} parts in {answer.nbytes} bytes")
             self._indices = bytearray(answer.nbytes)

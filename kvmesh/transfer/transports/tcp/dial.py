@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.transports import wire
-from kvmesh.transfer.transports.tcp.nics import Address, Far, IpAddress, Nic, family, port_of, routes, sockaddr
+from kvmesh.transfer.transports.tcp.nics import Address, Far, IpAddress, TcpNic, family, port_of, routes, sockaddr
 from kvmesh.transfer.transports.wire import Hello, ProtocolBroken, Refused
 
 OWN_HOST_BYTES = 512 << 10
@@ -22,7 +22,7 @@ SILENCE = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, err
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class TcpRoute:
     """One thing to try. `source` none: as the kernel routes. `device`: leave by this interface alone."""
 
     family: int
@@ -31,7 +31,7 @@ class Route:
     device: str = ""
 
 
-def plain_routes(endpoint: dict[str, str]) -> list[Route]:
+def plain_routes(endpoint: dict[str, str]) -> list[TcpRoute]:
     """To the peer's one address, as the kernel routes. OSError when the name is not found."""
     try:
         found = socket.getaddrinfo(endpoint["host"], port_of(endpoint["port"]), type=socket.SOCK_STREAM)
@@ -39,10 +39,10 @@ def plain_routes(endpoint: dict[str, str]) -> list[Route]:
         raise Refused(f"bad tcp endpoint {endpoint!r}", retry=False) from err
     except OSError as err:
         raise OSError(f"host {endpoint['host']!r}: {err.strerror}") from err
-    return [Route(found[0][0], found[0][4])]  # type: ignore[arg-type]
+    return [TcpRoute(found[0][0], found[0][4])]  # type: ignore[arg-type]
 
 
-def at(route: Route, err: OSError) -> OSError:
+def at(route: TcpRoute, err: OSError) -> OSError:
     """With the address that was tried."""
     host, port = route.target[:2]
     why = f"{err.strerror or err}: {f'[{host}]' if ':' in host else host}:{port}"
@@ -57,12 +57,12 @@ def numeric(endpoint: dict[str, str]) -> Far | None:
         return None
 
 
-def nic_routes(mine: Nic, its: Far, own: frozenset[IpAddress]) -> list[Route]:
+def nic_routes(mine: TcpNic, its: Far, own: frozenset[IpAddress]) -> list[TcpRoute]:
     """`own`: every address of this host; what goes there never leaves by an interface."""
     found = []
     for source, ip, port in routes(mine, its):
         device = "" if ip in own or ip.is_loopback else mine.interface
-        found.append(Route(family(ip), sockaddr(ip, port, source.index), source, device))
+        found.append(TcpRoute(family(ip), sockaddr(ip, port, source.index), source, device))
     return found
 
 
@@ -98,7 +98,7 @@ def forget_unsent(sock: socket.socket) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("@ii", 1, 0))
 
 
-def prepared(route: Route, config: EngineConfig) -> socket.socket:
+def prepared(route: TcpRoute, config: EngineConfig) -> socket.socket:
     """Bound to its source, not connected yet."""
     sock = socket.socket(route.family, socket.SOCK_STREAM)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 
 from kvmesh.transfer.transports import wire
-from kvmesh.transfer.transports.base import Frame, Kind
+from kvmesh.transfer.transports.base import Frame, FrameKind
 
 
 def encoded(seq: int, frame: Frame) -> list[memoryview]:
@@ -16,7 +16,7 @@ def encoded(seq: int, frame: Frame) -> list[memoryview]:
     rows = [n for _, _, offset, length in frame.parts for n in (offset, length)]
     head = wire.HEAD.pack(frame.kind, 0, 0, len(frame.parts), seq, frame.epoch, frame.nbytes)
     asked = memoryview(head + struct.pack(f"<{len(rows)}Q", *rows))
-    return [asked, *local_views(frame)] if frame.kind is Kind.WRITE else [asked]
+    return [asked, *local_views(frame)] if frame.kind is FrameKind.WRITE else [asked]
 
 
 def local_views(frame: Frame) -> list[memoryview]:

@@ -51,7 +51,7 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True)
-class Nic:
+class TcpNic:
     name: str
     interface: str
     addresses: tuple[Address, ...]
@@ -125,7 +125,7 @@ def _address(body: bytes) -> Address | None:
     return None if raw is None else Address(ipaddress.ip_address(raw), prefix, name, index)
 
 
-def resolve(names: Sequence[str], known: Sequence[Address]) -> tuple[Nic, ...]:
+def resolve(names: Sequence[str], known: Sequence[Address]) -> tuple[TcpNic, ...]:
     """TransferError (field tcp_nics) for a name that is neither an address nor an interface with one."""
     chosen: dict[str, list[Address]] = {}
     for name in names:
@@ -136,9 +136,9 @@ def resolve(names: Sequence[str], known: Sequence[Address]) -> tuple[Nic, ...]:
     nics = []
     for interface, addresses in chosen.items():
         if len({a.ip.version for a in addresses}) == len(addresses):
-            nics.append(Nic(interface, interface, tuple(addresses)))
+            nics.append(TcpNic(interface, interface, tuple(addresses)))
         else:
-            nics += [Nic(str(a.ip), interface, (a,)) for a in addresses]
+            nics += [TcpNic(str(a.ip), interface, (a,)) for a in addresses]
     return tuple(nics)
 
 
@@ -203,13 +203,13 @@ def decode_nics(endpoint: dict[str, str]) -> tuple[Far, ...]:
     return tuple(nics)
 
 
-def routes(mine: Nic, its: Far) -> list[tuple[Address, IpAddress, int]]:
+def routes(mine: TcpNic, its: Far) -> list[tuple[Address, IpAddress, int]]:
     """(source, target address, port) of every pair of one family, those of one subnet first."""
     pairs = [(a, ip, port) for a in mine.addresses for ip, port in its.addresses if a.ip.version == ip.version]
     return sorted(pairs, key=lambda pair: (not pair[0].near(pair[1]), pair[1].is_link_local))
 
 
-def straight(mine: Nic, its: Far) -> bool:
+def straight(mine: TcpNic, its: Far) -> bool:
     """Whether they share a subnet. All link-local addresses do, which tells nothing."""
     return any(a.near(ip) and not ip.is_link_local for a, ip, _ in routes(mine, its))
 

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING
 
 from kvmesh.transfer.segment import SegmentDescriptor
 from kvmesh.transfer.transports import wire
-from kvmesh.transfer.transports.base import Frame, Kind, Rail
+from kvmesh.transfer.transports.base import Frame, FrameKind, Rail
 from kvmesh.transfer.transports.dialing import begin, connect_patiently
-from kvmesh.transfer.transports.tcp.answers import Answers
-from kvmesh.transfer.transports.tcp.dial import SILENCE, Route, at, forget_unsent, greet, prepared, size_buffers
+from kvmesh.transfer.transports.tcp.answers import TcpAnswers
+from kvmesh.transfer.transports.tcp.dial import SILENCE, TcpRoute, at, forget_unsent, greet, prepared, size_buffers
 from kvmesh.transfer.transports.tcp.frames import encoded
 from kvmesh.transfer.transports.tcp.zerocopy import ZeroCopy
 from kvmesh.transfer.transports.wire import Gone, Hello, ProtocolBroken, Refused
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 _SENT_BY_POSTER = 128 << 10  # bytes of a WRITE that its poster may copy into the socket itself
-_LANDING = (Kind.WRITE, Kind.NOTIFY)  # what leaves traces at the target
+_LANDING = (FrameKind.WRITE, FrameKind.NOTIFY)  # what leaves traces at the target
 
 
 class TcpPath:
@@ -51,10 +51,10 @@ class TcpPath:
         self.queue: deque[Frame] = deque()
         self.waiting = 0  # streams that wait for a frame
         self.closed = ""
-        self.streams: list[Stream] = []
+        self.streams: list[TcpStream] = []
 
     def take(self, frame: Frame) -> bool:
-        fresh: Stream | None = None
+        fresh: TcpStream | None = None
         seq = 0
         with self.changed:
             if self.closed:
@@ -66,7 +66,7 @@ class TcpPath:
             else:
                 self.queue.append(frame)
                 if self.waiting < len(self.queue) and len(self.streams) < self.transport.config.tcp_streams:
-                    fresh = Stream(self)
+                    fresh = TcpStream(self)
                     self.streams.append(fresh)
                 self.changed.notify()
         if stream is not None:
@@ -78,10 +78,10 @@ class TcpPath:
                 fresh.stillborn(str(err))
         return True
 
-    def _free_stream(self, frame: Frame) -> Stream | None:
+    def _free_stream(self, frame: Frame) -> TcpStream | None:
         """Where the poster itself may send this small frame, which spares waking a thread: on the stream with the
         least to wait for, once all streams that this load wants are there. `changed` held."""
-        if self.queue or (frame.kind is Kind.WRITE and frame.nbytes > _SENT_BY_POSTER):
+        if self.queue or (frame.kind is FrameKind.WRITE and frame.nbytes > _SENT_BY_POSTER):
             return None
         free = [s for s in self.streams if s.ready and not (s.broken or s.lent or s.busy or s.rest)]
         idle = next((s for s in free if not s.inflight), None)
@@ -127,7 +127,7 @@ class TcpPath:
             self.changed.notify_all()
 
 
-class Stream:
+class TcpStream:
     """One place of a path: a thread that connects, sends, and recovers; at most one connection at a time."""
 
     def __init__(self, path: TcpPath) -> None:
@@ -136,7 +136,7 @@ class Stream:
         self.host = path.transport.host
         self.thread = threading.Thread(target=self._run, name="kvmesh-tcp-send", daemon=True)
         self.sock: socket.socket | None = None
-        self.answers: Answers | None = None  # of the connection that serves
+        self.answers: TcpAnswers | None = None  # of the connection that serves
         self.broken = ""  # why, once it is
         self.silent = False  # broken because the way, not the process at its end, fell silent
         self.elsewhere = False  # `sock` goes over another rail, to supersede what was here
@@ -170,9 +170,11 @@ class Stream:
             if sock is None:
                 break
             self._settled("the connection broke", down=False)
-            answers: Answers | None = None
+            answers: TcpAnswers | None = None
             try:
-                self.answers = answers = Answers(self, sock, self.config.tcp_user_timeout_s / 2 if many_nics else 0.0)
+                self.answers = answers = TcpAnswers(
+                    self, sock, self.config.tcp_user_timeout_s / 2 if many_nics else 0.0
+                )
                 reader = threading.Thread(target=answers.run, name="kvmesh-tcp-read", daemon=True)
                 begin(reader)
             except OSError as err:  # out of descriptors or threads
@@ -265,7 +267,7 @@ class Stream:
             return sock
         raise error
 
-    def _dial_route(self, route: Route, rail: Rail) -> socket.socket:
+    def _dial_route(self, route: TcpRoute, rail: Rail) -> socket.socket:
         path = self.path
         sock = prepared(route, self.config)
         with path.changed:

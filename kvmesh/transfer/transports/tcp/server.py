@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.segment import LocalRegion
 from kvmesh.transfer.transports import wire
-from kvmesh.transfer.transports.serving import Accepted, Server
-from kvmesh.transfer.transports.tcp.adaptive_spin import Patience
+from kvmesh.transfer.transports.serving import Accepted, AcceptingServer
+from kvmesh.transfer.transports.tcp.adaptive_spin import AdaptiveSpin
 from kvmesh.transfer.transports.tcp.dial import size_buffers, tune
 from kvmesh.transfer.transports.wire import Asked, Hello, ProtocolBroken, Welcome
 
@@ -21,7 +21,7 @@ _SCRATCH_BYTES = 256 << 10
 class TcpAccepted(Accepted):
     """Receives straight into registered memory, slices of a frame in one system call."""
 
-    def __init__(self, server: Server, sock: socket.socket, config: EngineConfig, *, many_nics: bool) -> None:
+    def __init__(self, server: AcceptingServer, sock: socket.socket, config: EngineConfig, *, many_nics: bool) -> None:
         super().__init__(server, sock)
         tune(sock, config, many_nics=many_nics)
         size_buffers(sock, config)
@@ -39,7 +39,7 @@ class TcpAccepted(Accepted):
 
     def serve(self) -> None:
         head = memoryview(bytearray(wire.HEAD_BYTES))
-        patience = Patience()
+        patience = AdaptiveSpin()
         while True:
             got = patience.await_first(self.sock, head)
             if got < wire.HEAD_BYTES:

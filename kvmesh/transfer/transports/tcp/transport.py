@@ -14,12 +14,12 @@ from kvmesh.errors import TransferError
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.segment import LocalRegion, NicInfo, RegionInfo, SegmentDescriptor
 from kvmesh.transfer.transports import wire
-from kvmesh.transfer.transports.base import Frame, FrameLimits, Kind, Rail, TransportHost
+from kvmesh.transfer.transports.base import Frame, FrameKind, FrameLimits, Rail, TransportHost
 from kvmesh.transfer.transports.dialing import DialingTransport
-from kvmesh.transfer.transports.serving import Server
+from kvmesh.transfer.transports.serving import AcceptingServer
 from kvmesh.transfer.transports.tcp import nics as tcp_nics
-from kvmesh.transfer.transports.tcp.dial import Route, nic_routes, numeric, plain_routes
-from kvmesh.transfer.transports.tcp.nics import Address, Far, LinkWatch, Nic, family
+from kvmesh.transfer.transports.tcp.dial import TcpRoute, nic_routes, numeric, plain_routes
+from kvmesh.transfer.transports.tcp.nics import Address, Far, LinkWatch, TcpNic, family
 from kvmesh.transfer.transports.tcp.path import TcpPath
 from kvmesh.transfer.transports.tcp.server import TcpAccepted
 from kvmesh.transfer.transports.wire import Refused
@@ -39,7 +39,7 @@ class TcpTransport(DialingTransport):
         frames = _FRAMES_PER_STREAM * config.tcp_streams
         self.limits = FrameLimits(config.tcp_slice_bytes, frame_bytes, wire.MAX_PARTS, frames)
         self._port = 0
-        self._nics: dict[str, Nic] = {}
+        self._nics: dict[str, TcpNic] = {}
         self._endpoints: dict[str, str] = {}  # "nic:NAME" → where it listens
         self._own: frozenset[tcp_nics.IpAddress] = frozenset()
         self._watch: LinkWatch | None = None
@@ -96,7 +96,7 @@ class TcpTransport(DialingTransport):
             ) from err
 
     def _listen(self, socks: list[socket.socket]) -> None:
-        server = Server("tcp", self.host, socks[0], self._accept, self.config.connect_timeout_s)
+        server = AcceptingServer("tcp", self.host, socks[0], self._accept, self.config.connect_timeout_s)
         for sock in socks[1:]:
             server.also(sock)
         try:
@@ -108,7 +108,7 @@ class TcpTransport(DialingTransport):
             raise TransferError(f"tcp cannot listen: {err}", field="host") from err
         self._server = server
 
-    def _accept(self, server: Server, sock: socket.socket) -> TcpAccepted:
+    def _accept(self, server: AcceptingServer, sock: socket.socket) -> TcpAccepted:
         return TcpAccepted(server, sock, self.config, many_nics=bool(self._nics))
 
     def endpoint(self) -> dict[str, str]:
@@ -148,7 +148,7 @@ class TcpTransport(DialingTransport):
                 (detours if detour else near).append(Rail(self, mine.name, other.name, detour))
         return (*near, *detours)
 
-    def ways(self, descriptor: SegmentDescriptor, rail: Rail) -> list[Route]:
+    def ways(self, descriptor: SegmentDescriptor, rail: Rail) -> list[TcpRoute]:
         """What to try in order to connect over this rail. Refused or OSError when there is nothing."""
         endpoint = descriptor.endpoints["tcp"]
         mine = self._nics.get(rail.local)
@@ -198,7 +198,7 @@ class TcpTransport(DialingTransport):
 
     # ── frames ────────────────────────────────────────────────────────────────────────────────────
 
-    def carries(self, kind: Kind, local: LocalRegion, remote: RegionInfo) -> bool:
+    def carries(self, kind: FrameKind, local: LocalRegion, remote: RegionInfo) -> bool:
         return True
 
     def new_path(self, descriptor: SegmentDescriptor, rail: Rail) -> TcpPath:
@@ -245,7 +245,7 @@ def _bound(family: int, address: object) -> socket.socket:
     return sock
 
 
-def _sysfs(nic: Nic, name: str) -> int:
+def _sysfs(nic: TcpNic, name: str) -> int:
     try:
         with open(f"/sys/class/net/{nic.interface}/{name}") as file:
             return int(file.read())
@@ -253,5 +253,5 @@ def _sysfs(nic: Nic, name: str) -> int:
         return -1
 
 
-def _gbps(nic: Nic) -> float:
+def _gbps(nic: TcpNic) -> float:
     return max(0, _sysfs(nic, "speed")) / 1000
