@@ -22,9 +22,9 @@ from kvmesh.rpc.fastpath.caller import DIAL_S, FastCaller, FoundPaths
 from kvmesh.rpc.fastpath.client import Way
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.storeclient import ClientConfig, StoreClient
-from kvmesh.storeclient.fastpath import FIND_S, ways
-from kvmesh.storeclient.fastpath import SERVICE as NODE_STORE
 from kvmesh.storeclient.lease import LAYOUT
+from kvmesh.storeclient.peers import FIND_S, ways
+from kvmesh.storeclient.peers import SERVICE as NODE_STORE
 
 CALL_S = 10.0
 

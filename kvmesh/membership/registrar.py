@@ -12,14 +12,13 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 
 from kvmesh.errors import KvmeshError
 from kvmesh.membership.control_client import ControlClient
 from kvmesh.membership.membership import Acknowledged, MembershipPeer
-from kvmesh.membership.store_orders import StoreOrders
 from kvmesh.rpc import protocol
 from kvmesh.rpc.masters import Masters, moves_on, split
 from kvmesh.rpc.pb import common_pb2 as pb_common
@@ -28,6 +27,23 @@ from kvmesh.rpc.pb import conductor_pb2_grpc as pb_grpc
 from kvmesh.rpc.pb import store_pb2 as pb_store
 from kvmesh.rpc.pb import store_pb2_grpc as pb_store_grpc
 from kvmesh.rpc.terms import LeaderTerms
+
+# What of a node hears the answers of the store master.
+
+
+class StoreOrders(Protocol):
+    """What of a node hears the store master's answers."""
+
+    @property
+    def removed_seq(self) -> int:
+        """The last tombstone applied."""
+
+    async def bury(self, tombstones: Sequence[pb_store.Tombstone]) -> None:
+        """Apply them in every tier, before anything is announced. Unavailable: that could not be written down."""
+
+    def beat_answered(self, answer: pb_store.BeatResponse) -> None:
+        """New tombstones, whether to drain, what is allowed. Must not block."""
+
 
 log = logging.getLogger(__name__)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import inf, nan
 
 from kvmesh.errors import Overloaded
 from kvmesh.kvcache.keys import Keys
+from kvmesh.kvcache.sources import PullRange
 from kvmesh.sim.brains import MODEL, Brains
 from kvmesh.sim.changes import FreezePhase, KillEvent, LeaveEvent, Noticed, noticed
 from kvmesh.sim.config import SimConfig, WireChange
@@ -18,24 +19,72 @@ from kvmesh.sim.host import Machine
 from kvmesh.sim.life import Life
 from kvmesh.sim.links import Links
 from kvmesh.sim.loop import Loop
-from kvmesh.sim.node import Node
-from kvmesh.sim.orders import Orders
+from kvmesh.sim.node import ADDRESS, Node
 from kvmesh.sim.prefiller import Prefiller
-from kvmesh.sim.pulls import Puller
+from kvmesh.sim.pulls import Pull, Puller
 from kvmesh.sim.pushes import Pushes
 from kvmesh.sim.report.records import FAILED, REFUSED, PoolSample, Record, Sample
 from kvmesh.sim.workloads.retries import WaitingClients
 from kvmesh.sim.workloads.workload import SimRequest
 from services.conductor.domain import (
+    Action,
     DecodeSample,
     Load,
+    OrderEnded,
     PrefillSample,
     Refuse,
+    Replicate,
     RequestOutcome,
     Role,
     Schedule,
     SwitchRole,
 )
+
+# What a leading conductor orders, carried out: copies of hot blocks, and roles.
+
+
+class Orders:
+    """`ended` tells the leader; `switch` begins to change a role and returns why it cannot."""
+
+    def __init__(
+        self,
+        nodes: Mapping[str, Node],
+        puller: Puller,
+        ended: Callable[[OrderEnded], None],
+        switch: Callable[[SwitchRole], str],
+    ) -> None:
+        self._nodes, self._puller, self._ended, self._switch = nodes, puller, ended, switch
+        self.pulls = 0  # under way
+
+    def carry_out(self, order: Action) -> None:
+        """Anything else than an order is passed over."""
+        match order:
+            case Replicate():
+                self._replicate(order)
+            case SwitchRole():
+                if error := self._switch(order):
+                    self._ended(OrderEnded(order.number, error=error))
+
+    def _replicate(self, order: Replicate) -> None:
+        """The target pulls what it lacks, as nodes do: nobody writes into another's store."""
+        target = self._nodes[order.target.instance_id]
+        if target.dead or target.ref != order.target:
+            self._ended(OrderEnded(order.number, error=f"{order.target.instance_id} is gone"))
+            return
+        begun = zip(order.keys, target.store.begin(order.keys), strict=True)
+        wanted = [(at, key) for at, (key, extent) in enumerate(begun) if extent is not None]
+        source = PullRange(order.source.instance_id, ADDRESS, order.source.incarnation, 0, len(order.keys))
+
+        def over(pull: Pull) -> None:
+            self.pulls -= 1
+            if target.dead:
+                return
+            pull.keep(target.store)
+            self._ended(OrderEnded(order.number, target.store.peek(order.keys)))
+
+        self.pulls += 1
+        self._puller.pull(target, wanted, (source,), over)
+
 
 STILL = 1e-9  # of what a NIC carries: nothing, for links that must carry something
 ASK_AGAIN_S = 0.25

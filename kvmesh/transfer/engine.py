@@ -9,36 +9,204 @@ caller ─▶ TransferEngine ─▶ Core (batches, lanes, time-outs) ─▶ Tran
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvmesh.errors import TransferError
-from kvmesh.transfer import checks, forks, memory, segment_file, waits
+from kvmesh.transfer import checks, forks, memory, segment_file, topology, waits
+from kvmesh.transfer import host as this_host
 from kvmesh.transfer.api import (
     BatchId,
     Carried,
     Notification,
+    Opcode,
     Range,
     Region,
     TransferRequest,
     TransferState,
     TransferStatus,
 )
-from kvmesh.transfer.batch import Aftermath
+from kvmesh.transfer.batch import Aftermath, Batch, Group
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.core import Core
 from kvmesh.transfer.epochs import Notice
 from kvmesh.transfer.peer_link import PeerLink
-from kvmesh.transfer.requests import grouped
-from kvmesh.transfer.segment import LocalRegion, LocalSegment, SegmentDescriptor, describe
+from kvmesh.transfer.segment import LocalRegion, LocalSegment, SegmentDescriptor, describe, machine_id
+from kvmesh.transfer.send_queue import rank_of
 from kvmesh.transfer.stats import EngineStats
-from kvmesh.transfer.transport_setup import placed, started, ways, why_unreachable
 from kvmesh.transfer.transports import wire
-from kvmesh.transfer.transports.base import Rail, Transport
-from kvmesh.transfer.transports.fault.transport import FaultControl
+from kvmesh.transfer.transports.base import FrameKind, Rail, Transport, TransportHost
+from kvmesh.transfer.transports.fault.transport import FaultControl, FaultTransport
+from kvmesh.transfer.transports.shm.transport import ShmTransport
+from kvmesh.transfer.transports.tcp.transport import TcpTransport
 from kvmesh.transfer.windows import Windows
+
+# An engine's transports: made and started in the order of its config, and the NICs that each memory prefers.
+
+
+def _rdma(host: TransportHost, config: EngineConfig) -> Transport:
+    from kvmesh.transfer.transports.rdma.transport import RdmaTransport  # only who names it needs what it needs
+
+    return RdmaTransport(host, config)
+
+
+_TRANSPORTS: dict[str, Callable[[TransportHost, EngineConfig], Transport]] = {
+    "rdma": _rdma,
+    "shm": ShmTransport,
+    "tcp": TcpTransport,
+}
+
+
+def started(host: TransportHost, config: EngineConfig, fault: FaultControl) -> Iterator[Transport]:
+    """Each transport of the config, listening; with a fault script, in its fault transport. TransferError when one
+    cannot be had: those before it are the caller's to close."""
+    for kind in config.transports:
+        transport = _TRANSPORTS[kind](host, config)
+        transport.start()
+        yield FaultTransport(transport, fault, host) if config.fault else transport
+
+
+def placed(transports: Sequence[Transport], config: EngineConfig) -> topology.Topology:
+    """Which NICs each memory location of this host prefers. TransferError: the config names others."""
+    nics = [nic for transport in transports for nic in transport.nics()]
+    names = [nic.name for nic in nics]
+    for name in config.nics:
+        if name not in names:
+            raise TransferError(_no_nic(name, names, config), field="nics")
+    if not names and not config.topology:
+        return {}
+    return topology.resolve(config.topology, this_host.look(env=os.environ), nics)
+
+
+def _no_nic(name: str, used: Sequence[str], config: EngineConfig) -> str:
+    """As a user is told: what it could have named instead."""
+    here = this_host.look()
+    devices, nets = [d.name for d in here.rdma], [n.name for n in here.nets]
+    kinds = ", ".join(config.transports)
+    if name in devices or name in nets:
+        why = "no transport here uses it: rdma takes RDMA devices that are up, tcp interfaces that have an address"
+    else:
+        why = f"not here: RDMA devices {', '.join(devices) or 'none'}; interfaces {', '.join(nets) or 'none'}"
+    return f"nics={name!r}: {why} (transports: {kinds}; in use: {', '.join(used) or 'none'})"
+
+
+def why_unreachable(descriptor: SegmentDescriptor, transports: Sequence[Transport]) -> str:
+    """Why no transport reaches it, by transport."""
+    causes = []
+    for transport in transports:
+        name = transport.name
+        if name not in descriptor.endpoints:
+            causes.append(f"{name}: it has none")
+        elif name != "shm":
+            causes.append(f"{name}: no NIC here and there that can reach each other")
+        elif descriptor.machine != machine_id():
+            causes.append("shm: it is on another host, or in another user namespace")
+        else:
+            causes.append("shm: it is in another network namespace, and no shm_dir is set")
+    has = ", ".join(descriptor.endpoints) or "none"
+    return f"segment {descriptor.name!r} cannot be reached ({'; '.join(causes)}); its transports: {has}"
+
+
+def ways(
+    descriptor: SegmentDescriptor, transports: Sequence[Transport], only: Callable[[Rail], bool] | None
+) -> tuple[Rail, ...]:
+    """Every rail to this segment, by transport; those that `only` takes."""
+    rails = tuple(rail for transport in transports for rail in transport.rails(descriptor))
+    return rails if only is None else tuple(rail for rail in rails if only(rail))
+
+
+# From the caller's requests to groups: checked, and sorted by what decides their way.
+
+
+def grouped(
+    core: Core, segment: LocalSegment, batch: Batch, requests: Sequence[TransferRequest], deadline: float
+) -> list[Group]:
+    """Requests that share everything but addresses, in order; checks each."""
+    groups: dict[tuple[object, ...], Group] = {}
+    group: Group | None = None
+    slot = len(batch.states)
+    same: tuple[object, ...] = ()
+    near = near_end = far = far_end = 0
+    for request in requests:
+        address, offset, length = request.local_address, request.remote_offset, request.length
+        kin = (request.segment, request.opcode, request.handoff_epoch, request.traffic_class, request.verify)
+        if not (
+            group is not None
+            and kin == same
+            and length > 0
+            and near <= address
+            and address + length <= near_end
+            and far <= offset
+            and offset + length <= far_end
+        ):
+            group = _new_group(core, segment, batch, request, groups, deadline)
+            same = kin
+            near, near_end = group.local.address, group.local.address + group.local.length
+            far, far_end = group.remote.base_offset, group.remote.base_offset + group.remote.length
+        group.slots.append(slot)
+        group.addresses.append(address)
+        group.offsets.append(offset)
+        group.todo += length
+        slot += 1
+    for group in groups.values():
+        group.open = len(group.slots)
+    return list(groups.values())
+
+
+def _new_group(
+    core: Core,
+    segment: LocalSegment,
+    batch: Batch,
+    request: TransferRequest,
+    groups: dict[tuple[object, ...], Group],
+    deadline: float,
+) -> Group:
+    lane = checks.opened(core.lanes, request.segment)
+    epoch = checks.epoch_of(request)
+    if request.length <= 0:
+        raise TransferError(f"length={request.length}: must be positive", field="length")
+    local = segment.by_address(request.local_address, request.length)
+    if local is None:
+        raise TransferError(
+            f"local_address={request.local_address:#x}: {request.length} bytes there are in no registered region",
+            field="local_address",
+        )
+    remote = lane.descriptor.region_at(request.remote_offset, request.length)
+    if remote is None:
+        raise TransferError(
+            f"remote_offset={request.remote_offset}: {request.length} bytes there are not in one region of "
+            f"{request.segment!r}",
+            field="remote_offset",
+        )
+    if request.verify and not (local.public.location.startswith("cpu") and remote.location.startswith("cpu")):
+        raise TransferError("verify=True: only host memory can be verified", field="verify")
+    rank = rank_of(request.traffic_class)
+    key = (lane.name, request.opcode, epoch, rank, request.verify, local.base, remote.base_offset)
+    group = groups.get(key)
+    if group is None:
+        group = groups[key] = Group(
+            next(core.serials),
+            lane,
+            batch,
+            request.opcode,
+            epoch,
+            local,
+            remote,
+            lane.routes(
+                FrameKind.WRITE if request.opcode is Opcode.WRITE else FrameKind.READ, local, remote, core.topology
+            ),
+            deadline,
+            [],
+            [],
+            [],
+            rank,
+            request.verify,
+        )
+    return group
+
 
 log = logging.getLogger(__name__)
 

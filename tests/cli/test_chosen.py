@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.cli.up.chosen import chosen, merged
-from kvmesh.cli.up.plan import Ports, Spec, plan
+from kvmesh.cli.up.plan import Ports, Spec, chosen, merged, plan
 from kvmesh.cli.up.settings import MeshSettings
 from kvmesh.errors import ConfigError
 

@@ -23,7 +23,7 @@ from kvmesh.cli.doctor import matrix as doctor_matrix
 from kvmesh.cli.doctor import peer as doctor_peer
 from kvmesh.cli.doctor.matrix import Cell, Figure, Outcome
 from kvmesh.cli.doctor.measure import check_nics, left_out
-from kvmesh.cli.doctor.progress import Progress
+from kvmesh.cli.doctor.peer import Progress
 from kvmesh.errors import ConfigError
 from tests.transfer.conftest import until
 from tests.transfer.networks import networks

@@ -17,7 +17,7 @@ from kvmesh.rpc.pb import conductor_pb2 as pb
 from services.decode import events as e
 from services.decode.handoff import Handoff
 from services.decode.limits import Limits, RankShape, Shape
-from services.decode.outcomes import judge, outcome_of, refusal_of
+from services.decode.observe import judge, outcome_of, refusal_of
 
 MS = 1_000_000
 RANK = RankShape(segment="s", shard_bytes=1, page_base_offset=0, extent_base_offset=0)

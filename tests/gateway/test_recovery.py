@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from kvmesh.errors import HandoffLost, InternalError, InvalidRequest, KvmeshError, Overloaded, Unavailable
 from kvmesh.kvcache.keys import Namespace, chain_tip, pack_tokens
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, decode_pb2
-from services.gateway.attempts import AnswerAttempts
+from services.gateway.attempts import AnswerAttempts, ResumePoint
 from services.gateway.recovery import AttemptRecovery, Failure, RecoveryPatience, RecoveryPlan
-from services.gateway.resume_point import ResumePoint
 from services.gateway.text.completion import Alternatives, Completion, Delta, TokenLogprob
 from services.gateway.text.prepare import Prepared
 from services.gateway.text.stops import StopMatcher, StopStrings

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvmesh.blockservice.cut_reads import by_block, cut_reads
+from kvmesh.blockservice.pulls import by_block, cut_reads
 from kvmesh.kvcache.groups import plan_group
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m

@@ -9,7 +9,7 @@ import pytest
 
 from kvmesh.errors import TransferError
 from kvmesh.transfer.transports.rdma import gids, queue_pair
-from kvmesh.transfer.transports.rdma.ending import Endings
+from kvmesh.transfer.transports.rdma.device import Endings
 from tests.rdma.test_pure import Deaf, FakeNic
 
 

@@ -13,9 +13,9 @@ from opentelemetry.context import Context
 
 from kvmesh.cli.trace import read_spans
 from kvmesh.cli.up.mesh import cut_log
-from kvmesh.telemetry import disk, setup, spans
-from kvmesh.telemetry.disk import FreeSpace
-from kvmesh.telemetry.setup import TelemetryLimits
+from kvmesh.telemetry import setup, spans
+from kvmesh.telemetry import setup as disk
+from kvmesh.telemetry.setup import FreeSpace, TelemetryLimits
 
 
 def start(folder: Path, log_file: str = "", **limits: Any) -> setup.Telemetry:

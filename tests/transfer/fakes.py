@@ -8,8 +8,8 @@ from kvmesh.transfer.api import BatchId, Opcode, TransferRequest, TransferState,
 from kvmesh.transfer.batch import Aftermath
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.core import Core
+from kvmesh.transfer.engine import grouped
 from kvmesh.transfer.peer_link import PeerLink
-from kvmesh.transfer.requests import grouped
 from kvmesh.transfer.segment import LocalRegion, LocalSegment, NicInfo, RegionInfo, SegmentDescriptor
 from kvmesh.transfer.transports.base import Frame, FrameKind, FrameLimits, Rail, Transport
 

@@ -9,8 +9,7 @@ import pytest
 
 from kvmesh.transfer import TransferState
 from kvmesh.transfer.transports.shm import server as shm_server
-from kvmesh.transfer.transports.shm.answers import ShmAnswers
-from kvmesh.transfer.transports.shm.path import ShmPath
+from kvmesh.transfer.transports.shm.path import ShmAnswers, ShmPath
 from tests.transfer.conftest import Nest, over
 from tests.transfer.peer import Actor
 

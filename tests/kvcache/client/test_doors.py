@@ -26,7 +26,7 @@ from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
 from kvmesh.rpc.security import Security
 from kvmesh.storeclient import StoreClient
 from kvmesh.storeclient.config import ClientConfig
-from kvmesh.storeclient.fastpath import ways
+from kvmesh.storeclient.peers import ways
 from kvmesh.transfer.segment import machine_id, network_id
 from tests.kvcache.client.stores import MIB, Stores, stores, values
 from tests.kvcache.client.threads import in_thread
