@@ -28,8 +28,8 @@ from services.decode.events import Phase
 from services.decode.handoffs import Handoffs
 from services.decode.limits import NS_PER_MS, RankShape, Shape
 from services.decode.observe import Carry, Observer, begin_request
-from services.decode.request import NEVER
 from services.decode.requests import ServingInstance, check_start
+from services.decode.rules import NEVER
 from services.decode.state import DecodeState
 
 log = logging.getLogger(__name__)

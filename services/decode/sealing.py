@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import Pages
 from kvmesh.ranks import protocol as m
-from services.decode.request import NEVER, Request
+from services.decode.handoff import Handoff
+from services.decode.rules import NEVER
 
 
 @dataclass(slots=True)
@@ -48,7 +49,7 @@ class Sealing:
         """Pages come back soon: only a copy holds them still."""
         return any(self._pages.refcount(page) == 1 for page in self.pages)
 
-    def running(self, h: Request, room: int) -> m.SealCopy | None:
+    def running(self, h: Handoff, room: int) -> m.SealCopy | None:
         """The full blocks of a running request that the store lacks, at most `room` of them."""
         keys = h.chain.upto(h.context // h.shape.block_tokens)
         h.seal_at = NEVER
@@ -56,7 +57,7 @@ class Sealing:
             h.seal_at = (len(keys) + 1) * h.shape.block_tokens - h.spec.prompt_tokens + 1
         return self._copy(keys[: h.sealable], h.pages, room)
 
-    def last(self, h: Request, pages: Sequence[int], room: int) -> m.SealCopy | None:
+    def last(self, h: Handoff, pages: Sequence[int], room: int) -> m.SealCopy | None:
         """The same for one that has ended, whose `pages` nobody touches any more and are about to be given back."""
         keys = h.chain.upto(h.context // h.shape.block_tokens)
         return self._copy(keys[: h.sealable], pages, room, last=True)

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.sources import Lower, Pulled, PullJob, ranges_with
 from kvmesh.transfer import TrafficClass
-from services.decode.request import Request
+from services.decode.handoff import Handoff
 
 
 @dataclass(slots=True)
 class _Pull:
     job: PullJob
-    waiting: dict[int, Request] = field(default_factory=dict)  # by handle
+    waiting: dict[int, Handoff] = field(default_factory=dict)  # by handle
 
 
 class DecodePulls:
@@ -37,7 +37,7 @@ class DecodePulls:
     def __len__(self) -> int:
         return len(self._pulls)
 
-    def begin(self, h: Request, room: int) -> PullJob | None:
+    def begin(self, h: Handoff, room: int) -> PullJob | None:
         """What is to be fetched for `h`, at most `room` blocks. `h` waits for it, and for what others fetch already."""
         self._store.touch(h.shared_keys, use=False)  # they should still be here when it lands
         if self.lower is not None:
@@ -68,7 +68,7 @@ class DecodePulls:
         h.pulling.add(ticket)
         return job
 
-    def _wanted(self, h: Request, room: int) -> list[int]:
+    def _wanted(self, h: Handoff, room: int) -> list[int]:
         """Blocks that the store lacks, as long as they continue the prefix that is here or comes."""
         store = self._store
         wanted: list[int] = []

@@ -23,7 +23,7 @@ from services.decode.events import Phase
 from services.decode.handoff import Handoff
 from services.decode.limits import Limits, Shape
 from services.decode.outbox import Finish, GatewayStream, Outbox
-from services.decode.request import NEVER
+from services.decode.rules import NEVER
 from services.decode.scheduler import Scheduler
 from services.decode.sources import DecodePulls
 

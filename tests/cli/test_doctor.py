@@ -19,7 +19,7 @@ from kvmesh.cli.console import console
 from kvmesh.cli.doctor import checks as checks
 from kvmesh.cli.doctor import command as doctor
 from kvmesh.cli.doctor import network as network
-from kvmesh.cli.doctor.checks import Finding
+from kvmesh.cli.doctor.findings import Finding, screen
 from kvmesh.transfer.host import Host, NetDevice, Place, look
 from tests.transfer.sysfs import NVIDIA_3D, Tree, bare_vm, two_sockets
 
@@ -79,7 +79,7 @@ def test_the_screen_of_a_large_host_cuts_nothing(tmp_path: Path, width: int) -> 
     ]
     out = console()
     out.width, out.soft_wrap, out.file = width, False, io.StringIO()
-    out.print(doctor.screen(found))
+    out.print(screen(found))
     text = out.file.getvalue()
     assert max(len(line.rstrip()) for line in text.splitlines()) <= width
     assert "…" not in text

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from kvmesh.cli.app import app
 from kvmesh.cli.doctor import mesh_judge, mesh_look
-from kvmesh.cli.doctor.checks import Finding
+from kvmesh.cli.doctor.findings import Finding
 from kvmesh.cli.doctor.mesh_look import Peer, Seen, Targets, find_targets
 
 A, B = "10.0.0.1", "10.0.0.2"

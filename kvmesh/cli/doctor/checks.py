@@ -10,27 +10,14 @@ import re
 import resource
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from kvmesh import extras
+from kvmesh.cli.doctor.findings import Finding
 from kvmesh.errors import ConfigError
 from kvmesh.native import library
 
 MIB = 1 << 20
-
-
-@dataclass(frozen=True)
-class Finding:
-    """`level`: ok; warn (it works, worse than it could); missing (kvmesh runs without it); broken (kvmesh does not
-    run). `enables`: what the missing would give. `todo`: what to do next."""
-
-    what: str
-    level: str
-    found: str
-    enables: str = ""
-    todo: str = ""
-    group: str = ""
 
 
 def text_of(path: Path) -> str:

@@ -6,20 +6,15 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Group, RenderableType
 from rich.markup import escape
-from rich.table import Table
 
 from kvmesh.cli.console import console, one_line_errors, wide_enough
-from kvmesh.cli.doctor.checks import Finding
+from kvmesh.cli.doctor.findings import MARKS, Finding, screen
 from kvmesh.errors import ConfigError
-
-MARKS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "missing": "[yellow]missing[/]", "broken": "[red]broken[/]"}
 
 
 def findings(root: Path = Path("/")) -> list[Finding]:
@@ -65,15 +60,6 @@ def findings(root: Path = Path("/")) -> list[Finding]:
     return [dataclasses.replace(one, group=group) for group, look_at in groups for one in look_at()]
 
 
-def screen(found: Sequence[Finding]) -> RenderableType:
-    """A line each, under its group; what to do next on lines of their own."""
-    shown: list[RenderableType] = []
-    widest = max((len(one.what) for one in found), default=0) + 2
-    for name, members in groupby(found, key=lambda one: one.group):
-        shown += [*([""] if shown else []), f"[bold]{escape(name)}[/]", _table(widest, members)]
-    return Group(*shown)
-
-
 def summary(found: Sequence[Finding]) -> str:
     """One line: how many of each, and whether kvmesh runs here."""
     counts = [(level, sum(one.level == level for one in found)) for level in MARKS]
@@ -82,21 +68,6 @@ def summary(found: Sequence[Finding]) -> str:
     if broken:
         return f"[red]✗[/] kvmesh does not run here, because of {escape(', '.join(broken))} ({told})"
     return f"[green]✓[/] kvmesh runs here ({told})"
-
-
-def _table(widest: int, members: Iterable[Finding]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-    table.add_column(no_wrap=True, min_width=widest)
-    table.add_column(no_wrap=True, min_width=len("missing"))
-    table.add_column(overflow="fold")
-    for one in members:
-        text = escape(one.found)
-        if one.enables:
-            text += f"\n[dim]would enable: {escape(one.enables)}[/]"
-        if one.todo:
-            text += f"\n[dim]next: {escape(one.todo)}[/]"
-        table.add_row(f"  {escape(one.what)}", MARKS[one.level], text)
-    return table
 
 
 @one_line_errors

@@ -12,7 +12,7 @@ from rich.markup import escape
 from kvmesh.cli import runs
 from kvmesh.cli.console import console, wide_enough
 from kvmesh.cli.doctor import mesh_judge
-from kvmesh.cli.doctor.command import MARKS, screen
+from kvmesh.cli.doctor.findings import MARKS, screen
 from kvmesh.cli.doctor.mesh_look import Targets, find_targets, look
 from kvmesh.cli.store.target import patiently
 from kvmesh.errors import ConfigError

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from ipaddress import ip_address, ip_network
 from typing import Any
 
-from kvmesh.cli.doctor.checks import Finding
+from kvmesh.cli.doctor.findings import Finding
 from kvmesh.cli.doctor.mesh_look import Peer, Seen
 from kvmesh.cli.up.joining import host_port, only_inside
 from kvmesh.rpc.exposure import is_loopback

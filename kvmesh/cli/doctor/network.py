@@ -15,7 +15,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvmesh.cli.doctor.checks import Finding, text_of
+from kvmesh.cli.doctor.checks import text_of
+from kvmesh.cli.doctor.findings import Finding
 from kvmesh.errors import TransferError
 from kvmesh.transfer import EngineConfig, TransferEngine
 from kvmesh.transfer.config import KNOWN_TRANSPORTS
