@@ -17,7 +17,6 @@ import random
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from kvmesh.blockservice.block_rpcs import counted
 from kvmesh.blockservice.checksums import ChecksumClient
 from kvmesh.blockservice.copies import Copies
 from kvmesh.blockservice.fastpath import FastPathServers
@@ -32,7 +31,7 @@ from kvmesh.blockservice.quota_enforcer import QuotaEnforcer
 from kvmesh.blockservice.removal_applier import RemovalApplier
 from kvmesh.blockservice.replica_tracker import ReplicaTracker
 from kvmesh.blockservice.send_rate import SendRate
-from kvmesh.blockservice.servicer import SERVICE, NodeStoreServicer
+from kvmesh.blockservice.servicer import SERVICE, NodeStoreServicer, counted
 from kvmesh.blockservice.tiers.parts import TierSettings
 from kvmesh.blockservice.tiers.tiering import Tiering
 from kvmesh.clock import lease_clock_ns

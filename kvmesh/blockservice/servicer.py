@@ -1,21 +1,403 @@
-"""The holder's side: NodeStore over gRPC. Every input is checked before anything is touched.
-
-`lease_rpcs` (readers), `block_rpcs` (which blocks are here, removal, pins), `copy_rpcs` (blocks that come here).
-"""
+"""The holder's side: NodeStore over gRPC. Every input is checked before anything is touched."""
 
 from __future__ import annotations
 
-from kvmesh.blockservice.block_rpcs import BlockRpcs
-from kvmesh.blockservice.copy_rpcs import CopyRpcs
-from kvmesh.blockservice.lease_rpcs import LeaseRpcs
-from kvmesh.blockservice.rpc_checks import ServedNode
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from kvmesh.blockservice import puts
+from kvmesh.blockservice.copies import CopyRequest
+from kvmesh.blockservice.leasing import Leased
+from kvmesh.blockservice.partitions import Partition, Partitions, size_of, unused
+from kvmesh.blockservice.puts import PutJob
+from kvmesh.blockservice.removal_applier import SLICE
+from kvmesh.blockservice.rpc_checks import (
+    MAX_KEYS,
+    MAX_PREFIX,
+    MAX_TEXT,
+    MAX_U63,
+    MS,
+    ServedNode,
+    as_many,
+    keys_in,
+    layout_in,
+    lease_ms_in,
+    order_in,
+    patience_s,
+    ranges_in,
+    takes_more,
+    within,
+)
+from kvmesh.blockservice.shard_wire import to_wire
+from kvmesh.clock import lease_clock_ns
+from kvmesh.errors import InvalidRequest, KvmeshError, Overloaded, UnknownInstance
+from kvmesh.kvcache.tiers import Tier
+from kvmesh.rpc import status
+from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
+from kvmesh.telemetry import names
+from kvmesh.transfer import TrafficClass
 
 SERVICE = "kvmesh.v1.NodeStore"
+MAX_LEASES = 16_384
+MAX_RELEASED = 1024  # beside the first of a call
+STAGE_S = 1.0  # that a lease or a hard pin may wait for blocks to come from below DRAM
+SUM_S = 10.0
+LIST_KEYS = MAX_KEYS
+MAX_U32 = (1 << 32) - 1
+TURN = 2048  # keys looked at in one turn of the loop
+PINNED, LEASED = 1, 2  # why a removal spared a block
+MAX_PULLS = 16  # at others' wish, at once
+MAX_PUTS = 64
+MAX_TIMEOUT_MS = 60_000
+MAX_DESCRIPTOR = 1 << 20
+T = TypeVar("T")
 
 
-class NodeStoreServicer(LeaseRpcs, BlockRpcs, CopyRpcs, pb_grpc.NodeStoreServicer):
+class NodeStoreServicer(pb_grpc.NodeStoreServicer):
     """One node's. Errors are named ones; a refused call has changed nothing."""
+
+    _lease_clock_ns: Callable[[], int] = staticmethod(lease_clock_ns)
+    _clock_ns: Callable[[], int] = time.monotonic_ns
+    _pulls = 0
+    _puts = 0
 
     def __init__(self, node: ServedNode) -> None:
         self._node = node
+
+    # ── leases to readers ───────────────────────────────────────────────────────────────────────────
+
+    async def Lease(self, request: pb.LeaseRequest, context: Any) -> pb.LeaseResponse:  # noqa: N802
+        """Raises InvalidRequest, UnknownInstance (another life of the holder), Overloaded; Unavailable: no checksums in
+        time."""
+        node = self._node
+        keys = keys_in(request.keys)
+        lease_ms = lease_ms_in(request.lease_ms, node.max_lease_ms)
+        if request.holder_incarnation != node.ref.incarnation:
+            raise UnknownInstance(
+                f"holder_incarnation={request.holder_incarnation}: this is another life of {node.ref.instance_id}",
+                field="holder_incarnation",
+            )
+        # Keys say which blocks: whoever knows one of them means ours, however it is cut.
+        cut = next((own for own in node.partitions.all() if own.shards), None) if request.any_cut else None
+        layout = cut.layout if cut is not None else request.layout
+        tiers = await node.stage(keys, layout, patience_s(context, STAGE_S))
+        if node.leasing.open >= MAX_LEASES:
+            raise Overloaded(f"{MAX_LEASES} leases are open here", retry_after_ms=lease_ms)
+        lease = node.leasing.lease(layout, keys, lease_ms * MS, self._lease_clock_ns())
+        if not lease.lease_id:
+            return pb.LeaseResponse(held=bytes(len(keys)))
+        node.leases_changed()
+        names.NODE_LEASES_GIVEN.inc()
+        places = [place for place in lease.places if place is not None]
+        held = [key for key, place in zip(keys, lease.places, strict=True) if place is not None]
+        sizes = [size_of(partition, key) for (partition, _), key in zip(places, held, strict=True)]
+        answer = pb.LeaseResponse(
+            lease_id=lease.lease_id,
+            lease_ms=lease_ms,
+            held=bytes(place is not None for place in lease.places),
+            tiers=bytes(
+                tiers.get(key, Tier.DRAM) if place else 0 for key, place in zip(keys, lease.places, strict=True)
+            ),
+            nbytes=sizes,
+            removed_seq=node.removals.reached,  # no turn of the loop since the lease
+        )
+        for rank, (name, descriptor) in enumerate(node.segments):
+            answer.ranks.add(
+                rank=rank,
+                segment=name,
+                segment_descriptor=descriptor if request.want_descriptors else b"",
+                offset=[partition.offset(rank, extent) for partition, extent in places],
+            )
+        if cut is not None:
+            for answered, shard in zip(answer.ranks, to_wire(cut.shards), strict=True):
+                answered.layout.CopyFrom(shard)
+        if request.want_checksums:
+            await self._sum(answer, lease, places, sizes)
+        return answer
+
+    async def _sum(
+        self, answer: pb.LeaseResponse, lease: Leased, places: Sequence[tuple[Partition, int]], sizes: Sequence[int]
+    ) -> None:
+        """What the ranks read is under this lease: it is kept alive by nobody else yet."""
+        node = self._node
+        try:
+            spans = [list(zip(rank.offset, sizes, strict=True)) for rank in answer.ranks]
+            sums = await asyncio.gather(
+                *(node.sums.sums(rank, spans[rank], SUM_S) for rank in range(len(answer.ranks)))
+            )
+            # Counted anew: the reader's time begins with an answer that took as long as this.
+            if node.leasing.renew(lease.lease_id, answer.lease_ms * MS, self._lease_clock_ns()) is None:
+                raise Overloaded("the lease ran out before its checksums were there", retry_after_ms=100)
+        except KvmeshError:
+            node.leasing.release(lease.lease_id)
+            node.leases_changed()
+            raise
+        for rank, found in zip(answer.ranks, sums, strict=True):
+            rank.checksum.extend(found)
+
+    async def RenewLease(self, request: pb.RenewBlocksRequest, context: Any) -> pb.RenewBlocksResponse:  # noqa: N802
+        """Raises InvalidRequest, UnknownInstance (that lease is over)."""
+        node = self._node
+        lease_ms = lease_ms_in(request.lease_ms, node.max_lease_ms)
+        now = self._lease_clock_ns()
+        until_ns = node.leasing.renew(request.lease_id, lease_ms * MS, now)
+        if until_ns is None:
+            raise UnknownInstance(f"lease_id={request.lease_id}: that lease is over", field="lease_id")
+        node.leases_changed()
+        return pb.RenewBlocksResponse(lease_ms=(until_ns - now) // MS)
+
+    async def ReleaseLease(self, request: pb.ReleaseBlocksRequest, context: Any) -> pb.ReleaseBlocksResponse:  # noqa: N802
+        """Says of each whether it was open until now; also right for one that is over. Raises InvalidRequest: too many
+        in one call."""
+        if len(request.also) > MAX_RELEASED:
+            raise InvalidRequest(f"also: {len(request.also)} leases, at most {MAX_RELEASED} in one call", field="also")
+        released = [self._node.leasing.release(lease_id) for lease_id in (request.lease_id, *request.also)]
+        if any(released):
+            self._node.leases_changed()
+        return pb.ReleaseBlocksResponse(held=bytes(released))
+
+    # ── which blocks are here, removals, pins ───────────────────────────────────────────────────────
+
+    async def Exists(self, request: pb.ExistsRequest, context: Any) -> pb.ExistsResponse:  # noqa: N802
+        """Raises InvalidRequest."""
+        node = self._node
+        keys = keys_in(request.keys)
+        layout = layout_in(request.layout, any_=True)
+        layouts: dict[str, int] = {}
+        answer = pb.ExistsResponse()
+        tiers, pinned = bytearray(), bytearray()
+        family = node.partitions.family(layout)
+        for at, key in enumerate(keys):
+            if at % TURN == TURN - 1:
+                await asyncio.sleep(0)
+                family = node.partitions.family(layout)
+            found = next((found for found in family if found.store.holds(key)), None)
+            below = node.below(layout, key) if found is None else (Tier.DRAM, found.shown_layout, size_of(found, key))
+            tiers.append(0 if below is None else below[0])
+            answer.nbytes.append(0 if below is None else below[2])
+            answer.layout.append(0 if below is None else layouts.setdefault(below[1], len(layouts)))
+            if request.want_pinned:
+                pinned.append(found is not None and found.store.pinned_hard([key])[0])
+        answer.tiers, answer.pinned = bytes(tiers), bytes(pinned)
+        answer.layouts.extend(layouts)
+        return answer
+
+    async def Touch(self, request: pb.TouchBlocksRequest, context: Any) -> pb.TouchBlocksResponse:  # noqa: N802
+        """Once for each read; the first is the most recent. Those that are not here are passed over. Raises
+        InvalidRequest, UnknownInstance (another life)."""
+        keys = keys_in(request.keys, once=False)
+        layout = layout_in(request.layout, any_=True)
+        own = self._node.ref
+        if request.holder_incarnation != own.incarnation:
+            why = f"this is another life of {own.instance_id}"
+            raise UnknownInstance(f"holder_incarnation={request.holder_incarnation}: {why}", field="holder_incarnation")
+        for start in reversed(range(0, len(keys), TURN)):
+            for partition in self._node.partitions.family(layout):
+                partition.store.read(keys[start : start + TURN])
+            self._node.used(layout, keys[start : start + TURN])
+            if start:
+                await asyncio.sleep(0)
+        return pb.TouchBlocksResponse()
+
+    async def Remove(self, request: pb.RemoveBlocksRequest, context: Any) -> pb.RemoveBlocksResponse:  # noqa: N802
+        """Raises InvalidRequest, StaleTerm; Unavailable: a lower tier could not write it down, ask again."""
+        for field in ("spare_pinned", "spare_leased"):
+            if getattr(request, field) and not request.keys:
+                raise InvalidRequest(f"{field}: only with keys", field=field)
+        if bool(request.keys) == bool(request.prefix):
+            raise InvalidRequest("keys: either these or a prefix is to be named", field="keys")
+        keys = keys_in(request.keys) if request.keys else []
+        if len(request.prefix) > MAX_PREFIX:
+            raise InvalidRequest(f"prefix: {len(request.prefix)} bytes, not 1..{MAX_PREFIX}", field="prefix")
+        order_in(self._node, request.term, request.seq)
+        if not (request.spare_pinned or request.spare_leased):
+            removed = await self._node.removals.remove(keys, request.prefix, request.seq)
+            return pb.RemoveBlocksResponse(removed=removed)
+        removed, spared = 0, bytearray()
+        for start in range(0, len(keys), SLICE):
+            await asyncio.sleep(0)
+            some = keys[start : start + SLICE]
+            stay = self._sparing(some, request.spare_pinned, request.spare_leased)
+            spared += stay
+            last = start + SLICE >= len(keys)
+            # From this look to the removal nothing else runs: no pin or lease comes in between.
+            rest = [key for key, stays in zip(some, stay, strict=True) if not stays]
+            removed += await self._node.removals.remove(rest, seq=request.seq if last else 0)
+        return pb.RemoveBlocksResponse(removed=removed, spared=bytes(spared))
+
+    def _sparing(self, keys: list[bytes], pinned: bool, leased: bool) -> bytearray:
+        """Of each key: PINNED or LEASED, when such are to stay, else 0."""
+        stay = bytearray(len(keys))
+        for partition in self._node.partitions.all():
+            held = partition.store.leased(keys) if leased else [False] * len(keys)
+            hard = partition.store.pinned_hard(keys) if pinned else [False] * len(keys)
+            for at, (under_lease, under_pin) in enumerate(zip(held, hard, strict=True)):
+                if under_pin:
+                    stay[at] = PINNED
+                elif under_lease and not stay[at]:
+                    stay[at] = LEASED
+        return stay
+
+    async def Pin(self, request: pb.PinBlocksRequest, context: Any) -> pb.PinBlocksResponse:  # noqa: N802
+        """Blocks in DRAM; for a hard pin those below it are brought there first. Raises InvalidRequest, StaleTerm,
+        Overloaded (too much would be pinned hard: none of these is then, but perhaps those of another size)."""
+        node = self._node
+        keys = keys_in(request.keys)
+        layout = layout_in(request.layout, any_=True)
+        kind, ttl_ns = pin_in("kind", request.kind, "ttl_ms", request.ttl_ms)
+        if kind == pb.PIN_KIND_UNSPECIFIED:
+            raise InvalidRequest.of("kind", kind, "must be none, soft or hard")
+        order_in(node, request.term)
+        if kind == pb.PIN_KIND_HARD:
+            await node.stage(keys, layout, patience_s(context, STAGE_S))
+        done = bytearray(len(keys))
+        for partition in node.partitions.family(layout):
+            mine = [at for at, key in enumerate(keys) if partition.store.holds(key)]
+            if mine:
+                some = [keys[at] for at in mine]
+                pinned = puts.pin(node.partitions, partition, some, kind, ttl_ns, self._lease_clock_ns())
+                for at, yes in zip(mine, pinned, strict=True):
+                    done[at] |= yes
+        node.leases_changed()
+        return pb.PinBlocksResponse(done=bytes(done))
+
+    async def ListBlocks(  # noqa: N802
+        self, request: pb.ListBlocksRequest, context: Any
+    ) -> AsyncIterator[pb.ListBlocksResponse]:
+        """All keys of all tiers as they are now, in messages of at most LIST_KEYS."""
+        for tier, keys, seq in self._node.listed():
+            for start in range(0, len(keys) or 1, LIST_KEYS):
+                packed = b"".join(keys[start : start + LIST_KEYS])
+                yield pb.ListBlocksResponse(keys=packed, seq=seq, tier=tier.value)  # type: ignore[arg-type]
+
+    async def GetStore(self, request: pb.GetNodeStoreRequest, context: Any) -> pb.GetNodeStoreResponse:  # noqa: N802
+        """Counts of now and since the start."""
+        return self._node.counters
+
+    async def Doors(self, request: pb.DoorsRequest, context: Any) -> pb.DoorsResponse:  # noqa: N802
+        """Shorter ways to this life, as many as there are."""
+        return self._node.doors.told()
+
+    # ── blocks that come here; what was begun goes on, and counts, though its caller has hung up ────
+
+    async def Pull(self, request: pb.PullBlocksRequest, context: Any) -> pb.PullBlocksResponse:  # noqa: N802
+        """Raises InvalidRequest, Overloaded, StaleTerm. Blocks that could not be had are simply not held afterwards."""
+        node = self._node
+        keys = keys_in(request.keys)
+        layout = layout_in(request.layout, any_=True)
+        within("timeout_ms", request.timeout_ms, 1, MAX_TIMEOUT_MS)
+        ranges = ranges_in(request.holders, len(keys), node.ref.instance_id)
+        order_in(node, request.term)
+        takes_more(node)
+        if self._pulls >= MAX_PULLS:
+            raise Overloaded(f"{MAX_PULLS} pulls are running here", retry_after_ms=100)
+        klass = TrafficClass.BACKGROUND if request.background else TrafficClass.PREFETCH
+        if request.pins and layout:
+            raise InvalidRequest.of("layout", layout, "must be empty with pins")
+        wish = CopyRequest(
+            tuple(keys), tuple(ranges), layout, request.shard_bytes, request.timeout_ms, klass, request.pins
+        )
+        self._pulls += 1
+        return pb.PullBlocksResponse(held=await _outliving(node.copies.pull(wish), self._pull_ended))
+
+    def _pull_ended(self) -> None:
+        self._pulls -= 1
+
+    async def Put(self, request: pb.PutBlocksRequest, context: Any) -> pb.PutBlocksResponse:  # noqa: N802
+        """Raises InvalidRequest, UnknownInstance (segment_descriptor), Overloaded."""
+        now = self._clock_ns()
+        job = self._put_in(request, now)
+        takes_more(self._node)
+        if self._puts >= MAX_PUTS:
+            raise Overloaded(f"{MAX_PUTS} puts are running here", retry_after_ms=50)
+        self._puts += 1
+        held, why_not = await _outliving(self._node.puts.put(job), self._put_ended)
+        answer = pb.PutBlocksResponse(held=held)
+        if why_not is not None:
+            answer.why_not = why_not.message
+            answer.reason.CopyFrom(status.to_detail(why_not))
+        return answer
+
+    def _put_ended(self) -> None:
+        self._puts -= 1
+        self._node.leases_changed()  # soft pins end, though nobody waits for this put any more
+
+    def _put_in(self, request: pb.PutBlocksRequest, now: int) -> PutJob:
+        keys = keys_in(request.keys)
+        layout = layout_in(request.layout)
+        if not 0 < len(request.segment) <= MAX_TEXT:
+            raise InvalidRequest.of("segment", request.segment, f"must have 1..{MAX_TEXT} characters")
+        if len(request.segment_descriptor) > MAX_DESCRIPTOR:
+            size = len(request.segment_descriptor)
+            raise InvalidRequest.of("segment_descriptor", size, f"must have at most {MAX_DESCRIPTOR} bytes")
+        as_many("offset", request.offset, keys)
+        as_many("nbytes", request.nbytes, keys)
+        if request.checksum:
+            as_many("checksum", request.checksum, keys)
+        capacity = self._node.partitions.capacity_bytes
+        for offset, nbytes in zip(request.offset, request.nbytes, strict=True):
+            within("nbytes", nbytes, 1, capacity)
+            within("offset", offset, 0, MAX_U63 - capacity)
+        within("ticket_offset", request.ticket_offset, 0, MAX_U63)
+        within("read_within_ms", request.read_within_ms, 1, MAX_TIMEOUT_MS)
+        kind, pin_ns = pin_in("pin", request.pin, "pin_ttl_ms", request.pin_ttl_ms)
+        return PutJob(
+            keys=tuple(keys),
+            layout=layout,
+            segment=request.segment,
+            descriptor=request.segment_descriptor,
+            offsets=tuple(request.offset),
+            sizes=tuple(request.nbytes),
+            deadline_ns=now + request.read_within_ms * MS,
+            pin=kind,
+            pin_ns=pin_ns,
+            checksums=tuple(request.checksum),
+            ticket=request.ticket,
+            ticket_offset=request.ticket_offset,
+        )
+
+
+def pin_in(field: str, kind: int, ttl_field: str, ttl_ms: int) -> tuple[int, int]:
+    """(PinKind, ns). InvalidRequest."""
+    if kind not in pb.PinKind.values():
+        raise InvalidRequest.of(field, kind, "no such kind of pin")
+    if kind == pb.PIN_KIND_SOFT:
+        within(ttl_field, ttl_ms, 1, MAX_U32)
+    return kind, ttl_ms * MS
+
+
+def counted(partitions: Partitions) -> pb.GetNodeStoreResponse:
+    """What can be read off the stores themselves."""
+    answer = pb.GetNodeStoreResponse(capacity_bytes=partitions.capacity_bytes, fragmentation=partitions.fragmentation)
+    pools = answer.pools
+    for partition in partitions.all():
+        stats = partition.store.stats
+        answer.block_hits += stats.hits
+        answer.block_misses += stats.misses
+        answer.evicted += stats.evicted
+        answer.leases_given += stats.leases_given
+        answer.leased_blocks += stats.leased_blocks
+        answer.soft_pinned += stats.soft_pinned
+        answer.hard_pinned += stats.hard_pinned
+        pools.extents_total += partition.store.total
+        pools.extents_free += unused(partition) + stats.idle
+        pools.store_blocks += stats.sealed
+        pools.store_writing += stats.writing
+        pools.store_leases += stats.leases
+    return answer
+
+
+async def _outliving(work: Coroutine[Any, Any, T], ended: Callable[[], None]) -> T:
+    """What it returns; it goes on when its caller is cancelled. `ended` is called when it is over."""
+    task = asyncio.ensure_future(work)
+
+    def done(task: asyncio.Future[T]) -> None:
+        ended()
+        if not task.cancelled():
+            task.exception()  # heard by the caller, if there still is one
+
+    task.add_done_callback(done)
+    return await asyncio.shield(task)

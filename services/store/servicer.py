@@ -5,38 +5,55 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvmesh.errors import NotLeader
+from kvmesh.errors import InvalidRequest, KvmeshError, NotLeader, UnknownInstance
+from kvmesh.kvcache.keys import KEY_BYTES, TAG_BYTES, split
+from kvmesh.kvcache.tiers import Tier, split_name
 from kvmesh.rpc import protocol
 from kvmesh.rpc.catching_up import caught_up
 from kvmesh.rpc.fastpath.server import FastContext
 from kvmesh.rpc.pb import store_pb2 as pb
+from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
 from kvmesh.telemetry import names
 from services.store import mapping
+from services.store.checks import MAX_TEXT
 from services.store.domain import Announce, Beat, CaughtUp, Event, Heard, Join, Leave, Publish, Refuse, Relay, Tick
 from services.store.durable import Durable
 from services.store.orders import StoreOrderQueue
-from services.store.servicer_find import FindServicer
-from services.store.servicer_names import NamesServicer
-from services.store.servicer_policy import PolicyServicer
+from services.store.policy import grants
+from services.store.policy.quotas import Quota
+from services.store.policy.records import Write
 from services.store.state import MasterState
 from services.store.stream import Watchers
 
 log = logging.getLogger(__name__)
-
 MAX_LOOKUP_KEYS = 4096
 MAX_HOLDERS = 64
 COMPLAIN_S = 60.0  # a word on what is left out
 SWEEP_KEYS = 8192  # of a store that is gone, in one turn of the loop: some milliseconds
-
 SWEEP_TARGETS = 2048
+MAX_FIND_KEYS = 4096
+MAX_FOUND_HOLDERS = 1024
+MAX_LISTED = 65_536
+DEFAULT_LISTED = 4096
+MAX_NAMES = 4096
+MAX_NAME_BYTES = 1024
+MAX_NAMESPACE_BYTES = 256
+UNKNOWN = bytes(KEY_BYTES)
+MAX_REMOVED_KEYS = 65_536
+MAX_CHANGED_KEYS = 4096
+MAX_REPLICAS = 64
+MAX_QUOTA_NAME_BYTES = 256
 
 
-class StoreMasterServicer(FindServicer, NamesServicer, PolicyServicer):
+class StoreMasterServicer(pb_grpc.StoreMasterServicer):
     """Of one reign, `incarnation`. `clock` gives monotonic seconds; `leads`: whether it goes on at this moment."""
+
+    _owing = False  # what the policy owes is being kept
 
     def __init__(
         self,
@@ -268,3 +285,292 @@ class StoreMasterServicer(FindServicer, NamesServicer, PolicyServicer):
             gap_ms=words.gap_ms,
             stores=map(mapping.status_out, self._state.statuses()),
         )
+
+    # ── what is kept for the next leader ────────────────────────────────────────────────────────────
+
+    @property
+    def term(self) -> int:
+        """Under which this master leads, or led last."""
+        return self._state.policy.term
+
+    async def _keep(self, writes: Sequence[Write]) -> None:
+        """To be known to the next leader before anybody is answered. Raises StaleTerm, Unavailable."""
+        for write in writes:
+            if write.puts:
+                await self._durable.put(write.kind, write.puts, self.term)
+            if write.drops:
+                await self._durable.delete(write.kind, write.drops, self.term)
+
+    async def _keep_meanwhile(self, writes: Sequence[Write]) -> None:
+        """As `_keep`, when nobody waits for it, and what the policy owes: what is kept too long does no harm, or is
+        tried again."""
+        self._owing, every = True, list(writes)
+        try:
+            async with self._books:
+                every += self._state.policy.owed()
+                await self._keep(every)
+        except KvmeshError as error:
+            log.warning("what was forgotten is still kept: %s", error)
+            self._state.policy.not_kept(every)
+        finally:
+            self._owing = False
+
+    # ── Find and ListKeys ───────────────────────────────────────────────────────────────────────────
+
+    async def Find(self, request: pb.FindRequest, context: Any) -> pb.FindResponse:  # noqa: N802
+        """Raises InvalidRequest, NotLeader."""
+        keys = mapping.packed_keys("keys", request.keys, MAX_FIND_KEYS)
+        self._step(Tick())
+        self._state.policy.asked(keys, self._clock())
+        answer = found(self._state, keys, request.grouped, self._clock())
+        answer.term = self.term
+        return answer
+
+    async def ListKeys(self, request: pb.ListKeysRequest, context: Any) -> pb.ListKeysResponse:  # noqa: N802
+        """At most MAX_LISTED keys, ascending. Raises InvalidRequest, NotLeader."""
+        if len(request.prefix) > KEY_BYTES:
+            raise InvalidRequest.of("prefix", request.prefix, f"has more than {KEY_BYTES} bytes")
+        if len(request.after) not in (0, KEY_BYTES):
+            raise InvalidRequest.of("after", request.after, f"must be empty or a key of {KEY_BYTES} bytes")
+        if request.limit > MAX_LISTED:
+            raise InvalidRequest.of("limit", request.limit, f"must be at most {MAX_LISTED}")
+        self._step(Tick())
+        limit = request.limit or DEFAULT_LISTED
+        lowest: list[bytes] = []
+        for store_id in self._state.blocks.map.stores():
+            part = self._state.blocks.map.page(store_id, request.prefix, request.after, limit)
+            lowest = sorted({*lowest, *part})[:limit]
+            await asyncio.sleep(0)  # a store may be big
+        return pb.ListKeysResponse(keys=b"".join(lowest), next=lowest[-1] if len(lowest) == limit else b"")
+
+    # ── keys that are granted, names that are bound ─────────────────────────────────────────────────
+
+    async def Grant(self, request: pb.GrantRequest, context: Any) -> pb.GrantResponse:  # noqa: N802
+        """Raises InvalidRequest, NotLeader."""
+        if not 0 < request.count <= grants.MAX_COUNT:
+            raise InvalidRequest.of("count", request.count, f"must be in 1..{grants.MAX_COUNT}")
+        self._step(Tick())
+        return pb.GrantResponse(term=self.term, first=self._state.policy.grants.take(request.count))
+
+    async def Bind(self, request: pb.BindRequest, context: Any) -> pb.BindResponse:  # noqa: N802
+        """Raises InvalidRequest, Overloaded (too many names), NotLeader, Unavailable."""
+        namespace = text("namespace", request.namespace, MAX_NAMESPACE_BYTES)
+        _few("names", request.names)
+        names = []
+        sealed: dict[str, list[bytes]] = {}
+        for each in request.names:
+            if len(each.key) != KEY_BYTES or each.key == UNKNOWN:
+                raise InvalidRequest.of("names.key", each.key, f"must have {KEY_BYTES} bytes, not all of them 0")
+            names.append((text("names.name", each.name, MAX_NAME_BYTES, empty=False), each.key))
+            if each.holder:
+                sealed.setdefault(text("names.holder", each.holder, MAX_TEXT), []).append(each.key)
+        async with self._books:
+            self._step(Tick())
+            policy = self._state.policy
+            keys, writes, bound = policy.bind(namespace, names, self._clock(), replace=request.replace)
+            await self._keep(writes)
+            self._sealed(sealed)
+            bound()  # nobody is told before, and nothing has changed when that failed
+        return pb.BindResponse(keys=b"".join(keys))
+
+    def _sealed(self, keys: Mapping[str, Sequence[bytes]]) -> None:
+        """Of each store that is a member: what it is about to announce."""
+        for store_id, some in keys.items():
+            known = self._state.known(store_id)
+            if known is not None:
+                self._state.policy.sealed(some, store_id, known[0].incarnation, self._clock())
+
+    async def Resolve(self, request: pb.ResolveRequest, context: Any) -> pb.ResolveResponse:  # noqa: N802
+        """Raises InvalidRequest, NotLeader, Unavailable."""
+        namespace = text("namespace", request.namespace, MAX_NAMESPACE_BYTES)
+        _few("names", request.names)
+        names = [text("names", name, MAX_NAME_BYTES, empty=False) for name in request.names]
+        policy = self._state.policy
+        wanted = _wanted(request, len(names))
+        if not request.unbind:
+            self._step(Tick())
+            return _resolved(policy.names.resolve(namespace, names))
+        async with self._books:
+            self._step(Tick())
+            keys = policy.names.resolve(namespace, names)
+            writes, unbound = policy.unbind(namespace, names, wanted)
+            await self._keep(writes)
+            unbound()
+        return _resolved(keys)
+
+    # ── removals, replicas, quotas, drains ──────────────────────────────────────────────────────────
+
+    async def Remove(self, request: pb.RemoveRequest, context: Any) -> pb.RemoveResponse:  # noqa: N802
+        """Raises InvalidRequest, NotLeader, Unavailable (not all of it may be kept)."""
+        keys = tuple(dict.fromkeys(mapping.packed_keys("keys", request.keys, MAX_REMOVED_KEYS)))
+        if bool(keys) == bool(request.prefix):
+            raise InvalidRequest.of("prefix", request.prefix, "either keys or a prefix must be given, and not both")
+        if len(request.prefix) > KEY_BYTES:
+            raise InvalidRequest.of("prefix", request.prefix, f"has more than {KEY_BYTES} bytes")
+        async with self._books:  # tombstones reach the orders in the order of their numbers
+            self._step(Tick())
+            state = self._state
+            tombstone, writes = state.policy.remove(keys, request.prefix, self._clock())
+            await self._keep(writes)
+            asked = self._orders.start(self._orders.remove(state, tombstone))
+        await asyncio.wait({asked})
+        if asked.cancelled():
+            raise NotLeader("this store master leads no more; nodes will hear of the removal from the one that does")
+        outcome = asked.result()
+        return pb.RemoveResponse(
+            acknowledged=outcome.acknowledged, pending=outcome.pending, removed=outcome.blocks, seq=tombstone.seq
+        )
+
+    async def ChangeReplica(  # noqa: N802
+        self, request: pb.ChangeReplicaRequest, context: Any
+    ) -> pb.ChangeReplicaResponse:
+        """Raises InvalidRequest, Overloaded (too many blocks have a target), NotLeader, Unavailable."""
+        keys = mapping.packed_keys("keys", request.keys, MAX_CHANGED_KEYS)
+        if request.replicas > MAX_REPLICAS:
+            raise InvalidRequest.of("replicas", request.replicas, f"must be at most {MAX_REPLICAS}")
+        if request.hard and not request.replicas:
+            raise InvalidRequest.of("hard", request.hard, "needs replicas: how many nodes are to pin the blocks")
+        async with self._books:
+            self._step(Tick())
+            counts, writes = self._state.policy.change_replicas(keys, request.replicas, request.hard, self._clock())
+            try:
+                await self._keep(writes)
+            except KvmeshError:
+                self._state.policy.not_kept(writes)
+                raise
+        return pb.ChangeReplicaResponse(replicas=counts)
+
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:  # noqa: N802
+        """Begins, or tells how far it is. Raises UnknownInstance, Overloaded, NotLeader, Unavailable."""
+        name = request.instance_id
+        async with self._books:
+            self._step(Tick())
+            policy = self._state.policy
+            if name not in policy.drains and self._state.known(name) is None:
+                raise UnknownInstance(f"instance_id={name[:MAX_TEXT]!r}: is no member", field="instance_id")
+            await self._keep(policy.drain(name, request.cancel, self._life_of(request)))
+            policy.drains.kept(name)
+        drain = policy.drains.get(name)
+        if drain is None:
+            return pb.DrainResponse()
+        return pb.DrainResponse(
+            done=drain.done, sole_blocks=policy.drains.sole_blocks(name), moved=drain.moved, why_not=drain.why_not
+        )
+
+    def _life_of(self, request: pb.DrainRequest) -> int:
+        """The incarnation that asks for itself. Raises UnknownInstance: it is not the one that lives."""
+        name, life = request.instance_id, request.incarnation
+        if life and not request.cancel and not self._state.lives(name, life):
+            raise UnknownInstance(f"incarnation={life:x}: no life of {name[:MAX_TEXT]!r}", field="incarnation")
+        return request.incarnation
+
+    async def SetQuota(self, request: pb.SetQuotaRequest, context: Any) -> pb.SetQuotaResponse:  # noqa: N802
+        """Raises InvalidRequest, Overloaded (too many), NotLeader, Unavailable."""
+        quota = request.quota
+        if len(quota.tag) != TAG_BYTES:
+            raise InvalidRequest.of("quota.tag", quota.tag, f"must have {TAG_BYTES} bytes")
+        name = text("quota.name", quota.name, MAX_QUOTA_NAME_BYTES)
+        async with self._books:
+            self._step(Tick())
+            await self._keep(self._state.policy.set_quota(Quota(quota.tag, quota.blocks, name)))
+        return pb.SetQuotaResponse()
+
+    async def ListQuotas(self, request: pb.ListQuotasRequest, context: Any) -> pb.ListQuotasResponse:  # noqa: N802
+        """All that are set. Raises NotLeader."""
+        self._step(Tick())
+        return pb.ListQuotasResponse(
+            quotas=[
+                pb.QuotaUse(quota=pb.Quota(tag=quota.tag, blocks=quota.blocks, name=quota.name), used_blocks=used)
+                for quota, used in self._state.policy.quotas.all()
+            ]
+        )
+
+
+def text(field: str, value: str, most: int, *, empty: bool = True) -> str:
+    """`value`, when it may stand in the master's books. Raises InvalidRequest naming `field`."""
+    if not value and not empty:
+        raise InvalidRequest.of(field, value, "must not be empty")
+    if len(value.encode()) > most:
+        raise InvalidRequest.of(field, value, f"has more than {most} bytes")
+    if "\0" in value:
+        raise InvalidRequest.of(field, value, "holds a NUL")
+    return value
+
+
+def found(state: MasterState, keys: Sequence[bytes], grouped: bool = False, now: float = 0.0) -> pb.FindResponse:
+    """Where each of `keys` is. Keys of the same holders, as those of one chain, cost one look at these. A key that
+    nobody has announced is where a client has put it a moment ago."""
+    known, answer = state.blocks.map, pb.FindResponse()
+    index: dict[str, int | None] = {}
+    masks: list[int | str] = list(known.masks(keys))
+    fresh = _fresh(state, keys, masks, now) if len(state.policy.unannounced) else {}
+    number: dict[int | str, int] = {}
+    groups: list[pb.Replicas] = []
+    for mask, key in dict(zip(masks, keys, strict=True)).items():
+        holders, tiers = _holders(state, fresh.get(mask) or known.holders(key), index, answer)
+        number[mask] = len(groups)
+        groups.append(pb.Replicas(holder=holders, tier=tiers))
+    if grouped:
+        answer.groups.extend(groups)
+        answer.group = struct.pack(f"<{len(masks)}H", *[number[mask] for mask in masks])
+    else:
+        answer.replicas.extend([groups[number[mask]] for mask in masks])  # a quarter of what as many `add` cost
+    return answer
+
+
+def _fresh(state: MasterState, keys: Sequence[bytes], masks: list[int | str], now: float) -> dict[int | str, list[str]]:
+    """Who has those of `keys` that nobody has announced, by the group in which they are put in `masks`."""
+    found: dict[int | str, list[str]] = {}
+    for at, mask in enumerate(masks):
+        holder = state.policy.unannounced.holder(keys[at], now) if not mask else None
+        if holder is not None and state.lives(*holder):
+            masks[at] = holder[0]
+            found[holder[0]] = [holder[0]]
+    return found
+
+
+def _holders(
+    state: MasterState, names: Sequence[str], index: dict[str, int | None], answer: pb.FindResponse
+) -> tuple[list[int], bytes]:
+    """Indices and tiers; who is new is added to `answer`, as long as there is room."""
+    holders: list[int] = []
+    tiers: list[Tier] = []
+    for name in names:
+        store_id, tier = split_name(name)
+        if store_id not in index:
+            index[store_id] = _holder(state, store_id, answer)
+        at = index[store_id]
+        if at is not None:
+            holders.append(at)
+            tiers.append(tier)
+    return holders, bytes(tiers)
+
+
+def _holder(state: MasterState, store_id: str, answer: pb.FindResponse) -> int | None:
+    known = state.known(store_id)
+    if known is None or len(answer.holders) >= MAX_FOUND_HOLDERS:
+        return None
+    member, usage = known
+    told = answer.holders.add(member=mapping.member_out(member))
+    if usage is not None:
+        told.sending_bytes_per_s, told.leases = usage.sending_bytes_per_s, usage.leases
+    return len(answer.holders) - 1
+
+
+def _resolved(keys: Sequence[bytes | None]) -> pb.ResolveResponse:
+    return pb.ResolveResponse(keys=b"".join(key or UNKNOWN for key in keys))
+
+
+def _wanted(request: pb.ResolveRequest, names: int) -> list[bytes | None] | None:
+    """What each name must stand for to be forgotten, None: for nothing; none: that does not matter."""
+    if not request.keys:
+        return None
+    if not request.unbind or len(request.keys) != names * KEY_BYTES:
+        why = f"has {len(request.keys)} bytes; with unbind {KEY_BYTES} for each of {names} names, else none"
+        raise InvalidRequest.of("keys", request.keys[:24], why)
+    return [None if key == UNKNOWN else key for key in split(request.keys)]
+
+
+def _few(field: str, names: Sequence[object]) -> None:
+    if len(names) > MAX_NAMES:
+        raise InvalidRequest.of(field, f"{len(names)} names", f"one message holds at most {MAX_NAMES}")

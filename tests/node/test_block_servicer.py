@@ -309,14 +309,14 @@ async def test_a_pull_from_nowhere_holds_nothing_and_gives_all_back(holder: Node
 
 
 async def test_too_many_pulls_at_once_are_refused(holder: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvmesh.blockservice.copy_rpcs.MAX_PULLS", 0)
+    monkeypatch.setattr("kvmesh.blockservice.servicer.MAX_PULLS", 0)
     async with stub(holder.address) as rpc:
         assert isinstance(await refused(rpc.Pull(pull())), Overloaded)
     untouched(holder)
 
 
 async def test_a_pull_whose_caller_hung_up_still_counts(desk: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvmesh.blockservice.copy_rpcs.MAX_PULLS", 1)
+    monkeypatch.setattr("kvmesh.blockservice.servicer.MAX_PULLS", 1)
     stuck = json.dumps({"rules": [{"kind": "freeze", "peer": "a/*", "op": "read"}]})
     async with node("a") as a, node("b", fault=stuck) as b, stub(b.address) as rpc:
         await a.fill(desk, KEYS)
@@ -330,7 +330,7 @@ async def test_a_pull_whose_caller_hung_up_still_counts(desk: Bench, monkeypatch
 
 
 async def test_too_many_leases_at_once_are_refused(holder: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvmesh.blockservice.lease_rpcs.MAX_LEASES", 2)
+    monkeypatch.setattr("kvmesh.blockservice.servicer.MAX_LEASES", 2)
     async with stub(holder.address) as rpc:
         for _ in range(2):
             await rpc.Lease(lease(lease_ms=1_000))
@@ -338,7 +338,7 @@ async def test_too_many_leases_at_once_are_refused(holder: Node, monkeypatch: py
 
 
 async def test_list_and_counts(holder: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvmesh.blockservice.block_rpcs.LIST_KEYS", 3)
+    monkeypatch.setattr("kvmesh.blockservice.servicer.LIST_KEYS", 3)
     async with stub(holder.address) as rpc:
         parts = [part async for part in rpc.ListBlocks(pb.ListBlocksRequest())]
         assert [len(part.keys) for part in parts] == [48, 16]

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from kvmesh.blockservice import block_rpcs, removals
 from kvmesh.blockservice import removal_applier as removal_desk
+from kvmesh.blockservice import removals
+from kvmesh.blockservice import servicer as block_rpcs
 from kvmesh.blockservice.partitions import Partition
 from kvmesh.blockservice.removals import Watch
 from kvmesh.blockservice.servicer import NodeStoreServicer

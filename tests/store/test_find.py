@@ -15,7 +15,7 @@ from kvmesh.rpc.server import Server
 from services.store import main
 from services.store.config import StoreConfig
 from services.store.domain import Announce, Join, Member, Role
-from services.store.servicer_find import found
+from services.store.servicer import found
 from services.store.state import MasterState
 from tests.store.mesh import keys as numbered
 

@@ -13,7 +13,7 @@ from services.store.domain import Announce, Join, Member, Role
 from services.store.policy.brain import PolicyLimits
 from services.store.policy.names import Names
 from services.store.policy.unannounced import NODE_S, Unannounced
-from services.store.servicer_find import found
+from services.store.servicer import found
 from services.store.state import MasterState
 
 SIZES = (1_000, 100_000)
