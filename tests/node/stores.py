@@ -20,6 +20,7 @@ from kvmesh.blockservice.peer_segments import PeerSegments
 from kvmesh.blockservice.tiers.parts import TierSettings
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
+from kvmesh.kvcache.tiers import Tier
 from kvmesh.membership.registrar import Registrar
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.client import RankClient
@@ -234,8 +235,8 @@ class Node:
             self.store.release([extent])
             assert found == content(key, self.shard), f"wrong bytes under {key.hex()}"
 
-    def range_of(self, first: int, blocks: int) -> PullRange:
-        return PullRange(self.name, self.address, self.incarnation, first, blocks)
+    def range_of(self, first: int, blocks: int, tier: Tier = Tier.DRAM) -> PullRange:
+        return PullRange(self.name, self.address, self.incarnation, first, blocks, tier)
 
     def kill_rank(self) -> None:
         os.kill(self.rank.pid, signal.SIGKILL)

@@ -87,7 +87,7 @@ async def test_the_ssd_hands_on_what_it_evicts_and_readers_find_it(desk: Bench, 
         assert pulled.arrived == pulled.lower == tuple(range(12)), pulled
         await a.check(desk, [*mixed, *objects[6:12], *ssd[6:12]])
         assert (await lease(a, mixed)).tiers == bytes([Tier.DRAM] * 12)
-        got = await b.ended(b.pull(objects[12:40], [a.range_of(0, 28)]))
+        got = await b.ended(b.pull(objects[12:40], [a.range_of(0, 28, Tier.OBJECT)]))
         assert got.arrived == tuple(range(28)), got
         await b.check(desk, objects[12:40])
         async with stub(a.address) as rpc:
