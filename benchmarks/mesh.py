@@ -78,7 +78,7 @@ def floor_process(pipe: Connection, model: str, pages: int, threads: int) -> Non
     """Serves `(work, concurrency)` over the pipe with (ttft_ms, done_ms) for each, until None."""
     import torch
 
-    from kvmesh.engine.local import GenerateParams, LocalEngine
+    from kvmesh.testing.local_engine import GenerateParams, LocalEngine
 
     torch.set_num_threads(threads)
     engine = LocalEngine(model, num_pages=pages, max_batch=64)

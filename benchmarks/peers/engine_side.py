@@ -35,7 +35,7 @@ class Kvmesh(Side):
     def __init__(self, model: str, kv_bytes: int, threads: int) -> None:
         import torch
 
-        from kvmesh.engine.local import LocalEngine
+        from kvmesh.testing.local_engine import LocalEngine
 
         torch.set_num_threads(threads)
         from kvmesh.engine.checkpoint import open_checkpoint
@@ -54,7 +54,7 @@ class Kvmesh(Side):
         self.engine.runner.attention.pages.zero_()  # as a rank does: all of it is there before the first prompt
 
     def _submit(self, ids: list[list[int]], tokens: int) -> None:
-        from kvmesh.engine.local import GenerateParams
+        from kvmesh.testing.local_engine import GenerateParams
 
         for prompt in ids:
             self.engine.submit(prompt, GenerateParams(max_tokens=tokens))

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvmesh.engine.checkpoint import open_checkpoint, read_header
-from kvmesh.engine.local import GenerateParams, LocalEngine
 from kvmesh.engine.weights import Weights
 from kvmesh.errors import CheckpointError
+from kvmesh.testing.local_engine import GenerateParams, LocalEngine
 from tests.checkpoints import make_checkpoint
 from tests.reference import assert_matches_reference
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvmesh.engine.local import GenerateParams, LocalEngine
 from kvmesh.engine.runner import DecodeInput, PrefillInput, SampleParams
+from kvmesh.testing.local_engine import GenerateParams, LocalEngine
 from tests.checkpoints import ZOO, prompts
 from tests.engine.stepper import Stepper
 from tests.reference import assert_matches_reference, reference_greedy, reference_logits

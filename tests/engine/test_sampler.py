@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from kvmesh.engine.batch import SampledToken, SampleParams
-from kvmesh.engine.local import GenerateParams, LocalEngine
 from kvmesh.engine.sampler import Sampler
 from kvmesh.engine.sampling import filters
 from kvmesh.engine.sampling.noise import Noise, uniform
 from kvmesh.errors import NonFiniteLogits
+from kvmesh.testing.local_engine import GenerateParams, LocalEngine
 from tests.engine import oracle
 
 

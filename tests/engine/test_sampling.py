@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.engine.batch import SampleParams
-from kvmesh.engine.local import GenerateParams, LocalEngine
 from kvmesh.engine.runner import DecodeInput, PrefillInput
 from kvmesh.engine.sampler import Sampler, _Batch
 from kvmesh.engine.sampling import adjust, filters
 from kvmesh.engine.sampling.history import History
 from kvmesh.errors import InternalError, NonFiniteLogits
+from kvmesh.testing.local_engine import GenerateParams, LocalEngine
 from tests.engine import oracle
 from tests.engine.stepper import Stepper
 

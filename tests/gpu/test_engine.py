@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvmesh.engine.local import GenerateParams, LocalEngine
 from kvmesh.engine.runner import DecodeInput, SampleParams
+from kvmesh.testing.local_engine import GenerateParams, LocalEngine
 from tests.checkpoints import prompts
 from tests.gpu import NEEDS_GPU
 from tests.reference import assert_matches_reference

@@ -15,11 +15,11 @@ import pytest
 import pytest_asyncio
 
 from kvmesh.cli.role import set_role
-from kvmesh.engine.local import GenerateParams, LocalEngine
 from kvmesh.errors import FixedRole, KvmeshError, Unavailable
 from kvmesh.rpc.channels import connect
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2, conductor_pb2_grpc
+from kvmesh.testing.local_engine import GenerateParams, LocalEngine
 from tests.checkpoints import make_checkpoint
 from tests.mesh.client import Answer, pools, until
 from tests.mesh.direct import Direct

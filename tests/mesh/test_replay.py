@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from kvmesh.sim.pool import Hit, OfflinePool, PoolConfig
 from kvmesh.sim.workloads import trace
+from kvmesh.testing.offline_pool import Hit, OfflinePool, PoolConfig
 from tests.mesh.harness import Running, running_mesh
 
 pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(300)]

@@ -14,8 +14,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from kvmesh.engine.local import GenerateParams, LocalEngine
 from kvmesh.rpc.pb import common_pb2 as pb
+from kvmesh.testing.local_engine import GenerateParams, LocalEngine
 from tests.checkpoints import make_checkpoint
 from tests.mesh.direct import Direct
 from tests.mesh.harness import Running, running_mesh

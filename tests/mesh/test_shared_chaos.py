@@ -17,10 +17,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvmesh.engine.local import GenerateParams, LocalEngine
 from kvmesh.errors import KvmeshError
 from kvmesh.rpc.channels import connect
 from kvmesh.rpc.pb import conductor_pb2, conductor_pb2_grpc
+from kvmesh.testing.local_engine import GenerateParams, LocalEngine
 from tests.mesh.client import Answer, until
 from tests.mesh.direct import blocks_at, lookup, store_status
 from tests.mesh.harness import Running, running_mesh

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmesh.sim.pool import OfflinePool, PoolConfig
 from kvmesh.sim.workloads import trace
+from kvmesh.testing.offline_pool import OfflinePool, PoolConfig
 
 BLOCK = 4
 
