@@ -33,8 +33,6 @@ from kvmesh.telemetry.spans import traceparent
 from services.gateway.concurrency import PlacementRoom
 from services.gateway.models import Facts, Model, Models
 
-# Several conductors, each of which can place every request: which of them is asked first.
-
 SERVICE = conductor_pb2.DESCRIPTOR.services_by_name["Conductor"]
 
 
@@ -50,7 +48,7 @@ class AskedConductor:
         self, request: conductor_pb2.ScheduleRequest, timeout_s: float
     ) -> conductor_pb2.ScheduleResponse:
         """Through the door or over gRPC. Raises KvmeshError or grpc.RpcError: which of the two says which way it went;
-        DoorClosed: the door's connection broke."""
+        FastChannelClosed: the door's connection broke."""
         if self.calls.by_door:
             answer: conductor_pb2.ScheduleResponse = await self.calls.call("Schedule", request, timeout_s)
             return answer

@@ -69,8 +69,8 @@ class FastChannel(asyncio.Protocol):
         return self._open and not self._silent and not self._full and len(self._pending) < MAX_CALLS
 
     async def call(self, method: bytes, body: bytes, timeout_s: float) -> bytes:
-        """The answer's bytes. Raises what the servicer raised; DeadlinePassed; DoorClosed when the connection breaks
-        meanwhile, or is not open."""
+        """The answer's bytes. Raises what the servicer raised; DeadlinePassed; FastChannelClosed when the connection
+        breaks meanwhile, or is not open."""
         if not self._open or self._transport is None:
             raise FastChannelClosed("the door is closed")
         call = next(self._ids) % _MAX_ID

@@ -256,7 +256,7 @@ def held(view: View, survey: Survey) -> HeldBlocks:
 
 
 class Next:
-    """Whom of many to weigh next: see `screen.Screen`."""
+    """Whom of many to weigh next: see `select.Screen`."""
 
     def __init__(self, native: _Library, bound: Floats, crowd: Floats) -> None:
         self._native, self._kept = native, (bound, crowd)

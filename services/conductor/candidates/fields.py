@@ -39,7 +39,7 @@ class Field:
     SIZE_WEIGHT = 18
     LEASE = 19  # how long it may be silent
     COMING = 20  # share of its time that prompts take beside its rows
-    # with samples; a fitted model takes 11: see filling.py
+    # with samples; a fitted model takes 11: see instance_row.py
     PREFILL = 21
     DECODE = 32
     PULL = 43

@@ -35,7 +35,7 @@ AT_ONCE = 2  # weighed at first, then twice as many
 DEEP = 32
 NEAREST = 4  # weighed for a refusal's words
 
-COUNTED_TOKENS = 32  # of an answer: see kinds.py
+COUNTED_TOKENS = 32  # of an answer: see serving_modes.py
 
 C = TypeVar("C")
 

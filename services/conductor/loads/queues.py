@@ -69,7 +69,7 @@ class PrefillQueue:
 
     def __init__(self, now: float) -> None:
         self.works: dict[str, PrefillWork] = {}
-        self.size_weight = 0.0  # by which its line goes (see sizes.py); 0: long and short ones take turns
+        self.size_weight = 0.0  # by which its line goes (see shortest_first.py); 0: long and short ones take turns
         self._backlog_s = 0.0  # at `_as_of`; drains one second per second
         self._as_of = now
         self._speed = DecayedRatio(1.0, 1.0, keep=0.9)

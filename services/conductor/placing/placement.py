@@ -75,7 +75,8 @@ def choose(
     terms: ScoringContext,
 ) -> Weighed:
     """Both lists hold instances that may get this request and whose KV fits together, some two of them different ones.
-    `places`: of each of them, by instance id. Where they are many, most of them are screened out (screen.py)."""
+    `places`: of each of them, by instance id. Where they are many, most of them are left out (candidates/select.py).
+    """
     if len(prefills) == 1:  # which is then not its own decode instance: that would be no pair
         decodes = without(decodes, {prefills[0].ref.instance_id})
     screen = screen_of(request, decodes, mesh, terms)

@@ -1,4 +1,4 @@
-"""Who gets a request: the mesh's own way (kinds.py) or one of the plain policies it is compared with. Pure.
+"""Who gets a request: the mesh's own way (serving_modes.py) or one of the plain policies it is compared with. Pure.
 
 All of them choose among the same instances, those that may get the request, and leave out those to avoid. A plain
 policy names the instance that computes the prompt and, unless that one keeps the request (ROLE_BOTH), the one that
@@ -91,8 +91,8 @@ class PowerOfTwo:
 
 
 class SessionHash:
-    """The same one for a session, as long as it has not more than its share of all requests; see ring.py. Where nobody
-    tells a session: for a first prompt block."""
+    """The same one for a session, as long as it has not more than its share of all requests; see consistent_hash.py.
+    Where nobody tells a session: for a first prompt block."""
 
     def __init__(self) -> None:
         self._rings = Rings()

@@ -76,7 +76,7 @@ class PrefillChoice:
 
     @property
     def admission_ttft_s(self) -> float:
-        """The TTFT by which work may be refused (see cost.FittedModel.admission_s, and margins.py)."""
+        """The TTFT by which work may be refused (see `FittedModel.admission_s` in costs/fit.py, and margins.py)."""
         if self._judged_s is None:
             self._judged_s = self._judge_s()
         return self._judged_s

@@ -7,7 +7,7 @@ cost wins:
     TTFT     predicted: max(queue, fetching) + prompt + what of the transfer shows + waiting for room. Where rows run
              on the instance that computes, the prompt is slower by their share of the mixed steps (interference.py).
     stall    row-seconds that those rows stand still meanwhile: rows x prompt (STALL_WEIGHT each)
-    line     what others in the prefill instance's line lose by it (sizes.py)
+    line     what others in the prefill instance's line lose by it (shortest_first.py)
     answer   the next COUNTED_TOKENS of the answer at the predicted TBT, and waiting for a place in the batch. Prompts
              queued at the instance make its TBT longer.
     handoff  of a pair: its messages

@@ -29,7 +29,7 @@ MAX_CANDIDATES = 131_072
 AVOIDED = "avoided: an earlier attempt failed there"
 _REFUSED = "the best, and refused all the same"
 # What stands against one of two whose scores were as good, part by part of what they were compared by then (see
-# `crowd` in queues.py and kinds.py).
+# `crowd` in queues.py and serving_modes.py).
 _THERE = "more requests there ({} against {})"
 _PROMPTS, _TOKENS = (f"was given more lately ({{}} against {{}} {what})" for what in ("s of prompts", "tokens"))
 CROWDS = {Role.PREFILL: (_THERE, _PROMPTS), Role.DECODE: (_THERE, _TOKENS)}
@@ -53,7 +53,7 @@ PREFILL_TERMS = (
     "line_ms",
     "lately_ms",
 )
-# cost = ttft + stall + line + answer + handoff + far (see kinds.py)
+# cost = ttft + stall + line + answer + handoff + far (see serving_modes.py)
 KIND_TERMS = ("ttft_ms", "rows", "stall_ms", "answer_ms", "handoff_ms", "tbt_ms", "rows_tbt_ms", "far_ms", "line_ms")
 # score = all of them. session, origin: what it costs not to be where the request's last ones are (see affinity.py).
 DECODE_TERMS = (

@@ -25,7 +25,7 @@ class Strict(BaseModel):
 
 class ServiceFields(Strict):
     """kvmesh's own but for service_tier and prompt_cache_key, which are OpenAI's; headers may tell the same (see
-    wishes.py)."""
+    serving_headers.py)."""
 
     priority: Annotated[int | None, Field(description="A smaller one goes first. Default 0")] = None
     ttft_slo_ms: Annotated[
