@@ -46,8 +46,8 @@ from kvmesh.kvcache.keys import Keys, split
 from kvmesh.loading import LastingHeap
 from services.conductor import domain
 from services.conductor.candidates import columns
-from services.conductor.candidates import select as screen
-from services.conductor.candidates import selection as chosen
+from services.conductor.candidates import select
+from services.conductor.candidates import selection
 from services.conductor.domain import Blocks, Heartbeat, Load, Member, Placed, PrefillSample, Ref, Register, Role
 from services.conductor.settings import Settings
 from services.conductor.state import ConductorState
@@ -200,14 +200,14 @@ def decisions(world: World, seconds: float, rate: float, *, flowing: bool) -> di
 def one_by_one(world: World, seconds: float) -> dict[str, float]:
     """Without the screen: everybody is weighed."""
     few = columns.FEW
-    chosen.FEW = columns.FEW = screen.FEW = 1 << 30
+    selection.FEW = columns.FEW = select.FEW = 1 << 30
     try:
         took: list[float] = []
         until = time.perf_counter() + seconds
         while time.perf_counter() < until or len(took) < 2:
             took.append(world.ask()[1])
     finally:
-        chosen.FEW = columns.FEW = screen.FEW = few
+        selection.FEW = columns.FEW = select.FEW = few
     world.flow(2 / BEATS_PER_S)
     return {"per_s": len(took) / sum(took)}
 

@@ -27,8 +27,7 @@ from services.conductor.fleet.members import Members
 from services.conductor.fleet.roster import Fleet
 from services.conductor.loads.ledger import Ledger
 from services.conductor.loads.shortest_first import ShortestFirst
-from services.conductor.placing import serving_modes as kinds
-from services.conductor.placing import single_instance as alone
+from services.conductor.placing import serving_modes, single_instance
 from services.conductor.placing.affinity import Affinity
 from services.conductor.placing.placement import PlacementChoice
 from services.conductor.placing.policies import Chooser
@@ -36,7 +35,7 @@ from services.conductor.placing.scoring_context import ScoringContext
 from services.conductor.placing.serving_modes import WeighedModes
 from services.conductor.placing.threshold import Threshold
 from services.conductor.placing.timeline import life, pull_after_s
-from services.conductor.prefixes import fetch_plan as routes
+from services.conductor.prefixes import fetch_plan
 from services.conductor.prefixes.fetch_plan import FetchPlanner
 from services.conductor.prefixes.index import Index, PrefixPlace, Survey
 from services.conductor.prefixes.tier_times import TierLoads
@@ -163,9 +162,9 @@ class Scheduling:
             return refused
         if prefills and decodes:
             return None
-        if lonely := alone.able(decodes):
+        if lonely := single_instance.able(decodes):
             mesh = self._mesh(self._index.survey(request.keys), request, decodes.view)
-            if kinds.possible(request, prefills, lonely, LazyMapping(self._place), mesh):
+            if serving_modes.possible(request, prefills, lonely, LazyMapping(self._place), mesh):
                 return None
         known = request.model in self._fleet.known_models
         fresh = now - self._started_at < self._settings.warm_up_s or not len(self._fleet)
@@ -237,7 +236,7 @@ class Scheduling:
             d.tbt_s,
             p.cached_tokens,
             terms,
-            routes.sources(blocks, d.at_decode, choice.decode_fetched_to),
+            fetch_plan.sources(blocks, d.at_decode, choice.decode_fetched_to),
             tuple(leg.range for leg in p.legs),
             tuple(leg.range for leg in choice.decode_legs),
             choice.load_until,

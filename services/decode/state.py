@@ -18,7 +18,7 @@ from kvmesh.kvcache.page_pool import Pages
 from kvmesh.ranks import protocol as m
 from services.decode import events as e
 from services.decode import inputs as i
-from services.decode import rank_commands as orders
+from services.decode import rank_commands
 from services.decode.events import Phase
 from services.decode.handoff import Handoff
 from services.decode.limits import Limits, Shape
@@ -92,7 +92,7 @@ class DecodeState:
 
     def _do(self, h: Handoff, actions: list[e.Action], now: int) -> None:
         for action in actions:
-            order = orders.ORDERS.get(type(action))
+            order = rank_commands.ORDERS.get(type(action))
             if order is not None:
                 self._out.extend(order(h, action))
             else:
@@ -311,10 +311,10 @@ class DecodeState:
 
     def _do_open(self, h: Handoff, action: e.OpenWindow, now: int) -> None:
         self._by_epoch[h.epoch] = h
-        self._out.extend(orders.open_window(h, action))
+        self._out.extend(rank_commands.open_window(h, action))
 
     def _do_join(self, h: Handoff, action: e.Join, now: int) -> None:
-        self._out.extend(orders.join(h, action))
+        self._out.extend(rank_commands.join(h, action))
         self._seal(h)
 
     def _seal(self, h: Handoff) -> None:
@@ -322,7 +322,7 @@ class DecodeState:
 
     def _tell_ranks(self, message: m.ToRank | None) -> None:
         if message is not None:
-            self._out.extend(orders.to_all(self.shape, message))
+            self._out.extend(rank_commands.to_all(self.shape, message))
 
     def _do_free_pages(self, h: Handoff, action: e.FreePages, now: int) -> None:
         if h.ended and h.in_pages and h.first is not None and not h.failed:

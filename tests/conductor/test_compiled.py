@@ -10,9 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvmesh.native import library
-from services.conductor.candidates import bounds, compiled
-from services.conductor.candidates import instance_row as filling
-from services.conductor.candidates import select as screen
+from services.conductor.candidates import bounds, compiled, instance_row, select
 from services.conductor.candidates.prefix_holders import held
 from services.conductor.candidates.selection import Selection
 from services.conductor.domain import Fetch, Schedule
@@ -80,7 +78,7 @@ def test_the_next_to_weigh_are_the_same(rows: Sequence[tuple[float, int]], best:
     native = compiled.functions()
     assert native is not None
     low, tied = compiled.Next(native, bound, crowd).tied(best)
-    assert (low, None if tied is None else list(tied)) == screen.tied(bound, crowd, best)
+    assert (low, None if tied is None else list(tied)) == select.tied(bound, crowd, best)
     if tied is not None:
         assert best > ties.as_good(low)
 
@@ -91,6 +89,6 @@ def test_rows_are_written_the_same(rows: list[int], fields: int, seed: int) -> N
     loads = [tuple(rng.choice([0, True, 2.5, np.inf, 1 << 40]) for _ in range(fields)) for _ in rows]
     tables = np.zeros((9, 16)), np.zeros((9, 16))
     for table, address in zip(tables, (0, tables[1].ctypes.data), strict=True):
-        filling.write(table, address, rows, loads)
+        instance_row.write(table, address, rows, loads)
     assert tables[0].any() == any(map(any, loads))
     assert np.array_equal(*tables)

@@ -10,8 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvmesh.kvcache.tiers import Tier, TierUse, split_name, store_name
-from services.conductor.candidates import bounds, columns, fields
-from services.conductor.candidates import select as screen
+from services.conductor.candidates import bounds, columns, fields, select
 from services.conductor.domain import (
     Cordon,
     CordonState,
@@ -27,8 +26,7 @@ from services.conductor.domain import (
     Schedule,
     StoreLost,
 )
-from services.conductor.placing import placement, ties
-from services.conductor.placing import serving_modes as kinds
+from services.conductor.placing import placement, serving_modes, ties
 from services.conductor.settings import AffinitySettings
 from tests.conductor.brain import BLOCK, Brain, card, chain, joined, reset
 
@@ -122,8 +120,8 @@ def asked(brain: Brain, request: Schedule) -> tuple[Any, ...] | None:
 
 @pytest.fixture(autouse=True)
 def _all_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(screen, "FEW", 0)
-    monkeypatch.setattr(screen, "DEEP", 10_000)
+    monkeypatch.setattr(select, "FEW", 0)
+    monkeypatch.setattr(select, "DEEP", 10_000)
 
 
 def near(floor: float) -> float:
@@ -137,11 +135,11 @@ def compare(fleet: Fleet, request: Schedule) -> str:
         return "refused"
     prefills, decodes, places, mesh, terms = found
     _alones(request, decodes, places, mesh, terms)
-    if not kinds.pairable(prefills, decodes):
+    if not serving_modes.pairable(prefills, decodes):
         return "no pair"
     if len(prefills) == 1:
         decodes = placement.without(decodes, {prefills[0].ref.instance_id})
-    one = screen.screen_of(request, decodes, mesh, terms)
+    one = select.screen_of(request, decodes, mesh, terms)
     assert one is not None
     among = placement.without(decodes, request.avoid) or decodes
     every = placement._weigh_decodes(request, list(among), places, mesh, terms, None)
@@ -184,13 +182,15 @@ def compare(fleet: Fleet, request: Schedule) -> str:
 
 
 def _alones(request: Schedule, decodes: Any, places: Any, mesh: Any, terms: Any) -> None:
-    every = kinds._alones(request, list(decodes), places, mesh, terms, [])
-    some = kinds._alones(request, decodes, places, mesh, terms, [])
+    every = serving_modes._alones(request, list(decodes), places, mesh, terms, [])
+    some = serving_modes._alones(request, decodes, places, mesh, terms, [])
     passing, found = ([o for o in w.weighed if o.passes] for w in (every, some))
     assert bool(passing) == bool(found)
     if passing:
         clean = [o for o in passing if not o.names & request.avoid] or passing
-        picked = ties.pick(found, lambda o: o.cost_s, lambda o: kinds._crowd(o, 0.0), random.Random(0), some.floor)
+        picked = ties.pick(
+            found, lambda o: o.cost_s, lambda o: serving_modes._crowd(o, 0.0), random.Random(0), some.floor
+        )
         assert picked.cost_s <= near(min(o.cost_s for o in clean))
 
 
@@ -227,7 +227,7 @@ def _compare_many() -> None:
 def test_a_wrong_bound_is_found(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if broken == "held":
         nothing = lambda view, survey: bounds.HeldBlocks(*(np.zeros(len(view.columns)) for _ in range(3)))  # noqa: E731
-        monkeypatch.setattr(screen, "held", nothing)
+        monkeypatch.setattr(select, "held", nothing)
     else:
         monkeypatch.setattr(bounds.CostBounds, "queue_s", property(lambda self: 2 * self.wait_s))
     with pytest.raises(AssertionError):

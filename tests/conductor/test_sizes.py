@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvmesh.work_class import work_class, work_classes
-from services.conductor.candidates import select as screen
+from services.conductor.candidates import select
 from services.conductor.domain import Load, PrefillSample, Role
 from services.conductor.loads.queues import PRIORITY_STEP_S, PrefillQueue, PrefillWork
 from services.conductor.loads.shortest_first import (
@@ -169,8 +169,8 @@ class Sized(Fleet):
 
 @pytest.fixture
 def _all_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(screen, "FEW", 0)
-    monkeypatch.setattr(screen, "DEEP", 10_000)
+    monkeypatch.setattr(select, "FEW", 0)
+    monkeypatch.setattr(select, "DEEP", 10_000)
 
 
 @pytest.mark.usefixtures("_all_are_many")

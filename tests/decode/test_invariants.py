@@ -17,9 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from kvmesh.ranks import protocol as m
 from services.decode import events as e
-from services.decode import handoff, scheduler, sealing, state
+from services.decode import handoff, rank_commands, scheduler, sealing, state
 from services.decode import inputs as i
-from services.decode import rank_commands as orders
 from tests.decode.world import World
 
 EXAMPLES = int(os.environ.get("KVMESH_EXAMPLES", "60"))
@@ -287,7 +286,7 @@ class SealsEarly(sealing.Sealing):
 
 def invites_over_own_blocks(h: handoff.Handoff, action: e.OpenWindow) -> list[i.Output]:
     """The writer may write where our own blocks lie."""
-    (landing,) = orders.ORDERS[e.SendLanding](h, e.SendLanding(0))
+    (landing,) = rank_commands.ORDERS[e.SendLanding](h, e.SendLanding(0))
     assert isinstance(landing, i.TellLanding)
     return [i.TellRank(0, m.OpenWindow(action.peer, h.epoch, landing.ranks[0].offsets))]
 
@@ -302,7 +301,7 @@ BROKEN: list[tuple[Any, str, Any]] = [
     (state, "Handoff", SealsTheUnfinished),
     (scheduler, "Sealing", KeepsNoPages),
     (scheduler, "Sealing", SealsEarly),
-    (orders, "open_window", invites_over_own_blocks),
+    (rank_commands, "open_window", invites_over_own_blocks),
 ]
 
 

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from kvmesh.blockservice import removal_applier as removal_desk
-from kvmesh.blockservice import removals
+from kvmesh.blockservice import removal_applier, removals
 from kvmesh.blockservice import servicer as block_rpcs
 from kvmesh.blockservice.partitions import Partition
 from kvmesh.blockservice.removals import Watch
@@ -214,7 +213,7 @@ async def test_a_copy_of_bytes_has_its_own_length_though_a_shards_is_named() -> 
 
 async def test_a_pin_between_the_parts_of_a_great_removal_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_rpcs, "SLICE", 4)
-    monkeypatch.setattr(removal_desk, "SLICE", 4)
+    monkeypatch.setattr(removal_applier, "SLICE", 4)
     keys = keys_of(*range(12))
     async with bench() as desk, node("a") as a:
         await a.fill(desk, keys)

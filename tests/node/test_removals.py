@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvmesh.blockservice import removal_applier as removal_desk
+from kvmesh.blockservice import removal_applier
 from kvmesh.blockservice.partitions import OnePartition, Partition
 from kvmesh.blockservice.removal_applier import FILE, RemovalApplier
 from kvmesh.blockservice.removals import NotHere, Removals, Tombstone
@@ -136,7 +136,7 @@ def told(seq: int, *keys: bytes, prefix: bytes = b"") -> pb_store.Tombstone:
 async def test_whoever_keeps_copies_elsewhere_hears_of_each_block_while_it_goes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(removal_desk, "SLICE", 2)
+    monkeypatch.setattr(removal_applier, "SLICE", 2)
     made = Bench()
     keys = keys_of(*"abcde")
     made.seal(*keys[:4])
@@ -226,7 +226,7 @@ async def test_a_great_removal_lets_others_run() -> None:
 
 async def looking(monkeypatch: pytest.MonkeyPatch, made: Bench) -> AsyncIterator[int]:
     """Removes all that begins with "gone", two names a turn, yielding after each turn until it has returned."""
-    monkeypatch.setattr(removal_desk, "LOOK", 2)
+    monkeypatch.setattr(removal_applier, "LOOK", 2)
     removing = asyncio.ensure_future(made.desk.remove([], b"gone"))
     turn = 0
     while not removing.done():

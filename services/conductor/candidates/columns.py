@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmesh.kvcache.tiers import Tier, split_name
-from services.conductor.candidates import instance_row as filling
+from services.conductor.candidates import instance_row
 from services.conductor.candidates.fields import FEW, FIELDS, LOADS, MODELS, NO_GROUP, NO_ROW, Field, Floats, Mask, Rare
 from services.conductor.candidates.selection import Selection as Selection
 from services.conductor.candidates.slots import Slots
@@ -133,7 +133,7 @@ class Columns:
         self._reload.clear()
         self._stirred.clear()
         if rows:
-            filling.write(self._data, self.address if self._columns else 0, rows, loads)
+            instance_row.write(self._data, self.address if self._columns else 0, rows, loads)
 
     def _look_again(self) -> None:
         """Who is open, and when it was heard: of their loads all that `view` reads."""
@@ -261,7 +261,7 @@ class Columns:
         while instance.slot >= len(self._row_of_pending):
             self._row_of_pending = np.append(self._row_of_pending, np.full_like(self._row_of_pending, NO_ROW))
         self._row_of_pending[instance.slot] = row
-        values, having = filling.load(instance, is_open=self._is_open(instance))
+        values, having = instance_row.load(instance, is_open=self._is_open(instance))
         self._note(row, Rare.RANKED, having)
         return values
 
@@ -273,15 +273,15 @@ class Columns:
                 rows.add(row) if has else rows.discard(row)
 
     def _learn(self, row: int, instance: Instance) -> None:
-        if (known := filling.models(instance)) != self._known[row]:
+        if (known := instance_row.models(instance)) != self._known[row]:
             self._known[row] = known
-            self._data[LOADS:MODELS, row], having = filling.learnt(instance)
+            self._data[LOADS:MODELS, row], having = instance_row.learnt(instance)
             self._note(row, Rare.CHUNKED, having)
 
     def _register(self, row: int, instance: Instance) -> None:
-        if (known := filling.registration(instance)) != self._registered[row]:
+        if (known := instance_row.registration(instance)) != self._registered[row]:
             self._registered[row] = known
-            self._data[MODELS : Field.SEALED, row], having = filling.registered(instance, self._group(instance))
+            self._data[MODELS : Field.SEALED, row], having = instance_row.registered(instance, self._group(instance))
             self._note(row, Rare.LIMITED, having)
             self._masks.clear()
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmesh.native import library
-from services.conductor.candidates import prefix_holders as holders
+from services.conductor.candidates import prefix_holders
 from services.conductor.candidates.bound_arrays import AnswerBounds, Fetching, PromptBounds
 from services.conductor.candidates.bounds import ROUNDING_S, TAIL_SHARE, CostBounds
 from services.conductor.candidates.columns import View
@@ -234,7 +234,7 @@ def held(view: View, survey: Survey) -> HeldBlocks:
     """As `holders.held`, compiled where that can be; `ends`: no others but those of `depth`, and 0."""
     native = functions()
     if native is None:
-        return holders.held(view, survey)
+        return prefix_holders.held(view, survey)
     columns, slots, runs = view.columns, view.columns.slots, survey.runs
     count, size = len(columns), len(runs)
     found = np.zeros((3, count))
@@ -248,7 +248,7 @@ def held(view: View, survey: Survey) -> HeldBlocks:
     ends_told = array("d", ends[1:])
     at, row = _at(found), 8 * count
     native.held(
-        size, holders.told_apart(survey), ends_told.buffer_info()[0], sealed, bytes_each, coming, coming_each,
+        size, prefix_holders.told_apart(survey), ends_told.buffer_info()[0], sealed, bytes_each, coming, coming_each,
         slots.lower.to_bytes(bytes_each, "little"), _at(slots.row_of), _at(columns.row_of_pending), count, _at(levels),
         at, at + row, at + 2 * row, reached,
     )  # fmt: skip

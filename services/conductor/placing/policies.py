@@ -17,9 +17,7 @@ from typing import Protocol
 from services.conductor.domain import Fetch, Role, Schedule
 from services.conductor.fleet.instance import Instance
 from services.conductor.placing import decodes as decoding
-from services.conductor.placing import placement
-from services.conductor.placing import serving_modes as kinds
-from services.conductor.placing import single_instance as lonely
+from services.conductor.placing import placement, serving_modes, single_instance
 from services.conductor.placing.consistent_hash import Rings
 from services.conductor.placing.placement import PlacementChoice
 from services.conductor.placing.scoring_context import ScoringContext
@@ -132,10 +130,10 @@ class Chooser:
     ) -> WeighedModes:
         """See `kinds.choose`."""
         if self.policy is Policy.KVCACHE:
-            return kinds.choose(request, prefills, decodes, places, mesh, terms)
+            return serving_modes.choose(request, prefills, decodes, places, mesh, terms)
         terms = replace(terms, fetch=Fetch.NEVER)
         if self._way is None:  # Policy.CACHE_AWARE
-            return kinds.choose(request, prefills, decodes, places, mesh, terms)
+            return serving_modes.choose(request, prefills, decodes, places, mesh, terms)
         home = self._way.pick(
             request, _homes(request, prefills, decodes, places, mesh), _prefill_pool(terms), terms.rng
         )
@@ -162,7 +160,7 @@ def _homes(
         homes = [
             d
             for d in decodes
-            if d.alone_tokens and not lonely.too_much(request, d, places[d.ref.instance_id], mesh.survey)
+            if d.alone_tokens and not single_instance.too_much(request, d, places[d.ref.instance_id], mesh.survey)
         ]
     return [i for i in homes if i.ref.instance_id not in request.avoid] or homes
 
@@ -184,9 +182,9 @@ def _decode_pool(
 def _alone(
     request: Schedule, instance: Instance, place: PrefixPlace, mesh: FetchPlanner, terms: ScoringContext
 ) -> WeighedModes:
-    found = lonely.weigh(request, instance, place, mesh, terms)
+    found = single_instance.weigh(request, instance, place, mesh, terms)
     kind = ServingMode.COUPLED if instance.role is Role.BOTH else ServingMode.DECODE
-    cost_s = kinds.cost_s(found.choice, request.max_tokens)
+    cost_s = serving_modes.cost_s(found.choice, request.max_tokens)
     option = Option(kind, instance, instance, found.choice, found.refused, cost_s=cost_s)
     return WeighedModes(found.refused or found.choice, (option,), None)
 
@@ -201,7 +199,7 @@ def _pair(
 ) -> WeighedModes:
     found = placement.choose(request, [prefill], [decode], places, mesh, terms)
     if isinstance(found.answer, PlacementChoice):
-        cost_s = kinds.cost_s(found.answer, request.max_tokens)
+        cost_s = serving_modes.cost_s(found.answer, request.max_tokens)
         option = Option(ServingMode.PAIR, prefill, decode, found.answer, cost_s=cost_s)
     else:
         option = Option(ServingMode.PAIR, prefill, decode, refused=found.answer)

@@ -29,8 +29,7 @@ from services.conductor.candidates.selection import Selection
 from services.conductor.costs.interference import STALL_WEIGHT
 from services.conductor.domain import Refuse, Role, Schedule
 from services.conductor.fleet.instance import Instance
-from services.conductor.placing import placement
-from services.conductor.placing import single_instance as lonely
+from services.conductor.placing import placement, single_instance
 from services.conductor.placing.comparison import Comparison, compare
 from services.conductor.placing.placement import PlacementChoice, Weighed
 from services.conductor.placing.scoring_context import ScoringContext
@@ -145,7 +144,8 @@ def possible(
     if prefills and decodes:  # two of them, or one that does both
         return True
     return any(
-        i.alone_tokens and not lonely.too_much(request, i, places[i.ref.instance_id], mesh.survey) for i in decodes
+        i.alone_tokens and not single_instance.too_much(request, i, places[i.ref.instance_id], mesh.survey)
+        for i in decodes
     )
 
 
@@ -163,7 +163,7 @@ def _alones(
     def weigh(instance: Instance) -> Option:
         return _alone(request, instance, places[instance.ref.instance_id], mesh, terms)
 
-    among = lonely.able(decodes)
+    among = single_instance.able(decodes)
     if not among:
         return Weighing(pair, float("inf"))
     if not isinstance(among, Selection) or (screen := screen_of(request, among, mesh, terms)) is None:
@@ -184,9 +184,9 @@ def _alone(
     request: Schedule, instance: Instance, place: PrefixPlace, mesh: FetchPlanner, terms: ScoringContext
 ) -> Option:
     kind = ServingMode.COUPLED if instance.role is Role.BOTH else ServingMode.DECODE
-    if why := lonely.too_much(request, instance, place, mesh.survey):
+    if why := single_instance.too_much(request, instance, place, mesh.survey):
         return Option(kind, instance, instance, why_not=why)
-    found = lonely.weigh(request, instance, place, mesh, terms)
+    found = single_instance.weigh(request, instance, place, mesh, terms)
     far_s = terms.near.of(instance, instance)
     cost = cost_s(found.choice, request.max_tokens) + far_s
     return Option(kind, instance, instance, found.choice, found.refused, cost_s=cost, far_s=far_s)

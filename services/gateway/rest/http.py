@@ -15,7 +15,7 @@ from kvmesh.errors import BodyTooLarge, DeadlinePassed, InvalidRequest, KvmeshEr
 from kvmesh.telemetry import spans
 from services.gateway.generation import brief, refused
 from services.gateway.request_memory import Reservation
-from services.gateway.rest import serving_headers as wishes
+from services.gateway.rest import serving_headers
 from services.gateway.rest.frames import error_headers, error_json
 from services.gateway.rest.http_limits import BodyBounds
 
@@ -57,14 +57,14 @@ class RequestHeaders:
             self.echoed_id = text
             # Clients may use an id twice; inside the mesh each request has a name of its own.
             self.request_id = f"{text}-{self.request_id[:8]}"
-        self.wishes = wishes.read(headers)
+        self.wishes = serving_headers.read(headers)
         self.timeout_s = _milliseconds(headers.get(TIMEOUT))
         self.authorization = headers.get(AUTHORIZATION)
         self.timings = headers.get(TIMINGS, b"") == b"1"
         self.parent: Context = spans.context_from(headers.get(TRACEPARENT, b"").decode("latin-1"))
 
 
-_KNOWN = frozenset((REQUEST_ID, TIMEOUT, TIMINGS, TRACEPARENT, AUTHORIZATION)) | wishes.HEADERS
+_KNOWN = frozenset((REQUEST_ID, TIMEOUT, TIMINGS, TRACEPARENT, AUTHORIZATION)) | serving_headers.HEADERS
 
 
 def _milliseconds(value: bytes | None) -> float | None:

@@ -22,7 +22,7 @@ from services.gateway.request_memory import (
     prompts_bytes,
 )
 from services.gateway.requests import Request
-from services.gateway.rest import serving_headers as wishes
+from services.gateway.rest import serving_headers
 from services.gateway.rest.frames import DONE, Frames, error_event
 from services.gateway.rest.http import (
     EVENTS,
@@ -84,7 +84,7 @@ class Reply(Response):
             body = await read_body(receive, core.config.body_bounds, held, REQUEST_BYTES)
             async with core.memory.work(parse_cost(body), WORK_TIMEOUT_S):
                 read = self._kind.read(parse_json(body), core.config.limits)
-                wanted = wishes.joined(read.generation(core.config.limits), asked.wishes)
+                wanted = serving_headers.joined(read.generation(core.config.limits), asked.wishes)
             held.resize(REQUEST_BYTES + prompts_bytes(wanted.prompts))
         except ClientGone:
             return
