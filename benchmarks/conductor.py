@@ -45,9 +45,7 @@ from kvmesh.kvcache.announce import Announcement, snapshot_parts
 from kvmesh.kvcache.keys import Keys, split
 from kvmesh.loading import LastingHeap
 from services.conductor import domain
-from services.conductor.candidates import columns
-from services.conductor.candidates import select
-from services.conductor.candidates import selection
+from services.conductor.candidates import columns, select, selection
 from services.conductor.domain import Blocks, Heartbeat, Load, Member, Placed, PrefillSample, Ref, Register, Role
 from services.conductor.settings import Settings
 from services.conductor.state import ConductorState
