@@ -303,7 +303,7 @@ def test_several_masters_need_redis(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 SUPERVISOR = """
 import sys, pathlib
-from kvmesh.cli import plan
+from kvmesh.cli.up import plan
 from kvmesh.cli.up.mesh import Mesh
 from kvmesh.cli.up.settings import MeshSettings
 run_dir = pathlib.Path(sys.argv[1])
