@@ -129,7 +129,7 @@ async def an_idle_instance_takes_another_role(running: Running) -> None:
         return hints.keys() == {pb.ROLE_BOTH, pb.ROLE_DECODE} and all(hint.load > 0.5 for hint in hints.values())
 
     async with load(12, lambda n: running.client.generate(prompt(40, 100 + n), 100)) as served:
-        await until(does_both, "coupled-0 to do both")
+        await until(does_both, "coupled-0 to do both", 75.0)
         await until(hinted, "hints for the new pools")
         aim = sum(served) + 24
         await until(lambda: enough(served, aim), "requests to go on")
