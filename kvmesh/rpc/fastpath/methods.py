@@ -40,7 +40,7 @@ def unary(service: ServiceDescriptor) -> dict[str, Method]:
 
 
 @dataclass(frozen=True, slots=True)
-class ServedMethods:
+class ServedMethod:
     """A method and what carries it out: `behave(request, context)`, as a gRPC servicer's."""
 
     method: Method
@@ -49,8 +49,8 @@ class ServedMethods:
 
 def served(
     service: ServiceDescriptor, servicer: object, only: Collection[str] | None = None
-) -> dict[bytes, ServedMethods]:
+) -> dict[bytes, ServedMethod]:
     """All of a servicer's, or `only` these of them, by their names in frames. KeyError: one that it has not."""
     methods = unary(service)
     chosen = methods.values() if only is None else [methods[name] for name in only]
-    return {one.wire: ServedMethods(one, getattr(servicer, one.name)) for one in chosen}
+    return {one.wire: ServedMethod(one, getattr(servicer, one.name)) for one in chosen}

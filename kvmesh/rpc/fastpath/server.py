@@ -23,7 +23,7 @@ from kvmesh.errors import BodyTooLarge, ConfigError, KvmeshError, Overloaded, Pr
 from kvmesh.rpc import status
 from kvmesh.rpc.call_queue import CallQueue, QueuedCall
 from kvmesh.rpc.fastpath import frames, starting
-from kvmesh.rpc.fastpath.methods import ServedMethods, served
+from kvmesh.rpc.fastpath.methods import ServedMethod, served
 from kvmesh.rpc.fastpath.sweep import Sweep
 from kvmesh.rpc.server import check_port
 
@@ -371,7 +371,7 @@ class _Accepted(asyncio.Protocol):
         return None
 
     def _start_queued(
-        self, method: ServedMethods, call: int, body: bytes, context: FastContext, deadline: float
+        self, method: ServedMethod, call: int, body: bytes, context: FastContext, deadline: float
     ) -> None:
         if (queued := self._queued.pop(call, None)) is not None:
             self._server.release(queued[0].nbytes)
@@ -381,7 +381,7 @@ class _Accepted(asyncio.Protocol):
         self._server.release(queued.nbytes)
         queued.drop()
 
-    def _start(self, method: ServedMethods, call: int, body: bytes, context: FastContext, deadline: float) -> None:
+    def _start(self, method: ServedMethod, call: int, body: bytes, context: FastContext, deadline: float) -> None:
         task = starting.start(self._run(method, call, body, context))
         if task is not None:
             self._calls[call] = task, deadline
@@ -394,7 +394,7 @@ class _Accepted(asyncio.Protocol):
         self._server.tasks.discard(task)
         self._server.release(nbytes)
 
-    async def _run(self, method: ServedMethods, call: int, body: bytes, context: FastContext) -> None:
+    async def _run(self, method: ServedMethod, call: int, body: bytes, context: FastContext) -> None:
         """Raises CancelledError alone."""
         try:
             answer = await method.behave(method.method.request.FromString(body), context)
