@@ -264,7 +264,7 @@ def test_the_pools_follow_a_load_that_shifts_and_comes_back() -> None:
     """Long prompts and short answers, then the other way round, then back. In each phase the pools settle within two
     dwells, and from then on nobody is told anything; with pools as they were at first, queues would grow for ever."""
     dwell_s = 15.0
-    shapes = ((13.0, 3000, 8), (16.0, 200, 400), (13.0, 3000, 8))
+    shapes = ((13.0, 3000, 8), (15.0, 200, 400), (13.0, 3000, 8))  # three decode instances are full at 16.5 a second
     on = BalanceSettings(replicate=False, switch_roles=True, dwell_s=dwell_s, window_s=3.0)
     loop, fixed = Loop(2, 2, balance=on), Loop(2, 2, balance=dataclasses.replace(on, switch_roles=False))
     for shape, pool in zip(shapes, (0, 1, 0), strict=True):
