@@ -43,8 +43,7 @@ import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvmesh.kvcache.announce import Announcement, snapshot_parts
-from kvmesh.kvcache.block_map import Verdict
-from kvmesh.kvcache.steady_map import SteadyBlockMap
+from kvmesh.kvcache.block_map import BlockMap, Verdict
 from kvmesh.rpc.channels import connect
 from kvmesh.rpc.pb import common_pb2, store_pb2, store_pb2_grpc
 from kvmesh.rpc.protocol import PROTOCOL_VERSION
@@ -111,7 +110,7 @@ class Said:
 
 def in_process(world: World, rounds: int, keys_a_round: int) -> dict[str, Any]:
     """Fill a map, then time it beside a dict of the same keys, in CPU time: others use this machine too."""
-    blocks, started = SteadyBlockMap(), time.thread_time()
+    blocks, started = BlockMap(), time.thread_time()
     for name in world.held:
         for part in world.snapshot(name):
             verdict = blocks.apply(part)

@@ -4,8 +4,11 @@ For every store the map shows state(seq) of one incarnation (see `announce`): ba
 they are newer, anything else is refused with a verdict. So lost, repeated and reordered announcements leave it behind,
 never wrong, and the next snapshot brings it forward.
 
-Parts of a snapshot are collected aside and replace the store's keys at once with the last part. Batches that come
+Parts of a snapshot are gathered aside and replace the store's keys at once with the last part. Batches that come
 meanwhile are applied to what is shown, as ever; if they lead past the snapshot, it is thrown away.
+
+No step costs more than its announcement's keys, however much a store holds: what is dropped or replaced vanishes from
+every answer at once and is cleared away later, slice by slice, by `sweep`.
 
 Memory: one dict entry and one 16-byte key a block, 16 to 36 bytes a replica in its store's log. Blocks with one replica
 share their store's int. Blocks with two or more have an int of a bit for each slot; those whose replica came, or went,
@@ -17,13 +20,20 @@ from __future__ import annotations
 import enum
 import heapq
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
+from operator import is_not
 
 from kvmesh.kvcache.announce import Announcement
-from kvmesh.kvcache.keys import KEY_BYTES
+from kvmesh.kvcache.keys import KEY_BYTES, split
 
 MAX_GONE = 10_000  # dropped stores whose last incarnation is remembered
-_KEY_SIZE = sys.getsizeof(bytes(KEY_BYTES))
+SHORTEN_KEYS = 64  # of a log that is being shortened, in one step, beside four for each that has come
+FIRST_PIECE = 32  # keys looked up before the next, greater piece: a new prompt costs no more
+LAST_PIECE = 256  # as great as they get: so many are looked up behind the end at most
+KEY_OBJECT_BYTES = sys.getsizeof(bytes(KEY_BYTES))
 
 
 class Verdict(enum.Enum):
@@ -36,10 +46,10 @@ class Verdict(enum.Enum):
     STALE = "stale"  # of an older incarnation
 
 
-class _Store:
-    __slots__ = (
-        "bit", "count", "incarnation", "log", "seq", "slot", "staged", "staged_parts", "staged_seq", "store_id",
-    )  # fmt: skip
+class StoreContent:
+    """What one store holds, under a slot: as it is shown, or hidden (gathered for a snapshot, or to be swept)."""
+
+    __slots__ = "bit", "count", "incarnation", "log", "seq", "slot", "staged_parts", "staged_seq", "store_id"
 
     def __init__(self, store_id: str, slot: int, incarnation: int) -> None:
         self.store_id = store_id
@@ -53,34 +63,56 @@ class _Store:
         self.unstage()
 
     def unstage(self) -> None:
-        self.staged = bytearray()
         self.staged_seq = -1
         self.staged_parts = 0
 
 
-class BlockMap:
-    """Key → bitset of slots. A slot is a small number that stands for one store from its first announcement until it
-    is dropped; then it may stand for another. A newer incarnation keeps its store's slot and starts from nothing.
+@dataclass(slots=True)
+class _Shortening:
+    """Of one log, in place: bytes up to `write` are what is kept of those up to `read`."""
 
-    `apply` costs O(1) a key (a snapshot: also O(1) for each key it replaces), `drop` O(keys of that store)."""
+    log: bytearray
+    read: int = 0
+    write: int = 0
+    seen: set[bytes] = field(default_factory=set)
+
+
+class BlockMap:
+    """Key → bitset of slots. `apply` and `drop` cost O(keys of the announcement); the rest of the work waits for
+    `sweep`.
+
+    Every content lives under a slot, a small number, of its own. A snapshot is gathered under a hidden slot, which
+    takes the place of the store's with the last part; a dropped content's slot is hidden. Hidden slots are in no
+    answer. So a store's slot *changes* with a newer incarnation and with each snapshot: ask `slot` again after every
+    `apply`."""
 
     def __init__(self) -> None:
         self._masks: dict[bytes, int] = {}
-        self._stores: dict[str, _Store] = {}
-        self._slots: list[_Store | None] = []
+        self._stores: dict[str, StoreContent] = {}
+        self._slots: list[StoreContent | None] = []
         self._free_slots: list[int] = []  # a heap: the lowest is used first, so that masks stay short
         self._gone: dict[str, int] = {}  # last incarnation of dropped stores, oldest drop first
         self._replicas = 0
         self._mask_bytes = 0  # of the masks with two bits or more, which have an int of their own
+        self._hidden = 0
+        self._retired: deque[StoreContent] = deque()
+        self._gathering: dict[str, StoreContent] = {}
+        self._shortening: dict[str, _Shortening] = {}
+        self.moved: dict[str, None] | None = None  # stores whose slots have changed: for whoever puts a dict here
 
     def __len__(self) -> int:
-        """Distinct keys."""
-        return len(self._masks)
+        """Distinct keys; while `sweep` has work left at most so many, and no fewer than shown."""
+        return min(len(self._masks), self.replicas)
 
     @property
     def replicas(self) -> int:
-        """Keys of all stores together."""
-        return self._replicas
+        """Keys of all stores together. O(stores)."""
+        return sum(store.count for store in self._stores.values())
+
+    @property
+    def unswept(self) -> int:
+        """Replicas that are no longer shown and still take memory."""
+        return sum(store.count for store in self._retired)
 
     # ── changes ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -106,6 +138,7 @@ class BlockMap:
     def drop(self, store_id: str, incarnation: int | None = None) -> int:
         """Forget all keys of a store; returns how many. With `incarnation`: unless it lives a newer life, and
         announcements of lives before that one stay STALE. Without: nothing of it is remembered."""
+        self._moves(store_id)
         store = self._stores.get(store_id)
         if incarnation is None:
             self._gone.pop(store_id, None)
@@ -123,6 +156,28 @@ class BlockMap:
         self._slots[store.slot] = None
         heapq.heappush(self._free_slots, store.slot)
         return count
+
+    def sweep(self, max_keys: int) -> bool:
+        """Clear away up to `max_keys` of what is no longer shown; whether there is more."""
+        for store_id in [name for name in self._gathering if not self._gathers(name)]:
+            self._retire(self._gathering.pop(store_id))
+        for store_id in [name for name, job in self._shortening.items() if not self._is_shown(name, job.log)]:
+            del self._shortening[store_id]
+        left = max_keys
+        while self._retired and left > 0:
+            ghost = self._retired[0]
+            start = max(0, len(ghost.log) - left * KEY_BYTES)
+            tail = ghost.log[start:]
+            del ghost.log[start:]
+            self._remove(ghost, split(bytes(tail)))
+            left -= len(tail) // KEY_BYTES
+            if not ghost.log:
+                assert ghost.count == 0, f"{ghost.count} keys of slot {ghost.slot} are not in its log"
+                self._retired.popleft()
+                self._slots[ghost.slot] = None
+                self._hidden &= ~ghost.bit
+                heapq.heappush(self._free_slots, ghost.slot)
+        return bool(self._retired)
 
     # ── questions ────────────────────────────────────────────────────────────────────────────────────
 
@@ -144,22 +199,45 @@ class BlockMap:
 
     def mask(self, key: bytes) -> int:
         """Bitset of the slots that hold `key`."""
-        return self._masks.get(key, 0)
+        return self._masks.get(key, 0) & ~self._hidden
 
     def masks(self, keys: Sequence[bytes]) -> list[int]:
         """`mask` of each."""
-        get = self._masks.get
-        return [get(key, 0) for key in keys]
+        shown, get = ~self._hidden, self._masks.get
+        return [get(key, 0) & shown for key in keys]
+
+    def prefix(self, keys: Sequence[bytes], at_least: int = 0) -> list[tuple[int, int]]:
+        """Who holds the leading `keys`: runs (end, bitset) of keys with the same holders, up to the first key beyond
+        `at_least` that nobody holds, or to the last. What is before it and held by nobody has a run, too. O(keys) at
+        the speed of a dict's `get`, however many the holders: masks are compared by identity first."""
+        get, shown = self._masks.get, ~self._hidden
+        runs: list[tuple[int, int]] = []
+        at, size, last = 0, FIRST_PIECE, -1
+        while at < len(keys):
+            piece = list(map(get, keys[at : at + size], repeat(0)))
+            alike = [(piece[0], len(piece))] if piece.count(piece[0]) == len(piece) else _runs(piece)
+            for raw, length in alike:
+                mask = raw & shown
+                if not mask and at + length > at_least:
+                    return runs if at >= at_least else [*runs, (at_least, 0)]
+                at += length
+                if mask == last:
+                    runs[-1] = at, mask
+                else:
+                    runs.append((at, mask))
+                    last = mask
+            size = min(2 * size, LAST_PIECE)
+        return runs
 
     def holders(self, key: bytes) -> list[str]:
         """The stores that hold `key`, by slot."""
-        return [self.store_of(slot) for slot in _bits(self._masks.get(key, 0))]
+        return [self.store_of(slot) for slot in _bits(self.mask(key))]
 
     def match(self, keys: Sequence[bytes], among: int) -> dict[int, int]:
         """How many of `keys`, from the first on, each slot of the bitset `among` holds; slots without the first one
         are left out. O(keys + slots), most blocks first or not: no order."""
         leading: dict[int, int] = {}
-        alive = among
+        alive = among & ~self._hidden
         for index, key in enumerate(keys):
             still = alive & self._masks.get(key, 0)
             if still != alive:
@@ -174,14 +252,14 @@ class BlockMap:
     def run(self, keys: Sequence[bytes], start: int, among: int) -> tuple[int, int]:
         """(slot, length) of the longest run of `keys[start:]` that one slot of `among` holds; the lowest such slot.
         (-1, 0): nobody holds `keys[start]`."""
-        alive, index = among, start
+        alive, index = among & ~self._hidden, start
         while index < len(keys) and (still := alive & self._masks.get(keys[index], 0)):
             alive, index = still, index + 1
         return (-1, 0) if index <= start else ((alive & -alive).bit_length() - 1, index - start)
 
     def reach(self, keys: Sequence[bytes], start: int, among: int) -> int:
         """Index of the first of `keys[start:]` that no slot of `among` holds; `len(keys)` if each has a holder."""
-        index = start
+        index, among = start, among & ~self._hidden
         while index < len(keys) and among & self._masks.get(keys[index], 0):
             index += 1
         return index
@@ -206,10 +284,21 @@ class BlockMap:
         store = self._stores.get(store_id)
         return [] if store is None else list(self._keys_of(store))
 
+    def log_of(self, store_id: str) -> bytes:
+        """Packed keys: all that the store holds, also some that it no longer holds, and some twice. A copy of memory,
+        so that a big store can be read slice by slice; `held` tells which of a slice are true now."""
+        store = self._stores.get(store_id)
+        return b"" if store is None else bytes(store.log)
+
+    def held(self, store_id: str, packed: bytes) -> list[bytes]:
+        """Those of `packed` that the store holds now."""
+        store = self._stores.get(store_id)
+        return [] if store is None else list(self._held(packed, store.bit))
+
     def memory_bytes(self) -> int:
-        """About what the map takes. O(stores)."""
-        logs = sum(sys.getsizeof(s.log) + sys.getsizeof(s.staged) + sys.getsizeof(s) for s in self._stores.values())
-        return sys.getsizeof(self._masks) + len(self._masks) * _KEY_SIZE + self._mask_bytes + logs
+        """About what the map takes, what is not swept yet included. O(stores)."""
+        logs = sum(sys.getsizeof(s.log) + sys.getsizeof(s) for s in self._contents())
+        return sys.getsizeof(self._masks) + len(self._masks) * KEY_OBJECT_BYTES + self._mask_bytes + logs
 
     def check_integrity(self) -> None:
         """AssertionError unless bits, counts, logs and slots agree. O(replicas)."""
@@ -218,7 +307,9 @@ class BlockMap:
             assert mask, "a key without a holder"
             for slot in _bits(mask):
                 counts[slot] += 1
-        live = {store.slot: store for store in self._stores.values()}
+        live = {store.slot: store for store in self._contents()}
+        hidden = [*self._retired, *self._gathering.values()]
+        assert self._hidden == sum(store.bit for store in hidden), "a hidden slot is shown, or the reverse"
         for slot, count in counts.items():
             store = live.get(slot)
             assert self._slots[slot] is store, f"slot {slot} does not know its store"
@@ -227,11 +318,11 @@ class BlockMap:
             if store is not None:
                 assert len(self._keys_of(store)) == count, f"slot {slot}: its log lacks keys"
         assert self._replicas == sum(counts.values())
-        assert self._mask_bytes == sum(_int_size(mask) for mask in self._masks.values())
+        assert self._mask_bytes == sum(int_size(mask) for mask in self._masks.values())
 
     # ── inner ────────────────────────────────────────────────────────────────────────────────────────
 
-    def _batch(self, store: _Store, batch: Announcement, first: bool) -> Verdict:
+    def _batch(self, store: StoreContent, batch: Announcement, first: bool) -> Verdict:
         if batch.seq <= store.seq:
             return Verdict.APPLIED if first and batch.seq == 0 else Verdict.DUPLICATE
         if batch.seq > store.seq + 1 or not (batch.sealed or batch.removed):
@@ -243,7 +334,7 @@ class BlockMap:
             store.unstage()
         return Verdict.APPLIED
 
-    def _snapshot(self, store: _Store, part: Announcement) -> Verdict:
+    def _snapshot(self, store: StoreContent, part: Announcement) -> Verdict:
         if part.seq <= store.seq or part.seq < store.staged_seq:
             return Verdict.DUPLICATE
         if part.seq > store.staged_seq:
@@ -264,18 +355,17 @@ class BlockMap:
         store.unstage()
         return Verdict.APPLIED
 
-    def _stage(self, store: _Store, keys: Sequence[bytes]) -> None:
-        """Part `staged_parts` - 1 of a snapshot that goes on."""
-        store.staged += b"".join(keys)
+    def _stage(self, store: StoreContent, keys: Sequence[bytes]) -> None:
+        self._add(self._gathered(store), keys)
 
-    def _replace(self, store: _Store, keys: Sequence[bytes]) -> None:
-        """What was staged and `keys` is all that the store holds."""
-        new = dict.fromkeys(_split(store.staged))
-        new.update(dict.fromkeys(keys))
-        self._remove(store, [key for key in self._keys_of(store) if key not in new])
-        self._add(store, new)
+    def _replace(self, store: StoreContent, keys: Sequence[bytes]) -> None:
+        new = self._gathered(store)
+        del self._gathering[store.store_id]
+        self._add(new, keys)
+        self._swap(store, new)
+        self._retire(new)
 
-    def _add(self, store: _Store, keys: Iterable[bytes]) -> None:
+    def _add(self, store: StoreContent, keys: Iterable[bytes]) -> None:
         packed = self._put(keys, store.bit)
         self._count(store, packed, 1)
         store.log += packed
@@ -294,27 +384,40 @@ class BlockMap:
             else:
                 if mask is not before:
                     before, after = mask, mask | bit
-                    growth = _int_size(after) - _int_size(mask)
+                    growth = int_size(after) - int_size(mask)
                 masks[key] = after
                 self._mask_bytes += growth
             new.append(key)
         return b"".join(new)
 
-    def _shorten(self, store: _Store, added: int) -> None:
-        """Keep the log in proportion to what the store holds; `added` keys have just come."""
-        if _is_long(store):
-            store.log = bytearray().join(self._keys_of(store))
+    def _shorten(self, store: StoreContent, added: int) -> None:
+        """Some of it, faster than the log grows. At every moment the log names all that the store holds."""
+        job = self._shortening.get(store.store_id)
+        if job is None or job.log is not store.log:
+            if not _is_long(store):
+                return
+            job = self._shortening[store.store_id] = _Shortening(store.log)
+        seen = job.seen
+        stop = min(len(job.log), job.read + KEY_BYTES * (4 * added + SHORTEN_KEYS))
+        held = dict.fromkeys(self._held(job.log[job.read : stop], store.bit))
+        kept = [key for key in held if key not in seen]
+        seen.update(kept)
+        job.log[job.write : job.write + len(kept) * KEY_BYTES] = b"".join(kept)
+        job.read, job.write = stop, job.write + len(kept) * KEY_BYTES
+        if stop == len(job.log):
+            del job.log[job.write :]
+            del self._shortening[store.store_id]
 
-    def _count(self, store: _Store, packed: bytes, sign: int) -> None:
+    def _count(self, store: StoreContent, packed: bytes, sign: int) -> None:
         count = sign * (len(packed) // KEY_BYTES)
         store.count += count
         self._replicas += count
         self._changed(store, packed, sign)
 
-    def _changed(self, store: _Store, packed: bytes, sign: int) -> None:
+    def _changed(self, store: StoreContent, packed: bytes, sign: int) -> None:
         """These keys were added (`sign` 1) or removed (-1). For maps that count more."""
 
-    def _remove(self, store: _Store, keys: Iterable[bytes]) -> None:
+    def _remove(self, store: StoreContent, keys: Iterable[bytes]) -> None:
         self._count(store, self._take(keys, store.bit), -1)
 
     def _take(self, keys: Iterable[bytes], bit: int) -> bytes:
@@ -327,7 +430,7 @@ class BlockMap:
                 if not mask & bit:
                     continue
                 before, after = mask, mask ^ bit
-                growth = _int_size(after) - _int_size(mask)
+                growth = int_size(after) - int_size(mask)
                 if after and after & (after - 1) == 0:
                     after = self._only(after)
             if after:
@@ -340,18 +443,77 @@ class BlockMap:
             gone.append(key)
         return b"".join(gone)
 
-    def _clear(self, store: _Store) -> None:
-        self._remove(store, self._keys_of(store))
-        store.log = bytearray()
+    def _clear(self, store: StoreContent) -> None:
+        empty = self._aside(store)
+        self._swap(store, empty)
+        self._retire(empty)
         store.unstage()
 
-    def _keys_of(self, store: _Store) -> dict[bytes, None]:
+    def _contents(self) -> Iterator[StoreContent]:
+        """All of them, hidden ones included."""
+        yield from self._stores.values()
+        yield from self._retired
+        yield from self._gathering.values()
+
+    def _moves(self, store_id: str) -> None:
+        if self.moved is not None:
+            self.moved[store_id] = None
+
+    def _gathers(self, store_id: str) -> bool:
+        """Whether a snapshot of that store is still under way: it may have been overtaken, or its store dropped."""
+        store = self._stores.get(store_id)
+        return store is not None and store.staged_parts > 0
+
+    def _is_shown(self, store_id: str, log: bytearray) -> bool:
+        store = self._stores.get(store_id)
+        return store is not None and store.log is log
+
+    def _gathered(self, store: StoreContent) -> StoreContent:
+        """Where the parts of the snapshot under way are gathered; empty for its first part."""
+        found = self._gathering.get(store.store_id)
+        if found is None or store.staged_parts == 1:
+            if found is not None:
+                self._retire(found)
+            found = self._gathering[store.store_id] = self._aside(store)
+        return found
+
+    def _aside(self, store: StoreContent) -> StoreContent:
+        """An empty content under a hidden slot."""
+        aside = self._content(store.store_id, store.incarnation)
+        self._hidden |= aside.bit
+        return aside
+
+    def _content(self, store_id: str, incarnation: int) -> StoreContent:
+        """An empty one, under a slot that was free."""
+        slot = heapq.heappop(self._free_slots) if self._free_slots else len(self._slots)
+        content = StoreContent(store_id, slot, incarnation)
+        if slot == len(self._slots):
+            self._slots.append(content)
+        else:
+            self._slots[slot] = content
+        return content
+
+    def _swap(self, shown: StoreContent, other: StoreContent) -> None:
+        """The two change slots and contents; what was hidden is shown and the other way round."""
+        shown.slot, other.slot = other.slot, shown.slot
+        shown.bit, other.bit = other.bit, shown.bit
+        shown.log, other.log = other.log, shown.log
+        shown.count, other.count = other.count, shown.count
+        self._slots[shown.slot], self._slots[other.slot] = shown, other
+        self._moves(shown.store_id)
+        self._hidden = self._hidden & ~shown.bit | other.bit
+
+    def _retire(self, ghost: StoreContent) -> None:
+        """A hidden content that nobody will show again."""
+        self._retired.append(ghost)
+
+    def _keys_of(self, store: StoreContent) -> dict[bytes, None]:
         return dict.fromkeys(self._held(store.log, store.bit))
 
     def _held(self, packed: bytes | bytearray, bit: int) -> Iterable[bytes]:
         """Those of `packed` whose masks have this bit, in their order."""
         masks = self._masks
-        return (key for key in _split(packed) if masks.get(key, 0) & bit)
+        return (key for key in split(bytes(packed)) if masks.get(key, 0) & bit)
 
     def _only(self, bit: int) -> int:
         """The shared int of the one slot that `bit` stands for."""
@@ -359,15 +521,10 @@ class BlockMap:
         assert store is not None
         return store.bit
 
-    def _add_store(self, store_id: str, incarnation: int) -> _Store:
+    def _add_store(self, store_id: str, incarnation: int) -> StoreContent:
+        self._moves(store_id)
         self._gone.pop(store_id, None)
-        slot = heapq.heappop(self._free_slots) if self._free_slots else len(self._slots)
-        store = _Store(store_id, slot, incarnation)
-        if slot == len(self._slots):
-            self._slots.append(store)
-        else:
-            self._slots[slot] = store
-        self._stores[store_id] = store
+        store = self._stores[store_id] = self._content(store_id, incarnation)
         return store
 
 
@@ -377,11 +534,11 @@ def _check(keys: tuple[bytes, ...]) -> None:
             raise ValueError(f"a key has {size} bytes, not {KEY_BYTES}")
 
 
-def _is_long(store: _Store) -> bool:
+def _is_long(store: StoreContent) -> bool:
     return len(store.log) > KEY_BYTES * (2 * store.count + 1024)
 
 
-def _int_size(mask: int) -> int:
+def int_size(mask: int) -> int:
     """What a mask takes beyond the shared ones: 0 with one bit."""
     return sys.getsizeof(mask) if mask & (mask - 1) else 0
 
@@ -393,6 +550,10 @@ def _bits(mask: int) -> Iterator[int]:
         mask ^= low
 
 
-def _split(packed: bytes | bytearray) -> Iterator[bytes]:
-    raw = bytes(packed)
-    return (raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES))
+def _runs(masks: list[int]) -> Iterator[tuple[int, int]]:
+    """Two neighbours may be equal ints: only the same object counts as the same here."""
+    differs, at = bytes(map(is_not, masks, masks[1:])), 0
+    while (last := differs.find(1, at)) >= 0:
+        yield masks[at], last + 1 - at
+        at = last + 1
+    yield masks[at], len(masks) - at

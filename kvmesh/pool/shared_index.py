@@ -139,7 +139,7 @@ class NodeIndex:
 
 
 class _Journal:
-    """Of one partition's store, see `sealed_blocks.Journal`."""
+    """Of one partition's store, see `node_store.Journal`."""
 
     def __init__(self, table: IndexWriter, partition: SlabPartition) -> None:
         self._table = table

@@ -57,7 +57,7 @@ class Shelf:
         self._loop, self._tell, self._delay_s = loop, tell, config.announce_s
         self._due = False
 
-    # ── what the store says of itself (`sealed_blocks.Journal`) ──────────────────────────────────
+    # ── what the store says of itself (`node_store.Journal`) ──────────────────────────────────
 
     def sealed(self, key: bytes, extent: int, nbytes: int | None) -> None:
         """It has it."""

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from kvmesh.errors import InvalidRequest
 from kvmesh.kvcache.keys import KEY_BYTES
-from kvmesh.kvcache.node_store import Changes
+from kvmesh.kvcache.store_stats import Changes
 
 log = logging.getLogger(__name__)
 

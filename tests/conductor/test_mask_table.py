@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.kvcache.announce import Announcement, snapshot_parts
-from kvmesh.kvcache.steady_map import SteadyBlockMap
+from kvmesh.kvcache.block_map import BlockMap
 from kvmesh.native import library, mask_table
 from services.conductor.prefixes import walks
 
@@ -32,7 +32,7 @@ class Told:
     """The same words for both maps."""
 
     def __init__(self) -> None:
-        self.maps = SteadyBlockMap(), walks.WalkedMap()
+        self.maps = BlockMap(), walks.WalkedMap()
         self.lives = dict.fromkeys(STORES, 1)
         self.seqs = dict.fromkeys(STORES, 0)
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.kvcache.announce import Announcement
+from kvmesh.kvcache.block_map import BlockMap
 from kvmesh.kvcache.keys import Keys
-from kvmesh.kvcache.steady_map import SteadyBlockMap
 from kvmesh.native import build, library
 from services.conductor.prefixes import pending, walks
 from services.conductor.prefixes.index import Index
@@ -47,9 +47,9 @@ def merged(runs: walks.Runs) -> walks.Runs:
 @given(held, st.integers(0, 4), st.integers(0, 70))
 def test_a_chain_is_walked_alike(some: list[tuple[int, int, int]], dropped: int, at_least: int) -> None:
     truth = truth_of(some, dropped)
-    assert merged(truth.prefix(KEYS, at_least)) == merged(SteadyBlockMap.prefix(truth, KEYS, at_least))
+    assert merged(truth.prefix(KEYS, at_least)) == merged(BlockMap.prefix(truth, KEYS, at_least))
     assert truth.prefix(Keys.of(KEYS), at_least) == truth.prefix(KEYS, at_least)
-    assert truth.prefix((), at_least) == SteadyBlockMap.prefix(truth, (), at_least)
+    assert truth.prefix((), at_least) == BlockMap.prefix(truth, (), at_least)
     for name in truth.stores():
         slot = truth.slot(name)
         assert slot is not None

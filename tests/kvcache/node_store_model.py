@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from kvmesh.errors import Overloaded
-from kvmesh.kvcache.node_store import StoreExhausted
+from kvmesh.kvcache.store_stats import StoreExhausted
 from tests.kvcache.node_store_reference import Holder, Pin, Reference
 from tests.kvcache.test_node_store import chain
 

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
 
 from kvmesh.kvcache.eviction import POLICIES
-from kvmesh.kvcache.node_store import NodeStore, StoreUsage
+from kvmesh.kvcache.node_store import NodeStore
+from kvmesh.kvcache.store_stats import StoreUsage
 from tests.kvcache.naive_order import NaiveOrder
 
 BLOCK_BYTES = 100
-TRIM_STEP = 3  # what `sealed_blocks.TRIM_STEP` is to be set to
+TRIM_STEP = 3  # what `node_store.TRIM_STEP` is to be set to
 
 
 @dataclass(eq=False)

@@ -1,4 +1,5 @@
-"""BlockMap: announcements in any order, answers equal to those of a dict of sets, memory as promised."""
+"""BlockMap: announcements in any order, answers equal to those of a dict of sets at every moment however little is
+swept, short steps, memory as promised."""
 
 from __future__ import annotations
 
@@ -9,9 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvmesh.kvcache import block_map
 from kvmesh.kvcache.announce import BATCH_KEYS, Announcement, Announcer, snapshot_parts
 from kvmesh.kvcache.block_map import MAX_GONE, BlockMap, Verdict
 from kvmesh.kvcache.node_store import NodeStore
+from tests.support.plain_block_map import PlainBlockMap
 
 KEYS = [bytes([i]) * 16 for i in range(12)]
 A, B, C = KEYS[:3]
@@ -89,7 +92,7 @@ def test_a_new_life_starts_from_nothing_and_the_old_one_is_over() -> None:
     blocks = BlockMap()
     blocks.apply(batch(1, A, life=5))
     assert blocks.apply(batch(0, life=6)) is Verdict.APPLIED
-    assert (len(blocks), blocks.incarnation("s"), blocks.slot("s")) == (0, 6, 0)
+    assert (len(blocks), blocks.incarnation("s"), blocks.store_of(blocks.slot("s") or 0)) == (0, 6, "s")
     assert blocks.apply(batch(1, A, life=5)) is Verdict.STALE
     assert blocks.apply(batch(7, A, life=7)) is Verdict.GAP
     assert blocks.apply(batch(1, A, life=6)) is Verdict.STALE
@@ -102,6 +105,7 @@ def test_a_dropped_store_is_forgotten_but_for_its_age() -> None:
     assert (blocks.holders(B), blocks.holders(A), blocks.slot("s"), blocks.stores()) == (["t"], [], None, ["t"])
     assert blocks.apply(batch(1, A, life=0)) is Verdict.STALE
     assert blocks.drop("nobody", 7) == blocks.drop("nobody") == 0
+    assert not blocks.sweep(2)
     assert blocks.apply(batch(1, C, store="new")) is Verdict.APPLIED
     assert blocks.slot("new") == 0  # the slot of s, without its keys
     assert blocks.keys_of("new") == [C]
@@ -117,6 +121,7 @@ def test_names_that_come_and_go_leave_little_behind() -> None:
     for i in range(MAX_GONE + 50):
         blocks.apply(batch(1, A, store=str(i)))
         blocks.drop(str(i), 1)
+        blocks.sweep(1)
     assert (len(blocks._gone), len(blocks._slots), len(blocks)) == (MAX_GONE, 1, 0)
 
 
@@ -243,6 +248,176 @@ def test_answers_equal_those_of_plain_sets(
     blocks.check_integrity()
 
 
+# ── every step is short ──────────────────────────────────────────────────────────────────────────────
+
+NAMES = ["a", "b", "c"]
+
+key_sets = st.lists(st.sampled_from(KEYS), max_size=6).map(tuple)
+announcements = st.builds(
+    Announcement,
+    store_id=st.sampled_from(NAMES),
+    incarnation=st.integers(1, 2),
+    seq=st.integers(0, 6),
+    sealed=key_sets,
+    removed=key_sets,
+    snapshot=st.just(False),
+) | st.builds(
+    Announcement,
+    store_id=st.sampled_from(NAMES),
+    incarnation=st.integers(1, 2),
+    seq=st.integers(0, 6),
+    sealed=key_sets,
+    snapshot=st.just(True),
+    part=st.integers(0, 2),
+    more=st.booleans(),
+)
+drops = st.tuples(st.sampled_from(NAMES), st.sampled_from([None, 1, 2]))
+sweeps = st.integers(0, 5)
+
+
+@settings(max_examples=300)
+@given(st.lists(announcements | drops | sweeps, max_size=40))
+def test_equals_plain_sets_after_every_step_however_little_is_swept(steps: list[object]) -> None:
+    plain, steady = PlainBlockMap(), BlockMap()
+    for step in steps:
+        match step:
+            case Announcement():
+                assert steady.apply(step) is plain.apply(step)
+            case (store_id, incarnation):
+                assert steady.drop(store_id, incarnation) == plain.drop(store_id, incarnation)
+            case int():
+                steady.sweep(step)
+        _same(plain, steady)
+    while steady.sweep(3):
+        pass
+    _same(plain, steady)
+    for store_id in NAMES:  # staged parts are the only hidden content left
+        plain.drop(store_id)
+        steady.drop(store_id)
+    while steady.sweep(100):
+        pass
+    assert steady.unswept == 0
+    assert len(steady) == len(plain.keys()) == 0
+    assert steady._masks == {}
+    steady.check_integrity()
+
+
+def _same(plain: PlainBlockMap, steady: BlockMap) -> None:
+    steady.check_integrity()
+    everyone = 0
+    assert sorted(steady.stores()) == sorted(plain.shown)
+    for name, store in plain.shown.items():
+        assert sorted(steady.keys_of(name)) == sorted(store.keys)
+        assert (steady.incarnation(name), steady.seq(name), steady.count(name)) == (
+            (store.incarnation, store.seq, len(store.keys))
+        )
+        slot = steady.slot(name)
+        assert slot is not None
+        everyone |= 1 << slot
+        assert set(steady.held(name, steady.log_of(name))) == store.keys
+    assert steady.replicas == sum(len(store.keys) for store in plain.shown.values())
+    assert len(steady) >= len(plain.keys())
+    for key in KEYS:
+        assert sorted(steady.holders(key)) == sorted(plain.holders(key))
+        assert steady.mask(key) & ~everyone == 0
+    leading = {steady.store_of(slot): n for slot, n in steady.match(KEYS, (1 << 64) - 1).items()}
+    for name, store in plain.shown.items():
+        held = next((n for n, key in enumerate(KEYS) if key not in store.keys), len(KEYS))
+        assert leading.pop(name, 0) == held
+    assert not leading
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.tuples(key_sets, key_sets, st.integers(0, 9)), min_size=5, max_size=40),
+    st.integers(0, 2),
+)
+def test_a_log_that_is_being_shortened_names_all_that_is_held(
+    steps: list[tuple[tuple[bytes, ...], tuple[bytes, ...], int]], at_a_time: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_map, "SHORTEN_KEYS", at_a_time)
+        patch.setattr(block_map, "_is_long", lambda store: True)
+        blocks, held = BlockMap(), set[bytes]()
+        for seq, (sealed, removed, kind) in enumerate(steps, 1):
+            if kind == 9:
+                held = set(sealed)
+                blocks.apply(Announcement("a", 1, seq, sealed, snapshot=True))
+            elif kind == 8:
+                blocks.sweep(2)
+                blocks.drop("a", 1)
+                held = set(sealed)
+                blocks.apply(Announcement("a", 1, seq, sealed, snapshot=True))
+            elif sealed or removed:
+                held = held - set(removed) | set(sealed)
+                assert blocks.apply(Announcement("a", 1, seq, sealed, removed)) is Verdict.APPLIED
+            else:
+                blocks.apply(Announcement("a", 1, seq, snapshot=True))
+                held = set()
+            assert set(blocks.held("a", blocks.log_of("a"))) == held == set(blocks.keys_of("a"))
+            blocks.check_integrity()
+        blocks.drop("a")
+        while blocks.sweep(3):
+            pass
+        assert (blocks._masks, blocks._shortening) == ({}, {})
+
+
+class Counted(dict[bytes, int]):
+    """Counts how often it is asked."""
+
+    asked = 0
+
+    def get(self, *args: object) -> int:
+        self.asked += 1
+        return super().get(*args)  # type: ignore[call-overload, no-any-return]
+
+
+def test_no_batch_costs_more_than_its_keys_and_yet_the_log_stays_short() -> None:
+    def key(i: int) -> bytes:
+        return i.to_bytes(16, "little")
+
+    blocks = BlockMap()
+    masks = blocks._masks = Counted()
+    held, batch, seq, most = 4_000, 50, 1000, 0
+    toggled = [key(10**9 + i) for i in range(10)]  # sealed again as soon as they are removed
+    for n in range(1, seq + 1):  # the same ones for ever
+        same = tuple(key(i % held) for i in range(n * batch, (n + 1) * batch))
+        blocks.apply(Announcement("a", 1, n, same, same))
+        assert len(blocks.log_of("a")) <= 16 * (4 * blocks.count("a") + 4_096)
+    blocks.apply(Announcement("a", 1, (seq := seq + 1), snapshot=True))
+    for i in range(0, 8 * held, batch):
+        before, seq = masks.asked, seq + 1
+        sealed = (*(key(n) for n in range(i, i + batch)), *toggled)
+        removed = (*(key(n - held) for n in range(i, i + batch) if n >= held), *toggled)
+        assert blocks.apply(Announcement("a", 1, seq, sealed, removed)) is Verdict.APPLIED
+        most = max(most, masks.asked - before)
+        assert len(blocks.log_of("a")) <= 16 * (4 * blocks.count("a") + 4_096)
+    assert most <= 10 * (batch + len(toggled))
+    assert set(blocks.keys_of("a")) == {*toggled, *(key(n) for n in range(7 * held, 8 * held))}
+    blocks.check_integrity()
+
+
+def test_what_is_dropped_vanishes_at_once_and_is_cleared_in_slices() -> None:
+    steady = BlockMap()
+    keys = [i.to_bytes(16, "big") for i in range(1000)]
+    for part in snapshot_parts("a", 1, 1, keys, 300):
+        verdict = steady.apply(part)
+    assert verdict is Verdict.APPLIED
+    assert steady.replicas == len(steady) == 1000
+    steady.drop("a")
+    assert steady.holders(keys[0]) == []
+    assert steady.replicas == len(steady) == 0
+    assert steady.unswept == 1000
+    assert steady.sweep(400)
+    assert steady.unswept == 600
+    assert steady.sweep(599)
+    assert not steady.sweep(1)
+    assert steady.unswept == 0
+    steady.check_integrity()
+    assert steady.apply(Announcement("b", 1, 1, (keys[3],))) is Verdict.APPLIED
+    assert steady.slot("b") == 0  # its slot is free again
+
+
 # ── memory ───────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -254,20 +429,20 @@ def test_memory_is_what_it_says(stores: int, replicas: int, limit: int) -> None:
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
-        block_map = BlockMap()
+        blocks_of = BlockMap()
         for _ in range(blocks // 100):
             packed = rng.randbytes(100 * 16)
             for store in rng.sample(range(stores), replicas):
                 seqs[store] += 1
                 keys = tuple(packed[at : at + 16] for at in range(0, len(packed), 16))
-                block_map.apply(Announcement(f"store-{store}", 1, seqs[store], keys))
+                blocks_of.apply(Announcement(f"store-{store}", 1, seqs[store], keys))
         del packed, keys
         taken = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
-    assert (len(block_map), block_map.replicas) == (blocks, replicas * blocks)
+    assert (len(blocks_of), blocks_of.replicas) == (blocks, replicas * blocks)
     shared = 1.0 if replicas > 1 else 0.0
-    assert 0.8 * taken < block_map.memory_bytes() < (1.2 + 0.4 * shared) * taken
+    assert 0.8 * taken < blocks_of.memory_bytes() < (1.2 + 0.4 * shared) * taken
     assert taken / blocks < limit
 
 

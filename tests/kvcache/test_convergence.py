@@ -15,8 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvmesh.kvcache.announce import Announcement, Announcer, snapshot_parts
 from kvmesh.kvcache.block_map import BlockMap, Verdict
 from kvmesh.kvcache.node_store import NodeStore
-from kvmesh.kvcache.steady_map import SteadyBlockMap
-from tests.kvcache.broken_maps import (
+from tests.support.broken_maps import (
     ForgetsChangesOfParts,
     IgnoresTheEmptyBatch,
     KeepsBitsOfTheDead,
@@ -182,8 +181,7 @@ class Mesh(RuleBasedStateMachine):
     @rule(n=st.integers(0, 5))
     def sweep(self, n: int) -> None:
         for block_map in (self.master, self.follower):
-            if isinstance(block_map, SteadyBlockMap):
-                block_map.sweep(n)
+            block_map.sweep(n)
 
     def heard(self, call: Call) -> Answer:
         said, life = call.said, self.master.incarnation(call.node.name)
@@ -263,12 +261,8 @@ class Mesh(RuleBasedStateMachine):
             self.deliver(0, again=False)
 
 
-@pytest.mark.parametrize("map_class", [BlockMap, SteadyBlockMap])
 @pytest.mark.slow
-def test_whatever_is_lost_the_map_is_right_and_catches_up(
-    map_class: type[BlockMap], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Mesh, "map_class", map_class)
+def test_whatever_is_lost_the_map_is_right_and_catches_up() -> None:
     run_state_machine_as_test(Mesh, settings=SETTINGS)
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from kvmesh.errors import ConfigError
 from kvmesh.kvcache.leases import LeaseBook
-from kvmesh.kvcache.node_store import Changes, NodeStore
+from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PageInvariantError, PoolExhausted
+from kvmesh.kvcache.store_stats import Changes
 
 
 def chain(path: str) -> list[bytes]:

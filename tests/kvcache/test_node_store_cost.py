@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from kvmesh.kvcache.node_store import NodeStore, StoreExhausted
+from kvmesh.kvcache.node_store import NodeStore
+from kvmesh.kvcache.store_stats import StoreExhausted
 from tests.kvcache.tracing import lines
 
 SIZES = (10_000, 100_000, 1_000_000)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from kvmesh.kvcache import sealed_blocks
+from kvmesh.kvcache import node_store
 from kvmesh.kvcache.eviction import POLICIES
 from kvmesh.kvcache.leases import Lease
 from kvmesh.kvcache.node_store import NodeStore
@@ -24,7 +24,7 @@ SETTINGS = settings(max_examples=150, stateful_step_count=50, deadline=None)
 
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sealed_blocks, "TRIM_STEP", TRIM_STEP)
+    monkeypatch.setattr(node_store, "TRIM_STEP", TRIM_STEP)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvmesh.errors import Overloaded
-from kvmesh.kvcache import sealed_blocks
-from kvmesh.kvcache.node_store import Changes, StoreExhausted, StoreUsage
+from kvmesh.kvcache import node_store
+from kvmesh.kvcache.store_stats import Changes, StoreExhausted, StoreUsage
 from tests.kvcache.test_node_store import chain, fill, full
 
 # ── pins ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -132,7 +132,7 @@ def test_an_exhausted_pool_says_whose_it_is() -> None:
 
 
 def test_one_seal_never_trims_more_than_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sealed_blocks, "TRIM_STEP", 3)
+    monkeypatch.setattr(node_store, "TRIM_STEP", 3)
     store = full(20, high_percent=90, low_percent=40)
     fill(store, "abcdefghijklmnopqr")
     assert store.stats.evicted == 0

@@ -9,7 +9,7 @@ import pytest
 
 from kvmesh.blockservice.partitions import OnePartition, Partition, unused
 from kvmesh.errors import InvalidRequest, Overloaded
-from kvmesh.kvcache.node_store import Changes
+from kvmesh.kvcache.store_stats import Changes
 from kvmesh.pool.partitions import MAX_LAYOUTS, PoolPartitions
 from kvmesh.pool.slabs import SlabPartition
 from tests.node.stores import keys_of

@@ -12,8 +12,8 @@ from kvmesh.blockservice.tiers import tiering
 from kvmesh.blockservice.tiers.brain import Contents, TierSource
 from kvmesh.blockservice.tiers.parts import TierSettings
 from kvmesh.errors import Unavailable
-from kvmesh.kvcache.node_store import Changes
 from kvmesh.kvcache.size_classes import BYTES
+from kvmesh.kvcache.store_stats import Changes
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.tier_sizes import largest_block, ssd_config

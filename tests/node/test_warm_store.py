@@ -13,7 +13,8 @@ import pytest
 import xxhash
 
 from kvmesh.blockservice.warm.store import Place, WarmStore
-from kvmesh.kvcache.node_store import NodeStore, StoreExhausted
+from kvmesh.kvcache.node_store import NodeStore
+from kvmesh.kvcache.store_stats import StoreExhausted
 from kvmesh.ranks.protocol import WarmRow
 from kvmesh.ranks.warm_table import BlockTable, Entry, SlotFile, SumTable
 

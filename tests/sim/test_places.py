@@ -7,7 +7,6 @@ import itertools
 import pytest
 
 from kvmesh.kvcache.node_store import NodeStore
-from kvmesh.kvcache.sealed_blocks import SealedBlocks
 from kvmesh.sim.report.records import Record
 from tests.sim.fleets import mesh, node, request, served
 
@@ -35,7 +34,7 @@ def test_to_touch_all_blocks_of_a_prompt_changes_nothing(eviction: str, monkeypa
     records, few = _run(eviction, monkeypatch)
     assert any(one.cached_tokens for one in records), "nothing is found: there is no order to get wrong"
     numbers = itertools.count()
-    monkeypatch.setattr(SealedBlocks, "evicted", property(lambda self: next(numbers)))  # as if something went each time
+    monkeypatch.setattr(NodeStore, "evicted", property(lambda self: next(numbers)))  # as if something went each time
     again, all_of_them = _run(eviction, monkeypatch)
     assert repr(again) == repr(records)
     assert sum(few) < sum(all_of_them)

@@ -8,7 +8,8 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 
-from kvmesh.kvcache.node_store import Changes, NodeStore
+from kvmesh.kvcache.node_store import NodeStore
+from kvmesh.kvcache.store_stats import Changes
 from kvmesh.tiers.ssd.sketch import FrequencySketch
 
 # A look at the cold blocks costs O(those above the threshold): at most so many, once for so large a part of them. What

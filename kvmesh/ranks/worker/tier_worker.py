@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from kvmesh import extras
 from kvmesh.errors import ConfigError, InvalidRequest, KvmeshError, Unavailable
 from kvmesh.kvcache.keys import split
-from kvmesh.kvcache.node_store import Changes
+from kvmesh.kvcache.store_stats import Changes
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.tier_sizes import ssd_config

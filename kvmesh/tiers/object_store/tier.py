@@ -25,7 +25,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 
 from kvmesh.errors import Unavailable
-from kvmesh.kvcache.node_store import Changes
+from kvmesh.kvcache.store_stats import Changes
 from kvmesh.tiers.calls import (
     Buffer,
     ChangeNotifier,

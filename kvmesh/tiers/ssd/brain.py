@@ -17,7 +17,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from kvmesh.kvcache.node_store import Changes
+from kvmesh.kvcache.store_stats import Changes
 from kvmesh.tiers.calls import NetChanges
 from kvmesh.tiers.ssd.format import PAGE, Entry, footer_bytes, record_bytes
 from kvmesh.tiers.ssd.plans import Closing, Demote, Drop, Limits, Place, Reinsert, Slot

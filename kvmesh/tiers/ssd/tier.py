@@ -23,7 +23,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from kvmesh.errors import ConfigError, Unavailable
-from kvmesh.kvcache.node_store import Changes
+from kvmesh.kvcache.store_stats import Changes
 from kvmesh.tiers.calls import Buffer, DemotionSink, checked_key, follow, payload, resolve, right_length, target
 from kvmesh.tiers.ssd.brain import Brain
 from kvmesh.tiers.ssd.config import SsdConfig

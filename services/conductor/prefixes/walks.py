@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import cast
 
-from kvmesh.kvcache.block_map import _KEY_SIZE, _int_size, _split
-from kvmesh.kvcache.keys import Keys
-from kvmesh.kvcache.steady_map import SteadyBlockMap
+from kvmesh.kvcache.block_map import KEY_OBJECT_BYTES, BlockMap, int_size
+from kvmesh.kvcache.keys import Keys, split
 from kvmesh.native import library, mask_table
 
 Masks = Mapping[bytes, int]
@@ -36,8 +35,8 @@ def functions() -> _Library | None:
     return None if lib is None else _Library(lib)
 
 
-class WalkedMap(SteadyBlockMap):
-    """As `SteadyBlockMap`, its keys in a table of native code where that is there."""
+class WalkedMap(BlockMap):
+    """As `BlockMap`, its keys in a table of native code where that is there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +46,7 @@ class WalkedMap(SteadyBlockMap):
             self._masks = cast(dict[bytes, int], self._table)  # for whoever asks key by key; changed below alone
 
     def prefix(self, keys: Sequence[bytes], at_least: int = 0) -> Runs:
-        """See `SteadyBlockMap`."""
+        """See `BlockMap`."""
         if self._table is None:
             return super().prefix(tuple(keys), at_least)
         flat, shown = self._table.chain(Keys.of(keys).packed, at_least), ~self._hidden
@@ -78,10 +77,10 @@ class WalkedMap(SteadyBlockMap):
         return self._table.lacking(Keys.of(keys).packed, 1 << slot)
 
     def memory_bytes(self) -> int:
-        """See `SteadyBlockMap`."""
+        """See `BlockMap`."""
         if self._table is None:
             return super().memory_bytes()
-        return super().memory_bytes() + self._table.memory_bytes - len(self._table) * _KEY_SIZE
+        return super().memory_bytes() + self._table.memory_bytes - len(self._table) * KEY_OBJECT_BYTES
 
     # ── inner ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -107,10 +106,10 @@ class WalkedMap(SteadyBlockMap):
         return gone
 
     def _held(self, packed: bytes | bytearray, bit: int) -> Iterable[bytes]:
-        return super()._held(packed, bit) if self._table is None else _split(self._table.held(bytes(packed), bit))
+        return super()._held(packed, bit) if self._table is None else split(self._table.held(bytes(packed), bit))
 
     def _tally(self, tally: mask_table.Tally) -> None:
-        self._mask_bytes += sum(keys * (_int_size(after) - _int_size(before)) for keys, before, after in tally if keys)
+        self._mask_bytes += sum(keys * (int_size(after) - int_size(before)) for keys, before, after in tally if keys)
 
 
 def of_marks(masks: Masks, marked: tuple[bytes, ...], ends: tuple[int, ...]) -> Runs:

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from kvmesh.kvcache.block_map import _Store
+from kvmesh.kvcache.block_map import BlockMap, StoreContent
 from kvmesh.kvcache.keys import KEY_BYTES, TAG_BYTES, split
-from kvmesh.kvcache.steady_map import SteadyBlockMap
 from kvmesh.kvcache.tiers import MARK
 
 # At most, by CPython's growth of dicts (to three times what they hold) and of bytearrays (by an eighth), and by how
@@ -46,8 +45,8 @@ class _Sweep:
     found: bytes = b""  # of what it has looked through, still to be taken out
 
 
-class MasterMap(SteadyBlockMap):
-    """`apply` and `drop` cost as in SteadyBlockMap, besides O(watched tags) when a store's content changes as a whole.
+class MasterMap(BlockMap):
+    """`apply` and `drop` cost as in BlockMap, besides O(watched tags) when a store's content changes as a whole.
 
     A slot keeps its content for life, whichever store shows it: counts by tag are kept by slot. `forgotten` hears what
     a sweep took out of a store. `mask`, `holders`, `held`, `page` and `sample` show nothing of what a sweep has yet to
@@ -141,7 +140,7 @@ class MasterMap(SteadyBlockMap):
         return bool(self._sweeps)
 
     def sweep(self, max_keys: int) -> bool:
-        """See SteadyBlockMap; what begins with a forgotten prefix, too."""
+        """See BlockMap; what begins with a forgotten prefix, too."""
         more = super().sweep(max_keys)
         if not more:
             self._sweep_prefixes(min(max_keys, STEP_KEYS))
@@ -207,7 +206,7 @@ class MasterMap(SteadyBlockMap):
         return ((store.store_id, store.bit) for store in self._stores.values())
 
     def memory_bytes(self) -> int:
-        """See SteadyBlockMap. Counts by tag included."""
+        """See BlockMap. Counts by tag included."""
         return super().memory_bytes() + TAG_ENTRY_BYTES * self._tag_entries
 
     def check_integrity(self) -> None:
@@ -243,7 +242,7 @@ class MasterMap(SteadyBlockMap):
     def _masked_at(self, slot: int) -> int:
         return sum(self._masked[slot].values()) if slot in self._masked else 0
 
-    def _mask(self, store: _Store, prefix: bytes) -> None:
+    def _mask(self, store: StoreContent, prefix: bytes) -> None:
         """Nothing that begins so is shown there any more."""
         tags, masked = self._tags.get(store.slot, {}), self._masked[store.slot]
         counted = not store.bit & self._hidden and MARK not in store.store_id
@@ -252,7 +251,7 @@ class MasterMap(SteadyBlockMap):
                 self._watched[tag] -= self._shown_at(store.slot, tag)
             masked[tag] = tags.get(tag, 0)
 
-    def _unmasked(self, store: _Store, tag: bytes, keys: int, packed: bytes) -> int:
+    def _unmasked(self, store: StoreContent, tag: bytes, keys: int, packed: bytes) -> int:
         """Of `keys` keys with this tag that have gone, all those of `packed`: how many were masked."""
         masked = self._masked.get(store.slot)
         if masked is None or not masked[tag]:
@@ -296,7 +295,7 @@ class MasterMap(SteadyBlockMap):
                 sweep.bits ^= bit
                 sweep.log = None
 
-    def _take_out(self, sweep: _Sweep, store: _Store, packed: bytes) -> None:
+    def _take_out(self, sweep: _Sweep, store: StoreContent, packed: bytes) -> None:
         masks, bit, spared = self._masks, store.bit, sweep.spared
         gone = [k for k in dict.fromkeys(split(packed)) if masks.get(k, 0) & bit and not spared.get(k, 0) & bit]
         self._taking = len(sweep.prefix) <= TAG_BYTES
@@ -306,14 +305,14 @@ class MasterMap(SteadyBlockMap):
         if gone and known:
             self.forgotten(store.store_id, gone)
 
-    def _add(self, store: _Store, keys: Iterable[bytes]) -> None:
+    def _add(self, store: StoreContent, keys: Iterable[bytes]) -> None:
         if self._sweeps:
             keys = list(keys)
             self._remove(store, [key for key in keys if self._swept(key) & store.bit])
             self._spare(store, keys)
         super()._add(store, keys)
 
-    def _spare(self, store: _Store, keys: Sequence[bytes]) -> None:
+    def _spare(self, store: StoreContent, keys: Sequence[bytes]) -> None:
         """From now on no sweep that is under way takes these out of that store, not even when its slot has got another
         content since."""
         for sweep in self._sweeps:
@@ -321,10 +320,10 @@ class MasterMap(SteadyBlockMap):
                 some = [key for key in keys if key.startswith(sweep.prefix)]
                 sweep.spared.update((key, sweep.spared.get(key, 0) | store.bit) for key in some)
 
-    def _may_have(self, store: _Store, prefix: bytes) -> bool:
+    def _may_have(self, store: StoreContent, prefix: bytes) -> bool:
         return len(prefix) < TAG_BYTES or prefix[:TAG_BYTES] in self._tags.get(store.slot, {})
 
-    def _changed(self, store: _Store, packed: bytes, sign: int) -> None:
+    def _changed(self, store: StoreContent, packed: bytes, sign: int) -> None:
         counts, shown = self._tags[store.slot], not store.bit & self._hidden and MARK not in store.store_id
         for tag, n in _tally(packed).items():
             before = counts.get(tag, 0)
@@ -338,7 +337,7 @@ class MasterMap(SteadyBlockMap):
             if shown and tag in self._watched:
                 self._watched[tag] += sign * n + masked
 
-    def _swap(self, shown: _Store, other: _Store) -> None:
+    def _swap(self, shown: StoreContent, other: StoreContent) -> None:
         for tag in self._watched if MARK not in shown.store_id else ():
             self._watched[tag] += self._shown_at(other.slot, tag) - self._shown_at(shown.slot, tag)
         super()._swap(shown, other)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvmesh.kvcache.node_store import Changes
+from kvmesh.kvcache.store_stats import Changes
 from kvmesh.tiers.ssd.brain import Brain
 from kvmesh.tiers.ssd.format import KEY_BYTES, PAGE, Entry, footer_bytes, record_bytes
 from kvmesh.tiers.ssd.plans import Demote, Drop, Limits, Reinsert

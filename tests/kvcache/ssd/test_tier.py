@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvmesh.errors import InvalidRequest
-from kvmesh.kvcache.node_store import Changes
+from kvmesh.kvcache.store_stats import Changes
 from kvmesh.tiers.ssd import SsdTier
 from kvmesh.tiers.ssd.format import PAGE
 from tests.kvcache.ssd.support import (

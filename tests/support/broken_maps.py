@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvmesh.kvcache.announce import Announcement, Announcer
-from kvmesh.kvcache.block_map import BlockMap, Verdict, _Store
+from kvmesh.kvcache.block_map import BlockMap, StoreContent, Verdict
 
 
 class SeesNoGap(BlockMap):
     """Any later batch is taken for the next one."""
 
-    def _batch(self, store: _Store, batch: Announcement, first: bool) -> Verdict:
+    def _batch(self, store: StoreContent, batch: Announcement, first: bool) -> Verdict:
         store.seq = max(store.seq, batch.seq - 1)
         return super()._batch(store, batch, first)
 
@@ -19,7 +19,7 @@ class SeesNoGap(BlockMap):
 class TakesEverySnapshot(BlockMap):
     """A snapshot is taken for the newest word whenever it comes."""
 
-    def _snapshot(self, store: _Store, part: Announcement) -> Verdict:
+    def _snapshot(self, store: StoreContent, part: Announcement) -> Verdict:
         store.seq = min(store.seq, part.seq - 1)
         return super()._snapshot(store, part)
 
@@ -27,7 +27,7 @@ class TakesEverySnapshot(BlockMap):
 class ShowsParts(BlockMap):
     """A snapshot replaces what was known with its first part."""
 
-    def _stage(self, store: _Store, keys: Iterable[bytes]) -> None:
+    def _stage(self, store: StoreContent, keys: Iterable[bytes]) -> None:
         keys = tuple(keys)
         super()._stage(store, keys)
         self._replace(store, keys)
@@ -36,7 +36,7 @@ class ShowsParts(BlockMap):
 class MixesParts(BlockMap):
     """Parts are gathered whichever snapshot they are of."""
 
-    def _snapshot(self, store: _Store, part: Announcement) -> Verdict:
+    def _snapshot(self, store: StoreContent, part: Announcement) -> Verdict:
         if store.staged_parts:
             store.staged_seq = max(part.seq, store.staged_seq)
         return super()._snapshot(store, part)
@@ -55,7 +55,7 @@ class KeepsOldLives(BlockMap):
 class IgnoresTheEmptyBatch(BlockMap):
     """A lost tail is never noticed."""
 
-    def _batch(self, store: _Store, batch: Announcement, first: bool) -> Verdict:
+    def _batch(self, store: StoreContent, batch: Announcement, first: bool) -> Verdict:
         verdict = super()._batch(store, batch, first)
         return verdict if batch.sealed or batch.removed or verdict is Verdict.APPLIED else Verdict.DUPLICATE
 
