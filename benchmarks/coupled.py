@@ -37,7 +37,7 @@ from kvmesh.cli.load import target
 from kvmesh.cli.load.load import Generator, Job, Outcome
 from kvmesh.cli.load.report import Slo, summarise
 from kvmesh.sim.workloads.trace import Made, TokenMaker
-from tests.mesh.harness import Running
+from tests.support.mesh.harness import Running
 
 TIMEOUT_S = 300.0
 Told = dict[str, Any]

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from kvmesh.sim.workloads import trace
-from tests.checkpoints import make_checkpoint
-from tests.mesh.harness import Running, running_mesh
+from tests.support.checkpoints import make_checkpoint
+from tests.support.mesh.harness import Running, running_mesh
 
 ROOT = Path(__file__).resolve().parents[1]
 TRACE = ROOT / "examples" / "traces" / "conversation-400.jsonl"

@@ -29,8 +29,8 @@ from kvmesh.cli.up.mesh import Mesh
 from kvmesh.cli.up.settings import MeshSettings
 from kvmesh.rpc.channels import connect
 from kvmesh.rpc.pb import conductor_pb2, conductor_pb2_grpc
-from tests.mesh.client import gateway_status, until
-from tests.mesh.harness import Running
+from tests.support.mesh.client import gateway_status, until
+from tests.support.mesh.harness import Running
 
 POOLS = ("prefill", "decode")
 READY_S = 120.0

@@ -19,7 +19,7 @@ from kvmesh.cli.load.load import Outcome
 from kvmesh.kvcache.keys import Namespace, chain, pack_tokens, split
 from kvmesh.sim.workloads import trace
 from kvmesh.sim.workloads.workload import SimRequest
-from tests.mesh.harness import Running, running_mesh
+from tests.support.mesh.harness import Running, running_mesh
 
 BLOCK_TOKENS = 16
 PAGES = 4096  # and extents, of each instance

@@ -31,10 +31,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import progress
-from tests.checkpoints import make_checkpoint
-from tests.mesh.client import Answer
-from tests.mesh.direct import Direct
-from tests.mesh.harness import running_mesh
+from tests.support.checkpoints import make_checkpoint
+from tests.support.mesh.client import Answer
+from tests.support.mesh.direct import Direct
+from tests.support.mesh.harness import running_mesh
 
 VOCAB = 512
 LAYERS, HIDDEN, KV_HEADS, HEAD_DIM, ITEM = 12, 512, 8, 64, 4

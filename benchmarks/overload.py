@@ -48,7 +48,7 @@ from benchmarks.overload_load import Run, Shape, Workload, offer, told
 from benchmarks.overload_show import show, show_retries
 from kvmesh.cli.load import target
 from kvmesh.cli.load.report import Slo, percentile, tbt_s
-from tests.mesh.harness import Running, running_mesh
+from tests.support.mesh.harness import Running, running_mesh
 
 CONTEXT = 2048
 MODES = ("predicted", "early", "baseline", "off")

@@ -16,7 +16,7 @@ import psutil
 from benchmarks.overload_client import CUT, Ask, Clients, Seen
 from kvmesh.cli.load.report import Slo, percentile
 from kvmesh.sim.workloads.trace import TokenMaker
-from tests.mesh.harness import Running
+from tests.support.mesh.harness import Running
 
 CUT_S = 20.0  # after its first token a request is given up
 COMPUTED = "kvmesh_prefill_computed_tokens_total"

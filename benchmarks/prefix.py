@@ -26,10 +26,10 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import progress
-from tests.checkpoints import make_checkpoint
-from tests.mesh.client import Answer
-from tests.mesh.direct import Direct
-from tests.mesh.harness import Running, running_mesh
+from tests.support.checkpoints import make_checkpoint
+from tests.support.mesh.client import Answer
+from tests.support.mesh.direct import Direct
+from tests.support.mesh.harness import Running, running_mesh
 
 VOCAB = 512
 BLOCK = 64

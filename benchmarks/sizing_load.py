@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from kvmesh.rpc.channels import connect
 from kvmesh.rpc.pb import gateway_pb2, gateway_pb2_grpc
-from tests.mesh.client import packed
+from tests.support.mesh.client import packed
 
 ANSWER_S = 120.0
 LOWEST_ID = 20  # ids below are special

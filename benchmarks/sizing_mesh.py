@@ -18,7 +18,7 @@ from benchmarks.sizing_solve import Window
 from kvmesh.cli.up import plan
 from kvmesh.cli.up.mesh import Mesh
 from kvmesh.cli.up.settings import MeshSettings
-from tests.mesh.client import gateway_status, until
+from tests.support.mesh.client import gateway_status, until
 
 READY_S = 180.0
 HTTP_S = 10.0

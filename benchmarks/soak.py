@@ -35,8 +35,8 @@ import psutil
 from benchmarks import progress
 from benchmarks.equal_cores import COUPLED, PAIR, TRACE, VOCAB, block_of, equal_meshes, make_model, slice_of
 from kvmesh.sim.workloads.trace import TokenMaker
-from tests.mesh.client import Answer
-from tests.mesh.harness import Running
+from tests.support.mesh.client import Answer
+from tests.support.mesh.harness import Running
 
 SAMPLE_S = 1.0
 ANSWER_S = 60.0  # much more than any answer takes

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import progress
-from tests.checkpoints import make_checkpoint
-from tests.mesh.client import until
-from tests.mesh.direct import node_store
-from tests.mesh.harness import Running, running_mesh
+from tests.support.checkpoints import make_checkpoint
+from tests.support.mesh.client import until
+from tests.support.mesh.direct import node_store
+from tests.support.mesh.harness import Running, running_mesh
 
 VOCAB, BLOCK = 512, 64
 PREFILL = "prefill-0"

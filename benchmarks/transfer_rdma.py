@@ -121,7 +121,7 @@ def here(quick: bool, rounds: int, near: str, far: str) -> dict[str, Any]:
 
 def in_guest(quick: bool, rounds: int) -> dict[str, Any]:
     """The same within the guest. PeerMissing says why there is none."""
-    from tests.rdma.guest import GuestUnavailable, run_in_guest
+    from tests.support.rdma.guest import GuestUnavailable, run_in_guest
 
     words = [sys.executable, "-m", "benchmarks.transfer_rdma", "--rounds", str(rounds)]
     with tempfile.TemporaryDirectory() as folder:

@@ -211,7 +211,7 @@ def arguments() -> argparse.Namespace:
         "those of the checkpoint in the repository. To try a change without touching that one:\n"
         "  python -m scripts.train_demo --out /tmp/demo --steps 300\n"
         "Then measure recall, also with one KV block damaged:\n"
-        "  python -m pytest tests/demo",
+        "  python -m pytest tests/test_demo_model.py",
     )
     parser.add_argument("--out", type=Path, default=Path("examples/demo-model"), help="folder to write")
     parser.add_argument("--seed", type=int, default=7, help="seed of text, tokenizer and weights (7)")

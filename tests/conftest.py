@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -25,6 +26,16 @@ hypothesis.settings.load_profile("kvmesh")
 
 QUICK_PART = 10  # of a property's examples ...
 FEWEST = 5  # ... but at least so many
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model of the qwen3 family, with random weights."""
+    from tests.support.checkpoints import make_checkpoint  # torch: seconds that most runs need not spend
+
+    path = tmp_path_factory.mktemp("ckpt") / "qwen3"
+    make_checkpoint(path, family="qwen3")
+    return path
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

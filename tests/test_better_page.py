@@ -15,8 +15,8 @@ from benchmarks.better_runs import Inputs, Row, Runs, Task, kept, requests_of
 from benchmarks.better_tables import TUNED_AT, TUNING_SEED, mean, tables
 from benchmarks.paper_setup import PARAMETERS, read
 from kvmesh.errors import ConfigError
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parents[1]
 PAGE, ROWS = ROOT / "docs" / "better.md", ROOT / "benchmarks" / "results" / "better.json"
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from benchmarks.conductor_page import filled
 from kvmesh.errors import ConfigError
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parents[1]
 PAGE, FILE = ROOT / "docs" / "conductor-speed.md", ROOT / "benchmarks" / "results" / "conductor.json"
 
 

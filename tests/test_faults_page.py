@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-from tests.compose.faults import FAULTS
+from tests.support.compose.faults import FAULTS
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parents[1]
 CONTAINERS = "\n## A mesh in containers"
 KEYS = "\n## A mesh with TLS and keys"
 NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")

@@ -30,7 +30,7 @@ from services.conductor.settings import Settings
 from services.conductor.state import ConductorState
 from services.store import domain as store
 from services.store.state import MasterState
-from tests.conductor.brain import IDLE, card
+from tests.support.conductor.brain import IDLE, card
 
 BEAT, LEASE = 0.2, 1.5
 

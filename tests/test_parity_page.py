@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from kvmesh.engine import models
+from tests.support.paths import ROOT
 
-PAGE = Path(__file__).parents[1] / "docs" / "parity.md"
+PAGE = ROOT / "docs" / "parity.md"
 SITUATIONS = 9
 
 

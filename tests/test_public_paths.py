@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import re
-from pathlib import Path
 
-PAGE = Path(__file__).parent.parent / "docs" / "imports.md"
+from tests.support.paths import ROOT
+
+PAGE = ROOT / "docs" / "imports.md"
 ROW = re.compile(r"^\| `([\w.]+)` \| (.*) \|$", re.MULTILINE)
 
 

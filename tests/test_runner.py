@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from scripts import run_tests
+from tests.support.paths import ROOT
 
 ONCE = """
 import subprocess
 import sys
 from pathlib import Path
+from tests.support.paths import ROOT
 
 def test_fails_once():
     mark = Path(__file__).with_name("been here")
@@ -71,8 +73,17 @@ def test_many_failures_are_not_tried_again() -> None:
 
 def collected(speed: str) -> set[str]:
     """Tests of a few folders, with all three kinds among them: plain, slow, properties."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *speed.split(), "tests/prefill", "tests/leader"]
-    ran = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=60, check=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-q",
+        *speed.split(),
+        "tests/prefill",
+        "tests/test_leader.py",
+    ]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     return {line for line in ran.stdout.splitlines() if "::" in line}
 
 
@@ -93,7 +104,7 @@ def test_quick_tries_fewer_examples(tmp_path: Path) -> None:
     )
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "--quick", f"--rootdir={tmp_path}", "-c"]
-    root = Path(__file__).parents[1]
+    root = ROOT
     where = {"cwd": root, "capture_output": True, "timeout": 60, "check": True}
     subprocess.run([*command, str(tmp_path / "pytest.ini"), str(tmp_path)], **where)  # type: ignore[call-overload]
     assert len((tmp_path / "count").read_text()) == 20

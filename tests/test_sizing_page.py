@@ -13,8 +13,8 @@ from benchmarks.sizing_page import CONDUCTOR, LARGE, SETUPS, UNPACED, WORK, fill
 from benchmarks.sizing_paper import at, engines, saturates
 from benchmarks.sizing_solve import Cost
 from kvmesh.errors import ConfigError
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parents[1]
 PAGE, FILE = ROOT / "docs" / "sizing.md", ROOT / "benchmarks" / "results" / "sizing.json"
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# build.sh [--no-compile] - make what tests/rdma/guest.py boots, under ${RDMA_GUEST_CACHE:-~/.cache/kvmesh/rdma-guest}:
+# build.sh [--no-compile] - make what tests/support/rdma/guest.py boots, under ${RDMA_GUEST_CACHE:-~/.cache/kvmesh/rdma-guest}:
 #
 #   linux       a User-Mode-Linux kernel with Soft-RoCE: taken from linux-uml.xz (and linux-uml.sha256) in $RDMA_GUEST_PREBUILT
 #               (default ../shared/rdma beside the repository) where that is, else compiled (kernel.sh; minutes; not with --no-compile)

@@ -21,9 +21,9 @@ from kvmesh.rpc.status import from_rpc_error
 from kvmesh.rpc.terms import MAX_TERM
 from services.store import main
 from services.store.config import StoreConfig
-from tests.redis_server import RedisServer, needs_redis, redis_server
-from tests.services import Running, running, until
-from tests.store.mesh import TIMEOUT, joining
+from tests.support.redis_server import RedisServer, needs_redis, redis_server
+from tests.support.services import Running, running, until
+from tests.support.store.mesh import TIMEOUT, joining
 
 HUGE = MAX_TERM
 LEASE_MS = 300

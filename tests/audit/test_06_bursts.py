@@ -20,9 +20,9 @@ from services.gateway.concurrency import AnswerRoom, PlacementRoom
 from services.store.domain import Beat, Join, Tick
 from services.store.domain import CaughtUp as StoreCaughtUp
 from services.store.state import MasterState
-from tests.conductor.brain import Brain
 from tests.conductor.test_service import Mesh, beat, meshed, scheduling
 from tests.store.test_state import member
+from tests.support.conductor.brain import Brain
 
 SCHEDULES = 400
 

@@ -10,9 +10,9 @@ import pytest
 
 from kvmesh.storeclient import StoreClient
 from tests.audit.sleepers.process import Slept, sleeper
-from tests.kvcache.client.stores import MIB, stores, values
-from tests.node.stores import bench, keys_of, node, until
-from tests.services import until as until_true
+from tests.support.nodes import bench, keys_of, node, until
+from tests.support.services import until as until_true
+from tests.support.store_clients import MIB, stores, values
 
 pytestmark = pytest.mark.slow
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_secrets import mode
-from tests.redis_server import needs_redis, redis_server
+from tests.cli.up.test_secrets import mode
+from tests.support.redis_server import needs_redis, redis_server
 
 SECRET = "hunter2-s3cret"
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.chaos.conftest import Chaos
 from tests.chaos.storm import storm
-from tests.redis_server import needs_redis
+from tests.support.redis_server import needs_redis
 
 STORM_S = 30.0
 LONG_STORM_S = 60.0

@@ -20,9 +20,9 @@ from kvmesh.errors import Unavailable, UnknownInstance
 from kvmesh.rpc.pb import conductor_pb2 as pb
 from kvmesh.rpc.pb import store_pb2, store_pb2_grpc
 from kvmesh.rpc.status import abort
-from tests.conductor.test_leadership import conductor, config
+from tests.conductor.peers.test_leadership import conductor, config
 from tests.conductor.test_service import beat
-from tests.store.mesh import joining
+from tests.support.store.mesh import joining
 
 
 def watching(*looks: DrainLook, timeout_s: float = 60.0) -> tuple[str, list[str]]:

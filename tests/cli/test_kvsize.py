@@ -10,9 +10,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvmesh.cli.app import app
+from tests.support.paths import ROOT
 
 Invoke = Callable[..., Result]
-DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
+DEMO = ROOT / "examples" / "demo-model"
 
 
 @pytest.fixture

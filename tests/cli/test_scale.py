@@ -18,9 +18,9 @@ from kvmesh.errors import Unavailable
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, conductor_pb2_grpc
 from services.conductor.main import ConductorService
 from services.conductor.servicer import ConductorServicer
-from tests.conductor.test_leadership import conductor, config
-from tests.redis_server import needs_redis, redis_server
-from tests.services import until
+from tests.conductor.peers.test_leadership import conductor, config
+from tests.support.redis_server import needs_redis, redis_server
+from tests.support.services import until
 
 HINTS = [
     conductor_pb2.ScaleHint(

@@ -18,7 +18,7 @@ from kvmesh.cli.store import top as store_top
 from kvmesh.cli.store.bench import parsed
 from kvmesh.errors import ConfigError
 from kvmesh.kvcache.keys import tenant_tag
-from tests.kvcache.client.threads import in_thread
+from tests.support.threads import in_thread
 
 Invoke = Callable[..., Result]
 

@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tests.compose.containers import Containers, Refused, until
-from tests.compose.faults import FAULTS, Fault
-from tests.compose.load import BROKEN, HUNG, WRONG, Load, Question, ask
+from tests.support.compose.containers import Containers, Refused, until
+from tests.support.compose.faults import FAULTS, Fault
+from tests.support.compose.load import BROKEN, HUNG, WRONG, Load, Question, ask
 
 pytestmark = [
     pytest.mark.skipif(

@@ -18,8 +18,18 @@ from kvmesh.cli.serve import SERVICES, config_class, known_keys
 from kvmesh.config import load
 from kvmesh.telemetry import names
 from services.conductor.domain import Role
-from tests.compose import chart, programs
-from tests.compose.chart import CHART, Helm, Manifest, component, environment, main_container, named, of_kind, workloads
+from tests.support.compose import chart, programs
+from tests.support.compose.chart import (
+    CHART,
+    Helm,
+    Manifest,
+    component,
+    environment,
+    main_container,
+    named,
+    of_kind,
+    workloads,
+)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)

@@ -17,9 +17,9 @@ import yaml
 
 from kvmesh.cli.serve import SERVICES
 from kvmesh.telemetry import names
-from tests.compose import programs, promql
+from tests.support.compose import programs, promql
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "compose"
 OBSERVABILITY = COMPOSE / "observability"
 DASHBOARDS = sorted((OBSERVABILITY / "grafana" / "dashboards").glob("*.json"))

@@ -10,7 +10,6 @@ from kvmesh.rpc import channels
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, store_pb2
 from services.store import main as store_main
 from services.store.config import StoreConfig
-from tests import hostile
 from tests.conductor.test_service import (
     CARD,
     TIMEOUT,
@@ -22,7 +21,8 @@ from tests.conductor.test_service import (
     registering,
     scheduling,
 )
-from tests.services import running, until
+from tests.support import hostile
+from tests.support.services import running, until
 
 KEYS = b"".join(i.to_bytes(16, "big") for i in range(1, 61))
 PROMPT = 60 * 16 + 5

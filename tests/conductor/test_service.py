@@ -28,7 +28,7 @@ from services.conductor import main
 from services.conductor.config import ConductorConfig
 from services.store import main as store_main
 from services.store.config import StoreConfig
-from tests.services import Running, running, until
+from tests.support.services import Running, running, until
 
 TIMEOUT = 10.0
 CARD = common_pb2.ModelCard(

@@ -18,7 +18,7 @@ from services.coupled import coupling
 from services.coupled.coupling import Coupling
 from services.prefill import events as ev
 from services.prefill.handoff_table import HandoffTable
-from tests.coupled.world import MIXED, World
+from tests.support.coupled.world import MIXED, World
 
 EXAMPLES = int(os.environ.get("KVMESH_EXAMPLES", "60"))
 SETTINGS = settings(

@@ -19,7 +19,7 @@ from kvmesh.ranks import protocol as m
 from services.decode import events as e
 from services.decode import handoff, rank_commands, scheduler, sealing, state
 from services.decode import inputs as i
-from tests.decode.world import World
+from tests.support.decode.world import World
 
 EXAMPLES = int(os.environ.get("KVMESH_EXAMPLES", "60"))
 SETTINGS = settings(

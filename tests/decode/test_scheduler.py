@@ -10,7 +10,7 @@ from kvmesh.errors import Unavailable
 from services.decode import events as e
 from services.decode import inputs as i
 from services.decode.events import Phase
-from tests.decode.world import World
+from tests.support.decode.world import World
 
 
 def run_dry(world: World, turns: int = 5_000) -> None:

@@ -12,10 +12,10 @@ import pytest_asyncio
 
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.status import from_rpc_error
-from tests.checkpoints import prompts
-from tests.decode.bench import Bench, Gateway, bench
-from tests.reference import assert_matches_reference
-from tests.services import until
+from tests.support.checkpoints import prompts
+from tests.support.decode.bench import Bench, Gateway, bench
+from tests.support.reference import assert_matches_reference
+from tests.support.services import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 PROMPT = [(7 * i * i + 3 * i) % 90 + 5 for i in range(37)]

@@ -17,11 +17,11 @@ from kvmesh.errors import InternalError
 from kvmesh.rpc.pb import common_pb2 as pb
 from services.decode import main
 from services.decode.config import DecodeConfig
-from tests.checkpoints import prompts
-from tests.decode.bench import Bench, ScriptedPrefill, bench
-from tests.node.driver import BLOCK, rank
-from tests.reference import assert_matches_reference
-from tests.services import Running, until
+from tests.support.checkpoints import prompts
+from tests.support.decode.bench import Bench, ScriptedPrefill, bench
+from tests.support.rank_driver import BLOCK, rank
+from tests.support.reference import assert_matches_reference
+from tests.support.services import Running, until
 
 pytestmark = pytest.mark.timeout(240)
 PROMPT = [(7 * i * i + 3 * i) % 90 + 5 for i in range(37)]

@@ -10,9 +10,9 @@ import pytest
 import pytest_asyncio
 
 from kvmesh.rpc.pb import common_pb2 as pb
-from tests.decode.bench import Answer, Bench, Gateway, bench
-from tests.node.driver import BLOCK
-from tests.reference import assert_matches_reference
+from tests.support.decode.bench import Answer, Bench, Gateway, bench
+from tests.support.rank_driver import BLOCK
+from tests.support.reference import assert_matches_reference
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 

@@ -1,7 +1,7 @@
 """The handoff's interleavings as stories: tests/transcripts/handoff/*.txt says what happens and why.
 
-A change of behaviour shows as a diff of these files: KVMESH_REWRITE=1 (or `python -m tests.decode.story`) rewrites
-them."""
+A change of behaviour shows as a diff of these files: KVMESH_REWRITE=1 (or `python -m tests.support.decode.story`)
+rewrites them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.decode import story
+from tests.support.decode import story
 
 STORIES = sorted(story.FOLDER.glob("*.txt"))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoints import FAMILY_ZOO, ZOO, make_checkpoint
+from tests.support.checkpoints import FAMILY_ZOO, ZOO, make_checkpoint
 
 
 @pytest.fixture(scope="session", autouse=True)

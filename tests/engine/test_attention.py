@@ -15,7 +15,7 @@ from kvmesh.engine.attention_torch import TorchAttention
 from kvmesh.engine.config import AttentionSpec
 from kvmesh.engine.cpu import native
 from kvmesh.errors import InternalError
-from tests.engine.attention_oracle import Bench, Chunk, Shape, shifted
+from tests.support.engine.attention_oracle import Bench, Chunk, Shape, shifted
 
 needs_native = pytest.mark.skipif(
     not native.loaded(), reason="the CPU operators are not built: python -m kvmesh.engine.cpu.build"

@@ -19,8 +19,8 @@ from kvmesh.engine.checkpoint import open_checkpoint, read_header
 from kvmesh.engine.weights import Weights
 from kvmesh.errors import CheckpointError
 from kvmesh.testing.local_engine import GenerateParams, LocalEngine
-from tests.checkpoints import make_checkpoint
-from tests.reference import assert_matches_reference
+from tests.support.checkpoints import make_checkpoint
+from tests.support.reference import assert_matches_reference
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 INDEX = "model.safetensors.index.json"

@@ -15,8 +15,8 @@ from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.rope import RotaryEmbedding, inverse_frequencies, rotate
 from kvmesh.errors import CheckpointError
-from tests.checkpoints import FAMILY_ZOO, make_checkpoint
-from tests.engine.stepper import Stepper
+from tests.support.checkpoints import FAMILY_ZOO, make_checkpoint
+from tests.support.engine.stepper import Stepper
 
 SMALL: dict[str, Any] = {
     "vocab_size": 300,

@@ -17,7 +17,7 @@ from kvmesh.engine.cpu import native
 from kvmesh.engine.matrix import DenseMatrix, PackedMatrix
 from kvmesh.engine.rope import RotaryEmbedding
 from kvmesh.engine.runner import Runner, pages_over, shard_layout
-from tests.checkpoints import make_checkpoint
+from tests.support.checkpoints import make_checkpoint
 
 REASON = native.why_not()
 needs_native = pytest.mark.skipif(bool(REASON), reason=f"no C++ operators: {REASON}")

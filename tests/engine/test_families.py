@@ -18,9 +18,9 @@ from kvmesh.engine.batch import DecodeBatch
 from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.runner import DecodeInput, PrefillInput, SampleParams
 from kvmesh.testing.local_engine import GenerateParams, LocalEngine
-from tests.checkpoints import FAMILY_ZOO, make_checkpoint, prompts
-from tests.engine.stepper import NAN_BYTE, Stepper
-from tests.reference import assert_as_close_as_reference, assert_matches_reference
+from tests.support.checkpoints import FAMILY_ZOO, make_checkpoint, prompts
+from tests.support.engine.stepper import NAN_BYTE, Stepper
+from tests.support.reference import assert_as_close_as_reference, assert_matches_reference
 
 Zoo = Callable[[str], Path]
 EACH = pytest.mark.parametrize("name", FAMILY_ZOO)

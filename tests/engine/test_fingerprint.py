@@ -23,7 +23,7 @@ from kvmesh.engine import fingerprint as fp
 from kvmesh.engine.checkpoint import Checkpoint, open_checkpoint
 from kvmesh.engine.fingerprint import LOCK, RECORD, Fingerprint
 from kvmesh.errors import CheckpointError
-from tests.checkpoints import make_checkpoint
+from tests.support.checkpoints import make_checkpoint
 
 EMBED = "model.embed_tokens.weight"
 

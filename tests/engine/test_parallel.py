@@ -17,9 +17,9 @@ from kvmesh.engine.parallel import Cut, Group, ProcessGroup, RanksLost, check_sh
 from kvmesh.engine.runner import DecodeInput, PrefillInput, SampleParams, shard_layout
 from kvmesh.engine.weights import Weights
 from kvmesh.errors import ConfigError
-from tests.checkpoints import FAMILY_ZOO, make_checkpoint
-from tests.engine.stepper import Stepper
-from tests.reference import Forced, assert_as_close_as_reference, assert_matches_reference
+from tests.support.checkpoints import FAMILY_ZOO, make_checkpoint
+from tests.support.engine.stepper import Stepper
+from tests.support.reference import Forced, assert_as_close_as_reference, assert_matches_reference
 
 TOKENS = 12
 PROMPTS = [[(7 * i * i + 5 * i) % 250 + 3 for i in range(n)] for n in (37, 5)]

@@ -11,9 +11,9 @@ import torch
 
 from kvmesh.engine.runner import DecodeInput, PrefillInput, SampleParams
 from kvmesh.testing.local_engine import GenerateParams, LocalEngine
-from tests.checkpoints import ZOO, prompts
-from tests.engine.stepper import Stepper
-from tests.reference import assert_matches_reference, reference_greedy, reference_logits
+from tests.support.checkpoints import ZOO, prompts
+from tests.support.engine.stepper import Stepper
+from tests.support.reference import assert_matches_reference, reference_greedy, reference_logits
 
 Zoo = Callable[[str], Path]
 EACH = pytest.mark.parametrize("name", ZOO)

@@ -13,9 +13,9 @@ from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams, pages_over, shard_layout
 from kvmesh.errors import ConfigError, ContextTooLong, InternalError, InvalidRequest, NonFiniteLogits
 from kvmesh.testing.local_engine import GenerateParams, LocalEngine
-from tests.checkpoints import SPECIALS, prompts
-from tests.engine.stepper import Stepper
-from tests.reference import assert_matches_reference
+from tests.support.checkpoints import SPECIALS, prompts
+from tests.support.engine.stepper import Stepper
+from tests.support.reference import assert_matches_reference
 
 Zoo = Callable[[str], Path]
 

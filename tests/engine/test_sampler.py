@@ -18,7 +18,7 @@ from kvmesh.engine.sampling import filters
 from kvmesh.engine.sampling.noise import Noise, uniform
 from kvmesh.errors import NonFiniteLogits
 from kvmesh.testing.local_engine import GenerateParams, LocalEngine
-from tests.engine import oracle
+from tests.support.engine import oracle
 
 
 def sample(logits: torch.Tensor, params: Sequence[SampleParams]) -> list[SampledToken]:

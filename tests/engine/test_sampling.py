@@ -21,8 +21,8 @@ from kvmesh.engine.sampling import adjust, filters
 from kvmesh.engine.sampling.history import History
 from kvmesh.errors import InternalError, NonFiniteLogits
 from kvmesh.testing.local_engine import GenerateParams, LocalEngine
-from tests.engine import oracle
-from tests.engine.stepper import Stepper
+from tests.support.engine import oracle
+from tests.support.engine.stepper import Stepper
 
 VOCAB = 61
 NEEDS_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))

@@ -17,12 +17,12 @@ from kvmesh.transfer import EngineConfig, TransferState
 from kvmesh.transfer.transports import wire
 from kvmesh.transfer.transports.shm.path import raw_address
 from tests.fuzz.conftest import Noise
-from tests.hostile import mangled
-from tests.rpc.door.desk import LIFE, opened, serving
-from tests.services import until as eventually
+from tests.support.fastpath_service import LIFE, opened, serving
+from tests.support.hostile import mangled
+from tests.support.services import until as eventually
+from tests.support.transfer.peer import Actor
+from tests.support.transfer.raw import greeting
 from tests.transfer.conftest import Nest, nest, until  # noqa: F401  a fixture
-from tests.transfer.peer import Actor
-from tests.transfer.raw import greeting
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

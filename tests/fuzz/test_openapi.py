@@ -14,13 +14,14 @@ import pytest
 import pytest_asyncio
 
 from tests.fuzz.conftest import Noise
-from tests.mesh.harness import Running, running_mesh
+from tests.support.mesh.harness import Running, running_mesh
+from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 
 CASES = 1000
 LIMIT_S = 400
-DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo-model"
+DEMO = ROOT / "examples" / "demo-model"
 # The schema cannot say that some fields go only with others (top_logprobs with logprobs), nor count tokens: such
 # requests are refused though they fit it. Everything else that schemathesis can check is checked.
 NOT_CHECKED = "positive_data_acceptance"

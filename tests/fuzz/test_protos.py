@@ -23,10 +23,11 @@ from kvmesh.rpc.pb import (
     prefill_pb2,
     store_pb2,
 )
-from tests import hostile
 from tests.fuzz.conftest import Noise
-from tests.fuzz.messages import noisy
-from tests.mesh.harness import Running, running_mesh
+from tests.support import hostile
+from tests.support.mesh.harness import Running, running_mesh
+from tests.support.messages import noisy
+from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 
@@ -65,7 +66,7 @@ async def mesh(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Asy
 
 @pytest.fixture(scope="module")
 def demo_path() -> Path:
-    return Path(__file__).resolve().parents[2] / "examples" / "demo-model"
+    return ROOT / "examples" / "demo-model"
 
 
 @pytest.mark.parametrize(("service", "method", "process"), list(entries()))

@@ -18,8 +18,8 @@ from kvmesh.rpc.pb import gateway_pb2, gateway_pb2_grpc
 from services.gateway import main
 from services.gateway.config import GatewayConfig
 from services.gateway.text.tokenizer import Tokenizer
-from tests.gateway import tokenizers_made
-from tests.gateway.scripted import MODEL, Conductor, Decode, Run, Script
+from tests.support.gateway import tokenizers_made
+from tests.support.gateway.scripted import MODEL, Conductor, Decode, Run, Script
 
 TURN_S = 15.0
 

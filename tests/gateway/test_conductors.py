@@ -10,7 +10,7 @@ import pytest
 
 from kvmesh.errors import Overloaded, RequestCancelled, Unavailable
 from tests.gateway.conftest import Mesh, MeshMaker, seen, until
-from tests.gateway.scripted import MODEL, Conductor
+from tests.support.gateway.scripted import MODEL, Conductor
 
 URL = "/v1/chat/completions"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}

@@ -12,7 +12,7 @@ import pytest
 from kvmesh.errors import HandoffLost, InternalError, InvalidRequest, KvmeshError, Overloaded, Unavailable
 from kvmesh.rpc.pb import decode_pb2
 from tests.gateway.conftest import Mesh, MeshMaker, seen, until
-from tests.gateway.scripted import MODEL, BreakStream, Run, Script
+from tests.support.gateway.scripted import MODEL, BreakStream, Run, Script
 
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 URL = "/v1/chat/completions"

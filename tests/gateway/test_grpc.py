@@ -23,7 +23,7 @@ from kvmesh.rpc.channels import connect
 from kvmesh.rpc.pb import common_pb2, gateway_pb2
 from kvmesh.rpc.status import from_rpc_error
 from tests.gateway.conftest import Mesh, MeshMaker, seen, until
-from tests.gateway.scripted import CACHED, MODEL, Run
+from tests.support.gateway.scripted import CACHED, MODEL, Run
 
 
 def asks(**fields: Any) -> gateway_pb2.GenerateRequest:

@@ -12,7 +12,7 @@ from kvmesh.rpc.pb import conductor_pb2, decode_pb2
 from services.gateway.api_keys import ANYBODY
 from services.gateway.models import Facts
 from tests.gateway.conftest import Mesh
-from tests.gateway.scripted import BLOCK_TOKENS, MODEL, Run
+from tests.support.gateway.scripted import BLOCK_TOKENS, MODEL, Run
 
 
 async def complete(mesh: Mesh, prompt: list[int], **more: Any) -> Any:

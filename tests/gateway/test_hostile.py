@@ -10,7 +10,7 @@ from kvmesh.kvcache.keys import pack_tokens
 from kvmesh.rpc.channels import connect
 from kvmesh.rpc.pb import gateway_pb2 as pb
 from tests.gateway.conftest import Mesh, MeshMaker
-from tests.hostile import BORNE, Case, assault, refused
+from tests.support.hostile import BORNE, Case, assault, refused
 
 GATEWAY: Any = pb.DESCRIPTOR.services_by_name["Gateway"]
 # A deadline of a millisecond is a wish that the gateway grants.

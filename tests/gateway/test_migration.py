@@ -19,8 +19,8 @@ from kvmesh.telemetry import names, setup
 from services.gateway.api_keys import ANYBODY
 from services.gateway.models import Facts
 from tests.gateway.conftest import Mesh, MeshMaker, seen
-from tests.gateway.scripted import BLOCK_TOKENS, CACHED, MAX_CONTEXT, MODEL, BreakStream, Run, Script
 from tests.gateway.test_grpc import asks, generate
+from tests.support.gateway.scripted import BLOCK_TOKENS, CACHED, MAX_CONTEXT, MODEL, BreakStream, Run, Script
 
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 TEXT = "Füchse 🦊 und Hasen sagen einander gute Nacht, wie es der Brauch ist"

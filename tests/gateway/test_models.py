@@ -16,9 +16,9 @@ from kvmesh.rpc.status import from_rpc_error
 from services.gateway.config import GatewayConfig
 from services.gateway.models import Models
 from services.gateway.text.tokenizer import Tokenizer
-from tests.gateway import tokenizers_made
 from tests.gateway.conftest import Mesh, MeshMaker, until
-from tests.gateway.scripted import FINGERPRINT, MODEL, fingerprint_of
+from tests.support.gateway import tokenizers_made
+from tests.support.gateway.scripted import FINGERPRINT, MODEL, fingerprint_of
 
 OTHER = "org/other"
 

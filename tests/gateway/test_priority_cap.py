@@ -13,7 +13,7 @@ from kvmesh.errors import InvalidRequest
 from kvmesh.rpc.pb import gateway_pb2
 from kvmesh.rpc.status import from_rpc_error
 from tests.gateway.conftest import MeshMaker
-from tests.gateway.scripted import MODEL
+from tests.support.gateway.scripted import MODEL
 
 KEY = "sk-kvmesh-{}" + "x" * 40
 

@@ -19,7 +19,7 @@ from services.gateway.text.completion import Alternatives, Completion, Delta, To
 from services.gateway.text.prepare import Prepared
 from services.gateway.text.stops import StopMatcher, StopStrings
 from services.gateway.text.tokenizer import Tokenizer
-from tests.gateway import tokenizers_made
+from tests.support.gateway import tokenizers_made
 
 TOKENIZER = Tokenizer(tokenizers_made.byte_level(), {}, {})
 EOS = TOKENIZER.encode("<|im_end|>", add_special_tokens=False)[0]

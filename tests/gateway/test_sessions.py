@@ -12,7 +12,7 @@ from kvmesh.rpc.pb import common_pb2, decode_pb2
 from services.gateway.sessions import Sessions
 from services.gateway.text.completion import Alternatives
 from tests.gateway.conftest import seen
-from tests.gateway.scripted import Decode, Run
+from tests.support.gateway.scripted import Decode, Run
 
 
 class Listener:

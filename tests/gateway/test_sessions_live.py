@@ -11,10 +11,10 @@ import pytest
 
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import gateway_pb2
-from tests import services
 from tests.gateway.conftest import Mesh, MeshMaker, seen, until
-from tests.gateway.scripted import Decode, Run
 from tests.gateway.test_failures import CHAT, URL, dribble
+from tests.support import services
+from tests.support.gateway.scripted import Decode, Run
 
 
 async def test_a_decode_of_another_protocol_is_refused(mesh: Mesh) -> None:

@@ -23,7 +23,7 @@ from services.gateway import key_file as key_file_module
 from services.gateway.api_keys import make_entry
 from services.gateway.key_file import KeyFile
 from tests.gateway.conftest import Mesh, MeshMaker, until
-from tests.gateway.scripted import MODEL
+from tests.support.gateway.scripted import MODEL
 
 OTHER = "other"
 ALICE, ALICE_ENTRY = make_entry("alice")

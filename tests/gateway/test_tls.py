@@ -23,7 +23,7 @@ from kvmesh.rpc.status import from_rpc_error
 from services.gateway import main
 from services.gateway.config import GatewayConfig
 from tests.gateway.conftest import Mesh, MeshMaker, until
-from tests.gateway.scripted import MODEL
+from tests.support.gateway.scripted import MODEL
 
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import FAMILY_ZOO, ZOO, make_checkpoint
+from tests.support.checkpoints import FAMILY_ZOO, ZOO, make_checkpoint
 
 
 @pytest.fixture(scope="session")

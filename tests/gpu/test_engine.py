@@ -11,9 +11,9 @@ import torch
 
 from kvmesh.engine.runner import DecodeInput, SampleParams
 from kvmesh.testing.local_engine import GenerateParams, LocalEngine
-from tests.checkpoints import prompts
 from tests.gpu import NEEDS_GPU
-from tests.reference import assert_matches_reference
+from tests.support.checkpoints import prompts
+from tests.support.reference import assert_matches_reference
 
 pytestmark = NEEDS_GPU
 Zoo = Callable[[str], Path]

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import make_checkpoint
 from tests.gpu import NEEDS_GPU
-from tests.mesh.client import prompt
-from tests.mesh.harness import running_mesh
-from tests.reference import assert_matches_reference
+from tests.support.checkpoints import make_checkpoint
+from tests.support.mesh.client import prompt
+from tests.support.mesh.harness import running_mesh
+from tests.support.reference import assert_matches_reference
 
 pytestmark = [*NEEDS_GPU, pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(300)]
 VOCAB = 331

@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvmesh.errors import ConfigError
 from kvmesh.kvcache.eviction import MOST_USES, POLICIES, EvictionOrder, LengthOrder, LfuOrder, LruOrder, make_order
-from tests.kvcache.naive_order import NaiveOrder
-from tests.kvcache.tracing import lines
+from tests.support.naive_order import NaiveOrder
+from tests.support.tracing import lines
 
 SETTINGS = settings(max_examples=150, stateful_step_count=60, deadline=None)
 KEYS = st.integers(0, 5)

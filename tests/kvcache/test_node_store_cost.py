@@ -9,7 +9,7 @@ import pytest
 
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.store_stats import StoreExhausted
-from tests.kvcache.tracing import lines
+from tests.support.tracing import lines
 
 SIZES = (10_000, 100_000, 1_000_000)
 PROMPT = 100

@@ -16,8 +16,8 @@ from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PoolExhausted
 from tests.kvcache import test_node_store as alone
 from tests.kvcache import test_node_store_stays as stays
-from tests.kvcache.node_store_model import Model
-from tests.kvcache.node_store_reference import TRIM_STEP
+from tests.support.node_store_model import Model
+from tests.support.node_store_reference import TRIM_STEP
 
 SETTINGS = settings(max_examples=150, stateful_step_count=50, deadline=None)
 

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvmesh.kvcache import quotas as quotas_module
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.quotas import STEP, TagQuotas
-from tests.kvcache.tracing import lines
+from tests.support.tracing import lines
 
 A, B = b"aaaa", b"bbbb"
 

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvmesh.kvcache.segment_allocator import SegmentAllocator
 from kvmesh.kvcache.size_classes import PAGE, size_class
-from tests.kvcache.tracing import lines
+from tests.support.tracing import lines
 
 
 class Units(RuleBasedStateMachine):

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvmesh.kvcache import shared_index
 from kvmesh.kvcache.shared_index import STALE_NS, IndexReader, IndexWriter, index_bytes
 from kvmesh.transfer.memory import allocate, map_peer
-from tests.kvcache.index_writer import KEYS, ROW, SLOT, SLOTS, filled, key_of
+from tests.support.index_writer import KEYS, ROW, SLOT, SLOTS, filled, key_of
 
 pytestmark = pytest.mark.skipif(not shared_index.SUPPORTED, reason="rests on x86-64's order of loads and stores")
 
@@ -212,7 +212,7 @@ def test_a_process_that_reads_while_another_one_writes() -> None:
     index_fd, data_fd = os.memfd_create("index"), os.memfd_create("data")
     os.ftruncate(index_fd, index_bytes(SLOTS))
     os.ftruncate(data_fd, SLOTS * SLOT)
-    argv = [sys.executable, "-m", "tests.kvcache.index_writer", str(index_fd), str(data_fd), "2.0"]
+    argv = [sys.executable, "-m", "tests.support.index_writer", str(index_fd), str(data_fd), "2.0"]
     with subprocess.Popen(argv, pass_fds=(index_fd, data_fd), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "go\n"

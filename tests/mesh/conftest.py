@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.mesh.harness import Running, running_mesh
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.mesh.harness import Running, running_mesh
+from tests.support.paths import ROOT
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,7 @@ from kvmesh.rpc.pb import (
     store_pb2_grpc,
 )
 from kvmesh.rpc.status import from_rpc_error
-from tests.mesh.harness import Running
+from tests.support.mesh.harness import Running
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="session")]
 

@@ -18,9 +18,9 @@ from kvmesh.cli.scale import scale_hints
 from kvmesh.rpc.channels import connect
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2, conductor_pb2_grpc
-from tests.mesh.client import pools, until
-from tests.mesh.direct import Direct, blocks_at
-from tests.mesh.harness import Running
+from tests.support.mesh.client import pools, until
+from tests.support.mesh.direct import Direct, blocks_at
+from tests.support.mesh.harness import Running
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
 

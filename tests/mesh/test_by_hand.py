@@ -16,11 +16,11 @@ import httpx
 import pytest
 
 from kvmesh.cli.up.plan import Ports
-from tests.mesh.client import until
+from tests.support.mesh.client import until
+from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
 
-ROOT = Path(__file__).resolve().parents[2]
 KVMESH = (sys.executable, "-m", "kvmesh.cli")
 READY_S = 120.0
 

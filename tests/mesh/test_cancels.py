@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from tests.mesh.client import Answer
-from tests.mesh.harness import Running
+from tests.support.mesh.client import Answer
+from tests.support.mesh.harness import Running
 
 pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="session")]
 

@@ -15,9 +15,9 @@ import pytest_asyncio
 
 from kvmesh.cli import collect, cordon, runs
 from kvmesh.rpc.pb import conductor_pb2 as pb
-from tests.mesh.client import Answer, until
-from tests.mesh.harness import Running, running_mesh
-from tests.redis_server import needs_redis
+from tests.support.mesh.client import Answer, until
+from tests.support.mesh.harness import Running, running_mesh
+from tests.support.redis_server import needs_redis
 
 pytestmark = [
     needs_redis,

@@ -20,10 +20,10 @@ from kvmesh.rpc.channels import connect
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2, conductor_pb2_grpc
 from kvmesh.testing.local_engine import GenerateParams, LocalEngine
-from tests.checkpoints import make_checkpoint
-from tests.mesh.client import Answer, pools, until
-from tests.mesh.direct import Direct
-from tests.mesh.harness import Running, running_mesh
+from tests.support.checkpoints import make_checkpoint
+from tests.support.mesh.client import Answer, pools, until
+from tests.support.mesh.direct import Direct
+from tests.support.mesh.harness import Running, running_mesh
 
 pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
 

@@ -18,8 +18,8 @@ from google.protobuf import descriptor_pool, message_factory
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from kvmesh.errors import Overloaded
-from tests.mesh.harness import Running
-from tests.services import until
+from tests.support.mesh.harness import Running
+from tests.support.services import until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="session")]
 

@@ -17,11 +17,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.checkpoints import FAMILY_ZOO, make_checkpoint, prompts
-from tests.mesh.client import Answer
-from tests.mesh.direct import Direct
-from tests.mesh.harness import Running
-from tests.reference import Forced, assert_as_close_as_reference, assert_matches_reference
+from tests.support.checkpoints import FAMILY_ZOO, make_checkpoint, prompts
+from tests.support.mesh.client import Answer
+from tests.support.mesh.direct import Direct
+from tests.support.mesh.harness import Running
+from tests.support.reference import Forced, assert_as_close_as_reference, assert_matches_reference
 
 pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(300)]
 

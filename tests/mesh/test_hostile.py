@@ -1,6 +1,6 @@
 """Hostile input at every internal RPC of a running mesh: an error that names the field, nothing held, all alive.
 
-Services' own tests go into detail (`tests/*/test_hostile.py`, `tests/node/test_block_servicer.py`); here the real
+Services' own tests go into detail (`tests/*/test_hostile.py`, `tests/blockservice/test_servicer.py`); here the real
 processes meet it, with brains, ranks and transfer engines behind them.
 """
 
@@ -17,11 +17,11 @@ from kvmesh.rpc.channels import connect
 from kvmesh.rpc.pb import blocks_pb2, conductor_pb2, decode_pb2, prefill_pb2, store_pb2
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.protocol import PROTOCOL_VERSION
-from tests import hostile
-from tests.hostile import Case
-from tests.mesh.client import Answer, packed
-from tests.mesh.direct import Direct, blocks_at, node_store
-from tests.mesh.harness import Running, running_mesh
+from tests.support import hostile
+from tests.support.hostile import Case
+from tests.support.mesh.client import Answer, packed
+from tests.support.mesh.direct import Direct, blocks_at, node_store
+from tests.support.mesh.harness import Running, running_mesh
 
 pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from kvmesh.errors import KvmeshError
-from tests.mesh.client import Answer
-from tests.mesh.harness import Running
+from tests.support.mesh.client import Answer
+from tests.support.mesh.harness import Running
 
 pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="session")]
 

@@ -12,8 +12,8 @@ import pytest
 from kvmesh.cli import collect
 from kvmesh.rpc.channels import connect
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, instance_pb2, instance_pb2_grpc
-from tests.mesh.client import until
-from tests.mesh.harness import Running
+from tests.support.mesh.client import until
+from tests.support.mesh.harness import Running
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(300)]
 LIMIT = 48

@@ -19,8 +19,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from tests.mesh.client import Answer, pools
-from tests.mesh.harness import Running, running_mesh
+from tests.support.mesh.client import Answer, pools
+from tests.support.mesh.harness import Running, running_mesh
 
 pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
 

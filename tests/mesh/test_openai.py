@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvmesh.rpc.channels import connect
 from scripts.demo_corpus import heldout
-from tests.mesh.harness import Running
+from tests.support.mesh.harness import Running
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="session")]
 

@@ -10,8 +10,8 @@ import pytest
 from kvmesh.cli import collect, explain
 from kvmesh.rpc.channels import connect
 from kvmesh.rpc.pb import conductor_pb2, conductor_pb2_grpc
-from tests.mesh.client import until
-from tests.mesh.harness import Running
+from tests.support.mesh.client import until
+from tests.support.mesh.harness import Running
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(300)]
 TOKENS = 24

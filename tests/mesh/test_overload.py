@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.mesh.client import Answer, pools, prompt, until
-from tests.mesh.harness import Running
+from tests.support.mesh.client import Answer, pools, prompt, until
+from tests.support.mesh.harness import Running
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
 

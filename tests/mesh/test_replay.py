@@ -15,11 +15,12 @@ import pytest
 
 from kvmesh.sim.workloads import trace
 from kvmesh.testing.offline_pool import Hit, OfflinePool, PoolConfig
-from tests.mesh.harness import Running, running_mesh
+from tests.support.mesh.harness import Running, running_mesh
+from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(300)]
 
-TRACE = Path(__file__).resolve().parents[2] / "examples" / "traces" / "conversation-400.jsonl"
+TRACE = ROOT / "examples" / "traces" / "conversation-400.jsonl"
 BLOCK = 16  # so that 1/32 of the trace's 512 is one block
 REQUESTS, ANSWER = 150, 2
 AMPLE = 6000

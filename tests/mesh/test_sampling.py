@@ -16,9 +16,9 @@ import pytest_asyncio
 
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.testing.local_engine import GenerateParams, LocalEngine
-from tests.checkpoints import make_checkpoint
-from tests.mesh.direct import Direct
-from tests.mesh.harness import Running, running_mesh
+from tests.support.checkpoints import make_checkpoint
+from tests.support.mesh.direct import Direct
+from tests.support.mesh.harness import Running, running_mesh
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
 

@@ -19,9 +19,9 @@ from kvmesh.rpc.channels import connect
 from kvmesh.rpc.pb import common_pb2, decode_pb2_grpc, store_pb2, store_pb2_grpc
 from kvmesh.rpc.security import PLAINTEXT, Security, TlsFiles
 from kvmesh.rpc.status import from_rpc_error
-from tests.mesh.client import until
-from tests.mesh.direct import Direct, blocks_at
-from tests.mesh.harness import Running, running_mesh
+from tests.support.mesh.client import until
+from tests.support.mesh.direct import Direct, blocks_at
+from tests.support.mesh.harness import Running, running_mesh
 
 pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 

@@ -21,9 +21,9 @@ from kvmesh.errors import KvmeshError
 from kvmesh.rpc.channels import connect
 from kvmesh.rpc.pb import conductor_pb2, conductor_pb2_grpc
 from kvmesh.testing.local_engine import GenerateParams, LocalEngine
-from tests.mesh.client import Answer, until
-from tests.mesh.direct import blocks_at, lookup, store_status
-from tests.mesh.harness import Running, running_mesh
+from tests.support.mesh.client import Answer, until
+from tests.support.mesh.direct import blocks_at, lookup, store_status
+from tests.support.mesh.harness import Running, running_mesh
 
 pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(600)]
 

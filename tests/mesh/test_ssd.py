@@ -15,11 +15,11 @@ from rich.console import Console
 
 from kvmesh.cli import status
 from kvmesh.cli.collect import collect
-from tests.checkpoints import make_checkpoint
-from tests.mesh.client import prompt, until
-from tests.mesh.direct import node_store
-from tests.mesh.harness import Running
-from tests.reference import assert_matches_reference
+from tests.support.checkpoints import make_checkpoint
+from tests.support.mesh.client import prompt, until
+from tests.support.mesh.direct import node_store
+from tests.support.mesh.harness import Running
+from tests.support.reference import assert_matches_reference
 
 pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(300)]
 

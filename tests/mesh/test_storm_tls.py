@@ -26,10 +26,10 @@ import pytest
 
 from kvmesh.errors import KvmeshError
 from kvmesh.rpc.security import Security, TlsFiles
-from tests.mesh.client import Answer, MeshClient, until
-from tests.mesh.direct import node_store
-from tests.mesh.storm_mesh import KEYS, KINDS, MAX_AWAY, TARGETS, Blow, Storm, schedule, storm_mesh
-from tests.redis_server import needs_redis
+from tests.support.mesh.client import Answer, MeshClient, until
+from tests.support.mesh.direct import node_store
+from tests.support.mesh.storm_mesh import KEYS, KINDS, MAX_AWAY, TARGETS, Blow, Storm, schedule, storm_mesh
+from tests.support.redis_server import needs_redis
 
 SEED = int(os.environ.get("KVMESH_STORM_SEED", "1"))
 BLOWS = int(os.environ.get("KVMESH_STORM_BLOWS", "30"))

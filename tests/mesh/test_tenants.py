@@ -10,8 +10,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from tests.mesh.harness import Running, running_mesh
-from tests.services import until
+from tests.support.mesh.harness import Running, running_mesh
+from tests.support.services import until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 

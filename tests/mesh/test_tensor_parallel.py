@@ -14,11 +14,11 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from tests.checkpoints import make_checkpoint
-from tests.mesh.client import Answer, until
-from tests.mesh.direct import Direct, blocks_at
-from tests.mesh.harness import Running, running_mesh
-from tests.reference import assert_matches_reference
+from tests.support.checkpoints import make_checkpoint
+from tests.support.mesh.client import Answer, until
+from tests.support.mesh.direct import Direct, blocks_at
+from tests.support.mesh.harness import Running, running_mesh
+from tests.support.reference import assert_matches_reference
 
 pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 

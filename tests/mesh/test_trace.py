@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.mesh.client import until
-from tests.mesh.harness import Running
-from tests.mesh.otlp import Collector, Span, collector
+from tests.support.mesh.client import until
+from tests.support.mesh.harness import Running
+from tests.support.mesh.otlp import Collector, Span, collector
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from tests.mesh.namespaces import Failed, Machine, complete, metric, two_machines, until, why_not
+from tests.support.mesh.namespaces import Failed, Machine, complete, metric, two_machines, until, why_not
 
 WHY_NOT = why_not()
 pytestmark = [

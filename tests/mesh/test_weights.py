@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from kvmesh.engine.checkpoint import open_checkpoint
-from tests.mesh.client import prompt, until
-from tests.mesh.direct import node_store
-from tests.mesh.harness import Running
-from tests.reference import assert_matches_reference, reference_greedy
+from tests.support.mesh.client import prompt, until
+from tests.support.mesh.direct import node_store
+from tests.support.mesh.harness import Running
+from tests.support.reference import assert_matches_reference, reference_greedy
 
 pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(300)]
 

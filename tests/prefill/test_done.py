@@ -4,7 +4,7 @@ from kvmesh.ranks import protocol as m
 from services.prefill import events as ev
 from services.prefill.compute_progress import ComputeProgress
 from services.prefill.planner import Chunk
-from tests.prefill.script import make_state
+from tests.support.prefill.script import make_state
 
 
 def test_a_chunk_looks_at_all_before_it() -> None:

@@ -15,9 +15,9 @@ from services.prefill import wire
 from services.prefill.rates import Rates
 from services.prefill.report import Reporter
 from services.prefill.runner import PrefillRunner
-from tests.prefill.script import BOOT_NS, MS, make_state, prompt
 from tests.prefill.test_runner import Others, hinted
-from tests.services import until
+from tests.support.prefill.script import BOOT_NS, MS, make_state, prompt
+from tests.support.services import until
 
 KEYS = bytes(range(48))
 

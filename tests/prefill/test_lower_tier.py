@@ -13,7 +13,7 @@ from kvmesh.ranks import protocol as m
 from kvmesh.rpc.pb import prefill_pb2 as pb
 from services.prefill import events as ev
 from services.prefill import wire
-from tests.prefill.script import BOOT_NS, make_state, prompt
+from tests.support.prefill.script import BOOT_NS, make_state, prompt
 
 
 class Below:

@@ -18,8 +18,8 @@ from kvmesh.kvcache.sources import PullRange
 from kvmesh.ranks import protocol as m
 from services.prefill import events as ev
 from services.prefill.handoff import Phase
-from tests.prefill.pool_model import BLOCK, PATIENCE_MS, Copy, SharedPool
-from tests.prefill.script import MS, prompt
+from tests.support.prefill.pool_model import BLOCK, PATIENCE_MS, Copy, SharedPool
+from tests.support.prefill.script import MS, prompt
 
 ENDINGS = (ev.SendDrained, ev.SendFailed)
 

@@ -8,7 +8,7 @@ import pytest
 
 from services.prefill.planner import PlanConfig, Planner, PrefillLine, Wait, chunk_end
 from services.prefill.state import Load, PrefillState
-from tests.prefill.script import Player, make_state
+from tests.support.prefill.script import Player, make_state
 
 CONFIG = PlanConfig(
     block_tokens=4, prefill_chunk_tokens=8, max_batch_tokens=16, long_prompt_tokens=8, priority_step_ns=1000

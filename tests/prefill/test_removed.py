@@ -10,7 +10,7 @@ from kvmesh.rpc.pb import prefill_pb2 as pb
 from services.prefill import events as ev
 from services.prefill import wire
 from services.prefill.state import PrefillState
-from tests.prefill.script import BOOT_NS, make_state, prompt
+from tests.support.prefill.script import BOOT_NS, make_state, prompt
 
 TOKENS, KEYS = prompt("abcd+2", 4)
 

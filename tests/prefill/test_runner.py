@@ -12,7 +12,7 @@ from kvmesh.rpc.pb import prefill_pb2 as pb
 from services.prefill import events as ev
 from services.prefill.report import Reporter
 from services.prefill.runner import PrefillRunner
-from tests.prefill.script import make_state
+from tests.support.prefill.script import make_state
 
 
 class Mortal:

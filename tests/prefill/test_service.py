@@ -21,10 +21,10 @@ from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.status import from_detail, from_rpc_error
 from services.prefill.config import PrefillConfig
 from services.prefill.main import run
-from tests.node.driver import BLOCK, Driver, rank
-from tests.prefill.client import Decode, decode, settled
-from tests.reference import assert_matches_reference
-from tests.services import Running, running, until
+from tests.support.prefill.client import Decode, decode, settled
+from tests.support.rank_driver import BLOCK, Driver, rank
+from tests.support.reference import assert_matches_reference
+from tests.support.services import Running, running, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

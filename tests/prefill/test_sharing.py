@@ -15,11 +15,11 @@ from kvmesh.rpc import channels
 from kvmesh.rpc.pb import blocks_pb2, blocks_pb2_grpc
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from services.prefill.main import run
-from tests.node.driver import Driver, rank
-from tests.prefill.client import Decode, decode, instance, pools, settled
 from tests.prefill.test_service import PROMPT, config, spans_of
-from tests.reference import assert_matches_reference
-from tests.services import Running, running, until
+from tests.support.prefill.client import Decode, decode, instance, pools, settled
+from tests.support.rank_driver import Driver, rank
+from tests.support.reference import assert_matches_reference
+from tests.support.services import Running, running, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

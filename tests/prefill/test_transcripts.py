@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.prefill.script import replay
+from tests.support.paths import ROOT
+from tests.support.prefill.script import replay
 
-FOLDER = Path(__file__).parent.parent / "transcripts" / "prefill"
+FOLDER = ROOT / "tests" / "transcripts" / "prefill"
 FILES = sorted(FOLDER.glob("*.txt"))
 
 

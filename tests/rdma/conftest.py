@@ -28,7 +28,7 @@ from typing import Any
 
 import pytest
 
-from tests.rdma.guest import (
+from tests.support.rdma.guest import (
     GRACE,
     INSIDE,
     REPOSITORY,
@@ -37,7 +37,7 @@ from tests.rdma.guest import (
     prepare_for_tests,
     run_in_guest,
 )
-from tests.rdma.reporter import REPORTS
+from tests.support.rdma.reporter import REPORTS
 
 DIED = "Fatal Python error"
 TIMEOUT = 300.0  # seconds for the tests of one file
@@ -155,7 +155,7 @@ class GuestFile(pytest.File):
             "-p",
             "no:cacheprovider",
             "-p",
-            "tests.rdma.reporter",
+            "tests.support.rdma.reporter",
             f"--rootdir={self.config.rootpath}",
             *tests,
         ]

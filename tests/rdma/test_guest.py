@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rdma.guest import REPOSITORY, GuestUnavailable, prepare, run_in_guest
+from tests.support.rdma.guest import REPOSITORY, GuestUnavailable, prepare, run_in_guest
 
 SUITE = """
     import ctypes
@@ -83,7 +83,16 @@ def test_a_job_over_its_limit_is_ended_with_its_output_so_far(tmp_path: Path) ->
 
 
 def test_a_guest_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "tests.rdma.guest", "--out", str(tmp_path), "bash", "-c", "echo up; sleep 1000"]
+    argv = [
+        sys.executable,
+        "-m",
+        "tests.support.rdma.guest",
+        "--out",
+        str(tmp_path),
+        "bash",
+        "-c",
+        "echo up; sleep 1000",
+    ]
     env = os.environ | {"TMPDIR": str(tmp_path)}  # for what a killed process cannot remove
     with subprocess.Popen(argv, cwd=REPOSITORY, stdout=subprocess.PIPE, env=env) as starter:
         assert starter.stdout is not None

@@ -12,7 +12,7 @@ from kvmesh.config import ServiceConfig
 from kvmesh.errors import ConfigError
 from kvmesh.rpc import channels, runner
 from kvmesh.rpc.server import Server, check_port
-from tests.services import running, until
+from tests.support.services import running, until
 
 
 class Recorder(runner.Service):

@@ -14,11 +14,11 @@ from kvmesh.errors import ConfigError
 from kvmesh.kvcache.eviction import POLICIES
 from kvmesh.sim import cache
 from kvmesh.sim.workloads import trace
-from tests.kvcache.naive_order import NaiveOrder
+from tests.support.naive_order import NaiveOrder
+from tests.support.paths import ROOT
 
 # Prompts as paths of a tree: an id stands for the whole path to it, as in a trace.
 PATHS = st.lists(st.text("abc", min_size=1, max_size=6), max_size=40)
-ROOT = Path(__file__).parents[2]
 CONVERSATION = "conversation_trace.jsonl"
 CAPACITIES = (1_000, 5_859, 10_000, 30_000, 50_000, 100_000)
 PUBLISHED = {

@@ -21,8 +21,8 @@ from kvmesh.sim.run import run
 from kvmesh.sim.workloads.workload import SimRequest, key
 from services.conductor.costs.file import Costs
 from services.conductor.costs.fit import Coefficients
-from tests.sim.fleets import BLOCK, mesh, node
-from tests.sim.recorded import record
+from tests.support.sim.fleets import BLOCK, mesh, node
+from tests.support.sim.recorded import record
 
 ALONE = Costs(prefill=Coefficients(0.004, 1e-4, 0.0), decode_step=Coefficients(0.003, 3e-4, 0.0))
 SCATTER = tuple(math.exp(0.3 * (n / 10 - 1)) for n in range(21))

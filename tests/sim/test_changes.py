@@ -27,7 +27,7 @@ from kvmesh.sim.config import Mode, SimConfig
 from kvmesh.sim.host import HostModel
 from kvmesh.sim.report.records import DONE, FAILED, REFUSED, Record
 from kvmesh.sim.workloads.workload import SimRequest
-from tests.sim.fleets import BLOCK, Linear, coupled, mesh, node, request, served
+from tests.support.sim.fleets import BLOCK, Linear, coupled, mesh, node, request, served
 
 TIMES = Linear()
 

@@ -17,7 +17,7 @@ from kvmesh.sim.workloads.sessions import SessionConfig, Sessions
 from kvmesh.sim.workloads.synthetic import Lengths, SyntheticConfig, synthetic
 from kvmesh.sim.workloads.workload import Clients, ClosedLoop, SimRequest
 from services.conductor.settings import Settings
-from tests.sim.fleets import BLOCK, Linear, mesh, node, request
+from tests.support.sim.fleets import BLOCK, Linear, mesh, node, request
 
 TIMES = Linear()
 

@@ -1,7 +1,7 @@
 """Scheduling that is right in use, in virtual time: equal instances get equal shares, what changes is found out, and
 who is told when to come again is told right. Step times are noisy, and conductors know none of them at first.
 
-`python -m tests.sim.scenarios` shows the figures of each."""
+`python -m tests.support.sim.scenarios` shows the figures of each."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from kvmesh.sim.report.records import DONE
-from tests.sim import scenarios
-from tests.sim.scenarios import BUSY, CONCURRENCY, FAIR, OFTEN, POOLS, SELDOM, Ran, Strike
+from tests.support.sim import scenarios
+from tests.support.sim.scenarios import BUSY, CONCURRENCY, FAIR, OFTEN, POOLS, SELDOM, Ran, Strike
 
 COMING_BACK_S = 15.0
 HALF_BACK = 0.8 / 2  # of an equal share of two

@@ -15,7 +15,7 @@ from kvmesh.sim.report import html
 from kvmesh.sim.report.plots import HEIGHT, WIDTH, Chart, Line, draw, log_ticks, nice_ticks, number
 from kvmesh.sim.report.records import REFUSED, PoolSample, Record, Sample
 from kvmesh.sim.report.summary import Summary
-from tests.sim.records import done
+from tests.support.sim.records import done
 
 VOID = {"meta", "br"}
 

@@ -12,7 +12,7 @@ from kvmesh.sim.report.records import DONE, REFUSED, Record, Sample
 from kvmesh.sim.run import run
 from services.conductor.domain import Replicate, Role, SwitchRole
 from services.conductor.settings import AdmissionSettings, Mode
-from tests.sim.fleets import BLOCK, NEVER_REFUSE, mesh, node, request, served
+from tests.support.sim.fleets import BLOCK, NEVER_REFUSE, mesh, node, request, served
 
 
 def test_a_replica_that_is_ordered_is_pulled_and_then_known() -> None:

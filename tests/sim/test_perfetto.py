@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvmesh.sim.report import perfetto
 from kvmesh.sim.report.perfetto import PerfettoTrace
 from kvmesh.sim.report.records import REFUSED, PoolSample, Record, Sample
-from tests.sim.records import done
+from tests.support.sim.records import done
 
 Event = dict[str, Any]
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.sim.report.records import Record
-from tests.sim.fleets import mesh, node, request, served
+from tests.support.sim.fleets import mesh, node, request, served
 
 REQUESTS = [request(n, 0.3 * n, 400 + 137 * (n % 9), 2, n % 5) for n in range(120)]
 Touches = list[int]

@@ -17,7 +17,7 @@ from kvmesh.sim.report.records import DONE, FAILED, REFUSED, Record, Sample
 from kvmesh.sim.run import run
 from kvmesh.sim.workloads.workload import SimRequest
 from services.prefill.rates import Rates
-from tests.sim.fleets import BLOCK, KV_BYTES, Linear, coupled, mesh, node, request, served
+from tests.support.sim.fleets import BLOCK, KV_BYTES, Linear, coupled, mesh, node, request, served
 
 TIMES = Linear()
 EXACT = {"abs": 1e-9, "rel": 1e-12}

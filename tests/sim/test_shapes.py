@@ -11,6 +11,7 @@ import pytest
 from kvmesh.errors import ConfigError
 from kvmesh.sim.hardware.shape_presets import PRESETS
 from kvmesh.sim.hardware.shapes import from_config, shape_of
+from tests.support.paths import ROOT
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -72,7 +73,7 @@ def test_ranks_share_heads_until_there_are_none_left() -> None:
 
 
 def test_the_demo_models_config_says_what_its_engine_keeps() -> None:
-    folder = Path(__file__).parents[2] / "examples" / "demo-model"
+    folder = ROOT / "examples" / "demo-model"
     told = json.loads((folder / "config.json").read_text())
     shape = shape_of(str(folder))
     assert shape.kv_bytes_per_token("fp32") == (

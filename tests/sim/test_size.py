@@ -9,8 +9,8 @@ from kvmesh.sim.report.records import DONE, Record
 from kvmesh.sim.run import run
 from kvmesh.sim.workloads.workload import SimRequest
 from services.conductor.settings import AdmissionSettings, Mode, Settings, SizeSettings
-from tests.sim.fleets import BLOCK, mesh
-from tests.sim.fleets import request as one_request
+from tests.support.sim.fleets import BLOCK, mesh
+from tests.support.sim.fleets import request as one_request
 
 WEIGHT = 8.0
 

@@ -13,7 +13,7 @@ from kvmesh.sim.report.records import DONE, FAILED, REFUSED, PoolSample, Record,
 from kvmesh.sim.report.sketch import POINTS, Course, Sketch
 from kvmesh.sim.report.summary import Summary
 from services.conductor.domain import Lane
-from tests.sim.records import done
+from tests.support.sim.records import done
 
 
 def test_goodput_needs_both_and_counts_everybody() -> None:

@@ -12,7 +12,7 @@ import pytest
 from kvmesh.errors import ConfigError
 from kvmesh.sim.report import tables
 from kvmesh.sim.report.records import REFUSED, Record
-from tests.sim.records import done
+from tests.support.sim.records import done
 
 RECORDS = [
     done(0, tenant='a "b", c', cached_tokens=512, tbt_s=math.nan),

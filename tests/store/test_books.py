@@ -24,7 +24,7 @@ from services.store.policy.unconfirmed_removals import UnconfirmedRemovals
 from services.store.servicer import StoreMasterServicer
 from services.store.state import MasterState
 from services.store.stream import Watchers
-from tests.store.mesh import joining, keys
+from tests.support.store.mesh import joining, keys
 
 
 class Failing(MemoryDurable):

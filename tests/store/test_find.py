@@ -17,7 +17,7 @@ from services.store.config import StoreConfig
 from services.store.domain import Announce, Join, Member, Role
 from services.store.servicer import found
 from services.store.state import MasterState
-from tests.store.mesh import keys as numbered
+from tests.support.store.mesh import keys as numbered
 
 Place = tuple[str, int]
 

@@ -11,7 +11,7 @@ from kvmesh.kvcache.tiers import Tier
 from services.store.domain import Tick
 from services.store.policy.brain import PolicyLimits
 from services.store.policy.quotas import Quota
-from tests.store.world import Node, World
+from tests.support.store.world import Node, World
 
 
 def key(i: int) -> bytes:

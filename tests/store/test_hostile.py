@@ -12,9 +12,9 @@ from kvmesh.rpc.pb import common_pb2, store_pb2
 from services.store import main
 from services.store.config import StoreConfig
 from services.store.state import MAX_REPLACED
-from tests.hostile import Case, assault, refused, send
-from tests.services import running
-from tests.store.mesh import joining, keys
+from tests.support.hostile import Case, assault, refused, send
+from tests.support.services import running
+from tests.support.store.mesh import joining, keys
 
 SERVICE = store_pb2.DESCRIPTOR.services_by_name["StoreMaster"]
 HUGE = 2**64 - 1

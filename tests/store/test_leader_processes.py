@@ -31,9 +31,9 @@ from kvmesh.rpc.pb import common_pb2, store_pb2, store_pb2_grpc
 from kvmesh.rpc.process import PARENT_ENV
 from services.conductor import domain
 from services.conductor.fleet.watch import StoreWatch
-from tests.redis_server import RedisServer, needs_redis, redis_server
-from tests.services import until
-from tests.store.mesh import keys
+from tests.support.redis_server import RedisServer, needs_redis, redis_server
+from tests.support.services import until
+from tests.support.store.mesh import keys
 
 pytestmark = needs_redis
 

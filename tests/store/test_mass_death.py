@@ -21,8 +21,8 @@ from services.store import main
 from services.store.config import StoreConfig
 from services.store.domain import Announce, Beat, Change, Join, Member, Publish, Refuse, Role, Tick
 from services.store.state import MAX_ENDS, MasterState
-from tests.kvcache.tracing import lines
-from tests.store.mesh import TIMEOUT, Node, Watcher, keys
+from tests.support.store.mesh import TIMEOUT, Node, Watcher, keys
+from tests.support.tracing import lines
 
 LEASE = 2.0
 MANY = 3000

@@ -17,7 +17,7 @@ from services.store.policy import drains, master_map, replicas, tombstones
 from services.store.policy.brain import PolicyLimits
 from services.store.policy.quotas import Quota
 from services.store.policy.work import Pull, Trim
-from tests.store.world import LEASE, Node, World
+from tests.support.store.world import LEASE, Node, World
 
 TAGS = [b"ten1", b"ten2"]
 KEYS = [tag + bytes([i]) * 12 for tag in TAGS for i in range(1, 3)]

@@ -20,7 +20,7 @@ from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
 from kvmesh.storeclient import ClientConfig, StoreClient
 from tests.chaos.network import Loopback
 from tests.chaos.processes import Process, service
-from tests.services import until
+from tests.support.services import until
 
 NODES = ("n0", "n1", "n2")
 TIMEOUT = 20.0

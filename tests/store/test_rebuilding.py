@@ -6,8 +6,8 @@ from kvmesh.rpc import channels
 from kvmesh.rpc.pb import store_pb2, store_pb2_grpc
 from services.store import main
 from services.store.config import StoreConfig
-from tests.services import running, until
-from tests.store.mesh import TIMEOUT, Node, keys
+from tests.support.services import running, until
+from tests.support.store.mesh import TIMEOUT, Node, keys
 
 
 async def test_a_key_without_replicas_is_no_miss_before_all_have_announced() -> None:

@@ -18,10 +18,10 @@ from services.store import durable, main
 from services.store.config import StoreConfig
 from services.store.durable import Durable, MemoryDurable, nothing
 from services.store.redis_durable import RedisDurable
-from tests.redis_server import RedisServer, needs_redis, redis_server
-from tests.services import running
-from tests.store.mesh import TIMEOUT, joining
 from tests.store.test_service import failing
+from tests.support.redis_server import RedisServer, needs_redis, redis_server
+from tests.support.services import running
+from tests.support.store.mesh import TIMEOUT, joining
 
 LEASE_MS = 60_000
 

@@ -14,7 +14,7 @@ from kvmesh.rpc import channels, protocol, status
 from kvmesh.rpc.pb import common_pb2, store_pb2, store_pb2_grpc
 from services.store import main
 from services.store.config import StoreConfig
-from tests.services import Running, running, until
+from tests.support.services import Running, running, until
 
 TIMEOUT = 10.0
 

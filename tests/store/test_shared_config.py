@@ -18,9 +18,9 @@ from kvmesh.rpc.pb import store_pb2_grpc
 from services.store import main
 from services.store.config import StoreConfig
 from services.store.shared_config import SHARED, settled
-from tests.redis_server import RedisServer, needs_redis, redis_server
-from tests.services import running, until
-from tests.store.mesh import TIMEOUT, joining
+from tests.support.redis_server import RedisServer, needs_redis, redis_server
+from tests.support.services import running, until
+from tests.support.store.mesh import TIMEOUT, joining
 
 
 def test_the_first_leader_writes_its_own() -> None:

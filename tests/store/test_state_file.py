@@ -20,10 +20,10 @@ from kvmesh.rpc.pb import store_pb2, store_pb2_grpc
 from services.store import durable, main, state_file
 from services.store.policy.tombstones import Tombstones, first_seq
 from services.store.state_file import StateFile
-from tests.services import running
-from tests.store.mesh import TIMEOUT, joining
 from tests.store.test_redis_lease import keeps_and_fences
 from tests.store.test_service import config
+from tests.support.services import running
+from tests.support.store.mesh import TIMEOUT, joining
 
 KEYS = [b"tag1" + i.to_bytes(12, "big") for i in range(4)]
 

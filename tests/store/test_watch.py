@@ -14,8 +14,8 @@ from kvmesh.rpc.server import Server
 from services.store import blocks, main, stream
 from services.store.config import StoreConfig
 from services.store.domain import Announce
-from tests.services import running, until
-from tests.store.mesh import TIMEOUT, Node, Watcher, keys, wire
+from tests.support.services import running, until
+from tests.support.store.mesh import TIMEOUT, Node, Watcher, keys, wire
 
 
 def config(**more: Any) -> StoreConfig:

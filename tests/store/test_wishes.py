@@ -16,7 +16,7 @@ from services.store.policy.brain import Policy, PolicyLimits
 from services.store.policy.master_map import MasterMap
 from services.store.policy.records import Write
 from services.store.policy.work import Order, Pin
-from tests.kvcache.tracing import lines
+from tests.support.tracing import lines
 
 TAGS = [b"tag1", b"tag2", b"tag9"]
 

@@ -24,6 +24,7 @@ from kvmesh.rpc.certificates import make_certificates
 from kvmesh.telemetry import names, readiness
 from kvmesh.telemetry.metrics_server import MetricsLimits
 from kvmesh.telemetry.readiness import Readiness
+from tests.support.paths import ROOT
 
 IDLE = 1_500
 MOST_THREADS = 40  # of a whole service
@@ -152,7 +153,7 @@ def test_probes_are_answered_while_a_scrape_is_rendered(
         assert answer_of(scrape)[0] == 200
 
 
-PROBE = Path(__file__).parents[2] / "compose" / "probe.py"
+PROBE = ROOT / "compose" / "probe.py"
 
 
 def probed(port: int, env: dict[str, str]) -> tuple[int, str]:

@@ -19,7 +19,7 @@ from dataclasses import replace
 import pytest
 
 from kvmesh.transfer import EngineConfig
-from tests.transfer.peer import Actor, Peer
+from tests.support.transfer.peer import Actor, Peer
 
 TRANSPORTS = tuple(name for name in os.environ.get("KVMESH_TEST_TRANSPORTS", "shm,tcp").split(",") if name)
 _DEVICES = [

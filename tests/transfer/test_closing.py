@@ -13,8 +13,8 @@ from kvmesh.transfer.transports.base import FrameLimits
 from kvmesh.transfer.transports.tcp.path import TcpPath
 from kvmesh.transfer.transports.tcp.server import TcpAccepted
 from kvmesh.transfer.transports.tcp.transport import TcpTransport
+from tests.support.transfer.fakes import FakeTransport, World
 from tests.transfer.conftest import Nest, over
-from tests.transfer.fakes import FakeTransport, World
 
 MIB = 1 << 20
 

@@ -12,8 +12,8 @@ from kvmesh.transfer.core import Core
 from kvmesh.transfer.segment import RegionInfo
 from kvmesh.transfer.transports import wire
 from kvmesh.transfer.transports.tcp.path import TcpStream
+from tests.support.transfer.raw import RawTcp
 from tests.transfer.conftest import Nest, engine_threads, over, until
-from tests.transfer.raw import RawTcp
 
 MIB = 1 << 20
 

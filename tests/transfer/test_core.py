@@ -9,8 +9,8 @@ import pytest
 
 from kvmesh.transfer.api import Opcode, TransferState, TransferStatus
 from kvmesh.transfer.transports.base import Frame, FrameKind, FrameLimits
-from tests.transfer.fakes import FakeTransport, World
-from tests.transfer.virtual import BACKGROUND, HANDOFF, KIB, LIMITS, MIB, rdma, run, states, world
+from tests.support.transfer.fakes import FakeTransport, World
+from tests.support.transfer.virtual import BACKGROUND, HANDOFF, KIB, LIMITS, MIB, rdma, run, states, world
 
 # ── rails ─────────────────────────────────────────────────────────────────────────────────────────
 

@@ -6,8 +6,8 @@ from kvmesh.transfer.api import Opcode, TransferState, TransferStatus
 from kvmesh.transfer.batch import Aftermath
 from kvmesh.transfer.epochs import Notice
 from kvmesh.transfer.transports.base import FrameKind
-from tests.transfer.fakes import World
-from tests.transfer.virtual import HANDOFF, MIB, PREFETCH, rdma, run, states, world
+from tests.support.transfer.fakes import World
+from tests.support.transfer.virtual import HANDOFF, MIB, PREFETCH, rdma, run, states, world
 
 # ── cancels, time-outs, end marks ─────────────────────────────────────────────────────────────────
 

@@ -25,7 +25,7 @@ from kvmesh.transfer.api import BatchId, Opcode, TransferState, TransferStatus
 from kvmesh.transfer.batch import Aftermath, Again, Group
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.transports.base import Frame, FrameKind, FrameLimits
-from tests.transfer.fakes import FakeTransport, World
+from tests.support.transfer.fakes import FakeTransport, World
 
 Slot = tuple[BatchId, int]
 PEERS = ("peer#1", "peer#2")

@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 from kvmesh.transfer.transports import wire
+from tests.support.paths import ROOT
 from tests.transfer.conftest import over
 
-PAGE = (Path(__file__).parents[2] / "docs" / "transfer.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "transfer.md").read_text(encoding="utf-8")
 
 
 @over("shm", "tcp")

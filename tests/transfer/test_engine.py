@@ -22,8 +22,8 @@ from kvmesh.transfer import (
     TransferState,
     TransferStatus,
 )
+from tests.support.transfer.peer import Actor, pattern
 from tests.transfer.conftest import Nest, over, until
-from tests.transfer.peer import Actor, pattern
 
 MIB = 1 << 20
 

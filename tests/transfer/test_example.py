@@ -6,9 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.paths import ROOT
 from tests.transfer.conftest import over
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "transfer.py"
+EXAMPLE = ROOT / "examples" / "transfer.py"
 
 
 @over("shm", "tcp")

@@ -16,9 +16,9 @@ from kvmesh.transfer import EngineConfig, TransferState
 from kvmesh.transfer.transports import wire
 from kvmesh.transfer.transports.shm.path import ShmPath
 from kvmesh.transfer.transports.shm.server import ShmAccepted
+from tests.support.transfer.peer import Actor
+from tests.support.transfer.raw import RawShm, RawTcp
 from tests.transfer.conftest import Nest, cannot_hold, engine_threads, over, until
-from tests.transfer.peer import Actor
-from tests.transfer.raw import RawShm, RawTcp
 
 MIB = 1 << 20
 

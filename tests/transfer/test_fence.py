@@ -15,9 +15,9 @@ from kvmesh.transfer.transports.serving import Accepted
 from kvmesh.transfer.transports.shm.server import ShmAccepted
 from kvmesh.transfer.transports.tcp.server import TcpAccepted
 from kvmesh.transfer.windows import Windows
+from tests.support.transfer.peer import Actor
+from tests.support.transfer.raw import RawTcp
 from tests.transfer.conftest import Nest, cannot_hold, over, until
-from tests.transfer.peer import Actor
-from tests.transfer.raw import RawTcp
 
 MIB = 1 << 20
 CANARY = b"\xca"

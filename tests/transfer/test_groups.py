@@ -12,8 +12,8 @@ import pytest
 from kvmesh.kvcache.groups import GroupPlan, plan_group
 from kvmesh.kvcache.layout import ShardLayout, joined
 from kvmesh.transfer import EngineConfig
+from tests.support.transfer.peer import Peer
 from tests.transfer.conftest import TRANSPORTS, Nest, equipped
-from tests.transfer.peer import Peer
 
 LAYERS, HEADS, TOKENS, DIM, BLOCKS = 4, 4, 16, 8, 5
 WRITERS, READERS = 4, 2
@@ -43,7 +43,7 @@ class Mesh:
 
     def __init__(self, transport: str, writers: int, readers: int) -> None:
         config = EngineConfig(transports=(transport,), ack_timeout_s=2.0, request_timeout_s=20.0)
-        module = "tests.transfer.rank"
+        module = "tests.support.transfer.rank"
         self.writers = [Peer(f"writer-{i}@1", equipped(config, 0), module) for i in range(writers)]
         self.readers = [Peer(f"reader-{i}@1", equipped(config, 1), module) for i in range(readers)]
         for writer in self.writers:

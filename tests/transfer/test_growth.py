@@ -15,7 +15,7 @@ from kvmesh.transfer import core as core_module
 from kvmesh.transfer.api import BatchId, TransferState
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.transports.base import FrameLimits
-from tests.transfer.fakes import FakeTransport, World
+from tests.support.transfer.fakes import FakeTransport, World
 
 KIB = 1 << 10
 FOLDER = core_module.__file__.rsplit("/", 1)[0]

@@ -27,9 +27,9 @@ from kvmesh.transfer.transports.rdma.server import RdmaAccepted
 from kvmesh.transfer.transports.shm import server as shm_server
 from kvmesh.transfer.transports.shm.path import raw_address
 from kvmesh.transfer.transports.wire import ProtocolBroken
+from tests.support.transfer.peer import Actor
+from tests.support.transfer.raw import RawShm, RawTcp, greeting
 from tests.transfer.conftest import Nest, over, until
-from tests.transfer.peer import Actor
-from tests.transfer.raw import RawShm, RawTcp, greeting
 
 KIB = 1 << 10
 

@@ -14,8 +14,8 @@ from kvmesh.transfer import EngineConfig, TransferState
 from kvmesh.transfer.transports.base import Frame
 from kvmesh.transfer.transports.dialing import DialingTransport
 from kvmesh.transfer.windows import Windows
+from tests.support.transfer.peer import Actor
 from tests.transfer.conftest import Nest, over, until
-from tests.transfer.peer import Actor
 
 KIB = 1 << 10
 CANARY = b"\xca"

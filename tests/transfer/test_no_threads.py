@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import pytest
 
 from kvmesh.transfer import EngineConfig, TransferState
+from tests.support.transfer.peer import Actor
 from tests.transfer.conftest import Nest, cannot_hold, over, until
-from tests.transfer.peer import Actor
 
 MIB = 1 << 20
 

@@ -18,8 +18,8 @@ import pytest
 from kvmesh.errors import ConfigError
 from kvmesh.transfer import EngineConfig, TransferEngine, TransferRequest, TransferState, segment_file
 from kvmesh.transfer.api import Opcode
+from tests.support.transfer.raw import RawShm
 from tests.transfer.conftest import Nest, over
-from tests.transfer.raw import RawShm
 
 MIB = 1 << 20
 

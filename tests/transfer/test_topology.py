@@ -12,7 +12,7 @@ from kvmesh.transfer import EngineConfig, TransferEngine
 from kvmesh.transfer.host import AMD, NVIDIA, Gid, Host, Link, Place, gids, look, memory_location, roce_mtu
 from kvmesh.transfer.segment import NicInfo, SegmentDescriptor
 from kvmesh.transfer.topology import Distance, discover, distance, parse, resolve
-from tests.transfer.sysfs import MELLANOX, NVIDIA_3D, Tree, bare_vm, laptop, two_sockets
+from tests.support.transfer.sysfs import MELLANOX, NVIDIA_3D, Tree, bare_vm, laptop, two_sockets
 
 
 def infos(host: Host) -> list[NicInfo]:

@@ -14,8 +14,8 @@ from kvmesh.transfer import EngineConfig, Opcode, Range, TransferRequest, Transf
 from kvmesh.transfer.segment import LocalRegion, LocalSegment
 from kvmesh.transfer.transports.shm import server as shm_server
 from kvmesh.transfer.windows import Windows
+from tests.support.transfer.peer import Actor
 from tests.transfer.conftest import Nest, over
-from tests.transfer.peer import Actor
 
 KIB = 1 << 10
 

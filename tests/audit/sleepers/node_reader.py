@@ -1,4 +1,4 @@
-"""A node that pulls blocks: tests.node.stores.Node in a process of its own. What it has sealed it compares."""
+"""A node that pulls blocks: tests.support.nodes.Node in a process of its own. What it has sealed it compares."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from kvmesh.kvcache.sources import PullRange
-from tests.node.stores import bench, content, keys_of, node
+from tests.support.nodes import bench, content, keys_of, node
 
 
 def say(**words: Any) -> None:

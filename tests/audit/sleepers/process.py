@@ -16,10 +16,11 @@ from typing import Any, Literal
 
 import psutil
 
+from tests.support.paths import ROOT
+
 Slept = Literal["suspended", "paused"]  # CLOCK_BOOTTIME goes on, or no clock does
 
 SITE = Path(__file__).parent / "site"
-ROOT = Path(__file__).parents[3]
 WAIT_S = 60.0
 
 

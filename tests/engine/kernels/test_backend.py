@@ -11,9 +11,9 @@ import torch
 from kvmesh.engine import attention
 from kvmesh.engine.runner import DecodeInput, Runner, SampleParams
 from kvmesh.errors import InternalError
-from tests.checkpoints import prompts
-from tests.engine.stepper import Stepper
-from tests.reference import assert_matches_reference
+from tests.support.checkpoints import prompts
+from tests.support.engine.stepper import Stepper
+from tests.support.reference import assert_matches_reference
 
 Zoo = Callable[[str], Path]
 MODEL = "llama-gqa4-llama3"

@@ -17,7 +17,7 @@ def test_every_kernel_compiles_for_a_gpu_and_fits_it(device: torch.device, tmp_p
     """The interpreter takes what the compiler would refuse; a process of its own has the compiler."""
     del device  # skips where there is no triton
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "tests.engine.kernels.compiled", HOPPER]
+    command = [sys.executable, "-m", "tests.support.engine.compiled", HOPPER]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line.split() for line in done.stdout.splitlines()]

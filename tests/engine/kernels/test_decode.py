@@ -5,7 +5,7 @@ import torch
 
 from kvmesh.engine.config import AttentionSpec
 from kvmesh.engine.kernels import decode_oracle
-from tests.engine.kernels.paged import Paged, Shape, paged, supported
+from tests.support.engine.paged import Paged, Shape, paged, supported
 
 SHAPES = {
     "gqa1": Shape(2, 2, 16, 16),

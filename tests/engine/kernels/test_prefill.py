@@ -7,7 +7,7 @@ import torch
 
 from kvmesh.engine.config import AttentionSpec
 from kvmesh.engine.kernels import prefill_oracle
-from tests.engine.kernels.paged import Shape, paged, supported
+from tests.support.engine.paged import Shape, paged, supported
 
 SHAPES = {
     "gqa1": Shape(2, 2, 16, 16),

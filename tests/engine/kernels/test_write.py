@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvmesh.engine.kernels import write_oracle
-from tests.engine.kernels.paged import Shape, paged
+from tests.support.engine.paged import Shape, paged
 
 SHAPES = (Shape(2, 2, 16, 16), Shape(7, 1, 24, 16, torch.bfloat16), Shape(4, 4, 96, 64))
 

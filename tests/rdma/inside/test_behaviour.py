@@ -12,7 +12,7 @@ GUEST = {
         "tests/transfer/test_core_verify.py",
         "tests/transfer/test_engine.py",
         "tests/transfer/test_failures.py",
-        "tests/transfer/test_fault.py",
+        "tests/transfer/transports/test_fault.py",
         "tests/transfer/test_fence.py",
         "tests/transfer/test_groups.py",
         "tests/transfer/test_soak.py",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvmesh.cli.doctor import network as network
 from kvmesh.transfer.host import look
-from tests.cli.test_doctor_peer import listening
+from tests.cli.doctor.test_peer import listening
 
 GUEST = {"rails": 2}
 ROOT = Path("/")

@@ -28,8 +28,8 @@ from tests.rdma.inside.test_transport import (
     links,
     transport,
 )
+from tests.support.transfer.peer import Actor, Peer, pattern
 from tests.transfer.conftest import Nest, nest, until
-from tests.transfer.peer import Actor, Peer, pattern
 
 __all__ = ["links", "nest"]
 

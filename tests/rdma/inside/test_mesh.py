@@ -16,11 +16,11 @@ import pytest
 import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.checkpoints import make_checkpoint
-from tests.mesh import harness
-from tests.mesh.client import until
-from tests.mesh.harness import Running, running_mesh
-from tests.reference import assert_matches_reference
+from tests.support.checkpoints import make_checkpoint
+from tests.support.mesh import harness
+from tests.support.mesh.client import until
+from tests.support.mesh.harness import Running, running_mesh
+from tests.support.reference import assert_matches_reference
 
 # One processor, a dozen processes that import torch or gRPC, and the reference model.
 GUEST = {"rails": 2, "memory_mb": 6144, "timeout_s": 560}

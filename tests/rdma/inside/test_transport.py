@@ -30,8 +30,8 @@ from kvmesh.transfer import (
     TransferState,
 )
 from kvmesh.transfer.transports.rdma.transport import RdmaTransport
+from tests.support.transfer.peer import Actor, Peer, pattern
 from tests.transfer.conftest import Nest, nest, until
-from tests.transfer.peer import Actor, Peer, pattern
 
 __all__ = ["nest"]
 

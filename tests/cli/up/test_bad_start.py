@@ -1,0 +1,220 @@
+"""What cannot start says why in one line, leaves with 2 and leaves nothing behind: real processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file, save_file
+
+from kvmesh import extras
+from kvmesh.cli.serve import SERVICES
+from kvmesh.cli.up.checks import check_tiers
+from kvmesh.cli.up.settings import MeshSettings
+from kvmesh.errors import ConfigError
+from tests.support.checkpoints import make_checkpoint
+
+MARK = "TEST_BAD_START"
+SHARD = "model-00002-of-00002.safetensors"
+NORM = "model.layers.0.input_layernorm.weight"
+
+
+@dataclass
+class Starts:
+    """Starts `kvmesh` commands whose processes, and the processes of those, carry a mark."""
+
+    folder: Path
+    mark: str
+
+    def refused(self, *args: str, env: dict[str, str] | None = None) -> str:
+        """The one line of error of a command that must not start."""
+        done = subprocess.run(
+            [sys.executable, "-m", "kvmesh.cli", *args],
+            env={**os.environ, MARK: self.mark, "XDG_STATE_HOME": str(self.folder), **(env or {})},
+            cwd=self.folder, capture_output=True, text=True, timeout=110, check=False,
+        )  # fmt: skip
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert self.left() == []
+        (line,) = done.stderr.strip().splitlines()
+        assert line.startswith("error: ")
+        return line.removeprefix("error: ")
+
+    def left(self) -> list[str]:
+        """Marked processes that still run."""
+        return [" ".join(one.cmdline()) for one in psutil.process_iter() if self._mine(one)]
+
+    def _mine(self, process: psutil.Process) -> bool:
+        try:
+            return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self.mark
+        except psutil.Error:
+            return False
+
+
+@pytest.fixture
+def starts(tmp_path: Path) -> Iterator[Starts]:
+    one = Starts(tmp_path, uuid.uuid4().hex)
+    yield one
+    for process in psutil.process_iter():  # only after a failed test
+        if one._mine(process):
+            process.kill()
+
+
+def broken(folder: Path, how: str) -> str:
+    """Breaks a sharded checkpoint; returns what the error must say after the shard's path."""
+    make_checkpoint(folder, shards=2)
+    shard = folder / SHARD
+    if how == "missing shard":
+        shard.unlink()
+        return ": no such file"
+    if how == "truncated shard":
+        data = shard.read_bytes()
+        shard.write_bytes(data[: len(data) // 2])
+        return ": truncated: its header describes"
+    tensors = load_file(shard)
+    tensors[NORM] = tensors[NORM][:-1].clone()
+    save_file(tensors, shard)
+    return f": tensor {NORM} has shape [63], config.json asks for [64]"
+
+
+PEERS = ("--conductor=127.0.0.1:1", "--store=127.0.0.1:1")
+BREAKAGES = ["missing shard", "truncated shard", "wrong shape"]
+
+
+@pytest.mark.parametrize("how", BREAKAGES)
+@pytest.mark.parametrize("service", ["prefill", "decode"])
+@pytest.mark.slow
+def test_an_instance_refuses_a_broken_checkpoint(starts: Starts, service: str, how: str) -> None:
+    model = starts.folder / "model"
+    words = broken(model, how)
+    assert starts.refused("serve", service, "--model", str(model), *PEERS).startswith(f"{model / SHARD}{words}")
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("how", BREAKAGES)
+def test_up_refuses_a_broken_checkpoint_and_stops_what_it_started(starts: Starts, how: str) -> None:
+    model = starts.folder / "model"
+    words = broken(model, how)
+    line = starts.refused("up", "--model", str(model), "--http-port=0", "--grpc-port=0", "--memory-mb=16")
+    # What hashing finds is told before anything starts; a wrong shape by the first instance that loads it.
+    assert re.match(rf"((prefill|decode)-0: )?{re.escape(f'{model / SHARD}{words}')}", line), line
+
+
+@pytest.mark.parametrize(
+    ("service", "key"),
+    [*((service, key) for service in SERVICES for key in ("port", "metrics_port")), ("gateway", "http_port")],
+)
+@pytest.mark.slow
+def test_a_port_in_use_is_told_before_anything_is_loaded(starts: Starts, service: str, key: str) -> None:
+    free = {"port": "0", **({"http_port": "0"} if service == "gateway" else {})}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports = free | {key: str(taken.getsockname()[1])}
+        flags = [f"--{name.replace('_', '-')}={port}" for name, port in ports.items()]
+        model = [] if service in ("store", "conductor", "pool") else ["--model=/no/such/model"]
+        line = starts.refused("serve", service, *flags, *model)
+    assert line == f"{key}={ports[key]}: the port is in use on 127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("redis://:secret@127.0.0.1:1/0", "redis: nothing answers at 127.0.0.1:1 ("),
+        ("http://x:secret@here", "redis='http://here': must be auto, redis://"),
+        ("redis://127.0.0.1:x", "redis='redis://127.0.0.1:x': must be auto, redis://"),
+    ],
+)
+@pytest.mark.slow
+def test_up_tells_of_a_redis_that_is_not_there_and_keeps_its_password(starts: Starts, url: str, says: str) -> None:
+    line = starts.refused("up", "--redis", url, "--masters=2", "--http-port=0", "--grpc-port=0")
+    assert line.startswith(says) and "secret" not in line
+
+
+def test_a_host_that_is_not_here_is_named(starts: Starts) -> None:
+    line = starts.refused("serve", "store", "--host=192.0.2.1")
+    assert line == "host='192.0.2.1': is no address of this machine"
+
+
+@pytest.mark.parametrize("flags", [[], ["--store=10.0.0.5"], ["--store=127.0.0.1:70020"]])
+@pytest.mark.parametrize("service", ["pool", "prefill", "decode"])
+@pytest.mark.slow
+def test_a_member_without_its_master_does_not_wait_for_ever(starts: Starts, service: str, flags: list[str]) -> None:
+    address = flags[0].removeprefix("--store=") if flags else "127.0.0.1:0"
+    conductor = [] if service == "pool" else ["--conductor=127.0.0.1:1"]
+    line = starts.refused("serve", service, *conductor, *flags)
+    assert line == f"store={address!r}: must be HOST:PORT (--store)"
+
+
+def test_a_pool_node_refuses_an_ssd_folder_that_cannot_be_made(starts: Starts) -> None:
+    line = starts.refused("serve", "pool", "--store=127.0.0.1:1", "--memory-mb=16", "--ssd-path=/proc/none")
+    assert line == "ssd_path='/proc/none': No such file or directory"
+    line = starts.refused("serve", "pool", "--store=127.0.0.1:1", "--memory-mb=16", "--object-url=ftp://x")
+    assert line.startswith("object_url='ftp://x': must be like s3://bucket/prefix; schemes: s3, ")
+
+
+@pytest.mark.parametrize(
+    ("flag", "line"),
+    [
+        (
+            "--ssd-path=/proc/none",
+            "ssd_path='/proc/none': No such file or directory; name a folder that can be written to with --ssd-path",
+        ),
+        (
+            "--warm-segment=warm",
+            "warm_segment='warm': not in a memory file system (tmpfs, as /dev/shm is); name another with --warm",
+        ),
+        ("--object-url=s3://", "object_url='s3://': names no bucket: must be like s3://bucket/prefix (--object-url)"),
+        ("--decode-tp=3", "decode_tp=3: must divide num_attention_heads=4 in "),
+        ("--coupled-tp=2", "coupled_tp=2: there are no coupled instances: give --coupled as well"),
+        ("--memory-mb=0", "memory_mb=0: at least 1, but for --device cuda (from --memory-mb)"),
+        ("--prefill-tp=0", "prefill_tp='0' (from --prefill-tp): must be at least 1"),
+        ("--store-eviction=mru", "store_eviction='mru' (from --store-eviction): choose one of lru, lfu, length"),
+    ],
+)
+@pytest.mark.slow
+def test_up_refuses_what_no_instance_could_use_before_it_starts_one(starts: Starts, flag: str, line: str) -> None:
+    """In a folder on disk."""
+    told = starts.refused("up", "--http-port=0", "--grpc-port=0", flag)
+    assert told.startswith(line), told
+    assert not list(starts.folder.rglob("logs"))
+
+
+def test_up_refuses_warm_segments_that_do_not_fit(starts: Starts, tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        settings = MeshSettings(model="m", warm_segment=f"{folder}/a", memory_mb=1 << 30, decode_tp=2)
+        with pytest.raises(ConfigError, match="host segments take 3,221,225,472 MiB: make that"):
+            check_tiers(settings)
+        check_tiers(replace(settings, memory_mb=1, ssd_path=str(tmp_path / "made" / "here")))
+        assert (tmp_path / "made" / "here").is_dir()
+
+
+def test_extras_are_installed_from_where_kvmesh_comes_from(tmp_path: Path) -> None:
+    (tmp_path / "kvmesh").mkdir()
+    assert extras.install("ha", package=tmp_path / "kvmesh").endswith(
+        "'.[ha]' in the clone that kvmesh was installed from"
+    )
+    (tmp_path / "pyproject.toml").touch()
+    command = extras.install("ha", package=tmp_path / "kvmesh")
+    assert shlex.split(command) == [sys.executable, "-m", "pip", "install", "-e", f"{tmp_path}[ha]"]
+
+
+@pytest.mark.parametrize("service", ["gateway", "prefill", "decode"])
+def test_nothing_can_be_placed_without_a_conductor(starts: Starts, service: str) -> None:
+    free = ["--port=0", "--http-port=0"] if service == "gateway" else []
+    line = starts.refused("serve", service, *free)
+    assert line == "conductor='127.0.0.1:0': must be HOST:PORT (--conductor)"
+
+
+@pytest.mark.parametrize("service", ["prefill", "decode", "gateway"])
+def test_a_model_is_needed(starts: Starts, service: str) -> None:
+    flags = ["--port=0", "--http-port=0", PEERS[0]] if service == "gateway" else PEERS
+    assert starts.refused("serve", service, *flags).startswith("model='': ")
