@@ -27,12 +27,23 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
-LANES = 3  # for two cores: much of the time of services' tests is waiting
+LANES = 4  # for two cores: much of the time of services' tests is waiting
 MESH_LANES = 2  # a mesh waits for leases, restarts and loads, too
-# What takes long first, so that the lanes end together; folders that are not named are found by themselves.
-LONG_FIRST = (
-    "kvcache", "node", "rdma", "prefill", "cli", "transfer", "decode", "gateway", "sim", "store", "conductor", "engine",
+# What takes long first, so that the lanes end together. A process costs seconds by itself: in `make test` the folders
+# of a line share one. A folder that is not named gets its own.
+QUICK_FIRST = (
+    ("gateway",),
+    ("blockservice", "storeclient", "ranks", "pool", "membership"),
+    ("cli",),
+    ("conductor",),
+    ("audit", "compose", "fuzz", "gpu", "mesh", "rdma", "rpc", "telemetry", "."),
+    ("sim", "coupled"),
+    ("store", "kvcache", "tiers"),
+    ("engine",),
+    ("decode", "prefill"),
+    ("transfer",),
 )  # fmt: skip
+REST_FIRST = tuple((name,) for name in ("kvcache", "prefill", "ranks", "rdma", "sim", "cli", "conductor", "transfer"))
 ALONE = ("chaos",)
 QUICK, REST = "--quick", "--rest"
 MESH = "mark.mesh"  # in a file with such tests
@@ -41,6 +52,7 @@ OTHER_HALF = ("test_families", "test_tensor_parallel")  # go with those, so that
 SLOWEST = ("--durations=8", "--durations-min=5")
 POLL_S = 0.5
 SIGN_OF_LIFE_S = 60.0
+MOST_TOLD, WIDTH = 8, 160  # of what failed: lines, and characters of each
 SOME_FAILED, NO_TESTS = 1, 5  # pytest's statuses
 UNSTEADY = 3  # at most so many that failed are tried again ...
 TRIES = 3  # ... so often each
@@ -53,6 +65,7 @@ class Lane:
         self.name = name
         self.cpu_s = 0.0
         self.failed: list[str] = []
+        self.told: list[str] = []  # of each that failed or could not be run: a line that says why
         self._started = time.monotonic()
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed by `kill`
         self._cache = tempfile.TemporaryDirectory()  # pytest's own: lanes do not share one
@@ -85,10 +98,14 @@ class Lane:
     def show(self) -> int:
         """Print all that it said; its exit status, 0 when there was nothing to run."""
         self._output.seek(0)
-        sys.stdout.write(self._output.read().decode(errors="replace"))
+        said = self._output.read().decode(errors="replace")
+        sys.stdout.write(said)
+        self.told = [line for line in said.splitlines() if line.startswith(("FAILED ", "ERROR "))]
         took = time.monotonic() - self._started
         status = self._process.returncode
         print(f"── {self.name}: exit status {status} after {took:.0f} s, {self.cpu_s:.0f} s of CPU", flush=True)
+        if status and status != NO_TESTS and not self.told:
+            self.told = [f"{self.name}: exit status {status}, and no test is named"]
         if status == SOME_FAILED:
             self.failed = list(json.loads((Path(self._cache.name) / "v/cache/lastfailed").read_text()))
         return 0 if status == NO_TESTS else status
@@ -112,12 +129,14 @@ class Outcome:
 
     bad: list[int] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
 
     def note(self, lane: Lane) -> None:
         status = lane.show()
         if status:
             self.bad.append(status)
             self.failed += lane.failed
+            self.told += lane.told
 
     def may_be_unsteady(self) -> bool:
         """Few tests failed, and nothing else: no crash, nothing that could not be collected."""
@@ -158,13 +177,18 @@ def unsteady(tests: list[str]) -> bool:
     return True
 
 
-def parts() -> list[str]:
-    """Everything under tests/ that pytest may be given, what takes long first."""
+def folders(speed: str) -> list[tuple[str, list[str]]]:
+    """Processes, and what they run; "." stands for the files of no folder."""
     tests = ROOT / "tests"
-    found = [path.name for path in tests.iterdir() if path.is_dir() and any(path.rglob("test_*.py"))]
-    found += [path.name for path in tests.glob("test_*.py")]
-    order = {name: at for at, name in enumerate(LONG_FIRST)}
-    return sorted((name for name in found if name not in ALONE), key=lambda name: (order.get(name, len(order)), name))
+    files = sorted(f"tests/{path.name}" for path in tests.glob("test_*.py"))
+    found = {path.name for path in tests.iterdir() if path.is_dir() and any(path.rglob("test_*.py"))} - {*ALONE}
+    named = QUICK_FIRST if speed == QUICK else REST_FIRST
+    rest = sorted({*found, "."} - {name for group in named for name in group})
+    lanes = []
+    for group in (*named, *((name,) for name in rest)):
+        paths = [f"tests/{name}" for name in group if name in found] + (files if "." in group else [])
+        lanes.append((" ".join(group), [speed, *paths]))
+    return lanes
 
 
 def meshes() -> list[tuple[str, list[str]]]:
@@ -181,10 +205,9 @@ def meshes() -> list[tuple[str, list[str]]]:
 
 def stages(speed: str) -> list[tuple[list[tuple[str, list[str]]], int]]:
     """What runs one after the other: names and arguments of pytest processes, and how many of them at once."""
-    folders = [(name, [speed, f"tests/{name}"]) for name in parts()]
     if speed == QUICK:
-        return [(folders, LANES)]
-    return [(folders, LANES), (meshes(), MESH_LANES), ([(name, [f"tests/{name}"]) for name in ALONE], 1)]
+        return [(folders(speed), LANES)]
+    return [(folders(speed), LANES), (meshes(), MESH_LANES), ([(name, [f"tests/{name}"]) for name in ALONE], 1)]
 
 
 def main() -> int:
@@ -197,6 +220,10 @@ def main() -> int:
         run(some, lanes, outcome)
     passed = not outcome.bad or (outcome.may_be_unsteady() and unsteady(outcome.failed))
     what = "quick tests" if sys.argv[1] == QUICK else "the rest of the tests"
+    if not passed:
+        print(f"── failed: {len(outcome.told)}, see above")
+        for line in outcome.told[:MOST_TOLD]:
+            print(line[:WIDTH])
     print(f"── {what}: {'passed' if passed else 'FAILED'} in {time.monotonic() - started:.0f} s")
     return 0 if passed else outcome.bad[0]
 

@@ -6,8 +6,10 @@ property that `--quick` cut short once more, whole. Without either everything th
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,29 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 hypothesis.settings.register_profile("kvmesh", deadline=None)
 hypothesis.settings.load_profile("kvmesh")
 
+TESTS = Path(__file__).parent
+STARTS_RANKS = {"blockservice", "decode", "membership", "pool", "prefill", "ranks", "storeclient"}
 QUICK_PART = 10  # of a property's examples ...
 FEWEST = 5  # ... but at least so many
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where many ranks are started, they are forked from one process that has imported torch."""
+    from tests.support.warm_ranks import warm_ranks
+
+    asking = [item for item in request.session.items if _folder(item) in STARTS_RANKS]
+    with warm_ranks() if len(asking) > 10 and not any(map(_mesh, asking)) else contextlib.nullcontext():
+        yield
+
+
+@pytest.fixture
+def cold_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are started as in the product."""
+    from kvmesh.ranks import client
+    from tests.support.warm_ranks import COLD
+
+    monkeypatch.setattr(client, "start_process", COLD)
 
 
 @pytest.fixture(scope="session")
@@ -61,6 +84,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return item.get_closest_marker("mesh") is not None, "small_mesh" in getattr(item, "fixturenames", ())
 
     items.sort(key=last)
+
+
+def _folder(item: pytest.Item) -> str:
+    """That of tests/ in which it is; "" elsewhere."""
+    return item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
 
 
 def _slow(item: pytest.Item) -> bool:

@@ -14,6 +14,8 @@ transformers = pytest.importorskip("transformers")
 from scripts.demo_corpus import HeldOut, Message, heldout, is_held_out, training_chat  # noqa: E402
 from tests.support.paths import ROOT  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 FOLDER = ROOT / "examples" / "demo-model"
 BLOCK = 64
 SEED = 20_001
@@ -98,7 +100,6 @@ def recall(demo: Loaded, items: list[HeldOut], damage: Damage | None = None) -> 
     return sum(answered(demo, item, damage) for item in items) / len(items)
 
 
-@pytest.mark.slow
 def test_recall_on_held_out_facts(demo: Loaded) -> None:
     assert recall(demo, heldout(SEED, 150)) >= 0.95
 
@@ -108,7 +109,6 @@ def test_recall_in_bfloat16() -> None:
 
 
 @pytest.mark.parametrize("damage", [zero, shift])
-@pytest.mark.slow
 def test_one_wrong_block_shows_as_wrong_answers(demo: Loaded, damage: Damage) -> None:
     assert recall(demo, heldout(SEED, 100), damage) < 0.30
 

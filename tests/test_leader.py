@@ -334,7 +334,9 @@ class TrustsAnyRedis(LeaderMachine):
         return list(super().step(event, now))
 
 
-@pytest.mark.parametrize("broken", [CountsFromTheAnswer, NeverLooksAtTheClock, TrustsAnyRedis])
+@pytest.mark.parametrize(
+    "broken", [pytest.param(CountsFromTheAnswer, marks=pytest.mark.slow), NeverLooksAtTheClock, TrustsAnyRedis]
+)
 def test_a_broken_leader_is_found(broken: type[LeaderMachine]) -> None:
     mesh = type("Broken", (Mesh,), {"kind": broken})
     searching = settings(

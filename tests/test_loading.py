@@ -31,6 +31,7 @@ def heap() -> Iterator[LastingHeap]:
         heap.close()
 
 
+@pytest.mark.slow
 def test_old_objects_are_frozen_and_found_again_in_the_end(heap: LastingHeap) -> None:
     kept = Node()
     seen = weakref.ref(kept)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,10 +13,7 @@ from scripts import run_tests
 from tests.support.paths import ROOT
 
 ONCE = """
-import subprocess
-import sys
 from pathlib import Path
-from tests.support.paths import ROOT
 
 def test_fails_once():
     mark = Path(__file__).with_name("been here")
@@ -71,6 +69,19 @@ def test_many_failures_are_not_tried_again() -> None:
     ).may_be_unsteady()
 
 
+def test_what_failed_is_told_last_in_ten_lines(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    many = "".join(f"def test_{n}():\n    assert {n} < 0, 'why {n} fails'\n" for n in range(12))
+    (root / "test_made.py").write_text(many)
+    monkeypatch.setattr(sys, "argv", ["run_tests.py", run_tests.QUICK])
+    monkeypatch.setattr(run_tests, "stages", lambda speed: [([("made", ["test_made.py"])], 1)])
+    assert run_tests.main() == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said[-10].startswith("── failed: 12")
+    assert said[-9].startswith("FAILED test_made.py::test_0 - AssertionError: why 0 fails") and "FAILED in" in said[-1]
+
+
 def collected(speed: str) -> set[str]:
     """Tests of a few folders, with all three kinds among them: plain, slow, properties."""
     command = [
@@ -87,6 +98,7 @@ def collected(speed: str) -> set[str]:
     return {line for line in ran.stdout.splitlines() if "::" in line}
 
 
+@pytest.mark.slow
 def test_the_two_speeds_leave_nothing_out() -> None:
     everything, quick, rest = collected(""), collected(run_tests.QUICK), collected(run_tests.REST)
     assert quick | rest == everything and quick < everything

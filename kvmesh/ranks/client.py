@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from kvmesh.errors import BY_CODE, InternalError, KvmeshError
 from kvmesh.ranks import protocol as m
@@ -34,6 +35,27 @@ def streaming_copies(env: Mapping[str, str]) -> str:
     return known if STREAMING in known else ":".join(filter(None, (known, f"{STREAMING}={STREAMING_BYTES:#x}")))
 
 
+class RankProcess(Protocol):
+    """A rank's process, as `subprocess.Popen` shows one."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def send_signal(self, number: int, /) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+def start_process(filenos: Sequence[int], env: Mapping[str, str]) -> RankProcess:
+    """`python -m kvmesh.ranks.rank` with these file descriptors."""
+    command = [sys.executable, "-m", "kvmesh.ranks.rank", *map(str, filenos)]
+    return subprocess.Popen(command, pass_fds=filenos, stdin=subprocess.DEVNULL, env=env)
+
+
 class RankClient:
     """Owns one rank process and the socket to it. All methods belong to the event loop that called `spawn`."""
 
@@ -46,7 +68,7 @@ class RankClient:
         self._frames = RankFrames(m.ToFront)
         self._out = bytearray()
         self._sock: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: RankProcess | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready: asyncio.Future[m.Ready] | None = None
         self._closing = False
@@ -82,10 +104,7 @@ class RankClient:
             env[TUNABLES] = streaming_copies(env)
         filenos = [sock.fileno() for sock in (theirs, *peers)]
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvmesh.ranks.rank", *map(str, filenos)],
-                pass_fds=filenos, stdin=subprocess.DEVNULL, env=env,
-            )  # fmt: skip
+            self._process = start_process(filenos, env)
         finally:
             theirs.close()
         ours.setblocking(False)
@@ -221,7 +240,7 @@ class RankClient:
             self._ready.exception()  # retrieved: never "exception was never retrieved"
 
     @staticmethod
-    async def _exited(process: subprocess.Popen[bytes]) -> bool:
+    async def _exited(process: RankProcess) -> bool:
         deadline = time.monotonic() + EXIT_GRACE_S
         while process.poll() is None:
             if time.monotonic() > deadline:

@@ -63,6 +63,7 @@ def test_a_file_there_and_back(invoke: Invoke, tmp_path: Path) -> None:
     assert gone.exit_code == 1 and "kvmesh store ls" in gone.stderr and not (tmp_path / "none").exists()
 
 
+@pytest.mark.slow
 def test_lists_and_namespaces(invoke: Invoke) -> None:
     keys = {invoke("put", "-", "--namespace", "l", input=bytes([i]) * 50).stdout.strip() for i in range(5)}
     invoke("put", "-", "--namespace", "other", input=b"x")
@@ -96,6 +97,7 @@ def test_nodes_and_a_drain(invoke: Invoke) -> None:
     assert "kvmesh store top" in unknown.stderr
 
 
+@pytest.mark.slow
 def test_pins_and_replicas(invoke: Invoke) -> None:
     put = invoke("put", "-", "--name", "kept", "--namespace", "p", input=random.Random(2).randbytes(1000))
     key = put.stdout.strip()
@@ -161,6 +163,7 @@ def test_copies_and_moves(invoke: Invoke, tmp_path: Path) -> None:
     assert invoke("unpin", "moved", "--namespace", "m").exit_code == 0
 
 
+@pytest.mark.slow
 def test_a_limit_of_pins_says_what_to_do_next(invoke: Invoke) -> None:
     keys = [invoke("put", "-", input=random.Random(seed).randbytes(7 << 20)).stdout.strip() for seed in range(20, 26)]
     said = invoke("pin", *keys)  # 42 MiB of 64; half may be

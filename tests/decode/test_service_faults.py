@@ -22,6 +22,7 @@ from tests.support.decode.bench import Bench, ScriptedPrefill, bench
 from tests.support.rank_driver import BLOCK, rank
 from tests.support.reference import assert_matches_reference
 from tests.support.services import Running, until
+from tests.support.warm_ranks import children
 
 pytestmark = pytest.mark.timeout(240)
 PROMPT = [(7 * i * i + 3 * i) % 90 + 5 for i in range(37)]
@@ -148,7 +149,7 @@ async def test_stop_lets_answers_finish_and_tells_the_rest(checkpoint: Path) -> 
         assert "shutting down" in str(answer.failed)
         assert (await gateway.over(refused)).code == "unavailable"
         await stopping
-    assert not [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    assert not [p for p in children() if p.status() != psutil.STATUS_ZOMBIE]
 
 
 async def test_a_killed_rank_ends_every_request_and_then_the_instance(checkpoint: Path) -> None:
@@ -161,7 +162,7 @@ async def test_a_killed_rank_ends_every_request_and_then_the_instance(checkpoint
         async with mesh.gateway() as gateway:
             slot = await gateway.start(PROMPT, 300)
             await gateway.has(slot, 2)
-            ranks = [c for c in psutil.Process().children() if c.pid != writer.client.pid]
+            ranks = [c for c in children() if c.pid != writer.client.pid]
             assert len(ranks) == 1
             ranks[0].kill()
             answer = await gateway.over(slot)

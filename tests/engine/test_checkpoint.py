@@ -122,6 +122,7 @@ def test_eos_ids_of_both_files(copy: Callable[[str], Path]) -> None:
     assert open_checkpoint(folder).config.eos_token_ids == (3, 258, 257)
 
 
+@pytest.mark.slow
 def test_tied_config_with_a_head_of_its_own(copy: Callable[[str], Path]) -> None:
     """transformers then uses the head; the folder's tensors decide, not the flag."""
     folder = copy("single")
@@ -130,6 +131,7 @@ def test_tied_config_with_a_head_of_its_own(copy: Callable[[str], Path]) -> None
     assert_matches_reference(folder, [5, 6, 7], answer.token_ids)
 
 
+@pytest.mark.slow
 def test_bfloat16_checkpoint_runs_in_float32(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "bf16", dtype=torch.bfloat16, family="llama")
     assert open_checkpoint(folder).config.dtype == "bfloat16"

@@ -49,6 +49,7 @@ def test_what_does_not_compile_says_why_and_leaves_nothing(sources: Path, tmp_pa
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_tiles_that_crash_are_not_used(sources: Path, tmp_path: Path) -> None:
     """They are tried in a process of their own; its end is no proof, however it ends."""
     (sources / "one.cpp").write_text("#include <cstdlib>\n__attribute__((constructor)) void begin() { abort(); }\n")

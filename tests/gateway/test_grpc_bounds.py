@@ -83,7 +83,7 @@ async def ask(stub: Any, text: str, key: str = "", timeout_s: float = 30) -> str
     return "OK"
 
 
-@pytest.mark.parametrize("key", ["", KEY])
+@pytest.mark.parametrize("key", ["", pytest.param(KEY, marks=pytest.mark.slow)])
 async def test_large_messages_are_not_taken(make_mesh: MeshMaker, keys: str, key: str) -> None:
     """16 calls of 60 MB: a window of each is taken, whether they have a key or not."""
     mesh = await make_mesh(api_keys=keys)
@@ -114,7 +114,7 @@ async def test_a_compressed_message_does_not_swell(make_mesh: MeshMaker) -> None
     assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-@pytest.mark.parametrize("count", [16, 200])
+@pytest.mark.parametrize("count", [16, pytest.param(200, marks=pytest.mark.slow)])
 async def test_ordinary_calls_at_once_all_get_answers(make_mesh: MeshMaker, count: int) -> None:
     """What a message may take until its size is known refuses nobody whose message is small."""
     mesh = await make_mesh()

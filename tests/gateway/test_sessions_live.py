@@ -53,6 +53,7 @@ async def test_credit_flows(make_mesh: MeshMaker) -> None:
     assert mesh.decodes[0].runs[0].start.credit_tokens == 4
 
 
+@pytest.mark.slow
 async def test_a_client_that_does_not_read_stops_its_own_tokens_only(make_mesh: MeshMaker) -> None:
     mesh = await make_mesh(session_credit_tokens=8)
     sent = 0

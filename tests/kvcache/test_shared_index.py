@@ -208,6 +208,7 @@ def test_other_memory_is_no_index(bad: bytes) -> None:
 # ── two processes ────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_a_process_that_reads_while_another_one_writes() -> None:
     index_fd, data_fd = os.memfd_create("index"), os.memfd_create("data")
     os.ftruncate(index_fd, index_bytes(SLOTS))

@@ -33,6 +33,7 @@ from tests.pool.test_pool import Master, ask, master, of_pool, pool_config
 from tests.support.nodes import bench, keys_of, node, stub
 from tests.support.services import running
 from tests.support.services import until as eventually
+from tests.support.warm_ranks import children
 
 BASE, REGION = 4096, 4 << 20
 SLOTS = REGION // 4096
@@ -233,7 +234,7 @@ async def second_life(store: Master, config: PoolConfig, ours: list[bytes], thei
         await here_again(store, [*ours, *theirs])
         async with stub(service.address) as rpc:
             await rpc.Remove(pb.RemoveBlocksRequest(keys=b"".join(ours[:2])))
-        ranks = [p for p in psutil.Process().children() if "kvmesh.ranks.rank" in " ".join(p.cmdline())]
+        ranks = children()
         for rank in ranks:
             os.kill(rank.pid, signal.SIGKILL)
         psutil.wait_procs(ranks, timeout=10)

@@ -92,7 +92,7 @@ async def test_a_pull_that_cannot_be_says_why_and_the_rank_goes_on() -> None:
         assert not b.inbox, "each pull ends once"
 
 
-async def test_a_rank_without_an_engine_imports_no_torch() -> None:
+async def test_a_rank_without_an_engine_imports_no_torch(cold_ranks: None) -> None:
     async with rank("a", None, ("shm",)) as a:
         with open(f"/proc/{a.client.pid}/maps") as maps:  # noqa: ASYNC230
             assert "libtorch" not in maps.read()

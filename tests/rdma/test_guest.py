@@ -105,6 +105,7 @@ def test_a_guest_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_devices_can_have_ipv6_addresses_only() -> None:
     script = "cat /sys/class/infiniband/rx*/ports/1/gids/* | sort -u; ip -4 -br addr show dev nica2"
     done = run_in_guest(["bash", "-c", script], timeout_s=30, rails=3, ipv6_only=True)

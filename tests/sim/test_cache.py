@@ -113,6 +113,7 @@ def test_the_published_table(conversation: list[tuple[int, ...]], policy: str) -
     assert [round(one.hit_rate, 4) for one in found] == list(PUBLISHED[policy])
 
 
+@pytest.mark.slow
 def test_the_published_ideal_and_what_length_is_for(conversation: list[tuple[int, ...]]) -> None:
     best = cache.run(conversation, "lru", None)
     assert (best.blocks, round(best.hit_rate, 4)) == (288_500, 0.3664)

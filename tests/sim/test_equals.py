@@ -32,14 +32,20 @@ def check_fair(ran: Ran, *, computed: bool = True) -> None:
 # ── C0 ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("in_flight", CONCURRENCY)
-@pytest.mark.parametrize("size", FAIR)
+QUICK = (2, 1), (3, 4), (2, 16), (3, 64)
+CLOSED = [(size, some) for size in FAIR for some in CONCURRENCY]
+
+
+@pytest.mark.parametrize(
+    ("size", "in_flight"), [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CLOSED]
+)
 def test_equal_instances_share_what_comes(size: int, in_flight: int) -> None:
     check_fair(scenarios.closed(size, size, in_flight))
 
 
 @pytest.mark.parametrize(
-    ("prefills", "decodes", "sessions", "turns"), [(3, 2, 24, 7), (2, 2, 12, 10), (3, 3, 36, 5)], ids=str
+    ("prefills", "decodes", "sessions", "turns"),
+    [(3, 2, 24, 7), (2, 2, 12, 10), pytest.param(3, 3, 36, 5, marks=pytest.mark.slow)],
 )
 def test_sessions_are_spread_and_find_what_they_left(prefills: int, decodes: int, sessions: int, turns: int) -> None:
     ran = scenarios.paced_sessions(prefills, decodes, sessions, turns)
@@ -51,11 +57,11 @@ def test_sessions_are_spread_and_find_what_they_left(prefills: int, decodes: int
 # ── C4 ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("letter", "pd")
+@pytest.mark.parametrize("letter", [pytest.param("p", marks=pytest.mark.slow), "d"])
 @pytest.mark.parametrize(
     "phase",
     [
-        pytest.param(OFTEN, id="6/s"),
+        pytest.param(OFTEN, id="6/s", marks=pytest.mark.slow),
         pytest.param(SELDOM, id="1/s"),
         pytest.param(BUSY, id="busy", marks=pytest.mark.slow),
     ],
@@ -73,9 +79,9 @@ def test_a_slow_instance_is_found_out_and_forgiven(phase: Strike, letter: str) -
     assert ran.share(name, phase.until_s + COMING_BACK_S) >= HALF_BACK
 
 
-@pytest.mark.parametrize("letter", "pd")
+@pytest.mark.parametrize("letter", [pytest.param("p", marks=pytest.mark.slow), "d"])
 @pytest.mark.parametrize(
-    "what", ["frozen", "killed", "replaced", *(pytest.param(one, marks=pytest.mark.slow) for one in ("joined", "left"))]
+    "what", ["frozen", *(pytest.param(one, marks=pytest.mark.slow) for one in ("killed", "replaced", "joined", "left"))]
 )
 def test_who_comes_and_goes_is_missed_soon_and_trusted_soon(what: str, letter: str) -> None:
     name = OFTEN.victim(letter)
@@ -151,6 +157,7 @@ def test_no_equal_starves(prefills: int, decodes: int, in_flight: int, scale: fl
     SIZES, SIZES, st.sampled_from("pd"), st.sampled_from((3.0, 5.0, 8.0)), st.sampled_from((2.0, 6.0, 10.0)), SCALES,
     SEEDS,
 )  # fmt: skip
+@pytest.mark.slow
 def test_no_slow_instance_goes_unnoticed(
     prefills: int, decodes: int, letter: str, times: float, rate: float, scale: float, seed: int
 ) -> None:
@@ -162,6 +169,7 @@ def test_no_slow_instance_goes_unnoticed(
 
 @FEW
 @given(st.integers(2, 3), st.integers(2, 4), st.integers(2, 4), NOISES, SEEDS)
+@pytest.mark.slow
 def test_conductors_that_do_not_know_of_each_other_do_not_herd(
     conductors: int, prefills: int, decodes: int, noise: float, seed: int
 ) -> None:

@@ -85,6 +85,7 @@ def test_who_is_refused_comes_back_as_often_as_told() -> None:
     assert all(record.ttft_s > 0.1 for record in tried)  # the waiting counts
 
 
+@pytest.mark.slow
 def test_roles_follow_a_load_that_needs_them() -> None:
     """Prompts are short and answers long: prefill instances become decode instances, and nothing is lost."""
     balance = replace(NEVER_REFUSE.balance, switch_roles=True)

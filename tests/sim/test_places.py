@@ -29,7 +29,7 @@ def _run(eviction: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Record], 
     return records, touched
 
 
-@pytest.mark.parametrize("eviction", ["lru", "lfu", "length"])
+@pytest.mark.parametrize("eviction", ["lru", *(pytest.param(one, marks=pytest.mark.slow) for one in ("lfu", "length"))])
 def test_to_touch_all_blocks_of_a_prompt_changes_nothing(eviction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     records, few = _run(eviction, monkeypatch)
     assert any(one.cached_tokens for one in records), "nothing is found: there is no order to get wrong"

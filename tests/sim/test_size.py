@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from kvmesh.sim.config import SimConfig
 from kvmesh.sim.report.records import DONE, Record
 from kvmesh.sim.run import run
@@ -47,6 +49,7 @@ def test_a_short_prompt_passes_a_long_one_and_a_long_one_passes_in_the_end() -> 
     assert records[0].first_token_s < max(r.first_token_s for r in records.values()), "it is not the last one"
 
 
+@pytest.mark.slow
 def test_the_mean_is_lower_than_by_arrival_and_nothing_is_lost() -> None:
     requests = workload()
     by_arrival = served(mesh(2, 2, size_weight=1e-18), requests)
@@ -55,6 +58,7 @@ def test_the_mean_is_lower_than_by_arrival_and_nothing_is_lost() -> None:
     assert mean_s(by_size) < 0.8 * mean_s(by_arrival)
 
 
+@pytest.mark.slow
 def test_admission_that_foresees_overtaking_takes_fewer_that_will_be_late() -> None:
     requests = workload(600, 40.0)
     late = []

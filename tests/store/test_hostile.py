@@ -145,6 +145,7 @@ async def test_each_wrong_field_is_named_and_nothing_is_kept(channel: grpc.aio.C
     assert [s.member.instance.instance_id for s in before.stores] == ["a"]
 
 
+@pytest.mark.slow
 async def test_noise_at_every_method(channel: grpc.aio.Channel) -> None:
     await ask(channel, "Join", joining("a"), store_pb2.JoinResponse)
     ref = joining("a").member.instance

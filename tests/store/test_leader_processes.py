@@ -271,6 +271,7 @@ async def test_a_killed_leader_is_followed_by_another_that_nodes_rebuild(cluster
         assert (await cluster.leader()) == (second, higher)
 
 
+@pytest.mark.slow
 async def test_a_frozen_leader_says_nothing_more_when_it_wakes(cluster: Cluster) -> None:
     async with mesh(cluster) as made:
         first, term = await cluster.leader()
@@ -303,6 +304,7 @@ async def test_a_frozen_leader_says_nothing_more_when_it_wakes(cluster: Cluster)
         assert not [e for e in made.events if isinstance(e, domain.MemberGone)]
 
 
+@pytest.mark.slow
 async def test_without_redis_the_leader_ends_with_its_lease_and_terms_grow_over_a_redis_that_forgot(
     cluster: Cluster,
 ) -> None:
@@ -324,6 +326,7 @@ async def test_without_redis_the_leader_ends_with_its_lease_and_terms_grow_over_
         await made.whole()
 
 
+@pytest.mark.slow
 async def test_a_redis_that_restarts_within_the_lease_is_not_noticed(cluster: Cluster) -> None:
     async with mesh(cluster) as made:
         before = await cluster.leader()

@@ -274,8 +274,8 @@ RIGHT_LOOK = replicas.Replicas._look
     [
         (master_map.MasterMap, "_swept", nothing_is_swept),
         (tombstones.Tombstones, "masked", nothing_is_masked),
-        (tombstones.Tombstones, "owes", nobody_owes),
-        (drains.Drains, "_staying", drains_count_for_each_other),
+        pytest.param(tombstones.Tombstones, "owes", nobody_owes, marks=pytest.mark.slow),
+        pytest.param(drains.Drains, "_staying", drains_count_for_each_other, marks=pytest.mark.slow),
         (replicas.Replicas, "_look", trims_one_too_many),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

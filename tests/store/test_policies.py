@@ -285,6 +285,7 @@ def test_what_is_asked_for_much_gets_one_copy_more() -> None:
 # ── memory ────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_the_map_stays_below_its_limit_and_keeps_what_is_asked_for() -> None:
     limit = 3 << 20
     state = MasterState(

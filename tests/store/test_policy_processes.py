@@ -188,6 +188,7 @@ async def a_whole_namespace_is_removed_and_limited(mesh: Mesh) -> None:
         assert await mesh.client.get(other) == values[0]
 
 
+@pytest.mark.slow
 async def test_what_the_master_orders_is_done(mesh: Mesh) -> None:
     """One mesh for all: starting it takes longer than anything that it does."""
     await a_whole_namespace_is_removed_and_limited(mesh)

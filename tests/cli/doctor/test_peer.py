@@ -108,6 +108,7 @@ def test_every_transport_of_one_host() -> None:
         assert bool(by_name["rdma"]["cells"]) != bool(by_name["rdma"]["why_not"]), "one or the other"
 
 
+@pytest.mark.slow
 def test_ipv6() -> None:
     with listening("::1") as other:
         port = other.peer.rpartition(":")[2]
@@ -128,6 +129,7 @@ def test_wrong_bytes_are_seen(op: str, words: str) -> None:
         assert "✗ 1 of 1 pairs failed (tcp)" in shown
 
 
+@pytest.mark.slow
 def test_a_transport_that_only_one_has() -> None:
     with listening("127.0.0.1", (), "--transports", "tcp") as other:
         code, shown = other.call("--transports", "shm,tcp")
@@ -205,6 +207,7 @@ def test_a_caller_that_is_interrupted_leaves_the_listener_free() -> None:
         assert other.call("--transports", "tcp")[0] == 0
 
 
+@pytest.mark.slow
 def test_a_listener_that_freezes_is_given_up() -> None:
     with listening() as other:
         words = ("--transports", "tcp", "--seconds", "30", "--timeout-s", "1")
@@ -265,6 +268,7 @@ def test_a_port_that_is_taken_says_what_to_do() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_listener_that_is_stopped_amid_a_call_says_nothing_odd() -> None:
     with listening() as other:
         caller = doctor("--peer", other.peer, "--token", "secret", *QUICK, "--transports", "tcp", "--seconds", "30")

@@ -100,6 +100,7 @@ def test_a_sweep_is_a_run_for_each_combination(invoke: Invoke, trace: Path, tmp_
     assert "Goodput against rate" in (out / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_what_no_conductor_is_told_is_shown(invoke: Invoke) -> None:
     work = (
         "--synthetic",

@@ -154,6 +154,7 @@ def test_a_member_without_its_master_does_not_wait_for_ever(starts: Starts, serv
     assert line == f"store={address!r}: must be HOST:PORT (--store)"
 
 
+@pytest.mark.slow
 def test_a_pool_node_refuses_an_ssd_folder_that_cannot_be_made(starts: Starts) -> None:
     line = starts.refused("serve", "pool", "--store=127.0.0.1:1", "--memory-mb=16", "--ssd-path=/proc/none")
     assert line == "ssd_path='/proc/none': No such file or directory"
@@ -207,14 +208,18 @@ def test_extras_are_installed_from_where_kvmesh_comes_from(tmp_path: Path) -> No
     assert shlex.split(command) == [sys.executable, "-m", "pip", "install", "-e", f"{tmp_path}[ha]"]
 
 
-@pytest.mark.parametrize("service", ["gateway", "prefill", "decode"])
+@pytest.mark.parametrize(
+    "service", ["gateway", *(pytest.param(one, marks=pytest.mark.slow) for one in ("prefill", "decode"))]
+)
 def test_nothing_can_be_placed_without_a_conductor(starts: Starts, service: str) -> None:
     free = ["--port=0", "--http-port=0"] if service == "gateway" else []
     line = starts.refused("serve", service, *free)
     assert line == "conductor='127.0.0.1:0': must be HOST:PORT (--conductor)"
 
 
-@pytest.mark.parametrize("service", ["prefill", "decode", "gateway"])
+@pytest.mark.parametrize(
+    "service", ["prefill", *(pytest.param(one, marks=pytest.mark.slow) for one in ("decode", "gateway"))]
+)
 def test_a_model_is_needed(starts: Starts, service: str) -> None:
     flags = ["--port=0", "--http-port=0", PEERS[0]] if service == "gateway" else PEERS
     assert starts.refused("serve", service, *flags).startswith("model='': ")

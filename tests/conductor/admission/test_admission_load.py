@@ -45,17 +45,20 @@ def late_share(loop: Driven) -> float:
     return sum(tbt > 1.1 * TBT_SLO_S for tbt in tbts) / len(tbts)
 
 
+@pytest.mark.slow
 def test_judged_as_it_is_the_load_swings_and_as_it_will_be_it_does_not(driven: dict[Mode, Driven]) -> None:
     assert swings(driven[Mode.EARLY]) > 1.8 * swings(driven[Mode.PREDICTED])
     assert swings(driven[Mode.PREDICTED]) < 0.1
 
 
+@pytest.mark.slow
 def test_judged_as_it_will_be_rows_keep_their_slo(driven: dict[Mode, Driven]) -> None:
     assert late_share(driven[Mode.PREDICTED]) < 0.05
     assert late_share(driven[Mode.EARLY]) > 0.35
     assert late_share(driven[Mode.BASELINE]) > 0.6
 
 
+@pytest.mark.slow
 def test_the_steady_pool_finishes_as_much(driven: dict[Mode, Driven]) -> None:
     assert len(driven[Mode.PREDICTED].done) > 0.9 * len(driven[Mode.EARLY].done)
 

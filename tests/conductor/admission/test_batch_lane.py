@@ -281,8 +281,13 @@ def story(
 
 @pytest.mark.parametrize(
     ("rate", "cores", "pair"),
-    [(4.0, 0, 1), (8.0, 0, 1), (4.0, 2, 2), (8.0, 2, 2)],
-    ids=["4", "8", "4 shared", "8 shared"],
+    [
+        pytest.param(4.0, 0, 1, id="4"),
+        *(
+            pytest.param(rate, cores, pair, id=name, marks=pytest.mark.slow)
+            for rate, cores, pair, name in [(8.0, 0, 1, "8"), (4.0, 2, 2, "4 shared"), (8.0, 2, 2, "8 shared")]
+        ),
+    ],
 )
 def test_interactive_requests_hardly_feel_it(rate: float, cores: int, pair: int) -> None:
     """The finding: at the usual SLOs everything is idle, and 40 of the lane made TTFT and TBT ten times as long. Here
@@ -292,6 +297,7 @@ def test_interactive_requests_hardly_feel_it(rate: float, cores: int, pair: int)
     assert sum(client.done for client in lane) >= 4, "it is not kept out"
 
 
+@pytest.mark.slow
 def test_how_much_slower_is_what_was_set() -> None:
     slower, done = [], []
     for share in (0.0, 0.3, 1.0):

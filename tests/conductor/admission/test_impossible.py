@@ -222,6 +222,7 @@ def test_they_count_for_no_hint(field: str) -> None:
     assert all(load < 0.001 for load, _ in found.values())
 
 
+@pytest.mark.slow
 def test_those_that_are_refused_for_load_do_count() -> None:
     brain = mesh(balance=BalanceSettings(window_s=4.0))
     for _ in range(20):

@@ -293,6 +293,7 @@ def test_most_are_told_right_in_any_fleet(
     assert len(refused) < 10 or sum(client.told_right for client in refused) >= 0.6 * len(refused)
 
 
+@pytest.mark.slow
 def test_nine_in_ten_are_told_right_over_many_fleets() -> None:
     rng, told = random.Random(22), list[bool]()
     for seed in range(15):
@@ -304,6 +305,7 @@ def test_nine_in_ten_are_told_right_over_many_fleets() -> None:
     assert sum(told) >= 0.9 * len(told)
 
 
+@pytest.mark.slow
 def test_a_thousand_clients_that_obey() -> None:
     loop = mesh(3, late=0.05, noise=0.1)
     clients = [loop.ask(f"c{n}", 1000, ttft_slo_s=0.3) for n in range(1000)]
@@ -323,6 +325,7 @@ def test_who_comes_when_told_is_placed_though_others_keep_coming() -> None:
     assert right >= 0.9 and attempts <= 3.0
 
 
+@pytest.mark.slow
 def test_clients_that_never_return_cost_no_throughput() -> None:
     loop = mesh(2)
     clients = [loop.ask(f"c{n}", 1000, PROMPT_S / 6 * n, obeys=False, ttft_slo_s=0.3) for n in range(2000)]

@@ -97,6 +97,7 @@ def mean_wait_s(conductors: int, seed: int, seconds: float = 9.0) -> float:
     return mean(waits[len(waits) // 3 :])
 
 
+@pytest.mark.slow
 def test_several_conductors_do_not_herd(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = mean(mean_wait_s(1, seed) for seed in range(2))
     several = mean(mean_wait_s(6, seed) for seed in range(2))

@@ -57,6 +57,7 @@ def test_tokens_equal_the_reference_while_rows_come_and_go(stepper: Stepper, zoo
         assert_matches_reference(path, prompt, answer)
 
 
+@pytest.mark.slow
 def test_rows_that_stand_for_nobody_change_nothing(stepper: Stepper) -> None:
     """What a graph replays: tables filled up to a bucket."""
     from kvmesh.engine.attention_triton import DecodePlan, DecodeTables, TritonAttention

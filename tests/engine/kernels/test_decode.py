@@ -32,7 +32,7 @@ def attended(batch: Paged, lengths: tuple[int, ...], spec: AttentionSpec, splits
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_equals_the_oracle(name: str, splits: int, device: torch.device) -> None:
     shape = supported(SHAPES[name], device)
     got, wanted = attended(paged(shape, LENGTHS, device), LENGTHS, AttentionSpec(shape.dim**-0.5), splits)

@@ -46,7 +46,7 @@ def test_ragged_spans_with_and_without_a_prefix(name: str, device: torch.device)
 @pytest.mark.parametrize(
     "spec", [AttentionSpec(0.2, window=1), AttentionSpec(0.3, window=9), AttentionSpec(2.0, softcap=3.0)]
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.float16])
 def test_window_and_softcap(spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> None:
     shape = Shape(4, 2, 24, 16, dtype)
     got, wanted = both(shape, RAGGED, spec, device)

@@ -278,6 +278,7 @@ def test_a_slow_nic_is_dealt_less(nets: Networks) -> None:
         hosts.end()
 
 
+@pytest.mark.slow
 def test_a_nic_that_comes_back_is_used_again(nets: Networks) -> None:
     two_wires(nets)
     hosts = Hosts(nets, rest_s=0.05)
@@ -298,6 +299,7 @@ def test_a_nic_that_comes_back_is_used_again(nets: Networks) -> None:
 
 
 @pytest.mark.parametrize("kind", ["global", "link-local"])
+@pytest.mark.slow
 def test_ipv6_only(nets: Networks, kind: str) -> None:
     for i in (1, 2):
         net = f"fd0{i}::" if kind == "global" else "fe80::"
