@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-BY_DOOR = 0.25  # what a heartbeat by a door counts: it takes a ninth of the core, and its samples what they take
+BY_DOOR = 0.25  # what a heartbeat over the fast path counts: a ninth of the core, and its samples what they take
 STEP = 1.2  # from one interval to the next longer one
 SLACK = 0.9  # they must fit into so much of the budget for the next shorter one: who comes and goes changes nothing
 IDLE_S = 1.0  # a store with nothing to tell says so this often: by that the master notices a lost tail
@@ -75,11 +75,11 @@ class Pacing:
     alike, so that as many beats may be lost as ever."""
 
     def __init__(self, interval_s: float, lease_s: float, per_s: float) -> None:
-        """`per_s`: heartbeats over gRPC of all members together; one by a door counts BY_DOOR. 0: as many as there
+        """`per_s`: heartbeats over gRPC of all members together (over the fast path: BY_DOOR each). 0: as many as there
         are."""
         self._base = interval_s, lease_s
         self._stretch = Stretch(interval_s, per_s)
-        # Whose last heartbeat came over gRPC, and whose last two did: while one looks for the door its first one does.
+        # Whose last heartbeat came over gRPC, and whose last two did: while one looks for the fast path its first does.
         self._once: set[str] = set()
         self._over_grpc: set[str] = set()
         self.paced = per_s > 0

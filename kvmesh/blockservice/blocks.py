@@ -105,7 +105,7 @@ class Blocks:
         self._lower_tiers: dict[Tier, Announcer] = {}
         self._announcing: Announcing | None = None
         self._servicer = NodeStoreServicer(self)
-        self.doors = FastPathServers(self._servicer, own.incarnation)
+        self.fast_paths = FastPathServers(self._servicer, own.incarnation)
         self._offload: Offload | None = None
         if offload_percent < 100:
             self._offload = Offload(partitions.all()[0], offload_percent, self._peers, ref, random.Random())
@@ -266,7 +266,7 @@ class Blocks:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self.doors.close()
+        await self.fast_paths.close()
         if self._tiering is not None:
             await self._tiering.close()
         await self._pulls.close()

@@ -1,4 +1,4 @@
-"""The doors of a node store: its calls over a Unix socket and a TCP port, beside gRPC."""
+"""The fast paths of a node store: its calls over a Unix socket and a TCP port, beside gRPC."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class DescribedBlocks(Protocol):
     """What the servicers need of `Doors`."""
 
     def told(self) -> pb.DoorsResponse:
-        """What callers hear of the doors to this life."""
+        """What callers hear of the fast paths to this life."""
 
 
 class ServedNode(Protocol):
@@ -49,7 +49,7 @@ class ServedNode(Protocol):
     terms: LeaderTerms
 
     @property
-    def doors(self) -> DescribedBlocks: ...
+    def fast_paths(self) -> DescribedBlocks: ...
 
     @property
     def ref(self) -> pb_common.InstanceRef: ...

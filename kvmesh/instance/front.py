@@ -272,7 +272,7 @@ class Front:
         self.server = server
         self.address = f"{self.config.advertise_host or self.config.host}:{port}"
         if blocks is not None:
-            await blocks.doors.open(self.config.host, self.config.door_port)
+            await blocks.fast_paths.open(self.config.host, self.config.door_port)
         server.set_ready(True)
         self._registrar = Registrar(
             self.ref,

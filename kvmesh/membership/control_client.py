@@ -1,4 +1,4 @@
-"""The line from an instance to one control service: gRPC, and beside it the service's door for what is said often."""
+"""Calls of an instance to one control service: over gRPC, and over its fast path what is said often."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvmesh.rpc import channels
 from kvmesh.rpc.fastpath.caller import FastCaller
 from kvmesh.rpc.fastpath.control import control_calls
 
-DOORLESS_S = 30.0  # after a call that was not answered through a door: something on the way may swallow what it says
+GRPC_ONLY_S = 30.0  # after a call over the fast path that was not answered: something on the way may swallow them
 
 
 class ControlClient:
-    """Open from `dial` to `drop`, any number of times; what was learnt of doors stays. On one event loop."""
+    """Open from `dial` to `drop`, any number of times; what was learnt of fast paths stays. On one event loop."""
 
     def __init__(self, service: ServiceDescriptor, clock: Callable[[], float] = time.monotonic) -> None:
         self._service = service
@@ -27,7 +27,7 @@ class ControlClient:
         self._address = ""
         self._channel: grpc.aio.Channel | None = None
         self._calls: FastCaller | None = None
-        self._doorless_until = float("-inf")
+        self._grpc_only_until = float("-inf")
 
     @property
     def address(self) -> str:
@@ -48,17 +48,17 @@ class ControlClient:
         self._calls = control_calls(address, self._channel, self._service)
 
     async def say(self, name: str, request: Message, timeout_s: float) -> Any:
-        """The answer, by the door while there is one. It must be open. Raises KvmeshError; after it the caller drops
+        """The answer, over the fast path while there is one. It must be open. After a KvmeshError the caller drops
         the line, unless the service itself has refused."""
         assert self._calls is not None, "the line is not open"
-        if self._clock() < self._doorless_until:
+        if self._clock() < self._grpc_only_until:
             return await self._calls.over_grpc(name, request, timeout_s)
         by_door = self._calls.by_door
         try:
             return await self._calls.call(name, request, timeout_s)
         except DeadlinePassed:
             if by_door:
-                self._doorless_until = self._clock() + DOORLESS_S
+                self._grpc_only_until = self._clock() + GRPC_ONLY_S
             raise
 
     async def drop(self) -> None:

@@ -81,13 +81,13 @@ class PoolNode:
             blocks = self._blocks = self._attach()
             await blocks.open_tiers()
             if self._index is not None:
-                blocks.doors.index_path = self._index.open()
+                blocks.fast_paths.index_path = self._index.open()
             listening = Server(config.host, config.port)
             blocks.add_to(listening)
             port = await listening.start()
             server = listening
             self.address = f"{config.advertise_host or config.host}:{port}"
-            await blocks.doors.open(config.host, config.door_port)
+            await blocks.fast_paths.open(config.host, config.door_port)
             registrar = Registrar.pool_node(
                 self.ref, config.node_id, config.store, lambda: blocks.usage, blocks.terms, blocks
             )

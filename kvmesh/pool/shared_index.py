@@ -1,7 +1,7 @@
 """The index of a pool node: what lies sealed in its DRAM and where, for readers of this machine, in shared memory.
 
     store ── sealed, gone ──▶ IndexWriter ══ sealed memfd ══▶ readers (kvmesh/storeclient/local_reads.py)
-                    reader ── connects ──▶ door ── hello, the memfd's descriptor ──▶ reader; the connection stays open
+               reader ── connects ──▶ fast path ── hello, the memfd's descriptor ──▶ reader; the connection stays open
 
 Every change is written in the turn in which the store makes it: an entry is void before its extent can be anybody
 else's, and before a removal is acknowledged. The end of the connection is the end of the index.
@@ -67,7 +67,7 @@ class NodeIndex:
         if partition.shown_layout == BYTES:
             partition.store.journals.append(_Journal(self.table, partition))
 
-    # ── the door ─────────────────────────────────────────────────────────────────────────────────
+    # ── the fast path ─────────────────────────────────────────────────────────────────────────────────
 
     def open(self) -> str:
         """Its path; "": it cannot listen, and nobody reads without a lease."""

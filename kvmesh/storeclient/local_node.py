@@ -1,6 +1,6 @@
 """Nodes of this machine whose index (`shared_index`) and memory this client has mapped.
 
-    an address that answered ─▶ Doors ─▶ connect to the index's door ─▶ hello and the index ─▶ READ a little: the memory
+    an address that answered ─▶ Doors ─▶ connect to the index's socket ─▶ hello and index ─▶ READ a little: the memory
                                          is mapped ─▶ NearNode, until the connection ends
 
 Everything is looked for in the background and given up quietly: another machine, another user, no shm.

@@ -1,6 +1,6 @@
 """Ways to node stores, and which of their segments our transfer engine has open.
 
-One channel and at most one door an address. A peer that failed is forgotten: the next user dials afresh and asks for
+One channel and at most one fast path an address. A peer that failed is forgotten: the next user dials afresh and asks for
 descriptors again, since another life may answer there. Its segments are closed when its last user has left: closing
 fails what is under way.
 """
@@ -45,7 +45,7 @@ def node_calls(address: str, channel: grpc.aio.Channel, transports: Sequence[str
 
 
 def ways(told: pb.DoorsResponse, address: str, unix: bool) -> tuple[Way, ...]:
-    """To the doors that a node at `address` has told of, the best first."""
+    """To the fast paths that a node at `address` has told of, the best first."""
     found: list[Way] = []
     machine, network = _here()
     if unix and told.calls_path.startswith("@") and (told.machine, told.network) == (machine, network):

@@ -60,7 +60,7 @@ class ConductorService(runner.Service):
         if self._log is not None:
             recorder = Recorder(header, self._log.write, config.decision_log_mb << 20)
         state = header.brain() if recorder is None else recorder.state
-        self.office = ConductorLeadership(config, self._deliver)
+        self.leadership = ConductorLeadership(config, self._deliver)
         self._queue = CallQueue(config.max_schedules, "max_schedules", names.CONDUCTOR_SCHEDULE_WAIT.observe)
         self._servicer = ConductorServicer(
             state,
@@ -68,12 +68,12 @@ class ConductorService(runner.Service):
             step=state.step if recorder is None else recorder.step,
             clock=time.monotonic,
             store_status=lambda: self._watch.status,
-            office=self.office,
+            leadership=self.leadership,
             store=config.store,
             peers=config.peers,
         )
-        self._orders = BalanceOrders(self.office.leads, self._deliver)
-        self.office.begin()
+        self._orders = BalanceOrders(self.leadership.leads, self._deliver)
+        self.leadership.begin()
         self._advertised = config.advertise
         self._server: Server | None = None
         self._door_port = config.door_port
@@ -111,7 +111,7 @@ class ConductorService(runner.Service):
 
     async def start(self) -> None:
         """Follow the store master; compete with other conductors, if there are any."""
-        await self.office.open(self._advertised or (self._server.address if self._server is not None else ""))
+        await self.leadership.open(self._advertised or (self._server.address if self._server is not None else ""))
         self._following = asyncio.create_task(self._watch.run(self._stop))
 
     def _deliver(self, event: Event) -> None:
@@ -120,7 +120,7 @@ class ConductorService(runner.Service):
     def tick(self) -> None:
         """Leases and placements run out; gauges are set."""
         self.tick_s = min(self._tick_s, max(LEAST_TICK_S, TICK_S * TICK_INSTANCES / max(1, self._servicer.instances)))
-        self.office.leads()  # the brain orders nothing once the lease has run out
+        self.leadership.leads()  # the brain orders nothing once the lease has run out
         self._servicer.tick()
         if self._catching_up is None or self._catching_up.done():
             self._catching_up = asyncio.create_task(self._catch_up(), name="catch up")
@@ -138,7 +138,7 @@ class ConductorService(runner.Service):
         self._heap.close()
         self._stop.set()
         await self._orders.close()
-        await self.office.close()
+        await self.leadership.close()
         for task in (self._following, self._catching_up):
             if task is not None:
                 task.cancel()

@@ -47,7 +47,7 @@ Step = Callable[[Event, float], Sequence[Action]]
 class ConductorServicer(pb_grpc.ConductorServicer):
     """`clock` gives monotonic seconds; `store_status` what GetStatus says of the store master; `step` is the brain's,
     or that of a Recorder around it. `store`, `peers`: addresses of the store masters and of other conductors. `queue`:
-    where Schedules over gRPC wait for their turn; through a door they have waited there before."""
+    where Schedules over gRPC wait for their turn; over the fast path they have waited there before."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         *,
         clock: Callable[[], float],
         store_status: Callable[[], str],
-        office: ConductorLeadership,
+        leadership: ConductorLeadership,
         step: Step | None = None,
         store: str = "",
         peers: tuple[str, ...] = (),
@@ -65,7 +65,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         self._step: Step = step or state.step
         self._clock = clock
         self._store_status = store_status
-        self._office = office
+        self._leadership = leadership
         self._masters = split(store) if store else ()
         self._peers = peers
         self._queue = queue or CallQueue(1024, "max_schedules")
@@ -132,7 +132,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
 
     def _show_hints(self) -> None:
         """The leader's alone: an autoscaler would take another's, who knows less of the load, for as good."""
-        self._gauges.show(self._state.hints(self._clock()) if self._office.leads() else ())
+        self._gauges.show(self._state.hints(self._clock()) if self._leadership.leads() else ())
 
     async def Register(  # noqa: N802
         self, request: pb.RegisterInstanceRequest, context: Any
@@ -179,7 +179,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         }
         outcome, failure = "placed", ""
         try:
-            if not self._office.opened:
+            if not self._leadership.opened:
                 raise Unavailable("this conductor has just started")
             placed = self._place(mapping.schedule_in(request), attributes)
             return pb.ScheduleResponse(placement=mapping_out.placement_out(placed))
@@ -190,7 +190,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         finally:
             end_ns = time.monotonic_ns()
             attributes[names.OUTCOME] = outcome
-            traced = request.traceparent  # through a door there is no metadata
+            traced = request.traceparent  # over the fast path there is no metadata
             parent = spans.context_from(traced) if traced else context_from_metadata(context.invocation_metadata())
             spans.record(names.SPAN_PLACE, parent, start_ns, end_ns, attributes, error=failure)
             names.CONDUCTOR_DECISIONS.labels(outcome=outcome).inc()
@@ -240,7 +240,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         return pb.GetConductorStatusResponse(
             instances=told,
             store_master=self._store_status(),
-            leadership=self._office.told,
+            leadership=self._leadership.told,
             policy=self._state.policy.value,
             admission=self._state.admission.value,
             errors=[mapping_out.error_out(error) for error in self._state.prediction_errors(now)],
@@ -248,7 +248,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
             balancing_threshold=self._state.balancing_threshold(now),
             protocol_version=protocol.PROTOCOL_VERSION,
             store_masters=self._masters,
-            conductors=dict.fromkeys(one for one in (self._office.address, *self._peers) if one),
+            conductors=dict.fromkeys(one for one in (self._leadership.address, *self._peers) if one),
             heartbeat_interval_ms=pulse.interval_ms,
             lease_ms=pulse.lease_ms,
         )
@@ -261,13 +261,13 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         event = domain.Cordon(request.instance_id, mapping.CORDONS[request.state], request.reason)
         if error := self._state.cordon_refusal(event):
             raise error
-        await self._office.cordon(event, was)
+        await self._leadership.cordon(event, was)
         return pb.CordonResponse(was=mapping.CORDONS_OUT[was])
 
     async def GetScaleHints(  # noqa: N802
         self, request: pb.GetScaleHintsRequest, context: Any
     ) -> pb.GetScaleHintsResponse:
         """What each pool wants, by the conductor that leads; the others say who does."""
-        hints = self._state.hints(self._clock()) if self._office.leads() else ()
+        hints = self._state.hints(self._clock()) if self._leadership.leads() else ()
         told = [mapping_out.hint_out(hint) for hint in hints]
-        return pb.GetScaleHintsResponse(hints=told, leadership=self._office.told)
+        return pb.GetScaleHintsResponse(hints=told, leadership=self._leadership.told)

@@ -47,7 +47,7 @@ class DecodeState:
         self.steps: deque[tuple[int, int, int]] = deque(maxlen=MAX_SAMPLES)  # (batch, context_tokens, duration_ns)
         # Whether a block, from a node that had carried out removals up to that number, may have been removed here.
         self.refuses: Callable[[bytes, int], bool] = lambda key, source_seq: False
-        self._door: KvmeshError | None = None
+        self._fast_path: KvmeshError | None = None
         self._handles = itertools.count(first)
         self._by_epoch: dict[int, Handoff] = {}
         self._writers: dict[int, tuple[tuple[int, str], ...]] = {}
@@ -121,7 +121,7 @@ class DecodeState:
         box = self.sessions.get(event.session)
         if box is None or event.slot in box.streams:
             return  # the session is over, or a Start came twice
-        error = self._door or self.scheduler.refusal(event.spec, event.peer == i.OWN_PEER)
+        error = self._fast_path or self.scheduler.refusal(event.spec, event.peer == i.OWN_PEER)
         if error is not None:
             self._refuse(i.Refuse(event.session, event.slot, error), now)
             self._out.append(i.Refused(event.spec, error))
@@ -284,7 +284,7 @@ class DecodeState:
                 self._flush[stream.box.session] = None
 
     def _close_door(self, event: i.CloseDoor, now: int) -> None:
-        self._door = event.error
+        self._fast_path = event.error
 
     def _pulled(self, event: i.Pulled, now: int) -> None:
         for handle in self.pulls.ended(event.result):

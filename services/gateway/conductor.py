@@ -38,7 +38,7 @@ SERVICE = conductor_pb2.DESCRIPTOR.services_by_name["Conductor"]
 
 @dataclass(frozen=True, slots=True)
 class AskedConductor:
-    """One conductor. `calls`: the way through its door, while there is one."""
+    """One conductor. `calls`: the way over the fast path, while there is one."""
 
     address: str
     stub: conductor_pb2_grpc.ConductorAsyncStub
@@ -47,8 +47,8 @@ class AskedConductor:
     async def schedule(
         self, request: conductor_pb2.ScheduleRequest, timeout_s: float
     ) -> conductor_pb2.ScheduleResponse:
-        """Through the door or over gRPC. Raises KvmeshError or grpc.RpcError: which of the two says which way it went;
-        FastChannelClosed: the door's connection broke."""
+        """Over the fast path or gRPC. Raises KvmeshError or grpc.RpcError: which of the two says which way it went;
+        FastChannelClosed: the fast path's connection broke."""
         if self.calls.by_door:
             answer: conductor_pb2.ScheduleResponse = await self.calls.call("Schedule", request, timeout_s)
             return answer
@@ -84,7 +84,7 @@ class ConductorPool:
         self._first = self._all.index(one)
 
     async def close(self) -> None:
-        """Close doors and channels."""
+        """Close fast paths and channels."""
         await asyncio.gather(*(one.calls.close() for one in self._all))
         await asyncio.gather(*(channel.close(grace=None) for channel in self._channels))
 
@@ -221,7 +221,7 @@ class Conductor:
 
 
 def _spoken(err: grpc.RpcError | KvmeshError) -> bool:
-    """Whether a kvmesh service said this, not gRPC itself, nor a door that closed."""
+    """Whether a kvmesh service said this, not gRPC itself, nor a fast path that closed."""
     if isinstance(err, KvmeshError):
         return not isinstance(err, FastChannelClosed)
     trailing = err.trailing_metadata() if isinstance(err, grpc.aio.AioRpcError) else ()

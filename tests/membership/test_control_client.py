@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvmesh.errors import DeadlinePassed, KvmeshError, Overloaded
-from kvmesh.membership.control_client import DOORLESS_S, ControlClient
+from kvmesh.membership.control_client import GRPC_ONLY_S, ControlClient
 from kvmesh.rpc.fastpath import frames
 from kvmesh.rpc.fastpath.control import ControlFastPath
 from kvmesh.rpc.pb import blocks_pb2 as pb
@@ -138,7 +138,7 @@ async def test_a_door_that_swallows_calls_is_left_alone_for_a_while() -> None:
         for _ in range(20):
             assert await leased(line) == b"k"
         assert swallows.greeted == 1, "over gRPC alone"
-        clock.now += DOORLESS_S
+        clock.now += GRPC_ONLY_S
         await until(swallowed)
         assert swallows.greeted == 2, "it is tried again"
     finally:

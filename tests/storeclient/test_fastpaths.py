@@ -46,8 +46,8 @@ def door_of(client: StoreClient, address: str) -> Way | None:
     peer = client._peers._peers.get(address)
     if peer is None or not peer.calls.by_door:
         return None
-    assert peer.calls._door is not None and peer.calls._door._transport is not None
-    sock = peer.calls._door._transport.get_extra_info("socket")
+    assert peer.calls._fast_path is not None and peer.calls._fast_path._transport is not None
+    sock = peer.calls._fast_path._transport.get_extra_info("socket")
     name = sock.getpeername()
     return "@" + name[1:].decode() if isinstance(name, bytes) else tuple(name[:2])
 

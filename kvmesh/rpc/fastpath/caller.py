@@ -1,4 +1,4 @@
-"""Calls of one service at one address: through its door when there is one, else over gRPC."""
+"""Calls of one service at one address: over the fast path when there is one, else over gRPC."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from kvmesh.rpc.fastpath.methods import unary
 log = logging.getLogger(__name__)
 
 DIAL_S = 2.0
-PAUSE_S = 0.5  # after a door that broke, or an address that does not answer; for doors that lead nowhere doubled ...
+PAUSE_S = 0.5  # after a connection that broke, or an address that does not answer; where none leads, doubled ...
 MAX_PAUSE_S = 30.0  # ... up to this
 _ROOM = 256  # of a frame, beside the message
 
 
 @dataclass(frozen=True, slots=True)
 class FoundPaths:
-    """The doors of the life that answers at an address now, the best first."""
+    """The fast paths of the life that answers at an address now, the best first."""
 
     life: int
     ways: tuple[Way, ...]
 
 
 class FastCaller:
-    """Of one address. The first calls go over `channel` (which its owner closes), while a door is looked for in the
-    background; later ones too whenever no door is open. `find` asks, over gRPC, where the doors are; it raises
+    """Of one address. The first calls go over `channel` (which its owner closes), while a fast path is looked for in
+    the background; later ones too whenever none is open. `find` asks, over gRPC, where the fast paths are; it raises
     KvmeshError. On one event loop; `close` it."""
 
     def __init__(
@@ -48,7 +48,7 @@ class FastCaller:
         self._methods = unary(service)
         self._find = find
         self._stubs: dict[str, Any] = {}
-        self._door: FastChannel | None = None
+        self._fast_path: FastChannel | None = None
         self._seeking: asyncio.Task[None] | None = None
         self._seek_at = 0.0
         self._pause_s = PAUSE_S
@@ -56,12 +56,12 @@ class FastCaller:
 
     @property
     def by_door(self) -> bool:
-        """Whether a call of now would go through a door."""
-        return self._door is not None and self._door.usable
+        """Whether a call of now would go over the fast path."""
+        return self._fast_path is not None and self._fast_path.usable
 
     async def call(self, name: str, request: Message, timeout_s: float) -> Any:
         """The answer. Raises KvmeshError: the service's own, Unavailable or DeadlinePassed; whichever way it went."""
-        door = self._door
+        door = self._fast_path
         if door is None or not door.usable:
             self.seek()
             return await self.over_grpc(name, request, timeout_s)
@@ -76,7 +76,7 @@ class FastCaller:
             raise InternalError(f"{name}: an answer that cannot be read: {error}") from None
 
     async def over_grpc(self, name: str, request: Message, timeout_s: float) -> Any:
-        """As `call`, through no door."""
+        """As `call`, not over the fast path."""
         stub = self._stubs.get(name)
         if stub is None:
             method = self._methods[name]
@@ -91,23 +91,23 @@ class FastCaller:
             raise status.from_rpc_error(error) from None
 
     async def close(self) -> None:
-        """Calls that wait at a door hear Unavailable. Idempotent."""
+        """Calls that wait at a fast path hear Unavailable. Idempotent."""
         self._closed = True
         if self._seeking is not None:
             self._seeking.cancel()
             await asyncio.gather(self._seeking, return_exceptions=True)
-        if self._door is not None:
-            self._door.close()
+        if self._fast_path is not None:
+            self._fast_path.close()
 
     def seek(self) -> None:
-        """Look for a door, unless that is being done or was done in vain a moment ago. `call` does it by itself."""
+        """Look for a fast path, unless that is being done or was in vain a moment ago. `call` does it by itself."""
         if self._closed or (self._seeking is not None and not self._seeking.done()):
             return
-        door, now = self._door, time.monotonic()
+        door, now = self._fast_path, time.monotonic()
         if door is not None:
             if door.open:
                 return  # full, or silent for now
-            self._door = None
+            self._fast_path = None
             self._rest(door.answered, now)
         if now >= self._seek_at:
             self._seeking = asyncio.get_running_loop().create_task(self._sought(), name="seek door")
@@ -123,7 +123,7 @@ class FastCaller:
             self._rest(not isinstance(error, ProtocolMismatch), time.monotonic())
             return
         try:
-            self._door = await dial(found.ways, found.life, DIAL_S)
+            self._fast_path = await dial(found.ways, found.life, DIAL_S)
         except KvmeshError as error:
             log.debug("no door: %s", error.message)
             self._rest(False, time.monotonic())

@@ -1,6 +1,6 @@
-"""The door of a control service: heartbeats and announcements of a thousand instances past gRPC.
+"""The fast path of a control service: heartbeats and announcements of a thousand instances past gRPC.
 
-One call of `grpc.aio` takes some 0.4 ms of the service's core, a call through a door a fifth of that. Entering a
+One call of `grpc.aio` takes some 0.4 ms of the service's core, a call over the fast path a fifth of that. Entering a
 service, and everything that is rare, stays with gRPC.
 """
 

@@ -1,4 +1,4 @@
-"""Frames of a door: calls and their answers on one connection.
+"""Frames of a fast path: calls and their answers on one connection.
 
     caller ── HELLO ──▶ ◀── HELLO ──           this protocol, and the life that is meant
            ── CALL ───▶ ◀── ANSWER | ERROR ──  any number under way, answered in any order
@@ -44,7 +44,7 @@ def encode(kind: int, call: int, body: bytes = b"", name: bytes = b"", ms: int =
 
 
 def hello(life: int) -> bytes:
-    """What each side says first. `life`: of the process behind the door."""
+    """What each side says first. `life`: of the process behind the fast path."""
     return encode(HELLO, 0, _MAGIC + _LIFE.pack(life))
 
 

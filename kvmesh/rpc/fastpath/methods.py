@@ -1,4 +1,4 @@
-"""The methods of a service that can be called through a door: those of one request and one answer."""
+"""The methods of a service that can be called over the fast path: those of one request and one answer."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class FastContext:
 
 
 class FastServer:
-    """All doors of one life to one servicer. `life`: what callers must mean when they come; `methods`: those that can
+    """All fast paths of one life to one servicer. `life`: what callers must mean when they come; `methods`: that can
     be called, by default all; those in `queued` take their turns in `queue`, the others are carried out as soon as
     their bytes are read. On the event loop."""
 

@@ -1,7 +1,7 @@
 """A coroutine begun at once; a task only for one that has to wait.
 
-Most calls of a door never wait, and a task with its turns of the loop costs more than they do. Up to its first wait
-such a coroutine belongs to no task: `asyncio.timeout` and `asyncio.current_task` cannot be used there.
+Most calls of a fast path never wait, and a task with its turns of the loop costs more than they do. Up to its
+first wait such a coroutine belongs to no task: `asyncio.timeout` and `asyncio.current_task` cannot be used there.
 """
 
 from __future__ import annotations
