@@ -1,7 +1,7 @@
 """Ways to node stores, and which of their segments our transfer engine has open.
 
-One channel and at most one fast path an address. A peer that failed is forgotten: the next user dials afresh and asks for
-descriptors again, since another life may answer there. Its segments are closed when its last user has left: closing
+One channel and at most one fast path an address. A peer that failed is forgotten: the next user dials afresh and asks
+for descriptors again, since another life may answer there. Its segments are closed when its last user has left: closing
 fails what is under way.
 """
 
