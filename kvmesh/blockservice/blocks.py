@@ -36,7 +36,7 @@ from kvmesh.blockservice.tiers.parts import TierSettings
 from kvmesh.blockservice.tiers.tiering import Tiering
 from kvmesh.clock import lease_clock_ns
 from kvmesh.kvcache.announce import Announcer, Source
-from kvmesh.kvcache.sources import Lower, Pulled, PullJob
+from kvmesh.kvcache.sources import LowerTiers, Pulled, PullJob
 from kvmesh.kvcache.tiers import Tier, store_name
 from kvmesh.membership.announcing import Announcing
 from kvmesh.membership.registrar import Registrar
@@ -56,7 +56,7 @@ TIDY_S = 1.0
 MAX_EXPIRED = 256  # leases and pins ended at once: what is due beside them waits for the loop's next turn
 
 
-class Blocks:
+class BlockService:
     """One process's. Made by `Front.attach` (an instance) or `pool.run`; `start` once the server listens.
 
     `ref()` is this life's reference; `offload_percent` 100 and a pool node never offload; `tiers`: what lies below
@@ -143,7 +143,7 @@ class Blocks:
         return sum(partition.store.stats.leases for partition in self.partitions.all())
 
     @property
-    def lower(self) -> Lower | None:
+    def lower(self) -> LowerTiers | None:
         """What an instance's brain may ask of the tiers below."""
         return self._tiering.lower(self.layout) if self._tiering is not None else None
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from kvmesh.blockservice.blocks import Blocks
+from kvmesh.blockservice.blocks import BlockService
 from kvmesh.blockservice.partitions import OnePartition, Partition, layout_tag
 from kvmesh.blockservice.peer_segments import PeerSegments
 from kvmesh.blockservice.tiers.config import checked_id
-from kvmesh.blockservice.warm.memory import Warm
+from kvmesh.blockservice.warm.memory import WarmMemory
 from kvmesh.errors import ConfigError, InternalError, KvmeshError
 from kvmesh.instance.config import InstanceConfig
 from kvmesh.instance.served_weights import ServedWeights
@@ -64,8 +64,8 @@ class Front:
         self.on_rank_lost = on_rank_lost
         self.ranks = [RankClient(rank, self._rank_said, self._rank_lost) for rank in range(config.tensor_parallel)]
         self.segments = PeerSegments(self.ranks)
-        self.blocks: Blocks | None = None
-        self._warm: Warm | None = None
+        self.blocks: BlockService | None = None
+        self._warm: WarmMemory | None = None
         self._on_message = on_message
         self.server: Server | None = None
         self.address = ""
@@ -154,16 +154,16 @@ class Front:
             lease_seed=self.incarnation,
         )
 
-    def attach(self, store: NodeStore, on_pulled: Callable[[Pulled], None]) -> Blocks:
+    def attach(self, store: NodeStore, on_pulled: Callable[[Pulled], None]) -> BlockService:
         """Serve this node store, whose extents are the ranks' host extents. Once, after `start_ranks`, before `serve`.
-        `on_pulled` hears the end of every pull job, on the event loop and never from inside `Blocks.pull`."""
+        `on_pulled` hears the end of every pull job, on the event loop and never from inside `BlockService.pull`."""
         assert self.blocks is None, "one node store an instance"
         readies, c = [rank.ready for rank in self.ranks], self.config
         bases = tuple(ready.extent_base_offset for ready in readies)
         partition = Partition(layout_tag(readies), readies[0].shard_bytes, store, bases, self.shards)
         if c.warm_segment:
-            self._warm = Warm(c.warm_segment, self.ranks, store.total, self.incarnation)
-        self.blocks = Blocks(
+            self._warm = WarmMemory(c.warm_segment, self.ranks, store.total, self.incarnation)
+        self.blocks = BlockService(
             lambda: self.ref,
             self.ranks,
             self.segments,

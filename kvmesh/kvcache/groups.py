@@ -31,7 +31,7 @@ MAX_CACHED = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Duty:
+class WriterShare:
     """`parts` of one reader's shard that `writer` sends of every block b with b % turns == turn."""
 
     writer: int
@@ -47,7 +47,7 @@ class GroupPlan:
 
     writers: tuple[ShardLayout, ...]
     readers: tuple[ShardLayout, ...]
-    duties: tuple[tuple[Duty, ...], ...]
+    duties: tuple[tuple[WriterShare, ...], ...]
     _cache: dict[tuple[int, int, int, int, int], tuple[Run, ...]] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -95,12 +95,12 @@ def plan_group(writers: tuple[ShardLayout, ...], readers: tuple[ShardLayout, ...
     for reader, cells in enumerate(needs):
         for owners in cells:
             wanted[owners].append(reader)
-    duties: list[list[Duty]] = [[] for _ in readers]
+    duties: list[list[WriterShare]] = [[] for _ in readers]
     for owners, sharers in wanted.items():
         for k, reader in enumerate(sharers):
             team = _team(owners, k, len(sharers))
             for turn, writer in enumerate(team):
-                duties[reader].append(Duty(writer, turn, len(team), tuple(needs[reader][owners])))
+                duties[reader].append(WriterShare(writer, turn, len(team), tuple(needs[reader][owners])))
     return GroupPlan(writers, readers, tuple(tuple(mine) for mine in duties))
 
 

@@ -325,7 +325,7 @@ class NodeStore:
         self._add_all(blocks, [self._lengths.pop(key) for key in blocks])
 
     def abandon(self, key: bytes) -> None:
-        """A begun block will not be written: its extent goes back. Nobody may write to it any more."""
+        """A begun block will not be written: its extent goes back. The caller promises that nobody writes to it."""
         extent, _ = self._end_writing(key)
         self._orphans.discard(key)
         self._give_back(extent)

@@ -58,7 +58,7 @@ class Pulled:
     lower: tuple[int, ...] = ()
 
 
-class Lower(Protocol):
+class LowerTiers(Protocol):
     """What a brain may ask of the tiers below its node store. Answers are hints, and cost O(1) a key."""
 
     def holds(self, key: bytes) -> bool:
@@ -71,7 +71,7 @@ class Lower(Protocol):
         """A request uses these, wherever they lie: what is used often deserves DRAM."""
 
 
-def ranges_with(hints: tuple[PullRange, ...], lower: Lower | None, keys: Sequence[bytes]) -> tuple[PullRange, ...]:
+def ranges_with(hints: tuple[PullRange, ...], lower: LowerTiers | None, keys: Sequence[bytes]) -> tuple[PullRange, ...]:
     """Who is asked, in order, for a prompt with these blocks: others' DRAM, then tier by tier what lies here below and
     the other hints."""
     if lower is None:

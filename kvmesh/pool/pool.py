@@ -12,10 +12,10 @@ import secrets
 import time
 from collections.abc import Callable
 
-from kvmesh.blockservice.blocks import Blocks
+from kvmesh.blockservice.blocks import BlockService
 from kvmesh.blockservice.peer_segments import PeerSegments
 from kvmesh.blockservice.tiers.config import checked_id, make_ssd_folder
-from kvmesh.blockservice.warm.memory import Warm
+from kvmesh.blockservice.warm.memory import WarmMemory
 from kvmesh.errors import InternalError
 from kvmesh.kvcache.sources import Pulled
 from kvmesh.membership.evacuation import evacuate_node
@@ -56,8 +56,8 @@ class PoolNode:
         self.incarnation = time.time_ns() & ~0xFFFF | secrets.randbits(16)
         self.address = ""
         self._rank = RankClient(0, self._said, self._rank_lost)
-        self._blocks: Blocks | None = None
-        self._warm: Warm | None = None
+        self._blocks: BlockService | None = None
+        self._warm: WarmMemory | None = None
         self._index: NodeIndex | None = None
         self._lost = asyncio.Event()
         self._cause = ""
@@ -164,7 +164,7 @@ class PoolNode:
             warm_lease_ms=c.store_lease_ms,
         )
 
-    def _attach(self) -> Blocks:
+    def _attach(self) -> BlockService:
         ready, c = self._rank.ready, self.config
         partitions = PoolPartitions(
             ready.extent_base_offset,
@@ -177,9 +177,9 @@ class PoolNode:
         # Before the memory of an earlier life comes back: it is found like any other.
         self._index = index_of(c.transport_list, self.instance_id, self.incarnation, ready, partitions)
         if c.warm_segment:
-            self._warm = Warm(c.warm_segment, [self._rank], ready.host_bytes // POOL_SLOT_BYTES, self.incarnation)
+            self._warm = WarmMemory(c.warm_segment, [self._rank], ready.host_bytes // POOL_SLOT_BYTES, self.incarnation)
             WarmPool(self._warm, partitions, ready.extent_base_offset)
-        return Blocks(
+        return BlockService(
             lambda: self.ref,
             [self._rank],
             PeerSegments([self._rank]),

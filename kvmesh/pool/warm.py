@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-from kvmesh.blockservice.warm.memory import Found, Warm
+from kvmesh.blockservice.warm.memory import Found, WarmMemory
 from kvmesh.blockservice.warm.store import Place, WarmStore
 from kvmesh.errors import KvmeshError, Overloaded
 from kvmesh.pool.partitions import PoolPartitions
@@ -55,7 +55,7 @@ class Layouts:
 class WarmPool:
     """All partitions of a pool node, whose region begins at segment offset `base`. Made before any is."""
 
-    def __init__(self, warm: Warm, partitions: PoolPartitions, base: int) -> None:
+    def __init__(self, warm: WarmMemory, partitions: PoolPartitions, base: int) -> None:
         self._warm = warm
         self._partitions = partitions
         self._base = base

@@ -621,6 +621,8 @@ class FillEnded(Message, frozen=True):
 
 
 class Fenced(Message, frozen=True):
+    """No byte of this peer's writes under that epoch can land any more: `TransferEngine.fence` has returned."""
+
     peer: str
     handoff_epoch: int
 

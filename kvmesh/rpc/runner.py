@@ -20,7 +20,7 @@ STOP_GRACE_S = 0.5
 MIN_TICK_S = 0.01
 
 
-class Service(ABC):
+class ServiceRunner(ABC):
     """What one service adds to the common run. `name` is its short name ("store"), `tick_s` the pause between ticks."""
 
     def __init__(self, name: str, *, tick_s: float) -> None:
@@ -86,7 +86,7 @@ async def observed(service: str, instance_id: str, config: ServiceConfig) -> Asy
 
 
 async def run(
-    service: Service, config: ServiceConfig, stop: asyncio.Event, started: Callable[[dict[str, object]], None]
+    service: ServiceRunner, config: ServiceConfig, stop: asyncio.Event, started: Callable[[dict[str, object]], None]
 ) -> None:
     """Serve until `stop`; `started` hears {"address", "metrics"}. Nothing is left running.
 
@@ -96,7 +96,7 @@ async def run(
 
 
 async def _serve(
-    service: Service,
+    service: ServiceRunner,
     config: ServiceConfig,
     stop: asyncio.Event,
     started: Callable[[dict[str, object]], None],

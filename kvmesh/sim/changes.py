@@ -210,7 +210,7 @@ def _normals(seed: int, name: str, kind: str, number: int) -> _Array:
 
 
 @dataclass(frozen=True)
-class Noticed:
+class ChangeNoticed:
     """How placements followed one change. Seconds from its beginning, or its end; nan: they never did."""
 
     what: str  # "slow", "frozen", "killed", "left", "joined"
@@ -243,12 +243,12 @@ Placements = Sequence[tuple[float, str]]  # when a request of one pool was place
 
 def noticed(
     what: str, node: str, from_s: float, until_s: float, able: float, fair: float, placed: Placements, run_s: float
-) -> Noticed:
+) -> ChangeNoticed:
     """`placed`: of the node's pool, in order of time, over the whole run of `run_s`; `fair`: an equal share."""
     meanwhile = [(at, name == node) for at, name in placed if from_s <= at < until_s]
     after = [(at, name == node) for at, name in placed if at >= until_s]
     hits = sum(own for _, own in meanwhile)
-    return Noticed(
+    return ChangeNoticed(
         what,
         node,
         from_s,

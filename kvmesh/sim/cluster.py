@@ -11,7 +11,7 @@ from kvmesh.errors import Overloaded
 from kvmesh.kvcache.keys import Keys
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.sim.brains import MODEL, Brains
-from kvmesh.sim.changes import FreezePhase, KillEvent, LeaveEvent, Noticed, noticed
+from kvmesh.sim.changes import ChangeNoticed, FreezePhase, KillEvent, LeaveEvent, noticed
 from kvmesh.sim.config import SimConfig, WireChange
 from kvmesh.sim.decoder import Decoder
 from kvmesh.sim.hardware.times import NodeSpec
@@ -375,9 +375,9 @@ class Cluster:
         wait_s = ASK_AGAIN_S if again.repeats > 1 else self.config.hop_s
         self._loop.after(wait_s, lambda: self._schedule(again, (blamed,)))
 
-    def changes_noticed(self) -> list[Noticed]:
+    def changes_noticed(self) -> list[ChangeNoticed]:
         """How placements followed what happened to instances, in the order of the configuration."""
-        config, now, found = self.config, self._loop.now, list[Noticed]()
+        config, now, found = self.config, self._loop.now, list[ChangeNoticed]()
         events: list[tuple[str, str, float, float, float]] = [  # what, node, from, until, times
             *(("slow", one.node, one.from_s, min(now, one.until_s), one.times) for one in config.slow),
             *(("frozen", one.node, one.from_s, one.until_s, inf) for one in config.freeze),

@@ -29,7 +29,7 @@ from services.decode import rules
 NO_STEPS = np.zeros(0)
 
 
-class Guest(Row):
+class CoupledRow(Row):
     """One request. `total`: tokens whose KV it needs before its next token, `computed` of them are there."""
 
     __slots__ = ("cached", "computed", "order", "own", "record", "request", "total")
@@ -53,8 +53,8 @@ class Coupled:
         spec: NodeSpec,
         config: SimConfig,
         loop: Loop,
-        ended: Callable[[Guest], None],
-        failed: Callable[[Guest, str], None],
+        ended: Callable[[CoupledRow], None],
+        failed: Callable[[CoupledRow, str], None],
     ) -> None:
         self.name, self.spec = name, spec
         self._block = config.block_tokens
@@ -68,16 +68,16 @@ class Coupled:
         self._limits = config.limits
         self._watermark = rules.watermark(self.pool.total, self._limits)
         self._loop, self._ended, self._failed = loop, ended, failed
-        self._waiting: deque[Guest] = deque()
-        self._prefilling: list[Guest] = []  # have their pages
-        self._pieces: list[tuple[Guest, int]] = []  # in the step under way: tokens of each
+        self._waiting: deque[CoupledRow] = deque()
+        self._prefilling: list[CoupledRow] = []  # have their pages
+        self._pieces: list[tuple[CoupledRow, int]] = []  # in the step under way: tokens of each
         self._grown: list[int] = []  # pages that rows have grown by
         self._busy = False
         self.preemptions = 0
 
     # ── in ───────────────────────────────────────────────────────────────────────────────────────
 
-    def arrive(self, guest: Guest) -> None:
+    def arrive(self, guest: CoupledRow) -> None:
         """A request was sent here."""
         self.live += 1
         if self._blocks(guest.request.input_tokens + guest.record.output_tokens) > self.pool.total:
@@ -120,7 +120,7 @@ class Coupled:
         self.cache.evict(grown - self.pool.free)
         self._grown += self.pool.allocate(grown)
         for row in over:
-            assert isinstance(row, Guest)
+            assert isinstance(row, CoupledRow)
             self._give_back(row)
             self._finish(row)
         self._next()
@@ -139,10 +139,10 @@ class Coupled:
         elif steps:
             self.rows.run(steps)
 
-    def _plan(self) -> list[tuple[Guest, int]]:
+    def _plan(self) -> list[tuple[CoupledRow, int]]:
         """Who computes how many tokens in the next step, first come, first served."""
         room = self._budget - (len(self.rows) if self._chunked else 0)
-        pieces: list[tuple[Guest, int]] = []
+        pieces: list[tuple[CoupledRow, int]] = []
         for guest in self._prefilling:
             rest = guest.total - guest.computed
             if room <= 0 or (not self._chunked and pieces and rest > room):
@@ -173,7 +173,7 @@ class Coupled:
         self.rows.stall(seconds)
         self._next()
 
-    def _computed(self, guest: Guest, tokens: int) -> None:
+    def _computed(self, guest: CoupledRow, tokens: int) -> None:
         """KV of so many more tokens is in its pages; with the last of them comes a token."""
         guest.computed += tokens
         keys = guest.request.keys[: guest.computed // self._block]
@@ -250,14 +250,14 @@ class Coupled:
             self.pool.release(guest.own)
             guest.own = []
         else:
-            guest = rules.in_order([row for row in self.rows.rows if isinstance(row, Guest)])[-1]
+            guest = rules.in_order([row for row in self.rows.rows if isinstance(row, CoupledRow)])[-1]
             self.rows.remove(guest)
             self._give_back(guest)
             guest.total = guest.context
         guest.computed = 0
         self._waiting.appendleft(guest)
 
-    def _give_back(self, guest: Guest) -> None:
+    def _give_back(self, guest: CoupledRow) -> None:
         """Its own pages, and as many as it has grown by."""
         grown = max(0, self._blocks(guest.context) - len(guest.own))
         self.pool.release(guest.own)
@@ -267,13 +267,13 @@ class Coupled:
 
     # ── out ──────────────────────────────────────────────────────────────────────────────────────
 
-    def _finish(self, guest: Guest) -> None:
+    def _finish(self, guest: CoupledRow) -> None:
         guest.record.finish_s = guest.last_s
         guest.record.tbt_s, guest.record.mean_tbt_s = guest.tbt()
         self._leave(guest)
         self._ended(guest)
 
-    def _leave(self, guest: Guest) -> None:
+    def _leave(self, guest: CoupledRow) -> None:
         self.live -= 1
 
     def check_empty(self) -> None:

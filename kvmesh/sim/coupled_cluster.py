@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvmesh.sim.config import Routing, SimConfig
-from kvmesh.sim.coupled import Coupled, Guest
+from kvmesh.sim.coupled import Coupled, CoupledRow
 from kvmesh.sim.loop import Loop
 from kvmesh.sim.report.records import DONE, FAILED, PoolSample, Record, Sample
 from kvmesh.sim.workloads.workload import SimRequest
@@ -31,7 +31,7 @@ class CoupledCluster:
         instance = self._choose()
         record = Record.of(request, self._loop.now, self._config.max_output_tokens)
         record.prefill = record.decode = instance.name
-        guest = Guest(self._number, request, record)
+        guest = CoupledRow(self._number, request, record)
         self._loop.after(self._config.hop_s, lambda: instance.arrive(guest))
 
     def _choose(self) -> Coupled:
@@ -44,10 +44,10 @@ class CoupledCluster:
         self._turn %= count
         return self.instances[self._turn]
 
-    def _done(self, guest: Guest) -> None:
+    def _done(self, guest: CoupledRow) -> None:
         self._end(guest.record, DONE, "")
 
-    def _failed(self, guest: Guest, reason: str) -> None:
+    def _failed(self, guest: CoupledRow, reason: str) -> None:
         self._end(guest.record, FAILED, reason)
 
     def _end(self, record: Record, outcome: str, reason: str) -> None:

@@ -35,7 +35,7 @@ class _NoQuotas(TagQuotas):
         """It was not counted."""
 
 
-class Shelf:
+class SimulatedTier:
     """A node store, or a tier below it, and its announcer. Every change is announced `announce_s` after the first one
     that was not."""
 
@@ -106,14 +106,14 @@ class Node:
         self.ref = Ref(name, ADDRESS, incarnation)
         self.dead = False
         self.block_bytes = config.block_tokens * spec.kv_bytes_per_token
-        self.shelf = Shelf(name, spec.dram_tokens // config.block_tokens, config, loop, tell, incarnation)
+        self.shelf = SimulatedTier(name, spec.dram_tokens // config.block_tokens, config, loop, tell, incarnation)
         self.store = self.shelf.store
         self.tx = Link(f"{name}.tx", spec.nic_bytes_per_s)
         self.rx = Link(f"{name}.rx", spec.nic_bytes_per_s)
         self.ssd: NodeStore | None = None
         if spec.ssd_tokens >= config.block_tokens:
             tier = store_name(name, Tier.SSD)
-            self._lower = Shelf(tier, spec.ssd_tokens // config.block_tokens, config, loop, tell, incarnation)
+            self._lower = SimulatedTier(tier, spec.ssd_tokens // config.block_tokens, config, loop, tell, incarnation)
             self.ssd = self._lower.store
             self.disk = Link(tier, spec.ssd_read_bytes_per_s)
             self.shelf.below = self._demote

@@ -39,7 +39,7 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
+class ReaderLocation:
     """Where the reader is."""
 
     node_id: str
@@ -52,7 +52,7 @@ class Here:
         return 1 if holder.host in self.hosts else 2
 
 
-def order(replicas: Collection[Replica], here: Here, rng: random.Random) -> list[Replica]:
+def order(replicas: Collection[Replica], here: ReaderLocation, rng: random.Random) -> list[Replica]:
     """The best first."""
     lots = {replica.holder: rng.random() for replica in replicas}
 
@@ -67,7 +67,7 @@ def order(replicas: Collection[Replica], here: Here, rng: random.Random) -> list
 def share_out(
     known: Mapping[int, Sequence[Replica]],
     failed: Mapping[Holder, Collection[int]],
-    here: Here,
+    here: ReaderLocation,
     rng: random.Random,
 ) -> dict[Holder, list[int]]:
     """Holder → positions that it is to be asked for, each position with its best holder that has not `failed` for it.

@@ -26,7 +26,7 @@ from kvmesh.kvcache.tiers import Tier
 from kvmesh.storeclient import arguments, forks
 from kvmesh.storeclient.arguments import MAX_REPLICAS, MAX_TTL_MS, flag, instance, listed, milliseconds
 from kvmesh.storeclient.calls import Source, Target, left, memory_of, source_of, target_of, turn, whole
-from kvmesh.storeclient.choice import Here, Replica
+from kvmesh.storeclient.choice import ReaderLocation, Replica
 from kvmesh.storeclient.config import ClientConfig, split_list
 from kvmesh.storeclient.context import ClientContext
 from kvmesh.storeclient.directory import Directory, Quota, Removed
@@ -40,7 +40,7 @@ from kvmesh.storeclient.own_keys import OwnKeys, Ref
 from kvmesh.storeclient.peers import Peers
 from kvmesh.storeclient.prefetching import Policy, Prefetcher
 from kvmesh.storeclient.reading import Got, Reader
-from kvmesh.storeclient.writing import Block, Pin, Put, Wish, Writer
+from kvmesh.storeclient.writing import Block, Pin, Put, PutOptions, Writer
 from kvmesh.transfer import EngineConfig, TransferEngine
 
 LOOK_S = 0.5  # a name whose block the master cannot find yet, because it is rebuilding, is resolved again so often
@@ -69,7 +69,7 @@ class StoreClient:
         self._memory = Memory(self._engine, config.staging_mb << 20)
         self._peers = Peers(self._engine)
         self._hints = Hints(config.locations)
-        here = Here(config.node_id, frozenset({config.host, config.advertise_host} - {""}))
+        here = ReaderLocation(config.node_id, frozenset({config.host, config.advertise_host} - {""}))
         context = ClientContext(config, self._engine, self._memory, self._peers, self._directory, self._hints, here)
         self._near = LocalReader(config, self._engine, self._memory, self._peers)
         self._reader = Reader(context, self._near.met)
@@ -179,7 +179,7 @@ class StoreClient:
         if pin is not None:
             pin = _pin(pin)
         pin_ttl_ms = arguments.whole("pin_ttl_ms", pin_ttl_ms, 0, arguments.MAX_TTL_MS)
-        wish = Wish(deadline, arguments.flag("verify", verify, self.config.verify), pin, pin_ttl_ms)
+        wish = PutOptions(deadline, arguments.flag("verify", verify, self.config.verify), pin, pin_ttl_ms)
         replace = arguments.flag("replace", replace)
         datas = arguments.listed("datas", datas)
         keys = None if keys is None else arguments.listed("keys", keys)
@@ -203,7 +203,7 @@ class StoreClient:
         """`put_many` out of registered memory, as `put_from`."""
         return await self.put_many(sources, **options)
 
-    async def _put_all(self, sources: Sequence[Data | Span], keys: Sequence[bytes], wish: Wish) -> list[Put]:
+    async def _put_all(self, sources: Sequence[Data | Span], keys: Sequence[bytes], wish: PutOptions) -> list[Put]:
         """Equal blocks once. Memory that nodes here cannot map goes through staging where that is shared memory."""
         blocks: list[Block] = []
         items: list[tuple[bytes, Data]] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvmesh.storeclient.choice import Here
+from kvmesh.storeclient.choice import ReaderLocation
 from kvmesh.storeclient.config import ClientConfig
 from kvmesh.storeclient.directory import Directory
 from kvmesh.storeclient.hints import Hints
@@ -23,4 +23,4 @@ class ClientContext:
     peers: Peers
     directory: Directory
     hints: Hints
-    here: Here
+    here: ReaderLocation

@@ -11,7 +11,7 @@ from typing import TypeVar
 from kvmesh.errors import KvmeshError, Overloaded, Unavailable
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.rpc.pb import blocks_pb2 as pb
-from kvmesh.storeclient.choice import Here, Holder, Replica
+from kvmesh.storeclient.choice import Holder, ReaderLocation, Replica
 from kvmesh.storeclient.directory import Directory
 from kvmesh.storeclient.hints import Hints
 from kvmesh.storeclient.lease import LAYOUT
@@ -36,7 +36,7 @@ class Place:
 class Holding:
     """On the event loop."""
 
-    def __init__(self, peers: Peers, directory: Directory, hints: Hints, here: Here) -> None:
+    def __init__(self, peers: Peers, directory: Directory, hints: Hints, here: ReaderLocation) -> None:
         self._peers = peers
         self._hints = hints
         self._directory = directory

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 from kvmesh.errors import KvmeshError, Unavailable
-from kvmesh.storeclient.choice import Here, Holder, Replica
+from kvmesh.storeclient.choice import Holder, ReaderLocation, Replica
 from kvmesh.storeclient.directory import Directory
 from kvmesh.storeclient.hints import Hints
 from kvmesh.storeclient.peers import Peers
@@ -30,7 +30,7 @@ class Policy(enum.Enum):
 class Prefetcher:
     """On the event loop; `close` it."""
 
-    def __init__(self, peers: Peers, directory: Directory, hints: Hints, here: Here) -> None:
+    def __init__(self, peers: Peers, directory: Directory, hints: Hints, here: ReaderLocation) -> None:
         self._peers = peers
         self._directory = directory
         self._hints = hints

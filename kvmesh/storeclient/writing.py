@@ -80,7 +80,7 @@ class Put:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class PutOptions:
     """What a caller wants of a put beside the blocks. `deadline`: monotonic seconds."""
 
     deadline: float
@@ -119,14 +119,14 @@ class Writer:
         if nbytes >= CHECK_BYTES:
             await self._pools(nbytes, deadline)
 
-    async def put_data(self, items: Sequence[tuple[bytes, Data]], wish: Wish) -> list[Put]:
+    async def put_data(self, items: Sequence[tuple[bytes, Data]], wish: PutOptions) -> list[Put]:
         """Through staging, portion by portion, while nodes read the one before. Raises KvmeshError when no master can
         be asked or the time is over; what is wrong with one block is in its `Put`."""
         portions = _portions([len(data) for _, data in items], self._memory.staging_bytes // 4)
         puts = await every(self._staged(items[a:b], wish) for a, b in portions)
         return [one for some in puts for one in some]
 
-    async def _staged(self, items: Sequence[tuple[bytes, Data]], wish: Wish) -> list[Put]:
+    async def _staged(self, items: Sequence[tuple[bytes, Data]], wish: PutOptions) -> list[Put]:
         places = []
         at = 0
         for _, data in items:
@@ -139,7 +139,7 @@ class Writer:
             self._memory.give_back(staged)
 
     async def _from_staging(
-        self, items: Sequence[tuple[bytes, Data]], places: Sequence[int], staged: Staged, wish: Wish
+        self, items: Sequence[tuple[bytes, Data]], places: Sequence[int], staged: Staged, wish: PutOptions
     ) -> list[Put]:
         blocks = []
         for (key, data), at in zip(items, places, strict=True):
@@ -148,7 +148,7 @@ class Writer:
             blocks.append(Block(key, span))
         return await self._put(blocks, wish)
 
-    async def put_spans(self, blocks: Sequence[Block], wish: Wish) -> list[Put]:
+    async def put_spans(self, blocks: Sequence[Block], wish: PutOptions) -> list[Put]:
         """Out of memory that is registered. The memory must stay as it is until this returns or raises; then no node
         can seal anything of it any more. Raises as `put_data`."""
         portions = _portions([block.span.nbytes for block in blocks], PUT_BYTES)
@@ -157,7 +157,7 @@ class Writer:
 
     # ── one portion ──────────────────────────────────────────────────────────────────────────────
 
-    async def _put(self, blocks: Sequence[Block], wish: Wish) -> list[Put]:
+    async def _put(self, blocks: Sequence[Block], wish: PutOptions) -> list[Put]:
         """Ask node after node until each block is held, or nobody is left or the time is over."""
         puts = [Put(block.key, block.span.nbytes) for block in blocks]
         total, largest = sum(put.nbytes for put in puts), max(put.nbytes for put in puts)
@@ -201,7 +201,9 @@ class Writer:
         self._stalled = {life: until for life, until in self._stalled.items() if until > now}
         self._stalled[node.store_id, node.incarnation] = now + STALLED_S
 
-    async def _at(self, node: Candidate, blocks: Sequence[Block], puts: Sequence[Put], wish: Wish, last: bool) -> None:
+    async def _at(
+        self, node: Candidate, blocks: Sequence[Block], puts: Sequence[Put], wish: PutOptions, last: bool
+    ) -> None:
         """What it takes and why not the rest goes to `puts`. `last`: nobody is asked after it, so it has all the time.
         Raises InvalidRequest alone."""
         within_s = self._within_s(sum(put.nbytes for put in puts), wish, last)
@@ -242,13 +244,13 @@ class Writer:
             else:
                 _refuse(put, node, why)
 
-    def _within_s(self, nbytes: int, wish: Wish, last: bool) -> float:
+    def _within_s(self, nbytes: int, wish: PutOptions, last: bool) -> float:
         """By when a node must have read so many bytes."""
         within_s = min(self._config.read_within_ms / 1000, wish.left_s())
         return within_s if last else min(within_s, self._config.put_stall_ms / 1000 + nbytes / SLOW_BYTES_PER_S)
 
     async def _ask(
-        self, peer: Peer, node: Candidate, blocks: Sequence[Block], wish: Wish, within_s: float, last: bool
+        self, peer: Peer, node: Candidate, blocks: Sequence[Block], wish: PutOptions, within_s: float, last: bool
     ) -> pb.PutBlocksResponse:
         """One Put, again with our descriptor when the node wants it."""
         until = time.monotonic() + within_s
@@ -263,7 +265,7 @@ class Writer:
         return answer
 
     async def _call(
-        self, peer: Peer, blocks: Sequence[Block], wish: Wish, descriptor: bytes, until: float, last: bool
+        self, peer: Peer, blocks: Sequence[Block], wish: PutOptions, descriptor: bytes, until: float, last: bool
     ) -> pb.PutBlocksResponse:
         within_ms = int((until - time.monotonic()) * 1000)
         if within_ms < 1:

@@ -102,7 +102,7 @@ Part = tuple[int, int, int, int]
 
 
 @dataclass(eq=False, slots=True)
-class Again:
+class RetriedParts:
     """Parts of a lost frame, which go again as a frame of `kind`; or parts that have landed, to be verified (kind
     CHECKSUM). `at` of them have been taken. `avoid`: the rail that lost them, or brought them."""
 
@@ -115,7 +115,7 @@ class Again:
     at: int = 0
 
 
-class Aftermath(msgspec.Struct, eq=False):
+class AfterUnlock(msgspec.Struct, eq=False):
     """What must be done once the core lock is released: user's callbacks, and frames to post."""
 
     callbacks: list[Callable[[], None]] = []
@@ -123,7 +123,7 @@ class Aftermath(msgspec.Struct, eq=False):
 
 
 def finish(
-    group: Group, slot: int, state: TransferState, cause: str, after: Aftermath, *, drained: bool = True
+    group: Group, slot: int, state: TransferState, cause: str, after: AfterUnlock, *, drained: bool = True
 ) -> None:
     """Makes a slot final. The caller looks after `group.open == 0`."""
     batch = group.batch
@@ -144,7 +144,7 @@ def finish(
         batch.callbacks = []
 
 
-def doom(group: Group, slot: int, state: TransferState, cause: str, after: Aftermath) -> None:
+def doom(group: Group, slot: int, state: TransferState, cause: str, after: AfterUnlock) -> None:
     """Stops a slot: final now when nothing of it is on a path, else as soon as that is so."""
     batch = group.batch
     if batch.states[slot].final:

@@ -1,7 +1,7 @@
 """The engine's bookkeeping: every state change of batches and lanes happens here, under one lock.
 
 Rules that keep it simple: transports call `frame_done` and `frame_lost` with none of their locks held; the core calls
-transports' `post` and `expire` and the user's callbacks with its lock released (`Aftermath`), their `recall` and
+transports' `post` and `expire` and the user's callbacks with its lock released (`AfterUnlock`), their `recall` and
 `forget`, which never call back from inside, also with it held.
 
 Why COMPLETED is safe: a slot completes when each of its parts was acknowledged. A part is sent again only after the
@@ -25,9 +25,9 @@ from itertools import count
 from kvmesh.errors import TransferError
 from kvmesh.transfer import outcomes
 from kvmesh.transfer.api import BatchId, Opcode, TrafficClass, TransferState
-from kvmesh.transfer.batch import Aftermath, Again, Batch, Group, Part, doom, finish
+from kvmesh.transfer.batch import AfterUnlock, Batch, Group, Part, RetriedParts, doom, finish
 from kvmesh.transfer.config import EngineConfig
-from kvmesh.transfer.epochs import Closed, Notice
+from kvmesh.transfer.epochs import Closed, EndMark
 from kvmesh.transfer.peer_link import PeerLink
 from kvmesh.transfer.posting import TICK_S, Posting
 from kvmesh.transfer.rails import RailChoices, Topology
@@ -78,7 +78,7 @@ class Core:
             raise TransferError(f"batch={batch_id}: unknown or freed", field="batch")
         return batch
 
-    def enqueue(self, batch: Batch, groups: Sequence[Group], after: Aftermath) -> None:
+    def enqueue(self, batch: Batch, groups: Sequence[Group], after: AfterUnlock) -> None:
         """Lock held."""
         now = self.clock()
         for group in groups:
@@ -92,12 +92,12 @@ class Core:
             heapq.heapify(self._deadlines)
         self.posting.pump(after, now)
 
-    def notify(self, lane: PeerLink, notice: Notice, after: Aftermath) -> None:
+    def notify(self, lane: PeerLink, notice: EndMark, after: AfterUnlock) -> None:
         """Lock held."""
         if not lane.epochs.add(notice):
             self._send_notice(lane, notice, after, self.clock())
 
-    def cancel(self, batch: Batch, state: TransferState, cause: str, after: Aftermath) -> None:
+    def cancel(self, batch: Batch, state: TransferState, cause: str, after: AfterUnlock) -> None:
         """Lock held."""
         now = self.clock()
         for group in list(batch.groups.values()):
@@ -110,7 +110,7 @@ class Core:
         if self.lanes.setdefault(lane.name, lane) is lane:
             lane.epochs.spoiled = self._closed.take(lane.descriptor.token)
 
-    def close_lane(self, lane: PeerLink, cause: str, after: Aftermath) -> None:
+    def close_lane(self, lane: PeerLink, cause: str, after: AfterUnlock) -> None:
         """Fails what is queued; the caller then has the transports forget the segment. Lock held."""
         now = self.clock()
         lane.closed = cause
@@ -127,7 +127,7 @@ class Core:
                 self._settle(group, after, now)
         self.posting.pump(after, now)
 
-    def conclude(self, after: Aftermath) -> None:
+    def conclude(self, after: AfterUnlock) -> None:
         """Does what had to wait for the lock's release."""
         while after.frames or after.callbacks:
             frames, after.frames = after.frames, []
@@ -170,7 +170,7 @@ class Core:
         if frame.kind is FrameKind.CHECKSUM and frame.group is not None:
             self._compare(frame, frame.group, refused, cause)
             return
-        after = Aftermath()
+        after = AfterUnlock()
         with self.lock:
             now = self.clock()
             way = self.posting.answered(frame, now)
@@ -186,7 +186,7 @@ class Core:
         self.conclude(after)
 
     def frame_lost(self, frame: Frame, cause: str, *, settled: bool, down: bool) -> None:
-        after = Aftermath()
+        after = AfterUnlock()
         with self.lock:
             now = self.clock()
             way = self.posting.answered(frame, now)
@@ -215,24 +215,24 @@ class Core:
         way.nic.meter.arrived(frame.kind, rank, nbytes, len(frame.parts), now - frame.posted_at)
         self.board.landed(way, nbytes, frame.posted_at, now)
 
-    def _landed(self, frame: Frame, group: Group, refused: Sequence[int], cause: str, after: Aftermath) -> None:
+    def _landed(self, frame: Frame, group: Group, refused: Sequence[int], cause: str, after: AfterUnlock) -> None:
         carried, turned_away, to_verify = outcomes.landed(frame, group, refused, cause, after)
         if turned_away:
             self.count("parts_refused", turned_away)
             frame.lane.ways[frame.rail].nic.meter.erred(f"refused: {cause}", turned_away)
         if to_verify:
-            frame.lane.again(group, Again(group, FrameKind.CHECKSUM, to_verify, 1, frame.checks, frame.rail))
+            frame.lane.again(group, RetriedParts(group, FrameKind.CHECKSUM, to_verify, 1, frame.checks, frame.rail))
         self.count(bytes_counter(frame.rail.transport.name, frame.kind), carried)
         rails = group.batch.rails
         rails[frame.rail] = rails.get(frame.rail, 0) + carried
 
-    def _strayed(self, frame: Frame, group: Group, cause: str, settled: bool, after: Aftermath) -> None:
+    def _strayed(self, frame: Frame, group: Group, cause: str, settled: bool, after: AfterUnlock) -> None:
         again = frame.sendings < self.config.max_sendings and not frame.lane.closed
         if outcomes.strayed(frame, group, cause, settled=settled, again=again, after=after):
             self.count("frames_resent")
             group.batch.resent += 1
             avoid = frame.avoid if frame.kind is FrameKind.CHECKSUM else frame.rail
-            resend = Again(group, frame.kind, list(frame.parts), frame.sendings + 1, frame.checks, avoid)
+            resend = RetriedParts(group, frame.kind, list(frame.parts), frame.sendings + 1, frame.checks, avoid)
             frame.lane.again(group, resend)
 
     def _compare(self, frame: Frame, group: Group, refused: Sequence[int], cause: str) -> None:
@@ -245,7 +245,7 @@ class Core:
         try:
             sums = outcomes.local_sums(frame)
         finally:
-            after = Aftermath()
+            after = AfterUnlock()
             with self.lock:
                 del self._comparing[frame.serial]
                 now = self.clock()
@@ -259,7 +259,7 @@ class Core:
                 self.posting.pump(after, now)
             self.conclude(after)
 
-    def _compared(self, frame: Frame, group: Group, differ: list[Part], after: Aftermath, now: float) -> None:
+    def _compared(self, frame: Frame, group: Group, differ: list[Part], after: AfterUnlock, now: float) -> None:
         """What differs is sent again, a few times; the rail that brought it has erred."""
         if not differ:
             return
@@ -274,14 +274,14 @@ class Core:
                 doom(group, part[0], TransferState.FAILED, "checksum", after)
             return
         kind = FrameKind.WRITE if group.opcode is Opcode.WRITE else FrameKind.READ
-        frame.lane.again(group, Again(group, kind, differ, 1, checks, frame.avoid))
+        frame.lane.again(group, RetriedParts(group, kind, differ, 1, checks, frame.avoid))
 
-    def _dropped(self, group: Group, cause: str, after: Aftermath, now: float) -> None:
+    def _dropped(self, group: Group, cause: str, after: AfterUnlock, now: float) -> None:
         """No way is left for it."""
         group.lane.drop(group, cause, after)
         self._settle(group, after, now)
 
-    def _settle(self, group: Group, after: Aftermath, now: float) -> None:
+    def _settle(self, group: Group, after: AfterUnlock, now: float) -> None:
         """After slots of a group may have become final."""
         writes = group.opcode is Opcode.WRITE
         if writes and group.spoilt is not None:
@@ -295,7 +295,13 @@ class Core:
     # ── stopping ──────────────────────────────────────────────────────────────────────────────────
 
     def _send_notice(
-        self, lane: PeerLink, notice: Notice, after: Aftermath, now: float, sendings: int = 1, avoid: Rail | None = None
+        self,
+        lane: PeerLink,
+        notice: EndMark,
+        after: AfterUnlock,
+        now: float,
+        sendings: int = 1,
+        avoid: Rail | None = None,
     ) -> None:
         routes = lane.notice_routes()
         choice = self.board.choose(routes, len(notice.payload), now, avoid)
@@ -311,7 +317,7 @@ class Core:
             frame.notice, frame.sendings = notice, sendings
             self.posting.launch(frame, after, now)
 
-    def _stop(self, group: Group, state: TransferState, cause: str, after: Aftermath, now: float) -> None:
+    def _stop(self, group: Group, state: TransferState, cause: str, after: AfterUnlock, now: float) -> None:
         """Nothing more of it is posted, and what has not left yet is taken back."""
         group.lane.unqueue(group)
         for frame in list(group.frames.values()):
@@ -345,7 +351,7 @@ class Core:
 
     def tick(self) -> None:
         """Does what is due."""
-        after = Aftermath()
+        after = AfterUnlock()
         overdue: list[tuple[Frame, float]] = []
         with self.lock:
             now = self.clock()
@@ -360,7 +366,7 @@ class Core:
 
     def stop(self) -> None:
         """After the transports are closed: ends the timer, and whatever a transport still owes an answer for."""
-        after = Aftermath()
+        after = AfterUnlock()
         with self.lock:
             self._stopped = True
             self._timer_changed.notify_all()
@@ -377,7 +383,7 @@ class Core:
         deadline = self._deadlines[0][0] if self._deadlines else float("inf")
         return max(min(deadline, self.posting.next_due(now)), now + TICK_S)
 
-    def _time_out(self, now: float, after: Aftermath, overdue: list[tuple[Frame, float]]) -> None:
+    def _time_out(self, now: float, after: AfterUnlock, overdue: list[tuple[Frame, float]]) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
             group = self._live.get(heapq.heappop(self._deadlines)[1])
             if group is not None and group.deadline <= now:
@@ -385,7 +391,7 @@ class Core:
                 self._overdue(group, after, now, overdue)
         overdue += [(frame, self.config.ack_timeout_s) for frame in self.posting.silent(now)]
 
-    def _overdue(self, group: Group, after: Aftermath, now: float, overdue: list[tuple[Frame, float]]) -> None:
+    def _overdue(self, group: Group, after: AfterUnlock, now: float, overdue: list[tuple[Frame, float]]) -> None:
         self._stop(group, TransferState.TIMEOUT, "timed out", after, now)
         if group.opcode is Opcode.READ:  # its local memory must be left alone before it is final
             overdue += [(frame, 0.0) for frame in group.frames.values()]

@@ -29,10 +29,10 @@ from kvmesh.transfer.api import (
     TransferState,
     TransferStatus,
 )
-from kvmesh.transfer.batch import Aftermath, Batch, Group
+from kvmesh.transfer.batch import AfterUnlock, Batch, Group
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.core import Core
-from kvmesh.transfer.epochs import Notice
+from kvmesh.transfer.epochs import EndMark
 from kvmesh.transfer.peer_link import PeerLink
 from kvmesh.transfer.segment import LocalRegion, LocalSegment, SegmentDescriptor, describe, machine_id
 from kvmesh.transfer.send_queue import rank_of
@@ -360,7 +360,7 @@ class TransferEngine:
 
     def close_segment(self, name: str) -> None:
         """Its unfinished requests fail; its connections and maps go. Unknown names are ignored."""
-        after = Aftermath()
+        after = AfterUnlock()
         with self._core.lock:
             lane = self._core.lanes.get(name)
             if lane is None:
@@ -384,7 +384,7 @@ class TransferEngine:
         if not requests:
             return
         self._check_open()
-        after = Aftermath()
+        after = AfterUnlock()
         core = self._core
         timeout_s = self.config.request_timeout_s if timeout_s is None else checks.seconds("timeout_s", timeout_s)
         deadline = time.monotonic() + timeout_s
@@ -434,7 +434,7 @@ class TransferEngine:
     def cancel(self, batch: BatchId) -> None:
         """Stops posting. A request of which nothing is on its way is CANCELLED at once, the others as soon as their
         last slice is answered for (COMPLETED when that was all of it), or TIMEOUT when the target keeps silent."""
-        after = Aftermath()
+        after = AfterUnlock()
         with self._core.lock:
             self._core.cancel(self._core.batch(batch), TransferState.CANCELLED, "cancelled", after)
         self._core.conclude(after)
@@ -463,12 +463,12 @@ class TransferEngine:
         checks.payload(payload, wire.MAX_NOTIFY_BYTES)
         handoff_epoch = checks.whole("handoff_epoch", handoff_epoch)
         self._check_open()
-        after = Aftermath()
+        after = AfterUnlock()
         core = self._core
         with core.lock:
             lane = checks.opened(core.lanes, segment)
             deadline = time.monotonic() + self.config.request_timeout_s
-            notice = Notice(next(core.serials), handoff_epoch, bytes(payload), on_done, deadline)
+            notice = EndMark(next(core.serials), handoff_epoch, bytes(payload), on_done, deadline)
             core.notify(lane, notice, after)
         core.conclude(after)
 
@@ -546,7 +546,7 @@ class TransferEngine:
             if self._closed.is_set():
                 return
             self._closed.set()
-            after = Aftermath()
+            after = AfterUnlock()
             core = self._core
             with core.lock:
                 for lane in list(core.lanes.values()):

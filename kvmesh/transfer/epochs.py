@@ -8,14 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvmesh.transfer.api import TransferState, TransferStatus
-from kvmesh.transfer.batch import Aftermath, Group
+from kvmesh.transfer.batch import AfterUnlock, Group
 
 MAX_SPOILED_EPOCHS = 4096
 MAX_CLOSED = 64
 
 
 @dataclass(eq=False, slots=True)
-class Notice:
+class EndMark:
     """An end mark: it travels as a frame once every older write of its epoch is final. `serial` orders the two."""
 
     serial: int
@@ -24,7 +24,7 @@ class Notice:
     on_done: Callable[[TransferStatus], None] | None
     deadline: float
 
-    def end(self, state: TransferState, cause: str, after: Aftermath) -> None:
+    def end(self, state: TransferState, cause: str, after: AfterUnlock) -> None:
         """Once: what comes later is not heard."""
         on_done, self.on_done = self.on_done, None
         if on_done is not None:
@@ -35,7 +35,7 @@ class Notice:
 @dataclass(eq=False, slots=True)
 class _Epoch:
     groups: OrderedDict[int, None] = field(default_factory=OrderedDict)  # write groups that are not final, oldest first
-    notices: deque[Notice] = field(default_factory=deque)  # oldest first
+    notices: deque[EndMark] = field(default_factory=deque)  # oldest first
 
 
 @dataclass(eq=False, slots=True)
@@ -48,7 +48,7 @@ class Epochs:
     def began(self, group: Group) -> None:
         self._open.setdefault(group.epoch, _Epoch()).groups[group.serial] = None
 
-    def ended(self, group: Group) -> list[Notice]:
+    def ended(self, group: Group) -> list[EndMark]:
         """The group is final; returns the end marks that need wait no longer."""
         epoch = self._open[group.epoch]
         del epoch.groups[group.serial]
@@ -60,7 +60,7 @@ class Epochs:
             del self._open[group.epoch]
         return ready
 
-    def add(self, notice: Notice) -> bool:
+    def add(self, notice: EndMark) -> bool:
         """False: it need not wait."""
         epoch = self._open.get(notice.epoch)
         if epoch is None:

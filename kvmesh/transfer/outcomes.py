@@ -7,12 +7,12 @@ import zlib
 from collections.abc import Sequence
 
 from kvmesh.transfer.api import TransferState
-from kvmesh.transfer.batch import Aftermath, Group, Part, doom, finish
+from kvmesh.transfer.batch import AfterUnlock, Group, Part, doom, finish
 from kvmesh.transfer.transports.base import Frame, FrameKind
 
 
 def landed(
-    frame: Frame, group: Group, refused: Sequence[int], cause: str, after: Aftermath
+    frame: Frame, group: Group, refused: Sequence[int], cause: str, after: AfterUnlock
 ) -> tuple[int, int, list[Part]]:
     """Every part arrived but the refused. Returns bytes that count, parts that were refused, parts to verify."""
     batch = group.batch
@@ -43,7 +43,7 @@ def landed(
     return carried, turned_away, to_verify
 
 
-def strayed(frame: Frame, group: Group, cause: str, *, settled: bool, again: bool, after: Aftermath) -> bool:
+def strayed(frame: Frame, group: Group, cause: str, *, settled: bool, again: bool, after: AfterUnlock) -> bool:
     """The frame is lost. What may still land has failed, undrained; true when some of the rest should go `again`. A
     CHECKSUM changes no memory: wherever it is, it does no harm."""
     batch = group.batch
@@ -62,7 +62,7 @@ def strayed(frame: Frame, group: Group, cause: str, *, settled: bool, again: boo
 
 
 def verified(
-    frame: Frame, group: Group, refused: Sequence[int], cause: str, sums: Sequence[int], after: Aftermath
+    frame: Frame, group: Group, refused: Sequence[int], cause: str, sums: Sequence[int], after: AfterUnlock
 ) -> list[Part]:
     """A CHECKSUM was answered; `sums` are those of the memory here. Returns the parts that differ."""
     batch = group.batch

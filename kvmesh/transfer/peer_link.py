@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from kvmesh.transfer.api import Opcode, TransferState
-from kvmesh.transfer.batch import Aftermath, Again, Group, Part, doom
+from kvmesh.transfer.batch import AfterUnlock, Group, Part, RetriedParts, doom
 from kvmesh.transfer.epochs import Epochs
 from kvmesh.transfer.rails import Nic, RailBoard, RailChoice, RailChoices, Tiers, Topology, tiers
 from kvmesh.transfer.segment import LocalRegion, RegionInfo, SegmentDescriptor
@@ -109,7 +109,7 @@ class PeerLink:
         if group.opcode is Opcode.WRITE:
             self.epochs.began(group)
 
-    def again(self, group: Group, again: Again) -> None:
+    def again(self, group: Group, again: RetriedParts) -> None:
         flow = self.flows[group.rank]
         flow.retry.append(again)
         self.dealer.place(flow)
@@ -119,7 +119,7 @@ class PeerLink:
         group.at, group.todo = len(group.slots), 0
         self.flows[group.rank].queue.pop(group.serial, None)
 
-    def drop(self, group: Group, cause: str, after: Aftermath) -> None:
+    def drop(self, group: Group, cause: str, after: AfterUnlock) -> None:
         """Nothing more of this group is posted; its unfinished slots fail."""
         self.unqueue(group)
         for slot in group.slots:
@@ -155,7 +155,7 @@ class PeerLink:
                 return frame
 
     @staticmethod
-    def _alive(again: Again) -> bool:
+    def _alive(again: RetriedParts) -> bool:
         """Whether its next part is still wanted; skips those that are not."""
         batch, parts = again.group.batch, again.parts
         while again.at < len(parts):
@@ -165,7 +165,7 @@ class PeerLink:
             again.at += 1
         return False
 
-    def _resend(self, flow: SendFlow, again: Again, choice: RailChoice) -> Frame | None:
+    def _resend(self, flow: SendFlow, again: RetriedParts, choice: RailChoice) -> Frame | None:
         limits, batch = choice.way.rail.transport.limits, again.group.batch
         cap = room = self._cap(choice, limits.frame_bytes)
         slice_bytes = min(limits.slice_bytes, cap)

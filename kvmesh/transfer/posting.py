@@ -12,11 +12,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import count, islice
 
-from kvmesh.transfer.batch import Aftermath, Group
+from kvmesh.transfer.batch import AfterUnlock, Group
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.rails import STALL_S, Nic, RailBoard, RailChoice, RailChoices
 from kvmesh.transfer.send_queue import DeficitRoundRobin, SendFlow
-from kvmesh.transfer.sieve import Sieve
+from kvmesh.transfer.sieve import LruSieve
 from kvmesh.transfer.transports.base import Frame
 
 TICK_S = 0.001  # time-outs are looked after no more often
@@ -31,14 +31,14 @@ class Posting:
         self,
         config: EngineConfig,
         arm: Callable[[float], None],
-        dropped: Callable[[Group, str, Aftermath, float], None],
+        dropped: Callable[[Group, str, AfterUnlock, float], None],
         tally: Callable[[str], None],
     ) -> None:
         self.config = config
         self.board = RailBoard(config)
         self.dealer = DeficitRoundRobin((1.0, config.prefetch_share, config.background_share))
         self.inflight: OrderedDict[int, Frame] = OrderedDict()  # by the time since when each is silent
-        self.endpoints: Sieve[RailChoices] = Sieve(config.max_endpoints)
+        self.endpoints: LruSieve[RailChoices] = LruSieve(config.max_endpoints)
         self._arm = arm
         self._dropped = dropped
         self._tally = tally
@@ -46,7 +46,7 @@ class Posting:
         self._alarms: list[tuple[float, int, SendFlow, RailChoices]] = []  # heap: flows that may find a better way then
         self._crowded: dict[Nic, None] = {}  # NICs with flows that wait for room
 
-    def pump(self, after: Aftermath, now: float) -> None:
+    def pump(self, after: AfterUnlock, now: float) -> None:
         """Posts whatever may be posted now, the most urgent first."""
         dealer = self.dealer
 
@@ -85,7 +85,7 @@ class Posting:
         first = group.routes[0] if group is not None and group.routes else ()
         return len(first) == 1 and first[0] is way
 
-    def launch(self, frame: Frame, after: Aftermath, now: float) -> RailChoices:
+    def launch(self, frame: Frame, after: AfterUnlock, now: float) -> RailChoices:
         """Puts it on its way; the transport gets it once the lock is released."""
         frame.posted_at = now
         self.inflight[frame.serial] = frame

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 KeyT = TypeVar("KeyT", bound=Hashable)
 
 
-class Sieve(Generic[KeyT]):
+class LruSieve(Generic[KeyT]):
     """At most `capacity` keys, unless more than that are busy."""
 
     def __init__(self, capacity: int) -> None:

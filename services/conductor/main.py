@@ -47,7 +47,7 @@ async def run(config: ConductorConfig, stop: asyncio.Event, started: Callable[[d
     await runner.run(ConductorService(config), config, stop, started)
 
 
-class ConductorService(runner.Service):
+class ConductorService(runner.ServiceRunner):
     """One life of the conductor in this process."""
 
     def __init__(self, config: ConductorConfig) -> None:

@@ -19,7 +19,7 @@ from services.conductor.candidates.columns import Columns, View
 from services.conductor.candidates.fields import NO_GROUP
 from services.conductor.candidates.lazy_mapping import LazyMapping
 from services.conductor.candidates.selection import Selection
-from services.conductor.costs.accuracy import What, group_of
+from services.conductor.costs.accuracy import PredictionKind, group_of
 from services.conductor.domain import Life, Placed, Refuse, RequestOutcome, Schedule
 from services.conductor.fleet.health import Breakers
 from services.conductor.fleet.instance import Instance
@@ -37,7 +37,7 @@ from services.conductor.placing.threshold import Threshold
 from services.conductor.placing.timeline import life, pull_after_s
 from services.conductor.prefixes import fetch_plan
 from services.conductor.prefixes.fetch_plan import FetchPlanner
-from services.conductor.prefixes.index import Index, PrefixPlace, Survey
+from services.conductor.prefixes.index import Index, PrefixPlace, PrefixSurvey
 from services.conductor.prefixes.tier_times import TierLoads
 from services.conductor.records import explain
 from services.conductor.records.explain import Expected, Explanations
@@ -94,19 +94,19 @@ class Scheduling:
         threshold = self.threshold.value(now)
         near = self.affinity.near(request, now)
         line = self._lines.of(request.model, len(prefills), lambda: self._ledger.others_rate(request.model), now)
-        terms = ScoringContext(
+        scoring = ScoringContext(
             bounds.ttft_s, bounds.tbt_s, threshold, now, self._rng, judge, self._settings.fetch, near, line
         )
-        mesh, found = None, None
+        planner, found = None, None
         answer: Placed | Refuse
         refused = self._refused(request, serving, prefills, decodes, now)
         if refused is None:
             self._ledger.withdraw(request.request_id, now)
             self._ledger.expect_others(request.model, prefills, now)
             self._known.columns.keep_up()
-            mesh = self._mesh(self._index.survey(request.keys), request, view)
-            found = self.chooser.choose(request, prefills, decodes, LazyMapping(self._place), mesh, terms)
-            self.balance.saw(request, mesh.survey, now)
+            planner = self._planner(self._index.survey(request.keys), request, view)
+            found = self.chooser.choose(request, prefills, decodes, LazyMapping(self._place), planner, scoring)
+            self.balance.saw(request, planner.survey, now)
             others_rate = self._ledger.others_rate(request.model)
             among = AdmissionContext(found, serving, usable, prefills, decodes, others_rate)
             answer = self._answer(request, among, judge, now)
@@ -117,8 +117,8 @@ class Scheduling:
         if isinstance(answer, Placed):
             answer = self._ledger.promise(request, answer)
         if self._settings.max_explained:
-            best = mesh.survey.reach(mesh.anywhere) if mesh is not None else 0
-            self._explain(request, answer, serving, found, best, terms)
+            best = planner.survey.reach(planner.anywhere) if planner is not None else 0
+            self._explain(request, answer, serving, found, best, scoring)
         return answer
 
     def _explain(
@@ -128,7 +128,7 @@ class Scheduling:
         serving: Selection,
         found: WeighedModes | None,
         best: int,
-        terms: ScoringContext,
+        scoring: ScoringContext,
     ) -> None:
         """Keep why, for who asks. `best`: leading blocks that lie anywhere."""
         self._known.explanations.keep(
@@ -136,9 +136,9 @@ class Scheduling:
                 request,
                 answer,
                 serving.some(MAX_TOLD),
-                self._why(terms.now),
+                self._why(scoring.now),
                 found,
-                terms=terms,
+                scoring=scoring,
                 policy=self._settings.policy,
                 serving=len(serving),
                 best_prefix=best,
@@ -151,7 +151,7 @@ class Scheduling:
         decode = self._fleet.of(placed.decode.life)
         assert decode is not None, "the request was placed there in this very step"
         group, crowd, known = group_of(decode.model.name, decode.role), len(self._ledger), self._ledger.calibration
-        ttft, tbt = known.spread(What.TTFT, group, crowd), known.spread(What.TBT, group, crowd)
+        ttft, tbt = known.spread(PredictionKind.TTFT, group, crowd), known.spread(PredictionKind.TBT, group, crowd)
         return Expected(placed.life.prefill_end_s, ttft, placed.tbt_s, tbt)
 
     def _refused(
@@ -163,8 +163,8 @@ class Scheduling:
         if prefills and decodes:
             return None
         if lonely := single_instance.able(decodes):
-            mesh = self._mesh(self._index.survey(request.keys), request, decodes.view)
-            if serving_modes.possible(request, prefills, lonely, LazyMapping(self._place), mesh):
+            planner = self._planner(self._index.survey(request.keys), request, decodes.view)
+            if serving_modes.possible(request, prefills, lonely, LazyMapping(self._place), planner):
                 return None
         known = request.model in self._fleet.known_models
         fresh = now - self._started_at < self._settings.warm_up_s or not len(self._fleet)
@@ -184,7 +184,7 @@ class Scheduling:
         assert instance is not None, f"{name} is weighed and not registered"
         return self._index.place_of(instance.ref.life, instance.slot)
 
-    def _mesh(self, survey: Survey, request: Schedule, view: View) -> FetchPlanner:
+    def _planner(self, survey: PrefixSurvey, request: Schedule, view: View) -> FetchPlanner:
         """Who among the holders of these blocks may be asked for them."""
         found = view.columns.asked(survey.everyone, view.able, request.avoid)
         lower = tuple((tier, slots) for tier, slots in found.items() if slots and tier is not Tier.DRAM)
@@ -237,8 +237,8 @@ class Scheduling:
             p.cached_tokens,
             terms,
             fetch_plan.sources(blocks, d.at_decode, choice.decode_fetched_to),
-            tuple(leg.range for leg in p.legs),
-            tuple(leg.range for leg in choice.decode_legs),
+            tuple(segment.range for segment in p.segments),
+            tuple(segment.range for segment in choice.decode_segments),
             choice.load_until,
             choice.decode_load_until,
             delay_s,

@@ -9,7 +9,7 @@ from services.conductor.domain import Fetch
 
 
 class Policy(Enum):
-    """Who gets a request (see policies.py)."""
+    """Who gets a request (see placing/policies.py)."""
 
     KVCACHE = "kvcache"  # Algorithm 1 and what was added to it: the default
     CACHE_AWARE = "cache_aware"  # likewise, but every instance with its own prefix alone

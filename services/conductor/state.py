@@ -13,10 +13,10 @@ from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.tiers import split_name
 from kvmesh.pacing import Pacing
 from services.conductor.admission.gate import Loads
-from services.conductor.balance.hot import Moment
+from services.conductor.balance.hot import ReplicationContext
 from services.conductor.balance.rounds import Hint
 from services.conductor.candidates.columns import Columns, View
-from services.conductor.costs.accuracy import PredictionError, What, group_of
+from services.conductor.costs.accuracy import PredictionError, PredictionKind, group_of
 from services.conductor.domain import (
     Action,
     Blocks,
@@ -328,7 +328,7 @@ class ConductorState:
             instance.tiers = beat.tiers
             for expected_s, measured_s in self._tiers.hear(instance.ref.life, beat.tiers, now):
                 group = group_of(instance.model.name, instance.role)
-                self._ledger.accuracy.add(What.TIER_LOAD, group, expected_s, measured_s, now)
+                self._ledger.accuracy.add(PredictionKind.TIER_LOAD, group, expected_s, measured_s, now)
             queued = beat.load.queued_tokens
             instance.queue.report(queued, instance.seconds_per_token() if queued else 0.0, now)
             instance.batch.report(beat.load, now, instance.queue.works)
@@ -368,7 +368,9 @@ class ConductorState:
 
         drained = (self._fleet.named(name) for name in self._cordons.named(CordonState.DRAINING))
         leaving = [i for i in drained if i is not None]
-        moment = Moment(now, passed_s, lambda: self.instances, may, leaving, self._index, self._members.member)
+        moment = ReplicationContext(
+            now, passed_s, lambda: self.instances, may, leaving, self._index, self._members.member
+        )
         return self.scheduling.balance.tick(moment, leads=self._term > 0)
 
     def _hear(self, announcement: Announcement) -> bool:

@@ -54,7 +54,7 @@ class Instance:
         self.config = config
         self._limits = config.limits()
         self.front = Front(config, ROLES[config.role], self._on_message, self._on_rank_lost)
-        self._halves: Halves | None = None
+        self._halves: CoupledShell | None = None
         self._lost = asyncio.Event()
         self._causes: list[str] = []
 
@@ -66,7 +66,7 @@ class Instance:
             shape = shape_of(front, config.landing == "host")
             brain = prefill.brain_config(front, config)
             coupling = Coupling(brain, self._limits, shape, front.new_store(), config.mixed_chunk_tokens)
-            halves = self._halves = Halves(front, coupling, config)
+            halves = self._halves = CoupledShell(front, coupling, config)
             try:
                 await front.serve(
                     halves.add_to,
@@ -102,7 +102,7 @@ class Instance:
             self._halves.runner.feed(ev.RankLost(0, cause))
 
 
-class Halves:
+class CoupledShell:
     """The shells of both brains, and what goes between them."""
 
     def __init__(self, front: Front, coupling: Coupling, config: CoupledConfig) -> None:

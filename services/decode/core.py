@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from kvmesh.blockservice.blocks import Blocks
+from kvmesh.blockservice.blocks import BlockService
 from kvmesh.blockservice.shard_wire import to_wire
 from kvmesh.errors import KvmeshError, Overloaded, Unavailable
 from kvmesh.instance.front import Front
@@ -27,7 +27,7 @@ from services.decode import mapping
 from services.decode.events import Phase
 from services.decode.handoffs import Handoffs
 from services.decode.limits import NS_PER_MS, RankShape, Shape
-from services.decode.observe import Carry, Observer, begin_request
+from services.decode.observe import Observer, RequestTrace, begin_request
 from services.decode.requests import ServingInstance, check_start
 from services.decode.rules import NEVER
 from services.decode.state import DecodeState
@@ -46,7 +46,7 @@ class DecodeCore:
 
     `own`: computes prompts in this very instance, if it does; who composes the two sets it."""
 
-    def __init__(self, front: Front, state: DecodeState, blocks: Blocks, *, connect_s: float) -> None:
+    def __init__(self, front: Front, state: DecodeState, blocks: BlockService, *, connect_s: float) -> None:
         self.front = front
         self.state = state
         self.blocks = blocks
@@ -123,7 +123,7 @@ class DecodeCore:
         try:
             if not self.front.ready:
                 raise Unavailable(f"decode instance {self.front.instance_id}: {self.front.not_ready_reason}")
-            carry = Carry(span, start, start.attempt, start.placement.prefill.instance_id)
+            carry = RequestTrace(span, start, start.attempt, start.placement.prefill.instance_id)
             spec = check_start(start, self.instance, received, carry)
             if self.own is None and self._is_own(start.placement.prefill):
                 raise Unavailable(f"decode instance {self.front.instance_id} computes no prompts itself")
@@ -178,7 +178,7 @@ class DecodeCore:
 
     def _ask_prefill(self, output: i.AskPrefill) -> None:
         h = output.request
-        carry: Carry = h.spec.carry
+        carry: RequestTrace = h.spec.carry
         start, carry.start = carry.start, None
         assert start is not None, "prefill is asked once"
         left_ms = max(1, (h.spec.deadline_ns - time.monotonic_ns()) // NS_PER_MS)
@@ -214,7 +214,7 @@ class DecodeCore:
         self.observer.over(output.request, output.end)
 
     def _refused(self, output: i.Refused) -> None:
-        carry: Carry = output.spec.carry
+        carry: RequestTrace = output.spec.carry
         self.observer.refused(output.spec.request_id, carry.attempt, carry.span, output.error)
         if isinstance(output.error, Overloaded):
             self.front.urge()  # the conductor's picture of this instance is too rosy

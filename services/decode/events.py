@@ -339,13 +339,15 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class FreePages:
-    """Nobody touches these any more."""
+    """This request's references go back: nothing of it touches them any more (sealing may still hold its own)."""
 
     pages: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class FreeExtents:
+    """As `FreePages`."""
+
     extents: tuple[int, ...]
 
 

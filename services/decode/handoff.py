@@ -297,7 +297,7 @@ class Handoff:
         if self.phase is Phase.LOADING:
             self.in_pages = True
             self._advance(now, out)
-        self._settle(now, out)
+        self._free_if_unused(now, out)
 
     def _window_opened(self, event: e.WindowOpened, now: int, out: list[e.Action]) -> None:
         key = (event.rank, event.peer)
@@ -377,10 +377,10 @@ class Handoff:
             self.phase = Phase.LOADING
             self.in_pages = bool(self.pages) and not self.loading
             self._arm(now, self.limits.batch_wait_ms if self.first else self.limits.lease_ms)
-            self._fence(out)
+            self._fence_windows(out)
             self._advance(now, out)
         elif self.phase is Phase.CANCELLING:
-            self._fence(out)
+            self._fence_windows(out)
 
     def _fill_done(self, event: e.FillDone, now: int, out: list[e.Action]) -> None:
         if event.epoch == self.epoch and self.epoch and not self.times.transfer_bytes:
@@ -396,8 +396,8 @@ class Handoff:
             self._cancel(e.Cancel(HandoffLost("prefill gave the request up")), now, out)
         elif self.phase is Phase.CANCELLING:
             self.drained = True
-            self._fence(out)
-            self._settle(now, out)
+            self._fence_windows(out)
+            self._free_if_unused(now, out)
         elif self.phase in (Phase.RESERVED, Phase.FILLING):
             self.drained = True
             self.due = min(self.due, now + self.limits.drain_ms * NS_PER_MS)
@@ -416,13 +416,13 @@ class Handoff:
             self._end(e.EmitFail(event.error), now, out)
             self._retire(Phase.CANCELLING if quiet else Phase.QUARANTINED, now, out)
 
-    def _fenced(self, event: e.Fenced, now: int, out: list[e.Action]) -> None:
+    def _window_fenced(self, event: e.Fenced, now: int, out: list[e.Action]) -> None:
         key = (event.rank, event.peer)
         if event.epoch != self.epoch or self.windows.get(key) is not Window.FENCING:
             return
         del self.windows[key]
         self._advance(now, out)
-        self._settle(now, out)
+        self._free_if_unused(now, out)
 
     # ── pages and the batch ──────────────────────────────────────────────────────────────────────
 
@@ -461,7 +461,7 @@ class Handoff:
         elif self.phase is Phase.LOADING:
             out.append(e.FreePages(tuple(self.pages)))
             self.pages = []
-        self._settle(now, out)
+        self._free_if_unused(now, out)
 
     def _seat(self, event: e.Seat, now: int, out: list[e.Action]) -> None:
         assert self.wants_seat, self.phase
@@ -514,7 +514,7 @@ class Handoff:
     def _out_of_batch(self, now: int, out: list[e.Action]) -> None:
         self.in_batch = self.leaving = False
         if self.ended:
-            self._settle(now, out)
+            self._free_if_unused(now, out)
         elif self.swap:
             self._copy_out(now, out)
 
@@ -560,7 +560,7 @@ class Handoff:
                 self._cancel(e.Cancel(self.overdue()), now, out)
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────
-    # Of every request, whatever came before. The one rule is `_settle`.
+    # Of every request, whatever came before. The one rule is `_free_if_unused`.
 
     def _end(self, action: e.EmitFinish | e.EmitFail, now: int, out: list[e.Action]) -> None:
         assert not self.ended, "a request ends once"
@@ -576,16 +576,16 @@ class Handoff:
         if phase is Phase.CANCELLING and self.windows and self.landing_sent and not self.drained:
             self._arm(now, self.limits.drain_ms)
         else:
-            self._fence(out)
-        self._settle(now, out)
+            self._fence_windows(out)
+        self._free_if_unused(now, out)
 
-    def _fence(self, out: list[e.Action]) -> None:
+    def _fence_windows(self, out: list[e.Action]) -> None:
         for key, window in self.windows.items():
             if window is not Window.FENCING:
                 self.windows[key] = Window.FENCING
                 out.append(e.Fence(*key))
 
-    def _settle(self, now: int, out: list[e.Action]) -> None:
+    def _free_if_unused(self, now: int, out: list[e.Action]) -> None:
         if not self.ended or self.windows or self.loading or self.copying or self.in_batch:
             return
         if self.pages:
@@ -619,7 +619,7 @@ _HANDLERS: dict[type[Any], _Handler] = {
     e.Adopted: Handoff._adopted,
     e.WindowOpened: Handoff._window_opened,
     e.FillEnded: Handoff._fill_ended,
-    e.Fenced: Handoff._fenced,
+    e.Fenced: Handoff._window_fenced,
     e.Copied: Handoff._copied,
     e.Loaded: Handoff._loaded,
     e.Ended: Handoff._answer_ended,

@@ -8,13 +8,13 @@ from kvmesh.rpc.pb import common_pb2, decode_pb2, prefill_pb2
 from kvmesh.rpc.status import from_detail, to_detail
 from services.decode import events as e
 from services.decode import inputs as i
-from services.decode.outbox import Finish, Parcel
+from services.decode.outbox import Finish, OutgoingTokens
 from services.decode.timeline import Timeline
 
 EMPTY_LOGPROBS = common_pb2.TokenLogprobs()
 
 
-def response(parcel: Parcel) -> decode_pb2.SessionResponse:
+def response(parcel: OutgoingTokens) -> decode_pb2.SessionResponse:
     """One message for everything that a gateway is to be told now."""
     message = decode_pb2.SessionResponse()
     for slot, times in parcel.prefilled:

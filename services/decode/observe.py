@@ -80,7 +80,7 @@ MAX_OUTCOMES = 4096
 
 
 @dataclass(slots=True)
-class Carry:
+class RequestTrace:
     """What the shell keeps with a request (Spec.carry)."""
 
     span: Span
@@ -178,7 +178,7 @@ class Observer:
         ):
             if begun and done:
                 histogram.observe(max(0, done - begun) * NS)
-        carry: Carry = h.spec.carry
+        carry: RequestTrace = h.spec.carry
         self._outcomes.append(outcome_of(h, end, carry.attempt, carry.prefill, self._instance_id))
         end_request(carry.span, h, outcome, error)
 

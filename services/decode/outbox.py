@@ -25,7 +25,7 @@ class Finish:
 
 
 @dataclass(slots=True)
-class Parcel:
+class OutgoingTokens:
     """One message's worth: parallel lists, one entry a token; then what began, finished and failed."""
 
     slots: list[int] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Outbox:
 
     def __init__(self, session: int) -> None:
         self.session = session
-        self.parcel = Parcel()
+        self.parcel = OutgoingTokens()
         self.streams: dict[int, GatewayStream] = {}
 
     def open(self, slot: int, handle: int, credit: int, deadline_ns: int) -> GatewayStream:
@@ -59,9 +59,9 @@ class Outbox:
         """A request that never began."""
         self.parcel.failed.append((slot, error))
 
-    def take(self) -> Parcel:
+    def take(self) -> OutgoingTokens:
         """Everything gathered so far; the caller has it from here on."""
-        parcel, self.parcel = self.parcel, Parcel()
+        parcel, self.parcel = self.parcel, OutgoingTokens()
         return parcel
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvmesh.kvcache.node_store import NodeStore
-from kvmesh.kvcache.sources import Lower, Pulled, PullJob, ranges_with
+from kvmesh.kvcache.sources import LowerTiers, Pulled, PullJob, ranges_with
 from kvmesh.transfer import TrafficClass
 from services.decode.handoff import Handoff
 
@@ -27,7 +27,7 @@ class DecodePulls:
     the first request."""
 
     def __init__(self, store: NodeStore, timeout_ms: int, new_ticket: Callable[[], int]) -> None:
-        self.lower: Lower | None = None
+        self.lower: LowerTiers | None = None
         self._store = store
         self._timeout_ms = timeout_ms
         self._new_ticket = new_ticket

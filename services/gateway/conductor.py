@@ -31,7 +31,7 @@ from kvmesh.rpc.pb import common_pb2, conductor_pb2, conductor_pb2_grpc
 from kvmesh.telemetry import names
 from kvmesh.telemetry.spans import traceparent
 from services.gateway.concurrency import PlacementRoom
-from services.gateway.models import Facts, Model, Models
+from services.gateway.models import Model, Models, ServedModelFacts
 
 SERVICE = conductor_pb2.DESCRIPTOR.services_by_name["Conductor"]
 
@@ -285,7 +285,7 @@ class Catalog:
         for model in self.models:
             card = cards.get(model.name)
             if card is not None:
-                model.facts = Facts.of(card)
+                model.facts = ServedModelFacts.of(card)
             self._set(model, why_not_ready(model.name, card is not None, instances))
 
 

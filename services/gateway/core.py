@@ -14,7 +14,7 @@ from services.gateway.conductor import Catalog, Conductor
 from services.gateway.config import GatewayConfig
 from services.gateway.generation import Generation
 from services.gateway.key_file import KeyFile
-from services.gateway.models import Facts, Model, Models
+from services.gateway.models import Model, Models, ServedModelFacts
 from services.gateway.request_memory import WORK_TIMEOUT_S, RequestMemory, tokenize_cost
 from services.gateway.sessions import Sessions
 from services.gateway.text.prepare import ModelBounds, Prepared
@@ -74,7 +74,9 @@ class GatewayCore:
         """ "" while requests of any model can be served."""
         return "shutting down" if self.leaving else self.models.not_ready_reason
 
-    async def prepare(self, generation: Generation, model: Model, facts: Facts, tenant: Tenant) -> list[Prepared]:
+    async def prepare(
+        self, generation: Generation, model: Model, facts: ServedModelFacts, tenant: Tenant
+    ) -> list[Prepared]:
         """Template, tokens and keys, off the event loop."""
         cost = tokenize_cost(generation.prompts)
         if cost <= _SMALL_WORK_BYTES:  # as many as there are threads
@@ -86,12 +88,14 @@ class GatewayCore:
         return await asyncio.shield(task)
 
     async def _in_turn(
-        self, cost: int, generation: Generation, model: Model, facts: Facts, tenant: Tenant
+        self, cost: int, generation: Generation, model: Model, facts: ServedModelFacts, tenant: Tenant
     ) -> list[Prepared]:
         async with self.memory.work(min(cost, self.memory.work_limit), WORK_TIMEOUT_S):
             return await self._prepare(generation, model, facts, tenant)
 
-    async def _prepare(self, generation: Generation, model: Model, facts: Facts, tenant: Tenant) -> list[Prepared]:
+    async def _prepare(
+        self, generation: Generation, model: Model, facts: ServedModelFacts, tenant: Tenant
+    ) -> list[Prepared]:
         bounds = ModelBounds(facts.block_tokens, facts.max_context_tokens, facts.vocab_size)
         namespace = facts.namespace(tenant, generation.cache_salt)
         now = datetime.datetime.now

@@ -16,7 +16,7 @@ _SHOWN = 20  # names in an error
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ServedModelFacts:
     """What the mesh says about a served model."""
 
     fingerprint: str
@@ -28,7 +28,7 @@ class Facts:
     weights_epoch: int
 
     @classmethod
-    def of(cls, card: common_pb2.ModelCard) -> Facts:
+    def of(cls, card: common_pb2.ModelCard) -> ServedModelFacts:
         return cls(
             card.fingerprint,
             card.block_tokens,
@@ -56,14 +56,14 @@ class Model:
     def __init__(self, name: str, preparer: Preparer) -> None:
         self.name = name
         self.preparer = preparer
-        self.facts: Facts | None = None
+        self.facts: ServedModelFacts | None = None
         self.not_ready_reason = "the conductor has not answered yet"
 
     @property
     def ready(self) -> bool:
         return not self.not_ready_reason
 
-    def require(self) -> Facts:
+    def require(self) -> ServedModelFacts:
         """The facts. Unavailable, saying why, while nobody has registered the model."""
         if self.facts is None:
             raise Unavailable(f"model {self.name!r} cannot be served yet: {self.not_ready_reason}", retry_after_ms=1000)

@@ -23,7 +23,7 @@ from services.gateway.attempts import AnswerAttempts
 from services.gateway.core import GatewayCore
 from services.gateway.generation import Generation, brief, refused
 from services.gateway.migration import Migration
-from services.gateway.models import Facts, Model
+from services.gateway.models import Model, ServedModelFacts
 from services.gateway.recovery import Failure, RecoveryPatience
 from services.gateway.text.completion import Completion, Delta
 from services.gateway.text.prepare import Prepared
@@ -42,7 +42,7 @@ class RequestBuilder:
 
     request_id: str
     wanted: Generation
-    facts: Facts
+    facts: ServedModelFacts
     tenant: str
     route: str
     ttft_slo_ms: int
@@ -182,7 +182,7 @@ class Request:
         self._failure: KvmeshError | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._model: Model | None = None
-        self._facts: Facts | None = None
+        self._facts: ServedModelFacts | None = None
         self._stops: StopStrings | None = None
         self._asks: RequestBuilder | None = None
         self._watching: asyncio.TimerHandle | None = None
@@ -268,7 +268,7 @@ class Request:
         if asked is not None and asked < most:
             raise refused("priority", asked, f"the most urgent that you may ask for is {most} (smaller goes first)")
 
-    def _made_asks(self, facts: Facts) -> RequestBuilder:
+    def _made_asks(self, facts: ServedModelFacts) -> RequestBuilder:
         config = self.core.config
         return RequestBuilder(
             self.request_id,

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.prefix_cache import PrefixCache
-from kvmesh.kvcache.sources import Lower, Pulled, PullJob, PullRange, ranges_with
+from kvmesh.kvcache.sources import LowerTiers, Pulled, PullJob, PullRange, ranges_with
 from kvmesh.ranks import protocol as m
 from kvmesh.transfer import TrafficClass
 from services.prefill import events as ev
@@ -84,7 +84,7 @@ class SharedBlocks:
     ) -> None:
         self.store = store
         self.now = 0
-        self.lower: Lower | None = None
+        self.lower: LowerTiers | None = None
         self.rates = Rates()
         self._pool = pool
         self._cache = cache

@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from kvmesh.blockservice.blocks import Blocks
+from kvmesh.blockservice.blocks import BlockService
 from kvmesh.errors import InternalError
 from kvmesh.instance.front import Front
 from kvmesh.kvcache.node_store import NodeStore
@@ -127,7 +127,7 @@ def make_runner(front: Front, state: PrefillState) -> PrefillRunner:
     return PrefillRunner(state, front.ranks, front.segments, reporter, front.weights, front.urge)
 
 
-def connect(runner: PrefillRunner, blocks: Blocks) -> None:
+def connect(runner: PrefillRunner, blocks: BlockService) -> None:
     """Pulls, removals and lower tiers of the node store that the brain has."""
     removals = blocks.removals
     runner.puller = blocks

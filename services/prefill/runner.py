@@ -40,7 +40,7 @@ class SegmentOpener(Protocol):
 
 
 class BlockPuller(Protocol):
-    """What the runner needs of kvmesh.blockservice.blocks.Blocks, which answers every pull through
+    """What the runner needs of kvmesh.blockservice.blocks.BlockService, which answers every pull through
     `PrefillRunner.pulled`."""
 
     def pull(self, job: PullJob, /) -> None: ...

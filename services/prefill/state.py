@@ -25,7 +25,7 @@ from kvmesh.instance.sampling import history_of
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.prefix_cache import PrefixCache
-from kvmesh.kvcache.sources import Lower
+from kvmesh.kvcache.sources import LowerTiers
 from kvmesh.ranks import protocol as m
 from services.prefill import events as ev
 from services.prefill.checks import BrainConfig, refusal
@@ -104,12 +104,12 @@ class PrefillState:
         return self._lives.blocks.store
 
     @property
-    def lower(self) -> Lower | None:
+    def lower(self) -> LowerTiers | None:
         """What this node keeps below its host segment; set once, before the first event."""
         return self._lives.blocks.lower
 
     @lower.setter
-    def lower(self, lower: Lower | None) -> None:
+    def lower(self, lower: LowerTiers | None) -> None:
         self._lives.blocks.lower = lower
 
     @property

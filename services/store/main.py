@@ -41,7 +41,7 @@ async def run(config: StoreConfig, stop: asyncio.Event, started: Callable[[dict[
     await runner.run(Master(config), config, stop, started)
 
 
-class Master(runner.Service):
+class Master(runner.ServiceRunner):
     """One life of the store master in this process: it leads, or stands by. `reign`: while it leads."""
 
     def __init__(self, config: StoreConfig, clock: Callable[[], float] = time.monotonic) -> None:

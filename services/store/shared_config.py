@@ -27,7 +27,7 @@ SHARED = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Settled:
+class SettledConfig:
     """`config`: to lead with; `keep`: what is to be written for later leaders; `notes`: for the log, one line each."""
 
     config: StoreConfig
@@ -35,7 +35,7 @@ class Settled:
     notes: tuple[str, ...]
 
 
-def settled(own: StoreConfig, kept: Mapping[bytes, bytes]) -> Settled:
+def settled(own: StoreConfig, kept: Mapping[bytes, bytes]) -> SettledConfig:
     """What a leader started as `own` goes by when earlier ones have `kept` this."""
     mine = {name: getattr(own, name) for name in SHARED}
     theirs: dict[str, Any] = {}
@@ -59,8 +59,8 @@ def settled(own: StoreConfig, kept: Mapping[bytes, bytes]) -> Settled:
                 for name, value in theirs.items()
                 if value != mine[name]
             ]
-            return Settled(config, _packed({**mine, **theirs}, theirs), tuple(notes))
-    return Settled(own, _packed(mine, theirs), tuple(notes))
+            return SettledConfig(config, _packed({**mine, **theirs}, theirs), tuple(notes))
+    return SettledConfig(own, _packed(mine, theirs), tuple(notes))
 
 
 def _packed(values: Mapping[str, int], known: Mapping[str, int]) -> dict[bytes, bytes]:

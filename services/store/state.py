@@ -56,7 +56,7 @@ class _Life:
         return self.ended is None
 
 
-class Reading:
+class WatcherCatchUp:
     """All that a new watcher must be told: `members` as of `seq`, then `announcements`, taken one by one while the
     state goes on. With them and every event after `seq` the watcher knows what the master knows."""
 
@@ -168,9 +168,9 @@ class MasterState:
             for sole in (drains.sole_blocks(m.instance_id),)
         ]
 
-    def read(self) -> Reading:
+    def read(self) -> WatcherCatchUp:
         """For a watcher that begins now. Events with a seq above the reading's are to be kept for it from here on."""
-        return Reading(self.seq, tuple(self._lives.values()), self.blocks)
+        return WatcherCatchUp(self.seq, tuple(self._lives.values()), self.blocks)
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────
 

@@ -13,7 +13,7 @@ from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.telemetry import names
 from services.store import mapping
 from services.store.domain import Change, Publish, Relay
-from services.store.state import Reading
+from services.store.state import WatcherCatchUp
 
 # Mailboxes of the watch stream: bounded, so that a watcher that stands still costs no memory.
 
@@ -109,7 +109,7 @@ class Watchers:
             mailbox.put(event, size)
             arrived.set()
 
-    async def follow(self, reading: Reading, context: Any) -> None:
+    async def follow(self, reading: WatcherCatchUp, context: Any) -> None:
         """One watcher's whole stream, to be called in the same turn of the loop in which `reading` was made.
 
         Raises Unavailable once the watcher has fallen behind or the master stops, Overloaded: too many watchers."""
@@ -124,7 +124,7 @@ class Watchers:
         finally:
             del self._open[mailbox]
 
-    async def _snapshot(self, reading: Reading, mailbox: Mailbox[pb.StoreEvent], context: Any) -> None:
+    async def _snapshot(self, reading: WatcherCatchUp, mailbox: Mailbox[pb.StoreEvent], context: Any) -> None:
         message = self._message(reading.seq, snapshot=True)
         size = 0
         for event in _told(reading):
@@ -172,7 +172,7 @@ class Watchers:
         await asyncio.sleep(0)  # a write that finds room does not wait
 
 
-def _told(reading: Reading) -> Iterator[pb.StoreEvent]:
+def _told(reading: WatcherCatchUp) -> Iterator[pb.StoreEvent]:
     members: Iterable[Publish] = (Publish(reading.seq, Change.JOINED, member) for member in reading.members)
     yield from map(mapping.event_out, members)
     for announcement in reading.announcements():

@@ -207,28 +207,28 @@ def test_no_interleaving_breaks_the_invariants() -> None:
 class FreesBeforeFenced(handoff.Handoff):
     """The bug that this whole design is about: memory goes back while the writer's window is open."""
 
-    def _settle(self, now: int, out: list[e.Action]) -> None:
+    def _free_if_unused(self, now: int, out: list[e.Action]) -> None:
         if self.ended:
             self.windows.clear()
-        super()._settle(now, out)
+        super()._free_if_unused(now, out)
 
 
 class FreesBeforeLeft(handoff.Handoff):
     """Memory goes back while a step may still be on it."""
 
-    def _settle(self, now: int, out: list[e.Action]) -> None:
+    def _free_if_unused(self, now: int, out: list[e.Action]) -> None:
         if self.ended:
             self.in_batch = False
-        super()._settle(now, out)
+        super()._free_if_unused(now, out)
 
 
 class FreesBeforeCopied(handoff.Handoff):
     """Memory goes back while a copy reads or writes it."""
 
-    def _settle(self, now: int, out: list[e.Action]) -> None:
+    def _free_if_unused(self, now: int, out: list[e.Action]) -> None:
         if self.ended:
             self.copying = None
-        super()._settle(now, out)
+        super()._free_if_unused(now, out)
 
 
 class JoinsBeforeFenced(handoff.Handoff):
@@ -243,10 +243,10 @@ class JoinsBeforeFenced(handoff.Handoff):
 class FreesBeforeLoaded(handoff.Handoff):
     """Memory goes back while our own blocks are copied into it."""
 
-    def _settle(self, now: int, out: list[e.Action]) -> None:
+    def _free_if_unused(self, now: int, out: list[e.Action]) -> None:
         if self.ended:
             self.loading.clear()
-        super()._settle(now, out)
+        super()._free_if_unused(now, out)
 
 
 class JoinsBeforeLoaded(handoff.Handoff):

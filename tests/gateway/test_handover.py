@@ -10,7 +10,7 @@ from kvmesh.kvcache import keys
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2, decode_pb2
 from services.gateway.api_keys import ANYBODY
-from services.gateway.models import Facts
+from services.gateway.models import ServedModelFacts
 from tests.gateway.conftest import Mesh
 from tests.support.gateway.scripted import BLOCK_TOKENS, MODEL, Run
 
@@ -30,7 +30,7 @@ async def test_keys_of_the_answer_continue_the_prompts(mesh: Mesh, tokens: int, 
     answer = list(range(200, 200 + 2 * BLOCK_TOKENS))
     await complete(mesh, prompt, cache_salt=salt)
     start = mesh.decodes[0].runs[0].start
-    space = Facts.of(mesh.conductor.card).namespace(ANYBODY, salt)
+    space = ServedModelFacts.of(mesh.conductor.card).namespace(ANYBODY, salt)
     whole = keys.split(keys.chain(space, prompt + answer, BLOCK_TOKENS))
     full = tokens // BLOCK_TOKENS
     assert keys.split(start.block_keys) == whole[:full]
@@ -46,7 +46,7 @@ async def test_keys_of_the_answer_continue_the_prompts(mesh: Mesh, tokens: int, 
 
 async def test_a_prompt_without_a_full_block_starts_at_the_root_of_its_namespace(mesh: Mesh) -> None:
     await complete(mesh, [7, 8, 9], cache_salt="me")
-    root = Facts.of(mesh.conductor.card).namespace(ANYBODY, "me").root(BLOCK_TOKENS)
+    root = ServedModelFacts.of(mesh.conductor.card).namespace(ANYBODY, "me").root(BLOCK_TOKENS)
     assert mesh.decodes[0].runs[0].start.chain_digest == root
 
 

@@ -17,7 +17,7 @@ from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import decode_pb2
 from kvmesh.telemetry import names, setup
 from services.gateway.api_keys import ANYBODY
-from services.gateway.models import Facts
+from services.gateway.models import ServedModelFacts
 from tests.gateway.conftest import Mesh, MeshMaker, seen
 from tests.gateway.test_grpc import asks, generate
 from tests.support.gateway.scripted import BLOCK_TOKENS, CACHED, MAX_CONTEXT, MODEL, BreakStream, Run, Script
@@ -104,7 +104,7 @@ async def test_a_stream_goes_on_where_it_was_lost(make_mesh: MeshMaker, error: K
     assert counted("moved") - before == 2
 
     prompt = mesh.ids("Hi")
-    namespace = Facts.of(mesh.conductor.card).namespace(ANYBODY, "")
+    namespace = ServedModelFacts.of(mesh.conductor.card).namespace(ANYBODY, "")
     runs = sorted((run for decode in mesh.decodes for run in decode.runs), key=lambda run: run.start.attempt)
     assert [run.start.sampling.answered_tokens for run in runs] == [0, 3, 20]
     assert {run.start.sampling.seed for run in runs} == {5}

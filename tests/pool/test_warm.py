@@ -18,7 +18,7 @@ import pytest
 import xxhash
 from msgspec import structs
 
-from kvmesh.blockservice.warm.memory import Warm
+from kvmesh.blockservice.warm.memory import WarmMemory
 from kvmesh.errors import InternalError, Overloaded
 from kvmesh.kvcache.size_classes import BYTES
 from kvmesh.pool import pool
@@ -70,7 +70,7 @@ class Life:
         self.rows: list[m.WarmRow] = []
         self.asked: list[m.WarmRow] = []
         self.partitions = PoolPartitions(BASE, REGION, high_percent=95, low_percent=80, lease_seed=number << 20)
-        self.warm = Warm(str(folder), [self], SLOTS, number)
+        self.warm = WarmMemory(str(folder), [self], SLOTS, number)
         WarmPool(self.warm, self.partitions, BASE)
 
     def send(self, message: m.ToRank) -> None:

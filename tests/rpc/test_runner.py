@@ -15,7 +15,7 @@ from kvmesh.rpc.server import Server, check_port
 from tests.support.services import running, until
 
 
-class Recorder(runner.Service):
+class Recorder(runner.ServiceRunner):
     def __init__(self, failing: str = "") -> None:
         super().__init__("store", tick_s=0.0)
         self.seen: list[str] = []

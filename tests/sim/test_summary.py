@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.sim.report.records import DONE, FAILED, REFUSED, PoolSample, Record, Sample
-from kvmesh.sim.report.sketch import POINTS, Course, Sketch
+from kvmesh.sim.report.sketch import POINTS, BinnedSums, Sketch
 from kvmesh.sim.report.summary import Summary
 from services.conductor.domain import Lane
 from tests.support.sim.records import done
@@ -71,7 +71,7 @@ def test_the_error_of_predictions_is_relative_to_what_came() -> None:
 
 
 def test_a_course_never_has_more_points_and_loses_nothing() -> None:
-    course = Course()
+    course = BinnedSums()
     for second in range(10 * POINTS):
         course.add(float(second), {"arrived": 1.0})
     rows = list(course.rows())

@@ -13,14 +13,14 @@ from kvmesh.errors import ConfigError, InvalidRequest
 from kvmesh.kvcache.keys import tenant_tag
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.storeclient import gather, hints, placement
-from kvmesh.storeclient.choice import Here, Holder, Replica, order, share_out
+from kvmesh.storeclient.choice import Holder, ReaderLocation, Replica, order, share_out
 from kvmesh.storeclient.config import ClientConfig
 from kvmesh.storeclient.gather import GATHER_BELOW, Shard
 from kvmesh.storeclient.naming import Grants, check_name, content_key, granted_key
 from kvmesh.storeclient.placement import Candidate
 from kvmesh.storeclient.writing import PUT_BLOCKS, _portions
 
-HERE = Here("me", frozenset({"10.0.0.1"}))
+HERE = ReaderLocation("me", frozenset({"10.0.0.1"}))
 
 
 def holder(name: str, node: str = "far", address: str = "10.0.0.9:1", sending: int = 0, leases: int = 0) -> Holder:

@@ -10,7 +10,7 @@ from kvmesh.kvcache.tiers import Tier
 
 
 class Below:
-    """`kvmesh.kvcache.sources.Lower`; one range a block, all of the instance "own"."""
+    """`kvmesh.kvcache.sources.LowerTiers`; one range a block, all of the instance "own"."""
 
     def __init__(self) -> None:
         self.keys: set[bytes] = set()

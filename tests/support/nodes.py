@@ -1,4 +1,4 @@
-"""Node stores for tests: a real rank without an engine, a real gRPC server, `Blocks` between them."""
+"""Node stores for tests: a real rank without an engine, a real gRPC server, `BlockService` between them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 import grpc.aio
 import psutil
 
-from kvmesh.blockservice.blocks import Blocks
+from kvmesh.blockservice.blocks import BlockService
 from kvmesh.blockservice.partitions import OnePartition, Partition
 from kvmesh.blockservice.peer_segments import PeerSegments
 from kvmesh.blockservice.tiers.parts import TierSettings
@@ -110,7 +110,7 @@ class Node:
         self._offload_percent = offload_percent
         self._tickets = itertools.count(1)
         self.server: Server | None = None
-        self.blocks: Blocks | None = None
+        self.blocks: BlockService | None = None
         self.lost = ""
         self._leaving = asyncio.Event()
         self._registering: asyncio.Task[None] | None = None
@@ -139,7 +139,7 @@ class Node:
         )
         partition = Partition(self.layout, self.shard, self.store, (self.rank.ready.extent_base_offset,))
         self.partition = partition
-        self.blocks = Blocks(
+        self.blocks = BlockService(
             lambda: self.ref,
             [self.rank],
             self.segments,

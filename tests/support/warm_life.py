@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 
-from kvmesh.blockservice.warm.memory import Warm
+from kvmesh.blockservice.warm.memory import WarmMemory
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.ranks import protocol as m
 from kvmesh.transfer import EngineConfig, TransferEngine
@@ -40,7 +40,7 @@ class Life:
         self.driver, self.engine = driver, engine
         self.store = NodeStore(EXTENTS, high_percent=90, low_percent=60)
         self.region = engine.allocate(SHARD)
-        self.warm = Warm(folder, [driver.client], EXTENTS, incarnation)
+        self.warm = WarmMemory(folder, [driver.client], EXTENTS, incarnation)
         self.warm.keep(self.store, SHARD)
         self.tickets = 0
 

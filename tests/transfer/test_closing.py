@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from kvmesh.transfer import EngineConfig, TransferState, TransferStatus
-from kvmesh.transfer.batch import Aftermath
-from kvmesh.transfer.epochs import Notice
+from kvmesh.transfer.batch import AfterUnlock
+from kvmesh.transfer.epochs import EndMark
 from kvmesh.transfer.transports.base import FrameLimits
 from kvmesh.transfer.transports.tcp.path import TcpPath
 from kvmesh.transfer.transports.tcp.server import TcpAccepted
@@ -25,9 +25,9 @@ def test_an_end_mark_on_its_way_is_answered_when_the_engine_closes() -> None:
     world = World((transport,))
     lane = world.open()
     answers: list[TransferStatus] = []
-    after = Aftermath()
+    after = AfterUnlock()
     with world.core.lock:
-        notice = Notice(next(world.core.serials), 1, b"end", answers.append, world.now + 30)
+        notice = EndMark(next(world.core.serials), 1, b"end", answers.append, world.now + 30)
         world.core.notify(lane, notice, after)
     world.core.conclude(after)
     (frame,) = transport.posted.values()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvmesh.transfer.api import Opcode, TransferState, TransferStatus
-from kvmesh.transfer.batch import Aftermath
-from kvmesh.transfer.epochs import Notice
+from kvmesh.transfer.batch import AfterUnlock
+from kvmesh.transfer.epochs import EndMark
 from kvmesh.transfer.transports.base import FrameKind
 from tests.support.transfer.fakes import World
 from tests.support.transfer.virtual import HANDOFF, MIB, PREFETCH, rdma, run, states, world
@@ -53,9 +53,9 @@ def test_deadlines_and_silence() -> None:
 
 
 def notify(made: World, epoch: int, results: list[TransferStatus]) -> None:
-    core, after = made.core, Aftermath()
+    core, after = made.core, AfterUnlock()
     with core.lock:
-        notice = Notice(next(core.serials), epoch, b"end", results.append, made.now + 1e6)
+        notice = EndMark(next(core.serials), epoch, b"end", results.append, made.now + 1e6)
         core.notify(core.lanes["peer#1"], notice, after)
     core.conclude(after)
 
@@ -85,7 +85,7 @@ def test_closing_a_lane_fails_what_waits_anywhere() -> None:
     made.submit(64 * MIB)
     queued = made.submit(64 * MIB, peer="peer#2")
     results: list[TransferStatus] = []
-    after = Aftermath()
+    after = AfterUnlock()
     with made.core.lock:
         made.core.close_lane(made.core.lanes["peer#2"], "closed by test", after)
     made.core.conclude(after)

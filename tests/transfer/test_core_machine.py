@@ -22,7 +22,7 @@ from kvmesh.transfer import outcomes, rails
 from kvmesh.transfer import peer_link as lane
 from kvmesh.transfer import send_queue as dealing
 from kvmesh.transfer.api import BatchId, Opcode, TransferState, TransferStatus
-from kvmesh.transfer.batch import Aftermath, Again, Group
+from kvmesh.transfer.batch import AfterUnlock, Group, RetriedParts
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.transports.base import Frame, FrameKind, FrameLimits
 from tests.support.transfer.fakes import FakeTransport, World
@@ -179,7 +179,7 @@ class Scheduler(RuleBasedStateMachine):
 
     @rule(peer=st.sampled_from(PEERS))
     def reopen(self, peer: str) -> None:
-        core, after = self.world.core, Aftermath()
+        core, after = self.world.core, AfterUnlock()
         with core.lock:
             core.close_lane(core.lanes[peer], "closed", after)
         core.conclude(after)
@@ -278,7 +278,7 @@ def sends_again_unsettled(patch: pytest.MonkeyPatch) -> None:
 
 
 def ends_while_on_a_path(patch: pytest.MonkeyPatch) -> None:
-    def doom(group: Group, slot: int, state: TransferState, cause: str, after: Aftermath) -> None:
+    def doom(group: Group, slot: int, state: TransferState, cause: str, after: AfterUnlock) -> None:
         if not group.batch.states[slot].final:
             batches.finish(group, slot, state, cause, after)
 
@@ -296,7 +296,9 @@ def forgets_what_was_lost(patch: pytest.MonkeyPatch) -> None:
 def forgets_the_rest_of_a_lost_frame(patch: pytest.MonkeyPatch) -> None:
     resend: Callable[..., Frame | None] = lane.PeerLink._resend
 
-    def once(self: lane.PeerLink, flow: dealing.SendFlow, again: Again, choice: rails.RailChoice) -> Frame | None:
+    def once(
+        self: lane.PeerLink, flow: dealing.SendFlow, again: RetriedParts, choice: rails.RailChoice
+    ) -> Frame | None:
         frame = resend(self, flow, again, choice)
         if flow.retry and flow.retry[0] is again:
             flow.retry.popleft()

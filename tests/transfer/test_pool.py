@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kvmesh.transfer.sieve import Sieve
+from kvmesh.transfer.sieve import LruSieve
 
 
 def test_evicts_the_oldest_that_was_not_used_again() -> None:
-    pool: Sieve[str] = Sieve(3)
+    pool: LruSieve[str] = LruSieve(3)
     for key in "abc":
         assert pool.touch(key, lambda _: True) == []
     pool.touch("a", lambda _: True)
@@ -18,7 +18,7 @@ def test_evicts_the_oldest_that_was_not_used_again() -> None:
 
 
 def test_busy_ones_stay_even_beyond_capacity() -> None:
-    pool: Sieve[int] = Sieve(2)
+    pool: LruSieve[int] = LruSieve(2)
     for key in range(4):
         assert pool.touch(key, lambda _: False) == []
     assert len(pool) == 4
@@ -27,7 +27,7 @@ def test_busy_ones_stay_even_beyond_capacity() -> None:
 
 
 def test_removed_keys_are_forgotten() -> None:
-    pool: Sieve[str] = Sieve(2)
+    pool: LruSieve[str] = LruSieve(2)
     pool.touch("a", lambda _: True)
     pool.touch("b", lambda _: True)
     pool.remove("a")

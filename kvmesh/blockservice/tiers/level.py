@@ -12,7 +12,7 @@ from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.telemetry import names
 
 
-class Level:
+class TierLevel:
     """See above. `health.failing` is set and taken back by `TierReads`."""
 
     def __init__(self, settings: TierSettings, ranks: TierRanks) -> None:

@@ -138,7 +138,7 @@ class Part:
         return (b"".join(here), bytes(map(self.sketch.estimate, here))) if here else None
 
 
-class Followed:
+class FollowedPartition:
     """One partition, and what is decided of its blocks. Forgotten with the partition. `part`: of the first tier below;
     `parts`: of all."""
 
@@ -228,7 +228,7 @@ def layouts_found(settings: TierSettings) -> list[tuple[str, int]]:
 
 
 class OwnTier:
-    """`kvmesh.kvcache.sources.Lower` of an instance. `parts()`: of its layout, in tiers that answer, the fastest first;
+    """`sources.LowerTiers` of an instance. `parts()`: of its layout, in tiers that answer, the fastest first;
     `note`: is told which blocks requests use."""
 
     def __init__(

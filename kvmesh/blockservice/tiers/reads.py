@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvmesh.blockservice.partitions import Partition
-from kvmesh.blockservice.tiers.level import Level
+from kvmesh.blockservice.tiers.level import TierLevel
 from kvmesh.blockservice.tiers.parts import Part
 from kvmesh.blockservice.tiers.ranks import TierRanks, everywhere
 from kvmesh.kvcache.node_store import NodeStore
@@ -43,14 +43,14 @@ class Read:
 class TierReads:
     """Of one node. `on_back`: a tier answers again."""
 
-    def __init__(self, ranks: TierRanks, spawn: Spawn, on_back: Callable[[Level], None]) -> None:
+    def __init__(self, ranks: TierRanks, spawn: Spawn, on_back: Callable[[TierLevel], None]) -> None:
         self._ranks = ranks
         self._spawn = spawn
         self._on_back = on_back
 
     async def read(
         self,
-        level: Level,
+        level: TierLevel,
         part: Part,
         partition: Partition,
         keys: Sequence[bytes],
@@ -90,7 +90,7 @@ class TierReads:
         partly = "" if len(arrived) == len(keys) else f"{level.label} had {len(arrived)} of them"
         return Read(arrived, self._ranks.lost or partly)
 
-    def fail(self, level: Level, why: str) -> None:
+    def fail(self, level: TierLevel, why: str) -> None:
         """It does not answer: said once, until it does."""
         if level.health.failing or self._ranks.lost:
             return
@@ -98,7 +98,7 @@ class TierReads:
         log.warning("%s: %s; it is passed over until it answers", level.settings.said, why)
         self._spawn(self._probe(level), "probe a tier")
 
-    async def _probe(self, level: Level) -> None:
+    async def _probe(self, level: TierLevel) -> None:
         """One read at a time, until one comes back right."""
         start = time.monotonic()
         while not self._ranks.lost:
@@ -110,7 +110,7 @@ class TierReads:
             self._on_back(level)
             return
 
-    async def _answers(self, level: Level) -> bool:
+    async def _answers(self, level: TierLevel) -> bool:
         """Whether every rank reads one block of it; one that holds none has nothing to fail with."""
         found = ((part, key) for part in level.parts.values() if (key := part.contents.any_key()) is not None)
         part, key = next(found, (None, b""))
@@ -120,7 +120,7 @@ class TierReads:
         answers = await self._ranks.ask(lambda _, ticket: m.TierProbe(ticket, level.tier, number, key))
         return 0 in everywhere(answers)
 
-    def _count(self, level: Level, arrived: int, wanted: int) -> None:
+    def _count(self, level: TierLevel, arrived: int, wanted: int) -> None:
         names.NODE_TIER_READ.labels(tier=level.label, outcome="hit").inc(arrived)
         names.NODE_TIER_READ.labels(tier=level.label, outcome="miss").inc(wanted - arrived)
 

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Sequence
 
 from kvmesh.blockservice.removals import Watch
-from kvmesh.blockservice.tiers.level import Level
+from kvmesh.blockservice.tiers.level import TierLevel
 from kvmesh.blockservice.tiers.parts import Part
 from kvmesh.blockservice.tiers.ranks import TierRanks, everywhere
 from kvmesh.errors import Unavailable
@@ -27,7 +27,7 @@ class TierRemovals:
     """Of one node's tiers. `unseen`: what was removed since the node came up; none: nothing comes back with a part that
     is opened."""
 
-    def __init__(self, ranks: TierRanks, levels: Sequence[Level]) -> None:
+    def __init__(self, ranks: TierRanks, levels: Sequence[TierLevel]) -> None:
         self._ranks = ranks
         self._levels = levels
         self._undone: dict[Part, dict[bytes, None]] = {}  # could not be written down: found no more, but on the medium
@@ -36,7 +36,7 @@ class TierRemovals:
     async def forget(self, keys: Sequence[bytes]) -> set[bytes]:
         """See `Tiering.forget`."""
         here: set[bytes] = set()
-        told: list[tuple[Level, Part, list[bytes], Answers]] = []
+        told: list[tuple[TierLevel, Part, list[bytes], Answers]] = []
         above: dict[str, set[bytes]] = {}  # by layout: what a faster tier was told, which may just be handing it on
         # All parts are told in the turn in which DRAM has let go: nothing can be read from one to come back. The faster
         # tier first: from then on it hands nothing on.

@@ -20,8 +20,16 @@ from typing import Any
 from kvmesh.blockservice.partitions import Partition, Partitions, unused
 from kvmesh.blockservice.peer_segments import SegmentRank
 from kvmesh.blockservice.removals import Watch
-from kvmesh.blockservice.tiers.level import Level
-from kvmesh.blockservice.tiers.parts import Followed, OwnTier, Part, TierSettings, home, layouts_found, usage_of
+from kvmesh.blockservice.tiers.level import TierLevel
+from kvmesh.blockservice.tiers.parts import (
+    FollowedPartition,
+    OwnTier,
+    Part,
+    TierSettings,
+    home,
+    layouts_found,
+    usage_of,
+)
 from kvmesh.blockservice.tiers.ranks import TierRanks, everywhere
 from kvmesh.blockservice.tiers.reads import Read, TierReads
 from kvmesh.blockservice.tiers.removals import TierRemovals
@@ -59,8 +67,8 @@ class Tiering:
         self._ref = ref
         self._ranks = TierRanks(ranks)
         self._partitions = partitions
-        self.levels = [Level(each, self._ranks) for each in settings.chain]
-        self._followed: dict[str, Followed] = {}  # by layout of the partition
+        self.levels = [TierLevel(each, self._ranks) for each in settings.chain]
+        self._followed: dict[str, FollowedPartition] = {}  # by layout of the partition
         self._reads = TierReads(self._ranks, self._spawn, lambda _: self._wake_all())
         self._staging = Staging(partitions, settings.staging_percent, self._read, self.follow, self._spawn)
         self._removals = TierRemovals(self._ranks, self.levels)
@@ -114,7 +122,9 @@ class Tiering:
             self._add(layout, shard_bytes)
             self._open(layout)
         parts = [level.parts[layout] for level in self.levels]
-        followed = self._followed[partition.layout] = Followed(partition, parts, self._settings.offload_percent)
+        followed = self._followed[partition.layout] = FollowedPartition(
+            partition, parts, self._settings.offload_percent
+        )
 
         def added(key: bytes) -> None:
             if key in followed:
@@ -187,7 +197,7 @@ class Tiering:
     async def _purge(self, part: Part, removed: list[bytes]) -> None:
         self._all_opened(part, await self._removals.purge(part, removed))
 
-    def _level(self, tier: int) -> Level:
+    def _level(self, tier: int) -> TierLevel:
         return next(level for level in self.levels if level.tier == tier)
 
     def _changed(self, part: Part, rank: int, message: m.TierChanged) -> None:
@@ -202,7 +212,7 @@ class Tiering:
 
     # ── writes ───────────────────────────────────────────────────────────────────────────────────
 
-    def _wake(self, followed: Followed) -> None:
+    def _wake(self, followed: FollowedPartition) -> None:
         if not followed.woken:
             followed.woken = True
             asyncio.get_running_loop().call_soon(self._pump, followed)
@@ -211,7 +221,7 @@ class Tiering:
         for followed in self._followed.values():
             self._wake(followed)
 
-    def _pump(self, followed: Followed) -> None:
+    def _pump(self, followed: FollowedPartition) -> None:
         followed.woken = False
         part, partition = followed.part, followed.partition
         while part.ready and followed.writes < WRITES and not self._ranks.lost and self._keeps(partition):
@@ -226,7 +236,7 @@ class Tiering:
         """Whether it is there still: a pool node gives up those that hold nothing."""
         return self._partitions.get(partition.layout) is partition
 
-    async def _write(self, followed: Followed, wanted: list[bytes]) -> None:
+    async def _write(self, followed: FollowedPartition, wanted: list[bytes]) -> None:
         part, partition, store = followed.part, followed.partition, followed.partition.store
         # What is removed from now on, the ranks hear of after this.
         keys = [key for key in wanted if store.holds(key)]
@@ -384,7 +394,7 @@ class Tiering:
         return told
 
 
-def _would_lose(followed: Followed, blocks: int) -> bool:
+def _would_lose(followed: FollowedPartition, blocks: int) -> bool:
     """Whether so many more blocks would evict one that no tier has, and the first could take."""
     going = followed.partition.store.coldest(blocks - unused(followed.partition))
     return any(key not in followed and followed.takes(key) for key in going)

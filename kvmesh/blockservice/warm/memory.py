@@ -37,7 +37,7 @@ class Rank(Protocol):
     def send(self, message: m.ToRank, /) -> None: ...
 
 
-class Warm:
+class WarmMemory:
     """Of one process, on its event loop. `close` when nobody can ask its stores for anything any more. `settled`: what
     comes back is back, and no extent is held back for readers of the last life."""
 

@@ -374,7 +374,7 @@ class _Listener:
                 if isinstance(message, wire.Open):
                     self._out.print(f"{escape(channel.name)}: {escape(message.transport)}")
                 channel.send(session.answer(message), self._plan.timeout_s)
-        except wire.Hung as err:
+        except wire.DoctorGone as err:
             said = err.message
         finally:
             session.close()

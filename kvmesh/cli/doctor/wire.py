@@ -109,7 +109,7 @@ Any_ = Hello | Proof | Open | Opened | Begin | Check | End | Fill | Shut | Bye |
 _DECODER: msgspec.msgpack.Decoder[Any_] = msgspec.msgpack.Decoder(Any_)
 
 
-class Hung(KvmeshError):
+class DoctorGone(KvmeshError):
     """The other doctor is gone, silent, or not one."""
 
 
@@ -132,34 +132,34 @@ class Channel:
             self.sock.settimeout(timeout_s)
             self.sock.sendall(_HEAD.pack(len(body)) + body)
         except OSError as err:
-            raise Hung(f"{self.name}: {err.strerror or err}") from None
+            raise DoctorGone(f"{self.name}: {err.strerror or err}") from None
 
     def take(self, timeout_s: float) -> Any_:
         """The next message. Hung when there is none in time or it is nonsense."""
         deadline = time.monotonic() + timeout_s
         size = int(_HEAD.unpack(self._exactly(_HEAD.size, deadline, timeout_s))[0])
         if size > MAX_MESSAGE:
-            raise Hung(f"{self.name}: what answers there is no kvmesh doctor")
+            raise DoctorGone(f"{self.name}: what answers there is no kvmesh doctor")
         try:
             return _DECODER.decode(self._exactly(size, deadline, timeout_s))
         except UNREADABLE:
-            raise Hung(f"{self.name}: what answers there is no kvmesh doctor of this version") from None
+            raise DoctorGone(f"{self.name}: what answers there is no kvmesh doctor of this version") from None
 
     def _exactly(self, size: int, deadline: float, timeout_s: float) -> bytes:
         found = bytearray()
         while len(found) < size:
             left = deadline - time.monotonic()
             if left <= 0:
-                raise Hung(f"{self.name}: no answer within {timeout_s:g} s")
+                raise DoctorGone(f"{self.name}: no answer within {timeout_s:g} s")
             try:
                 self.sock.settimeout(left)
                 some = self.sock.recv(min(size - len(found), 1 << 16))
             except TimeoutError:
                 continue
             except OSError as err:
-                raise Hung(f"{self.name}: {err.strerror or err}") from None
+                raise DoctorGone(f"{self.name}: {err.strerror or err}") from None
             if not some:
-                raise Hung(f"{self.name}: hung up")
+                raise DoctorGone(f"{self.name}: hung up")
             found += some
         return bytes(found)
 
@@ -207,14 +207,14 @@ def receive(channel: Channel, token: str, timeout_s: float) -> float:
     proof = channel.take(timeout_s)
     if not isinstance(proof, Proof) or not _same(proof.mac, _mac(token, b"call", theirs.nonce, mine)):
         channel.send(Sorry("the token is wrong: use the one that `kvmesh doctor --listen` shows"), timeout_s)
-        raise Hung(f"{channel.name}: came with a wrong token")
+        raise DoctorGone(f"{channel.name}: came with a wrong token")
     channel.send(Proof(_mac(token, b"listen", theirs.nonce, mine)), timeout_s)
     return min(max(theirs.quiet_s, timeout_s), MAX_QUIET_S)
 
 
 def _hello(message: Any_, channel: Channel) -> Hello:
     if not isinstance(message, Hello) or message.version != VERSION:
-        raise Hung(f"{channel.name}: is no kvmesh doctor of this version")
+        raise DoctorGone(f"{channel.name}: is no kvmesh doctor of this version")
     return message
 
 

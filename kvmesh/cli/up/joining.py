@@ -29,7 +29,7 @@ OUT = ("192.0.2.1", 9)  # an address for documentation: the way to it is the def
 
 
 @dataclass(frozen=True, slots=True)
-class Bearer:
+class RunningMember:
     """One who serves in the mesh: `host` of its address."""
 
     instance_id: str
@@ -50,7 +50,7 @@ class Found:
     joined: Joined
     leader: str
     cards: tuple[dict[str, Any], ...]
-    bearers: tuple[Bearer, ...]
+    bearers: tuple[RunningMember, ...]
 
 
 def host_port(address: str) -> tuple[str, int]:
@@ -126,7 +126,7 @@ async def _look(given: Sequence[str]) -> Found:
         Joined(conductors or tuple(given), masters),
         told["leadership"]["leader"],
         tuple(one["card"] for one in told["instances"] if one.get("card")),
-        tuple(Bearer(name, one["instance"]["address"], one["node_id"]) for name, one in bearers.items()),
+        tuple(RunningMember(name, one["instance"]["address"], one["node_id"]) for name, one in bearers.items()),
     )
 
 
@@ -229,7 +229,7 @@ def _default(key: str) -> object:
     return next(field.default for field in dataclasses.fields(MeshSettings) if field.name == key)
 
 
-def taken(settings: MeshSettings, found: Found) -> Bearer | None:
+def taken(settings: MeshSettings, found: Found) -> RunningMember | None:
     """Who already bears a name that an instance of this machine would get. Pure."""
     names = {plan.identity(settings, one.name) for one in plan.processes(settings)}
     return next((one for one in found.bearers if one.instance_id in names), None)

@@ -89,7 +89,7 @@ class Sketch:
         return {"count": self.count, **{name: tidy(value) for name, value in told.items()}}
 
 
-class Course:
+class BinnedSums:
     """Sums of named figures over equal stretches of time, which double in length whenever more than POINTS are
     needed: so many points at most, whatever time passes. Times may come in any order, from 0 on."""
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvmesh.sim.report.records import DONE, GRAIN_S, REFUSED, RIGHT_WITHIN, Record, Sample
-from kvmesh.sim.report.sketch import Course, Sketch, tidy
+from kvmesh.sim.report.sketch import BinnedSums, Sketch, tidy
 
 TTFT_SLO_S = 30.0
 TBT_SLOS_S = (0.1, 0.2, 0.3)
@@ -59,8 +59,8 @@ class Summary:
         names = ("ttft_s", "tbt_s", "mean_tbt_s", "e2e_s", "queue_s", "ttft_error")
         self.sketches = {name: Sketch() for name in names}
         self.lanes: dict[str, tuple[Counter[str], Sketch]] = {}
-        self.course = Course()
-        self.pools: dict[str, Course] = {}
+        self.course = BinnedSums()
+        self.pools: dict[str, BinnedSums] = {}
         self.wire_bytes = 0
         self.instances: dict[str, dict[str, Counter[str]]] = {}  # pool → instance → sums
         self.left: Counter[str] = Counter()  # tokens "left", and "cached" of them
@@ -146,7 +146,7 @@ class Summary:
         self.wire_bytes = max(self.wire_bytes, sample.wire_bytes)
         for name, pool in sample.pools.items():
             figures = {one: float(getattr(pool, one)) for one in POOL_FIGURES}
-            self.pools.setdefault(name, Course()).add(sample.at_s, {"samples": 1.0, **figures})
+            self.pools.setdefault(name, BinnedSums()).add(sample.at_s, {"samples": 1.0, **figures})
 
     # ── what comes out ───────────────────────────────────────────────────────────────────────────
 
@@ -275,7 +275,7 @@ def _points(sketch: Sketch) -> list[list[float | None]]:
     return [[tidy(value), tidy(share)] for value, share in sketch.cdf()]
 
 
-def _pool(course: Course) -> dict[str, Any]:
+def _pool(course: BinnedSums) -> dict[str, Any]:
     """Means over each stretch of time."""
     told: dict[str, list[float | None]] = {name: [] for name in ("at_s", *POOL_FIGURES)}
     for at_s, sums in course.rows():

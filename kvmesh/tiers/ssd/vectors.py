@@ -16,7 +16,7 @@ from kvmesh.tiers.ssd.format import PAGE, pages
 _ZEROS = bytes(PAGE)
 
 
-class Reading(NamedTuple):
+class VectorRead(NamedTuple):
     """`pieces` to fill from the first payload's offset on; then `copies`: (to, from)."""
 
     pieces: list[memoryview]
@@ -46,7 +46,7 @@ def write_vector(records: Sequence[tuple[bytes, memoryview]], scratch: Scratch, 
     return [piece for piece in pieces if len(piece)]
 
 
-def read_vector(into: Sequence[memoryview], scratch: Scratch, *, direct: bool) -> Reading:
+def read_vector(into: Sequence[memoryview], scratch: Scratch, *, direct: bool) -> VectorRead:
     """Payloads of records that lie back to back; headers between them are skipped. At most three pieces each."""
     staged = [direct and not is_aligned(view) for view in into]
     sizes = [pages(len(view)) if copy else PAGE for copy, view in zip(staged, into, strict=True)]
@@ -64,4 +64,4 @@ def read_vector(into: Sequence[memoryview], scratch: Scratch, *, direct: bool) -
         pieces += [view[:whole], mine[: pages(rest)]]
         if rest:
             copies.append((view[whole:], mine[:rest]))
-    return Reading([piece for piece in pieces if len(piece)], copies)
+    return VectorRead([piece for piece in pieces if len(piece)], copies)

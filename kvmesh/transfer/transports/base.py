@@ -23,7 +23,7 @@ import msgspec
 
 if TYPE_CHECKING:
     from kvmesh.transfer.batch import Group, Part
-    from kvmesh.transfer.epochs import Notice
+    from kvmesh.transfer.epochs import EndMark
     from kvmesh.transfer.peer_link import PeerLink
     from kvmesh.transfer.rails import RailChoices
     from kvmesh.transfer.segment import LocalRegion, LocalSegment, NicInfo, RegionInfo, SegmentDescriptor
@@ -86,7 +86,7 @@ class Frame(msgspec.Struct, eq=False):
     parts: list[Part]
     nbytes: int
     group: Group | None = None  # none: a NOTIFY
-    notice: Notice | None = None
+    notice: EndMark | None = None
     source: LocalRegion | None = None  # stands for the group's local region
     sendings: int = 1
     posted_at: float = 0.0

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from kvmesh.errors import Overloaded
 from services.conductor.admission import impossible
 from services.conductor.admission.context import AdmissionContext
-from services.conductor.admission.impossible import Fastest
+from services.conductor.admission.impossible import BestSeen
 from services.conductor.admission.judge import Judge, Slo
 from services.conductor.admission.lanes import GONE_FACTOR, GONE_S, BatchLane, BatchRequest, pause_s, share_of
 from services.conductor.admission.refusals import idle_only
@@ -64,7 +64,7 @@ class _OfModel:
 
     slowdown: Slowdown
     turns: RetryTurns = field(default_factory=RetryTurns)
-    fastest: Fastest = field(default_factory=Fastest)
+    fastest: BestSeen = field(default_factory=BestSeen)
 
 
 class Admission:

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvmesh.errors import InvalidRequest, Overloaded
 from services.conductor.admission.context import AdmissionContext
-from services.conductor.candidates.fields import FEW, Field
+from services.conductor.candidates.fields import FEW, ColumnField
 from services.conductor.candidates.predictions import admitted
 from services.conductor.costs.fit import ENOUGH_SAMPLES, Coefficients
 from services.conductor.costs.models import attention_pairs
@@ -31,7 +31,7 @@ WORDS = {
 }
 
 
-class Fastest:
+class BestSeen:
     """What instances of one model have been known to do, lately and at their best: a mesh whose instances share a
     machine is slow while it is busy, and takes that for the way things are."""
 
@@ -56,7 +56,7 @@ class Fastest:
 
 
 def least_s(
-    request: Schedule, slo_s: float, refuse: Refuse, among: AdmissionContext, fastest: Fastest, now: float
+    request: Schedule, slo_s: float, refuse: Refuse, among: AdmissionContext, fastest: BestSeen, now: float
 ) -> float:
     """The least that any instance could do, where `slo_s` is beyond it for certain; else 0. Not of a further attempt:
     whoever could do it may just have been lost."""
@@ -83,10 +83,10 @@ def _least_of_many_s(request: Schedule, reason: str, among: AdmissionContext) ->
     if reason == "ttft":
         computed = min((way.computed_tokens for way in among.prompts()), default=1)
         pairs = attention_pairs(computed, request.prompt_tokens - computed)
-        pool = among.prefills.mask | (among.decodes.mask & view.columns.mask(Field.ALONE))
-        each_s = admitted(view, Field.PREFILL, float(computed), pairs)[pool]
+        pool = among.prefills.mask | (among.decodes.mask & view.columns.mask(ColumnField.ALONE))
+        each_s = admitted(view, ColumnField.PREFILL, float(computed), pairs)[pool]
     else:
-        each_s = admitted(view, Field.DECODE, 1.0, float(request.prompt_tokens))[among.decodes.mask]
+        each_s = admitted(view, ColumnField.DECODE, 1.0, float(request.prompt_tokens))[among.decodes.mask]
     return float(np.min(each_s, initial=math.inf))
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from services.conductor.costs.interference import SLOWEST
 from services.conductor.domain import Lane, Schedule
 from services.conductor.fleet.instance import Instance
-from services.conductor.loads.batch_forecast import NO_ROWS, RowsAt
+from services.conductor.loads.batch_forecast import NO_ROWS, BatchAt
 from services.conductor.placing.decodes import DecodeChoice, steps
 from services.conductor.settings import Mode
 
@@ -97,7 +97,7 @@ class Judge:
         others = self._rows(choice, lead_s, everybody=False)
         lane = max(0.0, everybody.requests - others.requests), everybody.context_tokens - others.context_tokens
         if others.requests < 1:
-            others = RowsAt(1.0, float(self.request.prompt_tokens))
+            others = BatchAt(1.0, float(self.request.prompt_tokens))
         with_it = others.requests + lane[0] + 1, others.context_tokens + lane[1] + self.request.prompt_tokens
         return steps(choice.instance, *others, self.now)[0], steps(choice.instance, *with_it, self.now)[0]
 
@@ -158,16 +158,16 @@ class Judge:
     def _lead_s(self, choice: DecodeChoice) -> float:
         return self.queue_s + choice.instance.fits.prefill.predict(self.request.prompt_tokens, 0)
 
-    def _rows(self, choice: DecodeChoice, lead_s: float, *, everybody: bool) -> RowsAt:
+    def _rows(self, choice: DecodeChoice, lead_s: float, *, everybody: bool) -> BatchAt:
         """The others."""
         batch, now = choice.instance.batch, self.now
         if self.mode is Mode.EARLY and not everybody:
-            rows, at = RowsAt(*batch.running), now
+            rows, at = BatchAt(*batch.running), now
         else:
             at = now + lead_s
             rows = batch.forecast(now, at, at + self.answer_tokens * choice.tbt_s)
         left_out = NO_ROWS if everybody else batch.stays.yielding(now, at)
-        return RowsAt(
+        return BatchAt(
             max(0.0, rows.requests - left_out.requests), max(0.0, rows.context_tokens - left_out.context_tokens)
         )
 

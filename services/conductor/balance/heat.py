@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from kvmesh.kvcache.keys import KEY_BYTES, Keys
 from services.conductor.domain import Schedule
-from services.conductor.prefixes.index import Survey
+from services.conductor.prefixes.index import PrefixSurvey
 
 CAPACITY = 1024
 MAX_PACKED_BYTES = 16 << 20
@@ -79,7 +79,7 @@ class PrefixHeat:
     def __len__(self) -> int:
         return len(self._chains)
 
-    def use(self, request: Schedule, survey: Survey, now: float) -> None:
+    def use(self, request: Schedule, survey: PrefixSurvey, now: float) -> None:
         """A prompt was weighed; `survey`: who holds its blocks. What nobody holds counts for nothing."""
         weight, keys, chains = self._weight(now), Keys.of(request.keys), self._chains
         tokens = weight * request.prompt_tokens
@@ -154,7 +154,7 @@ class PrefixHeat:
             heapq.heapreplace(least, (chain.count, key))
 
 
-def depths(survey: Survey, blocks: int) -> Sequence[int]:
+def depths(survey: PrefixSurvey, blocks: int) -> Sequence[int]:
     """Prefix lengths of one prompt that are counted, in blocks; the deepest is what somebody holds of it."""
     if not survey.runs:
         return ()

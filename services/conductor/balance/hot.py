@@ -11,8 +11,8 @@ wants
 Copies of what cools are nobody's business: they are evicted like everything else. An order copies at most what the
 limits leave room for, from the beginning of the chain; the rest follows. A target that fails rests, longer each time.
 
-A look takes several ticks: the instances are met some at a time (`Field`), then the prefixes are looked at, each one
-with what is held and under way by then.
+A look takes several ticks: the instances are met some at a time (`FleetSurvey`), then the prefixes are looked at, each
+one with what is held and under way by then.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from services.conductor.balance.heat import Hot, PrefixHeat
 from services.conductor.domain import Life, Member, OrderEnded, Ref, Replicate
 from services.conductor.fleet.instance import Instance
 from services.conductor.fleet.walk import Pace
-from services.conductor.prefixes.index import Index, PrefixPlace, Survey, bits
+from services.conductor.prefixes.index import Index, PrefixPlace, PrefixSurvey, bits
 from services.conductor.settings import BalanceSettings
 
 WORTH = 0.05  # instance-seconds a second
@@ -45,7 +45,7 @@ REST_S, MAX_REST_S = 2.0, 120.0
 
 
 @dataclass(frozen=True)
-class Moment:
+class ReplicationContext:
     """What there is to order by. `passed_s`: since the last tick; `everybody`: all instances; `may`: whether one of
     them is still there and may get work; `leaving`: those being drained; `member`: who bears a name at the master."""
 
@@ -74,7 +74,7 @@ class _Rest:
 
 
 @dataclass(slots=True)
-class Field:
+class FleetSurvey:
     """The instances as one walk over them has met them, `add` by `add`."""
 
     by_slot: dict[int, Instance] = field(default_factory=dict)  # prefill instances, by their slot in the block map
@@ -112,7 +112,7 @@ class Replication:
         self._number = number
         self._flights: dict[int, _Flight] = {}
         self._rests: dict[Life, _Rest] = {}
-        self._field = Field()
+        self._field = FleetSurvey()
         self._left: deque[Hot] = deque()
         self._spent = 0  # of this tick's `KEYS`
 
@@ -139,7 +139,7 @@ class Replication:
             self._flights[event.number] = _Flight(flight.order, flight.brings, 0, now + SETTLE_S, done=True)
         return True
 
-    def begin(self, heat: PrefixHeat, field: Field, now: float) -> None:
+    def begin(self, heat: PrefixHeat, field: FleetSurvey, now: float) -> None:
         """Look at what is hot, with the instances met. What is left of the last look comes first, instead of it."""
         self._expire(now)
         self._field = field
@@ -147,7 +147,7 @@ class Replication:
             self._spent = len(heat)
             self._left.extend(heat.hottest(now, most=MOST_HOT, least_rate=LEAST_RATE))
 
-    def look(self, moment: Moment) -> list[Replicate]:
+    def look(self, moment: ReplicationContext) -> list[Replicate]:
         """Orders for the next prefixes."""
         orders: list[Replicate] = []
         most, keys, self._spent = KEYS.count(moment.passed_s), self._spent, 0
@@ -173,7 +173,7 @@ class Replication:
         rest.until = now + min(MAX_REST_S, REST_S * 2.0**rest.failures)
         rest.failures = min(rest.failures + 1, 10)
 
-    def _orders(self, hot: Hot, leaving: Mapping[Life, Instance], moment: Moment) -> Iterable[Replicate]:
+    def _orders(self, hot: Hot, leaving: Mapping[Life, Instance], moment: ReplicationContext) -> Iterable[Replicate]:
         keys, field = hot.keys, self._field
         survey = moment.index.survey(keys)
         whole, coming = _everywhere(survey, len(keys))
@@ -199,10 +199,10 @@ class Replication:
     def _targets(
         self,
         hot: Hot,
-        survey: Survey,
+        survey: PrefixSurvey,
         others: Iterable[tuple[float, int, Life, Instance]],
         source: _Source,
-        moment: Moment,
+        moment: ReplicationContext,
     ) -> list[tuple[Instance, int]]:
         """Who of the others (the idlest first) could take a copy, the best first, and how many leading blocks each has.
         What was begun is ended first, then the idlest takes it."""
@@ -242,7 +242,9 @@ class Replication:
         return order
 
 
-def _wanted(hot: Hot, holders: Sequence[Instance], idlest: Instance | None, moment: Moment) -> tuple[int, str]:
+def _wanted(
+    hot: Hot, holders: Sequence[Instance], idlest: Instance | None, moment: ReplicationContext
+) -> tuple[int, str]:
     """How many prefill instances should hold it, and why; see above. `idlest`: of the others."""
     about = holders[0] if holders else idlest
     if about is None:
@@ -264,7 +266,7 @@ def _wanted(hot: Hot, holders: Sequence[Instance], idlest: Instance | None, mome
     return want, why
 
 
-def _everywhere(survey: Survey, blocks: int) -> tuple[int, int]:
+def _everywhere(survey: PrefixSurvey, blocks: int) -> tuple[int, int]:
     """Slots of stores that hold all of the chain, and pending slots to which all of it is coming."""
     if not survey.runs or survey.runs[-1].end < blocks:
         return 0, 0
@@ -284,7 +286,7 @@ class _Source:
 
 
 def _source(
-    survey: Survey, known: Mapping[Life, Instance], leaving: Mapping[Life, Instance], moment: Moment
+    survey: PrefixSurvey, known: Mapping[Life, Instance], leaving: Mapping[Life, Instance], moment: ReplicationContext
 ) -> _Source | None:
     """Who has the most of it in memory; somebody who is leaving before anybody else, then who has the least to do."""
     best: tuple[tuple[int, bool, float, str], _Source] | None = None

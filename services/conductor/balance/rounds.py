@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from services.conductor.balance.demand import Demands
 from services.conductor.balance.heat import PrefixHeat
-from services.conductor.balance.hot import Field, Moment, Replication
+from services.conductor.balance.hot import FleetSurvey, Replication, ReplicationContext
 from services.conductor.balance.roles import Roles
 from services.conductor.balance.scale import Hint as Hint
 from services.conductor.balance.scale import Scale
@@ -25,7 +25,7 @@ from services.conductor.domain import Action, OrderEnded, Schedule
 from services.conductor.fleet.instance import Instance
 from services.conductor.fleet.walk import Pace, Walk
 from services.conductor.placing.placement import PlacementChoice
-from services.conductor.prefixes.index import Survey
+from services.conductor.prefixes.index import PrefixSurvey
 from services.conductor.settings import Settings
 
 LOOKS = 20  # in one half-life of what is measured
@@ -43,7 +43,7 @@ class Balance:
         self._began_at = float("-inf")
         self._walk = Walk(INSTANCES)
         self._tallies: dict[str, Tally] = {}  # of those met in this round, by model
-        self._field: Field | None = None  # likewise; None: no copies are to be ordered by it
+        self._field: FleetSurvey | None = None  # likewise; None: no copies are to be ordered by it
         self._heat = PrefixHeat(settings.balance.window_s)
         self._demands = Demands(settings)
         self._replication = Replication(settings.balance, lambda: next(numbers))
@@ -54,7 +54,7 @@ class Balance:
         """A request for a model that is served here has come, and more instances might serve it."""
         self._demands.asked(request, now)
 
-    def saw(self, request: Schedule, survey: Survey, now: float) -> None:
+    def saw(self, request: Schedule, survey: PrefixSurvey, now: float) -> None:
         """A request was weighed; `survey`: who holds its blocks."""
         self._heat.use(request, survey, now)
 
@@ -75,7 +75,7 @@ class Balance:
         """Whether it is time for a `tick`."""
         return self._walk.under_way or self._replication.under_way or now - self._began_at >= self._every_s
 
-    def tick(self, moment: Moment, *, leads: bool) -> Sequence[Action]:
+    def tick(self, moment: ReplicationContext, *, leads: bool) -> Sequence[Action]:
         """Orders of this moment."""
         if not leads:
             self._replication.stop()
@@ -90,14 +90,14 @@ class Balance:
             orders += self._judge(moment.now, leads=leads)
         return orders
 
-    def _meet(self, moment: Moment, *, leads: bool) -> bool:
+    def _meet(self, moment: ReplicationContext, *, leads: bool) -> bool:
         """The next instances of the round; whether it is over with them."""
         now = moment.now
         if not self._walk.under_way:
             if now - self._began_at < self._every_s:
                 return False
             self._began_at = now
-            self._tallies, self._field = {}, Field() if leads and self._settings.replicate else None
+            self._tallies, self._field = {}, FleetSurvey() if leads and self._settings.replicate else None
             self._walk.begin(moment.everybody())
         for instance in self._walk.next(moment.passed_s):
             if not moment.may(instance):

@@ -14,7 +14,7 @@ import numpy as np
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.work_class import work_classes
 from services.conductor.candidates.bound_arrays import AnswerBounds, Fetching, PromptBound, PromptBounds
-from services.conductor.candidates.fields import Field, Floats, Mask, Rare
+from services.conductor.candidates.fields import ColumnField, Floats, Mask, RareField
 from services.conductor.candidates.instance_row import node
 from services.conductor.candidates.predictions import admitted, fitted, mixed
 from services.conductor.candidates.prefix_holders import HeldBlocks
@@ -39,9 +39,9 @@ class CostBounds:
     """One request beside every instance of a view; `among` them those of one KV identity that matter."""
 
     def __init__(
-        self, request: Schedule, mesh: FetchPlanner, terms: ScoringContext, blocks: HeldBlocks, among: Selection
+        self, request: Schedule, planner: FetchPlanner, scoring: ScoringContext, blocks: HeldBlocks, among: Selection
     ) -> None:
-        self.view, self.request, self.mesh, self.terms, self.held = among.view, request, mesh, terms, blocks
+        self.view, self.request, self.planner, self.scoring, self.held = among.view, request, planner, scoring, blocks
         one = among.first
         self.block = one.model.block_tokens
         self.usable_blocks = (request.prompt_tokens - 1) // self.block
@@ -53,39 +53,39 @@ class CostBounds:
     def short_queue_s(self) -> Floats:
         """As `load.passing_s` tells of `queue_s`."""
         columns, ahead_s = self.view.columns, self.queue_s
-        if not columns.rare(Rare.LONG):
+        if not columns.rare(RareField.LONG):
             return ahead_s
-        long_s = ahead_s * columns[Field.LONG_SHARE]
+        long_s = ahead_s * columns[ColumnField.LONG_SHARE]
         short_s = ahead_s - long_s
-        return np.asarray(short_s + np.minimum(long_s, short_s + columns[Field.LONG_CHUNK] / 2))
+        return np.asarray(short_s + np.minimum(long_s, short_s + columns[ColumnField.LONG_CHUNK] / 2))
 
     def _queue_of(self, computed: Floats | float, size_s: Floats) -> Floats:
         """What a prompt waits, of which so many tokens are computed in `size_s`."""
         queue_s = self.queue_s
         if self.short_queue_s is not queue_s:
-            queue_s = np.where(computed <= self.view.columns[Field.FITTED_CHUNK], self.short_queue_s, queue_s)
+            queue_s = np.where(computed <= self.view.columns[ColumnField.FITTED_CHUNK], self.short_queue_s, queue_s)
         if self.by_size is None:
             return queue_s
         columns, ahead_s = self.view.columns, self._ahead_s(size_s)
-        speedups = np.where(self.by_size, columns[Field.SPEEDUP], 1.0)
-        weights, sizes_s = columns[Field.SIZE_WEIGHT], np.maximum(0.0, size_s - ROUNDING_S)
-        least_s = self.terms.line.least_wait_s(ahead_s, sizes_s, weights, speedups)
+        speedups = np.where(self.by_size, columns[ColumnField.SPEEDUP], 1.0)
+        weights, sizes_s = columns[ColumnField.SIZE_WEIGHT], np.maximum(0.0, size_s - ROUNDING_S)
+        least_s = self.scoring.line.least_wait_s(ahead_s, sizes_s, weights, speedups)
         return np.asarray(np.where(self.by_size, least_s, queue_s))
 
     @cached_property
     def by_size(self) -> Mask | None:
         """Whose line goes by size; None: nobody's."""
         columns = self.view.columns
-        if not columns.rare(Rare.BY_SIZE):
+        if not columns.rare(RareField.BY_SIZE):
             return None
-        found: Mask = columns[Field.SIZE_WEIGHT] > 0
+        found: Mask = columns[ColumnField.SIZE_WEIGHT] > 0
         return found
 
     def _ahead_s(self, size_s: Floats) -> Floats:
         """Never more than `sizes.ahead` and `Line.wait_s` tell."""
         columns = self.view.columns
-        before = np.count_nonzero(columns.several(Field.MARK, MARKS) <= self._rank(size_s - ROUNDING_S), axis=0)
-        least_s: Floats = np.maximum(0.0, self.wait_s - columns[Field.LISTED] * (1 - before / MARKS) - ROUNDING_S)
+        before = np.count_nonzero(columns.several(ColumnField.MARK, MARKS) <= self._rank(size_s - ROUNDING_S), axis=0)
+        least_s: Floats = np.maximum(0.0, self.wait_s - columns[ColumnField.LISTED] * (1 - before / MARKS) - ROUNDING_S)
         return least_s
 
     def _others_s(self, queue_s: Floats, fetch_s: Floats | float, size_s: Floats, *, exact: bool) -> Floats | float:
@@ -93,7 +93,7 @@ class CostBounds:
         behind it. `exact`: it is that long, and not perhaps longer, which would rank behind some of these."""
         if self.by_size is None:
             return 0.0
-        line = self.terms.line.settings
+        line = self.scoring.line.settings
         others_s = min(1.0, line.later) * np.maximum(0.0, self.wait_s - np.maximum(queue_s, fetch_s))
         if exact and line.others > 0:
             others_s += line.others * np.maximum(0.0, size_s - ROUNDING_S) * self._behind(size_s)
@@ -102,26 +102,26 @@ class CostBounds:
     def _behind(self, size_s: Floats) -> Floats:
         """Never more than `Ahead.behind` of a prompt of that size."""
         columns = self.view.columns
-        rank = self._rank(size_s + ROUNDING_S) + ROUNDING_S * (1 + columns[Field.SIZE_WEIGHT])
-        count: Floats = np.count_nonzero(columns.several(Field.LAST, LASTS) > rank, axis=0) * (self.wait_s > 0)
+        rank = self._rank(size_s + ROUNDING_S) + ROUNDING_S * (1 + columns[ColumnField.SIZE_WEIGHT])
+        count: Floats = np.count_nonzero(columns.several(ColumnField.LAST, LASTS) > rank, axis=0) * (self.wait_s > 0)
         return count
 
     def _rank(self, size_s: Floats) -> Floats:
         """As `PrefillQueue.rank` of a prompt of that size, placed now."""
         placed = self.view.now + self.request.priority * PRIORITY_STEP_S
-        rank: Floats = placed + work_classes(np.maximum(0.0, size_s)) * self.view.columns[Field.SIZE_WEIGHT]
+        rank: Floats = placed + work_classes(np.maximum(0.0, size_s)) * self.view.columns[ColumnField.SIZE_WEIGHT]
         return rank
 
     @cached_property
     def queue_s(self) -> Floats:
         """As `PrefillQueue.ahead_s` tells of long prompts."""
         columns, now, wait = self.view.columns, self.view.now, self.wait_s
-        if not self.request.priority and not columns.rare(Rare.RANKED):
+        if not self.request.priority and not columns.rare(RareField.RANKED):
             return wait
         wait = wait.copy()
         ranked = (wait > 0) & self.view.able
         if not self.request.priority:
-            ranked &= columns[Field.RANKED] > 0
+            ranked &= columns[ColumnField.RANKED] > 0
         if self.by_size is not None:
             ranked &= ~self.by_size
         for row in np.flatnonzero(ranked).tolist():
@@ -132,7 +132,7 @@ class CostBounds:
     def yielding_s(self) -> Floats:
         """Of `queue_s`, work for which nobody is refused."""
         columns, found = self.view.columns, np.zeros(len(self.view.columns))
-        for row in sorted(columns.rare(Rare.YIELDS)):
+        for row in sorted(columns.rare(RareField.YIELDS)):
             if not self.view.able[row]:
                 continue
             queue = columns.instances[row].queue
@@ -145,7 +145,7 @@ class CostBounds:
     @cached_property
     def reach(self) -> int:
         """How far all together bring the prefix."""
-        return self.mesh.reach(_NOBODY, 0)
+        return self.planner.reach(_NOBODY, 0)
 
     # ── prompts ───────────────────────────────────────────────────────────────────────────────────
 
@@ -155,8 +155,8 @@ class CostBounds:
         found = PromptBounds(len(self.view.columns))
         self._offer_use(found, self._pushed(at_decode, alone=alone), room_s, among)
         odd = (self.held.last > self.held.depth) & among
-        end = min(self.usable_blocks, self.mesh.survey.runs[-1].end if self.mesh.survey.runs else 0)
-        if self.terms.fetch is not Fetch.NEVER and end:
+        end = min(self.usable_blocks, self.planner.survey.runs[-1].end if self.planner.survey.runs else 0)
+        if self.scoring.fetch is not Fetch.NEVER and end:
             for local in self._depths(among):
                 more = self._fetch(found, among, local, at_decode, room_s, alone=alone)
                 if more is not None:
@@ -201,58 +201,60 @@ class CostBounds:
         self, found: PromptBounds, among: Mask, local: int, at_decode: int, room_s: Floats | float, *, alone: bool
     ) -> Mask | None:
         """What those `among` who have `local` blocks could fetch; returns who of them is odd."""
-        reach = self.reach if local <= self.reach else self.mesh.reach(_NOBODY, local)
+        reach = self.reach if local <= self.reach else self.planner.reach(_NOBODY, local)
         reach = min(reach, self.usable_blocks)
-        if not worth_weighing(reach, local, self.terms.threshold):
+        if not worth_weighing(reach, local, self.scoring.threshold):
             return None
-        legs, end = self.mesh.plan(_NOBODY, "", local, reach, self.mesh.ways(_NOBODY))
-        if not legs or not worth_weighing(end, local, self.terms.threshold):
+        segments, end = self.planner.plan(_NOBODY, "", local, reach, self.planner.sources(_NOBODY))
+        if not segments or not worth_weighing(end, local, self.scoring.threshold):
             return None
-        instead = self.terms.fetch is Fetch.ALWAYS
-        for part in self._parts(legs, local, end):
+        instead = self.scoring.fetch is Fetch.ALWAYS
+        for part in self._parts(segments, local, end):
             spared = part.until if part.memory and local <= at_decode < part.until else at_decode
             pushed = self._pushed(spared, alone=alone)
             self._offer_part(found, part, pushed, room_s, among, local, instead=instead and part.memory)
             instead = False
-        if self.mesh.lower and not all(leg.tier is Tier.DRAM for leg in legs):
-            self._hide(found, among & (self.held.depth == local), legs, local, end, at_decode, alone=alone)
-        if len(legs) > 1:  # a holder on the reader's own node is preferred: its plan may have fewer of them
-            odd: Mask = among & (self.held.depth == local) & np.isin(self.view.columns[Field.NODE], self._nodes(legs))
+        if self.planner.lower and not all(segment.tier is Tier.DRAM for segment in segments):
+            self._hide(found, among & (self.held.depth == local), segments, local, end, at_decode, alone=alone)
+        if len(segments) > 1:  # a holder on the reader's own node is preferred: its plan may have fewer of them
+            odd: Mask = (
+                among & (self.held.depth == local) & np.isin(self.view.columns[ColumnField.NODE], self._nodes(segments))
+            )
             return odd
         return None
 
-    def _parts(self, legs: Sequence[FetchSegment], local: int, end: int) -> list[Fetching]:
-        if not self.mesh.lower:
-            return [self._fetching(legs, end)]
+    def _parts(self, segments: Sequence[FetchSegment], local: int, end: int) -> list[Fetching]:
+        if not self.planner.lower:
+            return [self._fetching(segments, end)]
         ends = {end}
-        if not all(leg.tier is Tier.DRAM for leg in legs):
-            ends |= {leg.first for leg in legs} - {local}
-        return [self._fetching(legs, until) for until in sorted(ends)]
+        if not all(segment.tier is Tier.DRAM for segment in segments):
+            ends |= {segment.first for segment in segments} - {local}
+        return [self._fetching(segments, until) for until in sorted(ends)]
 
-    def _fetching(self, legs: Sequence[FetchSegment], until: int) -> Fetching:
-        part = legs
-        if legs[-1].first + legs[-1].blocks > until:
-            part = [leg.until(until) for leg in legs if leg.first < until]
-        lives = {leg.holder.ref.life for leg in part}
-        blocks = sum([leg.blocks for leg in part])
+    def _fetching(self, segments: Sequence[FetchSegment], until: int) -> Fetching:
+        part = segments
+        if segments[-1].first + segments[-1].blocks > until:
+            part = [segment.until(until) for segment in segments if segment.first < until]
+        lives = {segment.holder.ref.life for segment in part}
+        blocks = sum([segment.blocks for segment in part])
         memory, read_s = True, 0.0
-        if self.mesh.lower:
-            memory = all(leg.tier is Tier.DRAM for leg in part)
-            read_s = self.mesh.load_s(part, self.block * int(self.view.columns[Field.KV_BYTES].min()))[1]
-        return Fetching(until, blocks, self.mesh.ahead_of(lives), len(lives), read_s, memory)
+        if self.planner.lower:
+            memory = all(segment.tier is Tier.DRAM for segment in part)
+            read_s = self.planner.load_s(part, self.block * int(self.view.columns[ColumnField.KV_BYTES].min()))[1]
+        return Fetching(until, blocks, self.planner.ahead_of(lives), len(lives), read_s, memory)
 
     def _fetch_s(self, part: Fetching) -> Floats:
         columns = self.view.columns
-        pulled = part.blocks * self.block * columns[Field.KV_BYTES]
-        nbytes = pulled + np.maximum(part.ahead, np.minimum(pulled, columns[Field.ARRIVING]))
+        pulled = part.blocks * self.block * columns[ColumnField.KV_BYTES]
+        nbytes = pulled + np.maximum(part.ahead, np.minimum(pulled, columns[ColumnField.ARRIVING]))
         holders = float(max(0, part.holders - 1))
-        return part.read_s + self.mesh.congestion * admitted(self.view, Field.PULL, nbytes, holders)
+        return part.read_s + self.planner.congestion * admitted(self.view, ColumnField.PULL, nbytes, holders)
 
     def _hide(
         self,
         found: PromptBounds,
         here: Mask,
-        legs: Sequence[FetchSegment],
+        segments: Sequence[FetchSegment],
         local: int,
         end: int,
         at_decode: int,
@@ -263,25 +265,27 @@ class CostBounds:
         busy = here & (self.queue_s > 0) & self.view.able
         if not busy.any():
             return
-        ends = {leg.first + leg.blocks * k // HIDDEN_STEPS for leg in legs for k in range(HIDDEN_STEPS)} | {end}
+        ends = {
+            segment.first + segment.blocks * k // HIDDEN_STEPS for segment in segments for k in range(HIDDEN_STEPS)
+        } | {end}
         grid = [local, *sorted(e for e in ends if local < e <= end)]
         pushed = self._pushed(at_decode, alone=alone)
         for low, high in pairwise(grid):
-            enough = 0.0 if low == local else self._fetch_s(self._fetching(legs, low))
+            enough = 0.0 if low == local else self._fetch_s(self._fetching(segments, low))
             fits = busy & (enough <= self.queue_s + ROUNDING_S)
             if not fits.any():
                 return
             self._free(found, fits, high, pushed)
 
-    def _nodes(self, legs: Sequence[FetchSegment]) -> list[float]:
+    def _nodes(self, segments: Sequence[FetchSegment]) -> list[float]:
         """Hashes of the nodes of all who could be named for one of these legs."""
         found = set()
-        for leg in legs:
-            alive = self.mesh.among if leg.tier is Tier.DRAM else dict(self.mesh.lower)[leg.tier]
-            for run in self.mesh.survey.runs:
-                if run.end > leg.first and run.first < leg.first + leg.blocks:
+        for segment in segments:
+            alive = self.planner.among if segment.tier is Tier.DRAM else dict(self.planner.lower)[segment.tier]
+            for run in self.planner.survey.runs:
+                if run.end > segment.first and run.first < segment.first + segment.blocks:
                     alive &= run.sealed
-            found |= {node(member.node_id) for member in self.mesh.named(alive)}
+            found |= {node(member.node_id) for member in self.planner.named(alive)}
         return list(found)
 
     def _way(
@@ -292,14 +296,14 @@ class CostBounds:
         computed = self.request.prompt_tokens - cached
         pairs = computed * (computed + 2 * cached) / 2
         steps = None
-        if columns.rare(Rare.CHUNKED):
-            steps = np.maximum(1.0, np.ceil(computed / columns[Field.FITTED_CHUNK]))
-        alone_s = prefill_s = fitted(view, Field.PREFILL, computed, pairs, steps)
+        if columns.rare(RareField.CHUNKED):
+            steps = np.maximum(1.0, np.ceil(computed / columns[ColumnField.FITTED_CHUNK]))
+        alone_s = prefill_s = fitted(view, ColumnField.PREFILL, computed, pairs, steps)
         slower_s, stall_s = None, None
-        if columns.rare(Rare.RUNNING):
-            rows = columns[Field.RUNNING]
-            chunks = np.maximum(1.0, np.ceil(computed / columns[Field.CHUNK]))
-            step_s = fitted(view, Field.DECODE, rows, columns[Field.CONTEXT])
+        if columns.rare(RareField.RUNNING):
+            rows = columns[ColumnField.RUNNING]
+            chunks = np.maximum(1.0, np.ceil(computed / columns[ColumnField.CHUNK]))
+            step_s = fitted(view, ColumnField.DECODE, rows, columns[ColumnField.CONTEXT])
             slower_s, stall_s = np.where(rows > 0, chunks * step_s, 0.0), rows * alone_s
             prefill_s = alone_s + slower_s
         queue_s = self._queue_of(computed, prefill_s)
@@ -319,9 +323,9 @@ class CostBounds:
         found = self._pushes.get((pushed, self.arriving))
         if found is None:
             columns = self.view.columns
-            sent = pushed * columns[Field.KV_BYTES]
-            ahead_of_it = np.minimum(sent, np.maximum(columns[Field.SENDING], self.arriving))
-            whole_s = (sent + ahead_of_it) / columns[Field.TRANSFER]
+            sent = pushed * columns[ColumnField.KV_BYTES]
+            ahead_of_it = np.minimum(sent, np.maximum(columns[ColumnField.SENDING], self.arriving))
+            whole_s = (sent + ahead_of_it) / columns[ColumnField.TRANSFER]
             found = self._pushes[pushed, self.arriving] = whole_s, whole_s * TAIL_SHARE
         return found
 
@@ -329,68 +333,76 @@ class CostBounds:
         self, found: PromptBounds, way: PromptBound, room_s: Floats | float, here: Mask, *, instead: bool = False
     ) -> None:
         """One way more, for those `here`; `instead` of what was offered before."""
-        slo_s = self.terms.ttft_slo_s - room_s
+        slo_s = self.scoring.ttft_slo_s - room_s
         cost, least, drains = way.cost, way.ttft, None
-        tight = bool(self.view.columns.rare(Rare.RUNNING)) and self.terms.tbt_slo_s < np.inf
+        tight = bool(self.view.columns.rare(RareField.RUNNING)) and self.scoring.tbt_slo_s < np.inf
         if tight or ((way.ttft > slo_s) & self.view.able & here).any():
-            prompt_s = admitted(self.view, Field.PREFILL, way.computed, way.pairs, way.steps)
+            prompt_s = admitted(self.view, ColumnField.PREFILL, way.computed, way.pairs, way.steps)
             start_s = np.maximum(way.queue_s - np.minimum(self.yielding_s, way.queue_s), way.fetch_s)
             least = start_s + prompt_s
             for more_s in (way.slower_s, way.tail_s):
                 least = least if more_s is None else least + more_s
             passes = least <= slo_s + ROUNDING_S
             if tight:
-                rows = self.view.columns[Field.RUNNING]
-                passes &= (rows <= 0) | (self._rows_tbt_s(way, prompt_s) <= self.terms.tbt_slo_s + ROUNDING_S)
+                rows = self.view.columns[ColumnField.RUNNING]
+                passes &= (rows <= 0) | (self._rows_tbt_s(way, prompt_s) <= self.scoring.tbt_slo_s + ROUNDING_S)
             cost = np.where(passes, cost, np.inf)
             drains = least - slo_s <= start_s - way.fetch_s + ROUNDING_S
         found.offer(cost, least, drains, here, instead=instead)
 
     def _rows_tbt_s(self, way: PromptBound, prompt_s: Floats) -> Floats:
         columns = self.view.columns
-        chunks = np.maximum(1.0, np.ceil(way.computed / columns[Field.CHUNK]))
-        step_s = admitted(self.view, Field.DECODE, columns[Field.RUNNING], columns[Field.CONTEXT])
-        return mixed(step_s, prompt_s / chunks, self.wait_s + way.alone, columns[Field.RESIDENCE])
+        chunks = np.maximum(1.0, np.ceil(way.computed / columns[ColumnField.CHUNK]))
+        step_s = admitted(self.view, ColumnField.DECODE, columns[ColumnField.RUNNING], columns[ColumnField.CONTEXT])
+        return mixed(step_s, prompt_s / chunks, self.wait_s + way.alone, columns[ColumnField.RESIDENCE])
 
     @cached_property
     def wait_s(self) -> Floats:
         """As `PrefillQueue.wait_s` tells."""
         columns = self.view.columns
-        return np.maximum(0.0, columns[Field.BACKLOG] - np.maximum(0.0, self.view.now - columns[Field.AS_OF]))
+        return np.maximum(
+            0.0, columns[ColumnField.BACKLOG] - np.maximum(0.0, self.view.now - columns[ColumnField.AS_OF])
+        )
 
     # ── answers ───────────────────────────────────────────────────────────────────────────────────
 
     def answers(self, *, alone: bool = False) -> AnswerBounds:
         """As `decodes.choice`, for each."""
         view, columns, request = self.view, self.view.columns, self.request
-        requests, limit, stay_s = columns[Field.REQUESTS], columns[Field.MAX_RUNNING], columns[Field.RESIDENCE]
-        size, context = requests + 1, columns[Field.CONTEXT] + request.prompt_tokens
+        requests, limit, stay_s = (
+            columns[ColumnField.REQUESTS],
+            columns[ColumnField.MAX_RUNNING],
+            columns[ColumnField.RESIDENCE],
+        )
+        size, context = requests + 1, columns[ColumnField.CONTEXT] + request.prompt_tokens
         slot_s: Floats | float = 0.0
-        if columns.rare(Rare.LIMITED):
+        if columns.rare(RareField.LIMITED):
             too_many = np.maximum(0.0, size - limit)
             if too_many.any():
                 slot_s = stay_s * too_many / np.maximum(1.0, requests)
                 context = np.where(too_many > 0, context * (limit / size), context)
                 size = np.minimum(size, limit)
-        tbt_s = fitted(view, Field.DECODE, size, context)
-        if columns.rare(Rare.BESIDE):
-            chunk = columns[Field.CHUNK]
-            steps = np.maximum(1.0, np.ceil(chunk / columns[Field.FITTED_CHUNK]))
-            chunk_s = fitted(view, Field.PREFILL, chunk, chunk * chunk / 2, steps)
-            tbt_s = mixed(tbt_s, chunk_s, self.wait_s + columns[Field.COMING] * stay_s, stay_s)
+        tbt_s = fitted(view, ColumnField.DECODE, size, context)
+        if columns.rare(RareField.BESIDE):
+            chunk = columns[ColumnField.CHUNK]
+            steps = np.maximum(1.0, np.ceil(chunk / columns[ColumnField.FITTED_CHUNK]))
+            chunk_s = fitted(view, ColumnField.PREFILL, chunk, chunk * chunk / 2, steps)
+            tbt_s = mixed(tbt_s, chunk_s, self.wait_s + columns[ColumnField.COMING] * stay_s, stay_s)
         blocks, whole = self._blocks()
-        free = columns[Field.FREE_BLOCKS]
-        short = free < np.minimum(whole, columns[Field.CAPACITY])
+        free = columns[ColumnField.FREE_BLOCKS]
+        short = free < np.minimum(whole, columns[ColumnField.CAPACITY])
         landing_s: Floats | float = 0.0
-        lacking = blocks - (columns[Field.FREE_PAGES] if alone else free)
+        lacking = blocks - (columns[ColumnField.FREE_PAGES] if alone else free)
         if (lacking > 0).any():
-            each = np.where(columns[Field.EACH] > 0, columns[Field.EACH], blocks)
+            each = np.where(columns[ColumnField.EACH] > 0, columns[ColumnField.EACH], blocks)
             leavers = np.maximum(1.0, lacking / np.maximum(1.0, each))
             landing_s = np.where(lacking > 0, stay_s * leavers / np.maximum(1.0, requests), 0.0)
         tail_s: Floats | float = 0.0
         if not alone:
-            sent = np.maximum(0.0, request.prompt_tokens - self.held.sealed * self.block) * columns[Field.KV_BYTES]
-            seem = sent + np.minimum(sent, columns[Field.ARRIVING])  # see `outgoing.shared_bytes`
+            sent = (
+                np.maximum(0.0, request.prompt_tokens - self.held.sealed * self.block) * columns[ColumnField.KV_BYTES]
+            )
+            seem = sent + np.minimum(sent, columns[ColumnField.ARRIVING])  # see `outgoing.shared_bytes`
             tail_s = seem / self.peers.transfer.bytes_per_s * TAIL_SHARE
         return AnswerBounds(tbt_s, landing_s, slot_s, tail_s, short)
 

@@ -16,7 +16,18 @@ import numpy.typing as npt
 
 from kvmesh.kvcache.tiers import Tier, split_name
 from services.conductor.candidates import instance_row
-from services.conductor.candidates.fields import FEW, FIELDS, LOADS, MODELS, NO_GROUP, NO_ROW, Field, Floats, Mask, Rare
+from services.conductor.candidates.fields import (
+    FEW,
+    FIELDS,
+    LOADS,
+    MODELS,
+    NO_GROUP,
+    NO_ROW,
+    ColumnField,
+    Floats,
+    Mask,
+    RareField,
+)
 from services.conductor.candidates.selection import Selection as Selection
 from services.conductor.candidates.slots import Slots
 from services.conductor.domain import Life, Role
@@ -37,7 +48,7 @@ class Columns:
         self._known: list[tuple[object, ...]] = []  # the models that are in the row
         self._registered: list[tuple[object, ...]] = []  # and what its registration says
         self._has_rare: list[dict[int, tuple[bool, ...]]] = []  # what it has of them, by the first of those told of
-        self._rare: tuple[set[int], ...] = tuple(set() for _ in range(Rare.COUNT))
+        self._rare: tuple[set[int], ...] = tuple(set() for _ in range(RareField.COUNT))
         self.instances: list[Instance] = []
         self._rows: dict[str, int] = {}
         self._dirty: dict[str, None] = {}
@@ -142,12 +153,15 @@ class Columns:
             if row is None or instance is None or instance is not self.instances[row]:
                 self._dirty[name] = None
             else:
-                self._data[Field.OPEN, row], self._data[Field.SEEN, row] = self._is_open(instance), instance.last_seen
-                self._data[Field.LEASE, row] = instance.lease.seconds
+                self._data[ColumnField.OPEN, row], self._data[ColumnField.SEEN, row] = (
+                    self._is_open(instance),
+                    instance.last_seen,
+                )
+                self._data[ColumnField.LEASE, row] = instance.lease.seconds
         self._stirred.clear()
 
     def rare(self, which: int) -> set[int]:
-        """Rows of those who have that (see `Rare`)."""
+        """Rows of those who have that (see `RareField`)."""
         return self._rare[which]
 
     def mask(self, field: int, value: int | None = None) -> Mask:
@@ -161,13 +175,15 @@ class Columns:
     def beating(self, now: float) -> int:
         """How many have been heard within their leases."""
         self.keep_up()
-        return int(np.count_nonzero(min(now, self.heard_until) - self[Field.SEEN] <= self[Field.LEASE]))
+        return int(np.count_nonzero(min(now, self.heard_until) - self[ColumnField.SEEN] <= self[ColumnField.LEASE]))
 
     def view(self, now: float, rests: Callable[[Instance, float], str], tripped: Collection[Life]) -> View:
         """The table at this moment, as `keep_up` leaves it. `tripped`: lives whose breaker may say that they rest;
         `rests` tells."""
         self.keep_up()
-        able = (self[Field.OPEN] > 0) & (min(now, self.heard_until) - self[Field.SEEN] <= self[Field.LEASE])
+        able = (self[ColumnField.OPEN] > 0) & (
+            min(now, self.heard_until) - self[ColumnField.SEEN] <= self[ColumnField.LEASE]
+        )
         for life in tripped:
             row = self.row(life[0])
             if row >= 0 and able[row] and rests(self.instances[row], now):
@@ -212,7 +228,7 @@ class Columns:
         member, row = self._members.member(name), self._rows.get(name, NO_ROW)
         sealed = self.slots.put(name, self._index.slots(name), instance, row, member)
         if row != NO_ROW:
-            self._data[Field.SEALED, row] = sealed
+            self._data[ColumnField.SEALED, row] = sealed
 
     def _add(self, name: str, instance: Instance) -> int:
         row = self._rows[name] = len(self.instances)
@@ -251,18 +267,18 @@ class Columns:
         self._send(row, instance.ref.life)
 
     def _send(self, row: int, life: Life) -> None:
-        self._data[Field.SENDING, row] = self.wires.outgoing.ahead(life)
-        self._data[Field.ARRIVING, row] = self.wires.arriving(life)
+        self._data[ColumnField.SENDING, row] = self.wires.outgoing.ahead(life)
+        self._data[ColumnField.ARRIVING, row] = self.wires.arriving(life)
 
     def _load(self, row: int, instance: Instance) -> tuple[float, ...]:
         """The first LOADS values; what there is beside them is filled in."""
         if instance.queue.size_weight:
-            self._data[Field.LISTED, row], self._data[Field.MARK :, row] = marks(instance.queue)
+            self._data[ColumnField.LISTED, row], self._data[ColumnField.MARK :, row] = marks(instance.queue)
         while instance.slot >= len(self._row_of_pending):
             self._row_of_pending = np.append(self._row_of_pending, np.full_like(self._row_of_pending, NO_ROW))
         self._row_of_pending[instance.slot] = row
         values, having = instance_row.load(instance, is_open=self._is_open(instance))
-        self._note(row, Rare.RANKED, having)
+        self._note(row, RareField.RANKED, having)
         return values
 
     def _note(self, row: int, first: int, having: tuple[bool, ...]) -> None:
@@ -276,18 +292,20 @@ class Columns:
         if (known := instance_row.models(instance)) != self._known[row]:
             self._known[row] = known
             self._data[LOADS:MODELS, row], having = instance_row.learnt(instance)
-            self._note(row, Rare.CHUNKED, having)
+            self._note(row, RareField.CHUNKED, having)
 
     def _register(self, row: int, instance: Instance) -> None:
         if (known := instance_row.registration(instance)) != self._registered[row]:
             self._registered[row] = known
-            self._data[MODELS : Field.SEALED, row], having = instance_row.registered(instance, self._group(instance))
-            self._note(row, Rare.LIMITED, having)
+            self._data[MODELS : ColumnField.SEALED, row], having = instance_row.registered(
+                instance, self._group(instance)
+            )
+            self._note(row, RareField.LIMITED, having)
             self._masks.clear()
 
     def _group(self, instance: Instance) -> int:
         if (name := (instance.model.name, instance.model.kv_identity)) not in self._groups:
-            there = set(self._data[Field.GROUP, : len(self.instances)].tolist())
+            there = set(self._data[ColumnField.GROUP, : len(self.instances)].tolist())
             self._groups = {known: number for known, number in self._groups.items() if number in there}
             self._groups[name] = self._numbers = self._numbers + 1
         return self._groups[name]
@@ -305,15 +323,15 @@ class View:
         """The set of instances that serves this model: of several (an update is rolling through) one that can serve
         now comes first, then the more numerous; -1: there is none."""
         columns = self.columns
-        groups = [group for group in columns.groups(model) if np.count_nonzero(columns.mask(Field.GROUP, group))]
+        groups = [group for group in columns.groups(model) if np.count_nonzero(columns.mask(ColumnField.GROUP, group))]
         if len(groups) <= 1:
             return groups[0] if groups else NO_GROUP
 
         def worth(group: int) -> tuple[bool, int, str]:
-            of = columns.mask(Field.GROUP, group)
+            of = columns.mask(ColumnField.GROUP, group)
             live = of & self.able
-            prompts = columns.mask(Field.PREFILLS) | columns.mask(Field.ALONE)
-            complete = bool((live & columns.mask(Field.DECODES)).any() and (live & prompts).any())
+            prompts = columns.mask(ColumnField.PREFILLS) | columns.mask(ColumnField.ALONE)
+            complete = bool((live & columns.mask(ColumnField.DECODES)).any() and (live & prompts).any())
             first = columns.instances[int(np.argmax(of))]
             return complete, int(np.count_nonzero(live)), first.model.fingerprint
 
@@ -322,36 +340,36 @@ class View:
     def ready(self) -> Mask:
         """Who may get work, and is not stranded (see `Fleet.stranded`)."""
         columns, stranded = self.columns, np.zeros_like(self.able)
-        prefills, decodes = columns.mask(Field.PREFILLS), columns.mask(Field.DECODES)
+        prefills, decodes = columns.mask(ColumnField.PREFILLS), columns.mask(ColumnField.DECODES)
         for model in {name for name, _ in columns.models}:
-            groups = [columns.mask(Field.GROUP, group) for group in columns.groups(model)]
+            groups = [columns.mask(ColumnField.GROUP, group) for group in columns.groups(model)]
             for own in groups if len(groups) > 1 else ():
                 for mine, others in ((prefills, decodes), (decodes & ~prefills, prefills)):
                     if not (own & others).any() and any((group & others).any() for group in groups):
-                        stranded |= own & mine & ~columns.mask(Field.ALONE)
+                        stranded |= own & mine & ~columns.mask(ColumnField.ALONE)
         return self.able & ~stranded
 
     def readiness(self) -> tuple[dict[tuple[Role, bool], int], float]:
         """How many of each role are ready and are not, and the longest silence of one that is, seconds."""
-        prefills, decodes = self.columns.mask(Field.PREFILLS), self.columns.mask(Field.DECODES)
+        prefills, decodes = self.columns.mask(ColumnField.PREFILLS), self.columns.mask(ColumnField.DECODES)
         of = {Role.PREFILL: prefills & ~decodes, Role.DECODE: decodes & ~prefills, Role.BOTH: prefills & decodes}
         ready = self.ready()
         count = {(role, True): int(np.count_nonzero(mask & ready)) for role, mask in of.items()}
         count |= {(role, False): int(np.count_nonzero(mask & ~ready)) for role, mask in of.items()}
-        seen = self.columns[Field.SEEN][ready]
+        seen = self.columns[ColumnField.SEEN][ready]
         return count, max(0.0, self.now - float(seen.min())) if seen.size else 0.0
 
     def queues_s(self) -> list[float]:
         """Seconds of work queued at those who compute prompts and may get work."""
         self.columns.settle()
-        backlog, as_of = self.columns[Field.BACKLOG], self.columns[Field.AS_OF]
+        backlog, as_of = self.columns[ColumnField.BACKLOG], self.columns[ColumnField.AS_OF]
         waits = np.maximum(0.0, backlog - np.maximum(0.0, self.now - as_of))
-        found: list[float] = waits[self.able & self.columns.mask(Field.PREFILLS)].tolist()
+        found: list[float] = waits[self.able & self.columns.mask(ColumnField.PREFILLS)].tolist()
         return found
 
     def serving(self, group: int) -> Selection:
         """All of that set, able or not."""
-        return Selection(self, self.columns.mask(Field.GROUP, group))
+        return Selection(self, self.columns.mask(ColumnField.GROUP, group))
 
     def able_of(self, among: Selection) -> Selection:
         """Those of them that may get work."""
@@ -359,10 +377,10 @@ class View:
 
     def prefills(self, usable: Selection, prompt_tokens: int) -> Selection:
         """Who of them can compute such a prompt."""
-        fits = self.columns[Field.LONGEST_PREFILL] >= prompt_tokens
-        return Selection(self, usable.mask & self.columns.mask(Field.PREFILLS) & fits)
+        fits = self.columns[ColumnField.LONGEST_PREFILL] >= prompt_tokens
+        return Selection(self, usable.mask & self.columns.mask(ColumnField.PREFILLS) & fits)
 
     def decodes(self, usable: Selection, prompt_tokens: int) -> Selection:
         """Who of them can answer it."""
-        fits = self.columns[Field.LONGEST_DECODE] >= prompt_tokens
-        return Selection(self, usable.mask & self.columns.mask(Field.DECODES) & fits)
+        fits = self.columns[ColumnField.LONGEST_DECODE] >= prompt_tokens
+        return Selection(self, usable.mask & self.columns.mask(ColumnField.DECODES) & fits)

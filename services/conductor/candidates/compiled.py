@@ -21,7 +21,7 @@ from services.conductor.candidates import prefix_holders
 from services.conductor.candidates.bound_arrays import AnswerBounds, Fetching, PromptBounds
 from services.conductor.candidates.bounds import ROUNDING_S, TAIL_SHARE, CostBounds
 from services.conductor.candidates.columns import View
-from services.conductor.candidates.fields import Field, Floats, Mask, Rare
+from services.conductor.candidates.fields import ColumnField, Floats, Mask, RareField
 from services.conductor.candidates.predictions import left
 from services.conductor.candidates.prefix_holders import HeldBlocks
 from services.conductor.candidates.selection import Selection
@@ -30,7 +30,7 @@ from services.conductor.domain import Schedule
 from services.conductor.placing.scoring_context import ScoringContext
 from services.conductor.placing.ties import TIE_CAP_S, TIE_FLOOR_S, TIE_SHARE
 from services.conductor.prefixes.fetch_plan import FetchPlanner
-from services.conductor.prefixes.index import Survey
+from services.conductor.prefixes.index import PrefixSurvey
 
 _P, _D, _N = ctypes.c_void_p, ctypes.c_double, ctypes.c_int64
 
@@ -62,7 +62,7 @@ class _Library:
         lib.kv_request_bytes.restype = _N
         if lib.kv_request_bytes() != ctypes.sizeof(_Request):
             raise ValueError(f"rows.cpp has requests of {lib.kv_request_bytes()}, not {ctypes.sizeof(_Request)} bytes")
-        numbers = [getattr(Field, name) for name in lib.kv_fields().decode().split()]
+        numbers = [getattr(ColumnField, name) for name in lib.kv_fields().decode().split()]
         self._numbers = np.array(numbers, dtype=np.int32)
         self.fields = self._numbers.ctypes.data
         self.wait, self.offer, self.free = lib.kv_wait, lib.kv_offer, lib.kv_free
@@ -110,13 +110,13 @@ class CompiledBounds(CostBounds):
     def __init__(
         self,
         request: Schedule,
-        mesh: FetchPlanner,
-        terms: ScoringContext,
+        planner: FetchPlanner,
+        scoring: ScoringContext,
         blocks: HeldBlocks,
         among: Selection,
         native: _Library,
     ) -> None:
-        super().__init__(request, mesh, terms, blocks, among)
+        super().__init__(request, planner, scoring, blocks, among)
         self._native = native
         view, columns = self.view, self.view.columns
         count = len(columns)
@@ -128,25 +128,29 @@ class CompiledBounds(CostBounds):
         _FILLED.pack_into(
             self._request, 0, columns.address, columns.stride, count, native.fields, _at(view.able), _at(blocks.depth),
             _at(blocks.sealed), scratch, scratch, scratch, 0, view.now, request.prompt_tokens, self.block,
-            TAIL_SHARE, STALL_WEIGHT, SLOWEST, ROUNDING_S, terms.ttft_slo_s, terms.tbt_slo_s, mesh.congestion,
-            bool(rare(Rare.CHUNKED)), bool(rare(Rare.RUNNING)), bool(rare(Rare.PREFILL_BENDS)),
-            bool(rare(Rare.DECODE_BENDS)), bool(rare(Rare.PULL_BENDS)), bool(rare(Rare.BESIDE)),
-            bool(rare(Rare.RUNNING)) and terms.tbt_slo_s < np.inf, 0, 0, 0, scratch + row, scratch + 2 * row,
+            TAIL_SHARE, STALL_WEIGHT, SLOWEST, ROUNDING_S, scoring.ttft_slo_s, scoring.tbt_slo_s, planner.congestion,
+            bool(rare(RareField.CHUNKED)), bool(rare(RareField.RUNNING)), bool(rare(RareField.PREFILL_BENDS)),
+            bool(rare(RareField.DECODE_BENDS)), bool(rare(RareField.PULL_BENDS)), bool(rare(RareField.BESIDE)),
+            bool(rare(RareField.RUNNING)) and scoring.tbt_slo_s < np.inf, 0, 0, 0, scratch + row, scratch + 2 * row,
         )  # fmt: skip
         self._way_told, self._way_at = native.way, native.way_at
         self._offered: tuple[PromptBounds, int] | None = None  # the last one, and where it keeps what it is offered
         self._told = ctypes.addressof(self._request)
         native.wait(self._told)
         self.__dict__.update(wait_s=self._scratch[0], by_size=None)
-        if not request.priority and not rare(Rare.RANKED):
+        if not request.priority and not rare(RareField.RANKED):
             self.__dict__["queue_s"] = self.wait_s
-            if not rare(Rare.LONG):
+            if not rare(RareField.LONG):
                 self.__dict__["short_queue_s"] = self.wait_s
 
     @cached_property
     def _fades(self) -> tuple[Floats, Floats, Floats]:
         """Reckoned by numpy: its exp2 is not the C library's to the last bit."""
-        found = left(self.view, Field.PREFILL), left(self.view, Field.DECODE), left(self.view, Field.PULL)
+        found = (
+            left(self.view, ColumnField.PREFILL),
+            left(self.view, ColumnField.DECODE),
+            left(self.view, ColumnField.PULL),
+        )
         self._request.prefill_fade, self._request.decode_fade, self._request.pull_fade = map(_at, found)
         return found
 
@@ -159,7 +163,7 @@ class CompiledBounds(CostBounds):
             told.queue = told.short_queue = _at(self.queue_s)
         if self.short_queue_s is not self.queue_s:
             told.short_queue = _at(self.short_queue_s)
-        if rare(Rare.YIELDS):
+        if rare(RareField.YIELDS):
             told.yielding = _at(self.yielding_s)
 
     def _kept(self, found: PromptBounds) -> int:
@@ -221,16 +225,16 @@ class CompiledBounds(CostBounds):
 
 
 def weights(
-    request: Schedule, mesh: FetchPlanner, terms: ScoringContext, blocks: HeldBlocks, among: Selection
+    request: Schedule, planner: FetchPlanner, scoring: ScoringContext, blocks: HeldBlocks, among: Selection
 ) -> CostBounds:
     """Those of one request, compiled where that can be."""
     native = functions()
-    if native is None or among.view.columns.rare(Rare.BY_SIZE):
-        return CostBounds(request, mesh, terms, blocks, among)
-    return CompiledBounds(request, mesh, terms, blocks, among, native)
+    if native is None or among.view.columns.rare(RareField.BY_SIZE):
+        return CostBounds(request, planner, scoring, blocks, among)
+    return CompiledBounds(request, planner, scoring, blocks, among, native)
 
 
-def held(view: View, survey: Survey) -> HeldBlocks:
+def held(view: View, survey: PrefixSurvey) -> HeldBlocks:
     """As `holders.held`, compiled where that can be; `ends`: no others but those of `depth`, and 0."""
     native = functions()
     if native is None:
@@ -255,7 +259,7 @@ def held(view: View, survey: Survey) -> HeldBlocks:
     return HeldBlocks(found[0], found[1], found[2], list(compress(ends, b"\1" + reached.raw[1:])))
 
 
-class Next:
+class NextToWeigh:
     """Whom of many to weigh next: see `select.Screen`."""
 
     def __init__(self, native: _Library, bound: Floats, crowd: Floats) -> None:

@@ -14,7 +14,7 @@ NO_ROW = NO_GROUP = -1
 FEW = 16  # instances that are weighed, and told of, one and all: numpy would not be faster
 
 
-class Field:
+class ColumnField:
     """What a column holds: seconds, tokens, blocks, bytes; truths are 0 and 1."""
 
     # changes with every placement and report
@@ -68,7 +68,7 @@ class Field:
     SPEEDUP = LAST + LASTS  # with a weight alone
 
 
-class Rare:
+class RareField:
     """What few instances have or none: `Columns.rare` tells the rows of those that do, so that for the others nothing
     is reckoned."""
 
@@ -89,8 +89,12 @@ class Rare:
     COUNT = 11
 
 
-BENDS = {Field.PREFILL: Rare.PREFILL_BENDS, Field.DECODE: Rare.DECODE_BENDS, Field.PULL: Rare.PULL_BENDS}
+BENDS = {
+    ColumnField.PREFILL: RareField.PREFILL_BENDS,
+    ColumnField.DECODE: RareField.DECODE_BENDS,
+    ColumnField.PULL: RareField.PULL_BENDS,
+}
 
-FIELDS = Field.MARK + NOTED
-LOADS = Field.PREFILL
-MODELS = Field.GROUP
+FIELDS = ColumnField.MARK + NOTED
+LOADS = ColumnField.PREFILL
+MODELS = ColumnField.GROUP

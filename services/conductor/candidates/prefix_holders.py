@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.conductor.candidates.columns import View
-from services.conductor.candidates.fields import Field, Floats, Mask
-from services.conductor.prefixes.index import FEW_BITS, HeldRun, PrefixPlace, Survey
+from services.conductor.candidates.fields import ColumnField, Floats, Mask
+from services.conductor.prefixes.index import FEW_BITS, HeldRun, PrefixPlace, PrefixSurvey
 
 MAX_RUNS = 64  # of a survey, that are told apart where many hold them
 
@@ -25,7 +25,7 @@ class HeldBlocks:
     ends: Collection[int] = (0,)
 
 
-def told_apart(survey: Survey) -> int:
+def told_apart(survey: PrefixSurvey) -> int:
     """How many of its runs are, if there are many holders: all from the first one on that few hold."""
     if len(survey.runs) <= MAX_RUNS or any(is_few(run) for run in survey.runs[:MAX_RUNS]):
         return len(survey.runs)
@@ -37,7 +37,7 @@ def is_few(run: HeldRun) -> bool:
     return run.sealed.bit_count() + run.coming.bit_count() <= FEW_BITS
 
 
-def held(view: View, survey: Survey) -> HeldBlocks:
+def held(view: View, survey: PrefixSurvey) -> HeldBlocks:
     """Of every instance. Runs that many hold are looked at for all instances at once; from the first one that few hold
     on, only these few can have more."""
     count, slots = len(view.columns), view.columns.slots
@@ -64,11 +64,11 @@ def held(view: View, survey: Survey) -> HeldBlocks:
     return HeldBlocks(depth, sealed, last[:count], sorted(ends))
 
 
-def _exact(view: View, survey: Survey, rows: list[int], depth: Floats, sealed: Floats) -> set[int]:
+def _exact(view: View, survey: PrefixSurvey, rows: list[int], depth: Floats, sealed: Floats) -> set[int]:
     """Fills in what these few have, one by one; returns the depths."""
     ends = set()
     for row in rows:
-        slot, coming = view.columns[Field.SEALED].item(row), view.columns[Field.PENDING].item(row)
+        slot, coming = view.columns[ColumnField.SEALED].item(row), view.columns[ColumnField.PENDING].item(row)
         place = PrefixPlace(1 << int(slot) if slot >= 0 else 0, 1 << int(coming))
         found = survey.depth(place)
         ends.add(found)
@@ -77,7 +77,7 @@ def _exact(view: View, survey: Survey, rows: list[int], depth: Floats, sealed: F
     return ends
 
 
-def _last(view: View, survey: Survey, last: Floats) -> None:
+def _last(view: View, survey: PrefixSurvey, last: Floats) -> None:
     """Each slot is looked up once, where it shows last. The end of `last` is for slots of no row."""
     seen = 0
     for run in reversed(survey.runs):

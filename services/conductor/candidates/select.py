@@ -21,11 +21,11 @@ import numpy as np
 from services.conductor.candidates import compiled
 from services.conductor.candidates.bound_arrays import PromptBounds
 from services.conductor.candidates.compiled import held
-from services.conductor.candidates.fields import FEW, Field, Floats, Mask
+from services.conductor.candidates.fields import FEW, ColumnField, Floats, Mask
 from services.conductor.candidates.selection import Selection
 from services.conductor.domain import Lane, Schedule
 from services.conductor.fleet.instance import Instance
-from services.conductor.placing.nearness import Worth
+from services.conductor.placing.nearness import NearInstances
 from services.conductor.placing.scoring_context import ScoringContext
 from services.conductor.placing.ties import as_good
 from services.conductor.prefixes.fetch_plan import FetchPlanner
@@ -64,18 +64,18 @@ class Screen:
     """One request, and the many instances that may get it. Which of them are prefill or decode instances is said with
     each question."""
 
-    def __init__(self, request: Schedule, among: Selection, mesh: FetchPlanner, terms: ScoringContext) -> None:
-        self._request, self._mesh, self._terms = request, mesh, terms
+    def __init__(self, request: Schedule, among: Selection, planner: FetchPlanner, scoring: ScoringContext) -> None:
+        self._request, self._planner, self._scoring = request, planner, scoring
         self._view, self._columns = among.view, among.view.columns
-        self._weights = compiled.weights(request, mesh, terms, held(self._view, mesh.survey), among)
+        self._weights = compiled.weights(request, planner, scoring, held(self._view, planner.survey), among)
 
     def decodes(
         self, among: Selection, weigh: Callable[[Instance], C], score: Callable[[C], float], short: Callable[[C], bool]
     ) -> Weighing[C]:
         """`score`: inf of one that may not get it. Those that lack pages for the whole answer are asked last."""
-        answers, near = self._weights.answers(), self._terms.near
+        answers, near = self._weights.answers(), self._scoring.near
         far_s = self._far((near.session_decode, near.origin))
-        bound, crowd = answers.score + far_s, self._columns[Field.REQUESTS]
+        bound, crowd = answers.score + far_s, self._columns[ColumnField.REQUESTS]
         sure = lambda: self._sure(answers.tbt)  # noqa: E731
         lacking = among.mask & answers.short
         roomy = self._search(np.where(among.mask ^ lacking, bound, np.inf), crowd, sure, weigh, score)
@@ -96,8 +96,8 @@ class Screen:
         """`score`: inf of one that has no way in time. When nobody has one, those that come nearest are weighed."""
         self._weights.arriving = arriving
         prompts = self._weights.prompts(among.mask, at_decode, landing_s)
-        bound = np.where(among.mask, prompts.cost + self._far((self._terms.near.session_prefill,)), np.inf)
-        found = self._search(bound, self._columns[Field.WORKS], lambda: among.mask, weigh, score)
+        bound = np.where(among.mask, prompts.cost + self._far((self._scoring.near.session_prefill,)), np.inf)
+        found = self._search(bound, self._columns[ColumnField.WORKS], lambda: among.mask, weigh, score)
         if found.any:
             return found
         return Weighing((*found.weighed, *map(weigh, self._nearest(prompts, among))), np.inf)
@@ -110,7 +110,7 @@ class Screen:
         among = Selection(self._view, among.mask & self._may_be_alone())
         answers = self._weights.answers(alone=True)
         prompts = self._weights.prompts(among.mask, 0, answers.landing, alone=True)
-        near = self._terms.near
+        near = self._scoring.near
         cost = (
             prompts.cost
             + answers.landing
@@ -119,7 +119,7 @@ class Screen:
         )
         cost += self._far((near.session_prefill, near.session_decode, near.origin))
         bound = np.where(among.mask, cost, np.inf)
-        crowd = columns[Field.WORKS] + columns[Field.REQUESTS]
+        crowd = columns[ColumnField.WORKS] + columns[ColumnField.REQUESTS]
         found = self._search(bound, crowd, lambda: self._sure(answers.tbt), weigh, score, first)
         if found.any:
             return found
@@ -128,7 +128,7 @@ class Screen:
     def _may_be_alone(self) -> Mask:
         held_blocks = np.minimum(self._weights.held.sealed, self._weights.usable_blocks)
         uncached = self._request.prompt_tokens - held_blocks * self._weights.block
-        alone: Floats = self._columns[Field.ALONE]
+        alone: Floats = self._columns[ColumnField.ALONE]
         return (alone > 0) & (uncached <= alone)
 
     def _nearest(self, prompts: PromptBounds, among: Selection) -> Iterator[Instance]:
@@ -143,13 +143,13 @@ class Screen:
 
     def _sure(self, tbt: Floats) -> Mask:
         """Who may have it by what is known without a forecast (see `Judge.decode`)."""
-        judge = self._terms.judge
+        judge = self._scoring.judge
         if judge.mode in (Mode.OFF, Mode.BASELINE) or judge.request.lane is Lane.BATCH:
             return np.ones(len(tbt), dtype=np.bool_)
-        bound = np.minimum(judge.slo.tbt_s, np.maximum(self._columns[Field.TIGHTEST], judge.default_tbt_s))
+        bound = np.minimum(judge.slo.tbt_s, np.maximum(self._columns[ColumnField.TIGHTEST], judge.default_tbt_s))
         return tbt <= bound
 
-    def _far(self, worths: Collection[Worth]) -> Floats | float:
+    def _far(self, worths: Collection[NearInstances]) -> Floats | float:
         """What it costs not to be near, at each."""
         if not any(worth.most_s for worth in worths):
             return 0.0
@@ -178,7 +178,7 @@ class Screen:
             low, rows = following(best)
             if rows is None:
                 break
-            for row in some(rows, size, self._terms.rng):
+            for row in some(rows, size, self._scoring.rng):
                 bound[row] = np.inf
                 one = weigh(self._columns.instances[row])
                 weighed.append(one)
@@ -192,12 +192,14 @@ class Screen:
         return _Found(weighed, low, scores)
 
 
-def screen_of(request: Schedule, among: Sequence[Instance], mesh: FetchPlanner, terms: ScoringContext) -> Screen | None:
+def screen_of(
+    request: Schedule, among: Sequence[Instance], planner: FetchPlanner, scoring: ScoringContext
+) -> Screen | None:
     """None: so few instances are there that all are weighed."""
     if not isinstance(among, Selection) or len(among.view.columns) <= FEW or not len(among):
         return None
     among.view.columns.settle()
-    return Screen(request, among, mesh, terms)
+    return Screen(request, among, planner, scoring)
 
 
 def following_of(bound: Floats, crowd: Floats) -> Callable[[float], tuple[float, Sequence[int] | None]]:
@@ -205,7 +207,7 @@ def following_of(bound: Floats, crowd: Floats) -> Callable[[float], tuple[float,
     least crowd; None: no bound is better than that score. `bound` may change from one question to the next."""
     native = compiled.functions()
     if native is not None:
-        return compiled.Next(native, bound, crowd).tied
+        return compiled.NextToWeigh(native, bound, crowd).tied
 
     return lambda best: tied(bound, crowd, best)
 

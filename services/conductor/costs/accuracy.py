@@ -31,7 +31,7 @@ MOST_OFF = 16.0  # times: what was further off counts as that
 SHOWN_S = 10.0  # a summary to which nothing was added is this old at most
 
 
-class What(Enum):
+class PredictionKind(Enum):
     """Kinds of predictions."""
 
     PREFILL = "prefill"  # a prompt, from its first step to the end of its last one
@@ -48,7 +48,7 @@ class What(Enum):
 class PredictionError:
     """How far predictions of one kind were off."""
 
-    what: What
+    what: PredictionKind
     samples: int
     bias: float  # median of (measured - predicted) / predicted
     p50: float  # of |measured - predicted| / predicted
@@ -81,9 +81,9 @@ class Accuracy:
 
     def __init__(self, window: int = WINDOW) -> None:
         self._window = window
-        self._groups: OrderedDict[str, dict[What, _Errors]] = OrderedDict()
+        self._groups: OrderedDict[str, dict[PredictionKind, _Errors]] = OrderedDict()
 
-    def add(self, what: What, group: str, predicted: float, measured: float, now: float) -> None:
+    def add(self, what: PredictionKind, group: str, predicted: float, measured: float, now: float) -> None:
         """One of each; where there was no prediction, or nothing was measured, nothing is learnt."""
         if not (LEAST <= predicted < math.inf and 0 < measured < math.inf):
             return
@@ -101,7 +101,7 @@ class Accuracy:
     def errors(self, now: float) -> Sequence[PredictionError]:
         """Of all kinds that were measured in the last AGE_S, over all groups."""
         found = []
-        for what in What:
+        for what in PredictionKind:
             some = [kinds[what].since(now - AGE_S) for kinds in self._groups.values() if what in kinds]
             told = _summary(what, "", np.concatenate(some)) if some else None
             if told is not None:
@@ -112,7 +112,7 @@ class Accuracy:
         """The same, group by group in the order of their names."""
         found = []
         for group in sorted(self._groups):
-            for what in What:
+            for what in PredictionKind:
                 errors = self._groups[group].get(what)
                 told = errors.summary(what, group, now) if errors is not None else None
                 if told is not None:
@@ -127,17 +127,17 @@ class Calibration:
     gives the same answers again."""
 
     def __init__(self) -> None:
-        self._ratios: OrderedDict[tuple[What, str], dict[int, deque[float]]] = OrderedDict()
-        self._spreads: dict[tuple[What, str], dict[int, Spread]] = {}
+        self._ratios: OrderedDict[tuple[PredictionKind, str], dict[int, deque[float]]] = OrderedDict()
+        self._spreads: dict[tuple[PredictionKind, str], dict[int, Spread]] = {}
 
-    def add(self, what: What, group: str, crowd: int, predicted: float, measured: float) -> None:
+    def add(self, what: PredictionKind, group: str, crowd: int, predicted: float, measured: float) -> None:
         """One measurement; `crowd`: requests that were under way when it was predicted."""
         if not (LEAST <= predicted < math.inf and 0 < measured < math.inf):
             return
         key, octave = (what, group), crowd.bit_length()
         kinds = self._ratios.setdefault(key, {})
         self._ratios.move_to_end(key)
-        if len(self._ratios) > MAX_GROUPS * len(What):
+        if len(self._ratios) > MAX_GROUPS * len(PredictionKind):
             self._spreads.pop(self._ratios.popitem(last=False)[0], None)
         ratios = kinds.setdefault(octave, deque(maxlen=CALIBRATED))
         ratios.append(min(MOST_OFF, max(1 / MOST_OFF, measured / predicted)))
@@ -146,7 +146,7 @@ class Calibration:
             low, middle, high = (_percentile(ordered, share) for share in (0.1, 0.5, 0.9))
             self._spreads.setdefault(key, {})[octave] = Spread(low, middle, high, len(ratios))
 
-    def spread(self, what: What, group: str, crowd: int) -> Spread:
+    def spread(self, what: PredictionKind, group: str, crowd: int) -> Spread:
         """As it was lately among about so many requests, or the nearest number of which ENOUGH measurements are known;
         AS_PREDICTED: of none are."""
         known = self._spreads.get((what, group))
@@ -176,7 +176,7 @@ class _Errors:
             self.times.popleft()
         self._told_at = -math.inf
 
-    def summary(self, what: What, group: str, now: float) -> PredictionError | None:
+    def summary(self, what: PredictionKind, group: str, now: float) -> PredictionError | None:
         """None: nothing was measured lately."""
         if now - self._told_at >= SHOWN_S:
             self._told_at = now
@@ -188,7 +188,7 @@ class _Errors:
         return np.fromiter(self.values, float)[bisect_left(self.times, at) :]
 
 
-def _summary(what: What, group: str, errors: npt.NDArray[np.float64]) -> PredictionError | None:
+def _summary(what: PredictionKind, group: str, errors: npt.NDArray[np.float64]) -> PredictionError | None:
     if not len(errors):
         return None
     ordered, sizes = np.sort(errors).tolist(), np.sort(np.abs(errors)).tolist()

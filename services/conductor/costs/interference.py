@@ -24,7 +24,7 @@ STALL_WEIGHT = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class PromptAmongRows:
     """A prompt among rows; seconds."""
 
     rows: int
@@ -33,10 +33,12 @@ class Shared:
     rows_tbt_s: float  # theirs meanwhile, as admission counts it
 
 
-NOBODY = Shared(0, 0.0, 0.0, 0.0)
+NOBODY = PromptAmongRows(0, 0.0, 0.0, 0.0)
 
 
-def shared(instance: Instance, computed: int, prompt_s: float, admission_prompt_s: float, now: float) -> Shared:
+def shared(
+    instance: Instance, computed: int, prompt_s: float, admission_prompt_s: float, now: float
+) -> PromptAmongRows:
     """What `computed` tokens would cost the rows there, and they them."""
     batch = instance.batch
     rows = min(batch.requests, instance.max_running or batch.requests) if instance.mixes else 0
@@ -46,7 +48,7 @@ def shared(instance: Instance, computed: int, prompt_s: float, admission_prompt_
     step_s = instance.decode.predict(rows, batch.context_tokens)
     admission_step_s = instance.decode.admission_s(rows, batch.context_tokens, now)
     busy_s = instance.queue.wait_s(now) + prompt_s
-    return Shared(
+    return PromptAmongRows(
         rows,
         chunks * step_s,
         rows * prompt_s,

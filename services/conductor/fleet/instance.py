@@ -10,7 +10,7 @@ from services.conductor.admission.margins import Margins
 from services.conductor.costs.equals import Equals
 from services.conductor.costs.models import DecodeModel, PrefillModel, PullModel, TransferModel
 from services.conductor.domain import Load, ModelCard, Ref, Register, Role
-from services.conductor.loads.queues import DecodeLoadModel, PrefillQueue
+from services.conductor.loads.queues import PrefillQueue, RunningBatch
 
 MAX_KNOWN_SAMPLES = 2048
 CHUNK_TOKENS = 512  # of an instance that does not tell
@@ -42,7 +42,7 @@ class Instance:
         self.ready = False
         self.not_ready_reason = "no heartbeat yet"
         self.load = Load()
-        self.batch = DecodeLoadModel()
+        self.batch = RunningBatch()
         # It is what its equals are, until it shows otherwise.
         name = self.ref.instance_id
         self.prefill = PrefillModel(shared=fits.prefill, name=name)

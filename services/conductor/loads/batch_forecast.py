@@ -30,14 +30,14 @@ class DecodeWork:
     answer_tokens: float = 0.0  # predicted
 
 
-class RowsAt(NamedTuple):
+class BatchAt(NamedTuple):
     """Of a batch at some moment. `context_tokens`: read by one step."""
 
     requests: float
     context_tokens: float
 
 
-NO_ROWS = RowsAt(0.0, 0.0)
+NO_ROWS = BatchAt(0.0, 0.0)
 _Entry = tuple[float, int, DecodeWork]
 
 
@@ -83,8 +83,8 @@ class BatchForecast:
                 del self._slos[work.tbt_slo_s]
 
     def forecast(
-        self, now: float, at: float, until: float, present: RowsAt, running: int, residence_s: float
-    ) -> RowsAt:
+        self, now: float, at: float, until: float, present: BatchAt, running: int, residence_s: float
+    ) -> BatchAt:
         """The most rows, and the most context, at any moment from `at` to `until`. `present`: all that are there or on
         their way now, `running` of them in the batch, as the instance tells."""
         coming = self._joins[bisect_right(self._joins, (at, math.inf)) :]
@@ -97,7 +97,7 @@ class BatchForecast:
         mean = present.context_tokens / present.requests if present.requests else 0.0
         requests = present.requests - len(coming) - len(left) - gone
         tokens = present.context_tokens - _tokens(coming) - _tokens(left) - gone * mean
-        most = RowsAt(max(0.0, requests), max(0.0, tokens))
+        most = BatchAt(max(0.0, requests), max(0.0, tokens))
         leaves = self._leaves[overdue + len(left) : bisect_right(self._leaves, (until, math.inf))]
         before = 0
         for joins_at, _, work in coming:
@@ -107,13 +107,13 @@ class BatchForecast:
             requests += 1 - (after - before)
             tokens += work.prompt_tokens - _tokens(leaves[before:after])
             before = after
-            most = RowsAt(max(most.requests, requests), max(most.context_tokens, tokens))
+            most = BatchAt(max(most.requests, requests), max(most.context_tokens, tokens))
         return most
 
-    def yielding(self, now: float, at: float) -> RowsAt:
+    def yielding(self, now: float, at: float) -> BatchAt:
         """Of those, what yields: it is there at `at`, or should have left by now and may have not."""
         there = [w for w in self._yielding.values() if w.joins_at <= at and (w.leaves_at > at or w.leaves_at <= now)]
-        return RowsAt(len(there), sum(w.prompt_tokens for w in there))
+        return BatchAt(len(there), sum(w.prompt_tokens for w in there))
 
     def longest_s(self, now: float) -> float:
         """Seconds until the last of those known should have left."""

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypedDict
 
 from kvmesh.kvcache.tiers import Tier
 from services.conductor.admission.judge import Slo
-from services.conductor.costs.accuracy import Accuracy, Calibration, What, group_of
+from services.conductor.costs.accuracy import Accuracy, Calibration, PredictionKind, group_of
 from services.conductor.costs.interference import without_rows_s
 from services.conductor.costs.plausible import plausible_decode, plausible_prefill
 from services.conductor.domain import (
@@ -159,16 +159,19 @@ class Ledger:
         model = p.instance.model
         block_bytes = model.block_tokens * model.kv_bytes_per_token
         delay_s = pull_after_s(choice)  # of prefill: decode fetches at once
-        sent, later = lives_of((*(() if delay_s else p.legs), *choice.decode_legs)), lives_of(p.legs if delay_s else ())
+        sent, later = (
+            lives_of((*(() if delay_s else p.segments), *choice.decode_segments)),
+            lives_of(p.segments if delay_s else ()),
+        )
         until = now + delay_s + 2 * max(p.fetch_s, choice.decode_load_s)
         loads, loads_later = (
             [OutgoingLoad(life, n * block_bytes) for life, n in some.items()] for some in (sent, later)
         )
         self.wires.outgoing.add(name, loads, until, loads_later, now + delay_s)
         self._flows(name, choice, block_bytes, now, now + delay_s, until)
-        holders = len({leg.holder.ref.life for leg in p.legs if not leg.own})
+        holders = len({segment.holder.ref.life for segment in p.segments if not segment.own})
         self._placed[name] = _Placed(
-            p.instance, d.instance, p.ahead_bytes, p.push_ahead, holders, p.tier is not Tier.DRAM, _only(p.legs)
+            p.instance, d.instance, p.ahead_bytes, p.push_ahead, holders, p.tier is not Tier.DRAM, _only(p.segments)
         )
         self._touch(p.instance.ref.instance_id)
         self._touch(d.instance.ref.instance_id)
@@ -179,7 +182,7 @@ class Ledger:
         """What will arrive at prefill and at decode."""
         p, d = choice.prefill, choice.decode
         fetched = [OutgoingLoad(p.instance.ref.life, p.pull_bytes)] if p.pull_bytes else []
-        own = sum(leg.blocks for leg in choice.decode_legs if not leg.own) * block_bytes
+        own = sum(segment.blocks for segment in choice.decode_segments if not segment.own) * block_bytes
         at_once = [OutgoingLoad(d.instance.ref.life, own)] if own else []
         if pull_at <= now:
             self.wires.pull(name, at_once + fetched, until, (), now)
@@ -196,8 +199,9 @@ class Ledger:
         group, crowd = _group(at.decode), len(self._placed)
         placed = replace(
             placed,
-            expected_ttft_s=placed.life.prefill_end_s * self.calibration.spread(What.TTFT, group, crowd).middle,
-            expected_tbt_s=placed.tbt_s * self.calibration.spread(What.TBT, group, crowd).middle,
+            expected_ttft_s=placed.life.prefill_end_s
+            * self.calibration.spread(PredictionKind.TTFT, group, crowd).middle,
+            expected_tbt_s=placed.tbt_s * self.calibration.spread(PredictionKind.TBT, group, crowd).middle,
         )
         self._promised[request.request_id] = _Promise(
             request.attempt,
@@ -238,7 +242,7 @@ class Ledger:
                 self._computed(instance, sample, now)
         for d in filter(plausible_decode, beat.decode_samples):
             predicted_s = instance.decode.predict(d.batch, d.context_tokens)
-            self.accuracy.add(What.DECODE_STEP, _group(instance), predicted_s, d.duration_s, now)
+            self.accuracy.add(PredictionKind.DECODE_STEP, _group(instance), predicted_s, d.duration_s, now)
             instance.decode.add(d.batch, d.context_tokens, d.duration_s, now)
         return measured
 
@@ -247,12 +251,14 @@ class Ledger:
         shape = s.computed_tokens, s.cached_tokens
         beside: _Beside = {"steps": s.steps, "beside_tokens": s.beside_tokens, "beside_pairs": s.beside_pairs}
         predicted_s = instance.prefill.predict(*shape, **beside)
-        self.accuracy.add(What.PREFILL, _group(instance), predicted_s if s.computed_tokens else 0.0, took_s, now)
+        self.accuracy.add(
+            PredictionKind.PREFILL, _group(instance), predicted_s if s.computed_tokens else 0.0, took_s, now
+        )
         placed = self._placed.get(s.request_id)
         ahead = placed.push_ahead if placed is not None else 0
         if not instance.transfer.hidden(s.transfer_bytes, ahead, s.transfer_s, s.duration_s):
             transfer_s = instance.transfer.predict(s.transfer_bytes, ahead)
-            self.accuracy.add(What.TRANSFER, _group(instance), transfer_s, s.transfer_s, now)
+            self.accuracy.add(PredictionKind.TRANSFER, _group(instance), transfer_s, s.transfer_s, now)
         instance.prefill.add(*shape, took_s, now, chunks=s.chunks, **beside)
         instance.transfer.add(s.transfer_bytes, ahead, s.transfer_s, now, prefill_s=s.duration_s)
         self._pulled(instance, s, now)
@@ -279,7 +285,7 @@ class Ledger:
                 return
             ahead, holders = (placed.ahead_bytes, placed.holders) if placed is not None else (0, 1)
             pull_s = instance.pull.predict(s.pull_bytes + ahead, holders)
-            self.accuracy.add(What.PULL, _group(instance), pull_s, s.pull_s, now)
+            self.accuracy.add(PredictionKind.PULL, _group(instance), pull_s, s.pull_s, now)
             instance.pull.add(s.pull_bytes + ahead, holders, s.pull_s, now)
 
     def _read_below(self, instance: Instance, placed: _Placed, s: PrefillSample, now: float) -> None:
@@ -288,7 +294,7 @@ class Ledger:
             wires_s = instance.pull.seconds(s.pull_bytes + placed.ahead_bytes, placed.holders, now)
             read_s = s.pull_s - wires_s
             tier_s = self._tiers.seconds(*placed.only, s.pull_bytes, now)
-            self.accuracy.add(What.TIER_LOAD, _group(instance), tier_s, read_s, now)
+            self.accuracy.add(PredictionKind.TIER_LOAD, _group(instance), tier_s, read_s, now)
             self._tiers.saw(*placed.only, s.pull_bytes, read_s, now)
 
     def ended(self, instance: Instance, outcome: RequestOutcome, now: float) -> bool:
@@ -303,12 +309,12 @@ class Ledger:
         done = outcome.outcome is Outcome.DONE
         group = _group(instance)
         if not promise.goes_on:
-            self.accuracy.add(What.TTFT, group, promise.expected_ttft_s, outcome.ttft_s, now)
-            self.calibration.add(What.TTFT, group, promise.crowd, promise.ttft_s, outcome.ttft_s)
-        self.accuracy.add(What.TBT, group, promise.expected_tbt_s, outcome.tbt_s, now)
-        self.calibration.add(What.TBT, group, promise.crowd, promise.tbt_s, outcome.tbt_s)
+            self.accuracy.add(PredictionKind.TTFT, group, promise.expected_ttft_s, outcome.ttft_s, now)
+            self.calibration.add(PredictionKind.TTFT, group, promise.crowd, promise.ttft_s, outcome.ttft_s)
+        self.accuracy.add(PredictionKind.TBT, group, promise.expected_tbt_s, outcome.tbt_s, now)
+        self.calibration.add(PredictionKind.TBT, group, promise.crowd, promise.tbt_s, outcome.tbt_s)
         if done:
-            self.accuracy.add(What.OUTPUT_TOKENS, group, promise.output_tokens, outcome.output_tokens, now)
+            self.accuracy.add(PredictionKind.OUTPUT_TOKENS, group, promise.output_tokens, outcome.output_tokens, now)
         served = done or outcome.outcome is Outcome.CANCELLED
         if served:
             _teach(promise, instance, outcome)
@@ -362,9 +368,9 @@ def _teach(promise: _Promise, decode: Instance, outcome: RequestOutcome) -> None
         decode.margins.tbt.add(promise.tbt_s, outcome.tbt_s)
 
 
-def _only(legs: Sequence[FetchSegment]) -> tuple[Life, Tier] | None:
+def _only(segments: Sequence[FetchSegment]) -> tuple[Life, Tier] | None:
     """The lower tier of another node that all of `legs` come from."""
-    sources = {(leg.holder.ref.life, leg.tier, leg.own) for leg in legs}
+    sources = {(segment.holder.ref.life, segment.tier, segment.own) for segment in segments}
     if len(sources) != 1:
         return None
     ((life, tier, own),) = sources

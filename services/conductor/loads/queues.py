@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from kvmesh.work_class import work_class
 from services.conductor.costs.models import DecayedRatio
 from services.conductor.domain import Load
-from services.conductor.loads.batch_forecast import BatchForecast, DecodeWork, RowsAt
+from services.conductor.loads.batch_forecast import BatchAt, BatchForecast, DecodeWork
 from services.conductor.loads.decayed_sum import DecayedSum
 
 IN_FLIGHT_S = 0.05
@@ -281,7 +281,7 @@ class PrefillQueue:
         self._unfinished, self._left_s, self._come_s = unfinished, left_s, 0.0
 
 
-class DecodeLoadModel:
+class RunningBatch:
     """Predicted batch, context and room at one decode instance."""
 
     def __init__(self) -> None:
@@ -321,13 +321,13 @@ class DecodeLoadModel:
         )
 
     @property
-    def running(self) -> RowsAt:
+    def running(self) -> BatchAt:
         """As last told."""
-        return RowsAt(self._load.running_requests, self._load.context_tokens)
+        return BatchAt(self._load.running_requests, self._load.context_tokens)
 
-    def forecast(self, now: float, at: float, until: float) -> RowsAt:
+    def forecast(self, now: float, at: float, until: float) -> BatchAt:
         """See `BatchForecast.forecast`."""
-        present = RowsAt(self.requests, self.context_tokens)
+        present = BatchAt(self.requests, self.context_tokens)
         usual_s = self.residence_s if self._stays_learnt else math.inf
         return self.stays.forecast(now, at, until, present, self._load.running_requests, usual_s)
 

@@ -21,7 +21,7 @@ class DecodeLoad:
     block `until`. `limit`: it is not to read from there on; None: whatever it finds."""
 
     tail_s: float
-    legs: tuple[FetchSegment, ...] = ()
+    segments: tuple[FetchSegment, ...] = ()
     until: int = 0
     limit: int | None = None
     load_s: float = 0.0
@@ -32,24 +32,24 @@ def decode_load(
     prefill: PrefillChoice,
     decode: DecodeChoice,
     place: PrefixPlace,
-    mesh: FetchPlanner,
+    planner: FetchPlanner,
     first: int,
     slo_s: float,
 ) -> DecodeLoad:
     """`place`: decode's blocks in the survey; `first`: the prompt block before which decode has all, or pulls it.
     `slo_s`: for the TTFT without waiting for room at decode."""
-    if not place.lower or not (ways := mesh.ways(place, others=False)):
+    if not place.lower or not (ways := planner.sources(place, others=False)):
         return DecodeLoad(prefill.tail_s)
     model = decode.instance.model
     whole = (request.prompt_tokens - 1) // model.block_tokens
     own = PrefixPlace(place.sealed, 0, place.lower)
-    legs, end = mesh.plan(own, decode.instance.node_id, first, whole, ways) if first < whole else ((), 0)
-    if not legs:
+    segments, end = planner.plan(own, decode.instance.node_id, first, whole, ways) if first < whole else ((), 0)
+    if not segments:
         return DecodeLoad(prefill.tail_s)
     block_bytes = model.block_tokens * model.kv_bytes_per_token
 
     def load_s(until: int) -> float:
-        return mesh.load_s(cut(legs, until), block_bytes)[0]
+        return planner.load_s(cut(segments, until), block_bytes)[0]
 
     def tail_s(until: int) -> float:
         """Pushes begin when the landing is there, and hide behind what is computed from then on."""
@@ -68,5 +68,5 @@ def decode_load(
     before_s = prefill.start_s + prefill.prefill_s
     most_s = min(slo_s, (before_s + tail_s(best)) * (1 + DEAR_SHARE) + DEAR_S)
     if before_s + tail_s(end) <= most_s:  # the models know no better, and what is read spares the wires
-        return DecodeLoad(tail_s(end), legs, end, None, load_s(end))
-    return DecodeLoad(tail_s(best), cut(legs, best), best, best, load_s(best))
+        return DecodeLoad(tail_s(end), segments, end, None, load_s(end))
+    return DecodeLoad(tail_s(best), cut(segments, best), best, best, load_s(best))

@@ -10,7 +10,7 @@ from services.conductor.costs.interference import mixed_tbt_s
 from services.conductor.domain import Schedule
 from services.conductor.fleet.instance import Instance
 from services.conductor.loads.outgoing import shared_bytes
-from services.conductor.prefixes.index import PrefixPlace, Survey
+from services.conductor.prefixes.index import PrefixPlace, PrefixSurvey
 
 if TYPE_CHECKING:
     from services.conductor.admission.judge import Judge, Verdict
@@ -44,7 +44,7 @@ def choice(
     request: Schedule,
     instance: Instance,
     place: PrefixPlace,
-    survey: Survey,
+    survey: PrefixSurvey,
     now: float,
     *,
     alone: bool = False,

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from services.conductor.fleet.instance import Instance
 
-ANSWER_TOKENS = 32  # over which a whole request's seconds are shared at decode: kinds.COUNTED_TOKENS
+ANSWER_TOKENS = 32  # over which a whole request's seconds are shared at decode: serving_modes.COUNTED_TOKENS
 
 
-class Worth:
+class NearInstances:
     """Instances that are near, by id, with what that is worth in seconds, at least 0."""
 
     __slots__ = ("_at", "most_s")
@@ -29,7 +29,7 @@ class Worth:
         return self.most_s - self._at.get(instance_id, 0.0) if self._at else 0.0
 
 
-NOTHING = Worth()
+NOTHING = NearInstances()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,9 @@ class Nearness:
     """Of one request, for each half of a placement. Costs are never negative; at decode they are those of one token,
     as the TBT that they are added to."""
 
-    session_prefill: Worth = NOTHING
-    session_decode: Worth = NOTHING
-    origin: Worth = NOTHING
+    session_prefill: NearInstances = NOTHING
+    session_decode: NearInstances = NOTHING
+    origin: NearInstances = NOTHING
 
     def of(self, prefill: Instance, decode: Instance) -> float:
         """Added to the cost of a whole placement."""

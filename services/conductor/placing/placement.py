@@ -25,8 +25,7 @@ from services.conductor.placing.decodes import DecodeChoice
 from services.conductor.placing.nearness import NOWHERE, Nearness
 from services.conductor.placing.prefills import PrefillCandidate, PrefillChoice
 from services.conductor.placing.scoring_context import ScoringContext as ScoringContext
-from services.conductor.placing.ties import Even, even_out
-from services.conductor.placing.ties import pick as pick
+from services.conductor.placing.ties import TieCandidate, even_out
 from services.conductor.prefixes.fetch_plan import FetchPlanner, FetchSegment
 from services.conductor.prefixes.index import PrefixPlace
 
@@ -40,7 +39,7 @@ C = TypeVar("C")
 class PlacementChoice:
     prefill: PrefillChoice
     decode: DecodeChoice
-    decode_legs: tuple[FetchSegment, ...] = ()  # what decode fetches itself
+    decode_segments: tuple[FetchSegment, ...] = ()  # what decode fetches itself
     decode_fetched_to: int = 0
     load_until: int | None = None  # see `Placement` in conductor.proto
     decode_load_until: int | None = None
@@ -53,7 +52,7 @@ class PlacementChoice:
 
 
 @dataclass(slots=True)
-class Weighed:
+class PlacementAndWeighed:
     """The answer, and everybody who was weighed for it."""
 
     answer: PlacementChoice | Refuse
@@ -71,59 +70,59 @@ def choose(
     prefills: Sequence[Instance],
     decodes: Sequence[Instance],
     places: Mapping[str, PrefixPlace],
-    mesh: FetchPlanner,
-    terms: ScoringContext,
-) -> Weighed:
+    planner: FetchPlanner,
+    scoring: ScoringContext,
+) -> PlacementAndWeighed:
     """Both lists hold instances that may get this request and whose KV fits together, some two of them different ones.
     `places`: of each of them, by instance id. Where they are many, most of them are left out (candidates/select.py).
     """
     if len(prefills) == 1:  # which is then not its own decode instance: that would be no pair
         decodes = without(decodes, {prefills[0].ref.instance_id})
-    screen = screen_of(request, decodes, mesh, terms)
-    some = _weigh_decodes(request, without(decodes, request.avoid) or decodes, places, mesh, terms, screen)
+    screen = screen_of(request, decodes, planner, scoring)
+    some = _weigh_decodes(request, without(decodes, request.avoid) or decodes, places, planner, scoring, screen)
     weighed_decodes = some.weighed
-    decode_by = _compare_decodes(weighed_decodes, terms, some.floor)
+    decode_by = _compare_decodes(weighed_decodes, scoring, some.floor)
     if isinstance(decode_by, Refuse):
-        return Weighed(decode_by, (), weighed_decodes, None, terms.near)
+        return PlacementAndWeighed(decode_by, (), weighed_decodes, None, scoring.near)
     decode = decode_by.chosen
     others = without(prefills, {decode.instance.ref.instance_id})
-    few = _weigh_prefills(request, without(others, request.avoid) or others, decode, places, mesh, terms, screen)
+    few = _weigh_prefills(request, without(others, request.avoid) or others, decode, places, planner, scoring, screen)
     weighed_prefills = few.weighed
-    prefill_by = _compare_prefills(weighed_prefills, decode.landing_wait_s, terms, few.floor)
+    prefill_by = _compare_prefills(weighed_prefills, decode.landing_wait_s, scoring, few.floor)
     if isinstance(prefill_by, Refuse):
-        return Weighed(prefill_by, weighed_prefills, weighed_decodes, decode, terms.near, decode_by)
+        return PlacementAndWeighed(prefill_by, weighed_prefills, weighed_decodes, decode, scoring.near, decode_by)
     prefill = prefill_by.chosen
-    place, slo_s = places[decode.instance.ref.instance_id], terms.ttft_slo_s - decode.landing_wait_s
-    legs, end = _decode_pulls(prefill, decode, place, mesh)
+    place, slo_s = places[decode.instance.ref.instance_id], scoring.ttft_slo_s - decode.landing_wait_s
+    segments, end = _decode_pulls(prefill, decode, place, planner)
     of = next(c for c in weighed_prefills if c.instance is prefill.instance)
     until = of.load_until(prefill, slo_s)
-    load = decode_load(request, prefill, decode, place, mesh, max(end, decode.at_decode), slo_s)
+    load = decode_load(request, prefill, decode, place, planner, max(end, decode.at_decode), slo_s)
     chosen = PlacementChoice(
         prefill if load.tail_s == prefill.tail_s else replace(prefill, tail_s=load.tail_s),
         decode,
-        (*legs, *load.legs),
+        (*segments, *load.segments),
         max(end, load.until),
         until,
         load.limit,
         load.load_s,
     )
-    return Weighed(chosen, weighed_prefills, weighed_decodes, decode, terms.near, decode_by, prefill_by)
+    return PlacementAndWeighed(chosen, weighed_prefills, weighed_decodes, decode, scoring.near, decode_by, prefill_by)
 
 
 def _weigh_decodes(
     request: Schedule,
     among: Sequence[Instance],
     places: Mapping[str, PrefixPlace],
-    mesh: FetchPlanner,
-    terms: ScoringContext,
+    planner: FetchPlanner,
+    scoring: ScoringContext,
     screen: Screen | None,
 ) -> Weighing[DecodeChoice]:
     def weigh(instance: Instance) -> DecodeChoice:
-        place, arriving = places[instance.ref.instance_id], mesh.arriving(instance.ref.life)
-        return decoding.choice(request, instance, place, mesh.survey, terms.now, arriving=arriving)
+        place, arriving = places[instance.ref.instance_id], planner.arriving(instance.ref.life)
+        return decoding.choice(request, instance, place, planner.survey, scoring.now, arriving=arriving)
 
     def score(c: DecodeChoice) -> float:
-        return c.score_s + terms.near.decode_s(c.instance.ref.instance_id) if terms.judge.decode(c).passes else _INF
+        return c.score_s + scoring.near.decode_s(c.instance.ref.instance_id) if scoring.judge.decode(c).passes else _INF
 
     if screen is None or not isinstance(among, Selection):
         return Weighing([weigh(i) for i in among], _INF)
@@ -135,11 +134,11 @@ def _weigh_prefills(
     among: Sequence[Instance],
     decode: DecodeChoice,
     places: Mapping[str, PrefixPlace],
-    mesh: FetchPlanner,
-    terms: ScoringContext,
+    planner: FetchPlanner,
+    scoring: ScoringContext,
     screen: Screen | None,
 ) -> Weighing[PrefillCandidate]:
-    slo_s = terms.ttft_slo_s - decode.landing_wait_s
+    slo_s = scoring.ttft_slo_s - decode.landing_wait_s
 
     def weigh(i: Instance) -> PrefillCandidate:
         place = places[i.ref.instance_id]
@@ -147,18 +146,18 @@ def _weigh_prefills(
             request,
             i,
             place,
-            mesh,
+            planner,
             decode.at_decode,
-            terms.threshold,
-            terms.now,
-            terms.fetch,
+            scoring.threshold,
+            scoring.now,
+            scoring.fetch,
             decode.arriving,
-            terms.line,
+            scoring.line,
         )
 
     def score(c: PrefillCandidate) -> float:
-        best = c.best(slo_s, terms.tbt_slo_s)
-        return _INF if best is None else best.cost_s + terms.near.prefill_s(c.instance.ref.instance_id)
+        best = c.best(slo_s, scoring.tbt_slo_s)
+        return _INF if best is None else best.cost_s + scoring.near.prefill_s(c.instance.ref.instance_id)
 
     if screen is None or not isinstance(among, Selection):
         return Weighing([weigh(i) for i in among], _INF)
@@ -166,86 +165,86 @@ def _weigh_prefills(
 
 
 def _decode_pulls(
-    prefill: PrefillChoice, decode: DecodeChoice, place: PrefixPlace, mesh: FetchPlanner
+    prefill: PrefillChoice, decode: DecodeChoice, place: PrefixPlace, planner: FetchPlanner
 ) -> tuple[tuple[FetchSegment, ...], int]:
     """Blocks that prefill has to fetch, decode fetches from the holder too if it lacks them: a chain of two transfers
     would bring them later. Only directly behind what decode has, so that prefill pushes one piece, and only out of
     memory: what lies below at others, prefill fetches first and pushes."""
-    if not prefill.legs or not prefill.local_blocks <= decode.at_decode < prefill.fetched_to:
+    if not prefill.segments or not prefill.local_blocks <= decode.at_decode < prefill.fetched_to:
         return (), 0
     own = PrefixPlace(place.sealed)
-    return mesh.plan(own, decode.instance.node_id, decode.at_decode, prefill.fetched_to, mesh.memory)
+    return planner.plan(own, decode.instance.node_id, decode.at_decode, prefill.fetched_to, planner.memory)
 
 
 def pick_prefill(
-    candidates: Sequence[PrefillCandidate], landing_wait_s: float, terms: ScoringContext, floor: float = _INF
+    candidates: Sequence[PrefillCandidate], landing_wait_s: float, scoring: ScoringContext, floor: float = _INF
 ) -> PrefillChoice | Refuse:
     """The best way of them all. `landing_wait_s`: what else is in the TTFT. `floor`: see `ties.pick`."""
-    found = _compare_prefills(candidates, landing_wait_s, terms, floor)
+    found = _compare_prefills(candidates, landing_wait_s, scoring, floor)
     return found if isinstance(found, Refuse) else found.chosen
 
 
 def _compare_prefills(
-    candidates: Sequence[PrefillCandidate], landing_wait_s: float, terms: ScoringContext, floor: float
+    candidates: Sequence[PrefillCandidate], landing_wait_s: float, scoring: ScoringContext, floor: float
 ) -> Comparison[PrefillChoice] | Refuse:
-    slo_s = terms.ttft_slo_s - landing_wait_s
-    passing = [best for c in candidates if (best := c.best(slo_s, terms.tbt_slo_s)) is not None]
+    slo_s = scoring.ttft_slo_s - landing_wait_s
+    passing = [best for c in candidates if (best := c.best(slo_s, scoring.tbt_slo_s)) is not None]
     if passing:
-        near = terms.near.prefill_s
+        near = scoring.near.prefill_s
         score: Callable[[PrefillChoice], float] = lambda c: c.cost_s + near(c.instance.ref.instance_id)  # noqa: E731
         if floor == _INF and 1 < len(passing) <= FEW:
             score = _evened(
                 passing,
                 score,
                 [
-                    Even(score(c), round(c.queue_s, 3), c.prefill_s, c.instance.queue.crowd(terms.now)[1])
+                    TieCandidate(score(c), round(c.queue_s, 3), c.prefill_s, c.instance.queue.crowd(scoring.now)[1])
                     for c in passing
                 ],
             )
-        return compare(passing, score, lambda c: c.instance.queue.crowd(terms.now), terms.rng, floor)
+        return compare(passing, score, lambda c: c.instance.queue.crowd(scoring.now), scoring.rng, floor)
     if in_time := [best for c in candidates if (best := c.best(slo_s)) is not None]:
-        return _overloaded_rows(min(in_time, key=lambda c: c.shared.rows_tbt_s), terms)
+        return _overloaded_rows(min(in_time, key=lambda c: c.shared.rows_tbt_s), scoring)
     best, wanted_s, drain_s = prefilling.soonest(candidates, slo_s)
     if wanted_s == float("inf"):
         excess_s = best.admission_ttft_s - slo_s
         drain_s += landing_wait_s
         wanted_s = excess_s if excess_s <= drain_s else wanted_s
-    least_s = prefilling.least_s(candidates, terms.ttft_slo_s)
-    return overloaded("TTFT", best.admission_ttft_s + landing_wait_s, terms.ttft_slo_s, drain_s, wanted_s, least_s)
+    least_s = prefilling.least_s(candidates, scoring.ttft_slo_s)
+    return overloaded("TTFT", best.admission_ttft_s + landing_wait_s, scoring.ttft_slo_s, drain_s, wanted_s, least_s)
 
 
 def pick_decode(
-    request: Schedule, choices: Sequence[DecodeChoice], terms: ScoringContext, floor: float = _INF
+    request: Schedule, choices: Sequence[DecodeChoice], scoring: ScoringContext, floor: float = _INF
 ) -> DecodeChoice | Refuse:
     """The one with the least score, if it may be, with room for the whole answer. `floor`: see `ties.pick`."""
-    found = _compare_decodes(choices, terms, floor)
+    found = _compare_decodes(choices, scoring, floor)
     return found if isinstance(found, Refuse) else found.chosen
 
 
 def _compare_decodes(
-    choices: Sequence[DecodeChoice], terms: ScoringContext, floor: float
+    choices: Sequence[DecodeChoice], scoring: ScoringContext, floor: float
 ) -> Comparison[DecodeChoice] | Refuse:
-    verdicts = [terms.judge.decode(c) for c in choices]
+    verdicts = [scoring.judge.decode(c) for c in choices]
     passing = [c for c, verdict in zip(choices, verdicts, strict=True) if verdict.passes]
     if passing:
         roomy = [c for c in passing if not c.short] or passing
-        near = terms.near.decode_s
+        near = scoring.near.decode_s
         score: Callable[[DecodeChoice], float] = lambda c: c.score_s + near(c.instance.ref.instance_id)  # noqa: E731
         if floor == _INF and 1 < len(roomy) <= FEW:
-            given = [c.instance.batch.crowd(terms.now) for c in roomy]
+            given = [c.instance.batch.crowd(scoring.now) for c in roomy]
             score = _evened(
                 roomy,
                 score,
                 [
-                    Even(score(c), rows, DECODE_EVEN * c.score_s, tokens * c.tbt_s)
+                    TieCandidate(score(c), rows, DECODE_EVEN * c.score_s, tokens * c.tbt_s)
                     for c, (rows, tokens) in zip(roomy, given, strict=True)
                 ],
             )
-        return compare(roomy, score, lambda c: c.instance.batch.crowd(terms.now), terms.rng, floor)
+        return compare(roomy, score, lambda c: c.instance.batch.crowd(scoring.now), scoring.rng, floor)
     best, verdict = min(zip(choices, verdicts, strict=True), key=lambda both: both[1].tbt_s / both[1].slo_s)
     batch = best.instance.batch
-    wanted_s = terms.judge.wait_s(best, verdict.slo_s)
-    least_s = _least_tbt_s(choices, terms.judge)
+    wanted_s = scoring.judge.wait_s(best, verdict.slo_s)
+    least_s = _least_tbt_s(choices, scoring.judge)
     return overloaded("TBT", verdict.tbt_s, verdict.slo_s, batch.drain_s(batch.requests), wanted_s, least_s)
 
 
@@ -256,7 +255,9 @@ def _least_tbt_s(choices: Sequence[DecodeChoice], judge: Judge) -> float:
     return min(alone_s) if known and min(alone_s) > judge.slo.tbt_s else 0.0
 
 
-def _evened(choices: Sequence[C], score: Callable[[C], float], candidates: Sequence[Even]) -> Callable[[C], float]:
+def _evened(
+    choices: Sequence[C], score: Callable[[C], float], candidates: Sequence[TieCandidate]
+) -> Callable[[C], float]:
     """`score`, and what some are handicapped by (see ties.py)."""
     handicaps = even_out(candidates)
     if not any(handicaps):
@@ -265,11 +266,11 @@ def _evened(choices: Sequence[C], score: Callable[[C], float], candidates: Seque
     return lambda c: score(c) + by_choice[id(c)]
 
 
-def _overloaded_rows(best: PrefillChoice, terms: ScoringContext) -> Refuse:
+def _overloaded_rows(best: PrefillChoice, scoring: ScoringContext) -> Refuse:
     """The prompt would hold up the rows beside it: it can come when they are gone."""
     batch = best.instance.batch
     drain_s = batch.drain_s(batch.requests)
-    return overloaded("TBT", best.shared.rows_tbt_s, terms.tbt_slo_s, drain_s, drain_s)
+    return overloaded("TBT", best.shared.rows_tbt_s, scoring.tbt_slo_s, drain_s, drain_s)
 
 
 def without(instances: Sequence[Instance], names: Collection[str]) -> Sequence[Instance]:

@@ -17,7 +17,7 @@ from typing import Protocol
 from services.conductor.domain import Fetch, Role, Schedule
 from services.conductor.fleet.instance import Instance
 from services.conductor.placing import decodes as decoding
-from services.conductor.placing import placement, serving_modes, single_instance
+from services.conductor.placing import placement, serving_modes, single_instance, ties
 from services.conductor.placing.consistent_hash import Rings
 from services.conductor.placing.placement import PlacementChoice
 from services.conductor.placing.scoring_context import ScoringContext
@@ -77,7 +77,7 @@ class LeastLoaded:
 
     def pick(self, request: Schedule, among: Sequence[Instance], pool: Pool, rng: random.Random) -> Instance:
         """See `PlacementPolicy`."""
-        return placement.pick(among, pool.load, pool.crowd, rng)
+        return ties.pick(among, pool.load, pool.crowd, rng)
 
 
 class PowerOfTwo:
@@ -85,7 +85,7 @@ class PowerOfTwo:
 
     def pick(self, request: Schedule, among: Sequence[Instance], pool: Pool, rng: random.Random) -> Instance:
         """See `PlacementPolicy`."""
-        return placement.pick(rng.sample(among, min(2, len(among))), pool.load, pool.crowd, rng)
+        return ties.pick(rng.sample(among, min(2, len(among))), pool.load, pool.crowd, rng)
 
 
 class SessionHash:
@@ -111,13 +111,15 @@ PLAIN: Mapping[Policy, Callable[[], PlacementPolicy]] = {
     Policy.SESSION_HASH: SessionHash,
 }
 
+WEIGHING = Policy.KVCACHE, Policy.CACHE_AWARE
+
 
 class Chooser:
     """By one policy; some remember whose turn it is."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self._way = PLAIN[policy]() if policy in PLAIN else None
+        self._plain = None if policy in WEIGHING else PLAIN[policy]()
 
     def choose(
         self,
@@ -125,24 +127,24 @@ class Chooser:
         prefills: Sequence[Instance],
         decodes: Sequence[Instance],
         places: Mapping[str, PrefixPlace],
-        mesh: FetchPlanner,
-        terms: ScoringContext,
+        planner: FetchPlanner,
+        scoring: ScoringContext,
     ) -> WeighedModes:
-        """See `kinds.choose`."""
+        """See `serving_modes.choose`."""
         if self.policy is Policy.KVCACHE:
-            return serving_modes.choose(request, prefills, decodes, places, mesh, terms)
-        terms = replace(terms, fetch=Fetch.NEVER)
-        if self._way is None:  # Policy.CACHE_AWARE
-            return serving_modes.choose(request, prefills, decodes, places, mesh, terms)
-        home = self._way.pick(
-            request, _homes(request, prefills, decodes, places, mesh), _prefill_pool(terms), terms.rng
+            return serving_modes.choose(request, prefills, decodes, places, planner, scoring)
+        scoring = replace(scoring, fetch=Fetch.NEVER)
+        if self._plain is None:
+            return serving_modes.choose(request, prefills, decodes, places, planner, scoring)
+        home = self._plain.pick(
+            request, _homes(request, prefills, decodes, places, planner), _prefill_pool(scoring), scoring.rng
         )
         others = [i for i in decodes if i is not home]
         if home in decodes and (home.role is Role.BOTH or not others):
-            return _alone(request, home, places[home.ref.instance_id], mesh, terms)
+            return _alone(request, home, places[home.ref.instance_id], planner, scoring)
         others = [i for i in others if i.ref.instance_id not in request.avoid] or others
-        decode = self._way.pick(request, others, _decode_pool(request, places, mesh, terms), terms.rng)
-        return _pair(request, home, decode, places, mesh, terms)
+        decode = self._plain.pick(request, others, _decode_pool(request, places, planner, scoring), scoring.rng)
+        return _pair(request, home, decode, places, planner, scoring)
 
 
 def _homes(
@@ -150,39 +152,39 @@ def _homes(
     prefills: Sequence[Instance],
     decodes: Sequence[Instance],
     places: Mapping[str, PrefixPlace],
-    mesh: FetchPlanner,
+    planner: FetchPlanner,
 ) -> list[Instance]:
     """Who could compute the prompt: for somebody else's batch, or for its own if it does both. Where there is nobody,
-    those who decode and compute so little themselves."""
+    decode instances whose `alone_tokens` cover what this prompt lacks."""
     both = {id(d) for d in decodes if d.role is Role.BOTH}
     homes = [p for p in prefills if id(p) in both or any(d is not p for d in decodes)]
     if not homes:
         homes = [
             d
             for d in decodes
-            if d.alone_tokens and not single_instance.too_much(request, d, places[d.ref.instance_id], mesh.survey)
+            if d.alone_tokens and not single_instance.too_much(request, d, places[d.ref.instance_id], planner.survey)
         ]
     return [i for i in homes if i.ref.instance_id not in request.avoid] or homes
 
 
-def _prefill_pool(terms: ScoringContext) -> Pool:
-    return Pool("prefill", lambda i: i.queue.wait_s(terms.now), lambda i: len(i.queue.works))
+def _prefill_pool(scoring: ScoringContext) -> Pool:
+    return Pool("prefill", lambda i: i.queue.wait_s(scoring.now), lambda i: len(i.queue.works))
 
 
 def _decode_pool(
-    request: Schedule, places: Mapping[str, PrefixPlace], mesh: FetchPlanner, terms: ScoringContext
+    request: Schedule, places: Mapping[str, PrefixPlace], planner: FetchPlanner, scoring: ScoringContext
 ) -> Pool:
     def tbt_s(i: Instance) -> float:
-        found = decoding.choice(request, i, places[i.ref.instance_id], mesh.survey, terms.now)
+        found = decoding.choice(request, i, places[i.ref.instance_id], planner.survey, scoring.now)
         return found.tbt_s + found.landing_wait_s + found.slot_wait_s
 
     return Pool("decode", tbt_s, lambda i: i.batch.requests)
 
 
 def _alone(
-    request: Schedule, instance: Instance, place: PrefixPlace, mesh: FetchPlanner, terms: ScoringContext
+    request: Schedule, instance: Instance, place: PrefixPlace, planner: FetchPlanner, scoring: ScoringContext
 ) -> WeighedModes:
-    found = single_instance.weigh(request, instance, place, mesh, terms)
+    found = single_instance.weigh(request, instance, place, planner, scoring)
     kind = ServingMode.COUPLED if instance.role is Role.BOTH else ServingMode.DECODE
     cost_s = serving_modes.cost_s(found.choice, request.max_tokens)
     option = Option(kind, instance, instance, found.choice, found.refused, cost_s=cost_s)
@@ -194,10 +196,10 @@ def _pair(
     prefill: Instance,
     decode: Instance,
     places: Mapping[str, PrefixPlace],
-    mesh: FetchPlanner,
-    terms: ScoringContext,
+    planner: FetchPlanner,
+    scoring: ScoringContext,
 ) -> WeighedModes:
-    found = placement.choose(request, [prefill], [decode], places, mesh, terms)
+    found = placement.choose(request, [prefill], [decode], places, planner, scoring)
     if isinstance(found.answer, PlacementChoice):
         cost_s = serving_modes.cost_s(found.answer, request.max_tokens)
         option = Option(ServingMode.PAIR, prefill, decode, found.answer, cost_s=cost_s)

@@ -1,5 +1,7 @@
-"""Algorithm 1: what a request would cost at each prefill instance, with the prefix that is in its memory or with more
-fetched: from others, or out of lower tiers, up to where that pays. Pure: instances are only read here.
+"""Algorithm 1 of the Mooncake paper (section 6, "KVCache-centric scheduling": for each prefill instance the queue, the
+prefix that it has or would fetch, and the rest to compute; the least TTFT wins). What a request would cost at each
+prefill instance, with the prefix that is in its memory or with more fetched: from others, or out of lower tiers, up to
+where that pays. Pure: instances are only read here.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from typing import NamedTuple
 
 from kvmesh.kvcache.tiers import Tier
 from services.conductor.costs.fit import ENOUGH_SAMPLES
-from services.conductor.costs.interference import NOBODY, STALL_WEIGHT, Shared, shared
+from services.conductor.costs.interference import NOBODY, STALL_WEIGHT, PromptAmongRows, shared
 from services.conductor.domain import Fetch, Schedule
 from services.conductor.fleet.instance import Instance
 from services.conductor.loads.outgoing import shared_bytes
@@ -38,13 +40,13 @@ class PrefillChoice:
     prefill_s: float
     tail_s: float
     admission_prefill_s: float
-    legs: tuple[FetchSegment, ...] = ()
+    segments: tuple[FetchSegment, ...] = ()
     fetched_to: int = 0  # the block that `legs` end before
     pull_bytes: int = 0
     ahead_bytes: int = 0  # what the holders have to send before, or what slows it down on the way here as much
     pushed_bytes: int = 0  # to decode
     push_ahead: int = 0  # what slows that down, as if it went before
-    shared: Shared = NOBODY  # with rows that run there; what they add is in `prefill_s`
+    shared: PromptAmongRows = NOBODY  # with rows that run there; what they add is in `prefill_s`
     yielding_s: float = 0.0  # of `queue_s`: work for which nobody is refused
     others_s: float = 0.0  # what others in the line lose by it
     # As they were when they were asked for first: one decision asks many times.
@@ -94,17 +96,17 @@ class PrefillChoice:
     @property
     def pulled_blocks(self) -> int:
         """Blocks to fetch from others."""
-        return sum([leg.blocks for leg in self.legs if not leg.own]) if self.legs else 0
+        return sum([segment.blocks for segment in self.segments if not segment.own]) if self.segments else 0
 
     @property
     def loaded_blocks(self) -> int:
         """Blocks to read from its own lower tiers."""
-        return sum(leg.blocks for leg in self.legs if leg.own) if self.load_s else 0
+        return sum(segment.blocks for segment in self.segments if segment.own) if self.load_s else 0
 
     @property
     def tier(self) -> Tier:
         """The slowest that any of it comes from."""
-        return max(leg.tier for leg in self.legs) if self.load_s else Tier.DRAM
+        return max(segment.tier for segment in self.segments) if self.load_s else Tier.DRAM
 
 
 @dataclass(slots=True)
@@ -153,7 +155,7 @@ def candidate(
     request: Schedule,
     instance: Instance,
     place: PrefixPlace,
-    mesh: FetchPlanner,
+    planner: FetchPlanner,
     at_decode: int,
     threshold: float,
     now: float,
@@ -164,23 +166,23 @@ def candidate(
     """`place`: the instance's blocks in the survey; `at_decode`: leading blocks that nobody need send to decode;
     `arriving`: bytes that others send there."""
     there = _Decode(at_decode, arriving)
-    local = mesh.survey.depth(place)
+    local = planner.survey.depth(place)
     # The last token is always computed: its logits are the answer's first token.
     usable = (request.prompt_tokens - 1) // instance.model.block_tokens
-    use = _choice(request, instance, local, min(local, usable), there, now, mesh, line)
-    reach = min(mesh.reach(place, local), usable)
+    use = _choice(request, instance, local, min(local, usable), there, now, planner, line)
+    reach = min(planner.reach(place, local), usable)
     others = rule is not Fetch.NEVER and worth_weighing(reach, local, threshold)
     if not others:
-        reach = min(mesh.survey.depth_in_all(place), usable) if place.lower else local
+        reach = min(planner.survey.depth_in_all(place), usable) if place.lower else local
     fetches = []
-    for legs, end in _plans(instance, place, mesh, local, reach, others=others):
-        if not worth_weighing(end, local, threshold) and not all(leg.own for leg in legs):
+    for segments, end in _plans(instance, place, planner, local, reach, others=others):
+        if not worth_weighing(end, local, threshold) and not all(segment.own for segment in segments):
             continue
-        for part, until in _ends(instance, mesh, legs, local, end, now):
-            fetches.append(_choice(request, instance, local, until, there, now, mesh, line, part))
+        for part, until in _ends(instance, planner, segments, local, end, now):
+            fetches.append(_choice(request, instance, local, until, there, now, planner, line, part))
     own = None
-    if place.lower and (found := _plans(instance, place, mesh, local, usable, others=False)):
-        own = _choice(request, instance, local, found[0][1], there, now, mesh, line, found[0][0])
+    if place.lower and (found := _plans(instance, place, planner, local, usable, others=False)):
+        own = _choice(request, instance, local, found[0][1], there, now, planner, line, found[0][0])
     return PrefillCandidate(use, tuple(fetches), rule, own)
 
 
@@ -190,49 +192,49 @@ def worth_weighing(best: int, local: int, threshold: float) -> bool:
 
 
 def _plans(
-    instance: Instance, place: PrefixPlace, mesh: FetchPlanner, local: int, reach: int, *, others: bool
+    instance: Instance, place: PrefixPlace, planner: FetchPlanner, local: int, reach: int, *, others: bool
 ) -> list[tuple[tuple[FetchSegment, ...], int]]:
     """Ways to have the blocks up to `reach`, each with where it ends: others' memory before the own lower tiers and,
     where both hold something, the other way round; not `others`: out of its own tiers alone."""
     if reach <= local:
         return []
-    orders = [mesh.ways(place, others=others)]
-    if others and place.lower and (other := mesh.ways(place, own_first=True)) != orders[0]:
+    orders = [planner.sources(place, others=others)]
+    if others and place.lower and (other := planner.sources(place, own_first=True)) != orders[0]:
         orders.append(other)
-    plans = [mesh.plan(place, instance.node_id, local, reach, order) for order in orders]
+    plans = [planner.plan(place, instance.node_id, local, reach, order) for order in orders]
     return [plan for plan in plans if plan[0]]
 
 
 def _ends(
-    instance: Instance, mesh: FetchPlanner, legs: tuple[FetchSegment, ...], local: int, end: int, now: float
+    instance: Instance, planner: FetchPlanner, segments: tuple[FetchSegment, ...], local: int, end: int, now: float
 ) -> list[tuple[tuple[FetchSegment, ...], int]]:
     """A plan and, if lower tiers are in it, those parts of it that may be faster than the whole. Reading takes longer
     block by block, and each block that is read spares more computing than the one before: the best end is the whole,
     where another leg begins, or what hides behind the queue."""
-    if not mesh.lower or all(leg.tier is Tier.DRAM for leg in legs):
-        return [(legs, end)]
-    ends = {leg.first for leg in legs} | {_hidden(instance, mesh, legs, local, end, now)}
-    return [(legs, end)] + [(cut(legs, until), until) for until in sorted(ends - {local, end})]
+    if not planner.lower or all(segment.tier is Tier.DRAM for segment in segments):
+        return [(segments, end)]
+    ends = {segment.first for segment in segments} | {_hidden(instance, planner, segments, local, end, now)}
+    return [(segments, end)] + [(cut(segments, until), until) for until in sorted(ends - {local, end})]
 
 
 def _hidden(
-    instance: Instance, mesh: FetchPlanner, legs: tuple[FetchSegment, ...], local: int, end: int, now: float
+    instance: Instance, planner: FetchPlanner, segments: tuple[FetchSegment, ...], local: int, end: int, now: float
 ) -> int:
     """The last block up to which fetching takes no longer than the queue."""
     queue_s = instance.queue.wait_s(now)
     low, high = local, end
     while low < high:
         middle = (low + high + 1) // 2
-        if _fetching(instance, mesh, cut(legs, middle), now).fetch_s <= queue_s:
+        if _fetching(instance, planner, cut(segments, middle), now).fetch_s <= queue_s:
             low = middle
         else:
             high = middle - 1
     return low
 
 
-def cut(legs: tuple[FetchSegment, ...], end: int) -> tuple[FetchSegment, ...]:
+def cut(segments: tuple[FetchSegment, ...], end: int) -> tuple[FetchSegment, ...]:
     """Their parts before block `end`."""
-    return tuple(leg.until(end) for leg in legs if leg.first < end)
+    return tuple(segment.until(end) for segment in segments if segment.first < end)
 
 
 class _Decode(NamedTuple):
@@ -255,16 +257,19 @@ class _Fetching(NamedTuple):
 _NOTHING = _Fetching(0.0, 0.0, 0.0, 0, 0)
 
 
-def _fetching(instance: Instance, mesh: FetchPlanner, legs: tuple[FetchSegment, ...], now: float) -> _Fetching:
+def _fetching(instance: Instance, planner: FetchPlanner, segments: tuple[FetchSegment, ...], now: float) -> _Fetching:
     """What `legs` take. A holder reads before it sends; the reader's own tiers read meanwhile."""
     block_bytes = instance.model.block_tokens * instance.model.kv_bytes_per_token
-    pulled = [leg for leg in legs if not leg.own]
+    pulled = [segment for segment in segments if not segment.own]
     pull_bytes, ahead, pull_s = 0, 0, 0.0
     if pulled:
-        pull_bytes, lives = block_bytes * sum([leg.blocks for leg in pulled]), {leg.holder.ref.life for leg in pulled}
-        ahead = max(mesh.ahead_of(lives), shared_bytes(pull_bytes, mesh.arriving(instance.ref.life)))
-        pull_s = mesh.congestion * instance.pull.seconds(pull_bytes + ahead, len(lives), now)
-    own_s, others_s = mesh.load_s(legs, block_bytes)
+        pull_bytes, lives = (
+            block_bytes * sum([segment.blocks for segment in pulled]),
+            {segment.holder.ref.life for segment in pulled},
+        )
+        ahead = max(planner.ahead_of(lives), shared_bytes(pull_bytes, planner.arriving(instance.ref.life)))
+        pull_s = planner.congestion * instance.pull.seconds(pull_bytes + ahead, len(lives), now)
+    own_s, others_s = planner.load_s(segments, block_bytes)
     return _Fetching(pull_s, max(own_s, others_s), max(own_s, others_s + pull_s), pull_bytes, ahead)
 
 
@@ -275,9 +280,9 @@ def _choice(
     cached_blocks: int,
     there: _Decode,
     now: float,
-    mesh: FetchPlanner,
+    planner: FetchPlanner,
     line: OvertakingTerms,
-    legs: tuple[FetchSegment, ...] = (),
+    segments: tuple[FetchSegment, ...] = (),
 ) -> PrefillChoice:
     model = instance.model
     cached = cached_blocks * model.block_tokens
@@ -285,12 +290,12 @@ def _choice(
     alone_s, admission_s = instance.prefill.both(computed, cached, now)
     beside = shared(instance, computed, alone_s, admission_s, now)
     prefill_s = alone_s + beside.slower_s
-    took = _fetching(instance, mesh, legs, now) if legs else _NOTHING
+    took = _fetching(instance, planner, segments, now) if segments else _NOTHING
     # What decode fetches itself (see `placement._decode_pulls`) is not sent either.
-    fetched = bool(legs) and all(leg.tier is Tier.DRAM for leg in legs)
+    fetched = bool(segments) and all(segment.tier is Tier.DRAM for segment in segments)
     spared = cached_blocks if fetched and local <= there.at_decode < cached_blocks else there.at_decode
     pushed = max(0, request.prompt_tokens - spared * model.block_tokens) * model.kv_bytes_per_token
-    push_ahead = shared_bytes(pushed, mesh.outgoing.ahead(instance.ref.life), there.arriving)
+    push_ahead = shared_bytes(pushed, planner.outgoing.ahead(instance.ref.life), there.arriving)
     queue_s, yielding_s, others_s = _queued(request, instance, prefill_s, computed, now, line)
     return PrefillChoice(
         instance,
@@ -304,8 +309,8 @@ def _choice(
         prefill_s=prefill_s,
         tail_s=instance.transfer.tail_s(pushed, prefill_s, push_ahead),
         admission_prefill_s=admission_s + beside.slower_s,
-        legs=legs,
-        fetched_to=cached_blocks if legs else 0,
+        segments=segments,
+        fetched_to=cached_blocks if segments else 0,
         pull_bytes=took.pull_bytes,
         ahead_bytes=took.ahead_bytes,
         pushed_bytes=pushed,

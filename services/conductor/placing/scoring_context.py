@@ -22,5 +22,5 @@ class ScoringContext:
     rng: random.Random
     judge: Judge
     fetch: Fetch = Fetch.CHEAPER
-    near: Nearness = NOWHERE  # to whom it belongs, besides
-    line: OvertakingTerms = ALONE  # who comes meanwhile
+    near: Nearness = NOWHERE  # what being far from its session and origin costs
+    line: OvertakingTerms = ALONE  # shorter requests that will come meanwhile and overtake it

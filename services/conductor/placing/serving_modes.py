@@ -31,7 +31,7 @@ from services.conductor.domain import Refuse, Role, Schedule
 from services.conductor.fleet.instance import Instance
 from services.conductor.placing import placement, single_instance
 from services.conductor.placing.comparison import Comparison, compare
-from services.conductor.placing.placement import PlacementChoice, Weighed
+from services.conductor.placing.placement import PlacementAndWeighed, PlacementChoice
 from services.conductor.placing.scoring_context import ScoringContext
 from services.conductor.prefixes.fetch_plan import FetchPlanner
 from services.conductor.prefixes.index import PrefixPlace
@@ -77,7 +77,7 @@ class WeighedModes:
 
     answer: PlacementChoice | Refuse
     options: Sequence[Option]
-    pair: Weighed | None
+    pair: PlacementAndWeighed | None
     by: Comparison[Option] | None = None  # what the kind was chosen by; None: nothing passed, or a policy named it
 
 
@@ -106,21 +106,21 @@ def choose(
     prefills: Sequence[Instance],
     decodes: Sequence[Instance],
     places: Mapping[str, PrefixPlace],
-    mesh: FetchPlanner,
-    terms: ScoringContext,
+    planner: FetchPlanner,
+    scoring: ScoringContext,
 ) -> WeighedModes:
     """Instances that may get this request and whose KV fits together, by what they may do for it; some kind is possible
     (see `possible`). `places`: of each of them, by instance id."""
     pair, options = None, []
     if pairable(prefills, decodes):
-        pair = placement.choose(request, prefills, decodes, places, mesh, terms)
-        options.append(_of_pair(request, pair, prefills, decodes, terms))
-    some = _alones(request, decodes, places, mesh, terms, options)
+        pair = placement.choose(request, prefills, decodes, places, planner, scoring)
+        options.append(_of_pair(request, pair, prefills, decodes, scoring))
+    some = _alones(request, decodes, places, planner, scoring, options)
     options = list(some.weighed)
     passing = [o for o in options if o.passes]
     if passing:
         clean = [o for o in passing if not o.names & request.avoid] if request.avoid else passing
-        by = compare(clean or passing, lambda o: o.cost_s, lambda o: _crowd(o, terms.now), terms.rng, some.floor)
+        by = compare(clean or passing, lambda o: o.cost_s, lambda o: _crowd(o, scoring.now), scoring.rng, some.floor)
         choice = by.chosen.choice
         assert choice is not None, "an option that passes has a choice"
         return WeighedModes(choice, options, pair, by)
@@ -138,13 +138,13 @@ def possible(
     prefills: Sequence[Instance],
     decodes: Sequence[Instance],
     places: Mapping[str, PrefixPlace],
-    mesh: FetchPlanner,
+    planner: FetchPlanner,
 ) -> bool:
     """Whether there is any kind to weigh."""
     if prefills and decodes:  # two of them, or one that does both
         return True
     return any(
-        i.alone_tokens and not single_instance.too_much(request, i, places[i.ref.instance_id], mesh.survey)
+        i.alone_tokens and not single_instance.too_much(request, i, places[i.ref.instance_id], planner.survey)
         for i in decodes
     )
 
@@ -153,20 +153,20 @@ def _alones(
     request: Schedule,
     decodes: Sequence[Instance],
     places: Mapping[str, PrefixPlace],
-    mesh: FetchPlanner,
-    terms: ScoringContext,
+    planner: FetchPlanner,
+    scoring: ScoringContext,
     pair: Sequence[Option],
 ) -> Weighing[Option]:
     """`pair`, and whoever could have the request alone; where these are many those that are worth weighing, first those
     that are not to be avoided."""
 
     def weigh(instance: Instance) -> Option:
-        return _alone(request, instance, places[instance.ref.instance_id], mesh, terms)
+        return _alone(request, instance, places[instance.ref.instance_id], planner, scoring)
 
     among = single_instance.able(decodes)
     if not among:
         return Weighing(pair, float("inf"))
-    if not isinstance(among, Selection) or (screen := screen_of(request, among, mesh, terms)) is None:
+    if not isinstance(among, Selection) or (screen := screen_of(request, among, planner, scoring)) is None:
         return Weighing([*pair, *map(weigh, among)], float("inf"))
     wanted = among.without(request.avoid)
     some = screen.alone(wanted, weigh, _score, [o for o in pair if not o.names & request.avoid])
@@ -181,23 +181,27 @@ def _score(option: Option) -> float:
 
 
 def _alone(
-    request: Schedule, instance: Instance, place: PrefixPlace, mesh: FetchPlanner, terms: ScoringContext
+    request: Schedule, instance: Instance, place: PrefixPlace, planner: FetchPlanner, scoring: ScoringContext
 ) -> Option:
     kind = ServingMode.COUPLED if instance.role is Role.BOTH else ServingMode.DECODE
-    if why := single_instance.too_much(request, instance, place, mesh.survey):
+    if why := single_instance.too_much(request, instance, place, planner.survey):
         return Option(kind, instance, instance, why_not=why)
-    found = single_instance.weigh(request, instance, place, mesh, terms)
-    far_s = terms.near.of(instance, instance)
+    found = single_instance.weigh(request, instance, place, planner, scoring)
+    far_s = scoring.near.of(instance, instance)
     cost = cost_s(found.choice, request.max_tokens) + far_s
     return Option(kind, instance, instance, found.choice, found.refused, cost_s=cost, far_s=far_s)
 
 
 def _of_pair(
-    request: Schedule, pair: Weighed, prefills: Sequence[Instance], decodes: Sequence[Instance], terms: ScoringContext
+    request: Schedule,
+    pair: PlacementAndWeighed,
+    prefills: Sequence[Instance],
+    decodes: Sequence[Instance],
+    scoring: ScoringContext,
 ) -> Option:
     if isinstance(pair.answer, PlacementChoice):
         prefill, decode = pair.answer.prefill.instance, pair.answer.decode.instance
-        far_s = terms.near.of(prefill, decode)
+        far_s = scoring.near.of(prefill, decode)
         cost = cost_s(pair.answer, request.max_tokens) + far_s
         return Option(ServingMode.PAIR, prefill, decode, pair.answer, cost_s=cost, far_s=far_s)
     decode = pair.decode.instance if pair.decode is not None else decodes[0]

@@ -41,8 +41,8 @@ def pick(
     rng: random.Random,
     floor: float = float("inf"),
 ) -> C:
-    """The least score; of those that are as good the least crowd, then chance. `floor`: no one else's score is below
-    it."""
+    """The least score, in seconds (whole numbers of anything else tie only when they are equal); of those that are as
+    good the least crowd, then chance. `floor`: no one else's score is below it."""
     scores = list(map(score, choices))
     near = as_good(min(floor, *scores))
     tied = [c for c, found in zip(choices, scores, strict=True) if found <= near]
@@ -53,7 +53,7 @@ def pick(
     return rng.choice(tied)
 
 
-class Even(NamedTuple):
+class TieCandidate(NamedTuple):
     """One candidate of a few, as `even_out` looks at it. Seconds, but for `wait`."""
 
     score_s: float
@@ -62,7 +62,7 @@ class Even(NamedTuple):
     given_s: float  # work, lately
 
 
-def even_out(candidates: Sequence[Even]) -> list[float]:
+def even_out(candidates: Sequence[TieCandidate]) -> list[float]:
     """What each is handicapped by, in seconds: the best one, and who would be best then, by what it is better than
     another one that waits no longer, if that is little and what it was given more outweighs it."""
     handicaps = [0.0] * len(candidates)

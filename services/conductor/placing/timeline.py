@@ -26,7 +26,7 @@ MAX_DELAY_S = 60.0  # blocks may leave their holder meanwhile
 def pull_after_s(choice: PlacementChoice) -> float:
     """How long prefill puts off its pull; 0: it begins at once, or there is none."""
     p = choice.prefill
-    if not p.legs:
+    if not p.segments:
         return 0.0
     delay_s = min(MAX_DELAY_S, p.queue_s - FETCH_SHARE * p.fetch_s - MARGIN_S)
     return delay_s if delay_s >= MIN_DELAY_S else 0.0
@@ -35,7 +35,7 @@ def pull_after_s(choice: PlacementChoice) -> float:
 def life(choice: PlacementChoice, output_tokens: int, delay_s: float) -> PredictedLife:
     """In seconds from now. `delay_s`: what `pull_after_s` said; `output_tokens`: predicted length of the answer."""
     p, d = choice.prefill, choice.decode
-    fetched_s = delay_s + p.fetch_s if p.legs else 0.0
+    fetched_s = delay_s + p.fetch_s if p.segments else 0.0
     start_s = max(p.queue_s, fetched_s)
     prefilled_s = start_s + p.prefill_s
     first_s = prefilled_s + p.tail_s + d.landing_wait_s

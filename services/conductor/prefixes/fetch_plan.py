@@ -10,7 +10,7 @@ from kvmesh.kvcache.sources import PullRange
 from kvmesh.kvcache.tiers import Tier, store_name
 from services.conductor.domain import Life, Member, Source
 from services.conductor.loads.outgoing import Outgoing
-from services.conductor.prefixes.index import PrefixPlace, Survey, bits
+from services.conductor.prefixes.index import PrefixPlace, PrefixSurvey, bits
 
 MAX_RANGES = 8
 MAX_HOLDERS = 64  # of one block, among whom the one to ask is sought
@@ -40,7 +40,7 @@ class FetchSegment:
 
 
 @dataclass(frozen=True, slots=True)
-class FetchWays:
+class FetchSources:
     """Stores that are as good as one another: the same tier, and all of others or the reader's own."""
 
     slots: int
@@ -59,7 +59,7 @@ class _Calmest(NamedTuple):
 class FetchPlanner:
     """What one request can use: its survey, and who of those in it may be asked (by slot of the block map)."""
 
-    survey: Survey
+    survey: PrefixSurvey
     holders: Mapping[int, Member]
     among: int  # the bitset of `holders` in memory
     outgoing: Outgoing
@@ -69,19 +69,19 @@ class FetchPlanner:
     congestion: float = 1.0  # how many times as long as the fitted model says pulls take now, at least 1
     _calmest: dict[int, _Calmest] = field(default_factory=dict, init=False, repr=False, compare=False)
     anywhere: int = field(init=False, repr=False, compare=False)  # the bitset of all `holders`
-    memory: tuple[FetchWays, ...] = field(init=False, repr=False, compare=False)  # others' memory alone
+    memory: tuple[FetchSources, ...] = field(init=False, repr=False, compare=False)  # others' memory alone
 
     def __post_init__(self) -> None:
         self.anywhere = self.among
         for _, slots in self.lower:
             self.anywhere |= slots
-        self.memory = (FetchWays(self.among, Tier.DRAM, own=False),) if self.among else ()
+        self.memory = (FetchSources(self.among, Tier.DRAM, own=False),) if self.among else ()
 
     def reach(self, own: PrefixPlace, start: int) -> int:
         """How far the prefix goes when the live stores together bring what is missing from `start` on."""
         return self.survey.reach(self.anywhere | own.sealed, start)
 
-    def ways(self, own: PrefixPlace, *, others: bool = True, own_first: bool = False) -> tuple[FetchWays, ...]:
+    def sources(self, own: PrefixPlace, *, others: bool = True, own_first: bool = False) -> tuple[FetchSources, ...]:
         """Where blocks that are not in the reader's memory can come from, the best first: others' memory, then tier by
         tier its own before others'. `own_first`: its own fastest lower tier even before others' memory; not `others`:
         its own alone."""
@@ -91,20 +91,20 @@ class FetchPlanner:
         for tier, slots in self.lower:
             mine = slots & dict(own.lower).get(tier, 0)
             if mine:
-                found.append(FetchWays(mine, tier, own=True))
+                found.append(FetchSources(mine, tier, own=True))
             if others and slots & ~mine:
-                found.append(FetchWays(slots & ~mine, tier, own=False))
+                found.append(FetchSources(slots & ~mine, tier, own=False))
         if own_first and len(found) > 1 and found[0].tier is Tier.DRAM and found[1].own:
             found[:2] = found[1], found[0]
         return tuple(found)
 
     def plan(
-        self, own: PrefixPlace, node_id: str, start: int, end: int, ways: tuple[FetchWays, ...]
+        self, own: PrefixPlace, node_id: str, start: int, end: int, sources: tuple[FetchSources, ...]
     ) -> tuple[tuple[FetchSegment, ...], int]:
         """Legs for blocks [start, end) by longest runs, without those that lie at `own`; and the end that they reach.
         A run of a worse way ends where a better one begins. Among holders of equal runs the one with the least to send
         is named, then one on the same node."""
-        legs: list[FetchSegment] = []
+        segments: list[FetchSegment] = []
         at = start
         runs = [run for run in self.survey.runs if run.end > start and run.first < end]
         index = 0
@@ -114,26 +114,28 @@ class FetchPlanner:
                 index, at = index + 1, run.end
                 continue
             better = 0
-            for way in ways:
-                if run.sealed & way.slots:
+            for source in sources:
+                if run.sealed & source.slots:
                     break
-                better |= way.slots | own.sealed
+                better |= source.slots | own.sealed
             else:
                 break
-            if len(legs) == MAX_RANGES:
+            if len(segments) == MAX_RANGES:
                 break
-            alive = run.sealed & way.slots
+            alive = run.sealed & source.slots
             index += 1
             while index < len(runs) and not runs[index].sealed & better and (still := alive & runs[index].sealed):
                 alive, index = still, index + 1
             until = min(end, runs[index - 1].end)
-            legs.append(FetchSegment(self._preferred(alive, node_id, way.tier), at, until - at, way.tier, way.own))
+            segments.append(
+                FetchSegment(self._preferred(alive, node_id, source.tier), at, until - at, source.tier, source.own)
+            )
             at = until
-        return tuple(legs), min(at, end)
+        return tuple(segments), min(at, end)
 
-    def ahead(self, legs: Iterable[FetchSegment]) -> int:
+    def ahead(self, segments: Iterable[FetchSegment]) -> int:
         """Bytes that the holders of `legs` have to send before."""
-        return self.ahead_of({leg.holder.ref.life for leg in legs})
+        return self.ahead_of({segment.holder.ref.life for segment in segments})
 
     def ahead_of(self, lives: Iterable[Life]) -> int:
         """Bytes that they have to send."""
@@ -159,16 +161,16 @@ class FetchPlanner:
 
         return min(holders, key=worth)
 
-    def load_s(self, legs: Iterable[FetchSegment], block_bytes: int) -> tuple[float, float]:
+    def load_s(self, segments: Iterable[FetchSegment], block_bytes: int) -> tuple[float, float]:
         """Seconds that lower tiers need before the blocks of `legs` are in memory: the reader's own, and the slowest of
         the others'. Each node reads for itself, after what it reads already."""
         if not self.lower:
             return 0.0, 0.0
         asked: dict[tuple[Life, Tier, bool], int] = {}
-        for leg in legs:
-            if leg.tier is not Tier.DRAM:
-                which = leg.holder.ref.life, leg.tier, leg.own
-                asked[which] = asked.get(which, 0) + leg.blocks * block_bytes
+        for segment in segments:
+            if segment.tier is not Tier.DRAM:
+                which = segment.holder.ref.life, segment.tier, segment.own
+                asked[which] = asked.get(which, 0) + segment.blocks * block_bytes
         own_s = others_s = 0.0
         for (life, tier, own), nbytes in asked.items():
             seconds = self.tier_load(life, tier, nbytes + self.outgoing.ahead(tier_life(life, tier)))
@@ -202,13 +204,13 @@ def sources(blocks: int, at_decode: int, pulled_to: int) -> bytes:
     return told + bytes([Source.PREFILL_PUSHES]) * (blocks - len(told))
 
 
-def lives_of(legs: Iterable[FetchSegment]) -> dict[Life, int]:
+def lives_of(segments: Iterable[FetchSegment]) -> dict[Life, int]:
     """Blocks that each holder sends, and that each of its lower tiers reads (`tier_life`)."""
     found: dict[Life, int] = {}
-    for leg in legs:
-        burdened = [] if leg.own else [leg.holder.ref.life]
-        if leg.tier is not Tier.DRAM:
-            burdened.append(tier_life(leg.holder.ref.life, leg.tier))
+    for segment in segments:
+        burdened = [] if segment.own else [segment.holder.ref.life]
+        if segment.tier is not Tier.DRAM:
+            burdened.append(tier_life(segment.holder.ref.life, segment.tier))
         for life in burdened:
-            found[life] = found.get(life, 0) + leg.blocks
+            found[life] = found.get(life, 0) + segment.blocks
     return found

@@ -41,7 +41,7 @@ class HeldRun(NamedTuple):
 
 
 @dataclass(slots=True)
-class Survey:
+class PrefixSurvey:
     """Who holds the leading blocks of one prompt, in runs; it ends at the first block that nobody holds. Questions
     cost O(runs), however many blocks and instances there are."""
 
@@ -100,7 +100,7 @@ class Index:
         self.pending = Pending()
         self._lower: dict[str, dict[Tier, str]] = {}  # by instance: its tiers below DRAM that have said anything
 
-    def survey(self, keys: Sequence[bytes]) -> Survey:
+    def survey(self, keys: Sequence[bytes]) -> PrefixSurvey:
         """Where the blocks of one prompt lie. O(keys)."""
         coming = self.pending.prefix(keys)
         sealed = self.truth.prefix(keys, coming[-1][0] if coming else 0)
@@ -112,13 +112,13 @@ class Index:
                     at_coming += 1
                 until, soon = coming[at_coming] if at_coming < len(coming) else (end, 0)
                 if not (here or soon):
-                    return Survey(tuple(runs))
+                    return PrefixSurvey(tuple(runs))
                 last, first = first, min(end, until)
                 if runs and runs[-1].sealed == here and runs[-1].coming == soon:
                     runs[-1] = HeldRun(runs[-1].first, first, here, soon)
                 else:
                     runs.append(HeldRun(last, first, here, soon))
-        return Survey(tuple(runs))
+        return PrefixSurvey(tuple(runs))
 
     def place_of(self, life: Life, slot: int | None = None) -> PrefixPlace:
         """Where that very life's blocks show; `slot`: its own among the pending ones."""

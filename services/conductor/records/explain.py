@@ -16,8 +16,8 @@ from services.conductor.domain import Placed, PrefillSample, Ref, Refuse, Reques
 from services.conductor.fleet.instance import Instance
 from services.conductor.placing.comparison import ComparedNumbers, Comparison
 from services.conductor.placing.decodes import DecodeChoice
-from services.conductor.placing.nearness import Nearness, Worth
-from services.conductor.placing.placement import PlacementChoice, Weighed
+from services.conductor.placing.nearness import NearInstances, Nearness
+from services.conductor.placing.placement import PlacementAndWeighed, PlacementChoice
 from services.conductor.placing.prefills import PrefillCandidate, PrefillChoice
 from services.conductor.placing.scoring_context import ScoringContext
 from services.conductor.placing.serving_modes import HANDOFF_S, Option, ServingMode, WeighedModes, answer_s
@@ -282,7 +282,7 @@ def decided(
     why: Mapping[str, str],
     found: WeighedModes | None,
     *,
-    terms: ScoringContext,
+    scoring: ScoringContext,
     policy: Policy,
     serving: int,
     best_prefix: int,
@@ -292,8 +292,8 @@ def decided(
     `_candidates`."""
     pair = found.pair if found is not None else None
     prefill, decode = (_half(pair.prefill_by), _half(pair.decode_by)) if pair is not None else (_NOBODY, _NOBODY)
-    candidates = _candidates(request, some, why, found, terms, policy, prefill, decode)
-    kinds, kind = _kinds(request, found, terms)
+    candidates = _candidates(request, some, why, found, scoring, policy, prefill, decode)
+    kinds, kind = _kinds(request, found, scoring)
     told = {c.ref.instance_id for c in candidates} | {
         k.decode.instance_id for k in kinds if k.kind is not ServingMode.PAIR
     }
@@ -305,9 +305,9 @@ def decided(
         request.prompt_tokens,
         len(request.keys),
         best_prefix,
-        terms.now,
-        terms.ttft_slo_s,
-        terms.tbt_slo_s,
+        scoring.now,
+        scoring.ttft_slo_s,
+        scoring.tbt_slo_s,
         candidates,
         "placed" if isinstance(answer, Placed) else answer.reason,
         "" if isinstance(answer, Placed) else str(answer.error),
@@ -352,7 +352,7 @@ def _winner(refs: tuple[Ref, ...], numbers: ComparedNumbers, short: bool = False
 
 
 def _kinds(
-    request: Schedule, found: WeighedModes | None, terms: ScoringContext
+    request: Schedule, found: WeighedModes | None, scoring: ScoringContext
 ) -> tuple[tuple[WeighedKind, ...], Winner | None]:
     """All that the request could have become, and what it did; `found`: None when nothing could be weighed."""
     if found is None:
@@ -363,7 +363,7 @@ def _kinds(
         winner = _winner((by.chosen.prefill.ref, by.chosen.decode.ref), numbers)
         told = zip(by.choices, numbers.scores, numbers.crowds, strict=True)
         by_id = {id(option): (score_s, crowd) for option, score_s, crowd in told}
-    return tuple(_kind(request, o, by_id.get(id(o)), found, terms) for o in found.options), winner
+    return tuple(_kind(request, o, by_id.get(id(o)), found, scoring) for o in found.options), winner
 
 
 def _kind(
@@ -371,13 +371,13 @@ def _kind(
     option: Option,
     numbers: tuple[float, Crowd | None] | None,
     found: WeighedModes,
-    terms: ScoringContext,
+    scoring: ScoringContext,
 ) -> WeighedKind:
     refs = option.prefill.ref, option.decode.ref
     choice = option.choice
     miss = None
     if option.refused is not None:
-        miss = _alone_miss(choice, terms) if choice is not None else _pair_miss(found.pair, terms)
+        miss = _alone_miss(choice, scoring) if choice is not None else _pair_miss(found.pair, scoring)
     why = option.why_not
     if option.refused is not None and miss is None:  # for another reason than an SLO
         why = str(option.refused.error)
@@ -400,12 +400,12 @@ def _kind(
     return WeighedKind(option.kind, *refs, why, cost_s, told, miss, avoided, crowd)
 
 
-def _alone_miss(choice: PlacementChoice, terms: ScoringContext) -> SloMiss | None:
+def _alone_miss(choice: PlacementChoice, scoring: ScoringContext) -> SloMiss | None:
     """Why one instance may not have the whole request, `choice` being its nearest way."""
-    return _decode_miss(choice.decode) or _prefill_miss(choice.prefill, choice.decode.landing_wait_s, terms)
+    return _decode_miss(choice.decode) or _prefill_miss(choice.prefill, choice.decode.landing_wait_s, scoring)
 
 
-def _pair_miss(pair: Weighed | None, terms: ScoringContext) -> SloMiss | None:
+def _pair_miss(pair: PlacementAndWeighed | None, scoring: ScoringContext) -> SloMiss | None:
     """Why no pair may have it: by those of its candidates that come nearest."""
     if pair is None:
         return None
@@ -414,10 +414,10 @@ def _pair_miss(pair: Weighed | None, terms: ScoringContext) -> SloMiss | None:
         return min(missed, key=lambda miss: miss.predicted_s / miss.slo_s, default=None)
     landing_s = pair.decode.landing_wait_s
     options = [option for p in pair.prefills for option in p.options]
-    in_time = [o for o in options if o.admission_ttft_s <= terms.ttft_slo_s - landing_s]
+    in_time = [o for o in options if o.admission_ttft_s <= scoring.ttft_slo_s - landing_s]
     nearest = min(in_time, key=lambda o: o.shared.rows_tbt_s, default=None)
     nearest = nearest or min(options, key=lambda o: o.admission_ttft_s, default=None)
-    return _prefill_miss(nearest, landing_s, terms) if nearest is not None else None
+    return _prefill_miss(nearest, landing_s, scoring) if nearest is not None else None
 
 
 def _decode_miss(choice: DecodeChoice) -> SloMiss | None:
@@ -427,11 +427,11 @@ def _decode_miss(choice: DecodeChoice) -> SloMiss | None:
     return SloMiss("TBT SLO", verdict.tbt_s, verdict.slo_s)
 
 
-def _prefill_miss(choice: PrefillChoice, landing_wait_s: float, terms: ScoringContext) -> SloMiss | None:
-    if choice.admission_ttft_s > terms.ttft_slo_s - landing_wait_s:
-        return SloMiss("TTFT SLO", choice.admission_ttft_s + landing_wait_s, terms.ttft_slo_s)
-    if choice.shared.rows_tbt_s > terms.tbt_slo_s:
-        return SloMiss("TBT SLO of the rows there", choice.shared.rows_tbt_s, terms.tbt_slo_s)
+def _prefill_miss(choice: PrefillChoice, landing_wait_s: float, scoring: ScoringContext) -> SloMiss | None:
+    if choice.admission_ttft_s > scoring.ttft_slo_s - landing_wait_s:
+        return SloMiss("TTFT SLO", choice.admission_ttft_s + landing_wait_s, scoring.ttft_slo_s)
+    if choice.shared.rows_tbt_s > scoring.tbt_slo_s:
+        return SloMiss("TBT SLO of the rows there", choice.shared.rows_tbt_s, scoring.tbt_slo_s)
     return None
 
 
@@ -440,7 +440,7 @@ def _candidates(
     serving: Sequence[Instance],
     why: Mapping[str, str],
     found: WeighedModes | None,
-    terms: ScoringContext,
+    scoring: ScoringContext,
     policy: Policy,
     prefill: _Half,
     decode: _Half,
@@ -448,7 +448,7 @@ def _candidates(
     """Whoever was weighed, and those `serving` instances that were not, in every role that they have in a pair.
     `found`: None when nobody could be weighed; `why`: by name, why an instance can get no work."""
     pair = found.pair if found is not None else None
-    known = list(_weighed(pair, terms, prefill, decode)) if pair is not None else []
+    known = list(_weighed(pair, scoring, prefill, decode)) if pair is not None else []
     if not serving:
         return tuple(known)
     # Those that could have had it alone are told of as such, which tells more.
@@ -472,7 +472,13 @@ def _candidates(
 
 
 def _unweighed(
-    request: Schedule, i: Instance, role: Role, reason: str, fits: bool, pair: Weighed | None, policy: Policy
+    request: Schedule,
+    i: Instance,
+    role: Role,
+    reason: str,
+    fits: bool,
+    pair: PlacementAndWeighed | None,
+    policy: Policy,
 ) -> Candidate:
     if reason:
         return Candidate(i.ref, role, f"not ready: {reason}")
@@ -481,7 +487,7 @@ def _unweighed(
     return Candidate(i.ref, role, _why_unweighed(request, i, role, pair, policy))
 
 
-def _why_unweighed(request: Schedule, i: Instance, role: Role, pair: Weighed | None, policy: Policy) -> str:
+def _why_unweighed(request: Schedule, i: Instance, role: Role, pair: PlacementAndWeighed | None, policy: Policy) -> str:
     """Of one that could have had the request."""
     if i.ref.instance_id in request.avoid:
         return AVOIDED
@@ -498,13 +504,13 @@ def _why_unweighed(request: Schedule, i: Instance, role: Role, pair: Weighed | N
     return "not weighed: others seemed as good or better"
 
 
-def _weighed(pair: Weighed, terms: ScoringContext, prefill: _Half, decode: _Half) -> Iterable[Candidate]:
+def _weighed(pair: PlacementAndWeighed, scoring: ScoringContext, prefill: _Half, decode: _Half) -> Iterable[Candidate]:
     landing_wait_s = pair.decode.landing_wait_s if pair.decode is not None else 0.0
     at = 0
     for p in pair.prefills:
         numbers = prefill.of(p.instance, at)
         at += numbers is not None
-        yield _prefill(p, landing_wait_s, pair.near, terms, numbers)
+        yield _prefill(p, landing_wait_s, pair.near, scoring, numbers)
     at = 0
     for d in pair.decodes:
         numbers = decode.of(d.instance, at)
@@ -516,11 +522,11 @@ def _prefill(
     candidate: PrefillCandidate,
     landing_wait_s: float,
     near: Nearness,
-    terms: ScoringContext,
+    scoring: ScoringContext,
     numbers: tuple[float, Crowd | None] | None,
 ) -> Candidate:
-    slo_s = terms.ttft_slo_s - landing_wait_s
-    best = candidate.best(slo_s, terms.tbt_slo_s) or min(candidate.options, key=lambda o: o.admission_ttft_s)
+    slo_s = scoring.ttft_slo_s - landing_wait_s
+    best = candidate.best(slo_s, scoring.tbt_slo_s) or min(candidate.options, key=lambda o: o.admission_ttft_s)
     other = -1.0
     if candidate.fetches:
         others = [o for o in candidate.options if o is not best and (best is candidate.use or o is candidate.use)]
@@ -545,7 +551,7 @@ def _prefill(
         pulled,
         best.loaded_blocks,
         best.tier,
-        None if numbers else _prefill_miss(best, landing_wait_s, terms),
+        None if numbers else _prefill_miss(best, landing_wait_s, scoring),
         crowd=crowd,
     )
 
@@ -561,7 +567,7 @@ def _decode(d: DecodeChoice, near: Nearness, numbers: tuple[float, Crowd | None]
     return Candidate(d.instance.ref, Role.DECODE, "", score_s, told, d.at_decode, miss=miss, short=d.short, crowd=crowd)
 
 
-def _far(worth: Worth, instance_id: str) -> float:
+def _far(worth: NearInstances, instance_id: str) -> float:
     return worth.far_s(instance_id) if worth.most_s else -1.0
 
 

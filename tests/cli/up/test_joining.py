@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvmesh.cli.up import checks, joining, plan
-from kvmesh.cli.up.joining import Bearer, Found, conductors_of, fitted, taken
+from kvmesh.cli.up.joining import Found, RunningMember, conductors_of, fitted, taken
 from kvmesh.cli.up.settings import Joined, MeshSettings
 from kvmesh.errors import ConfigError, ProtocolMismatch
 
@@ -17,7 +17,7 @@ CARD = {"name": "demo", "fingerprint": "ab" * 32, "kv_dtype": "bfloat16", "block
 MESH = Joined(("10.0.0.1:7001", "10.0.0.1:7011"), ("10.0.0.1:7002",))
 
 
-def found(*bearers: Bearer, **card: Any) -> Found:
+def found(*bearers: RunningMember, **card: Any) -> Found:
     return Found("10.0.0.1:7001", MESH, "10.0.0.1:7001", ({**CARD, **card},), bearers)
 
 
@@ -140,13 +140,13 @@ def test_an_address_that_no_other_reaches_is_refused() -> None:
 
 
 def test_machines_of_one_host_name_get_names_of_their_own() -> None:
-    other = Bearer("decode-0@ubuntu", "10.0.0.1:9", "ubuntu")
+    other = RunningMember("decode-0@ubuntu", "10.0.0.1:9", "ubuntu")
     assert fit(joiner(), found(other)).node_id == "ubuntu-10.0.0.2"
-    before = Bearer("decode-0@ubuntu", "10.0.0.2:9", "ubuntu")
+    before = RunningMember("decode-0@ubuntu", "10.0.0.2:9", "ubuntu")
     settings = fit(joiner(), found(before))
     assert settings.node_id == "ubuntu", "a machine that comes back keeps its name"
     assert taken(settings, found(before)) == before
-    assert taken(settings, found(Bearer("decode-1@ubuntu", "10.0.0.2:9", "ubuntu"))) is None
+    assert taken(settings, found(RunningMember("decode-1@ubuntu", "10.0.0.2:9", "ubuntu"))) is None
     with pytest.raises(ConfigError, match=r"node_id='ubuntu': the machine of 10\.0\.0\.1:9 has this name"):
         fit(joiner(node_id="ubuntu"), found(other))
 

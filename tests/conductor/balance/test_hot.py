@@ -24,7 +24,7 @@ from services.conductor.domain import (
     Schedule,
     Tick,
 )
-from services.conductor.prefixes.index import HeldRun, Survey
+from services.conductor.prefixes.index import HeldRun, PrefixSurvey
 from services.conductor.settings import BalanceSettings
 from tests.support.conductor.brain import BLOCK, Brain, chain, joined
 
@@ -32,8 +32,8 @@ HOT = chain("hot", 64)  # 1,024 tokens: 51 ms of prefill by the prior, and somet
 BLOCK_BYTES = BLOCK * 1024
 
 
-def survey(*runs: tuple[int, int, int]) -> Survey:
-    return Survey(tuple(HeldRun(first, end, sealed, 0) for first, end, sealed in runs))
+def survey(*runs: tuple[int, int, int]) -> PrefixSurvey:
+    return PrefixSurvey(tuple(HeldRun(first, end, sealed, 0) for first, end, sealed in runs))
 
 
 def request(keys: tuple[bytes, ...], tokens: int = 0) -> Schedule:
@@ -44,7 +44,7 @@ def request(keys: tuple[bytes, ...], tokens: int = 0) -> Schedule:
 
 
 def test_depths_are_powers_of_two_and_the_borders_of_holders() -> None:
-    assert depths(Survey(()), 10) == ()
+    assert depths(PrefixSurvey(()), 10) == ()
     assert depths(survey((0, 5, 1), (5, 12, 2)), 20) == [1, 2, 4, 5, 8, 12]
     assert depths(survey((0, 1, 1)), 1) == [1]
 
@@ -65,7 +65,7 @@ def test_a_rate_is_that_of_the_uses_and_fades() -> None:
 def test_what_nobody_holds_is_not_hot() -> None:
     heat = PrefixHeat(10.0)
     for _ in range(50):
-        heat.use(request(HOT), Survey(()), 1.0)
+        heat.use(request(HOT), PrefixSurvey(()), 1.0)
     assert len(heat) == 0
 
 

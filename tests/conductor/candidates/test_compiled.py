@@ -77,7 +77,7 @@ def test_the_next_to_weigh_are_the_same(rows: Sequence[tuple[float, int]], best:
     bound, crowd = (np.array(column, dtype=np.float64) for column in zip(*rows, strict=True))
     native = compiled.functions()
     assert native is not None
-    low, tied = compiled.Next(native, bound, crowd).tied(best)
+    low, tied = compiled.NextToWeigh(native, bound, crowd).tied(best)
     assert (low, None if tied is None else list(tied)) == select.tied(bound, crowd, best)
     if tied is not None:
         assert best > ties.as_good(low)

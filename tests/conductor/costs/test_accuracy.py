@@ -21,7 +21,7 @@ from services.conductor.costs.accuracy import (
     Accuracy,
     Calibration,
     PredictionError,
-    What,
+    PredictionKind,
     group_of,
 )
 from services.conductor.domain import Role
@@ -29,7 +29,7 @@ from services.conductor.domain import Role
 NOW = 1000.0
 
 
-def of(accuracy: Accuracy, what: What, now: float = NOW, group: str = "m") -> PredictionError:
+def of(accuracy: Accuracy, what: PredictionKind, now: float = NOW, group: str = "m") -> PredictionError:
     (found,) = [error for error in accuracy.group_errors(now) if (error.what, error.group) == (what, group)]
     return found
 
@@ -37,8 +37,8 @@ def of(accuracy: Accuracy, what: What, now: float = NOW, group: str = "m") -> Pr
 def test_bias_and_percentiles_are_relative_to_the_prediction() -> None:
     accuracy = Accuracy()
     for percent in range(-50, 51):  # as often faster as slower
-        accuracy.add(What.TTFT, "m", 2.0, 2.0 * (1 + percent / 100), NOW)
-    told = of(accuracy, What.TTFT)
+        accuracy.add(PredictionKind.TTFT, "m", 2.0, 2.0 * (1 + percent / 100), NOW)
+    told = of(accuracy, PredictionKind.TTFT)
     assert (told.samples, told.bias) == (101, pytest.approx(0.0, abs=1e-9))
     assert (told.p50, told.p90, told.p99) == (pytest.approx(0.25), pytest.approx(0.45), pytest.approx(0.5))
     assert (told.low, told.high) == (pytest.approx(0.6), pytest.approx(1.4))
@@ -47,8 +47,8 @@ def test_bias_and_percentiles_are_relative_to_the_prediction() -> None:
 def test_a_constant_bias_shows() -> None:
     accuracy = Accuracy()
     for _ in range(10):
-        accuracy.add(What.PULL, "m", 0.1, 0.13, NOW)
-    told = of(accuracy, What.PULL)
+        accuracy.add(PredictionKind.PULL, "m", 0.1, 0.13, NOW)
+    told = of(accuracy, PredictionKind.PULL)
     assert (told.bias, told.p50, told.p99) == (pytest.approx(0.3), pytest.approx(0.3), pytest.approx(0.3))
     assert (told.low, told.high) == (pytest.approx(1.3), pytest.approx(1.3))
 
@@ -56,19 +56,23 @@ def test_a_constant_bias_shows() -> None:
 def test_only_the_last_ones_count() -> None:
     accuracy = Accuracy()
     for seconds in [9.0] * WINDOW + [1.0] * WINDOW:
-        accuracy.add(What.PREFILL, "m", 1.0, seconds, NOW)
-    assert of(accuracy, What.PREFILL) == PredictionError(What.PREFILL, WINDOW, 0.0, 0.0, 0.0, 0.0, "m")
+        accuracy.add(PredictionKind.PREFILL, "m", 1.0, seconds, NOW)
+    assert of(accuracy, PredictionKind.PREFILL) == PredictionError(
+        PredictionKind.PREFILL, WINDOW, 0.0, 0.0, 0.0, 0.0, "m"
+    )
 
 
 def test_what_is_old_counts_no_more_whether_or_not_something_comes_after_it() -> None:
     accuracy = Accuracy()
     for _ in range(20):
-        accuracy.add(What.TBT, "m", 1.0, 3.0, NOW)
-    assert of(accuracy, What.TBT, NOW + AGE_S - 1).samples == 20
+        accuracy.add(PredictionKind.TBT, "m", 1.0, 3.0, NOW)
+    assert of(accuracy, PredictionKind.TBT, NOW + AGE_S - 1).samples == 20
     assert accuracy.errors(NOW + AGE_S + 20) == accuracy.group_errors(NOW + AGE_S + 20) == []
     for _ in range(ENOUGH):
-        accuracy.add(What.TBT, "m", 1.0, 1.0, NOW + AGE_S + 1)
-    assert of(accuracy, What.TBT, NOW + AGE_S + 1) == PredictionError(What.TBT, ENOUGH, 0.0, 0.0, 0.0, 0.0, "m")
+        accuracy.add(PredictionKind.TBT, "m", 1.0, 1.0, NOW + AGE_S + 1)
+    assert of(accuracy, PredictionKind.TBT, NOW + AGE_S + 1) == PredictionError(
+        PredictionKind.TBT, ENOUGH, 0.0, 0.0, 0.0, 0.0, "m"
+    )
 
 
 def test_groups_are_apart_and_the_one_unheard_for_longest_goes_first() -> None:
@@ -76,23 +80,23 @@ def test_groups_are_apart_and_the_one_unheard_for_longest_goes_first() -> None:
     assert group_of("m", Role.BOTH) == "m coupled"
     accuracy = Accuracy()
     for n in range(MAX_GROUPS):
-        accuracy.add(What.TTFT, f"g{n}", 1.0, 1.0 + n, NOW)
-    accuracy.add(What.TTFT, "g0", 1.0, 1.0, NOW)
-    accuracy.add(What.TTFT, "new", 1.0, 2.0, NOW)
+        accuracy.add(PredictionKind.TTFT, f"g{n}", 1.0, 1.0 + n, NOW)
+    accuracy.add(PredictionKind.TTFT, "g0", 1.0, 1.0, NOW)
+    accuracy.add(PredictionKind.TTFT, "new", 1.0, 2.0, NOW)
     groups = [error.group for error in accuracy.group_errors(NOW)]
     assert len(groups) == MAX_GROUPS and groups == sorted(groups)
     assert "g0" in groups and "new" in groups and "g1" not in groups
-    assert of(accuracy, What.TTFT, group="g5").bias == pytest.approx(5.0)
+    assert of(accuracy, PredictionKind.TTFT, group="g5").bias == pytest.approx(5.0)
 
 
 def test_over_all_groups_together_every_measurement_counts_once() -> None:
     accuracy = Accuracy()
     for group, ratios in (("m", (1.0, 1.1, 1.2)), ("m coupled", (2.0,)), ("other", (1.3,))):
         for ratio in ratios:
-            accuracy.add(What.TTFT, group, 1.0, ratio, NOW)
-    accuracy.add(What.TBT, "other", 1.0, 1.0, NOW)
+            accuracy.add(PredictionKind.TTFT, group, 1.0, ratio, NOW)
+    accuracy.add(PredictionKind.TBT, "other", 1.0, 1.0, NOW)
     ttft, tbt = accuracy.errors(NOW)
-    assert (ttft.what, ttft.group, ttft.samples, tbt.what) == (What.TTFT, "", 5, What.TBT)
+    assert (ttft.what, ttft.group, ttft.samples, tbt.what) == (PredictionKind.TTFT, "", 5, PredictionKind.TBT)
     assert (ttft.bias, ttft.p50) == (pytest.approx(0.2), pytest.approx(0.2))
 
 
@@ -101,39 +105,39 @@ def test_over_all_groups_together_every_measurement_counts_once() -> None:
 )
 def test_where_one_of_the_two_is_missing_nothing_is_learnt(predicted: float, measured: float) -> None:
     accuracy = Accuracy()
-    accuracy.add(What.TBT, "m", predicted, measured, NOW)
+    accuracy.add(PredictionKind.TBT, "m", predicted, measured, NOW)
     assert accuracy.errors(NOW) == []
 
 
 def test_calibration_is_by_octaves_of_requests_and_the_nearest_that_is_known_counts() -> None:
     known = Calibration()
     for n in range(ENOUGH):
-        assert known.spread(What.TTFT, "m", 1) == AS_PREDICTED, f"{n} are too few"
-        known.add(What.TTFT, "m", 1, 1.0, 1.5)
-        known.add(What.TTFT, "m", 40, 1.0, 1e9)
-        known.add(What.TTFT, "m", 1, 1.0, math.inf)
-        known.add(What.TTFT, "m", 1, 0.0, 1.0)
+        assert known.spread(PredictionKind.TTFT, "m", 1) == AS_PREDICTED, f"{n} are too few"
+        known.add(PredictionKind.TTFT, "m", 1, 1.0, 1.5)
+        known.add(PredictionKind.TTFT, "m", 40, 1.0, 1e9)
+        known.add(PredictionKind.TTFT, "m", 1, 1.0, math.inf)
+        known.add(PredictionKind.TTFT, "m", 1, 0.0, 1.0)
     crowds = (0, 1, 2, 3, 4, 16, 32, 63, 10**9)
-    assert [known.spread(What.TTFT, "m", crowd).middle for crowd in crowds] == [1.5] * 5 + [MOST_OFF] * 4
-    assert known.spread(What.TBT, "m", 1) == known.spread(What.TTFT, "other", 1) == AS_PREDICTED
+    assert [known.spread(PredictionKind.TTFT, "m", crowd).middle for crowd in crowds] == [1.5] * 5 + [MOST_OFF] * 4
+    assert known.spread(PredictionKind.TBT, "m", 1) == known.spread(PredictionKind.TTFT, "other", 1) == AS_PREDICTED
 
 
 def test_calibration_forgets_what_was_long_ago_and_whom_nobody_asks_for() -> None:
     known = Calibration()
     for ratio in [9.0] * CALIBRATED + [2.0] * CALIBRATED:
-        known.add(What.TBT, "m", 3, 1.0, ratio)
-    assert known.spread(What.TBT, "m", 3) == (2.0, 2.0, 2.0, CALIBRATED)
-    for n in range(MAX_GROUPS * len(What)):
-        known.add(What.TBT, f"g{n}", 3, 1.0, 2.0)
-    assert known.spread(What.TBT, "m", 3) == AS_PREDICTED
+        known.add(PredictionKind.TBT, "m", 3, 1.0, ratio)
+    assert known.spread(PredictionKind.TBT, "m", 3) == (2.0, 2.0, 2.0, CALIBRATED)
+    for n in range(MAX_GROUPS * len(PredictionKind)):
+        known.add(PredictionKind.TBT, f"g{n}", 3, 1.0, 2.0)
+    assert known.spread(PredictionKind.TBT, "m", 3) == AS_PREDICTED
 
 
 @given(st.lists(st.floats(1 / MOST_OFF, MOST_OFF), min_size=ENOUGH, max_size=CALIBRATED))
 def test_a_spread_is_of_what_was_measured(ratios: list[float]) -> None:
     known = Calibration()
     for ratio in ratios:
-        known.add(What.TTFT, "m", 2, 2.0, 2.0 * ratio)
-    found = known.spread(What.TTFT, "m", 2)
+        known.add(PredictionKind.TTFT, "m", 2, 2.0, 2.0 * ratio)
+    found = known.spread(PredictionKind.TTFT, "m", 2)
     assert found[:3] == pytest.approx(np.quantile(ratios, (0.1, 0.5, 0.9)).tolist())
     assert found.samples == len(ratios)
 
@@ -142,8 +146,8 @@ def test_a_spread_is_of_what_was_measured(ratios: list[float]) -> None:
 def test_percentiles_are_ordered_and_bound_the_bias(pairs: list[tuple[float, float]]) -> None:
     accuracy = Accuracy()
     for predicted, measured in pairs:
-        accuracy.add(What.TTFT, "m", predicted, measured, NOW)
-    told = of(accuracy, What.TTFT)
+        accuracy.add(PredictionKind.TTFT, "m", predicted, measured, NOW)
+    told = of(accuracy, PredictionKind.TTFT)
     assert 0 <= told.p50 <= told.p90 <= told.p99
     assert -1 <= told.bias <= told.p99 + 1e-9
     assert 0 <= told.low <= 1 + told.bias <= told.high
@@ -151,10 +155,10 @@ def test_percentiles_are_ordered_and_bound_the_bias(pairs: list[tuple[float, flo
 
 def test_a_summary_is_cheap_enough_for_every_tick() -> None:
     accuracy, rng = Accuracy(), random.Random(1)
-    for what in What:
+    for what in PredictionKind:
         for _ in range(2 * WINDOW):
             accuracy.add(what, "m", 1.0, rng.random(), NOW)
-    assert len(accuracy.errors(NOW)) == len(accuracy.group_errors(NOW)) == len(What)
+    assert len(accuracy.errors(NOW)) == len(accuracy.group_errors(NOW)) == len(PredictionKind)
 
 
 def shown() -> dict[tuple[str, str, str], float]:
@@ -168,10 +172,10 @@ def shown() -> dict[tuple[str, str, str], float]:
 def test_the_metric_tells_every_group_while_something_is_measured_there() -> None:
     gauges, accuracy = ErrorGauges(), Accuracy()
     for measured, group in ((1.5, "shown"), (4.0, "shown coupled")):
-        accuracy.add(What.TTFT, group, 1.0, measured, NOW)
+        accuracy.add(PredictionKind.TTFT, group, 1.0, measured, NOW)
     gauges.show(accuracy.group_errors(NOW))
     assert shown()["shown", "ttft", "p50"] == 0.5 and shown()["shown coupled", "ttft", "bias"] == 3.0
-    accuracy.add(What.TTFT, "shown", 1.0, 1.0, NOW + AGE_S + 1)
+    accuracy.add(PredictionKind.TTFT, "shown", 1.0, 1.0, NOW + AGE_S + 1)
     gauges.show(accuracy.group_errors(NOW + AGE_S + 20))
     assert {group for group, _, _ in shown()} == {"shown"}
     gauges.show(())

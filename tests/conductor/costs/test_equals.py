@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from services.conductor.costs.fit import Coefficients
 from services.conductor.costs.models import DecodeModel, PrefillModel, TransferModel
 from services.conductor.domain import DecodeSample, Load, Placed, PrefillSample, Role
-from services.conductor.placing.ties import Even, even_out
+from services.conductor.placing.ties import TieCandidate, even_out
 from tests.support.conductor.brain import IDLE, Brain, chain
 
 TRUE = Coefficients(a=0.01, b=5e-5, c=0.0)
@@ -279,7 +279,7 @@ def test_a_shared_prefix_is_warmed_everywhere_and_a_session_stays_where_it_is() 
 
 def test_no_more_is_given_up_for_evenness_than_it_is_worth() -> None:
     def handicap(better: float, most: float, given: float, wait: float = 0.0) -> float:
-        return even_out([Even(0.1, 0.0, most, given), Even(0.1 + better, wait, most, 0.0)])[0]
+        return even_out([TieCandidate(0.1, 0.0, most, given), TieCandidate(0.1 + better, wait, most, 0.0)])[0]
 
     assert handicap(0.01, 0.02, 10.0) == pytest.approx(0.01)
     assert handicap(0.03, 0.02, 10.0) == 0.0  # too dear

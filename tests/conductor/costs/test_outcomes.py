@@ -6,7 +6,7 @@ import random
 import pytest
 
 from kvmesh.kvcache.tiers import Tier, TierUse
-from services.conductor.costs.accuracy import ENOUGH, PredictionError, What
+from services.conductor.costs.accuracy import ENOUGH, PredictionError, PredictionKind
 from services.conductor.domain import (
     DecodeSample,
     MemberGone,
@@ -32,7 +32,7 @@ def of(brain: Brain, name: str) -> Instance:
     return found
 
 
-def errors(brain: Brain) -> dict[What, PredictionError]:
+def errors(brain: Brain) -> dict[PredictionKind, PredictionError]:
     return {error.what: error for error in brain.state.prediction_errors(brain.now)}
 
 
@@ -46,10 +46,10 @@ def test_a_placements_predictions_are_held_against_the_outcome() -> None:
     placed = brain.placed(100, request_id="r")
     brain.beat("d0", outcomes=(done("r", ttft_s=placed.life.prefill_end_s * 1.5, tbt_s=placed.tbt_s * 0.8),))
     found = errors(brain)
-    assert found[What.TTFT].bias == pytest.approx(0.5)
-    assert found[What.TBT].bias == pytest.approx(-0.2)
+    assert found[PredictionKind.TTFT].bias == pytest.approx(0.5)
+    assert found[PredictionKind.TBT].bias == pytest.approx(-0.2)
     assert placed.life.output_tokens > 0
-    assert found[What.OUTPUT_TOKENS].bias == pytest.approx(33 / placed.life.output_tokens - 1)
+    assert found[PredictionKind.OUTPUT_TOKENS].bias == pytest.approx(33 / placed.life.output_tokens - 1)
 
 
 def test_an_outcome_told_twice_counts_once() -> None:
@@ -57,7 +57,7 @@ def test_an_outcome_told_twice_counts_once() -> None:
     brain.placed(100, request_id="r")
     for _ in range(3):
         brain.beat("d0", outcomes=(done("r"),))
-    assert errors(brain)[What.TTFT].samples == 1
+    assert errors(brain)[PredictionKind.TTFT].samples == 1
 
 
 def test_a_failure_told_again_and_again_is_one_failure() -> None:
@@ -126,16 +126,16 @@ def test_what_is_kept_of_placements_is_bounded(monkeypatch: pytest.MonkeyPatch) 
         brain.placed(1, request_id=f"r{i}")
     assert len(brain.state._ledger._promised) == 10
     brain.beat("d0", outcomes=(done("r0"), done("r29")))
-    assert errors(brain)[What.TTFT].samples == 1
+    assert errors(brain)[PredictionKind.TTFT].samples == 1
 
 
 def test_samples_are_judged_before_they_are_learnt() -> None:
     brain = pair()
     expected = of(brain, "p0").prefill.predict(100, 0)
     brain.done("p0", "r", 100, seconds=3 * expected)
-    assert errors(brain)[What.PREFILL].bias == pytest.approx(2.0)
+    assert errors(brain)[PredictionKind.PREFILL].bias == pytest.approx(2.0)
     brain.done("p0", "s", 100, seconds=3 * expected)  # by now it knows
-    assert errors(brain)[What.PREFILL].bias == pytest.approx(1.0), "the median of 2 and 0"
+    assert errors(brain)[PredictionKind.PREFILL].bias == pytest.approx(1.0), "the median of 2 and 0"
 
 
 def test_every_kind_of_sample_is_judged() -> None:
@@ -143,7 +143,13 @@ def test_every_kind_of_sample_is_judged() -> None:
     sample = PrefillSample("r", 100, 64, 0.01, 10_000_000, 0.02, 64, 1_000_000, 0.03)
     brain.beat("p0", prefill_samples=(sample,), tiers=(TierUse(Tier.SSD, 1, 1, 1, 1_000_000, 10**9),))
     brain.beat("d0", decode_samples=(DecodeSample(4, 400, 0.02),))
-    assert set(errors(brain)) == {What.PREFILL, What.TRANSFER, What.PULL, What.DECODE_STEP, What.TIER_LOAD}
+    assert set(errors(brain)) == {
+        PredictionKind.PREFILL,
+        PredictionKind.TRANSFER,
+        PredictionKind.PULL,
+        PredictionKind.DECODE_STEP,
+        PredictionKind.TIER_LOAD,
+    }
 
 
 def test_an_outcome_is_explained_beside_what_was_expected() -> None:
@@ -248,6 +254,6 @@ def test_what_is_told_follows_what_was_seen_lately() -> None:
         ended = done(f"r{n}", ttft_s=2 * placed.life.prefill_end_s, tbt_s=placed.tbt_s / 2)
         brain.beat("d0", outcomes=(ended,), finished_request_ids=(f"r{n}",))
         brain.beat("p0", finished_request_ids=(f"r{n}",))
-    told = errors(brain)[What.TTFT]
+    told = errors(brain)[PredictionKind.TTFT]
     assert told.samples == ENOUGH + 1 and told.bias == pytest.approx(1.0)
     assert told.low == pytest.approx(1.8), "the last one was told right"

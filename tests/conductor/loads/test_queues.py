@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from services.conductor.domain import Load
 from services.conductor.loads.batch_forecast import DecodeWork
-from services.conductor.loads.queues import IN_FLIGHT_S, DecodeLoadModel, PrefillQueue, PrefillWork
+from services.conductor.loads.queues import IN_FLIGHT_S, PrefillQueue, PrefillWork, RunningBatch
 
 PER_TOKEN = 0.001
 
@@ -123,7 +123,7 @@ def test_cancelled_work_does_not_count_as_speed() -> None:
 
 
 def test_decode_counts_flying_requests_once() -> None:
-    batch = DecodeLoadModel()
+    batch = RunningBatch()
     batch.report(Load(running_requests=2, waiting_requests=1, free_pages=100, context_tokens=300), 0.0)
     batch.add(stay("a", 50, 4, 1.0))
     assert (batch.requests, batch.free_blocks) == (4, 96)
@@ -133,7 +133,7 @@ def test_decode_counts_flying_requests_once() -> None:
 
 
 def test_room_is_extents_or_pages_and_waiting_for_it_takes_as_long_as_others_stay() -> None:
-    batch = DecodeLoadModel()
+    batch = RunningBatch()
     batch.report(Load(running_requests=4, free_pages=2, free_extents=10), 0.0)
     assert batch.landing_wait_s(10) == 0.0
     batch.add(stay("a", 640, 10, 0.0))
@@ -143,7 +143,7 @@ def test_room_is_extents_or_pages_and_waiting_for_it_takes_as_long_as_others_sta
 
 
 def test_how_long_requests_stay_is_learnt() -> None:
-    batch = DecodeLoadModel()
+    batch = RunningBatch()
     for i in range(100):
         batch.add(stay(str(i), 10, 1, float(i)))
         batch.finish(str(i), i + 4.0)
@@ -188,7 +188,7 @@ decode_move = st.tuples(
 
 @given(st.lists(decode_move, max_size=50))
 def test_the_batch_is_never_negative_and_returns_to_zero(steps: list[tuple[str, int, int, float]]) -> None:
-    batch, now = DecodeLoadModel(), 0.0
+    batch, now = RunningBatch(), 0.0
     for move, name, tokens, pause in steps:
         now += pause
         if move == "add":

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from services.conductor.domain import Load, Role, Schedule
 from services.conductor.placing import affinity
 from services.conductor.placing.affinity import Affinity
-from services.conductor.placing.nearness import ANSWER_TOKENS, NOWHERE, Worth
+from services.conductor.placing.nearness import ANSWER_TOKENS, NOWHERE, NearInstances
 from services.conductor.placing.placement import PlacementChoice
 from services.conductor.placing.serving_modes import COUNTED_TOKENS
 from services.conductor.settings import AffinitySettings
@@ -104,7 +104,7 @@ def test_its_terms_are_never_negative_and_never_more_than_they_may(story: list[t
 
 
 def test_nobody_is_near() -> None:
-    assert Worth().far_s("i") == 0.0 and Worth({}).most_s == 0.0
+    assert NearInstances().far_s("i") == 0.0 and NearInstances({}).most_s == 0.0
     assert ANSWER_TOKENS == COUNTED_TOKENS
 
 

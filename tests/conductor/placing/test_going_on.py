@@ -10,7 +10,7 @@ import pytest
 from kvmesh.errors import InvalidRequest, Overloaded, Unavailable
 from kvmesh.rpc.pb import conductor_pb2 as pb
 from kvmesh.sim.fitting import decisions
-from services.conductor.costs.accuracy import What
+from services.conductor.costs.accuracy import PredictionKind
 from services.conductor.costs.lengths import ENOUGH, LearntLengths
 from services.conductor.domain import Lane, Load, Outcome, Placed, RequestOutcome, Role, Schedule
 from services.conductor.mapping import schedule_in
@@ -55,8 +55,8 @@ def test_its_first_token_is_nobodys_ttft_and_its_length_is_whole() -> None:
     brain.placed(112, request_id="r", attempt=1, answered_tokens=12, max_tokens=40)
     brain.beat("d0", IDLE, outcomes=(RequestOutcome("r", 1, Outcome.DONE, 20, 9.0, 0.02, 0.02, 10.0),))
     errors = {error.what: error for error in brain.state.prediction_errors(brain.now)}
-    assert What.TTFT not in errors or not errors[What.TTFT].samples
-    assert errors[What.TBT].samples == errors[What.OUTPUT_TOKENS].samples == 1
+    assert PredictionKind.TTFT not in errors or not errors[PredictionKind.TTFT].samples
+    assert errors[PredictionKind.TBT].samples == errors[PredictionKind.OUTPUT_TOKENS].samples == 1
 
 
 def asked(name: str = "r", **more: Any) -> Schedule:

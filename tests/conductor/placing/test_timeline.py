@@ -22,7 +22,7 @@ def choice(**terms: float) -> PlacementChoice:
     """As much of one as is looked at."""
     get = lambda name: terms.get(name, 0.0)  # noqa: E731
     names = ("queue_s", "fetch_s", "prefill_s", "tail_s")
-    prefill = SimpleNamespace(legs=("leg",) if "fetch_s" in terms else (), **{name: get(name) for name in names})
+    prefill = SimpleNamespace(segments=("leg",) if "fetch_s" in terms else (), **{name: get(name) for name in names})
     decode = SimpleNamespace(**{name: get(name) for name in ("landing_wait_s", "slot_wait_s", "tbt_s")})
     return cast(PlacementChoice, SimpleNamespace(prefill=prefill, decode=decode))
 

@@ -15,7 +15,7 @@ import pytest
 from kvmesh.errors import TransferError
 from kvmesh.transfer.transports.rdma import server, verbs
 from kvmesh.transfer.transports.rdma.queue_pair import QueuePair
-from kvmesh.transfer.transports.rdma.rail import Track
+from kvmesh.transfer.transports.rdma.rail import WriteTracker
 from kvmesh.transfer.transports.rdma.server import RdmaAccepted
 from tests.rdma.inside.test_transport import (
     COMPLETED,
@@ -261,7 +261,7 @@ def test_without_the_flush_nothing_is_given_back(nest: Nest, monkeypatch: pytest
     two = Two(nest, 8 * MIB, fence_grace_s=0.2)
     two.window()
     two.write(0, two.nbytes)
-    monkeypatch.setattr(Track, "flushed", lambda *_: None)  # no answer
+    monkeypatch.setattr(WriteTracker, "flushed", lambda *_: None)  # no answer
     two.target.fence("writer#1", 1)
     assert two.target.engine.counters()["rdma.fences_that_destroyed"] == 1
     monkeypatch.undo()

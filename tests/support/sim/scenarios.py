@@ -19,7 +19,7 @@ from itertools import islice
 from math import inf, nan
 from typing import Any
 
-from kvmesh.sim.changes import FreezePhase, JoinEvent, KillEvent, LeaveEvent, Noticed, SlowPhase
+from kvmesh.sim.changes import ChangeNoticed, FreezePhase, JoinEvent, KillEvent, LeaveEvent, SlowPhase
 from kvmesh.sim.cluster import Cluster
 from kvmesh.sim.config import SimConfig
 from kvmesh.sim.hardware.times import NodeSpec
@@ -118,7 +118,7 @@ class Ran:
     config: SimConfig
     summary: Summary
     records: list[Record] = field(default_factory=list)
-    changes: list[Noticed] = field(default_factory=list)
+    changes: list[ChangeNoticed] = field(default_factory=list)
 
     def p90_s(self, what: str = "ttft_s", from_s: float = 0.0, until_s: float = inf) -> float:
         """Of those that came then and are done: `ttft_s`, or another time of a record."""

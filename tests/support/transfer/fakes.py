@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvmesh.transfer.api import BatchId, Opcode, TransferRequest, TransferState, TransferStatus
-from kvmesh.transfer.batch import Aftermath
+from kvmesh.transfer.batch import AfterUnlock
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.core import Core
 from kvmesh.transfer.engine import grouped
@@ -131,7 +131,7 @@ class World:
                 TransferRequest(opcode, self.address + at, peer, BASE + at, length, epoch, traffic_class, verify=verify)
             )
             at += length
-        core, after = self.core, Aftermath()
+        core, after = self.core, AfterUnlock()
         batch_id = core.new_batch(len(requests))
         with core.lock:
             batch = core.batch(batch_id)
@@ -146,7 +146,7 @@ class World:
         return [known.status(i) for i in range(len(known.states))]
 
     def cancel(self, batch: BatchId) -> None:
-        after = Aftermath()
+        after = AfterUnlock()
         with self.core.lock:
             self.core.cancel(self.core.batch(batch), TransferState.CANCELLED, "cancelled", after)
         self.core.conclude(after)

@@ -11,7 +11,7 @@ import pytest
 
 from kvmesh.errors import TransferError
 from kvmesh.transfer import EngineConfig, SegmentDescriptor, TransferState
-from kvmesh.transfer.transports.tcp.nics import Address, Far, decode_nics, resolve, routes, straight
+from kvmesh.transfer.transports.tcp.nics import Address, PeerNic, decode_nics, resolve, routes, straight
 from tests.support.transfer.networks import HostPeer, Networks, networks
 from tests.support.transfer.peer import pattern
 from tests.support.transfer.raw import RawTcp
@@ -69,14 +69,14 @@ def test_what_is_not_here_is_an_error(name: str) -> None:
 
 def test_one_subnet_first_and_families_never_mix() -> None:
     (mine,) = resolve(["eth1"], HOST)
-    near = Far("x", ((ipaddress.ip_address("10.1.0.2"), 1), (ipaddress.ip_address("fd09::2"), 2)))
+    near = PeerNic("x", ((ipaddress.ip_address("10.1.0.2"), 1), (ipaddress.ip_address("fd09::2"), 2)))
     assert straight(mine, near)
     assert [(str(a.ip), str(ip)) for a, ip, _ in routes(mine, near)] == [
         ("10.1.0.1", "10.1.0.2"),
         ("fd01::1", "fd09::2"),
     ]
     (v6_only,) = resolve(["eth2"], HOST)
-    assert routes(v6_only, Far("y", ((ipaddress.ip_address("10.1.0.2"), 1),))) == []
+    assert routes(v6_only, PeerNic("y", ((ipaddress.ip_address("10.1.0.2"), 1),))) == []
 
 
 @pytest.mark.parametrize("value", ["10.0.0.1", "10.0.0.1@x", "eth@5"])

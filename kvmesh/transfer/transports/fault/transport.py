@@ -40,7 +40,7 @@ from kvmesh.transfer.transports.fault.rules import Operation, Rule, Rules, Scrip
 # Things to do later, for the fault transport.
 
 
-class Clockwork:
+class DelayThread:
     """Does things later, on a thread of its own that starts with the first."""
 
     def __init__(self) -> None:
@@ -260,7 +260,7 @@ class FaultTransport(Transport):
         self.limits = inner.limits
         self.lock = threading.Lock()
         self._flights: dict[int, _Flight] = {}
-        self._clockwork = Clockwork()
+        self._clockwork = DelayThread()
 
     @property
     def name(self) -> str:  # type: ignore[override]

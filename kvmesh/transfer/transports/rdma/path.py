@@ -24,7 +24,7 @@ from kvmesh.transfer.transports.dialing import connect_patiently
 from kvmesh.transfer.transports.rdma import dial, protocol
 from kvmesh.transfer.transports.rdma.channel import Channel
 from kvmesh.transfer.transports.rdma.gids import Pair
-from kvmesh.transfer.transports.rdma.rail import Later, Letter, State, Track
+from kvmesh.transfer.transports.rdma.rail import Later, OutgoingNotification, State, WriteTracker
 from kvmesh.transfer.transports.rdma.wiring import Wiring, run_all
 from kvmesh.transfer.transports.wire import Gone
 
@@ -84,14 +84,14 @@ class RdmaPath(Wiring):
         run_all(later)
         return True
 
-    def _choose(self, rail: Rail, pair: Pair) -> Track:
+    def _choose(self, rail: Rail, pair: Pair) -> WriteTracker:
         """Of the rail's queue pairs the one with the least to do; a new one while all have something."""
         tracks, most = self._tracks.setdefault(rail, []), self.config.rdma_qps_per_rail
         if tracks and most == 1:
             return tracks[0]
-        track = min(tracks, key=Track.load, default=None)
+        track = min(tracks, key=WriteTracker.load, default=None)
         if track is None or (track.busy() and len(tracks) < most):
-            track = Track(self, rail, pair, self.transport.nic(pair.local))
+            track = WriteTracker(self, rail, pair, self.transport.nic(pair.local))
             tracks.append(track)
         return track
 
@@ -144,11 +144,11 @@ class RdmaPath(Wiring):
 
     # ── the pump: lock held ───────────────────────────────────────────────────────────────────────
 
-    def _pump(self, track: Track, later: Later) -> None:
+    def _pump(self, track: WriteTracker, later: Later) -> None:
         while track.queue and self._channel is not None and self._send(track, track.queue[0], later):
             track.queue.popleft()
 
-    def _send(self, track: Track, frame: Frame, later: Later) -> bool:
+    def _send(self, track: WriteTracker, frame: Frame, later: Later) -> bool:
         """Whether it has left the queue."""
         channel = self._channel
         assert channel is not None
@@ -171,7 +171,7 @@ class RdmaPath(Wiring):
             self._break(track, str(err), down=True)
             return True
 
-    def _post(self, track: Track, frame: Frame, channel: Channel, later: Later) -> bool:
+    def _post(self, track: WriteTracker, frame: Frame, channel: Channel, later: Later) -> bool:
         assert frame.group is not None and track.queue_pair is not None
         base = frame.group.remote.base_offset
         keys = self._keys.get(base)
@@ -212,7 +212,7 @@ class RdmaPath(Wiring):
         track.post(frame, rkey, own.lkey, keys.address - base, refused, cause)
         return True
 
-    def _send_letter(self, track: Track, frame: Frame, channel: Channel) -> bool:
+    def _send_letter(self, track: WriteTracker, frame: Frame, channel: Channel) -> bool:
         notice = frame.notice
         assert notice is not None
         seq = next(self._seqs)
@@ -224,7 +224,7 @@ class RdmaPath(Wiring):
         self._tell_landed(time.monotonic())
         admission = self._admissions.give_up(frame.epoch)
         if len(notice.payload) > protocol.LETTER_BYTES:
-            track.letters[seq] = Letter(frame, -1)
+            track.letters[seq] = OutgoingNotification(frame, -1)
             message = protocol.Notify(seq, frame.epoch, notice.serial, admission, notice.payload)
             channel.send(protocol.encode(message))
             return True

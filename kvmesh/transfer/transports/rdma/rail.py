@@ -46,7 +46,7 @@ class Posted:
 
 
 @dataclass(eq=False, slots=True)
-class Letter:
+class OutgoingNotification:
     """A notification on its way: in the mailbox's `slot`, or (-1) over the control connection."""
 
     frame: Frame
@@ -74,7 +74,7 @@ class Outgoing:
 
 
 @dataclass(eq=False, slots=True)
-class Track:
+class WriteTracker:
     """A `queue_pair.Sink`. `dirty`: what was written since the last flush, (epoch, region) → (address, key); what of it
     is `flushing`, → turn. `doomed`: queue pairs that the path's thread has to destroy."""
 
@@ -92,7 +92,7 @@ class Track:
     slots: list[int] = field(default_factory=list)
     turn: int = 0
     posted: dict[int, Posted] = field(default_factory=dict)
-    letters: dict[int, Letter] = field(default_factory=dict)
+    letters: dict[int, OutgoingNotification] = field(default_factory=dict)
     checks: dict[int, Frame] = field(default_factory=dict)
     stranded: list[Frame] = field(default_factory=list)
     doomed: list[QueuePair | Outgoing] = field(default_factory=list)
@@ -184,7 +184,7 @@ class Track:
         if not self.slots or self.queue_pair.free < 1:
             return False
         slot = self.slots.pop()
-        self.letters[seq] = Letter(frame, slot)
+        self.letters[seq] = OutgoingNotification(frame, slot)
         head = protocol.LETTER.pack(seq, frame.epoch, notice.serial, admission, len(notice.payload))
         address = self.outgoing.write(slot, head + notice.payload)
         at, rkey = self.mailbox

@@ -22,7 +22,7 @@ from kvmesh.transfer.transports.rdma import protocol, verbs
 from kvmesh.transfer.transports.rdma.admissions import Admissions
 from kvmesh.transfer.transports.rdma.channel import Channel
 from kvmesh.transfer.transports.rdma.queue_pair import QueuePair
-from kvmesh.transfer.transports.rdma.rail import Later, Outgoing, State, Track
+from kvmesh.transfer.transports.rdma.rail import Later, Outgoing, State, WriteTracker
 
 if TYPE_CHECKING:
     from kvmesh.transfer.transports.rdma.transport import RdmaTransport
@@ -47,7 +47,7 @@ class Wiring(ABC):
         self.host = transport.host
         self.config = transport.config
         self._lock = threading.Lock()
-        self._tracks: dict[Rail, list[Track]] = {}  # each has a queue pair
+        self._tracks: dict[Rail, list[WriteTracker]] = {}  # each has a queue pair
         self._channel: Channel | None = None
         self._asked: dict[int, tuple[float, Handler]] = {}
         self._keys: dict[int, protocol.KeysAre] = {}
@@ -61,12 +61,12 @@ class Wiring(ABC):
         self._telling = False
 
     @abstractmethod
-    def _pump(self, track: Track, later: Later) -> None:
+    def _pump(self, track: WriteTracker, later: Later) -> None:
         """Sends what waits and may go now. Lock held."""
 
     # ── lock held ─────────────────────────────────────────────────────────────────────────────────
 
-    def _all_tracks(self) -> list[Track]:
+    def _all_tracks(self) -> list[WriteTracker]:
         return [track for tracks in self._tracks.values() for track in tracks]
 
     def _ask(self, make: Callable[[int], protocol.Asked], handler: Handler) -> None:
@@ -76,7 +76,7 @@ class Wiring(ABC):
             self._channel.send(protocol.encode(make(seq)))
             self._channel.defer(lambda: None)  # its thread minds the time
 
-    def _break(self, track: Track, cause: str, *, down: bool) -> None:
+    def _break(self, track: WriteTracker, cause: str, *, down: bool) -> None:
         if track.state in (State.READY, State.CONNECTING) and self._channel is not None:
             track.break_off(cause, down=down)
             self._channel.defer(partial(self._reset, track))
@@ -140,7 +140,7 @@ class Wiring(ABC):
 
     # ── from the NIC's thread ─────────────────────────────────────────────────────────────────────
 
-    def chain_done(self, track: Track, queue_pair: QueuePair, token: object) -> None:
+    def chain_done(self, track: WriteTracker, queue_pair: QueuePair, token: object) -> None:
         later: Later = []
         with self._lock:
             if track.queue_pair is not queue_pair:
@@ -160,7 +160,7 @@ class Wiring(ABC):
             self._clean(later)
         run_all(later)
 
-    def failed(self, track: Track, queue_pair: QueuePair, status: int, cause: str, *, down: bool) -> None:
+    def failed(self, track: WriteTracker, queue_pair: QueuePair, status: int, cause: str, *, down: bool) -> None:
         with self._lock:
             if track.queue_pair is not queue_pair:
                 return
@@ -191,7 +191,7 @@ class Wiring(ABC):
                     until = min(until, self._told_at + PROGRESS_S)
             return until
 
-    def _begin(self, track: Track) -> None:
+    def _begin(self, track: WriteTracker) -> None:
         pair = track.pair
         track.nic = self.transport.living_nic(pair.local) or track.nic
         try:
@@ -213,11 +213,11 @@ class Wiring(ABC):
             track.number, track.made = queue_pair.number, queue_pair
             self._ask(connect, lambda told, later: self._defer_ready(track, queue_pair, psn, told))
 
-    def _defer_ready(self, track: Track, queue_pair: QueuePair, psn: int, message: protocol.Told) -> None:
+    def _defer_ready(self, track: WriteTracker, queue_pair: QueuePair, psn: int, message: protocol.Told) -> None:
         if self._channel is not None and isinstance(message, protocol.Connected):
             self._channel.defer(partial(self._ready, track, queue_pair, psn, message))
 
-    def _ready(self, track: Track, queue_pair: QueuePair, psn: int, message: protocol.Connected) -> None:
+    def _ready(self, track: WriteTracker, queue_pair: QueuePair, psn: int, message: protocol.Connected) -> None:
         """The target has answered a Connect."""
         outgoing: Outgoing | None = None
         cause = message.cause
@@ -254,12 +254,12 @@ class Wiring(ABC):
         if track.state is State.RESETTING or track.doomed:
             self._reset(track)
 
-    def _cannot(self, track: Track, cause: str) -> None:
+    def _cannot(self, track: WriteTracker, cause: str) -> None:
         with self._lock:
             track.break_off(cause, down=True)
         self._reset(track)
 
-    def _destroy(self, track: Track) -> bool:
+    def _destroy(self, track: WriteTracker) -> bool:
         """Whether nothing is left of what was broken off. What the driver fails to end is tried again next time, and
         keeps its memory."""
         with self._lock:
@@ -278,7 +278,7 @@ class Wiring(ABC):
             track.doomed += failed
         return not failed
 
-    def _reset(self, track: Track) -> None:
+    def _reset(self, track: WriteTracker) -> None:
         """Ours is destroyed; then the target destroys its own."""
         dead = self._destroy(track)
         later: Later = []
@@ -291,7 +291,7 @@ class Wiring(ABC):
                 self._ask(lambda seq: protocol.Reset(seq, name, number), partial(self._reset_done, track))
         run_all(later)
 
-    def _reset_done(self, track: Track, message: protocol.Told, later: Later) -> None:
+    def _reset_done(self, track: WriteTracker, message: protocol.Told, later: Later) -> None:
         if track.state is not State.RESETTING:
             return
         cause, down = track.fault
@@ -307,11 +307,11 @@ class Wiring(ABC):
         self._pump(track, later)
         self._clean(later)
 
-    def _drop(self, track: Track) -> None:
+    def _drop(self, track: WriteTracker) -> None:
         with self._lock:
             self._drop_locked(track)
 
-    def _drop_locked(self, track: Track) -> None:
+    def _drop_locked(self, track: WriteTracker) -> None:
         if track.forgotten and not track.busy() and track.state is State.NEW:
             tracks = self._tracks.get(track.rail, [])
             if track in tracks:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.transports import wire
-from kvmesh.transfer.transports.tcp.nics import Address, Far, IpAddress, TcpNic, family, port_of, routes, sockaddr
+from kvmesh.transfer.transports.tcp.nics import Address, IpAddress, PeerNic, TcpNic, family, port_of, routes, sockaddr
 from kvmesh.transfer.transports.wire import Hello, ProtocolBroken, Refused
 
 OWN_HOST_BYTES = 512 << 10
@@ -49,15 +49,15 @@ def at(route: TcpRoute, err: OSError) -> OSError:
     return OSError(err.errno, why) if err.errno else OSError(why)
 
 
-def numeric(endpoint: dict[str, str]) -> Far | None:
+def numeric(endpoint: dict[str, str]) -> PeerNic | None:
     """The peer's one address as a NIC without a name; None when it is a name or no address at all."""
     try:
-        return Far("", ((ipaddress.ip_address(endpoint["host"]), port_of(endpoint["port"])),))
+        return PeerNic("", ((ipaddress.ip_address(endpoint["host"]), port_of(endpoint["port"])),))
     except (KeyError, ValueError):
         return None
 
 
-def nic_routes(mine: TcpNic, its: Far, own: frozenset[IpAddress]) -> list[TcpRoute]:
+def nic_routes(mine: TcpNic, its: PeerNic, own: frozenset[IpAddress]) -> list[TcpRoute]:
     """`own`: every address of this host; what goes there never leaves by an interface."""
     found = []
     for source, ip, port in routes(mine, its):

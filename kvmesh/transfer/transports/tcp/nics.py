@@ -58,7 +58,7 @@ class TcpNic:
 
 
 @dataclass(frozen=True, slots=True)
-class Far:
+class PeerNic:
     """A peer's NIC as its endpoint says: where to dial."""
 
     name: str
@@ -189,7 +189,7 @@ def port_of(text: str) -> int:
     return port
 
 
-def decode_nics(endpoint: dict[str, str]) -> tuple[Far, ...]:
+def decode_nics(endpoint: dict[str, str]) -> tuple[PeerNic, ...]:
     """TransferError when a field is malformed."""
     nics = []
     for key, value in endpoint.items():
@@ -199,17 +199,17 @@ def decode_nics(endpoint: dict[str, str]) -> tuple[Far, ...]:
                 addresses = tuple((ipaddress.ip_address(ip), port_of(port)) for ip, port in pairs)
             except ValueError as err:
                 raise TransferError(f"tcp endpoint {key}={value!r}: {err}", field="endpoints") from err
-            nics.append(Far(key[4:], addresses))
+            nics.append(PeerNic(key[4:], addresses))
     return tuple(nics)
 
 
-def routes(mine: TcpNic, its: Far) -> list[tuple[Address, IpAddress, int]]:
+def routes(mine: TcpNic, its: PeerNic) -> list[tuple[Address, IpAddress, int]]:
     """(source, target address, port) of every pair of one family, those of one subnet first."""
     pairs = [(a, ip, port) for a in mine.addresses for ip, port in its.addresses if a.ip.version == ip.version]
     return sorted(pairs, key=lambda pair: (not pair[0].near(pair[1]), pair[1].is_link_local))
 
 
-def straight(mine: TcpNic, its: Far) -> bool:
+def straight(mine: TcpNic, its: PeerNic) -> bool:
     """Whether they share a subnet. All link-local addresses do, which tells nothing."""
     return any(a.near(ip) and not ip.is_link_local for a, ip, _ in routes(mine, its))
 

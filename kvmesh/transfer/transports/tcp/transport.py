@@ -19,7 +19,7 @@ from kvmesh.transfer.transports.dialing import DialingTransport
 from kvmesh.transfer.transports.serving import AcceptingServer
 from kvmesh.transfer.transports.tcp import nics as tcp_nics
 from kvmesh.transfer.transports.tcp.dial import TcpRoute, nic_routes, numeric, plain_routes
-from kvmesh.transfer.transports.tcp.nics import Address, Far, LinkWatch, TcpNic, family
+from kvmesh.transfer.transports.tcp.nics import Address, LinkWatch, PeerNic, TcpNic, family
 from kvmesh.transfer.transports.tcp.path import TcpPath
 from kvmesh.transfer.transports.tcp.server import TcpAccepted
 from kvmesh.transfer.transports.wire import Refused
@@ -228,7 +228,7 @@ def _among(names: tuple[str, ...], known: list[Address]) -> tuple[str, ...]:
     return tuple(name for name in names if name in own)
 
 
-def _far_nics(descriptor: SegmentDescriptor) -> tuple[Far, ...]:
+def _far_nics(descriptor: SegmentDescriptor) -> tuple[PeerNic, ...]:
     endpoint = descriptor.endpoints.get("tcp", {})
     one = numeric(endpoint)
     return tcp_nics.decode_nics(endpoint) or ((one,) if one is not None else ())
