@@ -13,7 +13,7 @@ from benchmarks.better_policies import BETTER, LINES, PAPER, SPLIT, Policy, poli
 from benchmarks.better_runs import SHARES, Row, Task
 from benchmarks.better_tables import SHOWN_AT, Shown, tables
 from kvmesh.errors import ConfigError
-from kvmesh.sim.report.html_style import STYLE
+from kvmesh.sim.report.html import STYLE
 from kvmesh.sim.report.plots import HEIGHT, WIDTH, Chart, Line, draw
 
 BEGIN, END = "<!-- filled by benchmarks.better --docs -->\n", "<!-- until here -->"

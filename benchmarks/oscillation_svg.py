@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvmesh.sim.report.html_style import STYLE
+from kvmesh.sim.report.html import STYLE
 from kvmesh.sim.report.plots import HEIGHT, WIDTH, Chart, Line, draw
 
 HEAD = 34

@@ -14,7 +14,8 @@ import asyncio
 import itertools
 import logging
 import random
-from collections.abc import Callable, Coroutine, Sequence
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from kvmesh.blockservice.checksums import ChecksumClient
@@ -27,10 +28,8 @@ from kvmesh.blockservice.peer_segments import PeerSegments
 from kvmesh.blockservice.peers import Peers
 from kvmesh.blockservice.pulls import Pulls
 from kvmesh.blockservice.puts import Puts
-from kvmesh.blockservice.quota_enforcer import QuotaEnforcer
 from kvmesh.blockservice.removal_applier import RemovalApplier
 from kvmesh.blockservice.replica_tracker import ReplicaTracker
-from kvmesh.blockservice.send_rate import SendRate
 from kvmesh.blockservice.servicer import SERVICE, NodeStoreServicer, counted
 from kvmesh.blockservice.tiers.parts import TierSettings
 from kvmesh.blockservice.tiers.tiering import Tiering
@@ -49,6 +48,60 @@ from kvmesh.rpc.pb import store_pb2 as pb_store
 from kvmesh.rpc.server import Server
 from kvmesh.rpc.terms import LeaderTerms
 from kvmesh.telemetry import names
+
+# What each tenant may have at this node, as the master says it: enforced over turns of the loop.
+
+
+class QuotaEnforcer:
+    """Of one node, on its loop. `start`: makes a task that ends with the node."""
+
+    def __init__(
+        self, partitions: Partitions, start: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
+    ) -> None:
+        self._partitions = partitions
+        self._start = start
+        self._enforcing: asyncio.Task[None] | None = None
+
+    def told(self, limits: Mapping[bytes, int]) -> None:
+        """These and no others, from now on."""
+        self._partitions.quotas.limit(limits, [partition.store for partition in self._partitions.all()])
+        self.enforce()
+
+    def enforce(self) -> None:
+        """A step, and in later turns all others that lead somewhere. To be said now and then, as blocks come free."""
+        if (self._enforcing is None or self._enforcing.done()) and self._partitions.quotas.enforce():
+            self._enforcing = self._start(self._go_on(), "enforce quotas")
+
+    async def _go_on(self) -> None:
+        more = True
+        while more:
+            await asyncio.sleep(0)
+            more = self._partitions.quotas.enforce()
+            self._partitions.settle()
+
+
+# How fast this node's blocks are read by others: for whoever chooses among several holders.
+
+KEPT = 0.5  # of the mean before, at each count
+
+
+class SendRate:
+    """By what is leased: a block under lease is read as a rule, and the front does not see the bytes themselves."""
+
+    def __init__(self) -> None:
+        self.bytes_per_s = 0
+        self._leased = 0
+        self._at = time.monotonic()
+
+    def count(self, partitions: Partitions) -> None:
+        """Once a second or so."""
+        now, before = time.monotonic(), self._leased
+        self._leased = sum(p.store.stats.leased_blocks * p.shard_bytes for p in partitions.all())
+        grown = max(self._leased - before, 0)  # a partition that is gone takes its count with it
+        rate = grown / max(now - self._at, 1e-3)
+        self.bytes_per_s = int(KEPT * self.bytes_per_s + (1 - KEPT) * rate)
+        self._at = now
+
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import itertools
 
 import pytest
 
+from kvmesh.blockservice.blocks import QuotaEnforcer
 from kvmesh.blockservice.partitions import OnePartition, Partition
-from kvmesh.blockservice.quota_enforcer import QuotaEnforcer
 from kvmesh.kvcache import quotas
 from kvmesh.kvcache.node_store import NodeStore
 

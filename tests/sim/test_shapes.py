@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from kvmesh.errors import ConfigError
-from kvmesh.sim.hardware.shape_presets import PRESETS
-from kvmesh.sim.hardware.shapes import from_config, shape_of
+from kvmesh.sim.hardware.shapes import PRESETS, from_config, shape_of
 from tests.support.paths import ROOT
 
 LLAMA: dict[str, Any] = {

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvmesh.engine.config import AttentionSpec
-from kvmesh.engine.kernels import decode_oracle
+from tests.support.engine import decode_oracle
 from tests.support.engine.paged import Paged, Shape, paged, supported
 
 SHAPES = {

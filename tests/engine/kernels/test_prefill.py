@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvmesh.engine.config import AttentionSpec
-from kvmesh.engine.kernels import prefill_oracle
+from tests.support.engine import prefill_oracle
 from tests.support.engine.paged import Shape, paged, supported
 
 SHAPES = {

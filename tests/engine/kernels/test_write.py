@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvmesh.engine.kernels import write_oracle
+from tests.support.engine import write_oracle
 from tests.support.engine.paged import Shape, paged
 
 SHAPES = (Shape(2, 2, 16, 16), Shape(7, 1, 24, 16, torch.bfloat16), Shape(4, 4, 96, 64))

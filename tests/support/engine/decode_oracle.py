@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvmesh.engine.config import AttentionSpec
-from kvmesh.engine.kernels.prefill_oracle import attend, context
+from tests.support.engine.prefill_oracle import attend, context
 
 
 def paged_decode(
