@@ -35,6 +35,25 @@ from tests.support.compose.faults import FAULTS
 from tests.support.paths import ROOT
 from tests.transfer.conftest import over
 
+# ── all pages ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+A_FILE = re.compile(
+    r"(?<![\w./-])(?:tests|kvmesh|services|scripts|benchmarks|compose|protos)/[\w./-]+\.(?:py|sh|cpp|h|proto|ya?ml|json)\b"
+)
+
+
+def test_every_file_that_a_page_names_is_there() -> None:
+    """Decisions (docs/adr) and the change log speak of their time; results may be somebody's own."""
+    missing = {
+        f"{page.relative_to(ROOT)}: {name}"
+        for page in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "compose").rglob("*.md"))
+        if page.name != "CHANGELOG.md"
+        for name in A_FILE.findall(page.read_text())
+        if not name.startswith("benchmarks/results/") and not (ROOT / name).exists()
+    }
+    assert not missing
+
+
 # ── docs/better.md ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 BETTER_MD, BETTER_JSON = ROOT / "docs" / "better.md", ROOT / "benchmarks" / "results" / "better.json"
