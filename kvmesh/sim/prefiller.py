@@ -67,7 +67,7 @@ class Prefiller:
         self.lives[life.handle] = life
         now = self._loop.now
         size_ns = round(life.placed.life.prefill_s * 1e9) if life.placed is not None else 0
-        self.planner.line.add(life.handle, life.request.priority, int(now * 1e9), size_ns)
+        self.planner.waiting.add(life.handle, life.request.priority, int(now * 1e9), size_ns)
         if pull_after_s > 0 and life.placed is not None and life.placed.pulls:
             life.planned_to = self._reach(life)
             self._loop.after(pull_after_s, lambda: self._begin_planned(life))
@@ -157,7 +157,7 @@ class Prefiller:
         self.rates.pulled(len(arrived), round((self._loop.now - pull.began_s) * 1e9))
         for at, life in enumerate(waiters):
             life.pulls -= 1
-            if life.handle in self.planner.line:
+            if life.handle in self.planner.waiting:
                 life.pinned += self.store.borrow([key for key in arrived if self.store.holds(key)])
             life.pulled_keys.update(arrived)
             life.pull_s = self._loop.now - pull.began_s
@@ -190,7 +190,7 @@ class Prefiller:
 
     def _pays(self, life: Life, found: int) -> bool:
         """See `services.prefill.handoff_table.HandoffTable`: whether its planned pull is to be waited for now."""
-        alone = len(self.planner.line) == 1 and not self.planner.unsubmitted_tokens
+        alone = len(self.planner.waiting) == 1 and not self.planner.unsubmitted_tokens
         return found < life.planned_to and (not alone or self.rates.pull_pays)
 
     def _admit(self, handle: int) -> int | Wait:
@@ -420,9 +420,9 @@ class Prefiller:
 
     def load(self) -> Load:
         """For heartbeats."""
-        lives, waiting, queued = self.lives, len(self.planner.line), 0
+        lives, waiting, queued = self.lives, len(self.planner.waiting), 0
         if lives:  # else nothing is anywhere
-            queued = sum([lives[handle].expected_rest for handle in self.planner.line])
+            queued = sum([lives[handle].expected_rest for handle in self.planner.waiting])
             queued += self.planner.unsubmitted_tokens + sum([chunk.end - chunk.start for chunk in self._step])
         store = self.store
         return Load(
@@ -447,6 +447,6 @@ class Prefiller:
 
     def check_empty(self) -> None:
         """AssertionError unless everything came back: after the last request."""
-        assert not (self.lives or self._promised or self._pulling or self._step or len(self.planner.line))
+        assert not (self.lives or self._promised or self._pulling or self._step or len(self.planner.waiting))
         assert self.free_pages == self.pages, f"{self.node.name}: {self.free_pages} of {self.pages} pages came back"
         self.store.check_integrity()

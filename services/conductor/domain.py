@@ -174,7 +174,7 @@ class Register:
     local_prefill_tokens: int = 0  # see `RegisterInstanceRequest` in conductor.proto
     chunk_tokens: int = 0
     switchable: bool = False
-    size_weight: float = 0.0  # of its line
+    size_weight: float = 0.0  # of its queue
 
 
 @dataclass(frozen=True)
@@ -325,7 +325,7 @@ class PredictedLife:
 
     @property
     def prefill_s(self) -> float:
-        """Computing what is not cached: the size by which a prefill line may go."""
+        """Computing what is not cached: the size by which a prefill queue may go."""
         return self.prefill_end_s - self.prefill_start_s
 
 

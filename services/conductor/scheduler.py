@@ -93,9 +93,9 @@ class Scheduling:
         bounds, judge = self.admission.bounds(request, slo), self.admission.judge(request, slo, now)
         threshold = self.threshold.value(now)
         near = self.affinity.near(request, now)
-        line = self._lines.of(request.model, len(prefills), lambda: self._ledger.others_rate(request.model), now)
+        overtaking = self._lines.of(request.model, len(prefills), lambda: self._ledger.others_rate(request.model), now)
         scoring = ScoringContext(
-            bounds.ttft_s, bounds.tbt_s, threshold, now, self._rng, judge, self._settings.fetch, near, line
+            bounds.ttft_s, bounds.tbt_s, threshold, now, self._rng, judge, self._settings.fetch, near, overtaking
         )
         planner, found = None, None
         answer: Placed | Refuse

@@ -82,7 +82,7 @@ class BreakerSettings:
 
 @dataclass(frozen=True)
 class SizeSettings:
-    """See shortest_first.py: of instances whose line goes by size."""
+    """See shortest_first.py: of instances whose queue goes by size."""
 
     others: float = 1.0  # of what others wait longer, in the cost of a placement
     later: float = 0.2  # of the work that is behind, likewise

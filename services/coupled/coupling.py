@@ -68,7 +68,7 @@ class Coupling:
 
     def prefill_due(self) -> bool:
         """Prompts wait, and there is more room than when they were looked at."""
-        return bool(self.prefill.planner.line) and self.room > self._room
+        return bool(self.prefill.planner.waiting) and self.room > self._room
 
     def decode_due(self) -> bool:
         """Somebody waits for memory, and there is more than when he was looked at."""

@@ -4,7 +4,7 @@
     own SSD ──────┘
 
 A pull begins when its request arrives, or later when the conductor asked for that (a long queue is ahead, and blocks
-that come early hold extents and wires that others need), and runs while the request waits in line. Blocks that arrive
+that come early hold extents and wires that others need), and runs while the request waits. Blocks that arrive
 are sealed in the node store (so they can be pulled from here in turn) and pinned for the requests that waited; whatever
 does not arrive is computed. A pull brings whole blocks before the first step: layer by layer, beside the computation,
 is not built.
@@ -114,7 +114,7 @@ class SharedBlocks:
     # ── pulls ────────────────────────────────────────────────────────────────────────────────────
 
     def arrive(self, h: Handoff, usable: Sequence[bytes], promised: Container[bytes], *, next_up: bool) -> int:
-        """A request joins the line. Its pull begins (see `fetch`) or, if it is to begin later, is planned."""
+        """A request joins the queue. Its pull begins (see `fetch`) or, if it is to begin later, is planned."""
         if self.lower is not None:
             self.lower.note(h.start.block_keys)
         if h.start.pulls and h.start.pull_at_ns > self.now:

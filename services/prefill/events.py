@@ -38,7 +38,7 @@ class Start:
     traceparent: str = ""
     adopt: bool = False  # decode is in this very instance: it takes the pages themselves, nothing lands or is pushed
     pull_at_ns: int = 0  # `pulls` are fetched from then on, or when its turn comes, if that is sooner; 0: at once
-    size_ns: int = 0  # predicted time of computing it, 0: not told; the line may go by it
+    size_ns: int = 0  # predicted time of computing it, 0: not told; the queue may go by it
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ class HandoffTable:
         return h.start.block_keys[: (h.prompt_tokens - 1) // self._block]
 
     def arrive(self, h: Handoff) -> int:
-        """It has joined the line: pulls begin, or are planned. Returns when it stops waiting for its own; 0: it began
+        """It has joined the queue: pulls begin, or are planned. Returns when it stops waiting for its own; 0: it began
         none."""
         return self.blocks.arrive(h, self.usable(h), self.promised, next_up=self._next_up())
 
@@ -58,9 +58,9 @@ class HandoffTable:
         return self.blocks.fetch(h, self.usable(h), self.promised, next_up=self._next_up())
 
     def _next_up(self) -> bool:
-        """Whether nothing else is done while the only one in line waits."""
+        """Whether nothing else is done while the only one in the queue waits."""
         computing = any(other.phase is Phase.COMPUTING for other in self.handoffs.values())
-        return len(self.planner.line) == 1 and not computing
+        return len(self.planner.waiting) == 1 and not computing
 
     def comes_first(self, handle: int) -> bool:
         """Its turn has come before its planned pull: fetch it now? Else it is computed."""
@@ -73,7 +73,7 @@ class HandoffTable:
 
     def _pays(self, h: Handoff, found: int) -> bool:
         """Whether the planned pull is to be waited for now: it keeps nobody else from computing, or it is faster."""
-        alone = self.idle and len(self.planner.line) == 1 and not self.planner.unsubmitted_tokens
+        alone = self.idle and len(self.planner.waiting) == 1 and not self.planner.unsubmitted_tokens
         return found < h.planned_to and (not alone or self.blocks.rates.pull_pays)
 
     def rest(self, handle: int) -> int | Wait:
@@ -239,7 +239,7 @@ class HandoffTable:
             assert self.pool.refcount(page) == holders, f"page {page} has {holders} holders"
         promised: dict[bytes, int] = {}
         for h in self.handoffs.values():
-            assert (h.phase is Phase.QUEUED) == (h.handle in self.planner.line), f"handle {h.handle}: the line"
+            assert (h.phase is Phase.QUEUED) == (h.handle in self.planner.waiting), f"handle {h.handle}: the queue"
             assert not h.over, f"handle {h.handle} should have ended"
             waits = h.pulls or h.pinned or h.pull_at_ns
             assert h.phase is Phase.QUEUED or not waits, f"handle {h.handle} still waits for pulls"

@@ -1,6 +1,6 @@
-"""Which tokens the ranks compute next: the waiting line, chunk borders, batches by input length. Pure.
+"""Which tokens the ranks compute next: the waiting prompts, chunk borders, batches by input length. Pure.
 
-- The line is ordered by rank, smaller first:
+- The queue is ordered by rank, smaller first:
 
       rank = arrival + priority x `priority_step_ns` + class x `size_weight`
 
@@ -12,7 +12,7 @@
   together. With a `size_weight` every step is of the kind of whoever has the least rank, of those that could run and
   the one long request that has begun: a long one is held up between its chunks, never given up. Without one, while
   both kinds are waiting, steps alternate between them: neither starves the other.
-- A request that does not get its pages blocks everybody behind it in the line: none overtakes it on memory.
+- A request that does not get its pages blocks everybody behind it in the queue: none overtakes it on memory.
 - A request whose next block is being computed or loaded for somebody else is passed over until that block is in the
   cache, and one whose next block is being pulled from another node until it is here, for a bounded time.
 """
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from kvmesh.work_class import work_class
 
 NS = 1_000_000_000
-# Waiting requests looked at for one step; bounds a step's planning however long the line is.
+# Waiting requests looked at for one step; bounds a step's planning however long the queue is.
 SCAN = 64
 
 
@@ -54,8 +54,8 @@ def chunk_end(start: int, total: int, block_tokens: int, limit: int) -> int:
     return end
 
 
-class PrefillLine:
-    """The waiting line; smaller rank goes first, equal ranks in order of arrival."""
+class WaitingPrompts:
+    """Prompts that wait; smaller rank goes first, equal ranks in order of arrival."""
 
     def __init__(self, priority_step_ns: int, size_weight: float = 0.0) -> None:
         self._step_ns, self._size_weight = priority_step_ns, size_weight
@@ -74,7 +74,7 @@ class PrefillLine:
         return (handle for _, _, handle in self._order)
 
     def add(self, handle: int, priority: int, arrived_ns: int, size_ns: int = 0) -> None:
-        """Join the line; `handle` must not be in it. `size_ns`: predicted time of computing it; 0 is not known, and
+        """Join the queue; `handle` must not be in it. `size_ns`: predicted time of computing it; 0 is not known, and
         counts as none."""
         assert handle not in self._entries
         rank = arrived_ns + priority * self._step_ns + round(work_class(size_ns / NS) * NS * self._size_weight)
@@ -84,11 +84,11 @@ class PrefillLine:
         bisect.insort(self._order, entry)
 
     def rank(self, handle: int) -> tuple[int, int]:
-        """Less than that of whoever it goes before; KeyError if not in the line."""
+        """Less than that of whoever it goes before; KeyError if not in the queue."""
         return self._entries[handle][:2]
 
     def remove(self, handle: int) -> None:
-        """Leave the line; KeyError if not in it."""
+        """Leave the queue; KeyError if not in it."""
         entry = self._entries.pop(handle)
         del self._order[bisect.bisect_left(self._order, entry)]
 
@@ -101,7 +101,7 @@ class Work:
     start: int
     total: int
     long: bool
-    rank: tuple[int, int]  # that it had in the line
+    rank: tuple[int, int]  # that it had in the queue
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class Planner:
 
     def __init__(self, config: PlanConfig) -> None:
         self.config = config
-        self.line = PrefillLine(config.priority_step_ns, config.size_weight)
+        self.waiting = WaitingPrompts(config.priority_step_ns, config.size_weight)
         self._work: dict[int, Work] = {}  # with tokens left to submit, in order of admission
         self._blocked = 0  # did not get its pages; 0 = none (handles begin at 1)
         self._last_long = True  # short ones begin
@@ -142,8 +142,8 @@ class Planner:
     def drop(self, handle: int) -> None:
         """Forget a request wherever it stands; unknown handles are fine."""
         self._work.pop(handle, None)
-        if handle in self.line:
-            self.line.remove(handle)
+        if handle in self.waiting:
+            self.waiting.remove(handle)
         if handle == self._blocked:
             self._blocked = 0
 
@@ -170,7 +170,7 @@ class Planner:
         best = min(self._work.values(), key=lambda work: work.rank, default=None)
         running = any(work.long for work in self._work.values())
         for handle in self._candidates():
-            if best is not None and best.rank < self.line.rank(handle):
+            if best is not None and best.rank < self.waiting.rank(handle):
                 break
             tokens = rest(handle)
             if not isinstance(tokens, int):
@@ -199,7 +199,7 @@ class Planner:
                     break
                 continue
             if min(tokens, self._chunk) > room:
-                # Smaller ones may pass only in a step that took the first of the line: each step moves it on.
+                # Smaller ones may pass only in a step that took the first of the queue: each step moves it on.
                 if continued:
                     break
                 continue
@@ -211,13 +211,13 @@ class Planner:
                 break
             if handle == self._blocked:
                 self._blocked = 0
-            work = self._work[handle] = Work(handle, start, total(handle), long, self.line.rank(handle))
-            self.line.remove(handle)
+            work = self._work[handle] = Work(handle, start, total(handle), long, self.waiting.rank(handle))
+            self.waiting.remove(handle)
             room = self._take(work, room, chunks)
         return chunks
 
     def _candidates(self) -> list[int]:
-        return [handle for handle, _ in zip(self.line, range(SCAN), strict=False)]
+        return [handle for handle, _ in zip(self.waiting, range(SCAN), strict=False)]
 
     def _take(self, work: Work, room: int, chunks: list[Chunk]) -> int:
         """Move the next chunk of `work` into `chunks` if it fits into `room`; returns what is left of it."""

@@ -1,4 +1,4 @@
-"""The prefill brain: every handoff's life, from the waiting line to the last acknowledged byte. Pure.
+"""The prefill brain: every handoff's life, from the waiting prompts to the last acknowledged byte. Pure.
 
     state = PrefillState(config, PagePool(num_pages), NodeStore(num_extents))
     actions = state.step(event, now_ns)
@@ -138,10 +138,10 @@ class PrefillState:
 
     def load(self) -> Load:
         """For heartbeats. O(waiting requests)."""
-        queued = sum(map(self._lives.expected_rest, self.planner.line))
+        queued = sum(map(self._lives.expected_rest, self.planner.waiting))
         at_ranks = sum(step.tokens for step in self._steps.values())
         return Load(
-            queued_requests=len(self.planner.line),
+            queued_requests=len(self.planner.waiting),
             queued_tokens=queued + self.planner.unsubmitted_tokens + at_ranks,
             running_requests=sum(h.phase in (Phase.COMPUTING, Phase.PUSHING) for h in self.handoffs.values()),
             free_pages=self.pool.free + self.cache.evictable,
@@ -190,7 +190,7 @@ class PrefillState:
                 self._silent = ""
             case ev.Stop():
                 self._refusing = self._refusing or "this prefill instance is shutting down"
-                for handle in list(self.planner.line):
+                for handle in list(self.planner.waiting):
                     self._lives.abort(self.handoffs[handle], Unavailable(self._refusing))
             case ev.Doors():
                 self._doors = event
@@ -208,7 +208,7 @@ class PrefillState:
         if error is not None:
             self._lives.abort(h, error)
             return
-        self.planner.line.add(start.handle, start.priority, now, start.size_ns)
+        self.planner.waiting.add(start.handle, start.priority, now, start.size_ns)
         if start.deadline_ns:
             heapq.heappush(self._deadlines, (start.deadline_ns, start.handle))
         self._patience(self._lives.arrive(h))
@@ -223,7 +223,7 @@ class PrefillState:
         shut = self._refusing or self._silent or (self._doors.own if start.adopt else self._doors.remote)
         if shut:
             return Unavailable(shut)
-        waiting = len(self.planner.line)
+        waiting = len(self.planner.waiting)
         if waiting < self.config.max_queued:
             return None
         if now >= self._queued_until_ns:  # counting what waits costs too much for every refusal of a storm

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.prefill.planner import PlanConfig, Planner, PrefillLine, Wait, chunk_end
+from services.prefill.planner import PlanConfig, Planner, Wait, WaitingPrompts, chunk_end
 from services.prefill.state import Load, PrefillState
 from tests.support.prefill.script import Player, make_state
 
@@ -45,7 +45,7 @@ class Bench:
         for n in tokens:
             handle = len(self.tokens) + 1
             self.tokens[handle], self.cached[handle] = n, cached
-            self.planner.line.add(handle, priority, at)
+            self.planner.waiting.add(handle, priority, at)
 
     def admit(self, handle: int) -> int | Wait:
         need = -(-self.tokens[handle] // 4)
@@ -66,7 +66,7 @@ class Bench:
 
 
 def test_priority_then_arrival_and_waiting_wears_priority_off() -> None:
-    line = PrefillLine(priority_step_ns=1000)
+    line = WaitingPrompts(priority_step_ns=1000)
     line.add(1, 0, 0)
     line.add(2, -1, 500)
     line.add(3, 0, 0)

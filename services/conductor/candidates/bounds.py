@@ -69,12 +69,12 @@ class CostBounds:
         columns, ahead_s = self.view.columns, self._ahead_s(size_s)
         speedups = np.where(self.by_size, columns[ColumnField.SPEEDUP], 1.0)
         weights, sizes_s = columns[ColumnField.SIZE_WEIGHT], np.maximum(0.0, size_s - ROUNDING_S)
-        least_s = self.scoring.line.least_wait_s(ahead_s, sizes_s, weights, speedups)
+        least_s = self.scoring.overtaking.least_wait_s(ahead_s, sizes_s, weights, speedups)
         return np.asarray(np.where(self.by_size, least_s, queue_s))
 
     @cached_property
     def by_size(self) -> Mask | None:
-        """Whose line goes by size; None: nobody's."""
+        """Whose queue goes by size; None: nobody's."""
         columns = self.view.columns
         if not columns.rare(RareField.BY_SIZE):
             return None
@@ -82,21 +82,21 @@ class CostBounds:
         return found
 
     def _ahead_s(self, size_s: Floats) -> Floats:
-        """Never more than `sizes.ahead` and `Line.wait_s` tell."""
+        """Never more than `sizes.ahead` and `OvertakingTerms.wait_s` tell."""
         columns = self.view.columns
         before = np.count_nonzero(columns.several(ColumnField.MARK, MARKS) <= self._rank(size_s - ROUNDING_S), axis=0)
         least_s: Floats = np.maximum(0.0, self.wait_s - columns[ColumnField.LISTED] * (1 - before / MARKS) - ROUNDING_S)
         return least_s
 
     def _others_s(self, queue_s: Floats, fetch_s: Floats | float, size_s: Floats, *, exact: bool) -> Floats | float:
-        """Never more than `Line.others_s` tells, beside a start as late as these two tell: what begins later has less
-        behind it. `exact`: it is that long, and not perhaps longer, which would rank behind some of these."""
+        """Never more than `OvertakingTerms.others_s` tells, beside a start as late as these two tell: what begins later
+        has less behind it. `exact`: it is that long, and not perhaps longer, which would rank behind some of these."""
         if self.by_size is None:
             return 0.0
-        line = self.scoring.line.settings
-        others_s = min(1.0, line.later) * np.maximum(0.0, self.wait_s - np.maximum(queue_s, fetch_s))
-        if exact and line.others > 0:
-            others_s += line.others * np.maximum(0.0, size_s - ROUNDING_S) * self._behind(size_s)
+        settings = self.scoring.overtaking.settings
+        others_s = min(1.0, settings.later) * np.maximum(0.0, self.wait_s - np.maximum(queue_s, fetch_s))
+        if exact and settings.others > 0:
+            others_s += settings.others * np.maximum(0.0, size_s - ROUNDING_S) * self._behind(size_s)
         return np.where(self.by_size, others_s, 0.0)
 
     def _behind(self, size_s: Floats) -> Floats:

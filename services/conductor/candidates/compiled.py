@@ -1,6 +1,6 @@
 """The bounds of bounds.py, found by kvmesh/native/rows.cpp: the same bits, in a tenth of the time. Pure.
 
-What it does not know (instances whose lines go by size) is left to numpy.
+What it does not know (instances whose queues go by size) is left to numpy.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ _at = _read_at if _read_at(_known) == _asked_at(_known) else _asked_at
 
 
 class CompiledBounds(CostBounds):
-    """As `CostBounds`, of a fleet in which nobody's line goes by size."""
+    """As `CostBounds`, of a fleet in which nobody's queue goes by size."""
 
     def __init__(
         self,

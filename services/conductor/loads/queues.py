@@ -48,7 +48,7 @@ class PrefillWork:
     priority: int = 0  # smaller goes first
     yields: bool = False  # of the batch lane: nobody is refused for it
     chunks: int = 1  # more than one: it is long, and its chunks take turns with short prompts
-    class_s: float = field(init=False)  # of `seconds`: what it counts as in a line that goes by size
+    class_s: float = field(init=False)  # of `seconds`: what it counts as in a queue that goes by size
 
     def __post_init__(self) -> None:
         self.class_s = work_class(self.seconds)
@@ -69,7 +69,7 @@ class PrefillQueue:
 
     def __init__(self, now: float) -> None:
         self.works: dict[str, PrefillWork] = {}
-        self.size_weight = 0.0  # by which its line goes (see shortest_first.py); 0: long and short ones take turns
+        self.size_weight = 0.0  # by which it goes (see shortest_first.py); 0: long and short ones take turns
         self._backlog_s = 0.0  # at `_as_of`; drains one second per second
         self._as_of = now
         self._speed = DecayedRatio(1.0, 1.0, keep=0.9)
@@ -99,7 +99,7 @@ class PrefillQueue:
         return self._ranked > 0
 
     def rank(self, work: PrefillWork) -> float:
-        """Smaller goes first, as in the line of the prefill service."""
+        """Smaller goes first, as in the queue of the prefill service."""
         return work.placed_at + work.priority * PRIORITY_STEP_S + work.class_s * self.size_weight
 
     def wait_s(self, now: float) -> float:
@@ -127,7 +127,7 @@ class PrefillQueue:
 
     def ahead_s(self, now: float, priority: int, *, short: bool = False) -> tuple[float, float]:
         """Seconds until a request of that priority, of one chunk if `short`, would begin, and how many of them are
-        work that yields. As in the line of the prefill service waiting outweighs priority in time; the oldest work has
+        work that yields. As in the queue of the prefill service waiting outweighs priority in time; the oldest work has
         begun, and what has begun is not overtaken."""
         ahead_s, yielding_s = self._ranked_s(now, priority)
         if short and self._chunks:

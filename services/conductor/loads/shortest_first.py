@@ -1,4 +1,4 @@
-"""Lines that go by size (services/prefill/planner.py): what a request waits for there, and what it makes others wait.
+"""Queues that go by size (services/prefill/planner.py): what a request waits for there, and what it makes others wait.
 Pure.
 
 Who goes before whom is told by rank = placed + priority x PRIORITY_STEP_S + class x weight, smaller first; the class
@@ -8,7 +8,7 @@ instance's backlog
     ahead   is what ranks before the request: it waits for that
     behind  is what ranks after it: that waits for the request
 
-and the cost of placing it there is, besides what it is in any line (serving_modes.py),
+and the cost of placing it there is, besides what it is in any queue (serving_modes.py),
 
     TTFT + others x prefill x (how many are behind) + later x (seconds that are behind)
 
@@ -39,7 +39,7 @@ from services.conductor.settings import SizeSettings
 FADE_S = 30.0  # of the rate at which work comes
 SMALLEST_S, BUCKETS, OF_AN_OCTAVE = 2.0**-12, 40, 2
 MARKS = 8
-LASTS = 8  # of a line, whose ranks are told one by one
+LASTS = 8  # of a queue, whose ranks are told one by one
 NOTED = MARKS + LASTS + 1
 ROUNDING = 1e-9  # of what numpy reckons otherwise than math
 
@@ -57,7 +57,7 @@ class QueuePosition:
 
 
 def ahead(queue: PrefillQueue, now: float, priority: int, size_s: float) -> QueuePosition:
-    """In the line of an instance that goes by size. What was placed by others is taken to be before it."""
+    """In the queue of an instance that goes by size. What was placed by others is taken to be before it."""
     wait_s = queue.wait_s(now)
     if wait_s <= 0:
         return QueuePosition(0.0, 0.0, 0.0, 0)
@@ -74,7 +74,7 @@ def ahead(queue: PrefillQueue, now: float, priority: int, size_s: float) -> Queu
 
 
 def marks(queue: PrefillQueue) -> tuple[float, tuple[float, ...]]:
-    """Seconds of all that was placed there, and NOTED numbers, so that bounds.py knows many lines without looking into
+    """Seconds of all that was placed there, and NOTED numbers, so that bounds.py knows many queues without looking into
     them. MARKS ranks: who ranks no less than the n-th of them has no more than 1 - n / MARKS of those seconds behind
     it. The LASTS greatest ranks (-inf: there are fewer). The speed at which it goes."""
     speedup = queue.speedup
@@ -151,7 +151,7 @@ def _nones(sizes_s: _Floats) -> _Floats:
 
 @dataclass(frozen=True, slots=True)
 class OvertakingTerms:
-    """Terms of one decision about lines by size. `rate`: see `WorkRates.rate`, of one instance."""
+    """Terms of one decision about queues by size. `rate`: see `WorkRates.rate`, of one instance."""
 
     settings: SizeSettings
     rate: Callable[[float], float]
@@ -197,7 +197,7 @@ class ShortestFirst:
         self._sizes: dict[str, WorkRates] = {}
 
     def placed(self, model: str, size_s: float, now: float) -> None:
-        """A request went to an instance whose line goes by size."""
+        """A request went to an instance whose queue goes by size."""
         self._sizes.setdefault(model, WorkRates(now)).placed(size_s, now)
 
     def of(self, model: str, instances: int, others: Callable[[], float], now: float) -> OvertakingTerms:

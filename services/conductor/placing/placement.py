@@ -152,7 +152,7 @@ def _weigh_prefills(
             scoring.now,
             scoring.fetch,
             decode.arriving,
-            scoring.line,
+            scoring.overtaking,
         )
 
     def score(c: PrefillCandidate) -> float:

@@ -48,7 +48,7 @@ class PrefillChoice:
     push_ahead: int = 0  # what slows that down, as if it went before
     shared: PromptAmongRows = NOBODY  # with rows that run there; what they add is in `prefill_s`
     yielding_s: float = 0.0  # of `queue_s`: work for which nobody is refused
-    others_s: float = 0.0  # what others in the line lose by it
+    others_s: float = 0.0  # what others in the queue lose by it
     # As they were when they were asked for first: one decision asks many times.
     _judged_s: float | None = field(default=None, init=False, repr=False, compare=False)
     _cost_s: float | None = field(default=None, init=False, repr=False, compare=False)
@@ -66,7 +66,7 @@ class PrefillChoice:
 
     @property
     def cost_s(self) -> float:
-        """For ranking: what the rows and the line lose is charged to it."""
+        """For ranking: what the rows and the queue lose is charged to it."""
         if self._cost_s is None:
             self._cost_s = self.ttft_s + STALL_WEIGHT * self.shared.stall_s + self.others_s
         return self._cost_s
@@ -161,7 +161,7 @@ def candidate(
     now: float,
     rule: Fetch = Fetch.CHEAPER,
     arriving: int = 0,
-    line: OvertakingTerms = ALONE,
+    overtaking: OvertakingTerms = ALONE,
 ) -> PrefillCandidate:
     """`place`: the instance's blocks in the survey; `at_decode`: leading blocks that nobody need send to decode;
     `arriving`: bytes that others send there."""
@@ -169,7 +169,7 @@ def candidate(
     local = planner.survey.depth(place)
     # The last token is always computed: its logits are the answer's first token.
     usable = (request.prompt_tokens - 1) // instance.model.block_tokens
-    use = _choice(request, instance, local, min(local, usable), there, now, planner, line)
+    use = _choice(request, instance, local, min(local, usable), there, now, planner, overtaking)
     reach = min(planner.reach(place, local), usable)
     others = rule is not Fetch.NEVER and worth_weighing(reach, local, threshold)
     if not others:
@@ -179,10 +179,10 @@ def candidate(
         if not worth_weighing(end, local, threshold) and not all(segment.own for segment in segments):
             continue
         for part, until in _ends(instance, planner, segments, local, end, now):
-            fetches.append(_choice(request, instance, local, until, there, now, planner, line, part))
+            fetches.append(_choice(request, instance, local, until, there, now, planner, overtaking, part))
     own = None
     if place.lower and (found := _plans(instance, place, planner, local, usable, others=False)):
-        own = _choice(request, instance, local, found[0][1], there, now, planner, line, found[0][0])
+        own = _choice(request, instance, local, found[0][1], there, now, planner, overtaking, found[0][0])
     return PrefillCandidate(use, tuple(fetches), rule, own)
 
 
@@ -281,7 +281,7 @@ def _choice(
     there: _Decode,
     now: float,
     planner: FetchPlanner,
-    line: OvertakingTerms,
+    overtaking: OvertakingTerms,
     segments: tuple[FetchSegment, ...] = (),
 ) -> PrefillChoice:
     model = instance.model
@@ -296,7 +296,7 @@ def _choice(
     spared = cached_blocks if fetched and local <= there.at_decode < cached_blocks else there.at_decode
     pushed = max(0, request.prompt_tokens - spared * model.block_tokens) * model.kv_bytes_per_token
     push_ahead = shared_bytes(pushed, planner.outgoing.ahead(instance.ref.life), there.arriving)
-    queue_s, yielding_s, others_s = _queued(request, instance, prefill_s, computed, now, line)
+    queue_s, yielding_s, others_s = _queued(request, instance, prefill_s, computed, now, overtaking)
     return PrefillChoice(
         instance,
         local,
@@ -322,14 +322,14 @@ def _choice(
 
 
 def _queued(
-    request: Schedule, instance: Instance, prefill_s: float, computed: int, now: float, line: OvertakingTerms
+    request: Schedule, instance: Instance, prefill_s: float, computed: int, now: float, overtaking: OvertakingTerms
 ) -> tuple[float, float, float]:
     """What it waits for, how much of that yields, and what it costs others."""
     queue = instance.queue
     if not queue.size_weight:
         return *queue.ahead_s(now, request.priority, short=computed <= instance.prefill.chunk_tokens), 0.0
     found = ahead(queue, now, request.priority, prefill_s)
-    return line.wait_s(found.wait_s, prefill_s, queue), found.yielding_s, line.others_s(found, prefill_s)
+    return overtaking.wait_s(found.wait_s, prefill_s, queue), found.yielding_s, overtaking.others_s(found, prefill_s)
 
 
 def soonest(candidates: Sequence[PrefillCandidate], slo_s: float) -> tuple[PrefillChoice, float, float]:

@@ -23,4 +23,4 @@ class ScoringContext:
     judge: Judge
     fetch: Fetch = Fetch.CHEAPER
     near: Nearness = NOWHERE  # what being far from its session and origin costs
-    line: OvertakingTerms = ALONE  # shorter requests that will come meanwhile and overtake it
+    overtaking: OvertakingTerms = ALONE  # shorter requests that will come meanwhile and overtake it

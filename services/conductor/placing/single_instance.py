@@ -60,7 +60,15 @@ def weigh(
     """`place`: the instance's blocks in the survey."""
     decode = decoding.choice(request, instance, place, planner.survey, scoring.now, alone=True)
     candidate = prefilling.candidate(
-        request, instance, place, planner, _ALL_BLOCKS, scoring.threshold, scoring.now, scoring.fetch, line=scoring.line
+        request,
+        instance,
+        place,
+        planner,
+        _ALL_BLOCKS,
+        scoring.threshold,
+        scoring.now,
+        scoring.fetch,
+        overtaking=scoring.overtaking,
     )
     fits = pick_decode(request, [decode], scoring)
     found = pick_prefill([candidate], decode.landing_wait_s, scoring)

@@ -17,7 +17,7 @@ from services.conductor.mapping_out import placement_out
 from services.decode.mapping import start_prefill
 from services.prefill import wire
 from services.prefill.config import PrefillConfig
-from services.prefill.planner import NS, PlanConfig, Planner, PrefillLine, Wait
+from services.prefill.planner import NS, PlanConfig, Planner, Wait, WaitingPrompts
 from tests.prefill.test_runner import hinted
 
 CONFIG = PlanConfig(
@@ -32,7 +32,7 @@ NS_PER_TOKEN = 10
 
 
 def test_a_short_one_goes_first_until_the_long_one_has_waited_its_weight() -> None:
-    line = PrefillLine(1000, 4.0)
+    line = WaitingPrompts(1000, 4.0)
     # Classes of these times: 2^(n/2) times 2^-30 s = 0.93 ns, so 59.6, 14.9 and 3.7 ns.
     line.add(1, 0, 0, 80)  # 238: until then shorter ones pass it
     line.add(2, 0, 150, 20)  # 210
@@ -56,7 +56,7 @@ class Machine:
     def add(self, tokens: int) -> int:
         handle = len(self.tokens) + 1
         self.tokens[handle], self.arrived[handle] = tokens, self.now
-        self.planner.line.add(handle, 0, self.now, tokens * NS_PER_TOKEN)
+        self.planner.waiting.add(handle, 0, self.now, tokens * NS_PER_TOKEN)
         return handle
 
     def rank(self, handle: int) -> tuple[float, int]:
