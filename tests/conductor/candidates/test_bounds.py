@@ -273,13 +273,13 @@ def _check(brain: Brain, table: columns.Columns) -> None:
         filled.touch(name)
     filled.settle()
     table.settle()
-    for field in {*range(columns.FIELDS)} - {columns.Field.GROUP}:
+    for field in {*range(columns.FIELDS)} - {columns.ColumnField.GROUP}:
         again = {i.ref.instance_id: float(filled[field][r]) for r, i in enumerate(filled.instances)}
         assert {i.ref.instance_id: float(table[field][r]) for r, i in enumerate(table.instances)} == again, field
     for which in range(fields.RareField.COUNT):
         having = {table.instances[row].ref.instance_id for row in table.rare(which)}
         assert having == {filled.instances[row].ref.instance_id for row in filled.rare(which)}, which
-    for field in (columns.Field.PREFILLS, columns.Field.DECODES, columns.Field.ALONE):
+    for field in (columns.ColumnField.PREFILLS, columns.ColumnField.DECODES, columns.ColumnField.ALONE):
         assert (table.mask(field) == (table[field] > 0)).all()
     truth = state._index.truth
     for store in truth.stores():
