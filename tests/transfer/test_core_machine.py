@@ -85,6 +85,7 @@ class Scheduler(RuleBasedStateMachine):
             return
         for i, (slot, start, length) in enumerate(self.slots_of(frame)):
             if i not in but:
+                assert slot in self.requests, f"{slot} is completed: its memory may be used for something else by now"
                 request, span = self.requests[slot], range(start, start + length)
                 assert 0 <= start <= start + length <= request.length, "outside its request"
                 (request.bad if bad else request.good).update(span)
