@@ -19,6 +19,11 @@ class Policy(Enum):
     RANDOM = "random"
     SESSION_HASH = "session_hash"
 
+    @property
+    def weighs(self) -> bool:
+        """Whether candidates are weighed by their cost; the others, plain policies, name an instance."""
+        return self in (Policy.KVCACHE, Policy.CACHE_AWARE)
+
 
 class Mode(Enum):
     """When a request is refused (see admission/gate.py)."""

@@ -28,7 +28,7 @@ from services.conductor.domain import Lane, Refuse, RequestOutcome, Schedule
 from services.conductor.fleet.instance import Instance
 from services.conductor.placing.placement import PlacementChoice, overloaded
 from services.conductor.placing.prefills import wait_for_s
-from services.conductor.settings import Mode, Policy, Settings
+from services.conductor.settings import Mode, Settings
 
 MIN_BATCH_RETRY_S = 1.0
 LOADS = ("ttft", "tbt")  # what interactive requests are refused for
@@ -76,7 +76,7 @@ class Admission:
         self._defaults = {name: Slo(ttft_s, tbt_s) for name, ttft_s, tbt_s in settings.admission.by_model}
         self._seen: dict[str, _Seen] = {}
         self._models: dict[str, _OfModel] = {}
-        self._weighs_all = settings.policy in (Policy.KVCACHE, Policy.CACHE_AWARE)  # other policies name one instance
+        self._weighs_all = settings.policy.weighs
         self.lengths: LengthModel = LearntLengths()
         self.batch = BatchLane(settings.admission)
         self._watched: dict[str, tuple[int, Undisturbed]] = {}  # interactive requests under way, with their attempts

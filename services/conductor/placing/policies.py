@@ -111,15 +111,13 @@ PLAIN: Mapping[Policy, Callable[[], PlacementPolicy]] = {
     Policy.SESSION_HASH: SessionHash,
 }
 
-WEIGHING = Policy.KVCACHE, Policy.CACHE_AWARE
-
 
 class Chooser:
     """By one policy; some remember whose turn it is."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self._plain = None if policy in WEIGHING else PLAIN[policy]()
+        self._plain = None if policy.weighs else PLAIN[policy]()
 
     def choose(
         self,

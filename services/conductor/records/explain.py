@@ -491,7 +491,7 @@ def _why_unweighed(request: Schedule, i: Instance, role: Role, pair: PlacementAn
     """Of one that could have had the request."""
     if i.ref.instance_id in request.avoid:
         return AVOIDED
-    if policy not in (Policy.KVCACHE, Policy.CACHE_AWARE):
+    if not policy.weighs:
         return f"the policy {policy.value} took another"
     if pair is None:
         return "not weighed"
