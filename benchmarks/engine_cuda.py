@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -40,14 +41,41 @@ SHAPE: dict[str, Any] = {
     "rope_theta": 500000.0,
     "torch_dtype": "bfloat16",
 }
-DECODE = ((1, 1024), (1, 8192), (1, 65536), (8, 1024), (32, 1024), (32, 8192), (128, 1024), (256, 1024))
+DECODE = ((1, 1024), (1, 8192), (1, 65536), (8, 1024), (32, 1024), (32, 8192), (72, 1024), (128, 1024), (256, 1024))
 PREFILL = (512, 2048, 8192, 16384)
 BLOCK_TOKENS = 64
 PAGES_SHARE = 0.7  # of what the weights leave
 WARM, STEPS = 3, 15
 COPY_BYTES, PRODUCT = 4 << 30, 8192
+DEVICE, DTYPE = "cuda", "bfloat16"
 
 Row = dict[str, Any]
+
+
+def use_small_shape() -> None:
+    """A model of two small layers on the CPU, Triton's kernels in its interpreter: everything here runs in seconds and
+    tells nothing of speed. The interpreter multiplies no bfloat16."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from kvmesh.engine import attention
+    from kvmesh.engine.attention_triton import TritonAttention
+
+    attention.BACKENDS["cpu"] = TritonAttention
+    small = {
+        "vocab_size": 331,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    globals().update(
+        SHAPE=SHAPE | small, DEVICE="cpu", DTYPE="float16", BLOCK_TOKENS=16, DECODE=((1, 16), (3, 20)), PREFILL=(24,),
+        WARM=0, STEPS=1, COPY_BYTES=1 << 20, PRODUCT=64,
+    )  # fmt: skip
+
+
+def synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
 
 
 class RandomWeights(Weights):
@@ -59,14 +87,14 @@ class RandomWeights(Weights):
         return made.fill_(1) if len(shape) == 1 else made.normal_(std=shape[-1] ** -0.5)
 
 
-def seconds(work: Callable[[], object], steps: int = STEPS) -> float:
-    """Median wall time, each waited for."""
+def seconds(work: Callable[[], object], steps: int = 0) -> float:
+    """Median wall time of so many (0: STEPS), each waited for."""
     times = []
-    for step in range(WARM + steps):
-        torch.cuda.synchronize()
+    for step in range(WARM + min(steps or STEPS, STEPS)):
+        synchronize()
         started = time.perf_counter()
         work()
-        torch.cuda.synchronize()
+        synchronize()
         if step >= WARM:
             times.append(time.perf_counter() - started)
     return statistics.median(times)
@@ -74,14 +102,14 @@ def seconds(work: Callable[[], object], steps: int = STEPS) -> float:
 
 def copy_rate() -> float:
     """Bytes read and written a second by a copy within the device."""
-    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
+    source = torch.randint(0, 255, (COPY_BYTES,), dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     return 2 * COPY_BYTES / seconds(lambda: target.copy_(source))
 
 
 def product_rate() -> float:
     """FLOP a second of one square bfloat16 product."""
-    a, b = (torch.randn(PRODUCT, PRODUCT, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    a, b = (torch.randn(PRODUCT, PRODUCT, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     return float(2 * PRODUCT**3 / seconds(lambda: a @ b))
 
 
@@ -91,15 +119,17 @@ def make_runner(layers: int) -> engine.Runner:
         name: TensorInfo(name, "BF16", shape, Path("none"), 0, 0) for name, shape in expected_tensors(config).items()
     }
     engine.Weights = RandomWeights  # type: ignore[misc]  # the runner's own way to its weights, without a file
-    layout = engine.shard_layout(config, "bfloat16", BLOCK_TOKENS)
-    weights = 2 * sum(torch.Size(info.shape).numel() for info in tensors.values())
-    free, _ = torch.cuda.mem_get_info()
-    count = int((free - weights) * PAGES_SHARE) // layout.shard_bytes
-    pages = torch.empty((count, *layout.shape), dtype=torch.bfloat16, device="cuda")
-    for page in pages:
-        page.normal_(std=0.1)
+    layout = engine.shard_layout(config, DTYPE, BLOCK_TOKENS)
+    count = max(rows * (context // BLOCK_TOKENS + 1) for rows, context in DECODE)
+    if DEVICE == "cuda":
+        weights = 2 * sum(torch.Size(info.shape).numel() for info in tensors.values())
+        free, _ = torch.cuda.mem_get_info()
+        count = min(count, int((free - weights) * PAGES_SHARE) // layout.shard_bytes)
+    pages = torch.empty((count, *layout.shape), dtype=engine.torch_dtype(DTYPE), device=DEVICE)
+    for some in pages.split(64):
+        some.normal_(std=0.1)
     checkpoint = Checkpoint(Path("none"), config, tensors, "random")
-    return engine.Runner(checkpoint, "bfloat16", "cuda", BLOCK_TOKENS, pages, cuda_graphs=True)
+    return engine.Runner(checkpoint, DTYPE, DEVICE, BLOCK_TOKENS, pages, cuda_graphs=True)
 
 
 class Work:
@@ -124,6 +154,23 @@ class Work:
         return 2 * self.linear * tokens + self.per_pair * tokens * tokens / 2 + 2 * self.head
 
 
+def decode_step(runner: engine.Runner, batch: int, context: int) -> Callable[[], object]:
+    """One decode step of so many rows, each with `context` tokens before it."""
+    need = context // BLOCK_TOKENS + 1
+    rows = [
+        DecodeInput((17 * i + 3) % 300, context, tuple(range(i * need, (i + 1) * need)), SampleParams())
+        for i in range(batch)
+    ]
+    return lambda: runner.decode(rows)
+
+
+def prefill_step(runner: engine.Runner, tokens: int) -> Callable[[], object]:
+    """A prompt of so many tokens in one chunk, with its first token."""
+    pages = tuple(range(-(-tokens // BLOCK_TOKENS)))
+    item = PrefillInput([(31 * i) % 300 for i in range(tokens)], 0, pages, SampleParams())
+    return lambda: runner.prefill([item])
+
+
 def decode_rows(runner: engine.Runner, copy: float, product: float) -> Iterator[Row]:
     work, graphs, count = Work(runner.config), runner.graphs, runner.attention.num_pages
     for batch, context in DECODE:
@@ -131,16 +178,13 @@ def decode_rows(runner: engine.Runner, copy: float, product: float) -> Iterator[
         if need * batch > count:
             print(f"decode, {batch} rows at {context} tokens: {need * batch} pages, there are {count}", file=sys.stderr)
             continue
-        rows = [
-            DecodeInput(17 * i + 3, context, tuple(range(i * need, (i + 1) * need)), SampleParams())
-            for i in range(batch)
-        ]
+        step = decode_step(runner, batch, context)
         nbytes, flop = work.decode(batch, context)
         for name, used in (("replayed", graphs), ("launched", None)):
             if name == "replayed" and graphs is None:
                 continue
             runner.graphs = used
-            took = seconds(lambda rows=rows: runner.decode(rows))  # type: ignore[misc]
+            took = seconds(step)
             yield {
                 "step": f"decode {batch} x {context}",
                 "graphs": name,
@@ -155,9 +199,7 @@ def decode_rows(runner: engine.Runner, copy: float, product: float) -> Iterator[
 def prefill_rows(runner: engine.Runner, product: float) -> Iterator[Row]:
     work = Work(runner.config)
     for tokens in PREFILL:
-        pages = tuple(range(-(-tokens // BLOCK_TOKENS)))
-        item = PrefillInput([(31 * i) % 1000 for i in range(tokens)], 0, pages, SampleParams())
-        took = seconds(lambda item=item: runner.prefill([item]), 5)  # type: ignore[misc]
+        took = seconds(prefill_step(runner, tokens), 5)
         yield {
             "step": f"prefill {tokens}",
             "graphs": "",
@@ -189,14 +231,14 @@ def main() -> None:
     )
     runner = make_runner(args.layers)
     print(f"{'step':<20} {'graphs':<9} {'ms':>9} {'tokens/s':>10} {'MBU':>7} {'MFU':>7}")
-    rows = []
+    told = {"device": name, "torch": torch.__version__, "layers": args.layers, "copy_bytes_per_s": copy}
+    rows: list[Row] = []
     for found in (decode_rows(runner, copy, product), prefill_rows(runner, product)):
         for row in found:
             rows.append(row)
             show(row)
-    if args.json:
-        told = {"device": name, "torch": torch.__version__, "layers": args.layers, "copy_bytes_per_s": copy}
-        args.json.write_text(json.dumps(told | {"product_flop_per_s": product, "rows": rows}, indent=1) + "\n")
+            if args.json:  # row by row: a machine that is lent goes when its time is over
+                args.json.write_text(json.dumps(told | {"product_flop_per_s": product, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The CUDA backend of `attention`: Triton kernels that read pages where they are.
 
-What a decode step needs (page tables, positions, slots, lengths) lies in device buffers at fixed addresses, each with a
-pinned twin on the host; a step sends one small copy, and a row's table only when its pages change. So a decode step can
+What a decode step needs (positions, slots, lengths, the lists of work) lies in one device buffer at a fixed address with
+a pinned twin on the host; a step sends it as one small copy, and a row's table of pages only when its pages change. So a decode step can
 be captured once and replayed for other requests (`graphs`). Slots that hold no token are never read here; those of a
 page that a prompt ends in are zeroed, since pages are pushed whole, with nothing of other requests.
 """
@@ -16,14 +16,15 @@ import torch
 from kvmesh.engine.attention import AttentionBackend, Span, StepPlan
 from kvmesh.engine.batch import Integers
 from kvmesh.engine.config import AttentionSpec
-from kvmesh.engine.kernels.decode import paged_decode, scratch_elements, splits_for
+from kvmesh.engine.kernels.decode import RESIDENT, paged_decode, scratch_elements, shares_of
 from kvmesh.engine.kernels.prefill import paged_prefill, work_of
 from kvmesh.engine.kernels.tiles import tiles_for
 from kvmesh.engine.kernels.write import write_kv
 from kvmesh.errors import InternalError
 
 PROCESSORS = 132  # streaming multiprocessors of an H100, for pages that are on no GPU (tests)
-TOKENS, POSITIONS, SLOTS, LENGTHS = range(4)
+STEP_COLUMNS = 4  # token ids, positions, slots, lengths
+ROW_MULTIPLE = 16  # rows of a table: columns stay aligned, so that kernels are compiled once
 
 
 class TritonAttention(AttentionBackend):
@@ -36,7 +37,10 @@ class TritonAttention(AttentionBackend):
         self.layers = [pages[:, layer] for layer in range(self.num_layers)]
         on_gpu = self.device.type == "cuda"
         self.processors = torch.cuda.get_device_properties(self.device).multi_processor_count if on_gpu else PROCESSORS
-        self.decode_tables = DecodeTables(self, 8, 8)
+        self.windows = sorted({spec.window for spec in self.specs})
+        self.tile = tiles_for(self.head_dim, pages.element_size(), self.block_tokens).keys
+        self.programs = -(-self.processors * RESIDENT // self.kv_heads)  # shares of one KV head that run at a time
+        self.decode_tables = DecodeTables(self, ROW_MULTIPLE, 8)
 
     def tensor(self, array: np.ndarray) -> torch.Tensor:
         """On the device, without waiting for the copy."""
@@ -73,7 +77,7 @@ class PrefillPlan:
                 backend.pages[int(row[-1]), :, :, :, filled:] = 0
         tiles = tiles_for(backend.head_dim, backend.pages.element_size(), block)
         self.positions = backend.tensor(np.concatenate(positions))
-        self.slots = backend.tensor(np.concatenate(slots))
+        self.slots = backend.tensor(np.concatenate(slots).astype(np.int32))
         self.table = backend.tensor(table)
         self.work = backend.tensor(work_of([(span.start, span.length) for span in spans], tiles.queries))
 
@@ -110,22 +114,50 @@ class Mirrored:
             self._sent.record()
 
 
+class WorkList:
+    """The shares of a step for the layers of one window (`kernels.decode.shares_of`): views of the step's inputs on both
+    sides. `used`: how many entries the step has; `split`: some row has other than one share."""
+
+    def __init__(self, window: int, host: tuple[np.ndarray, np.ndarray], device: tuple[torch.Tensor, ...]) -> None:
+        self.window = window
+        self._work, self._joins = host
+        self.work, self.joins = device
+        self.used, self.split = 0, True
+
+    def fill(self, lengths: np.ndarray, tile: int, programs: int) -> None:
+        work, joins = shares_of(lengths, self.window, tile, programs)
+        self.used, self.split = len(work), bool((joins[:, 1] != 1).any())
+        self._work[: len(work)] = work
+        self._work[len(work) :] = 0  # begins where it ends: none
+        self._joins[: len(joins)] = joins
+
+
 class DecodeTables:
     """What the kernels read of a decode batch of up to `rows` rows and `width` pages a row, at addresses that stay.
     `scratch` serves all layers: they follow each other."""
 
     def __init__(self, backend: TritonAttention, rows: int, width: int) -> None:
-        self.backend, self.rows, self.width = backend, rows, width
-        self.table = Mirrored((rows, width), torch.int32, backend.device)
-        self.step = Mirrored((4, rows), torch.int64, backend.device)
-        heads, dim = backend.num_heads, backend.head_dim
-        need = max(scratch_elements(n, heads, dim, self.splits(n)) for n in range(1, rows + 1))
+        self.rows = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
+        self.backend, self.width = backend, width
+        self.table = Mirrored((self.rows, width), torch.int32, backend.device)
+        entries = backend.programs + self.rows
+        columns, lists = STEP_COLUMNS * self.rows, 4 * entries + 2 * self.rows
+        self.step = Mirrored((columns + lists * len(backend.windows),), torch.int32, backend.device)
+        host, device = self.step.host, self.step.device
+        self._columns = host[:columns].reshape(STEP_COLUMNS, self.rows)
+        self.token_ids, self.positions, self.slots, self.lengths = device[:columns].view(STEP_COLUMNS, -1).unbind()
+        self.lists: dict[int, WorkList] = {}
+        for at, window in zip(range(columns, len(host), lists), backend.windows, strict=True):
+            joins = at + 4 * entries
+            self.lists[window] = WorkList(
+                window,
+                (host[at:joins].reshape(-1, 4), host[joins : at + lists].reshape(-1, 2)),
+                (device[at:joins].view(-1, 4), device[joins : at + lists].view(-1, 2)),
+            )
+        need = scratch_elements(entries, backend.num_heads, backend.head_dim)
         self.scratch = torch.empty(need, dtype=torch.float32, device=backend.device)
-        self._known: list[tuple[int, ...]] = [()] * rows
-        self._counts = np.zeros(rows, dtype=np.int64)
-
-    def splits(self, rows: int) -> int:
-        return splits_for(rows, self.backend.kv_heads, self.backend.processors)
+        self._known: list[tuple[int, ...]] = [()] * self.rows
+        self._counts = np.zeros(self.rows, dtype=np.int64)
 
     def fill(
         self,
@@ -143,15 +175,17 @@ class DecodeTables:
             row = int((where // block >= self._counts[:count]).argmax())
             raise InternalError(f"token {where[row]} needs more than {self._counts[row]} pages of {block}")
         self.step.wait()
-        step = self.step.host
-        step[TOKENS, : len(token_ids)] = token_ids
-        step[POSITIONS, :count] = where
-        step[SLOTS, :count] = self.table.host[np.arange(count), where // block].astype(np.int64) * block + where % block
-        step[LENGTHS, :count] = where + 1
+        tokens, at, slots, lengths = self._columns
+        tokens[: len(token_ids)] = token_ids
+        at[:count] = where
+        slots[:count] = self.table.host[np.arange(count), where // block] * block + where % block
+        lengths[:count] = where + 1
         end = max(count, padded_rows)
-        step[TOKENS, count:end] = step[POSITIONS, count:end] = step[LENGTHS, count:end] = 0
-        step[SLOTS, count:end] = -1
-        self.step.send(0, 4)
+        tokens[count:end] = at[count:end] = lengths[count:end] = 0
+        slots[count:end] = -1
+        for work in self.lists.values():
+            work.fill(lengths[:end], self.backend.tile, self.backend.programs)
+        self.step.send(0, len(self.step.host))
 
     def _update(self, pages: Sequence[Sequence[int]]) -> None:
         """Write and send the tables of rows whose pages are others than they were."""
@@ -168,27 +202,31 @@ class DecodeTables:
 
 
 class DecodePlan:
-    """The first `rows` rows of `tables`, as they were filled last. Valid until they are filled again."""
+    """The first `rows` rows of `tables`, as they were filled last. Valid until they are filled again; `replayed`: over
+    the same addresses it then serves any step of at most so many rows."""
 
-    def __init__(self, backend: TritonAttention, tables: DecodeTables, rows: int) -> None:
-        self.backend, self.tables = backend, tables
-        self.token_ids, self.positions, self.slots, self.lengths = tables.step.device[:, :rows].unbind()
-        self.splits = tables.splits(rows)
+    def __init__(self, backend: TritonAttention, tables: DecodeTables, rows: int, replayed: bool = False) -> None:
+        self.backend, self.tables, self.replayed = backend, tables, replayed
+        columns = (tables.token_ids, tables.positions, tables.slots, tables.lengths)
+        self.token_ids, self.positions, self.slots, self.lengths = (column[:rows] for column in columns)
+        self.most = backend.programs + rows
 
     def write(self, layer: int, qkv: torch.Tensor) -> None:
         write_kv(qkv, self.backend.layers[layer], self.slots)
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        backend, tables = self.backend, self.tables
+        backend, tables, spec = self.backend, self.tables, self.backend.specs[layer]
         out = qkv.new_empty(qkv.shape[0], backend.num_heads * backend.head_dim)
+        work = tables.lists[spec.window]
         paged_decode(
             qkv,
             backend.layers[layer],
             tables.table.device,
             self.lengths,
-            backend.specs[layer],
+            work.work[: self.most if self.replayed else work.used],
+            work.joins if self.replayed or work.split else None,
+            spec,
             tables.scratch,
-            self.splits,
             out,
         )
         return out

@@ -26,9 +26,10 @@ Compute = Callable[[torch.Tensor, StepPlan], torch.Tensor]
 
 
 def buckets(max_rows: int) -> tuple[int, ...]:
-    """1, 2, 4, ... and `max_rows`, ascending."""
-    sizes = {1 << power for power in range(max_rows.bit_length()) if 1 << power <= max_rows}
-    return tuple(sorted(sizes | {max_rows}))
+    """1, 2, 4, 8, then in steps of 8, from 64 on of 32, and `max_rows`; ascending. A step pays for its bucket's rows:
+    powers of two would double what 129 rows cost."""
+    sizes = {1, 2, 4, *range(8, 64, 8), *range(64, max_rows, 32), max_rows}
+    return tuple(sorted(size for size in sizes if size <= max_rows))
 
 
 def bucket_for(rows: int, sizes: Sequence[int]) -> int | None:
@@ -66,7 +67,7 @@ class DecodeGraphs:
     def _capture(self, rows: int) -> None:
         log.info("capturing the decode step of %d rows", rows)
         self._tables.fill((), (), padded_rows=rows)
-        plan = DecodePlan(self._backend, self._tables, rows)
+        plan = DecodePlan(self._backend, self._tables, rows, replayed=True)
         # Once without a graph: kernels are compiled and libraries make their workspaces, which capture must not see.
         side = torch.cuda.Stream(self._backend.device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(self._backend.device))

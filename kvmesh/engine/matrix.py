@@ -22,7 +22,7 @@ class Matrix(Protocol):
         """x @ matrix.T + bias `[rows, outputs]`."""
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual + x @ matrix.T, a new tensor."""
+        """residual + x @ matrix.T, in a new tensor or in `residual` itself, which nobody reads afterwards."""
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """x @ matrix.T in float32."""
@@ -44,6 +44,8 @@ class DenseMatrix:
         return functional.linear(x, self.weight, bias)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if residual.is_cuda:  # in place: else the residual is copied first, which takes as long as a small product
+            return residual.addmm_(x, self.transposed)
         return torch.addmm(residual, x, self.transposed)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,14 @@
-"""What lies between the matrix products: norms, rotation, gated activations. C++ in one pass on CPUs that have the
-operators (`kvmesh.engine.cpu`), torch elsewhere. The C++ rounds to the tensor's dtype where transformers rounds, torch
+"""What lies between the matrix products: norms, rotation, gated activations. In one pass each: C++ on CPUs that have the
+operators (`kvmesh.engine.cpu`), Triton on GPUs (`kvmesh.engine.kernels.fused`); torch elsewhere. The C++ rounds to the tensor's dtype where transformers rounds, torch
 at most as often: in float32 the two agree to a few units in the last place, in bfloat16 to two steps of the largest
 intermediate result (2**-7 of its size).
 """
 
 from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import cast
 
 import torch
 from torch.nn import functional
@@ -19,12 +23,28 @@ def on_native(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in NATIVE_DTYPES and native.loaded()
 
 
+@functools.cache
+def _triton() -> ModuleType | None:
+    """`kvmesh.engine.kernels.fused`, which only a GPU's process imports; None without triton, which `attention` tells."""
+    try:
+        from kvmesh.engine.kernels import fused
+    except ImportError:
+        return None
+    return fused
+
+
+def on_gpu(x: torch.Tensor) -> ModuleType | None:
+    return _triton() if x.device.type == "cuda" else None
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`x [rows, n]` normed over n, times `weight [n]`: after the rounding to x's dtype, or with a float32 weight and a
     narrower x before it (Gemma)."""
     if on_native(x):
         normed: torch.Tensor = torch.ops.kvmesh.rms_norm.default(x, weight, eps)
         return normed
+    if fused := on_gpu(x):
+        return cast(torch.Tensor, fused.rms_norm(x, weight, eps))
     if weight.dtype == x.dtype:
         return functional.rms_norm(x, weight.shape, weight, eps)
     return functional.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
@@ -37,6 +57,9 @@ def rotate_heads(
     is one, then rotated by cos and sin `[T, 1, rotary dim]` (`RotaryEmbedding`)."""
     if on_native(qkv):
         torch.ops.kvmesh.rotate_heads.default(qkv, heads, cos, sin, weight, eps)
+        return
+    if fused := on_gpu(qkv):
+        fused.rotate_heads(qkv, heads, cos, sin, weight, eps)
         return
     turned = qkv[:, :heads]
     normed = turned
@@ -51,5 +74,7 @@ def gated(x: torch.Tensor, activation: str) -> torch.Tensor:
     if on_native(x):
         answer: torch.Tensor = torch.ops.kvmesh.gated.default(x, gelu)
         return answer
+    if fused := on_gpu(x):
+        return cast(torch.Tensor, fused.gated(x, activation))
     gate, up = x.chunk(2, -1)
     return (functional.gelu(gate, approximate="tanh") if gelu else functional.silu(gate)).mul_(up)

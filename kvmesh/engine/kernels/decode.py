@@ -1,43 +1,45 @@
-"""Attention of one query token a row over its pages, split along the context.
+"""Attention of one query token a row over its pages, cut by a list of work.
 
-A program takes one row, one KV head with all query heads that share it, and one share of the row's tiles; so a batch of
-one keeps a whole GPU busy. What each share found is normed by itself and joined by a second kernel, weighted by how
-much each had to say: the log of its sum of exponentials (flash-decoding). Shares depend on the row's length alone, so
-a launch knows no lengths and can be replayed from a CUDA graph.
+A program takes one KV head with all query heads that share it, and one share: some tiles of one row's context. The host
+makes the list of shares anew for each step (`shares_of`), so that they are about equally long whatever the rows'
+lengths are: one row of 64k tokens among many of 1k occupies the whole GPU, not one processor. A row of one share is
+answered at once; what the shares of a longer row found is joined by a second kernel, weighted by the log of the sum of
+its exponentials (flash-decoding). The list is data, of a length that depends on the number of rows alone, so that a
+launch can be replayed from a CUDA graph.
 """
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
 
 from kvmesh.engine.config import AttentionSpec
-from kvmesh.engine.kernels.softmax import fold, scores_of
+from kvmesh.engine.kernels.softmax import LOG2_E, fold, scores_of
 from kvmesh.engine.kernels.tiles import power_of_two, tiles_for
 
-MAX_SPLITS = 64
+Ints = npt.NDArray[np.int32]
+RESIDENT = 2  # programs a processor: more share its bandwidth, and end at more different times (docs/cuda.md)
 MIN_TILES = 2  # a share is worth no less: joining it costs as much as a tile
+ROW, BEGIN, END, SLOT = range(4)  # of an entry of the list: tiles [BEGIN, END) of ROW; SLOT -1: the row's only share
+FIRST, COUNT = range(2)  # of a row: its first slot and how many shares it has
+ATTEND = {"num_warps": 4, "num_stages": 3}
+JOINED_AT_ONCE = 16
 
 
-@triton.jit
-def _shares(length, window, splits, TILE: tl.constexpr, MIN_TILES: tl.constexpr):
-    """First token that is seen, first tile, tiles of a share, shares that have any."""
-    first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
-    first_tile = first // TILE
-    tiles = tl.cdiv(length, TILE) - first_tile
-    share = tl.maximum(tl.cdiv(tiles, splits), MIN_TILES)
-    return first, first_tile, share, tl.cdiv(tiles, share)
-
-
-@triton.jit(do_not_specialize=["window", "splits", "table_row"])
+@triton.jit(do_not_specialize=["window", "table_row"])
 def _attend(
     qkv,
     pages,
     table,
     lengths,
+    work,
+    sinks,
     partial,
     weights,
+    out,
     qkv_token,
     qkv_head,
     page_stride,
@@ -45,83 +47,114 @@ def _attend(
     head_stride,
     token_stride,
     table_row,
+    out_row,
     scale,
     softcap,
     window,
-    splits,
     GROUP: tl.constexpr,
     PADDED_GROUP: tl.constexpr,
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     TILE: tl.constexpr,
-    MIN_TILES: tl.constexpr,
     CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
-    row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    length = tl.load(lengths + row)
-    first, first_tile, share, _ = _shares(length, window, splits, TILE, MIN_TILES)
-    begin = first_tile + split * share
-    end = tl.minimum(begin + share, tl.cdiv(length, TILE))
+    work += tl.program_id(0) * 4
+    kv_head = tl.program_id(1)
+    row, begin, end, slot = tl.load(work), tl.load(work + 1), tl.load(work + 2), tl.load(work + 3)
+    if begin < end:
+        length = tl.load(lengths + row)
+        first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
+        member = tl.arange(0, PADDED_GROUP)
+        at = tl.arange(0, PADDED)
+        head = kv_head * GROUP + member
+        mine = (member < GROUP)[:, None] & (at < DIM)[None, :]
+        query = tl.load(qkv + row * qkv_token + head[:, None] * qkv_head + at[None, :], mask=mine, other=0.0)
+        best = tl.full([PADDED_GROUP], float("-inf"), tl.float32)
+        total = tl.zeros([PADDED_GROUP], tl.float32)
+        found = tl.zeros([PADDED_GROUP, PADDED], tl.float32)
+        table += row * table_row
+        # Looked up one tile ahead: loads whose address was itself loaded in the same turn are not pipelined.
+        page = tl.load(table + begin * TILE // BLOCK_TOKENS)
+        for tile in range(begin, end):
+            following = tl.load(table + (tile + 1) * TILE // BLOCK_TOKENS, mask=tile + 1 < end, other=0)
+            token = tile * TILE + tl.arange(0, TILE)
+            seen = (token >= first) & (token < length)
+            block = pages + page.to(tl.int64) * page_stride + kv_head * head_stride
+            inside = token % BLOCK_TOKENS * token_stride
+            there = seen[None, :] & (at < DIM)[:, None]
+            scores = scores_of(query, block + inside[None, :] + at[:, None], there, scale, softcap, CAPPED)
+            scores = tl.where(seen[None, :], scores, float("-inf"))
+            values, there = block + kv_stride + inside[:, None] + at[None, :], seen[:, None] & (at < DIM)[None, :]
+            best, total, found = fold(scores, values, there, best, total, found)
+            page = following
+        if slot < 0:
+            if SINKS:
+                sink = tl.load(sinks + head, mask=member < GROUP, other=0.0) * LOG2_E
+                total += tl.exp2(sink - best)
+            answer = (found / total[:, None]).to(out.dtype.element_ty)
+            tl.store(out + row * out_row + head[:, None] * DIM + at[None, :], answer, mask=mine)
+        else:
+            place = slot * tl.num_programs(1) * GROUP + head
+            tl.store(partial + place[:, None] * DIM + at[None, :], found / total[:, None], mask=mine)
+            tl.store(weights + place, best + tl.log2(total), mask=member < GROUP)
 
-    member = tl.arange(0, PADDED_GROUP)
-    at = tl.arange(0, PADDED)
-    head = kv_head * GROUP + member
-    mine = (member < GROUP)[:, None] & (at < DIM)[None, :]
-    query = tl.load(qkv + row.to(tl.int64) * qkv_token + head[:, None] * qkv_head + at[None, :], mask=mine, other=0.0)
-    best = tl.full([PADDED_GROUP], float("-inf"), tl.float32)
-    total = tl.zeros([PADDED_GROUP], tl.float32)
-    found = tl.zeros([PADDED_GROUP, PADDED], tl.float32)
-    for tile in range(begin, end):
-        token = tile * TILE + tl.arange(0, TILE)
-        seen = (token >= first) & (token < length)
-        page = tl.load(table + row * table_row + tile * TILE // BLOCK_TOKENS).to(tl.int64)
-        block = pages + page * page_stride + kv_head * head_stride
-        inside = token % BLOCK_TOKENS * token_stride
-        there = seen[None, :] & (at < DIM)[:, None]
-        scores = scores_of(query, block + inside[None, :] + at[:, None], there, scale, softcap, CAPPED)
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        values, there = block + kv_stride + inside[:, None] + at[None, :], seen[:, None] & (at < DIM)[None, :]
-        best, total, found = fold(scores, values, there, best, total, found)
 
-    # A share without tiles leaves nothing: the join does not look at it.
-    total = tl.where(begin < end, total, 1.0)
-    slot = (row * tl.num_programs(1) * GROUP + head) * splits + split
-    mine = mine & (begin < end)
-    tl.store(partial + slot[:, None] * DIM + at[None, :], found / total[:, None], mask=mine)
-    tl.store(weights + slot, best + tl.log2(total), mask=(member < GROUP) & (begin < end))
-
-
-@triton.jit(do_not_specialize=["window", "splits"])
+@triton.jit
 def _join(
     partial,
     weights,
-    lengths,
+    joins,
+    sinks,
     out,
     out_row,
-    window,
-    splits,
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
-    TILE: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
-    row, head = tl.program_id(0), tl.program_id(1)
-    length = tl.load(lengths + row)
-    _, _, _, used = _shares(length, window, splits, TILE, MIN_TILES)
-    split = tl.arange(0, MAX_SPLITS)
-    at = tl.arange(0, PADDED)
-    slot = (row * tl.num_programs(1) + head) * splits + split
-    weight = tl.load(weights + slot, mask=split < used, other=float("-inf"))
-    best = tl.where(used > 0, tl.max(weight, 0), 0.0)
-    weight = tl.exp2(weight - best)
-    total = tl.where(used > 0, tl.sum(weight, 0), 1.0)
-    found = tl.load(
-        partial + slot[:, None] * DIM + at[None, :], mask=(split < used)[:, None] & (at < DIM)[None, :], other=0.0
-    )
-    answer = tl.sum(found * weight[:, None], 0) / total
-    tl.store(out + row.to(tl.int64) * out_row + head * DIM + at, answer.to(out.dtype.element_ty), mask=at < DIM)
+    row, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    first, count = tl.load(joins + row * 2), tl.load(joins + row * 2 + 1)
+    if count != 1:
+        at = tl.arange(0, PADDED)
+        best = tl.full([1], float("-inf"), tl.float32)
+        total = tl.zeros([1], tl.float32)
+        found = tl.zeros([PADDED], tl.float32)
+        for start in range(0, count, AT_ONCE):
+            share = start + tl.arange(0, AT_ONCE)
+            place = (first + share) * heads + head
+            weight = tl.load(weights + place, mask=share < count, other=float("-inf"))
+            there = (share < count)[:, None] & (at < DIM)[None, :]
+            values = tl.load(partial + place[:, None] * DIM + at[None, :], mask=there, other=0.0)
+            higher = tl.maximum(best, tl.max(weight, 0))
+            fade, part = tl.exp2(best - higher), tl.exp2(weight - higher)
+            total = total * fade + tl.sum(part, 0)
+            found = found * fade + tl.sum(values * part[:, None], 0)
+            best = higher
+        if SINKS:
+            total += tl.where(count > 0, tl.exp2(tl.load(sinks + head) * LOG2_E - best), 0.0)
+        # A row without shares stands for nobody: zeros.
+        answer = tl.where(count > 0, found / tl.where(total > 0, total, 1.0), 0.0)
+        tl.store(out + row * out_row + head * DIM + at, answer.to(out.dtype.element_ty), mask=at < DIM)
+
+
+def shares_of(lengths: npt.NDArray[np.int64], window: int, tile: int, programs: int) -> tuple[Ints, Ints]:
+    """The list of work int32 `[shares, 4]`, the longest first, and of each row FIRST and COUNT, int32 `[rows, 2]`.
+
+    `lengths [rows]`: tokens that each row attends to, of which it sees the last `window` (0: all); `tile` tokens are a
+    tile. There are about as many shares as `programs` run at a time, at most `programs` + rows."""
+    first = np.maximum(lengths - window, 0) // tile if window else np.zeros_like(lengths)
+    tiles = -(-lengths // tile) - first
+    longest = max(MIN_TILES, -(-int(tiles.sum()) // programs))
+    counts = -(-tiles // longest)
+    slots = np.cumsum(counts) - counts
+    rows = np.repeat(np.arange(len(lengths)), counts)
+    nth = np.arange(len(rows)) - slots[rows]
+    begin, end = (first[rows] + tiles[rows] * n // counts[rows] for n in (nth, nth + 1))
+    work = np.stack((rows, begin, end, np.where(counts[rows] > 1, slots[rows] + nth, -1)), 1)
+    order = np.argsort(begin - end, kind="stable")
+    return work[order].astype(np.int32), np.stack((slots, counts), 1).astype(np.int32)
 
 
 def paged_decode(
@@ -129,70 +162,68 @@ def paged_decode(
     pages: torch.Tensor,
     table: torch.Tensor,
     lengths: torch.Tensor,
+    work: torch.Tensor,
+    joins: torch.Tensor | None,
     spec: AttentionSpec,
-    partial: torch.Tensor,
-    splits: int,
+    scratch: torch.Tensor,
     out: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Fills `out [rows, H * D]`; a row of length 0 with zeros.
 
     `qkv [rows, H + 2K, D]`, of which only the queries are read; `pages [num_pages, 2, K, block_tokens, D]`; `table`
-    int32 `[>= rows, width]`: the pages of each row; `lengths` `[>= rows]`: tokens that each row attends to, the last
-    one its own. `partial`: float32 scratch of at least `scratch_elements(rows, H, D, splits)`; `splits` shares a row,
-    at most MAX_SPLITS."""
+    int32 `[>= rows, width]`: the pages of each row; `lengths` int32 `[>= rows]`: tokens that each row attends to, the
+    last one its own. `work [entries, 4]` and `joins [>= rows, 2]` are `shares_of` for these lengths, tiles of
+    `tiles_for(...).keys` and the spec's window; entries that begin where they end are none. `joins` None: no row has
+    other than one share. `scratch`: float32, `scratch_elements` of the slots. `sinks` float32 `[H]`: a logit of each
+    head that takes part in the softmax and adds nothing."""
     _, _, kv_heads, block_tokens, dim = pages.shape
     rows, heads = qkv.shape[0], qkv.shape[1] - 2 * kv_heads
     tiles = tiles_for(dim, pages.element_size(), block_tokens)
-    found = rows * heads * splits * dim
-    weights = partial[found:]
-    _attend[(rows, kv_heads, splits)](
+    weights = scratch[len(scratch) // (dim + 1) * dim :]
+    _attend[(len(work), kv_heads)](
         qkv,
         pages,
         table,
         lengths,
-        partial,
+        work,
+        sinks,
+        scratch,
         weights,
+        out,
         *qkv.stride()[:2],
         *pages.stride()[:4],
         table.stride(0),
+        out.stride(0),
         spec.scale,
         spec.softcap,
         spec.window,
-        splits,
         GROUP=heads // kv_heads,
         PADDED_GROUP=power_of_two(heads // kv_heads),
         DIM=dim,
         PADDED=tiles.padded_dim,
         BLOCK_TOKENS=block_tokens,
         TILE=tiles.keys,
-        MIN_TILES=MIN_TILES,
         CAPPED=spec.softcap > 0,
-        num_warps=4,
-        num_stages=2,
+        SINKS=sinks is not None,
+        **ATTEND,
     )
-    _join[(rows, heads)](
-        partial,
-        weights,
-        lengths,
-        out,
-        out.stride(0),
-        spec.window,
-        splits,
-        DIM=dim,
-        PADDED=tiles.padded_dim,
-        TILE=tiles.keys,
-        MIN_TILES=MIN_TILES,
-        MAX_SPLITS=MAX_SPLITS,
-        num_warps=4,
-    )
+    if joins is not None:
+        _join[(rows, heads)](
+            scratch,
+            weights,
+            joins,
+            sinks,
+            out,
+            out.stride(0),
+            DIM=dim,
+            PADDED=tiles.padded_dim,
+            AT_ONCE=JOINED_AT_ONCE,
+            SINKS=sinks is not None,
+            num_warps=4,
+        )
 
 
-def scratch_elements(rows: int, heads: int, dim: int, splits: int) -> int:
-    """float32 that `paged_decode` writes beside its answer."""
-    return rows * heads * splits * (dim + 1)
-
-
-def splits_for(rows: int, kv_heads: int, processors: int) -> int:
-    """Shares of a row such that a launch has about two programs for each of the GPU's `processors`: a power of two."""
-    wanted = -(-2 * processors // max(1, rows * kv_heads))
-    return min(MAX_SPLITS, 1 << (wanted - 1).bit_length())
+def scratch_elements(slots: int, heads: int, dim: int) -> int:
+    """float32 that `paged_decode` writes beside its answer: what each share found, and its weight."""
+    return slots * heads * (dim + 1)

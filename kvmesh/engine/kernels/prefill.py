@@ -14,8 +14,58 @@ import triton
 import triton.language as tl
 
 from kvmesh.engine.config import AttentionSpec
-from kvmesh.engine.kernels.softmax import fold, scores_of
+from kvmesh.engine.kernels.softmax import LOG2_E, fold, scores_of
 from kvmesh.engine.kernels.tiles import tiles_for
+
+STAGES = 2
+
+
+@triton.jit
+def _walk(
+    query,
+    pages,
+    table,
+    begin,
+    end,
+    where,
+    oldest,
+    length,
+    best,
+    total,
+    found,
+    page_stride,
+    kv_stride,
+    token_stride,
+    scale,
+    softcap,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    CAPPED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Tiles [begin, end) of the span whose pages `table` names, of the head at which `pages` begins. Without MASKED
+    every query sees all of them."""
+    at = tl.arange(0, PADDED)
+    WHOLE: tl.constexpr = (not MASKED) and (DIM == PADDED)
+    # Looked up one tile ahead: loads whose address was itself loaded in the same turn are not pipelined.
+    page = tl.load(table + begin * TILE // BLOCK_TOKENS, mask=begin < end, other=0)
+    for tile in range(begin, end):
+        following = tl.load(table + (tile + 1) * TILE // BLOCK_TOKENS, mask=tile + 1 < end, other=0)
+        token = tile * TILE + tl.arange(0, TILE)
+        there = token < length
+        block = pages + page.to(tl.int64) * page_stride
+        inside = token % BLOCK_TOKENS * token_stride
+        keys, mask = block + inside[None, :] + at[:, None], there[None, :] & (at < DIM)[:, None]
+        scores = scores_of(query, keys, mask, scale, softcap, CAPPED, WHOLE)
+        if MASKED:  # with a window, a query may see none of a tile that others see
+            seen = (token[None, :] <= where[:, None]) & (token[None, :] >= oldest[:, None])
+            scores = tl.where(seen, scores, float("-inf"))
+        values, mask = block + kv_stride + inside[:, None] + at[None, :], there[:, None] & (at < DIM)[None, :]
+        best, total, found = fold(scores, values, mask, best, total, found, WHOLE)
+        page = following
+    return best, total, found
 
 
 @triton.jit(do_not_specialize=["window", "table_row"])
@@ -24,6 +74,7 @@ def _attend(
     pages,
     table,
     work,
+    sinks,
     out,
     qkv_token,
     qkv_head,
@@ -43,6 +94,7 @@ def _attend(
     QUERIES: tl.constexpr,
     TILE: tl.constexpr,
     CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     work += tl.program_id(0) * 4
     head = tl.program_id(1)
@@ -62,21 +114,20 @@ def _attend(
     best = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     found = tl.zeros([QUERIES, PADDED], tl.float32)
-    begin = tl.where(window > 0, tl.maximum(position - window + 1, 0), 0)
-    for tile in range(begin // TILE, tl.cdiv(end, TILE)):
-        token = tile * TILE + tl.arange(0, TILE)
-        there = token < end
-        page = tl.load(table + span * table_row + tile * TILE // BLOCK_TOKENS).to(tl.int64)
-        block = pages + page * page_stride + head // GROUP * head_stride
-        inside = token % BLOCK_TOKENS * token_stride
-        keys, mask = block + inside[None, :] + at[:, None], there[None, :] & (at < DIM)[:, None]
-        scores = scores_of(query, keys, mask, scale, softcap, CAPPED)
-        # With a window, a query may see none of a tile that others see.
-        seen = (token[None, :] <= where[:, None]) & (token[None, :] >= oldest[:, None])
-        scores = tl.where(seen, scores, float("-inf"))
-        values, mask = block + kv_stride + inside[:, None] + at[None, :], there[:, None] & (at < DIM)[None, :]
-        best, total, found = fold(scores, values, mask, best, total, found)
-
+    begin = tl.where(window > 0, tl.maximum(position - window + 1, 0), 0) // TILE
+    mixed = tl.where(window > 0, begin, (position + 1) // TILE)  # the first tile that some query sees in part
+    pages += head // GROUP * head_stride
+    table += span * table_row
+    best, total, found = _walk(
+        query, pages, table, begin, mixed, where, oldest, end, best, total, found, page_stride, kv_stride,
+        token_stride, scale, softcap, DIM, PADDED, BLOCK_TOKENS, TILE, CAPPED, MASKED=False,
+    )  # fmt: skip
+    best, total, found = _walk(
+        query, pages, table, mixed, tl.cdiv(end, TILE), where, oldest, end, best, total, found, page_stride,
+        kv_stride, token_stride, scale, softcap, DIM, PADDED, BLOCK_TOKENS, TILE, CAPPED, MASKED=True,
+    )  # fmt: skip
+    if SINKS:
+        total += tl.exp2(tl.load(sinks + head) * LOG2_E - best)
     answer = (found / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + row[:, None] * out_row + head * DIM + at[None, :], answer, mask=mine)
 
@@ -100,11 +151,13 @@ def paged_prefill(
     work: torch.Tensor,
     spec: AttentionSpec,
     out: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Fills `out [T, H * D]`: each row of a span attends to the tokens of its span's pages up to its own.
 
     `qkv [T, H + 2K, D]`, of which only the queries are read; `pages [num_pages, 2, K, block_tokens, D]`; `table` int32
-    `[spans, width]`: the pages of each span; `work` as of `work_of(..., tiles_for(...).queries)`, on the device."""
+    `[spans, width]`: the pages of each span; `work` as of `work_of(..., tiles_for(...).queries)`, on the device. `sinks` as for
+    `paged_decode`."""
     _, _, kv_heads, block_tokens, dim = pages.shape
     heads = qkv.shape[1] - 2 * kv_heads
     tiles = tiles_for(dim, pages.element_size(), block_tokens)
@@ -115,6 +168,7 @@ def paged_prefill(
         pages,
         table,
         work,
+        sinks,
         out,
         *qkv.stride()[:2],
         *pages.stride()[:4],
@@ -130,6 +184,7 @@ def paged_prefill(
         QUERIES=tiles.queries,
         TILE=tiles.keys,
         CAPPED=spec.softcap > 0,
+        SINKS=sinks is not None,
         num_warps=tiles.warps,
-        num_stages=2,
+        num_stages=STAGES,
     )

@@ -17,24 +17,33 @@ def capped(scores, softcap):
 
 
 @triton.jit
-def scores_of(query, keys, there, scale, softcap, CAPPED: tl.constexpr):
-    """Of `query [M, D]` for the keys at `keys [D, N]`, as exponents of 2: float32 `[M, N]`. Where `there` is false
-    nothing is loaded."""
-    key = tl.load(keys, mask=there, other=0.0)
-    scores = tl.dot(query, key, input_precision="ieee") * scale
-    if CAPPED:
-        scores = capped(scores, softcap)
-    return scores * LOG2_E
+def load_tile(pointers, there, WHOLE: tl.constexpr):
+    """`WHOLE`: all of it is there, and `there` is not looked at."""
+    if WHOLE:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=there, other=0.0)
 
 
 @triton.jit
-def fold(scores, values, there, best, total, found):
+def scores_of(query, keys, there, scale, softcap, CAPPED: tl.constexpr, WHOLE: tl.constexpr = False):
+    """Of `query [M, D]` for the keys at `keys [D, N]`, as exponents of 2: float32 `[M, N]`. Where `there` is false
+    nothing is loaded."""
+    products = tl.dot(query, load_tile(keys, there, WHOLE), input_precision="ieee")
+    if CAPPED:
+        return capped(products * scale, softcap) * LOG2_E
+    else:
+        return products * (scale * LOG2_E)
+
+
+@triton.jit
+def fold(scores, values, there, best, total, found, WHOLE: tl.constexpr = False):
     """One tile more, its values at `values [N, D]`: the best score so far, the sum of 2 ** (score - best) and of that
     times the values. What a row does not see scores -inf; it may see none of a tile, or of all so far."""
     higher = tl.maximum(best, tl.max(scores, 1))
-    base = tl.where(higher == float("-inf"), 0.0, higher)
+    base = higher if WHOLE else tl.where(higher == float("-inf"), 0.0, higher)
     fade = tl.exp2(best - base)
     part = tl.exp2(scores - base[:, None])
-    value = tl.load(values, mask=there, other=0.0)
+    value = load_tile(values, there, WHOLE)
     found = found * fade[:, None] + tl.dot(part.to(value.dtype), value, input_precision="ieee")
     return higher, total * fade + tl.sum(part, 1), found

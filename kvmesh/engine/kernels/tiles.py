@@ -27,4 +27,4 @@ def tiles_for(head_dim: int, itemsize: int, block_tokens: int) -> Tiles:
     keys = max(MIN_TILE, min(block_tokens, 64, TILE_BYTES // (padded * itemsize)))
     if itemsize > 2:
         return Tiles(keys, 16, 4, padded)
-    return Tiles(keys, 128, 8, padded) if padded <= 128 else Tiles(keys, 64, 4, padded)
+    return Tiles(keys, 64, 4, padded)

@@ -27,7 +27,7 @@ def _write(
     PADDED: tl.constexpr,
 ):
     token, head = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(slots + token)
+    slot = tl.load(slots + token).to(tl.int64)
     at = tl.arange(0, PADDED)
     wanted = (at < DIM) & (slot >= 0)
     source = qkv + token.to(tl.int64) * qkv_token + at
@@ -39,7 +39,7 @@ def _write(
 
 
 def write_kv(qkv: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
-    """`qkv [T, H + 2K, D]`, `pages [num_pages, 2, K, block_tokens, D]`, `slots` int64 `[T]`: page * block_tokens + slot
+    """`qkv [T, H + 2K, D]`, `pages [num_pages, 2, K, block_tokens, D]`, `slots` int32 or int64 `[T]`: page * block_tokens + slot
     in it, or -1 for a token that is to leave no trace."""
     _, _, kv_heads, block_tokens, dim = pages.shape
     heads = qkv.shape[1] - 2 * kv_heads

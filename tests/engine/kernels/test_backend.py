@@ -72,7 +72,7 @@ def test_rows_that_stand_for_nobody_change_nothing(stepper: Stepper) -> None:
     tables.fill([pages, pages], [3, 5], [1, 2])  # an earlier, larger step leaves its rows behind
     tables.fill([pages], [len(prompt)], [first], padded_rows=4)
     before = stepper.pages.clone()
-    plan = DecodePlan(backend, tables, 4)
+    plan = DecodePlan(backend, tables, 4, replayed=True)
     got = logits(stepper.runner, plan, plan.token_ids.tolist())
     torch.testing.assert_close(got[:1], wanted, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(stepper.pages, before, atol=1e-4, rtol=1e-4, equal_nan=True)
@@ -107,7 +107,8 @@ def test_buckets(device: torch.device) -> None:
     del device  # skips where there is no triton
     from kvmesh.engine.graphs import bucket_for, buckets
 
-    assert buckets(1) == (1,) and buckets(12) == (1, 2, 4, 8, 12) and buckets(256)[-2:] == (128, 256)
+    assert buckets(1) == (1,) and buckets(12) == (1, 2, 4, 8, 12)
+    assert buckets(256) == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 128, 160, 192, 224, 256)
     sizes = buckets(12)
     assert [bucket_for(rows, sizes) for rows in (1, 2, 3, 9, 12, 13)] == [1, 2, 4, 12, 12, None]
     assert bucket_for(1, ()) is None

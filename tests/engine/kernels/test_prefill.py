@@ -20,7 +20,11 @@ RAGGED = ((0, 1), (0, 37), (19, 1), (32, 18), (5, 40))
 
 
 def both(
-    shape: Shape, spans: Sequence[tuple[int, int]], spec: AttentionSpec, device: torch.device
+    shape: Shape,
+    spans: Sequence[tuple[int, int]],
+    spec: AttentionSpec,
+    device: torch.device,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the kernel says, and the oracle."""
     from kvmesh.engine.kernels.prefill import paged_prefill, work_of
@@ -32,8 +36,8 @@ def both(
     out = torch.full((rows, shape.heads * shape.dim), torch.nan, dtype=shape.dtype, device=device)
     tiles = tiles_for(shape.dim, shape.dtype.itemsize, shape.block)
     work = torch.from_numpy(work_of(spans, tiles.queries)).to(device)
-    paged_prefill(qkv, batch.pages, batch.table, work, spec, out)
-    return out.double(), prefill_oracle.paged_prefill(qkv, batch.pages, batch.table, spans, spec)
+    paged_prefill(qkv, batch.pages, batch.table, work, spec, out, sinks)
+    return out.double(), prefill_oracle.paged_prefill(qkv, batch.pages, batch.table, spans, spec, sinks)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -57,3 +61,9 @@ def test_one_token_and_none(device: torch.device) -> None:
     for spans in (((0, 1),), ()):
         got, wanted = both(Shape(2, 1, 16, 16), spans, AttentionSpec(0.25), device)
         torch.testing.assert_close(got, wanted, atol=2e-5, rtol=2e-5)
+
+
+def test_sinks_take_part_in_the_softmax(device: torch.device) -> None:
+    sinks = torch.tensor([0.0, 3.0], device=device)
+    got, wanted = both(Shape(2, 1, 16, 16), ((0, 3), (20, 5)), AttentionSpec(0.25), device, sinks)
+    torch.testing.assert_close(got, wanted, atol=2e-5, rtol=2e-5)

@@ -14,7 +14,16 @@ from kvmesh.engine.kernels import decode, prefill, write
 from kvmesh.engine.kernels.tiles import tiles_for
 
 SHAPES = (("bf16", 2, 128, 64), ("fp32", 4, 96, 32))
-POINTERS = {"table": "*i32", "work": "*i32", "lengths": "*i64", "slots": "*i64", "partial": "*fp32", "weights": "*fp32"}
+POINTERS = {
+    "table": "*i32",
+    "work": "*i32",
+    "joins": "*i32",
+    "sinks": "*fp32",
+    "lengths": "*i32",
+    "slots": "*i32",
+    "partial": "*fp32",
+    "weights": "*fp32",
+}
 
 
 def compiled(kernel: Any, dtype: str, capability: int, warps: int, **constants: Any) -> int:
@@ -38,13 +47,11 @@ def main(capability: int) -> None:
     for dtype, itemsize, dim, block in SHAPES:
         tiles = tiles_for(dim, itemsize, block)
         size = {"DIM": dim, "PADDED": tiles.padded_dim}
-        tile = size | {"TILE": tiles.keys}
-        paged = tile | {"GROUP": 4, "BLOCK_TOKENS": block, "CAPPED": dim == 256}
-        shares: dict[str, Any] = {"MIN_TILES": decode.MIN_TILES}
+        paged = size | {"TILE": tiles.keys, "GROUP": 4, "BLOCK_TOKENS": block, "CAPPED": dim == 256, "SINKS": True}
         for name, kernel, warps, constants in (
             ("write", write._write, 1, size),
-            ("decode", decode._attend, 4, paged | shares | {"PADDED_GROUP": 16}),
-            ("join", decode._join, 4, tile | shares | {"MAX_SPLITS": decode.MAX_SPLITS}),
+            ("decode", decode._attend, 4, paged | {"PADDED_GROUP": 16}),
+            ("join", decode._join, 4, size | {"AT_ONCE": decode.JOINED_AT_ONCE, "SINKS": True}),
             ("prefill", prefill._attend, tiles.warps, paged | {"QUERIES": tiles.queries}),
         ):
             print(name, dtype, dim, compiled(kernel, dtype, capability, warps, **constants), flush=True)

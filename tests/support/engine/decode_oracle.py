@@ -9,7 +9,12 @@ from tests.support.engine.prefill_oracle import attend, context
 
 
 def paged_decode(
-    qkv: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor, spec: AttentionSpec
+    qkv: torch.Tensor,
+    pages: torch.Tensor,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    spec: AttentionSpec,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`[rows, H * D]`; arguments as of `kvmesh.engine.kernels.decode.paged_decode`."""
     rows, kv_heads = qkv.shape[0], pages.shape[2]
@@ -18,5 +23,5 @@ def paged_decode(
     for row, length in enumerate(lengths[:rows].tolist()):
         if length:
             keys, values = context(pages, table[row], length)
-            out[row] = attend(qkv[row : row + 1, :heads], keys, values, length - 1, spec)[0]
+            out[row] = attend(qkv[row : row + 1, :heads], keys, values, length - 1, spec, sinks)[0]
     return out.flatten(1)

@@ -17,9 +17,15 @@ def context(pages: torch.Tensor, table: torch.Tensor, length: int) -> tuple[torc
 
 
 def attend(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first: int, spec: AttentionSpec
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    first: int,
+    spec: AttentionSpec,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """float64 `[M, H, D]`: `queries [M, H, D]` at positions from `first` on over `keys`, `values` `[N, K, D]`."""
+    """float64 `[M, H, D]`: `queries [M, H, D]` at positions from `first` on over `keys`, `values` `[N, K, D]`. `sinks
+    [H]`: a logit of each head for which there is no value."""
     group = queries.shape[1] // keys.shape[1]
     keys, values = (x.double().repeat_interleave(group, 1) for x in (keys, values))
     scores = torch.einsum("mhd,nhd->hmn", queries.double(), keys) * spec.scale
@@ -30,11 +36,19 @@ def attend(
     seen = token <= where
     if spec.window:
         seen &= token > where - spec.window
-    return torch.einsum("hmn,nhd->mhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(queries), 1)), -1)
+    return torch.einsum("hmn,nhd->mhd", scores.softmax(-1)[..., : len(keys)], values)
 
 
 def paged_prefill(
-    qkv: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, spans: Sequence[tuple[int, int]], spec: AttentionSpec
+    qkv: torch.Tensor,
+    pages: torch.Tensor,
+    table: torch.Tensor,
+    spans: Sequence[tuple[int, int]],
+    spec: AttentionSpec,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`[T, H * D]`; `spans`: (start, length) of each, the rest as of `kvmesh.engine.kernels.prefill.paged_prefill`."""
     heads = qkv.shape[1] - 2 * pages.shape[2]
@@ -42,6 +56,6 @@ def paged_prefill(
     row = 0
     for span, (start, length) in enumerate(spans):
         keys, values = context(pages, table[span], start + length)
-        out[row : row + length] = attend(qkv[row : row + length, :heads], keys, values, start, spec)
+        out[row : row + length] = attend(qkv[row : row + length, :heads], keys, values, start, spec, sinks)
         row += length
     return out.flatten(1)

@@ -1,0 +1,484 @@
+"""The stages of `scripts.gpu.check` that measure: `python3 -m scripts.gpu.stages NAME [--dry]`.
+
+Each prints what it finds and leaves `{"lines": [...], "rows": [...]}` in the file that $GPU_STAGE_RESULT names: a few
+lines for the table, and every figure. Rates of memory count bytes read and written, those of products 2 FLOP a
+multiplication and addition. A stage raises where something is wrong, so that it is told as failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import functools
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+PACKAGES = (
+    "numpy",
+    "torch",
+    "triton",
+    "transformers",
+    "msgspec",
+    "xxhash",
+    "grpcio",
+    "protobuf",
+    "fastapi",
+    "pytest-asyncio",
+)
+# Llama-3.1-8B's heads.
+HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 64
+ROTATED_BYTES = 512 << 20  # several times the cache: layers follow each other, so that none is found in it
+DMA_BUF_SUPPORTED = 124  # CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
+HANDLE_TYPE_DMA_BUF = 1  # CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+
+
+class Report:
+    """What a stage tells. `dry`: on a CPU, small."""
+
+    def __init__(self, dry: bool) -> None:
+        self.dry = dry
+        self.lines: list[str] = []
+        self.rows: list[Row] = []
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.dry else "cuda"
+
+    def line(self, text: str) -> None:
+        print(text, flush=True)
+        self.lines.append(text)
+        self.save()
+
+    def row(self, **figures: Any) -> None:
+        print(json.dumps(figures), flush=True)
+        self.rows.append(figures)
+        self.save()
+
+    def save(self) -> None:
+        if path := os.environ.get("GPU_STAGE_RESULT"):
+            Path(path).write_text(json.dumps({"lines": self.lines, "rows": self.rows}))
+
+
+def seconds(report: Report, work: Callable[[], object], times: int = 20) -> float:
+    """Median time of `work` on the device, by events; a dry run's is the wall's, once."""
+    if report.dry:
+        started = time.perf_counter()
+        work()
+        return time.perf_counter() - started
+    import torch
+
+    for _ in range(3):
+        work()
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(times):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(found)
+
+
+def replayed(report: Report, work: Callable[[], object]) -> float:
+    """Seconds of the launches of `work` as one graph: what they take without the host."""
+    if report.dry:
+        return seconds(report, work)
+    import torch
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return seconds(report, graph.replay)
+
+
+def copy_rate(report: Report) -> float:
+    """Bytes read and written a second by a copy within the device."""
+    import torch
+
+    size = 1 << 20 if report.dry else 2 << 30
+    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=report.device)
+    target = torch.empty_like(source)
+    return 2 * size / seconds(report, lambda: target.copy_(source))
+
+
+def environment(report: Report) -> None:
+    found, missing = [], []
+    for name in PACKAGES:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            missing.append(name)
+    report.line(f"Python {platform.python_version()}, {', '.join(found)}")
+    if missing:
+        report.line(f"missing: {', '.join(missing)} (scripts/gpu/wheels.sh)")
+    import torch
+
+    if report.dry:
+        report.line("dry: no GPU is used")
+        return
+    properties = torch.cuda.get_device_properties(0)
+    report.line(
+        f"{properties.name}, {properties.multi_processor_count} SMs, {properties.total_memory >> 30} GiB, L2 "
+        f"{properties.L2_cache_size >> 20} MiB, capability {properties.major}.{properties.minor}, CUDA {torch.version.cuda}"
+    )
+    asked = "driver_version,clocks.sm,clocks.mem,power.draw,temperature.gpu"
+    said = subprocess.run(
+        ("nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"), capture_output=True, text=True
+    )
+    report.line(f"{asked}: {said.stdout.strip() or said.stderr.strip()}; {os.cpu_count()} CPUs")
+
+
+def ceilings(report: Report) -> None:
+    import torch
+
+    copy = copy_rate(report)
+    side = 256 if report.dry else 8192
+    a, b = (torch.randn(side, side, device=report.device, dtype=torch.bfloat16) for _ in range(2))
+    product = 2 * side**3 / seconds(report, lambda: a @ b)
+    report.row(what="copy", bytes_per_s=copy)
+    report.row(what="product", flop_per_s=product)
+    size = 1 << 20 if report.dry else 256 << 20
+    on_device = torch.empty(size, dtype=torch.uint8, device=report.device)
+    told = []
+    for kind in ("pinned", "pageable"):
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=kind == "pinned" and not report.dry)
+        for way, (target, source) in {"to host": (host, on_device), "to device": (on_device, host)}.items():
+            rate = size / seconds(report, lambda t=target, s=source: t.copy_(s, non_blocking=True), 7)
+            report.row(what=f"{kind} {way}", bytes_per_s=rate)
+            told.append(f"{kind} {way} {rate / 1e9:.1f}")
+    one = torch.zeros(1, device=report.device)
+    launches = 10 if report.dry else 1000
+
+    def launch() -> None:
+        for _ in range(launches):
+            one.add_(1)
+
+    alone, in_graph = (f(report, launch) / launches for f in (seconds, replayed))
+    report.row(what="launch", seconds=alone, in_graph=in_graph)
+    report.line(f"copy {copy / 1e12:.2f} TB/s, bf16 product {product / 1e12:.0f} TFLOP/s; GB/s: {', '.join(told)}")
+    report.line(f"a launch: {alone * 1e6:.2f} us, {in_graph * 1e6:.2f} us in a graph")
+
+
+class Paged:
+    """One attention backend over pages of `layers` layers, all with values, and requests whose pages lie scattered."""
+
+    def __init__(
+        self, report: Report, contexts: Sequence[int], layers: int, dtype: str = "bfloat16", window: int = 0
+    ) -> None:
+        import torch
+
+        from kvmesh.engine.attention_triton import TritonAttention
+        from kvmesh.engine.config import AttentionSpec
+
+        heads, kv_heads, self.dim, block = (4, 2, 16, 16) if report.dry else (HEADS, KV_HEADS, DIM, BLOCK)
+        self.dtype = torch.float16 if report.dry else getattr(torch, dtype)
+        counts = [-(-(tokens + 1) // block) for tokens in contexts]
+        made = torch.Generator().manual_seed(0)
+        order = torch.randperm(sum(counts), generator=made).tolist()
+        pages = torch.empty(sum(counts), layers, 2, kv_heads, block, self.dim, dtype=self.dtype, device=report.device)
+        for page in pages.split(max(1, (256 << 20) // (2 * pages[0].numel()))):
+            page.normal_()
+        self.requests = []
+        for count in counts:
+            self.requests.append(tuple(order[:count]))
+            del order[:count]
+        specs = [AttentionSpec(self.dim**-0.5, window=window)] * layers
+        self.backend = TritonAttention(pages, heads, specs)
+        self.heads, self.kv_heads, self.layers, self.device = heads, kv_heads, layers, report.device
+
+    def qkv(self, tokens: int) -> Any:
+        import torch
+
+        return torch.randn(tokens, self.heads + 2 * self.kv_heads, self.dim, device=self.device).to(self.dtype)
+
+    def kv_bytes(self, tokens: int) -> int:
+        return 2 * self.kv_heads * self.dim * self.dtype.itemsize * tokens
+
+
+def layers_for(contexts: Sequence[int]) -> int:
+    """So many that their KV does not stay in the GPU's cache."""
+    return max(1, min(32, -(-ROTATED_BYTES // (2 * KV_HEADS * DIM * 2 * sum(contexts)))))
+
+
+def batches(dry: bool) -> dict[str, list[int]]:
+    if dry:
+        return {"2 x 17": [17, 17], "3 x 9 + 40": [9, 9, 9, 40]}
+    plain = ((1, 1024), (1, 65536), (8, 8192), (32, 1024), (32, 8192), (64, 2048), (256, 1024))
+    found = {f"{rows} x {tokens}": [tokens] * rows for rows, tokens in plain}
+    return found | {
+        "31 x 1024 + 65536": [1024] * 31 + [65536],
+        "63 x 2048 + 131072": [2048] * 63 + [131072],
+        "255 x 1024 + 65536": [1024] * 255 + [65536],
+    }
+
+
+def decode(report: Report) -> None:
+    copy = copy_rate(report)
+    told = []
+    for name, contexts in batches(report.dry).items():
+        paged = Paged(report, contexts, 2 if report.dry else layers_for(contexts))
+        plan, qkv = paged.backend.plan_decode(paged.requests, contexts), paged.qkv(len(contexts))
+
+        def layers(paged: Paged = paged, plan: Any = plan, qkv: Any = qkv) -> None:
+            for layer in range(paged.layers):
+                plan.attend(layer, qkv)
+
+        took = replayed(report, layers) / paged.layers
+        rate = paged.kv_bytes(sum(contexts) + len(contexts)) / took
+        report.row(batch=name, seconds=took, bytes_per_s=rate, of_copy=rate / copy)
+        told.append(f"{name}: {took * 1e6:.0f} us {100 * rate / copy:.0f}%")
+    for at in range(0, len(told), 4):
+        report.line("; ".join(told[at : at + 4]))
+
+
+def prefill(report: Report) -> None:
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    from kvmesh.engine.attention import Span
+
+    for tokens, prefix in ((40, 0), (20, 30)) if report.dry else ((2048, 0), (8192, 0), (32768, 0), (8192, 57344)):
+        paged = Paged(report, [tokens + prefix], 1)
+        plan, qkv = paged.backend.plan_prefill([Span(prefix, tokens, paged.requests[0])]), paged.qkv(tokens)
+        plan.write(0, qkv)
+        flop = 4 * paged.heads * paged.dim * (tokens * prefix + tokens * (tokens + 1) / 2)
+        took = seconds(report, lambda plan=plan, qkv=qkv: plan.attend(0, qkv), 10)
+        text = f"{tokens} after {prefix}: {took * 1e3:.2f} ms, {flop / took / 1e12:.0f} TFLOP/s"
+        sdpa = None
+        if not prefix:
+            q, k, v = (x.transpose(0, 1)[None] for x in qkv.split([paged.heads, paged.kv_heads, paged.kv_heads], 1))
+            group = paged.heads // paged.kv_heads
+            k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+            with torch.inference_mode():
+                sdpa = seconds(report, lambda q=q, k=k, v=v: scaled_dot_product_attention(q, k, v, is_causal=True), 10)
+            text += f" (SDPA {flop / sdpa / 1e12:.0f})"
+        report.row(tokens=tokens, prefix=prefix, seconds=took, flop_per_s=flop / took, sdpa_seconds=sdpa)
+        report.line(text)
+
+
+def small(report: Report) -> None:
+    """Each kernel once, on shapes with ragged ends: for tools that watch kernels."""
+    import torch
+
+    from kvmesh.engine.attention import Span
+
+    paged = Paged(report, [5, 17, 33, 130], 1)
+    tokens = 7
+    plan = paged.backend.plan_mixed(paged.requests[1:], [17, 33, 130], [Span(0, tokens - 2, paged.requests[0])])
+    qkv = paged.qkv(3 + tokens - 2)
+    plan.write(0, qkv)
+    out = plan.attend(0, qkv)
+    if not report.dry:
+        from kvmesh.engine import ops
+
+        x = torch.randn(3, 100, device=report.device, dtype=paged.dtype)
+        angle = torch.rand(len(qkv), 1, paged.dim, device=report.device).to(paged.dtype)
+        ops.rotate_heads(qkv, paged.heads, angle, angle, None, 1e-6)
+        out = out + ops.gated(ops.rms_norm(x, x[0], 1e-6), "silu").sum()
+    if not bool(out.isfinite().all()):
+        raise AssertionError("attention answered values that are not finite")
+    report.line(f"wrote, prefilled and decoded {len(qkv)} tokens")
+
+
+@functools.cache
+def cuda_benchmark(dry: bool) -> Any:
+    """benchmarks.engine_cuda; a dry run's is of a small shape, on the CPU."""
+    from benchmarks import engine_cuda
+
+    if dry:
+        engine_cuda.use_small_shape()
+    return engine_cuda
+
+
+def model(report: Report) -> None:
+    cuda = cuda_benchmark(report.dry)
+    copy, product = cuda.copy_rate(), cuda.product_rate()
+    runner = cuda.make_runner(2 if report.dry else 32)
+    told = []
+    for found in (cuda.decode_rows(runner, copy, product), cuda.prefill_rows(runner, product)):
+        for row in found:
+            report.row(**row)
+            share = f"MFU {100 * row['mfu']:.0f}%" if row["mbu"] is None else f"MBU {100 * row['mbu']:.0f}%"
+            told.append(f"{row['step']} {row['graphs']} {row['ms']:.2f} ms {share}")
+            if len(told) == 3:
+                report.line("; ".join(told))
+                told.clear()
+    if told:
+        report.line("; ".join(told))
+
+
+def sampler(report: Report) -> None:
+    import numpy as np
+    import torch
+
+    from kvmesh.engine.batch import SampleParams
+    from kvmesh.engine.sampler import Sampler
+
+    rows, vocab = (4, 331) if report.dry else (256, 128256)
+    logits = torch.randn(rows, vocab, device=report.device) * 3
+    kinds = {
+        "greedy": {},
+        "temperature": {"temperature": 1.0},
+        "top_p": {"temperature": 1.0, "top_p": 0.9},
+        "top_k": {"temperature": 1.0, "top_k": 50},
+        "logprobs": {"logprobs": 5},
+    }
+    told = []
+    for name, asked in kinds.items():
+        params = [SampleParams(seed=i, **asked) for i in range(rows)]
+        chooser, indices = Sampler(), np.arange(rows)
+        took = seconds(report, lambda c=chooser, p=params, i=indices: c.choose(logits, p, i), 10)
+        report.row(kind=name, rows=rows, vocab=vocab, seconds=took)
+        told.append(f"{name} {took * 1e3:.2f} ms")
+    report.line(f"{rows} rows x {vocab}: {', '.join(told)}")
+
+
+def profile(report: Report) -> None:
+    import torch
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as watch
+
+    cuda = cuda_benchmark(report.dry)
+    runner = cuda.make_runner(2 if report.dry else 8)
+    batches, tokens = (((3, 20),), 24) if report.dry else (((32, 1024), (256, 1024)), 8192)
+    steps = {f"decode {rows} x {context}": cuda.decode_step(runner, rows, context) for rows, context in batches}
+    steps[f"prefill {tokens}"] = cuda.prefill_step(runner, tokens)
+    activities = [ProfilerActivity.CPU] if report.dry else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    for name, step in steps.items():
+        step()
+        wall = cuda.seconds(step, 5)
+        with watch(activities=activities) as seen:
+            step()
+            cuda.synchronize()
+        busy: dict[str, float] = {}
+        count = 0
+        for event in seen.events():
+            on_device = event.device_type == torch.autograd.DeviceType.CUDA
+            if on_device != report.dry and event.name:
+                busy[event.name] = (
+                    busy.get(event.name, 0.0) + (event.cpu_time_total if report.dry else event.device_time) / 1e6
+                )
+                count += 1
+        total = sum(busy.values())
+        best = sorted(busy.items(), key=lambda item: -item[1])
+        report.row(step=name, wall=wall, kernels=total, launches=count, by_kernel=dict(best[:25]))
+        report.line(f"{name}: {wall * 1e3:.2f} ms of wall, {total * 1e3:.2f} ms of kernels in {count} launches")
+        report.line(", ".join(f"{short(kernel)} {100 * took / total:.0f}%" for kernel, took in best[:7]))
+
+
+def short(kernel: str) -> str:
+    """A kernel's name without its template's arguments."""
+    name = kernel.split("<")[0].split("(")[0].removeprefix("void ")
+    return name.rsplit("::", 1)[-1][:28]
+
+
+def moves(report: Report) -> None:
+    """Pieces of KV between pages that lie apart and the host: one copy a piece, gathered then copied, by a kernel."""
+    import torch
+
+    piece, count = (64, 8) if report.dry else (64 << 10, 2048)
+    pages = torch.randint(0, 255, (2 * count, piece), dtype=torch.uint8, device=report.device)
+    ids = torch.randperm(2 * count, generator=torch.Generator().manual_seed(0))[:count]
+    places = ids.tolist()
+    host = torch.empty(count, piece, dtype=torch.uint8, pin_memory=not report.dry)
+    staging = torch.empty_like(host, device=report.device)
+    index = ids.to(report.device)
+
+    def apart() -> None:
+        for at, place in enumerate(places):
+            host[at].copy_(pages[place], non_blocking=True)
+
+    def gathered() -> None:
+        torch.index_select(pages, 0, index, out=staging)
+        host.copy_(staging, non_blocking=True)
+
+    def back() -> None:
+        for at, place in enumerate(places):
+            pages[place].copy_(host[at], non_blocking=True)
+
+    def scattered() -> None:
+        staging.copy_(host, non_blocking=True)
+        pages[index] = staging
+
+    from kvmesh.engine.kernels import move
+
+    ways: dict[str, Callable[[], object]] = {"apart": apart, "gathered": gathered}
+    back_ways: dict[str, Callable[[], object]] = {"apart": back, "scattered": scattered}
+    for programs in (8,) if report.dry else (4, 8, 16, 32, 64):
+        ways[f"by {programs} programs"] = lambda programs=programs: move.gather(pages, index, host, programs)
+        back_ways[f"by {programs} programs"] = lambda programs=programs: move.scatter(host, index, pages, programs)
+    for direction, named in {"to the host": ways, "from the host": back_ways}.items():
+        told = []
+        for name, work in named.items():
+            rate = piece * count / seconds(report, work, 7)
+            report.row(direction=direction, way=name, piece=piece, pieces=count, bytes_per_s=rate)
+            told.append(f"{name} {rate / 1e9:.1f}")
+        report.line(f"{count} pieces of {piece} bytes {direction}, GB/s: {', '.join(told)}")
+
+
+def links(report: Report) -> None:
+    if report.dry:
+        report.line("dry: a CPU exports no memory and captures no collective")
+        return
+    import torch
+
+    torch.zeros(1, device="cuda")
+    driver = ctypes.CDLL("libcuda.so.1")
+    supported, device = ctypes.c_int(), ctypes.c_int()
+    driver.cuCtxGetDevice(ctypes.byref(device))
+    driver.cuDeviceGetAttribute(ctypes.byref(supported), DMA_BUF_SUPPORTED, device)
+    pages = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
+    fd = ctypes.c_int(-1)
+    start = pages.data_ptr() & ~0xFFFF
+    code = driver.cuMemGetHandleForAddressRange(
+        ctypes.byref(fd), ctypes.c_uint64(start), ctypes.c_size_t(32 << 20), HANDLE_TYPE_DMA_BUF, ctypes.c_ulonglong(0)
+    )
+    report.row(dma_buf_supported=supported.value, export_code=code, fd=fd.value)
+    report.line(f"dma-buf supported: {bool(supported.value)}; export of 32 MiB: code {code}, descriptor {fd.value}")
+    if fd.value >= 0:
+        os.close(fd.value)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29571")
+    torch.distributed.init_process_group("nccl", rank=0, world_size=1)
+    x = torch.ones(1 << 20, device="cuda", dtype=torch.bfloat16)
+    torch.distributed.all_reduce(x)
+    took = replayed(report, lambda: torch.distributed.all_reduce(x))
+    torch.distributed.destroy_process_group()
+    report.line(f"an all-reduce of one rank in a graph: {took * 1e6:.1f} us")
+
+
+STAGES = (environment, ceilings, decode, prefill, small, model, sampler, profile, moves, links)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stage", choices=[stage.__name__ for stage in STAGES])
+    parser.add_argument("--dry", action="store_true")
+    args = parser.parse_args()
+    report = Report(args.dry)
+    if args.dry:
+        from kvmesh.engine import attention_triton
+        from tests.support.engine.interpreter import count_with_numpy
+
+        count_with_numpy()
+        attention_triton.PROCESSORS = 1  # the interpreter runs one program after the other
+    next(stage for stage in STAGES if stage.__name__ == args.stage)(report)
+
+
+if __name__ == "__main__":
+    main()
