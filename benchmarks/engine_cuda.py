@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from kvmesh.engine import runner as engine
-from kvmesh.engine.batch import DecodeInput, PrefillInput, SampleParams
+from kvmesh.engine.batch import DecodeBatch, DecodeInput, PrefillInput, SampleParams
 from kvmesh.engine.checkpoint import Checkpoint, TensorInfo
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.tensors import expected_tensors
@@ -155,13 +155,14 @@ class Work:
 
 
 def decode_step(runner: engine.Runner, batch: int, context: int) -> Callable[[], object]:
-    """One decode step of so many rows, each with `context` tokens before it."""
+    """One decode step of so many rows, each with `context` tokens before it, from columns as a rank has them."""
     need = context // BLOCK_TOKENS + 1
     rows = [
         DecodeInput((17 * i + 3) % 300, context, tuple(range(i * need, (i + 1) * need)), SampleParams())
         for i in range(batch)
     ]
-    return lambda: runner.decode(rows)
+    batch = DecodeBatch.of(rows)
+    return lambda: runner.step((), batch)
 
 
 def prefill_step(runner: engine.Runner, tokens: int) -> Callable[[], object]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version as installed_version
 from typing import Annotated
 
 import typer
@@ -14,6 +13,7 @@ from kvmesh.cli.load import bench, replay
 from kvmesh.cli.sim import command as sim
 from kvmesh.cli.store import command as store
 from kvmesh.cli.up import command as up
+from kvmesh.version import kvmesh_version
 
 app = typer.Typer(
     name="kvmesh",
@@ -58,7 +58,7 @@ def version(short: Annotated[bool, typer.Option("--short", help="Only the number
 
         kvmesh version --short
     """
-    number = installed_version("kvmesh")
+    number = kvmesh_version()
     if short:
         console().print(number)
         return

@@ -1,9 +1,9 @@
 """The CUDA backend of `attention`: Triton kernels that read pages where they are.
 
-What a decode step needs (positions, slots, lengths, the lists of work) lies in one device buffer at a fixed address with
-a pinned twin on the host; a step sends it as one small copy, and a row's table of pages only when its pages change. So a decode step can
-be captured once and replayed for other requests (`graphs`). Slots that hold no token are never read here; those of a
-page that a prompt ends in are zeroed, since pages are pushed whole, with nothing of other requests.
+What a decode step needs (positions, slots, lengths, the lists of work) lies in one device buffer at a fixed address,
+with a pinned twin on the host; a step sends it as one small copy, and a row's table of pages only when they change. So
+a decode step can be captured once and replayed for other requests (`graphs`). Slots that hold no token are never read
+here; those of a page that a prompt ends in are zeroed, since pages are pushed whole, with nothing of other requests.
 """
 
 from __future__ import annotations
@@ -16,13 +16,21 @@ import torch
 from kvmesh.engine.attention import AttentionBackend, Span, StepPlan
 from kvmesh.engine.batch import Integers
 from kvmesh.engine.config import AttentionSpec
-from kvmesh.engine.kernels.decode import RESIDENT, paged_decode, scratch_elements, shares_of
+from kvmesh.engine.kernels.decode import (
+    longest_share,
+    most_shares,
+    paged_decode,
+    scratch_elements,
+    shares_of,
+    tiles_of,
+)
 from kvmesh.engine.kernels.prefill import paged_prefill, work_of
 from kvmesh.engine.kernels.tiles import tiles_for
 from kvmesh.engine.kernels.write import write_kv
 from kvmesh.errors import InternalError
 
 PROCESSORS = 132  # streaming multiprocessors of an H100, for pages that are on no GPU (tests)
+CHOICE_STEPS = 16  # how long the shares may be is chosen anew: a row grows by a tile in more steps than that
 STEP_COLUMNS = 4  # token ids, positions, slots, lengths
 ROW_MULTIPLE = 16  # rows of a table: columns stay aligned, so that kernels are compiled once
 
@@ -39,7 +47,6 @@ class TritonAttention(AttentionBackend):
         self.processors = torch.cuda.get_device_properties(self.device).multi_processor_count if on_gpu else PROCESSORS
         self.windows = sorted({spec.window for spec in self.specs})
         self.tile = tiles_for(self.head_dim, pages.element_size(), self.block_tokens).keys
-        self.programs = -(-self.processors * RESIDENT // self.kv_heads)  # shares of one KV head that run at a time
         self.decode_tables = DecodeTables(self, ROW_MULTIPLE, 8)
 
     def tensor(self, array: np.ndarray) -> torch.Tensor:
@@ -115,17 +122,34 @@ class Mirrored:
 
 
 class WorkList:
-    """The shares of a step for the layers of one window (`kernels.decode.shares_of`): views of the step's inputs on both
-    sides. `used`: how many entries the step has; `split`: some row has other than one share."""
+    """The shares of a step for the layers of one window (`kernels.decode.shares_of`): views of the step's inputs on
+    both sides. `used`: how many entries the step has; `split`: some row has other than one share."""
 
-    def __init__(self, window: int, host: tuple[np.ndarray, np.ndarray], device: tuple[torch.Tensor, ...]) -> None:
-        self.window = window
+    def __init__(
+        self,
+        backend: TritonAttention,
+        window: int,
+        host: tuple[np.ndarray, np.ndarray],
+        device: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        self.window, self._backend = window, backend
         self._work, self._joins = host
         self.work, self.joins = device
         self.used, self.split = 0, True
+        self._longest, self._rows, self._age = 1, 0, 0
 
-    def fill(self, lengths: np.ndarray, tile: int, programs: int) -> None:
-        work, joins = shares_of(lengths, self.window, tile, programs)
+    def fill(self, lengths: np.ndarray) -> None:
+        backend, tile = self._backend, self._backend.tile
+        self._age += 1
+        if len(lengths) != self._rows or self._age >= CHOICE_STEPS:
+            _, tiles = tiles_of(lengths, self.window, tile)
+            self._longest = longest_share(tiles, backend.kv_heads, backend.processors)
+            self._rows, self._age = len(lengths), 0
+        work, joins = shares_of(lengths, self.window, tile, self._longest)
+        # Rows may have been replaced by longer ones since the choice.
+        while len(work) > most_shares(len(lengths), backend.kv_heads, backend.processors):
+            self._longest *= 2
+            work, joins = shares_of(lengths, self.window, tile, self._longest)
         self.used, self.split = len(work), bool((joins[:, 1] != 1).any())
         self._work[: len(work)] = work
         self._work[len(work) :] = 0  # begins where it ends: none
@@ -140,7 +164,7 @@ class DecodeTables:
         self.rows = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
         self.backend, self.width = backend, width
         self.table = Mirrored((self.rows, width), torch.int32, backend.device)
-        entries = backend.programs + self.rows
+        entries = most_shares(self.rows, backend.kv_heads, backend.processors)
         columns, lists = STEP_COLUMNS * self.rows, 4 * entries + 2 * self.rows
         self.step = Mirrored((columns + lists * len(backend.windows),), torch.int32, backend.device)
         host, device = self.step.host, self.step.device
@@ -150,6 +174,7 @@ class DecodeTables:
         for at, window in zip(range(columns, len(host), lists), backend.windows, strict=True):
             joins = at + 4 * entries
             self.lists[window] = WorkList(
+                backend,
                 window,
                 (host[at:joins].reshape(-1, 4), host[joins : at + lists].reshape(-1, 2)),
                 (device[at:joins].view(-1, 4), device[joins : at + lists].view(-1, 2)),
@@ -184,7 +209,7 @@ class DecodeTables:
         tokens[count:end] = at[count:end] = lengths[count:end] = 0
         slots[count:end] = -1
         for work in self.lists.values():
-            work.fill(lengths[:end], self.backend.tile, self.backend.programs)
+            work.fill(lengths[:end].astype(np.int64))
         self.step.send(0, len(self.step.host))
 
     def _update(self, pages: Sequence[Sequence[int]]) -> None:
@@ -209,7 +234,7 @@ class DecodePlan:
         self.backend, self.tables, self.replayed = backend, tables, replayed
         columns = (tables.token_ids, tables.positions, tables.slots, tables.lengths)
         self.token_ids, self.positions, self.slots, self.lengths = (column[:rows] for column in columns)
-        self.most = backend.programs + rows
+        self.most = most_shares(rows, backend.kv_heads, backend.processors)
 
     def write(self, layer: int, qkv: torch.Tensor) -> None:
         write_kv(qkv, self.backend.layers[layer], self.slots)

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import version
 from typing import Any
 
 from prometheus_client import (
@@ -46,6 +45,7 @@ from prometheus_client.registry import Collector
 
 from kvmesh.telemetry import metrics_server
 from kvmesh.telemetry.sampled import Family, Sampled
+from kvmesh.version import kvmesh_version
 
 # ── spans ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -382,7 +382,7 @@ def activate(service: str) -> None:
     """This process is `service` (a process may be several): its metrics are the ones served."""
     if service in SERVICES and service not in _active:
         _active.append(service)
-        BUILD_INFO[service].labels(version=version("kvmesh")).set(1)
+        BUILD_INFO[service].labels(version=kvmesh_version()).set(1)
 
 
 class _Active(Collector):

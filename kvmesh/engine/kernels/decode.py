@@ -1,10 +1,10 @@
 """Attention of one query token a row over its pages, cut by a list of work.
 
-A program takes one KV head with all query heads that share it, and one share: some tiles of one row's context. The host
-makes the list of shares anew for each step (`shares_of`), so that they are about equally long whatever the rows'
-lengths are: one row of 64k tokens among many of 1k occupies the whole GPU, not one processor. A row of one share is
-answered at once; what the shares of a longer row found is joined by a second kernel, weighted by the log of the sum of
-its exponentials (flash-decoding). The list is data, of a length that depends on the number of rows alone, so that a
+A program takes one KV head with all query heads that share it, and one share: some tiles of one row's context. The
+host makes the list of shares anew for each step (`shares_of`), no longer than what lets the launch end early
+(`longest_share`): one row of 64k tokens among many of 1k occupies the whole GPU, not one processor. A row of one share
+is answered at once; what the shares of a longer row found is joined by a second kernel, weighted by the log of the sum
+of its exponentials (flash-decoding). The list is data, of a length that depends on the number of rows alone, so that a
 launch can be replayed from a CUDA graph.
 """
 
@@ -21,12 +21,17 @@ from kvmesh.engine.kernels.softmax import LOG2_E, fold, scores_of
 from kvmesh.engine.kernels.tiles import power_of_two, tiles_for
 
 Ints = npt.NDArray[np.int32]
-RESIDENT = 2  # programs a processor: more share its bandwidth, and end at more different times (docs/cuda.md)
+Longs = npt.NDArray[np.int64]
+# What a launch's time is made of, in tiles that a processor reads at its share of the bandwidth (measured on an H200).
+RESIDENT = 3  # programs that a processor holds at a time: what their tiles take of its shared memory
+BUSY = 1.2  # programs a processor that draw all of its bandwidth
+START, JOIN = 2.0, 4.0  # what a wave of programs takes to begin; the launch that joins
+CROWDS = (1, 2, 3, 4, 6)  # programs a processor that are considered; more cost more than they balance
 MIN_TILES = 2  # a share is worth no less: joining it costs as much as a tile
 ROW, BEGIN, END, SLOT = range(4)  # of an entry of the list: tiles [BEGIN, END) of ROW; SLOT -1: the row's only share
 FIRST, COUNT = range(2)  # of a row: its first slot and how many shares it has
 ATTEND = {"num_warps": 4, "num_stages": 3}
-JOINED_AT_ONCE = 16
+JOINED_AT_ONCE = 64
 
 
 @triton.jit(do_not_specialize=["window", "table_row"])
@@ -139,14 +144,43 @@ def _join(
         tl.store(out + row * out_row + head * DIM + at, answer.to(out.dtype.element_ty), mask=at < DIM)
 
 
-def shares_of(lengths: npt.NDArray[np.int64], window: int, tile: int, programs: int) -> tuple[Ints, Ints]:
-    """The list of work int32 `[shares, 4]`, the longest first, and of each row FIRST and COUNT, int32 `[rows, 2]`.
-
-    `lengths [rows]`: tokens that each row attends to, of which it sees the last `window` (0: all); `tile` tokens are a
-    tile. There are about as many shares as `programs` run at a time, at most `programs` + rows."""
+def tiles_of(lengths: Longs, window: int, tile: int) -> tuple[Longs, Longs]:
+    """Of rows that attend to `lengths` tokens, of which they see the last `window` (0: all): the first tile that each
+    sees, and how many; `tile` tokens are a tile."""
     first = np.maximum(lengths - window, 0) // tile if window else np.zeros_like(lengths)
-    tiles = -(-lengths // tile) - first
-    longest = max(MIN_TILES, -(-int(tiles.sum()) // programs))
+    return first, -(-lengths // tile) - first
+
+
+def longest_share(tiles: Longs, kv_heads: int, processors: int) -> int:
+    """Tiles of the longest share, for rows of so many: of a few, that whose launch should end first.
+
+    Programs run in waves of RESIDENT a processor, and while a wave runs each of them has an equal part of the bandwidth.
+    So a last wave of few programs, and a share that is longer than the others, run on after the bandwidth was full."""
+    total, most = int(tiles.sum()), int(tiles.max(initial=1))
+    times = {}
+    for wanted in {most, *(-(-total * kv_heads // (processors * crowd)) for crowd in CROWDS)}:
+        longest = min(most, max(MIN_TILES, wanted))
+        counts = -(-tiles // longest)
+        programs = max(1, int(counts.sum())) * kv_heads / processors
+        mean = total * kv_heads / processors / programs
+        waves = int(programs / RESIDENT)
+        rest = programs - waves * RESIDENT
+        time = mean * (waves * RESIDENT + (max(rest, BUSY) if rest else 0))
+        time += BUSY * max(0.0, longest - time / min(programs, RESIDENT))
+        time += START * (waves + (rest > 0)) + (JOIN if longest < most else 0.0)
+        times[longest] = time
+    return min(times, key=lambda longest: (times[longest], -longest))
+
+
+def most_shares(rows: int, kv_heads: int, processors: int) -> int:
+    """Entries that the list of so many rows has at most."""
+    return -(-processors * CROWDS[-1] // kv_heads) + rows
+
+
+def shares_of(lengths: Longs, window: int, tile: int, longest: int) -> tuple[Ints, Ints]:
+    """The list of work int32 `[shares, 4]`, the longest first, and of each row FIRST and COUNT, int32 `[rows, 2]`. No
+    share is longer than `longest` tiles; the rest as for `tiles_of`."""
+    first, tiles = tiles_of(lengths, window, tile)
     counts = -(-tiles // longest)
     slots = np.cumsum(counts) - counts
     rows = np.repeat(np.arange(len(lengths)), counts)
