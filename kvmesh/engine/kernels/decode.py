@@ -22,12 +22,12 @@ from kvmesh.engine.kernels.tiles import power_of_two, tiles_for
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
-# What a launch's time is made of, in tiles that a processor reads at its share of the bandwidth (measured on an H200).
+# What a launch's time is made of, in tiles that a processor reads at its share of the bandwidth: fitted to an H200,
+# where the choice was then within 8% of the best of ten lengths for each of 13 batches (docs/cuda.md).
 RESIDENT = 3  # programs that a processor holds at a time: what their tiles take of its shared memory
-BUSY = 1.2  # programs a processor that draw all of its bandwidth
-START, JOIN = 2.0, 4.0  # what a wave of programs takes to begin; the launch that joins
-CROWDS = (1, 2, 3, 4, 6)  # programs a processor that are considered; more cost more than they balance
-MIN_TILES = 2  # a share is worth no less: joining it costs as much as a tile
+BUSY = 2.0  # programs a processor that draw all of its bandwidth
+START, JOIN = 1.0, 8.0  # what a wave of programs takes to begin; the launch that joins
+CROWDS = (1, 2, 3, 4, 5, 6)  # programs a processor that are considered; more cost more than they balance
 ROW, BEGIN, END, SLOT = range(4)  # of an entry of the list: tiles [BEGIN, END) of ROW; SLOT -1: the row's only share
 FIRST, COUNT = range(2)  # of a row: its first slot and how many shares it has
 ATTEND = {"num_warps": 4, "num_stages": 3}
@@ -152,14 +152,14 @@ def tiles_of(lengths: Longs, window: int, tile: int) -> tuple[Longs, Longs]:
 
 
 def longest_share(tiles: Longs, kv_heads: int, processors: int) -> int:
-    """Tiles of the longest share, for rows of so many: of a few, that whose launch should end first.
+    """Tiles of the longest share, for rows of so many: that of a few whose launch should end first.
 
-    Programs run in waves of RESIDENT a processor, and while a wave runs each of them has an equal part of the bandwidth.
-    So a last wave of few programs, and a share that is longer than the others, run on after the bandwidth was full."""
+    Programs run in waves of RESIDENT a processor; while a wave runs, each has an equal part of the bandwidth. So a last
+    wave of few programs, and a share that is longer than the others, run on after the bandwidth was full."""
     total, most = int(tiles.sum()), int(tiles.max(initial=1))
     times = {}
     for wanted in {most, *(-(-total * kv_heads // (processors * crowd)) for crowd in CROWDS)}:
-        longest = min(most, max(MIN_TILES, wanted))
+        longest = min(most, max(1, wanted))
         counts = -(-tiles // longest)
         programs = max(1, int(counts.sum())) * kv_heads / processors
         mean = total * kv_heads / processors / programs

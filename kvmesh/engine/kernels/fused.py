@@ -144,10 +144,9 @@ def _gated(x, out, x_row, SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.cons
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(x + row * x_row + at, mask=at < SIZE, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_row + SIZE + at, mask=at < SIZE, other=0.0).to(tl.float32)
+    inner = gate
     if GELU:  # x * (1 + tanh(y)) / 2 is x * sigmoid(2 y)
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    else:
-        inner = gate
     small = tl.exp(-tl.abs(inner))  # overflows for nobody
     sigmoid = tl.where(inner < 0, small, 1.0) / (1.0 + small)
     active = (gate * sigmoid).to(out.dtype.element_ty).to(tl.float32)

@@ -48,7 +48,7 @@ def _walk(
     """Tiles [begin, end) of the span whose pages `table` names, of the head at which `pages` begins. Without MASKED
     every query sees all of them."""
     at = tl.arange(0, PADDED)
-    WHOLE: tl.constexpr = (not MASKED) and (DIM == PADDED)
+    whole: tl.constexpr = (not MASKED) and (DIM == PADDED)
     # Looked up one tile ahead: loads whose address was itself loaded in the same turn are not pipelined.
     page = tl.load(table + begin * TILE // BLOCK_TOKENS, mask=begin < end, other=0)
     for tile in range(begin, end):
@@ -58,12 +58,12 @@ def _walk(
         block = pages + page.to(tl.int64) * page_stride
         inside = token % BLOCK_TOKENS * token_stride
         keys, mask = block + inside[None, :] + at[:, None], there[None, :] & (at < DIM)[:, None]
-        scores = scores_of(query, keys, mask, scale, softcap, CAPPED, WHOLE)
+        scores = scores_of(query, keys, mask, scale, softcap, CAPPED, whole)
         if MASKED:  # with a window, a query may see none of a tile that others see
             seen = (token[None, :] <= where[:, None]) & (token[None, :] >= oldest[:, None])
             scores = tl.where(seen, scores, float("-inf"))
         values, mask = block + kv_stride + inside[:, None] + at[None, :], there[:, None] & (at < DIM)[None, :]
-        best, total, found = fold(scores, values, mask, best, total, found, WHOLE)
+        best, total, found = fold(scores, values, mask, best, total, found, whole)
         page = following
     return best, total, found
 
@@ -156,8 +156,8 @@ def paged_prefill(
     """Fills `out [T, H * D]`: each row of a span attends to the tokens of its span's pages up to its own.
 
     `qkv [T, H + 2K, D]`, of which only the queries are read; `pages [num_pages, 2, K, block_tokens, D]`; `table` int32
-    `[spans, width]`: the pages of each span; `work` as of `work_of(..., tiles_for(...).queries)`, on the device. `sinks` as for
-    `paged_decode`."""
+    `[spans, width]`: the pages of each span; `work` as of `work_of(..., tiles_for(...).queries)`, on the device;
+    `sinks` as for `paged_decode`."""
     _, _, kv_heads, block_tokens, dim = pages.shape
     heads = qkv.shape[1] - 2 * kv_heads
     tiles = tiles_for(dim, pages.element_size(), block_tokens)
