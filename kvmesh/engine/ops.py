@@ -1,7 +1,7 @@
-"""What lies between the matrix products: norms, rotation, gated activations. In one pass each: C++ on CPUs that have the
-operators (`kvmesh.engine.cpu`), Triton on GPUs (`kvmesh.engine.kernels.fused`); torch elsewhere. The C++ rounds to the tensor's dtype where transformers rounds, torch
-at most as often: in float32 the two agree to a few units in the last place, in bfloat16 to two steps of the largest
-intermediate result (2**-7 of its size).
+"""What lies between the matrix products: norms, rotation, gated activations. In one pass each: C++ on CPUs that have
+the operators (`kvmesh.engine.cpu`), Triton on GPUs (`kvmesh.engine.kernels.fused`); torch elsewhere. The C++ rounds to
+the tensor's dtype where transformers rounds, torch at most as often: in float32 the two agree to a few units in the
+last place, in bfloat16 to two steps of the largest intermediate result (2**-7 of its size).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def on_native(x: torch.Tensor) -> bool:
 
 @functools.cache
 def _triton() -> ModuleType | None:
-    """`kvmesh.engine.kernels.fused`, which only a GPU's process imports; None without triton, which `attention` tells."""
+    """`kvmesh.engine.kernels.fused`, which only a GPU's process imports; None without triton, as `attention` tells."""
     try:
         from kvmesh.engine.kernels import fused
     except ImportError:

@@ -9,9 +9,13 @@ generator has state, so a row's token depends neither on the other rows nor on w
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvmesh.engine.batch import Chosen, Column, SampledToken, SampleParams
@@ -83,7 +87,7 @@ class _Batch:
             # What follows wants numbers; elsewhere it is looked at with the tokens.
             _check(good.to(torch.int64).numpy() - 1)
         for block in self._blocks:
-            tokens[block.rows] = block.tokens(logits, indices)
+            tokens[block.rows] = block.tokens(logits, indices, best)
         found: Column = torch.where(good, tokens, -1).cpu().numpy()
         _check(found)
         for block in self._blocks:
@@ -113,14 +117,20 @@ class _Block:
         self._places = np.array(rows)
         mine = [params[row] for row in rows]
         self._adjust = Adjustments(mine, device) if mine[0].penalised or mine[0].logit_bias else None
-        self._temperature = self._noise = self._filters = None
+        self._temperature = self._noise = self._filters = self._kernels = None
         if mine[0].temperature > 0:
             self._temperature = torch.tensor([[p.temperature] for p in mine], dtype=torch.float64, device=device)
             self._noise = Noise([p.seed for p in mine])
             self._filters = Filters(mine, vocab, device) if mine[0].filtered else None
+            self._kernels = None if self._adjust is not None else kernels(device)
 
-    def tokens(self, logits: torch.Tensor, indices: Column) -> torch.Tensor:
-        """int64 `[rows]`, of logits and indices of the whole batch."""
+    def tokens(self, logits: torch.Tensor, indices: Column, best: torch.Tensor) -> torch.Tensor:
+        """int64 `[rows]`, of logits, indices and greatest logits of the whole batch."""
+        if self._kernels is not None and self._noise is not None and logits.dtype == torch.float32:
+            noise = _sent(self._noise.at(indices[self._places]), self.rows.device)
+            limits = None if self._filters is None else self._filters.limits
+            drawn = self._kernels.draw(logits, self.rows, best, self._temperature, noise, limits)
+            return cast(torch.Tensor, drawn)
         x = logits[self.rows].double()
         if self._adjust is not None:
             self._adjust.apply(x)
@@ -130,7 +140,7 @@ class _Block:
         weights = x.sub_(x.amax(-1, keepdim=True)).div_(self._temperature).exp_()
         if self._filters is not None:
             weights.masked_fill_(weights < self._filters.cut(weights)[:, None], 0.0)
-        return _draw(weights, self._noise.at(indices[self._places]))
+        return _draw(weights, _sent(self._noise.at(indices[self._places]), weights.device))
 
     def took(self, tokens: torch.Tensor) -> None:
         """The whole batch's tokens are final."""
@@ -138,12 +148,30 @@ class _Block:
             self._adjust.add(tokens[self.rows])
 
 
-def _draw(weights: torch.Tensor, noise: object) -> torch.Tensor:
+@functools.cache
+def kernels(device: torch.device) -> ModuleType | None:
+    """Draws without a sorted vocabulary: Triton's on a GPU, where it is installed."""
+    if device.type != "cuda":
+        return None
+    try:
+        from kvmesh.engine.kernels import sample
+    except ImportError:
+        return None
+    return sample
+
+
+def _sent(array: npt.NDArray[np.float64], device: torch.device) -> torch.Tensor:
+    """On the device, without waiting for the copy."""
+    made = torch.from_numpy(array)
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
+
+
+def _draw(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """int64 `[rows]`: where the cumulative sum of `weights [rows, vocab]`, which is overwritten, exceeds the share
     `noise` of its total."""
     cumulative = weights.cumsum_(-1)
     total = cumulative[:, -1]
-    target = torch.as_tensor(noise, device=weights.device) * total
+    target = noise * total
     # Rounding must not reach the end: the last token whose weight is not zero is where `total` is first attained.
     target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]

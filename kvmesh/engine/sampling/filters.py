@@ -7,6 +7,7 @@ full (a histogram over the weights' leading bits on a CPU, a sort elsewhere).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +16,17 @@ from kvmesh.engine.batch import SampleParams
 CANDIDATES = 128  # how many of the best tokens are looked at first
 BUCKET_BITS = 15  # of a float32's 32 that a bucket leaves out: 256 buckets for each power of two
 BUCKETS = (0x3F800000 >> BUCKET_BITS) + 1  # weights lie in [0, 1]
+
+
+class Limits(NamedTuple):
+    """What some rows ask for: float64, int64, float64 `[rows]`, where min_p 0, top_k the vocabulary and top_p 1 leave
+    all. `limited`, `nucleus`: some row has a top_k, a top_p."""
+
+    min_p: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    limited: bool
+    nucleus: bool
 
 
 class Filters:
@@ -29,6 +41,10 @@ class Filters:
         self._top_k = torch.tensor(limits, device=device)
         self._top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)
         self._min_p = torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device)
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self._min_p, self._top_k, self._top_p, self._limited, self._nucleus)
 
     def cut(self, weights: torch.Tensor) -> torch.Tensor:
         """float64 `[rows]`: the smallest kept of `weights [rows, vocab]`, float64 of which a row's greatest is 1. min_p
