@@ -117,19 +117,21 @@ class _Block:
         self._places = np.array(rows)
         mine = [params[row] for row in rows]
         self._adjust = Adjustments(mine, device) if mine[0].penalised or mine[0].logit_bias else None
-        self._temperature = self._noise = self._filters = self._kernels = None
+        self._temperature = self._noise = self._filters = self._min_p = None
+        self._kernels: ModuleType | None = None
         if mine[0].temperature > 0:
             self._temperature = torch.tensor([[p.temperature] for p in mine], dtype=torch.float64, device=device)
             self._noise = Noise([p.seed for p in mine])
             self._filters = Filters(mine, vocab, device) if mine[0].filtered else None
-            self._kernels = None if self._adjust is not None else kernels(device)
+            self._min_p = torch.zeros_like(self._temperature) if self._filters is None else self._filters.min_p
+            if self._adjust is None and not (self._filters and self._filters.ordered):
+                self._kernels = kernels(device)
 
     def tokens(self, logits: torch.Tensor, indices: Column, best: torch.Tensor) -> torch.Tensor:
         """int64 `[rows]`, of logits, indices and greatest logits of the whole batch."""
         if self._kernels is not None and self._noise is not None and logits.dtype == torch.float32:
             noise = _sent(self._noise.at(indices[self._places]), self.rows.device)
-            limits = None if self._filters is None else self._filters.limits
-            drawn = self._kernels.draw(logits, self.rows, best, self._temperature, noise, limits)
+            drawn = self._kernels.draw(logits, self.rows, best, self._temperature, self._min_p, noise)
             return cast(torch.Tensor, drawn)
         x = logits[self.rows].double()
         if self._adjust is not None:

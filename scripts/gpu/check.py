@@ -3,8 +3,8 @@
     python3 -m scripts.gpu.check [--budget 1500] [--stages environment,kernels] [--out FOLDER] [--dry]
 
 It is made for a machine that is there for half an hour: this file needs the standard library alone, every stage is a
-process with a limit of its own, results are on disk after each, and what crashes or hangs ends its own stage only. Stages
-that only test run side by side, those that measure alone; --budget (seconds) leaves out what no longer fits.
+process with a limit of its own, results are on disk after each, and what crashes or hangs ends its own stage only.
+Stages that only test run side by side, those that measure alone; --budget (seconds) leaves out what no longer fits.
 
 What a stage printed is in FOLDER/STAGE.log, what it measured in FOLDER/check.json. `--dry` runs every stage on a CPU,
 Triton's kernels in its interpreter, with sizes that take seconds: it shows that the stages work, and measures nothing.
@@ -66,7 +66,7 @@ def measured(name: str) -> Callable[[bool], Sequence[str]]:
     return lambda dry: (sys.executable, "-m", "scripts.gpu.stages", name, *(("--dry",) if dry else ()))
 
 
-def tests_of(*paths: str, dry: Sequence[str] = ()) -> Callable[[bool], Sequence[str]]:
+def pytest_run(*paths: str, dry: Sequence[str] = ()) -> Callable[[bool], Sequence[str]]:
     """pytest; a dry run has a few of the tests, or only collects."""
     few: Sequence[str] = dry or ("--collect-only", *paths)
     return lambda dry: (sys.executable, *PYTEST, *(few if dry else paths))
@@ -81,12 +81,13 @@ KERNELS = "tests/engine/kernels"
 STAGES = (
     Stage("environment", "machine, versions, packages that are missing", 60, measured("environment")),
     Stage("kernels", "kernels against float64 oracles, outputs poisoned", 240,
-          tests_of(KERNELS, "tests/engine/test_sampling.py", dry=(f"{KERNELS}/test_write.py",)), alone=False),
+          pytest_run(KERNELS, "tests/engine/test_sampling.py", dry=(f"{KERNELS}/test_write.py",)), alone=False),
     Stage("engine", "whole engines against transformers", 240,
-          tests_of("tests/gpu/test_engine.py", "tests/gpu/test_memory.py"), alone=False),
+          pytest_run("tests/gpu/test_engine.py", "tests/gpu/test_memory.py"), alone=False),
     Stage("sanitizer", "one small case of each kernel under memcheck", 180,
           under(SANITIZER, "small"), SANITIZER[0], alone=False),
-    Stage("mesh", "whole meshes on this GPU against transformers", 300, tests_of("tests/gpu/test_mesh.py"), alone=False),
+    Stage("mesh", "whole meshes on this GPU against transformers", 300,
+          pytest_run("tests/gpu/test_mesh.py"), alone=False),
     Stage("ceilings", "copies, products, the bus, the cost of a launch", 60, measured("ceilings")),
     Stage("decode", "decode attention, share of the copy's bandwidth", 120, measured("decode")),
     Stage("model", "steps of a model of 8B's shape: MBU, MFU", 240, measured("model")),

@@ -133,10 +133,9 @@ def environment(report: Report) -> None:
         report.line("dry: no GPU is used")
         return
     properties = torch.cuda.get_device_properties(0)
-    report.line(
-        f"{properties.name}, {properties.multi_processor_count} SMs, {properties.total_memory >> 30} GiB, L2 "
-        f"{properties.L2_cache_size >> 20} MiB, capability {properties.major}.{properties.minor}, CUDA {torch.version.cuda}"
-    )
+    name, level = f"{properties.name}, {properties.multi_processor_count} SMs", f"{properties.major}.{properties.minor}"
+    sizes = f"{properties.total_memory >> 30} GiB, L2 {properties.L2_cache_size >> 20} MiB"
+    report.line(f"{name}, {sizes}, capability {level}, CUDA {torch.version.cuda}")
     asked = "driver_version,clocks.sm,clocks.mem,power.draw,temperature.gpu"
     said = subprocess.run(
         ("nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"), capture_output=True, text=True

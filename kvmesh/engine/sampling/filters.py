@@ -7,7 +7,6 @@ full (a histogram over the weights' leading bits on a CPU, a sort elsewhere).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -18,19 +17,8 @@ BUCKET_BITS = 15  # of a float32's 32 that a bucket leaves out: 256 buckets for 
 BUCKETS = (0x3F800000 >> BUCKET_BITS) + 1  # weights lie in [0, 1]
 
 
-class Limits(NamedTuple):
-    """What some rows ask for: float64, int64, float64 `[rows]`, where min_p 0, top_k the vocabulary and top_p 1 leave
-    all. `limited`, `nucleus`: some row has a top_k, a top_p."""
-
-    min_p: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    limited: bool
-    nucleus: bool
-
-
 class Filters:
-    """Parameters of the rows of one block."""
+    """Parameters of the rows of one block; `min_p` float64 `[rows]`, 0 where a row has none."""
 
     def __init__(self, params: Sequence[SampleParams], vocab: int, device: torch.device) -> None:
         limits = [p.top_k if 0 < p.top_k < vocab else vocab for p in params]
@@ -40,17 +28,18 @@ class Filters:
         self._floored = self._limited or any(p.min_p > 0 for p in params)
         self._top_k = torch.tensor(limits, device=device)
         self._top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)
-        self._min_p = torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device)
+        self.min_p = torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device)
 
     @property
-    def limits(self) -> Limits:
-        return Limits(self._min_p, self._top_k, self._top_p, self._limited, self._nucleus)
+    def ordered(self) -> bool:
+        """Some row's cut is found by an order of its weights: top_k or top_p, not min_p alone."""
+        return self._limited or self._nucleus
 
     def cut(self, weights: torch.Tensor) -> torch.Tensor:
         """float64 `[rows]`: the smallest kept of `weights [rows, vocab]`, float64 of which a row's greatest is 1. min_p
         goes first, then top_k, then top_p of what is left."""
-        low = self._min_p
-        if not (self._limited or self._nucleus):
+        low = self.min_p
+        if not self.ordered:
             return low
         vocab = weights.shape[-1]
         width = min(vocab, CANDIDATES)

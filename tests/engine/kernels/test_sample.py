@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from kvmesh.engine.batch import SampleParams
-from kvmesh.engine.sampling.filters import Filters
 from kvmesh.engine.sampling.noise import uniform
 from tests.support.engine import oracle
 
@@ -16,19 +15,13 @@ PARAMS = [
     SampleParams(temperature=1.0, seed=1),
     SampleParams(temperature=0.01, seed=2),
     SampleParams(temperature=50.0, seed=3),
-    SampleParams(temperature=1.0, seed=4, top_k=1),
-    SampleParams(temperature=2.0, seed=5, top_k=7),
-    SampleParams(temperature=3.0, seed=6, top_k=300, top_p=0.7),
-    SampleParams(temperature=1.0, seed=7, top_p=0.9),
-    SampleParams(temperature=4.0, seed=8, top_p=0.999),
-    SampleParams(temperature=1.0, seed=9, top_p=1e-9),
-    SampleParams(temperature=1.0, seed=10, min_p=0.2),
-    SampleParams(temperature=2.0, seed=11, min_p=0.05, top_k=40, top_p=0.8),
-    SampleParams(temperature=1.0, seed=12, min_p=1.0),
+    SampleParams(temperature=1.0, seed=4, min_p=0.2),
+    SampleParams(temperature=4.0, seed=5, min_p=0.01),
+    SampleParams(temperature=1.0, seed=6, min_p=1.0),
 ]
 
 
-def drawn(logits: torch.Tensor, params: list[SampleParams], filtered: bool) -> list[int]:
+def drawn(logits: torch.Tensor, params: list[SampleParams]) -> list[int]:
     """Of rows in an order of their own, one of the batch's left out."""
     from kvmesh.engine.kernels.sample import draw
 
@@ -37,8 +30,8 @@ def drawn(logits: torch.Tensor, params: list[SampleParams], filtered: bool) -> l
     asked = [params[row] for row in rows.tolist()]
     temperature = torch.tensor([[p.temperature] for p in asked], dtype=torch.float64, device=device)
     noise = torch.tensor([uniform(p.seed, p.token_index) for p in asked], dtype=torch.float64, device=device)
-    limits = Filters(asked, logits.shape[-1], device).limits if filtered else None
-    tokens = draw(logits, rows, logits.amax(-1), temperature, noise, limits).tolist()
+    min_p = torch.tensor([p.min_p for p in asked], dtype=torch.float64, device=device)
+    tokens = draw(logits, rows, logits.amax(-1), temperature, min_p, noise).tolist()
     return list(reversed(tokens))
 
 
@@ -53,7 +46,7 @@ def test_tokens_are_those_of_the_definition(kind: str, device: torch.device) -> 
     elif kind == "masked":
         logits[:, 1::2] = -torch.inf
     expected = [oracle.token(row.double().numpy(), p) for row, p in zip(logits, PARAMS, strict=False)]
-    assert drawn(logits.to(device), PARAMS, filtered=True) == expected
+    assert drawn(logits.to(device), PARAMS) == expected
 
 
 def test_every_part_of_the_vocabulary_is_drawn_by_its_weight(device: torch.device) -> None:
@@ -61,20 +54,20 @@ def test_every_part_of_the_vocabulary_is_drawn_by_its_weight(device: torch.devic
     logits = torch.zeros(4, VOCAB, device=device)
     params = [SampleParams(temperature=1.0, seed=seed) for seed in range(4)]
     places = [int(uniform(p.seed, 0) * VOCAB) for p in params]
-    assert drawn(logits, params, filtered=False) == places
+    assert drawn(logits, params) == places
     from kvmesh.engine.kernels.sample import draw
 
     ends = torch.tensor([0.0, 1.0 - 2.0**-53], dtype=torch.float64, device=device)
     two = torch.arange(2, device=device)
     heat = torch.ones(2, dtype=torch.float64, device=device)
-    assert draw(logits, two, logits.amax(-1), heat, ends, None).tolist() == [0, VOCAB - 1]
+    assert draw(logits, two, logits.amax(-1), heat, torch.zeros_like(heat), ends).tolist() == [0, VOCAB - 1]
 
 
 def test_a_row_that_is_not_finite_ends_too(device: torch.device) -> None:
     logits = torch.zeros(3, 300, device=device)
     logits[0, 5], logits[1, 7] = torch.nan, torch.inf
     logits[2] = -torch.inf
-    params = [SampleParams(temperature=1.0, seed=seed, top_k=3, top_p=0.5) for seed in range(3)]
+    params = [SampleParams(temperature=1.0, seed=seed, min_p=0.5) for seed in range(3)]
     with np.errstate(all="ignore"):
-        tokens = drawn(logits, params, filtered=True)
+        tokens = drawn(logits, params)
     assert all(0 <= token < 300 for token in tokens)
