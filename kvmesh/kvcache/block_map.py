@@ -231,7 +231,12 @@ class BlockMap:
 
     def holders(self, key: bytes) -> list[str]:
         """The stores that hold `key`, by slot."""
-        return [self.store_of(slot) for slot in _bits(self.mask(key))]
+        mask, found = self.mask(key), []
+        while mask:  # written out: a master's look-ups are this loop
+            low = mask & -mask
+            found.append(self.store_of(low.bit_length() - 1))
+            mask ^= low
+        return found
 
     def match(self, keys: Sequence[bytes], among: int) -> dict[int, int]:
         """How many of `keys`, from the first on, each slot of the bitset `among` holds; slots without the first one
