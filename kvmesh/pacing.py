@@ -90,7 +90,7 @@ class Pacing:
         """By how much the lease is longer than the configured one."""
         return self.pulse.lease_s - self._base[1]
 
-    def heard(self, member: str, *, by_door: bool) -> Pulse:
+    def count_heartbeat(self, member: str, *, by_door: bool) -> Pulse:
         """It has beaten that way; what it is answered."""
         if by_door:
             self.forget(member)

@@ -69,7 +69,7 @@ def test_few_are_never_stretched_nor_is_anybody_without_a_budget() -> None:
 def test_a_thousand_beat_and_announce_as_rarely_as_the_budget_wants() -> None:
     beats, words = Pacing(BEAT, LEASE, 500), AnnouncementPacing(1300)
     for i in [*range(1000)] * 2:
-        beats.heard(f"m{i}", by_door=False)
+        beats.count_heartbeat(f"m{i}", by_door=False)
     beats.count(1000)
     words.count(1000)
     assert 2.0 <= beats.pulse.interval_s <= 2.0 * STEP
@@ -86,11 +86,11 @@ def test_by_doors_four_beat_as_often_as_one_over_grpc() -> None:
     beats.count(1000)
     assert beats.pulse.interval_s == stretched_s(BEAT, 500, 250), "newcomers are to come by doors"
     for i in range(1000):
-        beats.heard(f"m{i}", by_door=False)
+        beats.count_heartbeat(f"m{i}", by_door=False)
     beats.count(1000)
     assert beats.pulse.interval_s == stretched_s(BEAT, 500, 250), "the first one comes over gRPC"
     for i in range(1000):
-        beats.heard(f"m{i}", by_door=i >= 500)
+        beats.count_heartbeat(f"m{i}", by_door=i >= 500)
     beats.count(1000)
     assert beats.pulse.interval_s == stretched_s(BEAT, 500, 500 + 125)
     for i in range(500):
@@ -98,7 +98,7 @@ def test_by_doors_four_beat_as_often_as_one_over_grpc() -> None:
     beats.count(500)
     assert beats.pulse.interval_s == stretched_s(BEAT, 500, 125)
     for i in [*range(1000)] * 2:
-        beats.heard(f"m{i}", by_door=False)  # of more than are counted
+        beats.count_heartbeat(f"m{i}", by_door=False)  # of more than are counted
     beats.count(90)
     assert beats.pulse.interval_s == BEAT
 

@@ -62,7 +62,7 @@ class QuotaEnforcer:
         self._start = start
         self._enforcing: asyncio.Task[None] | None = None
 
-    def told(self, limits: Mapping[bytes, int]) -> None:
+    def set_limits(self, limits: Mapping[bytes, int]) -> None:
         """These and no others, from now on."""
         self._partitions.quotas.limit(limits, [partition.store for partition in self._partitions.all()])
         self.enforce()
@@ -293,7 +293,7 @@ class BlockService:
             self.draining = answer.draining
             log.info("this node %s", "drains: it takes no more blocks" if self.draining else "drains no more")
         if answer.quotas:
-            self._quotas.told({quota.tag: quota.blocks for quota in answer.quotas})
+            self._quotas.set_limits({quota.tag: quota.blocks for quota in answer.quotas})
 
     @property
     def usage(self) -> pb_store.StoreUsage:

@@ -40,7 +40,7 @@ class FastPathServers:
         except OSError as error:
             log.warning("no door over a Unix socket: %s", error)
 
-    def told(self) -> pb.DoorsResponse:
+    def describe(self) -> pb.DoorsResponse:
         """What callers hear of them."""
         self._told.index_path = self.index_path
         return self._told

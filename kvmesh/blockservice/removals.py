@@ -51,7 +51,7 @@ class Watch:
         self._prefixes: dict[bytes, None] = {}
         self._all = False
 
-    def heard(self, keys: Sequence[bytes], prefix: bytes) -> None:
+    def note_removal(self, keys: Sequence[bytes], prefix: bytes) -> None:
         """These are being removed."""
         self._keys.update(keys)
         if prefix:
@@ -169,7 +169,7 @@ class Removals:
         if seq:
             self._remembered.note(seq, keys, prefix)
         for watch in self._watches:
-            watch.heard(keys, prefix)
+            watch.note_removal(keys, prefix)
 
     def everything(self, seq: int) -> None:
         """The removal with this number begins, of all that there is; say `removing` of all that is known, too."""

@@ -32,7 +32,7 @@ SEQ_TERM_SHIFT = 32  # a removal's number begins with the term under which it wa
 class DescribedBlocks(Protocol):
     """What the servicers need of `Doors`."""
 
-    def told(self) -> pb.DoorsResponse:
+    def describe(self) -> pb.DoorsResponse:
         """What callers hear of the fast paths to this life."""
 
 

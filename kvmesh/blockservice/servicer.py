@@ -279,7 +279,7 @@ class NodeStoreServicer(pb_grpc.NodeStoreServicer):
 
     async def Doors(self, request: pb.DoorsRequest, context: Any) -> pb.DoorsResponse:  # noqa: N802
         """Shorter ways to this life, as many as there are."""
-        return self._node.fast_paths.told()
+        return self._node.fast_paths.describe()
 
     # ── blocks that come here; what was begun goes on, and counts, though its caller has hung up ────
 

@@ -41,7 +41,7 @@ class _Teller:
         self.told_all = False  # nothing of what was said last is yet to follow, or to be said again
         self._failures = 0
 
-    def heard(self, now: float, *, all_of_it: bool) -> None:
+    def note_answer(self, now: float, *, all_of_it: bool) -> None:
         self.heard_at, self.told_all, self._failures = now, all_of_it, 0
 
     def failed(self, now: float) -> None:
@@ -127,7 +127,7 @@ class Announcing:
             return False
         names.NODE_ANNOUNCED.labels(outcome="heard").inc()
         self._complained = False
-        teller.heard(time.monotonic(), all_of_it=not (word.more or answer.want_snapshot))
+        teller.note_answer(time.monotonic(), all_of_it=not (word.more or answer.want_snapshot))
         self._idle_s, self._gap_s = answer.idle_ms / 1000 or IDLE_S, answer.gap_ms / 1000
         teller.announcer.acked(answer.want_snapshot)
         return True

@@ -68,14 +68,14 @@ class _Kept(Generic[T]):
     def extend(self, items: Iterable[T]) -> None:
         """More of it; the oldest make room."""
         self._items.extend(items)
-        self.told(self.end - self._most)
+        self.drop_until(self.end - self._most)
 
     @property
     def end(self) -> int:
-        """Behind the last one: what `told` takes once all that is here now has been told."""
+        """Behind the last one: what `drop_until` takes once all that is here now has been told."""
         return self._gone + len(self._items)
 
-    def told(self, end: int) -> None:
+    def drop_until(self, end: int) -> None:
         """Everything before `end` has been; others may have come or gone meanwhile."""
         while self._gone < end:
             self._items.popleft()
@@ -147,7 +147,7 @@ class _StorePeer(MembershipPeer):
 
     def _after(self, error: Exception, failures: int) -> float:
         wait_s = super()._after(error, failures)
-        if isinstance(error, KvmeshError) and moves_on(error) and not self.masters.told(error):
+        if isinstance(error, KvmeshError) and moves_on(error) and not self.masters.move_on(error):
             return 0.0  # another master may know us
         return wait_s
 
@@ -204,7 +204,7 @@ class _ConductorPeer(MembershipPeer):
         ends = [kept.end for kept in queues]
         answer: pb.HeartbeatResponse = await line.say("Heartbeat", beat, timeout_s)
         for kept, end in zip(queues, ends, strict=True):
-            kept.told(end)
+            kept.drop_until(end)
         return Acknowledged(answer.heartbeat_interval_ms, answer.lease_ms, answer.pace)
 
     def keep(self, new: pb.HeartbeatRequest) -> None:

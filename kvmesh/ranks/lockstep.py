@@ -93,7 +93,7 @@ class Follower:
         """From the front, in order."""
         self._queue.extend(messages)
 
-    def told(self, turns: Iterable[Turn]) -> None:
+    def take_turns(self, turns: Iterable[Turn]) -> None:
         """From the leader, in order."""
         self._turns.extend(turns)
 

@@ -164,7 +164,7 @@ class RankLoop:
                     self._handle(worker, message)
                 else:
                     commands.arrived((message,))
-            commands.told(leader.turns())
+            commands.take_turns(leader.turns())
             done = False
             while not done:
                 while (command := commands.next()) is not None:

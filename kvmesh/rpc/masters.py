@@ -86,7 +86,7 @@ class Masters:
             self._elsewhere = leader
         return False
 
-    def told(self, error: KvmeshError) -> bool:
+    def move_on(self, error: KvmeshError) -> bool:
         """As `failed` or `redirected`, whichever `error` says."""
         return self.redirected(error.leader) if isinstance(error, NotLeader) else self.failed()
 
@@ -164,7 +164,7 @@ class Caller:
                 if not moves_on(last):
                     raise last from None
                 # Another call may have gone on meanwhile.
-                round_over = asked == self.masters.current and self.masters.told(last)
+                round_over = asked == self.masters.current and self.masters.move_on(last)
             if round_over:
                 await asyncio.sleep(min(pause_s, max(0.0, deadline - loop.time())))
                 pause_s = min(2 * pause_s, RETRY_S[1])

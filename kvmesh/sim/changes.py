@@ -223,7 +223,7 @@ class ChangeNoticed:
     back_s: float  # from the end until its share was at least `BACK` of an equal one, over `BACK_WINDOW_S`
     run_s: float  # how long the run took
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """As plain JSON."""
         return {
             "what": self.what,

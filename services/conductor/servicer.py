@@ -240,7 +240,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         return pb.GetConductorStatusResponse(
             instances=told,
             store_master=self._store_status(),
-            leadership=self._leadership.told,
+            leadership=self._leadership.as_proto,
             policy=self._state.policy.value,
             admission=self._state.admission.value,
             errors=[mapping_out.error_out(error) for error in self._state.prediction_errors(now)],
@@ -270,4 +270,4 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         """What each pool wants, by the conductor that leads; the others say who does."""
         hints = self._state.hints(self._clock()) if self._leadership.leads() else ()
         told = [mapping_out.hint_out(hint) for hint in hints]
-        return pb.GetScaleHintsResponse(hints=told, leadership=self._leadership.told)
+        return pb.GetScaleHintsResponse(hints=told, leadership=self._leadership.as_proto)

@@ -301,7 +301,7 @@ class ConductorState:
             who = f"instance {beat.ref.instance_id!r} incarnation {beat.ref.incarnation}"
             return [Refuse(UnknownInstance(f"{who} is not registered here: register again"))]
         instance.last_seen = now
-        instance.lease.tell(self.pacing.heard(beat.ref.instance_id, by_door=beat.by_door), beat.pace)
+        instance.lease.tell(self.pacing.count_heartbeat(beat.ref.instance_id, by_door=beat.by_door), beat.pace)
         self._columns.reload(beat.ref.instance_id, learnt=bool(beat.prefill_samples or beat.decode_samples))
         strange = {s.request_id for s in beat.prefill_samples if s.request_id not in instance.queue.works}
         measured = self._ledger.learn(instance, beat, now)
@@ -313,7 +313,7 @@ class ConductorState:
         for outcome in beat.outcomes:
             if self._ledger.ended(instance, outcome, now):
                 self._explanations.ended(outcome)
-                self._breakers.heard(beat.ref.life, outcome, now)
+                self._breakers.record_outcome(beat.ref.life, outcome, now)
             self.scheduling.ended(outcome, now)
         for sample in beat.prefill_samples:
             self._explanations.report(instance.ref, sample)

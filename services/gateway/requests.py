@@ -72,7 +72,7 @@ class RequestBuilder:
             answered_tokens=carried.answered,
         )
 
-    def told(self, err: KvmeshError) -> KvmeshError:
+    def final_error(self, err: KvmeshError) -> KvmeshError:
         """What the client hears of the conductor's error: one that blames an SLO for which the client did not ask is no
         fault of its request."""
         if err.field not in ("ttft_slo_ms", "tbt_slo_ms") or getattr(self.wanted, err.field) is not None:
@@ -412,7 +412,7 @@ class Request:
                 return
             if isinstance(err, Unavailable):
                 self.core.catalog.poke()
-            self._fail(self._asks.told(err) if self._asks else err)  # of what has not begun that word is final
+            self._fail(self._asks.final_error(err) if self._asks else err)  # of what has not begun that word is final
             return
         except Exception as err:
             log.exception("request %s cannot be placed", self.request_id)

@@ -286,7 +286,7 @@ class MasterState:
         life = self._living(beat.instance_id, beat.incarnation, "instance", actions)
         if life is not None:
             life.last_beat = now
-            life.lease.tell(self._pacing.heard(beat.instance_id, by_door=beat.by_door), beat.pace)
+            life.lease.tell(self._pacing.count_heartbeat(beat.instance_id, by_door=beat.by_door), beat.pace)
             self._heard(life)
             life.usage = beat.usage or life.usage
             self.policy.beat(beat.instance_id, beat.usage, beat.removed_seq)
@@ -300,7 +300,7 @@ class MasterState:
         if error is not None:
             actions.append(Refuse(error))
             return
-        allowed = self.policy.heard(said)
+        allowed = self.policy.take_announcement(said)
         bounded = self.blocks.bounded(allowed)
         verdict, relays = self.blocks.apply(bounded)
         cut = len(allowed.sealed) - len(bounded.sealed)

@@ -173,8 +173,8 @@ async def test_objects_of_a_layout_nobody_has_asked_for_yet_are_removed_too(when
         below.partition("one")
     watch = Watch()
     below.tiering.remember(watch)
-    watch.heard([key], b"")
-    watch.heard([], tagged[:4])
+    watch.note_removal([key], b"")
+    watch.note_removal([], tagged[:4])
     forgetting = asyncio.ensure_future(below.forget([key]))
     await turns()
     below.partition("one")
@@ -303,9 +303,9 @@ def test_a_watch_is_bounded_and_hears_of_a_clean_slate(monkeypatch: pytest.Monke
     made = removals.Removals()
     few, many, slate = made.watch(), Watch(), made.watch()
     a, b = keys_of("a", "b")
-    few.heard([a], b"")
+    few.note_removal([a], b"")
     assert few.gone(a) and not few.gone(b)
-    many.heard(keys_of(*range(4)), b"")
+    many.note_removal(keys_of(*range(4)), b"")
     assert many.gone(b), "who cannot remember says yes"
     made.everything(7)
     assert slate.gone(a) and few.gone(b), "a clean slate: also what nobody knows of"

@@ -24,7 +24,7 @@ async def test_an_excess_goes_in_turns_of_the_loop(monkeypatch: pytest.MonkeyPat
         OnePartition(Partition("l", 4096, store, (0,))), lambda work, name: asyncio.create_task(work, name=name)
     )
     left: list[int] = []
-    desk.told({keys[0][:4]: 200})
+    desk.set_limits({keys[0][:4]: 200})
     desk.enforce()  # the second's tick comes meanwhile
     while store.quotas.count(keys[0][:4]) > 200:
         left.append(store.quotas.count(keys[0][:4]))

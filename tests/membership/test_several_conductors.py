@@ -68,11 +68,11 @@ def test_what_is_kept_is_bounded_and_nothing_new_is_lost_with_what_was_sent() ->
     end = kept.end
     kept.extend([3, 4])  # while [1, 2] is on its way; 1 has no room any more
     assert list(kept) == [2, 3, 4]
-    kept.told(end)
+    kept.drop_until(end)
     assert list(kept) == [3, 4]
     kept.extend(range(MAX_KEPT_FINISHED))
     assert list(kept) == list(range(MAX_KEPT_FINISHED))[-3:]
-    kept.told(kept.end)
+    kept.drop_until(kept.end)
     assert list(kept) == []
 
 

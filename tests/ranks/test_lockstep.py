@@ -102,7 +102,7 @@ class Rank:
 
     def follow(self, count: int) -> None:
         assert isinstance(self.order, Follower)
-        self.order.told(self.turns[:count])
+        self.order.take_turns(self.turns[:count])
         del self.turns[:count]
         while True:
             while (message := self.order.next()) is not None:
@@ -169,7 +169,7 @@ def test_what_no_step_depends_on_waits_behind_what_the_leader_has_not_announced(
     follower.arrived([copy, leave, copy])
     assert follower.next() == copy
     assert follower.next() is None and not follower.behind
-    follower.told([Turn(1, False, False, 0, 0)])
+    follower.take_turns([Turn(1, False, False, 0, 0)])
     assert (follower.next(), follower.next(), follower.next()) == (leave, copy, None)
     assert follower.turn(False) == Turn(1, False, False, 0, 0) and follower.turn(False) is None
 

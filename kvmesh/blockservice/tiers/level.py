@@ -51,7 +51,7 @@ class TierLevel:
         """What to raise when it cannot be used as its user wishes."""
         return ConfigError(f"{self.settings.said}: {why}", field="object_url" if self.settings.url else "ssd_path")
 
-    def told(self, rank: int, message: m.TierStats | m.TierMoving) -> None:
+    def take_message(self, rank: int, message: m.TierStats | m.TierMoving) -> None:
         """A rank's word that changes nothing here but figures and books."""
         part = self.numbered(message.part)
         if isinstance(message, m.TierMoving):

@@ -172,7 +172,7 @@ class Tiering:
             case m.TierChanged(tier):
                 self._changed(self._level(tier).numbered(message.part), rank, message)
             case m.TierStats(tier) | m.TierMoving(tier):
-                self._level(tier).told(rank, message)
+                self._level(tier).take_message(rank, message)
             case m.TierOpened(tier, number, why_not):
                 part = self._level(tier).numbered(number)
                 part.unopened.discard(rank)

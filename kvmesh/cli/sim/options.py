@@ -192,7 +192,7 @@ class Options(Deciding, Unforeseen, Machines, Workload):
         memory = "" if self.kv_tokens and self.dram_tokens else f"memory of {self.gpu}, "
         return f"step times of {self.times.name}, {memory}KV of {self.model}"
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """For a report: all that was given or has a default; nothing of what does not apply."""
         found = {one.name: getattr(self, one.name) for one in fields(self)}
         if self.coupled is None:

@@ -128,7 +128,7 @@ def serve(base: Options, output: Output) -> None:
         name = label(chosen)
         folder = output.out / name if output.out is not None and len(planned) > 1 else output.out
         with sim_out.RunFiles(folder, output.table, output.traced) as files:
-            runs.append({"name": name, "sweep": chosen, "setup": options.told(), **_simulate(options, files, name)})
+            runs.append({"name": name, "sweep": chosen, "setup": options.to_json(), **_simulate(options, files, name)})
         if files.left_out:
             told = f"{sim_out.TRACE}: {files.left_out:,} requests after the first {output.traced:,} are left out"
             console(stderr=True).print(told, markup=False)
@@ -155,7 +155,7 @@ def _simulate(options: Options, files: sim_out.RunFiles, name: str) -> dict[str,
 
     def last(system: Any) -> None:
         if options.unforeseen:
-            changes.extend(one.told() for one in system.changes_noticed())
+            changes.extend(one.to_json() for one in system.changes_noticed())
 
     began = time.monotonic()
     with progress(name, sim_build.count_of(options), "requests") as tell:

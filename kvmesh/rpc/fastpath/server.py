@@ -162,7 +162,7 @@ class FastServer:
         self._accepted[accepted] = None
         return True
 
-    def heard(self, accepted: _Accepted) -> None:
+    def mark_active(self, accepted: _Accepted) -> None:
         """It has said something."""
         if accepted in self._accepted:
             self._accepted.move_to_end(accepted)
@@ -261,7 +261,7 @@ class _Accepted(asyncio.Protocol):
             return
         if out:
             self._write(out[0] if len(out) == 1 else b"".join(out))
-        self._server.heard(self)
+        self._server.mark_active(self)
 
     def _count(self, now: float, *, begun: bool) -> None:
         """What is kept of a frame that is not complete. `begun`: it is another one than before."""

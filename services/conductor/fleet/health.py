@@ -119,7 +119,7 @@ class Breakers:
             known.breaker.succeeded(request_id, float("-inf"), now)
             self._panics.clear()
 
-    def heard(self, life: Life, outcome: RequestOutcome, now: float) -> None:
+    def record_outcome(self, life: Life, outcome: RequestOutcome, now: float) -> None:
         """How a request ended, as the decode instance `life` says: once for each attempt."""
         began = now - outcome.duration_s
         lives = self._probes.pop(outcome.request_id, set()) & self._known.keys()

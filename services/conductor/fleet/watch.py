@@ -58,7 +58,7 @@ class StoreWatch:
                 log.warning("stream of the store master at %s broke: %s", self.address, error)
             self.status = f"no connection to {self.address}: {error}"
             self._deliver(StoreLost())
-            if isinstance(error, KvmeshError) and moves_on(error) and not self._masters.told(error):
+            if isinstance(error, KvmeshError) and moves_on(error) and not self._masters.move_on(error):
                 continue  # another master may lead
             wait_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(failures, 10)) * self._rng.uniform(0.5, 1.0)
             with contextlib.suppress(TimeoutError):

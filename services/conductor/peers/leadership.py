@@ -76,7 +76,7 @@ class ConductorLeadership:
         return self._leadership.leads()
 
     @property
-    def told(self) -> pb.Leadership:
+    def as_proto(self) -> pb.Leadership:
         """For GetStatus."""
         if self._redis is None:
             return pb.Leadership(role="alone", term=self._leadership.term, leader=self._address)

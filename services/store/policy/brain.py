@@ -214,7 +214,7 @@ class Policy:
 
     # ── announcements ────────────────────────────────────────────────────────────────────────────────
 
-    def heard(self, said: Announcement) -> Announcement:
+    def take_announcement(self, said: Announcement) -> Announcement:
         """`said` without what that member must not bring back. As removed the rest keeps a batch from being empty."""
         instance_id = split_name(said.store_id)[0]
         self.memory.said(said)
@@ -239,7 +239,7 @@ class Policy:
         # An old word that comes again says nothing of what became of a key since.
         news = verdict is Verdict.APPLIED or (verdict is Verdict.DUPLICATE and not (said.sealed or said.removed))
         if news and not said.snapshot:
-            self.farewells.heard(said, self.tombstones.is_behind(split_name(said.store_id)[0]))
+            self.farewells.take_announcement(said, self.tombstones.is_behind(split_name(said.store_id)[0]))
         shed = self.memory.keep(self._rng)
         in_step = verdict is Verdict.APPLIED or (
             verdict is Verdict.DUPLICATE and not said.snapshot and said.seq == self._map.seq(said.store_id)

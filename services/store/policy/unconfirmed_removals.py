@@ -32,7 +32,7 @@ class UnconfirmedRemovals:
         self._heard[store_id] = 0
         return True
 
-    def heard(self, said: Announcement, behind: bool) -> None:
+    def take_announcement(self, said: Announcement, behind: bool) -> None:
         """What a store says that is news, or that there is none; `behind`: it has yet to apply a tombstone."""
         still = self._open.get(said.store_id)
         if still is None:
