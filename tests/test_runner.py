@@ -62,6 +62,14 @@ def test_a_crash_is_not_tried_again(root: Path, text: str) -> None:
     assert outcome.bad and not outcome.may_be_unsteady()
 
 
+def test_only_the_rest_has_a_second_chance(root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    (root / "test_made.py").write_text(ONCE)
+    monkeypatch.setattr(run_tests, "stages", lambda speed: [([("made", ["test_made.py"])], 1)])
+    monkeypatch.setattr(sys, "argv", ["run_tests.py", run_tests.QUICK])
+    assert run_tests.main() == 1
+    assert "again" not in capsys.readouterr().out
+
+
 def test_many_failures_are_not_tried_again() -> None:
     assert run_tests.Outcome([1, 1], [f"tests/a.py::test_{n}" for n in range(run_tests.UNSTEADY)]).may_be_unsteady()
     assert not run_tests.Outcome(
