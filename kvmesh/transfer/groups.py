@@ -2,7 +2,7 @@
 
     writer rank                                             reader rank
     GroupWrite.write(segment, copies) ═══ bytes, any rail ═▶ window of that writer
-    GroupWrite.mark() ── once all of it is acknowledged ───▶ GroupLanding.take_mark: one mark of every writer
+    GroupWrite.mark() ── once all of it is acknowledged ───▶ GroupLanding.heard: one mark of every writer
                                                              GroupLanding.fence: every writer's window, always
 
 What goes where is somebody else's plan (kvmesh.kvcache.groups). One end mark from each writer says that all of its
@@ -257,7 +257,7 @@ class GroupLanding:
         for writer in sorted(self.writers):
             self._engine.open_window(writer, self.epoch, self._ranges)
 
-    def take_mark(self, note: Notification) -> bool:
+    def heard(self, note: Notification) -> bool:
         """What `on_notify` brings; whether it was a mark of this landing."""
         if note.handoff_epoch != self.epoch or note.peer not in self.writers:
             return False

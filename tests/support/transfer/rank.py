@@ -53,7 +53,7 @@ class RankActor(Actor):
 
     def _heard(self, note: Notification) -> None:
         assert self._landing is not None
-        self._landing.take_mark(note)
+        self._landing.heard(note)
 
     def landed(self, idle_s: float, timeout_s: float = 30.0) -> str:
         """ "" when every mark came, else why not."""
