@@ -6,14 +6,13 @@ last place, in bfloat16 to two steps of the largest intermediate result (2**-7 o
 
 from __future__ import annotations
 
-import functools
-from types import ModuleType
 from typing import cast
 
 import torch
 from torch.nn import functional
 
 from kvmesh.engine.cpu import native
+from kvmesh.engine.kernels import kernels_for
 from kvmesh.engine.rope import rotate
 
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
@@ -23,27 +22,13 @@ def on_native(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in NATIVE_DTYPES and native.loaded()
 
 
-@functools.cache
-def _triton() -> ModuleType | None:
-    """`kvmesh.engine.kernels.fused`, which only a GPU's process imports; None without triton, as `attention` tells."""
-    try:
-        from kvmesh.engine.kernels import fused
-    except ImportError:
-        return None
-    return fused
-
-
-def on_gpu(x: torch.Tensor) -> ModuleType | None:
-    return _triton() if x.device.type == "cuda" else None
-
-
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`x [rows, n]` normed over n, times `weight [n]`: after the rounding to x's dtype, or with a float32 weight and a
     narrower x before it (Gemma)."""
     if on_native(x):
         normed: torch.Tensor = torch.ops.kvmesh.rms_norm.default(x, weight, eps)
         return normed
-    if fused := on_gpu(x):
+    if fused := kernels_for(x.device.type, "fused"):
         return cast(torch.Tensor, fused.rms_norm(x, weight, eps))
     if weight.dtype == x.dtype:
         return functional.rms_norm(x, weight.shape, weight, eps)
@@ -58,7 +43,7 @@ def rotate_heads(
     if on_native(qkv):
         torch.ops.kvmesh.rotate_heads.default(qkv, heads, cos, sin, weight, eps)
         return
-    if fused := on_gpu(qkv):
+    if fused := kernels_for(qkv.device.type, "fused"):
         fused.rotate_heads(qkv, heads, cos, sin, weight, eps)
         return
     turned = qkv[:, :heads]
@@ -74,7 +59,7 @@ def gated(x: torch.Tensor, activation: str) -> torch.Tensor:
     if on_native(x):
         answer: torch.Tensor = torch.ops.kvmesh.gated.default(x, gelu)
         return answer
-    if fused := on_gpu(x):
+    if fused := kernels_for(x.device.type, "fused"):
         return cast(torch.Tensor, fused.gated(x, activation))
     gate, up = x.chunk(2, -1)
     return (functional.gelu(gate, approximate="tanh") if gelu else functional.silu(gate)).mul_(up)

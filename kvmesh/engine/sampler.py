@@ -9,7 +9,6 @@ generator has state, so a row's token depends neither on the other rows nor on w
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import cast
@@ -19,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from kvmesh.engine.batch import Chosen, Column, SampledToken, SampleParams
+from kvmesh.engine.kernels import kernels_for
 from kvmesh.engine.sampling.adjust import Adjustments
 from kvmesh.engine.sampling.filters import Filters
 from kvmesh.engine.sampling.noise import Noise
@@ -125,7 +125,7 @@ class _Block:
             self._filters = Filters(mine, vocab, device) if mine[0].filtered else None
             self._min_p = torch.zeros_like(self._temperature) if self._filters is None else self._filters.min_p
             if self._adjust is None and not (self._filters and self._filters.ordered):
-                self._kernels = kernels(device)
+                self._kernels = kernels_for(device.type, "sample")
 
     def tokens(self, logits: torch.Tensor, indices: Column, best: torch.Tensor) -> torch.Tensor:
         """int64 `[rows]`, of logits, indices and greatest logits of the whole batch."""
@@ -148,18 +148,6 @@ class _Block:
         """The whole batch's tokens are final."""
         if self._adjust is not None:
             self._adjust.add(tokens[self.rows])
-
-
-@functools.cache
-def kernels(device: torch.device) -> ModuleType | None:
-    """Draws without a sorted vocabulary: Triton's on a GPU, where it is installed."""
-    if device.type != "cuda":
-        return None
-    try:
-        from kvmesh.engine.kernels import sample
-    except ImportError:
-        return None
-    return sample
 
 
 def _sent(array: npt.NDArray[np.float64], device: torch.device) -> torch.Tensor:

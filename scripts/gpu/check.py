@@ -204,6 +204,10 @@ def main() -> int:
     parser.add_argument("--dry", action="store_true", help="on a CPU, small")
     args = parser.parse_args()
     stages = chosen(args.stages)
+    if not args.dry and shutil.which("nvidia-smi") is None:
+        sys.exit("no NVIDIA GPU is here (there is no nvidia-smi); --dry runs the stages on a CPU, small")
+    if args.budget <= 0:
+        sys.exit(f"--budget {args.budget:g}: must be above 0 seconds")
     args.out.mkdir(parents=True, exist_ok=True)
     found: list[Told] = []
     for told in run(stages, args.out, args.budget, args.dry):
