@@ -74,3 +74,11 @@ def test_rotation(dtype: torch.dtype, dim: int, partial: float, norm: str, devic
     fused.rotate_heads(qkv, heads, cos, sin, weight, 1e-6)
     close(qkv[:, :heads], wanted, x[:, :heads].abs().amax())
     assert torch.equal(qkv[:, heads:], before[:, heads:])
+
+
+def test_only_a_gpus_process_gets_the_kernels(device: torch.device) -> None:
+    del device  # skips where there is no triton
+    from kvmesh.engine.kernels import fused, kernels_for, sample
+
+    assert kernels_for("cpu", "fused") is None
+    assert kernels_for("cuda", "fused") is fused and kernels_for("cuda", "sample") is sample
