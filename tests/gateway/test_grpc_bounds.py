@@ -180,15 +180,16 @@ async def test_watchers_are_few_and_of_what_is_served(make_mesh: MeshMaker) -> N
                         kept.append(call)
                         return "KEPT", last
             except grpc.aio.AioRpcError as err:
-                return err.code().name, last
+                slow = err.details() == "message: not received in time"
+                return "SLOW" if slow else err.code().name, last
             return "OK", last
 
         kept: list[Any] = []
         unknown = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
         names = [f"{index:05d}" + "n" * 60_000 for index in range(40)]
-        told = await asyncio.gather(*(watch(name) for name in names))
-        assert all(code in ("NOT_FOUND", "RESOURCE_EXHAUSTED") for code, _ in told)
-        assert ("NOT_FOUND", unknown) in told
+        codes = {code for code, _ in await asyncio.gather(*(watch(name) for name in names))}
+        assert codes <= {"NOT_FOUND", "RESOURCE_EXHAUSTED", "SLOW"}  # slow: gave way to those that waited
+        assert await watch(names[0]) == ("NOT_FOUND", unknown)
         told = await asyncio.gather(*(watch("") for _ in range(20)))
         assert Counter(code for code, _ in told) == {"KEPT": 8, "RESOURCE_EXHAUSTED": 12}
         for call in kept:
