@@ -8,15 +8,11 @@
 What a folder's tests printed, and which of them took long, is shown as soon as they end. Ctrl-C and SIGTERM end them
 all. The exit status is that of the first that failed.
 
-What fails in --quick has failed. The meshes and storms of --rest are real processes with real deadlines on a machine
-that is full: the few of its tests that failed are run again with the machine for themselves, three times; those that
-pass each time are named as unsteady, as a thing to be mended, and do not fail the run. What is broken fails there too:
-also what hypothesis found, which it keeps.
+A test that fails has failed: nothing is tried again.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -54,9 +50,7 @@ SLOWEST = ("--durations=8", "--durations-min=5")
 POLL_S = 0.5
 SIGN_OF_LIFE_S = 60.0
 MOST_TOLD, WIDTH = 8, 160  # of what failed: lines, and characters of each
-SOME_FAILED, NO_TESTS = 1, 5  # pytest's statuses
-UNSTEADY = 3  # at most so many that failed are tried again ...
-TRIES = 3  # ... so often each
+NO_TESTS = 5  # pytest's status
 
 
 class Lane:
@@ -65,7 +59,6 @@ class Lane:
     def __init__(self, name: str, arguments: list[str]) -> None:
         self.name = name
         self.cpu_s = 0.0
-        self.failed: list[str] = []
         self.told: list[str] = []  # of each that failed or could not be run: a line that says why
         self._started = time.monotonic()
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed by `kill`
@@ -107,8 +100,6 @@ class Lane:
         print(f"── {self.name}: exit status {status} after {took:.0f} s, {self.cpu_s:.0f} s of CPU", flush=True)
         if status and status != NO_TESTS and not self.told:
             self.told = [f"{self.name}: exit status {status}, and no test is named"]
-        if status == SOME_FAILED:
-            self.failed = list(json.loads((Path(self._cache.name) / "v/cache/lastfailed").read_text()))
         return 0 if status == NO_TESTS else status
 
     def kill(self) -> None:
@@ -126,22 +117,16 @@ class Lane:
 
 @dataclass
 class Outcome:
-    """Of several lanes: the statuses of those that did not pass, and the tests that failed in them."""
+    """Of several lanes: the statuses of those that did not pass, and a line for each test that failed in them."""
 
     bad: list[int] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
 
     def note(self, lane: Lane) -> None:
         status = lane.show()
         if status:
             self.bad.append(status)
-            self.failed += lane.failed
             self.told += lane.told
-
-    def may_be_unsteady(self) -> bool:
-        """Few tests failed, and nothing else: no crash, nothing that could not be collected."""
-        return {*self.bad} == {SOME_FAILED} and len(self.failed) <= UNSTEADY and all("::" in t for t in self.failed)
 
 
 def run(waiting: list[tuple[str, list[str]]], lanes: int, outcome: Outcome) -> None:
@@ -164,18 +149,6 @@ def run(waiting: list[tuple[str, list[str]]], lanes: int, outcome: Outcome) -> N
     finally:
         for lane in running:
             lane.kill()
-
-
-def unsteady(tests: list[str]) -> bool:
-    """Whether they pass when they have the machine for themselves, each time."""
-    again = Outcome()
-    for turn in range(TRIES):
-        run([(f"again, {turn + 1} of {TRIES}", tests)], 1, again)
-        if again.bad:
-            return False
-    for test in tests:
-        print(f"── unsteady: {test} failed beside others and passed {TRIES} times alone: mend it", flush=True)
-    return True
 
 
 def folders(speed: str) -> list[tuple[str, list[str]]]:
@@ -219,8 +192,7 @@ def main() -> int:
     outcome = Outcome()
     for some, lanes in stages(sys.argv[1]):
         run(some, lanes, outcome)
-    second_chance = sys.argv[1] == REST and outcome.may_be_unsteady()
-    passed = not outcome.bad or (second_chance and unsteady(outcome.failed))
+    passed = not outcome.bad
     what = "quick tests" if sys.argv[1] == QUICK else "the rest of the tests"
     if not passed:
         print(f"── failed: {len(outcome.told)}, see above")

@@ -1,4 +1,4 @@
-"""What `make test` makes of tests that fail: broken ones, and those that only fail beside others."""
+"""What `make test` and `make test-rest` make of tests that fail, and which tests each of them runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ def test_fails_once():
 def test_passes():
     assert True
 """
-BROKEN = "def test_always():\n    assert False\n"
 
 
 @pytest.fixture
@@ -41,40 +40,21 @@ def outcome_of(root: Path, text: str) -> run_tests.Outcome:
     return outcome
 
 
-@pytest.mark.slow
-def test_what_fails_once_is_named_and_passes(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    outcome = outcome_of(root, ONCE)
-    assert outcome.bad == [1] and [test.split("::")[1] for test in outcome.failed] == ["test_fails_once"]
-    assert outcome.may_be_unsteady() and run_tests.unsteady(outcome.failed)
-    said = capsys.readouterr().out
-    assert said.count("\n1 passed in") == run_tests.TRIES and "test_fails_once failed beside others" in said
-
-
-def test_what_is_broken_fails_again(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    outcome = outcome_of(root, BROKEN)
-    assert outcome.may_be_unsteady() and not run_tests.unsteady(outcome.failed)
-    assert "unsteady:" not in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("text", ["import nothing_of_that_name\n", "import os\n\ndef test_crash():\n    os.abort()\n"])
-def test_a_crash_is_not_tried_again(root: Path, text: str) -> None:
+def test_a_crash_fails(root: Path, text: str) -> None:
     outcome = outcome_of(root, text)
-    assert outcome.bad and not outcome.may_be_unsteady()
+    assert outcome.bad and outcome.told
 
 
-def test_only_the_rest_has_a_second_chance(root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+@pytest.mark.parametrize("speed", [run_tests.QUICK, run_tests.REST])
+def test_nothing_has_a_second_chance(
+    speed: str, root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
     (root / "test_made.py").write_text(ONCE)
     monkeypatch.setattr(run_tests, "stages", lambda speed: [([("made", ["test_made.py"])], 1)])
-    monkeypatch.setattr(sys, "argv", ["run_tests.py", run_tests.QUICK])
+    monkeypatch.setattr(sys, "argv", ["run_tests.py", speed])
     assert run_tests.main() == 1
-    assert "again" not in capsys.readouterr().out
-
-
-def test_many_failures_are_not_tried_again() -> None:
-    assert run_tests.Outcome([1, 1], [f"tests/a.py::test_{n}" for n in range(run_tests.UNSTEADY)]).may_be_unsteady()
-    assert not run_tests.Outcome(
-        [1, 1], [f"tests/a.py::test_{n}" for n in range(run_tests.UNSTEADY + 1)]
-    ).may_be_unsteady()
+    assert capsys.readouterr().out.count("1 failed, 1 passed") == 1
 
 
 def test_what_failed_is_told_last_in_ten_lines(
