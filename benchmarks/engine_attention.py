@@ -21,9 +21,9 @@ import torch
 from torch.nn import functional
 
 from benchmarks.limits import measure
-from kvmesh.engine.attention import AttentionBackend, Span, StepPlan
-from kvmesh.engine.attention_native import NativeAttention
-from kvmesh.engine.attention_torch import TorchAttention
+from kvmesh.engine.attention.backend import AttentionBackend, Span, StepPlan
+from kvmesh.engine.attention.native_backend import NativeAttention
+from kvmesh.engine.attention.torch_backend import TorchAttention
 from kvmesh.engine.config import AttentionSpec
 from kvmesh.engine.cpu import native
 

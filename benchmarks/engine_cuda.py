@@ -56,10 +56,10 @@ def use_small_shape() -> None:
     """A model of two small layers on the CPU, Triton's kernels in its interpreter: everything here runs in seconds and
     tells nothing of speed. The interpreter multiplies no bfloat16."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from kvmesh.engine import attention
-    from kvmesh.engine.attention_triton import TritonAttention
+    from kvmesh.engine.attention import choice
+    from kvmesh.engine.attention.triton_backend import TritonAttention
 
-    attention.BACKENDS["cpu"] = TritonAttention
+    choice.BACKENDS["cpu"] = TritonAttention
     small = {
         "vocab_size": 331,
         "hidden_size": 32,

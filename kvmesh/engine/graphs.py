@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from kvmesh.engine.attention import StepPlan
-from kvmesh.engine.attention_triton import DecodePlan, DecodeTables, TritonAttention
+from kvmesh.engine.attention.backend import StepPlan
+from kvmesh.engine.attention.triton_backend import DecodePlan, DecodeTables, TritonAttention
 from kvmesh.engine.batch import Integers
 
 log = logging.getLogger(__name__)

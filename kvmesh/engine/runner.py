@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvmesh.engine.attention import Span, StepPlan, make_backend
+from kvmesh.engine.attention.backend import Span, StepPlan
+from kvmesh.engine.attention.choice import make_backend
 from kvmesh.engine.batch import Chosen, Column, DecodeBatch, DecodeInput, PrefillInput, SampledToken, SampleParams
 from kvmesh.engine.checkpoint import Checkpoint
 from kvmesh.engine.config import DTYPES, ModelConfig
@@ -113,7 +114,7 @@ class Runner:
     def _captured(self) -> DecodeGraphs | None:
         if not self.attention.capturable or self.device.type != "cuda":
             return None
-        from kvmesh.engine.attention_triton import TritonAttention
+        from kvmesh.engine.attention.triton_backend import TritonAttention
         from kvmesh.engine.graphs import DecodeGraphs
 
         assert isinstance(self.attention, TritonAttention)

@@ -182,7 +182,7 @@ class Paged:
     ) -> None:
         import torch
 
-        from kvmesh.engine.attention_triton import TritonAttention
+        from kvmesh.engine.attention.triton_backend import TritonAttention
         from kvmesh.engine.config import AttentionSpec
 
         heads, kv_heads, self.dim, block = (4, 2, 16, 16) if report.dry else (HEADS, KV_HEADS, DIM, BLOCK)
@@ -250,7 +250,7 @@ def prefill(report: Report) -> None:
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
-    from kvmesh.engine.attention import Span
+    from kvmesh.engine.attention.backend import Span
 
     for tokens, prefix in ((40, 0), (20, 30)) if report.dry else ((2048, 0), (8192, 0), (32768, 0), (8192, 57344)):
         paged = Paged(report, [tokens + prefix], 1)
@@ -275,7 +275,7 @@ def small(report: Report) -> None:
     """Each kernel once, on shapes with ragged ends: for tools that watch kernels."""
     import torch
 
-    from kvmesh.engine.attention import Span
+    from kvmesh.engine.attention.backend import Span
 
     paged = Paged(report, [5, 17, 33, 130], 1)
     tokens = 7
@@ -471,11 +471,11 @@ def main() -> None:
     args = parser.parse_args()
     report = Report(args.dry)
     if args.dry:
-        from kvmesh.engine import attention_triton
+        from kvmesh.engine.attention import triton_backend
         from tests.support.engine.interpreter import count_with_numpy
 
         count_with_numpy()
-        attention_triton.PROCESSORS = 1  # the interpreter runs one program after the other
+        triton_backend.PROCESSORS = 1  # the interpreter runs one program after the other
     next(stage for stage in STAGES if stage.__name__ == args.stage)(report)
 
 

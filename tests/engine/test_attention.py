@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmesh.engine.attention import Span, make_backend
-from kvmesh.engine.attention_native import NativeAttention
-from kvmesh.engine.attention_torch import TorchAttention
+from kvmesh.engine.attention.backend import Span
+from kvmesh.engine.attention.choice import make_backend
+from kvmesh.engine.attention.native_backend import NativeAttention
+from kvmesh.engine.attention.torch_backend import TorchAttention
 from kvmesh.engine.config import AttentionSpec
 from kvmesh.engine.cpu import native
 from kvmesh.errors import InternalError

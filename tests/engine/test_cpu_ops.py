@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from kvmesh.engine import ops
-from kvmesh.engine.attention import Span
+from kvmesh.engine.attention.backend import Span
 from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.config_rope import RopeConfig
 from kvmesh.engine.cpu import native

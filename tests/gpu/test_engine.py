@@ -76,7 +76,7 @@ def test_the_graphs_bucket_does_not_bound_a_batch(zoo: Zoo, monkeypatch: pytest.
 def test_without_triton_torch_attends(
     zoo: Zoo, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(sys.modules, "kvmesh.engine.attention_triton", None)
+    monkeypatch.setitem(sys.modules, "kvmesh.engine.attention.triton_backend", None)
     local = LocalEngine(zoo("qwen2-gqa4-tied"), device="cuda", block_tokens=16, num_pages=64)
     assert local.runner.graphs is None and "kvmesh[cuda]" in caplog.text
     asked = prompts(3, local.config.vocab_size, seed=9)

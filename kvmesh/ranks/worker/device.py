@@ -25,7 +25,6 @@ from kvmesh.engine.checkpoint import Checkpoint
 from kvmesh.engine.runner import pages_over, torch_dtype
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
-from kvmesh.ranks.devices import STAGED_CPU
 from kvmesh.transfer import Region, TransferEngine
 
 EXTENTS_SHARE = 0.25  # of the host's free memory, for the extents of a device whose operator names no number
@@ -232,21 +231,6 @@ class StagedCpuMemory(Synchronous, StagedMemory):
 
     def _launch(self, pairs: Sequence[Pair], into_pages: bool, check: bool) -> Copy:
         return LateCopy(pairs, check)
-
-
-def open_memory(
-    configure: m.Configure, layout: ShardLayout, weight_bytes: int, engine: TransferEngine, home: str
-) -> DeviceMemory:
-    """Pages of the kind that `configure.device` names, as many as it says. `weight_bytes`: what the model will take of
-    the device. ConfigError: no such device."""
-    name, asked = configure.device, configure.memory_bytes // layout.shard_bytes
-    if name in ("cpu", STAGED_CPU):
-        kind = CpuMemory if name == "cpu" else StagedCpuMemory
-        return kind(configure, layout, configure.num_pages or max(asked, 1), engine, home)
-    from kvmesh.ranks.worker.device_cuda import CudaMemory, cuda_device
-
-    device = cuda_device(name)
-    return CudaMemory(configure, layout, device, weight_bytes, engine, home)
 
 
 def weight_bytes(checkpoint: Checkpoint, itemsize: int) -> int:

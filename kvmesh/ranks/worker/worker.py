@@ -13,10 +13,13 @@ from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.parallel import SOLO, Group, ProcessGroup
 from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams, shard_layout
 from kvmesh.errors import TransferError
+from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
+from kvmesh.ranks.devices import STAGED_CPU
 from kvmesh.ranks.transfer_config import own_location, start_engine
 from kvmesh.ranks.worker.checksums import Sums
-from kvmesh.ranks.worker.device import StagedMemory, num_extents, open_memory, weight_bytes
+from kvmesh.ranks.worker.device import CpuMemory, DeviceMemory, StagedCpuMemory, StagedMemory, num_extents, weight_bytes
+from kvmesh.ranks.worker.device_cuda import CudaMemory, cuda_device
 from kvmesh.ranks.worker.prefault import touch
 from kvmesh.ranks.worker.puller import ShardPuller
 from kvmesh.ranks.worker.pusher import Pusher
@@ -25,7 +28,7 @@ from kvmesh.ranks.worker.stager import Stager
 from kvmesh.ranks.worker.steps import Steps
 from kvmesh.ranks.worker.tier_worker import TierWorker
 from kvmesh.ranks.worker.warm_segment import host_region
-from kvmesh.transfer import Notification, Range
+from kvmesh.transfer import Notification, Range, TransferEngine
 
 log = logging.getLogger("kvmesh.rank")
 
@@ -273,3 +276,16 @@ def _group(configure: m.Configure, device: torch.device) -> Group:
         return SOLO
     rank, size, timeout_s = configure.rank, configure.world_size, configure.group_timeout_ms / 1000
     return ProcessGroup(rank, size, configure.group_file, device, timeout_s)
+
+
+def open_memory(
+    configure: m.Configure, layout: ShardLayout, weight_bytes: int, engine: TransferEngine, home: str
+) -> DeviceMemory:
+    """Pages of the kind that `configure.device` names, as many as it says. `weight_bytes`: what the model will take of
+    the device. ConfigError: no such device."""
+    name, asked = configure.device, configure.memory_bytes // layout.shard_bytes
+    if name in ("cpu", STAGED_CPU):
+        kind = CpuMemory if name == "cpu" else StagedCpuMemory
+        return kind(configure, layout, configure.num_pages or max(asked, 1), engine, home)
+    device = cuda_device(name)
+    return CudaMemory(configure, layout, device, weight_bytes, engine, home)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvmesh.engine import attention
+from kvmesh.engine.attention import choice
+from kvmesh.engine.attention.backend import StepPlan
 from kvmesh.engine.runner import DecodeInput, Runner, SampleParams
 from kvmesh.errors import InternalError
 from tests.support.checkpoints import prompts
@@ -22,14 +23,14 @@ MODEL = "llama-gqa4-llama3"
 @pytest.fixture
 def stepper(zoo: Zoo, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Stepper:
     del device  # skips where there is no triton
-    from kvmesh.engine import attention_triton
+    from kvmesh.engine.attention import triton_backend
 
     if torch.cuda.is_available():
         pytest.skip("on a GPU tests/gpu does this with the whole engine")
-    monkeypatch.setattr(attention_triton, "PROCESSORS", 1)  # the interpreter runs one program after the other
-    monkeypatch.setitem(attention.BACKENDS, "cpu", attention_triton.TritonAttention)
+    monkeypatch.setattr(triton_backend, "PROCESSORS", 1)  # the interpreter runs one program after the other
+    monkeypatch.setitem(choice.BACKENDS, "cpu", triton_backend.TritonAttention)
     made = Stepper(zoo(MODEL), num_pages=24)
-    assert isinstance(made.runner.attention, attention_triton.TritonAttention)
+    assert isinstance(made.runner.attention, triton_backend.TritonAttention)
     return made
 
 
@@ -60,7 +61,7 @@ def test_tokens_equal_the_reference_while_rows_come_and_go(stepper: Stepper, zoo
 @pytest.mark.slow
 def test_rows_that_stand_for_nobody_change_nothing(stepper: Stepper) -> None:
     """What a graph replays: tables filled up to a bucket."""
-    from kvmesh.engine.attention_triton import DecodePlan, DecodeTables, TritonAttention
+    from kvmesh.engine.attention.triton_backend import DecodePlan, DecodeTables, TritonAttention
 
     backend = stepper.runner.attention
     assert isinstance(backend, TritonAttention)
@@ -79,7 +80,7 @@ def test_rows_that_stand_for_nobody_change_nothing(stepper: Stepper) -> None:
     assert got.isfinite().all()
 
 
-def logits(runner: Runner, plan: attention.StepPlan, tokens: list[int]) -> torch.Tensor:
+def logits(runner: Runner, plan: StepPlan, tokens: list[int]) -> torch.Tensor:
     def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
         plan.write(layer, qkv)
         return plan.attend(layer, qkv)

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvmesh.engine.attention import AttentionBackend, Span
-from kvmesh.engine.attention_native import NativeAttention
-from kvmesh.engine.attention_torch import TorchAttention
+from kvmesh.engine.attention.backend import AttentionBackend, Span
+from kvmesh.engine.attention.native_backend import NativeAttention
+from kvmesh.engine.attention.torch_backend import TorchAttention
 from kvmesh.engine.config import AttentionSpec
 
 BACKENDS: dict[str, type[AttentionBackend]] = {"torch": TorchAttention, "native": NativeAttention}

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kvmesh.engine.attention import AttentionBackend, Span, StepPlan
+from kvmesh.engine.attention.backend import AttentionBackend, Span, StepPlan
 from kvmesh.engine.batch import Integers
 from kvmesh.engine.config import AttentionSpec
 from kvmesh.engine.kernels.decode import (

@@ -15,8 +15,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from kvmesh.engine.attention import AttentionBackend, Span, StepPlan, seen_from
-from kvmesh.engine.attention_table import PageTable
+from kvmesh.engine.attention.backend import AttentionBackend, PageTable, Span, StepPlan, seen_from
 from kvmesh.engine.batch import Integers
 from kvmesh.engine.config import AttentionSpec
 

@@ -2,7 +2,7 @@
 
 A backend plans a step once (which rows go to which pages, what each row attends to) and the plan then serves every
 layer: `write` puts the step's K and V into `pages`, `attend` reads back what each token may see. The torch backend
-runs anywhere; kernels for one device register themselves in BACKENDS.
+runs anywhere; which one a device gets is in `choice`.
 
 Shapes: `pages [num_pages, layers, 2, K, block_tokens, D]`, `qkv [T, H + 2K, D]`: T tokens, H query heads, K KV heads.
 
@@ -12,20 +12,18 @@ Backends for CPUs do so with pages that a decode step begins, too: torch's gathe
 
 from __future__ import annotations
 
-import logging
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvmesh.engine.batch import Integers
 from kvmesh.engine.config import AttentionSpec
-from kvmesh.engine.cpu import native
 from kvmesh.errors import InternalError
-
-log = logging.getLogger(__name__)
 
 
 class Span(NamedTuple):
@@ -112,37 +110,45 @@ class MixedPlan:
         return torch.cat((self.decode.attend(layer, qkv[: self.rows]), self.prefill.attend(layer, qkv[self.rows :])))
 
 
-def make_backend(pages: torch.Tensor, num_heads: int, specs: Sequence[AttentionSpec]) -> AttentionBackend:
-    """The backend registered for the pages' device, the torch one where none is."""
-    from kvmesh.engine.attention_torch import TorchAttention
+class PageTable:
+    """The page tables of a step's requests, kept from step to step: what merely goes on is not copied again.
 
-    return BACKENDS.get(pages.device.type, TorchAttention)(pages, num_heads, specs)
+    `ids` int32 `[rows or more, pages or more]`: row i holds the pages of the step's i-th request from token 0 on;
+    what lies past them is left over from others and must not be read."""
 
+    def __init__(self, backend: AttentionBackend) -> None:
+        self.backend = backend
+        self.ids: npt.NDArray[np.int32] = np.zeros((0, 0), dtype=np.int32)
+        self._known: list[tuple[int, ...]] = []
+        self._used: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # pages up to a request's last token
+        self._ends: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
-def _on_cpu(pages: torch.Tensor, num_heads: int, specs: Sequence[AttentionSpec]) -> AttentionBackend:
-    """The C++ operators where they have been built and are wanted (`kvmesh.engine.cpu.native`)."""
-    if native.loaded():
-        from kvmesh.engine.attention_native import NativeAttention
+    def update(self, pages: Sequence[Sequence[int]], ends: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Request i has tokens [0, ends[i]) in `pages[i]`. Answers which rows are new: everything but a request at the
+        same place with the same pages that goes one token on within its page. InternalError as of `page_array`."""
+        rows, used = len(pages), -(-ends // self.backend.block_tokens)
+        self._reserve(rows, int(used.max()))
+        moved: npt.NDArray[np.bool_] = (self._used[:rows] != used) | (self._ends[:rows] + 1 != ends)
+        self._ends[:rows] = ends
+        fresh = moved.copy()
+        others = np.fromiter(map(operator.is_not, pages, self._known), np.bool_, rows)
+        for i in np.flatnonzero(moved | others).tolist():
+            row = pages[i]
+            if not moved[i] and tuple(row) == self._known[i]:
+                continue
+            self._used[i] = 0  # until the row holds what is said of it
+            ids = self.backend.page_array(row, int(ends[i]))
+            self.ids[i, : len(ids)] = ids
+            self._known[i] = tuple(row)  # the object itself when it is a tuple already
+            self._used[i] = len(ids)
+            fresh[i] = True
+        return fresh
 
-        return NativeAttention(pages, num_heads, specs)
-    from kvmesh.engine.attention_torch import TorchAttention
-
-    return TorchAttention(pages, num_heads, specs)
-
-
-def _on_cuda(pages: torch.Tensor, num_heads: int, specs: Sequence[AttentionSpec]) -> AttentionBackend:
-    """Triton's kernels, which nobody else should have to import."""
-    try:
-        from kvmesh.engine.attention_triton import TritonAttention
-    except ImportError as error:
-        from kvmesh.engine.attention_torch import TorchAttention
-
-        log.warning("attention through torch, slower and without CUDA graphs (pip install 'kvmesh[cuda]'): %s", error)
-        return TorchAttention(pages, num_heads, specs)
-    return TritonAttention(pages, num_heads, specs)
-
-
-BACKENDS: dict[str, Callable[[torch.Tensor, int, Sequence[AttentionSpec]], AttentionBackend]] = {
-    "cpu": _on_cpu,
-    "cuda": _on_cuda,
-}
+    def _reserve(self, rows: int, width: int) -> None:
+        have_rows, have_width = self.ids.shape
+        if rows > have_rows or width > have_width:
+            shape = (max(rows, have_rows * 2), max(width, have_width * 2))
+            self.ids = np.zeros(shape, dtype=np.int32)
+            self._known = [()] * shape[0]
+            self._used = np.zeros(shape[0], dtype=np.int64)
+            self._ends = np.full(shape[0], -1, dtype=np.int64)

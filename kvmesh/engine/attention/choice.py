@@ -1,0 +1,44 @@
+"""Which attention backend the pages of a device get."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+
+from kvmesh.engine.attention.backend import AttentionBackend
+from kvmesh.engine.attention.native_backend import NativeAttention
+from kvmesh.engine.attention.torch_backend import TorchAttention
+from kvmesh.engine.config import AttentionSpec
+from kvmesh.engine.cpu import native
+
+log = logging.getLogger(__name__)
+
+
+def make_backend(pages: torch.Tensor, num_heads: int, specs: Sequence[AttentionSpec]) -> AttentionBackend:
+    """The backend registered for the pages' device, the torch one where none is."""
+    return BACKENDS.get(pages.device.type, TorchAttention)(pages, num_heads, specs)
+
+
+def _on_cpu(pages: torch.Tensor, num_heads: int, specs: Sequence[AttentionSpec]) -> AttentionBackend:
+    """The C++ operators where they have been built and are wanted (`kvmesh.engine.cpu.native`)."""
+    if native.loaded():
+        return NativeAttention(pages, num_heads, specs)
+    return TorchAttention(pages, num_heads, specs)
+
+
+def _on_cuda(pages: torch.Tensor, num_heads: int, specs: Sequence[AttentionSpec]) -> AttentionBackend:
+    """Triton's kernels, which nobody else should have to import."""
+    try:
+        from kvmesh.engine.attention.triton_backend import TritonAttention
+    except ImportError as error:
+        log.warning("attention through torch, slower and without CUDA graphs (pip install 'kvmesh[cuda]'): %s", error)
+        return TorchAttention(pages, num_heads, specs)
+    return TritonAttention(pages, num_heads, specs)
+
+
+BACKENDS: dict[str, Callable[[torch.Tensor, int, Sequence[AttentionSpec]], AttentionBackend]] = {
+    "cpu": _on_cpu,
+    "cuda": _on_cuda,
+}
