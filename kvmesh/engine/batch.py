@@ -21,10 +21,10 @@ Integers = Sequence[int] | Column
 
 @dataclass(slots=True, eq=False)
 class SampleParams:
-    """How to choose one token (docs/sampling.md). temperature 0: the most likely one. `token_index` counts the answer's
-    tokens from 0, after `answered` ones that an earlier life of the request made: (seed, answered + token_index) alone
-    decides the noise. `logprobs`: None none, n ≥ 0 the chosen token's and the n best. Equal only to itself: one object
-    is one row."""
+    """Says how to choose one token (docs/sampling.md). With temperature 0 it is the most likely one. `token_index`
+    counts the answer's tokens from 0, after `answered` ones that an earlier attempt of the request made; (seed,
+    answered + token_index) alone decides the noise. `logprobs` is None for none, n ≥ 0 for the chosen token's and the n
+    best. An object is equal only to itself: one object is one row."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -42,20 +42,20 @@ class SampleParams:
 
     @property
     def penalised(self) -> bool:
-        """Whether what was said changes logits."""
+        """Whether earlier tokens change the logits."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
     @property
     def filtered(self) -> bool:
-        """Whether a draw leaves tokens out."""
+        """Whether a draw leaves some tokens out."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 @dataclass(slots=True)
 class PrefillInput:
-    """Compute tokens [start, start + len(token_ids)) of one request. `pages[i]` holds tokens [i * block_tokens,
-    (i + 1) * block_tokens) and covers the end of this chunk; what lies before `start` is already there.
-    `sample` asks for the token after the last one."""
+    """Asks to compute tokens [start, start + len(token_ids)) of one request. `pages[i]` holds tokens [i * block_tokens,
+    (i + 1) * block_tokens) and covers the end of this chunk; the KV before `start` is already there. `sample` asks for
+    the token after the last one."""
 
     token_ids: Sequence[int]
     start: int
@@ -65,8 +65,9 @@ class PrefillInput:
 
 @dataclass(slots=True)
 class DecodeInput:
-    """Compute `token_id` at `position` (KV of all earlier positions lies in `pages`, which has room for this one) and
-    sample the next token. A tuple for `pages` that stays the same object is recognised without looking inside."""
+    """Asks to compute `token_id` at `position` (KV of all earlier positions lies in `pages`, which has room for this
+    one) and to sample the next token. A tuple for `pages` that stays the same object is recognised without looking
+    inside."""
 
     token_id: int
     position: int
@@ -75,8 +76,8 @@ class DecodeInput:
 
 
 class SampledToken(NamedTuple):
-    """`logprob` and `top` (most likely first) come from the raw log-softmax: before bias, penalties, temperature and
-    filters."""
+    """Is one sampled token. `logprob` and `top` (most likely first) come from the raw log-softmax: before bias,
+    penalties, temperature and filters."""
 
     token_id: int
     logprob: float | None = None
@@ -84,9 +85,10 @@ class SampledToken(NamedTuple):
 
 
 class DecodeBatch(NamedTuple):
-    """Row i computes `token_ids[i]` at `positions[i]` over `pages[i]`, as a DecodeInput does; the token that it samples
-    is the `indices[i]`-th of the answer, counted from 0 with what an earlier life made: `answered + token_index`.
-    Columns int64 `[rows]`, which nobody changes before the step has ended."""
+    """Asks for one token of each row: row i computes `token_ids[i]` at `positions[i]` over `pages[i]`, as a DecodeInput
+    does; the token that it samples is the `indices[i]`-th of the answer, counted from 0 and including what an earlier
+    attempt made: `answered + token_index`. Columns are int64 `[rows]`, which nobody changes before the step has
+    ended."""
 
     token_ids: Column
     positions: Column
@@ -96,18 +98,18 @@ class DecodeBatch(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[DecodeInput]) -> DecodeBatch:
-        """The same rows one by one."""
+        """Makes a batch of rows that are given one by one."""
         columns = np.array([(r.token_id, r.position, r.sample.answered + r.sample.token_index) for r in rows], np.int64)
         tokens, positions, indices = columns.reshape(-1, 3).T.copy()
         return cls(tokens, positions, indices, [r.pages for r in rows], [r.sample for r in rows])
 
 
 class Chosen(NamedTuple):
-    """The tokens of some rows, int64 `[rows]`; `scored`: those that asked for log-probabilities, by row."""
+    """Holds the tokens of some rows, int64 `[rows]`; `scored` has those that asked for log-probabilities, by row."""
 
     token_ids: Column
     scored: dict[int, SampledToken]
 
     def tokens(self) -> list[SampledToken]:
-        """One by one."""
+        """Returns the tokens one by one."""
         return [self.scored.get(row) or SampledToken(token) for row, token in enumerate(self.token_ids.tolist())]

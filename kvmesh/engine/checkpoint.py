@@ -30,7 +30,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where one tensor lies: `nbytes` bytes at `offset` of `file`."""
+    """Says where one tensor lies: `nbytes` bytes at `offset` of `file`."""
 
     name: str
     dtype: str  # "F32" | "BF16" | "F16" | "F64"
@@ -42,8 +42,8 @@ class TensorInfo:
 
 @dataclass(slots=True)
 class Checkpoint:
-    """An opened folder. `raw(name)` maps a tensor's bytes; `close()` (or `with`) lets the mappings go once no view
-    of them is left. `cache_dir`: see `kvmesh.engine.fingerprint`."""
+    """Is an opened folder of weights. `raw(name)` maps a tensor's bytes; `close()` (or `with`) lets the mappings go
+    once no view of them is left. For `cache_dir` see `kvmesh.engine.fingerprint`."""
 
     path: Path
     config: ModelConfig
@@ -68,11 +68,13 @@ class Checkpoint:
         return self.fingerprinted().hexdigest
 
     def fingerprinted(self, on_progress: Progress | None = None) -> Fingerprint:
-        """The same, and the files that it is true for. Raises CheckpointError: a file cannot be read, or changes."""
+        """Returns the fingerprint and the files that it is true for. Raises CheckpointError when a file cannot be read,
+        or changes."""
         return self.begin_fingerprint(on_progress, here=True).result()
 
     def begin_fingerprint(self, on_progress: Progress | None = None, *, here: bool = False) -> Future[Fingerprint]:
-        """Take the fingerprint beside what the caller does next; `here`: before this returns. It is taken once."""
+        """Takes the fingerprint, once, in a thread beside what the caller does next; with `here`, before this
+        returns."""
         if self._fingerprinted is None:
             made = self._fingerprinted = Future()
 
@@ -97,7 +99,7 @@ class Checkpoint:
         return self._fingerprinted
 
     def raw(self, name: str) -> memoryview:
-        """The tensor's bytes. A private mapping: writes to it reach neither the file nor anyone else."""
+        """Maps the tensor's bytes. The mapping is private: writes to it reach neither the file nor anyone else."""
         info = self.tensors[name]
         if info.file not in self._maps:
             with _reading(info.file), info.file.open("rb") as file:
@@ -105,7 +107,7 @@ class Checkpoint:
         return memoryview(self._maps[info.file])[info.offset : info.offset + info.nbytes]
 
     def release(self, name: str) -> None:
-        """Give back the memory that reading the tensor took; views of it stay valid and read the file again."""
+        """Gives back the memory that reading the tensor took; views of it stay valid and read the file again."""
         info = self.tensors[name]
         first = -(-info.offset // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (info.offset + info.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -123,10 +125,10 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | Path, max_context_tokens: int = 0, cache_dir: str = "") -> Checkpoint:
-    """Read and check config.json and every shard's header; tensor data is read when somebody asks for it.
+    """Reads and checks config.json and every shard's header; tensor data is read when somebody asks for it.
 
-    `max_context_tokens`: no longer context will be asked for (0: the model's own limit). Models with longrope choose
-    their factors by it, and with them their fingerprint.
+    `max_context_tokens` is the longest context that will be asked for (0: the model's own limit). Models with longrope
+    choose their factors by it, and with them their fingerprint.
     Raises CheckpointError naming the file or tensor: not a folder, broken JSON, unsupported config, missing or
     truncated shard, missing index entry, missing tensor, wrong shape or dtype."""
     folder = Path(path)
@@ -174,7 +176,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _shards(folder: Path) -> dict[str, TensorInfo]:
-    """All tensors of the single file, or of the shards in the order that the index names them."""
+    """Returns all tensors of the single file, or of the shards in the order that the index names them."""
     if (folder / SINGLE).exists():
         return read_header(folder / SINGLE)
     if not (folder / INDEX).exists():
@@ -196,7 +198,7 @@ def _shards(folder: Path) -> dict[str, TensorInfo]:
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Parse and check one safetensors header against the file's size."""
+    """Parses one safetensors header and checks it against the file's size."""
     with _reading(file), file.open("rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         prefix = stream.read(8)
@@ -221,7 +223,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def _entry(file: Path, base: int, name: str, raw: dict[str, Any]) -> TensorInfo:
-    """One header entry. Wrong types raise what `read_header` turns into a CheckpointError."""
+    """Reads one header entry. Wrong types raise what `read_header` turns into a CheckpointError."""
     begin, end = (int(offset) for offset in raw["data_offsets"])
     shape = tuple(int(dim) for dim in raw["shape"])
     dtype = str(raw["dtype"])
@@ -233,7 +235,7 @@ def _entry(file: Path, base: int, name: str, raw: dict[str, Any]) -> TensorInfo:
 
 
 def _checked(config: ModelConfig, found: Mapping[str, TensorInfo], folder: Path) -> Iterator[str]:
-    """Names of the tensors that the model uses, each checked; others in the files are ignored."""
+    """Returns the names of the tensors that the model uses, each checked; others in the files are ignored."""
     expected = expected_tensors(config)
     if HEAD in found:  # config says tied but the file brings a head of its own: transformers uses it
         expected.setdefault(HEAD, (config.vocab_size, config.hidden_size))

@@ -23,8 +23,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """How one layer attends: a token sees itself and the `window` - 1 tokens before it (0: all), scores are
-    `q·k * scale`, and with `softcap` c they become `c * tanh(scores / c)` (0: they stay)."""
+    """Says how one layer attends: a token sees itself and the `window` - 1 tokens before it (0: all), scores are `q·k *
+    scale`, and with `softcap` c they become `c * tanh(scores / c)` (0: they stay)."""
 
     scale: float
     window: int = 0
@@ -33,7 +33,8 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One model. `max_context_tokens` is what positions allow after rope scaling; `dtype` is the checkpoint's own."""
+    """Describes one model. `max_context_tokens` is what positions allow after rope scaling; `dtype` is the checkpoint's
+    own."""
 
     architecture: str
     vocab_size: int
@@ -70,9 +71,9 @@ class ModelConfig:
     def from_hf(
         cls, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None, max_context_tokens: int = 0
     ) -> ModelConfig:
-        """Read config.json (`raw`) and generation_config.json (`generation`, for its end-of-sequence ids).
+        """Reads config.json (`raw`) and generation_config.json (`generation`, for its end-of-sequence ids).
 
-        `max_context_tokens`: no longer context will be asked for (0: the model's own limit).
+        `max_context_tokens` is the longest context that will be asked for (0: the model's own limit).
         Raises CheckpointError naming the first key that is missing, wrong or not supported."""
         architecture, family = find_family(raw)
         raw = with_defaults(raw, family)
@@ -125,8 +126,8 @@ class ModelConfig:
         )
 
     def canonical(self) -> dict[str, Any]:
-        """What decides the KV and the logits of a token, for the fingerprint (eos ids, context limit and the
-        stored dtype's name do not; stored bytes enter it by themselves)."""
+        """Returns what decides the KV and the logits of a token, for the fingerprint. End-of-sequence ids, context
+        limit and the stored dtype's name do not; stored bytes enter the fingerprint by themselves."""
         fields = asdict(self)
         for name in ("eos_token_ids", "max_context_tokens", "max_position_embeddings", "dtype"):
             del fields[name]
@@ -134,7 +135,7 @@ class ModelConfig:
 
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:
-        """One for each layer."""
+        """One spec for each layer."""
         return tuple(AttentionSpec(self.attention_scale, window, self.attention_softcap) for window in self.windows)
 
     @property
@@ -165,13 +166,13 @@ def _softcap(raw: Mapping[str, Any], key: str) -> float:
 
 
 def _dtype(raw: Mapping[str, Any]) -> str:
-    """`dtype` (transformers 5) or `torch_dtype`; float32 where neither is known."""
+    """Reads `dtype` (transformers 5) or `torch_dtype`; float32 where neither is known."""
     value = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     return value if value in DTYPES else "float32"
 
 
 def _eos(raw: Mapping[str, Any], generation: Mapping[str, Any], vocab: int) -> tuple[int, ...]:
-    """Ids of both files, config.json's first, without repeats."""
+    """Returns the end-of-sequence ids of both files, config.json's first, without repeats."""
     found: dict[int, None] = {}
     for name, source in (("config.json", raw), ("generation_config.json", generation)):
         value = source.get("eos_token_id")

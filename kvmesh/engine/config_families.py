@@ -34,8 +34,8 @@ def _all_but_each_nth(raw: Mapping[str, Any], layer: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`defaults` are the values of keys that a file leaves out; a null there counts as left out, but for the keys of
-    NULLABLE, where it means "none"."""
+    """Describes how one family of models writes its config.json. `defaults` are the values of keys that a file leaves
+    out; a null there counts as left out, but for the keys of NULLABLE, where it means "none"."""
 
     model_type: str
     defaults: Mapping[str, Any]
@@ -137,7 +137,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def find_family(raw: Mapping[str, Any]) -> tuple[str, Family]:
-    """Architecture and family that `architectures`, or `model_type` where that is absent, names."""
+    """Returns the architecture and the family that `architectures`, or `model_type` where that is absent, names."""
     named = raw.get("architectures")
     if named is None:
         by_type = {family.model_type: name for name, family in FAMILIES.items()}
@@ -151,7 +151,7 @@ def find_family(raw: Mapping[str, Any]) -> tuple[str, Family]:
 
 
 def with_defaults(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """The language model's keys, those left out filled in."""
+    """Returns the language model's keys, those left out filled in."""
     if family.text_config:
         text = raw.get("text_config")
         if not isinstance(text, Mapping):
@@ -163,7 +163,7 @@ def with_defaults(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def read_windows(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[int, ...]:
-    """Of each layer the window in tokens, the token itself included; 0: it sees everything."""
+    """Returns the window of each layer in tokens, the token itself included; 0 means that it sees everything."""
     key, value = "sliding_window", raw.get("sliding_window") if family.slides else None
     if "use_sliding_window" in family.defaults and not boolean(raw, "use_sliding_window"):
         key, value = "use_sliding_window", None

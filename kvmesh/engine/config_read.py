@@ -15,7 +15,8 @@ def bad(key: str, value: Any, why: str) -> CheckpointError:
 
 
 def _get(raw: Mapping[str, Any], key: str, default: Any) -> Any:
-    """The value, `default` where the key is absent or null; CheckpointError when that is None as well."""
+    """Returns the value, or `default` where the key is absent or null. Raises CheckpointError when that is None as
+    well."""
     value = raw.get(key)
     if value is None:
         value = default
@@ -46,7 +47,7 @@ def boolean(raw: Mapping[str, Any], key: str, default: bool = False) -> bool:
 
 
 def positives(raw: Mapping[str, Any], key: str, count: int) -> tuple[float, ...]:
-    """A list of `count` positive numbers."""
+    """Reads a list of `count` positive numbers."""
     value = _get(raw, key, None)
     if not isinstance(value, list) or len(value) != count:
         raise bad(key, value, f"must be a list of {count} numbers")

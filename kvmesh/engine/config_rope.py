@@ -16,7 +16,8 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding: `rope_type` and the parameters that this type reads (the others keep their defaults)."""
+    """Describes a rotary embedding: `rope_type` and the parameters that this type reads (the others keep their
+    defaults)."""
 
     rope_type: str = "default"
     theta: float = 10_000.0
@@ -38,9 +39,10 @@ class RopeConfig:
 def read_ropes(
     raw: Mapping[str, Any], family: Family, head_dim: int, max_positions: int, limit: int
 ) -> tuple[RopeConfig, RopeConfig | None]:
-    """Of the layers that see everything, and of those with a window where they have one of their own.
+    """Reads the embedding of the layers that see everything, and that of layers with a window where they have one of
+    their own.
 
-    `limit`: the longest context that will be asked for, which chooses between longrope's two sets."""
+    `limit` is the longest context that will be asked for, which chooses between longrope's two sets of factors."""
     params = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(params, Mapping):
         raise bad("rope_parameters", params, "must be an object")
@@ -64,8 +66,8 @@ def read_ropes(
 
 
 def max_context(rope: RopeConfig, max_positions: int, limit: int) -> int:
-    """linear and yarn stretch the positions by `factor`; llama3 and longrope configs state the stretched length, which
-    longrope's short factors do not reach."""
+    """Returns how many positions the model allows. linear and yarn stretch the positions by `factor`; llama3 and
+    longrope configs state the stretched length, which longrope's short factors do not reach."""
     if rope.rope_type == "longrope" and limit <= rope.original_max_position_embeddings:
         return min(max_positions, rope.original_max_position_embeddings)
     if rope.rope_type == "linear":
@@ -154,14 +156,14 @@ def _yarn_attention_factor(params: Mapping[str, Any], factor: float) -> float:
 
 
 def _longrope_factors(params: Mapping[str, Any], count: int, long: bool) -> tuple[float, ...]:
-    """Chosen once for a model, by the longest context that it is opened for (vLLM's rule): KV that requests share by
-    their prefix cannot depend on how long one of them becomes (docs/models.md)."""
+    """Chooses the factors once for a model, by the longest context that it is opened for (vLLM's rule): KV that
+    requests share by their prefix cannot depend on how long one of them becomes (docs/models.md)."""
     short_factors, long_factors = positives(params, "short_factor", count), positives(params, "long_factor", count)
     return long_factors if long else short_factors
 
 
 def _longrope_attention_factor(params: Mapping[str, Any], factor: float, original: int) -> float:
-    """LongRoPE (arXiv 2402.13753), the scale as transformers has it: sqrt(1 + ln factor / ln original)."""
+    """Returns the scale of LongRoPE (arXiv 2402.13753) as transformers has it: sqrt(1 + ln factor / ln original)."""
     if params.get("attention_factor") is not None:
         return positive(params, "attention_factor")
     if factor <= 1:

@@ -26,21 +26,22 @@ Compute = Callable[[torch.Tensor, StepPlan], torch.Tensor]
 
 
 def buckets(max_rows: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, then in steps of 8, from 64 on of 32, and `max_rows`; ascending. A step pays for its bucket's rows:
-    powers of two would double what 129 rows cost."""
+    """Returns the row counts that graphs are captured for, ascending: 1, 2, 4, 8, then in steps of 8, from 64 on of 32,
+    and `max_rows`. A step pays for its bucket's rows: powers of two would double what 129 rows cost."""
     sizes = {1, 2, 4, *range(8, 64, 8), *range(64, max_rows, 32), max_rows}
     return tuple(sorted(size for size in sizes if size <= max_rows))
 
 
 def bucket_for(rows: int, sizes: Sequence[int]) -> int | None:
-    """The smallest of the ascending `sizes` that holds `rows`; None where none does."""
+    """Returns the smallest of the ascending `sizes` that holds `rows`; None where none does."""
     at = bisect_left(sizes, rows)
     return sizes[at] if at < len(sizes) else None
 
 
 class DecodeGraphs:
-    """`compute(token_ids [n], plan)` answers logits `[n, vocab]` by launches alone: no wait, no look at values.
-    `width`: pages of the longest request. `max_rows` 0: MAX_ROWS. The constructor captures, which takes seconds."""
+    """Captures decode steps as CUDA graphs and replays them. `compute(token_ids [n], plan)` returns logits `[n, vocab]`
+    by launches alone: no wait, no look at values. `width` is the pages of the longest request; `max_rows` 0 means
+    MAX_ROWS. The constructor captures, which takes seconds."""
 
     def __init__(self, compute: Compute, backend: TritonAttention, width: int, max_rows: int = 0) -> None:
         max_rows = max_rows or MAX_ROWS
@@ -84,8 +85,8 @@ class DecodeGraphs:
         self._graphs[rows] = graph
 
     def logits(self, token_ids: Integers, pages: Sequence[Sequence[int]], positions: Integers) -> torch.Tensor | None:
-        """`[rows, vocab]` of one decode step, valid until the next; None: no graph is large enough. Errors as of
-        `DecodeTables.fill`."""
+        """Returns `[rows, vocab]` of one decode step, valid until the next; None when no graph is large enough. Raises
+        as `DecodeTables.fill` does."""
         size = bucket_for(len(token_ids), self._sizes)
         if size is None or max(len(row) for row in pages) > self._tables.width:
             return None

@@ -12,7 +12,7 @@ from kvmesh.engine.weights import Weights
 
 
 class Linear:
-    """One matrix, or several of one input joined along the output.
+    """Multiplies by one matrix, or by several of one input joined along the output.
 
     `cut` says how the ranks share it. Cut along the output, each rank answers its own part; cut along the input, each
     multiplies its part of the input, the products are summed over the ranks, and the bias is added once, to the sum."""
@@ -31,7 +31,8 @@ class Linear:
         return out if self.bias is None else out.add_(self.bias)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual + linear(x), the sum inside the matrix product where no other rank has a part in it."""
+        """Returns residual + linear(x); the sum is made inside the matrix product where no other rank has a part in
+        it."""
         if self.summed:
             return self(x).add_(residual)
         out = self.matrix.add_to(residual, x)

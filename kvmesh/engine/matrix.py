@@ -16,26 +16,26 @@ LANES = 32  # outputs that a packed weight holds side by side (kvmesh/engine/cpu
 
 
 class Matrix(Protocol):
-    """`[outputs, inputs]`; x is `[rows, inputs]` of the same dtype."""
+    """Is a matrix `[outputs, inputs]` in some form; x is `[rows, inputs]` of the same dtype."""
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x @ matrix.T + bias `[rows, outputs]`."""
+        """Returns x @ matrix.T + bias `[rows, outputs]`."""
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual + x @ matrix.T, in a new tensor or in `residual` itself, which nobody reads afterwards."""
+        """Returns residual + x @ matrix.T, in a new tensor or in `residual` itself, which nobody reads afterwards."""
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """x @ matrix.T in float32."""
+        """Returns x @ matrix.T in float32."""
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """The matrix's rows of these int64 ids `[T]`: `[T, inputs]`."""
+        """Returns the matrix's rows of these int64 ids `[T]`: `[T, inputs]`."""
 
     def part(self, rows: range) -> Matrix | None:
-        """These outputs alone, over the same memory; None where the form does not allow it."""
+        """Returns these outputs alone, over the same memory; None where the form does not allow it."""
 
 
 class DenseMatrix:
-    """As torch has it: any dtype, any device."""
+    """Is a matrix as torch has it: any dtype, any device."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.weight, self.transposed = weight, weight.t()
@@ -59,15 +59,16 @@ class DenseMatrix:
 
 
 class PackedMatrix:
-    """bfloat16 on a CPU, packed for its bf16 dot product: kvmesh/engine/cpu/linear.cpp has the layout. Sums are float32
-    in one order whatever the number of rows, and are rounded once; a residual is added to the rounded product."""
+    """Is a bfloat16 matrix on a CPU, packed for its bf16 dot product: kvmesh/engine/cpu/linear.cpp has the layout. Sums
+    are float32 in one order whatever the number of rows, and are rounded once; a residual is added to the rounded
+    product."""
 
     def __init__(self, packed: torch.Tensor, outputs: int, inputs: int) -> None:
         self.packed, self.outputs, self.inputs = packed, outputs, inputs
 
     @classmethod
     def of(cls, parts: Sequence[torch.Tensor]) -> PackedMatrix:
-        """Matrices `[outputs, inputs]` one under the other, any strides between rows."""
+        """Makes one matrix of several `[outputs, inputs]` one under the other, with any strides between rows."""
         packed = torch.ops.kvmesh.pack.default([part.to(torch.bfloat16) for part in parts])
         return cls(packed, sum(part.shape[0] for part in parts), parts[0].shape[1])
 
@@ -95,7 +96,7 @@ class PackedMatrix:
 
 
 def read_matrix(weights: Weights, names: Sequence[str], cut: Cut | None = None) -> Matrix:
-    """The matrices joined along their outputs, this rank's part of them."""
+    """Reads the matrices joined along their outputs, this rank's part of them."""
     if weights.device.type == "cpu" and weights.dtype == torch.bfloat16 and native.loaded():
         packed = PackedMatrix.of(weights.parts(*names, cut=cut))
         weights.release(*names)

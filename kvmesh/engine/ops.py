@@ -23,8 +23,8 @@ def on_native(x: torch.Tensor) -> bool:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`x [rows, n]` normed over n, times `weight [n]`: after the rounding to x's dtype, or with a float32 weight and a
-    narrower x before it (Gemma)."""
+    """Norms `x [rows, n]` over n and multiplies by `weight [n]`: after the rounding to x's dtype, or with a float32
+    weight and a narrower x before it (Gemma)."""
     if on_native(x):
         normed: torch.Tensor = torch.ops.kvmesh.rms_norm.default(x, weight, eps)
         return normed
@@ -38,8 +38,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def rotate_heads(
     qkv: torch.Tensor, heads: int, cos: torch.Tensor, sin: torch.Tensor, weight: torch.Tensor | None, eps: float
 ) -> None:
-    """The first `heads` of `qkv [T, all heads, D]`, in place: normed as `rms_norm` by `weight [heads, D]` where there
-    is one, then rotated by cos and sin `[T, 1, rotary dim]` (`RotaryEmbedding`)."""
+    """Changes the first `heads` of `qkv [T, all heads, D]` in place: normed as `rms_norm` by `weight [heads, D]` where
+    there is one, then rotated by cos and sin `[T, 1, rotary dim]` (`RotaryEmbedding`)."""
     if on_native(qkv):
         torch.ops.kvmesh.rotate_heads.default(qkv, heads, cos, sin, weight, eps)
         return
@@ -54,7 +54,8 @@ def rotate_heads(
 
 
 def gated(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """`[rows, 2 n]`, gate and up side by side → activation(gate) * up `[rows, n]`; "silu" or "gelu_tanh"."""
+    """Computes `[rows, 2 n]`, gate and up side by side → activation(gate) * up `[rows, n]`; the activation is "silu" or
+    "gelu_tanh"."""
     gelu = activation == "gelu_tanh"
     if on_native(x):
         answer: torch.Tensor = torch.ops.kvmesh.gated.default(x, gelu)

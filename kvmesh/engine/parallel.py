@@ -27,24 +27,24 @@ from kvmesh.errors import ConfigError
 
 
 class Group:
-    """The ranks that compute one model together, as one of them sees it. This one is alone."""
+    """Stands for the ranks that compute one model together, as one of them sees it. This one is alone."""
 
     rank = 0
     size = 1
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in place, the same bytes at each."""
+        """Sums over all ranks, in place, with the same bytes at each."""
         return x
 
     def all_gather(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
-        """`[rows, widths[rank]]` of each rank → `[rows, sum(widths)]`, joined in the order of the ranks."""
+        """Joins `[rows, widths[rank]]` of each rank to `[rows, sum(widths)]`, in the order of the ranks."""
         return x
 
     def connect(self, patience_s: float) -> None:
         """Meet the other ranks."""
 
     def close(self) -> None:
-        """Let go of the others; safe to call twice."""
+        """Lets go of the other ranks; it may be called twice."""
 
 
 SOLO = Group()
@@ -128,7 +128,7 @@ class ProcessGroup(Group):
 
 
 def check_shares(config: ModelConfig, size: int) -> None:
-    """ConfigError unless `size` ranks can share this model."""
+    """Raises ConfigError unless `size` ranks can share this model."""
     heads, kv, inner = config.heads, config.kv_heads, config.intermediate_size
     why = ""
     if size < 1:
@@ -146,14 +146,15 @@ def check_shares(config: ModelConfig, size: int) -> None:
 
 
 def share(units: int, rank: int, size: int) -> range:
-    """The rank's units of so many: as even as they go, the same unit at neighbouring ranks where there are fewer."""
+    """Returns which of so many units the rank has: as even as they go, the same unit at neighbouring ranks where
+    there are fewer."""
     first = units * rank // size
     return range(first, max(units * (rank + 1) // size, first + 1))
 
 
 def share_of(config: ModelConfig, group: Group) -> ModelConfig:
-    """The model as the blocks of one rank see it: its own heads, KV heads and part of the MLP. ConfigError as
-    `check_shares`."""
+    """Returns the configuration of the model as the blocks of one rank see it: its own heads, KV heads and part of the
+    MLP. Raises ConfigError as `check_shares` does."""
     check_shares(config, group.size)
     if group.size == 1:
         return config
@@ -167,15 +168,15 @@ def share_of(config: ModelConfig, group: Group) -> ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How the ranks share a matrix (or several, joined along their output). `sections` lie side by side along `axis` (0
-    the output, 1 the input), each of so many units of so many rows or columns; a rank has its share of the units of
-    each section. So queries, keys and values may lie in three matrices or in one."""
+    """Says how the ranks share a matrix (or several, joined along their output). `sections` lie side by side along
+    `axis` (0 the output, 1 the input), each of so many units of so many rows or columns; a rank has its share of the
+    units of each section. So queries, keys and values may lie in three matrices or in one."""
 
     axis: Literal[0, 1]
     sections: tuple[tuple[int, int], ...]  # (units, size of a unit)
 
     def spans(self, group: Group) -> list[range]:
-        """The rank's rows or columns, ascending."""
+        """Returns the rank's rows or columns, ascending."""
         spans, base = [], 0
         for units, size in self.sections:
             own = share(units, group.rank, group.size)

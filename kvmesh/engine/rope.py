@@ -13,7 +13,7 @@ from kvmesh.engine.config_rope import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """float32 `[rotary_dim / 2]`, on the CPU."""
+    """Returns float32 `[rotary_dim / 2]`, on the CPU."""
     rotary = rope.rotary_dim(head_dim)
     exponents = torch.arange(0, rotary, 2, dtype=torch.float32) / rotary
     if rope.rope_type == "longrope":
@@ -29,7 +29,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
 
 
 def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
-    """Long waves are stretched by `factor`, short ones kept, those between blended."""
+    """Stretches long waves by `factor`, keeps short ones, and blends those between."""
     original = rope.original_max_position_embeddings
     longest, shortest = original / rope.low_freq_factor, original / rope.high_freq_factor
     wavelength = 2 * math.pi / plain
@@ -41,7 +41,8 @@ def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(rope: RopeConfig, powers: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Dimensions below `low` keep their frequency, those above `high` are stretched, a ramp lies between."""
+    """Keeps the frequency of dimensions below `low`, stretches those above `high`, with a ramp between (YaRN, arXiv
+    2309.00071)."""
 
     def dimension(rotations: float) -> float:
         turns = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
@@ -59,8 +60,8 @@ def _yarn(rope: RopeConfig, powers: torch.Tensor, head_dim: int) -> torch.Tensor
 
 
 class RotaryEmbedding:
-    """cos and sin for positions. The sign of the half rotation is folded into sin: with `turned = roll(x, half)`, the
-    rotated x is `x * cos + turned * sin`. Only the first `rotary_dim` elements of a head rotate."""
+    """Computes cos and sin for positions. The sign of the half rotation is folded into sin: with `turned = roll(x,
+    half)`, the rotated x is `x * cos + turned * sin`. Only the first `rotary_dim` elements of a head rotate."""
 
     def __init__(self, rope: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         half = inverse_frequencies(rope, head_dim)
@@ -72,7 +73,7 @@ class RotaryEmbedding:
         self.dtype = dtype
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`positions` int64 `[T]` → cos, sin `[T, 1, rotary_dim]` in the model's dtype."""
+        """Computes cos and sin `[T, 1, rotary_dim]` in the model's dtype of `positions` int64 `[T]`."""
         angles = (positions[:, None].float() * self.frequencies)[:, None]
         cos = angles.cos()
         if self.scale != 1.0:
@@ -81,7 +82,7 @@ class RotaryEmbedding:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Rotate `x [T, heads, head_dim]` into `out`, which may be `x` itself. cos, sin: `RotaryEmbedding`'s."""
+    """Rotates `x [T, heads, head_dim]` into `out`, which may be `x` itself; cos and sin are `RotaryEmbedding`'s."""
     whole, rotary = out, cos.shape[-1]
     if rotary < x.shape[-1]:
         if out is not x:

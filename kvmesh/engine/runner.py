@@ -40,7 +40,8 @@ __all__ = [
 
 
 def torch_dtype(name: str | torch.dtype) -> torch.dtype:
-    """The dtype called "float32", "bfloat16" or "float16" (torch's own is taken too); ConfigError otherwise."""
+    """Returns the dtype called "float32", "bfloat16" or "float16" (torch's own is taken too). Raises ConfigError
+    otherwise."""
     name = str(name).removeprefix("torch.")
     if name not in DTYPES:
         raise ConfigError(f"dtype={name!r} is not supported; supported: {', '.join(DTYPES)}", field="dtype")
@@ -52,8 +53,8 @@ def torch_dtype(name: str | torch.dtype) -> torch.dtype:
 def shard_layout(
     config: ModelConfig, dtype: str | torch.dtype, block_tokens: int, rank: int = 0, world: int = 1
 ) -> ShardLayout:
-    """What one of `world` ranks holds of each block: by default the whole model. ConfigError when so many ranks cannot
-    share it."""
+    """Returns what one of `world` ranks holds of each block: by default the whole model. Raises ConfigError when so
+    many ranks cannot share it."""
     check_shares(config, world)
     heads = share(config.kv_heads, rank, world)
     itemsize = torch_dtype(dtype).itemsize
@@ -63,7 +64,8 @@ def shard_layout(
 def pages_over(
     buffer: memoryview | bytearray, layout: ShardLayout, num_pages: int, dtype: str | torch.dtype
 ) -> torch.Tensor:
-    """`pages` over writable memory of at least `num_pages * layout.shard_bytes` bytes, page p at p * shard_bytes."""
+    """Returns `pages` over writable memory of at least `num_pages * layout.shard_bytes` bytes, page p at p *
+    shard_bytes."""
     nbytes = num_pages * layout.shard_bytes
     if len(buffer) < nbytes:
         raise InternalError(f"{num_pages} pages need {nbytes} bytes, the buffer has {len(buffer)}")
@@ -128,7 +130,7 @@ class Runner:
     def prefill(
         self, items: Sequence[PrefillInput], on_layer: Callable[[int], None] | None = None
     ) -> list[SampledToken | None]:
-        """Compute all chunks in one step; one answer per item, None where nothing was to be sampled.
+        """Computes all chunks in one step; one answer per item, None where nothing was to be sampled.
 
         `on_layer(i)` is called once layer i of all items is in `pages`, before the layer attends; on a CUDA device,
         once that is launched: who reads waits for an event of the current stream. Raises InvalidRequest (token ids),
@@ -136,7 +138,7 @@ class Runner:
         return self.step(items, NOBODY, on_layer)[0]
 
     def decode(self, rows: Sequence[DecodeInput]) -> list[SampledToken]:
-        """One token further for each row, in order. Raises NonFiniteLogits (`rows` index `rows`), InvalidRequest
+        """Computes one more token for each row, in order. Raises NonFiniteLogits (`rows` index `rows`), InvalidRequest
         (token ids), ContextTooLong."""
         return self.step((), DecodeBatch.of(rows))[1].tokens()
 
@@ -147,10 +149,10 @@ class Runner:
         rows: DecodeBatch,
         on_layer: Callable[[int], None] | None = None,
     ) -> tuple[list[SampledToken | None], Chosen]:
-        """Chunks and decode rows in one pass over the weights: one answer per item and one per row.
+        """Computes chunks and decode rows in one pass over the weights: one answer per item and one per row.
 
-        `on_layer` and what is raised are as for `prefill` and `decode`; `rows` of NonFiniteLogits index the decode
-        rows first, then the items."""
+        `on_layer` and what is raised are as for `prefill` and `decode`; `rows` of NonFiniteLogits index the decode rows
+        first, then the items."""
         if not items and not rows.pages:
             return [], Chosen(NOBODY.token_ids, {})
         self._check_prefill(items)
@@ -173,7 +175,7 @@ class Runner:
     def _sample(
         self, items: Sequence[PrefillInput], rows: DecodeBatch, hidden: torch.Tensor
     ) -> tuple[list[SampledToken | None], Chosen]:
-        """Head and sampling only for the tokens that were asked for."""
+        """Runs the head and the sampler only for the tokens that were asked for."""
         first: list[SampledToken | None] = [None] * len(items)
         count = end = len(rows.pages)
         wanted: dict[int, int] = {}  # items that ask for a token, and which of the step's tokens is their last
@@ -222,7 +224,7 @@ class Runner:
                 )
 
     def _check_tokens(self, lowest: int, highest: int) -> None:
-        """An id outside the embedding is an IndexError on a CPU and the end of the process on a GPU."""
+        """Refuses an id outside the embedding, which is an IndexError on a CPU and the end of the process on a GPU."""
         vocab = self.config.vocab_size
         if lowest < 0 or highest >= vocab:
             bad = lowest if lowest < 0 else highest

@@ -28,9 +28,9 @@ BLOCK_BYTES = 8 << 20  # of float64 logits that a CPU works on at a time: they s
 
 
 class Sampler:
-    """Keeps what follows from a batch's rows while the rows stay the same: the same SampleParams objects, in order. Of
-    these only `token_index` (by the caller, and not looked at by `choose`) and `history` (here) may change while a row
-    runs."""
+    """Chooses tokens, and keeps what follows from a batch's rows while the rows stay the same: the same SampleParams
+    objects, in order. Of these only `token_index` (by the caller, and not looked at by `choose`) and `history` (here)
+    may change while a row runs."""
 
     def __init__(self) -> None:
         self._batch: _Batch | None = None
@@ -41,8 +41,8 @@ class Sampler:
         return self.choose(logits, params, indices).tokens()
 
     def choose(self, logits: torch.Tensor, params: Sequence[SampleParams], indices: Column) -> Chosen:
-        """One token a row of `logits [rows, vocab]` (any float dtype, any device), which stay as they are; each goes
-        into its row's history. Raises NonFiniteLogits naming the rows; then nothing has changed."""
+        """Chooses one token a row of `logits [rows, vocab]` (any float dtype, any device), which stay as they are; each
+        goes into its row's history. Raises NonFiniteLogits naming the rows; then nothing has changed."""
         batch = self._batch
         if batch is None or batch.vocab != logits.shape[-1] or batch.params != list(params):
             self._batch = None  # of the old one nothing is needed: histories are with their rows
@@ -51,7 +51,8 @@ class Sampler:
 
 
 class _Batch:
-    """Rows that take the best logit as it is need nothing; the others lie in blocks of one kind each."""
+    """Splits the rows: those that take the best logit as it is need nothing, the others lie in blocks of one kind
+    each."""
 
     def __init__(self, params: Sequence[SampleParams], vocab: int, device: torch.device) -> None:
         self.params = list(params)
@@ -97,7 +98,7 @@ class _Batch:
         return Chosen(found, dict(self._with_logprobs(logits, tokens)) if self._scored else {})
 
     def _with_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor) -> Iterator[tuple[int, SampledToken]]:
-        """The rows that ask for log-probabilities: of the logits as they came."""
+        """Computes log-probabilities of the rows that ask for them, from the logits as they came."""
         rows = torch.tensor([row for row, _ in self._scored], device=self._device)
         raw = logits[rows].float().log_softmax(-1)
         top = raw.topk(min(max(n for _, n in self._scored), self.vocab))
@@ -110,7 +111,7 @@ class _Batch:
 
 
 class _Block:
-    """Rows of one kind: all draw or none does, all are filtered or none is, all are adjusted or none is."""
+    """Holds rows of one kind: all draw or none does, all are filtered or none is, all are adjusted or none is."""
 
     def __init__(self, rows: list[int], params: Sequence[SampleParams], vocab: int, device: torch.device) -> None:
         self.rows = torch.tensor(rows, device=device)
@@ -151,14 +152,14 @@ class _Block:
 
 
 def _sent(array: npt.NDArray[np.float64], device: torch.device) -> torch.Tensor:
-    """On the device, without waiting for the copy."""
+    """Copies to the device without waiting for the copy."""
     made = torch.from_numpy(array)
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
 
 
 def _draw(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """int64 `[rows]`: where the cumulative sum of `weights [rows, vocab]`, which is overwritten, exceeds the share
-    `noise` of its total."""
+    """Returns int64 `[rows]`: where the cumulative sum of `weights [rows, vocab]`, which is overwritten, exceeds the
+    share `noise` of its total."""
     cumulative = weights.cumsum_(-1)
     total = cumulative[:, -1]
     target = noise * total
@@ -168,7 +169,7 @@ def _draw(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
 
 
 def _check(found: Column) -> None:
-    """Raises NonFiniteLogits for the negative ones among them."""
+    """Raises NonFiniteLogits for the negative ones among the tokens."""
     if found.min() < 0:
         rows = tuple(np.flatnonzero(found < 0).tolist())
         raise NonFiniteLogits(f"logits of batch rows {list(rows)[:16]} are not finite", rows=rows)

@@ -16,8 +16,8 @@ def layer_prefix(layer: int) -> str:
 
 
 def canonical_name(config: ModelConfig, name: str) -> str:
-    """The name that a language model by itself would give the tensor `name` of the files: beside other modalities it
-    is `language_model.model.…` (as on the Hub) or `model.language_model.…`."""
+    """Returns the name that a language model by itself would give the tensor `name` of the files: beside other
+    modalities it is `language_model.model.…` (as on the Hub) or `model.language_model.…`."""
     if not config.text_config:
         return name
     if name.startswith("model.language_model."):
@@ -26,7 +26,7 @@ def canonical_name(config: ModelConfig, name: str) -> str:
 
 
 def layer_tensors(config: ModelConfig) -> dict[str, Shape]:
-    """Tensors of one decoder layer, names relative to `layer_prefix`."""
+    """Returns the tensors of one decoder layer, names relative to `layer_prefix`."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     linears: dict[str, tuple[int, int, bool]] = {
@@ -58,7 +58,7 @@ def layer_tensors(config: ModelConfig) -> dict[str, Shape]:
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
-    """Every tensor that must be there; with tied embeddings `lm_head.weight` may be absent."""
+    """Returns every tensor that must be there; with tied embeddings `lm_head.weight` may be absent."""
     embed = (config.vocab_size, config.hidden_size)
     shapes: dict[str, Shape] = {EMBED: embed, NORM: (config.hidden_size,)}
     if not config.tie_word_embeddings:

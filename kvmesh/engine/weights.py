@@ -25,25 +25,27 @@ class Weights:
 
     @property
     def config(self) -> ModelConfig:
-        """The whole model's, whatever this rank has of it: cuts are told in its terms."""
+        """The whole model's configuration, whatever this rank has of it: cuts are given in its terms."""
         return self.checkpoint.config
 
     def __contains__(self, name: str) -> bool:
         return name in self.checkpoint.tensors
 
     def view(self, name: str) -> torch.Tensor:
-        """The stored tensor, stored dtype, over the file mapping (CPU)."""
+        """Returns the stored tensor, in its stored dtype, over the file mapping (CPU)."""
         info = self.checkpoint.tensors[name]
         flat = torch.frombuffer(self.checkpoint.raw(name), dtype=STORED[info.dtype])
         return flat.view(info.shape)
 
     def parts(self, *names: str, cut: Cut | None = None) -> list[torch.Tensor]:
-        """Views of the stored tensors, stored dtypes, over the file mapping; with a `cut` of this rank's part."""
+        """Returns views of the stored tensors, in their stored dtypes, over the file mapping; with a `cut`, of this
+        rank's part."""
         views = [self.view(name) for name in names]
         return views if cut is None or self.group.size == 1 else _parts(views, cut, self.group)
 
     def __call__(self, *names: str, cut: Cut | None = None) -> torch.Tensor:
-        """The tensor, or several joined along their first axis (one fused matrix); with a `cut` this rank's part."""
+        """Reads the tensor, or several joined along their first axis (one fused matrix); with a `cut` this rank's
+        part."""
         views = self.parts(*names, cut=cut)
         rows = sum(view.shape[0] for view in views)
         out = torch.empty((rows, *views[0].shape[1:]), dtype=self.dtype, device=self.device)
@@ -55,13 +57,13 @@ class Weights:
         return out
 
     def release(self, *names: str) -> None:
-        """The tensors have been copied: what was read of the file need not stay in memory twice."""
+        """Gives back the memory of the file's pages that were read: the tensors have been copied."""
         for name in names:
             self.checkpoint.release(name)
 
 
 def _parts(views: Sequence[torch.Tensor], cut: Cut, group: Group) -> list[torch.Tensor]:
-    """The rank's spans of the matrices as if they lay one under the other; nothing is copied."""
+    """Returns the rank's spans of the matrices as if they lay one under the other; nothing is copied."""
     spans = cut.spans(group)
     if cut.axis == 1:
         [view], [span] = views, spans

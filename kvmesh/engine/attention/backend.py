@@ -40,20 +40,21 @@ def seen_from(position: int, window: int) -> int:
 
 
 class StepPlan(Protocol):
-    """One step's attention. `positions` is int64 `[T]` on the device."""
+    """Attends for one step, layer by layer. `positions` is int64 `[T]` on the device."""
 
     positions: torch.Tensor
 
     def write(self, layer: int, qkv: torch.Tensor) -> None:
-        """K and V of all tokens into the pages of `layer`."""
+        """Writes K and V of all tokens of the step into the pages of `layer`."""
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """`[T, H * D]`; `write` of the same layer comes first."""
+        """Returns the attention of all tokens, `[T, H * D]`; `write` of the same layer comes first."""
 
 
 class AttentionBackend(ABC):
-    """Owns no memory but scratch: `pages` belong to the caller, who keeps one writer per page. `capturable`: a decode
-    plan's work is launches alone, over buffers that stay (`kvmesh.engine.graphs`)."""
+    """Writes K and V into pages and attends to them. A backend owns no memory but scratch: `pages` belong to the
+    caller, who keeps one writer per page. With `capturable` a decode plan's work is launches alone, over buffers that
+    stay at their addresses, so that a CUDA graph can hold it (`kvmesh.engine.graphs`)."""
 
     capturable = False
 
@@ -70,14 +71,14 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def plan_prefill(self, spans: Sequence[Span]) -> StepPlan:
-        """Ragged batch; T = the sum of all lengths. Zeroes the rest of each span's last page."""
+        """Plans a ragged batch; T is the sum of all lengths. The rest of each span's last page is zeroed."""
 
     @abstractmethod
     def plan_decode(self, pages: Sequence[Sequence[int]], positions: Integers) -> StepPlan:
-        """One token a row; T = rows. The plan is valid until the next call."""
+        """Plans one token a row; T is the number of rows. The plan is valid until the next call."""
 
     def plan_mixed(self, pages: Sequence[Sequence[int]], positions: Integers, spans: Sequence[Span]) -> StepPlan:
-        """Decode rows first, then the tokens of the spans, in one step; T = rows + the sum of all lengths."""
+        """Plans one step of decode rows and spans: the rows come first; T is the rows plus the sum of all lengths."""
         if not spans:
             return self.plan_decode(pages, positions)
         if not pages:
@@ -85,7 +86,8 @@ class AttentionBackend(ABC):
         return MixedPlan(self.plan_decode(pages, positions), self.plan_prefill(spans), len(pages))
 
     def page_array(self, pages: Sequence[int], end: int) -> np.ndarray:
-        """int64 ids of the pages that hold tokens [0, end). InternalError when they are too few or do not exist."""
+        """Returns the int64 ids of the pages that hold tokens [0, end). Raises InternalError when they are too few or
+        do not exist."""
         count = -(-end // self.block_tokens)
         ids = np.asarray(pages[:count], dtype=np.int64)
         if len(ids) < count:
@@ -96,7 +98,7 @@ class AttentionBackend(ABC):
 
 
 class MixedPlan:
-    """Two plans side by side: the first `rows` tokens are decode's, the others prefill's."""
+    """Runs two plans in one step: the first `rows` tokens are decode's, the others prefill's."""
 
     def __init__(self, decode: StepPlan, prefill: StepPlan, rows: int) -> None:
         self.decode, self.prefill, self.rows = decode, prefill, rows
@@ -111,10 +113,11 @@ class MixedPlan:
 
 
 class PageTable:
-    """The page tables of a step's requests, kept from step to step: what merely goes on is not copied again.
+    """Keeps the page tables of a step's requests from step to step, so that a request that merely goes on is not copied
+    again.
 
-    `ids` int32 `[rows or more, pages or more]`: row i holds the pages of the step's i-th request from token 0 on;
-    what lies past them is left over from others and must not be read."""
+    `ids` is int32 `[rows or more, pages or more]`: row i holds the pages of the step's i-th request from token 0 on;
+    what lies past them is left over from other requests and must not be read."""
 
     def __init__(self, backend: AttentionBackend) -> None:
         self.backend = backend
@@ -124,8 +127,9 @@ class PageTable:
         self._ends: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
     def update(self, pages: Sequence[Sequence[int]], ends: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Request i has tokens [0, ends[i]) in `pages[i]`. Answers which rows are new: everything but a request at the
-        same place with the same pages that goes one token on within its page. InternalError as of `page_array`."""
+        """Takes the pages of the step's requests; request i has tokens [0, ends[i]) in `pages[i]`. Returns which rows
+        are new: all but those of a request that stays at its place, keeps its pages and goes one token on within its
+        last page. Raises InternalError as `page_array` does."""
         rows, used = len(pages), -(-ends // self.backend.block_tokens)
         self._reserve(rows, int(used.max()))
         moved: npt.NDArray[np.bool_] = (self._used[:rows] != used) | (self._ends[:rows] + 1 != ends)

@@ -17,19 +17,20 @@ log = logging.getLogger(__name__)
 
 
 def make_backend(pages: torch.Tensor, num_heads: int, specs: Sequence[AttentionSpec]) -> AttentionBackend:
-    """The backend registered for the pages' device, the torch one where none is."""
+    """Returns the backend registered for the pages' device, the torch one where none is."""
     return BACKENDS.get(pages.device.type, TorchAttention)(pages, num_heads, specs)
 
 
 def _on_cpu(pages: torch.Tensor, num_heads: int, specs: Sequence[AttentionSpec]) -> AttentionBackend:
-    """The C++ operators where they have been built and are wanted (`kvmesh.engine.cpu.native`)."""
+    """Returns the C++ operators' backend where they have been built and are wanted (`kvmesh.engine.cpu.native`), else
+    torch's."""
     if native.loaded():
         return NativeAttention(pages, num_heads, specs)
     return TorchAttention(pages, num_heads, specs)
 
 
 def _on_cuda(pages: torch.Tensor, num_heads: int, specs: Sequence[AttentionSpec]) -> AttentionBackend:
-    """Triton's kernels, which nobody else should have to import."""
+    """Returns the backend of Triton's kernels, which are imported only here, else torch's with a warning."""
     try:
         from kvmesh.engine.attention.triton_backend import TritonAttention
     except ImportError as error:

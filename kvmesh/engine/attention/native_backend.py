@@ -17,7 +17,8 @@ from kvmesh.engine.config import AttentionSpec
 
 
 class NativeAttention(AttentionBackend):
-    """Needs `native.loaded()`. A plan is valid until the next one is made."""
+    """Attends through the C++ operators, which must be loaded (`native.loaded()`). A plan is valid until the next one
+    is made."""
 
     def __init__(self, pages: torch.Tensor, num_heads: int, specs: Sequence[AttentionSpec]) -> None:
         super().__init__(pages, num_heads, specs)

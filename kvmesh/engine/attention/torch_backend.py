@@ -43,11 +43,11 @@ class TorchAttention(AttentionBackend):
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
 
     def queries(self, qkv: torch.Tensor) -> torch.Tensor:
-        """`[T, K, G, D]`."""
+        """Returns the queries of `qkv`, `[T, K, G, D]`."""
         return qkv[:, : self.num_heads].view(-1, self.kv_heads, self.group, self.head_dim)
 
     def zero_tail(self, page: int, slot: int) -> None:
-        """Clear the slots from `slot` on of a page that its request is the only one to hold."""
+        """Clears the slots from `slot` on of a page that only one request holds."""
         self.pages[page, :, :, :, slot:] = 0
 
     def write(self, layer: int, qkv: torch.Tensor, page_ids: torch.Tensor, slots: torch.Tensor) -> None:
@@ -55,12 +55,13 @@ class TorchAttention(AttentionBackend):
         self.layers[layer][page_ids, :, :, slots] = kv
 
     def gather_index(self, ids: Array) -> torch.Tensor:
-        """Rows of `flat` with K and V of every head of the pages `ids [rows, n]`, in the order (kv, row, head, n)."""
+        """Returns the rows of `flat` with K and V of every head of the pages `ids [rows, n]`, in the order (kv, row,
+        head, n)."""
         rows = self.head_rows[:, None, :, None] + ids[None, :, None, :] * self.page_stride
         return self.tensor(rows.reshape(-1))
 
     def gather(self, layer: int, index: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V `[rows, K, tokens, D]`; they lie in scratch and are gone with the next call."""
+        """Returns K and V `[rows, K, tokens, D]`; they lie in scratch and are overwritten by the next call."""
         if self.scratch.shape[0] < index.numel():
             line = self.block_tokens * self.head_dim
             self.scratch = torch.empty((index.numel(), line), dtype=self.dtype, device=self.device)
@@ -84,7 +85,8 @@ def softmax_attention(
     spec: AttentionSpec,
     causal: bool = False,
 ) -> torch.Tensor:
-    """softmax(bend(q kᵀ) + mask) v over `[..., queries, D]` and `[..., keys, D]`; `causal` only without a mask."""
+    """Returns softmax(softcapped(q kᵀ) + mask) v over `[..., queries, D]` and `[..., keys, D]`; `causal` is given only
+    without a mask."""
     if not spec.softcap:
         return functional.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=spec.scale)
     scores = torch.matmul(q.float() * (spec.scale / spec.softcap), k.float().transpose(-1, -2))
@@ -97,7 +99,7 @@ def softmax_attention(
 
 
 class PrefillSpan:
-    """One request's part of a prefill step: rows [first, first + length) of the batch."""
+    """Holds one request's part of a prefill step: rows [first, first + length) of the batch."""
 
     def __init__(self, backend: TorchAttention, span: Span, ids: Array, first: int) -> None:
         self.backend, self.first, self.ids = backend, first, ids
@@ -106,8 +108,8 @@ class PrefillSpan:
         self.masks: dict[tuple[int, int, int], torch.Tensor] = {}
 
     def keys(self, layer: int, qkv: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
-        """The first token that this chunk sees (or one before it on the same page), and K and V `[K, tokens, D]` from
-        it on; a cold request's are this step's own."""
+        """Returns the first token that this chunk sees (or one before it on the same page), and K and V `[K, tokens,
+        D]` from it on; a request without a cached prefix uses this step's own K and V."""
         backend, spec = self.backend, self.backend.specs[layer]
         if not self.start:
             kv = qkv[self.first : self.first + self.length, backend.num_heads :].transpose(0, 1)
@@ -137,7 +139,8 @@ class PrefillSpan:
             target[:, :, at:to].copy_(softmax_attention(q[:, :, at:to], k[:, :, seen], v[:, :, seen], mask, spec))
 
     def tile(self, spec: AttentionSpec) -> int:
-        """Queries at a time: their mask, or their scores where these are made, fit the scratch."""
+        """Returns how many queries go at a time, so that their mask, or their scores where these are made, fit the
+        scratch."""
         room = self.backend.scratch_elements // (self.backend.num_heads if spec.softcap else 1)
         if not spec.window:
             return max(1, room // self.end)
@@ -196,8 +199,8 @@ class PrefillPlan:
 
 
 class DecodeTiles:
-    """What the layers of one window gather in a decode step: tiles of rows, [(rows, index, mask)]. The indices are kept
-    while the rows stay on their pages; the masks are made anew each step."""
+    """Holds what the layers of one window gather in a decode step, as tiles of rows [(rows, index, mask)]. The indices
+    are kept while the rows stay on their pages; the masks are made anew each step."""
 
     def __init__(self, backend: TorchAttention, window: int) -> None:
         self.backend, self.window = backend, window
@@ -235,7 +238,7 @@ class DecodeTiles:
 
 
 class DecodeBatch:
-    """The decode plan; valid until the next one. Its table and indices live on from step to step."""
+    """Is the decode plan, valid until the next one. Its table and indices are kept from step to step."""
 
     def __init__(self, backend: TorchAttention) -> None:
         self.backend = backend

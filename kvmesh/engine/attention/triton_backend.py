@@ -36,7 +36,8 @@ ROW_MULTIPLE = 16  # rows of a table: columns stay aligned, so that kernels are 
 
 
 class TritonAttention(AttentionBackend):
-    """`decode_tables` of steps that are not replayed grow with the batch."""
+    """Attends through Triton's kernels. `decode_tables` serve the steps that are not replayed, and grow with the
+    batch."""
 
     capturable = True
 
@@ -50,7 +51,7 @@ class TritonAttention(AttentionBackend):
         self.decode_tables = DecodeTables(self, ROW_MULTIPLE, 8)
 
     def tensor(self, array: np.ndarray) -> torch.Tensor:
-        """On the device, without waiting for the copy."""
+        """Copies an array to the device without waiting for the copy."""
         made = torch.from_numpy(np.ascontiguousarray(array))
         if self.device.type != "cuda":
             return made
@@ -99,7 +100,7 @@ class PrefillPlan:
 
 
 class Mirrored:
-    """An array on the host, pinned, and its twin on the device. `host` may be written between `wait` and `send`."""
+    """Is an array in pinned host memory and its twin on the device. `host` may be written between `wait` and `send`."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
@@ -109,12 +110,13 @@ class Mirrored:
         self.host: np.ndarray = self._pinned.numpy()
 
     def wait(self) -> None:
-        """Until the last copy has read the host's side: long ago, but for a host that runs ahead of the device."""
+        """Waits until the last copy has read the host's side, which is long ago unless the host runs ahead of the
+        device."""
         if self._sent is not None:
             self._sent.synchronize()
 
     def send(self, first: int, end: int) -> None:
-        """Rows [first, end) to the device."""
+        """Copies rows [first, end) to the device."""
         if first < end:
             self.device[first:end].copy_(self._pinned[first:end], non_blocking=True)
         if self._sent is not None:
@@ -122,8 +124,9 @@ class Mirrored:
 
 
 class WorkList:
-    """The shares of a step for the layers of one window (`kernels.decode.shares_of`): views of the step's inputs on
-    both sides. `used`: how many entries the step has; `split`: some row has other than one share."""
+    """Lists the shares of a step for the layers of one window (`kernels.decode.shares_of`), as views of the step's
+    inputs on the host and on the device. `used` is how many entries the step has; `split` tells that some row has other
+    than one share."""
 
     def __init__(
         self,
@@ -157,8 +160,8 @@ class WorkList:
 
 
 class DecodeTables:
-    """What the kernels read of a decode batch of up to `rows` rows and `width` pages a row, at addresses that stay.
-    `scratch` serves all layers: they follow each other."""
+    """Holds what the kernels read of a decode batch of up to `rows` rows and `width` pages a row, at addresses that
+    stay. `scratch` serves all layers, which follow each other."""
 
     def __init__(self, backend: TritonAttention, rows: int, width: int) -> None:
         self.rows = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
@@ -191,8 +194,9 @@ class DecodeTables:
         token_ids: Integers = (),
         padded_rows: int = 0,
     ) -> None:
-        """The next step: row i computes the token at `positions[i]`. Rows from there to `padded_rows` stand for none:
-        they write nothing and attend to nothing. InternalError: too few pages, or pages that do not exist."""
+        """Takes the next step: row i computes the token at `positions[i]`. Rows from there to `padded_rows` stand for
+        none: they write nothing and attend to nothing. Raises InternalError for too few pages, or pages that do not
+        exist."""
         count, block = len(pages), self.backend.block_tokens
         where = np.asarray(positions, dtype=np.int64)
         self._update(pages)
@@ -213,7 +217,7 @@ class DecodeTables:
         self.step.send(0, len(self.step.host))
 
     def _update(self, pages: Sequence[Sequence[int]]) -> None:
-        """Write and send the tables of rows whose pages are others than they were."""
+        """Writes and sends the tables of those rows whose pages have changed."""
         changed = [i for i, row in enumerate(pages) if row is not self._known[i] and tuple(row) != self._known[i]]
         if not changed:
             return
@@ -227,8 +231,8 @@ class DecodeTables:
 
 
 class DecodePlan:
-    """The first `rows` rows of `tables`, as they were filled last. Valid until they are filled again; `replayed`: over
-    the same addresses it then serves any step of at most so many rows."""
+    """Attends for the first `rows` rows of `tables` as they were filled last, until they are filled again. A `replayed`
+    plan then serves any step of at most so many rows, over the same addresses."""
 
     def __init__(self, backend: TritonAttention, tables: DecodeTables, rows: int, replayed: bool = False) -> None:
         self.backend, self.tables, self.replayed = backend, tables, replayed

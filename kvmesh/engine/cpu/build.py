@@ -24,12 +24,12 @@ PROOF_S = 120
 
 
 class BuildFailed(Exception):
-    """What the compiler said."""
+    """The compiler failed; the message is what it said."""
 
 
 def compile_into(folder: Path) -> Path:
-    """The library in `folder`, compiled unless it is there; older builds in that folder go. Raises BuildFailed,
-    OSError (no compiler, folder not writable)."""
+    """Returns the library in `folder`, compiled unless it is there; older builds in that folder are removed. Raises
+    BuildFailed, or OSError (no compiler, folder not writable)."""
     target = folder / native.file_name()
     if target.exists():
         return target
@@ -58,8 +58,8 @@ def compile_into(folder: Path) -> Path:
 
 
 def prove_tiles(library: Path) -> bool:
-    """Whether AMX tiles can be used: they have to do a product in a process of their own, which may crash, before any
-    server tries. Leaves a mark beside the library."""
+    """Finds out whether AMX tiles can be used: they have to do a product in a process of their own, which may crash,
+    before any server tries. Leaves a mark beside the library."""
     mark = library.with_suffix(native.PROVEN)
     mark.unlink(missing_ok=True)
     asked = f"import torch; torch.ops.load_library({str(library)!r}); exit(not torch.ops.kvmesh.use_tiles(1))"
@@ -82,7 +82,8 @@ def run(command: list[str]) -> None:
 
 
 def main() -> int:
-    """Build what this machine can use. Never an error: without the operators everything works, more slowly."""
+    """Builds what this machine can use. Without a compiler this is no error: everything works without the operators,
+    more slowly."""
     if missing := native.missing_features():
         print(f"CPU operators: not built, this CPU lacks {', '.join(missing)}; torch's own are used")
         return 0

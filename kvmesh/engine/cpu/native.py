@@ -45,7 +45,7 @@ def sources() -> list[Path]:
 
 
 def folders() -> list[Path]:
-    """Where builds may lie: the virtual environment (if this is one), then the user's cache."""
+    """Returns where builds may lie: the virtual environment (if this is one), then the user's cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     own = [Path(sys.prefix, "share", "kvmesh", "native")] if sys.prefix != sys.base_prefix else []
     return [*own, cache / "kvmesh" / "native"]
@@ -59,7 +59,8 @@ def file_name() -> str:
 
 
 def missing_features() -> list[str]:
-    """The CPU features that the kernels need and this machine lacks, sorted; all of them where it cannot be told."""
+    """Returns the CPU features that the kernels need and this machine lacks, sorted; all of them where it cannot be
+    told."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -69,7 +70,7 @@ def missing_features() -> list[str]:
 
 
 def why_not() -> str:
-    """Why the operators cannot be used here; empty once they are loaded."""
+    """Says why the operators cannot be used here; empty once they are loaded."""
     if os.environ.get(SWITCH) == "0":
         return f"{SWITCH}=0"
     if missing := missing_features():
@@ -100,9 +101,9 @@ def loaded() -> bool:
 
 
 def keep_heap() -> None:
-    """Tensors of a step come and go, tens of MB each (logits of 64 rows: 39). By default glibc maps such anew every
-    time, and every time the system zeroes their pages: 5 % of a decode step of 64 rows. Other C libraries are left
-    as they are."""
+    """Makes glibc keep freed memory. Tensors of a step come and go, tens of MB each (logits of 64 rows: 39). By default
+    glibc maps such anew every time, and every time the system zeroes their pages: 5 % of a decode step of 64 rows.
+    Other C libraries are left as they are."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         for name, nbytes in HEAP.items():

@@ -14,8 +14,8 @@ from types import ModuleType
 
 @functools.cache
 def kernels_for(device_type: str, name: str) -> ModuleType | None:
-    """The module of this package called `name`, for a GPU; None elsewhere, and without triton, as `attention` tells.
-    Only a process that computes on a GPU imports triton."""
+    """Returns the module of this package called `name` for a GPU; None elsewhere, and without triton, of which
+    `attention.choice` warns. Only a process that computes on a GPU imports triton."""
     if device_type != "cuda":
         return None
     try:

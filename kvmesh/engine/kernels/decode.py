@@ -145,14 +145,14 @@ def _join(
 
 
 def tiles_of(lengths: Longs, window: int, tile: int) -> tuple[Longs, Longs]:
-    """Of rows that attend to `lengths` tokens, of which they see the last `window` (0: all): the first tile that each
-    sees, and how many; `tile` tokens are a tile."""
+    """Returns, for rows that attend to `lengths` tokens of which they see the last `window` (0: all), the first tile of
+    `tile` tokens that each sees, and how many tiles it sees."""
     first = np.maximum(lengths - window, 0) // tile if window else np.zeros_like(lengths)
     return first, -(-lengths // tile) - first
 
 
 def longest_share(tiles: Longs, kv_heads: int, processors: int) -> int:
-    """Tiles of the longest share, for rows of so many: that of a few whose launch should end first.
+    """Returns how many tiles the longest share should have so that the launch ends first, among a few candidates.
 
     Programs run in waves of RESIDENT a processor; while a wave runs, each has an equal part of the bandwidth. So a last
     wave of few programs, and a share that is longer than the others, run on after the bandwidth was full."""
@@ -173,13 +173,13 @@ def longest_share(tiles: Longs, kv_heads: int, processors: int) -> int:
 
 
 def most_shares(rows: int, kv_heads: int, processors: int) -> int:
-    """Entries that the list of so many rows has at most."""
+    """Returns how many entries the list of so many rows has at most."""
     return -(-processors * CROWDS[-1] // kv_heads) + rows
 
 
 def shares_of(lengths: Longs, window: int, tile: int, longest: int) -> tuple[Ints, Ints]:
-    """The list of work int32 `[shares, 4]`, the longest first, and of each row FIRST and COUNT, int32 `[rows, 2]`. No
-    share is longer than `longest` tiles; the rest as for `tiles_of`."""
+    """Returns the list of work int32 `[shares, 4]`, the longest first, and FIRST and COUNT of each row, int32 `[rows,
+    2]`. No share is longer than `longest` tiles; the other arguments are those of `tiles_of`."""
     first, tiles = tiles_of(lengths, window, tile)
     counts = -(-tiles // longest)
     slots = np.cumsum(counts) - counts
@@ -259,5 +259,5 @@ def paged_decode(
 
 
 def scratch_elements(slots: int, heads: int, dim: int) -> int:
-    """float32 that `paged_decode` writes beside its answer: what each share found, and its weight."""
+    """Returns how many float32 `paged_decode` writes beside its answer: what each share found, and its weight."""
     return slots * heads * (dim + 1)

@@ -17,7 +17,8 @@ WIDE = 2048  # elements of a row from which on more warps share it
 
 @triton.jit
 def _scaled(values, weight, scale, dtype: tl.constexpr, ROUND_FIRST: tl.constexpr):
-    """values * scale * weight; ROUND_FIRST: rounded to `dtype` before it is multiplied by the weight, too."""
+    """Returns values * scale * weight; with ROUND_FIRST the product with the scale is rounded to `dtype` before it is
+    multiplied by the weight."""
     normed = values * scale
     if ROUND_FIRST:
         normed = normed.to(dtype).to(tl.float32)
@@ -35,7 +36,8 @@ def _rms_norm(x, weight, out, x_row, eps, SIZE: tl.constexpr, PADDED: tl.constex
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`x [rows, n]` normed over n, times `weight [n]`: rounded to x's dtype before that, but for a float32 weight."""
+    """Norms `x [rows, n]` over n, rounds that to x's dtype unless the weight is float32, and multiplies by `weight
+    [n]`."""
     rows, size = x.shape
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     if rows:
@@ -109,8 +111,8 @@ def _rotate(
 def rotate_heads(
     qkv: torch.Tensor, heads: int, cos: torch.Tensor, sin: torch.Tensor, weight: torch.Tensor | None, eps: float
 ) -> None:
-    """As `kvmesh.engine.ops.rotate_heads`: the first `heads` of `qkv [T, all heads, D]`, in place. `cos` and `sin`
-    `[T, 1, rotary dim]` are contiguous, and sin has the sign of the half rotation."""
+    """Does what `kvmesh.engine.ops.rotate_heads` does: norms and rotates the first `heads` of `qkv [T, all heads, D]`
+    in place. `cos` and `sin` `[T, 1, rotary dim]` are contiguous, and sin has the sign of the half rotation."""
     tokens, _, dim = qkv.shape
     half = cos.shape[-1] // 2
     rest = dim - 2 * half
@@ -154,7 +156,7 @@ def _gated(x, out, x_row, SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.cons
 
 
 def gated(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """As `kvmesh.engine.ops.gated`: `[rows, 2 n]` → activation(gate) * up `[rows, n]`."""
+    """Does what `kvmesh.engine.ops.gated` does: `[rows, 2 n]` → activation(gate) * up `[rows, n]`."""
     rows, size = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     if rows:

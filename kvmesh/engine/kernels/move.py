@@ -40,11 +40,12 @@ def _launch(apart: torch.Tensor, index: torch.Tensor, together: torch.Tensor, pr
 
 
 def gather(source: torch.Tensor, index: torch.Tensor, target: torch.Tensor, programs: int = PROGRAMS) -> None:
-    """`target[i]` = `source[index[i]]`: uint8 `[pieces, bytes]` and `[len(index), bytes]`, contiguous, bytes a multiple
-    of 4; `index` int32 or int64 on the device. `source` and `target` are the device's or pinned."""
+    """Copies `source[index[i]]` to `target[i]`: uint8 `[pieces, bytes]` and `[len(index), bytes]`, contiguous, bytes a
+    multiple of 4; `index` is int32 or int64 on the device. `source` and `target` lie on the device or in pinned
+    memory."""
     _launch(source, index, target, programs, gather=True)
 
 
 def scatter(source: torch.Tensor, index: torch.Tensor, target: torch.Tensor, programs: int = PROGRAMS) -> None:
-    """`target[index[i]]` = `source[i]`, as of `gather`."""
+    """Copies `source[i]` to `target[index[i]]`; shapes are those of `gather`."""
     _launch(target, index, source, programs, gather=False)

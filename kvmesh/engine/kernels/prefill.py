@@ -45,8 +45,8 @@ def _walk(
     CAPPED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Tiles [begin, end) of the span whose pages `table` names, of the head at which `pages` begins. Without MASKED
-    every query sees all of them."""
+    """Walks tiles [begin, end) of the span whose pages `table` names, of the head at which `pages` begins. Without
+    MASKED every query sees all of them."""
     at = tl.arange(0, PADDED)
     whole: tl.constexpr = (not MASKED) and (DIM == PADDED)
     # Looked up one tile ahead: loads whose address was itself loaded in the same turn are not pipelined.
@@ -133,8 +133,8 @@ def _attend(
 
 
 def work_of(spans: Sequence[tuple[int, int]], queries: int) -> np.ndarray:
-    """int32 `[programs, 4]`: first row of the batch, its position, how many rows, which span. `spans`: (start, length)
-    of each, whose rows follow each other; `queries` a program at most."""
+    """Returns the list of work int32 `[programs, 4]`: first row of the batch, its position, how many rows, which span.
+    `spans` are (start, length) of each, whose rows follow each other; a program has at most `queries` rows."""
     work = []
     row = 0
     for span, (start, length) in enumerate(spans):

@@ -73,9 +73,9 @@ def draw(
     min_p: torch.Tensor,
     noise: torch.Tensor,
 ) -> torch.Tensor:
-    """int64 `[len(rows)]`: a token of each of the `rows` (int64) of `logits` float32 `[all rows, vocab]`, whose
-    greatest are `best [all rows]`; `temperature`, `min_p` and `noise` float64 `[len(rows)]`. Rows whose best logit is
-    not finite get some token."""
+    """Returns int64 `[len(rows)]`: a token of each of the `rows` (int64) of `logits` float32 `[all rows, vocab]`, whose
+    greatest are `best [all rows]`; `temperature`, `min_p` and `noise` are float64 `[len(rows)]`. Rows whose best logit
+    is not finite get some token."""
     count, vocab = len(rows), logits.shape[-1]
     chunks = -(-vocab // BLOCK)
     tokens = torch.empty(count, dtype=torch.int64, device=logits.device)

@@ -10,7 +10,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def capped(scores, softcap):
-    """softcap * tanh(scores / softcap), without an overflow on the way."""
+    """Returns softcap * tanh(scores / softcap), without an overflow on the way."""
     shrunk = tl.exp(-2 * tl.abs(scores) / softcap)
     size = softcap * (1 - shrunk) / (1 + shrunk)
     return tl.where(scores < 0, -size, size)
@@ -18,7 +18,7 @@ def capped(scores, softcap):
 
 @triton.jit
 def load_tile(pointers, there, WHOLE: tl.constexpr):
-    """`WHOLE`: all of it is there, and `there` is not looked at."""
+    """Loads one tile of keys or values. With `WHOLE` all of it is there, and `there` is not looked at."""
     if WHOLE:
         return tl.load(pointers)
     else:
@@ -27,8 +27,8 @@ def load_tile(pointers, there, WHOLE: tl.constexpr):
 
 @triton.jit
 def scores_of(query, keys, there, scale, softcap, CAPPED: tl.constexpr, WHOLE: tl.constexpr = False):
-    """Of `query [M, D]` for the keys at `keys [D, N]`, as exponents of 2: float32 `[M, N]`. Where `there` is false
-    nothing is loaded."""
+    """Returns the scores of `query [M, D]` for the keys at `keys [D, N]`, as exponents of 2: float32 `[M, N]`. Where
+    `there` is false nothing is loaded."""
     products = tl.dot(query, load_tile(keys, there, WHOLE), input_precision="ieee")
     if CAPPED:
         return capped(products * scale, softcap) * LOG2_E
@@ -38,8 +38,9 @@ def scores_of(query, keys, there, scale, softcap, CAPPED: tl.constexpr, WHOLE: t
 
 @triton.jit
 def fold(scores, values, there, best, total, found, WHOLE: tl.constexpr = False):
-    """One tile more, its values at `values [N, D]`: the best score so far, the sum of 2 ** (score - best) and of that
-    times the values. What a row does not see scores -inf; it may see none of a tile, or of all so far."""
+    """Adds one tile, its values at `values [N, D]`, to a running softmax: the best score so far, the sum of 2 ** (score
+    - best) and that sum weighted by the values. What a row does not see scores -inf; a row may see none of a tile, or
+    of all so far."""
     higher = tl.maximum(best, tl.max(scores, 1))
     base = higher if WHOLE else tl.where(higher == float("-inf"), 0.0, higher)
     fade = tl.exp2(best - base)

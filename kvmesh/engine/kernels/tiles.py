@@ -17,12 +17,13 @@ class Tiles(NamedTuple):
 
 
 def power_of_two(value: int) -> int:
-    """The smallest one that is at least `value` and MIN_TILE."""
+    """Returns the smallest power of two that is at least `value` and MIN_TILE."""
     return max(MIN_TILE, 1 << (value - 1).bit_length())
 
 
 def tiles_for(head_dim: int, itemsize: int, block_tokens: int) -> Tiles:
-    """`block_tokens` is a power of two from 16 on. float32 has no tensor cores at full precision: small tiles."""
+    """Chooses the tiles of the kernels. `block_tokens` is a power of two from 16 on. float32 has no tensor cores at
+    full precision: small tiles."""
     padded = power_of_two(head_dim)
     keys = max(MIN_TILE, min(block_tokens, 64, TILE_BYTES // (padded * itemsize)))
     if itemsize > 2:

@@ -39,8 +39,8 @@ def _write(
 
 
 def write_kv(qkv: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
-    """`qkv [T, H + 2K, D]`, `pages [num_pages, 2, K, block_tokens, D]`, `slots` int32 or int64 `[T]`: page *
-    block_tokens + slot in it, or -1 for a token that is to leave no trace."""
+    """Writes K and V of `qkv [T, H + 2K, D]` into `pages [num_pages, 2, K, block_tokens, D]`. `slots` int32 or int64
+    `[T]` are page * block_tokens + slot in it, or -1 for a token that is to leave no trace."""
     _, _, kv_heads, block_tokens, dim = pages.shape
     heads = qkv.shape[1] - 2 * kv_heads
     _write[(qkv.shape[0], kv_heads)](

@@ -26,13 +26,15 @@ Attend = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 def norm_weight(weights: Weights, name: str) -> torch.Tensor:
-    """What `name` multiplies by: itself, or 1 + itself in float32 where the family's norms do so."""
+    """Returns what the norm `name` multiplies by: its weight, or 1 + the weight in float32 where the family's norms do
+    so."""
     weight = weights(name)
     return weight.float() + 1.0 if weights.config.norm_adds_one else weight
 
 
 class RMSNorm:
-    """Of a float32 weight and a narrower input, the product is rounded to the input's dtype (Gemma's order)."""
+    """Divides by the root mean square. With a float32 weight and a narrower input, the product is rounded to the
+    input's dtype (Gemma's order)."""
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         self.weight, self.eps = weight, eps
@@ -42,7 +44,7 @@ class RMSNorm:
 
 
 class HeadNorm:
-    """Norm of each query and key head over head_dim, with one weight for the queries and one for the keys."""
+    """Norms each query and key head over head_dim, with one weight for the queries and one for the keys."""
 
     def __init__(self, q: torch.Tensor, k: torch.Tensor, config: ModelConfig) -> None:
         self.weight = torch.cat((q.expand(config.heads, -1), k.expand(config.kv_heads, -1)))
@@ -62,14 +64,14 @@ class Attention:
         self.out = Linear(weights, [prefix + "o_proj"], config.o_bias, Cut(1, ((model.heads, size),)))
 
     def project(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """`qkv [T, H + 2K, D]`, queries and keys normed and rotated in place."""
+        """Returns `qkv [T, H + 2K, D]`, queries and keys normed and rotated in place."""
         qkv = self.qkv(x).view(-1, self.heads, self.head_dim)
         ops.rotate_heads(qkv, self.rotated_heads, cos, sin, self.norm_weight, self.eps)
         return qkv
 
 
 class MLP:
-    """down(act(gate(x)) * up(x)), gate and up in one matrix."""
+    """Computes down(act(gate(x)) * up(x)), with gate and up in one matrix."""
 
     def __init__(self, config: ModelConfig, weights: Weights, prefix: str) -> None:
         inner = (weights.config.intermediate_size, 1)
@@ -89,7 +91,7 @@ class MLP:
 
 
 class Layer(Protocol):
-    """One decoder layer: `[T, hidden_size]` → the same, `cos` and `sin` of its own rope."""
+    """Is one decoder layer: `[T, hidden_size]` → the same, with `cos` and `sin` of its own rope."""
 
     def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor: ...
 
@@ -110,7 +112,7 @@ class DecoderLayer:
 
 
 class DecoderModel:
-    """Embedding, layers, norm, head."""
+    """Is the whole model: embedding, layers, norm, head."""
 
     def __init__(self, config: ModelConfig, weights: Weights, layers: Sequence[Layer]) -> None:
         self.config = config
@@ -127,8 +129,8 @@ class DecoderModel:
         self.head = self._head(weights)
 
     def _head(self, weights: Weights) -> Matrix:
-        """This rank's part of the vocabulary. Tied only where the checkpoint brings no head of its own or the very same
-        one (as transformers does)."""
+        """Returns this rank's part of the output matrix. It is tied to the embedding only where the checkpoint brings
+        no head of its own or the very same one (as transformers does)."""
         own = share(self.config.vocab_size, self.group.rank, self.group.size)
         tied = self.config.tie_word_embeddings and HEAD in weights
         if HEAD not in weights or (tied and torch.equal(weights.view(HEAD), weights.view(EMBED))):
@@ -138,7 +140,7 @@ class DecoderModel:
         return part or read_matrix(weights, [name], Cut(0, ((self.config.vocab_size, 1),)))
 
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """int64 `[T]`, `[T]` → `[T, hidden_size]` after the last layer, before the final norm."""
+        """Computes int64 `[T]`, `[T]` → `[T, hidden_size]` after the last layer, before the final norm."""
         angles = self.rope(positions)
         local = angles if self.local_rope is self.rope else self.local_rope(positions)
         x = self.embed.rows(token_ids)
@@ -150,7 +152,7 @@ class DecoderModel:
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[rows, hidden_size]` → `[rows, vocab_size]`, float32, the same bytes at every rank."""
+        """Computes `[rows, hidden_size]` → `[rows, vocab_size]`, float32, the same bytes at every rank."""
         logits = self.group.all_gather(self.head.logits(self.norm(hidden)), self.words)
         cap = self.config.logit_softcap
         return torch.tanh(logits / cap) * cap if cap else logits

@@ -12,7 +12,7 @@ from kvmesh.engine.weights import Weights
 
 
 class GemmaLayer:
-    """What attention and the MLP answer is normed once more before it joins the residual."""
+    """Is a decoder layer that norms what attention and the MLP answer once more before it joins the residual."""
 
     def __init__(self, config: ModelConfig, weights: Weights, index: int, head_norm: HeadNorm | None = None) -> None:
         prefix = layer_prefix(index)

@@ -21,8 +21,8 @@ ROOM = 64  # new tokens that fit before the lists grow
 
 
 class Adjustments:
-    """For the rows of one block, in order. Lists are padded to `width` with copies of their own first entry: whatever
-    is done to that is done to its copies, so that a scatter writes one value however often."""
+    """Adjusts the logits of the rows of one block, in order. Lists are padded to `width` with copies of their own first
+    entry: whatever is done to that is done to its copies, so that a scatter writes one value however often."""
 
     def __init__(self, params: Sequence[SampleParams], device: torch.device) -> None:
         """Raises InternalError for a penalty without a history, or a bias that names a token twice."""
@@ -42,14 +42,14 @@ class Adjustments:
         self._presence = column([p.presence_penalty for p in params])
 
     def apply(self, logits: torch.Tensor) -> None:
-        """In place on float64 `[rows, vocab]`: bias, then repetition, frequency and presence penalty."""
+        """Applies bias, then repetition, frequency and presence penalty, in place on float64 `[rows, vocab]`."""
         x = logits.gather(1, self._ids).add_(self._bias)
         x = torch.where(self._seen, torch.where(x > 0, x / self._repetition, x * self._repetition), x)
         x -= self._frequency * self._count + self._presence * (self._count > 0)
         logits.scatter_(1, self._ids, x)
 
     def add(self, tokens: torch.Tensor) -> None:
-        """The answers go on with `tokens`, int64 `[rows]`. Nothing waits for the device."""
+        """Notes that the answers go on with `tokens`, int64 `[rows]`. Nothing waits for the device."""
         if not self._learns:
             return
         if self._room == 0:
@@ -80,7 +80,8 @@ def _padded(values: _Array, width: int) -> _Array:
 
 
 def _table(p: SampleParams) -> tuple[_Array, _Array, _Array, _Array]:
-    """Token ids, their bias, how often the answer has them, whether prompt or answer has them; one entry at least."""
+    """Returns token ids, their bias, how often the answer has them, whether prompt or answer has them; one entry at
+    least."""
     if p.penalised and p.history is None:
         raise InternalError("penalties need a history")
     seen, counts = p.history.table() if p.history is not None else (np.empty(0, np.int64), np.empty(0, np.int64))

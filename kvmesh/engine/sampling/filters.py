@@ -18,7 +18,7 @@ BUCKETS = (0x3F800000 >> BUCKET_BITS) + 1  # weights lie in [0, 1]
 
 
 class Filters:
-    """Parameters of the rows of one block; `min_p` float64 `[rows]`, 0 where a row has none."""
+    """Holds the filters of the rows of one block; `min_p` is float64 `[rows]`, 0 where a row has none."""
 
     def __init__(self, params: Sequence[SampleParams], vocab: int, device: torch.device) -> None:
         limits = [p.top_k if 0 < p.top_k < vocab else vocab for p in params]
@@ -32,12 +32,12 @@ class Filters:
 
     @property
     def ordered(self) -> bool:
-        """Some row's cut is found by an order of its weights: top_k or top_p, not min_p alone."""
+        """Whether some row's cut is found by an order of its weights: top_k or top_p, not min_p alone."""
         return self._limited or self._nucleus
 
     def cut(self, weights: torch.Tensor) -> torch.Tensor:
-        """float64 `[rows]`: the smallest kept of `weights [rows, vocab]`, float64 of which a row's greatest is 1. min_p
-        goes first, then top_k, then top_p of what is left."""
+        """Returns float64 `[rows]`: the smallest kept of `weights [rows, vocab]`, float64 of which a row's greatest is
+        1. min_p goes first, then top_k, then top_p of what is left."""
         low = self.min_p
         if not self.ordered:
             return low
@@ -56,7 +56,8 @@ class Filters:
         return low
 
     def _nuclei(self, weights: torch.Tensor, best: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-        """The weight of the last token that is needed, the greatest first, to hold top_p of what `low` keeps."""
+        """Returns the weight of the last token that is needed, the greatest first, to hold top_p of what `low`
+        keeps."""
         kept = weights.masked_fill(weights < low[:, None], 0.0) if self._floored else weights
         goal = self._top_p * kept.sum(-1)
         width = best.shape[-1]
@@ -70,8 +71,8 @@ class Filters:
 
 
 def _reach(weights: torch.Tensor, goal: torch.Tensor, *, counts: bool) -> torch.Tensor:
-    """float64 `[rows]`: the weight at which the greatest of `weights [rows, vocab]`, each counted as one (`counts`) or
-    as itself, first amount to `goal [rows]`."""
+    """Returns float64 `[rows]`: the weight at which the greatest of `weights [rows, vocab]`, each counted as one
+    (`counts`) or as itself, first amount to `goal [rows]`."""
     find = _by_histogram if weights.device.type == "cpu" else _by_sort
     return find(weights, goal, counts=counts)
 
@@ -96,8 +97,8 @@ def _by_histogram(weights: torch.Tensor, goal: torch.Tensor, *, counts: bool) ->
 
 
 def _first_at(ordered: torch.Tensor, goal: torch.Tensor, sizes: torch.Tensor | int, *, counts: bool) -> torch.Tensor:
-    """The first of `ordered [rows, n]`, descending, with which the sum reaches `goal`; the last of its row's `sizes` at
-    the latest: sums in another order may fall short by a rounding."""
+    """Returns the first of `ordered [rows, n]`, descending, with which the sum reaches `goal`; the last of its row's
+    `sizes` at the latest, since sums in another order may fall short by a rounding."""
     needed = goal.long() - 1 if counts else (ordered.cumsum(-1) < goal[:, None]).sum(-1)
     needed = needed.clamp(min=0).minimum(torch.as_tensor(sizes - 1, device=needed.device))
     return ordered.gather(1, needed[:, None])[:, 0]

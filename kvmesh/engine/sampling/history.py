@@ -12,7 +12,7 @@ Counts = npt.NDArray[np.int64]
 
 
 class History:
-    """The distinct tokens of one request and how often its answer has each. Memory: 16 bytes a distinct token.
+    """Counts the distinct tokens of one request and how often its answer has each, in 16 bytes a distinct token.
 
     It belongs to the row and goes where the row goes; the sampler adds each token that it samples for the row."""
 
@@ -27,11 +27,12 @@ class History:
         self._new: list[int] = []
 
     def add(self, token_id: int) -> None:
-        """One more token of the answer."""
+        """Counts one more token of the answer."""
         self._new.append(token_id)
 
     def table(self) -> tuple[Ids, Counts]:
-        """int64 `[distinct]` each: token ids, ascending, and how often the answer has them (0: only the prompt)."""
+        """Returns token ids, ascending, and how often the answer has them (0: only the prompt), int64 `[distinct]`
+        each."""
         if self._new:
             found, counts = np.unique(np.array(self._new, np.int64), return_counts=True)
             places = np.searchsorted(self._ids, found)

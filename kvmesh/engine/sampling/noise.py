@@ -14,7 +14,7 @@ SCALE = 2.0**-53
 
 
 def _mix(x: int) -> int:
-    """The finalizer of splitmix64: a bijection of 64 bits in which every input bit moves every output bit."""
+    """Applies the finalizer of splitmix64: a bijection of 64 bits in which every input bit moves every output bit."""
     x = (x ^ (x >> 30)) * _FIRST & _MASK
     x = (x ^ (x >> 27)) * _SECOND & _MASK
     return x ^ (x >> 31)
@@ -25,12 +25,13 @@ def _key(seed: int) -> int:
 
 
 def uniform(seed: int, token_index: int) -> float:
-    """The noise of one token: a multiple of 2**-53 in [0, 1). Any Python integer is a seed (its low 64 bits count)."""
+    """Returns the noise of one token: a multiple of 2**-53 in [0, 1). Any Python integer is a seed (its low 64 bits
+    count)."""
     return (_mix((_key(seed) + (token_index + 1) * _GOLDEN) & _MASK) >> 11) * SCALE
 
 
 class Noise:
-    """`uniform` of several rows at once: `at(indices)[i]` is `uniform(seeds[i], indices[i])`."""
+    """Computes `uniform` of several rows at once: `at(indices)[i]` is `uniform(seeds[i], indices[i])`."""
 
     def __init__(self, seeds: Sequence[int]) -> None:
         self._keys = np.array([_key(seed) for seed in seeds], np.uint64)
