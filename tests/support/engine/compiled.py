@@ -1,60 +1,112 @@
-"""Compiles every kernel for one GPU, as `python -m tests.support.engine.compiled 90`; no GPU is needed. Prints a line
-for each: name, dtype, head_dim, shared memory in bytes."""
+"""Compiles every kernel in the shapes that are served for one GPU, as `python -m tests.support.engine.compiled 90`; no
+GPU is needed. Prints a line for each: name, dtype, head_dim (or row length), shared memory in bytes, registers of a
+thread, bytes of a thread that spill to memory."""
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvmesh.engine.kernels import decode, prefill, write
-from kvmesh.engine.kernels.tiles import tiles_for
+from kvmesh.engine.kernels import decode, fused, move, prefill, sample, write
+from kvmesh.engine.kernels.tiles import power_of_two, tiles_for
 
-SHAPES = (("bf16", 2, 128, 64), ("fp32", 4, 96, 32))
-POINTERS = {
-    "table": "*i32",
-    "work": "*i32",
-    "joins": "*i32",
-    "sinks": "*fp32",
-    "lengths": "*i32",
-    "slots": "*i32",
-    "partial": "*fp32",
-    "weights": "*fp32",
-}
+# dtype, head_dim, query heads of a KV head, tokens of a block, softcap: Qwen2.5-0.5B, Phi-3-mini, Llama and Qwen3,
+# Gemma 2, and what tests compute in.
+SHAPES = (
+    ("bf16", 64, 7, 64, False),
+    ("bf16", 96, 1, 64, False),
+    ("bf16", 128, 4, 64, False),
+    ("fp16", 128, 8, 16, False),
+    ("bf16", 256, 2, 64, True),
+    ("fp32", 96, 4, 32, False),
+)
+ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+INT32 = ("table", "work", "joins", "lengths", "slots", "apart", "together", "index")
+FLOAT32 = ("sinks", "partial", "weights", "logits", "best")
+FLOAT64 = ("temperature", "min_p", "sums", "noise")
+INT64 = ("rows", "tokens")
+OF_DTYPE = ("qkv", "pages", "out", "x", "weight", "cos", "sin")
+POINTERS = (
+    dict.fromkeys(INT32, "*i32")
+    | dict.fromkeys(FLOAT32, "*fp32")
+    | dict.fromkeys(FLOAT64, "*fp64")
+    | dict.fromkeys(INT64, "*i64")
+)
+SCALARS = {"scale": "fp32", "softcap": "fp32", "eps": "fp32"}
+STRIDES = (
+    "qkv_token",
+    "qkv_head",
+    "page_stride",
+    "kv_stride",
+    "head_stride",
+    "token_stride",
+    "out_row",
+    "row_stride",
+    "x_row",
+    "piece",
+)
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
-def compiled(kernel: Any, dtype: str, capability: int, warps: int, **constants: Any) -> int:
-    """Its shared memory. Tensors are taken to be aligned, as torch's are."""
+def compiled(kernel: Any, dtype: str, capability: int, warps: int, stages: int, **constants: Any) -> tuple[int, ...]:
+    """Returns shared memory, registers and bytes on the stack. Tensors are taken to be aligned, as torch's are."""
     types, aligned = {}, {}
     for at, name in enumerate(kernel.arg_names):
         if name in constants:
             types[name] = "constexpr"
-        elif name in ("qkv", "pages", "out") or name in POINTERS:
-            types[name] = POINTERS.get(name, f"*{dtype}")
+            continue
+        types[name] = POINTERS.get(name) or (f"*{dtype}" if name in OF_DTYPE else SCALARS.get(name, "i32"))
+        if types[name].startswith("*") or name in STRIDES:
             aligned[(at,)] = [["tt.divisibility", 16]]
-        else:
-            types[name] = {"scale": "fp32", "softcap": "fp32", "page_stride": "i64"}.get(name, "i32")
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, types, constexprs=values, attrs=aligned)
-    options = {"num_warps": warps, "num_stages": 2}
-    return int(triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared)
+    options = {"num_warps": warps, "num_stages": stages}
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        dump = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
+        said = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert found, said
+    return int(made.metadata.shared), int(found[1]), int(found[2])
 
 
 def main(capability: int) -> None:
-    for dtype, itemsize, dim, block in SHAPES:
-        tiles = tiles_for(dim, itemsize, block)
+    def show(name: str, dtype: str, size: int, kernel: Any, warps: int, stages: int = 2, **constants: Any) -> None:
+        print(name, dtype, size, *compiled(kernel, dtype, capability, warps, stages, **constants), flush=True)
+
+    for dtype, dim, group, block, capped in SHAPES:
+        tiles = tiles_for(dim, ITEMSIZE[dtype], block)
         size = {"DIM": dim, "PADDED": tiles.padded_dim}
-        paged = size | {"TILE": tiles.keys, "GROUP": 4, "BLOCK_TOKENS": block, "CAPPED": dim == 256, "SINKS": True}
-        for name, kernel, warps, constants in (
-            ("write", write._write, 1, size),
-            ("decode", decode._attend, 4, paged | {"PADDED_GROUP": 16}),
-            ("join", decode._join, 4, size | {"AT_ONCE": decode.JOINED_AT_ONCE, "SINKS": True}),
-            ("prefill", prefill._attend, tiles.warps, paged | {"QUERIES": tiles.queries}),
-        ):
-            print(name, dtype, dim, compiled(kernel, dtype, capability, warps, **constants), flush=True)
+        paged = size | {"TILE": tiles.keys, "GROUP": group, "BLOCK_TOKENS": block, "CAPPED": capped, "SINKS": True}
+        attend = {"warps": decode.ATTEND["num_warps"], "stages": decode.ATTEND["num_stages"]}
+        show("write", dtype, dim, write._write, 1, **size)
+        show("decode", dtype, dim, decode._attend, **attend, **paged, PADDED_GROUP=power_of_two(group))
+        show("join", dtype, dim, decode._join, 4, **size, AT_ONCE=decode.JOINED_AT_ONCE, SINKS=True)
+        show("prefill", dtype, dim, prefill._attend, tiles.warps, prefill.STAGES, **paged, QUERIES=tiles.queries)
+        half, rest = (
+            {"DIM": dim, "HALF": dim // 2, "PADDED_HALF": power_of_two(dim // 2)},
+            {"REST": 0, "PADDED_REST": 16},
+        )
+        normed = {"AT_ONCE": fused.HEADS_AT_ONCE, "NORMED": True, "ROUND_FIRST": True}
+        show("rotate", dtype, dim, fused._rotate, 4, **half, **rest, **normed)
+    for length in (896, 4096, 8192):
+        padded = power_of_two(length)
+        warps = 4 if length <= fused.WIDE else 8
+        show("rms_norm", "bf16", length, fused._rms_norm, warps, SIZE=length, PADDED=padded, ROUND_FIRST=True)
+        show("gated", "bf16", length, fused._gated, 4, SIZE=length, BLOCK=fused.GATED_BLOCK, GELU=False)
+    show("move", "i32", move.BLOCK, move._move, 4, PIECE_BLOCK=move.BLOCK, GATHER=True)
+    show("sum", "fp32", sample.BLOCK, sample._sum, 4, SIZE=sample.BLOCK)
+    show("pick", "fp32", sample.BLOCK, sample._pick, 4, SIZE=sample.BLOCK, CHUNKS=128)
 
 
 if __name__ == "__main__":
