@@ -15,16 +15,18 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 MENTION = re.compile(r"\bdocs/(?:[\w-]+/)*[\w-]+\.(?:md|svg)\b")
 LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]*))?\)")
 FENCE = re.compile(r"^```.*?^```[^\S\n]*$", re.MULTILINE | re.DOTALL)
-FILLED = re.compile(r"^<!-- (?:filled by|results: begin|sizing: |conductor: ).*?^<!-- (?:until|results: end|end)", re.M | re.S)
+FILLED = re.compile(
+    r"^<!-- (?:filled by|results: begin|sizing: |conductor: ).*?^<!-- (?:until|results: end|end)",
+    re.MULTILINE | re.DOTALL,
+)
 WIDTH = 120
 OF_THEIR_TIME = {"adr", "CHANGELOG.md", "README.md"}  # not wrapped anew; README's long lines are links of one table
 
 
 def versioned() -> Iterator[tuple[str, str]]:
     """Every text file that belongs to the project, without what is generated from protos."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
-    )
+    command = ["git", "ls-files", "-co", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
     for name in listed.stdout.splitlines():
         path = ROOT / name
         if path.suffix in {".safetensors", ".jsonl", ".woff2", ".png"} or not path.is_file():
