@@ -12,7 +12,7 @@ thread, so run it on a quiet one. docs/reports/sizing.md has the tables and the 
     python -m benchmarks.sizing --json benchmarks/results/sizing.json                           # about 7 minutes
     python -m benchmarks.sizing --json benchmarks/results/sizing.json --only fleet              # one part anew
     python -m benchmarks.sizing --show benchmarks/results/sizing.json
-    python -m benchmarks.sizing --json benchmarks/results/sizing.json --docs docs/reports/sizing.md     # fills its tables
+    python -m benchmarks.sizing --json benchmarks/results/sizing.json --docs docs/reports/sizing.md  # fills its tables
 """
 
 from __future__ import annotations

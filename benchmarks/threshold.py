@@ -4,7 +4,7 @@ that are fixed and with one that adapts, over wires from slow to fast, wires tha
 conversation trace. docs/reports/threshold.md has the results.
 
     python -m benchmarks.threshold --json benchmarks/results/threshold.json      # goes on where it was cut short
-    python -m benchmarks.threshold --json benchmarks/results/threshold.json --docs docs/reports/threshold.md  # fills its tables
+    python -m benchmarks.threshold --json benchmarks/results/threshold.json --docs docs/reports/threshold.md
     python -m benchmarks.threshold --only "slow for a third"                      # one case
 """
 

@@ -20,6 +20,7 @@ suppress_warnings = [
     "misc.highlighting_failure",  # `json` blocks with "..." in them
 ]
 highlight_language = "text"
+smartquotes = False  # two dashes are a flag
 
 html_theme = "furo"
 html_theme_options = {"navigation_with_keys": True, "top_of_page_buttons": []}
@@ -33,9 +34,10 @@ html_show_sphinx = False
 HERE = Path(__file__).resolve().parent
 TREE = {
     "Start": ["quickstart", "concepts", "architecture"],
-    "How to": ["howto/*"],
-    "Operate": ["operate/*"],
+    "How to": ["howto/index", "howto/*"],
+    "Operate": ["operate/index", "operate/troubleshooting", "operate/from-vllm", "operate/*"],
     "Internals": [
+        "internals/index",
         "internals/scheduler",
         "internals/handoff",
         "transfer",
@@ -45,9 +47,16 @@ TREE = {
         "internals/rpc",
         "internals/*",
     ],
-    "Reference": ["reference/cli", "reference/config", "reference/metrics", "reference/api", "reference/*"],
-    "Reports": ["conductor-speed", "reports/*"],
-    "Decisions": ["adr/*"],
+    "Reference": [
+        "reference/index",
+        "reference/cli",
+        "reference/config",
+        "reference/metrics",
+        "reference/api",
+        "reference/*",
+    ],
+    "Reports": ["reports/index", "conductor-speed", "reports/*"],
+    "Decisions": ["adr/index", "adr/*"],
 }
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
@@ -66,8 +75,7 @@ def contents() -> str:
     parts = []
     for caption, patterns in TREE.items():
         names = "\n".join(f"/{name}" for name in entries(patterns))
-        depth = 1
-        parts.append(f"```{{toctree}}\n:hidden:\n:maxdepth: {depth}\n:caption: {caption}\n\n{names}\n```")
+        parts.append(f"```{{toctree}}\n:hidden:\n:maxdepth: 1\n:caption: {caption}\n\n{names}\n```")
     return "\n\n".join(parts)
 
 

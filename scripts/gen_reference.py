@@ -1,5 +1,5 @@
 """Writes docs/reference/{cli,config,metrics,api}.md from the code, and the lists of docs/howto and docs/adr from their
-pages: `python -m scripts.gen_reference`. `--check` writes nothing and fails where a page is not what would be written."""
+pages: `python -m scripts.gen_reference`. `--check` writes nothing and fails where a page is not what it would write."""
 
 from __future__ import annotations
 
@@ -168,8 +168,11 @@ def setting_rows(cls: type[Any], known: set[str]) -> Iterator[tuple[str, str, st
         if field.name in known:
             continue
         flag = flag_of(field.name, field.metadata)
-        names = f"`{flag}`, `--no-{flag[2:]}`" if hint is bool else f"`{flag}`"
-        yield f"`{field.name}`", names, default_of(field), cell(plain(field.metadata.get("help", "")) + limits_of(field))  # type: ignore[misc]
+        usual = flag == f"--{field.name.replace('_', '-')}" and hint is not bool
+        names = f"`{field.name}`" if usual else f"`{field.name}`: `{flag}`"
+        if hint is bool:
+            names += f", `--no-{flag[2:]}`"
+        yield names, default_of(field), cell(plain(field.metadata.get("help", "")) + limits_of(field))
 
 
 def config() -> str:
@@ -177,18 +180,19 @@ def config() -> str:
     from kvmesh.config import ServiceConfig
     from kvmesh.instance.config import InstanceConfig
 
-    head = ("key", "flag", "default", "what it does")
+    head = ("setting", "default", "what it does")
     parts = [
         "# Settings of the services\n",
         NOTE,
         wrapped(
-            "Each service is one frozen dataclass of settings; this page lists them all. "
+            "Each service is one frozen dataclass of settings; this page lists them all. The flag of `metrics_port` is "
+            "`--metrics-port`, and so on; what is turned on and off names both its flags. "
             f"{PRECEDENCE} `kvmesh up --set SERVICE.KEY=VALUE` (`'*.KEY=VALUE'` for all) gives a setting to a service "
             "of a mesh that `up` starts; `up`'s own options are in [cli.md](cli.md#kvmesh-up). Sizes end in `_mb` or "
             "`_bytes`, times in `_ms` or `_s`. A default that is empty means none, off, or what the text says."
         ),
         "## Every service\n",
-        table(head, setting_rows(ServiceConfig, set())),  # type: ignore[arg-type]
+        table(head, setting_rows(ServiceConfig, set())),
         "## Every instance\n",
         wrapped("Settings of prefill, decode and coupled instances, beside those of every service."),
     ]
@@ -428,21 +432,21 @@ def title_of(page: Path) -> str:
 def listed(folder: str, title: str, text: str, *, numbered: bool = False) -> str:
     """A list of a folder's pages by their titles."""
     pages = sorted(path for path in (ROOT / "docs" / folder).glob("*.md") if path.name != "index.md")
-    lines = [
-        f"- {f'{int(path.name[:4])}. ' if numbered else ''}[{title_of(path)}]({path.name})" for path in pages
-    ]
+    lines = [f"- {f'{int(path.name[:4])}. ' if numbered else ''}[{title_of(path)}]({path.name})" for path in pages]
     return "\n".join([f"# {title}\n", NOTE, wrapped(text), *lines])
 
 
 def howto() -> str:
-    text = "Short pages, each of which was tried by following it. Services and settings: [operate](../operate/index.md)."
+    text = (
+        "Short pages, each of which was tried by following it. Services and settings: [operate](../operate/index.md)."
+    )
     return listed("howto", "How to", text)
 
 
 def decisions() -> str:
     text = (
-        "What was decided, why, and what was considered beside it. A decision speaks of its time: names of files and words "
-        "may have changed since. [Architecture](../architecture.md) says how it is now."
+        "What was decided, why, and what was considered beside it. A decision speaks of its time: names of files and "
+        "words may have changed since. [Architecture](../architecture.md) says how it is now."
     )
     return listed("adr", "Decisions", text, numbered=True)
 

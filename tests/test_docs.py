@@ -56,7 +56,7 @@ def test_every_file_that_a_page_names_is_there() -> None:
     assert not missing
 
 
-# ── docs/reports/better.md ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── docs/reports/better.md ───────────────────────────────────────────────────────────────────────────────────────────
 
 BETTER_MD, BETTER_JSON = ROOT / "docs" / "reports" / "better.md", ROOT / "benchmarks" / "results" / "better.json"
 
@@ -178,7 +178,7 @@ def test_a_page_of_the_conductor_with_other_places_is_refused() -> None:
         conductor_filled(page, json.loads(CONDUCTOR_JSON.read_text()))
 
 
-# ── docs/reports/sizing.md ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── docs/reports/sizing.md ───────────────────────────────────────────────────────────────────────────────────────────
 
 SIZING_MD, SIZING_JSON = ROOT / "docs" / "reports" / "sizing.md", ROOT / "benchmarks" / "results" / "sizing.json"
 
@@ -257,7 +257,7 @@ def test_costs_are_told_in_microseconds(cost: Cost, text: str) -> None:
     assert micros(cost) == text
 
 
-# ── docs/reports/faults.md ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── docs/reports/faults.md ───────────────────────────────────────────────────────────────────────────────────────────
 
 CONTAINERS = "\n## A mesh in containers"
 KEYS = "\n## A mesh with TLS and keys"
@@ -283,7 +283,7 @@ def test_the_table_of_containers_has_all_that_they_are_struck_with() -> None:
         assert int(cells[2]) > 0 and (cells[5].strip() == "never" or float(cells[5]) >= 0), cells
 
 
-# ── docs/reports/parity.md ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── docs/reports/parity.md ───────────────────────────────────────────────────────────────────────────────────────────
 
 PARITY_MD = ROOT / "docs" / "reports" / "parity.md"
 SITUATIONS = 9
@@ -294,7 +294,7 @@ def test_each_cell_has_a_test_that_runs_on_its_family() -> None:
     tests = dict(re.findall(r"^\| \*\*(\w)\*\* \| `(tests/[\w/]+\.py::\w+)` ", page, re.MULTILINE))
     runs_on = {letter: set(names(*test.split("::"))) for letter, test in tests.items()}
     rows = [
-        line.strip("| ").split(" | ") for line in page.splitlines() if re.match(r"\| [a-z]+\d? \| [A-Z ]+ \|", line)
+        line.strip("| ").split(" | ") for line in page.splitlines() if re.match(r"\| [a-z_]+\d? \| [A-Z ]+ \|", line)
     ]
     families = {path.stem for path in Path(models.__file__).parent.glob("*.py")} - {"__init__", "blocks", "registry"}
     assert sorted(row[0] for row in rows) == sorted([*families, *families]), "a row for each family and precision"
@@ -320,7 +320,7 @@ def texts(value: Any) -> Iterator[str]:
             yield from texts(part)
 
 
-# ── docs/reference/imports.md ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── docs/reference/imports.md ────────────────────────────────────────────────────────────────────────────────────────
 
 IMPORTS_MD = ROOT / "docs" / "reference" / "imports.md"
 ROW = re.compile(r"^\| `([\w.]+)` \| (.*) \|$", re.MULTILINE)

@@ -48,7 +48,8 @@ class InstanceConfig(TierConfig):
     )
     threads: int = field(default=1, metadata={"help": "torch threads of a rank."})
     tensor_parallel: int = field(
-        default=1, metadata={"help": "Rank processes that share the model; see docs/operate/tensor-parallel.md.", "min": 1}
+        default=1,
+        metadata={"help": "Rank processes that share the model; see docs/operate/tensor-parallel.md.", "min": 1},
     )
     rank_timeout_ms: int = field(
         default=30_000, metadata={"help": "Ranks that wait so long for one another in a step give up.", "min": 100}

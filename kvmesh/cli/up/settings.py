@@ -67,7 +67,8 @@ class MeshSettings:
     coupled: int = field(
         default=0,
         metadata={
-            "help": "Instances of each model that do both (docs/operate/coupled.md); then --prefill and --decode may be 0.",
+            "help": "Instances of each model that do both (docs/operate/coupled.md); then --prefill and --decode may be "
+            "0.",
             **_COUNT,
         },
     )
@@ -86,7 +87,8 @@ class MeshSettings:
     conductors: int = field(
         default=1,
         metadata={
-            "help": "Conductors: all place, one of them orders; several need --redis (docs/operate/conductor-operation.md).",
+            "help": "Conductors: all place, one of them orders; several need --redis "
+            "(docs/operate/conductor-operation.md).",
             "min": 1,
             "max": 9,
         },
@@ -157,7 +159,9 @@ class MeshSettings:
     http_port: int = field(default=8000, metadata={"help": "REST port; 0 picks a free one.", **_PORT})
     grpc_port: int = field(default=8001, metadata={"help": "gRPC port; 0 picks a free one.", **_PORT})
     dtype: str = field(default="float32", metadata={"help": "float32, bfloat16 or float16.", "choices": DTYPES})
-    device: str = field(default="cpu", metadata={"help": "Where ranks compute: cpu, cuda or cuda:N; see docs/reports/cuda.md."})
+    device: str = field(
+        default="cpu", metadata={"help": "Where ranks compute: cpu, cuda or cuda:N; see docs/reports/cuda.md."}
+    )
     block_tokens: int = field(
         default=64,
         metadata={"help": "Tokens a KV block: a power of two in 16..512.", "choices": (16, 32, 64, 128, 256, 512)},
