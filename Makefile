@@ -20,7 +20,9 @@ DEV := $(VENV)/.stamp-dev
 NATIVE := $(wildcard kvmesh/engine/cpu/*.cpp kvmesh/engine/cpu/*.h kvmesh/engine/cpu/*.py) \
 	$(wildcard kvmesh/native/*.cpp kvmesh/native/*.h kvmesh/native/*.py)
 
-.PHONY: help up test test-all test-rest test-compose soak chaos check lint format bench proto clean install install-dev rdma-guest
+DOCS := $(VENV)/.stamp-docs
+
+.PHONY: help up docs reference test test-all test-rest test-compose soak chaos check lint format bench proto clean install install-dev rdma-guest
 
 help: ## this list
 	@echo "kvmesh"; grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -93,9 +95,20 @@ bench: $(DEV) ## time by stage against the same engine in one process
 rdma-guest: ## make the kernel and files that RDMA tests run in: seconds with a prebuilt kernel, else minutes
 	@scripts/rdma/build.sh
 
+$(DOCS): $(RUN)
+	@scripts/pip_install.sh $(VENV) "what the documentation is built with" -e '.[docs]'
+	@touch $@
+
+docs: $(DOCS) ## the documentation as a site in site/, offline; a warning is an error
+	@$(BIN)/python -m sphinx -q -E -W --keep-going -b html docs site
+	@echo "open site/index.html"
+
+reference: $(RUN) ## write docs/reference/{cli,config,metrics,api}.md and the lists of pages from the code
+	@$(BIN)/python -m scripts.gen_reference
+
 proto: $(DEV) ## generate kvmesh/rpc/pb from protos/
 	@PYTHON=$(BIN)/python scripts/gen_protos.sh
 
 clean: ## remove the environment and all caches
-	@rm -rf $(VENV) build dist ./*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) build dist site ./*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -4,10 +4,11 @@ The paper's policy: Algorithm 1 as printed (fetching above a balancing threshold
 served, roles fixed. Ours: lines by size with ageing, placement by what others lose, overtaking foreseen (see
 services/conductor/loads/shortest_first.py, services/prefill/planner.py), roles that follow load (balance/roles.py).
 Both are tuned on the first half by the same rule: the least geometric mean of mean TTFT over the runs of `TUNED_AT`;
-ours among those that lose no goodput in any of these, nor time on a synthetic workload. docs/better.md has the results.
+ours among those that lose no goodput in any of these, nor time on a synthetic workload.
+docs/reports/better.md has the results.
 
     python -m benchmarks.better --json benchmarks/results/better.json --jobs 2    # goes on where it was cut short
-    python -m benchmarks.better --json benchmarks/results/better.json --docs docs/better.md    # fills its tables
+    python -m benchmarks.better --json benchmarks/results/better.json --docs docs/reports/better.md  # fills its tables
     python -m benchmarks.better --half 1500                                       # a quick look, a few minutes
     python -m benchmarks.better --only tune
     python -m benchmarks.better --tuned benchmarks/results/better.json --noise 0.3 --spread 0.1 --unknown \\

@@ -1,4 +1,4 @@
-"""docs/better.md: its tables and its figure, out of the file of rows that benchmarks/better.py keeps."""
+"""docs/reports/better.md: its tables and its figure, out of the file of rows that benchmarks/better.py keeps."""
 
 from __future__ import annotations
 

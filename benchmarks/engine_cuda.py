@@ -223,7 +223,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit(f"engine_cuda needs an NVIDIA GPU: torch {torch.__version__} finds none here (docs/cuda.md)")
+        sys.exit(f"engine_cuda needs an NVIDIA GPU: torch {torch.__version__} finds none here (docs/reports/cuda.md)")
     name = torch.cuda.get_device_name()
     copy, product = copy_rate(), product_rate()
     torch.cuda.empty_cache()

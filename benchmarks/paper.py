@@ -1,7 +1,8 @@
 """Our figures beside Mooncake's (FAST'25), from one parameter file: `benchmarks/paper_parameters.toml`.
 
 Every figure is a number of whole runs of the simulator on the conversation trace (figure g: on a synthetic workload),
-with the brains that serve. docs/paper.md names the assumptions and, where ours differ by more than 30%, the reason.
+with the brains that serve. docs/reports/paper.md names the assumptions and, where ours differ by more than 30%, the
+reason.
 
     python -m benchmarks.paper                              # all: about 25 runs of one to three minutes each
     python -m benchmarks.paper --only a,e                   # some; their runs alone

@@ -7,12 +7,12 @@ real store master that 1,000 instances were made known to, called at stated rate
 are added, until this machine's cores are full. `redis`: what leader leases ask of it.
 
 CPU seconds, not wall time: what else runs on the machine changes them by what it does to caches and to a core's other
-thread, so run it on a quiet one. docs/sizing.md has the tables and the formulas.
+thread, so run it on a quiet one. docs/reports/sizing.md has the tables and the formulas.
 
     python -m benchmarks.sizing --json benchmarks/results/sizing.json                           # about 7 minutes
     python -m benchmarks.sizing --json benchmarks/results/sizing.json --only fleet              # one part anew
     python -m benchmarks.sizing --show benchmarks/results/sizing.json
-    python -m benchmarks.sizing --json benchmarks/results/sizing.json --docs docs/sizing.md     # fills its tables
+    python -m benchmarks.sizing --json benchmarks/results/sizing.json --docs docs/reports/sizing.md  # fills its tables
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""docs/sizing.md: its tables, out of the file of windows that benchmarks/sizing.py keeps."""
+"""docs/reports/sizing.md: its tables, out of the file of windows that benchmarks/sizing.py keeps."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Is an adapted balancing threshold better than a fixed one? Algorithm 1 as printed (`always`: a prefix is fetched
 whenever the best one is more than so many times the local one) and by predicted TTFT (`cheaper`), each with thresholds
 that are fixed and with one that adapts, over wires from slow to fast, wires that change within a run, loads, and the
-conversation trace. docs/threshold.md has the results.
+conversation trace. docs/reports/threshold.md has the results.
 
     python -m benchmarks.threshold --json benchmarks/results/threshold.json      # goes on where it was cut short
-    python -m benchmarks.threshold --json benchmarks/results/threshold.json --docs docs/threshold.md  # fills its tables
+    python -m benchmarks.threshold --json benchmarks/results/threshold.json --docs docs/reports/threshold.md
     python -m benchmarks.threshold --only "slow for a third"                      # one case
 """
 

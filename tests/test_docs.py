@@ -35,6 +35,8 @@ from tests.support.compose.faults import FAULTS
 from tests.support.paths import ROOT
 from tests.transfer.conftest import over
 
+DOCS = [page for page in (ROOT / "docs").rglob("*.md") if "adr" not in page.parts]
+
 # ── all pages ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 A_FILE = re.compile(
@@ -46,7 +48,7 @@ def test_every_file_that_a_page_names_is_there() -> None:
     """Decisions (docs/adr) and the change log speak of their time; results may be somebody's own."""
     missing = {
         f"{page.relative_to(ROOT)}: {name}"
-        for page in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "compose").rglob("*.md"))
+        for page in (*ROOT.glob("*.md"), *DOCS, *(ROOT / "compose").rglob("*.md"))
         if page.name != "CHANGELOG.md"
         for name in A_FILE.findall(page.read_text())
         if not name.startswith("benchmarks/results/") and not (ROOT / name).exists()
@@ -54,9 +56,9 @@ def test_every_file_that_a_page_names_is_there() -> None:
     assert not missing
 
 
-# ── docs/better.md ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── docs/reports/better.md ───────────────────────────────────────────────────────────────────────────────────────────
 
-BETTER_MD, BETTER_JSON = ROOT / "docs" / "better.md", ROOT / "benchmarks" / "results" / "better.json"
+BETTER_MD, BETTER_JSON = ROOT / "docs" / "reports" / "better.md", ROOT / "benchmarks" / "results" / "better.json"
 
 
 def test_the_tables_and_the_figure_are_those_of_the_rows() -> None:
@@ -176,9 +178,9 @@ def test_a_page_of_the_conductor_with_other_places_is_refused() -> None:
         conductor_filled(page, json.loads(CONDUCTOR_JSON.read_text()))
 
 
-# ── docs/sizing.md ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── docs/reports/sizing.md ───────────────────────────────────────────────────────────────────────────────────────────
 
-SIZING_MD, SIZING_JSON = ROOT / "docs" / "sizing.md", ROOT / "benchmarks" / "results" / "sizing.json"
+SIZING_MD, SIZING_JSON = ROOT / "docs" / "reports" / "sizing.md", ROOT / "benchmarks" / "results" / "sizing.json"
 
 
 def test_the_tables_of_sizing_are_those_of_the_file() -> None:
@@ -255,7 +257,7 @@ def test_costs_are_told_in_microseconds(cost: Cost, text: str) -> None:
     assert micros(cost) == text
 
 
-# ── docs/faults.md ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── docs/reports/faults.md ───────────────────────────────────────────────────────────────────────────────────────────
 
 CONTAINERS = "\n## A mesh in containers"
 KEYS = "\n## A mesh with TLS and keys"
@@ -263,7 +265,7 @@ NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 
 def test_each_fault_has_a_test_and_each_test_is_there() -> None:
-    page, _, _ = (ROOT / "docs" / "faults.md").read_text().partition(CONTAINERS)
+    page, _, _ = (ROOT / "docs" / "reports" / "faults.md").read_text().partition(CONTAINERS)
     rows = [line for line in page.splitlines() if line.startswith("| ")][1:]
     assert len(rows) >= 12
     for row in rows:
@@ -274,16 +276,16 @@ def test_each_fault_has_a_test_and_each_test_is_there() -> None:
 
 
 def test_the_table_of_containers_has_all_that_they_are_struck_with() -> None:
-    page = (ROOT / "docs" / "faults.md").read_text().partition(CONTAINERS)[2].partition(KEYS)[0]
+    page = (ROOT / "docs" / "reports" / "faults.md").read_text().partition(CONTAINERS)[2].partition(KEYS)[0]
     rows = [line.split("|") for line in page.splitlines() if line.startswith("| ")][1:]
     assert [cells[1].strip() for cells in rows] == [fault.name for fault in FAULTS]
     for cells in rows:
         assert int(cells[2]) > 0 and (cells[5].strip() == "never" or float(cells[5]) >= 0), cells
 
 
-# ── docs/parity.md ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── docs/reports/parity.md ───────────────────────────────────────────────────────────────────────────────────────────
 
-PARITY_MD = ROOT / "docs" / "parity.md"
+PARITY_MD = ROOT / "docs" / "reports" / "parity.md"
 SITUATIONS = 9
 
 
@@ -292,7 +294,7 @@ def test_each_cell_has_a_test_that_runs_on_its_family() -> None:
     tests = dict(re.findall(r"^\| \*\*(\w)\*\* \| `(tests/[\w/]+\.py::\w+)` ", page, re.MULTILINE))
     runs_on = {letter: set(names(*test.split("::"))) for letter, test in tests.items()}
     rows = [
-        line.strip("| ").split(" | ") for line in page.splitlines() if re.match(r"\| [a-z]+\d? \| [A-Z ]+ \|", line)
+        line.strip("| ").split(" | ") for line in page.splitlines() if re.match(r"\| [a-z_]+\d? \| [A-Z ]+ \|", line)
     ]
     families = {path.stem for path in Path(models.__file__).parent.glob("*.py")} - {"__init__", "blocks", "registry"}
     assert sorted(row[0] for row in rows) == sorted([*families, *families]), "a row for each family and precision"
@@ -318,9 +320,9 @@ def texts(value: Any) -> Iterator[str]:
             yield from texts(part)
 
 
-# ── docs/imports.md ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── docs/reference/imports.md ────────────────────────────────────────────────────────────────────────────────────────
 
-IMPORTS_MD = ROOT / "docs" / "imports.md"
+IMPORTS_MD = ROOT / "docs" / "reference" / "imports.md"
 ROW = re.compile(r"^\| `([\w.]+)` \| (.*) \|$", re.MULTILINE)
 
 

@@ -21,10 +21,10 @@ Integers = Sequence[int] | Column
 
 @dataclass(slots=True, eq=False)
 class SampleParams:
-    """Says how to choose one token (docs/sampling.md). With temperature 0 it is the most likely one. `token_index`
-    counts the answer's tokens from 0, after `answered` ones that an earlier attempt of the request made; (seed,
-    answered + token_index) alone decides the noise. `logprobs` is None for none, n ≥ 0 for the chosen token's and the n
-    best. An object is equal only to itself: one object is one row."""
+    """Says how to choose one token (docs/reference/sampling.md). With temperature 0 it is the most likely one.
+    `token_index` counts the answer's tokens from 0, after `answered` ones that an earlier attempt of the request made;
+    (seed, answered + token_index) alone decides the noise. `logprobs` is None for none, n ≥ 0 for the chosen token's
+    and the n best. An object is equal only to itself: one object is one row."""
 
     temperature: float = 0.0
     top_p: float = 1.0

@@ -157,7 +157,7 @@ def _yarn_attention_factor(params: Mapping[str, Any], factor: float) -> float:
 
 def _longrope_factors(params: Mapping[str, Any], count: int, long: bool) -> tuple[float, ...]:
     """Chooses the factors once for a model, by the longest context that it is opened for (vLLM's rule): KV that
-    requests share by their prefix cannot depend on how long one of them becomes (docs/models.md)."""
+    requests share by their prefix cannot depend on how long one of them becomes (docs/reference/models.md)."""
     short_factors, long_factors = positives(params, "short_factor", count), positives(params, "long_factor", count)
     return long_factors if long else short_factors
 

@@ -1,4 +1,4 @@
-"""From logits to tokens, for all rows of a step at once. Order of processing (docs/sampling.md):
+"""From logits to tokens, for all rows of a step at once. Order of processing (docs/reference/sampling.md):
 
     logprobs (raw) · bias · repetition · frequency, presence · temperature · min_p · top_k · top_p · draw
 

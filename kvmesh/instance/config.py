@@ -36,7 +36,7 @@ class InstanceConfig(TierConfig):
     dtype: str = field(default="float32", metadata={"help": "float32, bfloat16 or float16."})
     device: str = field(
         default="cpu",
-        metadata={"help": "Where ranks compute: cpu, cuda or cuda:N; see docs/cuda.md."},
+        metadata={"help": "Where ranks compute: cpu, cuda or cuda:N; see docs/reports/cuda.md."},
     )
     cuda_graphs: bool = field(default=True, metadata={"help": "On a GPU, replay decode steps as CUDA graphs."})
     block_tokens: int = field(default=64, metadata={"help": "Tokens a block: a power of two in 16..512."})
@@ -48,7 +48,8 @@ class InstanceConfig(TierConfig):
     )
     threads: int = field(default=1, metadata={"help": "torch threads of a rank."})
     tensor_parallel: int = field(
-        default=1, metadata={"help": "Rank processes that share the model; see docs/tensor-parallel.md.", "min": 1}
+        default=1,
+        metadata={"help": "Rank processes that share the model; see docs/operate/tensor-parallel.md.", "min": 1},
     )
     rank_timeout_ms: int = field(
         default=30_000, metadata={"help": "Ranks that wait so long for one another in a step give up.", "min": 100}

@@ -36,4 +36,4 @@ def warning(config: ServiceConfig) -> str:
     if not is_loopback(metrics_host) and (not config.tls_cert or config.metrics_tls == "off"):
         found.append("metrics in plaintext (set tls_cert, or metrics_host=127.0.0.1)")
     where = config.host if beyond else metrics_host
-    return f"listens on {where}, beyond this machine: {'; '.join(found)}; see docs/security.md" if found else ""
+    return f"listens on {where}, beyond this machine: {'; '.join(found)}; see docs/operate/security.md" if found else ""

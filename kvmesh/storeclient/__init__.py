@@ -1,4 +1,4 @@
-"""The public client of the Store (docs/store-client.md): `StoreClient` for asyncio, `SyncStoreClient` for the rest."""
+"""The public client of the Store (docs/howto/store-client.md): `StoreClient` for asyncio, `SyncStoreClient` else."""
 
 from kvmesh.storeclient.calls import Source, Target
 from kvmesh.storeclient.client import StoreClient

@@ -16,7 +16,7 @@ _PERCENT = {"min": 0, "max": 90}
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig(InstanceConfig):
-    """Fields of a decode instance. Timers of a handoff: see docs/handoff.md."""
+    """Fields of a decode instance. Timers of a handoff: see docs/internals/handoff.md."""
 
     max_running: int = field(default=64, metadata={"help": "Requests in the batch at most.", "min": 1})
     max_waiting: int = field(

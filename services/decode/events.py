@@ -1,4 +1,4 @@
-"""What happens to a request's handoff, and what its machine asks for. See handoff.py and docs/handoff.md."""
+"""What happens to a request's handoff, and what its machine asks for. See handoff.py and docs/internals/handoff.md."""
 
 from __future__ import annotations
 

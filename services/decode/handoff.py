@@ -1,4 +1,4 @@
-"""One request's life as a state machine: who may touch its memory at every moment. See docs/handoff.md.
+"""One request's life as a state machine: who may touch its memory at every moment. See docs/internals/handoff.md.
 
     ADMITTED ─▶ RESERVED ─▶ FILLING ─▶ LOADING ─▶ READY ─▶ RUNNING ─▶ DONE ─▶ FREE
         │           │           │       │  ▲          │      │ │

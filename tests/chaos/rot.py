@@ -8,7 +8,7 @@ from pathlib import Path
 PAGE = 4096
 FLIPS = 24
 # What begins a page that is no payload: a removal that cannot be read any more is said to be forgotten, a bucket whose
-# first page is lost is lost as a whole (docs/ssd-tier.md).
+# first page is lost is lost as a whole (docs/internals/tiers.md).
 MAGIC = (b"kvm-buck", b"kvmR", b"kvm-foot")
 
 

@@ -224,4 +224,4 @@ def test_compose_takes_the_overlay() -> None:
 def test_pages_name_what_there_is(page: str) -> None:
     series = promql.known()
     families = set(series) | {re.sub(r"_(bucket|sum|count|total)$", "", name) for name in series}
-    assert not set(OURS.findall((ROOT / "docs" / page).read_text())) - families
+    assert not set(OURS.findall((ROOT / "docs" / "operate" / page).read_text())) - families

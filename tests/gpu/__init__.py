@@ -8,6 +8,7 @@ import torch
 NEEDS_GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="no CUDA device: needs an NVIDIA GPU and torch for CUDA (docs/cuda.md)"
+        not torch.cuda.is_available(),
+        reason="no CUDA device: needs an NVIDIA GPU and torch for CUDA (docs/reports/cuda.md)",
     ),
 ]

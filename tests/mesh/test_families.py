@@ -2,7 +2,7 @@
 chunks, preempted and resumed; in one instance of two ranks, from one instance to another, and between instances that
 cut the model differently. float32 tokens are transformers'; bfloat16 log-probabilities are as close as its own.
 
-docs/parity.md is the table of these cells.
+docs/reports/parity.md is the table of these cells.
 """
 
 from __future__ import annotations

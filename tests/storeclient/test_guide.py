@@ -1,4 +1,4 @@
-"""The code of docs/store-client.md, run as it stands there."""
+"""The code of docs/howto/store-client.md, run as it stands there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.support.paths import ROOT
 from tests.support.threads import in_thread
 
-GUIDE = ROOT / "docs" / "store-client.md"
+GUIDE = ROOT / "docs" / "howto" / "store-client.md"
 CODE = re.compile(r"<!-- runs: (\w+) -->\n```python\n(.*?)```", re.DOTALL)
 
 

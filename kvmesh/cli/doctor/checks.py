@@ -84,7 +84,7 @@ def decisions() -> Finding:
 
 def cuda() -> Finding:
     """A GPU that torch can use."""
-    enables = "the engine on GPUs (docs/cuda.md)"
+    enables = "the engine on GPUs (docs/reports/cuda.md)"
     try:
         module = importlib.import_module("torch")
     except (ImportError, OSError):
@@ -150,7 +150,7 @@ def warm_segments(folder: Path = Path("/dev/shm"), wanted_mb: int = 0) -> Findin
         free = shutil.disk_usage(folder).free // MIB
     except (ConfigError, OSError) as err:
         why = err.message.partition(": ")[2] if isinstance(err, ConfigError) else err.strerror
-        todo = f"mount -t tmpfs -o size=4g tmpfs {folder} (docs/warm-restart.md)"
+        todo = f"mount -t tmpfs -o size=4g tmpfs {folder} (docs/internals/tiers.md)"
         return Finding("warm segments", "missing", f"{folder}: {why}", enables, todo)
     shown = f"{folder}, {free:,} MiB free"
     if free < wanted_mb:

@@ -98,7 +98,7 @@ def _reached(peer: Peer) -> Finding | None:
         todo = f"nothing listens on port {port} there: is it running, and on that address (not on 127.0.0.1 alone)?"
         return Finding(what, "broken", f"{peer.ip} refuses the connection", todo=todo)
     if peer.port_error:
-        todo = f"is that machine up, and do firewalls let TCP {port} through? Ports: docs/multi-host.md"
+        todo = f"is that machine up, and do firewalls let TCP {port} through? Ports: docs/operate/multi-host.md"
         return Finding(what, "broken", f"no way to {peer.ip}: {peer.port_error}", todo=todo)
     if error := str(peer.said.get("error", "")):
         return Finding(what, "broken", error, todo=_mend(peer, error))
@@ -112,13 +112,18 @@ def _mend(peer: Peer, error: str) -> str:
     if "speaks no TLS" in error:
         return "only one side speaks TLS: unset KVMESH_TLS_CA here, or give the mesh --tls-cert, --tls-key, --tls-ca"
     if "may speak TLS" in error:
-        return "set KVMESH_TLS_CA, KVMESH_TLS_CERT and KVMESH_TLS_KEY here to the mesh's files (docs/security.md)"
+        return (
+            "set KVMESH_TLS_CA, KVMESH_TLS_CERT and KVMESH_TLS_KEY here to the mesh's files (docs/operate/security.md)"
+        )
     if "client certificate" in error:
-        return "set KVMESH_TLS_CERT and KVMESH_TLS_KEY here, too: the mesh takes no caller without (docs/security.md)"
+        todo = "set KVMESH_TLS_CERT and KVMESH_TLS_KEY here, too: the mesh takes no caller without"
+        return f"{todo} (docs/operate/security.md)"
     if "does not name" in error:
-        return "make certificates that name this address, or set KVMESH_TLS_SERVER_NAME (docs/security.md)"
+        return "make certificates that name this address, or set KVMESH_TLS_SERVER_NAME (docs/operate/security.md)"
     if "vouch" in error or "distrust" in error:
-        return "certificates of one authority are needed on all machines: tls_ca there and here (docs/security.md)"
+        return (
+            "certificates of one authority are needed on all machines: tls_ca there and here (docs/operate/security.md)"
+        )
     if "NOAUTH" in error:
         return f"give its password in {ENV['Redis']}: redis://:PASSWORD@HOST:6379/0"
     if "ethod not found" in error:
@@ -232,7 +237,7 @@ def _machines(seen: Seen) -> Iterable[Finding]:
         open_ = [peer for peer in peers if peer.opens]
         count = f"{len(peers)} node{'' if len(peers) == 1 else 's'}"
         if not open_:
-            todo = "see its instances below; firewall: docs/multi-host.md"
+            todo = "see its instances below; firewall: docs/operate/multi-host.md"
             yield Finding(node_id, "broken", f"{hosts[0]}, {count}, none can be reached from here", todo=todo)
             continue
         nearest = min(open_, key=lambda peer: peer.rtt_ms)
@@ -323,9 +328,8 @@ def _unreached(seen: Seen, name: str, peer: Peer) -> Finding | None:
     elif any(ip_address(peer.ip) in net for net in DOCKER):
         todo = f"{peer.ip} may be an address of containers on its machine: compose/compose.host.yaml; or {ADVERTISE}"
     else:
-        todo = (
-            f"open TCP {host_port(peer.address)[1]} there (docs/multi-host.md); if that is not its address: {ADVERTISE}"
-        )
+        port = host_port(peer.address)[1]
+        todo = f"open TCP {port} there (docs/operate/multi-host.md); if that is not its address: {ADVERTISE}"
     return Finding(name, "broken", f"advertises {peer.address}, which cannot be reached from here: {why}", todo=todo)
 
 

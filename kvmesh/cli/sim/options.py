@@ -113,7 +113,9 @@ class Deciding:
     )
     admission: str = _opt("predicted", "off, baseline, early or predicted.", "MODE")
     admission_confidence: float = _opt(
-        0.0, "Share of taken requests that shall keep their SLO; 0: predictions at their word (docs/admission.md).", "X"
+        0.0,
+        "Share of taken requests that shall keep their SLO; 0: predictions at their word (docs/operate/admission.md).",
+        "X",
     )
     threshold: str = _opt("1", "Balancing threshold: a number, or adaptive.", "X")
     fetch: str = _opt("cheaper", "Prefixes of others: cheaper, always or never.", "WHEN")

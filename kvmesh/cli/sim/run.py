@@ -25,8 +25,8 @@ HELP = """Serve a workload in virtual time: the product's own conductor, prefill
 on GPUs by their datasheets or by what was fitted on live instances.
 
 Prints TTFT, TBT, hit rate, goodput and prefill GPU time; with --out also writes requests.csv (or Parquet), \
-summary.json, report.html and trace.json.gz (for ui.perfetto.dev). docs/simulator.md says what is modelled by what, \
-and what is assumed. Examples:
+summary.json, report.html and trace.json.gz (for ui.perfetto.dev). docs/operate/simulator.md says what is modelled by \
+what, and what is assumed. Examples:
 
     kvmesh sim run --trace conversation_trace.jsonl --prefill 8 --decode 8 --out run/
 

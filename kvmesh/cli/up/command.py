@@ -36,7 +36,7 @@ HELP = f"""Start a whole mesh on this machine: store master, conductor, prefill,
 Waits until all are ready, asks the model something, prints the streamed answer, and keeps the services running \
 until Ctrl-C. A service that dies is started again.
 
-Over several machines: --host ADDRESS on one of them, --join ADDRESS on each other one (docs/multi-host.md).
+Over several machines: --host ADDRESS on one of them, --join ADDRESS on each other one (docs/operate/multi-host.md).
 
 {serve.PRECEDENCE}
 

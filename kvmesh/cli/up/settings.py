@@ -67,7 +67,8 @@ class MeshSettings:
     coupled: int = field(
         default=0,
         metadata={
-            "help": "Instances of each model that do both (docs/coupled.md); then --prefill and --decode may be 0.",
+            "help": "Instances of each model that do both (docs/operate/coupled.md); then --prefill and --decode may be "
+            "0.",
             **_COUNT,
         },
     )
@@ -86,7 +87,8 @@ class MeshSettings:
     conductors: int = field(
         default=1,
         metadata={
-            "help": "Conductors: all place, one of them orders; several need --redis (docs/conductor-operation.md).",
+            "help": "Conductors: all place, one of them orders; several need --redis "
+            "(docs/operate/conductor-operation.md).",
             "min": 1,
             "max": 9,
         },
@@ -126,7 +128,7 @@ class MeshSettings:
         default="127.0.0.1",
         metadata={
             "help": "Address that all services listen on and others dial; other machines can join at one that they "
-            "reach (docs/multi-host.md)."
+            "reach (docs/operate/multi-host.md)."
         },
     )
     advertise_host: str = field(
@@ -157,7 +159,9 @@ class MeshSettings:
     http_port: int = field(default=8000, metadata={"help": "REST port; 0 picks a free one.", **_PORT})
     grpc_port: int = field(default=8001, metadata={"help": "gRPC port; 0 picks a free one.", **_PORT})
     dtype: str = field(default="float32", metadata={"help": "float32, bfloat16 or float16.", "choices": DTYPES})
-    device: str = field(default="cpu", metadata={"help": "Where ranks compute: cpu, cuda or cuda:N; see docs/cuda.md."})
+    device: str = field(
+        default="cpu", metadata={"help": "Where ranks compute: cpu, cuda or cuda:N; see docs/reports/cuda.md."}
+    )
     block_tokens: int = field(
         default=64,
         metadata={"help": "Tokens a KV block: a power of two in 16..512.", "choices": (16, 32, 64, 128, 256, 512)},
@@ -166,7 +170,7 @@ class MeshSettings:
         default=0,
         metadata={
             "help": "Number of these weights where you give them one; KV is shared within one epoch alone "
-            "(docs/models.md).",
+            "(docs/reference/models.md).",
             "min": 0,
             "max": MAX_WEIGHTS_EPOCH,
         },
@@ -320,7 +324,7 @@ class MeshSettings:
                 raise ConfigError(f"{key}={shown!r}: {why}", field=key)
         if self.tls:
             why = "its certificates would be this run's alone: with --join give --tls-cert, --tls-key and --tls-ca"
-            raise ConfigError(f"tls=True: {why} (docs/security.md)", field="tls")
+            raise ConfigError(f"tls=True: {why} (docs/operate/security.md)", field="tls")
         if self.http_tls or self.http_tls_cert:
             given = "http_tls" if self.http_tls else "http_tls_cert"
             why = "the REST port is at the mesh that is joined: leave it out with --join"

@@ -23,7 +23,7 @@ from kvmesh.engine.kernels.tiles import power_of_two, tiles_for
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
 # What a launch's time is made of, in tiles that a processor reads at its share of the bandwidth: fitted to an H200,
-# where the choice was then within 8% of the best of ten lengths for each of 13 batches (docs/cuda.md).
+# where the choice was then within 8% of the best of ten lengths for each of 13 batches (docs/reports/cuda.md).
 RESIDENT = 3  # programs that a processor holds at a time: what their tiles take of its shared memory
 BUSY = 2.0  # programs a processor that draw all of its bandwidth
 START, JOIN = 1.0, 8.0  # what a wave of programs takes to begin; the launch that joins

@@ -1,7 +1,7 @@
 """Tokens drawn from logits at a temperature: the definition of `kvmesh.engine.sampler`, without a float64 copy of the
 logits. A weight is exp((logit - best) / temperature) in float64, computed from the logits twice: weights are summed by
 chunks, then the chunk that the noise falls into is looked through. min_p leaves weights out; top_k and top_p, which
-need an order, are not here (docs/negative-results.md).
+need an order, are not here (docs/reports/negative-results.md).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Every preset names its source. The efficiencies are the same for all GPUs and all figures; they were set from general
 knowledge of dense transformers on such machines, before anything was compared with a paper's results, and each says
-on what ground (docs/simulator.md repeats them). Units: FLOP/s, bytes, bytes a second, seconds.
+on what ground (docs/operate/simulator.md repeats them). Units: FLOP/s, bytes, bytes a second, seconds.
 """
 
 from __future__ import annotations

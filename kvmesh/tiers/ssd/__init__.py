@@ -1,4 +1,4 @@
-"""The SSD tier of the store: crash-safe bucket files. See `tier`, and docs/ssd-tier.md."""
+"""The SSD tier of the store: crash-safe bucket files. See `tier`, and docs/internals/tiers.md."""
 
 from kvmesh.tiers.ssd.config import SsdConfig
 from kvmesh.tiers.ssd.recovery import RecoveryReport

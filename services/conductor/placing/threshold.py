@@ -23,7 +23,7 @@ only, and once fewer than FAST_SHARE are, all goes back at once to where it bega
 
 Hysteresis: between the two limits nothing changes, but for that return at most one change is made in DWELL_S, and what
 was seen before a change counts no more after it. The paper tunes the threshold by hand (FAST'25, section 5.2); adapting
-it is ours. What it brings, and where it brings nothing: docs/threshold.md.
+it is ours. What it brings, and where it brings nothing: docs/reports/threshold.md.
 """
 
 from __future__ import annotations

@@ -224,7 +224,7 @@ def test_help_teaches_by_panels_and_examples(invoke: Invoke) -> None:
         "--slow p1:20-50:3",
         "Output",
         "--sweep speed=1,2,3",
-        "docs/simulator.md",
+        "docs/operate/simulator.md",
     ):
         assert one in words
 

@@ -1,4 +1,4 @@
-"""Sampling the slow way, one row at a time in numpy and float64: what docs/sampling.md says, word by word."""
+"""Sampling the slow way, one row at a time in numpy and float64: what docs/reference/sampling.md says, word by word."""
 
 from __future__ import annotations
 
