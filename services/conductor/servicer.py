@@ -11,9 +11,9 @@ from typing import Any
 from kvmesh.errors import InvalidRequest, Unavailable, UnknownRequest
 from kvmesh.kvcache.keys import KEY_BYTES
 from kvmesh.rpc import protocol
+from kvmesh.rpc.addresses import split
 from kvmesh.rpc.call_queue import CallQueue
 from kvmesh.rpc.fastpath.server import FastContext
-from kvmesh.rpc.masters import split
 from kvmesh.rpc.metadata import context_from_metadata
 from kvmesh.rpc.pb import conductor_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2_grpc as pb_grpc

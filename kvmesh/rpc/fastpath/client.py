@@ -27,7 +27,7 @@ _MAX_ID = 1 << 32
 Way = str | tuple[str, int]  # "@name" of a Unix socket, or (host, port)
 
 
-class FastChannelClosed(Unavailable):
+class FastChannelClosed(status.Unreachable):
     """The connection is not there, or has gone: whether a call that was under way was carried out is not known."""
 
 
