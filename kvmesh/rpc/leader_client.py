@@ -132,6 +132,11 @@ class ServiceClient:
         self._channel = channels.connect(address)
         self._calls = control_calls(address, self._channel, self._service)
 
+    @property
+    def via_fastpath(self) -> bool:
+        """Whether a call of now, of a method in `fast`, would go over the fast path."""
+        return self._calls is not None and self._calls.by_door and self._clock() >= self._grpc_only_until
+
     def seek_fastpath(self) -> None:
         """Look for a fast path before the first call has to do without."""
         if self._calls is not None and self._clock() >= self._grpc_only_until:
@@ -208,6 +213,12 @@ class LeaderClient:
             if round_over:
                 await asyncio.sleep(min(pause_s, max(0.0, deadline - loop.time())))
                 pause_s = min(2 * pause_s, RETRY_S[1])
+
+    @property
+    def via_fastpath(self) -> bool:
+        """Whether the leader, as far as it is known, would be called over the fast path now."""
+        client = self._clients.get(self.leaders.current)
+        return client is not None and client.via_fastpath
 
     def _succeeded(self, asked: str, term: int) -> None:
         if asked == self.leaders.current:

@@ -15,8 +15,8 @@ class StoreConfig(ServiceConfig):
     door_port: int = field(
         default=0,
         metadata={
-            "help": "TCP port of the door, a shorter way than gRPC for heartbeats and announcements; 0 picks a "
-            "free one, -1: none.",
+            "help": "TCP port of the door, a shorter way than gRPC for heartbeats, announcements and look-ups; 0 "
+            "picks a free one, -1: none.",
             "min": -1,
             "max": 65535,
         },
@@ -39,7 +39,7 @@ class StoreConfig(ServiceConfig):
     )
     max_announcements: int = field(
         default=4096,
-        metadata={"help": "Announcements that wait here to be heard; more are refused at once.", "min": 1},
+        metadata={"help": "Announcements and look-ups that wait here to be heard; more are refused at once.", "min": 1},
     )
     heartbeat_interval_ms: int = field(default=500, metadata={"help": "How often members beat, in ms.", "min": 1})
     lease_ms: int = field(default=2000, metadata={"help": "A member silent for longer is dead, in ms.", "min": 1})

@@ -81,9 +81,9 @@ class Master(runner.ServiceRunner):
         server.serves(SERVICE)
 
     def door(self) -> ControlFastPath:
-        """For what members say most often."""
+        """For what members say most often, and what readers ask of every block."""
         service = pb.DESCRIPTOR.services_by_name["StoreMaster"]
-        methods = ("Announce", "Beat")
+        methods = ("Announce", "Beat", "Find", "Lookup", "Resolve")
         config = self._config
         return ControlFastPath(
             service,
@@ -93,7 +93,7 @@ class Master(runner.ServiceRunner):
             names.STORE_DOOR_CALLS,
             limits=FastPathLimits(config.door_connections, config.door_frame_ms / 1000, config.door_memory_mb << 20),
             queue=CallQueue(config.max_announcements, "max_announcements"),
-            queued=("Announce",),
+            queued=("Announce", "Find", "Lookup", "Resolve"),
         )
 
     async def start(self) -> None:
