@@ -51,7 +51,7 @@ MAX_QUOTA_NAME_BYTES = 256
 
 
 class StoreMasterServicer(pb_grpc.StoreMasterServicer):
-    """Of one reign, `incarnation`. `clock` gives monotonic seconds; `leads`: whether it goes on at this moment."""
+    """Of one session, `incarnation`. `clock` gives monotonic seconds; `leads`: whether it goes on at this moment."""
 
     _owing = False  # what the policy owes is being kept
 
