@@ -20,8 +20,20 @@ from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
 from kvmesh.telemetry import names
 from services.store import mapping
-from services.store.checks import MAX_TEXT
-from services.store.domain import Announce, Beat, CaughtUp, Event, Heard, Join, Leave, Publish, Refuse, Relay, Tick
+from services.store.domain import (
+    MAX_TEXT,
+    Announce,
+    Beat,
+    CaughtUp,
+    Event,
+    Heard,
+    Join,
+    Leave,
+    Publish,
+    Refuse,
+    Relay,
+    Tick,
+)
 from services.store.durable import Durable
 from services.store.orders import StoreOrderQueue
 from services.store.policy import grants
@@ -283,7 +295,7 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
             lease_ms=pulse.lease_ms,
             idle_ms=words.idle_ms,
             gap_ms=words.gap_ms,
-            stores=map(mapping.status_out, self._state.statuses()),
+            stores=self._state.statuses(),
         )
 
     # ── what is kept for the next leader ────────────────────────────────────────────────────────────

@@ -10,8 +10,9 @@ from functools import partial
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.block_map import Verdict
 from kvmesh.kvcache.tiers import split_name, store_names
+from kvmesh.rpc.pb.store_pb2 import StoreUsage
 from services.store import durable
-from services.store.domain import Member, Usage
+from services.store.domain import Member
 from services.store.policy import heat, records
 from services.store.policy.copying import Copying
 from services.store.policy.drains import Drains
@@ -136,7 +137,7 @@ class Policy:
         self.nodes.joined(member, member.instance_id in self.drains)
         self.known.joined(member.instance_id)
 
-    def beat(self, instance_id: str, usage: Usage | None, removed_seq: int) -> None:
+    def beat(self, instance_id: str, usage: StoreUsage | None, removed_seq: int) -> None:
         """It lives, and has applied tombstones up to `removed_seq`."""
         self.tombstones.reported(instance_id, removed_seq)
         node = self.nodes.get(instance_id)

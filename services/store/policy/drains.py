@@ -15,8 +15,8 @@ from functools import partial
 
 from kvmesh.errors import Overloaded
 from kvmesh.kvcache.keys import KEY_BYTES
-from kvmesh.kvcache.tiers import split_name, store_name, store_names
-from services.store.domain import Usage
+from kvmesh.kvcache.tiers import Tier, split_name, store_name, store_names
+from kvmesh.rpc.pb.store_pb2 import StoreUsage
 from services.store.policy.copying import Copying
 from services.store.policy.master_map import MasterMap
 from services.store.policy.nodes import Nodes
@@ -116,7 +116,7 @@ class Drains:
                 return
             drain.beats, drain.awaited = 0, None
 
-    def beat(self, instance_id: str, usage: Usage | None) -> None:
+    def beat(self, instance_id: str, usage: StoreUsage | None) -> None:
         """It beats, and is told that it drains. The next beat says that it has heard."""
         drain = self._drains.get(instance_id)
         if drain is None:
@@ -125,7 +125,7 @@ class Drains:
         if drain.beats < 2 or usage is None or usage.writing:
             drain.awaited = None
         elif drain.awaited is None:
-            drain.awaited = {instance_id, *(store_name(instance_id, use.tier) for use in usage.tiers)}
+            drain.awaited = {instance_id, *(store_name(instance_id, Tier(use.tier)) for use in usage.tiers)}
 
     def said(self, store_id: str) -> None:
         """One of its tiers has announced all that it has."""

@@ -6,7 +6,7 @@ A node is known when each of its tiers has announced without a gap. Which tiers 
 from __future__ import annotations
 
 from kvmesh.kvcache.tiers import Tier, split_name
-from services.store.domain import Usage
+from kvmesh.rpc.pb.store_pb2 import StoreUsage
 
 DRAM = frozenset({Tier.DRAM})
 
@@ -34,10 +34,10 @@ class KnownHolders:
             self._told[instance_id], self._tiers[instance_id] = set(), DRAM
             self._waiting[instance_id] = None
 
-    def beat(self, instance_id: str, usage: Usage | None) -> None:
+    def beat(self, instance_id: str, usage: StoreUsage | None) -> None:
         """A member says which tiers it has."""
         if usage is not None and instance_id in self._told:
-            self._tiers[instance_id] = DRAM | {use.tier for use in usage.tiers}
+            self._tiers[instance_id] = DRAM | {Tier(use.tier) for use in usage.tiers}
             self._judge(instance_id)
 
     def said(self, store_id: str, *, in_full: bool) -> None:

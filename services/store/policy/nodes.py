@@ -6,7 +6,8 @@ import random
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from services.store.domain import Member, Role, Usage
+from kvmesh.rpc.pb.store_pb2 import StoreUsage
+from services.store.domain import Member, Role
 
 AVOID_S = 10.0  # a node that failed a call gets no copies for so long
 MAX_PULLS = 4  # under way at one receiver
@@ -17,7 +18,7 @@ class Node:
     """One life. `pledged`: bytes of pulls under way, `pulls`: how many; `avoid_until`: it failed lately."""
 
     member: Member
-    usage: Usage | None = None
+    usage: StoreUsage | None = None
     draining: bool = False
     pledged: int = 0
     pulls: int = 0
