@@ -36,7 +36,7 @@ from services.store.domain import (
 )
 from services.store.durable import Durable
 from services.store.orders import StoreOrderQueue
-from services.store.policy import grants
+from services.store.policy.brain import MAX_GRANT
 from services.store.policy.quotas import Quota
 from services.store.policy.records import Write
 from services.store.state import MasterState
@@ -359,8 +359,8 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
 
     async def Grant(self, request: pb.GrantRequest, context: Any) -> pb.GrantResponse:  # noqa: N802
         """Raises InvalidRequest, NotLeader."""
-        if not 0 < request.count <= grants.MAX_COUNT:
-            raise InvalidRequest.of("count", request.count, f"must be in 1..{grants.MAX_COUNT}")
+        if not 0 < request.count <= MAX_GRANT:
+            raise InvalidRequest.of("count", request.count, f"must be in 1..{MAX_GRANT}")
         self._step(Tick())
         return pb.GrantResponse(term=self.term, first=self._state.policy.grants.take(request.count))
 

@@ -17,7 +17,7 @@ from kvmesh.kvcache.block_map import Verdict
 from kvmesh.kvcache.tiers import split_name, store_names
 from kvmesh.pacing import AnnouncementPacing, MembershipLease, Pacing, Pulse
 from kvmesh.rpc.pb.store_pb2 import StoreStatus, StoreUsage
-from services.store.blocks import BlockDirectory
+from services.store.block_map import BlockDirectory
 from services.store.domain import (
     MAX_TEXT,
     Action,

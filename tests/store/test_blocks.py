@@ -13,8 +13,8 @@ from kvmesh.kvcache.block_map import BlockMap, Verdict
 from kvmesh.kvcache.tiers import Tier, store_names
 from kvmesh.rpc.pb import common_pb2
 from kvmesh.rpc.pb import store_pb2 as pb
-from services.store import blocks, mapping
-from services.store.blocks import BlockDirectory
+from services.store import block_map, mapping
+from services.store.block_map import BlockDirectory
 from services.store.domain import (
     Action,
     Announce,
@@ -197,7 +197,7 @@ class World:
 @given(st.integers(0, 2**32), st.sampled_from([1, 2, 5, MAX_KEYS]))
 def test_every_watcher_knows_what_the_master_knew_at_its_seq(seed: int, slice_keys: int) -> None:
     patch = pytest.MonkeyPatch()
-    patch.setattr(blocks, "READ_KEYS", slice_keys)  # so that reading one store takes many turns
+    patch.setattr(block_map, "READ_KEYS", slice_keys)  # so that reading one store takes many turns
     try:
         world = World(random.Random(seed))
         for _ in range(150):

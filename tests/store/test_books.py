@@ -19,8 +19,8 @@ from services.store.durable import MemoryDurable
 from services.store.main import Master
 from services.store.orders import StoreOrderQueue
 from services.store.policy.brain import Policy
+from services.store.policy.reconciliation import UnconfirmedRemovals
 from services.store.policy.tombstones import Tombstones
-from services.store.policy.unconfirmed_removals import UnconfirmedRemovals
 from services.store.servicer import StoreMasterServicer
 from services.store.state import MasterState
 from services.store.stream import Watchers

@@ -14,16 +14,15 @@ from kvmesh.errors import Overloaded
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.rpc.pb.store_pb2 import StoreUsage
 from services.store import durable
+from services.store.block_map import LOG_SLACK_BYTES, MasterMap
 from services.store.domain import Announce, Beat, Heard, Join, Member, Role
 from services.store.policy.brain import Policy, PolicyLimits
+from services.store.policy.copies import Nodes, Pull
 from services.store.policy.heat import KeyHeat
-from services.store.policy.master_map import LOG_SLACK_BYTES, MasterMap
 from services.store.policy.names import Names
-from services.store.policy.nodes import Nodes
 from services.store.policy.quotas import Quota, Quotas
 from services.store.policy.records import Write
 from services.store.policy.tombstones import MAX_AWAY, Tombstones
-from services.store.policy.work import Pull
 from services.store.state import MasterState
 
 

@@ -12,11 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.rpc.pb.store_pb2 import StoreUsage
 from services.store import durable
+from services.store.block_map import MasterMap
 from services.store.domain import Member, Role
 from services.store.policy.brain import Policy, PolicyLimits
-from services.store.policy.master_map import MasterMap
+from services.store.policy.copies import Order, Pin
 from services.store.policy.records import Write
-from services.store.policy.work import Order, Pin
 from tests.support.tracing import lines
 
 TAGS = [b"tag1", b"tag2", b"tag9"]

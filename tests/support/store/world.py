@@ -13,8 +13,8 @@ from kvmesh.kvcache.tiers import Tier, store_name
 from kvmesh.rpc.pb.store_pb2 import StoreUsage, TierUsage
 from services.store.domain import Announce, Beat, Heard, Join, Member, Publish, Refuse, Role
 from services.store.policy.brain import PolicyLimits
+from services.store.policy.copies import Discard, Order, Pin, Pull, Trim
 from services.store.policy.tombstones import Tombstone
-from services.store.policy.work import Discard, Order, Pin, Pull, Trim
 from services.store.state import MasterState
 
 LEASE = 100.0
