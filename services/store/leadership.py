@@ -135,7 +135,8 @@ class LeaderSession:
         await self.servicer.close()
 
 
-_TELLING = (pb.JoinRequest, pb.BeatRequest, pb.AnnounceRequest)  # they say which term the caller has heard of
+# These say which term the caller has heard of.
+_TELLING = {one.DESCRIPTOR.full_name for one in (pb.JoinRequest, pb.BeatRequest, pb.AnnounceRequest)}
 
 
 class LeaderGuard:
@@ -153,11 +154,15 @@ class LeaderGuard:
         self._address = address
         for method in pb.DESCRIPTOR.services_by_name["StoreMaster"].methods:
             if method.name != "GetStatus":
-                setattr(self, method.name, self._guarded(method.name))
+                told = method.input_type.full_name in _TELLING
+                has_term = not method.server_streaming and "term" in method.output_type.fields_by_name
+                setattr(self, method.name, self._guarded(method.name, told, has_term))
 
-    def _guarded(self, name: str) -> Callable[[Any, Any], Any]:
+    def _guarded(self, name: str, told: bool, has_term: bool) -> Callable[[Any, Any], Any]:
+        """The method `name`. `told`: its request says a term; `has_term`: its answer does."""
+        finds = name == "Find"
+
         async def call(request: Any, context: Any) -> Any:
-            told = isinstance(request, _TELLING)
             if told and request.term > MAX_TERM:
                 raise InvalidRequest.of("term", request.term, f"no master has had one above {MAX_TERM}")
             session = self._leading()
@@ -167,9 +172,9 @@ class LeaderGuard:
                 self._listen(request, stranger)
             if self._leading() is not session:
                 raise self._not_leader()
-            if isinstance(answer, pb.FindResponse):
+            if finds:
                 answer.rebuilding = session.young() or bool(session.state.policy.known.unheard)
-            if answer is not None and "term" in answer.DESCRIPTOR.fields_by_name and (told or not answer.term):
+            if has_term and (told or not answer.term):
                 answer.term = session.term
             return answer
 
