@@ -14,7 +14,7 @@ from kvmesh.errors import InvalidRequest, KvmeshError, NotLeader, UnknownInstanc
 from kvmesh.kvcache.keys import KEY_BYTES, TAG_BYTES, split
 from kvmesh.kvcache.tiers import Tier, split_name
 from kvmesh.rpc import protocol
-from kvmesh.rpc.catching_up import caught_up
+from kvmesh.rpc.call_queue import caught_up
 from kvmesh.rpc.fastpath.server import FastContext
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc

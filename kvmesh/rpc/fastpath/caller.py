@@ -16,9 +16,9 @@ from google.protobuf.message import DecodeError, Message
 
 from kvmesh.errors import InternalError, KvmeshError, ProtocolMismatch
 from kvmesh.rpc import status
+from kvmesh.rpc.fastpath.calls import unary
 from kvmesh.rpc.fastpath.client import FastChannel, Way, dial
 from kvmesh.rpc.fastpath.frames import MAX_REQUEST
-from kvmesh.rpc.fastpath.methods import unary
 from kvmesh.rpc.pb import doors_pb2 as pb
 from kvmesh.rpc.pb import doors_pb2_grpc as pb_grpc
 

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from kvmesh.errors import DeadlinePassed, KvmeshError, Unavailable
 from kvmesh.rpc import status
 from kvmesh.rpc.fastpath import frames
-from kvmesh.rpc.fastpath.sweep import Sweep
+from kvmesh.rpc.fastpath.calls import Sweep
 from kvmesh.rpc.pb import common_pb2
 
 log = logging.getLogger(__name__)
