@@ -27,10 +27,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvmesh.kvcache.announce import snapshot_parts
 from kvmesh.kvcache.keys import split
-from kvmesh.membership.control_client import ControlClient
 from kvmesh.rpc.channels import connect
-from kvmesh.rpc.fastpath.caller import FastCaller
-from kvmesh.rpc.fastpath.control import control_calls
+from kvmesh.rpc.fastpath.caller import FastCaller, control_calls
+from kvmesh.rpc.leader_client import ServiceClient
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, store_pb2, store_pb2_grpc
 from kvmesh.rpc.protocol import PROTOCOL_VERSION
 
@@ -102,12 +101,10 @@ class Mesh:
         self.channels: list[grpc.aio.Channel] = [connect(a) for a in (store.address, conductor.address)]
         self.store: Any = store_pb2_grpc.StoreMasterStub(self.channels[0])
         self.conductor: Any = conductor_pb2_grpc.ConductorStub(self.channels[1])
-        self.lines = (
-            ControlClient(STORE),
-            ControlClient(CONDUCTOR),
-        )  # of heartbeats and announcements, as instances have them
+        # Of heartbeats and announcements, as instances have them.
+        self.lines = ServiceClient(STORE, ("Announce", "Beat")), ServiceClient(CONDUCTOR, ("Heartbeat",))
         for line, service in zip(self.lines, (store, conductor), strict=True):
-            line.dial(service.address)
+            line.connect(service.address)
         self.asked = 0
         self.prompts: list[bytes] = []
 
@@ -159,7 +156,7 @@ class Mesh:
         request = conductor_pb2.HeartbeatRequest(
             instance=ref, seq=self.beats, ready=True, load=load, prefill_samples=samples, finished_request_ids=finished
         )
-        await self.lines[1].say("Heartbeat", request, TIMEOUT_S)
+        await self.lines[1].call("Heartbeat", request, TIMEOUT_S)
 
     async def announce(self, ref: common_pb2.InstanceRef, keys: list[bytes]) -> None:
         """It seals these."""
@@ -169,7 +166,7 @@ class Mesh:
             told = store_pb2.Announcement(store_id=name, incarnation=1, seq=self.seqs[name], sealed=b"".join(keys))
             if part is not None:
                 told.sealed, told.snapshot, told.part, told.more = b"".join(part.sealed), True, part.part, part.more
-            await self.lines[0].say("Announce", store_pb2.AnnounceRequest(announcement=told), TIMEOUT_S)
+            await self.lines[0].call("Announce", store_pb2.AnnounceRequest(announcement=told), TIMEOUT_S)
 
     async def schedule(self, ask: Ask) -> None:
         self.asked += 1
@@ -183,7 +180,7 @@ class Mesh:
 
     async def close(self) -> None:
         for line in self.lines:
-            await line.drop()
+            await line.close()
         for channel in self.channels:
             await channel.close()
 

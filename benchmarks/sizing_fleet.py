@@ -23,7 +23,7 @@ from benchmarks.progress import tell
 from benchmarks.sizing_costs import FLIGHT, IDLE, SATURATED, WIRE
 from benchmarks.sizing_mesh import Clocks
 from benchmarks.sizing_solve import Window
-from kvmesh.membership.control_client import ControlClient
+from kvmesh.rpc.leader_client import ServiceClient
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, store_pb2
 
 BLOCK = 64
@@ -45,17 +45,18 @@ class Fleet:
         self._beats = itertools.count(1)
         # Each instance beats over a line of its own; some, in turns, make the servers wait on many sockets too.
         self._all = [
-            (ControlClient(conductor_grpc.CONDUCTOR), ControlClient(conductor_grpc.STORE)) for _ in range(CONNECTIONS)
+            (ServiceClient(conductor_grpc.CONDUCTOR, ("Heartbeat",)), ServiceClient(conductor_grpc.STORE, ("Beat",)))
+            for _ in range(CONNECTIONS)
         ]
         for first, second in self._all:
-            first.dial(conductor)
-            second.dial(store)
+            first.connect(conductor)
+            second.connect(store)
         self._lines = itertools.cycle(self._all)
 
     async def close(self) -> None:
         """Its lines."""
         for line in itertools.chain.from_iterable(self._all):
-            await line.drop()
+            await line.close()
 
     def _count(self, **more: int) -> None:
         for event, n in more.items():
@@ -70,14 +71,14 @@ class Fleet:
         request = conductor_pb2.HeartbeatRequest(
             instance=ref, seq=1_000_000 + next(self._beats), ready=True, load=load, **said
         )
-        await next(self._lines)[0].say("Heartbeat", request, WAIT_S)
+        await next(self._lines)[0].call("Heartbeat", request, WAIT_S)
         self._count(conductor_beats=1)
 
     async def store_beat(self) -> None:
         """The next instance's heartbeat at the store master."""
         usage = store_pb2.StoreUsage(capacity_bytes=1 << 36, free_bytes=1 << 30, blocks=1 << 14)
         request = store_pb2.BeatRequest(instance=next(self._turn), seq=next(self._beats), usage=usage)
-        await next(self._lines)[1].say("Beat", request, WAIT_S)
+        await next(self._lines)[1].call("Beat", request, WAIT_S)
         self._count(store_beats=1)
 
     def announce(self, keys: int) -> Call:

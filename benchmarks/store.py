@@ -7,7 +7,8 @@ data      put_from and get_into of 64 KiB, 1 MiB and 16 MiB, one value a call an
           PyPI, in an environment of its own; its memory in another process); Redis over loopback; memcpy
 clients   the same with 1 to 8 clients at once, each a process
 metadata  look-ups and announcements of 1, 64 and 512 keys a call against mooncake_master's (batch_is_exist; begin and
-          end of puts without data): keys per second of one client that waits for each answer
+          end of puts without data): keys per second of one client that waits for each answer; look-ups as the
+          Store's client asks them (over the fast path) and over gRPC alone
 growth    the same of our master at 10^4, 10^5 and 10^6 blocks, and bytes per block
 names     binds, and puts with a name, per second at 0 to 10^6 names
 gather    small blocks that lie side by side: one READ each, or one for all and a copy (kvmesh/storeclient/gather.py)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import statistics
 import time
 from typing import Any
@@ -46,31 +47,37 @@ def against_mooncake(rounds: int) -> Any:
         print("\nmetadata: thousand keys per second, one call at a time")
         print(f"{'':24}{'kvmesh':>10}{'Mooncake':>10}{'ratio':>8}")
         told = []
-        for op in ("look up", "announce"):
-            for batch in BATCHES:
-                row = _row(op, batch, rounds, ours, theirs)
-                told.append(row)
-                theirs_rate = f"{row['mooncake'] / 1e3:10.1f}{row['ratio']:8.2f}" if theirs else f"{'-':>10}{'-':>8}"
-                print(f"{op:10}{batch:5} a call{'':3}{row['kvmesh'] / 1e3:10.1f}{theirs_rate}", flush=True)
+        for op, batch in itertools.product(("look up", "announce"), BATCHES):
+            row = _row(op, batch, rounds, ours, theirs)
+            told.append(row)
+            theirs_rate = f"{row['mooncake'] / 1e3:10.1f}{row['ratio']:8.2f}" if theirs else f"{'-':>10}{'-':>8}"
+            grpc = f"   {row['grpc'] / 1e3:.1f} over gRPC alone: {row['over_grpc']:.2f} x" if "grpc" in row else ""
+            print(f"{op:10}{batch:5} a call{'':3}{row['kvmesh'] / 1e3:10.1f}{theirs_rate}{grpc}", flush=True)
         return told
 
 
 def _row(op: str, batch: int, rounds: int, ours: Worker, theirs: Worker | None) -> dict[str, Any]:
     times = calls(batch)
     mine: list[float] = []
+    grpc: list[float] = []
     other: list[float] = []
     for round_ in range(rounds + 1):
         if op == "look up":
             spent = ours.call("look", batch=batch, times=times)
+            slow = ours.call("look", batch=batch, times=times, grpc=True)
             its = theirs.call("look", prefix="known", known=KNOWN, batch=batch, times=times) if theirs else None
         else:
-            spent = ours.call("announce", count=batch * times, batch=batch)
+            spent, slow = ours.call("announce", count=batch * times, batch=batch), 0.0
             name = f"new-{batch}-{round_}"
             its = theirs.call("announce", prefix=name, count=batch * times, batch=batch) if theirs else None
         if round_:
             mine.append(batch * times / spent)
+            grpc += [batch * times / slow] if slow else []
             other += [batch * times / its] if its else []
     row: dict[str, Any] = {"op": op, "batch": batch, "kvmesh": round(statistics.median(mine))}
+    if grpc:
+        row["grpc"] = round(statistics.median(grpc))
+        row["over_grpc"] = round(statistics.median(a / b for a, b in zip(mine, grpc, strict=True)), 3)
     if other:
         row["mooncake"] = round(statistics.median(other))
         row["ratio"] = round(statistics.median(a / b for a, b in zip(mine, other, strict=True)), 3)

@@ -25,6 +25,7 @@ class Stretch:
         """`base_s`: what it is where there are few. `per_s`: of all together at most; 0: it is never stretched."""
         self._alone = base_s * per_s if per_s > 0 else math.inf
         self._level = 0
+        self._senders = 0.0  # as of the last count
 
     @property
     def times(self) -> float:
@@ -33,6 +34,9 @@ class Stretch:
 
     def count(self, senders: float) -> bool:
         """There are so many now, by what each counts; whether that has changed the interval."""
+        if senders == self._senders:
+            return False
+        self._senders = senders
         least, most = _level(senders / self._alone), _level(senders / (self._alone * SLACK))
         before, self._level = self._level, min(max(self._level, least), most)
         return self._level != before

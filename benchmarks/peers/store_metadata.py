@@ -12,9 +12,11 @@ import uvloop
 from benchmarks.peers.link import End, serve
 from kvmesh.kvcache.keys import KEY_BYTES
 from kvmesh.rpc.channels import connect
+from kvmesh.rpc.leader_client import LeaderClient, LeaderTracker
 from kvmesh.rpc.pb import common_pb2, store_pb2, store_pb2_grpc
 from kvmesh.rpc.protocol import PROTOCOL_VERSION
 
+SERVICE = store_pb2.DESCRIPTOR.services_by_name["StoreMaster"]
 PART = 8192  # keys in one announcement, when the map is filled
 TIMEOUT_S = 60.0
 
@@ -31,6 +33,7 @@ class Talker(End):
     async def _join(self, master: str) -> None:
         self.channel = connect(master)
         self.rpc: Any = store_pb2_grpc.StoreMasterStub(self.channel)
+        self.client = LeaderClient(SERVICE, LeaderTracker(master), ("Find",))
         instance = common_pb2.InstanceRef(instance_id=self.name, address="127.0.0.1:9", incarnation=1)
         member = store_pb2.Member(instance=instance, role=common_pb2.ROLE_PREFILL, node_id="bench", store_id=self.name)
         request = store_pb2.JoinRequest(protocol_version=PROTOCOL_VERSION, member=member)
@@ -89,17 +92,26 @@ class Talker(End):
 
         return self.loop.run_until_complete(all_of_them())
 
-    def look(self, batch: int, times: int) -> float:
-        """Seconds for so many look-ups of `batch` keys each."""
+    def look(self, batch: int, times: int, grpc: bool = False) -> float:
+        """Seconds for so many look-ups of `batch` keys each, as a client of the Store asks; or over gRPC."""
         requests = []
         for _ in range(times):
             first = self.rng.randrange(max(1, len(self.keys) - batch))
             requests.append(store_pb2.FindRequest(keys=b"".join(self.keys[first : first + batch]), grouped=True))
 
+        async def over_grpc(request: store_pb2.FindRequest) -> Any:
+            return await self.rpc.Find(request, timeout=TIMEOUT_S)
+
+        async def by_client(request: store_pb2.FindRequest) -> Any:
+            return await self.client.call("Find", request, TIMEOUT_S)
+
         async def all_of_them() -> float:
+            ask = over_grpc if grpc else by_client
+            while not grpc and not self.client.via_fastpath:
+                await ask(requests[0])
             start = time.perf_counter()
             for request in requests:
-                answer = await self.rpc.Find(request, timeout=TIMEOUT_S)
+                answer = await ask(request)
                 holders = [list(one.holder) for one in answer.groups]
                 found = [holders[at] for at in struct.unpack(f"<{batch}H", answer.group)]
                 if not all(found):
@@ -118,6 +130,7 @@ class Talker(End):
         return self.loop.run_until_complete(ask())
 
     def close(self) -> None:
+        self.loop.run_until_complete(self.client.close())
         self.loop.run_until_complete(self.channel.close())
 
 

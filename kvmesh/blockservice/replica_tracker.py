@@ -7,19 +7,16 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
-
-import grpc.aio
 
 from kvmesh.blockservice.partitions import Partition, Partitions
 from kvmesh.errors import KvmeshError
 from kvmesh.kvcache.known_copies import MOST, WINDOW, KnownCopies
-from kvmesh.rpc.masters import Caller, Masters
+from kvmesh.rpc.leader_client import LeaderClient, LeaderTracker
 from kvmesh.rpc.pb import store_pb2 as pb
-from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
 
 log = logging.getLogger(__name__)
 
+SERVICE = pb.DESCRIPTOR.services_by_name["StoreMaster"]
 INTERVAL_S = 0.5
 FAILED_S = 2.0
 CALL_S = 2.0
@@ -34,7 +31,7 @@ class ReplicaTracker:
         own: str,
         partitions: Partitions,
         below: Callable[[str, bytes], bool],
-        masters: Masters,
+        masters: LeaderTracker,
         joined: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -42,7 +39,7 @@ class ReplicaTracker:
         self._below = below
         self._known = KnownCopies(own)
         # A list of its own: whoever beats decides where this node belongs, not whoever asks.
-        self._caller = Caller(Masters(str(masters), masters.terms))
+        self._caller = LeaderClient(SERVICE, LeaderTracker(str(masters), masters.terms))
         self._joined = joined
         self._clock = clock
 
@@ -69,11 +66,8 @@ class ReplicaTracker:
         assert len(keys) <= MOST
         request = pb.LookupRequest(keys=b"".join(keys), uncounted=True)
 
-        async def ask(channel: grpc.aio.Channel, timeout_s: float) -> Any:
-            return await pb_grpc.StoreMasterStub(channel).Lookup(request, timeout=timeout_s)
-
         try:
-            answer = await self._caller.call(ask, CALL_S)
+            answer: pb.LookupResponse = await self._caller.call("Lookup", request, CALL_S)
             shared, sole = self._known.sort(keys, [one.store_ids for one in answer.holders])
         except (KvmeshError, ValueError) as error:
             self._known.unanswered(keys)

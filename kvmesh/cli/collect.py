@@ -12,8 +12,8 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from kvmesh.errors import KvmeshError
+from kvmesh.rpc.addresses import split
 from kvmesh.rpc.channels import connect
-from kvmesh.rpc.masters import split
 from kvmesh.rpc.pb import (
     blocks_pb2,
     blocks_pb2_grpc,

@@ -104,7 +104,7 @@ def _wait(instance: str, timeout_s: float, conductor: str | None, run_dir: Path 
 
 def _whom(conductor: str | None, run_dir: Path | None) -> tuple[tuple[str, ...], str]:
     """The conductors, and the store masters as far as they are known here; this process secured as they want it."""
-    from kvmesh.rpc.masters import split
+    from kvmesh.rpc.addresses import split
 
     run = None if conductor else runs.find_running(run_dir)
     runs.secure(run)

@@ -141,9 +141,12 @@ def _plain(line: str) -> Any:
 async def looking(instance: str, conductors: Sequence[str], masters: str) -> AsyncIterator[Callable[[], Any]]:
     """A function that looks at the instance: at all conductors, and at the store masters, which the conductors name
     where `masters` is ""."""
-    from kvmesh.rpc.masters import Caller, Masters
+    from kvmesh.rpc.leader_client import LeaderClient, LeaderTracker
+    from kvmesh.rpc.pb import store_pb2
 
-    callers: list[Caller] = []
+    service = store_pb2.DESCRIPTOR.services_by_name["StoreMaster"]
+
+    callers: list[LeaderClient] = []
 
     async def look() -> DrainLook:
         from kvmesh.cli.collect import _pools, ask_conductor
@@ -163,7 +166,7 @@ async def looking(instance: str, conductors: Sequence[str], masters: str) -> Asy
             named = masters or ",".join(next((one["store_masters"] for one in answered if one["store_masters"]), []))
             if not named:
                 return DrainLook(requests, why_not="no conductor knows a store master")
-            callers.append(Caller(Masters(named)))
+            callers.append(LeaderClient(service, LeaderTracker(named)))
         return await _blocks(callers[0], instance, requests)
 
     try:
@@ -183,14 +186,12 @@ def requests_of(seen: Sequence[dict[str, Any]], pools: dict[str, Any]) -> int:
 
 
 async def _blocks(caller: Any, instance: str, requests: int) -> DrainLook:
-    from kvmesh.rpc.pb import common_pb2, store_pb2, store_pb2_grpc
+    from kvmesh.rpc.pb import common_pb2, store_pb2
 
     drain = store_pb2.DrainRequest(instance_id=instance)
-    everybody = store_pb2.ListMembersRequest()
     try:
-        told = await caller.call(lambda c, s: store_pb2_grpc.StoreMasterStub(c).Drain(drain, timeout=s), ASK_S)
-        list_members = lambda c, s: store_pb2_grpc.StoreMasterStub(c).ListMembers(everybody, timeout=s)  # noqa: E731
-        members = (await caller.call(list_members, ASK_S)).members
+        told = await caller.call("Drain", drain, ASK_S)
+        members = (await caller.call("ListMembers", store_pb2.ListMembersRequest(), ASK_S)).members
     except UnknownInstance:
         return DrainLook(requests, gone=True)
     except KvmeshError as error:

@@ -91,7 +91,7 @@ async def scale_hints(conductors: str) -> list[pb.ScaleHint]:
     """The hints for each pool, from the conductor that leads: one of "a:1,b:2", or one that these name.
 
     Raises KvmeshError as they answered; Unavailable: none leads."""
-    from kvmesh.rpc.masters import split
+    from kvmesh.rpc.addresses import split
 
     asked: dict[str, pb.GetScaleHintsResponse | KvmeshError] = {}
     addresses = split(conductors, "conductor")

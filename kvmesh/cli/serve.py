@@ -189,7 +189,7 @@ def serve(service: str, config: ServiceConfig) -> None:
     from kvmesh.cli.up import hashing
     from kvmesh.instance.config import InstanceConfig
     from kvmesh.rpc import exposure, process, security
-    from kvmesh.rpc.masters import split
+    from kvmesh.rpc.addresses import split
     from kvmesh.rpc.server import check_port
     from kvmesh.telemetry import setup
 

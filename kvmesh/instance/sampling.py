@@ -9,7 +9,7 @@ from kvmesh.errors import InvalidRequest
 from kvmesh.kvcache.keys import pack_tokens
 from kvmesh.ranks.protocol import Sampling, TokenHistory
 from kvmesh.rpc.pb import common_pb2
-from kvmesh.rpc.sampling import (
+from kvmesh.rpc.protocol import (
     MAX_BIAS,
     MAX_BIASED_TOKENS,
     MAX_PENALTY,

@@ -102,7 +102,7 @@ Event = Tick | Granted | Held | Silent | Refused | Heard | Stop
 class Ask:
     """Get the lease (`term` 0), or renew the one of `term`. A new term must be above `floor`, and at least `first` if
     Redis knows none; that of a renewal becomes `floor` if that is higher. The answer is an event with this number.
-    `life`: leases are told apart by it; each is for one continuous reign at most."""
+    `life`: leases are told apart by it; each is for one continuous leadership at most."""
 
     number: int
     life: int

@@ -1,4 +1,4 @@
-"""Carries out what a Leader decides: asks Redis, begins and ends reigns."""
+"""The shell around a LeaderMachine: it asks Redis, and calls those who begin and end with a leadership."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Leadership:
         return self._leader.leader_at(self._clock())
 
     def leads(self) -> bool:
-        """Now. A lease that has run out ends the reign before this returns."""
+        """Now. A lease that has run out ends the leadership before this returns."""
         if self._leader.leads(self._clock()):
             return True
         self._step(Tick())

@@ -15,9 +15,8 @@ from collections.abc import Callable
 from kvmesh.errors import InvalidRequest, KvmeshError, NotLeader, StaleTerm, UnknownInstance
 from kvmesh.kvcache.announce import Announcement, Announcer
 from kvmesh.kvcache.tiers import split_name
-from kvmesh.membership.control_client import ControlClient
 from kvmesh.pacing import IDLE_S
-from kvmesh.rpc.masters import Masters
+from kvmesh.rpc.leader_client import LeaderTracker, ServiceClient
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.telemetry import names
 
@@ -60,7 +59,7 @@ class Announcing:
     def __init__(
         self,
         announcer: Announcer,
-        masters: Masters,
+        masters: LeaderTracker,
         interval_s: float,
         joined: Callable[[], bool],
         rejoin: Callable[[], None],
@@ -71,7 +70,7 @@ class Announcing:
         self._idle_s, self._gap_s = IDLE_S, 0.0  # as the master has told us last
         self._joined = joined
         self._rejoin = rejoin
-        self._line = ControlClient(SERVICE)
+        self._master = ServiceClient(SERVICE, ("Announce",))
         self._complained = False
 
     def add(self, announcer: Announcer) -> None:
@@ -92,7 +91,7 @@ class Announcing:
                 if not more:
                     await asyncio.sleep(self._interval_s)
         finally:
-            await self._drop_line()
+            await self._disconnect()
 
     async def _turn(self, teller: _Teller) -> bool:
         """Say what it has to say, if anything; whether it goes on at once: parts of a snapshot follow one another."""
@@ -106,13 +105,13 @@ class Announcing:
 
     async def _say(self, word: Announcement, teller: _Teller) -> bool:
         """Whether it was heard. Raises nothing but CancelledError."""
-        if self._line.address != self._masters.current:
-            await self._drop_line()
-            self._line.dial(self._masters.current)
+        if self._master.address != self._masters.current:
+            await self._disconnect()
+            self._master.connect(self._masters.current)
         terms = self._masters.terms
         request = pb.AnnounceRequest(announcement=to_proto(word), term=terms.highest)
         try:
-            answer: pb.AnnounceResponse = await self._line.say("Announce", request, CALL_S)
+            answer: pb.AnnounceResponse = await self._master.call("Announce", request, CALL_S)
             terms.hear(answer.term)
         except asyncio.CancelledError:
             teller.announcer.failed()
@@ -146,13 +145,13 @@ class Announcing:
         names.NODE_ANNOUNCED.labels(outcome="failed").inc()
         if isinstance(cause, InvalidRequest):
             # The same again would be refused again, and nothing after it be heard: all of it anew, unhurried.
-            log.error("store master at %s refuses what this node announces: %s", self._line.address, cause)
+            log.error("store master at %s refuses what this node announces: %s", self._master.address, cause)
             teller.announcer.restart()
             teller.not_before = now + REFUSED_S
             return
         teller.announcer.failed()
-        address = self._line.address
-        await self._drop_line()  # gRPC's own reconnect back-off must not delay ours
+        address = self._master.address
+        await self._disconnect()  # gRPC's own reconnect back-off must not delay ours
         if isinstance(cause, NotLeader | StaleTerm):
             self._rejoin()
             return
@@ -160,9 +159,9 @@ class Announcing:
             self._complained = True
             log.warning("store master at %s does not take announcements: %s", address, cause)
 
-    async def _drop_line(self) -> None:
+    async def _disconnect(self) -> None:
         with contextlib.suppress(Exception):
-            await self._line.drop()
+            await self._master.close()
 
 
 def to_proto(word: Announcement) -> pb.Announcement:

@@ -12,14 +12,13 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-import grpc.aio
-
 from kvmesh.errors import KvmeshError
-from kvmesh.rpc.masters import Caller, Masters
-from kvmesh.rpc.pb import common_pb2, store_pb2, store_pb2_grpc
+from kvmesh.rpc.leader_client import LeaderClient, LeaderTracker
+from kvmesh.rpc.pb import common_pb2, store_pb2
 
 log = logging.getLogger(__name__)
 
+SERVICE = store_pb2.DESCRIPTOR.services_by_name["StoreMaster"]
 ASK_S = 0.1
 CALL_S = 2.0
 STUCK_S = 3.0  # nobody has room: waiting longer than a master's second try would be waiting for a miracle
@@ -57,16 +56,17 @@ async def evacuate(
 
 async def evacuate_node(ref: common_pb2.InstanceRef, masters: str, within_s: float) -> Evacuated:
     """As `evacuate`, of the node `ref`; logs what came of it. Never raises for what masters do."""
-    caller = Caller(Masters(masters))
+    master = LeaderClient(SERVICE, LeaderTracker(masters))
+    request = store_pb2.DrainRequest(instance_id=ref.instance_id, incarnation=ref.incarnation)
 
-    async def once(channel: grpc.aio.Channel, timeout_s: float) -> store_pb2.DrainResponse:
-        request = store_pb2.DrainRequest(instance_id=ref.instance_id, incarnation=ref.incarnation)
-        return await store_pb2_grpc.StoreMasterStub(channel).Drain(request, timeout=timeout_s)
+    async def once(timeout_s: float) -> store_pb2.DrainResponse:
+        answer: store_pb2.DrainResponse = await master.call("Drain", request, timeout_s)
+        return answer
 
     try:
-        done = await evacuate(lambda timeout_s: caller.call(once, timeout_s), within_s, asyncio.get_running_loop().time)
+        done = await evacuate(once, within_s, asyncio.get_running_loop().time)
     finally:
-        await caller.close()
+        await master.close()
     if done.why:
         log.warning(
             "%d blocks moved away, up to %d that only this node holds are lost: %s", done.moved, done.left, done.why

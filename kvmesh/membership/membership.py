@@ -11,12 +11,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable
 from typing import Any, ClassVar, NamedTuple
 
-import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 
 from kvmesh.errors import InvalidRequest, KvmeshError, ProtocolMismatch, UnknownInstance
-from kvmesh.membership.control_client import ControlClient
-from kvmesh.rpc import status
+from kvmesh.rpc.leader_client import ServiceClient
 
 log = logging.getLogger(__name__)
 
@@ -40,15 +38,16 @@ class Acknowledged(NamedTuple):
 
 
 class MembershipPeer(ABC):
-    """One membership: enter, beat, enter again, say goodbye. Owns its line."""
+    """One membership: enter, beat, enter again, say goodbye. Owns its connection."""
 
     name: ClassVar[str]
     service: ClassVar[ServiceDescriptor]
+    fast: ClassVar[str]  # the method of a beat
 
     def __init__(self, rng: random.Random) -> None:
         self.registered = False
         self._rng = rng
-        self._line = ControlClient(self.service)
+        self._peer = ServiceClient(self.service, (self.fast,))
         self._interval_s = FIRST_INTERVAL_S
         self._lease_s = ENTER_TIMEOUT_S
         self._pace = 0  # the number of what we go by
@@ -63,15 +62,15 @@ class MembershipPeer(ABC):
         """Whom to call now."""
 
     @abstractmethod
-    async def _enter(self, channel: grpc.aio.Channel, timeout_s: float) -> Acknowledged:
+    async def _enter(self, peer: ServiceClient, timeout_s: float) -> Acknowledged:
         """Register."""
 
     @abstractmethod
-    async def _beat(self, line: ControlClient, timeout_s: float) -> Acknowledged:
+    async def _beat(self, peer: ServiceClient, timeout_s: float) -> Acknowledged:
         """One heartbeat; it says `_pace`."""
 
     @abstractmethod
-    async def _goodbye(self, line: ControlClient, timeout_s: float) -> None: ...
+    async def _goodbye(self, peer: ServiceClient, timeout_s: float) -> None: ...
 
     def urge(self) -> None:
         """Beat soon."""
@@ -93,19 +92,19 @@ class MembershipPeer(ABC):
                 failures = 0 if self._beaten else failures + 1
                 wait_s = self._after(error, failures)
                 await asyncio.wait({stopping}, timeout=wait_s)
-            if self.registered and self._line.address:
-                await self._guarded(self._goodbye(self._line, GOODBYE_TIMEOUT_S))
+            if self.registered and self._peer.address:
+                await self._guarded(self._goodbye(self._peer, GOODBYE_TIMEOUT_S))
         finally:
             self.registered = False
             stopping.cancel()
-            await self._line.drop()
+            await self._peer.close()
 
     async def _live(self, stopping: asyncio.Future[Any]) -> None:
         """Enter and beat until stopped (returns) or until the peer fails us (raises)."""
         self._beaten = self._changed = False
-        if not self._line.address:
-            self._line.dial(self.address)
-        told = await self._enter(self._line.channel, ENTER_TIMEOUT_S)
+        if not self._peer.address:
+            self._peer.connect(self.address)
+        told = await self._enter(self._peer, ENTER_TIMEOUT_S)
         self._go_by(told._replace(interval_ms=max(told.interval_ms, 1)))
         if not self.registered:
             log.info("registered with %s at %s", self.name, self.address)
@@ -114,9 +113,9 @@ class MembershipPeer(ABC):
         while not stopping.done():
             if self._changed:
                 self._changed = False
-                self._go_by(await self._enter(self._line.channel, ENTER_TIMEOUT_S))
+                self._go_by(await self._enter(self._peer, ENTER_TIMEOUT_S))
             # Half a lease: one lost call leaves time for another before the peer takes us for dead.
-            self._go_by(await self._beat(self._line, self._lease_s / 2))
+            self._go_by(await self._beat(self._peer, self._lease_s / 2))
             self._beaten = True
             await self._pause(stopping)
 
@@ -144,11 +143,8 @@ class MembershipPeer(ABC):
         """The call's error instead of its exception; cancellation passes."""
         try:
             await call
-        except grpc.aio.AioRpcError as e:
-            await self._line.drop()
-            return status.from_rpc_error(e)
         except KvmeshError as e:
-            await self._line.drop()
+            await self._peer.close()
             return e
         except Exception as e:
             log.exception("%s: registration loop failed", self.name)

@@ -14,21 +14,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-import grpc
-
 from kvmesh.errors import KvmeshError
-from kvmesh.membership.control_client import ControlClient
 from kvmesh.membership.membership import Acknowledged, MembershipPeer
 from kvmesh.rpc import protocol
-from kvmesh.rpc.masters import Masters, moves_on, split
+from kvmesh.rpc.addresses import split
+from kvmesh.rpc.leader_client import LeaderTracker, ServiceClient, moves_on
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import conductor_pb2 as pb
-from kvmesh.rpc.pb import conductor_pb2_grpc as pb_grpc
 from kvmesh.rpc.pb import store_pb2 as pb_store
-from kvmesh.rpc.pb import store_pb2_grpc as pb_store_grpc
 from kvmesh.rpc.terms import LeaderTerms
-
-# What of a node hears the answers of the store master.
 
 
 class StoreOrders(Protocol):
@@ -87,10 +81,11 @@ class _StorePeer(MembershipPeer):
 
     name = "store master"
     service = pb_store.DESCRIPTOR.services_by_name["StoreMaster"]
+    fast = "Beat"
 
     def __init__(
         self,
-        masters: Masters,
+        masters: LeaderTracker,
         rng: random.Random,
         member: pb_store.Member,
         usage: Callable[[], pb_store.StoreUsage] | None,
@@ -110,20 +105,20 @@ class _StorePeer(MembershipPeer):
     def address(self) -> str:
         return self.masters.current
 
-    async def _enter(self, channel: grpc.aio.Channel, timeout_s: float) -> Acknowledged:
+    async def _enter(self, peer: ServiceClient, timeout_s: float) -> Acknowledged:
         request = pb_store.JoinRequest(
             protocol_version=protocol.PROTOCOL_VERSION, member=self._member, term=self.masters.terms.highest
         )
         if self._orders is not None:
             request.removed_seq = self._orders.removed_seq
-        answer = await pb_store_grpc.StoreMasterStub(channel).Join(request, timeout=timeout_s)
+        answer: pb_store.JoinResponse = await peer.call("Join", request, timeout_s)
         self._heard(answer.term)
         if self._orders is not None:
             await self._orders.bury(answer.tombstones)
         self.doubted = False
         return Acknowledged(answer.heartbeat_interval_ms, answer.lease_ms, answer.pace)
 
-    async def _beat(self, line: ControlClient, timeout_s: float) -> Acknowledged:
+    async def _beat(self, peer: ServiceClient, timeout_s: float) -> Acknowledged:
         self._seq += 1
         term = self.masters.terms.highest
         request = pb_store.BeatRequest(instance=self._member.instance, seq=self._seq, term=term, pace=self._pace)
@@ -131,7 +126,7 @@ class _StorePeer(MembershipPeer):
             request.usage.CopyFrom(self._usage())
         if self._orders is not None:
             request.removed_seq = self._orders.removed_seq
-        answer: pb_store.BeatResponse = await line.say("Beat", request, timeout_s)
+        answer: pb_store.BeatResponse = await peer.call("Beat", request, timeout_s)
         self._heard(answer.term)
         if self._orders is not None:
             self._orders.beat_answered(answer)  # tombstones too; the next beat does not wait for them
@@ -151,14 +146,15 @@ class _StorePeer(MembershipPeer):
             return 0.0  # another master may know us
         return wait_s
 
-    async def _goodbye(self, line: ControlClient, timeout_s: float) -> None:
+    async def _goodbye(self, peer: ServiceClient, timeout_s: float) -> None:
         request = pb_store.LeaveRequest(instance=self._member.instance)
-        await pb_store_grpc.StoreMasterStub(line.channel).Leave(request, timeout=timeout_s)
+        await peer.call("Leave", request, timeout_s)
 
 
 class _ConductorPeer(MembershipPeer):
     name = "conductor"
     service = pb.DESCRIPTOR.services_by_name["Conductor"]
+    fast = "Heartbeat"
 
     def __init__(
         self,
@@ -188,21 +184,21 @@ class _ConductorPeer(MembershipPeer):
         self._registration.role = role
         self.enter_again()
 
-    async def _enter(self, channel: grpc.aio.Channel, timeout_s: float) -> Acknowledged:
-        answer = await pb_grpc.ConductorStub(channel).Register(self._registration, timeout=timeout_s)
+    async def _enter(self, peer: ServiceClient, timeout_s: float) -> Acknowledged:
+        answer: pb.RegisterInstanceResponse = await peer.call("Register", self._registration, timeout_s)
         return Acknowledged(answer.heartbeat_interval_ms, answer.lease_ms, answer.pace)
 
-    async def _beat(self, line: ControlClient, timeout_s: float) -> Acknowledged:
-        return await self._send(line, timeout_s, self._ready(), "")
+    async def _beat(self, peer: ServiceClient, timeout_s: float) -> Acknowledged:
+        return await self._send(peer, timeout_s, self._ready(), "")
 
-    async def _goodbye(self, line: ControlClient, timeout_s: float) -> None:
-        await self._send(line, timeout_s, False, "shutting down")
+    async def _goodbye(self, peer: ServiceClient, timeout_s: float) -> None:
+        await self._send(peer, timeout_s, False, "shutting down")
 
-    async def _send(self, line: ControlClient, timeout_s: float, ready: bool, reason: str) -> Acknowledged:
+    async def _send(self, peer: ServiceClient, timeout_s: float, ready: bool, reason: str) -> Acknowledged:
         beat = self._compose(ready, reason)
         queues: tuple[_Kept[Any], ...] = self._prefill, self._decode, self._finished, self._outcomes
         ends = [kept.end for kept in queues]
-        answer: pb.HeartbeatResponse = await line.say("Heartbeat", beat, timeout_s)
+        answer: pb.HeartbeatResponse = await peer.call("Heartbeat", beat, timeout_s)
         for kept, end in zip(queues, ends, strict=True):
             kept.drop_until(end)
         return Acknowledged(answer.heartbeat_interval_ms, answer.lease_ms, answer.pace)
@@ -286,7 +282,7 @@ class Registrar:
             _ConductorPeer(address, rng, registration, self._news, ready)
             for address in split(conductor_address, "conductor")
         ]
-        self._store = _StorePeer(Masters(store_address, terms), rng, member, usage, on_pools, orders)
+        self._store = _StorePeer(LeaderTracker(store_address, terms), rng, member, usage, on_pools, orders)
 
     @classmethod
     def pool_node(
@@ -304,11 +300,11 @@ class Registrar:
             instance=ref_pb, role=pb_common.ROLE_POOL, node_id=node_id, store_id=ref_pb.instance_id
         )
         made._conductors = []
-        made._store = _StorePeer(Masters(store_address, terms), random.Random(), member, usage, None, orders)
+        made._store = _StorePeer(LeaderTracker(store_address, terms), random.Random(), member, usage, None, orders)
         return made
 
     @property
-    def masters(self) -> Masters:
+    def masters(self) -> LeaderTracker:
         """The store masters; `current` is the one this instance has joined, or is about to join."""
         return self._store.masters
 

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from kvmesh.errors import Overloaded
-from kvmesh.rpc.returning import ReturnTimes
 
 SLICE_S = 0.002
 
@@ -131,3 +130,59 @@ class CallQueue:
             queued = self._waiting.popleft()
             if queued.work is not None:
                 now = self._carry_out(queued.work, queued.since, now)
+
+
+# ── when the refused may come again ─────────────────────────────────────────────────────────────────
+#
+# Room comes back at the rate at which calls end, so only so many of the refused can be taken in a second. Each of them
+# is told a time of its own: no two are closer to each other than two calls that end.
+
+FIRST_GUESS_S = 0.01  # between two calls that end, before any has ended
+NEW_SHARE = 0.05  # of a new interval in what is thought usual
+MOST_INTERVAL_S = 2.0
+MOST_S = 30.0  # a time is at most so much later than room is expected; who would be told more shares an earlier one
+LEAST_S = 0.05
+
+
+class ReturnTimes:
+    """Of one place that holds a bounded number of calls. `ended` and `wait_s` take seconds of one monotonic clock."""
+
+    def __init__(self) -> None:
+        self.interval_s = FIRST_GUESS_S  # between two calls that end while there is no room
+        self._known = False
+        self._ended_at: float | None = None  # the last one that ended while there was no room
+        self._last_at = 0.0  # the latest time that somebody was told
+
+    def ended(self, now: float, *, full: bool) -> None:
+        """A call has left. `full`: somebody had been refused since the one before it: else the time between the two
+        tells how many came, not how fast they are served."""
+        if full and self._ended_at is not None:
+            gap_s = min(MOST_INTERVAL_S, now - self._ended_at)
+            self.interval_s += (NEW_SHARE if self._known else 1.0) * (gap_s - self.interval_s)
+            self._known = True
+        self._ended_at = now
+
+    def wait_s(self, now: float, ahead: int = 0) -> float:
+        """Seconds after which one that is refused now finds room, if those who were told earlier times took theirs.
+        `ahead`: calls that end before there is any."""
+        soonest = now + max(LEAST_S, (ahead + 1) * self.interval_s)
+        self._last_at = max(soonest, self._last_at + self.interval_s)
+        return soonest - now + (self._last_at - soonest) % MOST_S
+
+
+# ── up to when all has been heard ───────────────────────────────────────────────────────────────────
+#
+# A heartbeat that waits in a socket is no silence. Whoever judges silence therefore goes by the last time of which it
+# is known that nothing of before it waits: a turn of the event loop has read every socket since, and no call came over
+# gRPC meanwhile (gRPC hands calls over one after another, so while some come others may wait).
+
+PAUSE_S = 0.005  # some turns of the loop; time for gRPC's own threads
+
+
+async def caught_up(calls: Callable[[], int], clock: Callable[[], float]) -> float:
+    """The time, of `clock`. `calls`: how many have been taken over gRPC so far."""
+    while True:
+        began, before = clock(), calls()
+        await asyncio.sleep(PAUSE_S)
+        if calls() == before:
+            return began

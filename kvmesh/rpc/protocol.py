@@ -1,4 +1,6 @@
-"""The protocol version that this build speaks; registrations and Hellos carry the peer's."""
+"""What both sides of the wire agree on: the protocol version that this build speaks (registrations and Hellos carry the
+peer's), the size of a message, and the bounds of SamplingParams at the gateway and at the instances.
+"""
 
 from __future__ import annotations
 
@@ -18,3 +20,13 @@ def check(version: int, who: str) -> None:
             "run the same kvmesh on both sides",
             field="protocol_version",
         )
+
+
+# Bounds of SamplingParams.
+
+MAX_TOP_LOGPROBS = 20
+MAX_PENALTY = 2.0  # of presence and frequency, either sign
+MIN_REPETITION_PENALTY = 0.01  # as clients may say it; on the wire 0 is off
+MAX_REPETITION_PENALTY = 10.0
+MAX_BIAS = 100.0  # either sign
+MAX_BIASED_TOKENS = 300

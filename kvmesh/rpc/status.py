@@ -23,6 +23,7 @@ from kvmesh.errors import (
     Overloaded,
     ProtocolMismatch,
     RequestCancelled,
+    TlsFailed,
     Unauthorized,
     Unavailable,
     UnknownInstance,
@@ -36,15 +37,29 @@ DETAIL_KEY = "kvmesh-error-bin"
 # Trailing metadata is limited to 8 KiB by default; message and detail both carry the text.
 MAX_TEXT = 1_500
 
+
+class Unreachable(Unavailable):
+    """The connection cannot be made, or broke: the peer itself has said nothing. Whether a call that was under way was
+    carried out is not known. `why`: what is wrong with TLS there; "": nothing that is known of."""
+
+    def __init__(self, message: str, *, field: str | None = None, retry_after_ms: int = 0, why: str = "") -> None:
+        super().__init__(message, field=field, retry_after_ms=retry_after_ms)
+        self.why = why
+
+
+class NotServed(ProtocolMismatch):
+    """What answers does not know the method: another service, or another version, listens there."""
+
+
 _BY_STATUS: dict[grpc.StatusCode, type[KvmeshError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.NOT_FOUND: UnknownInstance,
     grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
-    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.UNAVAILABLE: Unreachable,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlinePassed,
     grpc.StatusCode.CANCELLED: RequestCancelled,
     grpc.StatusCode.FAILED_PRECONDITION: ProtocolMismatch,
-    grpc.StatusCode.UNIMPLEMENTED: ProtocolMismatch,
+    grpc.StatusCode.UNIMPLEMENTED: NotServed,
     grpc.StatusCode.UNAUTHENTICATED: Unauthorized,
 }
 
@@ -88,7 +103,7 @@ def from_rpc_error(err: grpc.RpcError) -> KvmeshError:
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in message:
         return BodyTooLarge(message)  # gRPC's own limit, not a full peer
     if code is grpc.StatusCode.UNAVAILABLE and (why := security.explain(message)):
-        return why
+        return why if isinstance(why, TlsFailed) else Unreachable(why.message, why=why.message)
     return _BY_STATUS.get(code, InternalError)(message)
 
 

@@ -6,7 +6,7 @@ import socket
 from dataclasses import dataclass, field, fields
 
 from kvmesh.errors import ConfigError
-from kvmesh.rpc import masters
+from kvmesh.rpc.addresses import check_addresses
 from kvmesh.storeclient.placement import POLICIES
 from kvmesh.transfer.config import KNOWN_TRANSPORTS
 
@@ -65,7 +65,7 @@ class ClientConfig:
             if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
                 why = f"must be {kind.__name__}, not {type(value).__name__}"
                 raise ConfigError(f"{each.name}={value!r}: {why}", field=each.name)
-        masters.check_addresses(self.store)
+        check_addresses(self.store)
         try:
             self.namespace.encode()
         except UnicodeEncodeError:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import struct
 import time
-import weakref
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import grpc.aio
 from google.protobuf.message import Message
 
 from kvmesh.errors import InvalidRequest, NotLeader, TransferError
 from kvmesh.kvcache.keys import KEY_BYTES, split, tenant_tag
 from kvmesh.kvcache.tiers import Tier
-from kvmesh.rpc.masters import Caller, Masters
-from kvmesh.rpc.pb import common_pb2, store_pb2_grpc
+from kvmesh.rpc.leader_client import LeaderClient, LeaderTracker
+from kvmesh.rpc.pb import common_pb2
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.storeclient.arguments import instance, whole
 from kvmesh.storeclient.calls import turn
@@ -26,6 +24,8 @@ from kvmesh.storeclient.placement import Candidate
 
 T = TypeVar("T")
 
+SERVICE = pb.DESCRIPTOR.services_by_name["StoreMaster"]
+FAST = ("Find", "Resolve")  # what every read of a block asks first
 MAX_KEYS = 4096  # of one Find, Bind or Resolve
 FLEET_S = 1.0  # figures of pool nodes are used so long: nodes report about as often
 YOUNG_S = 0.05  # a master that has not heard from all nodes is asked again so often
@@ -69,26 +69,18 @@ class Directory:
 
     def __init__(self, store: str) -> None:
         """ConfigError: the list of addresses is empty."""
-        self._caller = Caller(Masters(store))
-        self._stubs: weakref.WeakKeyDictionary[grpc.aio.Channel, Any] = weakref.WeakKeyDictionary()
+        self._master = LeaderClient(SERVICE, LeaderTracker(store), FAST)
         self._fleet = _Fleet()
         self._asking = asyncio.Lock()
 
     @property
     def term(self) -> int:
         """The highest heard."""
-        return self._caller.masters.terms.highest
+        return self._master.leaders.terms.highest
 
-    async def call(self, method: Callable[[Any, float], Awaitable[T]], timeout_s: float) -> T:
-        """`method(stub, timeout_s)` at the master that leads."""
-
-        def at(channel: grpc.aio.Channel, left_s: float) -> Awaitable[T]:
-            stub = self._stubs.get(channel)
-            if stub is None:
-                stub = self._stubs[channel] = store_pb2_grpc.StoreMasterStub(channel)
-            return method(stub, left_s)
-
-        return await self._caller.call(at, timeout_s)
+    async def call(self, method: str, request: Message, timeout_s: float) -> Any:
+        """The answer of the master that leads."""
+        return await self._master.call(method, request, timeout_s)
 
     async def find(self, keys: Sequence[bytes], timeout_s: float) -> tuple[list[list[Replica]], bool]:
         """The replicas of each key, in no order that means anything; and whether the master has heard from everybody:
@@ -98,7 +90,7 @@ class Directory:
         deadline = time.monotonic() + timeout_s
         for some in _portions(keys):
             request = pb.FindRequest(keys=b"".join(some), grouped=True)
-            answer = await self.call(_ask("Find", request), _left(deadline))
+            answer = await self.call("Find", request, _left(deadline))
             found += _replicas(answer, len(some))
             complete &= not answer.rebuilding
         return found, complete
@@ -127,14 +119,10 @@ class Directory:
 
     async def status(self, timeout_s: float) -> pb.GetStoreStatusResponse:
         """Of the master that leads: the others answer as well, but know no nodes."""
-
-        async def ask(stub: Any, left_s: float) -> pb.GetStoreStatusResponse:
-            answer: pb.GetStoreStatusResponse = await stub.GetStatus(pb.GetStoreStatusRequest(), timeout=left_s)
-            if not answer.leading:
-                raise NotLeader("no store master leads", leader=answer.leader)
-            return answer
-
-        return await self.call(ask, timeout_s)
+        answer: pb.GetStoreStatusResponse = await self._master.call(
+            "GetStatus", pb.GetStoreStatusRequest(), timeout_s, _check_leading
+        )
+        return answer
 
     async def members(self, name: str, timeout_s: float) -> dict[str, pb.Member]:
         """By store id; asked again, as `pools`, while `name` is not among them."""
@@ -149,7 +137,7 @@ class Directory:
     async def grant(self, count: int, timeout_s: float) -> tuple[int, int]:
         """(term, first number) of a range that nobody else gets."""
         request = pb.GrantRequest(count=count)
-        answer = await self.call(_ask("Grant", request), timeout_s)
+        answer = await self.call("Grant", request, timeout_s)
         return answer.term, answer.first
 
     async def bind(
@@ -168,7 +156,7 @@ class Directory:
         for some in _portions(list(names.items())):
             named = [pb.NamedKey(name=n, key=k, holder=holders.get(k, "") if holders else "") for n, k in some]
             request = pb.BindRequest(namespace=namespace, names=named, replace=replace)
-            answer = await self.call(_ask("Bind", request), _left(deadline))
+            answer = await self.call("Bind", request, _left(deadline))
             bound |= zip((name for name, _ in some), split(answer.keys), strict=True)
         return bound
 
@@ -195,7 +183,7 @@ class Directory:
         return found
 
     async def _resolve(self, request: pb.ResolveRequest, deadline: float) -> list[bytes | None]:
-        answer = await self.call(_ask("Resolve", request), _left(deadline))
+        answer = await self.call("Resolve", request, _left(deadline))
         keys = split(answer.keys)
         if len(keys) != len(request.names):
             raise TransferError(f"a Resolve that speaks of {len(keys)} names, not of {len(request.names)}")
@@ -209,7 +197,7 @@ class Directory:
         deadline = time.monotonic() + timeout_s
         for some in _portions(keys) if keys else ((),):
             request = pb.RemoveRequest(keys=b"".join(some), prefix=prefix)
-            answer = await self.call(_ask("Remove", request), _left(deadline))
+            answer = await self.call("Remove", request, _left(deadline))
             acknowledged |= set(answer.acknowledged)
             pending |= set(answer.pending)
             blocks += answer.removed
@@ -221,13 +209,13 @@ class Directory:
         deadline = time.monotonic() + timeout_s
         for some in _portions(keys):
             request = pb.ChangeReplicaRequest(keys=b"".join(some), replicas=replicas, hard=hard)
-            answer = await self.call(_ask("ChangeReplica", request), _left(deadline))
+            answer = await self.call("ChangeReplica", request, _left(deadline))
             live += answer.replicas
         return live
 
     async def quotas(self, timeout_s: float) -> list[Quota]:
         """All that are set."""
-        answer = await self.call(_ask("ListQuotas", pb.ListQuotasRequest()), timeout_s)
+        answer = await self.call("ListQuotas", pb.ListQuotasRequest(), timeout_s)
         return [Quota(one.quota.name, one.quota.tag, one.quota.blocks, one.used_blocks) for one in answer.quotas]
 
     async def set_quota(self, namespace: str, blocks: int, timeout_s: float) -> None:
@@ -239,24 +227,25 @@ class Directory:
         except UnicodeEncodeError:
             raise InvalidRequest.of("namespace", namespace, "is not UTF-8") from None
         quota = pb.Quota(tag=tenant_tag(namespace), blocks=blocks, name=name)
-        await self.call(_ask("SetQuota", pb.SetQuotaRequest(quota=quota)), timeout_s)
+        await self.call("SetQuota", pb.SetQuotaRequest(quota=quota), timeout_s)
 
     async def list_keys(self, prefix: bytes, after: bytes, limit: int, timeout_s: float) -> tuple[list[bytes], bytes]:
         """(some keys that begin with `prefix`, what to go on behind; empty: that was all)."""
         request = pb.ListKeysRequest(prefix=prefix, after=after, limit=limit)
-        answer = await self.call(_ask("ListKeys", request), timeout_s)
+        answer = await self.call("ListKeys", request, timeout_s)
         return split(answer.keys), answer.next
 
     async def close(self) -> None:
-        await self._caller.close()
+        await self._master.close()
 
 
 def _portions(items: Sequence[T]) -> Iterator[Sequence[T]]:
     return (items[at : at + MAX_KEYS] for at in range(0, len(items), MAX_KEYS))
 
 
-def _ask(method: str, request: Message) -> Callable[[Any, float], Awaitable[Any]]:
-    return lambda stub, timeout_s: getattr(stub, method)(request, timeout=timeout_s)
+def _check_leading(told: pb.GetStoreStatusResponse) -> None:
+    if not told.leading:
+        raise NotLeader("no store master leads", leader=told.leader)
 
 
 def _complete(told: pb.GetStoreStatusResponse) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from opentelemetry.context import Context
 from opentelemetry.trace import (
@@ -107,3 +107,22 @@ def record(
     span = begin(name, parent, attributes, start_ns=start_ns)
     finish(span, end_ns=max(start_ns, end_ns), error=error)
     return context_of(span)
+
+
+# W3C trace context in the metadata of unary calls (streams carry it inside their messages).
+
+TRACEPARENT = "traceparent"
+
+
+def metadata(parent: Traceable) -> tuple[tuple[str, str], ...]:
+    """Call metadata that makes the server's spans children of `parent`; empty when there is no span."""
+    value = traceparent(parent)
+    return ((TRACEPARENT, value),) if value else ()
+
+
+def context_from_metadata(pairs: Iterable[tuple[str, str | bytes]] | None) -> Context:
+    """The caller's context from `context.invocation_metadata()`; an empty one when it sent none."""
+    for key, value in pairs or ():
+        if key == TRACEPARENT and isinstance(value, str):
+            return context_from(value)
+    return Context()

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from kvmesh.loading import LastingHeap
 from kvmesh.native import library
 from kvmesh.rpc import runner
-from kvmesh.rpc.call_queue import CallQueue
-from kvmesh.rpc.catching_up import caught_up
+from kvmesh.rpc.call_queue import CallQueue, caught_up
 from kvmesh.rpc.fastpath.control import ControlFastPath
 from kvmesh.rpc.fastpath.server import FastPathLimits
 from kvmesh.rpc.pb import conductor_pb2 as pb

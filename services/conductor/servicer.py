@@ -11,13 +11,13 @@ from typing import Any
 from kvmesh.errors import InvalidRequest, Unavailable, UnknownRequest
 from kvmesh.kvcache.keys import KEY_BYTES
 from kvmesh.rpc import protocol
+from kvmesh.rpc.addresses import split
 from kvmesh.rpc.call_queue import CallQueue
 from kvmesh.rpc.fastpath.server import FastContext
-from kvmesh.rpc.masters import split
-from kvmesh.rpc.metadata import context_from_metadata
 from kvmesh.rpc.pb import conductor_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2_grpc as pb_grpc
 from kvmesh.telemetry import names, spans
+from kvmesh.telemetry.spans import context_from_metadata
 from services.conductor import domain, mapping, mapping_out
 from services.conductor.balance.gauges import ErrorGauges, LoadGauges, ScaleGauges
 from services.conductor.domain import (

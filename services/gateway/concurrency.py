@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from kvmesh.errors import Overloaded
-from kvmesh.rpc.returning import ReturnTimes
+from kvmesh.rpc.call_queue import ReturnTimes
 from kvmesh.telemetry import names
 
 

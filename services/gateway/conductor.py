@@ -7,10 +7,7 @@ import logging
 import math
 import random
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 
-import grpc
-import grpc.aio
 from opentelemetry.context import Context
 
 from kvmesh.errors import (
@@ -19,75 +16,21 @@ from kvmesh.errors import (
     ModelNotFound,
     Overloaded,
     RequestCancelled,
+    TlsFailed,
     Unavailable,
     UnknownInstance,
 )
-from kvmesh.rpc import channels, security, status
-from kvmesh.rpc.fastpath.caller import FastCaller
-from kvmesh.rpc.fastpath.client import FastChannelClosed
-from kvmesh.rpc.fastpath.control import control_calls
-from kvmesh.rpc.masters import split
-from kvmesh.rpc.pb import common_pb2, conductor_pb2, conductor_pb2_grpc
+from kvmesh.rpc.addresses import split
+from kvmesh.rpc.leader_client import ServiceClient
+from kvmesh.rpc.pb import common_pb2, conductor_pb2
+from kvmesh.rpc.status import Unreachable
 from kvmesh.telemetry import names
 from kvmesh.telemetry.spans import traceparent
 from services.gateway.concurrency import PlacementRoom
 from services.gateway.models import Model, Models, ServedModelFacts
 
 SERVICE = conductor_pb2.DESCRIPTOR.services_by_name["Conductor"]
-
-
-@dataclass(frozen=True, slots=True)
-class AskedConductor:
-    """One conductor. `calls`: the way over the fast path, while there is one."""
-
-    address: str
-    stub: conductor_pb2_grpc.ConductorAsyncStub
-    calls: FastCaller
-
-    async def schedule(
-        self, request: conductor_pb2.ScheduleRequest, timeout_s: float
-    ) -> conductor_pb2.ScheduleResponse:
-        """Over the fast path or gRPC. Raises KvmeshError or grpc.RpcError: which of the two says which way it went;
-        FastChannelClosed: the fast path's connection broke."""
-        if self.calls.by_door:
-            answer: conductor_pb2.ScheduleResponse = await self.calls.call("Schedule", request, timeout_s)
-            return answer
-        self.calls.seek()
-        return await self.stub.Schedule(request, timeout=timeout_s)
-
-
-class ConductorPool:
-    """Stays with the one that answered last: one that sees all requests places them better than two that each see half.
-    Owns its channels."""
-
-    def __init__(self, addresses: str) -> None:
-        """`addresses`: "a:1,b:2". Raises ConfigError naming `conductor`."""
-        self._all: list[AskedConductor] = []
-        self._channels: list[grpc.aio.Channel] = []
-        for address in split(addresses, "conductor"):
-            channel = channels.connect(address)
-            self._channels.append(channel)
-            calls = control_calls(address, channel, SERVICE)
-            self._all.append(AskedConductor(address, conductor_pb2_grpc.ConductorStub(channel), calls))
-        self._first = 0
-
-    def __len__(self) -> int:
-        return len(self._all)
-
-    @property
-    def order(self) -> list[AskedConductor]:
-        """Whom to ask, one after another until one answers."""
-        return self._all[self._first :] + self._all[: self._first]
-
-    def answered(self, one: AskedConductor) -> None:
-        """It comes first from now on."""
-        self._first = self._all.index(one)
-
-    async def close(self) -> None:
-        """Close fast paths and channels."""
-        await asyncio.gather(*(one.calls.close() for one in self._all))
-        await asyncio.gather(*(channel.close(grace=None) for channel in self._channels))
-
+FAST = ("Schedule",)
 
 log = logging.getLogger(__name__)
 
@@ -98,29 +41,41 @@ UNREADY_REFRESH_S = 1.0
 READY_REFRESH_S = 5.0
 PLACED_S = 2.0  # after a placement the conductor counts as reached for so long
 
+_UNREACHABLE = (Unreachable, TlsFailed)
+_UNSAID = (*_UNREACHABLE, DeadlinePassed, RequestCancelled)  # what no conductor says of its instances
 _PREFILL = (common_pb2.ROLE_PREFILL, common_pb2.ROLE_BOTH)
 _DECODE = (common_pb2.ROLE_DECODE, common_pb2.ROLE_BOTH)
 
 
 class Conductor:
-    """Calls with deadlines and named errors, at whichever conductor answers."""
+    """Calls with deadlines and named errors, at whichever conductor answers. It stays with the one that answered last:
+    one that sees all requests places them better than two that each see half. Owns its connections."""
 
     def __init__(
         self, addresses: str, *, timeout_s: float, retry_s: float, max_waiting: int, max_placing: int = 64
     ) -> None:
-        """`max_waiting`: requests of the batch lane that wait here for something idle, together; `max_placing`:
-        placements under way."""
+        """`addresses`: "a:1,b:2". `max_waiting`: requests of the batch lane that wait here for something idle,
+        together; `max_placing`: placements under way. Raises ConfigError naming `conductor`."""
         self._timeout_s = timeout_s
         self._retry_s = retry_s
         self._max_waiting = max_waiting
         self._waiting = 0
         self._room = PlacementRoom(max_placing, timeout_s)
         self.placed_at = -math.inf  # loop time of the last placement: then there were instances
-        self._rotation = ConductorPool(addresses)
+        self._conductors: list[ServiceClient] = []
+        for address in split(addresses, "conductor"):
+            self._conductors.append(one := ServiceClient(SERVICE, FAST))
+            one.connect(address)
+        self._first = 0  # the one that answered last
 
     async def close(self) -> None:
-        """Close the channels."""
-        await self._rotation.close()
+        """Close the connections."""
+        await asyncio.gather(*(one.close() for one in self._conductors))
+
+    @property
+    def _order(self) -> list[ServiceClient]:
+        """Whom to ask, one after another until one answers."""
+        return self._conductors[self._first :] + self._conductors[: self._first]
 
     async def schedule(
         self, request: conductor_pb2.ScheduleRequest, deadline: float, parent: Context
@@ -156,22 +111,22 @@ class Conductor:
         give_up, backoff = loop.time() + self._retry_s, _BACKOFF_S
         while True:
             failure: Unavailable | None = None
-            for one in self._rotation.order:
+            for one in self._order:
                 # One that hangs must not eat the time of all.
-                left = min(self._timeout_s / len(self._rotation), deadline - loop.time())
+                left = min(self._timeout_s / len(self._conductors), deadline - loop.time())
                 if left <= 0:
                     raise DeadlinePassed("the request's deadline passed before it was placed")
                 try:
                     async with self._room:
-                        answer = await one.schedule(request, left)
-                except (grpc.RpcError, KvmeshError) as err:
+                        answer: conductor_pb2.ScheduleResponse = await one.call("Schedule", request, left)
+                except KvmeshError as err:
                     named = self._named(err, one)
                     if not isinstance(named, Unavailable):
                         raise named from None
                     # What a conductor says of the instances tells more than that another cannot be reached.
-                    failure = named if failure is None or _spoken(err) else failure
+                    failure = named if failure is None or not isinstance(err, _UNSAID) else failure
                 else:
-                    self._rotation.answered(one)
+                    self._first = self._conductors.index(one)
                     self.placed_at = loop.time()
                     return answer.placement
             assert failure is not None, "there is a conductor"
@@ -185,47 +140,38 @@ class Conductor:
         Raises named errors."""
         found: tuple[dict[str, common_pb2.ModelCard], list[conductor_pb2.InstanceStatus]] | None = None
         failure: KvmeshError | None = None
-        for one in self._rotation.order:
-            one.calls.seek()  # before a request has to do without
-        for one in self._rotation.order:
+        for one in self._order:
+            one.seek_fastpath()  # before a request has to do without
+        for one in self._order:
             try:
                 cards, known = await asyncio.gather(
-                    one.stub.ListModels(conductor_pb2.ListModelsRequest(), timeout=_REFRESH_TIMEOUT_S),
-                    one.stub.GetStatus(conductor_pb2.GetConductorStatusRequest(), timeout=_REFRESH_TIMEOUT_S),
+                    one.call("ListModels", conductor_pb2.ListModelsRequest(), _REFRESH_TIMEOUT_S),
+                    one.call("GetStatus", conductor_pb2.GetConductorStatusRequest(), _REFRESH_TIMEOUT_S),
                 )
-            except grpc.RpcError as err:
+            except KvmeshError as err:
                 failure = failure or self._named(err, one)
                 continue
             found = {card.name: card for card in cards.models}, list(known.instances)
             if found[1]:
-                self._rotation.answered(one)
+                self._first = self._conductors.index(one)
                 return found
         if found is None:
             assert failure is not None, "there is a conductor"
             raise failure
         return found
 
-    def _named(self, err: grpc.RpcError | KvmeshError, one: AskedConductor) -> KvmeshError:
-        named = err if isinstance(err, KvmeshError) else status.from_rpc_error(err)
-        if isinstance(named, DeadlinePassed):
+    def _named(self, err: KvmeshError, one: ServiceClient) -> KvmeshError:
+        if isinstance(err, DeadlinePassed):
             return Unavailable(f"the conductor at {one.address} does not answer in time")
-        if isinstance(named, RequestCancelled):  # not by us, whose cancellation is no such error
+        if isinstance(err, RequestCancelled):  # not by us, whose cancellation is no such error
             return Unavailable(f"the conductor at {one.address} ended the call: it stops", retry_after_ms=1000)
-        if isinstance(named, ModelNotFound | UnknownInstance):
-            return Unavailable(named.message, retry_after_ms=1000)  # its instances have not registered yet
-        if isinstance(named, Unavailable) and not _spoken(err):
-            why = security.explain(err.details() or "") if isinstance(err, grpc.aio.AioRpcError) else None
-            told = f": {why.message}" if why else ""
+        if isinstance(err, ModelNotFound | UnknownInstance):
+            return Unavailable(err.message, retry_after_ms=1000)  # its instances have not registered yet
+        if isinstance(err, _UNREACHABLE):
+            why = err.why if isinstance(err, Unreachable) else err.message
+            told = f": {why}" if why else ""
             return Unavailable(f"the conductor at {one.address} cannot be reached{told}", retry_after_ms=1000)
-        return named
-
-
-def _spoken(err: grpc.RpcError | KvmeshError) -> bool:
-    """Whether a kvmesh service said this, not gRPC itself, nor a fast path that closed."""
-    if isinstance(err, KvmeshError):
-        return not isinstance(err, FastChannelClosed)
-    trailing = err.trailing_metadata() if isinstance(err, grpc.aio.AioRpcError) else ()
-    return any(key == status.DETAIL_KEY for key, _ in trailing or ())
+        return err
 
 
 class Catalog:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvmesh.errors import InvalidRequest
-from kvmesh.rpc.sampling import (
+from kvmesh.rpc.protocol import (
     MAX_BIAS,
     MAX_BIASED_TOKENS,
     MAX_PENALTY,

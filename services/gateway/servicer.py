@@ -9,10 +9,10 @@ from typing import Any
 
 from kvmesh.errors import BodyTooLarge, DeadlinePassed, InvalidRequest
 from kvmesh.kvcache.keys import TOKEN_BYTES, unpack_tokens
-from kvmesh.rpc.metadata import context_from_metadata
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, gateway_pb2, gateway_pb2_grpc
+from kvmesh.rpc.protocol import MAX_TOP_LOGPROBS
 from kvmesh.rpc.public_calls import Holding, Metadata, few_fields
-from kvmesh.rpc.sampling import MAX_TOP_LOGPROBS
+from kvmesh.telemetry.spans import context_from_metadata
 from services.gateway.api_keys import Tenant
 from services.gateway.core import GatewayCore
 from services.gateway.generation import BATCH, Generation, Prompt, between, refused

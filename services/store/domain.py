@@ -1,14 +1,17 @@
-"""What the store master is told and what it answers: plain records. Nothing here comes from a proto."""
+"""What the store master is told and what it answers, and the bounds on what a member may say.
+
+Records are plain where they are compared or kept; a member's word on its memory stays the message that it came in."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
 
-from kvmesh.errors import KvmeshError
-from kvmesh.kvcache.announce import Announcement
+from kvmesh.errors import InvalidRequest, KvmeshError
+from kvmesh.kvcache.announce import MAX_KEYS, Announcement
 from kvmesh.kvcache.block_map import Verdict
-from kvmesh.kvcache.tiers import TierUse
+from kvmesh.kvcache.tiers import MARK, split_name
+from kvmesh.rpc.pb.store_pb2 import StoreUsage
 
 
 class Role(Enum):
@@ -36,32 +39,6 @@ class Change(Enum):
     DIED = "died"  # lease ran out, or a new incarnation took its name
 
 
-@dataclass(frozen=True)
-class Usage:
-    """A member's own word on its segment; `free_bytes` are neither sealed nor being written. `tiers`: below DRAM."""
-
-    capacity_bytes: int
-    free_bytes: int
-    blocks: int
-    tiers: tuple[TierUse, ...] = ()
-    sending_bytes_per_s: int = 0  # to readers, recent mean
-    leases: int = 0
-    writing: int = 0  # blocks that are being written now
-
-
-@dataclass(frozen=True)
-class StoreStatus:
-    """What the master knows of one member's node store. `seq`: of the last announcement included. `sole_blocks`: no
-    other node holds them, at most so many, while it drains."""
-
-    member: Member
-    blocks: int
-    seq: int
-    usage: Usage | None
-    draining: bool = False
-    sole_blocks: int = 0
-
-
 # ── events ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -77,7 +54,7 @@ class Join:
 class Beat:
     instance_id: str
     incarnation: int
-    usage: Usage | None = None
+    usage: StoreUsage | None = None
     removed_seq: int = 0
     pace: int = 0  # the number of the pulse it goes by (see kvmesh/pacing.py); 0: it does not say
     by_door: bool = False  # past gRPC
@@ -151,3 +128,67 @@ class Refuse:
 
 
 Action = Publish | Relay | Heard | Refuse
+
+
+# ── what a member may say: bounds on every field, and the error that names the one which is wrong ─────
+
+MAX_TEXT = 256
+# Parts of one snapshot: far more than a store of the greatest size needs, so that empty ones end some time.
+MAX_PARTS = 4096
+
+
+def check_member(who: Member) -> InvalidRequest | None:
+    """What is wrong with an introduction."""
+    texts = {
+        "member.instance.instance_id": who.instance_id,
+        "member.instance.address": who.address,
+        "member.node_id": who.node_id,
+        "member.store_id": who.store_id,
+    }
+    for field, text in texts.items():
+        if len(text) > MAX_TEXT:
+            return InvalidRequest.of(field, text, f"is longer than {MAX_TEXT} characters")
+        if not text.isprintable():
+            return InvalidRequest.of(field, text, "holds characters that cannot be printed")
+    for field in ("member.instance.instance_id", "member.store_id"):
+        if MARK in texts[field]:
+            return InvalidRequest.of(field, texts[field], f"must not hold {MARK!r}: it sets off the tiers of a store")
+    if not who.instance_id:
+        return InvalidRequest.of("member.instance.instance_id", who.instance_id, "must not be empty")
+    if not _is_address(who.address):
+        return InvalidRequest.of("member.instance.address", who.address, "must be host:port")
+    if who.incarnation == 0:
+        return InvalidRequest.of("member.instance.incarnation", 0, "must be new at every process start, never 0")
+    if who.store_id != who.instance_id:
+        return InvalidRequest.of("member.store_id", who.store_id, f"must be the instance_id ({who.instance_id!r})")
+    return None
+
+
+def check_announcement(said: Announcement) -> InvalidRequest | None:
+    """What is wrong with an announcement, whoever sent it; its `store_id` is the name of a tier."""
+    store_id, _ = split_name(said.store_id)
+    if not store_id or len(store_id) > MAX_TEXT:
+        return InvalidRequest.of("announcement.store_id", store_id, f"must have 1 to {MAX_TEXT} characters")
+    if said.incarnation == 0:
+        return InvalidRequest.of("announcement.incarnation", 0, "must be that of the member, never 0")
+    for field, keys in (("sealed", said.sealed), ("removed", said.removed)):
+        if len(keys) > MAX_KEYS:
+            return InvalidRequest.of(f"announcement.{field}", len(keys), f"one announcement holds {MAX_KEYS} keys")
+    if said.snapshot:
+        if said.removed:
+            return InvalidRequest.of("announcement.removed", len(said.removed), "a snapshot removes nothing")
+        if said.seq == 0:
+            return InvalidRequest.of("announcement.seq", 0, "a snapshot has a number of its own")
+        if said.part >= MAX_PARTS:
+            return InvalidRequest.of("announcement.part", said.part, f"a snapshot has at most {MAX_PARTS} parts")
+    elif said.part or said.more:
+        field, value = ("part", said.part) if said.part else ("more", said.more)
+        return InvalidRequest.of(f"announcement.{field}", value, "only snapshots come in parts")
+    elif said.seq == 0 and (said.sealed or said.removed):
+        return InvalidRequest.of("announcement.seq", 0, "batches are numbered from 1")
+    return None
+
+
+def _is_address(text: str) -> bool:
+    host, colon, port = text.rpartition(":")
+    return bool(host and colon) and port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 65536

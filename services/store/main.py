@@ -21,13 +21,9 @@ from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
 from kvmesh.rpc.server import Server
 from kvmesh.rpc.terms import first_term
 from kvmesh.telemetry import names
-from services.store.config import StoreConfig
-from services.store.durable import CONFIG, Durable, Kept, MemoryDurable, nothing
-from services.store.leader_guard import LeaderGuard
-from services.store.leader_session import LeaderSession
-from services.store.redis_durable import RedisDurable
-from services.store.shared_config import settled
-from services.store.state_file import StateFile
+from services.store.config import StoreConfig, settled
+from services.store.durable import CONFIG, Durable, Kept, MemoryDurable, RedisDurable, StateFile, nothing
+from services.store.leadership import LeaderGuard, LeaderSession
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +38,7 @@ async def run(config: StoreConfig, stop: asyncio.Event, started: Callable[[dict[
 
 
 class Master(runner.ServiceRunner):
-    """One life of the store master in this process: it leads, or stands by. `reign`: while it leads."""
+    """One life of the store master in this process: it leads, or stands by. `session`: while it leads."""
 
     def __init__(self, config: StoreConfig, clock: Callable[[], float] = time.monotonic) -> None:
         """Without Redis it leads at once. Raises ConfigError: a setting of Redis is wrong, or the state file is."""
@@ -61,11 +57,11 @@ class Master(runner.ServiceRunner):
         self._file = StateFile(config.state_path) if config.state_path else None
         if self._file is not None:
             self._durable = self._file
-        self.reign: LeaderSession | None = None
+        self.session: LeaderSession | None = None
         self._leaderships = 0  # begun; which one a task belongs to
         first = max(first_term(), self._file.term + 1 if self._file is not None else 0)
         self.leadership = Leadership(lease_s, self._lead, self._rise, self._end, first=first)
-        self._servicer = LeaderGuard(self.leadership, lambda: self.reign, lambda: self.address)
+        self._servicer = LeaderGuard(self.leadership, lambda: self.session, lambda: self.address)
         if lease_s is None:
             self.leadership.begin()
 
@@ -81,9 +77,9 @@ class Master(runner.ServiceRunner):
         server.serves(SERVICE)
 
     def door(self) -> ControlFastPath:
-        """For what members say most often."""
+        """For what members say most often, and what readers ask of every block."""
         service = pb.DESCRIPTOR.services_by_name["StoreMaster"]
-        methods = ("Announce", "Beat")
+        methods = ("Announce", "Beat", "Find", "Lookup", "Resolve")
         config = self._config
         return ControlFastPath(
             service,
@@ -93,7 +89,7 @@ class Master(runner.ServiceRunner):
             names.STORE_DOOR_CALLS,
             limits=FastPathLimits(config.door_connections, config.door_frame_ms / 1000, config.door_memory_mb << 20),
             queue=CallQueue(config.max_announcements, "max_announcements"),
-            queued=("Announce",),
+            queued=("Announce", "Find", "Lookup", "Resolve"),
         )
 
     async def start(self) -> None:
@@ -103,9 +99,9 @@ class Master(runner.ServiceRunner):
 
     def tick(self) -> None:
         """Time passes for who leads."""
-        if self.leadership.leads() and self.reign is not None:
+        if self.leadership.leads() and self.session is not None:
             with contextlib.suppress(NotLeader):  # since just now
-                self.reign.tick()
+                self.session.tick()
 
     async def close(self) -> None:
         """Watchers hear that this is the end, others may lead at once."""
@@ -113,8 +109,8 @@ class Master(runner.ServiceRunner):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self.reign is not None:
-            await self.reign.close()
+        if self.session is not None:
+            await self.session.close()
         if self._redis is not None:
             await self._redis.close()
         if self._file is not None:
@@ -142,14 +138,14 @@ class Master(runner.ServiceRunner):
                 continue
             config = await self._settled(kept)
             # A million names take many seconds: the lease is to be renewed meanwhile.
-            reign = await asyncio.to_thread(self._made, self.leadership.term, kept, config)
+            session = await asyncio.to_thread(self._made, self.leadership.term, kept, config)
             if self.leadership.leads() and self._leaderships == number:
-                reign.rise(self.leadership.term)
-                self._begin(reign)
+                session.rise(self.leadership.term)
+                self._begin(session)
             return
 
     async def _settled(self, kept: Kept) -> StoreConfig:
-        """What this reign goes by; written down for later ones as far as Redis takes it now."""
+        """What this session goes by; written down for later ones as far as Redis takes it now."""
         found = settled(self._config, kept[CONFIG])
         for note in found.notes:
             log.warning("%s", note)
@@ -160,9 +156,9 @@ class Master(runner.ServiceRunner):
                 log.warning("the configuration is not kept for later leaders: %s", err)
         return found.config
 
-    def _begin(self, reign: LeaderSession) -> None:
-        self.reign = reign
-        reign.begin()
+    def _begin(self, session: LeaderSession) -> None:
+        self.session = session
+        session.begin()
 
     def _made(self, term: int, kept: Kept, config: StoreConfig) -> LeaderSession:
         return LeaderSession(
@@ -175,14 +171,14 @@ class Master(runner.ServiceRunner):
         )
 
     def _rise(self, term: int) -> None:
-        if self.reign is not None:  # else it is still being made, and rises when it begins
-            self.reign.rise(term)
+        if self.session is not None:  # else it is still being made, and rises when it begins
+            self.session.rise(term)
 
     def _end(self, why: str) -> None:
-        ended, self.reign = self.reign, None
+        ended, self.session = self.session, None
         if ended is not None:
             ended.end()
-            self._spawn(ended.close(), "end a reign")
+            self._spawn(ended.close(), "end a session")
 
     def _spawn(self, work: Any, name: str) -> None:
         task = asyncio.get_running_loop().create_task(work, name=name)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from kvmesh.errors import InvalidRequest
 from kvmesh.kvcache import keys
 from kvmesh.kvcache.announce import MAX_KEYS, Announcement
-from kvmesh.kvcache.tiers import MARK, Tier, TierUse, split_name, store_name, tier_of
+from kvmesh.kvcache.tiers import MARK, Tier, split_name, store_name, tier_of
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import store_pb2 as pb
-from services.store.domain import Change, Member, Publish, Relay, Role, StoreStatus, Usage
+from services.store.domain import Change, Member, Publish, Relay, Role
 
 _ROLES = {
     pb_common.ROLE_PREFILL: Role.PREFILL,
@@ -57,44 +57,14 @@ def ref_out(member: Member) -> pb_common.InstanceRef:
     return pb_common.InstanceRef(instance_id=member.instance_id, address=member.address, incarnation=member.incarnation)
 
 
-def usage_in(usage: pb.StoreUsage) -> Usage:
-    """No more is free than there is, whatever the member says; tiers that have no name here are passed over."""
-    return Usage(
-        usage.capacity_bytes,
-        min(usage.free_bytes, usage.capacity_bytes),
-        usage.blocks,
-        tuple(
-            TierUse(tier, t.capacity_bytes, t.used_bytes, t.blocks, t.read_ns, t.bytes_per_s)
-            for t in usage.tiers[: len(Tier)]
-            if t.tier and (tier := tier_of(t.tier)) is not None
-        ),
-        usage.sending_bytes_per_s,
-        usage.leases,
-        usage.writing,
-    )
-
-
-def usage_out(usage: Usage) -> pb.StoreUsage:
-    """The inverse of `usage_in`."""
-    return pb.StoreUsage(
-        capacity_bytes=usage.capacity_bytes,
-        free_bytes=usage.free_bytes,
-        blocks=usage.blocks,
-        tiers=[
-            pb.TierUsage(
-                tier=t.tier.value,  # type: ignore[arg-type]
-                capacity_bytes=t.capacity_bytes,
-                used_bytes=t.used_bytes,
-                blocks=t.blocks,
-                read_ns=t.read_ns,
-                bytes_per_s=t.bytes_per_s,
-            )
-            for t in usage.tiers
-        ],
-        sending_bytes_per_s=usage.sending_bytes_per_s,
-        leases=usage.leases,
-        writing=usage.writing,
-    )
+def usage_in(usage: pb.StoreUsage) -> pb.StoreUsage:
+    """No more is free than there is, whatever the member says; tiers that have no name here are left out."""
+    read = pb.StoreUsage()
+    read.CopyFrom(usage)
+    read.free_bytes = min(usage.free_bytes, usage.capacity_bytes)
+    del read.tiers[:]
+    read.tiers.extend(use for use in usage.tiers[: len(Tier)] if use.tier and tier_of(use.tier) is not None)
+    return read
 
 
 def announcement_in(said: pb.Announcement) -> Announcement:
@@ -139,17 +109,3 @@ def event_out(event: Publish | Relay) -> pb.StoreEvent:
         return pb.StoreEvent(seq=event.seq, blocks=announcement_out(event.announcement))
     change = pb.MemberEvent(change=_CHANGES_OUT[event.change], member=member_out(event.member))
     return pb.StoreEvent(seq=event.seq, member=change)
-
-
-def status_out(status: StoreStatus) -> pb.StoreStatus:
-    """One store of GetStatus."""
-    found = pb.StoreStatus(
-        member=member_out(status.member),
-        blocks=status.blocks,
-        seq=status.seq,
-        draining=status.draining,
-        sole_blocks=status.sole_blocks,
-    )
-    if status.usage is not None:
-        found.usage.CopyFrom(usage_out(status.usage))
-    return found

@@ -20,8 +20,8 @@ from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
 from kvmesh.telemetry import names
 from services.store import mapping
 from services.store.domain import Member
+from services.store.policy.copies import Discard, Order, Pin, Pull, Trim
 from services.store.policy.tombstones import Tombstone
-from services.store.policy.work import Discard, Order, Pin, Pull, Trim
 from services.store.state import MasterState
 
 log = logging.getLogger(__name__)

@@ -14,17 +14,29 @@ from kvmesh.errors import InvalidRequest, KvmeshError, NotLeader, UnknownInstanc
 from kvmesh.kvcache.keys import KEY_BYTES, TAG_BYTES, split
 from kvmesh.kvcache.tiers import Tier, split_name
 from kvmesh.rpc import protocol
-from kvmesh.rpc.catching_up import caught_up
+from kvmesh.rpc.call_queue import caught_up
 from kvmesh.rpc.fastpath.server import FastContext
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
 from kvmesh.telemetry import names
 from services.store import mapping
-from services.store.checks import MAX_TEXT
-from services.store.domain import Announce, Beat, CaughtUp, Event, Heard, Join, Leave, Publish, Refuse, Relay, Tick
+from services.store.domain import (
+    MAX_TEXT,
+    Announce,
+    Beat,
+    CaughtUp,
+    Event,
+    Heard,
+    Join,
+    Leave,
+    Publish,
+    Refuse,
+    Relay,
+    Tick,
+)
 from services.store.durable import Durable
 from services.store.orders import StoreOrderQueue
-from services.store.policy import grants
+from services.store.policy.brain import MAX_GRANT
 from services.store.policy.quotas import Quota
 from services.store.policy.records import Write
 from services.store.state import MasterState
@@ -51,7 +63,7 @@ MAX_QUOTA_NAME_BYTES = 256
 
 
 class StoreMasterServicer(pb_grpc.StoreMasterServicer):
-    """Of one reign, `incarnation`. `clock` gives monotonic seconds; `leads`: whether it goes on at this moment."""
+    """Of one session, `incarnation`. `clock` gives monotonic seconds; `leads`: whether it goes on at this moment."""
 
     _owing = False  # what the policy owes is being kept
 
@@ -283,7 +295,7 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
             lease_ms=pulse.lease_ms,
             idle_ms=words.idle_ms,
             gap_ms=words.gap_ms,
-            stores=map(mapping.status_out, self._state.statuses()),
+            stores=self._state.statuses(),
         )
 
     # ── what is kept for the next leader ────────────────────────────────────────────────────────────
@@ -347,8 +359,8 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
 
     async def Grant(self, request: pb.GrantRequest, context: Any) -> pb.GrantResponse:  # noqa: N802
         """Raises InvalidRequest, NotLeader."""
-        if not 0 < request.count <= grants.MAX_COUNT:
-            raise InvalidRequest.of("count", request.count, f"must be in 1..{grants.MAX_COUNT}")
+        if not 0 < request.count <= MAX_GRANT:
+            raise InvalidRequest.of("count", request.count, f"must be in 1..{MAX_GRANT}")
         self._step(Tick())
         return pb.GrantResponse(term=self.term, first=self._state.policy.grants.take(request.count))
 
@@ -390,6 +402,7 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
         if not request.unbind:
             self._step(Tick())
             return _resolved(policy.names.resolve(namespace, names))
+        await asyncio.sleep(0)  # the fast path gives a call a task at its first wait, and what is kept needs one
         async with self._books:
             self._step(Tick())
             keys = policy.names.resolve(namespace, names)

@@ -16,9 +16,10 @@ from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.block_map import Verdict
 from kvmesh.kvcache.tiers import split_name, store_names
 from kvmesh.pacing import AnnouncementPacing, MembershipLease, Pacing, Pulse
-from services.store import checks
-from services.store.blocks import BlockDirectory
+from kvmesh.rpc.pb.store_pb2 import StoreStatus, StoreUsage
+from services.store.block_map import BlockDirectory
 from services.store.domain import (
+    MAX_TEXT,
     Action,
     Announce,
     Beat,
@@ -33,10 +34,11 @@ from services.store.domain import (
     Refuse,
     Relay,
     Role,
-    StoreStatus,
     Tick,
-    Usage,
+    check_announcement,
+    check_member,
 )
+from services.store.mapping import member_out
 from services.store.policy.brain import Policy, PolicyLimits
 
 MAX_REPLACED = 4096
@@ -49,7 +51,7 @@ class _Life:
     member: Member
     last_beat: float
     lease: MembershipLease
-    usage: Usage | None = None
+    usage: StoreUsage | None = None
     ended: dict[str, int] | None = None  # once it has: by tier's name, the number of the last announcement taken
 
     def lives(self) -> bool:
@@ -118,7 +120,7 @@ class MasterState:
         """Those alive now, oldest first."""
         return [life.member for life in self._lives.values()]
 
-    def known(self, instance_id: str) -> tuple[Member, Usage | None] | None:
+    def known(self, instance_id: str) -> tuple[Member, StoreUsage | None] | None:
         """A live member and what it last said of its store; None: there is no such member."""
         life = self._lives.get(instance_id)
         return None if life is None else (life.member, life.usage)
@@ -159,13 +161,19 @@ class MasterState:
         return heapq.nlargest(MAX_POOLS, (pool for pool in found if pool[0].instance_id != asking), key=lambda p: p[1])
 
     def statuses(self) -> list[StoreStatus]:
-        """Each live member's node store, oldest first."""
+        """What is known of each live member's node store, the oldest first."""
         known, drains = self.blocks.map, self.policy.drains
         return [
-            StoreStatus(m, known.count(m.store_id), known.seq(m.store_id), life.usage, m.instance_id in drains, sole)
+            StoreStatus(
+                member=member_out(m),
+                blocks=known.count(m.store_id),
+                seq=known.seq(m.store_id),
+                usage=life.usage,
+                draining=m.instance_id in drains,
+                sole_blocks=drains.sole_blocks(m.instance_id),
+            )
             for life in self._lives.values()
             for m in (life.member,)
-            for sole in (drains.sole_blocks(m.instance_id),)
         ]
 
     def read(self) -> WatcherCatchUp:
@@ -249,7 +257,7 @@ class MasterState:
 
     def _join(self, member: Member, now: float, actions: list[Action]) -> None:
         old = self._lives.get(member.instance_id)
-        error: KvmeshError | None = checks.member(member) or self._superseded(member)
+        error: KvmeshError | None = check_member(member) or self._superseded(member)
         if error is None and old is None and len(self._lives) >= self._max_members:
             error = Overloaded(f"the store master knows {self._max_members} members: max_members", retry_after_ms=1000)
         if error is not None:
@@ -293,7 +301,7 @@ class MasterState:
 
     def _announce(self, said: Announcement, actions: list[Action]) -> None:
         """Only the living are heard. Being heard is no heartbeat: liveness has one source."""
-        error = checks.announcement(said)
+        error = check_announcement(said)
         owner = split_name(said.store_id)[0]
         if error is None and self._living(owner, said.incarnation, "announcement.store_id", actions) is None:
             return
@@ -316,7 +324,7 @@ class MasterState:
         life = self._lives.get(instance_id)
         if life is not None and life.member.incarnation == incarnation:
             return life
-        shown = instance_id if len(instance_id) <= checks.MAX_TEXT else instance_id[: checks.MAX_TEXT] + "..."
+        shown = instance_id if len(instance_id) <= MAX_TEXT else instance_id[:MAX_TEXT] + "..."
         text = f"{field}={shown!r} incarnation={incarnation}: is no member, join again"
         actions.append(Refuse(UnknownInstance(text, field=field)))
         return None

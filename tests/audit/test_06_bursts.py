@@ -11,7 +11,7 @@ import pytest
 
 from kvmesh.errors import Overloaded
 from kvmesh.rpc import channels
-from kvmesh.rpc.catching_up import caught_up
+from kvmesh.rpc.call_queue import caught_up
 from kvmesh.rpc.fastpath import frames
 from kvmesh.rpc.pb import doors_pb2, doors_pb2_grpc
 from services.conductor.domain import CaughtUp, Role

@@ -12,7 +12,7 @@ from kvmesh.blockservice.replica_tracker import ReplicaTracker
 from kvmesh.kvcache.size_classes import BYTES
 from kvmesh.pool.partitions import PoolPartitions
 from kvmesh.rpc import channels
-from kvmesh.rpc.masters import Masters
+from kvmesh.rpc.leader_client import LeaderTracker
 from kvmesh.rpc.pb import store_pb2, store_pb2_grpc
 from services.store import main
 from services.store.config import StoreConfig
@@ -46,7 +46,7 @@ def asker(
     below: Callable[[str, bytes], bool] = lambda layout, key: False,
 ) -> ReplicaTracker:
     assert a.blocks is not None
-    return ReplicaTracker(a.name, a.blocks.partitions, below, Masters(master), lambda: True, clock)
+    return ReplicaTracker(a.name, a.blocks.partitions, below, LeaderTracker(master), lambda: True, clock)
 
 
 async def test_what_others_have_goes_first() -> None:
@@ -122,7 +122,7 @@ async def test_whole_runs_of_a_pool_go_first_when_others_have_all_that_is_in_the
             await each.join()
             each.seal(keys)
             await each.announce()
-        asking = ReplicaTracker("a", made, lambda layout, key: False, Masters(service.address), lambda: True)
+        asking = ReplicaTracker("a", made, lambda layout, key: False, LeaderTracker(service.address), lambda: True)
         assert await asking.turn()
         await asking._caller.close()
         seal_in(made, keys_of(*range(300, 400)))

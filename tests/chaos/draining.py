@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
 
 from kvmesh.errors import KvmeshError
 from kvmesh.rpc.pb import store_pb2
@@ -26,16 +25,12 @@ async def call_off(store: str, node: str, timeout_s: float) -> None:
 
 
 async def _ask(store: str, request: store_pb2.DrainRequest, timeout_s: float, *, until_done: bool) -> bool:
-    async def ask(stub: Any, left_s: float) -> store_pb2.DrainResponse:
-        answer: store_pb2.DrainResponse = await stub.Drain(request, timeout=left_s)
-        return answer
-
     deadline = time.monotonic() + timeout_s
     directory = Directory(store)
     try:
         while time.monotonic() < deadline:
             try:
-                if (await directory.call(ask, TRY_S)).done or not until_done:
+                if (await directory.call("Drain", request, TRY_S)).done or not until_done:
                     return True
             except KvmeshError:
                 pass  # nobody leads, or does not know the node yet

@@ -17,7 +17,7 @@ from kvmesh.kvcache.keys import split
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.membership import announcing
 from kvmesh.membership.announcing import Announcing
-from kvmesh.rpc.masters import Masters
+from kvmesh.rpc.leader_client import LeaderTracker
 from kvmesh.rpc.pb import common_pb2
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
@@ -71,7 +71,7 @@ class Teller:
         self.rejoins = 0
         self.is_joined = True
         announcer = Announcer("s", 7, self.store, max_keys=max_keys)
-        self.announcing = Announcing(announcer, Masters(address), 0.005, lambda: self.is_joined, self.rejoin)
+        self.announcing = Announcing(announcer, LeaderTracker(address), 0.005, lambda: self.is_joined, self.rejoin)
 
     def rejoin(self) -> None:
         self.rejoins += 1

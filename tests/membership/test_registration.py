@@ -363,6 +363,7 @@ class NeverBeats(MembershipPeer):
 
     name = "nobody"
     service = conductor_pb2.DESCRIPTOR.services_by_name["Conductor"]
+    fast = "Heartbeat"
     address = "127.0.0.1:9"
 
     def __init__(self, stop: asyncio.Event) -> None:

@@ -7,8 +7,7 @@ import asyncio
 import pytest
 
 from kvmesh.errors import Overloaded
-from kvmesh.rpc.call_queue import CallQueue
-from kvmesh.rpc.returning import MOST_S, ReturnTimes
+from kvmesh.rpc.call_queue import MOST_S, CallQueue, ReturnTimes
 
 
 class Clock:

@@ -21,7 +21,7 @@ from kvmesh.rpc.channels import connect
 from kvmesh.rpc.public_calls import Holding, Metadata, PublicCalls
 from kvmesh.rpc.security import PLAINTEXT, Security, TlsFiles
 from kvmesh.rpc.server import Server
-from kvmesh.rpc.status import from_rpc_error
+from kvmesh.rpc.status import Unreachable, from_rpc_error
 
 Use = Callable[[Security], Security]
 
@@ -149,7 +149,7 @@ async def test_a_peer_that_is_not_there_is_no_matter_of_tls(made: Certificates, 
     for tls in (PLAINTEXT, mutual(made)):
         use(tls)
         refused = await call("127.0.0.1:1")
-        assert type(refused) is Unavailable
+        assert type(refused) is Unreachable
         assert "refused" in refused.message
         assert "TLS" not in refused.message
 

@@ -15,11 +15,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvmesh.errors import ConfigError, ProtocolMismatch
 from kvmesh.rpc.channels import connect
-from kvmesh.rpc.metadata import context_from_metadata, metadata
 from kvmesh.rpc.pb import store_pb2_grpc
 from kvmesh.rpc.protocol import PROTOCOL_VERSION, check
 from kvmesh.rpc.server import Server, check_port, join
-from kvmesh.telemetry.spans import context_from, traceparent
+from kvmesh.telemetry.spans import context_from, context_from_metadata, metadata, traceparent
 
 STORE = "kvmesh.v1.StoreMaster"
 HEALTH = health_pb2.HealthCheckResponse

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from kvmesh.errors import InvalidRequest, UnknownInstance
 from kvmesh.kvcache.announce import MAX_KEYS, Announcement, snapshot_parts
 from kvmesh.kvcache.block_map import BlockMap, Verdict
-from kvmesh.kvcache.tiers import Tier, TierUse, store_names
+from kvmesh.kvcache.tiers import Tier, store_names
 from kvmesh.rpc.pb import common_pb2
 from kvmesh.rpc.pb import store_pb2 as pb
-from services.store import blocks, checks, mapping
-from services.store.blocks import BlockDirectory
+from services.store import block_map, mapping
+from services.store.block_map import BlockDirectory
 from services.store.domain import (
     Action,
     Announce,
@@ -29,6 +29,8 @@ from services.store.domain import (
     Relay,
     Role,
     Tick,
+    check_announcement,
+    check_member,
 )
 from services.store.state import MasterState
 
@@ -195,7 +197,7 @@ class World:
 @given(st.integers(0, 2**32), st.sampled_from([1, 2, 5, MAX_KEYS]))
 def test_every_watcher_knows_what_the_master_knew_at_its_seq(seed: int, slice_keys: int) -> None:
     patch = pytest.MonkeyPatch()
-    patch.setattr(blocks, "READ_KEYS", slice_keys)  # so that reading one store takes many turns
+    patch.setattr(block_map, "READ_KEYS", slice_keys)  # so that reading one store takes many turns
     try:
         world = World(random.Random(seed))
         for _ in range(150):
@@ -307,7 +309,7 @@ def test_what_is_too_much_of_one_store_is_not_in_the_map() -> None:
     ],
 )
 def test_an_announcement_is_checked_field_by_field(said: Announcement, field: str) -> None:
-    error = checks.announcement(said)
+    error = check_announcement(said)
     assert error is not None
     assert error.field == f"announcement.{field}"
     assert str(error).startswith(f"announcement.{field}=")
@@ -357,7 +359,7 @@ def test_what_a_member_calls_itself_is_no_tiers_name() -> None:
         ("member.instance.instance_id", Member("a#ssd", "h:1", 1, Role.POOL, "n", "a#ssd")),
         ("member.store_id", Member("a", "h:1", 1, Role.POOL, "n", "a#x")),
     ):
-        error = checks.member(who)
+        error = check_member(who)
         assert error is not None
         assert error.field == field
 
@@ -387,6 +389,6 @@ def test_a_tier_travels_as_a_number(tier: Tier) -> None:
 def test_usage_keeps_the_tiers_it_knows() -> None:
     ssd = pb.TierUsage(tier=common_pb2.TIER_SSD, capacity_bytes=9, used_bytes=5, blocks=2, read_ns=70, bytes_per_s=8)
     usage = pb.StoreUsage(capacity_bytes=4, free_bytes=3, blocks=1, tiers=[ssd], sending_bytes_per_s=6, leases=7)
-    assert mapping.usage_out(mapping.usage_in(usage)) == usage
+    assert mapping.usage_in(usage) == usage
     usage.tiers.append(pb.TierUsage(tier=77))  # type: ignore[arg-type]
-    assert mapping.usage_in(usage).tiers == (TierUse(Tier.SSD, 9, 5, 2, 70, 8),)
+    assert list(mapping.usage_in(usage).tiers) == [ssd]

@@ -1,4 +1,4 @@
-"""What is kept for the next leader, when keeping it fails; calls that are cut short by the end of a reign; many
+"""What is kept for the next leader, when keeping it fails; calls that are cut short by the end of a session; many
 tombstones."""
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from services.store.durable import MemoryDurable
 from services.store.main import Master
 from services.store.orders import StoreOrderQueue
 from services.store.policy.brain import Policy
+from services.store.policy.reconciliation import UnconfirmedRemovals
 from services.store.policy.tombstones import Tombstones
-from services.store.policy.unconfirmed_removals import UnconfirmedRemovals
 from services.store.servicer import StoreMasterServicer
 from services.store.state import MasterState
 from services.store.stream import Watchers
@@ -235,10 +235,10 @@ async def test_much_that_was_kept_is_read_beside_the_lease(monkeypatch: pytest.M
     master._durable = MemoryDurable()
     await master._take_over(0)
     assert threads and threads[0] != threading.get_ident()
-    assert master.reign is not None and master.reign.young()
+    assert master.session is not None and master.session.young()
     now += 1_000
-    assert not master.reign.young()
-    await master.reign.close()
+    assert not master.session.young()
+    await master.session.close()
 
 
 async def test_a_drain_that_could_not_be_kept_is_kept_by_the_next_try() -> None:

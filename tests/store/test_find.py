@@ -54,8 +54,8 @@ async def test_who_only_wants_to_know_warms_nothing() -> None:
     service.add_to(server)
     await server.start()
     try:
-        assert service.reign is not None
-        heat = service.reign.state.policy.heat
+        assert service.session is not None
+        heat = service.session.state.policy.heat
         async with channels.connect(server.address) as channel:
             stub: Any = store_pb2_grpc.StoreMasterStub(channel)
             packed = b"".join(numbered(4096))

@@ -23,10 +23,10 @@ from kvmesh.cli.up.plan import Ports
 from kvmesh.errors import KvmeshError, NotLeader
 from kvmesh.kvcache.announce import Announcer
 from kvmesh.kvcache.node_store import NodeStore
-from kvmesh.membership.announcing import Announcing
+from kvmesh.membership.announcing import SERVICE, Announcing
 from kvmesh.membership.registrar import Registrar
 from kvmesh.rpc import channels, status
-from kvmesh.rpc.masters import Caller, Masters
+from kvmesh.rpc.leader_client import LeaderClient, LeaderTracker
 from kvmesh.rpc.pb import common_pb2, store_pb2, store_pb2_grpc
 from kvmesh.rpc.process import PARENT_ENV
 from services.conductor import domain
@@ -185,15 +185,13 @@ class Mesh:
         self.nodes = [Node("a", addresses), Node("b", addresses)]
         self.nodes[0].seal(keys(3000))
         self.nodes[1].seal(keys(3000, salt=1))
-        self.caller = Caller(Masters(addresses))
+        self.caller = LeaderClient(SERVICE, LeaderTracker(addresses))
         self.events: list[domain.Event] = []
         self.watch = StoreWatch(addresses, self.events.append, silence_s=1.0, rng=random.Random(0))
 
     async def holders(self, wanted: list[bytes]) -> list[list[str]]:
         request = store_pb2.LookupRequest(keys=b"".join(wanted))
-        answer = await self.caller.call(
-            lambda channel, s: store_pb2_grpc.StoreMasterStub(channel).Lookup(request, timeout=s), SECONDS
-        )
+        answer = await self.caller.call("Lookup", request, SECONDS)
         return [list(found.store_ids) for found in answer.holders]
 
     async def whole(self) -> None:

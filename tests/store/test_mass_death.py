@@ -118,8 +118,8 @@ async def test_others_are_answered_while_a_thousand_are_buried(
     master: tuple[main.Master, grpc.aio.Channel],
 ) -> None:
     service, channel = master
-    assert service.reign is not None
-    state, servicer = service.reign.state, service.reign.servicer
+    assert service.session is not None
+    state, servicer = service.session.state, service.session.servicer
     dead = [member(i) for i in range(MANY)]
     for one in dead:
         servicer._step(Join(one))

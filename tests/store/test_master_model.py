@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from kvmesh.kvcache.tiers import Tier, store_name
+from services.store import block_map
 from services.store.domain import Tick
-from services.store.policy import drains, master_map, replicas, tombstones
+from services.store.policy import drains, replicas, tombstones
 from services.store.policy.brain import PolicyLimits
+from services.store.policy.copies import Pull, Trim
 from services.store.policy.quotas import Quota
-from services.store.policy.work import Pull, Trim
 from tests.support.store.world import LEASE, Node, World
 
 TAGS = [b"ten1", b"ten2"]
@@ -247,7 +248,7 @@ def nothing_is_masked(self: Any, instance_id: str, keys: Any) -> set[bytes]:
     return set()
 
 
-def nothing_is_swept(self: master_map.MasterMap, key: bytes, longest: int = 16) -> int:
+def nothing_is_swept(self: block_map.MasterMap, key: bytes, longest: int = 16) -> int:
     return 0
 
 
@@ -272,7 +273,7 @@ RIGHT_LOOK = replicas.Replicas._look
 @pytest.mark.parametrize(
     ("owner", "name", "broken"),
     [
-        (master_map.MasterMap, "_swept", nothing_is_swept),
+        (block_map.MasterMap, "_swept", nothing_is_swept),
         (tombstones.Tombstones, "masked", nothing_is_masked),
         pytest.param(tombstones.Tombstones, "owes", nobody_owes, marks=pytest.mark.slow),
         pytest.param(drains.Drains, "_staying", drains_count_for_each_other, marks=pytest.mark.slow),

@@ -12,7 +12,7 @@ from kvmesh.kvcache.announce import Announcement
 from services.store.domain import Announce, Join, Member, Role
 from services.store.policy.brain import PolicyLimits
 from services.store.policy.names import Names
-from services.store.policy.unannounced import NODE_S, Unannounced
+from services.store.policy.reconciliation import NODE_S, Unannounced
 from services.store.servicer import found
 from services.store.state import MasterState
 

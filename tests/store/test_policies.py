@@ -12,17 +12,17 @@ import pytest
 
 from kvmesh.errors import Overloaded
 from kvmesh.kvcache.announce import Announcement
+from kvmesh.rpc.pb.store_pb2 import StoreUsage
 from services.store import durable
-from services.store.domain import Announce, Beat, Heard, Join, Member, Role, Usage
+from services.store.block_map import LOG_SLACK_BYTES, MasterMap
+from services.store.domain import Announce, Beat, Heard, Join, Member, Role
 from services.store.policy.brain import Policy, PolicyLimits
+from services.store.policy.copies import Nodes, Pull
 from services.store.policy.heat import KeyHeat
-from services.store.policy.master_map import LOG_SLACK_BYTES, MasterMap
 from services.store.policy.names import Names
-from services.store.policy.nodes import Nodes
 from services.store.policy.quotas import Quota, Quotas
 from services.store.policy.records import Write
 from services.store.policy.tombstones import MAX_AWAY, Tombstones
-from services.store.policy.work import Pull
 from services.store.state import MasterState
 
 
@@ -222,7 +222,7 @@ def test_an_empty_node_does_not_draw_everything() -> None:
         nodes.joined(member(f"n{i}", f"m{i % 4}"), draining=False)
         node = nodes.get(f"n{i}")
         assert node is not None
-        node.usage = Usage(1000, 1000 if i == 0 else 300 + i, 1)
+        node.usage = StoreUsage(capacity_bytes=1000, free_bytes=1000 if i == 0 else 300 + i, blocks=1)
     drawn = Counter(
         found.member.instance_id for _ in range(2000) if (found := nodes.receiver(["n4"], 0.0, rng)) is not None
     )
@@ -267,7 +267,7 @@ def test_what_is_asked_for_much_gets_one_copy_more() -> None:
     state = MasterState(lease_s=10.0, stall_s=1e9, limits=limits)
     for name in "abcdef":
         state.step(Join(member(name)), 0.0)
-        state.step(Beat(name, 1, Usage(1000, 900, 1)), 0.0)
+        state.step(Beat(name, 1, StoreUsage(capacity_bytes=1000, free_bytes=900, blocks=1)), 0.0)
     state.step(Announce(batch("a", 1, [key(1), key(2)])), 0.0)
     state.policy.tick(0.0)
     for _ in range(49):

@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.keys import TAG_BYTES
-from services.store.policy import master_map
-from services.store.policy.master_map import MAX_SWEEPS, MasterMap
+from services.store import block_map
+from services.store.block_map import MAX_SWEEPS, MasterMap
 
 KEYS = [tag + bytes([i]) * 12 for tag in (b"tag1", b"tag2") for i in range(3)]
 STORES = ["a", "b#ssd"]
@@ -149,8 +149,8 @@ def test_a_broken_sweep_is_found(monkeypatch: pytest.MonkeyPatch, name: str, bro
 
 
 def test_steps_are_small_and_prefixes_that_wait_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(master_map, "SCAN_KEYS", 256)
-    monkeypatch.setattr(master_map, "SCAN_COST", 64)
+    monkeypatch.setattr(block_map, "SCAN_KEYS", 256)
+    monkeypatch.setattr(block_map, "SCAN_COST", 64)
     known = MasterMap()
     told: list[bytes] = []
     known.forgotten = lambda store_id, keys: told.extend(keys)

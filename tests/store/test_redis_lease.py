@@ -16,8 +16,7 @@ from kvmesh.rpc import channels
 from kvmesh.rpc.pb import store_pb2, store_pb2_grpc
 from services.store import durable, main
 from services.store.config import StoreConfig
-from services.store.durable import Durable, MemoryDurable, nothing
-from services.store.redis_durable import RedisDurable
+from services.store.durable import Durable, MemoryDurable, RedisDurable, nothing
 from tests.store.test_service import failing
 from tests.support.redis_server import RedisServer, needs_redis, redis_server
 from tests.support.services import running

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from kvmesh.errors import InvalidRequest, Overloaded, UnknownInstance
 from kvmesh.kvcache.announce import Announcement
+from kvmesh.rpc.pb.store_pb2 import StoreStatus, StoreUsage
 from services.store.domain import (
     Action,
     Announce,
@@ -18,13 +19,16 @@ from services.store.domain import (
     Publish,
     Refuse,
     Role,
-    StoreStatus,
     Tick,
-    Usage,
 )
+from services.store.mapping import member_out
 from services.store.state import MAX_POOLS, MasterState
 
 LEASE = 2.0
+
+
+def usage(free_bytes: int, blocks: int) -> StoreUsage:
+    return StoreUsage(capacity_bytes=100, free_bytes=free_bytes, blocks=blocks)
 
 
 def member(name: str = "a", incarnation: int = 1, address: str = "h:1") -> Member:
@@ -183,18 +187,18 @@ def test_members_are_bounded() -> None:
 def test_pools_are_the_living_pool_nodes_with_the_most_room() -> None:
     told = Told()
     told(Join(member("prefill")), 0.0)
-    told(Beat("prefill", 1, Usage(100, 100, 0)), 0.0)
+    told(Beat("prefill", 1, usage(100, 0)), 0.0)
     for i in range(20):
         told(Join(replace(member(f"pool-{i}"), role=Role.POOL)), 0.0)
-        told(Beat(f"pool-{i}", 1, Usage(100, i, 3)), 0.0)
+        told(Beat(f"pool-{i}", 1, usage(i, 3)), 0.0)
     found = [(m.instance_id, free) for m, free in told.state.pools("pool-18")]
     assert found == [(f"pool-{i}", i) for i in (19, 17, 16, 15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3)]
     assert len(found) == MAX_POOLS
     told(Leave("pool-19", 1), 0.1)
-    told(Beat("pool-17", 1, Usage(100, 0, 9)), 0.1)
+    told(Beat("pool-17", 1, usage(0, 9)), 0.1)
     told(Beat("pool-16", 1), 0.1)  # says nothing of its usage: the last word counts
     assert [m.instance_id for m, _ in told.state.pools("")][:2] == ["pool-18", "pool-16"]
-    assert told.state.statuses()[0] == StoreStatus(member("prefill"), 0, 0, Usage(100, 100, 0))
+    assert told.state.statuses()[0] == StoreStatus(member=member_out(member("prefill")), usage=usage(100, 0))
 
 
 KEY = b"k" * 16

@@ -17,9 +17,9 @@ import pytest
 from kvmesh.errors import ConfigError, StaleTerm, Unavailable
 from kvmesh.rpc import channels
 from kvmesh.rpc.pb import store_pb2, store_pb2_grpc
-from services.store import durable, main, state_file
+from services.store import durable, main
+from services.store.durable import StateFile
 from services.store.policy.tombstones import Tombstones, first_seq
-from services.store.state_file import StateFile
 from tests.store.test_redis_lease import keeps_and_fences
 from tests.store.test_service import config
 from tests.support.services import running
@@ -53,7 +53,7 @@ async def test_books_in_a_file_are_those_of_the_next_life(tmp_path: Path) -> Non
 async def test_a_disk_that_refuses_or_hangs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     books = StateFile(str(tmp_path / "state"))
     books.begin(1)
-    monkeypatch.setattr(state_file, "WRITE_S", 0.05)
+    monkeypatch.setattr(durable, "FILE_WRITE_S", 0.05)
     held = books._thread.submit(threading.Event().wait, 0.5)
     with pytest.raises(Unavailable, match="took more than"):
         await books.put(durable.QUOTA, {b"q": b"1"}, 1)
@@ -68,7 +68,7 @@ async def test_a_disk_that_refuses_or_hangs_is_told(tmp_path: Path, monkeypatch:
 
 WRITER = """
 import asyncio, itertools, sys
-from services.store.state_file import StateFile
+from services.store.durable import StateFile
 async def main():
     books = StateFile(sys.argv[1])
     books.begin(books.term + 1)

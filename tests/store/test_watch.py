@@ -11,7 +11,7 @@ from kvmesh.kvcache.announce import Announcement
 from kvmesh.rpc import channels
 from kvmesh.rpc.pb import store_pb2
 from kvmesh.rpc.server import Server
-from services.store import blocks, main, stream
+from services.store import block_map, main, stream
 from services.store.config import StoreConfig
 from services.store.domain import Announce
 from tests.support.services import running, until
@@ -136,7 +136,7 @@ async def master() -> AsyncIterator[tuple[main.Master, grpc.aio.Channel]]:
 
 async def test_a_snapshot_of_many_parts_while_everything_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watcher reads its first message, then stores change, leave and come."""
-    monkeypatch.setattr(blocks, "READ_KEYS", 1000)
+    monkeypatch.setattr(block_map, "READ_KEYS", 1000)
     monkeypatch.setattr(stream, "SNAPSHOT_BYTES", 20_000)
     async with running(main.run, config()) as master, channels.connect(master.address) as channel:
         big, leaving, coming = Node(channel, "big", 25_000), Node(channel, "leaving", 25_000), Node(channel, "coming")
@@ -165,23 +165,23 @@ async def test_a_watcher_that_falls_behind_is_closed_and_starts_over(
     master: tuple[main.Master, grpc.aio.Channel],
 ) -> None:
     service, channel = master
-    assert service.reign is not None
+    assert service.session is not None
     node = Node(channel, "a")
     await node.join()
     watcher = Watcher(channel)
     await watcher.until(lambda: True)
     for seq in range(1, 20):  # 1.2 MB in one turn of the loop: the stream cannot keep up
-        service.reign.servicer._step(Announce(Announcement("a", 1, seq, tuple(keys(4000, seq)))))
+        service.session.servicer._step(Announce(Announcement("a", 1, seq, tuple(keys(4000, seq)))))
     with pytest.raises(Unavailable, match="behind"):
         await watcher.until(lambda: False)
 
     async def nobody_watches() -> bool:
-        return len(service.reign.watchers) == 0
+        return len(service.session.watchers) == 0
 
     await until(nobody_watches)
     again = Watcher(channel)
     await again.until(lambda: again.blocks.count("a") == 19 * 4000)
-    assert again.seq == service.reign.state.seq
+    assert again.seq == service.session.state.seq
 
 
 async def test_a_snapshot_ends_when_its_watcher_is_overrun(
@@ -189,28 +189,28 @@ async def test_a_snapshot_ends_when_its_watcher_is_overrun(
 ) -> None:
     """A watcher that is lost anyhow does not get the rest of a great snapshot."""
     service, channel = master
-    assert service.reign is not None
+    assert service.session is not None
     node = Node(channel, "a")
     await node.join()
     for seq in range(1, 4):
-        service.reign.servicer._step(Announce(Announcement("a", 1, seq, tuple(keys(65_536, seq)))))
+        service.session.servicer._step(Announce(Announcement("a", 1, seq, tuple(keys(65_536, seq)))))
     watcher = Watcher(channel)
     await watcher.read()
     for seq in range(4, 6):
-        service.reign.servicer._step(Announce(Announcement("a", 1, seq, tuple(keys(65_536, seq)))))
+        service.session.servicer._step(Announce(Announcement("a", 1, seq, tuple(keys(65_536, seq)))))
     with pytest.raises(Unavailable, match="behind"):
         await watcher.until(lambda: False)
 
 
 async def test_small_announcements_share_a_message(master: tuple[main.Master, grpc.aio.Channel]) -> None:
     service, channel = master
-    assert service.reign is not None
+    assert service.session is not None
     node = Node(channel, "a")
     await node.join()
     watcher = Watcher(channel)
     await watcher.until(lambda: True)
     for seq in range(1, 301):  # in one turn of the loop
-        service.reign.servicer._step(Announce(Announcement("a", 1, seq, tuple(keys(1, seq % 256)))))
+        service.session.servicer._step(Announce(Announcement("a", 1, seq, tuple(keys(1, seq % 256)))))
     sizes: list[int] = []
     while watcher.blocks.seq("a") < 300:
         sizes.append(len((await watcher.read()).events))
@@ -222,7 +222,7 @@ async def test_a_dropped_store_vanishes_at_once_and_its_memory_soon(
     master: tuple[main.Master, grpc.aio.Channel],
 ) -> None:
     service, channel = master
-    assert service.reign is not None
+    assert service.session is not None
     node = Node(channel, "a", 30_000)
     node.seal(keys(25_000))
     await node.announce()
@@ -231,7 +231,7 @@ async def test_a_dropped_store_vanishes_at_once_and_its_memory_soon(
     status = await status_of(node.stub)
     assert (status.blocks, status.replicas, len(status.stores)) == (0, 0, 0)
     assert await holders(node.stub, keys(2)) == [set(), set()]
-    known = service.reign.state.blocks.map
+    known = service.session.state.blocks.map
     assert known.unswept == 25_000  # no tick yet
     service.tick()
     assert 0 < known.unswept < 25_000  # a slice only

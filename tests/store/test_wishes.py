@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from kvmesh.kvcache.announce import Announcement
+from kvmesh.rpc.pb.store_pb2 import StoreUsage
 from services.store import durable
-from services.store.domain import Member, Role, Usage
+from services.store.block_map import MasterMap
+from services.store.domain import Member, Role
 from services.store.policy.brain import Policy, PolicyLimits
-from services.store.policy.master_map import MasterMap
+from services.store.policy.copies import Order, Pin
 from services.store.policy.records import Write
-from services.store.policy.work import Order, Pin
 from tests.support.tracing import lines
 
 TAGS = [b"tag1", b"tag2", b"tag9"]
@@ -40,7 +41,7 @@ def lead(term: int, kept: durable.Kept, now: float = 0.0) -> Policy:
 
 def join(policy: Policy, name: str, *keys: bytes, incarnation: int = 1) -> None:
     policy.joined(Member(name, f"{name}:1", incarnation, Role.POOL, name, name), policy.tombstones.last)
-    policy.beat(name, Usage(1 << 20, 1 << 20, 0), policy.tombstones.last)
+    policy.beat(name, StoreUsage(capacity_bytes=1 << 20, free_bytes=1 << 20), policy.tombstones.last)
     said = Announcement(name, incarnation, 1, keys, snapshot=True)
     policy.took(said, policy._map.apply(said))
 

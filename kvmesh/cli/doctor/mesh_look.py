@@ -19,8 +19,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvmesh.cli import collect, runs
 from kvmesh.cli.up.joining import host_port, only_inside
 from kvmesh.errors import ConfigError
+from kvmesh.rpc.addresses import split
 from kvmesh.rpc.channels import connect
-from kvmesh.rpc.masters import split
 from kvmesh.rpc.server import join
 from kvmesh.rpc.status import from_rpc_error
 

@@ -210,9 +210,7 @@ def drain(
         until = asyncio.get_running_loop().time() + timeout
         while True:
             try:
-                told = await client.directory.call(
-                    lambda rpc, s: rpc.Drain(request, timeout=s), client.config.timeout_s
-                )
+                told = await client.directory.call("Drain", request, client.config.timeout_s)
             except (InvalidRequest, UnknownInstance) as error:
                 text = error.message.replace("instance_id=", "node=", 1)
                 raise InvalidRequest(f"{text}; `kvmesh store top` shows the nodes", field="node") from None

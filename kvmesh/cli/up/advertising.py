@@ -37,7 +37,7 @@ def resolved(config: C, *, wait_s: float = WAIT_S) -> C:
 
 def _peers(config: ServiceConfig) -> list[tuple[str, int]]:
     """Whom it will talk to: (host, port) each."""
-    from kvmesh.rpc.masters import split
+    from kvmesh.rpc.addresses import split
 
     found = []
     for key in ("conductor", "store"):

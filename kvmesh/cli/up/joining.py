@@ -16,8 +16,8 @@ from kvmesh.cli.up.advertising import AUTO, address_towards
 from kvmesh.cli.up.hashing import fingerprints
 from kvmesh.cli.up.settings import EVERY_ADDRESS, Joined, MeshSettings
 from kvmesh.errors import ConfigError, ProtocolMismatch, Unavailable
+from kvmesh.rpc.addresses import split
 from kvmesh.rpc.exposure import is_loopback
-from kvmesh.rpc.masters import split
 from kvmesh.rpc.server import join
 
 CONDUCTOR_PORT = 7001

@@ -16,9 +16,11 @@ from google.protobuf.message import DecodeError, Message
 
 from kvmesh.errors import InternalError, KvmeshError, ProtocolMismatch
 from kvmesh.rpc import status
+from kvmesh.rpc.fastpath.calls import unary
 from kvmesh.rpc.fastpath.client import FastChannel, Way, dial
 from kvmesh.rpc.fastpath.frames import MAX_REQUEST
-from kvmesh.rpc.fastpath.methods import unary
+from kvmesh.rpc.pb import doors_pb2 as pb
+from kvmesh.rpc.pb import doors_pb2_grpc as pb_grpc
 
 log = logging.getLogger(__name__)
 
@@ -26,14 +28,17 @@ DIAL_S = 2.0
 PAUSE_S = 0.5  # after a connection that broke, or an address that does not answer; where none leads, doubled ...
 MAX_PAUSE_S = 30.0  # ... up to this
 _ROOM = 256  # of a frame, beside the message
+FIND_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class FoundPaths:
-    """The fast paths of the life that answers at an address now, the best first."""
+    """The fast paths of the life that answers at an address now, the best first. `methods`: those that can be called
+    there; None: all of them."""
 
     life: int
     ways: tuple[Way, ...]
+    methods: frozenset[str] | None = None
 
 
 class FastCaller:
@@ -49,6 +54,7 @@ class FastCaller:
         self._find = find
         self._stubs: dict[str, Any] = {}
         self._fast_path: FastChannel | None = None
+        self._served: frozenset[str] | None = None  # over that fast path; None: all
         self._seeking: asyncio.Task[None] | None = None
         self._seek_at = 0.0
         self._pause_s = PAUSE_S
@@ -67,7 +73,7 @@ class FastCaller:
             return await self.over_grpc(name, request, timeout_s)
         method = self._methods[name]
         body = request.SerializeToString()
-        if len(body) > MAX_REQUEST - _ROOM:
+        if (self._served is not None and name not in self._served) or len(body) > MAX_REQUEST - _ROOM:
             return await self.over_grpc(name, request, timeout_s)
         told = await door.call(method.wire, body, timeout_s)
         try:
@@ -124,6 +130,24 @@ class FastCaller:
             return
         try:
             self._fast_path = await dial(found.ways, found.life, DIAL_S)
+            self._served = found.methods
         except KvmeshError as error:
             log.debug("no door: %s", error.message)
             self._rest(False, time.monotonic())
+
+
+def control_calls(address: str, channel: grpc.aio.Channel, service: ServiceDescriptor) -> FastCaller:
+    """Of the control service whose gRPC is at `address`, HOST:PORT."""
+
+    async def find(caller: FastCaller) -> FoundPaths:
+        request = pb.FindDoorRequest(service=service.full_name)
+        try:
+            told = await pb_grpc.DoorsStub(channel).FindDoor(request, timeout=FIND_S)
+        except grpc.RpcError as error:
+            raise status.from_rpc_error(error) from None
+        if not told.port:
+            return FoundPaths(told.life, ())
+        host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+        return FoundPaths(told.life, ((host, told.port),), frozenset(told.methods) or None)
+
+    return FastCaller(channel, service, find)

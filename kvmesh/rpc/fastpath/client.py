@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from kvmesh.errors import DeadlinePassed, KvmeshError, Unavailable
 from kvmesh.rpc import status
 from kvmesh.rpc.fastpath import frames
-from kvmesh.rpc.fastpath.sweep import Sweep
+from kvmesh.rpc.fastpath.calls import Sweep
 from kvmesh.rpc.pb import common_pb2
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ _MAX_ID = 1 << 32
 Way = str | tuple[str, int]  # "@name" of a Unix socket, or (host, port)
 
 
-class FastChannelClosed(Unavailable):
+class FastChannelClosed(status.Unreachable):
     """The connection is not there, or has gone: whether a call that was under way was carried out is not known."""
 
 

@@ -11,15 +11,12 @@ import secrets
 from collections.abc import Collection
 from typing import Any
 
-import grpc
-import grpc.aio
 from google.protobuf.descriptor import ServiceDescriptor
 from prometheus_client import Counter
 
 from kvmesh.errors import ConfigError, InvalidRequest
-from kvmesh.rpc import security, status
+from kvmesh.rpc import security
 from kvmesh.rpc.call_queue import CallQueue
-from kvmesh.rpc.fastpath.caller import FastCaller, FoundPaths
 from kvmesh.rpc.fastpath.server import FastPathLimits, FastServer
 from kvmesh.rpc.pb import doors_pb2 as pb
 from kvmesh.rpc.pb import doors_pb2_grpc as pb_grpc
@@ -28,7 +25,6 @@ from kvmesh.rpc.server import Server
 log = logging.getLogger(__name__)
 
 CONNECTIONS = 4096  # one or two of each instance
-FIND_S = 2.0
 
 
 class ControlFastPath(pb_grpc.DoorsServicer):
@@ -89,20 +85,3 @@ class ControlFastPath(pb_grpc.DoorsServicer):
         """Bounded. Idempotent."""
         self._told.port = 0
         await self._server.close()
-
-
-def control_calls(address: str, channel: grpc.aio.Channel, service: ServiceDescriptor) -> FastCaller:
-    """Of the control service whose gRPC is at `address`, HOST:PORT."""
-
-    async def find(caller: FastCaller) -> FoundPaths:
-        request = pb.FindDoorRequest(service=service.full_name)
-        try:
-            told = await pb_grpc.DoorsStub(channel).FindDoor(request, timeout=FIND_S)
-        except grpc.RpcError as error:
-            raise status.from_rpc_error(error) from None
-        if not told.port:
-            return FoundPaths(told.life, ())
-        host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
-        return FoundPaths(told.life, ((host, told.port),))
-
-    return FastCaller(channel, service, find)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import math
 import os
@@ -13,18 +14,19 @@ import socket
 import struct
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Coroutine, Generator
 from dataclasses import dataclass
 from functools import partial
+from types import coroutine
+from typing import Any
 
 from google.protobuf.descriptor import ServiceDescriptor
 
 from kvmesh.errors import BodyTooLarge, ConfigError, KvmeshError, Overloaded, ProtocolMismatch, RequestCancelled
 from kvmesh.rpc import status
 from kvmesh.rpc.call_queue import CallQueue, QueuedCall
-from kvmesh.rpc.fastpath import frames, starting
-from kvmesh.rpc.fastpath.methods import ServedMethod, served
-from kvmesh.rpc.fastpath.sweep import Sweep
+from kvmesh.rpc.fastpath import frames
+from kvmesh.rpc.fastpath.calls import ServedMethod, Sweep, served
 from kvmesh.rpc.server import check_port
 
 log = logging.getLogger(__name__)
@@ -308,7 +310,7 @@ class _Accepted(asyncio.Protocol):
         self._held = 0
         calls, self._calls = self._calls, {}
         for task, _ in calls.values():
-            starting.cancel(task)
+            cancel_call(task)
         queued, self._queued = self._queued, {}
         for waiting, _ in queued.values():
             self._drop(waiting)
@@ -324,7 +326,7 @@ class _Accepted(asyncio.Protocol):
             self._begin(frame)
         elif frame.kind == frames.CANCEL:
             if (under_way := self._calls.pop(frame.call, None)) is not None:
-                starting.cancel(under_way[0])
+                cancel_call(under_way[0])
             elif (waiting := self._queued.pop(frame.call, None)) is not None:
                 self._drop(waiting[0])
         else:
@@ -382,7 +384,7 @@ class _Accepted(asyncio.Protocol):
         queued.drop()
 
     def _start(self, method: ServedMethod, call: int, body: bytes, context: FastContext, deadline: float) -> None:
-        task = starting.start(self._run(method, call, body, context))
+        task = start_call(self._run(method, call, body, context))
         if task is not None:
             self._calls[call] = task, deadline
             self._server.tasks.add(task)
@@ -438,7 +440,7 @@ class _Accepted(asyncio.Protocol):
         for call, (task, deadline) in list(self._calls.items()):
             if deadline <= now:
                 del self._calls[call]
-                starting.cancel(task)
+                cancel_call(task)
         for call, (queued, deadline) in list(self._queued.items()):
             if deadline <= now:
                 del self._queued[call]
@@ -478,3 +480,47 @@ def _keep_alive(transport: asyncio.Transport) -> None:
     for name, value in _KEEPALIVE:
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+# ── a call begun at once; a task only for one that has to wait ──────────────────────────────────────
+#
+# Most calls of a fast path never wait, and a task with its turns of the loop costs more than they do. Up to its first
+# wait such a coroutine belongs to no task: `asyncio.timeout` and `asyncio.current_task` cannot be used there.
+
+
+def start_call(work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
+    """Run `work` to its end or to its first wait, in a context of its own; the task of the rest, None: it has ended.
+    Cancel the task with `cancel_call` alone. What else than CancelledError `work` raises before its first wait, this
+    raises."""
+    context = contextvars.copy_context()
+    try:
+        waits_for = context.run(work.send, None)
+    except (StopIteration, asyncio.CancelledError):
+        return None
+    return asyncio.get_running_loop().create_task(_rest(work, waits_for), context=context)
+
+
+def cancel_call(task: asyncio.Task[None]) -> None:
+    """In the next turn: a task that is cancelled before its first step would never tell its coroutine."""
+    asyncio.get_running_loop().call_soon(task.cancel)
+
+
+async def _rest(work: Coroutine[Any, Any, None], waits_for: Any) -> None:
+    await _driven(work, waits_for)
+
+
+@coroutine
+def _driven(work: Coroutine[Any, Any, None], waits_for: Any) -> Generator[Any, Any, None]:
+    """Hands on what `work` waits for, and what it is told. Its first step yields: it must be reached, see
+    `cancel_call`."""
+    while True:
+        try:
+            told = yield waits_for
+        except BaseException as error:
+            step = partial(work.throw, error)
+        else:
+            step = partial(work.send, told)
+        try:
+            waits_for = step()
+        except StopIteration:
+            return

@@ -13,7 +13,7 @@ import grpc
 
 from kvmesh.errors import KvmeshError, Unavailable
 from kvmesh.rpc import channels, status
-from kvmesh.rpc.masters import Masters, moves_on
+from kvmesh.rpc.leader_client import LeaderTracker, moves_on
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
 from services.conductor import mapping
@@ -33,7 +33,7 @@ class StoreWatch:
     ) -> None:
         """`addresses`: "a:1,b:2". `silence_s`: a quiet master still sends empty messages; a stream silent for longer is
         broken."""
-        self._masters = Masters(addresses)
+        self._masters = LeaderTracker(addresses)
         self.status = f"connecting to {self.address}"
         self._deliver = deliver
         self._silence_s = silence_s

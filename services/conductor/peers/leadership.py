@@ -9,14 +9,15 @@ from kvmesh.clock import lease_clock
 from kvmesh.errors import DeadlinePassed, InvalidRequest, KvmeshError, NotLeader, Unavailable, UnknownInstance
 from kvmesh.leader.leadership import Leadership
 from kvmesh.leader.redis_lease import Redis, RedisLease
-from kvmesh.rpc.masters import Caller, Masters
+from kvmesh.rpc.leader_client import LeaderClient, LeaderTracker
 from kvmesh.rpc.pb import conductor_pb2 as pb
-from kvmesh.rpc.pb import store_pb2, store_pb2_grpc
+from kvmesh.rpc.pb import store_pb2
 from kvmesh.rpc.terms import first_term
 from services.conductor.config import ConductorConfig
 from services.conductor.domain import Cordon, CordonState, Event, Lead
 from services.conductor.peers.cordon_book import CordonBook
 
+STORE = store_pb2.DESCRIPTOR.services_by_name["StoreMaster"]
 PART = "conductor"  # of the mesh's names in Redis
 DRAIN_S = 3.0
 
@@ -34,7 +35,7 @@ class ConductorLeadership:
         self.opened = False  # what operators have said has been read, if Redis answered
         self._redis: Redis | None = None
         self._book: CordonBook | None = None
-        self._store = Caller(Masters(config.store))
+        self._store = LeaderClient(STORE, LeaderTracker(config.store))
         lease_s = None
         if config.redis:
             lease_s = config.leader_lease_ms / 1000
@@ -101,9 +102,7 @@ class ConductorLeadership:
     async def _drain(self, instance_id: str, *, cancel: bool) -> None:
         request = store_pb2.DrainRequest(instance_id=instance_id, cancel=cancel)
         try:
-            await self._store.call(
-                lambda channel, s: store_pb2_grpc.StoreMasterStub(channel).Drain(request, timeout=s), DRAIN_S
-            )
+            await self._store.call("Drain", request, DRAIN_S)
         except (UnknownInstance, InvalidRequest):
             if not cancel:
                 text = f"{instance_id!r} gets no work; the store master does not know it, so no block is moved: say it"

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationErr
 from pydantic_core import PydanticCustomError
 
 from kvmesh.errors import InvalidRequest
-from kvmesh.rpc.sampling import (
+from kvmesh.rpc.protocol import (
     MAX_BIAS,
     MAX_BIASED_TOKENS,
     MAX_PENALTY,

@@ -10,26 +10,39 @@ from functools import partial
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.block_map import Verdict
 from kvmesh.kvcache.tiers import split_name, store_names
+from kvmesh.rpc.pb.store_pb2 import StoreUsage
 from services.store import durable
-from services.store.domain import Member, Usage
+from services.store.block_map import MasterMap
+from services.store.domain import Member
 from services.store.policy import heat, records
-from services.store.policy.copying import Copying
+from services.store.policy.copies import Copying, Nodes, Order
 from services.store.policy.drains import Drains
-from services.store.policy.grants import Grants
 from services.store.policy.heat import KeyHeat
-from services.store.policy.known import KnownHolders
-from services.store.policy.master_map import MasterMap
 from services.store.policy.memory import Memory
 from services.store.policy.names import Names
-from services.store.policy.nodes import Nodes
-from services.store.policy.pending_changes import PendingChanges
 from services.store.policy.quotas import Quota, Quotas
+from services.store.policy.reconciliation import KnownHolders, PendingChanges, Unannounced, UnconfirmedRemovals
 from services.store.policy.records import Write
 from services.store.policy.replicas import Replicas
 from services.store.policy.tombstones import Tombstone, Tombstones
-from services.store.policy.unannounced import Unannounced
-from services.store.policy.unconfirmed_removals import UnconfirmedRemovals
-from services.store.policy.work import Order
+
+MAX_GRANT = 65_536  # in one range
+
+
+class Grants:
+    """Numbers of one leader's term. A term is given to one leader only, where Redis gives it; where terms may come
+    again (no Redis, and no node that remembers), numbers that begin at the wall clock's nanoseconds keep two lives
+    apart, as nobody asks for 10⁹ of them in a second."""
+
+    def __init__(self, wall_ns: int) -> None:
+        self._next = wall_ns
+
+    def take(self, count: int) -> int:
+        """The first of `count` numbers (1..MAX_GRANT)."""
+        first = self._next
+        self._next += count
+        return first
+
 
 EPOCH_NS = 1_577_836_800 * 10**9  # as terms of wall clocks count: see leadership
 MAX_OWED = 4096  # records in one write
@@ -70,7 +83,7 @@ class Policy:
             max_keys=limits.max_tombstone_keys,
             wall_ns=max(0, wall_ns - EPOCH_NS),
         )
-        self.farewells = UnconfirmedRemovals()
+        self.unconfirmed_removals = UnconfirmedRemovals()
         blocks.forgotten = self._dropped
         self.names = Names(
             self._somewhere,
@@ -82,17 +95,17 @@ class Policy:
         self.heat = KeyHeat(window_s=limits.hot_window_s, stride=limits.heat_stride)
         self.memory = Memory(blocks, self.heat, limits.max_map_bytes)
         self.quotas = Quotas(blocks, self.known)
-        settling = self._settling = PendingChanges()
-        copying = self._copying = Copying(self.nodes, settling, self.tombstones.covered_since)
+        pending = self._pending = PendingChanges()
+        copying = self._copying = Copying(self.nodes, pending, self.tombstones.covered_since)
         self.replicas = Replicas(
             self.nodes,
             self._holders,
             copying,
-            settling,
+            pending,
             most=limits.max_targets,
             unheard=lambda: self.known.unheard,
         )
-        self.drains = Drains(blocks, self.nodes, copying, settling, self._lacking)
+        self.drains = Drains(blocks, self.nodes, copying, pending, self._lacking)
 
     def _holders(self, key: bytes) -> set[str]:
         return {split_name(name)[0] for name in self._map.holders(key)}
@@ -136,7 +149,7 @@ class Policy:
         self.nodes.joined(member, member.instance_id in self.drains)
         self.known.joined(member.instance_id)
 
-    def beat(self, instance_id: str, usage: Usage | None, removed_seq: int) -> None:
+    def beat(self, instance_id: str, usage: StoreUsage | None, removed_seq: int) -> None:
         """It lives, and has applied tombstones up to `removed_seq`."""
         self.tombstones.reported(instance_id, removed_seq)
         node = self.nodes.get(instance_id)
@@ -151,10 +164,10 @@ class Policy:
         self.nodes.ended(instance_id)
         self.known.ended(instance_id)
         self.quotas.ended(instance_id)
-        self._settling.ended(instance_id)
+        self._pending.ended(instance_id)
         for name in store_names(instance_id):
             self.memory.ended(name)
-            self.farewells.settled(name)
+            self.unconfirmed_removals.settled(name)
         if self.drains.ended(instance_id):
             self._left.add(instance_id)
 
@@ -231,7 +244,7 @@ class Policy:
         memory."""
         if said.snapshot and said.part == 0 and verdict in (Verdict.APPLIED, Verdict.PARTIAL):
             self.tombstones.began_snapshot(said.store_id)
-            self.farewells.settled(said.store_id)
+            self.unconfirmed_removals.settled(said.store_id)
             self.memory.began_snapshot(said.store_id)
             self.known.cut(said.store_id, False)
         if cut:
@@ -239,7 +252,7 @@ class Policy:
         # An old word that comes again says nothing of what became of a key since.
         news = verdict is Verdict.APPLIED or (verdict is Verdict.DUPLICATE and not (said.sealed or said.removed))
         if news and not said.snapshot:
-            self.farewells.take_announcement(said, self.tombstones.is_behind(split_name(said.store_id)[0]))
+            self.unconfirmed_removals.take_announcement(said, self.tombstones.is_behind(split_name(said.store_id)[0]))
         shed = self.memory.keep(self._rng)
         in_step = verdict is Verdict.APPLIED or (
             verdict is Verdict.DUPLICATE and not said.snapshot and said.seq == self._map.seq(said.store_id)
@@ -255,7 +268,7 @@ class Policy:
         """Whether that store should say all that it has, though nothing that it said is missing."""
         return (
             self.tombstones.wants_snapshot(store_id)
-            or self.farewells.wants_snapshot(store_id)
+            or self.unconfirmed_removals.wants_snapshot(store_id)
             or self.memory.wants_snapshot(store_id)
         )
 
@@ -278,7 +291,7 @@ class Policy:
         return made, [*writes, Write(durable.TARGET, drops=tuple(targets))] if targets else writes
 
     def _dropped(self, store_id: str, keys: Sequence[bytes]) -> None:
-        if not self.farewells.dropped(store_id, keys):
+        if not self.unconfirmed_removals.dropped(store_id, keys):
             self.tombstones.owes(store_id)
 
     def retire(self, now: float) -> list[Write]:

@@ -15,13 +15,11 @@ from functools import partial
 
 from kvmesh.errors import Overloaded
 from kvmesh.kvcache.keys import KEY_BYTES
-from kvmesh.kvcache.tiers import split_name, store_name, store_names
-from services.store.domain import Usage
-from services.store.policy.copying import Copying
-from services.store.policy.master_map import MasterMap
-from services.store.policy.nodes import Nodes
-from services.store.policy.pending_changes import PendingChanges
-from services.store.policy.work import MAX_KEYS, Order, Pull
+from kvmesh.kvcache.tiers import Tier, split_name, store_name, store_names
+from kvmesh.rpc.pb.store_pb2 import StoreUsage
+from services.store.block_map import MasterMap
+from services.store.policy.copies import MAX_KEYS, Copying, Nodes, Order, Pull
+from services.store.policy.reconciliation import PendingChanges
 
 MAX_DRAINS = 256
 LOOK = 4096  # keys of one node in one tick
@@ -67,14 +65,14 @@ class Drains:
         blocks: MasterMap,
         nodes: Nodes,
         copying: Copying,
-        settling: PendingChanges,
+        pending: PendingChanges,
         lacking: Callable[[str], str],
     ) -> None:
         self._map = blocks
         self._lacking = lacking
         self._nodes = nodes
         self._copying = copying
-        self._settling = settling
+        self._pending = pending
         self._drains: dict[str, Drain] = {}
 
     def __contains__(self, instance_id: str) -> bool:
@@ -116,7 +114,7 @@ class Drains:
                 return
             drain.beats, drain.awaited = 0, None
 
-    def beat(self, instance_id: str, usage: Usage | None) -> None:
+    def beat(self, instance_id: str, usage: StoreUsage | None) -> None:
         """It beats, and is told that it drains. The next beat says that it has heard."""
         drain = self._drains.get(instance_id)
         if drain is None:
@@ -125,7 +123,7 @@ class Drains:
         if drain.beats < 2 or usage is None or usage.writing:
             drain.awaited = None
         elif drain.awaited is None:
-            drain.awaited = {instance_id, *(store_name(instance_id, use.tier) for use in usage.tiers)}
+            drain.awaited = {instance_id, *(store_name(instance_id, Tier(use.tier)) for use in usage.tiers)}
 
     def said(self, store_id: str) -> None:
         """One of its tiers has announced all that it has."""
@@ -234,7 +232,7 @@ class Drains:
     def _is_sole(self, key: bytes, instance_id: str, staying: int, now: float) -> bool:
         if self._map.mask(key) & staying:
             return False
-        others = self._settling.seen(key, {instance_id}, now) - {instance_id}
+        others = self._pending.seen(key, {instance_id}, now) - {instance_id}
         return all(name in self._drains or name not in self._nodes for name in others)
 
     def _mark(self, instance_id: str, draining: bool) -> None:

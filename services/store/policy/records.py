@@ -10,8 +10,8 @@ from typing import TypeVar
 from kvmesh.kvcache.keys import KEY_BYTES, TAG_BYTES, split
 from services.store.policy.names import Name
 from services.store.policy.quotas import Quota
+from services.store.policy.replicas import Pinned
 from services.store.policy.tombstones import Tombstone
-from services.store.policy.unpins import Pinned
 
 FLOOR = b"tombstone_floor"
 _SEQ = struct.Struct(">Q")

@@ -6,6 +6,9 @@ key; what failed is tried again after a time that doubles up to RETRY_S[1], at a
 counts before the map shows it, and no longer than SETTLE_S.
 
 A wish ends with its block's removal. One by prefix ends all in one step, which `sweep` clears away over many.
+
+Hard pins of the master that nobody wishes for any more are undone at each life that has them, or may have. They are
+kept where the next leader finds them: a pin that nobody remembers would hold memory as long as that life lasts.
 """
 
 from __future__ import annotations
@@ -13,18 +16,93 @@ from __future__ import annotations
 import itertools
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
 from kvmesh.errors import Overloaded
 from services.store.domain import Role
-from services.store.policy.copying import Copying
-from services.store.policy.nodes import AVOID_S, Nodes
-from services.store.policy.pending_changes import PendingChanges
-from services.store.policy.unpins import Life, Unpins
-from services.store.policy.work import MAX_KEYS, Order, Pin, Pull, Then, Trim, Work
+from services.store.policy.copies import AVOID_S, MAX_KEYS, Copying, Nodes, Order, Pin, Pull, Then, Trim, Work
+from services.store.policy.reconciliation import PendingChanges
+
+LOOK = 1024  # keys in one tick
+MAX_ORDERS = 32  # under way
+RETRY_S = (0.5, 60.0)
+PIN_AGAIN_S = 120.0  # a block that went and came again at a node has lost its pin there
+MAX_HOT = 1024
+HOT_REPLICAS = 4  # a hot block gets no more copies than make so many
+HOT_S = 60.0
+MAX_UNPINS = 1 << 16  # yet to be undone, at nodes that are away too; past it the oldest are forgotten
+
+Life = tuple[str, int]  # instance id, incarnation
+Pinned = tuple[Life, bytes]
+
+
+class Unpins:
+    """All that are open, and which of them differ from what is kept."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        self._nodes = nodes
+        self._open: OrderedDict[Pinned, None] = OrderedDict()
+        self._changed: dict[Pinned, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __contains__(self, pinned: Pinned) -> bool:
+        return pinned in self._open
+
+    def load(self, kept: Iterable[Pinned]) -> None:
+        """What an earlier leader left."""
+        self._open.update(dict.fromkeys(kept))
+
+    def add(self, lives: Iterable[Life], key: bytes) -> None:
+        """It is pinned there, and should not be."""
+        for life in lives:
+            self._open[life, key] = None
+            self._changed[life, key] = None
+        while len(self._open) > MAX_UNPINS:
+            self._changed[self._open.popitem(last=False)[0]] = None
+
+    def done(self, life: Life, keys: Iterable[bytes]) -> None:
+        """That life has no pin of these any more, or they are wished for again."""
+        for key in keys:
+            if (life, key) in self._open:
+                del self._open[life, key]
+                self._changed[life, key] = None
+
+    def due(self, busy: Container[bytes], wished: Callable[[bytes], bool], now: float) -> dict[Life, list[bytes]]:
+        """What to ask for now. One that is no member now may join again, the same life, and waits."""
+        found: dict[Life, list[bytes]] = {}
+        for _ in range(min(LOOK, len(self._open))):
+            life, key = pinned = next(iter(self._open))
+            node = self._nodes.get(life[0])
+            if wished(key) or (node is not None and node.member.incarnation != life[1]):
+                self.done(life, (key,))  # its pins ended with that life
+                continue
+            self._open.move_to_end(pinned)
+            keys = found.setdefault(life, [])
+            if node is not None and key not in busy and now >= node.avoid_until and len(keys) < MAX_KEYS:
+                keys.append(key)
+        return {life: keys for life, keys in found.items() if keys}
+
+    # ── what is kept ─────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def owes(self) -> bool:
+        """Whether any came or went."""
+        return bool(self._changed)
+
+    def take_changed(self) -> list[Pinned]:
+        """Those that came or went since the last call; `in` tells which."""
+        changed, self._changed = self._changed, {}
+        return list(changed)
+
+    def not_kept(self, changed: Iterable[Pinned]) -> None:
+        """They are changed still."""
+        self._changed.update(dict.fromkeys(changed))
+
 
 # Prefixes whose keys are void at once in a table that is gone through later, slice by slice.
 
@@ -70,15 +148,6 @@ class LazyDelete:
         return void
 
 
-LOOK = 1024  # keys in one tick
-MAX_ORDERS = 32  # under way
-RETRY_S = (0.5, 60.0)
-PIN_AGAIN_S = 120.0  # a block that went and came again at a node has lost its pin there
-MAX_HOT = 1024
-HOT_REPLICAS = 4  # a hot block gets no more copies than make so many
-HOT_S = 60.0
-
-
 @dataclass(slots=True)
 class Target:
     """`replicas` nodes, 1 or more. `after`: the last tombstone then; a later one that covers the block ends it.
@@ -113,7 +182,7 @@ class Replicas:
         nodes: Nodes,
         holders: Callable[[bytes], Iterable[str]],
         copying: Copying,
-        settling: PendingChanges,
+        pending: PendingChanges,
         *,
         most: int = 1 << 20,
         unheard: Callable[[], Iterable[str]] = tuple,
@@ -121,7 +190,7 @@ class Replicas:
         self._nodes = nodes
         self._holders = holders
         self._copying = copying
-        self._settling = settling
+        self._pending = pending
         self._most = most
         self._unheard = unheard
         self._targets: OrderedDict[bytes, Target] = OrderedDict()
@@ -224,7 +293,7 @@ class Replicas:
 
     def now(self, key: bytes, now: float) -> set[str]:
         """Live nodes that have it, or are about to."""
-        seen = self._settling.seen(key, set(self._holders(key)), now)
+        seen = self._pending.seen(key, set(self._holders(key)), now)
         return {name for name in seen if name in self._nodes}
 
     # ── work ─────────────────────────────────────────────────────────────────────────────────────────
@@ -335,7 +404,7 @@ class Replicas:
         self._judge(work.keys, done, now)
 
     def _trimmed(self, work: Trim, done: frozenset[bytes], answered: bool, now: float) -> None:
-        self._settling.expect(done, work.holder.instance_id, False, now)
+        self._pending.expect(done, work.holder.instance_id, False, now)
         self._judge(work.keys, done, now)
 
     def _pinned(self, work: Pin, done: frozenset[bytes], answered: bool, now: float) -> None:

@@ -9,8 +9,9 @@ import pytest
 
 from kvmesh.kvcache.announce import Announcer
 from kvmesh.kvcache.node_store import NodeStore
+from kvmesh.rpc.pb.store_pb2 import StoreUsage
 from services.conductor.prefixes.index import Index
-from services.store.domain import Announce, Beat, Heard, Join, Member, Relay, Role, Usage
+from services.store.domain import Announce, Beat, Heard, Join, Member, Relay, Role
 from services.store.policy.brain import PolicyLimits
 from services.store.policy.tombstones import Tombstone
 from services.store.state import MasterState
@@ -30,7 +31,7 @@ class World:
         self.follower, self.late = Index(), Index()
         for name in NAMES:
             self.master.step(Join(Member(name, f"{name}:1", 1, Role.POOL, name, name)), 0.0)
-            self.master.step(Beat(name, 1, Usage(1 << 30, 1 << 30, 0)), 0.0)
+            self.master.step(Beat(name, 1, StoreUsage(capacity_bytes=1 << 30, free_bytes=1 << 30)), 0.0)
 
     def hear(self, index: Index, said: object) -> None:
         if isinstance(said, Relay):

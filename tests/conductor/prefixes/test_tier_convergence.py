@@ -26,7 +26,7 @@ from services.conductor.prefixes.index import Index
 from services.conductor.settings import Settings
 from services.conductor.state import ConductorState
 from services.store import domain, mapping
-from services.store.blocks import BlockDirectory
+from services.store.block_map import BlockDirectory
 from services.store.state import MasterState
 
 KEYS = [bytes([i]) * 16 for i in range(6)]

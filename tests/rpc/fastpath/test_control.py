@@ -12,9 +12,9 @@ import pytest
 from kvmesh.errors import ConfigError, InvalidRequest, ProtocolMismatch
 from kvmesh.rpc import channels, security
 from kvmesh.rpc.fastpath import control
-from kvmesh.rpc.fastpath.caller import FastCaller
+from kvmesh.rpc.fastpath.caller import FastCaller, control_calls
 from kvmesh.rpc.fastpath.client import dial
-from kvmesh.rpc.fastpath.control import ControlFastPath, control_calls
+from kvmesh.rpc.fastpath.control import ControlFastPath
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
 from kvmesh.rpc.pb import conductor_pb2

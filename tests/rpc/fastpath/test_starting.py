@@ -7,7 +7,7 @@ import contextvars
 
 import pytest
 
-from kvmesh.rpc.fastpath import starting
+from kvmesh.rpc.fastpath.server import cancel_call, start_call
 
 who: contextvars.ContextVar[str] = contextvars.ContextVar("who", default="nobody")
 
@@ -22,7 +22,7 @@ async def test_what_does_not_wait_is_done_at_once() -> None:
         who.set("work")
         return who.get()
 
-    assert starting.start(work()) is None
+    assert start_call(work()) is None
     assert done == ["work"] and who.get() == "nobody", "its context is its own"
 
 
@@ -43,7 +43,7 @@ async def test_what_waits_goes_on_in_a_task_and_in_its_context() -> None:
 
     failing: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     failing.set_exception(ValueError("told"))
-    task = starting.start(work())
+    task = start_call(work())
     assert task is not None and not steps
     ready.set_result("told")
     await task
@@ -61,11 +61,11 @@ async def test_who_is_cancelled_hears_of_it(turns: int) -> None:
             await asyncio.sleep(0)  # its end may wait too
             heard.append("end")
 
-    task = starting.start(work())
+    task = start_call(work())
     assert task is not None
     for _ in range(turns):
         await asyncio.sleep(0)
-    starting.cancel(task)
+    cancel_call(task)
     with pytest.raises(asyncio.CancelledError):
         await task
     assert heard == ["end"]
@@ -83,9 +83,9 @@ async def test_what_it_raises_is_raised() -> None:
         raise asyncio.CancelledError
 
     with pytest.raises(ValueError, match="early"):
-        starting.start(early())
-    task = starting.start(late())
+        start_call(early())
+    task = start_call(late())
     assert task is not None
     with pytest.raises(ValueError, match="late"):
         await task
-    assert starting.start(cancelled()) is None
+    assert start_call(cancelled()) is None

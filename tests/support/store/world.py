@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 
 from kvmesh.kvcache.announce import Announcement, Announcer
 from kvmesh.kvcache.node_store import NodeStore
-from kvmesh.kvcache.tiers import Tier, TierUse, store_name
-from services.store.domain import Announce, Beat, Heard, Join, Member, Publish, Refuse, Role, Usage
+from kvmesh.kvcache.tiers import Tier, store_name
+from kvmesh.rpc.pb.store_pb2 import StoreUsage, TierUsage
+from services.store.domain import Announce, Beat, Heard, Join, Member, Publish, Refuse, Role
 from services.store.policy.brain import PolicyLimits
+from services.store.policy.copies import Discard, Order, Pin, Pull, Trim
 from services.store.policy.tombstones import Tombstone
-from services.store.policy.work import Discard, Order, Pin, Pull, Trim
 from services.store.state import MasterState
 
 LEASE = 100.0
@@ -131,10 +132,15 @@ class Node:
             self.removed_seq = tombstone.seq
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> StoreUsage:
         store = self.stores[Tier.DRAM]
-        below = tuple(TierUse(tier, 0, 0, len(self.stores[tier].keys()), 0, 0) for tier in self.tiers[1:])
-        return Usage(EXTENTS * 100, (EXTENTS - len(store.keys())) * 100, len(store.keys()), below, writing=self.writing)
+        return StoreUsage(
+            capacity_bytes=EXTENTS * 100,
+            free_bytes=(EXTENTS - len(store.keys())) * 100,
+            blocks=len(store.keys()),
+            tiers=[TierUsage(tier=tier.value, blocks=len(self.stores[tier].keys())) for tier in self.tiers[1:]],  # type: ignore[arg-type]
+            writing=self.writing,
+        )
 
 
 class World:

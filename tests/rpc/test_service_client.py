@@ -1,4 +1,5 @@
-"""The line to a control service: by its door while that answers, over gRPC otherwise; dropped and dialled again."""
+"""The client of a service at one address: by its fast path while that answers, over gRPC otherwise; closed and
+connected again."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvmesh.errors import DeadlinePassed, KvmeshError, Overloaded
-from kvmesh.membership.control_client import GRPC_ONLY_S, ControlClient
 from kvmesh.rpc.fastpath import frames
 from kvmesh.rpc.fastpath.control import ControlFastPath
+from kvmesh.rpc.leader_client import GRPC_ONLY_S, ServiceClient
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
 from kvmesh.rpc.pb import doors_pb2, doors_pb2_grpc
@@ -20,6 +21,7 @@ from kvmesh.rpc.server import Server
 from tests.support.fastpath_service import SERVICE, Desk
 from tests.support.services import until
 
+FAST = ("Lease", "Put")
 LONG_S = 20.0
 
 
@@ -40,7 +42,7 @@ class There:
 
     def __post_init__(self) -> None:
         pb_grpc.add_NodeStoreServicer_to_server(self.desk, self.server.grpc)
-        self.door = ControlFastPath(SERVICE, self.desk, ("Lease", "Put"), 0)
+        self.door = ControlFastPath(SERVICE, self.desk, FAST, 0)
 
 
 @contextlib.asynccontextmanager
@@ -56,37 +58,37 @@ async def there(port: int = 0) -> AsyncIterator[There]:
         await made.server.stop(0)
 
 
-async def leased(line: ControlClient, timeout_s: float = LONG_S) -> bytes:
-    answer = await line.say("Lease", pb.LeaseRequest(keys=b"k"), timeout_s)
+async def leased(client: ServiceClient, timeout_s: float = LONG_S) -> bytes:
+    answer = await client.call("Lease", pb.LeaseRequest(keys=b"k"), timeout_s)
     return bytes(answer.held)
 
 
-async def by_door(line: ControlClient, door: ControlFastPath) -> None:
+async def by_door(client: ServiceClient, door: ControlFastPath) -> None:
     async def connected() -> bool:
-        assert await leased(line) == b"k"
+        assert await leased(client) == b"k"
         return len(door) == 1
 
     await until(connected)
 
 
 async def test_it_follows_a_service_through_its_lives() -> None:
-    line = ControlClient(SERVICE)
+    client = ServiceClient(SERVICE, FAST)
     async with there() as one:
         address = one.server.address
-        line.dial(address)
-        await by_door(line, one.door)
+        client.connect(address)
+        await by_door(client, one.door)
         with pytest.raises(Overloaded) as refused:
-            await line.say("Put", pb.PutBlocksRequest(), LONG_S)
+            await client.call("Put", pb.PutBlocksRequest(), LONG_S)
         assert refused.value.retry_after_ms == 123
     with pytest.raises(KvmeshError):
-        await leased(line, 5.0)
-    await line.drop()
-    assert line.address == ""
+        await leased(client, 5.0)
+    await client.close()
+    assert client.address == ""
     async with there(one.server.port) as other:
-        line.dial(address)
-        await by_door(line, other.door)
-    await line.drop()
-    await line.drop()
+        client.connect(address)
+        await by_door(client, other.door)
+    await client.close()
+    await client.close()
 
 
 class Swallows(doors_pb2_grpc.DoorsServicer):
@@ -120,28 +122,28 @@ async def test_a_door_that_swallows_calls_is_left_alone_for_a_while() -> None:
     listening = await asyncio.start_server(swallows.greet, "127.0.0.1", 0)
     swallows.port = listening.sockets[0].getsockname()[1]
     await server.start()
-    line = ControlClient(SERVICE, clock)
+    client = ServiceClient(SERVICE, FAST, clock)
     try:
 
         async def swallowed() -> bool:
             try:
-                await leased(line, 0.3)
+                await leased(client, 0.3)
             except DeadlinePassed:
                 return True
             return False
 
-        line.dial(server.address)
+        client.connect(server.address)
         await until(swallowed)
         assert swallows.greeted == 1
-        await line.drop()
-        line.dial(server.address)
+        await client.close()
+        client.connect(server.address)
         for _ in range(20):
-            assert await leased(line) == b"k"
+            assert await leased(client) == b"k"
         assert swallows.greeted == 1, "over gRPC alone"
         clock.now += GRPC_ONLY_S
         await until(swallowed)
         assert swallows.greeted == 2, "it is tried again"
     finally:
-        await line.drop()
+        await client.close()
         listening.close()
         await server.stop(0)

@@ -20,24 +20,25 @@ from kvmesh.errors import (
     StaleTerm,
     Unavailable,
 )
-from kvmesh.rpc.masters import Caller, Masters
+from kvmesh.rpc.leader_client import LeaderClient, LeaderTracker
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
 from kvmesh.rpc.server import Server
 from kvmesh.rpc.terms import LeaderTerms
 from kvmesh.storeclient.directory import Directory
 
+STORE = pb.DESCRIPTOR.services_by_name["StoreMaster"]
 A, B, C = "a:1", "b:1", "c:1"
 
 
-def masters() -> Masters:
-    return Masters(f"{A}, {B},{C},{A}")
+def masters() -> LeaderTracker:
+    return LeaderTracker(f"{A}, {B},{C},{A}")
 
 
 @pytest.mark.parametrize("text", ["", " , "])
 def test_no_address_is_refused_by_name(text: str) -> None:
     with pytest.raises(ConfigError, match="store="):
-        Masters(text)
+        LeaderTracker(text)
 
 
 def test_each_is_tried_once_before_a_pause() -> None:
@@ -78,7 +79,7 @@ def test_two_that_name_each_other_do_not_send_us_round() -> None:
 
 def test_an_answer_of_yesterday_is_a_failure() -> None:
     terms = LeaderTerms()
-    made, other = Masters(f"{A},{B}", terms), Masters(f"{A},{B}", terms)
+    made, other = LeaderTracker(f"{A},{B}", terms), LeaderTracker(f"{A},{B}", terms)
     other.succeeded(7)
     with pytest.raises(StaleTerm, match=r"6.*7"):
         made.succeeded(6)
@@ -139,12 +140,9 @@ async def listening(*servicers: Servicer) -> AsyncIterator[list[str]]:
         yield addresses
 
 
-async def grant(caller: Caller, timeout_s: float = 10.0) -> int:
-    async def ask(channel: Any, seconds: float) -> pb.GrantResponse:
-        answer: pb.GrantResponse = await pb_grpc.StoreMasterStub(channel).Grant(pb.GrantRequest(), timeout=seconds)
-        return answer
-
-    return (await caller.call(ask, timeout_s)).term
+async def grant(caller: LeaderClient, timeout_s: float = 10.0) -> int:
+    answer: pb.GrantResponse = await caller.call("Grant", pb.GrantRequest(), timeout_s)
+    return answer.term
 
 
 async def test_a_call_finds_the_leader_past_the_dead_and_those_that_stand_by() -> None:
@@ -152,9 +150,9 @@ async def test_a_call_finds_the_leader_past_the_dead_and_those_that_stand_by() -
     dead = f"127.0.0.1:{Ports().take()}"
     async with listening(standby, leader) as (at_standby, at_leader):
         standby.says = NotLeader("not me", leader=at_leader)
-        async with Caller(Masters(f"{dead},{at_standby},{at_leader}")) as caller:
+        async with LeaderClient(STORE, LeaderTracker(f"{dead},{at_standby},{at_leader}")) as caller:
             assert await grant(caller) == 3
-            assert caller.masters.current == at_leader
+            assert caller.leaders.current == at_leader
             assert await grant(caller) == 3
             assert (standby.calls, leader.calls) == (1, 2)
 
@@ -173,8 +171,8 @@ async def test_the_status_that_a_client_reads_is_the_leaders_though_all_answer()
 
 async def test_a_call_waits_while_nobody_leads_and_takes_no_answer_of_yesterday() -> None:
     one, other = Servicer(5), Servicer(NotLeader("nobody"))
-    async with listening(one, other) as addresses, Caller(Masters(",".join(addresses))) as caller:
-        caller.masters.terms.hear(6)
+    async with listening(one, other) as addresses, LeaderClient(STORE, LeaderTracker(",".join(addresses))) as caller:
+        caller.leaders.terms.hear(6)
         with pytest.raises((StaleTerm, NotLeader)):
             await grant(caller, 0.5)
         assert one.calls > 1 and other.calls > 1
@@ -184,7 +182,7 @@ async def test_a_call_waits_while_nobody_leads_and_takes_no_answer_of_yesterday(
 
 async def test_the_leaders_own_refusal_is_passed_on_at_once() -> None:
     refusing = Servicer(InvalidRequest.of("count", 0, "is nothing"))
-    async with listening(refusing) as [address], Caller(Masters(address)) as caller:
+    async with listening(refusing) as [address], LeaderClient(STORE, LeaderTracker(address)) as caller:
         with pytest.raises(InvalidRequest, match="count"):
             await grant(caller)
         assert refusing.calls == 1
@@ -192,6 +190,6 @@ async def test_the_leaders_own_refusal_is_passed_on_at_once() -> None:
 
 async def test_without_any_master_the_last_error_is_told_after_the_time_given() -> None:
     dead = Ports()
-    async with Caller(Masters(f"127.0.0.1:{dead.take()},127.0.0.1:{dead.take()}")) as caller:
+    async with LeaderClient(STORE, LeaderTracker(f"127.0.0.1:{dead.take()},127.0.0.1:{dead.take()}")) as caller:
         with pytest.raises(Unavailable):
             await grant(caller, 0.4)

@@ -1,7 +1,12 @@
-"""The methods of a service that can be called over the fast path: those of one request and one answer."""
+"""What both sides of a fast path share: which methods can be called over it, and one timer for the deadlines of many
+calls.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import math
+import time
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from functools import cache
@@ -54,3 +59,35 @@ def served(
     methods = unary(service)
     chosen = methods.values() if only is None else [methods[name] for name in only]
     return {one.wire: ServedMethod(one, getattr(servicer, one.name)) for one in chosen}
+
+
+MIN_S = 0.001  # what is due a moment from now is not looked for in every turn
+
+
+class Sweep:
+    """Armed for the earliest deadline that it was told of: calls that end in time cost it nothing. `due(now)` ends what
+    is over and returns the next deadline, inf: none. Monotonic seconds."""
+
+    def __init__(self, due: Callable[[float], float]) -> None:
+        self._due = due
+        self._at = math.inf
+        self._timer: asyncio.TimerHandle | None = None
+
+    def by(self, deadline: float) -> None:
+        if deadline >= self._at:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._at = deadline
+        delay_s = max(deadline - time.monotonic(), MIN_S)
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._fire)
+
+    def _fire(self) -> None:
+        self._at, self._timer = math.inf, None
+        self.by(self._due(time.monotonic()))
+
+    def close(self) -> None:
+        self._at = -math.inf
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

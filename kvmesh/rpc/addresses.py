@@ -1,0 +1,36 @@
+"""Lists of addresses as configurations name them: "host:port,host:port"."""
+
+from __future__ import annotations
+
+from kvmesh.errors import ConfigError
+
+
+def split(addresses: str, field: str = "store") -> tuple[str, ...]:
+    """The addresses of a list with commas, each once. Raises ConfigError naming `field`."""
+    found = tuple(dict.fromkeys(part.strip() for part in addresses.split(",") if part.strip()))
+    if not found:
+        raise ConfigError(f"{field}={addresses!r}: names no address (host:port,host:port,...)", field=field)
+    return found
+
+
+def check_addresses(addresses: str, field: str = "store") -> None:
+    """Raises ConfigError naming `field` unless each can be dialled: a host and a port."""
+    for one in split(addresses, field):
+        if why := _wrong(one):
+            raise ConfigError(f"{field}={one!r}: {why}", field=field)
+
+
+def _wrong(address: str) -> str:
+    """Why this is no HOST:PORT; "": it is one."""
+    if "/" in address:
+        return "must be HOST:PORT, without a scheme or a path"
+    host, colon, port = address.rpartition(":")
+    if not host or not colon:
+        return "must be HOST:PORT, and has no port" if not colon else "must be HOST:PORT, and has no host"
+    if not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 65536):
+        return f"its port {port!r} is not in 1..65535"
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        return "an IPv6 address is written [ADDRESS]:PORT"
+    if any(letter.isspace() or not letter.isprintable() for letter in host):
+        return "its host holds spaces or signs that cannot be printed"
+    return ""

@@ -1,0 +1,253 @@
+"""Who leads, whom to call next, and by which path.
+
+A mesh has several store masters, of which one leads, and several conductors. `LeaderTracker` is the pure book-keeping
+over their addresses; `ServiceClient` calls one address over gRPC, or over the fast path what is called often;
+`LeaderClient` puts both together: it calls whichever of several leads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+import grpc.aio
+from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message import Message
+
+from kvmesh.errors import (
+    DeadlinePassed,
+    KvmeshError,
+    NotLeader,
+    ProtocolMismatch,
+    StaleTerm,
+    Unavailable,
+)
+from kvmesh.rpc import channels
+from kvmesh.rpc.addresses import split
+from kvmesh.rpc.fastpath.caller import FastCaller, control_calls
+from kvmesh.rpc.status import NotServed
+from kvmesh.rpc.terms import LeaderTerms
+
+RETRY_S = 0.05, 0.5  # after all addresses were asked in vain: first, and at most
+GRPC_ONLY_S = 30.0  # after a fast path that swallowed a call: something on the way may swallow others
+
+
+class LeaderTracker:
+    """Pure book-keeping over a list of addresses. `terms`: shared by all that listen to leaders in this process."""
+
+    def __init__(self, addresses: str, terms: LeaderTerms | None = None, *, field: str = "store") -> None:
+        """`addresses`: "a:1,b:2". Raises ConfigError naming `field`: there is none in it."""
+        self.addresses = split(addresses, field)
+        self.field = field
+        self.terms = terms or LeaderTerms()
+        self._at = 0
+        self._elsewhere = ""  # a leader that was named and is not in the list
+        self._failed: set[str] = set()  # since the last success
+
+    def __str__(self) -> str:
+        return ",".join(self.addresses)
+
+    @property
+    def current(self) -> str:
+        """Whom to ask now."""
+        return self._elsewhere or self.addresses[self._at]
+
+    def succeeded(self, term: int = 0) -> None:
+        """`current` has answered; `term`: what it said of its own, 0 where answers do not tell.
+
+        Raises StaleTerm, having gone on to the next: the answer is that of a leader of yesterday."""
+        if term:
+            try:
+                self.terms.hear(term)
+            except StaleTerm:
+                self.failed()
+                raise
+        self._failed.clear()
+
+    def failed(self) -> bool:
+        """`current` does not answer, or cannot: go on to the next. True: all have been tried since the last success,
+        so wait before asking again."""
+        self._failed.add(self.current)
+        if self._elsewhere:
+            self._elsewhere = ""
+        else:
+            self._at = (self._at + 1) % len(self.addresses)
+        if not self._failed.issuperset(self.addresses):
+            while self.addresses[self._at] in self._failed:
+                self._at = (self._at + 1) % len(self.addresses)
+            return False
+        self._failed.clear()
+        return True
+
+    def redirected(self, leader: str) -> bool:
+        """`current` does not lead and thinks that `leader` does ("": does not know). True: see `failed`. A leader that
+        has failed since the last success is not believed in, so that two masters cannot send us round for ever."""
+        before = self.current
+        if not leader or leader == before or leader in self._failed:
+            return self.failed()
+        self._failed.add(before)
+        if leader in self.addresses:
+            self._at, self._elsewhere = self.addresses.index(leader), ""
+        else:
+            self._elsewhere = leader
+        return False
+
+    def move_on(self, error: KvmeshError) -> bool:
+        """As `failed` or `redirected`, whichever `error` says."""
+        return self.redirected(error.leader) if isinstance(error, NotLeader) else self.failed()
+
+
+def moves_on(error: KvmeshError) -> bool:
+    """Whether another master, or the same a little later, may answer what this one refused."""
+    return isinstance(error, NotLeader | StaleTerm | Unavailable | DeadlinePassed)
+
+
+class ServiceClient:
+    """Calls of one service at one address at a time. It is open from `connect` to `close`, any number of times; what
+    was learnt of fast paths stays. Methods in `fast`, which are called often, go over the fast path while there is one;
+    all others go over gRPC. On one event loop."""
+
+    def __init__(
+        self, service: ServiceDescriptor, fast: Collection[str] = (), clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._service = service
+        self._fast = frozenset(fast)
+        self._clock = clock
+        self._address = ""
+        self._channel: grpc.aio.Channel | None = None
+        self._calls: FastCaller | None = None
+        self._grpc_only_until = float("-inf")
+
+    @property
+    def address(self) -> str:
+        """Where it is connected; "": it is not open."""
+        return self._address
+
+    def connect(self, address: str) -> None:
+        """The connection is made by the first call. It must not be open."""
+        assert self._channel is None, f"it is connected to {self._address}"
+        self._address = address
+        self._channel = channels.connect(address)
+        self._calls = control_calls(address, self._channel, self._service)
+
+    @property
+    def via_fastpath(self) -> bool:
+        """Whether a call of now, of a method in `fast`, would go over the fast path."""
+        return self._calls is not None and self._calls.by_door and self._clock() >= self._grpc_only_until
+
+    def seek_fastpath(self) -> None:
+        """Look for a fast path before the first call has to do without."""
+        if self._calls is not None and self._clock() >= self._grpc_only_until:
+            self._calls.seek()
+
+    async def call(self, name: str, request: Message, timeout_s: float) -> Any:
+        """The answer. It must be open. Raises KvmeshError: the service's own, or what became of the call."""
+        calls = self._calls
+        assert calls is not None, "it is not connected"
+        if name not in self._fast or self._clock() < self._grpc_only_until:
+            return await calls.over_grpc(name, request, timeout_s)
+        by_door = calls.by_door
+        try:
+            return await calls.call(name, request, timeout_s)
+        except DeadlinePassed:
+            if by_door and not calls.by_door:  # not a word in all that time
+                self._grpc_only_until = self._clock() + GRPC_ONLY_S
+            raise
+
+    async def close(self) -> None:
+        """The next `connect` begins afresh: gRPC's own reconnect back-off must not delay its caller's. Idempotent."""
+        calls, self._calls = self._calls, None
+        channel, self._channel = self._channel, None
+        self._address = ""
+        if calls is not None:
+            await calls.close()
+        if channel is not None:
+            await channel.close(grace=None)
+
+
+class LeaderClient:
+    """Calls whichever of several addresses leads. Several calls may run at once. Owns its connections; `close` it."""
+
+    def __init__(self, service: ServiceDescriptor, leaders: LeaderTracker, fast: Collection[str] = ()) -> None:
+        """`fast`: see ServiceClient."""
+        self.leaders = leaders
+        self._service = service
+        self._fast = fast
+        self._clients: dict[str, ServiceClient] = {}
+
+    async def call(
+        self, name: str, request: Message, timeout_s: float, check: Callable[[Any], None] | None = None
+    ) -> Any:
+        """The answer of the leader; others are asked while it is unreachable or leads no more, which `check` may find
+        out of an answer (it raises NotLeader). What is asked must be harmless when done twice. Raises the leader's own
+        refusal, or after `timeout_s` the last error."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        pause_s = RETRY_S[0]
+        last: KvmeshError | None = None
+        while True:
+            left = deadline - loop.time()
+            if left <= 0:
+                raise last or DeadlinePassed(f"no store master answered within {timeout_s:.1f} s ({self.leaders})")
+            asked = self.leaders.current
+            # One silent address must not eat the time of all.
+            share_s = left if len(self.leaders.addresses) == 1 else left / 2
+            try:
+                answer = await self._at(asked).call(name, request, share_s)
+                if check is not None:
+                    check(answer)
+            except KvmeshError as error:
+                last = self._named(asked, error)
+                if not moves_on(last):
+                    raise last from None
+                # Another call may have gone on meanwhile.
+                round_over = asked == self.leaders.current and self.leaders.move_on(last)
+            else:
+                try:
+                    self._succeeded(asked, getattr(answer, "term", 0))
+                    return answer
+                except StaleTerm as error:
+                    last, round_over = error, False
+            if round_over:
+                await asyncio.sleep(min(pause_s, max(0.0, deadline - loop.time())))
+                pause_s = min(2 * pause_s, RETRY_S[1])
+
+    @property
+    def via_fastpath(self) -> bool:
+        """Whether the leader, as far as it is known, would be called over the fast path now."""
+        client = self._clients.get(self.leaders.current)
+        return client is not None and client.via_fastpath
+
+    def _succeeded(self, asked: str, term: int) -> None:
+        if asked == self.leaders.current:
+            self.leaders.succeeded(term)
+        elif term:
+            self.leaders.terms.hear(term)
+
+    def _named(self, asked: str, error: KvmeshError) -> KvmeshError:
+        """The error of a call; of a process that is no leader at all, one that says so."""
+        if isinstance(error, NotServed):
+            field = self.leaders.field
+            what = f"what answers there is not what {field} must name, but another service, or of another version"
+            return ProtocolMismatch(f"{field}={asked!r}: {what}", field=field)
+        return error
+
+    def _at(self, address: str) -> ServiceClient:
+        client = self._clients.get(address)
+        if client is None:
+            client = self._clients[address] = ServiceClient(self._service, self._fast)
+            client.connect(address)
+        return client
+
+    async def close(self) -> None:
+        """Close what is open; it may be used again."""
+        open_, self._clients = self._clients, {}
+        await asyncio.gather(*(client.close() for client in open_.values()))
+
+    async def __aenter__(self) -> LeaderClient:
+        return self
+
+    async def __aexit__(self, *exc: Any) -> None:
+        await self.close()

@@ -1,0 +1,203 @@
+"""What replicas and drains share: the members as they see them, what the master orders at nodes, and the copies under
+way with the room that is pledged for them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvmesh.rpc.pb.store_pb2 import StoreUsage
+from services.store.domain import Member, Role
+from services.store.policy.reconciliation import PendingChanges
+
+AVOID_S = 10.0  # a node that failed a call gets no copies for so long
+MAX_PULLS = 4  # under way at one receiver
+
+
+@dataclass(slots=True)
+class Node:
+    """One life. `pledged`: bytes of pulls under way, `pulls`: how many; `avoid_until`: it failed lately."""
+
+    member: Member
+    usage: StoreUsage | None = None
+    draining: bool = False
+    pledged: int = 0
+    pulls: int = 0
+    avoid_until: float = float("-inf")
+
+    @property
+    def free_bytes(self) -> int:
+        return 0 if self.usage is None else self.usage.free_bytes - self.pledged
+
+    @property
+    def mean_block_bytes(self) -> int:
+        """Of what it holds; 0: nobody knows."""
+        if self.usage is None or not self.usage.blocks:
+            return 0
+        return (self.usage.capacity_bytes - self.usage.free_bytes) // self.usage.blocks
+
+
+class Nodes:
+    """All live members by instance id."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[str, Node] = {}
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._nodes.values())
+
+    def __contains__(self, instance_id: str) -> bool:
+        return instance_id in self._nodes
+
+    def get(self, instance_id: str) -> Node | None:
+        """None: it is no member."""
+        return self._nodes.get(instance_id)
+
+    def joined(self, member: Member, draining: bool) -> None:
+        """A life begins; the same life may join again."""
+        known = self._nodes.get(member.instance_id)
+        if known is None or known.member != member:
+            self._nodes[member.instance_id] = Node(member, draining=draining)
+
+    def ended(self, instance_id: str) -> None:
+        """A life has ended."""
+        self._nodes.pop(instance_id, None)
+
+    def receiver(self, without: Collection[str], now: float, rng: random.Random) -> Node | None:
+        """A pool node to take a copy: the one with more room of two, so that an empty one does not draw everything.
+        Another machine than those in `without` (instance ids) are on, when there is one; never one of them."""
+        able = [
+            node
+            for node in self._nodes.values()
+            if node.member.role is Role.POOL
+            and not node.draining
+            and node.member.instance_id not in without
+            and node.pulls < MAX_PULLS
+            and node.free_bytes > 0
+            and now >= node.avoid_until
+        ]
+        machines = {known.member.node_id for name in without if (known := self._nodes.get(name)) is not None}
+        able = [node for node in able if node.member.node_id not in machines] or able
+        two = rng.sample(able, min(2, len(able)))
+        return max(two, key=lambda node: node.free_bytes, default=None)
+
+
+# ── orders ──────────────────────────────────────────────────────────────────────────────────────
+
+MAX_KEYS = 64  # of one order
+
+
+@dataclass(frozen=True)
+class Pull:
+    """`receiver` copies `keys`, about `nbytes`, from `holders`, tried in this order. `after`: the last tombstone when
+    it was ordered. `pins`: what is pinned hard there is pinned hard here too, or not copied."""
+
+    receiver: Member
+    holders: tuple[Member, ...]
+    keys: tuple[bytes, ...]
+    nbytes: int
+    after: int
+    pins: bool = False
+
+
+@dataclass(frozen=True)
+class Trim:
+    """Remove `keys` at `holder`, those of them that each of `keepers` has. `spare`: what somebody has pinned hard there
+    stays, and is not done."""
+
+    holder: Member
+    keepers: tuple[Member, ...]
+    keys: tuple[bytes, ...]
+    spare: bool = True
+
+
+@dataclass(frozen=True)
+class Pin:
+    """Pin `keys` hard at `holder`, or unpin them."""
+
+    holder: Member
+    keys: tuple[bytes, ...]
+    hard: bool
+
+
+@dataclass(frozen=True)
+class Discard:
+    """Remove `keys` at `holder`: a copy of them was under way when they were removed everywhere."""
+
+    holder: Member
+    keys: tuple[bytes, ...]
+
+
+Work = Pull | Trim | Pin | Discard
+Then = Callable[[frozenset[bytes], bool, float], None]
+
+
+@dataclass(frozen=True)
+class Order:
+    """To be told `then(done, answered, now)`: the keys for which it was done, and whether the node answered at all."""
+
+    work: Work
+    then: Then
+
+
+# ── copies under way ────────────────────────────────────────────────────────────────────────────
+
+
+class Copying:
+    """`removed_since(key, seq)`: see Tombstones."""
+
+    def __init__(self, nodes: Nodes, settling: PendingChanges, removed_since: Callable[[bytes, int], bool]) -> None:
+        self._nodes = nodes
+        self._settling = settling
+        self._removed_since = removed_since
+        self._discards: list[Discard] = []
+
+    def begin(
+        self,
+        sources: Sequence[str],
+        keys: Sequence[bytes],
+        after: int,
+        now: float,
+        rng: random.Random,
+        *,
+        pins: bool = False,
+    ) -> Pull | None:
+        """A pool node that is none of `sources` pulls the first MAX_KEYS of `keys` from them. None: nobody has room.
+        `after`: the last tombstone. `pins`: see Pull."""
+        receiver = self._nodes.receiver(sources, now, rng)
+        holders = [node for name in sources if (node := self._nodes.get(name)) is not None]
+        if receiver is None or not holders:
+            return None
+        some = tuple(keys[:MAX_KEYS])
+        rng.shuffle(holders)
+        nbytes = len(some) * max(node.mean_block_bytes for node in holders)
+        receiver.pledged += nbytes
+        receiver.pulls += 1
+        return Pull(receiver.member, tuple(node.member for node in holders), some, nbytes, after, pins)
+
+    def ended(self, work: Pull, done: frozenset[bytes], answered: bool, now: float) -> None:
+        """`done`: those that are there now. A receiver that did not answer gets nothing for a while."""
+        node = self._nodes.get(work.receiver.instance_id)
+        if node is None or node.member != work.receiver:
+            return
+        node.pledged -= work.nbytes
+        node.pulls -= 1
+        if not answered:
+            node.avoid_until = now + AVOID_S
+        self._settling.expect(done, work.receiver.instance_id, True, now)
+        if gone := tuple(key for key in work.keys if self._removed_since(key, work.after)):
+            self._discards.append(Discard(work.receiver, gone))
+
+    def discards(self) -> list[Discard]:
+        """Copies of what was removed while they were made: to be removed too."""
+        found, self._discards = self._discards, []
+        return found
+
+    def members(self, names: Sequence[str]) -> tuple[Member, ...]:
+        """Those of them that live."""
+        return tuple(node.member for name in names if (node := self._nodes.get(name)) is not None)
