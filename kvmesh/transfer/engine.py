@@ -1,6 +1,6 @@
 """The Transfer Engine: moves bytes between registered memory regions of many processes (see `api`).
 
-caller ─▶ TransferEngine ─▶ Core (batches, lanes, time-outs) ─▶ Transport (shm, tcp, or a fault around one)
+caller ─▶ TransferEngine ─▶ Core (batches, lanes, time-outs) ─▶ Transport (rdma, shm, tcp, a third party's)
                 │                                                        │
                 ├── LocalSegment: own regions ◀── land, serve ───────────┤
                 └── Windows: who may write where ◀── admit, leave ───────┘
@@ -13,7 +13,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from kvmesh.errors import TransferError
 from kvmesh.transfer import checks, forks, memory, segment_file, topology, waits
@@ -37,36 +37,11 @@ from kvmesh.transfer.peer_link import PeerLink
 from kvmesh.transfer.segment import LocalRegion, LocalSegment, SegmentDescriptor, describe, machine_id
 from kvmesh.transfer.send_queue import rank_of
 from kvmesh.transfer.stats import EngineStats
-from kvmesh.transfer.transports import wire
-from kvmesh.transfer.transports.base import FrameKind, Rail, Transport, TransportHost
-from kvmesh.transfer.transports.fault.transport import FaultControl, FaultTransport
-from kvmesh.transfer.transports.shm.transport import ShmTransport
-from kvmesh.transfer.transports.tcp.transport import TcpTransport
+from kvmesh.transfer.transports import registry, wire
+from kvmesh.transfer.transports.base import FrameKind, Rail, Transport
 from kvmesh.transfer.windows import Windows
 
-# An engine's transports: made and started in the order of its config, and the NICs that each memory prefers.
-
-
-def _rdma(host: TransportHost, config: EngineConfig) -> Transport:
-    from kvmesh.transfer.transports.rdma.transport import RdmaTransport  # only who names it needs what it needs
-
-    return RdmaTransport(host, config)
-
-
-_TRANSPORTS: dict[str, Callable[[TransportHost, EngineConfig], Transport]] = {
-    "rdma": _rdma,
-    "shm": ShmTransport,
-    "tcp": TcpTransport,
-}
-
-
-def started(host: TransportHost, config: EngineConfig, fault: FaultControl) -> Iterator[Transport]:
-    """Each transport of the config, listening; with a fault script, in its fault transport. TransferError when one
-    cannot be had: those before it are the caller's to close."""
-    for kind in config.transports:
-        transport = _TRANSPORTS[kind](host, config)
-        transport.start()
-        yield FaultTransport(transport, fault, host) if config.fault else transport
+# The NICs that each memory location prefers, and the ways to a peer.
 
 
 def placed(transports: Sequence[Transport], config: EngineConfig) -> topology.Topology:
@@ -229,14 +204,14 @@ class TransferEngine:
         self.segment = LocalSegment()
         self.windows: Windows[LocalRegion] = Windows()
         self.on_notify = on_notify
-        self.fault = FaultControl(config.fault)
+        self.fault = registry.wrapper(config)
         self._core = Core(config)
         self._closed = threading.Event()
         self._close_lock = threading.Lock()
         self._inviting = threading.Lock()  # from looking up a window's memory until the window is open
         self._transports: list[Transport] = []
         try:
-            for transport in started(self, config, self.fault):
+            for transport in registry.started(self, config, self.fault):
                 self._transports.append(transport)
             self.topology = self._core.topology = placed(self._transports, config)
         except TransferError:

@@ -18,6 +18,7 @@ from kvmesh.transfer import (
     Opcode,
     Range,
     SegmentDescriptor,
+    TransferEngine,
     TransferRequest,
     TransferState,
     TransferStatus,
@@ -407,3 +408,12 @@ def test_port_in_use_is_said(nest: Nest) -> None:
     port = int(first.engine.local_descriptor().endpoints["tcp"]["port"])
     with pytest.raises(TransferError, match=f"port {port}"):
         nest.actor("b#1", port=port)
+
+
+def test_a_wrapper_that_cannot_be_loaded_is_named() -> None:
+    for wrapper in ("kvmesh.nowhere:Wrapper", "kvmesh.transfer:Nothing"):
+        with pytest.raises(TransferError, match=f"wrapper=.*{wrapper}") as caught:
+            TransferEngine("one", EngineConfig(transports=("shm",), fault="{}", wrapper=wrapper))
+        assert caught.value.field == "wrapper"
+    unused = EngineConfig(transports=("shm",), wrapper="kvmesh.nowhere:Wrapper")  # no faults are asked for
+    TransferEngine("one", unused).close()

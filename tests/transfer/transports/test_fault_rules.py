@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 
 from kvmesh.errors import TransferError
+from kvmesh.testing.fault.rules import Rule, Rules, Script
 from kvmesh.transfer.transports.base import Frame, FrameKind
-from kvmesh.transfer.transports.fault.rules import Rule, Rules, Script
 
 
 @dataclass
