@@ -32,7 +32,7 @@ class InProcessTransport(Transport):
         return local.public.location.startswith("cpu") and remote.location.startswith("cpu")
 
     def post(self, frame: Frame) -> None:
-        peer = HERE.get(frame.lane.descriptor.token)
+        peer = HERE.get(frame.link.descriptor.token)
         if peer is None:  # nothing was copied, so nothing can land: settled
             frame.lost("the peer's engine was closed", settled=True, down=True)
         elif frame.kind is FrameKind.NOTIFY:

@@ -333,7 +333,7 @@ def test_closing_a_segment_or_an_engine_fails_what_is_unfinished(nest: Nest, tra
     writer, _, segment, base = pair(nest, transport, fault="{}")
     for close in (lambda: writer.engine.close_segment(segment), writer.engine.close):
         writer.engine.fault.freeze()
-        if segment not in writer.engine._core.lanes:
+        if segment not in writer.engine._sender.links:
             writer.open(nest.actors[1].descriptor())
         batch = writer.start("write", segment, [(0, base, 4 * MIB)], 1)
         assert writer.engine.fault.wait_held(1, 10)

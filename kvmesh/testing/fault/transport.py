@@ -124,7 +124,7 @@ class FaultControl:
         """Removes freezes of exactly `peer` (all for "*") and posts what was held; returns how many frames."""
         with self.changed:
             self._rules.remove_freezes(peer)
-            freed = [f for f in self._held if fnmatchcase(f.parent.lane.name, peer)]
+            freed = [f for f in self._held if fnmatchcase(f.parent.link.name, peer)]
             self._held = [f for f in self._held if f not in freed]
         for flight in freed:
             flight.launch()
@@ -186,7 +186,7 @@ class _Flight:
 
     def on(self, segment: str | None, rail: Rail | None) -> bool:
         """None: any."""
-        return segment in (None, self.parent.lane.name) and rail in (None, self.parent.rail)
+        return segment in (None, self.parent.link.name) and rail in (None, self.parent.rail)
 
     def launch(self) -> None:
         """Posts it for real."""
@@ -371,7 +371,7 @@ class FaultTransport(Transport):
 
     def idle(self, segment: str, rail: Rail) -> bool:
         with self.lock:
-            busy = any(f.parent.lane.name == segment and f.parent.rail == rail for f in self._flights.values())
+            busy = any(f.parent.link.name == segment and f.parent.rail == rail for f in self._flights.values())
         return not busy and self.inner.idle(segment, self.inside(rail))
 
     def close(self, timeout_s: float) -> None:

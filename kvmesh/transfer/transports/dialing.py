@@ -60,23 +60,23 @@ class DialingTransport(Transport):
     def new_path(self, descriptor: SegmentDescriptor, rail: Rail) -> Path: ...
 
     def post(self, frame: Frame) -> None:
-        key = (frame.lane.name, frame.rail)
+        key = (frame.link.name, frame.rail)
         with self._lock:
-            # A closed lane's name may be open again, as that of another process: its frames must not get there.
-            path = None if frame.lane.closed else self._paths.get(key)
-            if path is None and not self._closed and not frame.lane.closed:
-                path = self._paths[key] = self.new_path(frame.lane.descriptor, frame.rail)
-            elif path is not None and self.name in frame.lane.descriptor.endpoints:
-                path.descriptor = frame.lane.descriptor  # a newer one of the same process: to dial by
+            # A closed link's name may be open again, as that of another process: its frames must not get there.
+            path = None if frame.link.closed else self._paths.get(key)
+            if path is None and not self._closed and not frame.link.closed:
+                path = self._paths[key] = self.new_path(frame.link.descriptor, frame.rail)
+            elif path is not None and self.name in frame.link.descriptor.endpoints:
+                path.descriptor = frame.link.descriptor  # a newer one of the same process: to dial by
         if path is None or not path.take(frame):
-            frame.lost(frame.lane.closed or "closed", settled=True)
+            frame.lost(frame.link.closed or "closed", settled=True)
 
     def recall(self, frame: Frame) -> bool:
-        path = self._paths.get((frame.lane.name, frame.rail))
+        path = self._paths.get((frame.link.name, frame.rail))
         return path is not None and path.recall(frame)
 
     def expire(self, frame: Frame, idle_s: float) -> None:
-        path = self._paths.get((frame.lane.name, frame.rail))
+        path = self._paths.get((frame.link.name, frame.rail))
         if path is not None:
             path.expire(frame, idle_s)
 

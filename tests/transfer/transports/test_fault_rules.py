@@ -28,7 +28,7 @@ class _Ends:
 class _Frame:
     """What rules look at."""
 
-    lane: _Named
+    link: _Named
     rail: _Ends
     kind: FrameKind
     nbytes: int

@@ -88,7 +88,7 @@ class ShmTransport(DialingTransport):
         return path.mapped(offset, nbytes) if isinstance(path, ShmPath) else None
 
     def assist(self, frame: Frame, seconds: float) -> None:
-        path = self._paths.get((frame.lane.name, frame.rail))
+        path = self._paths.get((frame.link.name, frame.rail))
         if isinstance(path, ShmPath):
             path.assist(frame, seconds)
 

@@ -205,7 +205,7 @@ class TcpTransport(DialingTransport):
         return TcpPath(self, descriptor, rail)
 
     def assist(self, frame: Frame, seconds: float) -> None:
-        path = self._paths.get((frame.lane.name, frame.rail))
+        path = self._paths.get((frame.link.name, frame.rail))
         if isinstance(path, TcpPath):
             path.assist(frame, seconds)
 
