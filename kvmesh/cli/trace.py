@@ -29,7 +29,7 @@ _SHOWN = {
     "kvmesh.computed_tokens": "computed",
     "kvmesh.chunks": "chunks",
     "kvmesh.transfer.bytes": "bytes",
-    "kvmesh.transfer.transports.base": "over",
+    "kvmesh.transfer.transport": "over",
     "kvmesh.blocks": "blocks",
     "kvmesh.preemptions": "preemptions",
     "kvmesh.attempt": "attempt",

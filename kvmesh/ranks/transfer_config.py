@@ -22,12 +22,11 @@ def listed(text: str) -> tuple[str, ...]:
 
 def check(transports: str, nics: str) -> None:
     """ConfigError naming key and value."""
-    from kvmesh.transfer.config import KNOWN_TRANSPORTS
+    from kvmesh.transfer.transports import registry
 
-    names = listed(transports)
-    if not names or not set(names) <= set(KNOWN_TRANSPORTS):
-        known = ", ".join(sorted(KNOWN_TRANSPORTS))
-        raise ConfigError(f"transports={transports!r}: a list of {known}", field="transports")
+    names, known = listed(transports), registry.known()
+    if not names or not set(names) <= set(known):
+        raise ConfigError(f"transports={transports!r}: a list of {', '.join(known)}", field="transports")
     for key, text in (("transports", transports), ("nics", nics)):
         if len(set(listed(text))) < len(listed(text)):
             raise ConfigError(f"{key}={text!r}: one is named twice", field=key)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from kvmesh.errors import ConfigError
 from kvmesh.rpc.addresses import check_addresses
 from kvmesh.storeclient.placement import POLICIES
-from kvmesh.transfer.config import KNOWN_TRANSPORTS
+from kvmesh.transfer.transports import registry
 
 KEYS = ("content", "granted")
 
@@ -85,10 +85,11 @@ class ClientConfig:
         ):
             if not least <= getattr(self, key) <= most:
                 raise ConfigError(f"{key}={getattr(self, key)}: not in {least}..{most}", field=key)
-        listed = self.transport_list
-        if not listed or not set(listed) <= set(KNOWN_TRANSPORTS) or len(set(listed)) < len(listed):
-            known = ", ".join(KNOWN_TRANSPORTS)
-            raise ConfigError(f"transports={self.transports!r}: a list of {known}, each once", field="transports")
+        listed, known = self.transport_list, registry.known()
+        if not listed or not set(listed) <= set(known) or len(set(listed)) < len(listed):
+            raise ConfigError(
+                f"transports={self.transports!r}: a list of {', '.join(known)}, each once", field="transports"
+            )
 
     @property
     def transport_list(self) -> tuple[str, ...]:

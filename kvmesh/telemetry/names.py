@@ -121,7 +121,7 @@ CHUNKS = "kvmesh.chunks"
 BLOCKS = "kvmesh.blocks"
 BLOCK_TOKENS = "kvmesh.block_tokens"
 TRANSFER_BYTES = "kvmesh.transfer.bytes"
-TRANSFER_TRANSPORT = "kvmesh.transfer.transports.base"  # "shm" | "tcp" | ..., the one with most bytes first
+TRANSFER_TRANSPORT = "kvmesh.transfer.transport"  # "shm" | "tcp" | ..., the one with most bytes first
 TRANSFER_RAILS = "kvmesh.transfer.rails"  # "rdma mlx5_0→mlx5_1=1048576 ...": bytes acknowledged on each
 TRANSFER_RETRIES = "kvmesh.transfer.retries"  # frames sent again
 TRANSFER_OPERATION = "kvmesh.transfer.operation"  # "write" (a push) | "read" (a pull)

@@ -3,17 +3,18 @@
     Batch: the caller's handle. One slot per request, as plain lists: no object per request, none per slice.
     Group: requests of one submit that share (segment, opcode, epoch, memory); it is cut into frames.
     Part:  one slice: (slot, local address, remote offset, length).
-    Again: parts that wait to go once more, or to be verified.
+    RetriedParts: parts that wait to go once more, or to be verified.
 
 A slot is final when its outcome is known *and* none of its parts is on a path; until then a doomed slot (a refused
 part, a cancel) only stops posting. The one exception is a path that the target does not confirm to be dead in time:
 `drained` is false then.
 
-Nothing here locks: the engine's core lock is held around every call.
+Nothing here locks: the sender's lock is held around every call.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -21,12 +22,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvmesh.transfer.api import BatchId, Opcode, TransferRequest, TransferState, TransferStatus
+from kvmesh.transfer.transports.base import Frame, FrameKind, Rail
 
 if TYPE_CHECKING:
     from kvmesh.transfer.peer_link import PeerLink
     from kvmesh.transfer.rails import Tiers
     from kvmesh.transfer.segment import LocalRegion, RegionInfo
-    from kvmesh.transfer.transports.base import Frame, FrameKind, Rail
 
 
 @dataclass(eq=False, slots=True)
@@ -77,7 +78,7 @@ class Group(msgspec.Struct, eq=False):
     final; `spoilt`: why the first that did not complete did not; `frames` are those on their way."""
 
     serial: int
-    lane: PeerLink
+    link: PeerLink
     batch: Batch
     opcode: Opcode
     epoch: int
@@ -96,6 +97,109 @@ class Group(msgspec.Struct, eq=False):
     todo: int = 0
     spoilt: str | None = None
     frames: dict[int, Frame] = {}
+
+    def finish(self, slot: int, state: TransferState, cause: str, after: AfterUnlock, *, drained: bool = True) -> None:
+        """Makes a slot final. The caller looks after `self.open == 0`."""
+        batch = self.batch
+        batch.states[slot] = state
+        if cause:
+            batch.causes[slot] = cause
+        if not drained:
+            batch.undrained.add(slot)
+        batch.doom.pop(slot, None)
+        finals, key = self.link.finals, (self.rank, state)
+        finals[key] = finals.get(key, 0) + 1
+        if state is not TransferState.COMPLETED and self.spoilt is None:
+            self.spoilt = cause
+        self.open -= 1
+        batch.open -= 1
+        if batch.open == 0:
+            after.callbacks += batch.callbacks
+            batch.callbacks = []
+
+    def doom(self, slot: int, state: TransferState, cause: str, after: AfterUnlock) -> None:
+        """Stops a slot: final now when nothing of it is on a path, else as soon as that is so."""
+        batch = self.batch
+        if batch.states[slot].final:
+            return
+        if batch.flight[slot] == 0:
+            known = batch.doom.get(slot, (state, cause))
+            self.finish(slot, known[0], known[1], after)
+        else:
+            batch.doom.setdefault(slot, (state, cause))
+
+    def landed(
+        self, frame: Frame, refused: Sequence[int], cause: str, after: AfterUnlock
+    ) -> tuple[int, int, list[Part]]:
+        """Every part arrived but the refused. Returns bytes that count, parts that were refused, parts to verify."""
+        batch = self.batch
+        refusals = frozenset(refused)
+        states, flight, left, dooms = batch.states, batch.flight, batch.left, batch.doom
+        pending, verify = TransferState.PENDING, self.verify
+        carried = turned_away = 0
+        to_verify: list[Part] = []
+        for i, part in enumerate(frame.parts):
+            slot = part[0]
+            flight[slot] -= 1
+            if states[slot] is not pending:
+                continue
+            if i in refusals:
+                turned_away += 1
+                self.doom(slot, TransferState.FAILED, cause, after)
+                continue
+            carried += part[3]
+            if not verify:
+                left[slot] -= part[3]
+                if left[slot] == 0:
+                    self.finish(slot, TransferState.COMPLETED, "", after)
+                    continue
+            elif slot not in dooms:
+                to_verify.append(part)
+            if slot in dooms:
+                self.doom(slot, *dooms[slot], after)
+        return carried, turned_away, to_verify
+
+    def strayed(self, frame: Frame, cause: str, *, settled: bool, again: bool, after: AfterUnlock) -> bool:
+        """The frame is lost. What may still land has failed, undrained; true when some of the rest should go `again`. A
+        CHECKSUM changes no memory: wherever it is, it does no harm."""
+        batch = self.batch
+        wanted = False
+        for slot, _, _, _ in frame.parts:
+            batch.flight[slot] -= 1
+            if batch.states[slot].final:
+                continue
+            if not settled and frame.kind is not FrameKind.CHECKSUM:
+                self.finish(slot, TransferState.FAILED, cause, after, drained=False)
+            elif slot in batch.doom or not again:
+                self.doom(slot, TransferState.FAILED, cause, after)
+            else:
+                wanted = True
+        return wanted
+
+    def verified(
+        self, frame: Frame, refused: Sequence[int], cause: str, sums: Sequence[int], after: AfterUnlock
+    ) -> list[Part]:
+        """A CHECKSUM was answered; `sums` are those of the memory here. Returns the parts that differ."""
+        batch = self.batch
+        refusals = frozenset(refused)
+        differ: list[Part] = []
+        for i, part in enumerate(frame.parts):
+            slot = part[0]
+            batch.flight[slot] -= 1
+            if batch.states[slot].final:
+                continue
+            if i in refusals:
+                self.doom(slot, TransferState.FAILED, cause, after)
+            elif i >= len(frame.sums) or frame.sums[i] != sums[i]:
+                differ.append(part)
+            else:
+                batch.left[slot] -= part[3]
+                if batch.left[slot] == 0:
+                    self.finish(slot, TransferState.COMPLETED, "", after)
+                    continue
+            if slot in batch.doom:
+                self.doom(slot, *batch.doom[slot], after)
+        return [part for part in differ if not batch.states[part[0]].final and part[0] not in batch.doom]
 
 
 Part = tuple[int, int, int, int]
@@ -116,41 +220,14 @@ class RetriedParts:
 
 
 class AfterUnlock(msgspec.Struct, eq=False):
-    """What must be done once the core lock is released: user's callbacks, and frames to post."""
+    """What must be done once the sender's lock is released: user's callbacks, and frames to post."""
 
     callbacks: list[Callable[[], None]] = []
     frames: list[Frame] = []
 
 
-def finish(
-    group: Group, slot: int, state: TransferState, cause: str, after: AfterUnlock, *, drained: bool = True
-) -> None:
-    """Makes a slot final. The caller looks after `group.open == 0`."""
-    batch = group.batch
-    batch.states[slot] = state
-    if cause:
-        batch.causes[slot] = cause
-    if not drained:
-        batch.undrained.add(slot)
-    batch.doom.pop(slot, None)
-    finals, key = group.lane.finals, (group.rank, state)
-    finals[key] = finals.get(key, 0) + 1
-    if state is not TransferState.COMPLETED and group.spoilt is None:
-        group.spoilt = cause
-    group.open -= 1
-    batch.open -= 1
-    if batch.open == 0:
-        after.callbacks += batch.callbacks
-        batch.callbacks = []
-
-
-def doom(group: Group, slot: int, state: TransferState, cause: str, after: AfterUnlock) -> None:
-    """Stops a slot: final now when nothing of it is on a path, else as soon as that is so."""
-    batch = group.batch
-    if batch.states[slot].final:
-        return
-    if batch.flight[slot] == 0:
-        known = batch.doom.get(slot, (state, cause))
-        finish(group, slot, known[0], known[1], after)
-    else:
-        batch.doom.setdefault(slot, (state, cause))
+def local_sums(frame: Frame) -> list[int]:
+    """CRC-32 of each part's local memory. Takes its time, without the GIL: no lock may be held."""
+    region = frame.local
+    base, view = region.address, region.view
+    return [zlib.crc32(view[at - base : at - base + length]) for _, at, _, length in frame.parts]

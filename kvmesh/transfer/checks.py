@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from kvmesh.errors import TransferError
 from kvmesh.transfer.api import Opcode, Range, TransferRequest
 
-LaneT = TypeVar("LaneT")
+LinkT = TypeVar("LinkT")
 
 MAX_NAME = 1024
 MAX_S = 1e9  # what clocks and locks take
@@ -136,11 +136,11 @@ def name(field: str, value: object) -> str:
     return value
 
 
-def opened(lanes: Mapping[str, LaneT], segment: str) -> LaneT:
-    lane = lanes.get(name("segment", segment))
-    if lane is None:
+def opened(links: Mapping[str, LinkT], segment: str) -> LinkT:
+    link = links.get(name("segment", segment))
+    if link is None:
         raise TransferError(f"segment={segment!r}: not open", field="segment")
-    return lane
+    return link
 
 
 def payload(value: object, most: int) -> None:

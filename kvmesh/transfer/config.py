@@ -6,18 +6,20 @@ from dataclasses import dataclass, fields
 
 from kvmesh.errors import TransferError
 from kvmesh.transfer import checks
-
-KNOWN_TRANSPORTS = ("rdma", "shm", "tcp")
+from kvmesh.transfer.transports import registry
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Sizes in bytes, times in seconds.
 
-    `transports` in order of preference; the next is taken when one cannot reach a peer or fails. `fault` is the JSON
-    of `kvmesh.transfer.transports.fault.transport` ("" = no faults; tests only). A request is TIMEOUT after
-    `request_timeout_s`; a path on which nothing was acknowledged for `ack_timeout_s` is given up and its slices go over
-    another.
+    `transports` in order of preference; the next is taken when one cannot reach a peer or fails. A request is
+    TIMEOUT after `request_timeout_s`; a path on which nothing was acknowledged for `ack_timeout_s` is given up and its
+    slices go over another.
+
+    `wrapper` is for tests: where `fault` is not empty, the engine imports this `module:factory` and calls
+    `factory(fault)`. The result is `TransferEngine.fault`, and its `wrap(transport, host)` is what the engine uses in
+    the place of each transport.
     """
 
     transports: tuple[str, ...] = ("shm", "tcp")
@@ -56,7 +58,8 @@ class EngineConfig:
     verify_attempts: int = 3  # sendings of a slice whose checksum differs, before it is FAILED
     fence_grace_s: float = 0.02  # a fence lets a slice end by itself so long, then cuts its connection
     close_timeout_s: float = 5.0
-    fault: str = ""
+    fault: str = ""  # JSON of the wrapper; "" = none
+    wrapper: str = "kvmesh.testing.fault.transport:FaultControl"
     # Use only these NICs: an RDMA device ("mlx5_0") concerns rdma, a network interface ("eth1") tcp; each transport
     # takes the names that are its own. () = rdma: every active port; tcp: no choice, `host` alone.
     nics: tuple[str, ...] = ()
@@ -85,10 +88,7 @@ class EngineConfig:
         if not self.transports:
             raise TransferError("transports=(): name at least one", field="transports")
         for name in self.transports:
-            if name not in KNOWN_TRANSPORTS:
-                raise TransferError(
-                    f"transports={name!r}: not one of {', '.join(KNOWN_TRANSPORTS)}", field="transports"
-                )
+            registry.find(name)
             if self.transports.count(name) > 1:
                 raise TransferError(f"transports={','.join(self.transports)!r}: names must differ", field="transports")
         for key in ("port", "rdma_port"):

@@ -1,6 +1,6 @@
 """The Transfer Engine: moves bytes between registered memory regions of many processes (see `api`).
 
-caller ─▶ TransferEngine ─▶ Core (batches, lanes, time-outs) ─▶ Transport (shm, tcp, or a fault around one)
+caller ─▶ TransferEngine ─▶ Sender (batches, links, time-outs) ─▶ Transport (rdma, shm, tcp, a third party's)
                 │                                                        │
                 ├── LocalSegment: own regions ◀── land, serve ───────────┤
                 └── Windows: who may write where ◀── admit, leave ───────┘
@@ -13,60 +13,34 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Sequence
 
 from kvmesh.errors import TransferError
-from kvmesh.transfer import checks, forks, memory, segment_file, topology, waits
+from kvmesh.transfer import checks, memory, segment_file, topology
 from kvmesh.transfer import host as this_host
 from kvmesh.transfer.api import (
     BatchId,
     Carried,
     Notification,
-    Opcode,
     Range,
     Region,
     TransferRequest,
     TransferState,
     TransferStatus,
 )
-from kvmesh.transfer.batch import AfterUnlock, Batch, Group
+from kvmesh.transfer.batch import AfterUnlock
 from kvmesh.transfer.config import EngineConfig
-from kvmesh.transfer.core import Core
 from kvmesh.transfer.epochs import EndMark
 from kvmesh.transfer.peer_link import PeerLink
 from kvmesh.transfer.segment import LocalRegion, LocalSegment, SegmentDescriptor, describe, machine_id
-from kvmesh.transfer.send_queue import rank_of
+from kvmesh.transfer.sender import Sender
 from kvmesh.transfer.stats import EngineStats
-from kvmesh.transfer.transports import wire
-from kvmesh.transfer.transports.base import FrameKind, Rail, Transport, TransportHost
-from kvmesh.transfer.transports.fault.transport import FaultControl, FaultTransport
-from kvmesh.transfer.transports.shm.transport import ShmTransport
-from kvmesh.transfer.transports.tcp.transport import TcpTransport
+from kvmesh.transfer.transports import registry, wire
+from kvmesh.transfer.transports.base import Rail, Transport
 from kvmesh.transfer.windows import Windows
 
-# An engine's transports: made and started in the order of its config, and the NICs that each memory prefers.
-
-
-def _rdma(host: TransportHost, config: EngineConfig) -> Transport:
-    from kvmesh.transfer.transports.rdma.transport import RdmaTransport  # only who names it needs what it needs
-
-    return RdmaTransport(host, config)
-
-
-_TRANSPORTS: dict[str, Callable[[TransportHost, EngineConfig], Transport]] = {
-    "rdma": _rdma,
-    "shm": ShmTransport,
-    "tcp": TcpTransport,
-}
-
-
-def started(host: TransportHost, config: EngineConfig, fault: FaultControl) -> Iterator[Transport]:
-    """Each transport of the config, listening; with a fault script, in its fault transport. TransferError when one
-    cannot be had: those before it are the caller's to close."""
-    for kind in config.transports:
-        transport = _TRANSPORTS[kind](host, config)
-        transport.start()
-        yield FaultTransport(transport, fault, host) if config.fault else transport
+# The NICs that each memory location prefers, and the ways to a peer.
 
 
 def placed(transports: Sequence[Transport], config: EngineConfig) -> topology.Topology:
@@ -118,96 +92,6 @@ def ways(
     return rails if only is None else tuple(rail for rail in rails if only(rail))
 
 
-# From the caller's requests to groups: checked, and sorted by what decides their way.
-
-
-def grouped(
-    core: Core, segment: LocalSegment, batch: Batch, requests: Sequence[TransferRequest], deadline: float
-) -> list[Group]:
-    """Requests that share everything but addresses, in order; checks each."""
-    groups: dict[tuple[object, ...], Group] = {}
-    group: Group | None = None
-    slot = len(batch.states)
-    same: tuple[object, ...] = ()
-    near = near_end = far = far_end = 0
-    for request in requests:
-        address, offset, length = request.local_address, request.remote_offset, request.length
-        kin = (request.segment, request.opcode, request.handoff_epoch, request.traffic_class, request.verify)
-        if not (
-            group is not None
-            and kin == same
-            and length > 0
-            and near <= address
-            and address + length <= near_end
-            and far <= offset
-            and offset + length <= far_end
-        ):
-            group = _new_group(core, segment, batch, request, groups, deadline)
-            same = kin
-            near, near_end = group.local.address, group.local.address + group.local.length
-            far, far_end = group.remote.base_offset, group.remote.base_offset + group.remote.length
-        group.slots.append(slot)
-        group.addresses.append(address)
-        group.offsets.append(offset)
-        group.todo += length
-        slot += 1
-    for group in groups.values():
-        group.open = len(group.slots)
-    return list(groups.values())
-
-
-def _new_group(
-    core: Core,
-    segment: LocalSegment,
-    batch: Batch,
-    request: TransferRequest,
-    groups: dict[tuple[object, ...], Group],
-    deadline: float,
-) -> Group:
-    lane = checks.opened(core.lanes, request.segment)
-    epoch = checks.epoch_of(request)
-    if request.length <= 0:
-        raise TransferError(f"length={request.length}: must be positive", field="length")
-    local = segment.by_address(request.local_address, request.length)
-    if local is None:
-        raise TransferError(
-            f"local_address={request.local_address:#x}: {request.length} bytes there are in no registered region",
-            field="local_address",
-        )
-    remote = lane.descriptor.region_at(request.remote_offset, request.length)
-    if remote is None:
-        raise TransferError(
-            f"remote_offset={request.remote_offset}: {request.length} bytes there are not in one region of "
-            f"{request.segment!r}",
-            field="remote_offset",
-        )
-    if request.verify and not (local.public.location.startswith("cpu") and remote.location.startswith("cpu")):
-        raise TransferError("verify=True: only host memory can be verified", field="verify")
-    rank = rank_of(request.traffic_class)
-    key = (lane.name, request.opcode, epoch, rank, request.verify, local.base, remote.base_offset)
-    group = groups.get(key)
-    if group is None:
-        group = groups[key] = Group(
-            next(core.serials),
-            lane,
-            batch,
-            request.opcode,
-            epoch,
-            local,
-            remote,
-            lane.routes(
-                FrameKind.WRITE if request.opcode is Opcode.WRITE else FrameKind.READ, local, remote, core.topology
-            ),
-            deadline,
-            [],
-            [],
-            [],
-            rank,
-            request.verify,
-        )
-    return group
-
-
 log = logging.getLogger(__name__)
 
 
@@ -229,23 +113,23 @@ class TransferEngine:
         self.segment = LocalSegment()
         self.windows: Windows[LocalRegion] = Windows()
         self.on_notify = on_notify
-        self.fault = FaultControl(config.fault)
-        self._core = Core(config)
+        self.fault = registry.wrapper(config)
+        self._sender = Sender(config, self.segment)
         self._closed = threading.Event()
         self._close_lock = threading.Lock()
         self._inviting = threading.Lock()  # from looking up a window's memory until the window is open
         self._transports: list[Transport] = []
         try:
-            for transport in started(self, config, self.fault):
+            for transport in registry.started(self, config, self.fault):
                 self._transports.append(transport)
-            self.topology = self._core.topology = placed(self._transports, config)
+            self.topology = self._sender.topology = placed(self._transports, config)
         except TransferError:
             for transport in self._transports:
                 transport.close(config.close_timeout_s)
             raise
-        self._timer = threading.Thread(target=self._core.run, name="kvmesh-transfer-timer", daemon=True)
+        self._timer = threading.Thread(target=self._sender.run, name="kvmesh-transfer-timer", daemon=True)
         self._timer.start()
-        forks.watch(self)
+        _engines.add(self)
 
     # ── memory ────────────────────────────────────────────────────────────────────────────────────
 
@@ -309,11 +193,11 @@ class TransferEngine:
             raise TransferError(f"region at offset {region.base_offset} is not registered", field="region")
         if self.segment.let_go(mine):
             return
-        with self._inviting, self._core.lock:  # whoever looks it up, and uses it then, holds one of them
+        with self._inviting, self._sender.lock:  # whoever looks it up, and uses it then, holds one of them
             window, it = self.windows.overlapping(mine.base, mine.length), f"region at offset {mine.base}"
             if window is not None:
                 raise TransferError(f"{it} has an open window {window}: fence it", field="region")
-            if self._core.in_use(mine):
+            if self._sender.in_use(mine):
                 raise TransferError(f"{it} is used by a transfer", field="region")
             self.segment.hide(mine)
         self.segment.remove(mine, self.config.close_timeout_s)
@@ -339,43 +223,43 @@ class TransferEngine:
         transports = tuple(t for t in self._transports if t.reaches(descriptor))
         if not transports:
             raise TransferError(why_unreachable(descriptor, self._transports), field="segment")
-        with self._core.lock:
-            known = self._core.lanes.get(descriptor.name)
+        with self._sender.lock:
+            known = self._sender.links.get(descriptor.name)
             if known is not None and known.descriptor.token == descriptor.token:
                 known.renew(descriptor, ways(descriptor, transports, only))
                 return descriptor.name
         if known is not None:
             self.close_segment(descriptor.name)
-        core = self._core
+        sender = self._sender
         rails = ways(descriptor, transports, only)
-        lane = PeerLink(descriptor, rails, core, core.serials, core.board, core.posting.dealer, core.finals)
-        with core.lock:
-            core.open_lane(lane)
+        link = PeerLink(descriptor, rails, sender, sender.serials, sender.board, sender.dealer, sender.finals)
+        with sender.lock:
+            sender.open_link(link)
         return descriptor.name
 
     def rails(self, segment: str) -> tuple[Rail, ...]:
         """Every way to an open segment. TransferError when it is not open."""
-        with self._core.lock:
-            return checks.opened(self._core.lanes, segment).rails
+        with self._sender.lock:
+            return checks.opened(self._sender.links, segment).rails
 
     def close_segment(self, name: str) -> None:
         """Its unfinished requests fail; its connections and maps go. Unknown names are ignored."""
         after = AfterUnlock()
-        with self._core.lock:
-            lane = self._core.lanes.get(name)
-            if lane is None:
+        with self._sender.lock:
+            link = self._sender.links.get(name)
+            if link is None:
                 return
-            self._core.close_lane(lane, f"segment {name} was closed", after)
-        self._core.conclude(after)
-        for transport in lane.transports:
-            transport.forget(name, lane.closed)
+            self._sender.close_link(link, f"segment {name} was closed", after)
+        self._sender.conclude(after)
+        for transport in link.transports:
+            transport.forget(name, link.closed)
 
     # ── batches ───────────────────────────────────────────────────────────────────────────────────
 
     def allocate_batch(self, n: int) -> BatchId:
         """A batch that takes up to `n` requests, in one or more submits."""
         self._check_open()
-        return self._core.new_batch(checks.whole("n", n, 1))
+        return self._sender.new_batch(checks.whole("n", n, 1))
 
     def submit(self, batch: BatchId, requests: Sequence[TransferRequest], timeout_s: float | None = None) -> None:
         """Queues requests and returns. TransferError, and nothing queued, when one of them is malformed; what goes
@@ -384,68 +268,58 @@ class TransferEngine:
         if not requests:
             return
         self._check_open()
-        after = AfterUnlock()
-        core = self._core
         timeout_s = self.config.request_timeout_s if timeout_s is None else checks.seconds("timeout_s", timeout_s)
-        deadline = time.monotonic() + timeout_s
-        with core.lock:
-            known = core.batch(batch)
-            if len(known.states) + len(requests) > known.capacity:
-                raise TransferError(f"batch={batch}: over its {known.capacity} requests", field="requests")
-            groups = grouped(core, self.segment, known, requests, deadline)
-            known.add(requests)
-            core.enqueue(known, groups, after)
-        core.conclude(after)
+        self._sender.submit(batch, requests, time.monotonic() + timeout_s)
 
     def status(self, batch: BatchId, i: int) -> TransferStatus:
         """Of the i-th request submitted to this batch."""
-        with self._core.lock:
-            known = self._core.batch(batch)
+        with self._sender.lock:
+            known = self._sender.batch(batch)
             if not 0 <= i < len(known.states):
                 raise TransferError(f"i={i}: the batch has {len(known.states)} requests", field="i")
             return known.status(i)
 
     def statuses(self, batch: BatchId) -> list[TransferStatus]:
         """Of all requests, in order of submission."""
-        with self._core.lock:
-            known = self._core.batch(batch)
+        with self._sender.lock:
+            known = self._sender.batch(batch)
             return [known.status(i) for i in range(len(known.states))]
 
     def carried(self, batch: BatchId) -> Carried:
         """By which rails the bytes of this batch went, so far."""
-        with self._core.lock:
-            known = self._core.batch(batch)
+        with self._sender.lock:
+            known = self._sender.batch(batch)
             rails = tuple((str(rail), nbytes) for rail, nbytes in known.rails.items() if nbytes)
             return Carried(rails, known.resent)
 
     async def wait(self, batch: BatchId) -> None:
         """Until every request submitted so far is final: bounded by their time-outs."""
-        await waits.wait(self._core, batch)
+        await self._sender.wait(batch)
 
     def wait_sync(self, batch: BatchId, timeout_s: float) -> bool:
         """As `wait`, blocking; false when `timeout_s` passed first."""
-        return waits.wait_sync(self._core, batch, checks.seconds("timeout_s", timeout_s))
+        return self._sender.wait_sync(batch, checks.seconds("timeout_s", timeout_s))
 
     def on_done(self, batch: BatchId, callback: Callable[[], None]) -> None:
         """Calls back once every request submitted so far is final, on an engine thread, on one that is in `wait_sync`
         or, when that is so already, here and now. It must return soon; it may call the engine."""
-        waits.on_final(self._core, batch, callback)
+        self._sender.on_final(batch, callback)
 
     def cancel(self, batch: BatchId) -> None:
         """Stops posting. A request of which nothing is on its way is CANCELLED at once, the others as soon as their
         last slice is answered for (COMPLETED when that was all of it), or TIMEOUT when the target keeps silent."""
         after = AfterUnlock()
-        with self._core.lock:
-            self._core.cancel(self._core.batch(batch), TransferState.CANCELLED, "cancelled", after)
-        self._core.conclude(after)
+        with self._sender.lock:
+            self._sender.cancel(self._sender.batch(batch), TransferState.CANCELLED, "cancelled", after)
+        self._sender.conclude(after)
 
     def free_batch(self, batch: BatchId) -> None:
         """TransferError while a request of it is not final."""
-        with self._core.lock:
-            known = self._core.batch(batch)
+        with self._sender.lock:
+            known = self._sender.batch(batch)
             if known.open:
                 raise TransferError(f"batch={batch}: {known.open} requests are not final", field="batch")
-            del self._core.batches[batch]
+            del self._sender.batches[batch]
 
     # ── end marks ─────────────────────────────────────────────────────────────────────────────────
 
@@ -464,13 +338,13 @@ class TransferEngine:
         handoff_epoch = checks.whole("handoff_epoch", handoff_epoch)
         self._check_open()
         after = AfterUnlock()
-        core = self._core
-        with core.lock:
-            lane = checks.opened(core.lanes, segment)
+        sender = self._sender
+        with sender.lock:
+            link = checks.opened(sender.links, segment)
             deadline = time.monotonic() + self.config.request_timeout_s
-            notice = EndMark(next(core.serials), handoff_epoch, bytes(payload), on_done, deadline)
-            core.notify(lane, notice, after)
-        core.conclude(after)
+            notice = EndMark(next(sender.serials), handoff_epoch, bytes(payload), on_done, deadline)
+            sender.notify(link, notice, after)
+        sender.conclude(after)
 
     def deliver(self, peer: str, epoch: int, serial: int, payload: bytes) -> int:
         """Called by transports."""
@@ -529,14 +403,14 @@ class TransferEngine:
     # ── life ──────────────────────────────────────────────────────────────────────────────────────
 
     def count(self, what: str, n: int = 1) -> None:
-        self._core.count(what, n)
+        self._sender.count(what, n)
 
     def counters(self) -> dict[str, int]:
-        return dict(self._core.counters)
+        return dict(self._sender.counters)
 
     def stats(self) -> EngineStats:
         """What it has done and is doing: per local NIC, per rail, per class."""
-        return self._core.stats()
+        return self._sender.stats()
 
     def close(self) -> None:
         """Fails what is unfinished, closes every window, socket and descriptor, ends every thread. Idempotent and
@@ -547,15 +421,15 @@ class TransferEngine:
                 return
             self._closed.set()
             after = AfterUnlock()
-            core = self._core
-            with core.lock:
-                for lane in list(core.lanes.values()):
-                    core.close_lane(lane, "engine closed", after)
-            core.conclude(after)
+            sender = self._sender
+            with sender.lock:
+                for link in list(sender.links.values()):
+                    sender.close_link(link, "engine closed", after)
+            sender.conclude(after)
             self.windows.close_all()
             for transport in self._transports:
                 transport.close(self.config.close_timeout_s)
-            core.stop()
+            sender.stop()
             if self._timer is not threading.current_thread():
                 self._timer.join(self.config.close_timeout_s)
             self.segment.close()
@@ -568,4 +442,25 @@ class TransferEngine:
 
     def _check_open(self) -> None:
         if self._closed.is_set():
-            raise forks.closed(self)
+            made_before = "was made before this process was forked: make one here"
+            raise TransferError(f"the transfer engine {made_before if self in _inherited else 'is closed'}")
+
+
+# Engines that a forked child inherits, and cannot use: their threads stayed with the parent. To the child they are
+# closed at once, without touching what they share with the parent: closing a listener's socket for good closes it for
+# both.
+
+_engines: weakref.WeakSet[TransferEngine] = weakref.WeakSet()
+_inherited: weakref.WeakSet[TransferEngine] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """Called in the child. Nobody else runs here yet; locks may be held by threads that are not here."""
+    for engine in list(_engines):
+        _inherited.add(engine)
+        engine._closed = threading.Event()
+        engine._closed.set()
+        engine._close_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -1,5 +1,5 @@
-"""End marks of one lane: each waits for the writes of its epoch that were submitted before it. Pure bookkeeping; the
-core's lock is held around every call."""
+"""End marks of one link: each waits for the writes of its epoch that were submitted before it. Pure bookkeeping; the
+sender's lock is held around every call."""
 
 from __future__ import annotations
 

@@ -107,13 +107,13 @@ def _count(
     engine: TransferEngine, segment: str, rail: Rail, rank: int, parts: int, nbytes: int, seconds: float
 ) -> None:
     """In the engine's figures it is one frame that was answered."""
-    core = engine._core
-    with core.lock:
-        lane = core.lanes.get(segment)
-        way = lane.ways.get(rail) if lane is not None else None
+    sender = engine._sender
+    with sender.lock:
+        link = sender.links.get(segment)
+        way = link.ways.get(rail) if link is not None else None
         if way is not None:
             way.class_bytes[rank] += nbytes
             way.nic.meter.arrived(FrameKind.READ, rank, nbytes, parts, seconds)
         finals = (rank, TransferState.COMPLETED)
-        core.finals[finals] = core.finals.get(finals, 0) + parts
-        core.count(bytes_counter(rail.transport.name, FrameKind.READ), nbytes)
+        sender.finals[finals] = sender.finals.get(finals, 0) + parts
+        sender.count(bytes_counter(rail.transport.name, FrameKind.READ), nbytes)

@@ -4,7 +4,7 @@
                                    ├─ cut ─▶ frame ─▶ transport ─▶ done ─▶ slots final, or ─▶ flow.retry (to verify)
     lost and settled ─▶ flow.retry ┘                     └─▶ lost
 
-There is one flow a traffic class. Nothing here locks or does I/O: the engine's core lock is held around every call.
+There is one flow a traffic class. Nothing here locks or does I/O: the sender's lock is held around every call.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from kvmesh.transfer.api import Opcode, TransferState
-from kvmesh.transfer.batch import AfterUnlock, Group, Part, RetriedParts, doom
+from kvmesh.transfer.batch import AfterUnlock, Group, Part, RetriedParts
 from kvmesh.transfer.epochs import Epochs
-from kvmesh.transfer.rails import Nic, RailBoard, RailChoice, RailChoices, Tiers, Topology, tiers
+from kvmesh.transfer.rails import Nic, RailBoard, RailChoice, RailState, Tiers, Topology, tiers
 from kvmesh.transfer.segment import LocalRegion, RegionInfo, SegmentDescriptor
 from kvmesh.transfer.send_queue import RANKS, DeficitRoundRobin, SendFlow
 from kvmesh.transfer.transports.base import Frame, FrameKind, FrameOwner, Rail, Transport
@@ -35,7 +35,7 @@ class PeerLink:
     board: RailBoard
     dealer: DeficitRoundRobin
     finals: dict[tuple[int, TransferState], int]  # requests of the engine by class and outcome
-    ways: dict[Rail, RailChoices] = field(default_factory=dict)
+    ways: dict[Rail, RailState] = field(default_factory=dict)
     flows: tuple[SendFlow, ...] = ()
     epochs: Epochs = field(default_factory=Epochs)
     closed: str = ""
@@ -123,7 +123,7 @@ class PeerLink:
         """Nothing more of this group is posted; its unfinished slots fail."""
         self.unqueue(group)
         for slot in group.slots:
-            doom(group, slot, TransferState.FAILED, cause, after)
+            group.doom(slot, TransferState.FAILED, cause, after)
 
     # ── cutting ───────────────────────────────────────────────────────────────────────────────────
 
@@ -236,7 +236,7 @@ class PeerLink:
         kind = FrameKind.WRITE if group.opcode is Opcode.WRITE else FrameKind.READ
         return self._frame(group, choice.way, kind, parts, cap - room) if parts else None
 
-    def _frame(self, group: Group, way: RailChoices, kind: FrameKind, parts: list[Part], nbytes: int) -> Frame:
+    def _frame(self, group: Group, way: RailState, kind: FrameKind, parts: list[Part], nbytes: int) -> Frame:
         flight = group.batch.flight
         for part in parts:
             flight[part[0]] += 1

@@ -1,5 +1,5 @@
 """Which rail a frame takes: what each is worth, which rest, and when a resting one is tried again. Pure: `now` (any
-monotonic seconds) is an argument, the core's lock is held around every call.
+monotonic seconds) is an argument, the sender's lock is held around every call.
 
     READY ──3 losses in 10 s, or "down"──▶ RESTING ──rest over──▶ PROBED: one small frame at a time
       ▲                                       ▲                      │ lost: rests twice as long
@@ -15,9 +15,9 @@ A rail of which nothing is known is taken to be fast, for two frames at a time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.send_queue import RANKS, SendFlow, SendTurns
@@ -46,12 +46,12 @@ class Nic:
     budget: int
     inflight: int = 0
     parked: SendTurns[SendFlow] = field(default_factory=SendTurns)
-    busy: dict[RailChoices, None] = field(default_factory=dict)  # ways with a frame on them
+    busy: dict[RailState, None] = field(default_factory=dict)  # ways with a frame on them
     meter: Meter = field(default_factory=Meter)
 
 
 @dataclass(eq=False, slots=True)
-class RailChoices:
+class RailState:
     """A rail to one peer, and what is known of it. `rest_until` 0: it does not rest."""
 
     rail: Rail
@@ -90,14 +90,14 @@ class RailChoices:
         return self.frames >= self.capacity
 
 
-Tiers = tuple[tuple[RailChoices, ...], ...]
+Tiers = tuple[tuple[RailState, ...], ...]
 
 
 class RailChoice(NamedTuple):
     """`width`: how many ways share the work. `again_at`: `way` has no room, and if it gets none until then another one
     is better."""
 
-    way: RailChoices
+    way: RailState
     width: int = 1
     again_at: float = float("inf")
     open: bool = True
@@ -148,14 +148,14 @@ class RailBoard:
         self.config = config
         self.nics: dict[tuple[str, str], Nic] = {}
 
-    def way(self, rail: Rail, gbps: float = 0.0, segment: str = "") -> RailChoices:
+    def way(self, rail: Rail, gbps: float = 0.0, segment: str = "") -> RailState:
         """A new one. `gbps`: of the slower NIC, 0 unknown."""
         key = (rail.transport.name, rail.local)
         nic = self.nics.get(key)
         if nic is None:
             nic = self.nics[key] = Nic(*key, self.config.nic_inflight_bytes)
         losses: deque[float] = deque(maxlen=self.config.trip_errors)
-        return RailChoices(rail, nic, segment, gbps * 1e9 / 8 if gbps > 0 else NOMINAL_BYTES_S, losses=losses)
+        return RailState(rail, nic, segment, gbps * 1e9 / 8 if gbps > 0 else NOMINAL_BYTES_S, losses=losses)
 
     # ── choosing ──────────────────────────────────────────────────────────────────────────────────
 
@@ -176,11 +176,11 @@ class RailBoard:
                 return choice
         return self._last_resort(tiers, now)
 
-    def _best(self, tier: tuple[RailChoices, ...], nbytes: int, now: float, avoid: Rail | None) -> RailChoice | None:
-        best: RailChoices | None = None
+    def _best(self, tier: tuple[RailState, ...], nbytes: int, now: float, avoid: Rail | None) -> RailChoice | None:
+        best: RailState | None = None
         lowest = spare = (float("inf"), 0)
         width, room = 0, False
-        unknown: RailChoices | None = None
+        unknown: RailState | None = None
         for way in tier:
             if way.rest_until:
                 if way.rest_until <= now and not way.frames and way.rail is not avoid:
@@ -203,7 +203,7 @@ class RailBoard:
         again_at = now + spare[0] - lowest[0] if not room else float("inf")
         return RailChoice(best, width, again_at, room)
 
-    def expected_s(self, way: RailChoices, nbytes: int, now: float) -> float:
+    def expected_s(self, way: RailState, nbytes: int, now: float) -> float:
         """Seconds until a frame posted now has arrived, by what is known."""
         bandwidth = way.bandwidth or way.nominal
         ahead = way.nic.inflight
@@ -221,7 +221,7 @@ class RailBoard:
     @staticmethod
     def _last_resort(tiers: Tiers, now: float) -> RailChoice | None:
         """Every way rests or is being probed. A tripped one is still better than none; one that is down is not."""
-        waiting: RailChoices | None = None
+        waiting: RailState | None = None
         for tier in tiers:
             for way in tier:
                 if way.down and way.rest_until > now:
@@ -242,7 +242,7 @@ class RailBoard:
 
     # ── what happens to frames ────────────────────────────────────────────────────────────────────
 
-    def posted(self, way: RailChoices, nbytes: int, now: float) -> None:
+    def posted(self, way: RailState, nbytes: int, now: float) -> None:
         nic = way.nic
         if not way.frames:
             way.progress_at = way.window_at = now
@@ -253,7 +253,7 @@ class RailBoard:
         if not way.stalled:
             nic.inflight += nbytes
 
-    def answered(self, way: RailChoices, nbytes: int, now: float) -> None:
+    def answered(self, way: RailState, nbytes: int, now: float) -> None:
         """A frame is no longer on its way, whatever became of it."""
         nic = way.nic
         way.frames -= 1
@@ -267,7 +267,7 @@ class RailBoard:
         if not way.frames:
             del nic.busy[way]
 
-    def landed(self, way: RailChoices, nbytes: int, posted_at: float, now: float) -> None:
+    def landed(self, way: RailState, nbytes: int, posted_at: float, now: float) -> None:
         """After `answered`: the target has acknowledged it. Only a frame posted after the failure shows that it is
         over."""
         if way.rest_until and posted_at >= way.failed_at:
@@ -281,7 +281,7 @@ class RailBoard:
             self._sample(way, now)
 
     @staticmethod
-    def _sample(way: RailChoices, now: float) -> None:
+    def _sample(way: RailState, now: float) -> None:
         """Bytes of a busy period by its length; small ones weigh little, as they measure the latency."""
         nbytes, elapsed = way.window_bytes, now - way.window_at
         way.window_at, way.window_bytes = now, 0
@@ -295,7 +295,7 @@ class RailBoard:
             way.bandwidth = rate
         way.sampled_at = now
 
-    def lost(self, way: RailChoices, posted_at: float, cause: str, now: float, *, down: bool) -> bool:
+    def lost(self, way: RailState, posted_at: float, cause: str, now: float, *, down: bool) -> bool:
         """After `answered`: it did not arrive. Frames that were posted before an earlier loss was known are part of the
         same misfortune. True: the way goes to rest."""
         way.lost += 1
@@ -309,7 +309,7 @@ class RailBoard:
             return False
         return self._rest(way, cause, now, down=False)
 
-    def _rest(self, way: RailChoices, cause: str, now: float, *, down: bool) -> bool:
+    def _rest(self, way: RailState, cause: str, now: float, *, down: bool) -> bool:
         if way.rest_until > now:
             way.down = way.down or down
             return False
@@ -327,3 +327,53 @@ class RailBoard:
             if not way.stalled and now - way.progress_at >= STALL_S:
                 way.stalled = True
                 nic.inflight -= way.inflight
+
+
+KeyT = TypeVar("KeyT", bound=Hashable)
+
+
+class LruSieve(Generic[KeyT]):
+    """At most `capacity` keys, unless more than that are busy: SIEVE eviction (Zhang et al., NSDI 2024), with one
+    visited bit a key and one hand that sweeps from old to new. An engine keeps its connections by it."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._visited: dict[KeyT, bool] = {}  # oldest first
+        self._hand: KeyT | None = None  # the next to look at; None: the oldest
+
+    def __len__(self) -> int:
+        return len(self._visited)
+
+    def touch(self, key: KeyT, may_evict: Callable[[KeyT], bool]) -> list[KeyT]:
+        """Notes a use; returns keys evicted to make room for a new one."""
+        if key in self._visited:
+            self._visited[key] = True
+            return []
+        evicted = []
+        while len(self._visited) >= self.capacity:
+            victim = self._sweep(may_evict)
+            if victim is None:
+                break
+            evicted.append(victim)
+        self._visited[key] = False
+        return evicted
+
+    def remove(self, key: KeyT) -> None:
+        if self._hand == key:
+            keys = list(self._visited)
+            at = keys.index(key) + 1
+            self._hand = keys[at] if at < len(keys) else None
+        self._visited.pop(key, None)
+
+    def _sweep(self, may_evict: Callable[[KeyT], bool]) -> KeyT | None:
+        keys = list(self._visited)
+        at = keys.index(self._hand) if self._hand in self._visited else 0
+        for step in range(2 * len(keys)):
+            key = keys[(at + step) % len(keys)]
+            if self._visited[key]:
+                self._visited[key] = False
+            elif may_evict(key):
+                self._hand = key
+                self.remove(key)
+                return key
+        return None

@@ -1,4 +1,4 @@
-"""Who may post next. Pure: no clock, no lock (the core's is held around every call).
+"""Who may post next. Pure: no clock, no lock (the sender's is held around every call).
 
     flow = what waits for one peer in one traffic class
 
@@ -41,7 +41,7 @@ class SendFlow:
     first. `placed`: it waits in some turns, or is parked. `woken_by`: the NIC whose room it was woken to take.
     `amid`: its turn has begun, and is not over while it has a deficit left."""
 
-    lane: PeerLink
+    link: PeerLink
     rank: int
     queue: OrderedDict[int, Group] = field(default_factory=OrderedDict)
     retry: deque[RetriedParts] = field(default_factory=deque)

@@ -14,7 +14,7 @@ from kvmesh.transfer.api import TrafficClass, TransferState
 
 if TYPE_CHECKING:
     from kvmesh.transfer.peer_link import PeerLink
-    from kvmesh.transfer.rails import Nic, RailChoices
+    from kvmesh.transfer.rails import Nic, RailState
     from kvmesh.transfer.transports.base import FrameKind
 
 LATENCY_BOUNDS_S = (50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -171,12 +171,12 @@ def nic_stats(nic: Nic) -> NicStats:
     )
 
 
-def rail_stats(lanes: Iterable[PeerLink], now: float) -> tuple[RailStats, ...]:
+def rail_stats(links: Iterable[PeerLink], now: float) -> tuple[RailStats, ...]:
     """Lock held."""
-    return tuple(_rail(lane.name, way, now) for lane in lanes for way in lane.ways.values())
+    return tuple(_rail(link.name, way, now) for link in links for way in link.ways.values())
 
 
-def _rail(segment: str, way: RailChoices, now: float) -> RailStats:
+def _rail(segment: str, way: RailState, now: float) -> RailStats:
     rail = way.rail
     return RailStats(
         segment,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmesh.transfer.transports.fault.rules import Script
+from kvmesh.testing.fault.rules import Script
 from tests.chaos import nemesis
 
 MASTERS, NODES = ("m0", "m1", "m2"), ("n0", "n1", "n2", "n3", "n4")

@@ -95,7 +95,7 @@ def check_attributes(spans: dict[str, Span], cached: int, chunks: int) -> None:
     assert prefill["kvmesh.chunks"] == chunks
     moved = transfer.attributes
     assert moved["kvmesh.transfer.bytes"] > 0
-    assert moved["kvmesh.transfer.transports.base"] == "shm"
+    assert moved["kvmesh.transfer.transport"] == "shm"
     assert moved["kvmesh.transfer.rails"] == f"shm={moved['kvmesh.transfer.bytes']}"
     assert (moved["kvmesh.transfer.operation"], moved["kvmesh.transfer.retries"]) == ("write", 0)
     ids = {s.attributes.get("kvmesh.request_id") for s in (spans["kvmesh.request"], spans["kvmesh.prefill"])}

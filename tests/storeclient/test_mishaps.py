@@ -13,7 +13,7 @@ import pytest
 
 from kvmesh.errors import Unavailable
 from kvmesh.storeclient import ClientConfig, Policy, StoreClient
-from kvmesh.transfer.transports.fault.rules import Rule, Script
+from kvmesh.testing.fault.rules import Rule, Script
 from services.store.config import StoreConfig
 from services.store.main import run as run_store
 from tests.chaos.network import Loopback

@@ -23,15 +23,15 @@ def test_an_end_mark_on_its_way_is_answered_when_the_engine_closes() -> None:
     """Its transport could not tell in time."""
     transport = FakeTransport("tcp", FrameLimits(MIB, MIB, 8, 4))
     world = World((transport,))
-    lane = world.open()
+    link = world.open()
     answers: list[TransferStatus] = []
     after = AfterUnlock()
-    with world.core.lock:
-        notice = EndMark(next(world.core.serials), 1, b"end", answers.append, world.now + 30)
-        world.core.notify(lane, notice, after)
-    world.core.conclude(after)
+    with world.sender.lock:
+        notice = EndMark(next(world.sender.serials), 1, b"end", answers.append, world.now + 30)
+        world.sender.notify(link, notice, after)
+    world.sender.conclude(after)
     (frame,) = transport.posted.values()
-    world.core.stop()
+    world.sender.stop()
     assert [(a.state, a.cause) for a in answers] == [(TransferState.FAILED, "engine closed")]
     transport.done(frame)
     assert len(answers) == 1

@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from kvmesh.transfer import EngineConfig, SegmentDescriptor, TransferState
-from kvmesh.transfer.core import Core
-from kvmesh.transfer.segment import RegionInfo
+from kvmesh.transfer.segment import LocalSegment, RegionInfo
+from kvmesh.transfer.sender import Sender
 from kvmesh.transfer.transports import wire
 from kvmesh.transfer.transports.tcp.path import TcpStream
 from tests.support.transfer.raw import RawTcp
@@ -93,7 +93,7 @@ def test_what_a_broken_connection_had_not_sent_is_never_sent(nest: Nest) -> None
 
 def test_a_defect_does_not_end_the_timer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it nothing is ever overdue again."""
-    core = Core(EngineConfig())
+    sender = Sender(EngineConfig(), LocalSegment())
     ticked = threading.Event()
     calls = 0
 
@@ -102,19 +102,19 @@ def test_a_defect_does_not_end_the_timer(monkeypatch: pytest.MonkeyPatch) -> Non
         calls += 1
         if calls == 1:
             raise RuntimeError("a defect")
-        with core.lock:
-            core._wake_at = float("inf")
+        with sender.lock:
+            sender._wake_at = float("inf")
         ticked.set()
 
-    monkeypatch.setattr(core, "tick", tick)
-    timer = threading.Thread(target=core.run)
+    monkeypatch.setattr(sender, "tick", tick)
+    timer = threading.Thread(target=sender.run)
     timer.start()
-    with core.lock:
-        core._arm(0.0)
+    with sender.lock:
+        sender._arm(0.0)
     try:
         assert ticked.wait(10)
     finally:
-        core.stop()
+        sender.stop()
         timer.join(10)
 
 

@@ -18,6 +18,7 @@ from kvmesh.transfer import (
     Opcode,
     Range,
     SegmentDescriptor,
+    TransferEngine,
     TransferRequest,
     TransferState,
     TransferStatus,
@@ -332,7 +333,7 @@ def test_closing_a_segment_or_an_engine_fails_what_is_unfinished(nest: Nest, tra
     writer, _, segment, base = pair(nest, transport, fault="{}")
     for close in (lambda: writer.engine.close_segment(segment), writer.engine.close):
         writer.engine.fault.freeze()
-        if segment not in writer.engine._core.lanes:
+        if segment not in writer.engine._sender.links:
             writer.open(nest.actors[1].descriptor())
         batch = writer.start("write", segment, [(0, base, 4 * MIB)], 1)
         assert writer.engine.fault.wait_held(1, 10)
@@ -407,3 +408,12 @@ def test_port_in_use_is_said(nest: Nest) -> None:
     port = int(first.engine.local_descriptor().endpoints["tcp"]["port"])
     with pytest.raises(TransferError, match=f"port {port}"):
         nest.actor("b#1", port=port)
+
+
+def test_a_wrapper_that_cannot_be_loaded_is_named() -> None:
+    for wrapper in ("kvmesh.nowhere:Wrapper", "kvmesh.transfer:Nothing"):
+        with pytest.raises(TransferError, match=f"wrapper=.*{wrapper}") as caught:
+            TransferEngine("one", EngineConfig(transports=("shm",), fault="{}", wrapper=wrapper))
+        assert caught.value.field == "wrapper"
+    unused = EngineConfig(transports=("shm",), wrapper="kvmesh.nowhere:Wrapper")  # no faults are asked for
+    TransferEngine("one", unused).close()

@@ -52,7 +52,7 @@ def test_target_killed_in_mid_transfer(nest: Nest, transport: str, opcode: str) 
     assert "there#1" in status.cause or "refused" in status.cause
     if transport == "shm":
         assert status.drained  # nobody listens any more: the kernel says that it is dead
-    rails = here.engine._core.lanes[segment].rails
+    rails = here.engine._sender.links[segment].rails
     until(lambda: all(rail.transport.idle(segment, rail) for rail in rails), "nothing on the way")
     for path in here.engine._transports[0]._paths.values():  # type: ignore[attr-defined]
         if isinstance(path, ShmPath):
@@ -344,7 +344,7 @@ def test_idle_connections_make_room_for_others(nest: Nest, transport: str) -> No
 
 @over("shm")
 def test_room_is_made_for_a_peer_that_another_transport_reaches(nest: Nest) -> None:
-    """The connection that goes belongs to a lane with other transports than the one that needs the room."""
+    """The connection that goes belongs to a link with other transports than the one that needs the room."""
     writer = nest.actor("writer#1", EngineConfig(max_endpoints=1))
     writer.allocate(4096, seed=1)
     for i, transports in enumerate((("shm",), ("tcp",), ("shm", "tcp"))):

@@ -1,4 +1,4 @@
-"""Growth: twice the work costs twice the steps, and nothing stays behind. Steps are lines of the core's own files,
+"""Growth: twice the work costs twice the steps, and nothing stays behind. Steps are lines of the sender's own files,
 counted by the interpreter: no clock decides."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvmesh.transfer import core as core_module
+from kvmesh.transfer import sender as core_module
 from kvmesh.transfer.api import BatchId, TransferState
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.transports.base import FrameLimits
@@ -23,7 +23,7 @@ FOLDER = core_module.__file__.rsplit("/", 1)[0]
 
 def steps(work: Callable[[], None]) -> int:
     """Lines executed in `kvmesh/transfer` by `work`. A loop hidden in C (a scan of a list) counts as one line: the
-    containers that the core holds are covered by `test_memory_is_flat` and by the choice of containers."""
+    containers that the sender holds are covered by `test_memory_is_flat` and by the choice of containers."""
     lines = 0
 
     def inside(frame: FrameType, event: str, arg: object) -> Any:
@@ -43,11 +43,11 @@ def steps(work: Callable[[], None]) -> int:
     return lines
 
 
-def world(lanes: int, **options: object) -> World:
+def world(links: int, **options: object) -> World:
     limits = FrameLimits(64 * KIB, 64 * KIB, 64, 4)
     config = EngineConfig(max_endpoints=100_000, **options)  # type: ignore[arg-type]
     made = World((FakeTransport("rdma", limits, (("a", "x"), ("b", "y"))),), config)
-    for i in range(lanes):
+    for i in range(links):
         made.open(f"peer#{i}")
     return made
 
@@ -62,30 +62,30 @@ def deliver(made: World) -> int:
     return frames
 
 
-def transfer(made: World, lanes: int, slices: int) -> None:
-    """`slices` requests of one slice, dealt over the lanes, all queued before the first is answered."""
-    batches = [made.submit(*[64 * KIB] * (slices // lanes), peer=f"peer#{i}") for i in range(lanes)]
-    assert deliver(made) == slices // lanes * lanes
+def transfer(made: World, links: int, slices: int) -> None:
+    """`slices` requests of one slice, dealt over the links, all queued before the first is answered."""
+    batches = [made.submit(*[64 * KIB] * (slices // links), peer=f"peer#{i}") for i in range(links)]
+    assert deliver(made) == slices // links * links
     for batch in batches:
-        known = made.core.batch(batch)
+        known = made.sender.batch(batch)
         assert set(known.states) == {TransferState.COMPLETED}
-        del made.core.batches[batch]
+        del made.sender.batches[batch]
 
 
-@pytest.mark.parametrize("lanes", [1, 64])
+@pytest.mark.parametrize("links", [1, 64])
 @pytest.mark.slow
-def test_steps_grow_with_slices(lanes: int) -> None:
+def test_steps_grow_with_slices(links: int) -> None:
     def cost(slices: int) -> float:
-        made = world(lanes)
-        return steps(lambda: transfer(made, lanes, slices)) / slices
+        made = world(links)
+        return steps(lambda: transfer(made, links, slices)) / slices
 
     assert cost(4096) < 1.3 * cost(512)
 
 
 def test_steps_a_slice_do_not_grow_with_peers() -> None:
-    def cost(lanes: int) -> float:
-        made = world(lanes, nic_inflight_bytes=4 << 20)  # far less than all of them could post
-        return steps(lambda: transfer(made, lanes, 2048)) / 2048
+    def cost(links: int) -> float:
+        made = world(links, nic_inflight_bytes=4 << 20)  # far less than all of them could post
+        return steps(lambda: transfer(made, links, 2048)) / 2048
 
     assert cost(256) < 2.0 * cost(8)
 
@@ -117,7 +117,7 @@ def test_a_hundred_thousand_slices_over_256_peers() -> None:
 
 
 def test_memory_is_flat() -> None:
-    """After any number of transfers the core holds as many objects as after few."""
+    """After any number of transfers the sender holds as many objects as after few."""
     made = world(16)
 
     def held(rounds: int) -> int:
@@ -131,6 +131,6 @@ def test_memory_is_flat() -> None:
     few = held(1)
     many = held(40)
     assert many - few < 300
-    assert len(made.core._deadlines) < 200
-    assert not made.core.posting.inflight
-    assert not made.core._live
+    assert len(made.sender._deadlines) < 200
+    assert not made.sender.inflight
+    assert not made.sender._live

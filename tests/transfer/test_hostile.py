@@ -184,11 +184,11 @@ def test_a_newer_descriptor_without_the_transport_ends_no_thread(nest: Nest, tra
     reader.allocate(4 * KIB)
     segment = reader.open(holder.descriptor())
     batch = reader.start("read", segment, [(0, base, 100)])
-    lane = reader.engine._core.lanes[segment]
-    lane.descriptor = dataclasses.replace(lane.descriptor, endpoints={})  # what it was sent by has no endpoint now
+    link = reader.engine._sender.links[segment]
+    link.descriptor = dataclasses.replace(link.descriptor, endpoints={})  # what it was sent by has no endpoint now
     (status,) = reader.finish(batch)
     assert status.state.final
-    lane.descriptor = holder.engine.local_descriptor()
+    link.descriptor = holder.engine.local_descriptor()
 
     def works_again() -> bool:
         return reader.transfer("read", segment, [(0, base, 100)])[0].state is TransferState.COMPLETED

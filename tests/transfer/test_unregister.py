@@ -36,7 +36,7 @@ def test_memory_of_an_overdue_request_is_kept_while_its_frame_is_on_its_way(
     """A late answer to a CHECKSUM reads the source; a late WRITE sends it."""
     config = EngineConfig(transports=(transport,), fault="{}", request_timeout_s=0.2)
     target, writer, base, segment = linked(nest, config)
-    writer.engine.fault.freeze(op=op)  # type: ignore[arg-type]
+    writer.engine.fault.freeze(op=op)
     region = writer.region
     assert region is not None
     batch = writer.engine.allocate_batch(1)

@@ -19,10 +19,10 @@ from kvmesh.cli.doctor.checks import text_of
 from kvmesh.cli.doctor.findings import Finding
 from kvmesh.errors import TransferError
 from kvmesh.transfer import EngineConfig, TransferEngine
-from kvmesh.transfer.config import KNOWN_TRANSPORTS
 from kvmesh.transfer.host import Host, NetDevice, Place, RdmaDevice, gids, roce_mtu
 from kvmesh.transfer.segment import NicInfo
 from kvmesh.transfer.topology import discover
+from kvmesh.transfer.transports.registry import KNOWN_TRANSPORTS
 
 RDMA_WOULD = "KV over RDMA; without it KV moves over shm and tcp"
 ROCE_UDP_PORT = 4791

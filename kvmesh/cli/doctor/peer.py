@@ -28,10 +28,11 @@ from kvmesh.cli.doctor.measure import Plan, Side, check_nics
 from kvmesh.cli.doctor.network import interface_addresses
 from kvmesh.errors import ConfigError, KvmeshError, TransferError, Unavailable
 from kvmesh.transfer import Opcode, SegmentDescriptor
-from kvmesh.transfer.config import KNOWN_TRANSPORTS
 from kvmesh.transfer.host import look
 from kvmesh.transfer.segment import machine_id, network_id
+from kvmesh.transfer.transports import registry
 from kvmesh.transfer.transports.base import Rail
+from kvmesh.transfer.transports.registry import KNOWN_TRANSPORTS
 
 # What `kvmesh doctor --peer` shows while it works: one changing line on a terminal, now and then a line elsewhere.
 
@@ -93,9 +94,10 @@ def check(plan: Plan) -> None:
     """ConfigError: a transport that nobody knows, a NIC that is not here."""
     check_nics(plan.nics)
     for name in plan.transports:
-        if name not in KNOWN_TRANSPORTS:
-            known = ", ".join(KNOWN_TRANSPORTS)
-            raise ConfigError(f"transports={name!r}: not one of {known}", field="transports")
+        try:
+            registry.find(name)
+        except TransferError as err:
+            raise ConfigError(err.message, field=err.field) from None
 
 
 # ── the caller ────────────────────────────────────────────────────────────────────────────────────

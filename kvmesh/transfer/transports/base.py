@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvmesh.transfer.batch import Group, Part
     from kvmesh.transfer.epochs import EndMark
     from kvmesh.transfer.peer_link import PeerLink
-    from kvmesh.transfer.rails import RailChoices
+    from kvmesh.transfer.rails import RailState
     from kvmesh.transfer.segment import LocalRegion, LocalSegment, NicInfo, RegionInfo, SegmentDescriptor
     from kvmesh.transfer.windows import Windows
 
@@ -79,7 +79,7 @@ class Frame(msgspec.Struct, eq=False):
 
     serial: int
     owner: FrameOwner
-    lane: PeerLink
+    link: PeerLink
     rail: Rail
     kind: FrameKind
     epoch: int
@@ -91,7 +91,7 @@ class Frame(msgspec.Struct, eq=False):
     sendings: int = 1
     posted_at: float = 0.0
     answered: bool = False
-    way: RailChoices | None = None  # the engine's record of the rail
+    way: RailState | None = None  # the engine's record of the rail
     checks: int = 0  # how often its bytes were verified, and differed
     avoid: Rail | None = None  # of a CHECKSUM: the rail that brought the bytes
     burden: int = 0  # bytes that it moves over the rail
@@ -173,18 +173,18 @@ class Transport(ABC):
 
     def assist(self, frame: Frame, seconds: float) -> None:
         """The caller has nothing to do but wait for this frame, at most so long: the transport may use its thread to
-        have it answered sooner. Called without the core lock."""
+        have it answered sooner. Called without the sender's lock."""
         return
 
     @abstractmethod
     def expire(self, frame: Frame, idle_s: float) -> None:
         """The frame is overdue: give up its path if nothing was acknowledged on it for `idle_s` (0: at once), which
-        ends in `lost` for everything that was on it. Called without the core lock."""
+        ends in `lost` for everything that was on it. Called without the sender's lock."""
 
     @abstractmethod
     def forget(self, segment: str, cause: str, rail: Rail | None = None) -> None:
         """Closes every connection to this segment (on this rail); its frames are lost, reported from the transport's
-        own threads (the core lock may be held by the caller)."""
+        own threads (the sender's lock may be held by the caller)."""
 
     @abstractmethod
     def idle(self, segment: str, rail: Rail) -> bool:

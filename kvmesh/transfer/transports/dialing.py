@@ -1,18 +1,21 @@
-"""The opening side that shm and tcp share: one path a rail, made on demand; patience in connecting."""
+"""The opening side that shm and tcp share: one path a rail, made on demand; patience in connecting; reading answers."""
 
 from __future__ import annotations
 
 import errno
 import secrets
+import select
+import socket
 import threading
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from itertools import count
 from typing import Protocol, TypeVar
 
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.segment import SegmentDescriptor
+from kvmesh.transfer.transports.adaptive_spin import AdaptiveSpin
 from kvmesh.transfer.transports.base import Frame, Rail, Transport, TransportHost
 from kvmesh.transfer.transports.serving import AcceptingServer
 from kvmesh.transfer.transports.wire import Gone, ProtocolBroken, Refused
@@ -30,6 +33,8 @@ class Path(Protocol):
         ...
 
     def recall(self, frame: Frame) -> bool: ...
+
+    def assist(self, frame: Frame, seconds: float) -> None: ...
 
     def expire(self, frame: Frame, idle_s: float) -> None:
         """Breaks the connection that carries it. A frame that waits for a connection goes on waiting: connecting has
@@ -60,25 +65,30 @@ class DialingTransport(Transport):
     def new_path(self, descriptor: SegmentDescriptor, rail: Rail) -> Path: ...
 
     def post(self, frame: Frame) -> None:
-        key = (frame.lane.name, frame.rail)
+        key = (frame.link.name, frame.rail)
         with self._lock:
-            # A closed lane's name may be open again, as that of another process: its frames must not get there.
-            path = None if frame.lane.closed else self._paths.get(key)
-            if path is None and not self._closed and not frame.lane.closed:
-                path = self._paths[key] = self.new_path(frame.lane.descriptor, frame.rail)
-            elif path is not None and self.name in frame.lane.descriptor.endpoints:
-                path.descriptor = frame.lane.descriptor  # a newer one of the same process: to dial by
+            # A closed link's name may be open again, as that of another process: its frames must not get there.
+            path = None if frame.link.closed else self._paths.get(key)
+            if path is None and not self._closed and not frame.link.closed:
+                path = self._paths[key] = self.new_path(frame.link.descriptor, frame.rail)
+            elif path is not None and self.name in frame.link.descriptor.endpoints:
+                path.descriptor = frame.link.descriptor  # a newer one of the same process: to dial by
         if path is None or not path.take(frame):
-            frame.lost(frame.lane.closed or "closed", settled=True)
+            frame.lost(frame.link.closed or "closed", settled=True)
 
     def recall(self, frame: Frame) -> bool:
-        path = self._paths.get((frame.lane.name, frame.rail))
+        path = self._paths.get((frame.link.name, frame.rail))
         return path is not None and path.recall(frame)
 
     def expire(self, frame: Frame, idle_s: float) -> None:
-        path = self._paths.get((frame.lane.name, frame.rail))
+        path = self._paths.get((frame.link.name, frame.rail))
         if path is not None:
             path.expire(frame, idle_s)
+
+    def assist(self, frame: Frame, seconds: float) -> None:
+        path = self._paths.get((frame.link.name, frame.rail))
+        if path is not None:
+            path.assist(frame, seconds)
 
     def forget(self, segment: str, cause: str, rail: Rail | None = None) -> None:
         with self._lock:
@@ -111,6 +121,93 @@ class DialingTransport(Transport):
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
+
+
+_ARMED = select.EPOLLIN | select.EPOLLONESHOT
+
+
+class AnswerReader(ABC):
+    """What comes back on one connection, and who reads it: one thread at a time, whoever has the `turn`.
+
+    nothing to read     the owner thread sleeps in epoll, without the turn
+    an answer comes     it wakes, takes the turn and reads
+    a caller waits      for a frame of its own: it takes the turn before the answer comes and reads it itself, so that
+                        one thread less is woken. The owner sleeps on: epoll is armed only while nobody reads
+
+    How far an answer has been read is kept here, so the next thread goes on where the last one left. `broke(err)` hears
+    of the connection's end, from any reader. OSError when there are no descriptors left."""
+
+    def __init__(self, sock: socket.socket, broke: Callable[[Exception], None], quiet_s: float = 0.0) -> None:
+        """`quiet_s`: how long nothing may come before `quiet` is called; 0: for ever."""
+        self.sock = sock
+        self._broke = broke
+        self._quiet_s = quiet_s or None
+        self._fd = sock.fileno()
+        self._turn = threading.Lock()
+        self._epoll = select.epoll()
+        self._epoll.register(self._fd, _ARMED)
+        self._poll = select.poll()
+        self._poll.register(self._fd, select.POLLIN)
+        self._patience = AdaptiveSpin()  # of callers
+
+    @abstractmethod
+    def advance(self) -> bool:
+        """Reads, without waiting, until an answer is whole, and reports it. False: nothing more has come. Gone, OSError
+        or ProtocolBroken at the end of the connection. The turn is held."""
+
+    def drain(self) -> None:
+        """Reads what has come; the owner thread has the turn."""
+        while self.advance():
+            pass
+
+    def quiet(self) -> None:
+        """Called when nothing has come for `quiet_s`."""
+        return
+
+    def run(self) -> None:
+        """The body of the owner thread: until the connection ends."""
+        try:
+            while True:
+                if not self._epoll.poll(self._quiet_s):
+                    self.quiet()
+                    continue
+                with self._turn:
+                    self.drain()
+                    self._epoll.modify(self._fd, _ARMED)
+        except (Gone, OSError, ProtocolBroken) as err:
+            self._broke(err)
+
+    def help(self, frame: Frame, seconds: float) -> None:
+        """The caller reads until this frame is answered; returns earlier when another thread reads, after `seconds`, or
+        when the connection ends."""
+        if not self._turn.acquire(blocking=False):
+            return
+        try:
+            self._epoll.modify(self._fd, 0)
+            try:
+                self._read_until(frame, seconds)
+            finally:
+                self._epoll.modify(self._fd, _ARMED)
+        except (Gone, OSError, ProtocolBroken) as err:
+            self._broke(err)
+        finally:
+            self._turn.release()
+
+    def _read_until(self, frame: Frame, seconds: float) -> None:
+        spin_until = self._patience.begin()
+        deadline = time.monotonic() + seconds
+        while not frame.answered:
+            if self.advance():
+                continue
+            now = time.monotonic()
+            if now >= spin_until and (now >= deadline or not self._poll.poll((deadline - now) * 1000)):
+                return
+        self._patience.met(frame.nbytes)
+
+    def close(self) -> None:
+        """After `run` has ended and the socket is shut down: returns when no caller reads any more."""
+        self._turn.acquire()  # for ever
+        self._epoll.close()
 
 
 def conn_ids() -> count[int]:

@@ -12,9 +12,11 @@ import logging
 import socket
 import threading
 import time
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from kvmesh.transfer.transports import wire
 from kvmesh.transfer.transports.base import TransportHost
 from kvmesh.transfer.transports.wire import WIRE_VERSION, Gone, Hello, ProtocolBroken, Welcome
 
@@ -76,6 +78,20 @@ class Accepted(ABC):
     @abstractmethod
     def serve(self) -> None:
         """Until Gone, OSError or ProtocolBroken. Must be outside every admission when it returns or raises."""
+
+    def sums(self, offsets: Sequence[int], lengths: Sequence[int]) -> bytes | None:
+        """The payload of the answer to a CHECKSUM of these ranges; None when one is in no registered region."""
+        segment = self.host.segment
+        sums: list[int] = []
+        for offset, length in zip(offsets, lengths, strict=True):
+            region = segment.use(offset, length) if length else None
+            if region is None:
+                return None
+            try:
+                sums.append(zlib.crc32(region.slice_at(offset, length)))
+            finally:
+                segment.unuse(region)
+        return wire.pack_sums(sums)
 
     def release(self) -> None:
         """Drops what the connection held (maps)."""

@@ -21,8 +21,12 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
+
+if TYPE_CHECKING:
+    from kvmesh.transfer.transports.base import Frame
 
 WIRE_VERSION = 1
 MAX_HELLO_BYTES = 16 << 10
@@ -130,6 +134,24 @@ def decode_welcome(data: bytes) -> None:
         raise ProtocolBroken(f"welcome: {err}") from err
     if welcome.cause:
         raise Refused(welcome.cause, retry=welcome.retry)
+
+
+def encode_question(seq: int, frame: Frame) -> bytes:
+    """A NOTIFY whole; of a READ, a CHECKSUM, and of a WRITE whose bytes follow, the head and the rows."""
+    if frame.notice is not None:
+        payload = frame.notice.payload
+        head = HEAD.pack(NOTIFY, 0, 0, 0, seq, frame.epoch, len(payload))
+        return head + frame.notice.serial.to_bytes(8, "little") + payload
+    rows = [n for _, _, offset, length in frame.parts for n in (offset, length)]
+    head = HEAD.pack(frame.kind, 0, 0, len(frame.parts), seq, frame.epoch, frame.nbytes)
+    return head + struct.pack(f"<{len(rows)}Q", *rows)
+
+
+def encode_answer(seq: int, refused: Sequence[int], code: int) -> bytes:
+    """Of an answer without payload: `code` is an index in CAUSES, `refused` are the parts that it concerns."""
+    count = len(refused)
+    head = HEAD.pack(ANSWER, code, 0, count, seq, 0, 0)
+    return head + struct.pack(f"<{count}I", *refused) if count else head
 
 
 def pack_sums(sums: Iterable[int]) -> bytes:

@@ -9,7 +9,7 @@ GUEST = {
     "memory_mb": 3072,
     "timeout_s": 300,
     "files": [
-        "tests/transfer/test_core_verify.py",
+        "tests/transfer/test_verify.py",
         "tests/transfer/test_engine.py",
         "tests/transfer/test_failures.py",
         "tests/transfer/transports/test_fault.py",

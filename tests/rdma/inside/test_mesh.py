@@ -112,7 +112,7 @@ async def test_tokens_are_right_and_rdma_moved_the_kv(mesh: Running, checkpoint:
         return found if len(found) == 2 + len(prompts) else None
 
     for told in await until(traced, "all transfer spans"):
-        assert told["kvmesh.transfer.transports.base"] == "rdma"
+        assert told["kvmesh.transfer.transport"] == "rdma"
         assert told["kvmesh.transfer.bytes"] > 0
         rails = [rail.partition("=") for rail in told["kvmesh.transfer.rails"].split(", ")]
         assert {name for name, _, _ in rails} <= {f"rdma rxa{i}→rxb{j}" for i in (0, 1) for j in (0, 1)}

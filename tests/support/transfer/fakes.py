@@ -1,4 +1,4 @@
-"""A core with transports that a test drives by hand, in virtual time: nothing happens unless the test says so."""
+"""A sender with transports that a test drives by hand, in virtual time: nothing happens unless the test says so."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from kvmesh.transfer.api import BatchId, Opcode, TransferRequest, TransferState, TransferStatus
 from kvmesh.transfer.batch import AfterUnlock
 from kvmesh.transfer.config import EngineConfig
-from kvmesh.transfer.core import Core
-from kvmesh.transfer.engine import grouped
 from kvmesh.transfer.peer_link import PeerLink
 from kvmesh.transfer.segment import LocalRegion, LocalSegment, NicInfo, RegionInfo, SegmentDescriptor
+from kvmesh.transfer.sender import Sender
 from kvmesh.transfer.transports.base import Frame, FrameKind, FrameLimits, Rail, Transport
 
 BASE = 1 << 20  # offset of the only region of every peer
@@ -70,7 +69,7 @@ class FakeTransport(Transport):
     def on(self, local: str = "", segment: str = "") -> list[Frame]:
         """Posted frames over this NIC (to this segment), oldest first."""
         return [
-            f for f in self.posted.values() if local in ("", f.rail.local) and segment in ("", f.lane.descriptor.name)
+            f for f in self.posted.values() if local in ("", f.rail.local) and segment in ("", f.link.descriptor.name)
         ]
 
     def done(self, frame: Frame, refused: tuple[int, ...] = (), cause: str = "") -> None:
@@ -94,9 +93,9 @@ class World:
     topology: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.core = Core(self.config, lambda: self.now)
-        self.core.topology = self.topology
         self.segment = LocalSegment()
+        self.sender = Sender(self.config, self.segment, lambda: self.now)
+        self.sender.topology = self.topology
         view = memoryview(self.memory)
         self.address = 1 << 30  # of no real memory: nothing here is dereferenced by address
         self.region = self.segment.add(self.address, 1 << 40, "cpu:0", view, self.memory, -1)
@@ -107,11 +106,11 @@ class World:
         region = RegionInfo(BASE, self.remote_bytes, "cpu:0", True)
         descriptor = SegmentDescriptor(name, "machine", "token", (region,), {}, (), topology or {})
         rails = tuple(rail for t in self.transports for rail in t.rails(descriptor))
-        core = self.core
-        lane = core.lanes[name] = PeerLink(
-            descriptor, rails, core, core.serials, core.board, core.posting.dealer, core.finals
+        sender = self.sender
+        link = sender.links[name] = PeerLink(
+            descriptor, rails, sender, sender.serials, sender.board, sender.dealer, sender.finals
         )
-        return lane
+        return link
 
     def submit(
         self,
@@ -131,27 +130,21 @@ class World:
                 TransferRequest(opcode, self.address + at, peer, BASE + at, length, epoch, traffic_class, verify=verify)
             )
             at += length
-        core, after = self.core, AfterUnlock()
-        batch_id = core.new_batch(len(requests))
-        with core.lock:
-            batch = core.batch(batch_id)
-            groups = grouped(core, self.segment, batch, requests, self.now + timeout_s)
-            batch.add(requests)
-            core.enqueue(batch, groups, after)
-        core.conclude(after)
+        batch_id = self.sender.new_batch(len(requests))
+        self.sender.submit(batch_id, requests, self.now + timeout_s)
         return batch_id
 
     def statuses(self, batch: BatchId) -> list[TransferStatus]:
-        known = self.core.batch(batch)
+        known = self.sender.batch(batch)
         return [known.status(i) for i in range(len(known.states))]
 
     def cancel(self, batch: BatchId) -> None:
         after = AfterUnlock()
-        with self.core.lock:
-            self.core.cancel(self.core.batch(batch), TransferState.CANCELLED, "cancelled", after)
-        self.core.conclude(after)
+        with self.sender.lock:
+            self.sender.cancel(self.sender.batch(batch), TransferState.CANCELLED, "cancelled", after)
+        self.sender.conclude(after)
 
     def wait(self, seconds: float) -> None:
         """Virtual time passes; the timer does what is due."""
         self.now += seconds
-        self.core.tick()
+        self.sender.tick()

@@ -33,7 +33,7 @@ class HostActor(Actor):
         return self.engine.counters()
 
     def rails(self, segment: str) -> list[str]:
-        return [str(rail) for rail in self.engine._core.lanes[segment].rails]
+        return [str(rail) for rail in self.engine._sender.links[segment].rails]
 
     def over(self, batch: BatchId) -> bool:
         final = (TransferState.WAITING, TransferState.PENDING)

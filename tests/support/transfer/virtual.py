@@ -1,4 +1,4 @@
-"""One core in virtual time over made-up transports, for the tests of the core."""
+"""One sender in virtual time over made-up transports, for the tests of the sender."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from kvmesh.errors import TransferError
+from kvmesh.testing.fault.rules import Rule
 from kvmesh.transfer import EngineConfig, Opcode, TransferRequest, TransferState
-from kvmesh.transfer.transports.fault.transport import Rule
 from tests.support.transfer.peer import Actor
 from tests.transfer.conftest import Nest, until
 

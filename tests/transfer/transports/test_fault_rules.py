@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 
 from kvmesh.errors import TransferError
+from kvmesh.testing.fault.rules import Rule, Rules, Script
 from kvmesh.transfer.transports.base import Frame, FrameKind
-from kvmesh.transfer.transports.fault.rules import Rule, Rules, Script
 
 
 @dataclass
@@ -28,7 +28,7 @@ class _Ends:
 class _Frame:
     """What rules look at."""
 
-    lane: _Named
+    link: _Named
     rail: _Ends
     kind: FrameKind
     nbytes: int

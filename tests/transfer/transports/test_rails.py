@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvmesh.transfer.config import EngineConfig
-from kvmesh.transfer.rails import STALE_S, STALL_S, UNKNOWN_FRAMES, RailBoard, RailChoices, tiers
+from kvmesh.transfer.rails import STALE_S, STALL_S, UNKNOWN_FRAMES, RailBoard, RailState, tiers
 from kvmesh.transfer.transports.base import FrameLimits, Rail
 from tests.support.transfer.fakes import FakeTransport
 
@@ -25,18 +25,18 @@ def board(**options: object) -> RailBoard:
     return RailBoard(EngineConfig(**options))  # type: ignore[arg-type]
 
 
-def two(made: RailBoard) -> tuple[RailChoices, RailChoices]:
+def two(made: RailBoard) -> tuple[RailState, RailState]:
     a, b = (made.way(rail) for rail in rails(transport(("a", "x"), ("b", "y"))))
     return a, b
 
 
-def carry(made: RailBoard, way: RailChoices, nbytes: int, at: float, took: float) -> None:
+def carry(made: RailBoard, way: RailState, nbytes: int, at: float, took: float) -> None:
     made.posted(way, nbytes, at)
     made.answered(way, nbytes, at + took)
     made.landed(way, nbytes, at, at + took)
 
 
-def fail(made: RailBoard, way: RailChoices, at: float, *, down: bool = False) -> bool:
+def fail(made: RailBoard, way: RailState, at: float, *, down: bool = False) -> bool:
     made.posted(way, MIB, at)
     made.answered(way, MIB, at + 0.001)
     return made.lost(way, at, "broken", at + 0.001, down=down)

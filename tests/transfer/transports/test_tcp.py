@@ -40,10 +40,10 @@ class Ending:
 def checksum(actor: Actor, segment: str, rows: Sequence[tuple[int, int]]) -> tuple[Frame, Ending]:
     engine, owner = actor.engine, Ending()
     assert actor.region is not None
-    lane = engine._core.lanes[segment]
+    link = engine._sender.links[segment]
     transport = engine._transports[0]
     parts = [(i, actor.region.address, offset, length) for i, (offset, length) in enumerate(rows)]
-    frame = Frame(1, owner, lane, Rail(transport), FrameKind.CHECKSUM, 0, parts, sum(n for _, n in rows))
+    frame = Frame(1, owner, link, Rail(transport), FrameKind.CHECKSUM, 0, parts, sum(n for _, n in rows))
     transport.post(frame)
     assert owner.ended.wait(10)
     return frame, owner

@@ -9,9 +9,9 @@ import pytest
 
 from kvmesh.transfer import TransferState, TransferStatus
 from kvmesh.transfer.api import BatchId
+from kvmesh.transfer.transports import adaptive_spin as tcp_spin
 from kvmesh.transfer.transports import wire
-from kvmesh.transfer.transports.tcp import adaptive_spin as tcp_spin
-from kvmesh.transfer.transports.tcp.adaptive_spin import AdaptiveSpin, Allowance
+from kvmesh.transfer.transports.adaptive_spin import AdaptiveSpin, Allowance
 from kvmesh.transfer.transports.tcp.path import TcpPath
 from tests.support.transfer.peer import Actor, pattern
 from tests.support.transfer.raw import BASE, RawTarget
@@ -59,7 +59,7 @@ def reading(actor: Actor) -> bool:
 
 def opened(nest: Nest, target: RawTarget, monkeypatch: pytest.MonkeyPatch) -> tuple[Actor, str]:
     """An engine that is connected, and whose callers help for as long as they wait."""
-    monkeypatch.setattr("kvmesh.transfer.waits.HELP_S", 20.0)
+    monkeypatch.setattr("kvmesh.transfer.sender.HELP_S", 20.0)
     reader = nest.actor("reader#1", transports=("tcp",), tcp_streams=1)
     reader.allocate(64 * KIB)
     segment = reader.open(target.descriptor.encode())

@@ -204,26 +204,26 @@ class RdmaTransport(Transport):
     # ── frames ────────────────────────────────────────────────────────────────────────────────────
 
     def post(self, frame: Frame) -> None:
-        segment = frame.lane.name
+        segment = frame.link.name
         with self._lock:
-            # A closed lane's name may be open again, as that of another process: its frames must not get there.
-            path = None if frame.lane.closed else self._paths.get(segment)
-            descriptor = frame.lane.descriptor
-            if not (self._closed or frame.lane.closed) and (path is None or path.descriptor is not descriptor):
+            # A closed link's name may be open again, as that of another process: its frames must not get there.
+            path = None if frame.link.closed else self._paths.get(segment)
+            descriptor = frame.link.descriptor
+            if not (self._closed or frame.link.closed) and (path is None or path.descriptor is not descriptor):
                 pairs = {Rail(frame.rail.transport, p.local, p.remote): p for p in self._pairs(descriptor)}
                 if path is None:
                     path = self._paths[segment] = RdmaPath(self, descriptor, pairs)
                 elif "rdma" in descriptor.endpoints:
                     path.renew(descriptor, pairs)
         if path is None or not path.take(frame):
-            frame.lost(frame.lane.closed or "closed", settled=True)
+            frame.lost(frame.link.closed or "closed", settled=True)
 
     def recall(self, frame: Frame) -> bool:
-        path = self._paths.get(frame.lane.name)
+        path = self._paths.get(frame.link.name)
         return path is not None and path.recall(frame)
 
     def expire(self, frame: Frame, idle_s: float) -> None:
-        path = self._paths.get(frame.lane.name)
+        path = self._paths.get(frame.link.name)
         if path is not None:
             path.expire(frame, idle_s)
 

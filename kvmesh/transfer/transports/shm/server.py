@@ -9,7 +9,6 @@ import socket
 import struct
 import threading
 import time
-import zlib
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
@@ -20,9 +19,9 @@ from kvmesh.errors import TransferError
 from kvmesh.transfer.memory import Mapping, copy_runs, map_peer
 from kvmesh.transfer.segment import LocalRegion
 from kvmesh.transfer.transports import wire
+from kvmesh.transfer.transports.adaptive_spin import AdaptiveSpin
 from kvmesh.transfer.transports.serving import Accepted, AcceptingServer
 from kvmesh.transfer.transports.shm.copy import Copiers, CopyJob
-from kvmesh.transfer.transports.tcp.adaptive_spin import AdaptiveSpin
 from kvmesh.transfer.transports.wire import Asked, Gone, Hello, ProtocolBroken, Welcome
 from kvmesh.transfer.windows import WindowAdmission
 
@@ -300,19 +299,11 @@ class ShmAccepted(Accepted):
         rows = struct.unpack_from(f"<{2 * asked.count}Q", self._buffer, wire.HEAD_BYTES)
         if sum(rows[1::2]) != asked.nbytes:
             raise ProtocolBroken("rows do not add up")
-        segment = self.host.segment
-        sums: list[int] = []
-        for offset, length in zip(rows[0::2], rows[1::2], strict=True):
-            region = segment.use(offset, length) if length else None
-            if region is None:
-                self._answer(asked.seq, range(asked.count), wire.NO_MEMORY)
-                return
-            try:
-                sums.append(zlib.crc32(region.slice_at(offset, length)))
-            finally:
-                segment.unuse(region)
-        data = wire.pack_sums(sums)
-        self.sock.send(wire.HEAD.pack(wire.ANSWER, 0, 0, 0, asked.seq, 0, len(data)) + data)
+        sums = self.sums(rows[0::2], rows[1::2])
+        if sums is None:
+            self._answer(asked.seq, range(asked.count), wire.NO_MEMORY)
+        else:
+            self.sock.send(wire.HEAD.pack(wire.ANSWER, 0, 0, 0, asked.seq, 0, len(sums)) + sums)
 
     def _notify(self, asked: Asked, got: int) -> None:
         start = wire.HEAD_BYTES + 8
@@ -323,9 +314,7 @@ class ShmAccepted(Accepted):
         self._answer(asked.seq, (), code)
 
     def _answer(self, seq: int, refused: Sequence[int], code: int, flags: int = 0) -> None:
-        count = len(refused)
-        head = wire.HEAD.pack(wire.ANSWER, code, 0, count, seq, 0, 0)
-        self.sock.send(head + struct.pack(f"<{count}I", *refused) if count else head, flags)
+        self.sock.send(wire.encode_answer(seq, refused, code), flags)
 
     def release(self) -> None:
         self._maps.clear()

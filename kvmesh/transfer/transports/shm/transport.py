@@ -21,7 +21,7 @@ from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.memory import Mapping
 from kvmesh.transfer.segment import LocalRegion, RegionInfo, SegmentDescriptor, machine_id, network_id
 from kvmesh.transfer.transports import wire
-from kvmesh.transfer.transports.base import Frame, FrameKind, FrameLimits, Rail, TransportHost
+from kvmesh.transfer.transports.base import FrameKind, FrameLimits, Rail, TransportHost
 from kvmesh.transfer.transports.dialing import DialingTransport
 from kvmesh.transfer.transports.serving import AcceptingServer
 from kvmesh.transfer.transports.shm.copy import Copiers, by_cores
@@ -86,11 +86,6 @@ class ShmTransport(DialingTransport):
         """See `mapped` of the module."""
         path = self._paths.get((segment, rail))
         return path.mapped(offset, nbytes) if isinstance(path, ShmPath) else None
-
-    def assist(self, frame: Frame, seconds: float) -> None:
-        path = self._paths.get((frame.lane.name, frame.rail))
-        if isinstance(path, ShmPath):
-            path.assist(frame, seconds)
 
     def unregistered(self, region: LocalRegion) -> None:
         """Peers let their maps of it go, so that its memory can be freed."""

@@ -1,49 +1,27 @@
-"""What comes back on a tcp connection, and who reads it: one thread at a time, whoever has the `turn`.
-
-    nothing in flight   the reading thread sleeps in epoll, without the turn
-    an answer comes     it wakes, takes the turn and reads, blocking from then on, until nothing is in flight
-    a caller waits      for a frame of its own: it takes the turn before the answer comes and reads it itself, so that
-                        one thread less is woken. The reading thread sleeps on: epoll is armed only while nobody reads
-
-How far an answer has been read is kept here, so the next thread goes on where the last one left.
-"""
+"""What comes back on a tcp connection: heads, refused parts, bytes of READs straight into registered memory."""
 
 from __future__ import annotations
 
-import select
 import socket
 import struct
-import threading
 import time
 from typing import TYPE_CHECKING
 
 from kvmesh.transfer.transports import wire
 from kvmesh.transfer.transports.base import Frame, FrameKind
-from kvmesh.transfer.transports.tcp.adaptive_spin import AdaptiveSpin
-from kvmesh.transfer.transports.tcp.frames import local_views
+from kvmesh.transfer.transports.dialing import AnswerReader
 from kvmesh.transfer.transports.wire import Asked, Gone, ProtocolBroken
 
 if TYPE_CHECKING:
     from kvmesh.transfer.transports.tcp.path import TcpStream
 
-_ARMED = select.EPOLLIN | select.EPOLLONESHOT
 
-
-class TcpAnswers:
-    """Of one connection; `run` is the body of its reading thread. `quiet_s`: how long nothing may come before the peer
-    is pinged; 0: for ever."""
+class TcpAnswers(AnswerReader):
+    """Of one connection. After `quiet_s` without a byte the peer is pinged."""
 
     def __init__(self, stream: TcpStream, sock: socket.socket, quiet_s: float) -> None:
+        super().__init__(sock, stream.broke, quiet_s)
         self._stream = stream
-        self._sock = sock
-        self._fd = sock.fileno()
-        self._quiet_s = quiet_s
-        self._turn = threading.Lock()
-        self._epoll = select.epoll()
-        self._epoll.register(self._fd, _ARMED)
-        self._poll = select.poll()
-        self._poll.register(self._fd, select.POLLIN)
-        self._patience = AdaptiveSpin()  # of callers
         self._head = bytearray(wire.HEAD_BYTES)
         self._answer: Asked | None = None  # its head has come
         self._frame: Frame | None = None
@@ -51,65 +29,25 @@ class TcpAnswers:
         self._views = [memoryview(self._head)]
         self._left = wire.HEAD_BYTES
 
-    # ── threads ───────────────────────────────────────────────────────────────────────────────────
+    def quiet(self) -> None:
+        self._stream.ping()
 
-    def run(self) -> None:
-        """Until the connection ends."""
-        stream, timeout = self._stream, self._quiet_s or None
-        try:
-            while True:
-                if not self._epoll.poll(timeout):
-                    stream.ping()
-                    continue
-                with self._turn:
-                    if self._advance(socket.MSG_DONTWAIT) or self._answer is not None:
-                        while stream.inflight:
-                            if not self._advance(socket.MSG_WAITALL):
-                                stream.ping()
-                    self._epoll.modify(self._fd, _ARMED)
-        except (Gone, OSError, ProtocolBroken) as err:
-            stream.broke(err)
+    def drain(self) -> None:
+        """Blocking, from the first byte of an answer on, until nothing is in flight."""
+        if self.advance() or self._answer is not None:
+            while self._stream.inflight:
+                if not self._read(socket.MSG_WAITALL):
+                    self._stream.ping()
 
-    def help(self, frame: Frame, seconds: float) -> None:
-        """The caller reads until this frame is answered; returns earlier when another thread reads, after `seconds`, or
-        when the connection ends."""
-        if not self._turn.acquire(blocking=False):
-            return
-        try:
-            self._epoll.modify(self._fd, 0)
-            try:
-                self._read_until(frame, seconds)
-            finally:
-                self._epoll.modify(self._fd, _ARMED)
-        except (Gone, OSError, ProtocolBroken) as err:
-            self._stream.broke(err)
-        finally:
-            self._turn.release()
+    def advance(self) -> bool:
+        return self._read(socket.MSG_DONTWAIT)
 
-    def _read_until(self, frame: Frame, seconds: float) -> None:
-        spin_until = self._patience.begin()
-        deadline = time.monotonic() + seconds
-        while not frame.answered:
-            if self._advance(socket.MSG_DONTWAIT):
-                continue
-            now = time.monotonic()
-            if now >= spin_until and (now >= deadline or not self._poll.poll((deadline - now) * 1000)):
-                return
-        self._patience.met(frame.nbytes)
-
-    def close(self) -> None:
-        """After `run` has ended and the socket is shut down: returns when no caller reads any more."""
-        self._turn.acquire()  # for ever
-        self._epoll.close()
-
-    # ── bytes ─────────────────────────────────────────────────────────────────────────────────────
-
-    def _advance(self, flags: int) -> bool:
-        """Reads until an answer is whole, and reports its frame. False: nothing came. The turn is held."""
+    def _read(self, flags: int) -> bool:
+        """As `advance`, perhaps waiting."""
         while True:
             while self._left:
                 try:
-                    got = self._sock.recvmsg_into(self._views[: wire.IOV_MAX], 0, flags)[0]
+                    got = self.sock.recvmsg_into(self._views[: wire.IOV_MAX], 0, flags)[0]
                 except BlockingIOError:
                     return False
                 if got == 0:
@@ -165,3 +103,10 @@ class TcpAnswers:
             del stream.inflight[answer.seq]
             stream.progress_at = time.monotonic()
         frame.done(refused, wire.CAUSES[answer.flags])
+
+
+def local_views(frame: Frame) -> list[memoryview]:
+    """The memory here of each part."""
+    region = frame.local
+    base, view = region.address, region.view
+    return [view[address - base : address - base + length] for _, address, _, length in frame.parts]

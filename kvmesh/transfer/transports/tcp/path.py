@@ -26,9 +26,8 @@ from kvmesh.transfer.segment import SegmentDescriptor
 from kvmesh.transfer.transports import wire
 from kvmesh.transfer.transports.base import Frame, FrameKind, Rail
 from kvmesh.transfer.transports.dialing import begin, connect_patiently
-from kvmesh.transfer.transports.tcp.answers import TcpAnswers
+from kvmesh.transfer.transports.tcp.answers import TcpAnswers, local_views
 from kvmesh.transfer.transports.tcp.dial import SILENCE, TcpRoute, at, forget_unsent, greet, prepared, size_buffers
-from kvmesh.transfer.transports.tcp.frames import encoded
 from kvmesh.transfer.transports.tcp.zerocopy import ZeroCopy
 from kvmesh.transfer.transports.wire import Gone, Hello, ProtocolBroken, Refused
 
@@ -70,7 +69,7 @@ class TcpPath:
                     self.streams.append(fresh)
                 self.changed.notify()
         if stream is not None:
-            stream.send_now(encoded(seq, frame))
+            stream.send_now(_encoded(seq, frame))
         elif fresh is not None:
             try:
                 self.transport.spawn(fresh.thread)
@@ -342,7 +341,7 @@ class TcpStream:
                 send = wire.send_views if views else send_views
                 if not views:
                     frame = path.queue.popleft()
-                    views = encoded(self.board(frame), frame)
+                    views = _encoded(self.board(frame), frame)
             try:
                 send(sock, views, sum(map(len, views)))
             except OSError as err:
@@ -399,3 +398,9 @@ class TcpStream:
             frame.lost(cause, settled=False, down=not path.closed)
         for frame in waiting:
             frame.lost(cause, settled=True, down=not path.closed)
+
+
+def _encoded(seq: int, frame: Frame) -> list[memoryview]:
+    """A frame as the views that go out for it."""
+    asked = memoryview(wire.encode_question(seq, frame))
+    return [asked, *local_views(frame)] if frame.kind is FrameKind.WRITE else [asked]

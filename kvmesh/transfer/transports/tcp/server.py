@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import socket
 import struct
-import zlib
 from collections.abc import Sequence
 
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.segment import LocalRegion
 from kvmesh.transfer.transports import wire
+from kvmesh.transfer.transports.adaptive_spin import AdaptiveSpin
 from kvmesh.transfer.transports.serving import Accepted, AcceptingServer
-from kvmesh.transfer.transports.tcp.adaptive_spin import AdaptiveSpin
 from kvmesh.transfer.transports.tcp.dial import size_buffers, tune
 from kvmesh.transfer.transports.wire import Asked, Hello, ProtocolBroken, Welcome
 
@@ -48,8 +47,10 @@ class TcpAccepted(Accepted):
             patience.met(asked.nbytes)
             if asked.kind == wire.WRITE:
                 self._write(asked)
-            elif asked.kind in (wire.READ, wire.CHECKSUM):
+            elif asked.kind == wire.READ:
                 self._read(asked)
+            elif asked.kind == wire.CHECKSUM:
+                self._checksum(asked)
             elif asked.kind == wire.NOTIFY:
                 self._notify(asked)
             elif asked.kind != wire.PING:
@@ -107,15 +108,18 @@ class TcpAccepted(Accepted):
                     return
                 regions.append(region)
             views = [r.slice_at(o, n) for r, o, n in zip(regions, offsets, lengths, strict=True)]
-            nbytes = asked.nbytes
-            if asked.kind == wire.CHECKSUM:
-                sums = wire.pack_sums(zlib.crc32(view) for view in views)
-                views, nbytes = [memoryview(sums)], len(sums)
-            head = wire.HEAD.pack(wire.ANSWER, 0, 0, 0, asked.seq, asked.epoch, nbytes)
-            wire.send_views(self.sock, [memoryview(head), *views], wire.HEAD_BYTES + nbytes)
+            head = wire.HEAD.pack(wire.ANSWER, 0, 0, 0, asked.seq, asked.epoch, asked.nbytes)
+            wire.send_views(self.sock, [memoryview(head), *views], wire.HEAD_BYTES + asked.nbytes)
         finally:
             for region in regions:
                 segment.unuse(region)
+
+    def _checksum(self, asked: Asked) -> None:
+        sums = self.sums(*self._rows(asked))
+        if sums is None:
+            self._answer(asked.seq, range(asked.count), wire.NO_MEMORY)
+        else:
+            self.sock.sendall(wire.HEAD.pack(wire.ANSWER, 0, 0, 0, asked.seq, asked.epoch, len(sums)) + sums)
 
     def _notify(self, asked: Asked) -> None:
         if asked.nbytes > wire.MAX_NOTIFY_BYTES:
@@ -126,9 +130,7 @@ class TcpAccepted(Accepted):
         self._answer(asked.seq, (), code)
 
     def _answer(self, seq: int, refused: Sequence[int], code: int) -> None:
-        count = len(refused)
-        head = wire.HEAD.pack(wire.ANSWER, code, 0, count, seq, 0, 0)
-        self.sock.sendall(head + struct.pack(f"<{count}I", *refused) if count else head)
+        self.sock.sendall(wire.encode_answer(seq, refused, code))
 
     def _scratch_views(self, nbytes: int) -> list[memoryview]:
         if self._scratch is None:

@@ -14,7 +14,7 @@ from kvmesh.errors import TransferError
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.segment import LocalRegion, NicInfo, RegionInfo, SegmentDescriptor
 from kvmesh.transfer.transports import wire
-from kvmesh.transfer.transports.base import Frame, FrameKind, FrameLimits, Rail, TransportHost
+from kvmesh.transfer.transports.base import FrameKind, FrameLimits, Rail, TransportHost
 from kvmesh.transfer.transports.dialing import DialingTransport
 from kvmesh.transfer.transports.serving import AcceptingServer
 from kvmesh.transfer.transports.tcp import nics as tcp_nics
@@ -203,11 +203,6 @@ class TcpTransport(DialingTransport):
 
     def new_path(self, descriptor: SegmentDescriptor, rail: Rail) -> TcpPath:
         return TcpPath(self, descriptor, rail)
-
-    def assist(self, frame: Frame, seconds: float) -> None:
-        path = self._paths.get((frame.lane.name, frame.rail))
-        if isinstance(path, TcpPath):
-            path.assist(frame, seconds)
 
     def forget(self, segment: str, cause: str, rail: Rail | None = None) -> None:
         super().forget(segment, cause, rail)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvmesh.testing.fault.rules import Rule
 from kvmesh.transfer import EngineConfig, Opcode, TransferRequest, TransferState
-from kvmesh.transfer.transports.fault.transport import Rule
 from tests.transfer.conftest import Nest
 
 MIB = 1 << 20

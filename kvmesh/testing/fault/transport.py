@@ -12,7 +12,7 @@
 
 Rules are JSON in `EngineConfig.fault`: {"seed": 7, "rules": [{"kind": "drop", "peer": "decode-*", "op": "write",
 "after": 3, "count": 1}]}, or `engine.fault.add(Rule(...))` of an engine whose config says fault="{}" at least
-(`fault_rules.Rule` has the fields, docs/transfer.md examples). A frozen or delayed frame that its engine gives up is
+(`rules.Rule` has the fields, docs/transfer.md examples). A frozen or delayed frame that its engine gives up is
 *lost and not settled*: it still lands late, unless the target fences. That is the late packet that fences are for. A
 frame that waits for its turn on a slow link has not left: it can be taken back.
 """
@@ -32,10 +32,10 @@ from itertools import count
 import msgspec
 
 from kvmesh.errors import TransferError
+from kvmesh.testing.fault.rules import Operation, Rule, Rules, Script, Strike
 from kvmesh.transfer import memory
 from kvmesh.transfer.segment import LocalRegion, NicInfo, RegionInfo, SegmentDescriptor
 from kvmesh.transfer.transports.base import Frame, FrameKind, Rail, Transport, TransportHost
-from kvmesh.transfer.transports.fault.rules import Operation, Rule, Rules, Script, Strike
 
 # Things to do later, for the fault transport.
 
@@ -76,8 +76,6 @@ class DelayThread:
                 _, _, act = heapq.heappop(self._due)
             act()
 
-
-__all__ = ["FaultControl", "FaultTransport", "Rule"]
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +124,7 @@ class FaultControl:
         """Removes freezes of exactly `peer` (all for "*") and posts what was held; returns how many frames."""
         with self.changed:
             self._rules.remove_freezes(peer)
-            freed = [f for f in self._held if fnmatchcase(f.parent.lane.name, peer)]
+            freed = [f for f in self._held if fnmatchcase(f.parent.link.name, peer)]
             self._held = [f for f in self._held if f not in freed]
         for flight in freed:
             flight.launch()
@@ -137,7 +135,10 @@ class FaultControl:
         with self.changed:
             return self.changed.wait_for(lambda: len(self._held) >= frames, timeout_s)
 
-    # ── for the transport ─────────────────────────────────────────────────────────────────────────
+    # ── for the engine and the transport ─────────────────────────────────────────────────────────────────────────
+
+    def wrap(self, transport: Transport, host: TransportHost) -> FaultTransport:
+        return FaultTransport(transport, self, host)
 
     def strike(self, transport: str, frame: Frame) -> Strike:
         with self.changed:
@@ -185,7 +186,7 @@ class _Flight:
 
     def on(self, segment: str | None, rail: Rail | None) -> bool:
         """None: any."""
-        return segment in (None, self.parent.lane.name) and rail in (None, self.parent.rail)
+        return segment in (None, self.parent.link.name) and rail in (None, self.parent.rail)
 
     def launch(self) -> None:
         """Posts it for real."""
@@ -370,7 +371,7 @@ class FaultTransport(Transport):
 
     def idle(self, segment: str, rail: Rail) -> bool:
         with self.lock:
-            busy = any(f.parent.lane.name == segment and f.parent.rail == rail for f in self._flights.values())
+            busy = any(f.parent.link.name == segment and f.parent.rail == rail for f in self._flights.values())
         return not busy and self.inner.idle(segment, self.inside(rail))
 
     def close(self, timeout_s: float) -> None:

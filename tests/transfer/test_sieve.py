@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvmesh.transfer.sieve import LruSieve
+from kvmesh.transfer.rails import LruSieve
 
 
 def test_evicts_the_oldest_that_was_not_used_again() -> None:

@@ -16,11 +16,9 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from kvmesh.transfer import batch as batches
-from kvmesh.transfer import core as cores
-from kvmesh.transfer import outcomes, rails
-from kvmesh.transfer import peer_link as lane
+from kvmesh.transfer import peer_link, rails
 from kvmesh.transfer import send_queue as dealing
+from kvmesh.transfer import sender as senders
 from kvmesh.transfer.api import BatchId, Opcode, TransferState, TransferStatus
 from kvmesh.transfer.batch import AfterUnlock, Group, RetriedParts
 from kvmesh.transfer.config import EngineConfig
@@ -125,7 +123,7 @@ class Scheduler(RuleBasedStateMachine):
         timeout_s=st.sampled_from((0.5, 3.0, 1e6)),
     )
     def submit(self, peer: str, lengths: list[int], opcode: Opcode, rank: int, verify: bool, timeout_s: float) -> None:
-        first = BatchId(self.world.core._next_batch)
+        first = BatchId(self.world.sender._next_batch)
         at = 0
         for slot, length in enumerate(lengths):
             self.requests[first, slot] = Request(length, verify)
@@ -180,16 +178,16 @@ class Scheduler(RuleBasedStateMachine):
 
     @rule(peer=st.sampled_from(PEERS))
     def reopen(self, peer: str) -> None:
-        core, after = self.world.core, AfterUnlock()
-        with core.lock:
-            core.close_lane(core.lanes[peer], "closed", after)
-        core.conclude(after)
+        sender, after = self.world.sender, AfterUnlock()
+        with sender.lock:
+            sender.close_link(sender.links[peer], "closed", after)
+        sender.conclude(after)
         self.world.open(peer)
 
     # ── what must hold ────────────────────────────────────────────────────────────────────────────
 
     def status(self, slot: Slot) -> TransferStatus:
-        return self.world.core.batch(slot[0]).status(slot[1])
+        return self.world.sender.batch(slot[0]).status(slot[1])
 
     @invariant()
     def final_states_are_true(self) -> None:
@@ -221,12 +219,12 @@ class Scheduler(RuleBasedStateMachine):
         for t in self.transports:
             count: dict[tuple[str, object], int] = {}
             for frame in t.posted.values():
-                key = (str(id(frame.lane)), frame.rail)
+                key = (str(id(frame.link)), frame.rail)
                 count[key] = count.get(key, 0) + 1
                 assert len(frame.parts) <= t.limits.frame_parts
                 assert frame.nbytes <= t.limits.frame_bytes * 5 // 4
             assert max(count.values(), default=0) <= t.limits.inflight_frames
-        for nic in self.world.core.board.nics.values():
+        for nic in self.world.sender.board.nics.values():
             assert 0 <= nic.inflight <= nic.budget + 1500 * 5 // 4 + 3 * 2 * 1500  # ways that were stalled come back
 
     def teardown(self) -> None:
@@ -234,20 +232,20 @@ class Scheduler(RuleBasedStateMachine):
         for _ in range(4000):
             frames = self.posted()
             if not frames:
-                if not self.world.core._live:
+                if not self.world.sender._live:
                     break
                 self.world.wait(1.0)
             for frame in frames:
                 self.answer(frame)
             self.final_states_are_true()
             self.completed_means_delivered()
-        core = self.world.core
-        assert not core._live, "something hangs"
+        sender = self.world.sender
+        assert not sender._live, "something hangs"
         assert all(self.status(slot).state.final for slot in self.requests)
-        assert not core.posting.inflight
-        assert core.posting.dealer.ready.count == 0
-        assert core.posting.dealer.backlog == [0, 0, 0]
-        for nic in core.board.nics.values():
+        assert not sender.inflight
+        assert sender.dealer.ready.count == 0
+        assert sender.dealer.backlog == [0, 0, 0]
+        for nic in sender.board.nics.values():
             assert (nic.inflight, nic.parked.count, len(nic.busy)) == (0, 0, 0)
 
 
@@ -274,58 +272,59 @@ def test_every_byte_is_delivered_or_the_request_says_why_not() -> None:
 
 
 def sends_again_unsettled(patch: pytest.MonkeyPatch) -> None:
-    strayed = outcomes.strayed
-    patch.setattr(outcomes, "strayed", lambda *a, settled, **k: strayed(*a, settled=True, **k))
+    strayed = Group.strayed
+    patch.setattr(Group, "strayed", lambda *a, settled, **k: strayed(*a, settled=True, **k))
 
 
 def ends_while_on_a_path(patch: pytest.MonkeyPatch) -> None:
     def doom(group: Group, slot: int, state: TransferState, cause: str, after: AfterUnlock) -> None:
         if not group.batch.states[slot].final:
-            batches.finish(group, slot, state, cause, after)
+            group.finish(slot, state, cause, after)
 
-    for module in (cores, outcomes, lane):
-        patch.setattr(module, "doom", doom)
+    patch.setattr(Group, "doom", doom)
 
 
 def forgets_what_was_lost(patch: pytest.MonkeyPatch) -> None:
-    again = lane.PeerLink.again
+    again = peer_link.PeerLink.again
     patch.setattr(
-        lane.PeerLink, "again", lambda self, group, a: None if a.sendings > 1 and a.at == 0 else again(self, group, a)
+        peer_link.PeerLink,
+        "again",
+        lambda self, group, a: None if a.sendings > 1 and a.at == 0 else again(self, group, a),
     )
 
 
 def forgets_the_rest_of_a_lost_frame(patch: pytest.MonkeyPatch) -> None:
-    resend: Callable[..., Frame | None] = lane.PeerLink._resend
+    resend: Callable[..., Frame | None] = peer_link.PeerLink._resend
 
     def once(
-        self: lane.PeerLink, flow: dealing.SendFlow, again: RetriedParts, choice: rails.RailChoice
+        self: peer_link.PeerLink, flow: dealing.SendFlow, again: RetriedParts, choice: rails.RailChoice
     ) -> Frame | None:
         frame = resend(self, flow, again, choice)
         if flow.retry and flow.retry[0] is again:
             flow.retry.popleft()
         return frame
 
-    patch.setattr(lane.PeerLink, "_resend", once)
+    patch.setattr(peer_link.PeerLink, "_resend", once)
 
 
 def counts_what_was_refused(patch: pytest.MonkeyPatch) -> None:
-    landed = outcomes.landed
-    patch.setattr(outcomes, "landed", lambda frame, group, refused, *rest: landed(frame, group, (), *rest))
+    landed = Group.landed
+    patch.setattr(Group, "landed", lambda group, frame, refused, *rest: landed(group, frame, (), *rest))
 
 
 def believes_every_sum(patch: pytest.MonkeyPatch) -> None:
-    verified = outcomes.verified
+    verified = Group.verified
 
-    def blind(frame: Frame, *args: Any) -> Any:
-        frame.sums = tuple(args[3])
-        return verified(frame, *args)
+    def blind(group: Group, frame: Frame, *args: Any) -> Any:
+        frame.sums = tuple(args[2])
+        return verified(group, frame, *args)
 
-    patch.setattr(outcomes, "verified", blind)
+    patch.setattr(Group, "verified", blind)
 
 
 def claims_to_be_drained(patch: pytest.MonkeyPatch) -> None:
-    finish = batches.finish
-    patch.setattr(cores, "finish", lambda *args, drained=True: finish(*args))
+    finish = Group.finish
+    patch.setattr(Group, "finish", lambda *args, drained=True: finish(*args))
 
 
 def never_wakes_who_waits_for_a_nic(patch: pytest.MonkeyPatch) -> None:
@@ -337,7 +336,7 @@ def never_wakes_who_waits_for_a_way(patch: pytest.MonkeyPatch) -> None:
 
 
 def loses_track_of_stalled_bytes(patch: pytest.MonkeyPatch) -> None:
-    def answered(self: rails.RailBoard, way: rails.RailChoices, nbytes: int, now: float) -> None:
+    def answered(self: rails.RailBoard, way: rails.RailState, nbytes: int, now: float) -> None:
         way.stalled = False
         honest(self, way, nbytes, now)
 
@@ -347,7 +346,7 @@ def loses_track_of_stalled_bytes(patch: pytest.MonkeyPatch) -> None:
 
 def lets_deadlines_pass(patch: pytest.MonkeyPatch) -> None:
     """A frame that is never answered must not keep its request waiting: found only where the teardown answers none."""
-    patch.setattr(cores.Core, "_overdue", lambda *args: None)
+    patch.setattr(senders.Sender, "_overdue", lambda *args: None)
     patch.setattr(Scheduler, "teardown", no_answers)
 
 

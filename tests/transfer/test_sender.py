@@ -1,4 +1,4 @@
-"""The core in virtual time: dealing, retries, classes, budgets, verification."""
+"""The sender in virtual time: dealing, retries, classes, budgets, verification."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ def test_sendings_are_bounded() -> None:
 def test_waiting_for_a_silent_rail_ends_though_nothing_is_answered() -> None:
     """The fast rail is full and says nothing: what waits for it goes over the slow one."""
     made = world(("a", "x"), ("b", "y"))
-    lane = made.core.lanes["peer#1"]
-    fast, slow = lane.ways.values()
+    link = made.sender.links["peer#1"]
+    fast, slow = link.ways.values()
     fast.bandwidth, slow.bandwidth = 10e9, 10e6
     fast.sampled_at = slow.sampled_at = made.now
     made.submit(8 * MIB)
@@ -168,8 +168,8 @@ def test_the_budget_of_a_nic_holds_over_all_peers_and_leaves_room_for_the_urgent
         made.submit(8 * MIB, peer=f"peer#{i}", traffic_class=HANDOFF)
     assert sum(f.nbytes for f in rdma(made).on()) == 4 * MIB
     run(made)
-    assert made.core.board.nics["rdma", ""].inflight == 0
-    assert made.core.stats().unfinished == 0
+    assert made.sender.board.nics["rdma", ""].inflight == 0
+    assert made.sender.stats().unfinished == 0
 
 
 def test_peers_take_turns_by_bytes() -> None:
@@ -259,9 +259,9 @@ def test_a_rail_that_corrupts_is_left_and_trips() -> None:
                 made.now += 0.1
                 rdma(made).done(frame)
         assert states(made, batch) == {TransferState.COMPLETED}
-    way = next(w for w in made.core.lanes["peer#1"].ways.values() if w.rail.local == "a")
+    way = next(w for w in made.sender.links["peer#1"].ways.values() if w.rail.local == "a")
     assert way.cause == "checksum"
-    assert made.core.stats().nics[0].errors["checksum"] == 3
+    assert made.sender.stats().nics[0].errors["checksum"] == 3
 
 
 @pytest.mark.parametrize("sums", [None, ()])
@@ -287,7 +287,7 @@ def test_a_lost_checksum_is_asked_again_and_a_cancel_waits_for_it() -> None:
     (check,) = rdma(made).on()
     assert check.kind is FrameKind.CHECKSUM
     made.cancel(batch)
-    assert made.core.in_use(made.region)
+    assert made.sender.in_use(made.region)
     answer_checksum(made, check)
     assert states(made, batch) == {TransferState.COMPLETED}
     batch = made.submit(1000, verify=True)

@@ -1,4 +1,4 @@
-"""The core in virtual time: cancels, time-outs, end marks, statistics."""
+"""The sender in virtual time: cancels, time-outs, end marks, statistics."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def test_deadlines_and_silence() -> None:
 
 
 def notify(made: World, epoch: int, results: list[TransferStatus]) -> None:
-    core, after = made.core, AfterUnlock()
-    with core.lock:
-        notice = EndMark(next(core.serials), epoch, b"end", results.append, made.now + 1e6)
-        core.notify(core.lanes["peer#1"], notice, after)
-    core.conclude(after)
+    sender, after = made.sender, AfterUnlock()
+    with sender.lock:
+        notice = EndMark(next(sender.serials), epoch, b"end", results.append, made.now + 1e6)
+        sender.notify(sender.links["peer#1"], notice, after)
+    sender.conclude(after)
 
 
 def test_end_marks_wait_for_older_writes_of_their_epoch_only() -> None:
@@ -86,12 +86,12 @@ def test_closing_a_lane_fails_what_waits_anywhere() -> None:
     queued = made.submit(64 * MIB, peer="peer#2")
     results: list[TransferStatus] = []
     after = AfterUnlock()
-    with made.core.lock:
-        made.core.close_lane(made.core.lanes["peer#2"], "closed by test", after)
-    made.core.conclude(after)
+    with made.sender.lock:
+        made.sender.close_link(made.sender.links["peer#2"], "closed by test", after)
+    made.sender.conclude(after)
     assert made.statuses(queued)[0].cause == "closed by test"
     run(made)
-    assert made.core.stats().unfinished == 0
+    assert made.sender.stats().unfinished == 0
     assert results == []
 
 
@@ -105,13 +105,13 @@ def test_statistics_add_up() -> None:
     rdma(made).lost(rdma(made).on("a")[1], "unplugged", down=True)
     rdma(made).done(rdma(made).on("a")[0])  # it had arrived before
     rdma(made).done(rdma(made).on("b")[0], (0,), "outside the window")
-    stats = made.core.stats()
+    stats = made.sender.stats()
     assert sum(n.in_flight_bytes for n in stats.nics) == sum(f.nbytes for f in rdma(made).on())
     assert sum(n.in_flight_frames for n in stats.nics) == len(rdma(made).on())
     run(made)
     batch = made.submit(MIB)
     frames = run(made)
-    stats = made.core.stats()
+    stats = made.sender.stats()
     nics = {n.nic: n for n in stats.nics}
     assert nics["a"].errors == {"down": 1}
     assert nics["b"].errors == {"refused: outside the window": 1}

@@ -57,7 +57,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def matches(self, transport: str, frame: Frame) -> bool:
         return (
-            fnmatchcase(frame.lane.name, self.peer)
+            fnmatchcase(frame.link.name, self.peer)
             and fnmatchcase(transport, self.transport)
             and fnmatchcase(frame.rail.local, self.nic)
             and fnmatchcase(frame.rail.remote, self.remote_nic)
