@@ -54,7 +54,7 @@ class DecodeCore:
         self.fed: Callable[[], None] = lambda: None  # called when no input is left
         self.state.pulls.lower = self.blocks.lower
         self.state.refuses = self.blocks.removals.refuses
-        self.blocks.removals.listeners.append(lambda gone: self.feed(i.Removed(gone)))
+        self.blocks.removals.listeners.append(self.feed)
         self.observer = Observer(self.state, front.instance_id)
         self.handoffs = Handoffs(self._hello, self.feed, connect_s)
         self.wake: dict[int, asyncio.Event] = {}  # by session: its outbox has something
@@ -107,14 +107,14 @@ class DecodeCore:
 
     def on_message(self, rank: int, message: m.ToFront) -> None:
         """A rank said something."""
-        self.feed(i.FromRank(rank, message))
+        self.feed(m.FromRank(rank, message))
         if rank == 0 and type(message) is m.DecodeStepDone:
             self.observer.step_done(message)
 
     def pulled(self, result: Pulled) -> None:
         """A pull of ours has ended."""
         self.observer.pulled(result)
-        self.feed(i.Pulled(result))
+        self.feed(result)
 
     def start(self, session: int, start: decode_pb2.StartRequest) -> None:
         """A gateway's request: admitted, or its slot hears why not."""
@@ -150,7 +150,7 @@ class DecodeCore:
 
     def adopt(self, first: prefill_pb2.FirstToken, pages: tuple[int, ...]) -> None:
         """A prompt is computed; one reference of each of its pages passes over to us."""
-        self.feed(i.Adopted(first.handle, e.Adopted(mapping.first_token(first), pages)))
+        self.feed(i.FromPrefill(i.OWN_PEER, first.handle, e.Adopted(mapping.first_token(first), pages)))
 
     def _arm(self) -> None:
         due = self.state.next_due()
@@ -170,27 +170,27 @@ class DecodeCore:
 
     # ── out ──────────────────────────────────────────────────────────────────────────────────────
 
-    def _tell_rank(self, output: i.TellRank) -> None:
+    def _tell_rank(self, output: m.TellRank) -> None:
         if type(output.message) is m.Fence:
             phase = self.state.phase_of_epoch(output.message.handoff_epoch)
             names.DECODE_FENCES.labels(reason=FENCE_REASONS.get(phase, "other")).inc()
         self.front.ranks[output.rank].send(output.message)
 
-    def _ask_prefill(self, output: i.AskPrefill) -> None:
-        h = output.request
-        carry: RequestTrace = h.spec.carry
+    def _ask_prefill(self, output: e.AskPrefill) -> None:
+        spec, times = output.spec, output.times
+        carry: RequestTrace = spec.carry
         start, carry.start = carry.start, None
         assert start is not None, "prefill is asked once"
-        left_ms = max(1, (h.spec.deadline_ns - time.monotonic_ns()) // NS_PER_MS)
+        left_ms = max(1, (spec.deadline_ns - time.monotonic_ns()) // NS_PER_MS)
         parent = spans.traceparent(carry.span) or start.traceparent
-        message = mapping.start_prefill(h.handle, start, h.spec.max_tokens, left_ms, parent)
+        message = mapping.start_prefill(output.handle, start, spec.max_tokens, left_ms, parent)
 
         def written() -> None:
-            h.times.asked = time.monotonic_ns()
+            times.asked = time.monotonic_ns()
 
         self._send(output.peer, message, written)
 
-    def _tell_prefill(self, output: i.TellLanding | i.TellRenewed | i.TellCancel) -> None:
+    def _tell_prefill(self, output: e.ToPrefill) -> None:
         self._send(output.peer, mapping.to_prefill(output))
 
     def _send(self, peer: int, message: prefill_pb2.HandoffRequest, written: Callable[[], None] | None = None) -> None:
@@ -281,11 +281,11 @@ def shape_of(front: Front, host_landing: bool) -> Shape:
 
 
 _DO: dict[type[Any], Callable[[DecodeCore, Any], None]] = {
-    i.TellRank: DecodeCore._tell_rank,
-    i.AskPrefill: DecodeCore._ask_prefill,
-    i.TellLanding: DecodeCore._tell_prefill,
-    i.TellRenewed: DecodeCore._tell_prefill,
-    i.TellCancel: DecodeCore._tell_prefill,
+    m.TellRank: DecodeCore._tell_rank,
+    e.AskPrefill: DecodeCore._ask_prefill,
+    e.TellLanding: DecodeCore._tell_prefill,
+    e.TellRenewed: DecodeCore._tell_prefill,
+    e.TellCancel: DecodeCore._tell_prefill,
     i.Pull: DecodeCore._pull,
     i.Flush: DecodeCore._flush,
     i.Over: DecodeCore._over,

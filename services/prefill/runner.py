@@ -147,7 +147,7 @@ class PrefillRunner:
         self.fed()
 
     def _do(self, action: ev.Action, now: int) -> None:
-        if isinstance(action, ev.ToRank):
+        if isinstance(action, m.TellRank):
             self._ranks[action.rank].send(action.message)
         elif isinstance(action, ev.Pull):
             assert self.puller is not None
@@ -163,12 +163,12 @@ class PrefillRunner:
     def rank_said(self, rank: int, message: m.ToFront) -> None:
         """Front's `on_message`."""
         self.reporter.rank_said(message)
-        self.feed(ev.FromRank(rank, message))
+        self.feed(m.FromRank(rank, message))
 
     def pulled(self, result: Pulled) -> None:
         """Blocks' `on_pulled`."""
         self.reporter.pulled(result)
-        self.feed(ev.Pulled(result))
+        self.feed(result)
 
     def wake_streams(self) -> None:
         """Let every stream's writer look around."""

@@ -20,12 +20,13 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvmesh.blockservice.removals import NotHere
 from kvmesh.errors import DeadlinePassed, HandoffLost, KvmeshError, Overloaded, Unavailable
 from kvmesh.instance.sampling import history_of
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.prefix_cache import PrefixCache
-from kvmesh.kvcache.sources import LowerTiers
+from kvmesh.kvcache.sources import LowerTiers, Pulled
 from kvmesh.ranks import protocol as m
 from services.prefill import events as ev
 from services.prefill.checks import BrainConfig, refusal
@@ -171,12 +172,12 @@ class PrefillState:
                     self._lives.abort(self.handoffs[handle], reason=reason)
             case ev.StreamBroken(stream):
                 self._stream_broken(stream)
-            case ev.FromRank(rank, message):
+            case m.FromRank(rank, message):
                 self._from_rank(rank, message, now)
-            case ev.Pulled(result):
-                self._lives.blocks.pulled(result)
-            case ev.Removed(gone):
-                self._lives.removed(gone)
+            case Pulled():
+                self._lives.blocks.pulled(event)
+            case NotHere():
+                self._lives.removed(event)
             case ev.RankLost(_, cause):
                 self._refusing = cause
                 self._steps.clear()
@@ -282,7 +283,7 @@ class PrefillState:
                 h.begin_sent_ns = now
                 self._lives.tell(h, ev.SendBeginFill(h.handle, len(h.pages), h.start.removed_seq))
         message = m.PrefillStep(number, tuple(self._item(chunk) for chunk in chunks))
-        self._lives.actions.extend(ev.ToRank(rank, message) for rank in range(self.config.world))
+        self._lives.actions.extend(m.TellRank(rank, message) for rank in range(self.config.world))
 
     def _item(self, chunk: Chunk) -> m.PrefillItem:
         h = self.handoffs[chunk.handle]

@@ -64,7 +64,7 @@ class Machine(SharedPool):
     def step(self, event: ev.Event) -> None:
         self.now += 1
         for action in self.state.step(event, self.now):
-            if isinstance(action, ev.ToRank):
+            if isinstance(action, m.TellRank):
                 self.at_rank(action.message)
                 continue
             if isinstance(action, ev.Pull):
@@ -296,7 +296,7 @@ class Machine(SharedPool):
         message = self.outbox.popleft()
         if isinstance(message, m.SealCopied | m.LoadCopied):
             del self.copies[message.ticket]
-        self.step(ev.FromRank(0, message))
+        self.step(m.FromRank(0, message))
 
     @precondition(lambda self: not self.lost and len(self.lives) > 3)
     @rule(really=st.sampled_from([False] * 30 + [True]))

@@ -86,11 +86,11 @@ class World:
     def feed(self, event: i.Input) -> None:
         for output in self.state.step(event, self.now):
             match output:
-                case i.TellRank(_, message):
+                case m.TellRank(_, message):
                     self.rank.commands.append(message)
-                case i.AskPrefill(_, request):
-                    self.asked[request.handle] = request.prompt_blocks
-                case i.TellLanding(_, handle, epoch, _, ranks, first):
+                case e.AskPrefill(_, handle, spec):
+                    self.asked[handle] = self.state.shape.blocks(spec.prompt_tokens)
+                case e.TellLanding(_, handle, epoch, _, ranks, first):
                     self.landings[handle] = epoch
                     self.told[handle] = ranks[0].offsets
                     (window,) = [w for (_, opened), w in self.rank.windows.items() if opened == epoch]
@@ -168,7 +168,7 @@ class World:
         self.feed(i.FromPrefill(h.peer if h else self.peer, handle, event))
 
     def rank_says(self) -> None:
-        self.feed(i.FromRank(0, self.rank.says.popleft()))
+        self.feed(m.FromRank(0, self.rank.says.popleft()))
 
     def have(self, text: int, blocks: int) -> None:
         """The store holds these already."""
@@ -183,7 +183,7 @@ class World:
         job = self.jobs.pop(0)
         for at in arrived:
             self.rank.memory["extent", job.extents[at]] = job.keys[at]
-        self.feed(i.Pulled(Pulled(job.ticket, tuple(arrived), 1, 1)))
+        self.feed(Pulled(job.ticket, tuple(arrived), 1, 1))
 
     def lease(self, keys: Sequence[bytes]) -> None:
         """Another node reads these."""
