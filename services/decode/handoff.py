@@ -26,11 +26,12 @@ from kvmesh.errors import DeadlinePassed, HandoffLost, InternalError, KvmeshErro
 from kvmesh.instance.sampling import history_of
 from kvmesh.kvcache import keys as block_keys
 from kvmesh.ranks import protocol as m
+from kvmesh.rpc.brain_shell import NEVER
 from services.decode import events as e
 from services.decode.events import Phase, Place, Reason
 from services.decode.limits import NS_PER_MS, Limits, Shape
 from services.decode.outbox import GatewayStream
-from services.decode.rules import NEVER, grow_at
+from services.decode.rules import grow_at
 from services.decode.timeline import Timeline
 
 RETRY_AFTER_MS = 500

@@ -36,12 +36,19 @@ class PeerStream:
     """One Handoff stream. Owns its channel and its two tasks; tells the brain when it is up and when it is gone."""
 
     def __init__(
-        self, peer: int, ref: common_pb2.InstanceRef, hello: prefill_pb2.HandoffHello, feed: Feed, connect_s: float
+        self,
+        peer: int,
+        ref: common_pb2.InstanceRef,
+        hello: prefill_pb2.HandoffHello,
+        feed: Feed,
+        gone: Callable[[int, str], None],
+        connect_s: float,
     ) -> None:
         self.peer = peer
         self.key: Key = (ref.instance_id, ref.incarnation, ref.address)
         self.who = f"prefill instance {ref.instance_id} at {ref.address}"
         self._feed = feed
+        self._gone = gone
         self._connect_s = connect_s
         self._queue: deque[tuple[prefill_pb2.HandoffRequest, Callable[[], None] | None]] = deque()
         self._queue.append((prefill_pb2.HandoffRequest(hello=hello), None))
@@ -55,7 +62,7 @@ class PeerStream:
         self._news.set()
 
     async def run(self) -> None:
-        """Until the stream ends, whoever ends it; then PeerGone."""
+        """Until the stream ends, whoever ends it; then `gone` hears why."""
         channel = channels.connect(self.key[2])
         cause = "the stream was closed here"
         writer: asyncio.Task[None] | None = None
@@ -77,7 +84,7 @@ class PeerStream:
         except KvmeshError as err:
             cause = err.message
         finally:
-            self._feed(i.PeerGone(self.peer, cause))
+            self._gone(self.peer, cause)
             if writer is not None:
                 writer.cancel()
                 await asyncio.gather(writer, return_exceptions=True)
@@ -149,7 +156,7 @@ class Handoffs:
         key = (ref.instance_id, ref.incarnation, ref.address)
         stream = self._by_key.get(key)
         if stream is None:
-            stream = PeerStream(next(self._numbers), ref, self._hello(), self._feed, self._connect_s)
+            stream = PeerStream(next(self._numbers), ref, self._hello(), self._feed, self._gone, self._connect_s)
             self._by_key[key] = self._by_peer[stream.peer] = stream
             task = asyncio.create_task(self._live(stream), name=f"handoffs with {ref.instance_id}")
             self._tasks[stream.peer] = task
@@ -165,8 +172,10 @@ class Handoffs:
         finally:
             self._tasks.pop(stream.peer, None)
 
-    def forget(self, peer: int) -> None:
-        """The stream is gone: whoever names this instance next gets a new one."""
+    def _gone(self, peer: int, cause: str) -> None:
+        """Tell the brain; whoever names this instance next gets a new stream."""
+        self._feed(i.PeerGone(peer, cause))
+        log.warning("handoff stream ended: %s", cause)
         stream = self._by_peer.pop(peer, None)
         if stream is not None and self._by_key.get(stream.key) is stream:
             del self._by_key[stream.key]

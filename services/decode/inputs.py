@@ -8,6 +8,7 @@ from kvmesh.blockservice.removals import NotHere
 from kvmesh.errors import KvmeshError
 from kvmesh.kvcache.sources import Pulled, PullJob
 from kvmesh.ranks.protocol import FromRank, TellRank
+from kvmesh.rpc.brain_shell import Tick
 from services.decode import events as e
 from services.decode.handoff import Handoff
 
@@ -86,11 +87,6 @@ class FromPrefill:
     peer: int
     handle: int
     event: e.Event
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,13 +18,13 @@ from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import Pages
 from kvmesh.kvcache.sources import Pulled
 from kvmesh.ranks import protocol as m
+from kvmesh.rpc.brain_shell import NEVER, Tick
 from services.decode import events as e
 from services.decode import inputs as i
 from services.decode.events import Phase
 from services.decode.handoff import Handoff
 from services.decode.limits import Limits, Shape
 from services.decode.outbox import Finish, GatewayStream, Outbox
-from services.decode.rules import NEVER
 from services.decode.scheduler import Scheduler
 from services.decode.sources import DecodePulls
 
@@ -255,7 +255,7 @@ class DecodeState:
 
     # ── time and ends ────────────────────────────────────────────────────────────────────────────
 
-    def _tick(self, event: i.Tick, now: int) -> None:
+    def _tick(self, event: Tick, now: int) -> None:
         self.scheduler.look_again()
         timers = self._timers
         while timers and timers[0][0] <= now:
@@ -361,7 +361,7 @@ _HANDLERS: dict[type[Any], Callable[[DecodeState, Any, int], None]] = {
     i.PeerGone: DecodeState._peer_gone,
     i.FromPrefill: DecodeState._from_prefill,
     m.FromRank: DecodeState._from_rank,
-    i.Tick: DecodeState._tick,
+    Tick: DecodeState._tick,
     i.CloseDoor: DecodeState._close_door,
     i.EndAll: DecodeState._end_all,
     Pulled: DecodeState._pulled,

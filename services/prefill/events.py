@@ -14,6 +14,7 @@ from kvmesh.errors import KvmeshError
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
 from kvmesh.ranks import protocol as m
+from kvmesh.rpc.brain_shell import Tick
 from kvmesh.transfer import Carried
 from services.prefill.compute_progress import ComputeProgress
 
@@ -118,11 +119,6 @@ class Doors:
 
     remote: str
     own: str
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed."""
 
 
 Event = (

@@ -28,6 +28,7 @@ from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.prefix_cache import PrefixCache
 from kvmesh.kvcache.sources import LowerTiers, Pulled
 from kvmesh.ranks import protocol as m
+from kvmesh.rpc.brain_shell import NEVER, Tick
 from services.prefill import events as ev
 from services.prefill.checks import BrainConfig, refusal
 from services.prefill.compute_progress import ComputeProgress
@@ -132,10 +133,9 @@ class PrefillState:
         """Handle → handoff that has not ended. Read only."""
         return self._lives.handoffs
 
-    @property
-    def next_deadline_ns(self) -> int:
-        """When a Tick is due at the latest; 0: none."""
-        return self._deadlines[0][0] if self._deadlines else 0
+    def next_due(self) -> int:
+        """When a Tick is due at the latest; NEVER if nothing waits."""
+        return self._deadlines[0][0] if self._deadlines else NEVER
 
     def load(self) -> Load:
         """For heartbeats. O(waiting requests)."""
@@ -195,7 +195,7 @@ class PrefillState:
                     self._lives.abort(self.handoffs[handle], Unavailable(self._refusing))
             case ev.Doors():
                 self._doors = event
-            case ev.Tick():
+            case Tick():
                 pass
         self._expire(now)
         self._pump(now)

@@ -14,6 +14,7 @@ from kvmesh.errors import RequestCancelled
 from kvmesh.kvcache import keys as block_keys
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.ranks import protocol as m
+from kvmesh.rpc.brain_shell import Tick
 from services.coupled.coupling import Coupling, to_prefill
 from services.decode import events as e
 from services.decode import inputs as i
@@ -99,7 +100,7 @@ class World:
         self._busy[0] = False
         self.coupling.prefill_looked()
         if self.coupling.decode_due():
-            self.feed_decode(i.Tick())
+            self.feed_decode(Tick())
 
     def feed_decode(self, event: i.Input) -> None:
         queue = self._queues[1]
@@ -113,7 +114,7 @@ class World:
         self._busy[1] = False
         self.coupling.decode_looked()
         if self.coupling.prefill_due():
-            self.feed_prefill(ev.Tick())
+            self.feed_prefill(Tick())
 
     def _prefill_does(self, action: ev.Action) -> None:
         match action:

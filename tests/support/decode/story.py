@@ -32,6 +32,7 @@ from kvmesh.errors import HandoffLost, InvalidRequest, RequestCancelled, Unavail
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.sources import Pulled, PullJob
 from kvmesh.ranks import protocol as m
+from kvmesh.rpc.brain_shell import Tick
 from services.decode import events as e
 from services.decode import inputs as i
 from services.decode.handoff import Handoff
@@ -224,7 +225,7 @@ class Story:
         while (due := self.state.next_due()) <= end:
             self.now = max(self.now, due)
             passed = (self.now - (end - ms * NS_PER_MS)) // NS_PER_MS
-            lines = self._feed(i.Tick())
+            lines = self._feed(Tick())
             if lines:
                 told += [f"after {passed} ms:", *lines]
         self.now = end

@@ -13,6 +13,7 @@ from kvmesh.errors import HandoffLost, RequestCancelled
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
 from kvmesh.ranks import protocol as m
+from kvmesh.rpc.brain_shell import Tick
 from services.decode import events as e
 from services.decode import inputs as i
 from services.decode.limits import NS_PER_MS, Limits, RankShape, Shape
@@ -194,7 +195,7 @@ class World:
 
     def unlease(self) -> None:
         self.store.unlease(self.leases.pop(0))
-        self.feed(i.Tick())
+        self.feed(Tick())
 
     def end_mark(self, handle: int) -> None:
         """The writer has written everything."""
@@ -204,7 +205,7 @@ class World:
     def wait(self, ms: int) -> None:
         self.now += ms * NS_PER_MS
         self.store.expire(self.now)
-        self.feed(i.Tick())
+        self.feed(Tick())
 
     # ── what must hold at every moment ───────────────────────────────────────────────────────────
 
@@ -321,7 +322,7 @@ class World:
         assert not self.state.requests, [(h.phase.name, h.windows, h.in_batch) for h in self.state.requests.values()]
         self.now += 10**12 * NS_PER_MS
         self.store.expire(self.now)
-        self.feed(i.Tick())  # answers that nobody gave credit for
+        self.feed(Tick())  # answers that nobody gave credit for
         scheduler = self.state.scheduler
         scheduler.pages.check_integrity()
         scheduler.extents.check_integrity()

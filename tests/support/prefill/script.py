@@ -19,6 +19,7 @@ from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.ranks import protocol as m
+from kvmesh.rpc.brain_shell import Tick
 from kvmesh.transfer import TrafficClass
 from services.prefill import events as ev
 from services.prefill.checks import BrainConfig
@@ -298,7 +299,7 @@ EVENTS: dict[str, Make] = {
     "back": lambda p, a, g: ev.RanksBack(),
     "stop": lambda p, a, g: ev.Stop(),
     "doors": lambda p, a, g: ev.Doors(remote=g.get("remote", ""), own=g.get("own", "")),
-    "tick": lambda p, a, g: ev.Tick(),
+    "tick": lambda p, a, g: Tick(),
 }
 
 
