@@ -63,6 +63,11 @@ class HandoffStream:
         self.outbox.append(event)
         self.news.set()
 
+    def take(self) -> list[pb.HandoffEvent]:
+        """All that is to be written now."""
+        events, self.outbox = self.outbox, []
+        return events
+
 
 @dataclass(eq=False, kw_only=True)
 class OwnStream(HandoffStream):
