@@ -12,6 +12,7 @@ from typing import Any
 from kvmesh.errors import KvmeshError
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.ranks.protocol import FromRank, Logprobs, Sampling, TellRank
+from kvmesh.rpc.brain_shell import NEVER
 from services.decode.timeline import Timeline
 
 
@@ -66,6 +67,10 @@ class Spec:
     said: bytes = b""  # the whole prompt, packed, where a penalty looks at what was said
     pulls: tuple[PullRange, ...] = ()  # where blocks lie that we are to fetch: hints
     load_until: int | None = None  # blocks from here on are not read out of our own lower tiers: a push is faster
+    tbt_slo_ns: int = 0  # it is refused where steps would be longer; 0: however long they are
+    held_tbt_ns: int = 0  # nobody is admitted later who would make its steps longer; 0: whoever comes
+    joins_ns: int = 0  # the batch, as the conductor predicts it
+    leaves_ns: int = NEVER  # likewise
     carry: Any = None
 
 

@@ -126,7 +126,7 @@ class DecodeState:
         box = self.sessions.get(event.session)
         if box is None or event.slot in box.streams:
             return  # the session is over, or a Start came twice
-        error = self._fast_path or self.scheduler.refusal(event.spec, event.peer == i.OWN_PEER)
+        error = self._fast_path or self.scheduler.refusal(event.spec, now, event.peer == i.OWN_PEER)
         if error is not None:
             self._refuse(i.Refuse(event.session, event.slot, error), now)
             self._out.append(i.Refused(event.spec, error))
@@ -251,7 +251,9 @@ class DecodeState:
             if token.finish:
                 self._run(h, e.Ended(e.Reason(token.finish)), now)
         if rank == 0 and not step.prefill_tokens:  # else its time is not the rows' alone
-            self.steps.append((step.batch, step.context_tokens, step.end_ns - step.start_ns))
+            sample = (step.batch, step.context_tokens, step.end_ns - step.start_ns)
+            self.steps.append(sample)
+            self.scheduler.step_times.add(*sample)
 
     # ── time and ends ────────────────────────────────────────────────────────────────────────────
 
