@@ -5,9 +5,14 @@ nanoseconds, which all processes of a machine share. Token ids and offsets trave
 machine, one version: both ends come from the same build).
 
 `handle` names a request within the instance for both roles; handles are never reused.
+
+The machines of decode and prefill (`step(event, now) -> actions`) take and return these messages as they are, in
+`FromRank` and `TellRank`, which say whose they are.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import msgspec
 
@@ -729,3 +734,22 @@ ToFront = (
     | TierStats
     | WarmVerified
 )
+
+
+# ── what a machine hears and says ─────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class FromRank:
+    """An event of a machine: one of its ranks said this. In order, once."""
+
+    rank: int
+    message: ToFront
+
+
+@dataclass(frozen=True, slots=True)
+class TellRank:
+    """An action of a machine: send this to one rank."""
+
+    rank: int
+    message: ToRank

@@ -8,13 +8,13 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from opentelemetry.trace import NoOpTracer, Tracer
+from opentelemetry.trace import NoOpTracer, SpanContext, Status, StatusCode, Tracer
 
 from kvmesh.errors import ConfigError
 from kvmesh.private_files import private_folder, private_opener
@@ -115,6 +115,7 @@ class Telemetry:
         self._handler = None
 
 
+TRACER = "kvmesh"
 _running: Telemetry | None = None
 
 
@@ -138,27 +139,28 @@ def start(
         return Telemetry(_running.tracer, _running._provider, None)
     limits = limits or TelemetryLimits()
     handler = _log_handler(service, instance_id, log_level, log_file, limits)
-    provider = None
+    provider = emit = None
     if trace_dir or otlp_endpoint:
         try:
-            provider = _provider(service, instance_id, trace_dir, otlp_endpoint, limits)
+            provider, emit = _provider(service, instance_id, trace_dir, otlp_endpoint, limits)
         except BaseException:
             logging.getLogger().removeHandler(handler)
             handler.close()
             raise
-    tracer = provider.get_tracer("kvmesh") if provider else NoOpTracer()
-    spans.use(tracer)
+    tracer = provider.get_tracer(TRACER) if provider else NoOpTracer()
+    spans.use(tracer, emit)
     _running = Telemetry(tracer, provider, handler)
     return _running
 
 
 def _provider(
     service: str, instance_id: str, trace_dir: str, otlp_endpoint: str, limits: TelemetryLimits
-) -> TracerProvider:
+) -> tuple[TracerProvider, spans.Emit]:
     # Imported only where wanted: the SDK costs a start half a second on a slow machine.
     from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
     from kvmesh.telemetry.sampling import HeadSampler, UnsampledSpans
 
@@ -193,7 +195,32 @@ def _provider(
         exporter = OTLPSpanExporter(endpoint=otlp_endpoint, insecure=insecure, timeout=_OTLP_TIMEOUT_S)
         add(exporter, _OTLP_DELAY_MS)
     provider.add_span_processor(UnsampledSpans(batches, limits.trace_slow_ms))
-    return provider
+    scope = InstrumentationScope(TRACER)
+
+    def emit(
+        name: str,
+        own: SpanContext,
+        parent: SpanContext,
+        start_ns: int,
+        end_ns: int,
+        attributes: Mapping[str, spans.Value] | None,
+        error: str,
+    ) -> None:
+        span = ReadableSpan(
+            name,
+            own,
+            parent,
+            resource,
+            attributes,
+            status=Status(StatusCode.ERROR, error) if error else Status(StatusCode.UNSET),
+            start_time=start_ns,
+            end_time=end_ns,
+            instrumentation_scope=scope,
+        )
+        for batch in batches:
+            batch.on_end(span)
+
+    return provider, emit
 
 
 def _file_exporter(service: str, instance_id: str, trace_dir: str, limits: TelemetryLimits) -> JsonLinesExporter:

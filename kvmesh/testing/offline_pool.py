@@ -135,18 +135,18 @@ class OfflinePool:
             case ev.SendBeginFill(handle, blocks):
                 landing = ev.RankLanding(0, "offline", (0,) * blocks, 0)
                 return [ev.Landing(handle, handle, 60_000, (landing,))]
-            case ev.ToRank(rank, m.SealCopy(ticket)):
-                return [ev.FromRank(rank, m.SealCopied(ticket, now, now))]
-            case ev.ToRank(rank, m.LoadCopy(ticket)):
-                return [ev.FromRank(rank, m.LoadCopied(ticket, now, now))]
-            case ev.ToRank(rank, m.PrefillStep(step_id, items)):
+            case m.TellRank(rank, m.SealCopy(ticket)):
+                return [m.FromRank(rank, m.SealCopied(ticket, now, now))]
+            case m.TellRank(rank, m.LoadCopy(ticket)):
+                return [m.FromRank(rank, m.LoadCopied(ticket, now, now))]
+            case m.TellRank(rank, m.PrefillStep(step_id, items)):
                 sampled = tuple(m.Sampled(item.handle, 0) for item in items if item.sample)
-                return [ev.FromRank(rank, m.PrefillStepDone(step_id, now, now, sampled))]
-            case ev.ToRank(rank, m.PushOpen(handle, epoch)):
-                return [ev.FromRank(rank, m.PushDone(handle, epoch, now, now, 0))]
+                return [m.FromRank(rank, m.PrefillStepDone(step_id, now, now, sampled))]
+            case m.TellRank(rank, m.PushOpen(handle, epoch)):
+                return [m.FromRank(rank, m.PushDone(handle, epoch, now, now, 0))]
         return []
 
-    def _pulled(self, job: PullJob) -> ev.Pulled:
+    def _pulled(self, job: PullJob) -> Pulled:
         """Lease from each holder, read, give back."""
         arrived: set[int] = set()
         for holder in job.ranges:
@@ -156,7 +156,7 @@ class OfflinePool:
             lease = store.lease([job.keys[at] for at in wanted], STEP_NS, self._now)
             arrived.update(at for at, extent in zip(wanted, lease.extents, strict=True) if extent is not None)
             store.unlease(lease.lease_id)
-        return ev.Pulled(Pulled(job.ticket, tuple(sorted(arrived)), 0, 0))
+        return Pulled(job.ticket, tuple(sorted(arrived)), 0, 0)
 
     # ── decode: what it seals ────────────────────────────────────────────────────────────────────
 

@@ -350,6 +350,8 @@ class Placed:
     # by how far the last ones were off. Nothing is decided by these.
     expected_ttft_s: float = 0.0
     expected_tbt_s: float = 0.0
+    tbt_slo_s: float = 0.0  # decode's own check goes by these, see `Placement` in conductor.proto; 0: it does not ask
+    held_tbt_s: float = 0.0
 
 
 @dataclass(frozen=True)

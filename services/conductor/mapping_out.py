@@ -35,6 +35,8 @@ def placement_out(placed: Placed) -> pb.Placement:
         decode_load_until=placed.decode_load_until,
         pull_after_ms=_ms(placed.pull_after_s),
         prefill_us=min(MAX_UINT32, round(placed.life.prefill_s * 1e6)),
+        tbt_slo_ms=_ms(placed.tbt_slo_s),
+        held_tbt_ms=_ms(placed.held_tbt_s),
         life=pb.PredictedLife(
             pull_start_ms=_ms(placed.life.pull_start_s),
             fetched_ms=_ms(placed.life.fetched_s),

@@ -243,6 +243,7 @@ class Scheduling:
             choice.decode_load_until,
             delay_s,
             life(choice, round(judge.answer_tokens), delay_s),
+            **self.admission.held_at_decode(request, judge),
         )
 
 

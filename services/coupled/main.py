@@ -15,6 +15,7 @@ from kvmesh.errors import InternalError
 from kvmesh.instance.front import Front
 from kvmesh.kvcache.sources import Pulled
 from kvmesh.ranks import protocol as m
+from kvmesh.rpc.brain_shell import Tick
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2 as pb_conductor
 from kvmesh.rpc.runner import observed
@@ -22,7 +23,6 @@ from kvmesh.rpc.server import Server
 from kvmesh.telemetry import names
 from services.coupled.config import ROLES, CoupledConfig
 from services.coupled.coupling import FIRST_OF_DECODE, Coupling, doors, to_prefill
-from services.decode import inputs as i
 from services.decode import main as decode
 from services.decode.core import DecodeCore, shape_of
 from services.decode.servicer import DecodeServicer
@@ -31,8 +31,6 @@ from services.prefill import main as prefill
 from services.prefill.servicer import PrefillServicer
 
 log = logging.getLogger(__name__)
-
-TICK_PREFILL, TICK_DECODE = ev.Tick(), i.Tick()
 
 
 async def run(config: CoupledConfig, stop: asyncio.Event, started: Callable[[dict[str, object]], None]) -> None:
@@ -117,7 +115,7 @@ class CoupledShell:
         self._decode_servicer = DecodeServicer(self.core, self.counters)
         own = self.runner.open_own_stream(self.core.own_said, self.core.adopt)
         self.core.own = lambda message: self.runner.take(own, message)
-        self.runner.fed, self.core.fed = self._prefill_fed, self._decode_fed
+        self.runner.shell.fed, self.core.shell.fed = self._prefill_fed, self._decode_fed
         self._shut()
 
     def add_to(self, server: Server) -> None:
@@ -143,12 +141,12 @@ class CoupledShell:
     def _prefill_fed(self) -> None:
         self.coupling.prefill_looked()
         if self.coupling.decode_due():
-            self.core.feed(TICK_DECODE)
+            self.core.feed(Tick())
 
     def _decode_fed(self) -> None:
         self.coupling.decode_looked()
         if self.coupling.prefill_due():
-            self.runner.feed(TICK_PREFILL)
+            self.runner.feed(Tick())
 
     # ── role ─────────────────────────────────────────────────────────────────────────────────────
 

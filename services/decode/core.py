@@ -1,6 +1,6 @@
 """The shell around the brain: inputs from gRPC, ranks and the clock go in, outputs are carried out. Decides nothing.
 
-Everything here runs on one event loop; `feed` never waits.
+Everything here runs on one event loop; `feed` (kvmesh/rpc/brain_shell.py) never waits.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ from kvmesh.instance.front import Front
 from kvmesh.kvcache.sources import Pulled
 from kvmesh.ranks import protocol as m
 from kvmesh.rpc import protocol
+from kvmesh.rpc.brain_shell import BrainShell, Tick
 from kvmesh.rpc.pb import common_pb2, decode_pb2, prefill_pb2
 from kvmesh.telemetry import names, spans
 from services.decode import events as e
@@ -29,7 +29,6 @@ from services.decode.handoffs import Handoffs
 from services.decode.limits import NS_PER_MS, RankShape, Shape
 from services.decode.observe import Observer, RequestTrace, begin_request
 from services.decode.requests import ServingInstance, check_start
-from services.decode.rules import NEVER
 from services.decode.state import DecodeState
 
 log = logging.getLogger(__name__)
@@ -51,19 +50,16 @@ class DecodeCore:
         self.state = state
         self.blocks = blocks
         self.own: OwnPrefill | None = None
-        self.fed: Callable[[], None] = lambda: None  # called when no input is left
+        self.shell = BrainShell[i.Input, i.Output](
+            state.step, state.next_due, lambda output, now: _DO[type(output)](self, output, now)
+        )
+        self.feed = self.shell.feed
         self.state.pulls.lower = self.blocks.lower
         self.state.refuses = self.blocks.removals.refuses
-        self.blocks.removals.listeners.append(lambda gone: self.feed(i.Removed(gone)))
+        self.blocks.removals.listeners.append(self.feed)
         self.observer = Observer(self.state, front.instance_id)
         self.handoffs = Handoffs(self._hello, self.feed, connect_s)
         self.wake: dict[int, asyncio.Event] = {}  # by session: its outbox has something
-        self._inputs: deque[i.Input] = deque()
-        self._feeding = False
-        self._closed = False
-        self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_ns = NEVER
         self._publisher = asyncio.create_task(self._publish(), name="publish gauges")
         self._instance: ServingInstance | None = None
 
@@ -84,37 +80,16 @@ class DecodeCore:
 
     # ── in ───────────────────────────────────────────────────────────────────────────────────────
 
-    def feed(self, event: i.Input) -> None:
-        """Let the brain take one input and do what it says. An input that arises meanwhile waits its turn."""
-        if self._closed:
-            return
-        self._inputs.append(event)
-        if self._feeding:
-            return
-        self._feeding = True
-        try:
-            while self._inputs:
-                event = self._inputs.popleft()
-                for output in self.state.step(event, time.monotonic_ns()):
-                    _DO[type(output)](self, output)
-                if type(event) is i.PeerGone:
-                    self.handoffs.forget(event.peer)
-                    log.warning("handoff stream ended: %s", event.cause)
-        finally:
-            self._feeding = False
-            self._arm()
-        self.fed()
-
     def on_message(self, rank: int, message: m.ToFront) -> None:
         """A rank said something."""
-        self.feed(i.FromRank(rank, message))
+        self.feed(m.FromRank(rank, message))
         if rank == 0 and type(message) is m.DecodeStepDone:
             self.observer.step_done(message)
 
     def pulled(self, result: Pulled) -> None:
         """A pull of ours has ended."""
         self.observer.pulled(result)
-        self.feed(i.Pulled(result))
+        self.feed(result)
 
     def start(self, session: int, start: decode_pb2.StartRequest) -> None:
         """A gateway's request: admitted, or its slot hears why not."""
@@ -150,47 +125,31 @@ class DecodeCore:
 
     def adopt(self, first: prefill_pb2.FirstToken, pages: tuple[int, ...]) -> None:
         """A prompt is computed; one reference of each of its pages passes over to us."""
-        self.feed(i.Adopted(first.handle, e.Adopted(mapping.first_token(first), pages)))
-
-    def _arm(self) -> None:
-        due = self.state.next_due()
-        if due == self._timer_ns:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        self._timer_ns = due
-        if due < NEVER:
-            delay_ns = max(NS_PER_MS, due - time.monotonic_ns())
-            self._timer = self._loop.call_later(delay_ns / 1e9, self._tick)
-
-    def _tick(self) -> None:
-        self._timer, self._timer_ns = None, NEVER
-        self.feed(i.Tick())
+        self.feed(i.FromPrefill(i.OWN_PEER, first.handle, e.Adopted(mapping.first_token(first), pages)))
 
     # ── out ──────────────────────────────────────────────────────────────────────────────────────
 
-    def _tell_rank(self, output: i.TellRank) -> None:
+    def _tell_rank(self, output: m.TellRank, now: int) -> None:
         if type(output.message) is m.Fence:
             phase = self.state.phase_of_epoch(output.message.handoff_epoch)
             names.DECODE_FENCES.labels(reason=FENCE_REASONS.get(phase, "other")).inc()
         self.front.ranks[output.rank].send(output.message)
 
-    def _ask_prefill(self, output: i.AskPrefill) -> None:
-        h = output.request
-        carry: RequestTrace = h.spec.carry
+    def _ask_prefill(self, output: e.AskPrefill, now: int) -> None:
+        spec, times = output.spec, output.times
+        carry: RequestTrace = spec.carry
         start, carry.start = carry.start, None
         assert start is not None, "prefill is asked once"
-        left_ms = max(1, (h.spec.deadline_ns - time.monotonic_ns()) // NS_PER_MS)
+        left_ms = max(1, (spec.deadline_ns - now) // NS_PER_MS)
         parent = spans.traceparent(carry.span) or start.traceparent
-        message = mapping.start_prefill(h.handle, start, h.spec.max_tokens, left_ms, parent)
+        message = mapping.start_prefill(output.handle, start, spec.max_tokens, left_ms, parent)
 
         def written() -> None:
-            h.times.asked = time.monotonic_ns()
+            times.asked = time.monotonic_ns()
 
         self._send(output.peer, message, written)
 
-    def _tell_prefill(self, output: i.TellLanding | i.TellRenewed | i.TellCancel) -> None:
+    def _tell_prefill(self, output: e.ToPrefill, now: int) -> None:
         self._send(output.peer, mapping.to_prefill(output))
 
     def _send(self, peer: int, message: prefill_pb2.HandoffRequest, written: Callable[[], None] | None = None) -> None:
@@ -202,18 +161,18 @@ class DecodeCore:
         assert self.own is not None, "it was admitted with one"
         self.own(message)
 
-    def _pull(self, output: i.Pull) -> None:
-        self.blocks.pull(self.observer.pulling(output.job, output.request, time.monotonic_ns()))
+    def _pull(self, output: i.Pull, now: int) -> None:
+        self.blocks.pull(self.observer.pulling(output.job, output.request, now))
 
-    def _flush(self, output: i.Flush) -> None:
+    def _flush(self, output: i.Flush, now: int) -> None:
         wake = self.wake.get(output.session)
         if wake is not None:
             wake.set()
 
-    def _over(self, output: i.Over) -> None:
+    def _over(self, output: i.Over, now: int) -> None:
         self.observer.over(output.request, output.end)
 
-    def _refused(self, output: i.Refused) -> None:
+    def _refused(self, output: i.Refused, now: int) -> None:
         carry: RequestTrace = output.spec.carry
         self.observer.refused(output.spec.request_id, carry.attempt, carry.span, output.error)
         if isinstance(output.error, Overloaded):
@@ -236,14 +195,15 @@ class DecodeCore:
     async def _publish(self) -> None:
         while True:
             self.observer.publish(len(self.wake), len(self.handoffs), self.front.ready)
-            self.feed(i.Tick())  # memory that is leased to others comes back without an input
+            self.feed(Tick())  # memory that is leased to others comes back without an input
             await asyncio.sleep(PUBLISH_S)
 
     async def settled(self, what: Callable[[], bool], timeout_s: float) -> bool:
         """Wait until `what` holds, at most `timeout_s`."""
-        end = self._loop.time() + timeout_s
+        loop = asyncio.get_running_loop()
+        end = loop.time() + timeout_s
         while not what():
-            if self._loop.time() > end:
+            if loop.time() > end:
                 return False
             await asyncio.sleep(POLL_S)
         return True
@@ -253,10 +213,7 @@ class DecodeCore:
         await self.handoffs.close()
         self._publisher.cancel()
         await asyncio.gather(self._publisher, return_exceptions=True)
-        self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self.shell.close()
 
 
 def shape_of(front: Front, host_landing: bool) -> Shape:
@@ -280,12 +237,12 @@ def shape_of(front: Front, host_landing: bool) -> Shape:
     )
 
 
-_DO: dict[type[Any], Callable[[DecodeCore, Any], None]] = {
-    i.TellRank: DecodeCore._tell_rank,
-    i.AskPrefill: DecodeCore._ask_prefill,
-    i.TellLanding: DecodeCore._tell_prefill,
-    i.TellRenewed: DecodeCore._tell_prefill,
-    i.TellCancel: DecodeCore._tell_prefill,
+_DO: dict[type[Any], Callable[[DecodeCore, Any, int], None]] = {
+    m.TellRank: DecodeCore._tell_rank,
+    e.AskPrefill: DecodeCore._ask_prefill,
+    e.TellLanding: DecodeCore._tell_prefill,
+    e.TellRenewed: DecodeCore._tell_prefill,
+    e.TellCancel: DecodeCore._tell_prefill,
     i.Pull: DecodeCore._pull,
     i.Flush: DecodeCore._flush,
     i.Over: DecodeCore._over,

@@ -1,4 +1,7 @@
-"""What happens to a request's handoff, and what its machine asks for. See handoff.py and docs/internals/handoff.md."""
+"""What happens to a request's handoff, and what its machine asks for. See handoff.py and docs/internals/handoff.md.
+
+What ranks say and are told are their own messages (kvmesh/ranks/protocol.py), in `FromRank` and `TellRank`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ from typing import Any
 
 from kvmesh.errors import KvmeshError
 from kvmesh.kvcache.sources import PullRange
-from kvmesh.ranks.protocol import Logprobs, Sampling
+from kvmesh.ranks.protocol import FromRank, Logprobs, Sampling, TellRank
+from kvmesh.rpc.brain_shell import NEVER
+from services.decode.timeline import Timeline
 
 
 class Phase(enum.IntEnum):
@@ -62,6 +67,10 @@ class Spec:
     said: bytes = b""  # the whole prompt, packed, where a penalty looks at what was said
     pulls: tuple[PullRange, ...] = ()  # where blocks lie that we are to fetch: hints
     load_until: int | None = None  # blocks from here on are not read out of our own lower tiers: a push is faster
+    tbt_slo_ns: int = 0  # it is refused where steps would be longer; 0: however long they are
+    held_tbt_ns: int = 0  # nobody is admitted later who would make its steps longer; 0: whoever comes
+    joins_ns: int = 0  # the batch, as the conductor predicts it
+    leaves_ns: int = NEVER  # likewise
     carry: Any = None
 
 
@@ -140,49 +149,7 @@ class Adopted:
     pages: tuple[int, ...]
 
 
-# From a rank of ours (in order, once):
-
-
-@dataclass(frozen=True, slots=True)
-class WindowOpened:
-    rank: int
-    peer: str
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class FillEnded:
-    """End mark: all bytes of this writer and epoch have landed at this rank."""
-
-    rank: int
-    peer: str
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Fenced:
-    """No byte of this writer and epoch can land at this rank any more."""
-
-    rank: int
-    peer: str
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Copied:
-    rank: int
-    into_pages: bool
-    start_ns: int
-    end_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """The rank has copied the blocks that lay here already into the landing's pages."""
-
-    rank: int
-    start_ns: int
-    end_ns: int
+# From a rank of ours: `FromRank`, and
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,18 +157,6 @@ class Ended:
     """The ranks have taken the request out of their batch: the answer is complete."""
 
     reason: Reason
-
-
-@dataclass(frozen=True, slots=True)
-class Left:
-    """No step touches its pages from here on."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepFailed:
-    """A step raised; the request is out of every batch."""
-
-    message: str
 
 
 # From the scheduler (only what the machine's properties ask for):
@@ -260,81 +215,70 @@ class Timer:
 
 Event = (
     BeginFill | RenewLease | FirstToken | FillDone | Drained | HandoffFailed | PeerLost | Adopted
-    | WindowOpened | FillEnded | Fenced | Copied | Loaded | Ended | Left | StepFailed
-    | Land | Load | Seat | Grow | Preempt | Cancel | Timer
+    | FromRank | Ended | Land | Load | Seat | Grow | Preempt | Cancel | Timer
 )  # fmt: skip
 
 
 # ── actions ───────────────────────────────────────────────────────────────────────────────────────
+# For ranks (`TellRank`) and for prefill: nobody in between changes them.
 
 
 @dataclass(frozen=True, slots=True)
 class AskPrefill:
-    pass
+    """Ask for the prompt's KV. `times.asked` is when the request was handed to the stream: whoever does it sets it."""
+
+    peer: int
+    handle: int
+    spec: Spec
+    times: Timeline
 
 
 @dataclass(frozen=True, slots=True)
-class OpenWindow:
+class RankOffsets:
+    """Where one rank's shards of the prompt's blocks land in its segment."""
+
     rank: int
-    peer: str
+    segment: str
+    offsets: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class SendLanding:
-    """Every window is open: tell the writer. `lease_ms` counts from when it sent BeginFill."""
+class TellLanding:
+    """Every window is open. `lease_ms` counts from when the writer sent BeginFill; blocks before `first_block` are
+    here already."""
 
+    peer: int
+    handle: int
+    epoch: int
+    lease_ms: int
+    ranks: tuple[RankOffsets, ...]
+    first_block: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TellRenewed:
+    peer: int
+    handle: int
+    epoch: int
     lease_ms: int
 
 
 @dataclass(frozen=True, slots=True)
-class SendRenewed:
-    lease_ms: int
-
-
-@dataclass(frozen=True, slots=True)
-class SendCancel:
+class TellCancel:
+    peer: int
+    handle: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Fence:
-    rank: int
-    peer: str
+ToPrefill = TellLanding | TellRenewed | TellCancel
+
+
+# For the instance's state, which has the pools, the store and the gateways:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadCopy:
-    """Blocks that lie here already, into the landing's pages; each rank answers Loaded."""
-
-    extents: tuple[int, ...]
-    pages: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CopyIn:
-    extents: tuple[int, ...]
-    pages: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CopyOut:
-    pages: tuple[int, ...]
-    extents: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Join:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class Grant:
-    pages: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """Out of the batch; answered by Left."""
+class SealFull:
+    """The request has joined the batch: its full blocks may be copied into the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,6 +327,6 @@ class Freed:
 
 
 Action = (
-    AskPrefill | OpenWindow | SendLanding | SendRenewed | SendCancel | Fence | LoadCopy | CopyIn | CopyOut | Join
-    | Grant | Leave | FreePages | FreeExtents | KeepExtents | EmitFirst | EmitFinish | EmitFail | Freed
+    TellRank | AskPrefill | TellLanding | TellRenewed | TellCancel
+    | SealFull | FreePages | FreeExtents | KeepExtents | EmitFirst | EmitFinish | EmitFail | Freed
 )  # fmt: skip

@@ -19,16 +19,19 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from kvmesh.errors import DeadlinePassed, HandoffLost, InternalError, KvmeshError, Overloaded, Unavailable
+from kvmesh.instance.sampling import history_of
 from kvmesh.kvcache import keys as block_keys
+from kvmesh.ranks import protocol as m
+from kvmesh.rpc.brain_shell import NEVER
 from services.decode import events as e
 from services.decode.events import Phase, Place, Reason
 from services.decode.limits import NS_PER_MS, Limits, Shape
 from services.decode.outbox import GatewayStream
-from services.decode.rules import NEVER, grow_at
+from services.decode.rules import grow_at
 from services.decode.timeline import Timeline
 
 RETRY_AFTER_MS = 500
@@ -221,6 +224,21 @@ class Handoff:
             self.limits.lookahead_tokens,
         )
 
+    def _offsets(self, rank: int) -> tuple[int, ...]:
+        """Where that rank's shards of the landing's blocks lie in its segment."""
+        shape = self.shape.ranks[rank]
+        if self.extents:
+            return tuple(shape.extent_base_offset + x * shape.shard_bytes for x in self.extents)
+        return tuple(shape.page_base_offset + p * shape.shard_bytes for p in self.pages)
+
+    def _invite(self, rank: int, peer: str) -> m.TellRank:
+        """Nobody is invited to write where blocks lie that are here already."""
+        return m.TellRank(rank, m.OpenWindow(peer, self.epoch, self._offsets(rank)[self.first_block :]))
+
+    def _to_all(self, message: m.ToRank) -> Iterable[m.TellRank]:
+        """The same to every rank."""
+        return (m.TellRank(rank, message) for rank in range(len(self.shape.ranks)))
+
     def all_ranks(self) -> set[int]:
         """Every rank of the instance."""
         return set(range(len(self.shape.ranks)))
@@ -231,12 +249,16 @@ class Handoff:
         """The request is admitted: a count against capacity, no memory."""
         self.times.asked = now
         self._arm(now, self.limits.queue_ms)
-        return [e.AskPrefill()]
+        return [e.AskPrefill(self.peer, self.handle, self.spec, self.times)]
 
     def step(self, event: e.Event, now: int) -> list[e.Action]:
         """Whatever comes, however late or often: the actions that follow from it."""
         out: list[e.Action] = []
-        if self.phase is not Phase.FREE:
+        if self.phase is Phase.FREE:
+            return out
+        if type(event) is m.FromRank:
+            _RANK_HANDLERS[type(event.message)](self, event.rank, event.message, now, out)
+        else:
             _HANDLERS[type(event)](self, event, now, out)
         return out
 
@@ -280,18 +302,19 @@ class Handoff:
         self.windows = dict.fromkeys(event.writers, Window.OPENING)
         self.marks = set(event.writers)
         self._arm(now, self.limits.fill_begin_ms)
-        out.extend(e.OpenWindow(rank, peer) for rank, peer in event.writers)
+        out.extend(self._invite(rank, peer) for rank, peer in event.writers)
         if self.held:
             self.loading = self.all_ranks()
-            out.append(e.LoadCopy(tuple(self.held), tuple(self.pages[: self.first_block])))
+            # A request loads once, for its landing: the epoch is the ticket.
+            out.extend(self._to_all(m.LoadCopy(self.epoch, tuple(self.held), tuple(self.pages[: self.first_block]))))
 
-    def _loaded(self, event: e.Loaded, now: int, out: list[e.Action]) -> None:
-        if event.rank not in self.loading:
+    def _loaded(self, rank: int, done: m.LoadCopied, now: int, out: list[e.Action]) -> None:
+        if rank not in self.loading:
             return
-        self.loading.discard(event.rank)
+        self.loading.discard(rank)
         if self.loading:
             return  # other ranks still copy
-        self.times.load_start, self.times.load_end = event.start_ns, event.end_ns
+        self.times.load_start, self.times.load_end = done.start_ns, done.end_ns
         out.append(e.FreeExtents(tuple(self.held)))
         self.held = []
         if self.phase is Phase.LOADING:
@@ -299,9 +322,9 @@ class Handoff:
             self._advance(now, out)
         self._free_if_unused(now, out)
 
-    def _window_opened(self, event: e.WindowOpened, now: int, out: list[e.Action]) -> None:
-        key = (event.rank, event.peer)
-        if event.epoch != self.epoch or self.windows.get(key) is not Window.OPENING:
+    def _window_opened(self, rank: int, opened: m.WindowOpened, now: int, out: list[e.Action]) -> None:
+        key = (rank, opened.peer)
+        if opened.handoff_epoch != self.epoch or self.windows.get(key) is not Window.OPENING:
             return
         self.windows[key] = Window.OPEN
         if Window.OPENING in self.windows.values():
@@ -312,7 +335,9 @@ class Handoff:
         # The writer counts from when it sent BeginFill: what it waited here is on top, so that its lease ends a
         # margin before decode's own timer could.
         waited_ms = (now - self.times.begin_fill) // NS_PER_MS
-        out.append(e.SendLanding(waited_ms + self.limits.lease_ms - self.limits.lease_margin_ms))
+        lease_ms = waited_ms + self.limits.lease_ms - self.limits.lease_margin_ms
+        ranks = tuple(e.RankOffsets(n, at.segment, self._offsets(n)) for n, at in enumerate(self.shape.ranks))
+        out.append(e.TellLanding(self.peer, self.handle, self.epoch, lease_ms, ranks, self.first_block))
 
     def _progress(self, now: int) -> None:
         if self.phase is Phase.RESERVED and self.landing_sent:
@@ -323,7 +348,8 @@ class Handoff:
     def _renew(self, event: e.RenewLease, now: int, out: list[e.Action]) -> None:
         if event.epoch == self.epoch and self.phase in (Phase.RESERVED, Phase.FILLING) and self.landing_sent:
             self._progress(now)
-            out.append(e.SendRenewed(self.limits.lease_ms - self.limits.lease_margin_ms))
+            lease_ms = self.limits.lease_ms - self.limits.lease_margin_ms
+            out.append(e.TellRenewed(self.peer, self.handle, self.epoch, lease_ms))
 
     def _first_token(self, event: e.FirstToken, now: int, out: list[e.Action]) -> None:
         if self.first is not None or self.ended:
@@ -360,12 +386,12 @@ class Handoff:
         """Complete with its first token: what prefill still writes is of no use, but it is still written."""
         self._end(e.EmitFinish(reason), now, out)
         if not self.writer_done:
-            out.append(e.SendCancel("finished with its first token"))
+            out.append(e.TellCancel(self.peer, self.handle, "finished with its first token"))
         self._retire(Phase.CANCELLING, now, out)
 
-    def _fill_ended(self, event: e.FillEnded, now: int, out: list[e.Action]) -> None:
-        key = (event.rank, event.peer)
-        if event.epoch != self.epoch or key not in self.marks or not self.landing_sent:
+    def _fill_ended(self, rank: int, mark: m.FillEnded, now: int, out: list[e.Action]) -> None:
+        key = (rank, mark.peer)
+        if mark.handoff_epoch != self.epoch or key not in self.marks or not self.landing_sent:
             return
         self.marks.discard(key)
         if self.marks:
@@ -416,9 +442,9 @@ class Handoff:
             self._end(e.EmitFail(event.error), now, out)
             self._retire(Phase.CANCELLING if quiet else Phase.QUARANTINED, now, out)
 
-    def _window_fenced(self, event: e.Fenced, now: int, out: list[e.Action]) -> None:
-        key = (event.rank, event.peer)
-        if event.epoch != self.epoch or self.windows.get(key) is not Window.FENCING:
+    def _window_fenced(self, rank: int, fenced: m.Fenced, now: int, out: list[e.Action]) -> None:
+        key = (rank, fenced.peer)
+        if fenced.handoff_epoch != self.epoch or self.windows.get(key) is not Window.FENCING:
             return
         del self.windows[key]
         self._advance(now, out)
@@ -444,18 +470,19 @@ class Handoff:
         self.pages = event.pages
         self.seated = True
         self.copying = ("in", self.all_ranks())
-        out.append(e.CopyIn(tuple(self.extents), tuple(self.pages[: len(self.extents)])))
+        pages = tuple(self.pages[: len(self.extents)])
+        out.extend(self._to_all(m.CopyIn(self.handle, tuple(self.extents), pages)))
 
-    def _copied(self, event: e.Copied, now: int, out: list[e.Action]) -> None:
-        if self.copying is None or event.into_pages != (self.copying[0] == "in"):
+    def _copied(self, rank: int, done: m.Copied, now: int, out: list[e.Action]) -> None:
+        if self.copying is None or done.into_pages != (self.copying[0] == "in"):
             return
-        self.copying[1].discard(event.rank)
+        self.copying[1].discard(rank)
         if self.copying[1]:
             return  # other ranks still copy
         self.copying = None
-        if event.into_pages:
+        if done.into_pages:
             if not self.times.load_end:
-                self.times.load_start, self.times.load_end = event.start_ns, event.end_ns
+                self.times.load_start, self.times.load_end = done.start_ns, done.end_ns
             self.in_pages = True
             self._advance(now, out)
         elif self.phase is Phase.LOADING:
@@ -475,7 +502,26 @@ class Handoff:
         self.times.joined = self.times.joined or now
         self._arm(now, self.limits.token_ms)
         self.plan_growth()
-        out.append(e.Join())
+        spec = self.spec
+        join = m.Join(
+            handle=self.handle,
+            pages=tuple(self.pages),
+            context_tokens=self.context,
+            next_token=self.last_token,
+            token_index=self.made - 1,
+            max_tokens=spec.max_tokens,
+            min_tokens=spec.min_tokens,
+            stop_token_ids=spec.stop_token_ids,
+            sampling=spec.sampling,
+            history=self._history(),
+        )
+        out.extend(self._to_all(join))
+        out.append(e.SealFull())
+
+    def _history(self) -> m.TokenHistory | None:
+        if self.answer is None:
+            return None
+        return history_of(self.spec.sampling, block_keys.unpack_tokens(self.spec.said), self.answer)
 
     def _grow(self, event: e.Grow, now: int, out: list[e.Action]) -> None:
         assert self.running, self.phase
@@ -483,7 +529,7 @@ class Handoff:
         self.times.gaps.fold()  # now and then: not on the path of every token
         self.stalled = False
         self.plan_growth()
-        out.append(e.Grant(tuple(event.pages)))
+        out.extend(self._to_all(m.Grant(self.handle, tuple(event.pages))))
 
     def _preempt(self, event: e.Preempt, now: int, out: list[e.Action]) -> None:
         assert self.running or self.phase is Phase.READY, self.phase
@@ -505,9 +551,9 @@ class Handoff:
         self.seated = self.in_pages = self.stalled = False
         self._arm(now, self.limits.batch_wait_ms)
         self.copying = ("out", self.all_ranks())
-        out.append(e.CopyOut(tuple(self.pages[:used]), tuple(self.extents)))
+        out.extend(self._to_all(m.CopyOut(self.handle, tuple(self.pages[:used]), tuple(self.extents))))
 
-    def _left(self, event: e.Left, now: int, out: list[e.Action]) -> None:
+    def _left(self, rank: int, left: m.Left, now: int, out: list[e.Action]) -> None:
         if self.leaving:
             self._out_of_batch(now, out)
 
@@ -526,12 +572,12 @@ class Handoff:
             self.phase = Phase.DONE
         self._out_of_batch(now, out)
 
-    def _step_failed(self, event: e.StepFailed, now: int, out: list[e.Action]) -> None:
+    def _step_failed(self, rank: int, failed: m.RankError, now: int, out: list[e.Action]) -> None:
         if not self.in_batch:
             return
         self.failed = True
         if not self.ended:
-            self._end(e.EmitFail(InternalError(event.message)), now, out)
+            self._end(e.EmitFail(InternalError(failed.message)), now, out)
             self.phase = Phase.CANCELLING
             self.due = NEVER
         self._out_of_batch(now, out)
@@ -543,7 +589,7 @@ class Handoff:
             return
         self._end(e.EmitFail(event.error), now, out)
         if not self.writer_done and self.phase < Phase.READY:
-            out.append(e.SendCancel(event.error.message))
+            out.append(e.TellCancel(self.peer, self.handle, event.error.message))
         self._retire(Phase.CANCELLING, now, out)
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────
@@ -583,7 +629,8 @@ class Handoff:
         for key, window in self.windows.items():
             if window is not Window.FENCING:
                 self.windows[key] = Window.FENCING
-                out.append(e.Fence(*key))
+                rank, peer = key
+                out.append(m.TellRank(rank, m.Fence(peer, self.epoch)))
 
     def _free_if_unused(self, now: int, out: list[e.Action]) -> None:
         if not self.ended or self.windows or self.loading or self.copying or self.in_batch:
@@ -601,7 +648,7 @@ class Handoff:
     def _leave(self, out: list[e.Action]) -> None:
         if self.in_batch and not self.leaving:
             self.leaving = True
-            out.append(e.Leave())
+            out.extend(self._to_all(m.Leave(self.handle)))
 
     def _arm(self, now: int, ms: int) -> None:
         self.due = now + ms * NS_PER_MS
@@ -617,14 +664,7 @@ _HANDLERS: dict[type[Any], _Handler] = {
     e.HandoffFailed: Handoff._writer_gone,
     e.PeerLost: Handoff._writer_gone,
     e.Adopted: Handoff._adopted,
-    e.WindowOpened: Handoff._window_opened,
-    e.FillEnded: Handoff._fill_ended,
-    e.Fenced: Handoff._window_fenced,
-    e.Copied: Handoff._copied,
-    e.Loaded: Handoff._loaded,
     e.Ended: Handoff._answer_ended,
-    e.Left: Handoff._left,
-    e.StepFailed: Handoff._step_failed,
     e.Land: Handoff._land,
     e.Load: Handoff._load,
     e.Seat: Handoff._seat,
@@ -632,4 +672,14 @@ _HANDLERS: dict[type[Any], _Handler] = {
     e.Preempt: Handoff._preempt,
     e.Cancel: Handoff._cancel,
     e.Timer: Handoff._timer,
+}
+_RankHandler = Callable[[Handoff, int, Any, int, list[e.Action]], None]
+_RANK_HANDLERS: dict[type[Any], _RankHandler] = {
+    m.WindowOpened: Handoff._window_opened,
+    m.FillEnded: Handoff._fill_ended,
+    m.Fenced: Handoff._window_fenced,
+    m.LoadCopied: Handoff._loaded,
+    m.Copied: Handoff._copied,
+    m.Left: Handoff._left,
+    m.RankError: Handoff._step_failed,
 }

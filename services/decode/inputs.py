@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from kvmesh.blockservice.removals import NotHere
 from kvmesh.errors import KvmeshError
-from kvmesh.kvcache import sources
-from kvmesh.ranks.protocol import ToFront, ToRank
+from kvmesh.kvcache.sources import Pulled, PullJob
+from kvmesh.ranks.protocol import FromRank, TellRank
+from kvmesh.rpc.brain_shell import Tick
 from services.decode import events as e
 from services.decode.handoff import Handoff
 
@@ -15,6 +16,8 @@ from services.decode.handoff import Handoff
 OWN_PEER = 0
 
 # ── in ────────────────────────────────────────────────────────────────────────────────────────────
+# Beside these: `FromRank`; `Pulled`, after which no byte of that pull can land any more; and `NotHere`, blocks that are
+# being removed from this node's store, everywhere in it, in this very turn.
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,25 +90,6 @@ class FromPrefill:
 
 
 @dataclass(frozen=True, slots=True)
-class Adopted:
-    """The prefill half of this instance has computed a prompt; one reference of each of its pages is decode's."""
-
-    handle: int
-    event: e.Adopted
-
-
-@dataclass(frozen=True, slots=True)
-class FromRank:
-    rank: int
-    message: ToFront
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed."""
-
-
-@dataclass(frozen=True, slots=True)
 class CloseDoor:
     """Refuse new requests with this error from now on; None: take them again."""
 
@@ -121,79 +105,19 @@ class EndAll:
     lost: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Pulled:
-    """A pull has ended: no byte of it can land any more."""
-
-    result: sources.Pulled
-
-
-@dataclass(frozen=True, slots=True)
-class Removed:
-    """These are being removed from this node's store, everywhere in it, in this very turn."""
-
-    gone: NotHere
-
-
 Input = (
     SessionOpened | SessionClosed | Admit | Refuse | CancelSlot | AddCredit | PeerReady | PeerGone | FromPrefill
-    | Adopted | FromRank | Tick | CloseDoor | EndAll | Pulled | Removed
+    | FromRank | Tick | CloseDoor | EndAll | Pulled | NotHere
 )  # fmt: skip
 
 # ── out ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
-class TellRank:
-    rank: int
-    message: ToRank
-
-
-@dataclass(frozen=True, slots=True)
-class RankOffsets:
-    """Where one rank's shards of the prompt's blocks land in its segment."""
-
-    rank: int
-    segment: str
-    offsets: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class AskPrefill:
-    peer: int
-    request: Handoff
-
-
-@dataclass(frozen=True, slots=True)
-class TellLanding:
-    peer: int
-    handle: int
-    epoch: int
-    lease_ms: int
-    ranks: tuple[RankOffsets, ...]
-    first_block: int = 0  # blocks before this one are here already
-
-
-@dataclass(frozen=True, slots=True)
-class TellRenewed:
-    peer: int
-    handle: int
-    epoch: int
-    lease_ms: int
-
-
-@dataclass(frozen=True, slots=True)
-class TellCancel:
-    peer: int
-    handle: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Pull:
     """Fetch blocks for this request; `Pulled` is its one answer."""
 
-    job: sources.PullJob
+    job: PullJob
     request: Handoff
 
 
@@ -220,4 +144,4 @@ class Refused:
     error: KvmeshError
 
 
-Output = TellRank | AskPrefill | TellLanding | TellRenewed | TellCancel | Pull | Flush | Over | Refused
+Output = TellRank | e.AskPrefill | e.ToPrefill | Pull | Flush | Over | Refused

@@ -7,7 +7,6 @@ from kvmesh.ranks.protocol import Logprobs
 from kvmesh.rpc.pb import common_pb2, decode_pb2, prefill_pb2
 from kvmesh.rpc.status import from_detail, to_detail
 from services.decode import events as e
-from services.decode import inputs as i
 from services.decode.outbox import Finish, OutgoingTokens
 from services.decode.timeline import Timeline
 
@@ -98,19 +97,19 @@ def start_prefill(
     return message
 
 
-def to_prefill(output: i.TellLanding | i.TellRenewed | i.TellCancel) -> prefill_pb2.HandoffRequest:
+def to_prefill(output: e.ToPrefill) -> prefill_pb2.HandoffRequest:
     """What the brain tells a writer."""
     message = prefill_pb2.HandoffRequest()
     match output:
-        case i.TellLanding(_, handle, epoch, lease_ms, ranks, first_block):
+        case e.TellLanding(_, handle, epoch, lease_ms, ranks, first_block):
             landing = message.landing
             landing.handle, landing.handoff_epoch, landing.lease_ms = handle, epoch, lease_ms
             for rank in ranks:
                 landing.ranks.add(rank=rank.rank, segment=rank.segment, offset=rank.offsets, first_block=first_block)
-        case i.TellRenewed(_, handle, epoch, lease_ms):
+        case e.TellRenewed(_, handle, epoch, lease_ms):
             renewed = message.renewed
             renewed.handle, renewed.handoff_epoch, renewed.lease_ms = handle, epoch, lease_ms
-        case i.TellCancel(_, handle, reason):
+        case e.TellCancel(_, handle, reason):
             message.cancel.handle, message.cancel.reason = handle, reason
     return message
 

@@ -13,6 +13,7 @@ from kvmesh.instance.served_weights import ServedWeights
 from kvmesh.kvcache import keys
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.kvcache.tiers import Tier, tier_of
+from kvmesh.rpc.brain_shell import NEVER
 from kvmesh.rpc.pb import common_pb2, decode_pb2
 from services.decode.events import Spec
 from services.decode.limits import NS_PER_MS
@@ -56,6 +57,7 @@ def check_start(start: decode_pb2.StartRequest, instance: ServingInstance, now: 
     if sampling.max_tokens < 1:
         raise InvalidRequest.of("max_tokens", sampling.max_tokens, "at least 1")
     told = sampling_of(sampling, tokens, instance.vocab_size)
+    life = start.placement.life
     stops = set(sampling.stop_token_ids)
     if not sampling.ignore_eos:
         stops.update(instance.eos_token_ids)
@@ -75,6 +77,10 @@ def check_start(start: decode_pb2.StartRequest, instance: ServingInstance, now: 
         tail=start.token_ids[blocks * instance.block_tokens * keys.TOKEN_BYTES :],
         pulls=_pulls(start, blocks, instance),
         load_until=start.placement.decode_load_until if start.placement.HasField("decode_load_until") else None,
+        joins_ns=now + life.first_token_ms * NS_PER_MS,
+        leaves_ns=now + life.end_ms * NS_PER_MS if life.end_ms else NEVER,
+        tbt_slo_ns=start.placement.tbt_slo_ms * NS_PER_MS,
+        held_tbt_ns=start.placement.held_tbt_ms * NS_PER_MS,
         carry=carry,
     )
 

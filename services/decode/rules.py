@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
+from kvmesh.rpc.brain_shell import NEVER
 from services.decode.limits import Limits
-
-NEVER = 1 << 62
 
 
 class Ordered(Protocol):

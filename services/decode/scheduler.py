@@ -14,12 +14,14 @@ from collections.abc import Callable, Sequence
 from kvmesh.errors import ContextTooLong, KvmeshError, Overloaded
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool, Pages
+from kvmesh.rpc.brain_shell import NEVER
 from services.decode import events as e
 from services.decode import rules
 from services.decode.events import Phase, Place
 from services.decode.handoff import Handoff
 from services.decode.limits import NS_PER_MS, Limits, Shape
 from services.decode.sealing import Sealing
+from services.decode.step_times import StepTimes
 
 Grant = tuple[Handoff, e.Event]
 MAX_RETRY_AFTER_MS = 30_000
@@ -53,13 +55,14 @@ class Scheduler:
         self._ready: dict[int, Handoff] = {}
         self._seated: set[int] = set()
         self._epochs = itertools.count(first_epoch)
+        self.step_times = StepTimes()
         self._mean_request_ms = 1_000.0
         self._watermark = rules.watermark(shape.num_pages, limits)
         self._swap_reserve = rules.swap_reserve(shape.num_extents, limits)
 
     # ── admission ────────────────────────────────────────────────────────────────────────────────
 
-    def refusal(self, spec: e.Spec, adopts: bool = False) -> KvmeshError | None:
+    def refusal(self, spec: e.Spec, now: int, adopts: bool = False) -> KvmeshError | None:
         """Why this request cannot be taken: the second check, after the conductor's. `adopts`: it needs no landing."""
         limit = self.shape.context_limit
         if spec.prompt_tokens + 1 > limit:
@@ -76,7 +79,33 @@ class Scheduler:
             return Overloaded(
                 f"{self.live} requests here, room for {room}", retry_after_ms=max(100, min(wait, MAX_RETRY_AFTER_MS))
             )
-        return None
+        return self._too_slow(spec, now)
+
+    def _too_slow(self, spec: e.Spec, now: int) -> KvmeshError | None:
+        """Why steps would become longer than this request or one beside it may have. The conductor has asked the same,
+        of what it knew; this is what is here now. Beside it are those that will not have left when it joins the batch,
+        and those that should have left and have not. Alone it is taken in any case: it shows how long steps are."""
+        if not spec.tbt_slo_ns:
+            return None
+        beside = [
+            h
+            for h in self.requests.values()
+            if not h.ended and (h.spec.leaves_ns > spec.joins_ns or h.spec.leaves_ns <= now)
+        ]
+        if not beside:
+            return None
+        rows = min(len(beside) + 1, self.limits.max_running)
+        context = (sum(h.context for h in beside) + spec.prompt_tokens) * rows // (len(beside) + 1)
+        bound_ns = min(spec.tbt_slo_ns, *(h.spec.held_tbt_ns or NEVER for h in beside))
+        predicted_ns = self.step_times.predict_ns(rows, context)
+        if predicted_ns <= bound_ns:
+            return None
+        wait = int(self._mean_request_ms / rows)
+        return Overloaded(
+            f"predicted TBT {predicted_ns / NS_PER_MS:.0f} ms with {rows} rows is over the SLO of "
+            f"{bound_ns / NS_PER_MS:.0f} ms",
+            retry_after_ms=max(100, min(wait, MAX_RETRY_AFTER_MS)),
+        )
 
     def note_ended(self, request: Handoff) -> None:
         """The client has its end: what the next refusal's retry_after is estimated from."""

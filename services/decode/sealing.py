@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import Pages
 from kvmesh.ranks import protocol as m
+from kvmesh.rpc.brain_shell import NEVER
 from services.decode.handoff import Handoff
-from services.decode.rules import NEVER
 
 
 @dataclass(slots=True)

@@ -12,18 +12,19 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from kvmesh.blockservice.removals import NotHere
 from kvmesh.errors import DeadlinePassed, KvmeshError, RequestCancelled
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import Pages
+from kvmesh.kvcache.sources import Pulled
 from kvmesh.ranks import protocol as m
+from kvmesh.rpc.brain_shell import NEVER, Tick
 from services.decode import events as e
 from services.decode import inputs as i
-from services.decode import rank_commands
 from services.decode.events import Phase
 from services.decode.handoff import Handoff
 from services.decode.limits import Limits, Shape
 from services.decode.outbox import Finish, GatewayStream, Outbox
-from services.decode.rules import NEVER
 from services.decode.scheduler import Scheduler
 from services.decode.sources import DecodePulls
 
@@ -64,7 +65,10 @@ class DecodeState:
         while self.scheduler.dirty:
             self.scheduler.dirty = False
             while (grant := self.scheduler.next_grant()) is not None:
-                self._run(grant[0], grant[1], now)
+                h, given = grant
+                if type(given) is e.Land:
+                    self._by_epoch[given.epoch] = h
+                self._run(h, given, now)
         out, self._out = self._out, []
         if self._flush:
             out.extend(i.Flush(session) for session in self._flush)
@@ -92,11 +96,12 @@ class DecodeState:
 
     def _do(self, h: Handoff, actions: list[e.Action], now: int) -> None:
         for action in actions:
-            order = rank_commands.ORDERS.get(type(action))
-            if order is not None:
-                self._out.extend(order(h, action))
+            ours = _ACTIONS.get(type(action))
+            if ours is not None:
+                ours(self, h, action, now)
             else:
-                _ACTIONS[type(action)](self, h, action, now)
+                assert isinstance(action, _OUTWARD), action
+                self._out.append(action)
         if h.phase is not Phase.FREE and h.wake_at != h.armed:
             h.armed = h.wake_at
             if h.armed < NEVER:
@@ -121,7 +126,7 @@ class DecodeState:
         box = self.sessions.get(event.session)
         if box is None or event.slot in box.streams:
             return  # the session is over, or a Start came twice
-        error = self._fast_path or self.scheduler.refusal(event.spec, event.peer == i.OWN_PEER)
+        error = self._fast_path or self.scheduler.refusal(event.spec, now, event.peer == i.OWN_PEER)
         if error is not None:
             self._refuse(i.Refuse(event.session, event.slot, error), now)
             self._out.append(i.Refused(event.spec, error))
@@ -182,6 +187,10 @@ class DecodeState:
 
     def _from_prefill(self, event: i.FromPrefill, now: int) -> None:
         h = self.requests.get(event.handle)
+        if type(event.event) is e.Adopted and (h is None or h.ended):  # cancelled while this was on its way
+            self.scheduler.pages.release(event.event.pages)
+            self.scheduler.dirty = True
+            return
         if h is None or h.peer != event.peer:
             return  # forgotten meanwhile
         if type(event.event) is e.BeginFill and not h.adopts:
@@ -192,50 +201,28 @@ class DecodeState:
             h.sealable = min(h.sealable, next((at for at, key in enumerate(keys) if self.refuses(key, seq)), NEVER))
         self._run(h, event.event, now)
 
-    def _adopted(self, event: i.Adopted, now: int) -> None:
-        h = self.requests.get(event.handle)
-        if h is None or h.ended:  # cancelled while this was on its way
-            self.scheduler.pages.release(event.event.pages)
-            self.scheduler.dirty = True
-        else:
-            self._run(h, event.event, now)
-
     # ── ranks ────────────────────────────────────────────────────────────────────────────────────
 
-    def _from_rank(self, event: i.FromRank, now: int) -> None:
+    def _from_rank(self, event: m.FromRank, now: int) -> None:
         rank, message = event.rank, event.message
         match message:
             case m.DecodeStepDone():
                 self._step_done(rank, message, now)
-            case m.WindowOpened(peer, epoch):
-                self._window(epoch, e.WindowOpened(rank, peer, epoch), now)
-            case m.FillEnded(peer, epoch):
-                self._window(epoch, e.FillEnded(rank, peer, epoch), now)
-            case m.Fenced(peer, epoch):
-                self._window(epoch, e.Fenced(rank, peer, epoch), now)
-            case m.LoadCopied(epoch, start_ns, end_ns):
-                self._window(epoch, e.Loaded(rank, start_ns, end_ns), now)
+            case m.WindowOpened(_, epoch) | m.FillEnded(_, epoch) | m.Fenced(_, epoch) | m.LoadCopied(epoch):
+                self._give(self._by_epoch.get(epoch), event, now)
             case m.SealCopied(ticket, _, _, bad):
                 self.scheduler.dirty |= self.scheduler.sealing.copied(rank, ticket, bad)
-            case m.Copied(handle, into_pages, start_ns, end_ns):
-                self._handle(handle, e.Copied(rank, into_pages, start_ns, end_ns), now)
-            case m.Left(handle):
-                self._handle(handle, e.Left(), now)
+            case m.Copied(handle) | m.Left(handle):
+                self._give(self.requests.get(handle), event, now)
             case m.Stalled(handle):
                 self._stalled(handle)
-            case m.RankError(handles, text):
+            case m.RankError(handles):
                 for handle in handles:
-                    self._handle(handle, e.StepFailed(text), now)
+                    self._give(self.requests.get(handle), event, now)
             case _:
                 pass  # prefill's, when one instance plays both roles
 
-    def _window(self, epoch: int, event: e.Event, now: int) -> None:
-        h = self._by_epoch.get(epoch)
-        if h is not None:
-            self._run(h, event, now)
-
-    def _handle(self, handle: int, event: e.Event, now: int) -> None:
-        h = self.requests.get(handle)
+    def _give(self, h: Handoff | None, event: m.FromRank, now: int) -> None:
         if h is not None:
             self._run(h, event, now)
 
@@ -264,11 +251,13 @@ class DecodeState:
             if token.finish:
                 self._run(h, e.Ended(e.Reason(token.finish)), now)
         if rank == 0 and not step.prefill_tokens:  # else its time is not the rows' alone
-            self.steps.append((step.batch, step.context_tokens, step.end_ns - step.start_ns))
+            sample = (step.batch, step.context_tokens, step.end_ns - step.start_ns)
+            self.steps.append(sample)
+            self.scheduler.step_times.add(*sample)
 
     # ── time and ends ────────────────────────────────────────────────────────────────────────────
 
-    def _tick(self, event: i.Tick, now: int) -> None:
+    def _tick(self, event: Tick, now: int) -> None:
         self.scheduler.look_again()
         timers = self._timers
         while timers and timers[0][0] <= now:
@@ -286,15 +275,15 @@ class DecodeState:
     def _close_door(self, event: i.CloseDoor, now: int) -> None:
         self._fast_path = event.error
 
-    def _pulled(self, event: i.Pulled, now: int) -> None:
-        for handle in self.pulls.ended(event.result):
+    def _pulled(self, event: Pulled, now: int) -> None:
+        for handle in self.pulls.ended(event):
             if handle in self.requests:
                 self.scheduler.file(self.requests[handle])
         self.scheduler.dirty = True
 
-    def _removed(self, event: i.Removed, now: int) -> None:
+    def _removed(self, event: NotHere, now: int) -> None:
         for h in self.requests.values():
-            if (first := event.gone.first(h.chain.keys)) < len(h.chain.keys):
+            if (first := event.first(h.chain.keys)) < len(h.chain.keys):
                 h.sealable = min(h.sealable, first)
 
     def _end_all(self, event: i.EndAll, now: int) -> None:
@@ -309,12 +298,7 @@ class DecodeState:
 
     # ── what a request's machine asks for ────────────────────────────────────────────────────────
 
-    def _do_open(self, h: Handoff, action: e.OpenWindow, now: int) -> None:
-        self._by_epoch[h.epoch] = h
-        self._out.extend(rank_commands.open_window(h, action))
-
-    def _do_join(self, h: Handoff, action: e.Join, now: int) -> None:
-        self._out.extend(rank_commands.join(h, action))
+    def _do_seal(self, h: Handoff, action: e.SealFull, now: int) -> None:
         self._seal(h)
 
     def _seal(self, h: Handoff) -> None:
@@ -322,7 +306,7 @@ class DecodeState:
 
     def _tell_ranks(self, message: m.ToRank | None) -> None:
         if message is not None:
-            self._out.extend(rank_commands.to_all(self.shape, message))
+            self._out.extend(m.TellRank(rank, message) for rank in range(len(self.shape.ranks)))
 
     def _do_free_pages(self, h: Handoff, action: e.FreePages, now: int) -> None:
         if h.ended and h.in_pages and h.first is not None and not h.failed:
@@ -378,17 +362,16 @@ _HANDLERS: dict[type[Any], Callable[[DecodeState, Any, int], None]] = {
     i.PeerReady: DecodeState._peer_ready,
     i.PeerGone: DecodeState._peer_gone,
     i.FromPrefill: DecodeState._from_prefill,
-    i.Adopted: DecodeState._adopted,
-    i.FromRank: DecodeState._from_rank,
-    i.Tick: DecodeState._tick,
+    m.FromRank: DecodeState._from_rank,
+    Tick: DecodeState._tick,
     i.CloseDoor: DecodeState._close_door,
     i.EndAll: DecodeState._end_all,
-    i.Pulled: DecodeState._pulled,
-    i.Removed: DecodeState._removed,
+    Pulled: DecodeState._pulled,
+    NotHere: DecodeState._removed,
 }
+_OUTWARD = (m.TellRank, e.AskPrefill, e.TellLanding, e.TellRenewed, e.TellCancel)
 _ACTIONS: dict[type[Any], Callable[[DecodeState, Handoff, Any, int], None]] = {
-    e.OpenWindow: DecodeState._do_open,
-    e.Join: DecodeState._do_join,
+    e.SealFull: DecodeState._do_seal,
     e.FreePages: DecodeState._do_free_pages,
     e.FreeExtents: DecodeState._do_free_extents,
     e.KeepExtents: DecodeState._do_keep_extents,

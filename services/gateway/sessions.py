@@ -9,21 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
-import grpc
-import grpc.aio
-
-from kvmesh.errors import HandoffLost, InternalError, KvmeshError, ProtocolMismatch, Unavailable
-from kvmesh.rpc import channels, protocol, status
+from kvmesh.errors import KvmeshError, Unavailable
+from kvmesh.rpc import protocol, status
+from kvmesh.rpc.bidi import ClientStream
 from kvmesh.rpc.pb import common_pb2, decode_pb2, decode_pb2_grpc
 from kvmesh.telemetry import names
 from services.gateway.text.completion import Alternatives
 
 log = logging.getLogger(__name__)
 
-WRITE_TIMEOUT_S = 10.0
-_QUEUED_MESSAGES = 1 << 14
 _LAST_SLOT = 2**32 - 1
 
 Key = tuple[str, int]
@@ -74,10 +70,12 @@ class Session:
         self._on_end = on_end
         self._sinks: dict[int, SessionSink] = {}
         self._next_slot = 1
-        self._outbox: asyncio.Queue[decode_pb2.SessionRequest] = asyncio.Queue(_QUEUED_MESSAGES)
-        self._channel = channels.connect(ref.address)
-        self._call: Any = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._stream = ClientStream[decode_pb2.SessionRequest, decode_pb2.SessionResponse](
+            f"decode instance {ref.instance_id} at {ref.address}",
+            ref.address,
+            lambda channel: decode_pb2_grpc.DecodeStub(channel).Session(),
+        )
+        self._reader: asyncio.Task[None] | None = None
 
     @property
     def usable(self) -> bool:
@@ -89,49 +87,15 @@ class Session:
 
     async def open(self, gateway_id: str, incarnation: int, timeout_s: float) -> None:
         """Dial and exchange Hellos. Unavailable: nobody (or another incarnation) answers there; ProtocolMismatch."""
-        who = f"decode instance {self.ref.instance_id} at {self.ref.address}"
         hello = decode_pb2.SessionHello(
             protocol_version=protocol.PROTOCOL_VERSION, gateway_id=gateway_id, incarnation=incarnation
         )
-        try:
-            async with asyncio.timeout(timeout_s):
-                self._call = decode_pb2_grpc.DecodeStub(self._channel).Session()
-                await self._call.write(decode_pb2.SessionRequest(hello=hello))
-                first = await self._call.read()
-        except TimeoutError:
-            raise Unavailable(f"{who} did not answer within {timeout_s:g} s") from None
-        except (grpc.RpcError, asyncio.InvalidStateError) as err:
-            raise await self._why(err, who) from None
-        if first is grpc.aio.EOF:
-            raise await self._why(None, who)
-        if not first.HasField("hello"):
-            raise ProtocolMismatch(f"{who} began without a Hello", field="protocol_version")
-        protocol.check(first.hello.protocol_version, who)
+        first = await self._stream.open(decode_pb2.SessionRequest(hello=hello), timeout_s)
         met = first.hello.instance
         if (met.instance_id, met.incarnation) != self.key:
+            who = self._stream.who
             raise Unavailable(f"{who} is another life now ({met.instance_id}, incarnation {met.incarnation})")
-        loop = asyncio.get_running_loop()
-        name = f"session {self.ref.instance_id}"
-        self._tasks = [
-            loop.create_task(self._read(), name=f"{name} read"),
-            loop.create_task(self._write(), name=f"{name} write"),
-        ]
-
-    async def _why(self, err: BaseException | None, who: str) -> KvmeshError:
-        """The named error of a stream that ended: what the peer said, if it said anything."""
-        if not isinstance(err, grpc.RpcError):
-            try:
-                async with asyncio.timeout(1.0):
-                    code, details = await self._call.code(), await self._call.details()
-            except TimeoutError:
-                code, details = None, ""
-            if code in (None, grpc.StatusCode.OK):
-                return HandoffLost(f"{who} closed the session")
-            return HandoffLost(f"{who} is lost: {details or code.name}")
-        named = status.from_rpc_error(err)
-        if isinstance(named, ProtocolMismatch):
-            return named
-        return HandoffLost(f"{who} is lost: {named.message}")
+        self._reader = asyncio.create_task(self._read(), name=f"session {self.ref.instance_id}")
 
     def start(self, sink: SessionSink, request: decode_pb2.StartRequest) -> SessionLane:
         """Send `request` in a new slot. Raises the session's error when it is broken."""
@@ -145,13 +109,13 @@ class Session:
         return SessionLane(self, slot)
 
     def cancel(self, slot: int, reason: str) -> None:
-        """See Lane."""
+        """See SessionLane."""
         if self._sinks.pop(slot, None) is not None:
             self._send(decode_pb2.SessionRequest(cancel=decode_pb2.CancelRequest(slot=slot, reason=reason)))
             self._settle()
 
     def grant(self, slot: int, tokens: int) -> None:
-        """See Lane."""
+        """See SessionLane."""
         if slot in self._sinks:
             self._send(decode_pb2.SessionRequest(credit=decode_pb2.Credit(slot=slot, tokens=tokens)))
 
@@ -165,12 +129,8 @@ class Session:
             self.break_(Unavailable(f"decode instance {self.ref.instance_id} has left"))
 
     def _send(self, message: decode_pb2.SessionRequest) -> None:
-        if self.error is not None:
-            return
-        try:
-            self._outbox.put_nowait(message)
-        except asyncio.QueueFull:
-            self.break_(HandoffLost(f"decode instance {self.ref.instance_id} takes no messages"))
+        if self.error is None:
+            self._stream.send(message)
 
     def break_(self, err: KvmeshError) -> None:
         """The stream is of no more use: every request in it fails with `err`. Idempotent."""
@@ -187,38 +147,13 @@ class Session:
     async def close(self) -> None:
         """Break it if it lives; afterwards no task nor socket of it is left."""
         self.break_(Unavailable("the gateway closes this session"))
-        if self._call is not None:
-            self._call.cancel()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._channel.close(grace=None)
-
-    async def _write(self) -> None:
-        try:
-            while True:
-                message = await self._outbox.get()
-                async with asyncio.timeout(WRITE_TIMEOUT_S):
-                    await self._call.write(message)
-        except TimeoutError:
-            self.break_(HandoffLost(f"decode instance {self.ref.instance_id} takes no messages"))
-        except (grpc.RpcError, asyncio.InvalidStateError):
-            return  # the reader tells why
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+        await self._stream.close()
 
     async def _read(self) -> None:
-        who = f"decode instance {self.ref.instance_id} at {self.ref.address}"
-        try:
-            while True:
-                message = await self._call.read()
-                if message is grpc.aio.EOF:
-                    self.break_(await self._why(None, who))
-                    return
-                self._dispatch(message)
-        except (grpc.RpcError, asyncio.InvalidStateError) as err:
-            self.break_(await self._why(err, who))
-        except Exception as err:
-            log.exception("session to %s: bad message", self.ref.instance_id)
-            self.break_(InternalError(f"{who} sent a message that cannot be read: {type(err).__name__}: {err}"))
+        self.break_(await self._stream.read(self._dispatch))
 
     def _dispatch(self, message: decode_pb2.SessionResponse) -> None:
         sinks = self._sinks

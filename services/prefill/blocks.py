@@ -109,7 +109,7 @@ class SharedBlocks:
 
     def _to_ranks(self, message: m.ToRank) -> None:
         for rank in range(self._world):
-            self._emit(ev.ToRank(rank, message))
+            self._emit(m.TellRank(rank, message))
 
     # ── pulls ────────────────────────────────────────────────────────────────────────────────────
 

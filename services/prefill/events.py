@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 
 from kvmesh.blockservice.removals import NotHere
 from kvmesh.errors import KvmeshError
-from kvmesh.kvcache import sources
 from kvmesh.kvcache.layout import ShardLayout
+from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
 from kvmesh.ranks import protocol as m
+from kvmesh.rpc.brain_shell import Tick
 from kvmesh.transfer import Carried
 from services.prefill.compute_progress import ComputeProgress
 
@@ -32,7 +33,7 @@ class Start:
     sampling: m.Sampling
     deadline_ns: int = 0
     priority: int = 0  # smaller goes first
-    pulls: tuple[sources.PullRange, ...] = ()  # where missing blocks may lie; a hint
+    pulls: tuple[PullRange, ...] = ()  # where missing blocks may lie; a hint
     removed_seq: int = 0  # of the last removal that this node had carried out when it came
     load_until: int | None = None  # blocks from here on are not read out of its own lower tiers: computing is faster
     traceparent: str = ""
@@ -87,28 +88,6 @@ class StreamBroken:
 
 
 @dataclass(frozen=True, slots=True)
-class FromRank:
-    """PrefillStepDone, a push's messages, SealCopied, LoadCopied or RankError of one rank."""
-
-    rank: int
-    message: m.ToFront
-
-
-@dataclass(frozen=True, slots=True)
-class Pulled:
-    """A pull is over: no byte of it can land any more."""
-
-    result: sources.Pulled
-
-
-@dataclass(frozen=True, slots=True)
-class Removed:
-    """These are being removed from this node's store, everywhere in it, in this very turn."""
-
-    gone: NotHere
-
-
-@dataclass(frozen=True, slots=True)
 class RankLost:
     """A rank process ended: its pages and whatever it was pushing are gone."""
 
@@ -142,20 +121,15 @@ class Doors:
     own: str
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed."""
-
-
 Event = (
     Start
     | Landing
     | Renewed
     | Cancel
     | StreamBroken
-    | FromRank
-    | Pulled
-    | Removed
+    | m.FromRank  # PrefillStepDone, a push's messages, SealCopied, LoadCopied or RankError
+    | Pulled  # no byte of that pull can land any more
+    | NotHere  # blocks that are being removed from this node's store, everywhere in it, in this very turn
     | RankLost
     | RanksSilent
     | RanksBack
@@ -169,18 +143,10 @@ Event = (
 
 
 @dataclass(frozen=True, slots=True)
-class ToRank:
-    """Send PrefillStep, PushOpen, PushLease, PushCancel, SealCopy or LoadCopy to one rank."""
-
-    rank: int
-    message: m.ToRank
-
-
-@dataclass(frozen=True, slots=True)
 class Pull:
     """Fetch blocks from other nodes; answered by Pulled, always, once."""
 
-    job: sources.PullJob
+    job: PullJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +265,7 @@ class Ended:
 
 
 Action = (
-    ToRank
+    m.TellRank  # PrefillStep, PushOpen, PushLease, PushCancel, SealCopy or LoadCopy
     | Pull
     | CancelPull
     | SendBeginFill

@@ -207,7 +207,7 @@ class HandoffTable:
                 h.pushes[rank] = Push.DRAINING
             known = push is Push.NONE and h.chunks > 0 and not h.start.adopt  # the rank is only to forget it
             if push is Push.OPEN or known:
-                self.actions.append(ev.ToRank(rank, m.PushCancel(h.handle)))
+                self.actions.append(m.TellRank(rank, m.PushCancel(h.handle)))
         self.settle(h)
 
     def settle(self, h: Handoff) -> None:

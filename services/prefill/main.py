@@ -133,7 +133,7 @@ def connect(runner: PrefillRunner, blocks: BlockService) -> None:
     runner.puller = blocks
     runner.state.lower = blocks.lower
     runner.reached = lambda: removals.reached
-    removals.listeners.append(lambda gone: runner.feed(ev.Removed(gone)))
+    removals.listeners.append(runner.feed)
 
 
 def writers(front: Front) -> tuple[str, ...]:

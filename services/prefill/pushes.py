@@ -90,7 +90,7 @@ class HandoffPushes:
             group=group,
             at_end=self._at_end,
         )
-        self._lives.actions.append(ev.ToRank(rank, push))
+        self._lives.actions.append(m.TellRank(rank, push))
 
     def renewed(self, renewed: ev.Renewed) -> None:
         """Decode has granted more time."""
@@ -101,7 +101,7 @@ class HandoffPushes:
         h.lease = replace(granted, until_ns=max(granted.until_ns, h.lease.until_ns))
         for rank, push in enumerate(h.pushes):
             if push is Push.OPEN:
-                self._lives.actions.append(ev.ToRank(rank, m.PushLease(h.handle, h.lease.until_ns)))
+                self._lives.actions.append(m.TellRank(rank, m.PushLease(h.handle, h.lease.until_ns)))
 
     def from_rank(self, rank: int, message: m.ToFront) -> None:
         """PushProgress, PushDone, PushFailed, PushDrained; those of a handoff that is over are ignored."""

@@ -1,11 +1,10 @@
-"""Runs the brain: events in on the event loop, actions out to ranks and streams, one timer for deadlines."""
+"""The shell around the brain: events from streams and ranks go in, actions go out to them. Decides nothing."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -16,6 +15,7 @@ from kvmesh.instance.served_weights import ServedWeights
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.kvcache.sources import Pulled, PullJob
 from kvmesh.ranks import protocol as m
+from kvmesh.rpc.brain_shell import BrainShell
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import prefill_pb2 as pb
 from kvmesh.telemetry import spans
@@ -63,6 +63,11 @@ class HandoffStream:
         self.outbox.append(event)
         self.news.set()
 
+    def take(self) -> list[pb.HandoffEvent]:
+        """All that is to be written now."""
+        events, self.outbox = self.outbox, []
+        return events
+
 
 @dataclass(eq=False, kw_only=True)
 class OwnStream(HandoffStream):
@@ -104,7 +109,8 @@ class PrefillRunner:
         self.idle.set()
         self.puller: BlockPuller | None = None  # set before the first stream: it needs `pulled` to be made
         self.reached: Callable[[], int] = lambda: 0  # the last of the master's removals that was carried out here
-        self.fed: Callable[[], None] = lambda: None  # called when no event is left
+        self.shell = BrainShell[ev.Event, ev.Action](state.step, state.next_due, self._do, clock_ns)
+        self.feed = self.shell.feed
         self._ranks = ranks
         self._segments = segments
         self._weights = weights
@@ -114,11 +120,6 @@ class PrefillRunner:
         self._owners: dict[int, _Owner] = {}
         self._handles = itertools.count(1)
         self._stream_numbers = itertools.count(1)
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_ns = 0
-        self._closed = False
-        self._events: deque[ev.Event] = deque()
-        self._feeding = False
 
     @property
     def streams(self) -> int:
@@ -129,25 +130,8 @@ class PrefillRunner:
         """What is held now."""
         return self.reporter.pools(self.streams)
 
-    def feed(self, event: ev.Event) -> None:
-        """One event through the brain, and everything it leads to. One that comes up meanwhile (a rank is found dead
-        when it is written to) waits its turn."""
-        self._events.append(event)
-        if self._feeding:
-            return
-        self._feeding = True
-        try:
-            while self._events:
-                now = self._clock_ns()
-                for action in self.state.step(self._events.popleft(), now):
-                    self._do(action, now)
-        finally:
-            self._feeding = False
-            self._arm(self._clock_ns())
-        self.fed()
-
     def _do(self, action: ev.Action, now: int) -> None:
-        if isinstance(action, ev.ToRank):
+        if isinstance(action, m.TellRank):
             self._ranks[action.rank].send(action.message)
         elif isinstance(action, ev.Pull):
             assert self.puller is not None
@@ -163,12 +147,12 @@ class PrefillRunner:
     def rank_said(self, rank: int, message: m.ToFront) -> None:
         """Front's `on_message`."""
         self.reporter.rank_said(message)
-        self.feed(ev.FromRank(rank, message))
+        self.feed(m.FromRank(rank, message))
 
     def pulled(self, result: Pulled) -> None:
         """Blocks' `on_pulled`."""
         self.reporter.pulled(result)
-        self.feed(ev.Pulled(result))
+        self.feed(result)
 
     def wake_streams(self) -> None:
         """Let every stream's writer look around."""
@@ -177,10 +161,7 @@ class PrefillRunner:
 
     def close(self) -> None:
         """No timer from here on."""
-        self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self.shell.close()
 
     # ── streams ──────────────────────────────────────────────────────────────────────────────────
 
@@ -280,22 +261,3 @@ class PrefillRunner:
             self.idle.set()
         if not self._owners or "overloaded" in end.cause:
             self._urge()
-
-    # ── time ─────────────────────────────────────────────────────────────────────────────────────
-
-    def _arm(self, now: int) -> None:
-        due = self.state.next_deadline_ns
-        if due == self._timer_ns or self._closed:
-            return
-        self._timer_ns = due
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if due:
-            delay_s = max(due - now, 0) * 1e-9
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
-
-    def _tick(self) -> None:
-        self._timer_ns = 0
-        self._timer = None
-        self.feed(ev.Tick())

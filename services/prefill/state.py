@@ -20,13 +20,15 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvmesh.blockservice.removals import NotHere
 from kvmesh.errors import DeadlinePassed, HandoffLost, KvmeshError, Overloaded, Unavailable
 from kvmesh.instance.sampling import history_of
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.prefix_cache import PrefixCache
-from kvmesh.kvcache.sources import LowerTiers
+from kvmesh.kvcache.sources import LowerTiers, Pulled
 from kvmesh.ranks import protocol as m
+from kvmesh.rpc.brain_shell import NEVER, Tick
 from services.prefill import events as ev
 from services.prefill.checks import BrainConfig, refusal
 from services.prefill.compute_progress import ComputeProgress
@@ -131,10 +133,9 @@ class PrefillState:
         """Handle → handoff that has not ended. Read only."""
         return self._lives.handoffs
 
-    @property
-    def next_deadline_ns(self) -> int:
-        """When a Tick is due at the latest; 0: none."""
-        return self._deadlines[0][0] if self._deadlines else 0
+    def next_due(self) -> int:
+        """When a Tick is due at the latest; NEVER if nothing waits."""
+        return self._deadlines[0][0] if self._deadlines else NEVER
 
     def load(self) -> Load:
         """For heartbeats. O(waiting requests)."""
@@ -171,12 +172,12 @@ class PrefillState:
                     self._lives.abort(self.handoffs[handle], reason=reason)
             case ev.StreamBroken(stream):
                 self._stream_broken(stream)
-            case ev.FromRank(rank, message):
+            case m.FromRank(rank, message):
                 self._from_rank(rank, message, now)
-            case ev.Pulled(result):
-                self._lives.blocks.pulled(result)
-            case ev.Removed(gone):
-                self._lives.removed(gone)
+            case Pulled():
+                self._lives.blocks.pulled(event)
+            case NotHere():
+                self._lives.removed(event)
             case ev.RankLost(_, cause):
                 self._refusing = cause
                 self._steps.clear()
@@ -194,7 +195,7 @@ class PrefillState:
                     self._lives.abort(self.handoffs[handle], Unavailable(self._refusing))
             case ev.Doors():
                 self._doors = event
-            case ev.Tick():
+            case Tick():
                 pass
         self._expire(now)
         self._pump(now)
@@ -282,7 +283,7 @@ class PrefillState:
                 h.begin_sent_ns = now
                 self._lives.tell(h, ev.SendBeginFill(h.handle, len(h.pages), h.start.removed_seq))
         message = m.PrefillStep(number, tuple(self._item(chunk) for chunk in chunks))
-        self._lives.actions.extend(ev.ToRank(rank, message) for rank in range(self.config.world))
+        self._lives.actions.extend(m.TellRank(rank, message) for rank in range(self.config.world))
 
     def _item(self, chunk: Chunk) -> m.PrefillItem:
         h = self.handoffs[chunk.handle]

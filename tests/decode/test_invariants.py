@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from kvmesh.ranks import protocol as m
 from services.decode import events as e
-from services.decode import handoff, rank_commands, scheduler, sealing, state
+from services.decode import handoff, scheduler, sealing, state
 from services.decode import inputs as i
 from tests.support.decode.world import World
 
@@ -284,11 +284,11 @@ class SealsEarly(sealing.Sealing):
         return message
 
 
-def invites_over_own_blocks(h: handoff.Handoff, action: e.OpenWindow) -> list[i.Output]:
+class InvitesOverOwnBlocks(handoff.Handoff):
     """The writer may write where our own blocks lie."""
-    (landing,) = rank_commands.ORDERS[e.SendLanding](h, e.SendLanding(0))
-    assert isinstance(landing, i.TellLanding)
-    return [i.TellRank(0, m.OpenWindow(action.peer, h.epoch, landing.ranks[0].offsets))]
+
+    def _invite(self, rank: int, peer: str) -> m.TellRank:
+        return m.TellRank(rank, m.OpenWindow(peer, self.epoch, self._offsets(rank)))
 
 
 BROKEN: list[tuple[Any, str, Any]] = [
@@ -301,7 +301,7 @@ BROKEN: list[tuple[Any, str, Any]] = [
     (state, "Handoff", SealsTheUnfinished),
     (scheduler, "Sealing", KeepsNoPages),
     (scheduler, "Sealing", SealsEarly),
-    (rank_commands, "open_window", invites_over_own_blocks),
+    (state, "Handoff", InvitesOverOwnBlocks),
 ]
 
 

@@ -13,6 +13,7 @@ from kvmesh.errors import (
     RequestCancelled,
     Unavailable,
 )
+from kvmesh.ranks import protocol as m
 from kvmesh.rpc.pb import conductor_pb2 as pb
 from services.decode import events as e
 from services.decode.handoff import Handoff
@@ -84,10 +85,10 @@ def test_a_preempted_row_counts_the_time_it_was_out() -> None:
     h = adopted()
     assert h.token(9, 1, 40 * MS)
     h.step(e.Preempt([3]), 41 * MS)
-    h.step(e.Left(), 42 * MS)
-    h.step(e.Copied(0, False, 43 * MS, 44 * MS), 44 * MS)
+    h.step(m.FromRank(0, m.Left(1)), 42 * MS)
+    h.step(m.FromRank(0, m.Copied(1, False, 43 * MS, 44 * MS)), 44 * MS)
     h.step(e.Load([5, 6]), 500 * MS)
-    h.step(e.Copied(0, True, 501 * MS, 502 * MS), 502 * MS)
+    h.step(m.FromRank(0, m.Copied(1, True, 501 * MS, 502 * MS)), 502 * MS)
     assert h.phase is e.Phase.RUNNING, h.phase
     assert h.token(9, 2, 540 * MS)
     assert told(h, e.Reason.STOP).tbt_us == 500_000
@@ -95,7 +96,7 @@ def test_a_preempted_row_counts_the_time_it_was_out() -> None:
 
 def test_a_failed_step_is_this_instances_fault() -> None:
     h = adopted()
-    (fail, *_) = [a for a in h.step(e.StepFailed("nan"), 50 * MS) if isinstance(a, e.EmitFail)]
+    (fail, *_) = [a for a in h.step(m.FromRank(0, m.RankError((1,), "nan")), 50 * MS) if isinstance(a, e.EmitFail)]
     found = told(h, fail.error)
     assert (found.outcome, found.error, found.blamed) == (pb.OUTCOME_FAILED, "internal", "d")
 

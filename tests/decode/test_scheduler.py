@@ -111,16 +111,15 @@ def test_the_waiting_room_is_bounded_and_says_when_to_come_again() -> None:
     for _ in range(3):
         world.start(4, 2)
     assert not world.errors
-    refusal = world.state.scheduler.refusal(e.Spec(request_id="x", prompt_tokens=4, max_tokens=2, deadline_ns=10**18))
+    another = e.Spec(request_id="x", prompt_tokens=4, max_tokens=2, deadline_ns=10**18)
+    refusal = world.state.scheduler.refusal(another, world.now)
     assert refusal is not None
     assert refusal.code == "overloaded"
     assert refusal.retry_after_ms >= 100
     world.start(4, 2)
     assert world.errors == ["overloaded"]
     run_dry(world)
-    assert (
-        world.state.scheduler.refusal(e.Spec(request_id="x", prompt_tokens=4, max_tokens=2, deadline_ns=10**18)) is None
-    )
+    assert world.state.scheduler.refusal(another, world.now) is None
 
 
 def test_after_the_door_is_closed_new_requests_are_refused_and_running_ones_go_on() -> None:

@@ -32,7 +32,7 @@ def test_prompts_of_one_step_and_chunks_between_others() -> None:
 
     def take(actions: list[ev.Action]) -> None:
         ends.update({a.handle: a for a in actions if isinstance(a, ev.Ended)})
-        steps.extend(a.message for a in actions if isinstance(a, ev.ToRank) and isinstance(a.message, m.PrefillStep))
+        steps.extend(a.message for a in actions if isinstance(a, m.TellRank) and isinstance(a.message, m.PrefillStep))
 
     long = 3 * state.config.plan.prefill_chunk_tokens
     for handle, tokens in ((1, 3), (2, 2), (3, long), (4, 1)):
@@ -42,7 +42,7 @@ def test_prompts_of_one_step_and_chunks_between_others() -> None:
         step = steps.pop(0)
         chunks.append({item.handle: len(item.token_ids) for item in step.items})
         sampled = tuple(m.Sampled(item.handle, 7) for item in step.items if item.sample)
-        take(state.step(ev.FromRank(0, m.PrefillStepDone(step.step_id, now, now + 5, sampled)), now + 5))
+        take(state.step(m.FromRank(0, m.PrefillStepDone(step.step_id, now, now + 5, sampled)), now + 5))
         now += 10
     assert set(ends) == {1, 2, 3, 4}, chunks
     for handle, end in ends.items():

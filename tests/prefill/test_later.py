@@ -9,6 +9,7 @@ from kvmesh.blockservice.removals import NotHere
 from kvmesh.instance.served_weights import ServedWeights
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.ranks import protocol as m
+from kvmesh.rpc.brain_shell import NEVER, Tick
 from kvmesh.rpc.pb import prefill_pb2 as pb
 from services.prefill import events as ev
 from services.prefill import wire
@@ -60,7 +61,7 @@ def test_without_hints_nothing_is_put_off() -> None:
     state = make_state()
     tokens, keys = prompt("abc+1", 4)
     state.step(ev.Start(1, 1, "r1", tokens, keys, m.Sampling(0.0, 1.0, 0, 0), pull_at_ns=BOOT_NS + MS), BOOT_NS)
-    assert state.handoffs[1].pull_at_ns == 0 and state.next_deadline_ns == 0
+    assert state.handoffs[1].pull_at_ns == 0 and state.next_due() == NEVER
 
 
 def test_what_ends_before_its_time_is_computed_at_most_once_more() -> None:
@@ -69,7 +70,7 @@ def test_what_ends_before_its_time_is_computed_at_most_once_more() -> None:
     tokens, keys = prompt("abc+1", 4)
     hints = (PullRange("A", "A:1", 1, 0, 3),)
     start = ev.Start(1, 1, "r1", tokens, keys, m.Sampling(0.0, 1.0, 0, 0), pulls=hints, pull_at_ns=BOOT_NS + 999 * MS)
-    steps = [a.message for a in state.step(start, BOOT_NS) if isinstance(a, ev.ToRank)]
+    steps = [a.message for a in state.step(start, BOOT_NS) if isinstance(a, m.TellRank)]
     assert [type(step) for step in steps] == [m.PrefillStep]
 
 
@@ -95,7 +96,7 @@ def test_what_was_removed_meanwhile_is_not_fetched() -> None:
     hints = (PullRange("A", "A:1", 1, 0, 4),)
     start = ev.Start(2, 1, "r2", tokens, keys, m.Sampling(0.0, 1.0, 0, 0), pulls=hints, pull_at_ns=BOOT_NS + 30 * MS)
     assert not [a for a in state.step(start, BOOT_NS) if isinstance(a, ev.Pull)]
-    state.step(ev.Removed(NotHere(frozenset({keys[2]}))), BOOT_NS)
-    (pull,) = [a for a in state.step(ev.Tick(), BOOT_NS + 30 * MS) if isinstance(a, ev.Pull)]
+    state.step(NotHere(frozenset({keys[2]})), BOOT_NS)
+    (pull,) = [a for a in state.step(Tick(), BOOT_NS + 30 * MS) if isinstance(a, ev.Pull)]
     assert pull.job.keys == tuple(keys[:2])
     state.check_integrity()

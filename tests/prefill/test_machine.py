@@ -16,6 +16,7 @@ from hypothesis.stateful import invariant, precondition, rule
 
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.ranks import protocol as m
+from kvmesh.rpc.brain_shell import Tick
 from services.prefill import events as ev
 from services.prefill.handoff import Phase
 from tests.support.prefill.pool_model import BLOCK, PATIENCE_MS, Copy, SharedPool
@@ -64,7 +65,7 @@ class Machine(SharedPool):
     def step(self, event: ev.Event) -> None:
         self.now += 1
         for action in self.state.step(event, self.now):
-            if isinstance(action, ev.ToRank):
+            if isinstance(action, m.TellRank):
                 self.at_rank(action.message)
                 continue
             if isinstance(action, ev.Pull):
@@ -296,7 +297,7 @@ class Machine(SharedPool):
         message = self.outbox.popleft()
         if isinstance(message, m.SealCopied | m.LoadCopied):
             del self.copies[message.ticket]
-        self.step(ev.FromRank(0, message))
+        self.step(m.FromRank(0, message))
 
     @precondition(lambda self: not self.lost and len(self.lives) > 3)
     @rule(really=st.sampled_from([False] * 30 + [True]))
@@ -324,7 +325,7 @@ class Machine(SharedPool):
     @rule(ms=st.sampled_from([1, 60, PATIENCE_MS, 800]))
     def time_passes(self, ms: int) -> None:
         self.now += ms * MS
-        self.step(ev.Tick())
+        self.step(Tick())
 
     # ── what must hold ───────────────────────────────────────────────────────────────────────────
 
@@ -353,7 +354,7 @@ class Machine(SharedPool):
         for h in self.state.handoffs.values():
             if h.pull_at_ns:
                 assert h.phase is Phase.QUEUED and h.start.request_id not in {j.request_id for j in self.jobs.values()}
-                assert self.now < h.pull_at_ns and 0 < self.state.next_deadline_ns <= h.pull_at_ns
+                assert self.now < h.pull_at_ns and self.state.next_due() <= h.pull_at_ns
             if h.phase is Phase.QUEUED:  # its own pull begins once, after that it waits as long as others do
                 begun = h.arrived_ns if not h.start.pull_at_ns else h.start.pull_at_ns + MS * 800
                 assert h.patient_until_ns <= begun + PATIENCE_MS * MS, "it might wait for ever"

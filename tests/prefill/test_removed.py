@@ -19,8 +19,8 @@ def sealed_by(state: PrefillState, event: ev.Event) -> list[bytes]:
     """Which blocks this leads to be sealed, once the ranks have copied."""
     before = set(state.store.keys())
     for action in state.step(event, BOOT_NS):
-        if isinstance(action, ev.ToRank) and isinstance(action.message, m.SealCopy):
-            state.step(ev.FromRank(0, m.SealCopied(action.message.ticket, 1, 2)), BOOT_NS)
+        if isinstance(action, m.TellRank) and isinstance(action.message, m.SealCopy):
+            state.step(m.FromRank(0, m.SealCopied(action.message.ticket, 1, 2)), BOOT_NS)
     state.check_integrity()
     return [key for key in KEYS if key in set(state.store.keys()) - before]
 
@@ -30,18 +30,18 @@ def start(state: PrefillState, handle: int, removed_seq: int = 0) -> tuple[list[
         handle, 1, f"r{handle}", TOKENS, KEYS, m.Sampling(0.0, 1.0, 0, 0), BOOT_NS * 2, removed_seq=removed_seq
     )
     said = state.step(asked, BOOT_NS)
-    (step,) = [a.message for a in said if isinstance(a, ev.ToRank) and isinstance(a.message, m.PrefillStep)]
+    (step,) = [a.message for a in said if isinstance(a, m.TellRank) and isinstance(a.message, m.PrefillStep)]
     return said, step
 
 
-def done(step: m.PrefillStep) -> ev.FromRank:
+def done(step: m.PrefillStep) -> m.FromRank:
     sampled = tuple(m.Sampled(item.handle, 7) for item in step.items)
-    return ev.FromRank(0, m.PrefillStepDone(step.step_id, BOOT_NS, BOOT_NS + 1, sampled))
+    return m.FromRank(0, m.PrefillStepDone(step.step_id, BOOT_NS, BOOT_NS + 1, sampled))
 
 
 def remove(state: PrefillState, gone: NotHere) -> None:
     state.store.remove([key for key in KEYS if key in gone])
-    state.step(ev.Removed(gone), BOOT_NS)
+    state.step(gone, BOOT_NS)
     state.check_integrity()
 
 

@@ -644,6 +644,8 @@ class Placement(_message.Message):
     PULL_AFTER_MS_FIELD_NUMBER: _builtins.int
     LIFE_FIELD_NUMBER: _builtins.int
     PREFILL_US_FIELD_NUMBER: _builtins.int
+    TBT_SLO_MS_FIELD_NUMBER: _builtins.int
+    HELD_TBT_MS_FIELD_NUMBER: _builtins.int
     predicted_ttft_ms: _builtins.int
     predicted_tbt_ms: _builtins.int
     predicted_cached_tokens: _builtins.int
@@ -659,6 +661,12 @@ class Placement(_message.Message):
     """prefill begins to fetch `pulls` so much after the request has come to it"""
     prefill_us: _builtins.int
     """predicted, of computing what is not cached: prefill's line may go by it"""
+    tbt_slo_ms: _builtins.int
+    """Decode refuses what, by its own measurements, would make its steps longer than `tbt_slo_ms` of the newcomer or
+    `held_tbt_ms` of a row that is there. 0: it does not ask.
+    """
+    held_tbt_ms: _builtins.int
+    """the same for this request's own row later on: none is held tighter than the model's default"""
     @_builtins.property
     def prefill(self) -> _common_pb2.InstanceRef: ...
     @_builtins.property
@@ -689,10 +697,12 @@ class Placement(_message.Message):
         pull_after_ms: _builtins.int = ...,
         life: Global___PredictedLife | None = ...,
         prefill_us: _builtins.int = ...,
+        tbt_slo_ms: _builtins.int = ...,
+        held_tbt_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_decode_load_until", b"_decode_load_until", "_load_until", b"_load_until", "decode", b"decode", "decode_load_until", b"decode_load_until", "life", b"life", "load_until", b"load_until", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode_load_until", b"_decode_load_until", "_load_until", b"_load_until", "decode", b"decode", "decode_load_until", b"decode_load_until", "decode_pulls", b"decode_pulls", "life", b"life", "load_until", b"load_until", "predicted_cached_tokens", b"predicted_cached_tokens", "predicted_tbt_ms", b"predicted_tbt_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "prefill", b"prefill", "prefill_us", b"prefill_us", "pull_after_ms", b"pull_after_ms", "pulls", b"pulls", "sources", b"sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode_load_until", b"_decode_load_until", "_load_until", b"_load_until", "decode", b"decode", "decode_load_until", b"decode_load_until", "decode_pulls", b"decode_pulls", "held_tbt_ms", b"held_tbt_ms", "life", b"life", "load_until", b"load_until", "predicted_cached_tokens", b"predicted_cached_tokens", "predicted_tbt_ms", b"predicted_tbt_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "prefill", b"prefill", "prefill_us", b"prefill_us", "pull_after_ms", b"pull_after_ms", "pulls", b"pulls", "sources", b"sources", "tbt_slo_ms", b"tbt_slo_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__decode_load_until: _TypeAlias = _typing.Literal["decode_load_until"]  # noqa: Y015
     _WhichOneofArgType__decode_load_until: _TypeAlias = _typing.Literal["_decode_load_until", b"_decode_load_until"]  # noqa: Y015

@@ -98,6 +98,13 @@ class Admission:
             return Slo(math.inf, math.inf)
         return Slo(slo.ttft_s, math.inf) if self._mode is Mode.BASELINE else slo
 
+    def held_at_decode(self, request: Schedule, judge: Judge) -> dict[str, float]:
+        """What decode's own check goes by (see `Placed`): nothing where decode refuses nobody here either."""
+        bound_s = self.bounds(request, judge.slo).tbt_s
+        if math.isinf(bound_s):
+            return {}
+        return {"tbt_slo_s": bound_s, "held_tbt_s": max(bound_s, self.default(request.model).tbt_s)}
+
     def judge(self, request: Schedule, slo: Slo, now: float) -> Judge:
         """Who says whether decode may have it."""
         seen = self._seen.get(request.model) or _Seen()

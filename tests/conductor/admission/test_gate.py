@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.errors import Overloaded
-from services.conductor.domain import Load, Outcome, Placed, Refuse, RequestOutcome, Role, Schedule
+from services.conductor.domain import Lane, Load, Outcome, Placed, Refuse, RequestOutcome, Role, Schedule
+from services.conductor.mapping_out import placement_out
 from services.conductor.settings import AdmissionSettings, Mode
 from tests.support.conductor.brain import Brain, card
 from tests.support.conductor.driven import BEAT_EVERY, STEP_S, Driven
@@ -76,6 +77,21 @@ def test_the_tbt_that_each_mode_judges(mode: Mode) -> None:
     brain.beat("d0", busy(64, 64 * 8000))  # 117 ms with the newcomer
     answer = brain.schedule(8000)
     assert isinstance(answer, Placed) == (mode in (Mode.OFF, Mode.BASELINE))
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_what_decode_checks_for_itself(mode: Mode) -> None:
+    """Its own SLO, and for those who come later none tighter than the model's default; nothing where nobody asks."""
+    brain = brain_of(mode, slo_tbt_s=0.1)
+    asked = mode not in (Mode.OFF, Mode.BASELINE)
+    for slo_s, held_s in ((0.0, 0.1), (0.05, 0.1), (60.0, 60.0)):
+        placed = brain.placed(tbt_slo_s=slo_s)
+        assert (placed.tbt_slo_s, placed.held_tbt_s) == ((slo_s or 0.1, held_s) if asked else (0, 0))
+        told = placement_out(placed)
+        assert (told.tbt_slo_ms, told.held_tbt_ms) == (placed.tbt_slo_s * 1000, placed.held_tbt_s * 1000)
+    for more in ({"lane": Lane.BATCH}, {"answered_tokens": 3}):
+        placed = brain_of(mode, slo_tbt_s=0.1).placed(**more)
+        assert (placed.tbt_slo_s, placed.held_tbt_s) == (0, 0)
 
 
 @pytest.mark.parametrize("mode", list(Mode))

@@ -14,6 +14,7 @@ from kvmesh.errors import RequestCancelled
 from kvmesh.kvcache import keys as block_keys
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.ranks import protocol as m
+from kvmesh.rpc.brain_shell import Tick
 from services.coupled.coupling import Coupling, to_prefill
 from services.decode import events as e
 from services.decode import inputs as i
@@ -99,7 +100,7 @@ class World:
         self._busy[0] = False
         self.coupling.prefill_looked()
         if self.coupling.decode_due():
-            self.feed_decode(i.Tick())
+            self.feed_decode(Tick())
 
     def feed_decode(self, event: i.Input) -> None:
         queue = self._queues[1]
@@ -113,15 +114,15 @@ class World:
         self._busy[1] = False
         self.coupling.decode_looked()
         if self.coupling.prefill_due():
-            self.feed_prefill(ev.Tick())
+            self.feed_prefill(Tick())
 
     def _prefill_does(self, action: ev.Action) -> None:
         match action:
-            case ev.ToRank(_, message):
+            case m.TellRank(_, message):
                 self.rank.inbox.append(message)
             case ev.SendAdopted(handle, first, pages):
                 told = e.FirstToken(first.sampled.token_id, None, first.found.cached_tokens)
-                self.feed_decode(i.Adopted(self.own[handle], e.Adopted(told, pages)))
+                self.feed_decode(i.FromPrefill(i.OWN_PEER, self.own[handle], e.Adopted(told, pages)))
             case ev.Ended():
                 self.ended.append(action)
             case ev.SendBeginFill(handle, blocks, _):
@@ -145,24 +146,25 @@ class World:
 
     def _decode_does(self, output: i.Output) -> None:
         match output:
-            case i.TellRank(_, message):
+            case m.TellRank(_, message):
                 self.rank.inbox.append(message)
-            case i.AskPrefill(i.OWN_PEER, h):
+            case e.AskPrefill(i.OWN_PEER, theirs, spec):
                 handle = next(self._handles)
-                self.own[handle] = h.handle
-                tokens: Tokens = h.spec.carry
-                self.prompts[handle] = self.prompts[h.handle] = tokens
-                self.feed_prefill(self._start(handle, tokens, h.spec.block_keys, h.spec.priority, adopt=True))
-            case i.AskPrefill(_, h):
-                self.prompts[h.handle] = h.spec.carry
-                self.feed_decode(i.FromPrefill(PEER, h.handle, e.BeginFill(h.prompt_blocks)))
-            case i.TellLanding(_, handle, epoch, _, _, _):
+                self.own[handle] = theirs
+                tokens: Tokens = spec.carry
+                self.prompts[handle] = self.prompts[theirs] = tokens
+                self.feed_prefill(self._start(handle, tokens, spec.block_keys, spec.priority, adopt=True))
+            case e.AskPrefill(_, handle, spec):
+                self.prompts[handle] = spec.carry
+                blocks = self.decode.shape.blocks(spec.prompt_tokens)
+                self.feed_decode(i.FromPrefill(PEER, handle, e.BeginFill(blocks)))
+            case e.TellLanding(_, handle, epoch, _, _, _):
                 self.landings[handle] = epoch
-            case i.TellCancel(i.OWN_PEER, handle, reason):
+            case e.TellCancel(i.OWN_PEER, handle, reason):
                 ours = next((n for n, theirs in self.own.items() if theirs == handle), None)
                 assert ours is not None, "cancelled before it was asked for"
                 self.feed_prefill(ev.Cancel(ours, reason))
-            case i.TellCancel(_, handle, _):
+            case e.TellCancel(_, handle, _):
                 self.feed_decode(i.FromPrefill(PEER, handle, e.Drained(self.landings.pop(handle, 0))))
             case i.Flush():
                 self._read()
@@ -225,16 +227,16 @@ class World:
         """From the store and from both brains, in one turn."""
         self.store.remove([key])
         gone = NotHere(frozenset((key,)), None)
-        self.feed_prefill(ev.Removed(gone))
-        self.feed_decode(i.Removed(gone))
+        self.feed_prefill(gone)
+        self.feed_decode(gone)
 
     def hear(self) -> None:
         """The rank's oldest word."""
         message = self.rank.outbox.popleft()
         if to_prefill(message):
-            self.feed_prefill(ev.FromRank(0, message))
+            self.feed_prefill(m.FromRank(0, message))
         else:
-            self.feed_decode(i.FromRank(0, message))
+            self.feed_decode(m.FromRank(0, message))
 
     def fills(self) -> bool:
         """Writers elsewhere write what they were invited to; True if there was one."""

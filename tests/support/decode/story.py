@@ -32,6 +32,7 @@ from kvmesh.errors import HandoffLost, InvalidRequest, RequestCancelled, Unavail
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.sources import Pulled, PullJob
 from kvmesh.ranks import protocol as m
+from kvmesh.rpc.brain_shell import Tick
 from services.decode import events as e
 from services.decode import inputs as i
 from services.decode.handoff import Handoff
@@ -124,7 +125,7 @@ class Story:
     def _remove(self, keys: list[bytes], prefix: bool) -> list[str]:
         found = [*self.store.keys(), *self.store.written()]
         self.store.remove([one for one in found if one.startswith(keys[0])] if prefix else keys)
-        return self._feed(i.Removed(NotHere(frozenset(() if prefix else keys), keys[0] if prefix else None)))
+        return self._feed(NotHere(frozenset(() if prefix else keys), keys[0] if prefix else None))
 
     def _start(self, name: str, options: dict[str, str]) -> list[str]:
         slot = len(self.slots) + 1
@@ -166,17 +167,18 @@ class Story:
                 return i.EndAll(Unavailable("a rank died"), lost=True)
             case "sealed":
                 bad = tuple(int(n) for n in options.get("bad", "").split(",") if n)
-                return i.FromRank(0, m.SealCopied(self.seals.pop(0).ticket, 1, 2, bad))
+                return m.FromRank(0, m.SealCopied(self.seals.pop(0).ticket, 1, 2, bad))
             case "pulled":
-                return i.Pulled(self._pulled(positional[0]))
+                return self._pulled(positional[0])
             case "step":
-                return i.FromRank(0, self._decode_step(options))
+                return m.FromRank(0, self._decode_step(options))
         h = self.names[positional[0]]
         if name == "adopted":
             pages = tuple(self.state.scheduler.pages.allocate(h.prompt_blocks))  # that prefill took
-            return i.Adopted(h.handle, e.Adopted(e.FirstToken(int(positional[1]), None, 0), pages))
+            first = e.FirstToken(int(positional[1]), None, 0)
+            return i.FromPrefill(i.OWN_PEER, h.handle, e.Adopted(first, pages))
         if name in RANK_SAYS:
-            return i.FromRank(0, RANK_SAYS[name](h))
+            return m.FromRank(0, RANK_SAYS[name](h))
         return i.FromPrefill(h.peer, h.handle, self._from_prefill(name, h, positional, options))
 
     def _pulled(self, what: str) -> Pulled:
@@ -223,7 +225,7 @@ class Story:
         while (due := self.state.next_due()) <= end:
             self.now = max(self.now, due)
             passed = (self.now - (end - ms * NS_PER_MS)) // NS_PER_MS
-            lines = self._feed(i.Tick())
+            lines = self._feed(Tick())
             if lines:
                 told += [f"after {passed} ms:", *lines]
         self.now = end
@@ -245,13 +247,13 @@ class Story:
 
     def _line(self, output: i.Output) -> list[str]:
         match output:
-            case i.TellRank(_, message):
+            case m.TellRank(_, message):
                 return [f"rank    <- {self._rank_line(message)}"]
-            case i.AskPrefill(peer, h):
-                self.by_handle[h.handle] = h.spec.request_id
+            case e.AskPrefill(peer, handle, spec):
+                self.by_handle[handle] = spec.request_id
                 where = {i.OWN_PEER: " here", 1: ""}.get(peer, f" at p{peer}")
-                return [f"prefill <- start {h.spec.request_id}{where}"]
-            case i.TellLanding(_, handle, epoch, lease_ms, ranks, first):
+                return [f"prefill <- start {spec.request_id}{where}"]
+            case e.TellLanding(_, handle, epoch, lease_ms, ranks, first):
                 where = f"at {ranks[0].offsets}" + (f" from block {first} on" if first else "")
                 return [f"prefill <- landing {self.by_handle[handle]} epoch={epoch} lease={lease_ms} {where}"]
             case i.Pull(job, h):
@@ -260,9 +262,9 @@ class Story:
                 return [
                     f"blocks  <- pull {h.spec.request_id} blocks {job.blocks} to extents {job.extents} from {holders}"
                 ]
-            case i.TellRenewed(_, handle, _, lease_ms):
+            case e.TellRenewed(_, handle, _, lease_ms):
                 return [f"prefill <- renewed {self.by_handle[handle]} lease={lease_ms}"]
-            case i.TellCancel(_, handle, reason):
+            case e.TellCancel(_, handle, reason):
                 return [f"prefill <- cancel {self.by_handle[handle]} ({reason})"]
             case i.Flush(session):
                 return self._gateway_lines(session)

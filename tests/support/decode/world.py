@@ -13,6 +13,7 @@ from kvmesh.errors import HandoffLost, RequestCancelled
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
 from kvmesh.ranks import protocol as m
+from kvmesh.rpc.brain_shell import Tick
 from services.decode import events as e
 from services.decode import inputs as i
 from services.decode.limits import NS_PER_MS, Limits, RankShape, Shape
@@ -86,11 +87,11 @@ class World:
     def feed(self, event: i.Input) -> None:
         for output in self.state.step(event, self.now):
             match output:
-                case i.TellRank(_, message):
+                case m.TellRank(_, message):
                     self.rank.commands.append(message)
-                case i.AskPrefill(_, request):
-                    self.asked[request.handle] = request.prompt_blocks
-                case i.TellLanding(_, handle, epoch, _, ranks, first):
+                case e.AskPrefill(_, handle, spec):
+                    self.asked[handle] = self.state.shape.blocks(spec.prompt_tokens)
+                case e.TellLanding(_, handle, epoch, _, ranks, first):
                     self.landings[handle] = epoch
                     self.told[handle] = ranks[0].offsets
                     (window,) = [w for (_, opened), w in self.rank.windows.items() if opened == epoch]
@@ -168,7 +169,7 @@ class World:
         self.feed(i.FromPrefill(h.peer if h else self.peer, handle, event))
 
     def rank_says(self) -> None:
-        self.feed(i.FromRank(0, self.rank.says.popleft()))
+        self.feed(m.FromRank(0, self.rank.says.popleft()))
 
     def have(self, text: int, blocks: int) -> None:
         """The store holds these already."""
@@ -183,7 +184,7 @@ class World:
         job = self.jobs.pop(0)
         for at in arrived:
             self.rank.memory["extent", job.extents[at]] = job.keys[at]
-        self.feed(i.Pulled(Pulled(job.ticket, tuple(arrived), 1, 1)))
+        self.feed(Pulled(job.ticket, tuple(arrived), 1, 1))
 
     def lease(self, keys: Sequence[bytes]) -> None:
         """Another node reads these."""
@@ -194,7 +195,7 @@ class World:
 
     def unlease(self) -> None:
         self.store.unlease(self.leases.pop(0))
-        self.feed(i.Tick())
+        self.feed(Tick())
 
     def end_mark(self, handle: int) -> None:
         """The writer has written everything."""
@@ -204,7 +205,7 @@ class World:
     def wait(self, ms: int) -> None:
         self.now += ms * NS_PER_MS
         self.store.expire(self.now)
-        self.feed(i.Tick())
+        self.feed(Tick())
 
     # ── what must hold at every moment ───────────────────────────────────────────────────────────
 
@@ -321,7 +322,7 @@ class World:
         assert not self.state.requests, [(h.phase.name, h.windows, h.in_batch) for h in self.state.requests.values()]
         self.now += 10**12 * NS_PER_MS
         self.store.expire(self.now)
-        self.feed(i.Tick())  # answers that nobody gave credit for
+        self.feed(Tick())  # answers that nobody gave credit for
         scheduler = self.state.scheduler
         scheduler.pages.check_integrity()
         scheduler.extents.check_integrity()

@@ -130,7 +130,7 @@ class SharedPool(RuleBasedStateMachine):
         for at, (key, extent) in enumerate(zip(job.keys, job.extents, strict=True)):
             self.extents[extent] = prompt(key.decode(), BLOCK)[0] if at in arrived else ()
         own = tuple(at for at in arrived if self.below.holds(job.keys[at]))
-        self.step(ev.Pulled(Pulled(job.ticket, tuple(arrived), 64 * (len(arrived) - len(own)), 0, lower=own)))
+        self.step(Pulled(job.ticket, tuple(arrived), 64 * (len(arrived) - len(own)), 0, lower=own))
 
     @precondition(lambda self: self.starts)
     @rule(data=st.data(), by_prefix=st.booleans())
@@ -146,7 +146,7 @@ class SharedPool(RuleBasedStateMachine):
         store.remove([one for one in keys if one in here])
         self.below.keys -= keys
         self.removed.update((one, self.wanted(one)) for one in keys)
-        self.step(ev.Removed(NotHere(frozenset(() if by_prefix else keys), key if by_prefix else None)))
+        self.step(NotHere(frozenset(() if by_prefix else keys), key if by_prefix else None))
 
     def wanted(self, key: bytes) -> int:
         return sum(key in start.block_keys for start in self.starts.values())

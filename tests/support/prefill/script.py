@@ -19,6 +19,7 @@ from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.ranks import protocol as m
+from kvmesh.rpc.brain_shell import Tick
 from kvmesh.transfer import TrafficClass
 from services.prefill import events as ev
 from services.prefill.checks import BrainConfig
@@ -135,21 +136,21 @@ class Player:
     def describe(self, action: ev.Action) -> str:
         """One readable line."""
         match action:
-            case ev.ToRank(_, m.PrefillStep() as step):
+            case m.TellRank(_, m.PrefillStep() as step):
                 self.steps[step.step_id] = step
                 return f"rank: step {step.step_id}: " + "; ".join(self.item(i) for i in step.items)
-            case ev.ToRank(_, m.PushOpen() as o):
+            case m.TellRank(_, m.PushOpen() as o):
                 return (
                     f"rank: push {o.handle} epoch={o.handoff_epoch} pages={','.join(map(str, o.pages))} "
                     f"first_block={o.first_block} ready={o.ready_tokens}/{o.prompt_tokens} until={ms(o.lease_until_ns)}"
                 )
-            case ev.ToRank(_, m.PushLease(handle, until)):
+            case m.TellRank(_, m.PushLease(handle, until)):
                 return f"rank: lease of {handle} until={ms(until)}"
-            case ev.ToRank(_, m.PushCancel(handle)):
+            case m.TellRank(_, m.PushCancel(handle)):
                 return f"rank: cancel push {handle}"
-            case ev.ToRank(_, m.SealCopy(ticket, pages, extents)):
+            case m.TellRank(_, m.SealCopy(ticket, pages, extents)):
                 return f"rank: seal {ticket} pages={commas(pages)} extents={commas(extents)}"
-            case ev.ToRank(_, m.LoadCopy(ticket, extents, pages)):
+            case m.TellRank(_, m.LoadCopy(ticket, extents, pages)):
                 return f"rank: load {ticket} extents={commas(extents)} pages={commas(pages)}"
             case ev.Pull(job):
                 self.jobs[job.ticket] = job
@@ -238,24 +239,24 @@ def _done(p: Player, a: list[str], g: dict[str, str]) -> ev.Event:
     without = {int(h) for h in g.get("without", "0").split(",")}
     sampled = tuple(m.Sampled(i.handle, 100 + i.handle) for i in step.items if i.sample and i.handle not in without)
     start, end = p.now - int(g.get("took", 0)) * MS, p.now
-    return ev.FromRank(int(g.get("rank", 0)), m.PrefillStepDone(step.step_id, start, end, sampled))
+    return m.FromRank(int(g.get("rank", 0)), m.PrefillStepDone(step.step_id, start, end, sampled))
 
 
 def _error(p: Player, a: list[str], g: dict[str, str]) -> ev.Event:
     step = p.steps[int(a[0])]
     only = [int(h) for h in g["only"].split(",")] if "only" in g else [i.handle for i in step.items]
-    return ev.FromRank(0, m.RankError(tuple(only), "out of memory"))
+    return m.FromRank(0, m.RankError(tuple(only), "out of memory"))
 
 
 def _pushed(p: Player, a: list[str], g: dict[str, str]) -> ev.Event:
     post = p.now - int(g.get("took", 0)) * MS
     rank = int(g.get("rank", 0))
-    return ev.FromRank(rank, m.PushDone(int(a[0]), int(g.get("epoch", 7)), post, p.now, int(g.get("bytes", 999))))
+    return m.FromRank(rank, m.PushDone(int(a[0]), int(g.get("epoch", 7)), post, p.now, int(g.get("bytes", 999))))
 
 
 def _push_failed(p: Player, a: list[str], g: dict[str, str]) -> ev.Event:
     cause = g.get("cause", "path-broken")
-    return ev.FromRank(0, m.PushFailed(int(a[0]), int(g.get("epoch", 7)), cause, g.get("drained", "yes") == "yes"))
+    return m.FromRank(0, m.PushFailed(int(a[0]), int(g.get("epoch", 7)), cause, g.get("drained", "yes") == "yes"))
 
 
 def _pulled(p: Player, a: list[str], g: dict[str, str]) -> ev.Event:
@@ -265,7 +266,7 @@ def _pulled(p: Player, a: list[str], g: dict[str, str]) -> ev.Event:
         arrived = tuple(range(len(job.blocks)))
     cause = "" if len(arrived) == len(job.blocks) else "gone"
     own = tuple(n for n in arrived if str(job.blocks[n]) in g.get("own", "").split(","))
-    return ev.Pulled(Pulled(job.ticket, arrived, 100 * (len(arrived) - len(own)), 0, cause, own))
+    return Pulled(job.ticket, arrived, 100 * (len(arrived) - len(own)), 0, cause, own)
 
 
 def _copied(kind: type[m.SealCopied] | type[m.LoadCopied]) -> Make:
@@ -273,7 +274,7 @@ def _copied(kind: type[m.SealCopied] | type[m.LoadCopied]) -> Make:
         said = kind(int(a[0]), p.now - int(g.get("took", 0)) * MS, p.now)
         if isinstance(said, m.SealCopied) and "bad" in g:  # positions whose KV is not finite
             said = msgspec.structs.replace(said, bad=tuple(map(int, g["bad"].split(","))))
-        return ev.FromRank(int(g.get("rank", 0)), said)
+        return m.FromRank(int(g.get("rank", 0)), said)
 
     return make
 
@@ -286,10 +287,10 @@ EVENTS: dict[str, Make] = {
     "broken": lambda p, a, g: ev.StreamBroken(int(a[0])),
     "done": _done,
     "error": _error,
-    "progress": lambda p, a, g: ev.FromRank(int(g.get("rank", 0)), m.PushProgress(int(a[0]), int(a[1]))),
+    "progress": lambda p, a, g: m.FromRank(int(g.get("rank", 0)), m.PushProgress(int(a[0]), int(a[1]))),
     "pushed": _pushed,
     "push-failed": _push_failed,
-    "drained": lambda p, a, g: ev.FromRank(0, m.PushDrained(int(a[0]), g.get("certain", "yes") == "yes")),
+    "drained": lambda p, a, g: m.FromRank(0, m.PushDrained(int(a[0]), g.get("certain", "yes") == "yes")),
     "pulled": _pulled,
     "sealed": _copied(m.SealCopied),
     "loaded": _copied(m.LoadCopied),
@@ -298,7 +299,7 @@ EVENTS: dict[str, Make] = {
     "back": lambda p, a, g: ev.RanksBack(),
     "stop": lambda p, a, g: ev.Stop(),
     "doors": lambda p, a, g: ev.Doors(remote=g.get("remote", ""), own=g.get("own", "")),
-    "tick": lambda p, a, g: ev.Tick(),
+    "tick": lambda p, a, g: Tick(),
 }
 
 

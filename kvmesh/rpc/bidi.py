@@ -1,0 +1,221 @@
+"""Two-way gRPC streams: a hello each way, then messages in both directions until one side ends it.
+
+`ClientStream` dials, `ServerStream` answers. Both read in one task and write in another; every write has a deadline,
+and what waits to be written is bounded. Nothing here dials again: whoever needs the peer next opens another stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import grpc
+import grpc.aio
+
+from kvmesh.errors import HandoffLost, InternalError, InvalidRequest, KvmeshError, ProtocolMismatch, Unavailable
+from kvmesh.rpc import channels, protocol, status
+
+log = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S = 10.0
+WRITE_TIMEOUT_S = 10.0  # a peer that takes nothing for this long is gone, whatever its TCP connection says
+END_TIMEOUT_S = 1.0  # for the peer's last words
+MOST_QUEUED = 1 << 14  # messages that the peer has not taken yet
+
+RequestT = TypeVar("RequestT")
+ResponseT = TypeVar("ResponseT")
+
+
+class ClientStream(Generic[RequestT, ResponseT]):
+    """One stream to one server, and its channel. `who` names the server in errors. `send` may be called before `open`
+    has ended, so that no round trip is lost: the hello goes first all the same."""
+
+    def __init__(self, who: str, address: str, method: Callable[[grpc.aio.Channel], Any]) -> None:
+        self.who = who
+        self._method = method
+        self._channel = channels.connect(address)
+        self._call: Any = None
+        self._queue: deque[tuple[RequestT, Callable[[], None] | None]] = deque()
+        self._news = asyncio.Event()
+        self._writer: asyncio.Task[None] | None = None
+        self._stuck = False  # the peer takes no messages
+
+    def send(self, message: RequestT, written: Callable[[], None] | None = None) -> None:
+        """Queue a message; `written` is called when gRPC has taken it. Never blocks; a queue that is full ends the
+        stream."""
+        if len(self._queue) < MOST_QUEUED:
+            self._queue.append((message, written))
+            self._news.set()
+        else:
+            self._give_up()
+
+    async def open(self, hello: RequestT, timeout_s: float) -> ResponseT:
+        """Dial and exchange hellos; returns the server's. Raises Unavailable when nobody answers in time, HandoffLost
+        or ProtocolMismatch when the stream ends instead."""
+        self._queue.appendleft((hello, None))
+        self._news.set()
+        try:
+            async with asyncio.timeout(timeout_s):
+                self._call = self._method(self._channel)
+                self._writer = asyncio.create_task(self._write(timeout_s), name=f"write to {self.who}")
+                first = await self._call.read()
+        except TimeoutError:
+            raise Unavailable(f"{self.who} did not answer within {timeout_s:g} s") from None
+        except (grpc.RpcError, asyncio.InvalidStateError) as err:
+            raise await self._why(err) from None
+        except asyncio.CancelledError:
+            if self._was_cancelled_by_us():
+                raise await self._why(None) from None
+            raise
+        if first is grpc.aio.EOF or self._stuck:
+            raise await self._why(None)
+        if not first.HasField("hello"):
+            raise ProtocolMismatch(f"{self.who} began without a hello", field="protocol_version")
+        protocol.check(first.hello.protocol_version, self.who)
+        welcome: ResponseT = first
+        return welcome
+
+    async def read(self, take: Callable[[ResponseT], None]) -> KvmeshError:
+        """Give every message to `take` until the stream ends; returns why it did. A message that `take` cannot read
+        ends it, too."""
+        try:
+            while (message := await self._call.read()) is not grpc.aio.EOF:
+                take(message)
+            return await self._why(None)
+        except (grpc.RpcError, asyncio.InvalidStateError) as err:
+            return await self._why(err)
+        except asyncio.CancelledError:
+            if self._was_cancelled_by_us():
+                return await self._why(None)
+            raise
+        except Exception as err:
+            log.exception("%s: bad message", self.who)
+            return InternalError(f"{self.who} sent a message that cannot be read: {type(err).__name__}: {err}")
+
+    async def _write(self, connect_s: float) -> None:
+        timeout_s = connect_s + WRITE_TIMEOUT_S  # the first write waits for the connection
+        try:
+            while True:
+                await self._news.wait()
+                self._news.clear()
+                while self._queue:
+                    message, written = self._queue.popleft()
+                    async with asyncio.timeout(timeout_s):
+                        await self._call.write(message)
+                    timeout_s = WRITE_TIMEOUT_S
+                    if written is not None:
+                        written()
+        except TimeoutError:
+            log.warning("%s takes no messages", self.who)
+            self._give_up()
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            return  # the reader knows why
+
+    def _give_up(self) -> None:
+        self._stuck = True
+        if self._call is not None:
+            self._call.cancel()  # the reader ends, and with it the stream
+
+    def _was_cancelled_by_us(self) -> bool:
+        """A call that `_give_up` has cancelled raises CancelledError in its reader, as if the task were cancelled."""
+        task = asyncio.current_task()
+        return self._stuck and task is not None and not task.cancelling()
+
+    async def _why(self, err: BaseException | None) -> KvmeshError:
+        """The named error of a stream that ended: what the peer said, if it said anything."""
+        if self._stuck:
+            return HandoffLost(f"{self.who} takes no messages")
+        if isinstance(err, grpc.RpcError):
+            named = status.from_rpc_error(err)
+            return named if isinstance(named, ProtocolMismatch) else HandoffLost(f"{self.who} is lost: {named.message}")
+        try:
+            async with asyncio.timeout(END_TIMEOUT_S):
+                code, details = await self._call.code(), await self._call.details()
+        except TimeoutError:
+            code, details = None, ""
+        if code in (None, grpc.StatusCode.OK):
+            return HandoffLost(f"{self.who} closed the stream")
+        return HandoffLost(f"{self.who} is lost: {details or code.name}")
+
+    async def close(self) -> None:
+        """End the stream if it lives; afterwards no task nor socket of it is left."""
+        if self._call is not None:
+            self._call.cancel()
+        if self._writer is not None:
+            self._writer.cancel()
+            await asyncio.gather(self._writer, return_exceptions=True)
+        await self._channel.close(grace=None)
+
+
+class ServerStream(Generic[RequestT, ResponseT]):
+    """One stream of one client, for a servicer's method that is a coroutine and writes to its context: only so can a
+    write have a deadline."""
+
+    def __init__(
+        self, requests: AsyncIterator[RequestT], context: Any, *, write_timeout_s: float = WRITE_TIMEOUT_S
+    ) -> None:
+        self.who = "the client"
+        self._write_timeout_s = write_timeout_s
+        self._requests = requests
+        self._context = context
+
+    async def hello(self) -> Any:
+        """The client's first message, which must be a hello; raises InvalidRequest when it is none."""
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                first: Any = await anext(aiter(self._requests))
+        except TimeoutError:
+            raise InvalidRequest(f"no hello within {HELLO_TIMEOUT_S:g} s", field="hello") from None
+        except StopAsyncIteration:
+            raise InvalidRequest("the stream ended before its hello", field="hello") from None
+        if not first.HasField("hello"):
+            raise InvalidRequest.of("kind", first.WhichOneof("kind"), "a stream begins with hello")
+        return first.hello
+
+    async def write(self, message: ResponseT) -> None:
+        """Raises Unavailable when the client does not take it in time."""
+        try:
+            async with asyncio.timeout(self._write_timeout_s):
+                await self._context.write(message)
+        except TimeoutError:
+            raise Unavailable(f"{self.who} took no message for {self._write_timeout_s:g} s") from None
+
+    async def serve(
+        self,
+        read: Callable[[RequestT], None],
+        outgoing: Callable[[], Sequence[ResponseT]],
+        news: asyncio.Event,
+        over: Callable[[], bool],
+    ) -> bool:
+        """Give every request to `read`, and write what `outgoing` has whenever `news` is set; what gathers while it is
+        written goes out next. Returns False when the client ends the stream or it breaks, and True when `over` says
+        so; both only when nothing is left to write. What `read` raises ends the stream, too."""
+        reader = asyncio.create_task(self._read(read), name=f"read from {self.who}")
+        reader.add_done_callback(lambda _: news.set())
+        try:
+            while True:
+                messages = outgoing()
+                for message in messages:
+                    await self.write(message)
+                if messages:
+                    continue
+                if reader.done():
+                    reader.result()
+                    return False
+                if over():
+                    return True
+                await news.wait()
+                news.clear()
+        finally:
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+
+    async def _read(self, read: Callable[[RequestT], None]) -> None:
+        try:
+            async for request in self._requests:
+                read(request)
+        except grpc.RpcError:
+            return  # the stream broke: the next write, or nothing, is its end
