@@ -74,10 +74,11 @@ def count_of(options: Options) -> int | None:
     assert path is not None
     try:
         with path.open("rb") as file:
-            lines = sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b""))
+            lines = sum(not line.isspace() for line in file)
     except OSError as err:
         name = "trace" if options.trace else "csv"
         raise ConfigError(f"{name}={str(path)!r}: {err.strerror}", field=name) from None
+    lines -= options.csv is not None  # its header
     left = max(0, lines - options.skip)
     return left if options.requests is None else min(left, options.requests)
 
@@ -178,6 +179,16 @@ def node_of(options: Options) -> NodeSpec:
     if options.nic_gbps is None and costs.transfer.b > 0:
         spec = replace(spec, nic_bytes_per_s=1 / costs.transfer.b)
     return replace(spec, times=Fitted(costs))
+
+
+def check_names(*, policy: str, admission: str, fetch: str) -> None:
+    """ConfigError: one of these is no name of a policy, of a mode of admission or of a way to fetch."""
+    from services.conductor.domain import Fetch
+    from services.conductor.settings import Mode, Policy
+
+    _member(Policy, "policy", policy.replace("-", "_"))
+    _member(Mode, "admission", admission)
+    _member(Fetch, "fetch", fetch)
 
 
 def _settings(options: Options) -> Settings:

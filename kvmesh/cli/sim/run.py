@@ -88,6 +88,7 @@ def command() -> Callable[..., None]:
     def run(**given: Any) -> None:
         own = {name: given.pop(name) for name in _OUTPUT}
         own["sweep"] = own["sweep"] or []
+        sim_build.check_names(**{name: given[name] for name in ("policy", "admission", "fetch")})  # before all else
         serve(Options(**given), Output(**own))
 
     keyword = inspect.Parameter.KEYWORD_ONLY
