@@ -164,7 +164,7 @@ def option(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
     elif field.default == ():
         shown = ""
     else:
-        shown = "" if field.default is dataclasses.MISSING else str(field.default)
+        shown = "" if field.default in (dataclasses.MISSING, None) else str(field.default)
     flag = flag_of(field.name, field.metadata)
     kind: Any = bool if hint is bool else str
     if field.metadata.get("repeat"):

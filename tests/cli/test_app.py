@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import socket
 import subprocess
@@ -164,6 +166,20 @@ def test_chat_without_a_mesh_says_so(invoke: Invoke) -> None:
     result = invoke("chat", "-m", "hi", "--url", "http://127.0.0.1:1")
     assert result.exit_code == 1
     assert "error: nothing answers at http://127.0.0.1:1: is the mesh up?" in result.output
+
+
+def test_chat_and_bench_of_a_machine_that_joined_ask_for_the_url(
+    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    run = tmp_path / "kvmesh" / "latest"
+    run.mkdir(parents=True)
+    joined = {"conductors": ["10.0.0.1:7001"], "masters": ["10.0.0.1:7002"]}
+    (run / "mesh.json").write_text(json.dumps({"pid": os.getpid(), "url": "", "services": {}, "joined": joined}))
+    for args in (("chat", "-m", "hi"), ("bench", "--requests", "1")):
+        result = invoke(*args)
+        assert result.exit_code == 2
+        assert "serves in the mesh of 10.0.0.1:7001, whose gateway is on another one: give --url" in result.output
 
 
 @pytest.mark.parametrize("bias", ["5", "5=x", "5=nan"])

@@ -294,7 +294,7 @@ def _whole(mesh: Mesh) -> tuple[str, ...]:
         *([f"        {kvmesh} role coupled-0 prefill|decode|both"] if mesh.settings.coupled else []),
         "",
         *_invitation(mesh),
-        *_plaintext(mesh.settings),
+        *(() if mesh.url.startswith("https:") else _plaintext(mesh.settings)),
         "Ctrl-C stops everything.",
     )
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvmesh.cli.serve import config_class
-from kvmesh.cli.up.settings import EVERY_ADDRESS, INSTANCES, MeshSettings, Served
+from kvmesh.cli.up.settings import CONDUCTOR_PORT, EVERY_ADDRESS, INSTANCES, STORE_PORT, MeshSettings, Served
 from kvmesh.config import ENV_PREFIX, checked
 from kvmesh.errors import ConfigError
 from kvmesh.rpc import security
@@ -88,7 +88,8 @@ PORT_STEP = 10  # between the fixed ports of conductors, and of masters
 
 @dataclass(frozen=True)
 class Spec:
-    """One service process. `address` is its gRPC server, `http` the gateway's REST address (else "")."""
+    """One service process. `address` is its gRPC server, `http` the gateway's REST address (else ""), which speaks TLS
+    where `https` says so."""
 
     name: str
     service: str
@@ -99,6 +100,7 @@ class Spec:
     env: Mapping[str, str]
     log: Path
     ready_file: Path
+    https: bool = False
 
 
 class Ports:
@@ -190,15 +192,19 @@ def identity(settings: MeshSettings, name: str) -> str:
 
 
 def fixed_ports(settings: MeshSettings) -> dict[str, int]:
-    """Ports of the processes that other machines must know beforehand, by name; none where none joins."""
-    if not settings.address or settings.join:
+    """Ports of conductors and masters that are known beforehand, by name: those that were given, and where other
+    machines can join the usual ones."""
+    if settings.join:
         return {}
-    return {
-        name: first + PORT_STEP * i
-        for service, first in (("conductor", settings.conductor_port), ("store", settings.store_port))
-        for i, name in enumerate(_names(service, settings.conductors if service == "conductor" else settings.masters))
-        if first
-    }
+    found = {}
+    for service, count, given, usual in (
+        ("conductor", settings.conductors, settings.conductor_port, CONDUCTOR_PORT),
+        ("store", settings.masters, settings.store_port, STORE_PORT),
+    ):
+        first = usual if given is None and settings.address else given
+        if first:
+            found |= {name: first + PORT_STEP * i for i, name in enumerate(_names(service, count))}
+    return found
 
 
 def _names(service: str, count: int) -> list[str]:
@@ -247,6 +253,7 @@ def _service(
         env=_environment(settings, one.name, one.service) | _secrets(one.service, flags),
         log=run_dir / "logs" / f"{one.name}.log",
         ready_file=Path(flags["ready_file"]),
+        https=one.service == "gateway" and bool(flags["http_tls_cert"]),
     )
 
 

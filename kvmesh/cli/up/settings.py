@@ -18,6 +18,7 @@ from kvmesh.rpc.exposure import is_loopback
 _PORT = {"min": 0, "max": 65535}
 _COUNT = {"min": 0, "max": 64}
 _RANKS = {"min": 1, "max": 64}
+CONDUCTOR_PORT, STORE_PORT = 7001, 7002  # of the first ones, where other machines can join
 EVERY_ADDRESS = ("", "0.0.0.0", "::")  # to listen on
 
 INSTANCES = ("prefill", "decode", "coupled")  # services whose instances have ranks; KEY_tp: how many each
@@ -145,15 +146,19 @@ class MeshSettings:
         },
     )
     node_id: str = field(default="", metadata={"help": "Name of this machine in the mesh; empty: its host name."})
-    conductor_port: int = field(
-        default=7001,
+    conductor_port: int | None = field(
+        default=None,
         metadata={
-            "help": "Where other machines can join: port of the first conductor, 10 more for each further one; 0 picks "
-            "free ones.",
+            "help": "Port of the first conductor, 10 more for each further one; 0 picks free ones. By default "
+            f"{CONDUCTOR_PORT} where other machines can join, else free ones.",
+            "metavar": "N",
             **_PORT,
         },
     )
-    store_port: int = field(default=7002, metadata={"help": "The same of store masters.", **_PORT})
+    store_port: int | None = field(
+        default=None,
+        metadata={"help": f"The same of store masters; {STORE_PORT}.", "metavar": "N", **_PORT},
+    )
     http_port: int = field(default=8000, metadata={"help": "REST port; 0 picks a free one.", **_PORT})
     grpc_port: int = field(default=8001, metadata={"help": "gRPC port; 0 picks a free one.", **_PORT})
     dtype: str = field(default="float32", metadata={"help": "float32, bfloat16 or float16.", "choices": DTYPES})
