@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from kvmesh.cli import serve, stream
+from kvmesh.cli import options, stream
 from kvmesh.cli.app import app
 from kvmesh.cli.serve import SERVICES, config_class, known_keys
 from kvmesh.config import ServiceConfig
@@ -67,7 +67,7 @@ def test_every_help_teaches_with_an_example(invoke: Invoke, command: list[str]) 
 @pytest.mark.parametrize("service", SERVICES)
 def test_every_key_of_a_service_is_an_option_with_help(invoke: Invoke, service: str) -> None:
     output = invoke("serve", service, "--help").output
-    for field, _ in serve.fields_of(config_class(service)):
+    for field, _ in options.fields_of(config_class(service)):
         assert f"--{field.name.replace('_', '-')}" in output
         assert field.metadata.get("help"), f"{service}.{field.name} has no help"
     assert "A flag wins over the environment" in re.sub(r"\s+", " ", output)
