@@ -13,6 +13,7 @@ import numpy as np
 
 from kvmesh.errors import ConfigError, TransferError
 from kvmesh.transfer import EngineConfig, Opcode, Range, TransferEngine, TransferRequest, TransferState
+from kvmesh.transfer.config import KNOWN_TRANSPORTS
 from kvmesh.transfer.host import look
 
 _REQUEST = 1 << 20
@@ -101,6 +102,15 @@ def left_out(transport: str, wanted: Sequence[str], root: Path = Path("/")) -> l
         elif net.up and net.physical and not addresses:
             reasons.append(f"{net.name} (no address)")
     return reasons
+
+
+def check(plan: Plan) -> None:
+    """ConfigError: a transport that nobody knows, a NIC that is not here."""
+    check_nics(plan.nics)
+    for name in plan.transports:
+        if name not in KNOWN_TRANSPORTS:
+            known = ", ".join(KNOWN_TRANSPORTS)
+            raise ConfigError(f"transports={name!r}: not one of {known}", field="transports")
 
 
 @lru_cache(maxsize=1)
