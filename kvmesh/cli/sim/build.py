@@ -157,10 +157,9 @@ def _host_of(options: Options) -> HostModel | None:
 def node_of(options: Options) -> NodeSpec:
     """One instance: the roofline of its GPUs or, with `times`, what was fitted."""
     from kvmesh.sim.fitting.mesh_fit import read_fit
-    from kvmesh.sim.hardware.fitted import Fitted
     from kvmesh.sim.hardware.hardware import changed, hardware
     from kvmesh.sim.hardware.shapes import shape_of
-    from kvmesh.sim.hardware.times import node_spec
+    from kvmesh.sim.hardware.times import Fitted, node_spec
 
     gpu = changed(hardware(options.gpu), nic_gbps=options.nic_gbps, dram_gib=options.dram_gib, ssd_gib=options.ssd_gib)
     spec = node_spec(
