@@ -108,6 +108,20 @@ class ServiceConfig:
     )
 
 
+def same_as(cls: type[Any], key: str, **changes: Any) -> Any:
+    """A field for what the field `key` of the service configuration `cls` says: with its default, limits and help but
+    for `changes`. Whoever starts such a service passes it on: see `passed_on`."""
+    (origin,) = (one for one in dataclasses.fields(cls) if one.name == key)
+    default = changes.pop("default", origin.default)
+    return field(default=default, metadata={**origin.metadata, **changes, "of": cls})
+
+
+def passed_on(settings: Any, cls: type[Any]) -> dict[str, Any]:
+    """Values by key of those fields of `settings` that are the `same_as` fields of `cls`, or of a class above it."""
+    fields = dataclasses.fields(settings)
+    return {one.name: getattr(settings, one.name) for one in fields if issubclass(cls, one.metadata.get("of", ()))}
+
+
 def without_password(url: str) -> str:
     """As it may be shown: whatever stands before the last "@" is left out but for a user's name."""
     credentials, at, rest = url.rpartition("@")

@@ -111,12 +111,12 @@ def _write(text: str) -> None:
 def _default_url() -> str:
     from kvmesh.cli.stream import trust
 
-    with contextlib.suppress(ConfigError):
-        run = runs.find(None)
-        if run.running:
-            trust(run.http_ca)
-            return run.url
-    return DEFAULT_URL
+    try:
+        run = runs.find_running(None)
+    except ConfigError:
+        return DEFAULT_URL
+    trust(run.http_ca)
+    return runs.rest(run)
 
 
 def _converse(out: Console, url: str, model: str, ask: Callable[[str], None], history: list[dict[str, str]]) -> None:

@@ -134,6 +134,14 @@ def _addresses(run: Run, service: str) -> str:
     return ",".join(one["address"] for one in run.services.values() if one["service"] == service)
 
 
+def rest(run: Run) -> str:
+    """The URL of its REST port. ConfigError: this machine has joined a mesh, whose gateway is on another one."""
+    if not run.url:
+        why = f"this machine serves in the mesh of {conductors(run)}, whose gateway is on another one"
+        raise ConfigError(f"url='': {why}: give --url, as `kvmesh up` printed it there", field="url")
+    return run.url
+
+
 def secure(run: Run | None) -> None:
     """Have this process call services as `run` wants it, without one as KVMESH_TLS_* say. ConfigError: a bad file."""
     from kvmesh.rpc.security import TlsFiles, configure

@@ -5,22 +5,21 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import importlib
-import inspect
 import json
 import logging
 import os
-import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 import typer
 
+from kvmesh.cli import options
 from kvmesh.cli.console import one_line_errors
 from kvmesh.cli.up.advertising import resolved
-from kvmesh.config import ServiceConfig, flag_of, load
+from kvmesh.config import ServiceConfig, load
 from kvmesh.errors import ConfigError
 from kvmesh.loading import lasting_imports
 
@@ -124,59 +123,12 @@ def register(app: typer.Typer) -> None:
 
 def _command(service: str) -> Callable[..., None]:
     @one_line_errors
-    def command(**options: Any) -> None:
-        path = options.pop("config")
-        cls = config_class(service)
-        config = load(cls, options, toml=path, env=os.environ, also_known=known_keys())
+    def command(**given: Any) -> None:
+        path = given.pop("config")
+        config = load(config_class(service), given, toml=path, env=os.environ, also_known=known_keys())
         serve(service, config)
 
-    parameters = [option(field, hint) for field, hint in fields_of(config_class(service))]
-    parameters.append(config_parameter())
-    command.__name__ = service
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return command
-
-
-def config_parameter() -> inspect.Parameter:
-    """The option `--config FILE`."""
-    info = typer.Option(help="TOML file with these keys.", metavar="FILE")
-    return inspect.Parameter(
-        "config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[Path | None, info]
-    )
-
-
-def fields_of(cls: type[Any]) -> list[tuple[dataclasses.Field[Any], Any]]:
-    """Fields with their types: the class's own first, those of its bases after them."""
-    hints = typing.get_type_hints(cls)
-    inherited = {
-        field.name for base in cls.__mro__[1:] if dataclasses.is_dataclass(base) for field in dataclasses.fields(base)
-    }
-    fields = [field for field in dataclasses.fields(cls) if field.init and not field.metadata.get("internal")]
-    return [(field, hints[field.name]) for field in sorted(fields, key=lambda field: field.name in inherited)]
-
-
-def option(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
-    """The command-line option of a configuration field. Text: `load` converts and refuses, whatever the origin."""
-    text = field.metadata.get("help", "")
-    if field.default_factory is not dataclasses.MISSING:
-        shown = str(field.default_factory())
-    elif field.default == ():
-        shown = ""
-    else:
-        shown = "" if field.default is dataclasses.MISSING else str(field.default)
-    flag = flag_of(field.name, field.metadata)
-    kind: Any = bool if hint is bool else str
-    if field.metadata.get("repeat"):
-        kind = list[str]
-    flags = [f"{flag}/--no-{flag[2:]}"] if hint is bool else [flag]
-    metavar = None if hint is bool else field.metadata.get("metavar") or {int: "N", float: "X"}.get(hint, "TEXT")
-    if shown and hint is not bool:
-        text = f"{text} \\[default: {shown}]"
-    info = typer.Option(*flags, help=text, show_default=False, metavar=metavar)
-    return inspect.Parameter(
-        field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, info]
-    )
+    return options.taking(command, service, [*options.of_config(config_class(service)), options.CONFIG])
 
 
 def _grace_s(config: ServiceConfig) -> float:

@@ -109,6 +109,8 @@ def _screen(found: dict[str, Any], width: int) -> RenderableType:
         names = ", ".join(run.get("models") or [run["model"]])
         parts.append(f"[bold]{escape(names)}[/] {_at(run)}\n[dim]{escape(run['run_dir'])}[/]\n")
     parts.append(_services(found))
+    if run and (metrics := [f"{name} {one['metrics']}" for name, one in run["services"].items() if one.get("metrics")]):
+        parts.append(f"[dim]metrics (Prometheus): {escape(', '.join(metrics))}[/]")
     if "error" not in found["conductor"]:
         parts += ["", _instances(found["conductor"].get("instances", []), width)]
         if errors := found["conductor"].get("group_errors"):

@@ -104,6 +104,10 @@ def trace(
     request_id: Annotated[str | None, typer.Argument(help="Request id, response id or trace id.")] = None,
     last: Annotated[bool, typer.Option("--last", help="The request that ended last.")] = False,
     run_dir: RunDir = None,
+    trace_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder of spans, as `kvmesh serve --trace-dir` writes them, in place of a run's."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The spans, one JSON object a line.")] = False,
 ) -> None:
     """Show where the time of one request went: its spans through all services, as a tree.
@@ -113,15 +117,17 @@ def trace(
         kvmesh trace --last
 
         kvmesh trace chatcmpl-3f2a9c
+
+        kvmesh trace --last --trace-dir /var/lib/kvmesh/traces
     """
     if bool(request_id) == last:
         raise ConfigError("name a request id, or give --last")
-    run = runs.find(run_dir)
-    deadline = time.monotonic() + (_FLUSH_S if run.running else 0)
+    folder, written = _where(run_dir, trace_dir)
+    deadline = time.monotonic() + (_FLUSH_S if written else 0)
     while True:
         late = time.monotonic() > deadline
         try:
-            chosen = _choose(run.run_dir / "traces", request_id)
+            chosen = _choose(folder, request_id)
         except KvmeshError:
             if late:
                 raise
@@ -137,6 +143,21 @@ def trace(
     out.print(f"trace {chosen[0]['trace_id']}, {len(chosen)} spans")
     wide_enough(out)
     out.print(_table(trees(chosen), out))
+
+
+def _where(run_dir: Path | None, trace_dir: Path | None) -> tuple[Path, bool]:
+    """The folder of spans, and whether services may still write there. ConfigError: there is none."""
+    if trace_dir is not None:
+        if run_dir is not None:
+            raise ConfigError(f"trace_dir={str(trace_dir)!r}: not with --run-dir", field="trace_dir")
+        if not trace_dir.is_dir():
+            raise ConfigError(f"trace_dir={str(trace_dir)!r}: no such folder", field="trace_dir")
+        return trace_dir, True
+    run = runs.find(run_dir)
+    if run_dir is None and not run.running:
+        text = f"of the mesh of {run.run_dir}, which has stopped; --trace-dir shows the spans of other services"
+        console(stderr=True).print(text, style="dim", markup=False, soft_wrap=True)
+    return run.run_dir / "traces", run.running
 
 
 def _choose(folder: Path, request_id: str | None) -> list[dict[str, Any]]:

@@ -21,9 +21,8 @@ from kvmesh.sim.links import Links
 from kvmesh.sim.loop import Loop
 from kvmesh.sim.node import ADDRESS, Node
 from kvmesh.sim.prefiller import Prefiller
-from kvmesh.sim.pulls import Pull, Puller
-from kvmesh.sim.pushes import Pushes
 from kvmesh.sim.report.records import FAILED, REFUSED, PoolSample, Record, Sample
+from kvmesh.sim.transfers import Pull, Puller, Pushes
 from kvmesh.sim.workloads.retries import WaitingClients
 from kvmesh.sim.workloads.workload import SimRequest
 from services.conductor.domain import (

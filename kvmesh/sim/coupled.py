@@ -1,4 +1,5 @@
-"""A coupled instance in virtual time, for comparison: it computes prompts and answers on the same device, as vLLM did.
+"""Coupled instances in virtual time, and the plain router before them: what disaggregation is compared with, on as many
+devices. Such an instance computes prompts and answers on the same device, as vLLM did.
 
 One pool of pages in device memory, with a prefix cache of its own (the product's, `kvcache.prefix_cache`). Prompts wait
 first come, first served, and begin when all of their pages are free.
@@ -18,10 +19,10 @@ import numpy as np
 
 from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.prefix_cache import PrefixCache
-from kvmesh.sim.config import Mode, SimConfig
+from kvmesh.sim.config import Mode, Routing, SimConfig
 from kvmesh.sim.hardware.times import NodeSpec
 from kvmesh.sim.loop import Loop
-from kvmesh.sim.report.records import PoolSample, Record
+from kvmesh.sim.report.records import DONE, FAILED, PoolSample, Record, Sample
 from kvmesh.sim.rows import Row, Rows
 from kvmesh.sim.workloads.workload import SimRequest
 from services.decode import rules
@@ -281,3 +282,62 @@ class Coupled:
         assert not (self.live or self._waiting or self._prefilling or self.rows.rows or self._grown)
         self.cache.check_integrity()
         assert self._free == self.pool.total, f"{self.name}: {self._free} of {self.pool.total} pages came back"
+
+
+class CoupledCluster:
+    """`ended` is called once for every request that was `submit`ted."""
+
+    def __init__(self, config: SimConfig, loop: Loop, ended: Callable[[Record], None]) -> None:
+        self._config, self._loop, self._told = config, loop, ended
+        self.instances = [
+            Coupled(f"c{n}", spec, config, loop, self._done, self._failed) for n, spec in enumerate(config.coupled)
+        ]
+        self._number = 0
+        self._turn = -1
+        self.active = 0
+        self.quiet = True  # nothing goes over wires
+
+    def submit(self, request: SimRequest) -> None:
+        """It arrives now."""
+        self.active += 1
+        self._number += 1
+        instance = self._choose()
+        record = Record.of(request, self._loop.now, self._config.max_output_tokens)
+        record.prefill = record.decode = instance.name
+        guest = CoupledRow(self._number, request, record)
+        self._loop.after(self._config.hop_s, lambda: instance.arrive(guest))
+
+    def _choose(self) -> Coupled:
+        """Those that are as good take turns."""
+        count = len(self.instances)
+        turns = range(self._turn + 1, self._turn + 1 + count)
+        self._turn = turns[0]
+        if self._config.routing is Routing.LEAST_LOADED:
+            self._turn = min(turns, key=lambda n: self.instances[n % count].live)
+        self._turn %= count
+        return self.instances[self._turn]
+
+    def _done(self, guest: CoupledRow) -> None:
+        self._end(guest.record, DONE, "")
+
+    def _failed(self, guest: CoupledRow, reason: str) -> None:
+        self._end(guest.record, FAILED, reason)
+
+    def _end(self, record: Record, outcome: str, reason: str) -> None:
+        assert not record.outcome, f"{record.request_id} ends twice"
+        self.active -= 1
+        record.outcome, record.reason = outcome, reason
+        self._told(record)
+
+    def sample(self) -> Sample:
+        """The pool, now. Its load is the share of pages in use."""
+        pool = PoolSample(len(self.instances))
+        for instance in self.instances:
+            instance.add_to(pool)
+        return Sample(self._loop.now, {"coupled": pool}, 0, self.active)
+
+    def check_empty(self) -> None:
+        """AssertionError unless everything came back: after the last request."""
+        assert not self.active
+        for instance in self.instances:
+            instance.check_empty()

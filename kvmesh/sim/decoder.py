@@ -16,9 +16,9 @@ from kvmesh.sim.config import SimConfig
 from kvmesh.sim.life import Life
 from kvmesh.sim.loop import Loop
 from kvmesh.sim.node import Node
-from kvmesh.sim.pulls import Pull, Puller
 from kvmesh.sim.report.records import DONE, FAILED, REFUSED
 from kvmesh.sim.rows import Row, Rows
+from kvmesh.sim.transfers import Pull, Puller
 from services.conductor.domain import DecodeSample, Load, Outcome, RequestOutcome
 from services.conductor.settings import Mode
 from services.decode import rules

@@ -14,8 +14,7 @@ from kvmesh.sim.config import SimConfig
 from kvmesh.sim.life import Life
 from kvmesh.sim.loop import Loop
 from kvmesh.sim.node import Node
-from kvmesh.sim.pulls import Pull, Puller
-from kvmesh.sim.pushes import Pushes
+from kvmesh.sim.transfers import Pull, Puller, Pushes
 from services.conductor.domain import Load, PrefillSample
 from services.prefill.compute_progress import ComputeProgress
 from services.prefill.planner import Chunk, Planner, Wait

@@ -10,7 +10,7 @@ from typing import Protocol
 from kvmesh.errors import ConfigError
 from kvmesh.sim.cluster import Cluster
 from kvmesh.sim.config import Mode, SimConfig
-from kvmesh.sim.coupled_cluster import CoupledCluster
+from kvmesh.sim.coupled import CoupledCluster
 from kvmesh.sim.host import Watch
 from kvmesh.sim.loop import Loop
 from kvmesh.sim.report.records import DONE, Record, Sample

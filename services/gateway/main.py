@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
 import secrets
-import socket
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
-
-import uvicorn
 
 from kvmesh.errors import ConfigError
 from kvmesh.rpc import security
 from kvmesh.rpc.pb import gateway_pb2_grpc
 from kvmesh.rpc.public_calls import PublicCalls
 from kvmesh.rpc.runner import serve_metrics
-from kvmesh.rpc.server import Server, check_port, join
+from kvmesh.rpc.server import Server
 from kvmesh.telemetry import names
 from services.gateway import servicer
 from services.gateway.conductor import Catalog, Conductor
@@ -29,16 +25,14 @@ from services.gateway.key_file import KeyFile
 from services.gateway.models import Models
 from services.gateway.request_memory import RequestMemory
 from services.gateway.rest import app
-from services.gateway.rest.hosts import Application, HostCheck, checks_hosts
-from services.gateway.rest.http_protocol import BoundedHttpProtocol, HttpConnections
-from services.gateway.rest.tls_listener import TlsListener
+from services.gateway.rest.hosts import HostCheck, checks_hosts
+from services.gateway.rest.http_server import HttpServer
 from services.gateway.sessions import Key, Sessions
 from services.gateway.text.prepare import Preparer
 from services.gateway.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-_HTTP_GRACE_S = 2
 _GRPC_GRACE_S = 0.5
 
 
@@ -137,87 +131,3 @@ async def _drain(core: GatewayCore, server: Server, grace_s: float) -> None:
 async def _end(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-
-
-class _Uvicorn(uvicorn.Server):
-    """Uvicorn without its hold on signals, which belong to the process, and with a moment called started."""
-
-    def __init__(self, config: uvicorn.Config, connections: HttpConnections) -> None:
-        super().__init__(config)
-        self.accepting = asyncio.Event()
-        self._connections = connections
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        context = self.config.ssl
-        if context is None or not sockets:
-            await super().startup(sockets)
-        else:
-            await self.lifespan.startup()
-            protocol: Any = self.config.http_protocol_class
-            make = functools.partial(protocol, self.config, self.server_state, {})
-            self.servers = [TlsListener(sock, context, make, self._connections) for sock in sockets]  # type: ignore[misc]
-            self.started = True
-        self.accepting.set()
-
-
-class HttpServer:
-    """uvicorn on this event loop; HTTPS when the configuration names a certificate."""
-
-    def __init__(self, application: Application, config: GatewayConfig) -> None:
-        self._host = config.host
-        self._port = config.http_port
-        self._limits = config.http_limits
-        self._connections = HttpConnections(self._limits)
-        self._server = _Uvicorn(
-            uvicorn.Config(
-                application,
-                http=functools.partial(BoundedHttpProtocol, bounds=self._connections),  # type: ignore[arg-type]
-                ws="none",
-                lifespan="off",
-                access_log=False,
-                log_config=None,
-                server_header=False,
-                timeout_graceful_shutdown=_HTTP_GRACE_S,
-                backlog=2048,
-                timeout_keep_alive=self._limits.idle_timeout_s,  # type: ignore[arg-type]
-                ssl_certfile=config.http_tls_cert or None,
-                ssl_keyfile=config.http_tls_key or None,
-            ),
-            self._connections,
-        )
-        self._task: asyncio.Task[None] | None = None
-
-    @property
-    def address(self) -> str:
-        """`host:port` once started."""
-        return join(self._host, self._port)
-
-    async def start(self) -> None:
-        """Listen. ConfigError naming the port when it is in use."""
-        check_port(self._host, self._port, "http_port")
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((self._host, self._port))
-        except OSError as err:
-            listener.close()
-            raise ConfigError(f"http_port={self._port}: {err.strerror} on {self._host}", field="http_port") from None
-        self._port = listener.getsockname()[1]
-        self._task = asyncio.create_task(self._server.serve([listener]), name="http")
-        accepting = asyncio.create_task(self._server.accepting.wait())
-        await asyncio.wait((self._task, accepting), return_when=asyncio.FIRST_COMPLETED, timeout=10)
-        accepting.cancel()
-        if self._task.done():
-            self._task.result()
-            raise ConfigError(f"http_port={self._port}: the server ended at its start", field="http_port")
-
-    async def stop(self) -> None:
-        """Stop listening, let answers end for a moment, cancel the rest."""
-        self._server.should_exit = True
-        if self._task is not None:
-            await self._task

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import socket
 import subprocess
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from kvmesh.cli import serve, stream
+from kvmesh.cli import options, stream
 from kvmesh.cli.app import app
 from kvmesh.cli.serve import SERVICES, config_class, known_keys
 from kvmesh.config import ServiceConfig
@@ -65,7 +67,7 @@ def test_every_help_teaches_with_an_example(invoke: Invoke, command: list[str]) 
 @pytest.mark.parametrize("service", SERVICES)
 def test_every_key_of_a_service_is_an_option_with_help(invoke: Invoke, service: str) -> None:
     output = invoke("serve", service, "--help").output
-    for field, _ in serve.fields_of(config_class(service)):
+    for field, _ in options.fields_of(config_class(service)):
         assert f"--{field.name.replace('_', '-')}" in output
         assert field.metadata.get("help"), f"{service}.{field.name} has no help"
     assert "A flag wins over the environment" in re.sub(r"\s+", " ", output)
@@ -164,6 +166,20 @@ def test_chat_without_a_mesh_says_so(invoke: Invoke) -> None:
     result = invoke("chat", "-m", "hi", "--url", "http://127.0.0.1:1")
     assert result.exit_code == 1
     assert "error: nothing answers at http://127.0.0.1:1: is the mesh up?" in result.output
+
+
+def test_chat_and_bench_of_a_machine_that_joined_ask_for_the_url(
+    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    run = tmp_path / "kvmesh" / "latest"
+    run.mkdir(parents=True)
+    joined = {"conductors": ["10.0.0.1:7001"], "masters": ["10.0.0.1:7002"]}
+    (run / "mesh.json").write_text(json.dumps({"pid": os.getpid(), "url": "", "services": {}, "joined": joined}))
+    for args in (("chat", "-m", "hi"), ("bench", "--requests", "1")):
+        result = invoke(*args)
+        assert result.exit_code == 2
+        assert "serves in the mesh of 10.0.0.1:7001, whose gateway is on another one: give --url" in result.output
 
 
 @pytest.mark.parametrize("bias", ["5", "5=x", "5=nan"])

@@ -332,6 +332,18 @@ def test_a_mesh_on_the_screen(width: int) -> None:
     assert len([row for row in rows if row[:1] == ["prefill-0"]]) == 2, "no row takes two lines"
 
 
+def test_metrics_ports_of_a_run_are_told() -> None:
+    told = mesh()
+    told["run"]["services"] = {
+        "gateway": {"address": "127.0.0.1:8001", "metrics": "127.0.0.1:20311"},
+        "redis": {"address": "127.0.0.1:6379", "metrics": ""},
+        "decode-0": {"address": "127.0.0.1:9001", "metrics": "127.0.0.1:20312"},
+    }
+    text = printed(status._screen(told, 160), 160)
+    assert "metrics (Prometheus): gateway 127.0.0.1:20311, decode-0 127.0.0.1:20312" in text
+    assert "metrics" not in printed(status._screen(mesh(), 160), 160)
+
+
 def test_every_store_master_has_a_row() -> None:
     found = mesh()
     found["run"]["services"] = {"store-1": {"address": "127.0.0.1:2", "restarts": 4}}

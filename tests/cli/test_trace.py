@@ -108,6 +108,23 @@ def test_what_is_piped_is_not_cut(run: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "4 KiB late" in output
 
 
+def test_spans_of_services_that_were_not_started_by_up(run: Path, tmp_path: Path) -> None:
+    folder = str(run / "traces")
+    result = CliRunner().invoke(app, ["trace", "r-1", "--trace-dir", folder])
+    assert result.output.splitlines()[0] == f"trace {TRACE}, 5 spans"
+    for more, why in (([folder, "--run-dir", str(run)], "not with --run-dir"), ([f"{folder}-"], "no such folder")):
+        assert why in CliRunner().invoke(app, ["trace", "--last", "--trace-dir", *more]).output
+
+
+def test_it_is_said_that_the_mesh_has_stopped(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(run))
+    (run / "kvmesh").mkdir()
+    (run / "kvmesh" / "latest").symlink_to(run)
+    result = CliRunner().invoke(app, ["trace", "r-1"])
+    assert result.stdout.splitlines()[0] == f"trace {TRACE}, 5 spans"
+    assert f"of the mesh of {run}, which has stopped" in result.stderr
+
+
 def test_last_is_the_request_that_ended_last(run: Path) -> None:
     result = CliRunner().invoke(app, ["trace", "--last", "--json", "--run-dir", str(run)])
     found = [json.loads(line) for line in result.output.splitlines()]

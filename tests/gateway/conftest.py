@@ -19,6 +19,7 @@ from services.gateway import main
 from services.gateway.config import GatewayConfig
 from services.gateway.text.tokenizer import Tokenizer
 from tests.support.gateway import tokenizers_made
+from tests.support.gateway.documented import documented
 from tests.support.gateway.scripted import MODEL, Conductor, Decode, Run, Script
 
 TURN_S = 15.0
@@ -134,7 +135,8 @@ async def make_mesh(checkpoint: Path) -> AsyncIterator[MeshMaker]:
         mesh.stop = end
         mesh.url = f"{mesh.told['scheme']}://{mesh.told['http']}"
         verify: Any = ssl.create_default_context(cafile=http_ca) if http_ca else True
-        mesh.http = httpx.AsyncClient(base_url=mesh.url, timeout=TURN_S, verify=verify)
+        hooks: Any = {"response": [documented]}
+        mesh.http = httpx.AsyncClient(base_url=mesh.url, timeout=TURN_S, verify=verify, event_hooks=hooks)
         closing.append(mesh.http.aclose)
         mesh.client = openai.AsyncOpenAI(
             base_url=f"{mesh.url}/v1",

@@ -14,7 +14,7 @@ from kvmesh.sim.config import SimConfig
 from kvmesh.sim.fitting.calibrate import calibrate, of_intervals, residuals_of, targets_of
 from kvmesh.sim.fitting.mesh_fit import MeshFit, config_of, costs_of
 from kvmesh.sim.fitting.observed import observe, pooled
-from kvmesh.sim.hardware.fitted import Fitted
+from kvmesh.sim.hardware.times import Fitted
 from kvmesh.sim.host import HostModel, scattered
 from kvmesh.sim.report.records import Record
 from kvmesh.sim.run import run

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from kvmesh.errors import ConfigError
 from kvmesh.sim.fitting.mesh_fit import read_fit
-from kvmesh.sim.hardware.fitted import Fitted
 from kvmesh.sim.hardware.hardware import hardware
 from kvmesh.sim.hardware.shapes import shape_of
-from kvmesh.sim.hardware.times import Roofline, attended, attended_within
+from kvmesh.sim.hardware.times import Fitted, Roofline, attended, attended_within
 from services.conductor.costs.file import Costs
 from services.conductor.costs.fit import Coefficients
 from services.conductor.costs.models import PrefillModel

@@ -140,14 +140,17 @@ def doctor(
         _refuse(why, peer=peer, listen=listen or None, transports=transports, nics=nics)
         code = doctor_mesh.show(conductor, store, redis, gateway, as_json=as_json)
     elif listen or peer is not None:
-        from kvmesh.cli.doctor import peer as doctor_peer
+        from kvmesh.cli.doctor.listener import DEFAULT_PORT
+        from kvmesh.cli.doctor.listener import listen as wait_for_callers
+        from kvmesh.cli.doctor.measure import Plan
+        from kvmesh.cli.doctor.peer import call
         from kvmesh.ranks.transfer_config import listed
 
-        plan = doctor_peer.Plan(listed(transports), listed(nics), size_mb << 20, seconds, timeout_s, fault)
+        plan = Plan(listed(transports), listed(nics), size_mb << 20, seconds, timeout_s, fault)
         if listen:
-            code = doctor_peer.listen(host, port, token, plan)
+            code = wait_for_callers(host, DEFAULT_PORT if port is None else port, token, plan, console())
         else:
-            code = doctor_peer.call(peer or "", token, plan, as_json=as_json)
+            code = call(peer or "", token, plan, as_json=as_json)
     else:
         _refuse("only --listen and --peer take any", transports=transports, nics=nics)
         code = _here(as_json)

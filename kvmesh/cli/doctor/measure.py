@@ -14,6 +14,7 @@ import numpy as np
 from kvmesh.errors import ConfigError, TransferError
 from kvmesh.transfer import EngineConfig, Opcode, Range, TransferEngine, TransferRequest, TransferState
 from kvmesh.transfer.host import look
+from kvmesh.transfer.transports import registry
 
 _REQUEST = 1 << 20
 _LOCATION = "cpu:0"
@@ -101,6 +102,16 @@ def left_out(transport: str, wanted: Sequence[str], root: Path = Path("/")) -> l
         elif net.up and net.physical and not addresses:
             reasons.append(f"{net.name} (no address)")
     return reasons
+
+
+def check(plan: Plan) -> None:
+    """ConfigError: a transport that nobody knows, a NIC that is not here."""
+    check_nics(plan.nics)
+    for name in plan.transports:
+        try:
+            registry.find(name)
+        except TransferError as err:
+            raise ConfigError(err.message, field=err.field) from None
 
 
 @lru_cache(maxsize=1)

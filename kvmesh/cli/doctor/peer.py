@@ -1,12 +1,11 @@
-"""`kvmesh doctor --peer` and `--listen`: every pair of NICs of two hosts over every transport, every byte checked."""
+"""`kvmesh doctor --peer`: every pair of NICs of two hosts over every transport, every byte checked."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
+import hmac
 import json
-import os
 import secrets
 import socket
 import threading
@@ -16,21 +15,26 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import count
 from types import TracebackType
+from typing import Any, cast
 
+import grpc
 from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 
 from kvmesh.cli.console import console, wide_enough
-from kvmesh.cli.doctor import wire as wire
+from kvmesh.cli.doctor.listener import DEFAULT_PORT, proof
 from kvmesh.cli.doctor.matrix import Cell, Figure, Outcome, screen, summary
-from kvmesh.cli.doctor.measure import Plan, Side, check_nics
-from kvmesh.cli.doctor.network import interface_addresses
+from kvmesh.cli.doctor.measure import Plan, Side, check
 from kvmesh.errors import ConfigError, KvmeshError, TransferError, Unavailable
+from kvmesh.rpc.channels import CHANNEL_OPTIONS
+from kvmesh.rpc.pb import doctor_pb2 as pb
+from kvmesh.rpc.pb import doctor_pb2_grpc
+from kvmesh.rpc.protocol import PROTOCOL_VERSION
+from kvmesh.rpc.server import join
+from kvmesh.rpc.status import DETAIL_KEY, from_rpc_error
 from kvmesh.transfer import Opcode, SegmentDescriptor
-from kvmesh.transfer.host import look
 from kvmesh.transfer.segment import machine_id, network_id
-from kvmesh.transfer.transports import registry
 from kvmesh.transfer.transports.base import Rail
 from kvmesh.transfer.transports.registry import KNOWN_TRANSPORTS
 
@@ -82,22 +86,8 @@ class Progress:
             self._told_at = self._clock()
 
 
-__all__ = ["Plan", "call", "listen"]
-
-MAX_SIZE = 1 << 30
 _CONNECT_S = 5.0
 _GREET_S = 5.0
-_NOTICE_S = 0.5
-
-
-def check(plan: Plan) -> None:
-    """ConfigError: a transport that nobody knows, a NIC that is not here."""
-    check_nics(plan.nics)
-    for name in plan.transports:
-        try:
-            registry.find(name)
-        except TransferError as err:
-            raise ConfigError(err.message, field=err.field) from None
 
 
 # ── the caller ────────────────────────────────────────────────────────────────────────────────────
@@ -109,20 +99,17 @@ def call(peer: str, token: str, plan: Plan, *, as_json: bool) -> int:
     host, port = parse_peer(peer)
     out = console()
     width = wide_enough(out)
-    channel = connect(host, port, min(_CONNECT_S, plan.timeout_s))
     outcomes: list[Outcome] = []
-    try:
+    with Remote(host, port, min(_CONNECT_S, plan.timeout_s)) as listener:
         quiet_s = 4 * plan.timeout_s + 2 * plan.seconds
-        wire.greet(channel, token, quiet_s, min(_GREET_S, plan.timeout_s))
+        listener.greet(token, quiet_s, min(_GREET_S, plan.timeout_s))
         epochs = count(1)
         for name in plan.transports or KNOWN_TRANSPORTS:
             with Progress(out, console(stderr=True), quiet=as_json) as progress:
-                outcomes.append(try_transport(channel, name, plan, epochs, progress))
+                outcomes.append(try_transport(listener, name, plan, epochs, progress))
             if not as_json:
                 out.print(screen(outcomes[-1], width))
-        channel.send(wire.Bye(), plan.timeout_s)
-    finally:
-        channel.close()
+        listener.step(plan.timeout_s, bye=pb.StepRequest.Bye())
     failed = any(outcome.failed for outcome in outcomes) or not any(outcome.works for outcome in outcomes)
     if as_json:
         told = {"peer": f"{host}:{port}", "ok": not failed, "summary": summary(outcomes)}
@@ -135,7 +122,7 @@ def call(peer: str, token: str, plan: Plan, *, as_json: bool) -> int:
 
 def parse_peer(text: str) -> tuple[str, int]:
     """ "host", "host:7040", "::1", "[::1]:7040". ConfigError for anything else."""
-    host, port = text, str(wire.DEFAULT_PORT)
+    host, port = text, str(DEFAULT_PORT)
     if text.startswith("["):
         host, _, rest = text[1:].partition("]")
         port = rest.removeprefix(":") or port
@@ -146,11 +133,84 @@ def parse_peer(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def connect(host: str, port: int, timeout_s: float) -> wire.Channel:
-    """Unavailable in plain words."""
-    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+class DoctorGone(KvmeshError):
+    """The other doctor is gone, silent, or not one."""
+
+
+class Remote:
+    """The doctor that listens elsewhere, and serves this one until `close`."""
+
+    def __init__(self, host: str, port: int, timeout_s: float) -> None:
+        """Unavailable, in plain words: nothing listens there."""
+        self.name = join(host, port)
+        self.local_host, self._dialled = _ends(host, port, self.name, timeout_s)
+        self._channel = grpc.insecure_channel(join(self._dialled, port), options=CHANNEL_OPTIONS)
+        self._stub: Any = doctor_pb2_grpc.DoctorStub(self._channel)
+        self._session = b""
+        self._attending: Any = None  # ends where nobody refers to it
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> Remote:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def greet(self, token: str, quiet_s: float, timeout_s: float) -> None:
+        """Each shows that it knows the token. KvmeshError as the listener refuses; DoctorGone when it is none."""
+        mine = secrets.token_bytes(16)
+        with self._failures(timeout_s):
+            version = pb.GreetRequest(protocol_version=PROTOCOL_VERSION)
+            theirs = self._stub.Greet(version, timeout=timeout_s).nonce
+            self._attending = attending = self._stub.Attend(
+                pb.AttendRequest(
+                    nonce=mine,
+                    listener_nonce=theirs,
+                    proof=proof(token, "call", mine, theirs),
+                    quiet_s=quiet_s,
+                    host=self._dialled,
+                )
+            )
+            late = threading.Timer(timeout_s, attending.cancel)  # the call itself lasts as long as the session
+            late.start()
+            try:
+                answer = next(attending)
+            finally:
+                late.cancel()
+        if not hmac.compare_digest(answer.proof, proof(token, "listen", mine, theirs)):
+            raise Unavailable(f"{self.name}: it does not know the token")
+        self._session = answer.session
+
+    def step(self, timeout_s: float, **step: Any) -> pb.StepResponse:
+        """One step there. Unavailable in its words when it cannot; DoctorGone when it does not answer."""
+        with self._failures(timeout_s):
+            response: pb.StepResponse = self._stub.Step(
+                pb.StepRequest(session=self._session, **step), timeout=timeout_s
+            )
+            return response
+
+    @contextlib.contextmanager
+    def _failures(self, timeout_s: float) -> Iterator[None]:
+        try:
+            yield
+        except grpc.RpcError as err:
+            code, trailing = err.code(), cast(Any, err.trailing_metadata())
+            if any(key == DETAIL_KEY for key, _ in trailing or ()):
+                raise from_rpc_error(err) from None
+            if code in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
+                raise DoctorGone(f"{self.name}: no answer within {timeout_s:g} s") from None
+            if code is grpc.StatusCode.UNIMPLEMENTED or not self._session:
+                raise DoctorGone(f"{self.name}: what answers there is no kvmesh doctor") from None
+            raise DoctorGone(f"{self.name}: hung up") from None
+
+
+def _ends(host: str, port: int, where: str, timeout_s: float) -> tuple[str, str]:
+    """Addresses of this host and of the other on the way to it. Unavailable in plain words: there is none."""
     try:
-        return wire.Channel(socket.create_connection((host, port), timeout_s), where)
+        with socket.create_connection((host, port), timeout_s) as probe:
+            return str(probe.getsockname()[0]), str(probe.getpeername()[0])
     except ConnectionRefusedError:
         todo = f"run `kvmesh doctor --listen {port}` there first"
         raise Unavailable(f"nothing listens at {where}: {todo}") from None
@@ -162,17 +222,17 @@ def connect(host: str, port: int, timeout_s: float) -> wire.Channel:
         raise Unavailable(f"{where} cannot be reached: {getattr(err, 'strerror', None) or err}") from None
 
 
-def try_transport(channel: wire.Channel, name: str, plan: Plan, epochs: Iterator[int], progress: Progress) -> Outcome:
-    """Every pair of NICs of one transport. Hung when the other doctor goes away."""
+def try_transport(listener: Remote, name: str, plan: Plan, epochs: Iterator[int], progress: Progress) -> Outcome:
+    """Every pair of NICs of one transport. DoctorGone when the other doctor goes away."""
     wanted = name in plan.transports
     try:
-        side = Side(name, channel.local_host, plan.size, plan)
+        side = Side(name, listener.local_host, plan.size, plan)
     except (KvmeshError, OSError) as err:
         return Outcome(name, why_not=f"here: {plain(err).removeprefix(f'{name}: ')}", wanted=wanted)
     with side:
         try:
-            opened = channel.ask(wire.Open(name, plan.size), plan.timeout_s)
-            assert isinstance(opened, wire.Opened), "any other answer is Sorry"
+            wanted_there = pb.StepRequest.OpenTransport(transport=name, size=plan.size)
+            opened = listener.step(plan.timeout_s, open=wanted_there)
             descriptor = SegmentDescriptor.decode(opened.descriptor)
             if why := apart(name, descriptor):
                 return Outcome(name, why_not=why, wanted=wanted)
@@ -186,10 +246,10 @@ def try_transport(channel: wire.Channel, name: str, plan: Plan, epochs: Iterator
             cells = []
             for i, rail in enumerate(rails):
                 step = partial(progress.step, name, i, len(rails), rail.local, rail.remote)
-                cells.append(try_pair(channel, side, descriptor, opened.offset, rail, epochs, step))
+                cells.append(try_pair(listener, side, descriptor, opened.offset, rail, epochs, step))
         finally:
             with contextlib.suppress(KvmeshError):
-                channel.ask(wire.Shut(), plan.timeout_s)
+                listener.step(plan.timeout_s, shut=pb.StepRequest.CloseTransport())
         local = tuple(nic.name for nic in side.engine.local_descriptor().nics)
         remote = tuple(nic.name for nic in descriptor.nics)
         missed = (*(f"{one} here" for one in side.left_out), *(f"{one} there" for one in opened.left_out))
@@ -208,7 +268,7 @@ def apart(transport: str, descriptor: SegmentDescriptor) -> str:
 
 
 def try_pair(
-    channel: wire.Channel,
+    listener: Remote,
     side: Side,
     descriptor: SegmentDescriptor,
     offset: int,
@@ -221,10 +281,10 @@ def try_pair(
     segment = side.engine.open_segment(descriptor, only=lambda one: one == rail)
     try:
         step("write")
-        write = _figure(lambda: _write(channel, side, segment, offset, next(epochs)))
+        write = _figure(lambda: _write(listener, side, segment, offset, next(epochs)))
         step("read")
         gone = rail.detour and bool(write.error)  # the way back is no better
-        read = write if gone else _figure(lambda: _read(channel, side, segment, offset, next(epochs)))
+        read = write if gone else _figure(lambda: _read(listener, side, segment, offset, next(epochs)))
     finally:
         side.engine.close_segment(segment)
     return Cell(rail.local, rail.remote, rail.detour, write, read)
@@ -237,28 +297,28 @@ def _figure(measure: Callable[[], float]) -> Figure:
         return Figure(error=err.message)
 
 
-def _write(channel: wire.Channel, side: Side, segment: str, offset: int, epoch: int) -> float:
+def _write(listener: Remote, side: Side, segment: str, offset: int, epoch: int) -> float:
     timeout_s, me = side.plan.timeout_s, side.engine.name
     side.fill(epoch)
-    channel.ask(wire.Begin(me, epoch), timeout_s)
+    listener.step(timeout_s, begin=pb.StepRequest.OpenWindow(writer=me, epoch=epoch))
     try:
         side.once(Opcode.WRITE, segment, offset, epoch)
-        _judge(channel.ask(wire.Check(epoch), timeout_s))
+        _judge(listener, epoch, timeout_s)
         rate = side.rate(Opcode.WRITE, segment, offset, epoch)
-        _judge(channel.ask(wire.Check(epoch), timeout_s))
+        _judge(listener, epoch, timeout_s)
     finally:
-        channel.ask(wire.End(me, epoch), timeout_s)
+        listener.step(timeout_s, end=pb.StepRequest.CloseWindow(writer=me, epoch=epoch))
     return rate
 
 
-def _judge(answer: object) -> None:
-    at = answer.differs_at if isinstance(answer, wire.Done) else -1
+def _judge(listener: Remote, seed: int, timeout_s: float) -> None:
+    at = listener.step(timeout_s, check=pb.StepRequest.CheckMemory(seed=seed)).differs_at
     if at >= 0:
         raise TransferError(f"wrong bytes arrived there, the first at {at}")
 
 
-def _read(channel: wire.Channel, side: Side, segment: str, offset: int, seed: int) -> float:
-    channel.ask(wire.Fill(seed), side.plan.timeout_s)
+def _read(listener: Remote, side: Side, segment: str, offset: int, seed: int) -> float:
+    listener.step(side.plan.timeout_s, fill=pb.StepRequest.FillMemory(seed=seed))
     side.wipe()
     side.once(Opcode.READ, segment, offset, 0)
     rate = 0.0
@@ -273,166 +333,3 @@ def _read(channel: wire.Channel, side: Side, segment: str, offset: int, seed: in
 
 def plain(err: Exception) -> str:
     return err.message if isinstance(err, KvmeshError) else str(err)
-
-
-# ── the listener ──────────────────────────────────────────────────────────────────────────────────
-
-
-def listen(host: str, port: int | None, token: str, plan: Plan) -> int:
-    """Serves callers, one at a time, until Ctrl-C."""
-    check(plan)
-    token = token or secrets.token_hex(8)
-    port = wire.DEFAULT_PORT if port is None else port
-    out = console()
-    with _bound(host, port) as sock:
-        port = sock.getsockname()[1]
-        out.print(
-            f"listening on {host or 'all addresses'}, port {port}; on the other host run\n\n"
-            f"    kvmesh doctor --peer {host or socket.gethostname()}:{port} --token {escape(token)}\n\n"
-            f"{_others(host)}Ctrl-C ends it.",
-            soft_wrap=True,
-        )
-        listener = _Listener(out, token, plan)
-        try:
-            # A signal may be taken by another thread, which does not wake this one out of accept().
-            sock.settimeout(_NOTICE_S)
-            while True:
-                with contextlib.suppress(TimeoutError):
-                    listener.take(*sock.accept())
-        except KeyboardInterrupt:
-            pass
-        finally:
-            listener.close()
-        out.print("\nstopped")
-        return 0
-
-
-def _others(host: str) -> str:
-    """By which addresses this host may be reached, where its name says nothing to the other one."""
-    if host:
-        return ""
-    addresses = [
-        address
-        for net in look().nets
-        if net.up and not net.loopback
-        for address in interface_addresses(net.name)
-        if not address.startswith("fe80:")
-    ]
-    return f"(or by address: {', '.join(addresses[:8])})\n\n" if addresses else ""
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    try:
-        if not host and socket.has_dualstack_ipv6():
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family)
-    except (OSError, UnicodeError) as err:
-        number = getattr(err, "errno", None) or 0
-        why = os.strerror(number) if number > 0 else getattr(err, "strerror", None) or str(err)
-        if number == errno.EADDRINUSE:
-            why += "; kvmesh doctor --listen PORT takes another"
-        raise ConfigError(f"port={port}: cannot listen on {host or 'any address'}: {why}", field="port") from None
-
-
-class _Listener:
-    """At most one caller is served; others hear that it is busy."""
-
-    def __init__(self, out: Console, token: str, plan: Plan) -> None:
-        self._out = out
-        self._token = token
-        self._plan = plan
-        self._thread: threading.Thread | None = None
-        self._channel: wire.Channel | None = None
-        self._busy = False
-        self._closing = False
-
-    def take(self, sock: socket.socket, address: tuple[str, int]) -> None:
-        """On the accepting thread."""
-        channel = wire.Channel(sock, wire.plain(address[0]))
-        if self._busy:
-            with contextlib.suppress(KvmeshError):
-                channel.send(wire.Sorry("busy with another caller: try again in a moment"), 1.0)
-            channel.close()
-            return
-        self._channel, self._busy = channel, True
-        self._thread = threading.Thread(target=self._serve, args=(channel,), name="kvmesh-doctor", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._closing = True
-        if self._channel is not None:
-            self._channel.close()
-        if self._thread is not None:
-            self._thread.join(10.0)
-
-    def _serve(self, channel: wire.Channel) -> None:
-        session = _Session(channel, self._plan)
-        said = f"{channel.name} is done"
-        try:
-            quiet_s = wire.receive(channel, self._token, _GREET_S)
-            self._out.print(f"{escape(channel.name)} is connected")
-            while not isinstance(message := channel.take(quiet_s), wire.Bye):
-                if isinstance(message, wire.Open):
-                    self._out.print(f"{escape(channel.name)}: {escape(message.transport)}")
-                channel.send(session.answer(message), self._plan.timeout_s)
-        except wire.DoctorGone as err:
-            said = err.message
-        finally:
-            session.close()
-            channel.close()
-            self._busy = False  # before it is said: who reads it may call at once
-        if not self._closing:
-            self._out.print(escape(said))
-
-
-class _Session:
-    """What one caller has opened here."""
-
-    def __init__(self, channel: wire.Channel, plan: Plan) -> None:
-        self._channel = channel
-        self._plan = plan
-        self._side: Side | None = None
-
-    def close(self) -> None:
-        side, self._side = self._side, None
-        if side is not None:
-            side.close()
-
-    def answer(self, message: wire.Any_) -> wire.Message:
-        try:
-            return self._do(message)
-        except (KvmeshError, OSError, MemoryError, ValueError, OverflowError) as err:
-            return wire.Sorry(plain(err) or type(err).__name__)
-
-    def _do(self, message: wire.Any_) -> wire.Message:
-        if isinstance(message, wire.Open):
-            return self._open(message)
-        if isinstance(message, wire.Shut):
-            self.close()
-            return wire.Done()
-        side = self._side
-        if side is None:
-            return wire.Sorry("open a transport first")
-        match message:
-            case wire.Begin(writer, epoch):
-                side.begin(writer, epoch)
-            case wire.End(writer, epoch):
-                side.end(writer, epoch)
-            case wire.Fill(seed):
-                side.fill(seed)
-            case wire.Check(seed):
-                return wire.Done(side.differs_at(seed))
-            case _:
-                return wire.Sorry(f"{type(message).__name__} makes no sense here")
-        return wire.Done()
-
-    def _open(self, message: wire.Open) -> wire.Message:
-        self.close()
-        allowed = self._plan.transports or KNOWN_TRANSPORTS
-        if message.transport not in allowed:
-            return wire.Sorry(f"{message.transport!r} is not among its transports: {', '.join(allowed)}")
-        if not 0 < message.size <= MAX_SIZE:
-            return wire.Sorry(f"size={message.size}: not in 1..{MAX_SIZE}")
-        side = self._side = Side(message.transport, self._channel.local_host, message.size, self._plan)
-        return wire.Opened(side.engine.local_descriptor().encode(), side.region.base_offset, side.left_out)

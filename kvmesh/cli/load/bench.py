@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
-import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvmesh.cli.console import ApiKey, RunDir, console, one_line_errors
+from kvmesh.cli.console import one_line_errors
+from kvmesh.cli.load.options import LoadOptions
+from kvmesh.cli.options import together
 from kvmesh.errors import ConfigError, Unavailable
 
 if TYPE_CHECKING:
@@ -106,7 +107,9 @@ cached prompt tokens / prompt tokens. Ctrl-C prints what there is. Examples:
 
 
 @one_line_errors
+@together
 def bench(
+    *,
     rate: Annotated[float | None, typer.Option(help="Requests a second, Poisson arrivals.", metavar="R")] = None,
     concurrency: Annotated[
         int | None, typer.Option(help="Requests in flight; the next is sent when one ends.", metavar="N", min=1)
@@ -121,31 +124,14 @@ def bench(
         float, typer.Option(help="Share of each prompt that is a common prefix, 0 to 1.", metavar="X")
     ] = 0.0,
     prefixes: Annotated[int, typer.Option(help="How many common prefixes there are.", metavar="K")] = 1,
-    slo_ttft: Annotated[float | None, typer.Option(help="TTFT that counts for goodput.", metavar="MS")] = None,
-    slo_tbt: Annotated[float | None, typer.Option(help="TBT that counts for goodput.", metavar="MS")] = None,
     warmup: Annotated[int, typer.Option(help="Requests sent before, which do not count.", metavar="N", min=0)] = 0,
     seed: Annotated[int, typer.Option(help="Of arrivals, lengths and tokens.")] = 0,
-    reuse: Annotated[
-        bool, typer.Option("--reuse-cache", help="Let prompts find what earlier runs of this seed left cached.")
-    ] = False,
-    url: Annotated[
-        str | None, typer.Option(envvar="KVMESH_URL", help="The mesh; by default the one running here.")
-    ] = None,
-    run_dir: RunDir = None,
-    model: Annotated[str | None, typer.Option(help="Model name; by default the first one served.")] = None,
-    vocab: Annotated[
-        int | None, typer.Option(help="Vocabulary, when the gateway does not tell.", metavar="N", min=1)
-    ] = None,
-    api_key: ApiKey = None,
-    timeout: Annotated[float, typer.Option(help="Longest wait for an answer.", metavar="SECONDS", min=1)] = 600.0,
-    json_to: Annotated[
-        str | None, typer.Option("--json", help="Report as JSON, '-': standard output.", metavar="FILE|-")
-    ] = None,
+    load: LoadOptions,
 ) -> None:
     """Send load to a running mesh."""
-    from kvmesh.cli.load import drive, target
+    from kvmesh.cli.load import drive
     from kvmesh.cli.load.load import Generator
-    from kvmesh.cli.load.report import Slo, show, summarise
+    from kvmesh.cli.load.report import summarise
     from kvmesh.sim.workloads.trace import TokenMaker
 
     if rate is not None and concurrency is not None:
@@ -154,28 +140,26 @@ def bench(
         input=Lengths.parse("input_tokens", input_tokens), output=Lengths.parse("output_tokens", output_tokens),
         prefix_share=prefix_share, prefixes=prefixes, rate=rate, seed=seed,
     )  # fmt: skip
-    drive.check_writable(json_to)
-    where = target.find(url, run_dir, model, api_key, vocab)
+    drive.check_writable(load.json_to)
+    where = load.target()
     longest = work.input.high + work.output.high
     if where.context_tokens and longest > where.context_tokens:
         why = f"with {work.output.high} output tokens exceeds the context of {where.context_tokens}"
         raise ConfigError(f"input_tokens={input_tokens!r}: {why}", field="input_tokens")
     count = requests if requests is not None else (None if duration else DEFAULT_REQUESTS)
     limit = 0 if rate is not None else concurrency or DEFAULT_CONCURRENCY
-    salt = "" if reuse else f"bench-{secrets.token_hex(8)}"
+    salt = load.salt("bench")
     maker = TokenMaker(where.vocab_size, seed)
-    slo = Slo(slo_ttft, slo_tbt)
-    out = console(stderr=json_to == "-")
     how = f"{rate:g} requests/s" if rate is not None else f"{limit} at once"
-    out.print(f"[bold]{where.model}[/] at {where.url}: {how}, {input_tokens} → {output_tokens} tokens")
+    load.screen.print(f"[bold]{where.model}[/] at {where.url}: {how}, {input_tokens} → {output_tokens} tokens")
     stopped = False
     if warmup:
-        before = Generator(where, salt=salt, timeout_s=timeout, concurrency=limit or DEFAULT_CONCURRENCY)
+        before = Generator(where, salt=salt, timeout_s=load.timeout, concurrency=limit or DEFAULT_CONCURRENCY)
         jobs = [*Workload(**{**vars(work), "rate": None}).jobs(maker, warmup, "warmup")]
         stopped = drive.drive(before, jobs, "warming up", total=warmup)
         if not stopped and not any(one.ok for one in before.results):
             raise Unavailable(f"no request of the warm-up was answered: {before.results[0].message}")
-    generator = Generator(where, salt=salt, timeout_s=timeout, concurrency=limit)
+    generator = Generator(where, salt=salt, timeout_s=load.timeout, concurrency=limit)
     if not stopped:
         stopped = drive.drive(generator, work.jobs(maker, count), "sending", total=count, duration_s=duration)
     told = {
@@ -183,23 +167,9 @@ def bench(
         "interrupted": stopped, "in_flight_dropped": generator.dropped,
         "workload": {
             "rate": rate, "concurrency": limit or None, "input_tokens": input_tokens, "output_tokens": output_tokens,
-            "prefix_share": prefix_share, "prefixes": prefixes, "warmup": warmup, "seed": seed, "reuse_cache": reuse,
+            "prefix_share": prefix_share, "prefixes": prefixes, "warmup": warmup, "seed": seed,
+            "reuse_cache": load.reuse,
         },
-        **summarise(generator.results, generator.wall_s, slo),
+        **summarise(generator.results, generator.wall_s, load.slo),
     }  # fmt: skip
-    finish(out, told, show(told), json_to)
-
-
-def finish(out: Any, told: dict[str, Any], screen: Any, json_to: str | None) -> None:
-    """Print the report, write its JSON, leave with 130 after Ctrl-C and 1 when nothing was answered."""
-    from kvmesh.cli.load import drive
-
-    if told["interrupted"]:
-        out.print(f"[yellow]interrupted[/]; dropped in flight and not counted: {told['in_flight_dropped']}")
-    out.print(screen)
-    if json_to:
-        drive.write_json(json_to, told)
-    if told["interrupted"]:
-        raise typer.Exit(130)
-    if told["requests"]["sent"] and not told["requests"]["answered"]:
-        raise typer.Exit(1)
+    drive.finish(load, told)

@@ -1,4 +1,4 @@
-"""Runs a load to its end or to Ctrl-C, with a progress bar on a terminal, and writes what it measured."""
+"""Runs a load to its end or to Ctrl-C, with a progress bar on a terminal, and reports what it measured."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import asyncio
 import json
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from kvmesh.cli.console import console
 from kvmesh.cli.load.load import Generator, Job
+from kvmesh.cli.load.options import LoadOptions
+from kvmesh.cli.load.report import show
 from kvmesh.errors import ConfigError
 
 _REFRESH_S = 0.1
@@ -49,6 +52,21 @@ async def _drive(
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
     return stopped
+
+
+def finish(load: LoadOptions, told: dict[str, Any], extra: Sequence[tuple[str, str]] = ()) -> None:
+    """Print the report (`extra`: further lines), write its JSON, leave with 130 after Ctrl-C and 1 when nothing was
+    answered."""
+    out = load.screen
+    if told["interrupted"]:
+        out.print(f"[yellow]interrupted[/]; dropped in flight and not counted: {told['in_flight_dropped']}")
+    out.print(show(told, extra))
+    if load.json_to:
+        write_json(load.json_to, told)
+    if told["interrupted"]:
+        raise typer.Exit(130)
+    if told["requests"]["sent"] and not told["requests"]["answered"]:
+        raise typer.Exit(1)
 
 
 async def _show(generator: Generator, what: str, total: int | None, duration_s: float | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import secrets
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvmesh.cli.console import ApiKey, RunDir, console, one_line_errors
-from kvmesh.cli.load.bench import finish
+from kvmesh.cli.console import one_line_errors
+from kvmesh.cli.load.options import LoadOptions
+from kvmesh.cli.options import together
 from kvmesh.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -138,7 +138,9 @@ or left out (--too-long skip), and counted. Printed beside the live hit rate: th
 
 
 @one_line_errors
+@together
 def replay(
+    *,
     trace: Annotated[Path, typer.Argument(help="JSON lines: timestamp, input_length, output_length, hash_ids.")],
     speed: Annotated[str, typer.Option(help="Trace seconds a second; inf or 0: in order, as fast as it goes.")] = "1",
     concurrency: Annotated[int, typer.Option(help="Requests in flight with --speed inf.", metavar="N", min=1)] = 1,
@@ -157,41 +159,24 @@ def replay(
     ] = 512,
     too_long: Annotated[str, typer.Option(help="What exceeds the context: cut, or skip.", metavar="cut|skip")] = "cut",
     max_output: Annotated[int | None, typer.Option(help="Longest answer.", metavar="TOKENS", min=1)] = None,
-    slo_ttft: Annotated[float | None, typer.Option(help="TTFT that counts for goodput.", metavar="MS")] = None,
-    slo_tbt: Annotated[float | None, typer.Option(help="TBT that counts for goodput.", metavar="MS")] = None,
     seed: Annotated[int, typer.Option(help="Of the tokens behind a hash id.")] = 0,
-    reuse: Annotated[
-        bool, typer.Option("--reuse-cache", help="Let prompts find what earlier runs of this seed left cached.")
-    ] = False,
-    url: Annotated[
-        str | None, typer.Option(envvar="KVMESH_URL", help="The mesh; by default the one running here.")
-    ] = None,
-    run_dir: RunDir = None,
-    model: Annotated[str | None, typer.Option(help="Model name; by default the first one served.")] = None,
-    vocab: Annotated[
-        int | None, typer.Option(help="Vocabulary, when the gateway does not tell.", metavar="N", min=1)
-    ] = None,
-    api_key: ApiKey = None,
-    timeout: Annotated[float, typer.Option(help="Longest wait for an answer.", metavar="SECONDS", min=1)] = 600.0,
-    json_to: Annotated[
-        str | None, typer.Option("--json", help="Report as JSON, '-': standard output.", metavar="FILE|-")
-    ] = None,
+    load: LoadOptions,
 ) -> None:
     """Send a trace through a running mesh."""
-    from kvmesh.cli.load import drive, target
+    from kvmesh.cli.load import drive
     from kvmesh.cli.load.load import Generator
-    from kvmesh.cli.load.report import Slo, show, summarise
+    from kvmesh.cli.load.report import summarise
     from kvmesh.sim.workloads import trace as traces
 
     pace, scale = speed_of(speed), scale_of(scale_tokens)
     if concurrency != 1 and not math.isinf(pace):
         raise ConfigError(f"concurrency={concurrency}: only with --speed inf", field="concurrency")
-    drive.check_writable(json_to)
+    drive.check_writable(load.json_to)
     traces.Shape(scale=scale, trace_block=block_tokens, too_long=too_long)
     slice_ = traces.between(traces.read(trace, block_tokens), from_s, to_s, requests)
     if not slice_:
         raise ConfigError(f"trace={str(trace)!r}: {_no_slice(trace, block_tokens)}", field="trace")
-    where = target.find(url, run_dir, model, api_key, vocab)
+    where = load.target()
     shape = traces.Shape(
         scale=scale, trace_block=block_tokens, context_tokens=where.context_tokens or None, max_output=max_output,
         too_long=too_long,
@@ -201,10 +186,9 @@ def replay(
         why = f"nothing of this slice fits a context of {where.context_tokens} tokens; try a smaller one"
         raise ConfigError(f"scale_tokens={scale_tokens!r}: {why}", field="scale_tokens")
     maker = traces.TokenMaker(where.vocab_size, seed)
-    out = console(stderr=json_to == "-")
-    out.print(_about(slice_, shaped, shape, where, pace, concurrency))
-    salt = "" if reuse else f"replay-{secrets.token_hex(8)}"
-    generator = Generator(where, salt=salt, timeout_s=timeout, concurrency=concurrency if math.isinf(pace) else 0)
+    load.screen.print(_about(slice_, shaped, shape, where, pace, concurrency))
+    salt = load.salt("replay")
+    generator = Generator(where, salt=salt, timeout_s=load.timeout, concurrency=concurrency if math.isinf(pace) else 0)
     jobs = jobs_of(shaped.made, maker, shape.block, pace)
     stopped = drive.drive(generator, jobs, "replaying", total=len(jobs))
     hits = hit_rates(shaped.made, generator.results, shape, maker, where.block_tokens)
@@ -214,13 +198,13 @@ def replay(
         "trace": {
             "file": str(trace), "speed": None if math.isinf(pace) else pace, "from_s": from_s, "to_s": to_s,
             "scale_tokens": str(scale), "trace_block_tokens": block_tokens, "block_tokens": shape.block, "seed": seed,
-            "requests": len(slice_), "cut": shaped.cut, "skipped": shaped.skipped, "reuse_cache": reuse,
+            "requests": len(slice_), "cut": shaped.cut, "skipped": shaped.skipped, "reuse_cache": load.reuse,
             "concurrency": concurrency if math.isinf(pace) else None,
         },
-        **summarise(generator.results, generator.wall_s, Slo(slo_ttft, slo_tbt)),
+        **summarise(generator.results, generator.wall_s, load.slo),
         "hit_rates": hits,
     }  # fmt: skip
-    finish(out, told, show(told, hit_lines(hits)), json_to)
+    drive.finish(load, told, hit_lines(hits))
 
 
 def _no_slice(trace: Path, block_tokens: int) -> str:

@@ -31,7 +31,7 @@ def find(url: str | None, run_dir: Path | None, model: str | None, api_key: str 
     if url is None:
         run = runs.find_running(run_dir)
         trust(run.http_ca)
-        url = run.url
+        url = runs.rest(run)
     url = url.rstrip("/").removesuffix("/v1")
     headers = authorization(api_key)
     card = _card(url, headers, model)

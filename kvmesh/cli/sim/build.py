@@ -74,10 +74,11 @@ def count_of(options: Options) -> int | None:
     assert path is not None
     try:
         with path.open("rb") as file:
-            lines = sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b""))
+            lines = sum(not line.isspace() for line in file)
     except OSError as err:
         name = "trace" if options.trace else "csv"
         raise ConfigError(f"{name}={str(path)!r}: {err.strerror}", field=name) from None
+    lines -= options.csv is not None  # its header
     left = max(0, lines - options.skip)
     return left if options.requests is None else min(left, options.requests)
 
@@ -156,10 +157,9 @@ def _host_of(options: Options) -> HostModel | None:
 def node_of(options: Options) -> NodeSpec:
     """One instance: the roofline of its GPUs or, with `times`, what was fitted."""
     from kvmesh.sim.fitting.mesh_fit import read_fit
-    from kvmesh.sim.hardware.fitted import Fitted
     from kvmesh.sim.hardware.hardware import changed, hardware
     from kvmesh.sim.hardware.shapes import shape_of
-    from kvmesh.sim.hardware.times import node_spec
+    from kvmesh.sim.hardware.times import Fitted, node_spec
 
     gpu = changed(hardware(options.gpu), nic_gbps=options.nic_gbps, dram_gib=options.dram_gib, ssd_gib=options.ssd_gib)
     spec = node_spec(
@@ -178,6 +178,16 @@ def node_of(options: Options) -> NodeSpec:
     if options.nic_gbps is None and costs.transfer.b > 0:
         spec = replace(spec, nic_bytes_per_s=1 / costs.transfer.b)
     return replace(spec, times=Fitted(costs))
+
+
+def check_names(*, policy: str, admission: str, fetch: str) -> None:
+    """ConfigError: one of these is no name of a policy, of a mode of admission or of a way to fetch."""
+    from services.conductor.domain import Fetch
+    from services.conductor.settings import Mode, Policy
+
+    _member(Policy, "policy", policy.replace("-", "_"))
+    _member(Mode, "admission", admission)
+    _member(Fetch, "fetch", fetch)
 
 
 def _settings(options: Options) -> Settings:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from kvmesh.cli import options as command_options
 from kvmesh.cli.console import console, one_line_errors
 from kvmesh.cli.sim import build as sim_build
 from kvmesh.cli.sim import out as sim_out
@@ -60,25 +61,24 @@ PANELS = (
 class Output:
     """Where it goes. Not of a run, but of the command."""
 
-    sweep: list[str]
-    out: Path | None
-    table: str
-    traced: int
-    as_json: bool
-
-
-_OUTPUT: dict[str, tuple[Any, Any]] = {
-    "sweep": (Annotated[list[str] | None, typer.Option(
-        help="A run for each value; may stand several times.", metavar="NAME=V,V", rich_help_panel="Output")], None),
-    "out": (Annotated[Path | None, typer.Option(
-        help="Folder for all that is written.", metavar="DIR", rich_help_panel="Output")], None),
-    "table": (Annotated[str, typer.Option(
-        help="A row a request: csv, parquet or none.", metavar="KIND", rich_help_panel="Output")], "csv"),
-    "traced": (Annotated[int, typer.Option(
-        help="Requests in the Chrome trace; 0: none.", metavar="N", min=0, rich_help_panel="Output")], TRACED),
-    "as_json": (Annotated[bool, typer.Option(
-        "--json", help="The summaries on standard output.", rich_help_panel="Output")], False),
-}  # fmt: skip
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A run for each value; may stand several times.", metavar="NAME=V,V", rich_help_panel="Output"
+        ),
+    ] = None
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for all that is written.", metavar="DIR", rich_help_panel="Output")
+    ] = None
+    table: Annotated[
+        str, typer.Option(help="A row a request: csv, parquet or none.", metavar="KIND", rich_help_panel="Output")
+    ] = "csv"
+    traced: Annotated[
+        int, typer.Option(help="Requests in the Chrome trace; 0: none.", metavar="N", min=0, rich_help_panel="Output")
+    ] = TRACED
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The summaries on standard output.", rich_help_panel="Output")
+    ] = False
 
 
 def command() -> Callable[..., None]:
@@ -86,18 +86,12 @@ def command() -> Callable[..., None]:
 
     @one_line_errors
     def run(**given: Any) -> None:
-        own = {name: given.pop(name) for name in _OUTPUT}
-        own["sweep"] = own["sweep"] or []
-        serve(Options(**given), Output(**own))
+        output = Output(**{one.name: given.pop(one.name) for one in fields(Output)})
+        sim_build.check_names(**{name: given[name] for name in ("policy", "admission", "fetch")})  # before all else
+        serve(Options(**given), output)
 
-    keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [_parameter(one, kind, panel) for group, panel in PANELS for one, kind in _fields(group)]
-    parameters += [
-        inspect.Parameter(name, keyword, default=default, annotation=kind) for name, (kind, default) in _OUTPUT.items()
-    ]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {one.name: one.annotation for one in parameters}
-    return run
+    return command_options.taking(run, "run", [*parameters, *command_options.of_fields(Output)])
 
 
 def _fields(group: type[Any]) -> Iterator[tuple[Field[Any], Any]]:
@@ -111,14 +105,12 @@ def _parameter(one: Field[Any], kind: Any, panel: str) -> inspect.Parameter:
     info = typer.Option(
         *told["flags"], help=told["help"], metavar=told["metavar"], min=told["least"], rich_help_panel=panel
     )
-    return inspect.Parameter(
-        one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=Annotated[kind, info]
-    )
+    return command_options.parameter(one.name, kind, one.default, info)
 
 
 def serve(base: Options, output: Output) -> None:
     """All runs, one after the other, and what is written and printed of them."""
-    planned = list(sweeps(base, output.sweep))
+    planned = list(sweeps(base, output.sweep or ()))
     sim_out.check_table(output.table)
     for _, options in planned:  # every mistake before the first long run
         sim_build.config_of(options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 import os
 import shlex
@@ -13,13 +12,13 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from kvmesh.cli import models, runs, serve
+from kvmesh.cli import models, options, runs, serve
 from kvmesh.cli.console import console, one_line_errors
 from kvmesh.cli.up.settings import MeshSettings
 from kvmesh.config import load
@@ -72,30 +71,26 @@ def command() -> Callable[..., None]:
     """The command, its options made from the fields of MeshSettings."""
 
     @one_line_errors
-    def run(**options: Any) -> None:
-        path = options.pop("config")
-        prompt = options.pop("prompt")
-        leave = options.pop("exit_after_prompt")
-        options = {key: None if value == [] else value for key, value in options.items()}  # a repeatable one not given
-        settings = load(MeshSettings, options, toml=path, env=os.environ, also_known=serve.known_keys())
+    def run(**given: Any) -> None:
+        path, prompt, leave = (given.pop(name) for name in ("config", "prompt", "exit_after_prompt"))
+        given = {key: None if value == [] else value for key, value in given.items()}  # a repeatable one not given
+        settings = load(MeshSettings, given, toml=path, env=os.environ, also_known=serve.known_keys())
         code = up(settings, prompt=prompt or leave, leave=leave)
         if code:
             raise typer.Exit(code)
 
-    parameters = [serve.option(field, hint) for field, hint in serve.fields_of(MeshSettings)]
-    parameters += [
-        _parameter("prompt", bool, True, typer.Option(help="Send one chat request once all are ready.")),
-        _parameter("exit_after_prompt", bool, False, typer.Option("--exit-after-prompt", help="Stop after it.")),
-        serve.config_parameter(),
-    ]
-    run.__name__ = "up"
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return run
-
-
-def _parameter(name: str, kind: Any, default: Any, info: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])
+    return options.taking(
+        run,
+        "up",
+        [
+            *options.of_config(MeshSettings),
+            options.parameter("prompt", bool, True, typer.Option(help="Send one chat request once all are ready.")),
+            options.parameter(
+                "exit_after_prompt", bool, False, typer.Option("--exit-after-prompt", help="Stop after it.")
+            ),
+            options.CONFIG,
+        ],
+    )
 
 
 def up(settings: MeshSettings, *, prompt: bool, leave: bool) -> int:
@@ -294,7 +289,7 @@ def _whole(mesh: Mesh) -> tuple[str, ...]:
         *([f"        {kvmesh} role coupled-0 prefill|decode|both"] if mesh.settings.coupled else []),
         "",
         *_invitation(mesh),
-        *_plaintext(mesh.settings),
+        *(() if mesh.url.startswith("https:") else _plaintext(mesh.settings)),
         "Ctrl-C stops everything.",
     )
 

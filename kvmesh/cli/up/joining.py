@@ -14,13 +14,12 @@ from typing import Any
 from kvmesh.cli.up import plan
 from kvmesh.cli.up.advertising import AUTO, address_towards
 from kvmesh.cli.up.hashing import fingerprints
-from kvmesh.cli.up.settings import EVERY_ADDRESS, Joined, MeshSettings
+from kvmesh.cli.up.settings import CONDUCTOR_PORT, EVERY_ADDRESS, Joined, MeshSettings
 from kvmesh.errors import ConfigError, ProtocolMismatch, Unavailable
 from kvmesh.rpc.addresses import split
 from kvmesh.rpc.exposure import is_loopback
 from kvmesh.rpc.server import join
 
-CONDUCTOR_PORT = 7001
 DIAL_S = 2.0  # for a look at whether a port opens
 GONE_S = 4.0  # longer than the default leases: an instance that a crash has ended is forgotten by then
 PAUSE_S = 0.5

@@ -121,7 +121,7 @@ class Mesh:
         specs = specs or plan.plan(settings, self.run_dir, self._ports)
         self.processes: dict[str, Process] = {spec.name: Process(spec) for spec in specs}
         self.addresses: dict[str, str] = {spec.name: spec.address for spec in specs}
-        self.url = next((f"{self._scheme}://{spec.http}" for spec in specs if spec.http), "")
+        self.url = next((f"{'https' if spec.https else 'http'}://{spec.http}" for spec in specs if spec.http), "")
         self._on_event: Callable[[Event], None] | None = None
         self._changed = threading.Condition()
         self._inbox: queue.Queue[tuple[Process, int] | None] = queue.Queue()
@@ -129,10 +129,6 @@ class Mesh:
         self._hurry = threading.Event()
         self._cut_at = 0.0
         self._thread = threading.Thread(target=self._supervise, name="kvmesh-supervisor", daemon=True)
-
-    @property
-    def _scheme(self) -> str:
-        return "https" if self.settings.http_tls_cert else "http"
 
     # ── what callers do ───────────────────────────────────────────────────────────────────────────
 
@@ -281,7 +277,7 @@ class Mesh:
     def _is_ready(self, spec: plan.Spec) -> bool:
         if spec.service == "redis":
             return probe.redis_ready(spec.address)
-        return probe.ready(spec.address, spec.http, self.security, https=bool(self.settings.http_tls_cert))
+        return probe.ready(spec.address, spec.http, self.security, https=spec.https)
 
     def _exited(self, one: Process, code: int) -> None:
         popen = one._popen

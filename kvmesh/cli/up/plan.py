@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from kvmesh.cli.serve import config_class
-from kvmesh.cli.up.settings import EVERY_ADDRESS, INSTANCES, MeshSettings, Served
-from kvmesh.config import ENV_PREFIX, checked
+from kvmesh.cli.up.settings import CONDUCTOR_PORT, EVERY_ADDRESS, INSTANCES, STORE_PORT, MeshSettings, Served
+from kvmesh.config import ENV_PREFIX, checked, passed_on
 from kvmesh.errors import ConfigError
-from kvmesh.rpc import security
 from kvmesh.rpc.server import check_port, join
 
 # `kvmesh up --set PROCESS.KEY=VALUE`: anything that a service can be told, for a service, one process, or all.
@@ -88,7 +87,8 @@ PORT_STEP = 10  # between the fixed ports of conductors, and of masters
 
 @dataclass(frozen=True)
 class Spec:
-    """One service process. `address` is its gRPC server, `http` the gateway's REST address (else "")."""
+    """One service process. `address` is its gRPC server, `http` the gateway's REST address (else ""), which speaks TLS
+    where `https` says so."""
 
     name: str
     service: str
@@ -99,6 +99,7 @@ class Spec:
     env: Mapping[str, str]
     log: Path
     ready_file: Path
+    https: bool = False
 
 
 class Ports:
@@ -190,15 +191,19 @@ def identity(settings: MeshSettings, name: str) -> str:
 
 
 def fixed_ports(settings: MeshSettings) -> dict[str, int]:
-    """Ports of the processes that other machines must know beforehand, by name; none where none joins."""
-    if not settings.address or settings.join:
+    """Ports of conductors and masters that are known beforehand, by name: those that were given, and where other
+    machines can join the usual ones."""
+    if settings.join:
         return {}
-    return {
-        name: first + PORT_STEP * i
-        for service, first in (("conductor", settings.conductor_port), ("store", settings.store_port))
-        for i, name in enumerate(_names(service, settings.conductors if service == "conductor" else settings.masters))
-        if first
-    }
+    found: dict[str, int] = {}
+    for service, count, given, usual in (
+        ("conductor", settings.conductors, settings.conductor_port, CONDUCTOR_PORT),
+        ("store", settings.masters, settings.store_port, STORE_PORT),
+    ):
+        first = usual if given is None and settings.address else given
+        if first:
+            found |= {name: first + PORT_STEP * i for i, name in enumerate(_names(service, count))}
+    return found
 
 
 def _names(service: str, count: int) -> list[str]:
@@ -229,6 +234,7 @@ def _service(
     settings: MeshSettings, one: Planned, run_dir: Path, own: Mapping[str, Any], port: int, metrics_port: int
 ) -> Spec:
     flags: dict[str, Any] = {
+        **passed_on(settings, config_class(one.service)),
         **_common_flags(settings, one.name, run_dir),
         "port": port,
         "metrics_port": metrics_port,
@@ -247,6 +253,7 @@ def _service(
         env=_environment(settings, one.name, one.service) | _secrets(one.service, flags),
         log=run_dir / "logs" / f"{one.name}.log",
         ready_file=Path(flags["ready_file"]),
+        https=one.service == "gateway" and bool(flags["http_tls_cert"]),
     )
 
 
@@ -254,18 +261,10 @@ def _common_flags(settings: MeshSettings, name: str, run_dir: Path) -> dict[str,
     """Of every service; each takes what its configuration knows."""
     return {
         "host": _inside(settings),
-        "advertise_host": settings.advertise_host,
-        "node_id": settings.node_id,
         "instance_id": identity(settings, name),
-        "log_level": settings.log_level,
         "trace_dir": str(run_dir / "traces"),
-        "otlp_endpoint": settings.otlp_endpoint,
         "ready_file": str(run_dir / "ready" / f"{name}.json"),
-        **{key: getattr(settings, key) for key in security.FIELDS},
-        "store_eviction": settings.store_eviction,
         "ssd_path": str(Path(settings.ssd_path).expanduser().absolute() / name) if settings.ssd_path else "",
-        "ssd_capacity_mb": settings.ssd_capacity_mb,
-        "object_url": settings.object_url,
         "warm_segment": str(Path(settings.warm_segment).absolute() / name) if settings.warm_segment else "",
     }
 
@@ -283,37 +282,17 @@ def _own_flags(
         conductor, store = ",".join(settings.joined.conductors), ",".join(settings.joined.masters)
     # A Redis of the mesh's own stays on this machine: it has no password, and no instance asks it.
     redis = f"redis://{join(LOCALHOST, port['redis'])}/0" if settings.redis == "auto" else settings.redis
-    transfer = {"transports": settings.transports, "nics": settings.nics, "topology": settings.topology}
-    instance = {
-        **transfer,
-        "conductor": conductor,
-        "store": store,
-        "dtype": settings.dtype,
-        "device": settings.device,
-        "block_tokens": settings.block_tokens,
-        "weights_epoch": settings.weights_epoch,
-        "memory_mb": settings.memory_mb,
-        "threads": settings.threads,
-    }
+    instance = {"conductor": conductor, "store": store}
     return {
         "store": {"redis": redis},
-        "conductor": {
-            "store": store,
-            "redis": redis,
-            "peers": conductor,
-            "slo_ttft_ms": settings.slo_ttft_ms,
-            "slo_tbt_ms": settings.slo_tbt_ms,
-        },
-        "pool": {"store": store, "memory_mb": settings.pool_memory_mb, **transfer},
+        "conductor": {"store": store, "redis": redis, "peers": conductor},
+        "pool": {"store": store, "memory_mb": settings.pool_memory_mb},
         **{one: {**instance, "tensor_parallel": getattr(settings, f"{one}_tp")} for one in INSTANCES},
         "gateway": {
             "host": settings.host,
             "http_port": http_port,
-            "http_tls_cert": settings.http_tls_cert,
-            "http_tls_key": settings.http_tls_key,
             "model": settings.model,
             "served_name": settings.model_name,
-            "api_keys": settings.api_keys,
             "models": ",".join(f"{served.name}={served.path}" for served in settings.served[1:]),
             "conductor": conductor,
         },

@@ -8,16 +8,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvmesh.config import without_password
+from kvmesh.blockservice.tiers.config import TierConfig
+from kvmesh.config import ServiceConfig, same_as, without_password
 from kvmesh.errors import ConfigError
-from kvmesh.kvcache.eviction import POLICIES
-from kvmesh.kvcache.keys import MAX_WEIGHTS_EPOCH
-from kvmesh.ranks.transfer_config import check
+from kvmesh.instance.config import InstanceConfig
+from kvmesh.ranks.transfer_config import TransferConfig, check
 from kvmesh.rpc.exposure import is_loopback
+from services.conductor.config import ConductorConfig
+from services.gateway.config import GatewayConfig
 
 _PORT = {"min": 0, "max": 65535}
 _COUNT = {"min": 0, "max": 64}
 _RANKS = {"min": 1, "max": 64}
+CONDUCTOR_PORT, STORE_PORT = 7001, 7002  # of the first ones, where other machines can join
 EVERY_ADDRESS = ("", "0.0.0.0", "::")  # to listen on
 
 INSTANCES = ("prefill", "decode", "coupled")  # services whose instances have ranks; KEY_tp: how many each
@@ -67,8 +70,8 @@ class MeshSettings:
     coupled: int = field(
         default=0,
         metadata={
-            "help": "Instances of each model that do both (docs/operate/coupled.md); then --prefill and --decode may be "
-            "0.",
+            "help": "Instances of each model that do both (docs/operate/coupled.md); then --prefill and --decode may "
+            "be 0.",
             **_COUNT,
         },
     )
@@ -103,26 +106,24 @@ class MeshSettings:
     )
     pool: int = field(default=0, metadata={"help": "Pool nodes: memory without an engine.", "min": 0, "max": 64})
     pool_memory_mb: int = field(default=256, metadata={"help": "KV memory of each pool node, MiB.", "min": 1})
-    store_eviction: str = field(
-        default="lru", metadata={"help": "Which blocks of the nodes' memory go first.", "choices": POLICIES}
+    store_eviction: str = same_as(TierConfig, "store_eviction", help="Which blocks of the nodes' memory go first.")
+    ssd_path: str = same_as(
+        TierConfig,
+        "ssd_path",
+        help="Folder of the SSD tier, a subfolder for each instance; empty: none.",
+        metavar="FOLDER",
     )
-    ssd_path: str = field(
-        default="",
-        metadata={"help": "Folder of the SSD tier, a subfolder for each instance; empty: none.", "metavar": "FOLDER"},
+    ssd_capacity_mb: int = same_as(TierConfig, "ssd_capacity_mb", help="Size of each instance's SSD tier, MiB.")
+    object_url: str = same_as(
+        TierConfig,
+        "object_url",
+        help="Object storage for all instances' blocks, like s3://bucket/prefix; empty: none.",
+        metavar="URL",
     )
-    ssd_capacity_mb: int = field(default=8192, metadata={"help": "Size of each instance's SSD tier, MiB.", "min": 1})
-    object_url: str = field(
-        default="",
-        metadata={
-            "help": "Object storage for all instances' blocks, like s3://bucket/prefix; empty: none.",
-            "metavar": "URL",
-        },
-    )
-    warm_segment: str = field(
-        default="",
-        metadata={
-            "help": "Folder in a tmpfs (/dev/shm/...): host segments there outlive their instances; empty: none."
-        },
+    warm_segment: str = same_as(
+        TierConfig,
+        "warm_segment",
+        help="Folder in a tmpfs (/dev/shm/...): host segments there outlive their instances; empty: none.",
     )
     host: str = field(
         default="127.0.0.1",
@@ -131,12 +132,11 @@ class MeshSettings:
             "reach (docs/operate/multi-host.md)."
         },
     )
-    advertise_host: str = field(
-        default="",
-        metadata={
-            "help": "Address that others dial, where it is not --host; auto: this machine's own on its default route.",
-            "metavar": "ADDRESS|auto",
-        },
+    advertise_host: str = same_as(
+        TransferConfig,
+        "advertise_host",
+        help="Address that others dial, where it is not --host; auto: this machine's own on its default route.",
+        metavar="ADDRESS|auto",
     )
     join: str = field(
         default="",
@@ -146,97 +146,100 @@ class MeshSettings:
             "metavar": "HOST[:PORT],...",
         },
     )
-    node_id: str = field(default="", metadata={"help": "Name of this machine in the mesh; empty: its host name."})
-    conductor_port: int = field(
-        default=7001,
+    node_id: str = same_as(
+        ServiceConfig, "node_id", default="", help="Name of this machine in the mesh; empty: its host name."
+    )
+    conductor_port: int | None = field(
+        default=None,
         metadata={
-            "help": "Where other machines can join: port of the first conductor, 10 more for each further one; 0 picks "
-            "free ones.",
+            "help": "Port of the first conductor, 10 more for each further one; 0 picks free ones. By default "
+            f"{CONDUCTOR_PORT} where other machines can join, else free ones.",
+            "metavar": "N",
             **_PORT,
         },
     )
-    store_port: int = field(default=7002, metadata={"help": "The same of store masters.", **_PORT})
+    store_port: int | None = field(
+        default=None,
+        metadata={"help": f"The same of store masters; {STORE_PORT}.", "metavar": "N", **_PORT},
+    )
     http_port: int = field(default=8000, metadata={"help": "REST port; 0 picks a free one.", **_PORT})
     grpc_port: int = field(default=8001, metadata={"help": "gRPC port; 0 picks a free one.", **_PORT})
-    dtype: str = field(default="float32", metadata={"help": "float32, bfloat16 or float16.", "choices": DTYPES})
-    device: str = field(
-        default="cpu", metadata={"help": "Where ranks compute: cpu, cuda or cuda:N; see docs/reports/cuda.md."}
+    dtype: str = same_as(InstanceConfig, "dtype", choices=DTYPES)
+    device: str = same_as(InstanceConfig, "device")
+    block_tokens: int = same_as(
+        InstanceConfig,
+        "block_tokens",
+        help="Tokens a KV block: a power of two in 16..512.",
+        choices=(16, 32, 64, 128, 256, 512),
     )
-    block_tokens: int = field(
-        default=64,
-        metadata={"help": "Tokens a KV block: a power of two in 16..512.", "choices": (16, 32, 64, 128, 256, 512)},
+    weights_epoch: int = same_as(
+        InstanceConfig,
+        "weights_epoch",
+        help="Number of these weights where you give them one; KV is shared within one epoch alone "
+        "(docs/reference/models.md).",
     )
-    weights_epoch: int = field(
-        default=0,
-        metadata={
-            "help": "Number of these weights where you give them one; KV is shared within one epoch alone "
-            "(docs/reference/models.md).",
-            "min": 0,
-            "max": MAX_WEIGHTS_EPOCH,
-        },
-    )
-    memory_mb: int = field(
+    memory_mb: int = same_as(
+        InstanceConfig,
+        "memory_mb",
         default=256,
-        metadata={"help": "KV memory of each rank, MiB; 0, with --device cuda only: what the GPU has free.", "min": 0},
+        help="KV memory of each rank, MiB; 0, with --device cuda only: what the GPU has free.",
+        min=0,
     )
-    threads: int = field(default=1, metadata={"help": "Compute threads of each rank.", "min": 1})
-    transports: str = field(
-        default="shm,tcp", metadata={"help": "How KV moves between instances, preferred first: rdma, shm, tcp."}
+    threads: int = same_as(InstanceConfig, "threads", help="Compute threads of each rank.", min=1)
+    transports: str = same_as(
+        TransferConfig, "transports", help="How KV moves between instances, preferred first: rdma, shm, tcp."
     )
-    nics: str = field(
-        default="",
-        metadata={"help": "NICs that KV moves over: RDMA devices for rdma, network interfaces for tcp; empty: all."},
+    nics: str = same_as(
+        TransferConfig,
+        "nics",
+        help="NICs that KV moves over: RDMA devices for rdma, network interfaces for tcp; empty: all.",
     )
-    topology: str = field(
-        default="",
-        metadata={
-            "help": "NICs of each memory location, preferred and secondary; empty: found in /sys (docs/transfer.md).",
-            "metavar": "JSON|FILE",
-        },
+    topology: str = same_as(
+        TransferConfig,
+        "topology",
+        help="NICs of each memory location, preferred and secondary; empty: found in /sys (docs/transfer.md).",
     )
-    slo_ttft_ms: int = field(
-        default=30_000,
-        metadata={
-            "help": "Refuse requests whose first token would come later than this (429).",
-            "min": 1,
-            "flag": "--slo-ttft",
-            "metavar": "MS",
-        },
+    slo_ttft_ms: int = same_as(
+        ConductorConfig,
+        "slo_ttft_ms",
+        help="Refuse requests whose first token would come later than this (429).",
+        flag="--slo-ttft",
+        metavar="MS",
     )
-    slo_tbt_ms: int = field(
-        default=1_000,
-        metadata={
-            "help": "Refuse requests whose tokens would be further apart than this (429).",
-            "min": 1,
-            "flag": "--slo-tbt",
-            "metavar": "MS",
-        },
+    slo_tbt_ms: int = same_as(
+        ConductorConfig,
+        "slo_tbt_ms",
+        help="Refuse requests whose tokens would be further apart than this (429).",
+        flag="--slo-tbt",
+        metavar="MS",
     )
-    api_keys: str = field(
-        default="",
-        metadata={"help": "File of API keys; the gateway then refuses requests without one.", "metavar": "FILE"},
+    api_keys: str = same_as(
+        GatewayConfig,
+        "api_keys",
+        help="File of API keys; the gateway then refuses requests without one.",
+        metavar="FILE",
     )
     tls: bool = field(
         default=False,
         metadata={"help": "mTLS between all services, with certificates made for this run (in its folder)."},
     )
-    tls_cert: str = field(
-        default="", metadata={"help": "PEM certificate of all services, in place of made ones.", "metavar": "FILE"}
+    tls_cert: str = same_as(
+        ServiceConfig, "tls_cert", help="PEM certificate of all services, in place of made ones.", metavar="FILE"
     )
-    tls_key: str = field(default="", metadata={"help": "Its PEM private key.", "metavar": "FILE"})
-    tls_ca: str = field(
-        default="", metadata={"help": "PEM certificates of the authorities that services trust.", "metavar": "FILE"}
+    tls_key: str = same_as(ServiceConfig, "tls_key", help="Its PEM private key.", metavar="FILE")
+    tls_ca: str = same_as(
+        ServiceConfig, "tls_ca", help="PEM certificates of the authorities that services trust.", metavar="FILE"
     )
     http_tls: bool = field(
         default=False,
         metadata={"help": "HTTPS for clients of the REST port, with a certificate made for this run (in its folder)."},
     )
-    http_tls_cert: str = field(
-        default="", metadata={"help": "PEM certificate of the REST port, in place of a made one.", "metavar": "FILE"}
+    http_tls_cert: str = same_as(
+        GatewayConfig, "http_tls_cert", help="PEM certificate of the REST port, in place of a made one.", metavar="FILE"
     )
-    http_tls_key: str = field(default="", metadata={"help": "Its PEM private key.", "metavar": "FILE"})
-    tls_server_name: str = field(
-        default="", metadata={"help": "Name in the services' certificate; empty: the addresses called."}
+    http_tls_key: str = same_as(GatewayConfig, "http_tls_key", help="Its PEM private key.", metavar="FILE")
+    tls_server_name: str = same_as(
+        ServiceConfig, "tls_server_name", help="Name in the services' certificate; empty: the addresses called."
     )
     set: tuple[str, ...] = field(
         default=(),
@@ -250,14 +253,10 @@ class MeshSettings:
     run_dir: str = field(
         default="", metadata={"help": "Folder for logs and traces; empty: a new one under the state folder."}
     )
-    otlp_endpoint: str = field(
-        default="",
-        metadata={"help": "Also send traces to this OTLP gRPC collector, e.g. http://127.0.0.1:4317.", "secret": True},
+    otlp_endpoint: str = same_as(
+        ServiceConfig, "otlp_endpoint", help="Also send traces to this OTLP gRPC collector, e.g. http://127.0.0.1:4317."
     )
-    log_level: str = field(
-        default="info",
-        metadata={"help": "debug, info, warning or error.", "choices": ("debug", "info", "warning", "error")},
-    )
+    log_level: str = same_as(ServiceConfig, "log_level")
     flags: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, metadata={"internal": True})
     env: Mapping[str, Mapping[str, str]] = field(default_factory=dict, metadata={"internal": True})
     joined: Joined | None = field(default=None, metadata={"internal": True})

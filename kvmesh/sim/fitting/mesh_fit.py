@@ -17,8 +17,7 @@ from typing import Any
 from kvmesh.errors import ConfigError
 from kvmesh.sim.config import SimConfig
 from kvmesh.sim.fitting.observed import Observed
-from kvmesh.sim.hardware.fitted import Fitted
-from kvmesh.sim.hardware.times import NodeSpec
+from kvmesh.sim.hardware.times import Fitted, NodeSpec
 from kvmesh.sim.host import HostModel
 from services.conductor.costs.file import Costs, fit_all
 from services.conductor.domain import Register

@@ -9,9 +9,7 @@ import orjson
 import swagger_ui_bundle
 from fastapi import FastAPI, Request
 from fastapi.openapi.docs import get_swagger_ui_html
-from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse, PlainTextResponse, Response
-from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
 
@@ -21,25 +19,10 @@ from services.gateway.api_keys import Tenant
 from services.gateway.core import GatewayCore
 from services.gateway.generation import brief
 from services.gateway.models import Model
+from services.gateway.rest import openapi
 from services.gateway.rest.frames import error_headers, error_json
 from services.gateway.rest.openai import ChatRequest, CompletionRequest
 from services.gateway.rest.reply import Reply
-
-TITLE = "kvmesh"
-_REF = "#/components/schemas/{model}"
-_EXAMPLES: dict[Any, dict[str, Any]] = {
-    ChatRequest: {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32},
-    CompletionRequest: {"prompt": "Hello", "max_tokens": 32, "temperature": 0},
-}
-_FAILURES = {
-    "400": "A field is unknown, not supported or out of range; the prompt is too long",
-    "401": "No valid API key, where the gateway asks for one",
-    "404": "Unknown model",
-    "413": "The body is too long",
-    "429": "The mesh cannot meet its latency targets now; Retry-After tells when to come again",
-    "503": "No instance can serve now",
-    "504": "The request's deadline passed",
-}
 
 
 class NotFound(KvmeshError):
@@ -62,14 +45,17 @@ def _failure(err: KvmeshError, status: int | None = None) -> Response:
 def build(core: GatewayCore) -> FastAPI:
     """The application of one gateway."""
     created = int(time.time())
-    app = FastAPI(title=TITLE, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title=openapi.TITLE, docs_url=None, redoc_url=None, openapi_url=None)
     app.router.redirect_slashes = False
 
-    def body(kind: type[ChatRequest] | type[CompletionRequest]) -> dict[str, Any]:
-        return _body(kind, {"model": core.models.names[0], **_EXAMPLES[kind]})
+    first = core.models.names[0]
 
     @app.post(
-        "/v1/chat/completions", summary="Chat", tags=["OpenAI"], response_model=None, openapi_extra=body(ChatRequest)
+        "/v1/chat/completions",
+        summary="Chat",
+        tags=["OpenAI"],
+        response_model=None,
+        openapi_extra=openapi.body(ChatRequest, first),
     )
     async def chat(request: Request) -> Response:
         return Reply(core, ChatRequest)
@@ -79,7 +65,7 @@ def build(core: GatewayCore) -> FastAPI:
         summary="Complete",
         tags=["OpenAI"],
         response_model=None,
-        openapi_extra=body(CompletionRequest),
+        openapi_extra=openapi.body(CompletionRequest, first),
     )
     async def completions(request: Request) -> Response:
         return Reply(core, CompletionRequest)
@@ -94,7 +80,7 @@ def build(core: GatewayCore) -> FastAPI:
         given = request.headers.get("authorization")
         return core.keys.tenant(None if given is None else given.encode("latin-1"), "models")
 
-    @app.get("/v1/models", summary="Models", tags=["OpenAI"], response_model=None, responses=_described("401", "429"))
+    @app.get("/v1/models", summary="Models", tags=["OpenAI"], response_model=None)
     async def models(request: Request) -> Response:
         return _json({"object": "list", "data": [card(model) for model in core.models.of(tenant(request))]})
 
@@ -103,7 +89,6 @@ def build(core: GatewayCore) -> FastAPI:
         summary="One model",
         tags=["OpenAI"],
         response_model=None,
-        responses=_described("401", "404", "429"),
     )
     async def model(request: Request, model: str) -> Response:
         return _json(card(core.models.find(model, tenant(request))))
@@ -117,7 +102,6 @@ def build(core: GatewayCore) -> FastAPI:
         summary="Can a request of any model be served?",
         tags=["Operations"],
         response_model=None,
-        responses=_described("503"),
     )
     async def ready() -> Response:
         reason = core.not_ready_reason
@@ -140,24 +124,6 @@ def build(core: GatewayCore) -> FastAPI:
 
 def _state(model: Model) -> dict[str, Any]:
     return {"ready": True} if model.ready else {"ready": False, "not_ready_reason": model.not_ready_reason}
-
-
-def _described(*statuses: str) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI's account of the failures that an operation without a body can have."""
-    return {status: {"description": _FAILURES[status]} for status in statuses}
-
-
-def _body(kind: type[ChatRequest] | type[CompletionRequest], example: dict[str, Any]) -> dict[str, Any]:
-    """OpenAPI's account of a body; `example` is what "Try it out" sends, and works."""
-    content = {"application/json": {"schema": {"$ref": _REF.format(model=kind.__name__)}, "example": example}}
-    responses = {
-        "200": {
-            "description": "OpenAI's answer; with stream=true, server-sent events",
-            "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}},
-        }
-    }
-    responses |= {status: {"description": text} for status, text in _FAILURES.items()}
-    return {"requestBody": {"required": True, "content": content}, "responses": responses}
 
 
 def _add_failures(app: FastAPI) -> None:
@@ -187,37 +153,19 @@ def _add_documentation(app: FastAPI, *, keys: bool) -> None:
     schema: dict[str, Any] = {}
 
     @app.get("/openapi.json", include_in_schema=False)
-    async def openapi() -> Response:
+    async def document() -> Response:
         if not schema:
-            schema.update(_schema(app, keys=keys))
+            schema.update(openapi.schema(app, keys=keys))
         return _json(schema)
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> HTMLResponse:
         return get_swagger_ui_html(
             openapi_url="openapi.json",
-            title=f"{TITLE} API",
+            title=f"{openapi.TITLE} API",
             swagger_js_url="docs/assets/swagger-ui-bundle.js",
             swagger_css_url="docs/assets/swagger-ui.css",
             swagger_favicon_url="docs/assets/favicon-32x32.png",
         )
 
     app.mount("/docs/assets", StaticFiles(directory=str(swagger_ui_bundle.swagger_ui_path)), name="swagger")
-
-
-def _schema(app: FastAPI, *, keys: bool) -> dict[str, Any]:
-    text = "Large language models over a mesh of prefill and decode instances. OpenAI-compatible."
-    # Swagger UI 4 reads OpenAPI 3.0.
-    found = get_openapi(title=TITLE, version="1", openapi_version="3.0.3", description=text, routes=app.routes)
-    bodies = [(ChatRequest, "validation"), (CompletionRequest, "validation")]
-    _, definitions = models_json_schema(bodies, ref_template=_REF)  # type: ignore[arg-type]
-    # FastAPI's own 422 never happens here: parameters are text, and bodies are read by us.
-    for path in found["paths"].values():
-        for operation in path.values():
-            operation["responses"].pop("422", None)
-            if keys and "OpenAI" in operation.get("tags", ()):
-                operation["security"] = [{"key": []}]
-    found["components"] = {"schemas": definitions["$defs"]}
-    if keys:
-        found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    return found

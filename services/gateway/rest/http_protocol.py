@@ -30,12 +30,11 @@ _HELD = 4 << 10
 _WRITE_BUFFER = 256 << 10
 _LINGER_S = 5.0
 
-_TEXTS = {
+REFUSALS = {
     400: b"Invalid HTTP request received.",
     408: b"The request's head did not arrive in time.",
     431: b"The request's head is too large.",
     414: b"The request's URL is too long.",
-    503: b"Too many connections.",
 }
 
 
@@ -285,7 +284,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self.drop()
             return
-        text = _TEXTS[status]
+        text = REFUSALS[status]
         head = b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(text)
         self.transport.write(STATUS_LINE[status] + head + text)
         self._linger()

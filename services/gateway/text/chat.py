@@ -1,9 +1,18 @@
-"""Chat templates of checkpoints, rendered as Hugging Face defines them and in a sandbox."""
+"""Chats as token ids: the chat templates of checkpoints, rendered as Hugging Face defines them and in a sandbox, and
+their tokens. The template's special tokens are special, the same characters in a message are only text.
+
+Somebody who writes `<|im_end|>` into a message must not end it. A template may trim, split and join contents in any
+way, so where a special token comes from is found by rendering a second time, with the first characters of special
+tokens in contents replaced by characters of a private plane (marks): what is special in both renderings comes from the
+template. Contents without control text are encoded as ever, token by token.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -15,6 +24,7 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvmesh.errors import InvalidRequest
+from services.gateway.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,3 +106,84 @@ class ChatTemplates:
 def _short(err: Exception) -> str:
     text = " ".join(str(err).split())
     return text if len(text) <= 300 else text[:297] + "..."
+
+
+_PLANE = range(0xF0000, 0xFFFF0, 256)  # private use: no tokenizer, template or language gives these a meaning
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A chat as text. `plain`: every special token in it comes from the template; else those of messages are marked."""
+
+    text: str
+    plain: bool
+    unmark: dict[int, int] = dataclasses.field(default_factory=dict)
+
+
+class ChatEncoder:
+    """Messages to token ids, for one model. Safe to use from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer, templates: ChatTemplates) -> None:
+        self._tokenizer = tokenizer
+        self._templates = templates
+        texts = sorted(tokenizer.special_texts, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, texts))) if texts else None
+        self._firsts = sorted({text[0] for text in texts})
+
+    def render(self, messages: Sequence[TemplateMessage], now: Callable[[], datetime.datetime]) -> Rendered:
+        """Renders `messages`. Raises InvalidRequest as `ChatTemplates.render` does."""
+        moment = now()
+        text = self._templates.render(messages, lambda: moment)
+        given = [part for message in messages for part in (message.content, message.name)]
+        if self._special is None or not any(first in part for first in self._firsts for part in given):
+            return Rendered(text, plain=True)
+        marks = self._marks(given)
+        every = self._marked(messages, lambda part: part.translate(marks))
+        told = self._templates.render(every, lambda: moment)
+        own = self._special.findall(told)
+        if self._special.findall(text) == own:
+            return Rendered(text, plain=True)
+        unmark = {ord(mark): first for first, mark in marks.items()}
+        # Marks in whole control tokens alone leave what templates look for in contents (`</think>`) as it is. They do
+        # not suffice where the template joins two halves.
+        special = self._special
+        whole = self._marked(
+            messages, lambda part: special.sub(lambda found: marks[ord(found[0][0])] + found[0][1:], part)
+        )
+        gentle = self._templates.render(whole, lambda: moment)
+        return Rendered(gentle if special.findall(gentle) == own else told, plain=False, unmark=unmark)
+
+    def encode(self, rendered: Rendered) -> list[int]:
+        """Token ids of what `render` gave."""
+        tokenizer = self._tokenizer
+        if rendered.plain:
+            ids = tokenizer.encode(rendered.text, add_special_tokens=False)
+            own = self._special.findall(rendered.text) if self._special else []
+            if tokenizer.count_special(ids) <= len(own):
+                return ids
+            # A special token that the tokenizer finds only after it has normalized the text: of a message, that is.
+        ids = []
+        at = 0
+        text = rendered.text
+        for found in self._special.finditer(text) if self._special else ():
+            ids += self._text(text[at : found.start()], rendered)
+            ids.append(tokenizer.special_texts[found[0]])
+            at = found.end()
+        return ids + self._text(text[at:], rendered)
+
+    def _text(self, text: str, rendered: Rendered) -> list[int]:
+        text = text.translate(rendered.unmark)
+        return self._tokenizer.encode_as_text(text, add_special_tokens=False) if text else []
+
+    def _marks(self, given: Sequence[str]) -> dict[int, str]:
+        """A mark for each first character, none of which stands in `given`."""
+        for start in _PLANE:
+            marks = {ord(first): chr(start + number) for number, first in enumerate(self._firsts)}
+            if not any(mark in part for mark in marks.values() for part in given):
+                return marks
+        raise AssertionError("a text holds characters of every block of the private plane")
+
+    def _marked(self, messages: Sequence[TemplateMessage], mark: Callable[[str], str]) -> list[TemplateMessage]:
+        return [
+            dataclasses.replace(message, content=mark(message.content), name=mark(message.name)) for message in messages
+        ]

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from kvmesh.errors import ContextTooLong
 from kvmesh.kvcache.keys import Namespace, chain_tip, pack_tokens
 from services.gateway.generation import Generation, Prompt, refused
-from services.gateway.text.chat import ChatTemplates
-from services.gateway.text.chat_tokens import ChatEncoder
+from services.gateway.text.chat import ChatEncoder, ChatTemplates
 from services.gateway.text.detokenize import CONTEXT_TOKENS
 from services.gateway.text.tokenizer import Tokenizer
 

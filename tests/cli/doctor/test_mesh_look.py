@@ -12,7 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvmesh.cli.app import app
-from kvmesh.cli.doctor import mesh_judge, mesh_look
+from kvmesh.cli.doctor import mesh as doctor_mesh
+from kvmesh.cli.doctor import mesh_look
 from kvmesh.cli.doctor.findings import Finding
 from kvmesh.cli.doctor.mesh_look import Peer, Seen, Targets, find_targets
 
@@ -55,13 +56,13 @@ PAIR = (instance("p@alpha", f"{A}:10"), instance("d@beta", f"{B}:11", "DECODE", 
 
 
 def told(what: Seen) -> dict[tuple[str, str], Finding]:
-    return {(one.group, one.what): one for one in mesh_judge.findings(what)}
+    return {(one.group, one.what): one for one in doctor_mesh.findings(what)}
 
 
 def test_a_mesh_that_is_well() -> None:
     found = told(seen(*PAIR))
     assert {one.level for one in found.values()} == {"ok", "missing"}
-    assert mesh_judge.why_not(seen(*PAIR)) == ""
+    assert doctor_mesh.why_not(seen(*PAIR)) == ""
     assert "1.0 ms away, MTU 1500: KV over tcp" in found["machines", "beta"].found
     assert found["conductors", f"{A}:7001"].found == "is alone, 2 instances, 0.0 ms away"
 
@@ -134,7 +135,7 @@ def test_an_address_that_only_its_own_network_knows() -> None:
         assert "cannot be reached from here" in one.found
         assert todo in one.todo
         assert "KVMESH_ADVERTISE_HOST" in one.todo
-        assert mesh_judge.why_not(mesh) == "prefill and decode of one model are needed, ready are only: prefill"
+        assert doctor_mesh.why_not(mesh) == "prefill and decode of one model are needed, ready are only: prefill"
 
 
 def test_kv_that_does_not_fit_names_what_differs() -> None:
@@ -142,8 +143,8 @@ def test_kv_that_does_not_fit_names_what_differs() -> None:
     odd = instance("q", f"{B}:12", node="beta", card=card)
     one = told(seen(*PAIR, odd))["instances", "q"]
     assert one.found == "does not fit the others: block_tokens 32 (others: 64)"
-    assert mesh_judge.why_not(seen(*PAIR, odd)) == ""
-    assert "only" in mesh_judge.why_not(seen(odd, PAIR[1])), "each alone"
+    assert doctor_mesh.why_not(seen(*PAIR, odd)) == ""
+    assert "only" in doctor_mesh.why_not(seen(odd, PAIR[1])), "each alone"
 
 
 def test_names_that_two_bear() -> None:
@@ -162,13 +163,14 @@ def test_names_that_two_bear() -> None:
 
 def test_why_requests_cannot_be_served() -> None:
     assert (
-        mesh_judge.why_not(seen(conductors=(Peer("conductor", "x:1", port_error="refused"),))) == "no conductor answers"
+        doctor_mesh.why_not(seen(conductors=(Peer("conductor", "x:1", port_error="refused"),)))
+        == "no conductor answers"
     )
-    assert mesh_judge.why_not(seen(conductors=(conductor(),))) == "no instance is ready and can be reached"
+    assert doctor_mesh.why_not(seen(conductors=(conductor(),))) == "no instance is ready and can be reached"
     late = Peer("gateway", f"{A}:8001", said={"ready": False, "not_ready_reason": "knows no model"})
-    assert "knows no model" in mesh_judge.why_not(seen(*PAIR, gateways=(late,)))
+    assert "knows no model" in doctor_mesh.why_not(seen(*PAIR, gateways=(late,)))
     both = instance("c", f"{A}:10", "BOTH")
-    assert mesh_judge.why_not(seen(both)) == ""
+    assert doctor_mesh.why_not(seen(both)) == ""
 
 
 def test_where_it_looks() -> None:

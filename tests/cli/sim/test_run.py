@@ -155,6 +155,7 @@ def test_tables_and_synthetic_sessions_are_served_too(invoke: Invoke, tmp_path: 
     ("args", "words"),
     [
         ((), "none: give one of --trace, --csv, --synthetic and --sessions"),
+        (("--policy", "fewest"), "policy='fewest': choose one of kvcache, cache_aware"),
         (("--trace", "TRACE", "--csv", "x"), "--trace and --csv: give one of"),
         (("--trace", "gone.jsonl"), "trace='gone.jsonl': No such file"),
         (("--trace", "TRACE", "--gpu", "b300"), "gpu='b300': choose one of a100"),
@@ -295,6 +296,15 @@ def test_sweeps_are_named_and_bounded() -> None:
 def test_speed_makes_synthetic_sessions_denser() -> None:
     assert sim_options.synthetic_of("rate=2", None, 64, 1.5).rate == 3.0
     assert sim_options.synthetic_of("", 7, 64, 1.0).requests == 7
+
+
+def test_progress_counts_requests_and_neither_headers_nor_empty_lines(tmp_path: Path) -> None:
+    table, trace = tmp_path / "t.csv", tmp_path / "t.jsonl"
+    table.write_text("time,input,output\n0,100,4\n\n1,100,4\n2,100,4")
+    trace.write_text("{}\n{}\n\n")
+    assert sim_build.count_of(Options(csv=table)) == 3
+    assert sim_build.count_of(Options(csv=table, skip=1, requests=9)) == 2
+    assert sim_build.count_of(Options(trace=trace)) == 2
 
 
 def test_progress_waits_then_tells_now_and_then(

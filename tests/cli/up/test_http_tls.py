@@ -46,6 +46,9 @@ def test_a_given_certificate_is_used(tmp_path: Path) -> None:
     made = make_certificates(tmp_path)
     mesh = Mesh(settings(tmp_path, http_tls_cert=str(made.cert), http_tls_key=str(made.key)))
     assert (mesh.url[:8], mesh.http_ca) == ("https://", "")
+    pair = (f"gateway.http_tls_cert={made.cert}", f"gateway.http_tls_key={made.key}")
+    by_set = Mesh(settings(tmp_path, set=pair))
+    assert (by_set.url[:8], gateway(by_set).https, gateway(Mesh(settings(tmp_path))).https) == ("https://", True, False)
     with pytest.raises(ConfigError, match="http_tls_cert"):
         Mesh(settings(tmp_path, http_tls_cert=str(tmp_path / "no.pem"), http_tls_key=str(made.key)))
 

@@ -77,6 +77,10 @@ def test_the_plan_of_a_mesh_that_others_join(tmp_path: Path) -> None:
     alone = {one.name: one for one in plan.plan(settings, tmp_path, plan.Ports())}
     assert "--instance-id=decode-0" in alone["decode-0"].argv
     assert not any(one.startswith("--advertise") for spec in alone.values() for one in spec.argv)
+    assert plan.fixed_ports(settings) == {}
+    told = dataclasses.replace(settings, conductor_port=7301, store_port=7302)
+    ports = {one.name: one.address for one in plan.plan(told, tmp_path, plan.Ports())}
+    assert (ports["conductor"], ports["store"]) == ("127.0.0.1:7301", "127.0.0.1:7302")
     settings = MeshSettings(
         model="/m/tiny", host="0.0.0.0", advertise_host="10.0.0.1", node_id="alpha", conductors=2, redis="redis://r:1/0"
     )
@@ -88,6 +92,12 @@ def test_the_plan_of_a_mesh_that_others_join(tmp_path: Path) -> None:
     wanted = {"--advertise-host=10.0.0.1", "--instance-id=decode-0@alpha", "--node-id=alpha", "--store=10.0.0.1:7002"}
     assert wanted | {f"--conductor={conductors}"} <= specs["decode-0"]
     assert f"--conductor={conductors}" in specs["gateway"]
+
+
+def test_ports_that_are_to_be_free_ones_are_not_fixed() -> None:
+    shared = MeshSettings(model="/m", host="10.0.0.1", conductor_port=0)
+    assert plan.fixed_ports(shared) == {"store": 7002}
+    assert plan.fixed_ports(joiner(conductor_port=7301)) == {}
 
 
 def test_the_plan_of_a_machine_that_joins(tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers
 from tokenizers import Tokenizer as Inner
 
-from services.gateway.text.chat import ChatTemplates, TemplateMessage
-from services.gateway.text.chat_tokens import ChatEncoder
+from services.gateway.text.chat import ChatEncoder, ChatTemplates, TemplateMessage
 from services.gateway.text.tokenizer import Tokenizer
 from tests.support.gateway import tokenizers_made
 

@@ -1,0 +1,195 @@
+"""What /openapi.json says of the REST API: the body of every request, and every answer of every endpoint with its
+body. `tests/gateway/rest/test_openapi.py` and schemathesis hold it against the running gateway."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+
+from services.gateway.rest.openai import ChatRequest, CompletionRequest
+
+TITLE = "kvmesh"
+Json = dict[str, Any]
+
+_TEXT = "Large language models over a mesh of prefill and decode instances. OpenAI-compatible."
+_REF = "#/components/schemas/{model}"
+_EXAMPLES: dict[Any, Json] = {
+    ChatRequest: {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32},
+    CompletionRequest: {"prompt": "Hello", "max_tokens": 32, "temperature": 0},
+}
+
+# Refusals by the connection itself, before the request has reached an endpoint: a line of text, not an error object.
+_BY_CONNECTION = {
+    "400": "What was sent is no HTTP",
+    "408": "The request's head did not arrive in time",
+    "414": "The URL is too long",
+    "431": "The head is too large",
+}
+_EVERYWHERE = {
+    "403": "Host or Origin names another site, where the gateway checks them (allowed_hosts)",
+    "500": "The gateway failed; a defect",
+}
+_WITH_KEYS = {"401": "No valid API key, where the gateway asks for one"}
+_GENERATING = _WITH_KEYS | {
+    "400": "A field is unknown, not supported or out of range; the prompt is too long",
+    "404": "Unknown model",
+    "412": "A service of the mesh speaks another version of the protocol",
+    "413": "The body is too long",
+    "429": "The mesh cannot meet its latency targets now; Retry-After tells when to come again",
+    "503": "No instance can serve now; Retry-After tells when to come again",
+    "504": "The request's deadline passed, or its body came too slowly",
+}
+
+
+def _object(required: Json, optional: Json | None = None, *, more: bool = False) -> Json:
+    properties = {**required, **(optional or {})}
+    return {"type": "object", "properties": properties, "required": [*required], "additionalProperties": more}
+
+
+def _list(of: Json) -> Json:
+    return {"type": "array", "items": of}
+
+
+def _one_of(*values: str) -> Json:
+    return {"type": "string", "enum": [*values]}
+
+
+def _ref(name: str) -> Json:
+    return {"$ref": _REF.format(model=name)}
+
+
+_STRING, _INTEGER, _NUMBER, _ANYTHING = {"type": "string"}, {"type": "integer"}, {"type": "number"}, {"type": "object"}
+_TEXT_OR_NULL = {"type": "string", "nullable": True}
+_OBJECT_OR_NULL = {"type": "object", "nullable": True}
+_STATE = {"not_ready_reason": _STRING}
+_FACTS = {"max_context_tokens": _INTEGER, "vocab_size": _INTEGER, "block_tokens": _INTEGER}
+_MODELS = {"models": {"type": "object", "additionalProperties": _object({"ready": {"type": "boolean"}}, _STATE)}}
+
+
+def _answer(kind: str, text: Json) -> Json:
+    """A whole answer; `text`: where a choice has its text."""
+    choice = {"index": _INTEGER, **text, "logprobs": _OBJECT_OR_NULL, "finish_reason": _STRING}
+    return _object(
+        {
+            "id": _STRING,
+            "object": _one_of(kind),
+            "created": _INTEGER,
+            "model": _STRING,
+            "choices": _list(_object(choice)),
+            "usage": _ref("Usage"),
+        },
+        {"kvmesh": {**_ANYTHING, "description": "Where the time went, with the header x-kvmesh-timings: 1"}},
+    )
+
+
+SCHEMAS: dict[str, Json] = {
+    "Error": _object(
+        {"error": _object({"message": _STRING, "type": _STRING, "param": _TEXT_OR_NULL, "code": _STRING})},
+    ),
+    "Model": _object(
+        {
+            "id": _STRING,
+            "object": _one_of("model"),
+            "created": _INTEGER,
+            "owned_by": _STRING,
+            "ready": {"type": "boolean"},
+        },
+        _FACTS | _STATE,
+    ),
+    "Models": _object({"object": _one_of("list"), "data": _list(_ref("Model"))}),
+    "Health": _object({"status": _one_of("ok"), **_MODELS}),
+    "Ready": _object({"status": _one_of("ready"), **_MODELS}),
+    "NotReady": _object({"status": _one_of("not ready"), "reason": _STRING, **_MODELS}),
+    "Usage": _object(
+        {
+            "prompt_tokens": _INTEGER,
+            "completion_tokens": _INTEGER,
+            "total_tokens": _INTEGER,
+            "prompt_tokens_details": _object({"cached_tokens": _INTEGER}),
+        }
+    ),
+    "ChatCompletion": _answer(
+        "chat.completion",
+        {"message": _object({"role": _one_of("assistant"), "content": _STRING, "refusal": _TEXT_OR_NULL})},
+    ),
+    "Completion": _answer("text_completion", {"text": _STRING}),
+}
+
+
+def _said(description: str, content: Json, headers: Json | None = None) -> Json:
+    return {"description": description, "content": content, **({"headers": headers} if headers else {})}
+
+
+def _json(name: str) -> Json:
+    return {"application/json": {"schema": _ref(name)}}
+
+
+def _header(description: str, kind: Json) -> Json:
+    return {"description": description, "schema": kind}
+
+
+_LATER = {
+    "Retry-After": _header("Seconds", _INTEGER),
+    "Retry-After-Ms": _header("The same in milliseconds", _INTEGER),
+}
+_HEADERS = {"401": {"WWW-Authenticate": _header("Bearer", _STRING)}, "429": _LATER, "503": _LATER}
+
+
+def _failures(texts: dict[str, str]) -> dict[str, Json]:
+    """By status: an error object of an endpoint, a line of text of the connection, or (400) either."""
+    found: dict[str, Json] = {}
+    for status in sorted({*texts, *_EVERYWHERE, *_BY_CONNECTION}):
+        why, content = [], {}
+        if own := texts.get(status) or _EVERYWHERE.get(status):
+            why, content = [own], _json("Error")
+        if early := _BY_CONNECTION.get(status):
+            why, content = [*why, early], {**content, "text/plain": {"schema": _STRING}}
+        found[status] = _said("; ".join(why), content, _HEADERS.get(status))
+    return found
+
+
+def _streamed(name: str) -> Json:
+    return {**_json(name), "text/event-stream": {"schema": _STRING}}
+
+
+def _generated(name: str) -> dict[str, Json]:
+    return {"200": _said("OpenAI's answer; with stream=true, server-sent events", _streamed(name))}
+
+
+RESPONSES: dict[str, dict[str, Json]] = {
+    "/v1/chat/completions": _failures(_GENERATING) | _generated("ChatCompletion"),
+    "/v1/completions": _failures(_GENERATING) | _generated("Completion"),
+    "/v1/models": _failures(_WITH_KEYS) | {"200": _said("The models that the caller may use", _json("Models"))},
+    "/v1/models/{model}": _failures(_WITH_KEYS | {"404": "Unknown model"})
+    | {"200": _said("That model", _json("Model"))},
+    "/health": _failures({}) | {"200": _said("It is", _json("Health"))},
+    "/ready": _failures({}) | {"200": _said("Yes", _json("Ready")), "503": _said("No, of no model", _json("NotReady"))},
+    "/metrics": _failures({}) | {"200": _said("Metrics", {"text/plain": {"schema": _STRING}})},
+}
+
+
+def body(kind: type[ChatRequest] | type[CompletionRequest], model: str) -> Json:
+    """A request's body, for a route's `openapi_extra`; its example is what "Try it out" sends, and works."""
+    example = {"model": model, **_EXAMPLES[kind]}
+    content = {"application/json": {"schema": _ref(kind.__name__), "example": example}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def schema(app: FastAPI, *, keys: bool) -> Json:
+    """The whole document. `keys`: whether this gateway asks for API keys."""
+    # Swagger UI 4 reads OpenAPI 3.0.
+    found = get_openapi(title=TITLE, version="1", openapi_version="3.0.3", description=_TEXT, routes=app.routes)
+    bodies = [(ChatRequest, "validation"), (CompletionRequest, "validation")]
+    _, definitions = models_json_schema(bodies, ref_template=_REF)  # type: ignore[arg-type]
+    for path, operations in found["paths"].items():
+        for operation in operations.values():
+            operation["responses"] = dict(sorted(RESPONSES[path].items()))
+            if keys and "OpenAI" in operation.get("tags", ()):
+                operation["security"] = [{"key": []}]
+    found["components"] = {"schemas": {**definitions["$defs"], **SCHEMAS}}
+    if keys:
+        found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return found
