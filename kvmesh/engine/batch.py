@@ -21,10 +21,10 @@ Integers = Sequence[int] | Column
 
 @dataclass(slots=True, eq=False)
 class SampleParams:
-    """How to choose one token (docs/reference/sampling.md). temperature 0: the most likely one. `token_index` counts the
-    answer's tokens from 0, after `answered` ones that an earlier life of the request made: (seed, answered + token_index) alone
-    decides the noise. `logprobs`: None none, n ≥ 0 the chosen token's and the n best. Equal only to itself: one object
-    is one row."""
+    """How to choose one token (docs/reference/sampling.md). temperature 0: the most likely one. `token_index` counts
+    the answer's tokens from 0, after `answered` ones that an earlier life of the request made: (seed, answered +
+    token_index) alone decides the noise. `logprobs`: None none, n ≥ 0 the chosen token's and the n best. Equal only to
+    itself: one object is one row."""
 
     temperature: float = 0.0
     top_p: float = 1.0

@@ -67,8 +67,8 @@ class MeshSettings:
     coupled: int = field(
         default=0,
         metadata={
-            "help": "Instances of each model that do both (docs/operate/coupled.md); then --prefill and --decode may be "
-            "0.",
+            "help": "Instances of each model that do both (docs/operate/coupled.md); then --prefill and --decode may "
+            "be 0.",
             **_COUNT,
         },
     )
