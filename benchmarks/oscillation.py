@@ -4,7 +4,8 @@ Short of decode, long of prefill, three times the load that decode can take: the
 prefill as its answer does in decode. Whoever is judged by decode as it *is* on arrival finds it as idle as those left
 it who were let in one prefill ago (FAST'25, section 7.4; docs/operate/admission.md). Instances are the paper's
 (8 x A800, LLaMA3-70B, benchmarks/paper_parameters.toml), 16 prefill and 1 decode; requests come by chance, Poisson,
-prompts log-normal, answers exponential, nothing cached. The TBT SLO is tight, so that decode is limited by time, not by memory.
+prompts log-normal, answers exponential, nothing cached. The TBT SLO is tight, so that decode is limited by time, not by
+memory.
 
     python -m benchmarks.oscillation --json benchmarks/results/oscillation.json --svg docs/operate/img/oscillation.svg
 """
