@@ -21,19 +21,19 @@ from kvmesh.leader.leader import (
     RISES,
     Action,
     Ask,
+    BeginLead,
     Event,
-    Granted,
-    Heard,
-    Held,
-    Lead,
     LeaderMachine,
-    Refused,
+    LeaderRole,
+    LeaseGranted,
+    LeaseHeld,
+    LeaseRefused,
+    LeaseSilent,
     Release,
     Rise,
-    Role,
-    Silent,
     StepDown,
-    Stop,
+    StopCompeting,
+    TermHeard,
     Tick,
 )
 from kvmesh.rpc.terms import MAX_JUMP, MAX_TERM
@@ -71,21 +71,21 @@ class Redis:
         token = (who, ask.life)
         if self.lease is not None and self.lease.token != token:
             left = self.lease.until - now
-            return Held(ask.number, self.lease.term, str(self.lease.token[0]), left)
+            return LeaseHeld(ask.number, self.lease.term, str(self.lease.token[0]), left)
         if self.lease is not None:
             self.lease.until = now + LEASE
             self.lease.term = max(self.lease.term, self.term, ask.floor if ask.term else 0)
             self.term, self.term_run = self.lease.term, self.run
-            return Granted(ask.number, self.lease.term, self.lease.unsure)
+            return LeaseGranted(ask.number, self.lease.term, self.lease.unsure)
         if ask.term and self.term > ask.term:
-            return Held(ask.number, self.term, "", 0.0)
+            return LeaseHeld(ask.number, self.term, "", 0.0)
         unsure = not ask.term and self.term_run != self.run
         if ask.floor > max(self.term, FIRST) + MAX_JUMP:
-            return Refused(ask.number, self.term)
+            return LeaseRefused(ask.number, self.term)
         self.term = max(ask.term, ask.floor) if ask.term else max(self.term, ask.floor) + 1
         self.term_run = self.run
         self.lease = Lease(token, self.term, unsure, now + LEASE)
-        return Granted(ask.number, self.term, unsure)
+        return LeaseGranted(ask.number, self.term, unsure)
 
     def release(self, token: tuple[int, int]) -> None:
         if self.lease is not None and self.lease.token == token:
@@ -113,7 +113,7 @@ class Master:
             match action:
                 case Ask() | Release():
                     self.requests.append(action)
-                case Lead(term):
+                case BeginLead(term):
                     assert not self.in_reign
                     self.in_reign = True
                     self.reigns.append(term)
@@ -176,7 +176,7 @@ class Mesh(RuleBasedStateMachine):
             self.redis.release((who, request.life))
             return
         answer = self.redis.run_script(who, request, self.now)
-        master.answers.append(Silent(request.number, "lost") if lost else answer)
+        master.answers.append(LeaseSilent(request.number, "lost") if lost else answer)
 
     @rule(who=who, pick=pick)
     def answered(self, who: int, pick: int) -> None:
@@ -200,7 +200,7 @@ class Mesh(RuleBasedStateMachine):
         self._step(master, Tick())
         led = master.in_reign
         for term in (lie, master.leader.term + 1):
-            self._step(master, Heard(term, stranger, MOST))
+            self._step(master, TermHeard(term, stranger, MOST))
         assert master.in_reign == led
 
     @rule(who=who, seconds=st.sampled_from([0.2, 0.5, 0.8]))
@@ -264,7 +264,7 @@ class Mesh(RuleBasedStateMachine):
         master = self.masters[who]
         if master.paused or not master.leader.leads(master.clock(self.now)):
             return
-        self._step(master, Heard(self.node_term, stranger=True, most=MOST))
+        self._step(master, TermHeard(self.node_term, stranger=True, most=MOST))
         if self.node_term <= master.leader.term:
             self.node_term = master.leader.term
 
@@ -296,7 +296,7 @@ class Mesh(RuleBasedStateMachine):
                 self.at_most_one_leads()
         [leader] = [m for m in self.masters if m.leader.leads(m.clock(self.now))]
         for _ in range(3):  # an honest node is served soon: the leader rises above what it knows, if that is credible
-            self._step(leader, Heard(self.node_term, stranger=True, most=MOST))
+            self._step(leader, TermHeard(self.node_term, stranger=True, most=MOST))
             for _ in range(10):  # longer than RISE_EVERY_S
                 self.now += 0.15
                 for who in range(MASTERS):
@@ -324,13 +324,13 @@ class CountsFromTheAnswer(LeaderMachine):
 
 class NeverLooksAtTheClock(LeaderMachine):
     def leads(self, now: float) -> bool:
-        return self.role is Role.LEADING
+        return self.role is LeaderRole.LEADING
 
 
 class TrustsAnyRedis(LeaderMachine):
     def step(self, event: Event, now: float) -> list[Action]:  # type: ignore[override]
-        if isinstance(event, Granted):
-            event = Granted(event.number, event.term, False)
+        if isinstance(event, LeaseGranted):
+            event = LeaseGranted(event.number, event.term, False)
         return list(super().step(event, now))
 
 
@@ -354,7 +354,7 @@ def leading(now: float = 0.0) -> LeaderMachine:
     leader = LeaderMachine(LEASE)
     [ask] = leader.step(Tick(), now)
     assert isinstance(ask, Ask)
-    assert leader.step(Granted(ask.number, 5, False), now) == [Lead(5)]
+    assert leader.step(LeaseGranted(ask.number, 5, False), now) == [BeginLead(5)]
     return leader
 
 
@@ -362,19 +362,19 @@ def test_a_frozen_leader_does_not_lead_when_it_wakes() -> None:
     leader = leading()
     assert leader.leads(0.89)
     assert not leader.leads(0.91)  # asked before anything else in the first turn of the loop
-    down, release, ask = leader.step(Heard(5), 7.0)
+    down, release, ask = leader.step(TermHeard(5), 7.0)
     assert isinstance(down, StepDown) and isinstance(release, Release) and isinstance(ask, Ask)
     assert (ask.term, ask.floor) == (0, 5) and ask.life != release.life
 
 
 def test_a_leader_rises_above_a_higher_term_and_goes_on_leading() -> None:
     leader = leading()
-    assert leader.step(Heard(5, stranger=True), 0.1) == []
-    [ask] = leader.step(Heard(9), 0.1)
+    assert leader.step(TermHeard(5, stranger=True), 0.1) == []
+    [ask] = leader.step(TermHeard(9), 0.1)
     assert isinstance(ask, Ask) and (ask.term, ask.floor) == (5, 10)
     assert leader.leads(0.1) and leader.term == 5, "until Redis says so"
-    assert leader.step(Heard(9), 0.1) == [], "it is about to"
-    assert leader.step(Granted(ask.number, 10, False), 0.15) == [Rise(10)]
+    assert leader.step(TermHeard(9), 0.1) == [], "it is about to"
+    assert leader.step(LeaseGranted(ask.number, 10, False), 0.15) == [Rise(10)]
     assert leader.leads(0.9) and leader.term == 10
 
 
@@ -384,27 +384,29 @@ def test_a_term_that_is_not_credible_changes_nothing(term: int, lease_s: float |
     leader = leading() if lease_s else LeaderMachine(None)
     leader.step(Tick(), 0.0)
     before = leader.term
-    assert leader.step(Heard(term, stranger=True, most=1000), 0.1) == []
-    assert leader.step(Heard(max(term, MAX_TERM - 1)), 0.1) == [], "nor is there one above the maximum"
+    assert leader.step(TermHeard(term, stranger=True, most=1000), 0.1) == []
+    assert leader.step(TermHeard(max(term, MAX_TERM - 1)), 0.1) == [], "nor is there one above the maximum"
     assert leader.term == before and leader.leads(0.1)
 
 
 def test_a_liar_makes_terms_rise_so_often_and_no_more() -> None:
     leader = LeaderMachine(None)
     leader.step(Tick(), 0.0)
-    rises = sum(len(leader.step(Heard(leader.term + 1), at / 1000)) for at in range(10_000))
+    rises = sum(len(leader.step(TermHeard(leader.term + 1), at / 1000)) for at in range(10_000))
     assert rises <= RISES + 10 / RISE_EVERY_S + 1
-    assert leader.step(Heard(leader.term + 5), 20.0) == [Rise(leader.term)], "an honest member is heard all the same"
+    assert leader.step(TermHeard(leader.term + 5), 20.0) == [Rise(leader.term)], (
+        "an honest member is heard all the same"
+    )
 
 
 def test_a_floor_that_redis_refuses_is_forgotten() -> None:
     leader = LeaderMachine(LEASE)
-    [ask] = leader.step(Heard(500), 0.0)
+    [ask] = leader.step(TermHeard(500), 0.0)
     assert isinstance(ask, Ask) and ask.floor == 500
-    assert leader.step(Refused(ask.number, 7), 0.1) == []
+    assert leader.step(LeaseRefused(ask.number, 7), 0.1) == []
     [again] = leader.step(Tick(), 0.5)
     assert isinstance(again, Ask) and again.floor == 7
-    assert leader.step(Granted(again.number, 8, False), 0.6) == [Lead(8)]
+    assert leader.step(LeaseGranted(again.number, 8, False), 0.6) == [BeginLead(8)]
 
 
 def test_no_leader_begins_at_the_maximum() -> None:
@@ -413,10 +415,10 @@ def test_no_leader_begins_at_the_maximum() -> None:
     leader = LeaderMachine(LEASE)
     [ask] = leader.step(Tick(), 0.0)
     assert isinstance(ask, Ask)
-    assert leader.step(Granted(ask.number, MAX_TERM, False), 0.1) == [] and leader.role is Role.STANDBY
+    assert leader.step(LeaseGranted(ask.number, MAX_TERM, False), 0.1) == [] and leader.role is LeaderRole.STANDBY
     [ask] = leader.step(Tick(), 0.5)
     assert isinstance(ask, Ask)
-    leader.step(Held(ask.number, MAX_TERM, "h:1", 0.5), 0.5)
+    leader.step(LeaseHeld(ask.number, MAX_TERM, "h:1", 0.5), 0.5)
     assert leader.term == 0, "what is no term is no floor"
 
 
@@ -424,19 +426,19 @@ def test_answers_to_requests_of_a_lease_that_is_over_prolong_nothing() -> None:
     leader = leading()
     [renewal] = leader.step(Tick(), 0.4)
     assert isinstance(renewal, Ask) and renewal.term == 5
-    leader.step(Held(0, 0, "", 0.0), 1.0)  # its lease runs out
-    assert leader.step(Granted(renewal.number, 5, False), 1.0) == []
-    assert leader.role is Role.STANDBY
+    leader.step(LeaseHeld(0, 0, "", 0.0), 1.0)  # its lease runs out
+    assert leader.step(LeaseGranted(renewal.number, 5, False), 1.0) == []
+    assert leader.role is LeaderRole.STANDBY
 
 
 def test_without_redis_one_leads_at_once_and_above_all_that_nodes_have_heard() -> None:
-    assert LeaderMachine(None, first=77).step(Tick(), 0.0) == [Lead(77)]
+    assert LeaderMachine(None, first=77).step(Tick(), 0.0) == [BeginLead(77)]
     leader = LeaderMachine(None)
-    assert leader.step(Tick(), 0.0) == [Lead(1)]
+    assert leader.step(Tick(), 0.0) == [BeginLead(1)]
     assert leader.leads(1e9)
-    assert leader.step(Heard(7), 1.0) == [Rise(8)]
-    assert leader.step(Heard(8), 1.0) == []  # a member: it has this from us
-    assert leader.step(Heard(8, stranger=True), 1.0) == [Rise(9)]
+    assert leader.step(TermHeard(7), 1.0) == [Rise(8)]
+    assert leader.step(TermHeard(8), 1.0) == []  # a member: it has this from us
+    assert leader.step(TermHeard(8, stranger=True), 1.0) == [Rise(9)]
     assert leader.term == 9 and leader.leads(2.0)
 
 
@@ -446,15 +448,15 @@ def test_an_unsure_lease_is_not_given_back() -> None:
     for leader in (waiting, late):
         [ask] = leader.step(Tick(), 0.0)
         assert isinstance(ask, Ask)
-    late.step(Heard(5), 0.0)
-    actions = late.step(Granted(ask.number, 5, True), 0.0)
+    late.step(TermHeard(5), 0.0)
+    actions = late.step(LeaseGranted(ask.number, 5, True), 0.0)
     assert not [action for action in actions if isinstance(action, Release)]
-    assert waiting.step(Granted(ask.number, 5, True), 0.0) == [] and waiting.role is Role.WAITING
-    assert waiting.step(Stop(), 0.1) == []
+    assert waiting.step(LeaseGranted(ask.number, 5, True), 0.0) == [] and waiting.role is LeaderRole.WAITING
+    assert waiting.step(StopCompeting(), 0.1) == []
 
 
 def test_the_last_word_gives_the_lease_back() -> None:
     leader = leading()
-    down, release = leader.step(Stop(), 0.2)
+    down, release = leader.step(StopCompeting(), 0.2)
     assert isinstance(down, StepDown) and isinstance(release, Release)
     assert leader.step(Tick(), 9.0) == [] and not leader.leads(0.2)

@@ -7,7 +7,7 @@ else while `leads` is true. Without Redis (`lease_s` None) there is one master, 
 
 Whoever leads has led alone since it began, so a higher term that a member has heard of is one of the past (that of a
 life before a Redis was emptied, say), or a lie. Neither ends a leadership: the leader goes on under a term above it. It
-believes no term above what the clock makes credible (`Heard.most`), and rises RISES times at once and then every
+believes no term above what the clock makes credible (`TermHeard.most`), and rises RISES times at once and then every
 RISE_EVERY_S, so that a lying member costs a bounded number of terms and nobody their leader.
 """
 
@@ -26,7 +26,7 @@ RISES, RISE_EVERY_S = 16, 1.0  # to a term that a member has told: so often at o
 FOREVER = float("inf")
 
 
-class Role(Enum):
+class LeaderRole(Enum):
     STANDBY = "standby"
     WAITING = "waiting"  # holds the lease, and lets those of masters that Redis has forgotten run out
     LEADING = "leading"
@@ -42,7 +42,7 @@ class Tick:
 
 
 @dataclass(frozen=True)
-class Granted:
+class LeaseGranted:
     """The lease is ours, from the request `number`. `unsure`: Redis has been started anew since it gave the last term,
     and may have forgotten some."""
 
@@ -52,7 +52,7 @@ class Granted:
 
 
 @dataclass(frozen=True)
-class Held:
+class LeaseHeld:
     """Another has the lease for `left_s` more."""
 
     number: int
@@ -62,7 +62,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Silent:
+class LeaseSilent:
     """Nobody knows what became of the request."""
 
     number: int
@@ -70,7 +70,7 @@ class Silent:
 
 
 @dataclass(frozen=True)
-class Refused:
+class LeaseRefused:
     """Redis holds the floor of the request for made up: it is far above `term`, the highest that it knows."""
 
     number: int
@@ -78,7 +78,7 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Heard:
+class TermHeard:
     """A member has heard of `term`. `stranger`: it was none until just now, so not from us. `most`: no higher term is
     credible."""
 
@@ -88,11 +88,11 @@ class Heard:
 
 
 @dataclass(frozen=True)
-class Stop:
+class StopCompeting:
     pass
 
 
-Event = Tick | Granted | Held | Silent | Refused | Heard | Stop
+Event = Tick | LeaseGranted | LeaseHeld | LeaseSilent | LeaseRefused | TermHeard | StopCompeting
 
 
 # ── actions ───────────────────────────────────────────────────────────────────────────────────────
@@ -119,7 +119,7 @@ class Release:
 
 
 @dataclass(frozen=True)
-class Lead:
+class BeginLead:
     """From now on this one leads, with an empty map."""
 
     term: int
@@ -139,7 +139,7 @@ class StepDown:
     why: str
 
 
-Action = Ask | Release | Lead | Rise | StepDown
+Action = Ask | Release | BeginLead | Rise | StepDown
 
 
 class LeaderMachine:
@@ -151,7 +151,7 @@ class LeaderMachine:
             raise ValueError(f"first={first}: must be in 1..{MAX_TERM - 1}")
         self._lease_s = lease_s
         self._first = first
-        self.role = Role.STANDBY
+        self.role = LeaderRole.STANDBY
         self.term = 0  # ours while leading, else the highest heard
         self.leader = ""  # who leads, when it is another and its lease is not known to be over
         self._leader_until = FOREVER
@@ -170,7 +170,7 @@ class LeaderMachine:
 
     def leads(self, now: float) -> bool:
         """May it answer and order at this moment?"""
-        return self.role is Role.LEADING and now < self._until
+        return self.role is LeaderRole.LEADING and now < self._until
 
     def leader_at(self, now: float) -> str:
         """The address of another that leads, "" when that is not known."""
@@ -179,8 +179,8 @@ class LeaderMachine:
     @property
     def next_at(self) -> float:
         """When to step again, whatever happens until then."""
-        held = self._until if self.role in (Role.WAITING, Role.LEADING) else FOREVER
-        ready = self._leads_from if self.role is Role.WAITING else FOREVER
+        held = self._until if self.role in (LeaderRole.WAITING, LeaderRole.LEADING) else FOREVER
+        ready = self._leads_from if self.role is LeaderRole.WAITING else FOREVER
         return min(self._ask_at, held, ready)
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────
@@ -188,24 +188,24 @@ class LeaderMachine:
     def step(self, event: Event, now: float) -> Sequence[Action]:
         """Apply one event at `now` (never decreasing). A lease that has run out is noticed first, whatever it is."""
         actions: list[Action] = []
-        if self.role is Role.ENDED:
+        if self.role is LeaderRole.ENDED:
             return actions
-        if self.role in (Role.WAITING, Role.LEADING) and now >= self._until:
+        if self.role in (LeaderRole.WAITING, LeaderRole.LEADING) and now >= self._until:
             why = self._silent or "this process stood still"
             self._fall("its lease ran out: " + why, actions, now)
         match event:
-            case Granted():
+            case LeaseGranted():
                 self._granted(event, now, actions)
-            case Held():
+            case LeaseHeld():
                 self._held(event, now, actions)
-            case Silent(number, why):
+            case LeaseSilent(number, why):
                 if self._asked.pop(number, None) is not None:
                     self._silent = why
-            case Refused():
+            case LeaseRefused():
                 self._refused(event)
-            case Heard():
+            case TermHeard():
                 self._heard(event, now, actions)
-            case Stop():
+            case StopCompeting():
                 self._stop(actions)
                 return actions
             case Tick():
@@ -213,18 +213,18 @@ class LeaderMachine:
         if self._lease_s is None:
             self._lead_alone(actions)
             return actions
-        if self.role is Role.WAITING and now >= self._leads_from:
-            self.role = Role.LEADING
-            actions.append(Lead(self.term))
+        if self.role is LeaderRole.WAITING and now >= self._leads_from:
+            self.role = LeaderRole.LEADING
+            actions.append(BeginLead(self.term))
         if now >= self._ask_at:
             self._ask(now, actions)
         return actions
 
     def _lead_alone(self, actions: list[Action]) -> None:
-        if self.role is Role.STANDBY:
-            self.role, self._until, self._ask_at = Role.LEADING, FOREVER, FOREVER
+        if self.role is LeaderRole.STANDBY:
+            self.role, self._until, self._ask_at = LeaderRole.LEADING, FOREVER, FOREVER
             self.term = max(self._first, self.term + 1)
-            actions.append(Lead(self.term))
+            actions.append(BeginLead(self.term))
 
     def _ask(self, now: float, actions: list[Action]) -> None:
         assert self._lease_s is not None
@@ -233,23 +233,23 @@ class LeaderMachine:
         # Those older than a lease can prolong nothing any more.
         self._asked = {number: since for number, since in self._asked.items() if now - since < self._lease_s}
         self._ask_at = now + self._lease_s / RENEWALS
-        mine = self.role in (Role.WAITING, Role.LEADING)
+        mine = self.role in (LeaderRole.WAITING, LeaderRole.LEADING)
         floor = max(self.term, self._floor) if mine else self.term
         actions.append(Ask(self._number, self._life, self.term if mine else 0, floor, self._first))
 
-    def _granted(self, said: Granted, now: float, actions: list[Action]) -> None:
+    def _granted(self, said: LeaseGranted, now: float, actions: list[Action]) -> None:
         asked = self._asked.pop(said.number, None)
         if asked is None or said.term >= MAX_TERM:
             return
         assert self._lease_s is not None
         self._silent = ""
         until = self._counted_from(asked, now) + self._lease_s * (1 - MARGIN)
-        if self.role in (Role.WAITING, Role.LEADING):
+        if self.role in (LeaderRole.WAITING, LeaderRole.LEADING):
             if said.term >= self.term:
                 self._until = max(self._until, until)
             if said.term > self.term:
                 self.term = said.term
-                if self.role is Role.LEADING:
+                if self.role is LeaderRole.LEADING:
                     actions.append(Rise(self.term))
             return
         if now >= until:
@@ -257,7 +257,7 @@ class LeaderMachine:
         if said.term <= self.term:
             self._fall(f"term {said.term} has been given before", actions, now, unsure=said.unsure)
             return
-        self.role, self.term, self._until, self._unsure = Role.WAITING, said.term, until, said.unsure
+        self.role, self.term, self._until, self._unsure = LeaderRole.WAITING, said.term, until, said.unsure
         self.leader, self._leader_until = "", 0.0
         # A Redis that forgets may give a lease, even a term, that another master has: wait until nobody can lead.
         self._leads_from = now + self._lease_s if said.unsure else now
@@ -266,12 +266,12 @@ class LeaderMachine:
         """The moment from which our lease counts: Redis may have given it as soon as it was asked."""
         return asked
 
-    def _held(self, said: Held, now: float, actions: list[Action]) -> None:
+    def _held(self, said: LeaseHeld, now: float, actions: list[Action]) -> None:
         if self._asked.pop(said.number, None) is None:
             return
         assert self._lease_s is not None
         self._silent = ""
-        if self.role in (Role.WAITING, Role.LEADING):
+        if self.role in (LeaderRole.WAITING, LeaderRole.LEADING):
             if said.term < self.term:
                 return  # answered before we got it
             self._fall(f"{said.leader} has term {said.term}", actions, now)
@@ -280,19 +280,19 @@ class LeaderMachine:
         self.leader, self._leader_until = said.leader, now + said.left_s
         self._ask_at = min(self._ask_at, now + max(said.left_s, self._lease_s * SOONEST))
 
-    def _refused(self, said: Refused) -> None:
+    def _refused(self, said: LeaseRefused) -> None:
         """What we took for the highest term is not: Redis knows better than whoever told it."""
         if self._asked.pop(said.number, None) is None:
             return
         self._silent = ""
         self._floor = 0
-        if self.role is Role.STANDBY:
+        if self.role is LeaderRole.STANDBY:
             self.term = min(self.term, said.term)
 
-    def _heard(self, said: Heard, now: float, actions: list[Action]) -> None:
+    def _heard(self, said: TermHeard, now: float, actions: list[Action]) -> None:
         if said.term > min(said.most, MAX_TERM - 2):  # the next one must be below the maximum
             return
-        mine = self.role in (Role.WAITING, Role.LEADING)
+        mine = self.role in (LeaderRole.WAITING, LeaderRole.LEADING)
         # A stranger that knows our very term has it from another life of the mesh, if terms can have been forgotten.
         twin = mine and said.stranger and said.term == self.term and (self._lease_s is None or self._unsure)
         if said.term < self.term or (said.term == self.term and not twin):
@@ -321,11 +321,11 @@ class LeaderMachine:
     def _fall(self, why: str, actions: list[Action], now: float, *, unsure: bool = False) -> None:
         """`unsure`: what it gives up is such a lease. Redis would give a sure one after it at once, and others whom it
         has forgotten may lead until this one has run out: it is not given back."""
-        if self.role is Role.LEADING:
+        if self.role is LeaderRole.LEADING:
             actions.append(StepDown(why))
         if not (unsure or self._waits_unsure):
             actions.append(Release(self._life))
-        self.role, self._until, self._floor = Role.STANDBY, 0.0, 0
+        self.role, self._until, self._floor = LeaderRole.STANDBY, 0.0, 0
         # Whatever is still under way belongs to the lease that we had.
         self._life += 1
         self._asked.clear()
@@ -333,11 +333,15 @@ class LeaderMachine:
 
     @property
     def _waits_unsure(self) -> bool:
-        return self.role is Role.WAITING and self._unsure
+        return self.role is LeaderRole.WAITING and self._unsure
 
     def _stop(self, actions: list[Action]) -> None:
-        if self.role is Role.LEADING:
+        if self.role is LeaderRole.LEADING:
             actions.append(StepDown("this process stops"))
-        if self.role in (Role.WAITING, Role.LEADING) and self._lease_s is not None and not self._waits_unsure:
+        if (
+            self.role in (LeaderRole.WAITING, LeaderRole.LEADING)
+            and self._lease_s is not None
+            and not self._waits_unsure
+        ):
             actions.append(Release(self._life))
-        self.role, self._ask_at = Role.ENDED, FOREVER
+        self.role, self._ask_at = LeaderRole.ENDED, FOREVER

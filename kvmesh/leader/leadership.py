@@ -9,7 +9,19 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from kvmesh.clock import lease_clock
-from kvmesh.leader.leader import Ask, Event, Heard, Lead, LeaderMachine, Release, Rise, Silent, StepDown, Stop, Tick
+from kvmesh.leader.leader import (
+    Ask,
+    BeginLead,
+    Event,
+    LeaderMachine,
+    LeaseSilent,
+    Release,
+    Rise,
+    StepDown,
+    StopCompeting,
+    TermHeard,
+    Tick,
+)
 from kvmesh.leader.redis_lease import RedisLease
 from kvmesh.rpc.terms import clock_is_off, first_term, most_credible, wall_clock
 
@@ -80,7 +92,7 @@ class Leadership:
         self._running = asyncio.create_task(self._run(), name="leadership")
 
     def hear(self, term: int, *, stranger: bool, who: str) -> bool:
-        """The member `who` has heard of `term`; see leader.Heard. Whether that is credible."""
+        """The member `who` has heard of `term`; see leader.TermHeard. Whether that is credible."""
         most = most_credible()
         if term > most:
             now = self._clock()
@@ -89,12 +101,12 @@ class Leadership:
                 text = "%s tells of term %d, which is not believed: by the clock none is above %d, ours is %d"
                 log.warning(text, who, term, most, self.term)
             return False
-        self._step(Heard(term, stranger, most))
+        self._step(TermHeard(term, stranger, most))
         return True
 
     async def close(self) -> None:
         """Lead no more, give the lease back, end all tasks."""
-        self._step(Stop())
+        self._step(StopCompeting())
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
@@ -116,7 +128,7 @@ class Leadership:
                 case Release(life):
                     if self._lease is not None:
                         self._spawn(self._lease.release(life))
-                case Lead(term):
+                case BeginLead(term):
                     log.info("leading with term %d", term)
                     self._on_lead(term)
                 case Rise(term):
@@ -130,9 +142,9 @@ class Leadership:
     async def _ask(self, ask: Ask) -> None:
         assert self._lease is not None, "only who competes asks"
         answer = await self._lease.ask(ask)
-        if (silent := isinstance(answer, Silent)) != self._silent:
+        if (silent := isinstance(answer, LeaseSilent)) != self._silent:
             self._silent = silent
-            if isinstance(answer, Silent):
+            if isinstance(answer, LeaseSilent):
                 log.warning("%s: while it is away nobody can begin to lead", answer.why)
             else:
                 log.info("redis answers again")

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from kvmesh import extras
 from kvmesh.config import without_password
 from kvmesh.errors import ConfigError, Unavailable
-from kvmesh.leader.leader import Ask, Granted, Held, Refused, Silent
+from kvmesh.leader.leader import Ask, LeaseGranted, LeaseHeld, LeaseRefused, LeaseSilent
 from kvmesh.rpc.terms import EARLIEST, EPOCH_S, LATEST, MAX_JUMP, MAX_TERM
 
 log = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ class RedisLease:
         self._release = redis.client.register_script(_RELEASE)
         self._odd = ""  # what was told last
 
-    async def ask(self, ask: Ask) -> Granted | Held | Silent | Refused:
+    async def ask(self, ask: Ask) -> LeaseGranted | LeaseHeld | LeaseSilent | LeaseRefused:
         """Carry it out. Raises nothing but CancelledError."""
         keys = [self._redis.key("leader"), self._redis.key("terms")]
         args = [self._token(ask.life), self._address, self._lease_ms, ask.term, ask.floor, ask.first]
@@ -171,14 +171,14 @@ class RedisLease:
         try:
             code, term, leader, rest, odd = await self._redis.within(self._lease(keys, args), self._redis.timeout_s)
         except Unavailable as err:
-            return Silent(ask.number, err.message)
+            return LeaseSilent(ask.number, err.message)
         self._tell(odd.decode("utf-8", "replace"))
         if code == GIVEN:
-            return Granted(ask.number, int(term), bool(rest))
+            return LeaseGranted(ask.number, int(term), bool(rest))
         if code == REFUSED:
             log.error("redis refuses terms above %d: far above %d, the highest that it knows", ask.floor, int(term))
-            return Refused(ask.number, int(term))
-        return Held(ask.number, int(term), leader.decode("utf-8", "replace"), max(0, rest) / 1000)
+            return LeaseRefused(ask.number, int(term))
+        return LeaseHeld(ask.number, int(term), leader.decode("utf-8", "replace"), max(0, rest) / 1000)
 
     def _tell(self, odd: str) -> None:
         if odd and odd != self._odd:

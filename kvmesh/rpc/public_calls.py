@@ -28,7 +28,7 @@ _HEALTH = "/grpc.health.v1.Health/"
 _REFLECTION = "/grpc.reflection."
 
 
-class Holding(Protocol):
+class HeldMemory(Protocol):
     """Bytes that a call holds until `release`."""
 
     def release(self) -> None: ...
@@ -43,7 +43,7 @@ class CallPolicy(Protocol):
         """Returns who calls, "" when nobody has a name. Raises Unauthorized. Called before the call's message is
         received."""
 
-    def hold(self, method: str, message: bytes) -> Holding:
+    def hold(self, method: str, message: bytes) -> HeldMemory:
         """Takes room for a message that was received. Raises Overloaded, BodyTooLarge, or InvalidRequest for a message
         that must not be parsed."""
 
@@ -221,7 +221,7 @@ class PublicCalls(grpc.aio.ServerInterceptor):
         places = self.open_places if needs_no_key else self.places
 
         async def serve(_: Any, context: Any) -> None:
-            holding: Holding | None = None
+            holding: HeldMemory | None = None
             try:
                 with self._counted(method):
                     message = b""

@@ -27,7 +27,7 @@ RETRY_AFTER_MS = 5_000
 _STATES = health_pb2.HealthCheckResponse
 
 
-class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """Answers for the services that it was told of, and keeps nothing of a caller that asks for another one."""
 
     def __init__(self, max_watchers: int) -> None:
@@ -188,7 +188,7 @@ class Server:
             # A public server refuses by itself, with a named error.
             maximum_concurrent_rpcs=limits.calls if public is None else None,
         )
-        self._health = Health(limits.watchers)
+        self._health = HealthServicer(limits.watchers)
         self._services: list[str] = []
         self._ready = False
 

@@ -11,7 +11,7 @@ from kvmesh.errors import BodyTooLarge, DeadlinePassed, InvalidRequest
 from kvmesh.kvcache.keys import TOKEN_BYTES, unpack_tokens
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, gateway_pb2, gateway_pb2_grpc
 from kvmesh.rpc.protocol import MAX_TOP_LOGPROBS
-from kvmesh.rpc.public_calls import Holding, Metadata, few_fields
+from kvmesh.rpc.public_calls import HeldMemory, Metadata, few_fields
 from kvmesh.telemetry.spans import context_from_metadata
 from services.gateway.api_keys import Tenant
 from services.gateway.core import GatewayCore
@@ -46,7 +46,7 @@ class GatewayPolicy:
         """See CallPolicy."""
         return self._keys.tenant(_authorization(metadata), "grpc").name
 
-    def hold(self, method: str, message: bytes) -> Holding:
+    def hold(self, method: str, message: bytes) -> HeldMemory:
         """See CallPolicy."""
         reservation = self._memory.reserve(REQUEST_BYTES + 2 * len(message))  # as a message, and as what it asks for
         if not few_fields(message, _MOST_FIELDS, nested=(_CHAT,)):

@@ -79,7 +79,7 @@ class Master(runner.ServiceRunner):
     def door(self) -> ControlFastPath:
         """For what members say most often, and what readers ask of every block."""
         service = pb.DESCRIPTOR.services_by_name["StoreMaster"]
-        methods = ("Announce", "Beat", "Find", "Lookup", "Resolve")
+        methods = ("Announce", "Beat", "Find", "Resolve")
         config = self._config
         return ControlFastPath(
             service,
@@ -89,7 +89,7 @@ class Master(runner.ServiceRunner):
             names.STORE_DOOR_CALLS,
             limits=FastPathLimits(config.door_connections, config.door_frame_ms / 1000, config.door_memory_mb << 20),
             queue=CallQueue(config.max_announcements, "max_announcements"),
-            queued=("Announce", "Find", "Lookup", "Resolve"),
+            queued=("Announce", "Find", "Resolve"),
         )
 
     async def start(self) -> None:

@@ -20,7 +20,7 @@ from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
 from kvmesh.telemetry import names
 from services.store import mapping
 from services.store.domain import Member
-from services.store.policy.copies import Discard, Order, Pin, Pull, Trim
+from services.store.policy.copies import DiscardOrder, Order, PinOrder, PullOrder, TrimOrder
 from services.store.policy.tombstones import Tombstone
 from services.store.state import MasterState
 
@@ -37,7 +37,7 @@ MAX_CHANNELS = 256  # kept open
 
 
 @dataclass
-class Removed:
+class RemovalOutcome:
     """Store ids that have acknowledged and those that could not be asked; blocks that were there."""
 
     acknowledged: list[str] = field(default_factory=list)
@@ -84,11 +84,11 @@ class StoreOrderQueue:
             with contextlib.suppress(Exception):
                 await channel.close(None)
 
-    async def remove(self, state: MasterState, tombstone: Tombstone) -> Removed:
+    async def remove(self, state: MasterState, tombstone: Tombstone) -> RemovalOutcome:
         """Ask every member to apply the tombstone; who is away is pending. Never raises."""
         members, away = state.members, state.policy.tombstones.away(tombstone.at)
         answers = await asyncio.gather(*(self._remove_at(state, member, tombstone) for member in members))
-        outcome = Removed(pending=away)
+        outcome = RemovalOutcome(pending=away)
         for member, count in zip(members, answers, strict=True):
             if count is None:
                 outcome.pending.append(member.store_id)
@@ -123,17 +123,17 @@ class StoreOrderQueue:
     async def carry_out(self, state: MasterState, order: Order, clock: Callable[[], float]) -> None:
         """Do it, and tell the brain what came of it. Never raises but CancelledError."""
         match order.work:
-            case Pull() as pull:
+            case PullOrder() as pull:
                 done = await self._pull(state, pull)
-            case Trim() as trim:
+            case TrimOrder() as trim:
                 done = await self._trim(state, trim)
-            case Pin() as pin:
+            case PinOrder() as pin:
                 done = await self._pin(state, pin)
-            case Discard(holder, keys):
+            case DiscardOrder(holder, keys):
                 done = await self._drop(state, holder, keys)
         order.then(done or frozenset(), done is not None, clock())
 
-    async def _pull(self, state: MasterState, pull: Pull) -> frozenset[bytes] | None:
+    async def _pull(self, state: MasterState, pull: PullOrder) -> frozenset[bytes] | None:
         request = pb.PullBlocksRequest(
             keys=b"".join(pull.keys),
             holders=map(mapping.ref_out, pull.holders),
@@ -145,7 +145,7 @@ class StoreOrderQueue:
         answer = await self.call(pull.receiver, "Pull", request, PULL_MS / 1000 + 1)
         return None if answer is None else _said(pull.keys, answer.held)
 
-    async def _trim(self, state: MasterState, trim: Trim) -> frozenset[bytes] | None:
+    async def _trim(self, state: MasterState, trim: TrimOrder) -> frozenset[bytes] | None:
         """Nothing is removed that one of the others has not confirmed just now, or that somebody moves or reads."""
         keys = trim.keys
         for keeper in trim.keepers:
@@ -163,7 +163,7 @@ class StoreOrderQueue:
         answer = await self.call(holder, "Remove", request, REMOVE_S)
         return None if answer is None else frozenset(keys) - _said(keys, answer.spared)
 
-    async def _pin(self, state: MasterState, pin: Pin) -> frozenset[bytes] | None:
+    async def _pin(self, state: MasterState, pin: PinOrder) -> frozenset[bytes] | None:
         kind = pb.PIN_KIND_HARD if pin.hard else pb.PIN_KIND_NONE
         request = pb.PinBlocksRequest(keys=b"".join(pin.keys), kind=kind, term=state.policy.term)
         answer = await self.call(pin.holder, "Pin", request, ASK_S)

@@ -39,7 +39,7 @@ from services.store.domain import (
     check_member,
 )
 from services.store.mapping import member_out
-from services.store.policy.brain import Policy, PolicyLimits
+from services.store.policy.brain import PolicyLimits, StorePolicy
 
 MAX_REPLACED = 4096
 MAX_POOLS = 16
@@ -109,7 +109,7 @@ class MasterState:
         self._heard_until = float("inf")  # all that arrived by then has been heard; inf: it is heard as it arrives
         self._overdue: deque[_Life] = deque()  # found silent for longer than the lease, and yet to be ended
         self.blocks = BlockDirectory(max_store_blocks=max_store_blocks)
-        self.policy = Policy(self.blocks.map, limits, wall_ns=wall_ns)
+        self.policy = StorePolicy(self.blocks.map, limits, wall_ns=wall_ns)
         self.seq = 0
         self.membership = 0  # changes of it so far
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from kvmesh.errors import UnknownInstance
-from kvmesh.membership.membership import Acknowledged, MembershipPeer
-from kvmesh.membership.registrar import Registrar
+from kvmesh.membership.registrar import Acknowledged, MembershipPeer, Registrar
 from kvmesh.rpc import channels, protocol
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, store_pb2, store_pb2_grpc
 from kvmesh.rpc.server import Server

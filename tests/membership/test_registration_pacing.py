@@ -38,7 +38,7 @@ async def test_it_stretches_loses_nobody_and_shrinks_again(
 ) -> None:
     store, conductor = services
     mesh = Mesh(store.address, conductor.address)
-    caplog.set_level("INFO", "kvmesh.membership.membership")
+    caplog.set_level("INFO", "kvmesh.membership.registrar")
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(mesh.close)
         assert await intervals(mesh) == (100, 100)
@@ -71,5 +71,5 @@ async def test_it_stretches_loses_nobody_and_shrinks_again(
             )
 
         await until(quick)
-    told = [record.message for record in caplog.records if record.name == "kvmesh.membership.membership"]
+    told = [record.message for record in caplog.records if record.name == "kvmesh.membership.registrar"]
     assert len(told) == 8, f"each registered twice, and once each: {told}"

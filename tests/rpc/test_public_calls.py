@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvmesh.errors import DeadlinePassed, Overloaded
 from kvmesh.rpc.call_limits import MEMBERS
 from kvmesh.rpc.pb import gateway_pb2
-from kvmesh.rpc.public_calls import Holding, Metadata, PublicCalls, ReceivePlaces, few_fields
+from kvmesh.rpc.public_calls import HeldMemory, Metadata, PublicCalls, ReceivePlaces, few_fields
 from kvmesh.rpc.server import Server
 
 CHAT = gateway_pb2.GenerateRequest.DESCRIPTOR.fields_by_name["chat"].number
@@ -107,7 +107,7 @@ class _Anybody:
     def authorize(self, method: str, metadata: Metadata) -> str:
         return ""
 
-    def hold(self, method: str, message: bytes) -> Holding:
+    def hold(self, method: str, message: bytes) -> HeldMemory:
         return _Nothing()
 
 

@@ -18,7 +18,7 @@ from kvmesh.rpc import security
 from kvmesh.rpc.call_limits import MEMBERS
 from kvmesh.rpc.certificates import Certificates, make_certificates
 from kvmesh.rpc.channels import connect
-from kvmesh.rpc.public_calls import Holding, Metadata, PublicCalls
+from kvmesh.rpc.public_calls import HeldMemory, Metadata, PublicCalls
 from kvmesh.rpc.security import PLAINTEXT, Security, TlsFiles
 from kvmesh.rpc.server import Server
 from kvmesh.rpc.status import Unreachable, from_rpc_error
@@ -65,7 +65,7 @@ class AnyCall:
     def authorize(self, method: str, metadata: Metadata) -> str:
         return ""
 
-    def hold(self, method: str, message: bytes) -> Holding:
+    def hold(self, method: str, message: bytes) -> HeldMemory:
         raise NotImplementedError
 
 

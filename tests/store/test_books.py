@@ -18,7 +18,7 @@ from services.store.config import StoreConfig
 from services.store.durable import MemoryDurable
 from services.store.main import Master
 from services.store.orders import StoreOrderQueue
-from services.store.policy.brain import Policy
+from services.store.policy.brain import StorePolicy
 from services.store.policy.reconciliation import UnconfirmedRemovals
 from services.store.policy.tombstones import Tombstones
 from services.store.servicer import StoreMasterServicer
@@ -222,13 +222,13 @@ async def test_much_that_was_kept_is_read_beside_the_lease(monkeypatch: pytest.M
     However long it takes, members have a lease from then on to find it."""
     now, threads = 0.0, []
 
-    def slow(self: Policy, *args: Any) -> list[str]:
+    def slow(self: StorePolicy, *args: Any) -> list[str]:
         nonlocal now
         now += 1_000
         threads.append(threading.get_ident())
         return []
 
-    monkeypatch.setattr(Policy, "lead", slow)
+    monkeypatch.setattr(StorePolicy, "lead", slow)
     master = Master(StoreConfig(redis="redis://127.0.0.1:9/0"), clock=lambda: now)
     leading = SimpleNamespace(leads=lambda: True, term=5)
     monkeypatch.setattr(master, "leadership", leading)

@@ -16,7 +16,7 @@ from services.store import block_map
 from services.store.domain import Tick
 from services.store.policy import drains, replicas, tombstones
 from services.store.policy.brain import PolicyLimits
-from services.store.policy.copies import Pull, Trim
+from services.store.policy.copies import PullOrder, TrimOrder
 from services.store.policy.quotas import Quota
 from tests.support.store.world import LEASE, Node, World
 
@@ -167,12 +167,12 @@ class Machine(RuleBasedStateMachine):
     def check_order(self, work: Any) -> None:
         policy = self.world.state.policy
         match work:
-            case Pull(receiver, holders, some):
+            case PullOrder(receiver, holders, some):
                 assert receiver.instance_id not in policy.drains, "a draining node takes no copies"
                 assert holders and receiver not in holders
                 for key in some:
                     assert receiver.instance_id not in policy.replicas.now(key, self.world.now)
-            case Trim(holder, keepers, some):
+            case TrimOrder(holder, keepers, some):
                 assert holder not in keepers
                 assert all(len(keepers) >= self.targets[key][0] for key in some), "fewer than wished for"
 

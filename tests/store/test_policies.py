@@ -16,8 +16,8 @@ from kvmesh.rpc.pb.store_pb2 import StoreUsage
 from services.store import durable
 from services.store.block_map import LOG_SLACK_BYTES, MasterMap
 from services.store.domain import Announce, Beat, Heard, Join, Member, Role
-from services.store.policy.brain import Policy, PolicyLimits
-from services.store.policy.copies import Nodes, Pull
+from services.store.policy.brain import PolicyLimits, StorePolicy
+from services.store.policy.copies import Nodes, PullOrder
 from services.store.policy.heat import KeyHeat
 from services.store.policy.names import Names
 from services.store.policy.quotas import Quota, Quotas
@@ -158,7 +158,7 @@ def test_a_new_leader_knows_what_was_kept() -> None:
             for drop in write.drops:
                 kept[write.kind].pop(drop, None)
 
-    old = Policy(MasterMap(), PolicyLimits(tombstone_retention_s=10.0), wall_ns=5)
+    old = StorePolicy(MasterMap(), PolicyLimits(tombstone_retention_s=10.0), wall_ns=5)
     old.lead(3, kept, 0.0)
     forgotten, writes = old.remove([key(0)], b"", 0.0)
     keep(writes)
@@ -173,7 +173,7 @@ def test_a_new_leader_knows_what_was_kept() -> None:
     keep(old.change_replicas([key(3)], 0, False, 12.0)[1])
     keep(old.set_quota(Quota(b"tag1", 7, "näme")))
     keep(old.drain("a", cancel=False))
-    new = Policy(MasterMap(), PolicyLimits(), wall_ns=10**9)
+    new = StorePolicy(MasterMap(), PolicyLimits(), wall_ns=10**9)
     assert new.lead(4, kept, 100.0) == []
     assert new.tombstones.floor == forgotten.seq and len(new.tombstones) == 3
     assert new.remove([key(5)], b"", 101.0)[0].seq >> 32 == 4
@@ -187,7 +187,7 @@ def test_a_new_leader_knows_what_was_kept() -> None:
     assert new.grants.take(10) + 10 <= new.grants.take(1)
     kept[durable.QUOTA][b"bad"] = b"1"
     kept[durable.NAME][b"\xff"] = b"k"
-    assert len(Policy(MasterMap()).lead(5, kept, 0.0)) == 2
+    assert len(StorePolicy(MasterMap()).lead(5, kept, 0.0)) == 2
 
 
 # ── quotas ────────────────────────────────────────────────────────────────────────────────────────
@@ -275,7 +275,7 @@ def test_what_is_asked_for_much_gets_one_copy_more() -> None:
     assert state.policy.tick(0.0)[0] == []
     state.policy.asked([key(1)], 0.1)
     (order,) = state.policy.tick(0.1)[0]
-    assert isinstance(order.work, Pull) and order.work.keys == (key(1),)
+    assert isinstance(order.work, PullOrder) and order.work.keys == (key(1),)
     order.then(frozenset([key(1)]), True, 0.2)
     for _ in range(100):
         state.policy.asked([key(1)], 0.3)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvmesh.errors import ConfigError, InvalidRequest, StaleTerm, Unavailable
-from kvmesh.leader.leader import Ask, Granted, Held, Silent
+from kvmesh.leader.leader import Ask, LeaseGranted, LeaseHeld, LeaseSilent
 from kvmesh.leader.redis_lease import Redis, RedisLease, check_url
 from kvmesh.rpc import channels
 from kvmesh.rpc.pb import store_pb2, store_pb2_grpc
@@ -44,39 +44,39 @@ async def connected(server: RedisServer, mesh: str, timeout_s: float = 5.0) -> A
 async def test_the_lease_goes_round_with_growing_terms(server: RedisServer) -> None:
     async with connected(server, "round") as redis, connected(server, "other") as other:
         a, b = RedisLease(redis, "a:1", LEASE_MS), RedisLease(redis, "b:1", LEASE_MS)
-        assert await a.ask(Ask(1, 0, 0, 0)) == Granted(1, 1, True)  # its first one ever
-        assert await a.ask(Ask(2, 0, 0, 0)) == Granted(2, 1, True)  # the first answer may have been lost
-        assert await a.ask(Ask(3, 0, 1, 1)) == Granted(3, 1, True)
+        assert await a.ask(Ask(1, 0, 0, 0)) == LeaseGranted(1, 1, True)  # its first one ever
+        assert await a.ask(Ask(2, 0, 0, 0)) == LeaseGranted(2, 1, True)  # the first answer may have been lost
+        assert await a.ask(Ask(3, 0, 1, 1)) == LeaseGranted(3, 1, True)
         held = await b.ask(Ask(1, 0, 0, 0))
-        assert isinstance(held, Held) and (held.term, held.leader) == (1, "a:1")
+        assert isinstance(held, LeaseHeld) and (held.term, held.leader) == (1, "a:1")
         assert 0 < held.left_s <= LEASE_MS / 1000
         another_life = await a.ask(Ask(4, 1, 0, 0))
-        assert isinstance(another_life, Held) and another_life.leader == "a:1"
-        assert await RedisLease(other, "c:1", LEASE_MS).ask(Ask(1, 0, 0, 0)) == Granted(1, 1, True)
+        assert isinstance(another_life, LeaseHeld) and another_life.leader == "a:1"
+        assert await RedisLease(other, "c:1", LEASE_MS).ask(Ask(1, 0, 0, 0)) == LeaseGranted(1, 1, True)
         await b.release(0)  # not its own
-        assert isinstance(await b.ask(Ask(2, 0, 0, 0)), Held)
+        assert isinstance(await b.ask(Ask(2, 0, 0, 0)), LeaseHeld)
         await a.release(0)
-        assert await b.ask(Ask(3, 0, 0, 7)) == Granted(3, 8, False)
+        assert await b.ask(Ask(3, 0, 0, 7)) == LeaseGranted(3, 8, False)
         late = await a.ask(Ask(5, 0, 1, 1))  # a renewal of the lease that it gave back
-        assert isinstance(late, Held) and late.term == 8
+        assert isinstance(late, LeaseHeld) and late.term == 8
 
 
 @needs_redis
 async def test_a_renewal_restores_what_redis_has_lost_and_a_new_lease_is_unsure(server: RedisServer) -> None:
     async with connected(server, "lost") as redis:
         a, b = RedisLease(redis, "a:1", LEASE_MS), RedisLease(redis, "b:1", LEASE_MS)
-        assert await a.ask(Ask(1, 0, 0, 4, first=5)) == Granted(1, 5, True)
+        assert await a.ask(Ask(1, 0, 0, 4, first=5)) == LeaseGranted(1, 5, True)
         await redis.client.delete(redis.key("leader"), redis.key("terms"))
-        assert await a.ask(Ask(2, 0, 5, 5)) == Granted(2, 5, False)
-        assert isinstance(await b.ask(Ask(1, 0, 0, 0)), Held)
+        assert await a.ask(Ask(2, 0, 5, 5)) == LeaseGranted(2, 5, False)
+        assert isinstance(await b.ask(Ask(1, 0, 0, 0)), LeaseHeld)
         await a.release(0)
-        assert await b.ask(Ask(2, 0, 0, 0)) == Granted(2, 6, False)
+        assert await b.ask(Ask(2, 0, 0, 0)) == LeaseGranted(2, 6, False)
         await b.release(0)
         await redis.client.hset(redis.key("terms"), "run", "another start")
         for number in (3, 4):
-            assert await a.ask(Ask(number, 2, 0, 0, first=99)) == Granted(number, 7, True)
+            assert await a.ask(Ask(number, 2, 0, 0, first=99)) == LeaseGranted(number, 7, True)
         await redis.client.delete(redis.key("leader"), redis.key("terms"))
-        assert await b.ask(Ask(3, 0, 0, 0, first=99)) == Granted(3, 99, True)
+        assert await b.ask(Ask(3, 0, 0, 0, first=99)) == LeaseGranted(3, 99, True)
 
 
 @needs_redis
@@ -88,7 +88,7 @@ async def test_a_redis_that_is_gone_is_told_within_the_deadline(tmp_path: Path) 
         await lease.ask(Ask(1, 0, 0, 0))
         server.kill()
         answer = await lease.ask(Ask(2, 0, 1, 1))
-        assert isinstance(answer, Silent) and answer.why.startswith("redis: ")
+        assert isinstance(answer, LeaseSilent) and answer.why.startswith("redis: ")
         await lease.release(0)
         with pytest.raises(Unavailable, match="redis: "):
             await books.load()
@@ -124,7 +124,7 @@ async def test_books_in_redis_refuse_a_leader_of_yesterday(server: RedisServer) 
         await lease.ask(Ask(1, 0, 0, 2))
         await keeps_and_fences(books)
         await lease.release(0)
-        assert await lease.ask(Ask(2, 1, 0, 8)) == Granted(2, 9, False)
+        assert await lease.ask(Ask(2, 1, 0, 8)) == LeaseGranted(2, 9, False)
         before = await books.load()
         with pytest.raises(StaleTerm, match=r"term=8.*9"):
             await books.put(durable.QUOTA, {b"q": b"stale"}, 8)

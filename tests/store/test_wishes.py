@@ -14,8 +14,8 @@ from kvmesh.rpc.pb.store_pb2 import StoreUsage
 from services.store import durable
 from services.store.block_map import MasterMap
 from services.store.domain import Member, Role
-from services.store.policy.brain import Policy, PolicyLimits
-from services.store.policy.copies import Order, Pin
+from services.store.policy.brain import PolicyLimits, StorePolicy
+from services.store.policy.copies import Order, PinOrder
 from services.store.policy.records import Write
 from tests.support.tracing import lines
 
@@ -33,13 +33,13 @@ def keep(kept: durable.Kept, writes: list[Write]) -> None:
             kept[write.kind].pop(gone, None)
 
 
-def lead(term: int, kept: durable.Kept, now: float = 0.0) -> Policy:
-    policy = Policy(MasterMap(), PolicyLimits(), wall_ns=term)
+def lead(term: int, kept: durable.Kept, now: float = 0.0) -> StorePolicy:
+    policy = StorePolicy(MasterMap(), PolicyLimits(), wall_ns=term)
     assert policy.lead(term, kept, now) == []
     return policy
 
 
-def join(policy: Policy, name: str, *keys: bytes, incarnation: int = 1) -> None:
+def join(policy: StorePolicy, name: str, *keys: bytes, incarnation: int = 1) -> None:
     policy.joined(Member(name, f"{name}:1", incarnation, Role.POOL, name, name), policy.tombstones.last)
     policy.beat(name, StoreUsage(capacity_bytes=1 << 20, free_bytes=1 << 20), policy.tombstones.last)
     said = Announcement(name, incarnation, 1, keys, snapshot=True)
@@ -140,15 +140,15 @@ def test_what_is_wished_for_again_before_it_is_forgotten_stays_kept() -> None:
 # ── pins ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def pins(policy: Policy, now: float) -> list[Order]:
+def pins(policy: StorePolicy, now: float) -> list[Order]:
     orders = policy.replicas.tick(now, policy.tombstones.last, random.Random(0))
-    return [order for order in orders if isinstance(order.work, Pin)]
+    return [order for order in orders if isinstance(order.work, PinOrder)]
 
 
-def carry_out(policy: Policy, pinned: dict[str, set[bytes]], now: float, *, deaf: str = "") -> None:
+def carry_out(policy: StorePolicy, pinned: dict[str, set[bytes]], now: float, *, deaf: str = "") -> None:
     """Every node but `deaf` does what it is asked."""
     for order in pins(policy, now):
-        assert isinstance(order.work, Pin)
+        assert isinstance(order.work, PinOrder)
         name, keys = order.work.holder.instance_id, order.work.keys
         if name == deaf:
             order.then(frozenset(), False, now)

@@ -18,7 +18,7 @@ from services.store.policy import heat, records
 from services.store.policy.copies import Copying, Nodes, Order
 from services.store.policy.drains import Drains
 from services.store.policy.heat import KeyHeat
-from services.store.policy.memory import Memory
+from services.store.policy.memory import MapMemory
 from services.store.policy.names import Names
 from services.store.policy.quotas import Quota, Quotas
 from services.store.policy.reconciliation import KnownHolders, PendingChanges, Unannounced, UnconfirmedRemovals
@@ -29,7 +29,7 @@ from services.store.policy.tombstones import Tombstone, Tombstones
 MAX_GRANT = 65_536  # in one range
 
 
-class Grants:
+class GrantNumbers:
     """Numbers of one leader's term. A term is given to one leader only, where Redis gives it; where terms may come
     again (no Redis, and no node that remembers), numbers that begin at the wall clock's nanoseconds keep two lives
     apart, as nobody asks for 10⁹ of them in a second."""
@@ -63,7 +63,7 @@ class PolicyLimits:
     heat_stride: int = heat.STRIDE
 
 
-class Policy:
+class StorePolicy:
     """`blocks` is the master's map; `wall_ns`: of the wall clock, for numbers that no other life has given."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Policy:
         self.term = 1
         self.nodes = Nodes()
         self.known = KnownHolders()
-        self.grants = Grants(wall_ns)
+        self.grants = GrantNumbers(wall_ns)
         self.tombstones = Tombstones(
             retention_s=limits.tombstone_retention_s,
             max_keys=limits.max_tombstone_keys,
@@ -93,7 +93,7 @@ class Policy:
         )
         self.unannounced = Unannounced(self.tombstones.covered_since)
         self.heat = KeyHeat(window_s=limits.hot_window_s, stride=limits.heat_stride)
-        self.memory = Memory(blocks, self.heat, limits.max_map_bytes)
+        self.memory = MapMemory(blocks, self.heat, limits.max_map_bytes)
         self.quotas = Quotas(blocks, self.known)
         pending = self._pending = PendingChanges()
         copying = self._copying = Copying(self.nodes, pending, self.tombstones.covered_since)

@@ -17,7 +17,7 @@ MAX_PULLS = 4  # under way at one receiver
 
 
 @dataclass(slots=True)
-class Node:
+class MemberNode:
     """One life. `pledged`: bytes of pulls under way, `pulls`: how many; `avoid_until`: it failed lately."""
 
     member: Member
@@ -43,18 +43,18 @@ class Nodes:
     """All live members by instance id."""
 
     def __init__(self) -> None:
-        self._nodes: dict[str, Node] = {}
+        self._nodes: dict[str, MemberNode] = {}
 
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def __iter__(self) -> Iterator[Node]:
+    def __iter__(self) -> Iterator[MemberNode]:
         return iter(self._nodes.values())
 
     def __contains__(self, instance_id: str) -> bool:
         return instance_id in self._nodes
 
-    def get(self, instance_id: str) -> Node | None:
+    def get(self, instance_id: str) -> MemberNode | None:
         """None: it is no member."""
         return self._nodes.get(instance_id)
 
@@ -62,13 +62,13 @@ class Nodes:
         """A life begins; the same life may join again."""
         known = self._nodes.get(member.instance_id)
         if known is None or known.member != member:
-            self._nodes[member.instance_id] = Node(member, draining=draining)
+            self._nodes[member.instance_id] = MemberNode(member, draining=draining)
 
     def ended(self, instance_id: str) -> None:
         """A life has ended."""
         self._nodes.pop(instance_id, None)
 
-    def receiver(self, without: Collection[str], now: float, rng: random.Random) -> Node | None:
+    def receiver(self, without: Collection[str], now: float, rng: random.Random) -> MemberNode | None:
         """A pool node to take a copy: the one with more room of two, so that an empty one does not draw everything.
         Another machine than those in `without` (instance ids) are on, when there is one; never one of them."""
         able = [
@@ -93,7 +93,7 @@ MAX_KEYS = 64  # of one order
 
 
 @dataclass(frozen=True)
-class Pull:
+class PullOrder:
     """`receiver` copies `keys`, about `nbytes`, from `holders`, tried in this order. `after`: the last tombstone when
     it was ordered. `pins`: what is pinned hard there is pinned hard here too, or not copied."""
 
@@ -106,7 +106,7 @@ class Pull:
 
 
 @dataclass(frozen=True)
-class Trim:
+class TrimOrder:
     """Remove `keys` at `holder`, those of them that each of `keepers` has. `spare`: what somebody has pinned hard there
     stays, and is not done."""
 
@@ -117,7 +117,7 @@ class Trim:
 
 
 @dataclass(frozen=True)
-class Pin:
+class PinOrder:
     """Pin `keys` hard at `holder`, or unpin them."""
 
     holder: Member
@@ -126,14 +126,14 @@ class Pin:
 
 
 @dataclass(frozen=True)
-class Discard:
+class DiscardOrder:
     """Remove `keys` at `holder`: a copy of them was under way when they were removed everywhere."""
 
     holder: Member
     keys: tuple[bytes, ...]
 
 
-Work = Pull | Trim | Pin | Discard
+Work = PullOrder | TrimOrder | PinOrder | DiscardOrder
 Then = Callable[[frozenset[bytes], bool, float], None]
 
 
@@ -155,7 +155,7 @@ class Copying:
         self._nodes = nodes
         self._settling = settling
         self._removed_since = removed_since
-        self._discards: list[Discard] = []
+        self._discards: list[DiscardOrder] = []
 
     def begin(
         self,
@@ -166,7 +166,7 @@ class Copying:
         rng: random.Random,
         *,
         pins: bool = False,
-    ) -> Pull | None:
+    ) -> PullOrder | None:
         """A pool node that is none of `sources` pulls the first MAX_KEYS of `keys` from them. None: nobody has room.
         `after`: the last tombstone. `pins`: see Pull."""
         receiver = self._nodes.receiver(sources, now, rng)
@@ -178,9 +178,9 @@ class Copying:
         nbytes = len(some) * max(node.mean_block_bytes for node in holders)
         receiver.pledged += nbytes
         receiver.pulls += 1
-        return Pull(receiver.member, tuple(node.member for node in holders), some, nbytes, after, pins)
+        return PullOrder(receiver.member, tuple(node.member for node in holders), some, nbytes, after, pins)
 
-    def ended(self, work: Pull, done: frozenset[bytes], answered: bool, now: float) -> None:
+    def ended(self, work: PullOrder, done: frozenset[bytes], answered: bool, now: float) -> None:
         """`done`: those that are there now. A receiver that did not answer gets nothing for a while."""
         node = self._nodes.get(work.receiver.instance_id)
         if node is None or node.member != work.receiver:
@@ -191,9 +191,9 @@ class Copying:
             node.avoid_until = now + AVOID_S
         self._settling.expect(done, work.receiver.instance_id, True, now)
         if gone := tuple(key for key in work.keys if self._removed_since(key, work.after)):
-            self._discards.append(Discard(work.receiver, gone))
+            self._discards.append(DiscardOrder(work.receiver, gone))
 
-    def discards(self) -> list[Discard]:
+    def discards(self) -> list[DiscardOrder]:
         """Copies of what was removed while they were made: to be removed too."""
         found, self._discards = self._discards, []
         return found

@@ -18,7 +18,7 @@ from kvmesh.kvcache.keys import KEY_BYTES
 from kvmesh.kvcache.tiers import Tier, split_name, store_name, store_names
 from kvmesh.rpc.pb.store_pb2 import StoreUsage
 from services.store.block_map import MasterMap
-from services.store.policy.copies import MAX_KEYS, Copying, Nodes, Order, Pull
+from services.store.policy.copies import MAX_KEYS, Copying, Nodes, Order, PullOrder
 from services.store.policy.reconciliation import PendingChanges
 
 MAX_DRAINS = 256
@@ -212,7 +212,7 @@ class Drains:
                 del drain.found[key]
         return keys
 
-    def _pulled(self, drain: Drain, work: Pull, done: frozenset[bytes], answered: bool, now: float) -> None:
+    def _pulled(self, drain: Drain, work: PullOrder, done: frozenset[bytes], answered: bool, now: float) -> None:
         self._copying.ended(work, done, answered, now)
         drain.orders -= 1
         drain.busy.difference_update(work.keys)

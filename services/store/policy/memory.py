@@ -18,7 +18,7 @@ MAX_ROUNDS = 128  # in one step; the rest with the next announcement
 LOW = 0.9  # there is room again below this share of the limit
 
 
-class Memory:
+class MapMemory:
     """`limit_bytes` 0: none."""
 
     def __init__(self, blocks: MasterMap, heat: KeyHeat, limit_bytes: int) -> None:

@@ -23,7 +23,18 @@ from typing import TypeVar
 
 from kvmesh.errors import Overloaded
 from services.store.domain import Role
-from services.store.policy.copies import AVOID_S, MAX_KEYS, Copying, Nodes, Order, Pin, Pull, Then, Trim, Work
+from services.store.policy.copies import (
+    AVOID_S,
+    MAX_KEYS,
+    Copying,
+    Nodes,
+    Order,
+    PinOrder,
+    PullOrder,
+    Then,
+    TrimOrder,
+    Work,
+)
 from services.store.policy.reconciliation import PendingChanges
 
 LOOK = 1024  # keys in one tick
@@ -149,7 +160,7 @@ class LazyDelete:
 
 
 @dataclass(slots=True)
-class Target:
+class ReplicaTarget:
     """`replicas` nodes, 1 or more. `after`: the last tombstone then; a later one that covers the block ends it.
     `pinned`: the lives at which it is pinned hard for all we know; `ever`: at which it was pinned at any time, by this
     leader; `inherited`: earlier leaders may have pinned it elsewhere."""
@@ -193,10 +204,10 @@ class Replicas:
         self._pending = pending
         self._most = most
         self._unheard = unheard
-        self._targets: OrderedDict[bytes, Target] = OrderedDict()
+        self._targets: OrderedDict[bytes, ReplicaTarget] = OrderedDict()
         self._swept = LazyDelete()
         self._ended: dict[bytes, None] = {}  # targets that are over, and kept still
-        self._hot: OrderedDict[bytes, tuple[Target, float]] = OrderedDict()  # until when
+        self._hot: OrderedDict[bytes, tuple[ReplicaTarget, float]] = OrderedDict()  # until when
         self._queue: OrderedDict[bytes, None] = OrderedDict()  # every key of both
         self.unpins = Unpins(nodes)
         self._busy: set[bytes] = set()
@@ -215,7 +226,7 @@ class Replicas:
             if removed_since(key, after):
                 self._ended[key] = None
                 continue
-            self._targets[key] = Target(replicas, hard, after, inherited=hard)
+            self._targets[key] = ReplicaTarget(replicas, hard, after, inherited=hard)
             self._queue[key] = None
 
     def change(self, keys: Sequence[bytes], replicas: int, hard: bool, after: int = 0) -> None:
@@ -231,7 +242,7 @@ class Replicas:
                 self.unpins.add(ever | (self._may_have(key) if inherited else set()), key)
                 ever, inherited = set(), False
             if replicas:
-                self._targets[key] = Target(replicas, hard, after, inherited, ever=ever)
+                self._targets[key] = ReplicaTarget(replicas, hard, after, inherited, ever=ever)
                 self._soon(key)
 
     def _may_have(self, key: bytes) -> set[Life]:
@@ -245,7 +256,7 @@ class Replicas:
             return
         wanted = len(self.now(key, now)) + 1
         if 1 < wanted <= HOT_REPLICAS:
-            self._hot[key] = (Target(wanted), now + HOT_S)
+            self._hot[key] = (ReplicaTarget(wanted), now + HOT_S)
             self._soon(key)
 
     def removed(self, keys: Iterable[bytes]) -> list[bytes]:
@@ -270,7 +281,7 @@ class Replicas:
             self._ended[key] = None
         return bool(self._swept)
 
-    def target(self, key: bytes) -> Target | None:
+    def target(self, key: bytes) -> ReplicaTarget | None:
         """What is wished for; None: nothing."""
         found = self._targets.get(key)
         return None if found is None or self._swept.covers(key, found.after) else found
@@ -319,11 +330,11 @@ class Replicas:
                 keys = keys[len(pull.keys) :]
         for (victim, keepers, spare), keys in needs.trims.items():
             if self._orders < MAX_ORDERS and (holder := self._copying.members((victim,))):
-                trim = Trim(holder[0], self._copying.members(keepers), tuple(keys[:MAX_KEYS]), spare)
+                trim = TrimOrder(holder[0], self._copying.members(keepers), tuple(keys[:MAX_KEYS]), spare)
                 orders.append(self._order(trim, partial(self._trimmed, trim)))
         for name, keys in needs.pins.items():
             if self._orders < MAX_ORDERS and (holder := self._copying.members((name,))):
-                pin = Pin(holder[0], tuple(keys[:MAX_KEYS]), hard=True)
+                pin = PinOrder(holder[0], tuple(keys[:MAX_KEYS]), hard=True)
                 orders.append(self._order(pin, partial(self._pinned, pin)))
         return orders + self._unpins(now)
 
@@ -375,7 +386,7 @@ class Replicas:
         orders = []
         for (name, _), keys in self.unpins.due(self._busy, self._is_pinned, now).items():
             if holder := self._copying.members((name,)):
-                pin = Pin(holder[0], tuple(keys), hard=False)
+                pin = PinOrder(holder[0], tuple(keys), hard=False)
                 orders.append(self._order(pin, partial(self._unpinned, pin)))
         return orders
 
@@ -396,18 +407,18 @@ class Replicas:
 
     # ── outcomes ─────────────────────────────────────────────────────────────────────────────────────
 
-    def _pulled(self, work: Pull, done: frozenset[bytes], answered: bool, now: float) -> None:
+    def _pulled(self, work: PullOrder, done: frozenset[bytes], answered: bool, now: float) -> None:
         self._copying.ended(work, done, answered, now)
         for key in done:
             if (target := self.target(key)) is not None:
                 target.pinned.discard((work.receiver.instance_id, work.receiver.incarnation))
         self._judge(work.keys, done, now)
 
-    def _trimmed(self, work: Trim, done: frozenset[bytes], answered: bool, now: float) -> None:
+    def _trimmed(self, work: TrimOrder, done: frozenset[bytes], answered: bool, now: float) -> None:
         self._pending.expect(done, work.holder.instance_id, False, now)
         self._judge(work.keys, done, now)
 
-    def _pinned(self, work: Pin, done: frozenset[bytes], answered: bool, now: float) -> None:
+    def _pinned(self, work: PinOrder, done: frozenset[bytes], answered: bool, now: float) -> None:
         life = (work.holder.instance_id, work.holder.incarnation)
         for key in done:
             target = self.target(key)
@@ -418,7 +429,7 @@ class Replicas:
                 self.unpins.add((life,), key)
         self._judge(work.keys, done, now)
 
-    def _unpinned(self, work: Pin, done: frozenset[bytes], answered: bool, now: float) -> None:
+    def _unpinned(self, work: PinOrder, done: frozenset[bytes], answered: bool, now: float) -> None:
         """A node that did not answer is asked again, as long as it lives."""
         node = self._nodes.get(work.holder.instance_id)
         if answered:

@@ -13,7 +13,7 @@ from kvmesh.kvcache.tiers import Tier, store_name
 from kvmesh.rpc.pb.store_pb2 import StoreUsage, TierUsage
 from services.store.domain import Announce, Beat, Heard, Join, Member, Publish, Refuse, Role
 from services.store.policy.brain import PolicyLimits
-from services.store.policy.copies import Discard, Order, Pin, Pull, Trim
+from services.store.policy.copies import DiscardOrder, Order, PinOrder, PullOrder, TrimOrder
 from services.store.policy.tombstones import Tombstone
 from services.store.state import MasterState
 
@@ -224,7 +224,7 @@ class World:
     def carry_out(self, order: Order, reached: bool = True) -> None:
         """What nodes do when they are ordered."""
         work = order.work
-        holder = work.receiver if isinstance(work, Pull) else work.holder
+        holder = work.receiver if isinstance(work, PullOrder) else work.holder
         node = self.nodes[holder.instance_id]
         assert self.state.known(node.name) is not None, "only members are ordered"
         if node.frozen or node.member != holder or not reached:
@@ -232,19 +232,19 @@ class World:
             return
         done: set[bytes] = set()
         match work:
-            case Pull(_, holders, keys):
+            case PullOrder(_, holders, keys):
                 sources = [self.nodes[h.instance_id] for h in holders if self.nodes[h.instance_id].member == h]
                 done = {key for key in keys if any(source.holds(key) for source in sources if not source.frozen)}
                 for key in done:
                     node.seal(key)
-            case Trim(_, keepers, keys, spare):
+            case TrimOrder(_, keepers, keys, spare):
                 done = {key for key in keys if all(self.nodes[k.instance_id].holds(key) for k in keepers)}
                 done -= node.pins | node.own_pins if spare else set()
                 node.drop(list(done))
-            case Pin(_, keys, hard):
+            case PinOrder(_, keys, hard):
                 done = {key for key in keys if node.holds(key)}
                 node.pins = node.pins | done if hard else node.pins - set(keys)
-            case Discard(_, keys):
+            case DiscardOrder(_, keys):
                 done = set(keys)
                 node.drop(list(done))
         order.then(frozenset(done), True, self.now)
