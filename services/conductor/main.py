@@ -32,7 +32,6 @@ from services.conductor.settings import (
     AffinitySettings,
     BalanceSettings,
     Mode,
-    Policy,
     Settings,
     ThresholdMode,
 )
@@ -161,7 +160,7 @@ def settings_of(config: ConductorConfig) -> Settings:
         balancing_threshold=config.balancing_threshold,
         threshold_mode=ThresholdMode(config.threshold_mode),
         fetch=Fetch(config.fetch),
-        policy=Policy(config.policy),
+        policy=config.policy,
         admission=AdmissionSettings(
             Mode(config.admission),
             config.slos,

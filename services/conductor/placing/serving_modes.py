@@ -78,7 +78,8 @@ class WeighedModes:
     answer: PlacementChoice | Refuse
     options: Sequence[Option]
     pair: PlacementAndWeighed | None
-    by: Comparison[Option] | None = None  # what the kind was chosen by; None: nothing passed, or a policy named it
+    by: Comparison[Option] | None = None  # what the kind was chosen by; None: nothing passed, or a policy picked it
+    picked_by: str = ""  # the policy that picked the instances; "": all that could have the request were weighed
 
 
 def kind_of(choice: PlacementChoice) -> ServingMode:
