@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from kvmesh.kvcache.tiers import Tier
 from services.conductor.costs.accuracy import Spread
-from services.conductor.costs.interference import STALL_WEIGHT
 from services.conductor.domain import Placed, PrefillSample, Ref, Refuse, RequestOutcome, Role, Schedule
 from services.conductor.fleet.instance import Instance
 from services.conductor.placing.comparison import ComparedNumbers, Comparison
@@ -20,8 +19,9 @@ from services.conductor.placing.nearness import NearInstances, Nearness
 from services.conductor.placing.placement import PlacementAndWeighed, PlacementChoice
 from services.conductor.placing.prefills import PrefillCandidate, PrefillChoice
 from services.conductor.placing.scoring_context import ScoringContext
-from services.conductor.placing.serving_modes import HANDOFF_S, Option, ServingMode, WeighedModes, answer_s
+from services.conductor.placing.serving_modes import HANDOFF_S, Option, ServingMode, WeighedModes
 from services.conductor.placing.ties import Crowd
+from services.conductor.score import STALL_WEIGHT, answer_s
 
 # All records together: a record of a mesh of a thousand instances is long.
 MAX_CANDIDATES = 131_072
@@ -386,7 +386,7 @@ def _kind(
         choice.ttft_s,
         float(shared.rows),
         STALL_WEIGHT * shared.stall_s,
-        answer_s(choice, request.max_tokens),
+        answer_s(choice.decode.slot_wait_s, choice.decode.tbt_s, request.max_tokens),
         HANDOFF_S if option.kind is ServingMode.PAIR else 0.0,
         choice.decode.tbt_s,
         shared.rows_tbt_s,
