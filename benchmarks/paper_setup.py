@@ -17,7 +17,7 @@ from kvmesh.sim.report.summary import Summary
 from kvmesh.sim.workloads.synthetic import Lengths, SyntheticConfig, synthetic
 from kvmesh.sim.workloads.workload import Reading, SimRequest, mooncake
 from services.conductor.domain import Fetch
-from services.conductor.settings import AdmissionSettings, Policy, Settings
+from services.conductor.settings import AdmissionSettings, Settings
 from services.conductor.settings import Mode as Admission
 
 PARAMETERS = Path(__file__).with_name("paper_parameters.toml")
@@ -213,7 +213,7 @@ def _settings(at: Parameters, case: Case) -> Settings:
         slo_tbt_s=at.slo.tbt_s[-1],
         balancing_threshold=at.conductor.threshold,
         fetch=Fetch(at.conductor.fetch),
-        policy=Policy(case.policy),
+        policy=case.policy,
         admission=AdmissionSettings(mode=Admission(case.admission)),
     )
 

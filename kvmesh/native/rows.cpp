@@ -1,5 +1,5 @@
-// The bounds of services/conductor/candidates/bounds.py, row by row: the same operations on doubles in the same order as
-// its numpy, so that both find the same bits. Called with the GIL held; a call of 1,000 rows takes some microseconds.
+// The formulas of services/conductor/score.py as candidates/bounds.py uses them, row by row: the same operations on doubles
+// in the same order, so that both find the same bits (tests/conductor/candidates/test_compiled.py). Called with the GIL held; a call of 1,000 rows takes some microseconds.
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -61,7 +61,7 @@ struct Model {
     }
 };
 
-// `admitted`: a fit that says more than its prior fades towards it. `missing`: set where that is needed and not given.
+// `score.faded_s`: a fit that says more than its prior fades towards it. `missing`: set where that is needed and not given.
 inline double faded(double seconds, double before, const double *fade, std::int64_t i, bool &missing) {
     if (seconds <= before) return seconds;
     if (!fade) {
@@ -71,7 +71,7 @@ inline double faded(double seconds, double before, const double *fade, std::int6
     return most(least(seconds, before), seconds * fade[i]);
 }
 
-// One way to compute the prompt, for all rows: see bounds.Weights._way.
+// One way to compute the prompt, for all rows: see `CostBounds._way`.
 struct Way {
     double cached;  // tokens; below 0: what each has
     double usable;  // blocks
@@ -153,8 +153,7 @@ struct Ways {
         double prompt = faded(seconds, before, r.prefill_fade, i, missing);
         double yielding = r.yielding ? r.yielding[i] : 0.0;
         double start = most(o.queue - least(yielding, o.queue), o.fetch);
-        double found = start + prompt;
-        if (r.running) found = found + o.slower;
+        double found = start + (r.running ? prompt + o.slower : prompt);
         if (w.pushed > 0) found = found + o.tail;
         passes = found <= slo + r.rounding;
         if (r.tight && passes && rows[i] > 0) {
@@ -241,7 +240,7 @@ KV_EXPORT void kv_free(const Request *request, const Way *way, const std::uint8_
         }
 }
 
-// How an answer would be served: see bounds.Weights.answers. `blocks`, `whole`: of the prompt and of all; `alone`:
+// How an answer would be served: see `CostBounds.answers`. `blocks`, `whole`: of the prompt and of all; `alone`:
 // nothing lands. `out`: TBT, landing, slot, tail, all of them together; `lacks`: who has not the pages for all of it.
 KV_EXPORT void kv_answers(const Request *request, double blocks, double whole, int alone, double bytes_per_s,
                           double *out, std::uint8_t *lacks) {
@@ -297,7 +296,7 @@ KV_EXPORT void kv_depths(const double *depth, const std::uint8_t *among, std::in
     }
 }
 
-// Which leading blocks each row has: see holders.py. `runs` of a survey end at `ends`; `sealed`, `coming`: their masks of
+// Which leading blocks each row has: see prefix_holders.py. `runs` of a survey end at `ends`; `sealed`, `coming`: their masks of
 // `bytes` and `coming_bytes` each; `lower`: slots that stand for lower tiers; `row_of`, `row_of_coming`: the row of each
 // slot, or a negative number. Of the runs `limit` are told apart. `levels`: how many leading runs each has, in memory or
 // coming, then in memory alone; room to work in. `reached`: whether anybody has just so many; zero at first, as the three
@@ -332,7 +331,7 @@ KV_EXPORT void kv_held(std::int64_t runs, std::int64_t limit, const double *ends
     for (std::int64_t i = 0; i < count; i++) reached[all[i]] = 1;
 }
 
-// The next to weigh (screen.py): `low` is the least bound, `until` what is as good; -1 when that is no better than
+// The next to weigh (select.py): `low` is the least bound, `until` what is as good; -1 when that is no better than
 // `best`. Else how many rows have a bound of at most `until` and the least crowd of all these; they are told in `rows`.
 KV_EXPORT std::int64_t kv_fewest(const double *bound, const double *crowd, std::int64_t count, double best,
                                  double share, double floor, double cap, double *low, std::int32_t *rows) {

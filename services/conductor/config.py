@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from kvmesh.config import ServiceConfig
 from kvmesh.errors import ConfigError
+from services.conductor.policies.registry import POLICY_NAMES
 from services.conductor.settings import Mode
 
 
@@ -120,16 +121,9 @@ class ConductorConfig(ServiceConfig):
     policy: str = field(
         default="kvcache",
         metadata={
-            "help": "Who gets a request. kvcache: Algorithm 1 and what was added to it; the others are for comparison.",
-            "choices": (
-                "kvcache",
-                "cache_aware",
-                "least_loaded",
-                "power_of_two",
-                "round_robin",
-                "random",
-                "session_hash",
-            ),
+            "help": "Who gets a request. kvcache: Algorithm 1 and what was added to it; the others are for comparison, "
+            "or from packages (entry points kvmesh.policies).",
+            "choices": POLICY_NAMES,
         },
     )
     session_affinity_ms: int = field(

@@ -31,7 +31,6 @@ from services.conductor.settings import (
     AffinitySettings,
     BalanceSettings,
     Mode,
-    Policy,
     Settings,
     ThresholdMode,
 )
@@ -160,7 +159,7 @@ def settings_of(config: ConductorConfig) -> Settings:
         balancing_threshold=config.balancing_threshold,
         threshold_mode=ThresholdMode(config.threshold_mode),
         fetch=Fetch(config.fetch),
-        policy=Policy(config.policy),
+        policy=config.policy,
         admission=AdmissionSettings(
             Mode(config.admission),
             config.slos,

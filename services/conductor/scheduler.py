@@ -30,11 +30,11 @@ from services.conductor.loads.shortest_first import ShortestFirst
 from services.conductor.placing import serving_modes, single_instance
 from services.conductor.placing.affinity import Affinity
 from services.conductor.placing.placement import PlacementChoice
-from services.conductor.placing.policies import Chooser
 from services.conductor.placing.scoring_context import ScoringContext
 from services.conductor.placing.serving_modes import WeighedModes
 from services.conductor.placing.threshold import Threshold
 from services.conductor.placing.timeline import life, pull_after_s
+from services.conductor.policies.chooser import Chooser
 from services.conductor.prefixes import fetch_plan
 from services.conductor.prefixes.fetch_plan import FetchPlanner
 from services.conductor.prefixes.index import Index, PrefixPlace, PrefixSurvey
@@ -139,7 +139,6 @@ class Scheduling:
                 self._why(scoring.now),
                 found,
                 scoring=scoring,
-                policy=self._settings.policy,
                 serving=len(serving),
                 best_prefix=best,
                 expected=self._expected(answer) if isinstance(answer, Placed) else None,

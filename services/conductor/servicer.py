@@ -241,7 +241,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
             instances=told,
             store_master=self._store_status(),
             leadership=self._leadership.as_proto,
-            policy=self._state.policy.value,
+            policy=self._state.policy,
             admission=self._state.admission.value,
             errors=[mapping_out.error_out(error) for error in self._state.prediction_errors(now)],
             group_errors=[mapping_out.error_out(error) for error in self._state.group_errors(now)],

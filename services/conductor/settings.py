@@ -8,23 +8,6 @@ from enum import Enum
 from services.conductor.domain import Fetch
 
 
-class Policy(Enum):
-    """Who gets a request (see placing/policies.py)."""
-
-    KVCACHE = "kvcache"  # Algorithm 1 and what was added to it: the default
-    CACHE_AWARE = "cache_aware"  # likewise, but every instance with its own prefix alone
-    LEAST_LOADED = "least_loaded"
-    POWER_OF_TWO = "power_of_two"
-    ROUND_ROBIN = "round_robin"
-    RANDOM = "random"
-    SESSION_HASH = "session_hash"
-
-    @property
-    def weighs(self) -> bool:
-        """Whether candidates are weighed by their cost; the others, plain policies, name an instance."""
-        return self in (Policy.KVCACHE, Policy.CACHE_AWARE)
-
-
 class Mode(Enum):
     """When a request is refused (see admission/gate.py)."""
 
@@ -112,7 +95,7 @@ class Settings:
     )
     threshold_mode: ThresholdMode = ThresholdMode.FIXED
     fetch: Fetch = Fetch.CHEAPER
-    policy: Policy = Policy.KVCACHE
+    policy: str = "kvcache"  # who gets a request: see policies/
     confirmed_s: float = 10.0  # computed blocks count for so long without being announced
     member_grace_s: float = 5.0  # after a master's restart, for its members to join again
     max_explained: int = 4096

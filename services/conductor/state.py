@@ -51,7 +51,7 @@ from services.conductor.prefixes.index import Index
 from services.conductor.prefixes.tier_times import TierLoads
 from services.conductor.records.explain import Decision, Explanations
 from services.conductor.scheduler import Scheduling, SharedState
-from services.conductor.settings import Mode, Policy, Settings
+from services.conductor.settings import Mode, Settings
 from services.conductor.views import InstanceView, TierView
 
 # Looked at in one tick, so that none takes long: one instance takes some 4 us.
@@ -109,8 +109,8 @@ class ConductorState:
         return len(self._index.truth)
 
     @property
-    def policy(self) -> Policy:
-        """Who chooses."""
+    def policy(self) -> str:
+        """The name of who chooses."""
         return self._settings.policy
 
     @property

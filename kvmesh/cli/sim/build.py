@@ -192,7 +192,8 @@ def check_names(*, policy: str, admission: str, fetch: str) -> None:
 
 def _settings(options: Options) -> Settings:
     from services.conductor.domain import Fetch
-    from services.conductor.settings import AdmissionSettings, Mode, Policy, Settings, ThresholdMode
+    from services.conductor.policies.registry import POLICY_NAMES, checked
+    from services.conductor.settings import AdmissionSettings, Mode, Settings, ThresholdMode
 
     adaptive = options.threshold == "adaptive"
     threshold = 1.0 if adaptive else number_of("threshold", options.threshold)
@@ -205,7 +206,7 @@ def _settings(options: Options) -> Settings:
         balancing_threshold=threshold,
         threshold_mode=ThresholdMode.ADAPTIVE if adaptive else ThresholdMode.FIXED,
         fetch=_member(Fetch, "fetch", options.fetch),
-        policy=_member(Policy, "policy", options.policy.replace("-", "_")),
+        policy=policy if (policy := options.policy) in POLICY_NAMES else checked(policy.replace("-", "_")),
         admission=AdmissionSettings(
             mode=_member(Mode, "admission", options.admission), confidence=options.admission_confidence
         ),

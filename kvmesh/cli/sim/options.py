@@ -108,7 +108,8 @@ class Deciding:
 
     policy: str = _opt(
         "kvcache",
-        "kvcache, cache-aware, least-loaded, power-of-two, round-robin, random or session-hash.",
+        "kvcache, cache-aware, least-loaded, power-of-two, round-robin, random, session-hash, or one of an installed "
+        "package.",
         "NAME",
     )
     admission: str = _opt("predicted", "off, baseline, early or predicted.", "MODE")

@@ -76,7 +76,6 @@ class Admission:
         self._defaults = {name: Slo(ttft_s, tbt_s) for name, ttft_s, tbt_s in settings.admission.by_model}
         self._seen: dict[str, _Seen] = {}
         self._models: dict[str, _OfModel] = {}
-        self._weighs_all = settings.policy.weighs
         self.lengths: LengthModel = LearntLengths()
         self.batch = BatchLane(settings.admission)
         self._watched: dict[str, tuple[int, Undisturbed]] = {}  # interactive requests under way, with their attempts
@@ -143,7 +142,7 @@ class Admission:
         if not isinstance(error, Overloaded) or refuse.reason not in LOADS or request.lane is Lane.BATCH:
             return refuse
         of = self._of(request.model)
-        if refuse.least_s and self._weighs_all:
+        if refuse.least_s and not among.found.picked_by:
             slo = self.slo(request)
             slo_s = slo.ttft_s if refuse.reason == "ttft" else slo.tbt_s
             least_s = impossible.least_s(request, slo_s, refuse, among, of.fastest, now)

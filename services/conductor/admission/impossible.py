@@ -15,8 +15,8 @@ import numpy as np
 
 from kvmesh.errors import InvalidRequest, Overloaded
 from services.conductor.admission.context import AdmissionContext
+from services.conductor.candidates.bounds import admitted
 from services.conductor.candidates.fields import FEW, ColumnField
-from services.conductor.candidates.predictions import admitted
 from services.conductor.costs.fit import ENOUGH_SAMPLES, Coefficients
 from services.conductor.costs.models import attention_pairs
 from services.conductor.domain import Refuse, Schedule

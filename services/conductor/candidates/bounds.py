@@ -1,11 +1,12 @@
-"""What a request would cost at every instance at once, in numpy: the formulas of prefills.py, decodes.py and
-interference.py over columns. A *bound*: never more than weighing the instance says (but for rounding), and just as much
-for all instances but the few *odd* ones, which hold blocks in ways that only a plan of their own tells. Pure.
+"""What a request would cost at every instance at once: the formulas of score.py over columns. A *bound*: never more
+than weighing the instance says (but for rounding), and just as much for all instances but the few *odd* ones, which
+hold blocks in ways that only a plan of their own tells. Pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
@@ -13,14 +14,13 @@ import numpy as np
 
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.work_class import work_classes
-from services.conductor.candidates.bound_arrays import AnswerBounds, Fetching, PromptBound, PromptBounds
-from services.conductor.candidates.fields import ColumnField, Floats, Mask, RareField
+from services.conductor import score
+from services.conductor.candidates.columns import View
+from services.conductor.candidates.fields import BENDS, ColumnField, Floats, Mask, RareField
 from services.conductor.candidates.instance_row import node
-from services.conductor.candidates.predictions import admitted, fitted, mixed
 from services.conductor.candidates.prefix_holders import HeldBlocks
 from services.conductor.candidates.selection import Selection
-from services.conductor.costs.interference import STALL_WEIGHT
-from services.conductor.costs.models import HIDDEN_SHARE
+from services.conductor.costs.fit import HALF_LIFE_S
 from services.conductor.domain import Fetch, Schedule
 from services.conductor.loads.queues import PRIORITY_STEP_S
 from services.conductor.loads.shortest_first import LASTS, MARKS, ahead
@@ -30,9 +30,117 @@ from services.conductor.prefixes.fetch_plan import FetchPlanner, FetchSegment
 from services.conductor.prefixes.index import PrefixPlace
 
 ROUNDING_S = 1e-9
-TAIL_SHARE = 1 - HIDDEN_SHARE  # of a transfer: see `TransferModel.tail_s`
 HIDDEN_STEPS = 4  # parts of a leg in which the end that hides behind a queue is looked for
 _NOBODY = PrefixPlace(0)
+
+
+@dataclass(slots=True)
+class Fetching:
+    """One way to fetch, for all instances that have the same blocks: up to block `until`, `blocks` of them by wire."""
+
+    until: int
+    blocks: int
+    ahead: int  # bytes
+    holders: int
+    read_s: float  # at the holders, before they send
+    memory: bool  # all of it out of memory
+
+
+@dataclass(slots=True)
+class PromptBound:
+    """One way to compute the prompt, at each. Seconds but for `computed`, `pairs`, `steps`. A plain 0 is 0 at each."""
+
+    ttft: Floats
+    cost: Floats
+    queue_s: Floats
+    fetch_s: Floats | float
+    computed: Floats | float
+    pairs: Floats | float
+    steps: Floats | float
+    alone: Floats
+    slower_s: Floats | float
+    tail_s: Floats | float
+
+
+class PromptBounds:
+    """Of the ways of each instance: the least cost of those that may pass (inf: none does), the least TTFT by which
+    they are judged, and the same of those whose queue can drain for long enough."""
+
+    def __init__(self, count: int) -> None:
+        self.kept = np.full((3, count), np.inf)
+        self.cost, self.least, self.draining = self.kept
+
+    def offer(self, cost: Floats, least: Floats, drains: Mask | None, here: Mask, *, instead: bool) -> None:
+        """One way more, for those `here`. `drains`: whose queue can drain for long enough."""
+        if instead:
+            self.kept[:, here] = np.inf
+        np.minimum(self.cost, cost, out=self.cost, where=here)
+        np.minimum(self.least, least, out=self.least, where=here)
+        if drains is not None:
+            np.minimum(self.draining, least, out=self.draining, where=drains & here)
+
+    def free(self, here: Mask, cost: Floats) -> None:
+        """Those `here` may have a way that costs no less than this, in time whatever is asked."""
+        np.minimum(self.cost, cost, out=self.cost, where=here)
+        self.least[here] = -np.inf
+
+
+@dataclass(slots=True)
+class AnswerBounds:
+    """Terms of the TBT at each, seconds. `short`: of pages for prompt and answer together."""
+
+    tbt: Floats
+    landing: Floats | float
+    slot: Floats | float
+    tail: Floats | float
+    short: Mask
+    sum: Floats | None = None  # of the four before, if it is known
+
+    @property
+    def score(self) -> Floats:
+        """As `DecodeChoice.score_s`."""
+        if self.sum is not None:
+            return self.sum
+        found: Floats = score.token_cost_s(self.tbt, self.landing, self.slot, 0.0, self.tail)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class FittedColumns:
+    """The coefficients of one fitted model at every instance: see `score.FittedTerms`."""
+
+    a: Floats
+    b: Floats
+    c: Floats
+    d: Floats | float
+    knee: Floats
+
+
+def fitted(view: View, model: int, x1: Floats | float, x2: Floats | float, n: Floats | float = 1.0) -> Floats:
+    """As `FittedModel.predict`."""
+    seconds: Floats = score.fitted_s(_known(view, model), x1, x2, n)
+    return seconds
+
+
+def admitted(view: View, model: int, x1: Floats | float, x2: Floats | float, n: Floats | float = 1.0) -> Floats:
+    """As `FittedModel.admission_s`."""
+    seconds, before = fitted(view, model, x1, x2, n), score.fitted_s(_known(view, model, prior=True), x1, x2, n)
+    if (seconds <= before).all():  # nothing to fade
+        return seconds
+    faded: Floats = score.faded_s(seconds, before, left(view, model))
+    return faded
+
+
+def _known(view: View, model: int, *, prior: bool = False) -> FittedColumns:
+    at, columns = model + 5 * prior, view.columns
+    a, b, c, d, knee = (columns[at + k] for k in range(5))
+    return FittedColumns(a, b, c, d if columns.rare(BENDS[model]) else 0.0, knee)
+
+
+def left(view: View, model: int) -> Floats:
+    """What counts of a fit to which nothing was added for a while, 0 to 1."""
+    age_s = np.maximum(0.0, view.now - view.columns[model + 10])
+    return np.exp2(-age_s / HALF_LIFE_S)
 
 
 class CostBounds:
@@ -46,7 +154,6 @@ class CostBounds:
         self.block = one.model.block_tokens
         self.usable_blocks = (request.prompt_tokens - 1) // self.block
         self.peers = one.fits
-        self._pushes: dict[tuple[float, int], tuple[Floats, Floats]] = {}
         self.arriving = 0  # bytes, at the decode instance that was chosen
 
     @cached_property
@@ -246,9 +353,12 @@ class CostBounds:
     def _fetch_s(self, part: Fetching) -> Floats:
         columns = self.view.columns
         pulled = part.blocks * self.block * columns[ColumnField.KV_BYTES]
-        nbytes = pulled + np.maximum(part.ahead, np.minimum(pulled, columns[ColumnField.ARRIVING]))
-        holders = float(max(0, part.holders - 1))
-        return part.read_s + self.planner.congestion * admitted(self.view, ColumnField.PULL, nbytes, holders)
+        nbytes = pulled + np.maximum(part.ahead, score.shared_bytes(pulled, columns[ColumnField.ARRIVING]))
+        pull_s = self.planner.congestion * admitted(
+            self.view, ColumnField.PULL, nbytes, float(max(0, part.holders - 1))
+        )
+        seconds: Floats = score.fetch_s(0.0, part.read_s, pull_s)
+        return seconds
 
     def _hide(
         self,
@@ -294,40 +404,32 @@ class CostBounds:
         """As `prefills._choice`. Tokens, but `fetch_s`. `exact`: so much is cached, not at most so much."""
         view, columns = self.view, self.view.columns
         computed = self.request.prompt_tokens - cached
-        pairs = computed * (computed + 2 * cached) / 2
-        steps = None
+        pairs = score.attention_pairs(computed, cached)
+        steps: Floats | float = 1.0
         if columns.rare(RareField.CHUNKED):
             steps = np.maximum(1.0, np.ceil(computed / columns[ColumnField.FITTED_CHUNK]))
         alone_s = prefill_s = fitted(view, ColumnField.PREFILL, computed, pairs, steps)
-        slower_s, stall_s = None, None
+        slower_s: Floats | float = 0.0
+        stall_s: Floats | float = 0.0
         if columns.rare(RareField.RUNNING):
             rows = columns[ColumnField.RUNNING]
             chunks = np.maximum(1.0, np.ceil(computed / columns[ColumnField.CHUNK]))
             step_s = fitted(view, ColumnField.DECODE, rows, columns[ColumnField.CONTEXT])
-            slower_s, stall_s = np.where(rows > 0, chunks * step_s, 0.0), rows * alone_s
+            slower_s, stall_s = score.slower_s(rows, chunks, step_s), score.stall_s(rows, alone_s)
             prefill_s = alone_s + slower_s
         queue_s = self._queue_of(computed, prefill_s)
-        ttft_s = (queue_s if isinstance(fetch_s, float) else np.maximum(queue_s, fetch_s)) + prefill_s
-        tail_s = None
-        if pushed:
-            whole_s, least_s = self._push_s(pushed)
-            tail_s = np.maximum(whole_s - prefill_s, least_s)
-            ttft_s += tail_s
-        cost_s = ttft_s if stall_s is None else ttft_s + STALL_WEIGHT * stall_s
-        if self.by_size is not None:
-            cost_s = cost_s + self._others_s(queue_s, fetch_s, prefill_s, exact=exact)
+        tail_s = self._tail_s(pushed, prefill_s) if pushed else 0.0
+        ttft_s = score.ttft_s(queue_s, fetch_s, prefill_s, tail_s)
+        cost_s = score.prompt_cost_s(ttft_s, stall_s, self._others_s(queue_s, fetch_s, prefill_s, exact=exact))
         return PromptBound(ttft_s, cost_s, queue_s, fetch_s, computed, pairs, steps, alone_s, slower_s, tail_s)
 
-    def _push_s(self, pushed: float) -> tuple[Floats, Floats]:
-        """Of so many tokens to decode, and what of it nothing can hide. Found once for all ways that push as much."""
-        found = self._pushes.get((pushed, self.arriving))
-        if found is None:
-            columns = self.view.columns
-            sent = pushed * columns[ColumnField.KV_BYTES]
-            ahead_of_it = np.minimum(sent, np.maximum(columns[ColumnField.SENDING], self.arriving))
-            whole_s = (sent + ahead_of_it) / columns[ColumnField.TRANSFER]
-            found = self._pushes[pushed, self.arriving] = whole_s, whole_s * TAIL_SHARE
-        return found
+    def _tail_s(self, pushed: float, prefill_s: Floats) -> Floats:
+        """Of so many tokens that are sent to decode."""
+        columns = self.view.columns
+        sent = pushed * columns[ColumnField.KV_BYTES]
+        before = score.shared_bytes(sent, columns[ColumnField.SENDING], self.arriving)
+        tail_s: Floats = score.tail_s(sent, before, columns[ColumnField.TRANSFER], prefill_s)
+        return tail_s
 
     def _offer(
         self, found: PromptBounds, way: PromptBound, room_s: Floats | float, here: Mask, *, instead: bool = False
@@ -338,15 +440,14 @@ class CostBounds:
         tight = bool(self.view.columns.rare(RareField.RUNNING)) and self.scoring.tbt_slo_s < np.inf
         if tight or ((way.ttft > slo_s) & self.view.able & here).any():
             prompt_s = admitted(self.view, ColumnField.PREFILL, way.computed, way.pairs, way.steps)
-            start_s = np.maximum(way.queue_s - np.minimum(self.yielding_s, way.queue_s), way.fetch_s)
-            least = start_s + prompt_s
-            for more_s in (way.slower_s, way.tail_s):
-                least = least if more_s is None else least + more_s
+            prompt_s, alone_s = prompt_s + way.slower_s, prompt_s
+            least = score.judged_ttft_s(way.queue_s, self.yielding_s, way.fetch_s, prompt_s, way.tail_s)
             passes = least <= slo_s + ROUNDING_S
             if tight:
                 rows = self.view.columns[ColumnField.RUNNING]
-                passes &= (rows <= 0) | (self._rows_tbt_s(way, prompt_s) <= self.scoring.tbt_slo_s + ROUNDING_S)
+                passes &= (rows <= 0) | (self._rows_tbt_s(way, alone_s) <= self.scoring.tbt_slo_s + ROUNDING_S)
             cost = np.where(passes, cost, np.inf)
+            start_s = score.most(way.queue_s - self.yielding_s, way.fetch_s)
             drains = least - slo_s <= start_s - way.fetch_s + ROUNDING_S
         found.offer(cost, least, drains, here, instead=instead)
 
@@ -354,7 +455,9 @@ class CostBounds:
         columns = self.view.columns
         chunks = np.maximum(1.0, np.ceil(way.computed / columns[ColumnField.CHUNK]))
         step_s = admitted(self.view, ColumnField.DECODE, columns[ColumnField.RUNNING], columns[ColumnField.CONTEXT])
-        return mixed(step_s, prompt_s / chunks, self.wait_s + way.alone, columns[ColumnField.RESIDENCE])
+        busy_s = self.wait_s + way.alone
+        tbt_s: Floats = score.mixed_tbt_s(step_s, prompt_s / chunks, busy_s, columns[ColumnField.RESIDENCE])
+        return tbt_s
 
     @cached_property
     def wait_s(self) -> Floats:
@@ -379,15 +482,14 @@ class CostBounds:
         if columns.rare(RareField.LIMITED):
             too_many = np.maximum(0.0, size - limit)
             if too_many.any():
-                slot_s = stay_s * too_many / np.maximum(1.0, requests)
-                context = np.where(too_many > 0, context * (limit / size), context)
-                size = np.minimum(size, limit)
+                slot_s = score.drain_s(too_many, requests, stay_s)
+                size, context = score.running(size, context, limit)
         tbt_s = fitted(view, ColumnField.DECODE, size, context)
         if columns.rare(RareField.BESIDE):
             chunk = columns[ColumnField.CHUNK]
             steps = np.maximum(1.0, np.ceil(chunk / columns[ColumnField.FITTED_CHUNK]))
-            chunk_s = fitted(view, ColumnField.PREFILL, chunk, chunk * chunk / 2, steps)
-            tbt_s = mixed(tbt_s, chunk_s, self.wait_s + columns[ColumnField.COMING] * stay_s, stay_s)
+            chunk_s = fitted(view, ColumnField.PREFILL, chunk, score.attention_pairs(chunk, 0.0), steps)
+            tbt_s = score.mixed_tbt_s(tbt_s, chunk_s, self.wait_s + columns[ColumnField.COMING] * stay_s, stay_s)
         blocks, whole = self._blocks()
         free = columns[ColumnField.FREE_BLOCKS]
         short = free < np.minimum(whole, columns[ColumnField.CAPACITY])
@@ -395,15 +497,14 @@ class CostBounds:
         lacking = blocks - (columns[ColumnField.FREE_PAGES] if alone else free)
         if (lacking > 0).any():
             each = np.where(columns[ColumnField.EACH] > 0, columns[ColumnField.EACH], blocks)
-            leavers = np.maximum(1.0, lacking / np.maximum(1.0, each))
-            landing_s = np.where(lacking > 0, stay_s * leavers / np.maximum(1.0, requests), 0.0)
+            landing_s = score.room_s(lacking, each, requests, stay_s)
         tail_s: Floats | float = 0.0
         if not alone:
             sent = (
                 np.maximum(0.0, request.prompt_tokens - self.held.sealed * self.block) * columns[ColumnField.KV_BYTES]
             )
-            seem = sent + np.minimum(sent, columns[ColumnField.ARRIVING])  # see `outgoing.shared_bytes`
-            tail_s = seem / self.peers.transfer.bytes_per_s * TAIL_SHARE
+            before = score.shared_bytes(sent, columns[ColumnField.ARRIVING])
+            tail_s = score.tail_s(sent, before, self.peers.transfer.bytes_per_s, np.inf)
         return AnswerBounds(tbt_s, landing_s, slot_s, tail_s, short)
 
     def _blocks(self) -> tuple[int, int]:

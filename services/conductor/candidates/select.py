@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from services.conductor.candidates import compiled
-from services.conductor.candidates.bound_arrays import PromptBounds
+from services.conductor.candidates.bounds import PromptBounds
 from services.conductor.candidates.compiled import held
 from services.conductor.candidates.fields import FEW, ColumnField, Floats, Mask
 from services.conductor.candidates.selection import Selection
@@ -29,13 +29,12 @@ from services.conductor.placing.nearness import NearInstances
 from services.conductor.placing.scoring_context import ScoringContext
 from services.conductor.placing.ties import as_good
 from services.conductor.prefixes.fetch_plan import FetchPlanner
+from services.conductor.score import answer_s
 from services.conductor.settings import Mode
 
 AT_ONCE = 2  # weighed at first, then twice as many
 DEEP = 32
 NEAREST = 4  # weighed for a refusal's words
-
-COUNTED_TOKENS = 32  # of an answer: see serving_modes.py
 
 C = TypeVar("C")
 
@@ -111,12 +110,7 @@ class Screen:
         answers = self._weights.answers(alone=True)
         prompts = self._weights.prompts(among.mask, 0, answers.landing, alone=True)
         near = self._scoring.near
-        cost = (
-            prompts.cost
-            + answers.landing
-            + answers.slot
-            + min(request.max_tokens or COUNTED_TOKENS, COUNTED_TOKENS) * answers.tbt
-        )
+        cost = prompts.cost + answers.landing + answer_s(answers.slot, answers.tbt, request.max_tokens)
         cost += self._far((near.session_prefill, near.session_decode, near.origin))
         bound = np.where(among.mask, cost, np.inf)
         crowd = columns[ColumnField.WORKS] + columns[ColumnField.REQUESTS]

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmesh.errors import ConfigError
+from services.conductor import score
 
 WINDOW = 256
 ENOUGH_SAMPLES = 8
@@ -61,8 +62,8 @@ class Coefficients:
 
     def at(self, x1: float, x2: float, n: float = 1.0) -> float:
         """Predicted seconds."""
-        beyond = self.d * (x1 - self.knee) if self.d and x1 > self.knee else 0.0
-        return self.a * n + self.b * x1 + self.c * x2 + beyond
+        seconds: float = score.fitted_s(self, x1, x2, n)
+        return seconds
 
     def scaled(self, factor: float) -> Coefficients:
         """The same shape, `factor` times as slow."""
@@ -145,7 +146,7 @@ def _both(known: FittedCosts, x1: float, x2: float, now: float, n: float) -> tup
     fitted, before = known.coefficients.at(x1, x2, n), known.prior.at(x1, x2, n)
     if fitted <= before:  # nothing to fade
         return fitted, fitted
-    return fitted, float(max(before, fitted * 0.5 ** (max(0.0, now - known.fading_from) / HALF_LIFE_S)))
+    return fitted, float(score.faded_s(fitted, before, 0.5 ** (max(0.0, now - known.fading_from) / HALF_LIFE_S)))
 
 
 class FittedModel(Estimate):

@@ -16,11 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.conductor import score
 from services.conductor.fleet.instance import Instance
-
-SLOWEST = 0.1  # of a request's token intervals, whose mean is its TBT
-# Row-seconds that count as much as a second of the new request's TTFT: nobody's waiting is worth more.
-STALL_WEIGHT = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +47,10 @@ def shared(
     busy_s = instance.queue.wait_s(now) + prompt_s
     return PromptAmongRows(
         rows,
-        chunks * step_s,
-        rows * prompt_s,
-        mixed_tbt_s(admission_step_s, admission_prompt_s / chunks, busy_s, batch.residence_s),
+        score.slower_s(rows, chunks, step_s),
+        score.stall_s(rows, prompt_s),
+        score.mixed_tbt_s(admission_step_s, admission_prompt_s / chunks, busy_s, batch.residence_s),
     )
-
-
-def mixed_tbt_s(step_s: float, chunk_s: float, busy_s: float, stay_s: float) -> float:
-    """TBT of a row that stays `stay_s` where prompts are computed for `busy_s` of it (see above)."""
-    if busy_s <= 0:
-        return step_s
-    return step_s + chunk_s * min(1.0, busy_s / max(SLOWEST * stay_s, 1e-9))
 
 
 def without_rows_s(instance: Instance, computed: int, seconds: float, steps: int = 1) -> float:

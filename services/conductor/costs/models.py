@@ -10,12 +10,15 @@ from math import inf
 from typing import Protocol
 
 from kvmesh.kvcache.tiers import Tier
+from services.conductor import score
 from services.conductor.costs.equals import Departure, Equals, OwnFit
 from services.conductor.costs.fit import ENOUGH_SAMPLES as ENOUGH_SAMPLES
 from services.conductor.costs.fit import HALF_LIFE_S as HALF_LIFE_S
 from services.conductor.costs.fit import Anchors
 from services.conductor.costs.fit import Coefficients as Coefficients
 from services.conductor.costs.fit import FittedModel as FittedModel
+from services.conductor.score import HIDDEN_SHARE as HIDDEN_SHARE
+from services.conductor.score import attention_pairs as attention_pairs
 
 # What a node says of a lower tier counts for less and less while it says nothing new: nobody may have used it since.
 TIER_HALF_LIFE_S = 30.0
@@ -25,7 +28,6 @@ MAX_SEEN = 1e4  # times as slow, or as fast, as the prior
 MAX_ODD = 8.0
 KEPT_STEPS = 64
 RATE_STEP = 0.02  # of a bandwidth, by which it moves at least
-HIDDEN_SHARE = 15 / 16  # of a transfer, that computing can hide: its layers but the last
 
 
 class CostModel(Protocol):
@@ -49,11 +51,6 @@ class CostModel(Protocol):
 
     def add(self, size: float, other: float, seconds: float, /, now: float) -> None:
         """Learn one measurement; nonsense (not positive, not finite) is ignored."""
-
-
-def attention_pairs(computed: float, cached: float) -> float:
-    """Of `computed` tokens after `cached`: the sum of (cached + i)."""
-    return computed * (computed + 2 * cached) / 2
 
 
 PREFILL_PRIOR = Coefficients(a=0.010, b=50e-6, c=2.5e-9)
@@ -313,8 +310,8 @@ class TransferModel(Pooled):
         but the last of them: at least the share that cannot hide remains. `ahead`: bytes on the same wires before."""
         if nbytes <= 0:
             return 0.0
-        whole = (nbytes + ahead) / self.bytes_per_s
-        return max(whole - prefill_s, whole * (1 - hidden_share))
+        seconds: float = score.tail_s(nbytes, ahead, self.bytes_per_s, prefill_s, 1 - hidden_share)
+        return seconds
 
 
 class PullModel(PooledFit):

@@ -2,7 +2,7 @@
 
 A holder that many pull from sends to one after the other: what it has still to send goes before (`Outgoing.ahead`).
 Where two flows meet at a node, its link is shared fairly: one of n bytes beside others of m is as slow as one of
-n + min(n, m) bytes alone (`shared_bytes`). A flow crosses two ends, and the slower one decides.
+n + min(n, m) bytes alone (`score.shared_bytes`). A flow crosses two ends, and the slower one decides.
 """
 
 from __future__ import annotations
@@ -131,9 +131,3 @@ class Wires:
         """Time passes."""
         for flows in (self.outgoing, self._pulled, self._pushed):
             flows.expire(now)
-
-
-def shared_bytes(nbytes: int, here: int = 0, there: int = 0) -> int:
-    """What `nbytes` lose to the fuller of the ends that they cross: bytes that seem to go before them."""
-    others = here if here >= there else there
-    return others if others < nbytes else nbytes

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from kvmesh.work_class import work_class
+from services.conductor import score
 from services.conductor.costs.models import DecayedRatio
 from services.conductor.domain import Load
 from services.conductor.loads.batch_forecast import BatchAt, BatchForecast, DecodeWork
@@ -344,7 +345,8 @@ class RunningBatch:
 
     def drain_s(self, requests: float) -> float:
         """Seconds until so many of those present have finished, at the usual length of stay."""
-        return self.residence_s * requests / max(1, self.requests)
+        seconds: float = score.drain_s(requests, self.requests, self.residence_s)
+        return seconds
 
     @property
     def free_pages(self) -> int:
@@ -361,8 +363,8 @@ class RunningBatch:
         short = blocks - (self.free_pages if pages else self.free_blocks)
         if short <= 0:
             return 0.0
-        each = self.mean_blocks or blocks
-        return self.drain_s(max(1.0, short / max(1.0, each)))
+        seconds: float = score.room_s(short, self.mean_blocks or blocks, self.requests, self.residence_s)
+        return seconds
 
     def page_wait_s(self, blocks: int) -> float:
         """Seconds that KV which has landed in host memory would wait for pages of the device, behind all that wait and
@@ -371,7 +373,8 @@ class RunningBatch:
         short = blocks + waiting - self.free_pages
         if short <= 0:
             return 0.0
-        return self.drain_s(max(1.0, short / max(1.0, self.mean_blocks or blocks)))
+        seconds: float = score.room_s(short, self.mean_blocks or blocks, self.requests, self.residence_s)
+        return seconds
 
     def add(self, work: DecodeWork) -> None:
         """A placement; one of the same request replaces it."""

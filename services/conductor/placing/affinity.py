@@ -17,8 +17,9 @@ from collections import OrderedDict
 from collections.abc import Hashable
 
 from services.conductor.domain import Schedule
-from services.conductor.placing.nearness import ANSWER_TOKENS, NOTHING, NOWHERE, NearInstances, Nearness
+from services.conductor.placing.nearness import NOTHING, NOWHERE, NearInstances, Nearness
 from services.conductor.placing.placement import PlacementChoice
+from services.conductor.score import COUNTED_TOKENS
 from services.conductor.settings import AffinitySettings
 
 SESSION_FADES_S, ORIGIN_FADES_S = 60.0, 10.0  # to 1/e
@@ -48,9 +49,9 @@ class Affinity:
         prefill = decode = together = NOTHING
         if last is not None:
             worth_s = most.session_s * math.exp(-max(0.0, now - last[2]) / SESSION_FADES_S)
-            prefill, decode = NearInstances({last[0]: worth_s}), NearInstances({last[1]: worth_s / ANSWER_TOKENS})
+            prefill, decode = NearInstances({last[0]: worth_s}), NearInstances({last[1]: worth_s / COUNTED_TOKENS})
         if places is not None:
-            each_s = most.origin_s / ANSWER_TOKENS
+            each_s = most.origin_s / COUNTED_TOKENS
             faded = {i: math.exp(-max(0.0, now - at) / ORIGIN_FADES_S) for i, at in places.items()}
             together = NearInstances({i: each_s * share for i, share in faded.items()})
         return Nearness(prefill, decode, together)

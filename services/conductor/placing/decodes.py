@@ -6,10 +6,9 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from services.conductor.costs.interference import mixed_tbt_s
+from services.conductor import score
 from services.conductor.domain import Schedule
 from services.conductor.fleet.instance import Instance
-from services.conductor.loads.outgoing import shared_bytes
 from services.conductor.prefixes.index import PrefixPlace, PrefixSurvey
 
 if TYPE_CHECKING:
@@ -37,7 +36,10 @@ class DecodeChoice:
     @property
     def score_s(self) -> float:
         """For ranking: what a token costs, waiting included."""
-        return self.tbt_s + self.landing_wait_s + self.slot_wait_s + self.page_wait_s + self.tail_s
+        cost_s: float = score.token_cost_s(
+            self.tbt_s, self.landing_wait_s, self.slot_wait_s, self.page_wait_s, self.tail_s
+        )
+        return cost_s
 
 
 def choice(
@@ -67,7 +69,7 @@ def choice(
         admission_tbt_s=admission_step_s,
         landing_wait_s=batch.landing_wait_s(blocks, pages=alone),
         slot_wait_s=batch.drain_s(too_many) if too_many else 0.0,
-        tail_s=0.0 if alone else instance.fits.transfer.tail_s(sent, float("inf"), shared_bytes(sent, arriving)),
+        tail_s=0.0 if alone else instance.fits.transfer.tail_s(sent, float("inf"), score.shared_bytes(sent, arriving)),
         arriving=arriving,
         page_wait_s=0.0 if alone else batch.page_wait_s(blocks),
         short=batch.free_blocks < min(whole, instance.capacity_blocks),
@@ -79,9 +81,7 @@ def steps(instance: Instance, requests: float, context_tokens: float, now: float
     """TBT with so many requests there: predicted, and that by which work may be refused."""
     others = requests - 1
     if instance.max_running and requests > instance.max_running:
-        # The others wait for a place and cost the step nothing.
-        context_tokens *= instance.max_running / requests
-        requests = instance.max_running
+        requests, context_tokens = score.running(requests, context_tokens, instance.max_running)
     step_s, admission_step_s = instance.decode.both(requests, context_tokens, now)
     stay_s = instance.batch.residence_s
     busy_s = instance.queue.wait_s(now)  # prompts that it computes beside its rows, and those still to come
@@ -89,7 +89,7 @@ def steps(instance: Instance, requests: float, context_tokens: float, now: float
         busy_s += instance.queue.coming_share * stay_s
     if busy_s > 0:
         chunk = instance.chunk_tokens
-        step_s = mixed_tbt_s(step_s, instance.prefill.predict(chunk, 0), busy_s, stay_s)
+        step_s = score.mixed_tbt_s(step_s, instance.prefill.predict(chunk, 0), busy_s, stay_s)
         chunk_s = instance.prefill.admission_s(chunk, 0, now)
-        admission_step_s = mixed_tbt_s(admission_step_s, chunk_s, busy_s, stay_s)
+        admission_step_s = score.mixed_tbt_s(admission_step_s, chunk_s, busy_s, stay_s)
     return step_s, instance.margins.tbt.of(admission_step_s, others)

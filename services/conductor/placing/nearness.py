@@ -6,8 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from services.conductor.fleet.instance import Instance
-
-ANSWER_TOKENS = 32  # over which a whole request's seconds are shared at decode: serving_modes.COUNTED_TOKENS
+from services.conductor.score import COUNTED_TOKENS
 
 
 class NearInstances:
@@ -43,7 +42,7 @@ class Nearness:
 
     def of(self, prefill: Instance, decode: Instance) -> float:
         """Added to the cost of a whole placement."""
-        return self.prefill_s(prefill.ref.instance_id) + ANSWER_TOKENS * self.decode_s(decode.ref.instance_id)
+        return self.prefill_s(prefill.ref.instance_id) + COUNTED_TOKENS * self.decode_s(decode.ref.instance_id)
 
     def prefill_s(self, instance_id: str) -> float:
         """Added to the cost of computing the prompt there."""

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvmesh.kvcache.tiers import Tier
+from services.conductor import score
 from services.conductor.costs.fit import ENOUGH_SAMPLES
-from services.conductor.costs.interference import NOBODY, STALL_WEIGHT, PromptAmongRows, shared
+from services.conductor.costs.interference import NOBODY, PromptAmongRows, shared
 from services.conductor.domain import Fetch, Schedule
 from services.conductor.fleet.instance import Instance
-from services.conductor.loads.outgoing import shared_bytes
 from services.conductor.loads.shortest_first import ALONE, OvertakingTerms, ahead
 from services.conductor.prefixes.fetch_plan import FetchPlanner, FetchSegment
 from services.conductor.prefixes.index import PrefixPlace
@@ -61,14 +61,14 @@ class PrefillChoice:
     @property
     def ttft_s(self) -> float:
         """Predicted, without waiting for room at decode."""
-        start_s, fetch_s = self.queue_s, self.fetch_s
-        return (start_s if start_s >= fetch_s else fetch_s) + self.prefill_s + self.tail_s
+        seconds: float = score.ttft_s(self.queue_s, self.fetch_s, self.prefill_s, self.tail_s)
+        return seconds
 
     @property
     def cost_s(self) -> float:
         """For ranking: what the rows and the queue lose is charged to it."""
         if self._cost_s is None:
-            self._cost_s = self.ttft_s + STALL_WEIGHT * self.shared.stall_s + self.others_s
+            self._cost_s = score.prompt_cost_s(self.ttft_s, self.shared.stall_s, self.others_s)
         return self._cost_s
 
     @property
@@ -84,7 +84,9 @@ class PrefillChoice:
         return self._judged_s
 
     def _judge_s(self) -> float:
-        seconds = self.admission_start_s + self.admission_prefill_s + self.tail_s
+        seconds = score.judged_ttft_s(
+            self.queue_s, self.yielding_s, self.fetch_s, self.admission_prefill_s, self.tail_s
+        )
         ahead_s = max(0.0, self.queue_s - self.yielding_s)
         return self.instance.margins.ttft.of(seconds, ahead_s / max(self.admission_prefill_s, 1e-9))
 
@@ -267,10 +269,10 @@ def _fetching(instance: Instance, planner: FetchPlanner, segments: tuple[FetchSe
             block_bytes * sum([segment.blocks for segment in pulled]),
             {segment.holder.ref.life for segment in pulled},
         )
-        ahead = max(planner.ahead_of(lives), shared_bytes(pull_bytes, planner.arriving(instance.ref.life)))
+        ahead = max(planner.ahead_of(lives), score.shared_bytes(pull_bytes, planner.arriving(instance.ref.life)))
         pull_s = planner.congestion * instance.pull.seconds(pull_bytes + ahead, len(lives), now)
     own_s, others_s = planner.load_s(segments, block_bytes)
-    return _Fetching(pull_s, max(own_s, others_s), max(own_s, others_s + pull_s), pull_bytes, ahead)
+    return _Fetching(pull_s, max(own_s, others_s), score.fetch_s(own_s, others_s, pull_s), pull_bytes, ahead)
 
 
 def _choice(
@@ -295,7 +297,7 @@ def _choice(
     fetched = bool(segments) and all(segment.tier is Tier.DRAM for segment in segments)
     spared = cached_blocks if fetched and local <= there.at_decode < cached_blocks else there.at_decode
     pushed = max(0, request.prompt_tokens - spared * model.block_tokens) * model.kv_bytes_per_token
-    push_ahead = shared_bytes(pushed, planner.outgoing.ahead(instance.ref.life), there.arriving)
+    push_ahead = score.shared_bytes(pushed, planner.outgoing.ahead(instance.ref.life), there.arriving)
     queue_s, yielding_s, others_s = _queued(request, instance, prefill_s, computed, now, overtaking)
     return PrefillChoice(
         instance,

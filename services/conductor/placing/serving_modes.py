@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvmesh.errors import Overloaded
-from services.conductor.candidates.select import COUNTED_TOKENS, Weighing, screen_of
+from services.conductor import score
+from services.conductor.candidates.select import Weighing, screen_of
 from services.conductor.candidates.selection import Selection
-from services.conductor.costs.interference import STALL_WEIGHT
 from services.conductor.domain import Refuse, Role, Schedule
 from services.conductor.fleet.instance import Instance
 from services.conductor.placing import placement, single_instance
@@ -78,7 +78,8 @@ class WeighedModes:
     answer: PlacementChoice | Refuse
     options: Sequence[Option]
     pair: PlacementAndWeighed | None
-    by: Comparison[Option] | None = None  # what the kind was chosen by; None: nothing passed, or a policy named it
+    by: Comparison[Option] | None = None  # what the kind was chosen by; None: nothing passed, or a policy picked it
+    picked_by: str = ""  # the policy that picked the instances; "": all that could have the request were weighed
 
 
 def kind_of(choice: PlacementChoice) -> ServingMode:
@@ -91,14 +92,9 @@ def kind_of(choice: PlacementChoice) -> ServingMode:
 def cost_s(choice: PlacementChoice, max_tokens: int) -> float:
     """See above; seconds. `max_tokens`: of the answer, 0 when nobody told."""
     handoff_s = HANDOFF_S if kind_of(choice) is ServingMode.PAIR else 0.0
-    lost_s = STALL_WEIGHT * choice.prefill.shared.stall_s + choice.prefill.others_s
-    return choice.ttft_s + lost_s + answer_s(choice, max_tokens) + handoff_s
-
-
-def answer_s(choice: PlacementChoice, max_tokens: int) -> float:
-    """Of its first tokens after the very first, and for a place in the batch."""
-    counted = min(max_tokens or COUNTED_TOKENS, COUNTED_TOKENS)
-    return choice.decode.slot_wait_s + counted * choice.decode.tbt_s
+    answer, prefill = score.answer_s(choice.decode.slot_wait_s, choice.decode.tbt_s, max_tokens), choice.prefill
+    cost: float = score.placement_cost_s(choice.ttft_s, prefill.shared.stall_s, prefill.others_s, answer, handoff_s)
+    return cost
 
 
 def choose(

@@ -33,9 +33,9 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from services.conductor.costs.models import HIDDEN_SHARE
 from services.conductor.domain import PrefillSample
 from services.conductor.placing.placement import PlacementChoice
+from services.conductor.score import HIDDEN_SHARE
 from services.conductor.settings import Settings, ThresholdMode
 
 MAX_THRESHOLD, MAX_CONGESTION = 8.0, 8.0

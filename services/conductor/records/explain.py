@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from kvmesh.kvcache.tiers import Tier
 from services.conductor.costs.accuracy import Spread
-from services.conductor.costs.interference import STALL_WEIGHT
 from services.conductor.domain import Placed, PrefillSample, Ref, Refuse, RequestOutcome, Role, Schedule
 from services.conductor.fleet.instance import Instance
 from services.conductor.placing.comparison import ComparedNumbers, Comparison
@@ -20,9 +19,9 @@ from services.conductor.placing.nearness import NearInstances, Nearness
 from services.conductor.placing.placement import PlacementAndWeighed, PlacementChoice
 from services.conductor.placing.prefills import PrefillCandidate, PrefillChoice
 from services.conductor.placing.scoring_context import ScoringContext
-from services.conductor.placing.serving_modes import HANDOFF_S, Option, ServingMode, WeighedModes, answer_s
+from services.conductor.placing.serving_modes import HANDOFF_S, Option, ServingMode, WeighedModes
 from services.conductor.placing.ties import Crowd
-from services.conductor.settings import Policy
+from services.conductor.score import STALL_WEIGHT, answer_s
 
 # All records together: a record of a mesh of a thousand instances is long.
 MAX_CANDIDATES = 131_072
@@ -283,7 +282,6 @@ def decided(
     found: WeighedModes | None,
     *,
     scoring: ScoringContext,
-    policy: Policy,
     serving: int,
     best_prefix: int,
     expected: Expected | None = None,
@@ -292,7 +290,7 @@ def decided(
     `_candidates`."""
     pair = found.pair if found is not None else None
     prefill, decode = (_half(pair.prefill_by), _half(pair.decode_by)) if pair is not None else (_NOBODY, _NOBODY)
-    candidates = _candidates(request, some, why, found, scoring, policy, prefill, decode)
+    candidates = _candidates(request, some, why, found, scoring, prefill, decode)
     kinds, kind = _kinds(request, found, scoring)
     told = {c.ref.instance_id for c in candidates} | {
         k.decode.instance_id for k in kinds if k.kind is not ServingMode.PAIR
@@ -388,7 +386,7 @@ def _kind(
         choice.ttft_s,
         float(shared.rows),
         STALL_WEIGHT * shared.stall_s,
-        answer_s(choice, request.max_tokens),
+        answer_s(choice.decode.slot_wait_s, choice.decode.tbt_s, request.max_tokens),
         HANDOFF_S if option.kind is ServingMode.PAIR else 0.0,
         choice.decode.tbt_s,
         shared.rows_tbt_s,
@@ -441,7 +439,6 @@ def _candidates(
     why: Mapping[str, str],
     found: WeighedModes | None,
     scoring: ScoringContext,
-    policy: Policy,
     prefill: _Half,
     decode: _Half,
 ) -> tuple[Candidate, ...]:
@@ -464,10 +461,10 @@ def _candidates(
         name = i.ref.instance_id
         if i.role.prefills and name not in prefills:
             fits = i.can_prefill(request.prompt_tokens)
-            known.append(_unweighed(request, i, Role.PREFILL, why[name], fits, pair, policy))
+            known.append(_unweighed(request, i, Role.PREFILL, why[name], fits, found))
         if i.role.decodes and name not in decodes:
             fits = i.can_decode(request.prompt_tokens)
-            known.append(_unweighed(request, i, Role.DECODE, why[name], fits, pair, policy))
+            known.append(_unweighed(request, i, Role.DECODE, why[name], fits, found))
     return tuple(known)
 
 
@@ -477,23 +474,22 @@ def _unweighed(
     role: Role,
     reason: str,
     fits: bool,
-    pair: PlacementAndWeighed | None,
-    policy: Policy,
+    found: WeighedModes | None,
 ) -> Candidate:
     if reason:
         return Candidate(i.ref, role, f"not ready: {reason}")
     if not fits:
         return Candidate(i.ref, role, "the prompt does not fit")
-    return Candidate(i.ref, role, _why_unweighed(request, i, role, pair, policy))
+    return Candidate(i.ref, role, _why_unweighed(request, i, role, found))
 
 
-def _why_unweighed(request: Schedule, i: Instance, role: Role, pair: PlacementAndWeighed | None, policy: Policy) -> str:
+def _why_unweighed(request: Schedule, i: Instance, role: Role, found: WeighedModes | None) -> str:
     """Of one that could have had the request."""
     if i.ref.instance_id in request.avoid:
         return AVOIDED
-    if not policy.weighs:
-        return f"the policy {policy.value} took another"
-    if pair is None:
+    if found is not None and found.picked_by:
+        return f"the policy {found.picked_by} took another"
+    if found is None or (pair := found.pair) is None:
         return "not weighed"
     if role is Role.PREFILL and pair.decode is None:
         return "not weighed: no decode instance may have the request"

@@ -25,6 +25,7 @@ from kvmesh.errors import ConfigError, KvmeshError
 from kvmesh.kvcache.keys import Keys
 from services.conductor import domain
 from services.conductor.domain import Action, Event, Heartbeat, Placed, Refuse, Schedule
+from services.conductor.policies import registry
 from services.conductor.records.explain import Decision
 from services.conductor.settings import Settings
 from services.conductor.state import ConductorState
@@ -181,8 +182,10 @@ def header_of(raw: bytes) -> Header:
         shown = f"kind={told.get('kind')!r}, version={told.get('version')!r}"
         raise ConfigError(f"decision log line 1: {shown}: must be kind='log', version={VERSION}", field="decisions")
     try:
-        return msgspec.convert(told, Header)
-    except msgspec.ValidationError as err:
+        header = msgspec.convert(told, Header)
+        registry.checked(header.settings.policy)
+        return header
+    except (msgspec.ValidationError, ConfigError) as err:
         raise ConfigError(f"decision log line 1: {err}", field="decisions") from None
 
 

@@ -251,7 +251,7 @@ def test_options_become_settings_and_machines() -> None:
     )
     assert (config.mode, len(config.prefill), len(config.decode), config.layers) == (Mode.DISAGGREGATED, 3, 2, 80)
     told = config.conductor
-    assert (told.policy.value, told.threshold_mode.value, told.admission.mode.value) == (
+    assert (told.policy, told.threshold_mode.value, told.admission.mode.value) == (
         "power_of_two",
         "adaptive",
         "early",

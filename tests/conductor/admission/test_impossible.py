@@ -18,7 +18,7 @@ from services.conductor.domain import (
     Refuse,
     Role,
 )
-from services.conductor.settings import AdmissionSettings, BalanceSettings, Policy, Settings
+from services.conductor.settings import AdmissionSettings, BalanceSettings, Settings
 from tests.support.conductor.brain import Brain, card, chain
 
 LONG: dict[str, Any] = {"model": card(max_context_tokens=1 << 20), "capacity": 1 << 20}
@@ -196,7 +196,7 @@ def test_who_is_tried_again_after_a_failure_was_possible_once() -> None:
 
 def test_the_batch_lane_has_no_slo_and_plain_policies_know_one_instance() -> None:
     assert isinstance(mesh().schedule(PROMPT, lane=Lane.BATCH, ttft_slo_s=0.001), Placed)
-    mesh(policy=Policy.ROUND_ROBIN).refused(Overloaded, PROMPT, ttft_slo_s=0.001)
+    mesh(policy="round_robin").refused(Overloaded, PROMPT, ttft_slo_s=0.001)
 
 
 def hints(brain: Brain, seconds: float = 10.0) -> dict[Role, tuple[float, int]]:

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.conductor.domain import Fetch, Placed, PrefillSample, Role
-from services.conductor.loads.outgoing import OutgoingLoad, Wires, shared_bytes
+from services.conductor.loads.outgoing import OutgoingLoad, Wires
+from services.conductor.score import shared_bytes
 from tests.support.conductor.brain import Brain, chain
 from tests.support.conductor.sharing import BYTES, LONG, X, mesh, other
 

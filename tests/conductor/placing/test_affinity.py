@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from services.conductor.domain import Load, Role, Schedule
 from services.conductor.placing import affinity
 from services.conductor.placing.affinity import Affinity
-from services.conductor.placing.nearness import ANSWER_TOKENS, NOWHERE, NearInstances
+from services.conductor.placing.nearness import NOWHERE, NearInstances
 from services.conductor.placing.placement import PlacementChoice
-from services.conductor.placing.serving_modes import COUNTED_TOKENS
+from services.conductor.score import COUNTED_TOKENS
 from services.conductor.settings import AffinitySettings
 from tests.support.conductor.brain import Brain
 
 BOTH = AffinitySettings(session_s=0.2, origin_s=0.1)
-EACH_S = 0.2 / ANSWER_TOKENS  # of a session at decode, where a score is that of one token
+EACH_S = 0.2 / COUNTED_TOKENS  # of a session at decode, where a score is that of one token
 
 
 def asked(**more: Any) -> Schedule:
@@ -71,7 +71,7 @@ def test_an_origin_gathers_at_decode_alone_and_the_latest_place_is_nearest() -> 
     known.placed(request, at("p1", "d1"), 5.0)
     near = known.near(request, 5.0)
     assert near.prefill_s("p9") == 0.0 and near.decode_s("d1") == 0.0
-    assert 0 < near.decode_s("d0") < near.decode_s("d9") == 0.1 / ANSWER_TOKENS
+    assert 0 < near.decode_s("d0") < near.decode_s("d9") == 0.1 / COUNTED_TOKENS
 
 
 def test_tables_are_bounded(monkeypatch: Any) -> None:
@@ -97,7 +97,7 @@ def test_its_terms_are_never_negative_and_never_more_than_they_may(story: list[t
         request = asked(session=session, origin=origin)
         near = known.near(request, now)
         for n in range(8):
-            assert 0 <= near.prefill_s(f"p{n}") <= 0.2 and 0 <= near.decode_s(f"d{n}") <= 0.3 / ANSWER_TOKENS + 1e-12
+            assert 0 <= near.prefill_s(f"p{n}") <= 0.2 and 0 <= near.decode_s(f"d{n}") <= 0.3 / COUNTED_TOKENS + 1e-12
         if near is not NOWHERE:
             assert any(near.session_decode.far_s(f"d{n}") == 0 for n in range(7)), "somebody is nearest"
         known.placed(request, at(f"p{place}", f"d{place}"), now)
@@ -105,7 +105,6 @@ def test_its_terms_are_never_negative_and_never_more_than_they_may(story: list[t
 
 def test_nobody_is_near() -> None:
     assert NearInstances().far_s("i") == 0.0 and NearInstances({}).most_s == 0.0
-    assert ANSWER_TOKENS == COUNTED_TOKENS
 
 
 def test_sessions_stay_until_load_costs_more() -> None:
@@ -137,7 +136,7 @@ def test_explain_shows_the_terms() -> None:
     far_decode = "d1" if first.decode.instance_id == "d0" else "d0"
     assert terms[first.prefill.instance_id]["session_ms"] == 0 and terms[far_prefill]["session_ms"] == 200
     assert (terms[far_decode]["session_ms"], terms[far_decode]["origin_ms"]) == pytest.approx(
-        (200 / ANSWER_TOKENS, 100 / ANSWER_TOKENS)
+        (200 / COUNTED_TOKENS, 100 / COUNTED_TOKENS)
     )
     told = {c.ref.instance_id: decision.verdict(c) for c in decision.candidates}
     assert told[first.decode.instance_id] == "chosen" and told[far_decode].startswith("slower by")

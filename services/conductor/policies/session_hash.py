@@ -1,14 +1,18 @@
-"""Consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam: SODA 2018): a key goes to the first place on
-the ring behind it that has not more than its share. Pure.
+"""Sessions, for comparison: consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam: SODA 2018). A key
+goes to the first name on the ring behind it that has not more than its share. Pure.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
+import random
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+
+from services.conductor.domain import Schedule
+from services.conductor.policies.policy import PickingPolicy, Pool
 
 POINTS = 64  # of each name on the ring
 SHARE = 1.25  # of the mean load, that one may have
@@ -56,3 +60,17 @@ class Rings:
         self._rings.move_to_end(names)
         most = math.ceil(SHARE * (sum(loads) + 1) / len(names))
         return ring.first(key, lambda who: loads[who] < most)
+
+
+class SessionHash(PickingPolicy):
+    """Picks the same instance for a session, as long as that one has not more than its share of all requests. A request
+    without a session goes by the first block of its prompt."""
+
+    def __init__(self) -> None:
+        self._rings = Rings()
+
+    def pick(self, request: Schedule, pool: Pool, rng: random.Random) -> str:
+        """See `PickingPolicy`."""
+        key = request.session.encode() or (request.keys[0] if request.keys else request.request_id.encode())
+        names = tuple(sorted(pool.names))
+        return names[self._rings.pick(key, names, [pool.requests(name) for name in names])]

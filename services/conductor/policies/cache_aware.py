@@ -1,0 +1,14 @@
+"""Weighing without a shared cache, for comparison. Pure."""
+
+from __future__ import annotations
+
+from services.conductor.domain import Schedule
+from services.conductor.policies.policy import Choices, PlacementPolicy, Weigh
+
+
+class CacheAware(PlacementPolicy):
+    """Leaves the choice to the cost of each candidate, which has its own prefix alone."""
+
+    def choose(self, request: Schedule, choices: Choices) -> Weigh:
+        """See `PlacementPolicy`."""
+        return Weigh(fetch=False)

@@ -1,0 +1,17 @@
+"""Load alone, for comparison. Pure."""
+
+from __future__ import annotations
+
+import random
+
+from services.conductor.domain import Schedule
+from services.conductor.placing import ties
+from services.conductor.policies.policy import PickingPolicy, Pool
+
+
+class LeastLoaded(PickingPolicy):
+    """Picks the least predicted load; of those that are as good the one with the fewest requests, then chance."""
+
+    def pick(self, request: Schedule, pool: Pool, rng: random.Random) -> str:
+        """See `PickingPolicy`."""
+        return ties.pick(pool.names, pool.load_s, pool.requests, rng)

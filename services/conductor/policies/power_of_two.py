@@ -1,0 +1,18 @@
+"""Load among two, for comparison. Pure."""
+
+from __future__ import annotations
+
+import random
+
+from services.conductor.domain import Schedule
+from services.conductor.placing import ties
+from services.conductor.policies.policy import PickingPolicy, Pool
+
+
+class PowerOfTwo(PickingPolicy):
+    """Picks the less loaded of two instances that are drawn (Mitzenmacher 2001)."""
+
+    def pick(self, request: Schedule, pool: Pool, rng: random.Random) -> str:
+        """See `PickingPolicy`."""
+        drawn = rng.sample(pool.names, min(2, len(pool.names)))
+        return ties.pick(drawn, pool.load_s, pool.requests, rng)

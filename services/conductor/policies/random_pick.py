@@ -1,0 +1,16 @@
+"""Chance alone, for comparison. Pure."""
+
+from __future__ import annotations
+
+import random
+
+from services.conductor.domain import Schedule
+from services.conductor.policies.policy import PickingPolicy, Pool
+
+
+class RandomPick(PickingPolicy):
+    """Picks any instance."""
+
+    def pick(self, request: Schedule, pool: Pool, rng: random.Random) -> str:
+        """See `PickingPolicy`."""
+        return rng.choice(pool.names)
