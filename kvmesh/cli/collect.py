@@ -159,7 +159,7 @@ async def ask_conductor(address: str) -> dict[str, Any]:
 
 
 async def ask_master(address: str) -> dict[str, Any]:
-    """Likewise of one store master."""
+    """Asks one store master for its status, as JSON; {"error": ...} when it does not answer."""
     request = store_pb2.GetStoreStatusRequest()
     return await _ask(
         address, lambda channel: store_pb2_grpc.StoreMasterStub(channel).GetStatus(request, timeout=TIMEOUT_S)
@@ -167,7 +167,7 @@ async def ask_master(address: str) -> dict[str, Any]:
 
 
 async def ask_gateway(address: str) -> dict[str, Any]:
-    """Likewise of a gateway."""
+    """Asks a gateway for its status, as JSON; {"error": ...} when it does not answer."""
     request = gateway_pb2.GetGatewayStatusRequest()
     return await _ask(
         address, lambda channel: gateway_pb2_grpc.GatewayStub(channel).GetGatewayStatus(request, timeout=TIMEOUT_S)

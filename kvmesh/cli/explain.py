@@ -198,7 +198,7 @@ def _terms(candidates: list[dict[str, Any]]) -> list[str]:
 
 
 def _heading(name: str) -> str:
-    """Of a term's column. It breaks between words, not in them."""
+    """Returns the heading of a term's column, which breaks between words and not in them."""
     return _HEADINGS.get(name, name.removesuffix("_ms").replace("_", " "))
 
 

@@ -124,7 +124,7 @@ def masters(run: Run) -> str:
 
 
 def conductors(run: Run) -> str:
-    """Likewise."""
+    """The addresses of its conductors, "a:1,b:2"."""
     return _addresses(run, "conductor")
 
 
@@ -161,7 +161,7 @@ def find(run_dir: Path | None) -> Run:
 
 
 def find_running(run_dir: Path | None) -> Run:
-    """As `find`; ConfigError also when that mesh has stopped."""
+    """Finds a run as `find` does. ConfigError also when that mesh has stopped."""
     run = find(run_dir)
     if not run.running:
         raise ConfigError(f"the mesh of {run.run_dir} has stopped: start one with `kvmesh up`")

@@ -183,7 +183,7 @@ def _says(name: str, told: dict[str, Any]) -> str:
 
 
 def _beats(told: dict[str, Any]) -> str:
-    """How often each of them beats, and for how long it may be silent."""
+    """Says how often members report, and for how long they may be silent."""
     if not told.get("heartbeat_interval_ms"):
         return ""
     interval_s, lease_s = told["heartbeat_interval_ms"] / 1000, told.get("lease_ms", 0) / 1000

@@ -52,7 +52,7 @@ PROFILED_ROWS = (
 
 
 class Brains:
-    """All of them hear every heartbeat and announcement; requests go round."""
+    """All conductors of a simulation: each hears every heartbeat and announcement, and requests go round."""
 
     def __init__(self, config: SimConfig, loop: Loop, order: Callable[[Action], None]) -> None:
         """`order` carries out what a leading conductor orders."""
@@ -89,7 +89,7 @@ class Brains:
             state.step(MemberGone(life, how), self._loop.now)
 
     def register(self, node: Node, role: Role) -> None:
-        """It takes this role."""
+        """Registers a node in this role with every conductor."""
         config, spec = self._config, node.spec
         card = ModelCard(MODEL, MODEL, config.block_tokens, "", 0, 1, (), spec.kv_bytes_per_token, 0)
         pages = spec.kv_tokens // config.block_tokens

@@ -39,7 +39,7 @@ class CacheRun:
 
     @property
     def hit_rate(self) -> float:
-        """Of all blocks asked for; 0 of none."""
+        """The share of all blocks that were asked for; 0 where none was."""
         return self.hits / self.blocks if self.blocks else 0.0
 
     @property
@@ -49,7 +49,7 @@ class CacheRun:
 
 
 def recompute_cost(blocks: int, block_tokens: int) -> float:
-    """Of the first `blocks` of a prompt, in blocks without attention."""
+    """Returns the cost of computing the first `blocks` of a prompt, in costs of a block without attention."""
     return blocks + blocks * blocks * block_tokens / (2 * PARITY_TOKENS)
 
 

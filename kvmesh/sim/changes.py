@@ -224,7 +224,7 @@ class ChangeNoticed:
     run_s: float  # how long the run took
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON."""
+        """Returns it as plain JSON."""
         return {
             "what": self.what,
             "node": self.node,

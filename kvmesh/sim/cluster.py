@@ -159,7 +159,7 @@ class Cluster:
     # ── one request ──────────────────────────────────────────────────────────────────────────────
 
     def submit(self, request: SimRequest) -> None:
-        """It arrives now."""
+        """Lets a request arrive now."""
         self._handles += 1
         self.active += 1
         record = Record.of(request, self._loop.now, self.config.max_output_tokens)
@@ -313,7 +313,7 @@ class Cluster:
             self._loop.at(given_up_s, lambda: self._lose_all(node))
 
     def _lose_all(self, node: Node) -> None:
-        """It answers nobody: whoever has a request there gives it up."""
+        """Has everybody with a request at `node`, which answers nobody any more, give that up."""
         if node.dead:
             return
         for pool in (self.prefills, self.decodes):
@@ -428,7 +428,7 @@ class Cluster:
         self._loop.after(self.config.heartbeat_s, partial(self._beat, node))
 
     def _switch(self, order: SwitchRole) -> str:
-        """It takes nothing new; what it has, it ends, and then it is the other."""
+        """Switches a role: the instance takes nothing new, ends what it has, and then begins in the other role."""
         name = order.ref.instance_id
         if name not in self.roles or name in self._leaving:
             return f"{name} is gone"

@@ -218,7 +218,7 @@ class SimConfig:
 
     @property
     def plan(self) -> PlanConfig:
-        """Of every prefill instance."""
+        """The plan's configuration of every prefill instance."""
         chunk = max(self.chunk_tokens, self.block_tokens)
         return PlanConfig(
             block_tokens=self.block_tokens,

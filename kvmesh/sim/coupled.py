@@ -141,7 +141,7 @@ class Coupled:
             self.rows.run(steps)
 
     def _plan(self) -> list[tuple[CoupledRow, int]]:
-        """Who computes how many tokens in the next step, first come, first served."""
+        """Plans which rows compute how many tokens in the next step, first come, first served."""
         room = self._budget - (len(self.rows) if self._chunked else 0)
         pieces: list[tuple[CoupledRow, int]] = []
         for guest in self._prefilling:
@@ -298,7 +298,7 @@ class CoupledCluster:
         self.quiet = True  # nothing goes over wires
 
     def submit(self, request: SimRequest) -> None:
-        """It arrives now."""
+        """Lets a request arrive now."""
         self.active += 1
         self._number += 1
         instance = self._choose()
@@ -308,7 +308,7 @@ class CoupledCluster:
         self._loop.after(self._config.hop_s, lambda: instance.arrive(guest))
 
     def _choose(self) -> Coupled:
-        """Those that are as good take turns."""
+        """Chooses an instance; those that are as good take turns."""
         count = len(self.instances)
         turns = range(self._turn + 1, self._turn + 1 + count)
         self._turn = turns[0]

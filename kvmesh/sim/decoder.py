@@ -27,7 +27,7 @@ MAX_TOLD_STEPS = 512  # in one heartbeat, as a live instance keeps
 
 
 class Owner(Protocol):
-    """Whom a decode instance tells."""
+    """What a decode instance tells the simulation."""
 
     def lands(self, life: Life, at_decode: int) -> None:
         """There is room for it; so many leading blocks need not be sent."""
@@ -48,7 +48,7 @@ class _Seat(Row):
 
     @property
     def order(self) -> tuple[int, int]:
-        """As its request's."""
+        """The order of its request in the queue."""
         return self.life.order
 
 
@@ -373,7 +373,7 @@ class Decoder:
         return len(self._unwanted)
 
     def turned_away(self, life: Life) -> None:
-        """It was not admitted: conductors count it no longer."""
+        """Reports a request that was not admitted: conductors count it no longer."""
         self._finished.append(life.name)
 
     def load(self) -> Load:

@@ -59,7 +59,7 @@ class HostModel:
 
     @classmethod
     def of_json(cls, told: object) -> HostModel:
-        """As `to_json` wrote it. ConfigError names field and value."""
+        """Reads what `to_json` wrote. ConfigError names field and value."""
         if not isinstance(told, Mapping):
             raise ConfigError(f"host={told!r}: must be an object", field="host")
         names = {one.name for one in fields(cls)}
@@ -101,7 +101,7 @@ class Cores:
 
     @property
     def speed(self) -> float:
-        """Of each job; 1: as if it were alone."""
+        """The speed of each job, as a share of its speed alone."""
         return min(1.0, self._cores / len(self._jobs)) if self._jobs else 1.0
 
     def run(self, work_s: float, over: Callable[[], None]) -> None:

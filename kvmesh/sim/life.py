@@ -112,10 +112,10 @@ class Life:
 
     @property
     def order(self) -> tuple[int, int]:
-        """At decode: priority, then arrival."""
+        """Its place in decode's queue: by priority, then by arrival."""
         return self.request.priority, self.handle
 
     @property
     def name(self) -> str:
-        """As conductors know it."""
+        """Its request id, by which conductors know it."""
         return self.record.request_id

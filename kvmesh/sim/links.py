@@ -138,7 +138,7 @@ class Links:
         return Flow(self, path, done)
 
     def changed(self, flow: Flow) -> None:
-        """It asks for something else than before: rates of all whom that concerns."""
+        """Rates a flow anew that asks for something else than before, and all flows that this concerns."""
         was_tight = {link for link in flow.path if link.tight}
         flow.asks()
         now = self.loop.now
@@ -191,7 +191,7 @@ class Links:
 
 
 def alone_rate(flow: Flow) -> float:
-    """As `fair_rates` of it alone: the others keep theirs."""
+    """Returns the rate that `fair_rates` would give this flow while all others keep theirs."""
     rate = flow.cap
     if rate <= 0:
         return 0.0

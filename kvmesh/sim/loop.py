@@ -18,7 +18,7 @@ class Timer:
         self.call: Callable[[], None] | None = call
 
     def cancel(self) -> None:
-        """It will not be made. Also right when it was made."""
+        """Makes sure that the call is not made any more. Does nothing where it was made."""
         self.call = None
 
 

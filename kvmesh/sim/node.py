@@ -26,13 +26,13 @@ class _NoQuotas(TagQuotas):
     """No tenant has an allowance in a simulation: nobody counts."""
 
     def added(self, store: Store, key: bytes) -> None:
-        """It is not counted."""
+        """Does nothing."""
 
     def added_all(self, keys: Iterable[bytes]) -> None:
-        """They are not counted."""
+        """Does nothing."""
 
     def gone(self, store: Store, key: bytes) -> None:
-        """It was not counted."""
+        """Does nothing."""
 
 
 class SimulatedTier:
@@ -60,12 +60,12 @@ class SimulatedTier:
     # ── what the store says of itself (`node_store.Journal`) ──────────────────────────────────
 
     def sealed(self, key: bytes, extent: int, nbytes: int | None) -> None:
-        """It has it."""
+        """Notes that the store has this block, for the next announcement."""
         if not self._due:
             self._wake()
 
     def gone(self, key: bytes, extent: int, held: bool) -> None:
-        """It has it no more."""
+        """Notes that the store has this block no more, for the next announcement."""
         if not self._due:
             self._wake()
         if self.below is not None:
@@ -119,14 +119,14 @@ class Node:
             self.shelf.below = self._demote
 
     def die(self) -> None:
-        """It announces nothing more."""
+        """Ends the node: it announces nothing more."""
         self.dead = self.shelf.dead = True
         if self.ssd is not None:
             self._lower.dead = True
 
     @property
     def incarnation(self) -> int:
-        """Of its instance and its stores."""
+        """The incarnation of its instance and of its stores."""
         return self.ref.incarnation
 
     def _demote(self, key: bytes) -> None:
@@ -136,11 +136,11 @@ class Node:
             self.ssd.seal(key)
 
     def tier(self, tier: Tier) -> NodeStore | None:
-        """Where its blocks of that tier are; None: it has none."""
+        """Returns the store with its blocks of that tier; None: it has none."""
         return {Tier.DRAM: self.store, Tier.SSD: self.ssd}.get(tier)
 
     def uses(self) -> tuple[TierUse, ...]:
-        """Of lower tiers, for heartbeats."""
+        """Returns how full the lower tiers are, for heartbeats."""
         if self.ssd is None:
             return ()
         used = self.ssd.total - self.ssd.unheld
@@ -148,7 +148,7 @@ class Node:
         return (TierUse(Tier.SSD, self.ssd.total * self.block_bytes, used * self.block_bytes, used, 0, rate),)
 
     def below(self, keys: Sequence[bytes]) -> PullRange | None:
-        """Where a prompt with these blocks is read from within this node."""
+        """Returns what of a prompt with these blocks is read from a lower tier of this node; None: nothing."""
         if self.ssd is None or not any(map(self.ssd.holds, keys)):
             return None
         return PullRange(self.name, ADDRESS, self.incarnation, 0, len(keys), Tier.SSD)

@@ -22,7 +22,7 @@ from services.prefill.rates import NEWEST, Rates
 
 
 class Owner(Protocol):
-    """Whom a prefill instance tells."""
+    """What a prefill instance tells the simulation."""
 
     def begun(self, life: Life) -> None:
         """Its first step begins: decode may reserve the landing."""
@@ -349,7 +349,7 @@ class Prefiller:
             self.pump()
 
     def _drop(self, life: Life) -> None:
-        """It leaves without a sample: what it holds comes back."""
+        """Takes a request away without a sample, and frees what it holds."""
         self.planner.drop(life.handle)
         for waiters in self._waiters.values():
             waiters.pop(life, None)
@@ -398,7 +398,7 @@ class Prefiller:
         return self._times_as_long() * self.node.spec.times.prefill_s([(tokens - cached, cached)])
 
     def _sample(self, life: Life) -> PrefillSample:
-        """As `services.prefill.report` says it."""
+        """Makes the sample that `services.prefill.report` would make of it."""
         cached = life.record.cached_tokens
         computed, pairs = life.tokens - cached, (life.tokens**2 - cached**2) // 2
         return PrefillSample(

@@ -106,7 +106,7 @@ class Rows:
     # ── at a border ──────────────────────────────────────────────────────────────────────────────
 
     def add(self, row: Row) -> None:
-        """It makes its next token in the next step."""
+        """Adds a row, which makes its next token in the next step."""
         assert row.joined < 0 < row.left and not self.running
         row.joined, row.until = self.step, self.step + row.left
         self._number += 1
@@ -117,7 +117,7 @@ class Rows:
         heapq.heappush(self._leaving, (row.until, row.number, row))
 
     def remove(self, row: Row) -> None:
-        """It leaves before its end; `left` and `context` are as they are now."""
+        """Removes a row before its end; its `left` and `context` are as they are now."""
         assert not self.running and row in self.rows
         self._leave(row)
         row.number = 0  # its entry among the ends counts no more
@@ -192,7 +192,7 @@ class Rows:
         self._over()
 
     def stall(self, seconds: float) -> None:
-        """They have stood still for so long."""
+        """Tells that the rows have stood still for so long."""
         if self.rows:
             self._stalled_s += seconds
 

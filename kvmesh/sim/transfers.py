@@ -50,7 +50,7 @@ class Pull:
 
 
 class Puller:
-    """All pulls of a simulation."""
+    """Starts and ends all pulls of a simulation."""
 
     def __init__(self, links: Links, nodes: Mapping[str, Node], timeout_s: float) -> None:
         self._links, self._nodes, self._timeout_s = links, nodes, timeout_s
@@ -81,7 +81,7 @@ class Puller:
         return pull
 
     def _send(self, pull: Pull, reader: Node, source: PullRange, keys: list[bytes]) -> set[bytes]:
-        """Those of `keys` that the source has are on their way."""
+        """Sends those of `keys` that the source has, and returns them."""
         holder = self._nodes.get(source.instance_id)
         store = holder.tier(source.tier) if holder is not None else None
         if holder is None or store is None or not keys or holder.dead or holder.incarnation != source.incarnation:
@@ -111,7 +111,7 @@ class Puller:
         return set(found)
 
     def lose(self, node: Node) -> None:
-        """It is gone: nothing more comes from it, and what it reads goes nowhere."""
+        """Ends all flows from and to a node that is gone."""
         stores = [store for store in (node.store, node.ssd) if store is not None]
         for pull in list(self._under_way):
             for flow, (store, lease_id) in list(pull.flows.items()):
@@ -199,7 +199,7 @@ class Pushes:
 
     @staticmethod
     def _bytes(life: Life, end: int) -> float:
-        """Of the prompt's tokens before `end` that were not counted yet."""
+        """Counts the bytes of the prompt's tokens before `end` that were not counted yet."""
         tokens = max(0, end - life.sent_to)
         life.sent_to += tokens
         return tokens * life.bytes_per_token

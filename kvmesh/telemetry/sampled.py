@@ -52,7 +52,7 @@ class Sampled(Collector):
             self._told[source] = rows
 
     def forget(self, source: Hashable) -> None:
-        """It is gone, and so are its numbers."""
+        """Forgets a source that is gone, and its numbers."""
         with self._lock:
             self._told.pop(source, None)
 

@@ -84,7 +84,7 @@ class TelemetryLimits:
 
     @classmethod
     def of(cls, config: Any) -> TelemetryLimits:
-        """Those of a ServiceConfig."""
+        """Takes the limits out of a ServiceConfig."""
         return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
 
 

@@ -21,7 +21,7 @@ _STAGES = [field.name for field in common_pb2.StageTimings.DESCRIPTOR.fields]
 
 
 class Account:
-    """Of one request. Times are monotonic nanoseconds; 0: has not happened."""
+    """The account of one request. Times are monotonic nanoseconds; 0: has not happened."""
 
     def __init__(
         self,

@@ -60,11 +60,11 @@ class Tenant:
 
 
 DEFAULT_MAX_PRIORITY = 0
-"""Of a key that says nothing else: it may yield to others, and not go before them."""
+"""The most urgent priority of a key that says nothing else: it may yield to others, and not go before them."""
 PRIORITY_BOUND = 2**31 - 1
 
 ANYBODY = Tenant()
-"""Of a gateway without API keys."""
+"""Everybody, where a gateway has no API keys."""
 
 
 @dataclass(frozen=True)

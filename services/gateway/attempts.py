@@ -1,4 +1,4 @@
-"""One answer and its attempts: what has arrived, what the next starts from, where it runs. A Sink of its Session."""
+"""One answer and its attempts: what has arrived, what the next starts from, where it runs. A SessionSink."""
 
 from __future__ import annotations
 
@@ -140,13 +140,13 @@ class AnswerAttempts:
         self.lane = lane if self._problem is None else None
 
     def on_prefilled(self, cached_tokens: int, timings: common_pb2.StageTimings) -> None:
-        """See Sink."""
+        """See SessionSink."""
         if not self.carried.answered:  # the client's prompt, not what is carried
             self.cached_tokens = cached_tokens
         self.timings = timings
 
     def on_token(self, token_id: int, token_index: int, logprobs: Alternatives | None) -> None:
-        """See Sink. Tokens come in order, each once: a repeated one is dropped, a gap is an error."""
+        """See SessionSink. Tokens come in order, each once: a repeated one is dropped, a gap is an error."""
         if token_index != self._expected:
             if token_index > self._expected:
                 at = self.carried.answered
@@ -162,7 +162,7 @@ class AnswerAttempts:
             self.owner.touch(self)
 
     def on_finished(self, finished: decode_pb2.Finished) -> None:
-        """See Sink."""
+        """See SessionSink."""
         self._finished = finished
         if not self.carried.answered:
             self.cached_tokens = finished.cached_tokens
@@ -170,7 +170,7 @@ class AnswerAttempts:
         self.owner.touch(self)
 
     def on_failed(self, err: KvmeshError, *, at_decode: bool) -> None:
-        """See Sink."""
+        """See SessionSink."""
         self.lane = None
         self._fail(err, self._suspected(err, at_decode=at_decode))
 
@@ -190,7 +190,7 @@ class AnswerAttempts:
 
     @property
     def decode_instance(self) -> str:
-        """Of the attempt under way; "": none is placed."""
+        """The decode instance of the attempt under way; "": none is placed."""
         return self.placement.decode.instance_id if self.placement is not None else ""
 
     @property

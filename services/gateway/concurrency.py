@@ -39,7 +39,7 @@ class AnswerRoom:
         raise Overloaded(text, retry_after_ms=max(1, round(wait_s * 1000)))
 
     def leave(self, answers: int) -> None:
-        """So many have ended."""
+        """Makes room: so many answers have ended."""
         self.answers -= answers
         self._returning.ended(self._clock(), full=self._refused)
         self._refused = False

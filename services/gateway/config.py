@@ -1,4 +1,4 @@
-"""What the gateway can be told."""
+"""The configuration of the gateway."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ class GatewayConfig(ServiceConfig):
 
     @property
     def http_limits(self) -> HttpLimits:
-        """Of the REST listener."""
+        """The bounds of the REST listener."""
         return HttpLimits(
             max_head_bytes=self.http_max_head_bytes,
             max_headers=self.http_max_headers,
@@ -268,12 +268,12 @@ class GatewayConfig(ServiceConfig):
 
     @property
     def body_bounds(self) -> BodyBounds:
-        """Of REST requests."""
+        """The bounds of the bodies of REST requests."""
         return BodyBounds(self.max_body_bytes, self.http_body_timeout_s, self.http_body_rate)
 
     @property
     def call_limits(self) -> CallLimits:
-        """Of the public gRPC server."""
+        """The bounds of the public gRPC server."""
         return CallLimits(
             message_bytes=self.max_body_bytes,
             calls=self.grpc_max_calls,
@@ -293,6 +293,6 @@ class GatewayConfig(ServiceConfig):
 
     @property
     def patience(self) -> RecoveryPatience:
-        """With attempts that fail."""
+        """How often and how long attempts that fail are made again."""
         reach_s = self.session_timeout_ms / 1000
         return RecoveryPatience(self.max_retries, reach_s, self.max_migrations, self.migration_timeout_s)

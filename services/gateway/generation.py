@@ -72,12 +72,12 @@ class Generation:
 
     @property
     def is_batch(self) -> bool:
-        """Whether it takes only what nobody else wants."""
+        """Whether the request takes only what nobody else wants."""
         return self.lane == BATCH
 
     @property
     def urgency(self) -> int:
-        """As the services see it: smaller goes first."""
+        """The priority as the services see it: the smaller goes first."""
         return min(PRIORITY_BOUND, (self.priority or 0) + (BATCH_STEPS if self.is_batch else 0))
 
     def check(self, limits: GatewayLimits, *, salt_field: str = "cache_salt") -> Generation:
@@ -107,7 +107,7 @@ class Generation:
         return self
 
     def check_wishes(self) -> None:
-        """As `check`, of what headers may tell, too."""
+        """Checks the fields that headers may tell, too. Raises as `check`."""
         between("priority", self.priority, -PRIORITY_BOUND, PRIORITY_BOUND)
         between("ttft_slo_ms", self.ttft_slo_ms, 1, MAX_SLO_MS)
         between("tbt_slo_ms", self.tbt_slo_ms, 1, MAX_SLO_MS)
@@ -153,7 +153,7 @@ def refused(field: str, value: Any, why: str) -> InvalidRequest:
 
 
 def brief(text: str, limit: int = 80) -> str:
-    """At most `limit` characters of a name."""
+    """Returns at most `limit` characters of a name."""
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 

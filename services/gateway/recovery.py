@@ -23,7 +23,8 @@ MAX_DOUBLINGS = 8  # enough for MAX_BACKOFF_S, and no overflow
 
 @dataclass(frozen=True, slots=True)
 class RecoveryPatience:
-    """See GatewayConfig. `max_migrations` 0: what has begun is not carried anywhere."""
+    """How often and for how long failed attempts are made again: see GatewayConfig. `max_migrations` 0: an answer that
+    has begun is not carried anywhere."""
 
     max_retries: int
     reach_s: float
@@ -32,7 +33,7 @@ class RecoveryPatience:
 
 
 class Failure(NamedTuple):
-    """Of one attempt."""
+    """How one attempt of an answer failed."""
 
     error: KvmeshError
     instance: str  # the decode instance; "": none was placed
@@ -55,7 +56,7 @@ class _Loss(NamedTuple):
 
 
 class AttemptRecovery:
-    """Of one answer. Times in seconds on one clock."""
+    """Decides what becomes of one answer when attempts fail. Times are seconds on one clock."""
 
     __slots__ = ("_loss", "_patience", "_since", "_taken", "_tries", "migrations")
 
@@ -69,7 +70,7 @@ class AttemptRecovery:
         """Times the answer was carried on, or is being carried now."""
 
     def failed(self, failure: Failure, now: float, chance: float) -> RecoveryPlan:
-        """What to do. `chance` scales the back-off, about 1. Raises the one error that the client gets."""
+        """Returns what to do next. `chance` scales the back-off, about 1. Raises the one error that the client gets."""
         patience, error = self._patience, failure.error
         if not failure.answered or not (patience.max_migrations or failure.delivered):
             return self._anew(failure, now, chance)

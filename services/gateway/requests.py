@@ -36,7 +36,8 @@ RETRY_AFTER_MS = 1_000
 
 @dataclass(frozen=True, slots=True)
 class RequestBuilder:
-    """Of one request. `ttft_slo_ms`, `tbt_slo_ms`: the gateway's own, for who asks for none; `alone`: of one answer.
+    """Builds the messages of one request. `ttft_slo_ms`, `tbt_slo_ms`: the gateway's own, for who asks for none;
+    `alone`: the request has one answer.
 
     Tenants do not share sessions and origins, whatever they call them."""
 
@@ -50,7 +51,7 @@ class RequestBuilder:
     alone: bool
 
     def schedule(self, choice: AnswerAttempts) -> conductor_pb2.ScheduleRequest:
-        """For a placement of its next attempt."""
+        """Asks the conductor for a placement of an answer's next attempt."""
         wanted, carried = self.wanted, choice.carried
         return conductor_pb2.ScheduleRequest(
             request_id=self._engine_id(choice),
@@ -88,7 +89,8 @@ class RequestBuilder:
         traceparent: str,
         credit_tokens: int,
     ) -> decode_pb2.StartRequest:
-        """For its decode instance. `left_s`: of the request's time; `credit_tokens`: that may be on the way."""
+        """Starts the attempt at its decode instance. `left_s`: what is left of the request's time; `credit_tokens`: so
+        many tokens may be on the way."""
         carried = choice.carried
         return decode_pb2.StartRequest(
             request_id=self._engine_id(choice),
@@ -314,36 +316,36 @@ class Request:
         assert self._model is not None, "prepared"
         return self._model.preparer.tokenizer.piece(token_id)
 
-    # ── what choices need ─────────────────────────────────────────────────────────────────────────
+    # ── what attempts need (AttemptOwner) ─────────────────────────────────────────────────────────
 
     @property
     def credit_tokens(self) -> int:
-        """See choices.Owner."""
+        """See AttemptOwner."""
         return self.core.config.session_credit_tokens
 
     @property
     def wants_logprobs(self) -> bool:
-        """See choices.Owner."""
+        """See AttemptOwner."""
         return self.generation.logprobs >= 0
 
     @property
     def patience(self) -> RecoveryPatience:
-        """See choices.Owner."""
+        """See AttemptOwner."""
         return self.core.config.patience
 
     @property
     def block_tokens(self) -> int:
-        """See choices.Owner."""
+        """See AttemptOwner."""
         assert self._facts is not None, "prepared"
         return self._facts.block_tokens
 
     def touch(self, choice: AnswerAttempts) -> None:
-        """See choices.Owner."""
+        """See AttemptOwner."""
         self._dirty.append(choice)
         self._event.set()
 
     def new_answer(self, prompt: Prepared) -> Completion:
-        """See choices.Owner."""
+        """See AttemptOwner."""
         assert self._facts is not None and self._model is not None, "prepared"
         detokenizer = self._model.preparer.tokenizer.detokenizer(prompt.context, opens=prompt.blank)
         matcher = StopMatcher(self._stops) if self._stops else None
@@ -383,7 +385,7 @@ class Request:
             self._fail(choice.recovery.late())
 
     def _went_on(self, choice: AnswerAttempts) -> None:
-        """It has new tokens, or is whole."""
+        """Ends the recovery of an answer that has new tokens, or is whole."""
         choice.recovery.went_on()
         if choice.migration is not None:
             choice.migration.moved(choice.decode_instance)

@@ -27,7 +27,7 @@ class Finding:
 
 
 def screen(found: Sequence[Finding]) -> RenderableType:
-    """A line each, under its group; what to do next on lines of their own."""
+    """Shows a line for each finding under its group, and what to do next on lines of their own."""
     shown: list[RenderableType] = []
     widest = max((len(one.what) for one in found), default=0) + 2
     for name, members in groupby(found, key=lambda one: one.group):

@@ -112,7 +112,7 @@ def caller_of(peer: str) -> str:
 
 
 class DoctorServicer(doctor_pb2_grpc.DoctorServicer):
-    """At most one caller is served; others hear that it is busy."""
+    """Serves at most one caller at a time; others hear that it is busy."""
 
     def __init__(self, out: Console, token: str, plan: Plan) -> None:
         self._stopping = False

@@ -258,7 +258,7 @@ def _gateways(seen: Seen) -> Iterable[Finding]:
 
 
 def _everybody(seen: Seen) -> dict[str, tuple[str, str]]:
-    """Of every instance and member: machine, address."""
+    """Returns machine and address of every instance and member, by its name."""
     told = [*_known(seen), *seen.members]
     return {one["instance"]["instance_id"]: (one["node_id"], one["instance"]["address"]) for one in told}
 
@@ -316,7 +316,7 @@ def _instances(seen: Seen) -> Iterable[Finding]:
 
 
 def _usual(known: Sequence[Instance]) -> dict[str, tuple[Any, ...]]:
-    """Of each model: the identity that most have."""
+    """Returns of each model the identity that most of its instances have."""
     counts: dict[str, dict[tuple[Any, ...], int]] = {}
     for one in known:
         of_model = counts.setdefault(one["model"], {})

@@ -280,7 +280,7 @@ def firewall(root: Path, tool: Callable[[Sequence[str]], str | None] = run_tool)
 
 
 def nft_rules(text: str) -> tuple[int, bool]:
-    """How many rules, and whether a chain of the input hook drops or rejects."""
+    """Returns how many rules there are, and whether a chain of the input hook drops or rejects."""
     count, blocks, incoming = 0, False, False
     for line in (raw.strip() for raw in text.splitlines()):
         if line.startswith(("chain ", "table ")) or line == "}":
@@ -295,7 +295,7 @@ def nft_rules(text: str) -> tuple[int, bool]:
 
 
 def iptables_rules(text: str) -> tuple[int, bool]:
-    """As `nft_rules`, of `iptables -S`."""
+    """Returns the same as `nft_rules`, from what `iptables -S` prints."""
     lines = text.splitlines()
     blocks = "-P INPUT DROP" in lines or any(re.match(r"-A INPUT .*-j (DROP|REJECT)\b", line) for line in lines)
     return sum(line.startswith("-A ") for line in lines), blocks

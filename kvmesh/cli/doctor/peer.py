@@ -66,7 +66,7 @@ class Progress:
         self._stack.close()
 
     def begin(self, transport: str, pairs: int, least_s: float) -> None:
-        """All pairs of a transport are to be tried."""
+        """Tells that all pairs of a transport are to be tried."""
         if pairs > 1:
             self._tell(f"{transport}: {pairs} pairs of NICs, {least_s:.0f} s and more", always=True)
         else:

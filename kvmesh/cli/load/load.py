@@ -114,7 +114,7 @@ class Generator:
         slots: asyncio.Semaphore | None,
         stopped: asyncio.Task[Any],
     ) -> AsyncIterator[Job]:
-        """Each job when its time has come and a slot is free."""
+        """Yields each job when its time has come and a slot is free."""
         for job in jobs:
             if job.at_s is not None and (left := self._start + job.at_s - time.monotonic()) > 0:
                 await asyncio.wait({stopped}, timeout=left)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """Where a load goes, what it may find cached, what its report tells."""
+    """Options of where a load goes, what it may find cached and what its report tells."""
 
     slo_ttft: Annotated[float | None, typer.Option(help="TTFT that counts for goodput.", metavar="MS")] = None
     slo_tbt: Annotated[float | None, typer.Option(help="TBT that counts for goodput.", metavar="MS")] = None
@@ -48,11 +48,11 @@ class LoadOptions:
 
     @property
     def screen(self) -> Console:
-        """Where people read: beside a report that goes to standard output."""
+        """The console that people read: standard error where the report goes to standard output."""
         return console(stderr=self.json_to == "-")
 
     def target(self) -> Target:
-        """See `target.find`."""
+        """Asks the mesh what it serves; raises as `target.find` does."""
         from kvmesh.cli.load.target import find
 
         return find(self.url, self.run_dir, self.model, self.api_key, self.vocab)

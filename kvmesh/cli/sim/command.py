@@ -79,7 +79,7 @@ class Progress:
         self._open = False
 
     def tell(self, done: int, what: str) -> None:
-        """So many steps of all are done, and this is what goes on."""
+        """Tells that `done` of all steps are done, and what goes on now."""
         now = time.monotonic()
         if now - self._shown < (0.1 if self._open else _LINE_S):
             return

@@ -261,7 +261,7 @@ def sweeps(base: Options, texts: Sequence[str]) -> Iterator[tuple[dict[str, str]
 
 
 def label(chosen: dict[str, str]) -> str:
-    """Of one run of a sweep; fit for a folder's name."""
+    """Names one run of a sweep, in characters that a folder's name may have."""
     text = ",".join(f"{name}={value}" for name, value in chosen.items()) or "run"
     return "".join(char if char.isalnum() or char in "=,._-" else "_" for char in text)
 

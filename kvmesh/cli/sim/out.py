@@ -146,7 +146,7 @@ def _table(*heads: str) -> Table:
 
 
 def _shares(pool: str, sums: Mapping[str, Mapping[str, int]]) -> Table:
-    """A line an instance: requests and tokens, and the shares of each."""
+    """Makes a table with a line for each instance: its requests and tokens, and their shares of the pool's."""
     whats = [
         ("requests", "requests"),
         ("prompt tokens", "input"),
@@ -184,7 +184,7 @@ def _told_sentences(told: Mapping[str, Any]) -> list[str]:
 
 
 def _changes(changes: Sequence[Mapping[str, Any]]) -> Table | None:
-    """A line for each."""
+    """Makes a table with a line for each change; None: there was none."""
     if not changes:
         return None
     table = _table("change", "from s", "until s", "able to take", "took", "noticed after s", "back after s")

@@ -1,4 +1,4 @@
-"""How far a simulation is, for what takes longer than a moment."""
+"""Shows how far a simulation is, where it takes longer than a moment."""
 
 from __future__ import annotations
 

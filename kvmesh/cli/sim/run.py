@@ -59,7 +59,7 @@ PANELS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """Where it goes. Not of a run, but of the command."""
+    """Where results go: options of the command, not of one run."""
 
     sweep: Annotated[
         list[str] | None,
@@ -109,7 +109,7 @@ def _parameter(one: Field[Any], kind: Any, panel: str) -> inspect.Parameter:
 
 
 def serve(base: Options, output: Output) -> None:
-    """All runs, one after the other, and what is written and printed of them."""
+    """Runs them one after the other, then writes and prints the results."""
     planned = list(sweeps(base, output.sweep or ()))
     sim_out.check_table(output.table)
     for _, options in planned:  # every mistake before the first long run

@@ -123,7 +123,7 @@ def _read(file: str) -> bytes:
 
 
 def _write(output: str, data: bytes) -> None:
-    """All of it or, in a file, nothing."""
+    """Writes all of `data`, or, where it goes to a file and that fails, nothing."""
     if output == "-":
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()

@@ -51,7 +51,7 @@ def shown_ref(text: str) -> str:
 
 
 def with_advice(error: KvmeshError) -> KvmeshError:
-    """The same; where a limit of pins refuses, with what can be done."""
+    """Returns `error`, and where a limit of pins refuses, with advice what can be done."""
     if isinstance(error, PinLimit):
         advice = "`kvmesh store unpin` some, or give pool nodes more memory (`kvmesh serve pool --memory-mb`)"
         error = type(error)(f"{error.message}; {advice}", field=error.field)

@@ -36,7 +36,7 @@ def resolved(config: C, *, wait_s: float = WAIT_S) -> C:
 
 
 def _peers(config: ServiceConfig) -> list[tuple[str, int]]:
-    """Whom it will talk to: (host, port) each."""
+    """Returns host and port of each service that this one will talk to."""
     from kvmesh.rpc.addresses import split
 
     found = []

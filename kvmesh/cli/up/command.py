@@ -245,7 +245,7 @@ def program() -> str:
 
 
 def _part(mesh: Mesh) -> tuple[str, ...]:
-    """How to go on with a machine that has joined."""
+    """Says how to go on with a machine that has joined."""
     assert mesh.settings.joined is not None, "it was asked before anything was started"
     kvmesh, conductor = program(), ",".join(mesh.settings.joined.conductors)
     return (
@@ -258,7 +258,7 @@ def _part(mesh: Mesh) -> tuple[str, ...]:
 
 
 def _whole(mesh: Mesh) -> tuple[str, ...]:
-    """How to go on with a whole mesh."""
+    """Says how to go on with a whole mesh."""
     url, name, kvmesh = mesh.url, mesh.settings.model_name, program()
     names = ", ".join(served.name for served in mesh.settings.served)
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32})

@@ -258,5 +258,5 @@ def joined(settings: MeshSettings, *, named: bool) -> tuple[MeshSettings, Found]
 
 
 def _fingerprints(settings: MeshSettings) -> dict[str, str]:
-    """Of every model's checkpoint, by folder; pool nodes alone need none."""
+    """Returns the fingerprint of every model's checkpoint, by folder; pool nodes alone need none."""
     return fingerprints([served.path for served in settings.served] if settings.ranks else [])

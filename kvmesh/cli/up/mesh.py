@@ -43,7 +43,7 @@ LEVEL = re.compile(" (?:CRITICAL|ERROR) +")  # of a line that tells of a failure
 
 
 class State(enum.Enum):
-    """Of one service process."""
+    """How far one service process is."""
 
     STARTING = "starting"
     LOADING = "loading"  # accepts calls, not ready yet

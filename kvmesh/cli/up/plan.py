@@ -51,7 +51,7 @@ def chosen(texts: Iterable[str], processes: Sequence[tuple[str, str]]) -> dict[s
 
 
 def merged(*some: Mapping[str, Mapping[str, object]]) -> dict[str, dict[str, object]]:
-    """All of them; the last one that names a key decides."""
+    """Joins the values of several; of a key that more than one names the last one's value counts."""
     found: dict[str, dict[str, object]] = {}
     for one in some:
         for name, values in one.items():
@@ -258,7 +258,7 @@ def _service(
 
 
 def _common_flags(settings: MeshSettings, name: str, run_dir: Path) -> dict[str, Any]:
-    """Of every service; each takes what its configuration knows."""
+    """Returns flags that every service is given; each takes those that its configuration knows."""
     return {
         "host": _inside(settings),
         "instance_id": identity(settings, name),
@@ -342,7 +342,7 @@ def _inside(settings: MeshSettings) -> str:
 
 
 def _reach(host: str) -> str:
-    """Where this machine reaches a server that listens on `host`."""
+    """Returns the host at which this machine reaches a server that listens on `host`."""
     return LOCALHOST if host in EVERY_ADDRESS else host
 
 

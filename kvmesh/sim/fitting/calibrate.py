@@ -95,7 +95,7 @@ class Residuals:
 
 
 def residuals_of(observed: Observed, costs: Costs) -> Residuals:
-    """Of every sample. ConfigError: there are too few."""
+    """Returns how the times of all samples scatter about the fitted ones. ConfigError: there are too few."""
     prefills = [
         s.duration_s
         / costs.prefill.at(
@@ -118,7 +118,7 @@ def residuals_of(observed: Observed, costs: Costs) -> Residuals:
 
 
 def targets_of(observed: Observed, residuals: Residuals) -> Targets:
-    """As decode has seen it."""
+    """Returns the measurements that a simulation shall meet, as decode has seen them."""
     done = [observed.outcomes[name] for name in observed.done()]
     answers = [one for one in done if one.output_tokens > 1]
     prefills = list(observed.prefills.values())
@@ -201,7 +201,7 @@ def _by_means(
 
 
 def simulated(config: SimConfig, requests: Sequence[SimRequest], seeds: Sequence[int] = range(SEEDS)) -> Targets:
-    """The same figures of a simulation, over a few seeds."""
+    """Returns the same figures of a simulation, over a few seeds."""
     records: list[Record] = []
     logs: dict[str, list[float]] = {"prefill": [], "decode": []}
     steps_s: list[float] = []
@@ -231,7 +231,7 @@ def simulated(config: SimConfig, requests: Sequence[SimRequest], seeds: Sequence
 
 
 def percentiles_of(values: Sequence[float]) -> tuple[float, ...]:
-    """At `SHARES`, linear between ranks. Not empty."""
+    """Returns the values at `SHARES`, linear between ranks. `values` is not empty."""
     rising = sorted(values)
     return tuple(drawn(rising, share) for share in SHARES)
 

@@ -149,7 +149,7 @@ class Fields:
         return hidden // heads
 
     def kv_heads(self, heads: int) -> int:
-        """As many as heads where nothing else is said; one with `multi_query`."""
+        """Returns the number of KV heads: that of all heads where nothing else is said, one with `multi_query`."""
         found = self.number("num_key_value_heads", 0) or self.number("num_kv_heads", 0)
         if self.flag("multi_query", False) and not self.flag("new_decoder_architecture", False):
             found = 1
@@ -232,18 +232,18 @@ class ModelShape:
 
     @property
     def layer_params(self) -> int:
-        """All but embedding and head."""
+        """Parameters of all layers, without embedding and head."""
         return self.attention_params + self.dense_params + self.expert_layers * self.experts * self.expert_params
 
     @property
     def active_layer_params(self) -> int:
-        """Those of the layers that one token is multiplied with."""
+        """Parameters of the layers that one token is multiplied with."""
         routed = self.expert_layers * self.experts_per_token * self.expert_params
         return self.attention_params + self.dense_params + routed
 
     @property
     def params(self) -> int:
-        """All of them."""
+        """Parameters of the whole model."""
         return self.layer_params + self.head_params * (1 if self.tied else 2)
 
     @property
@@ -261,7 +261,7 @@ class ModelShape:
         return self.kv_layers * self.kv_heads * (self.head_dim + self.value_dim)
 
     def kv_bytes_per_token(self, dtype: str = "bf16") -> int:
-        """Of one copy, all layers; ConfigError: an unknown dtype."""
+        """Returns the bytes of a token's KV in all layers, once. ConfigError: an unknown dtype."""
         return self.kv_values_per_token * itemsize(dtype)
 
     def kv_bytes_per_rank(self, tp: int, dtype: str = "bf16") -> int:

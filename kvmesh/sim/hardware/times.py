@@ -57,7 +57,7 @@ def attended(computed: int, cached: int) -> float:
 
 
 def attended_within(window: int, computed: int, cached: int) -> float:
-    """The same where a token sees the last `window` tokens alone, itself among them."""
+    """Counts as `attended` does where a token sees the last `window` tokens alone, itself among them."""
     short = min(computed, max(0, window - cached))  # tokens that still see everything before them
     return attended(short, cached) + (computed - short) * window
 
@@ -109,7 +109,7 @@ class Roofline:
         return self._fixed_s(tokens + batch, len(pieces) + batch) + max(pairs_s, read_s) + rows_s
 
     def _fixed_s(self, tokens: int, sampled: int) -> float:
-        """All but attention, for so many tokens of which `sampled` become logits."""
+        """Returns the seconds of all but attention, for so many tokens of which `sampled` become logits."""
         shape = self.shape
         flops_s = self._linear_s * (shape.active_layer_params * tokens + shape.head_params * sampled)
         weights_s = self._weight_s * (_touched_params(shape, tokens) + shape.head_params)
@@ -125,12 +125,12 @@ class Roofline:
 
 
 def _pair_flops(shape: ModelShape) -> float:
-    """Of one layer: a score and a weighted value for each head."""
+    """Returns the FLOPs of one (query, key) pair in one layer: a score and a weighted value for each head."""
     return 2.0 * shape.heads * (shape.head_dim + shape.value_dim)
 
 
 def _row_pair_flops(shape: ModelShape) -> float:
-    """The same for a decoding row; MLA's rows work on the latent itself."""
+    """Returns the same for a decoding row; MLA's rows work on the latent itself."""
     if shape.mla:
         return 2.0 * shape.heads * (2 * shape.kv_lora_rank + shape.rope_dim)
     return _pair_flops(shape)

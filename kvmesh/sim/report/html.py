@@ -226,7 +226,7 @@ def _rated(runs: Sequence[Run], at: int, key: str) -> list[tuple[float, float]]:
 
 
 def _own(run: Run) -> list[Chart]:
-    """How one run went over time."""
+    """Draws how one run went over time."""
     summary = run["summary"]
     pools = summary["pools"]
     charts = [
@@ -256,12 +256,12 @@ def _over(course: Mapping[str, Any], name: str) -> list[tuple[float, float]]:
 
 
 def _each(points: int) -> int:
-    """How many of them become one."""
+    """Returns how many neighbouring points become one."""
     return max(1, -(-points // DRAWN))
 
 
 def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most DRAWN of them: means of neighbours. More would be a thicket."""
+    """Returns at most DRAWN points, each the mean of some neighbours: more would be a thicket."""
     each = _each(len(points))
     groups = [points[at : at + each] for at in range(0, len(points), each)]
     return [(group[0][0], sum(y for _, y in group) / len(group)) for group in groups]

@@ -110,7 +110,7 @@ class PoolSample:
 
 @dataclass(slots=True)
 class Sample:
-    """All pools at one moment."""
+    """The state of all pools at one moment."""
 
     at_s: float
     pools: dict[str, PoolSample] = field(default_factory=dict)

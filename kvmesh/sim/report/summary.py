@@ -197,11 +197,11 @@ class Summary:
         return {bound: kept / max(1, self.requests) for bound, kept in zip(self.tbt_slos_s, self.kept, strict=True)}
 
     def quantile(self, name: str, share: float) -> float:
-        """Of `ttft_s`, `tbt_s`, `mean_tbt_s`, `e2e_s`, `queue_s` or `ttft_error`; `share` in 0..1."""
+        """The quantile of `ttft_s`, `tbt_s`, `mean_tbt_s`, `e2e_s`, `queue_s` or `ttft_error`; `share` in 0..1."""
         return self.sketches[name].quantile(share)
 
     def mean(self, name: str) -> float:
-        """Of the same."""
+        """Returns the mean of what `quantile` takes by this name."""
         return self.sketches[name].mean
 
     def to_json(self) -> dict[str, Any]:

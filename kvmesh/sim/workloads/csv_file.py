@@ -32,7 +32,7 @@ def _plain(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """Where each figure stands; -1: nowhere."""
+    """The column in which each figure stands; -1: in none."""
 
     time: int
     time_unit_s: float

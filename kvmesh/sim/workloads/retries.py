@@ -20,7 +20,7 @@ REASON = "ttft"  # refusals that are judged: those for decode's steps have anoth
 
 
 class WaitingClients:
-    """Those between a refusal and their return."""
+    """The clients that were refused and have not come back yet."""
 
     def __init__(self, prefills: Mapping[str, Prefiller], slo_s: float, hop_s: float) -> None:
         """`slo_s`: of requests that bear none; `hop_s`: what a request takes on its way to prefill."""
@@ -32,7 +32,7 @@ class WaitingClients:
         self._number = 0
 
     def refused(self, life: Life, reason: str, told_s: float, now: float) -> None:
-        """It was; `waits` tells whether it comes again."""
+        """Records a refusal; `waits` tells whether the client comes again."""
         right_s = math.nan
         if reason == REASON:
             if life not in self._turns:
@@ -42,15 +42,15 @@ class WaitingClients:
         life.record.waits = (*life.record.waits, RetryWait(told_s, right_s))
 
     def waits(self, life: Life) -> None:
-        """It will come when it was told to."""
+        """Records that the client will come back when it was told to."""
         self._waiting[life] = None
 
     def comes(self, life: Life) -> None:
-        """It asks again."""
+        """Records that the client asks again."""
         self._waiting.pop(life, None)
 
     def placed(self, life: Life) -> None:
-        """It was taken: `arrives` follows."""
+        """Records that the request was taken: `arrives` follows."""
         self._on_way[life] = None
         self.ended(life)
         if life.record.waits and not life.made_before:
@@ -62,7 +62,7 @@ class WaitingClients:
         self._on_way.pop(life, None)
 
     def ended(self, life: Life) -> None:
-        """It does not come again."""
+        """Forgets a client that does not come again."""
         self._turns.pop(life, None)
         self._seconds.pop(life, None)
 

@@ -88,7 +88,7 @@ def read(path: Path, trace_block: int = TRACE_BLOCK, *, by_time: bool = True) ->
 def between(
     requests: Iterable[TraceRequest], from_s: float = 0.0, to_s: float | None = None, count: int | None = None
 ) -> list[TraceRequest]:
-    """Those with from_s <= time < to_s (seconds of the trace), at most `count`."""
+    """Returns the requests with from_s <= time < to_s (seconds of the trace), at most `count`."""
     found: list[TraceRequest] = []
     for request in requests:
         if (to_s is not None and request.at_ms >= to_s * 1000) or (count is not None and len(found) >= count):

@@ -45,7 +45,7 @@ class Clients(Protocol):
     """Requests of which some come only when others have ended. Each bears an index of its own."""
 
     def first(self) -> Iterator[SimRequest]:
-        """Those that wait for nobody, in the order of their times."""
+        """Yields the requests that wait for nobody, in the order of their times."""
 
     def after(self, index: int, now: float, *, done: bool) -> SimRequest | None:
         """What the client of this request, which has ended now, asks next, now or later. `done`: it was answered."""
@@ -61,11 +61,11 @@ class ClosedLoop:
         self._requests, self._in_flight = iter(requests), in_flight
 
     def first(self) -> Iterator[SimRequest]:
-        """All of them at 0."""
+        """Yields the first `in_flight` requests, all of them at 0."""
         return (replace(one, at_s=0.0) for one in islice(self._requests, self._in_flight))
 
     def after(self, index: int, now: float, *, done: bool) -> SimRequest | None:
-        """See `Clients`."""
+        """Returns the next request, now; see `Clients.after`."""
         one = next(self._requests, None)
         return replace(one, at_s=now) if one is not None else None
 

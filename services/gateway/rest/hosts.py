@@ -82,7 +82,7 @@ class HostCheck:
         self._allowed = frozenset(name.lower().rstrip(".") for name in allowed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI has it."""
+        """Serves one request, as ASGI has it."""
         hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
         origins = [value.decode("latin-1") for name, value in scope["headers"] if name == b"origin"]
         try:

@@ -277,7 +277,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(self._refusal or 400)
 
     def _refuse(self, status: int) -> None:
-        """One answer and the end. Behind a request that is still being answered there is only the end."""
+        """Answers with `status` and ends the connection; where a request is still being answered, it only ends it."""
         if self.transport.is_closing() or self._lingering >= 0:
             return
         names.GATEWAY_HTTP_REFUSED.labels(reason=str(status)).inc()

@@ -52,7 +52,7 @@ class TlsListener:
 
     @property
     def handshakes(self) -> int:
-        """How many are not done."""
+        """How many handshakes are not done."""
         return len(self._shaking)
 
     def close(self) -> None:

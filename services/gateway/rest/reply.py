@@ -208,7 +208,7 @@ class _Writer:
         return opening + text + frames.rich(index, "", None, delta.finish, self._tail(last=not self._unfinished))
 
     def _opening(self, index: int) -> bytes:
-        """What comes before the first text: the role, or the echoed prompt."""
+        """Returns what comes before the first text: the role, or the echoed prompt."""
         if self._frames.chat:
             return self._frames.role(index)
         return self._frames.text(index, self._request.choices[index].prompt.text) if self._wanted.echo else b""
@@ -220,7 +220,7 @@ class _Writer:
         return {"kvmesh": self._request.account.stages(self._request.choices)}
 
     def end(self) -> bytes:
-        """What follows the last choice's finish."""
+        """Returns what follows the last choice's finish."""
         if not self._frames.include_usage:
             return b""
         account, choices = self._request.account, self._request.choices

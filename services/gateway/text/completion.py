@@ -66,7 +66,7 @@ class Completion:
         return len(self.said)
 
     def settled(self, max_tokens: int) -> str:
-        """How the engine must have ended it, of which nothing was heard; "" when it goes on."""
+        """Returns how the engine must have ended an answer whose end was not heard; "" when it goes on."""
         if self.said and self.said[-1] in self._silent:
             return STOP
         return LENGTH if len(self.said) >= max_tokens else ""

@@ -21,7 +21,7 @@ class Detokenizer(Protocol):
     """The text of one answer."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """What became readable with these tokens."""
+        """Returns the text that became readable with these tokens."""
         ...
 
     def finish(self) -> str:
@@ -71,7 +71,7 @@ class WindowDetokenizer:
         self._shown = len(self._ids)  # tokens of the window whose text has been shown
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """What became readable."""
+        """Returns the text that became readable."""
         out = ""
         for token in token_ids:
             self._ids.append(token)
