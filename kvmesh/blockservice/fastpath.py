@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 
+from kvmesh.blockservice.peers import SERVICE, this_machine
 from kvmesh.blockservice.servicer import NodeStoreServicer
 from kvmesh.errors import ConfigError
 from kvmesh.rpc import security
 from kvmesh.rpc.fastpath.server import FastServer
 from kvmesh.rpc.pb import blocks_pb2 as pb
-from kvmesh.transfer.segment import machine_id, network_id
 
 log = logging.getLogger(__name__)
-
-SERVICE = pb.DESCRIPTOR.services_by_name["NodeStore"]
 
 
 class FastPathServers:
@@ -22,7 +20,8 @@ class FastPathServers:
     def __init__(self, servicer: NodeStoreServicer, life: int) -> None:
         self._server = FastServer(SERVICE, servicer, life)
         self.index_path = ""  # of the socket that hands over the index of what is sealed here
-        self._told = pb.DoorsResponse(incarnation=life, machine=machine_id(), network=network_id())
+        machine, network = this_machine()
+        self._told = pb.DoorsResponse(incarnation=life, machine=machine, network=network)
 
     async def open(self, host: str, port: int) -> None:
         """`port` 0: any free one, -1: none. ConfigError: door_port is in use.

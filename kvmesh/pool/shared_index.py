@@ -22,8 +22,7 @@ from collections.abc import Sequence
 from kvmesh.clock import lease_clock_ns
 from kvmesh.errors import TransferError
 from kvmesh.kvcache import shared_index
-from kvmesh.kvcache.index_hello import IndexHello, same_user
-from kvmesh.kvcache.shared_index import IndexWriter, index_bytes
+from kvmesh.kvcache.shared_index import IndexHello, IndexWriter, index_bytes, same_user
 from kvmesh.kvcache.size_classes import BYTES, PAGE
 from kvmesh.pool.partitions import PoolPartitions
 from kvmesh.pool.slabs import SlabPartition

@@ -21,8 +21,8 @@ from kvmesh.rpc.pb import common_pb2, store_pb2_grpc
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.storeclient.arguments import instance, whole
 from kvmesh.storeclient.calls import turn
-from kvmesh.storeclient.choice import Holder, Replica
 from kvmesh.storeclient.placement import Candidate
+from kvmesh.storeclient.replicas import Holder, Replica
 
 T = TypeVar("T")
 

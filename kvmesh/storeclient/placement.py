@@ -15,8 +15,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvmesh.errors import ConfigError
-
 POLICIES = ("local", "random", "best2")
 ROOM_PERCENT = 5  # of its capacity must be free besides the block, for a node to count as having room
 
@@ -36,13 +34,6 @@ class Candidate:
 
     def roomy(self, nbytes: int) -> bool:
         return self.free_bytes - nbytes >= self.capacity_bytes * ROOM_PERCENT // 100
-
-
-def check_policy(policy: str) -> str:
-    """ConfigError: none of POLICIES."""
-    if policy not in POLICIES:
-        raise ConfigError(f"placement={policy!r}: not one of {', '.join(POLICIES)}", field="placement")
-    return policy
 
 
 def takes(candidate: Candidate, nbytes: int) -> bool:

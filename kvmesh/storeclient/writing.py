@@ -15,6 +15,7 @@ from functools import partial
 
 import xxhash
 
+from kvmesh.blockservice.peers import Peer
 from kvmesh.errors import (
     DeadlinePassed,
     InvalidRequest,
@@ -25,15 +26,14 @@ from kvmesh.errors import (
     Unavailable,
     UnknownInstance,
 )
+from kvmesh.kvcache.size_classes import BYTES
 from kvmesh.rpc import status
 from kvmesh.rpc.pb import blocks_pb2 as pb
-from kvmesh.storeclient.calls import every
-from kvmesh.storeclient.choice import Holder, Replica
+from kvmesh.storeclient.calls import every, in_thread
 from kvmesh.storeclient.context import ClientContext
-from kvmesh.storeclient.lease import LAYOUT
-from kvmesh.storeclient.memory import INLINE_COPY, Data, Span, Staged, copy, in_thread
-from kvmesh.storeclient.peers import Peer
+from kvmesh.storeclient.memory import INLINE_COPY, Data, Span, Staged, copy
 from kvmesh.storeclient.placement import Candidate, order, takes
+from kvmesh.storeclient.replicas import Holder, Replica
 
 log = logging.getLogger(__name__)
 
@@ -272,7 +272,7 @@ class Writer:
             raise DeadlinePassed("no time is left for it")
         request = pb.PutBlocksRequest(
             keys=b"".join(block.key for block in blocks),
-            layout=LAYOUT,
+            layout=BYTES,
             segment=self._engine.name,
             segment_descriptor=descriptor,
             offset=[block.span.offset for block in blocks],

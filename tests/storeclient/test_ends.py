@@ -14,11 +14,11 @@ from kvmesh.errors import DeadlinePassed, TransferError, Unavailable
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.storeclient import StoreClient, SyncStoreClient, memory
 from kvmesh.storeclient.calls import every, turn
-from kvmesh.storeclient.choice import Holder, Replica
-from kvmesh.storeclient.client import LOOK_S
 from kvmesh.storeclient.config import ClientConfig
 from kvmesh.storeclient.memory import Memory
-from kvmesh.storeclient.reading import REBUILD_S
+from kvmesh.storeclient.reading.leased import REBUILD_S
+from kvmesh.storeclient.reading.reader import LOOK_S
+from kvmesh.storeclient.replicas import Holder, Replica
 from kvmesh.transfer import EngineConfig, TransferEngine
 from services.store.config import StoreConfig
 from services.store.main import run as run_store
