@@ -57,7 +57,7 @@ class Offload:
         while True:
             await asyncio.sleep(INTERVAL_S)
             # By now the pool has given back the lease that it read them under, which had made them look used.
-            self._partition.store.cool(self._copied)
+            self._partition.store.evict_first(self._copied)
             self._copied = []
             if not self.pools:
                 continue

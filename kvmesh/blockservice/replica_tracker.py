@@ -86,6 +86,6 @@ class ReplicaTracker:
     def _tell(self, partition: Partition, shared: list[bytes], sole: list[bytes]) -> None:
         """Each partition heeds what it holds."""
         partition.store.replicated(shared)
-        self._partitions.cool(partition, shared)
+        self._partitions.evict_first(partition, shared)
         alone = [key for key in sole if partition.store.holds(key) and not self._below(partition.shown_layout, key)]
         partition.store.replicated(alone, False)

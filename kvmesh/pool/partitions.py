@@ -111,10 +111,10 @@ class PoolPartitions:
                 self._slabs.give_back(partition)
         self._trim()
 
-    def cool(self, partition: Partition, keys: Sequence[bytes]) -> None:
+    def evict_first(self, partition: Partition, keys: Sequence[bytes]) -> None:
         own = self._partitions.get(partition.layout)
         if own is partition:
-            self._slabs.cool(own, own.store.extents_of(keys))
+            self._slabs.evict_first(own, own.store.extents_of(keys))
 
     def may_pin(self, blocks: int, nbytes: int) -> None:
         pinned = sum(p.store.stats.hard_pinned * p.shard_bytes for p in self._partitions.values())

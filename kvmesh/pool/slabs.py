@@ -131,7 +131,7 @@ class Slabs:
             run.used = self._uses
             self._coldest.move_to_end(run)
 
-    def cool(self, owner: SlabPartition, extents: Iterable[int]) -> None:
+    def evict_first(self, owner: SlabPartition, extents: Iterable[int]) -> None:
         """Runs around these that hold nothing but blocks with copies elsewhere go before all others."""
         for run in reversed(list(dict.fromkeys(map(owner.run_of, extents)))):
             if owner.store.have_copies(run.numbers):

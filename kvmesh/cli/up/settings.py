@@ -10,7 +10,7 @@ from typing import Any
 
 from kvmesh.config import without_password
 from kvmesh.errors import ConfigError
-from kvmesh.kvcache.eviction import POLICIES
+from kvmesh.kvcache.eviction import ORDERS
 from kvmesh.kvcache.keys import MAX_WEIGHTS_EPOCH
 from kvmesh.ranks.transfer_config import check
 from kvmesh.rpc.exposure import is_loopback
@@ -102,7 +102,7 @@ class MeshSettings:
     pool: int = field(default=0, metadata={"help": "Pool nodes: memory without an engine.", "min": 0, "max": 64})
     pool_memory_mb: int = field(default=256, metadata={"help": "KV memory of each pool node, MiB.", "min": 1})
     store_eviction: str = field(
-        default="lru", metadata={"help": "Which blocks of the nodes' memory go first.", "choices": POLICIES}
+        default="lru", metadata={"help": "Which blocks of the nodes' memory go first.", "choices": ORDERS}
     )
     ssd_path: str = field(
         default="",
