@@ -20,17 +20,16 @@ from typing import Any
 
 from kvmesh.blockservice.checksums import ChecksumClient
 from kvmesh.blockservice.copies import Copies
-from kvmesh.blockservice.fastpath import FastPathServers
 from kvmesh.blockservice.leasing import Leasing
 from kvmesh.blockservice.offload import Offload
 from kvmesh.blockservice.partitions import Partitions
 from kvmesh.blockservice.peer_segments import PeerSegments
-from kvmesh.blockservice.peers import PeerPool
+from kvmesh.blockservice.peers import SERVICE, PeerPool
 from kvmesh.blockservice.pulls import Pulls
 from kvmesh.blockservice.puts import Puts
 from kvmesh.blockservice.removal_applier import RemovalApplier
 from kvmesh.blockservice.replica_tracker import ReplicaTracker
-from kvmesh.blockservice.servicer import SERVICE, NodeStoreServicer, counted
+from kvmesh.blockservice.servicer import FastPathServers, NodeStoreServicer, counted
 from kvmesh.blockservice.tiers.parts import TierSettings
 from kvmesh.blockservice.tiers.tiering import Tiering
 from kvmesh.clock import lease_clock_ns
@@ -213,7 +212,7 @@ class BlockService:
     def add_to(self, server: Server) -> None:
         """NodeStore on `server`."""
         pb_grpc.add_NodeStoreServicer_to_server(self._servicer, server.grpc)
-        server.serves(SERVICE)
+        server.serves(SERVICE.full_name)
 
     async def open_tiers(self) -> None:
         """Recover what lies below DRAM; before the server listens. ConfigError names ssd_path."""

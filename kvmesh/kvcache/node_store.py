@@ -22,9 +22,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from kvmesh.kvcache.eviction import BLOCK_TOKENS, EvictionOrder, make_order
-from kvmesh.kvcache.leases import Coverage, Lease, LeaseBook
+from kvmesh.kvcache.leases import PINNED_PERCENT, Coverage, Lease, LeaseBook, PinBook
 from kvmesh.kvcache.page_pool import PageInvariantError, PagePool
-from kvmesh.kvcache.pins import PINNED_PERCENT, PinBook
 from kvmesh.kvcache.quotas import TagQuotas
 from kvmesh.kvcache.store_stats import Changes, StoreExhausted, StoreStats, StoreUsage
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from kvmesh.blockservice.partitions import CLASS_MARK, Partition, unused
 from kvmesh.errors import InvalidRequest, Overloaded, PinLimit
 from kvmesh.kvcache.announce import Source
+from kvmesh.kvcache.leases import PINNED_PERCENT
 from kvmesh.kvcache.node_store import NodeStore
-from kvmesh.kvcache.pins import PINNED_PERCENT
 from kvmesh.kvcache.quotas import TagQuotas
 from kvmesh.kvcache.size_classes import BYTES, PAGE, size_class
 from kvmesh.kvcache.store_stats import Changes

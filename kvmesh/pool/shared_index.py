@@ -1,6 +1,6 @@
 """The index of a pool node: what lies sealed in its DRAM and where, for readers of this machine, in shared memory.
 
-    store ── sealed, gone ──▶ IndexWriter ══ sealed memfd ══▶ readers (kvmesh/storeclient/local_reads.py)
+    store ── sealed, gone ──▶ IndexWriter ══ sealed memfd ══▶ readers (kvmesh/storeclient/reading/local.py)
                reader ── connects ──▶ fast path ── hello, the memfd's descriptor ──▶ reader; the connection stays open
 
 Every change is written in the turn in which the store makes it: an entry is void before its extent can be anybody

@@ -30,13 +30,13 @@ from kvmesh.storeclient.config import ClientConfig, split_list
 from kvmesh.storeclient.context import ClientContext, EngineSegments
 from kvmesh.storeclient.copying import NO_BLOCK, Moved, Mover, Policy, Prefetcher
 from kvmesh.storeclient.directory import Directory, Quota, Removed
-from kvmesh.storeclient.holding import Holding, Place
-from kvmesh.storeclient.memory import Buffer, Data, Memory, Source, Span, Target, memory_of, source_of, target_of
+from kvmesh.storeclient.holding import HolderQueries, Place
+from kvmesh.storeclient.memory import Buffer, ClientMemory, Data, Source, Span, Target, memory_of, source_of, target_of
 from kvmesh.storeclient.naming import OwnKeys, Ref, check_name
 from kvmesh.storeclient.reading.leased import Got
 from kvmesh.storeclient.reading.reader import BlockReader
 from kvmesh.storeclient.replicas import Hints, ReaderLocation, Replica
-from kvmesh.storeclient.writing import Block, Pin, Put, PutOptions, Writer
+from kvmesh.storeclient.writing import Block, BlockWriter, Pin, Put, PutOptions
 from kvmesh.transfer import EngineConfig, TransferEngine
 
 
@@ -60,7 +60,7 @@ class StoreClient:
                 fault=config.fault,
             ),
         )
-        self._memory = Memory(self._engine, config.staging_mb << 20)
+        self._memory = ClientMemory(self._engine, config.staging_mb << 20)
         self._peers = PeerPool(EngineSegments(self._engine), self._engine.config.transports)
         self._hints = Hints(config.locations)
         here = ReaderLocation(config.node_id, frozenset({config.host, config.advertise_host} - {""}))
@@ -70,9 +70,9 @@ class StoreClient:
         )
         self._keys = OwnKeys(config, self._directory)
         self._reader = BlockReader(context, self._keys)
-        self._writer = Writer(context)
+        self._writer = BlockWriter(context)
         self._prefetcher = Prefetcher(self._peers, self._directory, self._hints, here)
-        self._holding = Holding(self._peers, self._directory, self._hints, here)
+        self._holding = HolderQueries(self._peers, self._directory, self._hints, here)
         self._mover = Mover(self._peers, self._directory, self._holding, self._hints, random.Random())
         self._closed = False
         forks.watch(self)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvmesh.blockservice.peers import PeerPool
 from kvmesh.storeclient.config import ClientConfig
 from kvmesh.storeclient.directory import Directory
-from kvmesh.storeclient.memory import Memory
+from kvmesh.storeclient.memory import ClientMemory
 from kvmesh.storeclient.replicas import Hints, ReaderLocation
 from kvmesh.transfer import TransferEngine
 
@@ -19,7 +19,7 @@ class ClientContext:
 
     config: ClientConfig
     engine: TransferEngine
-    memory: Memory
+    memory: ClientMemory
     peers: PeerPool
     directory: Directory
     hints: Hints

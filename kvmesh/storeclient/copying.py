@@ -24,8 +24,8 @@ from kvmesh.errors import DeadlinePassed, InvalidRequest, KvmeshError, Unavailab
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import common_pb2
 from kvmesh.storeclient.directory import Directory
-from kvmesh.storeclient.holding import Holding, Place
-from kvmesh.storeclient.placement import Candidate
+from kvmesh.storeclient.holding import HolderQueries, Place
+from kvmesh.storeclient.placement import PoolCandidate
 from kvmesh.storeclient.replicas import Hints, Holder, ReaderLocation, Replica
 
 log = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class Mover:
     """On the event loop. `rng`: how long those who are in each other's way wait."""
 
     def __init__(
-        self, peers: PeerPool, directory: Directory, holding: Holding, hints: Hints, rng: random.Random
+        self, peers: PeerPool, directory: Directory, holding: HolderQueries, hints: Hints, rng: random.Random
     ) -> None:
         self._peers = peers
         self._directory = directory
@@ -346,7 +346,7 @@ class Prefetcher:
             await asyncio.wait({task}, timeout=max(deadline - time.monotonic(), 0))
         return dict(had)
 
-    def _near(self, pools: Sequence[Candidate]) -> Candidate:
+    def _near(self, pools: Sequence[PoolCandidate]) -> PoolCandidate:
         """The pool node of this machine, else one of this host's addresses; of several, that with most room."""
 
         near = self._candidates(pools)
@@ -354,14 +354,14 @@ class Prefetcher:
             raise Unavailable(f"no pool node on {self._here.node_id}: prefetch brings blocks to one on this machine")
         return min(near, key=lambda one: (self._distance(one), -one.free_bytes))
 
-    def _candidates(self, pools: Sequence[Candidate]) -> list[Candidate]:
+    def _candidates(self, pools: Sequence[PoolCandidate]) -> list[PoolCandidate]:
         return [one for one in pools if self._distance(one) < 2 and not one.draining]
 
-    def _distance(self, one: Candidate) -> int:
+    def _distance(self, one: PoolCandidate) -> int:
         return self._here.distance(Holder(one.store_id, one.address, one.incarnation, one.node_id))
 
     async def _pull(
-        self, near: Candidate, wanted: dict[bytes, list[Replica]], had: dict[bytes, bool], timeout_s: float
+        self, near: PoolCandidate, wanted: dict[bytes, list[Replica]], had: dict[bytes, bool], timeout_s: float
     ) -> None:
         turns = asyncio.Semaphore(AT_ONCE)
         deadline = time.monotonic() + timeout_s

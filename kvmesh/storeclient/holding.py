@@ -32,7 +32,7 @@ class Place:
     nbytes: int
 
 
-class Holding:
+class HolderQueries:
     """On the event loop."""
 
     def __init__(self, peers: PeerPool, directory: Directory, hints: Hints, here: ReaderLocation) -> None:

@@ -68,7 +68,7 @@ class Span:
 
 
 class Buffer:
-    """Registered memory of the caller, until `Memory.unregister` or the client's end."""
+    """Registered memory of the caller, until `ClientMemory.unregister` or the client's end."""
 
     def __init__(self, region: Region, view: memoryview, keep: object, shared: bool) -> None:
         self.region = region
@@ -90,7 +90,7 @@ class Buffer:
 
 @dataclass(eq=False, slots=True)
 class Staged:
-    """Registered memory for one transfer; given back by `Memory.give_back`."""
+    """Registered memory for one transfer; given back by `ClientMemory.give_back`."""
 
     span: Span
     own: Region | None = None  # larger than the staging region: memory of its own
@@ -104,7 +104,7 @@ class Ticket:
     value: int
 
 
-class Memory:
+class ClientMemory:
     """All that our engine has registered. On the event loop."""
 
     def __init__(self, engine: TransferEngine, staging_bytes: int) -> None:

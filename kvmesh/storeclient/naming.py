@@ -46,7 +46,7 @@ def granted_key(tag: bytes, term: int, number: int) -> bytes:
     return tag + _GRANTED.pack(term, number)
 
 
-class Grants:
+class GrantedKeys:
     """Ranges of numbers that are this client's alone; pure book-keeping. Each number is given out once."""
 
     def __init__(self, tag: bytes, most: int = 65_536) -> None:
@@ -114,7 +114,7 @@ class OwnKeys:
         self.tag = tenant_tag(config.namespace)
         self._config = config
         self._directory = directory
-        self._grants = Grants(self.tag)
+        self._grants = GrantedKeys(self.tag)
         self._unused: set[bytes] = set()  # granted to the caller, not put yet
         self._granting = asyncio.Lock()
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.blockservice import fastpath as node_doors
+from kvmesh.blockservice import servicer as node_doors
 from kvmesh.blockservice.peers import ways
 from kvmesh.errors import ConfigError, DeadlinePassed, KvmeshError, Unavailable
 from kvmesh.pool import pool

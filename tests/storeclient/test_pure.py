@@ -14,8 +14,8 @@ from kvmesh.kvcache.keys import tenant_tag
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.storeclient import placement, replicas
 from kvmesh.storeclient.config import ClientConfig
-from kvmesh.storeclient.naming import Grants, check_name, content_key, granted_key
-from kvmesh.storeclient.placement import Candidate
+from kvmesh.storeclient.naming import GrantedKeys, check_name, content_key, granted_key
+from kvmesh.storeclient.placement import PoolCandidate
 from kvmesh.storeclient.reading import leased
 from kvmesh.storeclient.reading.leased import GATHER_BELOW, Shard
 from kvmesh.storeclient.replicas import Holder, ReaderLocation, Replica, order, share_out
@@ -40,7 +40,7 @@ def test_keys_tell_contents_and_namespaces_apart() -> None:
 
 @given(st.lists(st.integers(1, 300), max_size=12), st.integers(0, 5))
 def test_granted_keys_are_given_out_once(takes: list[int], term: int) -> None:
-    grants, next_number, seen = Grants(tenant_tag("t"), most=256), 0, set()
+    grants, next_number, seen = GrantedKeys(tenant_tag("t"), most=256), 0, set()
     for n in takes:
         while count := grants.wanted(n):
             grants.add(term, next_number, count)
@@ -106,12 +106,12 @@ def test_who_has_failed_for_a_key_is_not_asked_for_it_again() -> None:
 # ── where a put goes ─────────────────────────────────────────────────────────────────────────────
 
 
-def pool(name: str, free: int, node: str = "", draining: bool = False, capacity: int = 1000) -> Candidate:
-    return Candidate(name, f"{name}:1", node, 1, free, capacity, draining)
+def pool(name: str, free: int, node: str = "", draining: bool = False, capacity: int = 1000) -> PoolCandidate:
+    return PoolCandidate(name, f"{name}:1", node, 1, free, capacity, draining)
 
 
 def test_local_first_while_there_is_room() -> None:
-    def first(*nodes: Candidate, policy: str = "local", nbytes: int = 10) -> set[str]:
+    def first(*nodes: PoolCandidate, policy: str = "local", nbytes: int = 10) -> set[str]:
         return {placement.order(nodes, policy, nbytes, nbytes, "me", random.Random(s))[0].store_id for s in range(50)}
 
     assert first(pool("near", 100, "me"), pool("far", 1000)) == {"near"}

@@ -62,7 +62,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ReadRun:
     """One READ: [offset, offset + nbytes) of the holder's segment, in which these shards lie."""
 
     offset: int
@@ -70,7 +70,7 @@ class Run:
     shards: tuple[Shard, ...]
 
 
-def runs(shards: Sequence[Shard], most: int = GATHER_MOST) -> list[Run]:
+def runs(shards: Sequence[Shard], most: int = GATHER_MOST) -> list[ReadRun]:
     """READs that bring all of them, in order of their offsets: neighbours together, also across gaps that are small
     beside them (a block rarely fills its extent), up to `most` bytes each."""
     found: list[list[Shard]] = []
@@ -84,13 +84,13 @@ def runs(shards: Sequence[Shard], most: int = GATHER_MOST) -> list[Run]:
         else:
             found.append([shard])
         end = new_end
-    return [Run(r[0].offset, r[-1].offset + r[-1].nbytes - r[0].offset, tuple(r)) for r in found]
+    return [ReadRun(r[0].offset, r[-1].offset + r[-1].nbytes - r[0].offset, tuple(r)) for r in found]
 
 
-def plan(shards: Sequence[Shard]) -> tuple[list[Shard], list[Run]]:
+def plan(shards: Sequence[Shard]) -> tuple[list[Shard], list[ReadRun]]:
     """(read straight to where they belong, read through staging)."""
     direct: list[Shard] = []
-    gathered: list[Run] = []
+    gathered: list[ReadRun] = []
     for run in runs([one for one in shards if one.nbytes < GATHER_BELOW]):
         if len(run.shards) >= GATHER_LEAST:
             gathered.append(run)
@@ -100,9 +100,9 @@ def plan(shards: Sequence[Shard]) -> tuple[list[Shard], list[Run]]:
     return direct, gathered
 
 
-def portions(runs_: Sequence[Run], most: int) -> list[list[Run]]:
+def portions(runs_: Sequence[ReadRun], most: int) -> list[list[ReadRun]]:
     """In groups of at most `most` bytes, each of at least one READ: what is staged at a time."""
-    groups: list[list[Run]] = []
+    groups: list[list[ReadRun]] = []
     room = 0
     for run in runs_:
         if not groups or run.nbytes > room:
@@ -337,7 +337,7 @@ class LeasedReader:
         causes = await every(self._staged(job, read, group, None) for group in portions(runs(shards, most), most))
         return next(filter(None, causes), "")
 
-    async def _staged(self, job: _Job, read: _Read, group: Sequence[Run], targets: Sequence[Span] | None) -> str:
+    async def _staged(self, job: _Job, read: _Read, group: Sequence[ReadRun], targets: Sequence[Span] | None) -> str:
         """Read these runs into staging and take the blocks out of it."""
         staged = await self._memory.stage(sum(run.nbytes for run in group), job.deadline)
         cause = ""
@@ -363,7 +363,7 @@ class LeasedReader:
         return cause
 
     def _take_out(
-        self, job: _Job, read: _Read, run: Run, span: Span, targets: Sequence[Span] | None
+        self, job: _Job, read: _Read, run: ReadRun, span: Span, targets: Sequence[Span] | None
     ) -> tuple[str, list[Shard]]:
         """(what is wrong with some, those that are good and where they belong now). Any thread: of a run of its own."""
         cause, good = "", []

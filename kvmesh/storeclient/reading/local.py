@@ -40,7 +40,7 @@ from kvmesh.kvcache.tiers import Tier
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.storeclient.calls import ended
 from kvmesh.storeclient.config import ClientConfig
-from kvmesh.storeclient.memory import Memory, Span, bytes_of
+from kvmesh.storeclient.memory import ClientMemory, Span, bytes_of
 from kvmesh.storeclient.naming import Ref
 from kvmesh.storeclient.reading.leased import Got
 from kvmesh.transfer import Opcode, TransferEngine, TransferRequest
@@ -103,7 +103,7 @@ class LocalNode:
 class LocalNodes:
     """Of one client. `nodes` and `touch` are for any thread; all else belongs to the event loop."""
 
-    def __init__(self, config: ClientConfig, engine: TransferEngine, memory: Memory, peers: PeerPool) -> None:
+    def __init__(self, config: ClientConfig, engine: TransferEngine, memory: ClientMemory, peers: PeerPool) -> None:
         self.nodes: tuple[LocalNode, ...] = ()
         self._able = SUPPORTED and config.near and not config.fault and "shm" in config.transport_list
         self._engine = engine
@@ -293,7 +293,7 @@ class LocalReadPlan:
 class LocalReader:
     """All of one client. Copies may be asked for by any thread; all else on the event loop. `close` it."""
 
-    def __init__(self, config: ClientConfig, engine: TransferEngine, memory: Memory, peers: PeerPool) -> None:
+    def __init__(self, config: ClientConfig, engine: TransferEngine, memory: ClientMemory, peers: PeerPool) -> None:
         self.hits = 0
         self.nbytes = 0
         self._nearby = LocalNodes(config, engine, memory, peers)
