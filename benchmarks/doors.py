@@ -17,14 +17,14 @@ import uvloop
 
 from benchmarks.progress import tell
 from benchmarks.store_contest import service
+from kvmesh.blockservice.peers import FIND_S, ways
+from kvmesh.blockservice.peers import SERVICE as NODE_STORE
+from kvmesh.kvcache.size_classes import BYTES
 from kvmesh.rpc import channels
 from kvmesh.rpc.fastpath.caller import DIAL_S, FastCaller, FoundPaths
 from kvmesh.rpc.fastpath.client import Way
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.storeclient import ClientConfig, StoreClient
-from kvmesh.storeclient.lease import LAYOUT
-from kvmesh.storeclient.peers import FIND_S, ways
-from kvmesh.storeclient.peers import SERVICE as NODE_STORE
 
 CALL_S = 10.0
 
@@ -39,7 +39,7 @@ async def measure(master: str, rounds: int, calls: int) -> dict[str, float]:
         holder = places[0].holder
         async with channels.connect(holder.address) as channel:
             request = pb.LeaseRequest(
-                reader="benchmark", holder_incarnation=holder.incarnation, keys=key, lease_ms=1_000, layout=LAYOUT
+                reader="benchmark", holder_incarnation=holder.incarnation, keys=key, lease_ms=1_000, layout=BYTES
             )
             callers = {"gRPC": FastCaller(channel, NODE_STORE, _nowhere)}
             told = await callers["gRPC"].over_grpc("Doors", pb.DoorsRequest(), FIND_S)

@@ -20,17 +20,16 @@ from typing import Any
 
 from kvmesh.blockservice.checksums import ChecksumClient
 from kvmesh.blockservice.copies import Copies
-from kvmesh.blockservice.fastpath import FastPathServers
 from kvmesh.blockservice.leasing import Leasing
 from kvmesh.blockservice.offload import Offload
 from kvmesh.blockservice.partitions import Partitions
 from kvmesh.blockservice.peer_segments import PeerSegments
-from kvmesh.blockservice.peers import Peers
+from kvmesh.blockservice.peers import SERVICE, PeerPool
 from kvmesh.blockservice.pulls import Pulls
 from kvmesh.blockservice.puts import Puts
 from kvmesh.blockservice.removal_applier import RemovalApplier
 from kvmesh.blockservice.replica_tracker import ReplicaTracker
-from kvmesh.blockservice.servicer import SERVICE, NodeStoreServicer, counted
+from kvmesh.blockservice.servicer import FastPathServers, NodeStoreServicer, counted
 from kvmesh.blockservice.tiers.parts import TierSettings
 from kvmesh.blockservice.tiers.tiering import Tiering
 from kvmesh.clock import lease_clock_ns
@@ -112,7 +111,8 @@ MAX_EXPIRED = 256  # leases and pins ended at once: what is due beside them wait
 class BlockService:
     """One process's. Made by `Front.attach` (an instance) or `pool.run`; `start` once the server listens.
 
-    `ref()` is this life's reference; `offload_percent` 100 and a pool node never offload; `tiers`: what lies below
+    `ref()` is this life's reference; `transports` are the ranks';
+    `offload_percent` 100 and a pool node never offload; `tiers`: what lies below
     DRAM, in use once `open_tiers` has returned; `returning`: keys that may come back from an earlier life's memory."""
 
     def __init__(
@@ -123,6 +123,7 @@ class BlockService:
         partitions: Partitions,
         on_pulled: Callable[[Pulled], None],
         *,
+        transports: Sequence[str],
         lease_ms: int,
         announce_ms: int,
         offload_percent: int = 100,
@@ -137,7 +138,7 @@ class BlockService:
         self._ranks = ranks
         self._on_pulled = on_pulled
         self._announce_s = announce_ms / 1000
-        self._peers = Peers(segments)
+        self._peers = PeerPool(segments, transports)
         self._tiering = Tiering(tiers, ref, ranks, partitions) if tiers is not None else None
         self.terms = LeaderTerms()
         self.draining = False
@@ -211,7 +212,7 @@ class BlockService:
     def add_to(self, server: Server) -> None:
         """NodeStore on `server`."""
         pb_grpc.add_NodeStoreServicer_to_server(self._servicer, server.grpc)
-        server.serves(SERVICE)
+        server.serves(SERVICE.full_name)
 
     async def open_tiers(self) -> None:
         """Recover what lies below DRAM; before the server listens. ConfigError names ssd_path."""

@@ -9,18 +9,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import grpc.aio
-
 from kvmesh.blockservice.partitions import Partition, Partitions, holder
-from kvmesh.blockservice.peers import Peers
+from kvmesh.blockservice.peers import PeerPool
 from kvmesh.blockservice.pulls import Pulls
 from kvmesh.blockservice.removal_applier import RemovalApplier
 from kvmesh.blockservice.removals import Watch
 from kvmesh.blockservice.tiers.tiering import Tiering
-from kvmesh.errors import InvalidRequest, Overloaded
+from kvmesh.errors import InvalidRequest, KvmeshError, Overloaded
 from kvmesh.kvcache.size_classes import BYTES, size_class
 from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
-from kvmesh.rpc import status
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.transfer import TrafficClass
 
@@ -64,7 +61,7 @@ class Copies:
         self,
         partitions: Partitions,
         pulls: Pulls,
-        peers: Peers,
+        peers: PeerPool,
         removals: RemovalApplier,
         tiering: Tiering | None,
         freed: Callable[[], None],
@@ -113,13 +110,12 @@ class Copies:
             try:
                 async with self._peers.use(source.address) as peer:
                     request = pb.ExistsRequest(keys=b"".join(open_), layout=wish.layout, want_pinned=wish.pins)
-                    answer = await peer.stub.Exists(request, timeout=min(left_s, CALL_S))
+                    answer = await peer.call("Exists", request, min(left_s, CALL_S))
                 rows = list(zip(open_, answer.tiers, answer.nbytes, answer.layout, strict=True))
                 hard = {key for key, pinned in zip(open_, answer.pinned, strict=False) if pinned}
                 told = [(key, answer.layouts[at], size) for key, tier, size, at in rows if tier and size]
-            except (grpc.aio.AioRpcError, ValueError, IndexError) as error:
-                why = status.from_rpc_error(error) if isinstance(error, grpc.aio.AioRpcError) else error
-                log.info("asking %s what it has: %s", source.instance_id, why)
+            except (KvmeshError, ValueError, IndexError) as error:
+                log.info("asking %s what it has: %s", source.instance_id, error)
                 continue
             for key, layout, size in told:
                 shard = size_class(size) if layout == BYTES else size

@@ -9,10 +9,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-import grpc.aio
-
 from kvmesh.blockservice.partitions import Partition, unused
-from kvmesh.blockservice.peers import Peers
+from kvmesh.blockservice.peers import PeerPool
+from kvmesh.errors import KvmeshError
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import common_pb2 as pb_common
@@ -37,7 +36,7 @@ class Offload:
         self,
         partition: Partition,
         percent: int,
-        peers: Peers,
+        peers: PeerPool,
         ref: Callable[[], pb_common.InstanceRef],
         rng: random.Random,
         clock: Callable[[], float] = time.monotonic,
@@ -58,7 +57,7 @@ class Offload:
         while True:
             await asyncio.sleep(INTERVAL_S)
             # By now the pool has given back the lease that it read them under, which had made them look used.
-            self._partition.store.cool(self._copied)
+            self._partition.store.evict_first(self._copied)
             self._copied = []
             if not self.pools:
                 continue
@@ -94,9 +93,9 @@ class Offload:
         now = self._clock()
         async with self._peers.use(pool.instance.address) as peer:
             try:
-                answer = await peer.stub.Pull(request, timeout=TIMEOUT_MS / 1000 + 1)
-            except grpc.aio.AioRpcError as error:
-                log.info("offload to %s: %s", pool.instance.instance_id, error.details())
+                answer = await peer.calls.over_grpc("Pull", request, TIMEOUT_MS / 1000 + 1)
+            except KvmeshError as error:
+                log.info("offload to %s: %s", pool.instance.instance_id, error.message)
                 self._peers.forget(peer)
                 return False
         self._copied = [key for key, here in zip(keys, answer.held, strict=False) if here]

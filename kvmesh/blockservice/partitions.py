@@ -81,7 +81,7 @@ class Partitions(Protocol):
     def settle(self) -> None:
         """Some partition may hold less than before."""
 
-    def cool(self, partition: Partition, keys: Sequence[bytes]) -> None:
+    def evict_first(self, partition: Partition, keys: Sequence[bytes]) -> None:
         """These of its coldest blocks have copies elsewhere (`NodeStore.replicated` has heard it): where memory goes in
         pieces of many blocks, theirs goes first."""
 
@@ -120,7 +120,7 @@ class OnePartition:
     def settle(self) -> None:
         pass
 
-    def cool(self, partition: Partition, keys: Sequence[bytes]) -> None:
+    def evict_first(self, partition: Partition, keys: Sequence[bytes]) -> None:
         pass  # blocks go one by one here, in the order of its store
 
     def family(self, layout: str) -> Sequence[Partition]:

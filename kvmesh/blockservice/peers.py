@@ -1,7 +1,8 @@
-"""Channels to other node stores, and which of their segments our ranks have open already.
+"""Other node stores: how they are called, and which of their segments are open here.
 
-One channel an address, the least recently used closed beyond `MAX_PEERS`, idle ones after `IDLE_S`. A peer that failed
-is forgotten: the next user dials afresh and asks for descriptors again, since another life may answer there.
+One channel and at most one fast path an address, the least recently used closed beyond `MAX_PEERS`, idle ones after
+`IDLE_S`. A peer that failed is forgotten: the next user dials afresh and asks for descriptors again, since another life
+may answer there. Its segments are closed when its last user has left: closing fails what is under way.
 """
 
 from __future__ import annotations
@@ -12,40 +13,105 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Protocol
 
 import grpc.aio
+from google.protobuf.message import Message
 
-from kvmesh.blockservice.peer_segments import PeerSegments
+from kvmesh.errors import KvmeshError, Overloaded, UnknownInstance
 from kvmesh.rpc import channels
-from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
+from kvmesh.rpc.fastpath.caller import FastCaller, FoundPaths
+from kvmesh.rpc.fastpath.client import Way
+from kvmesh.rpc.pb import blocks_pb2 as pb
+from kvmesh.transfer.segment import machine_id, network_id
 
 MAX_PEERS = 64
 IDLE_S = 60.0
+FIND_S = 2.0
+SERVICE = pb.DESCRIPTOR.services_by_name["NodeStore"]
 
-Life = tuple[str, int]  # instance id, incarnation
+Life = tuple[str, int]  # store id, incarnation
+
+
+# ── the shortest way to a node's calls ───────────────────────────────────────────────────────────────
+
+
+def node_calls(address: str, channel: grpc.aio.Channel, transports: Sequence[str]) -> FastCaller:
+    """Calls of the NodeStore whose gRPC is at `address`, HOST:PORT. A Unix socket is tried when `transports` has shm:
+    whoever forbids that wants to be as far away as it looks."""
+
+    async def find(caller: FastCaller) -> FoundPaths:
+        told: pb.DoorsResponse = await caller.over_grpc("Doors", pb.DoorsRequest(), FIND_S)
+        return FoundPaths(told.incarnation, ways(told, address, "shm" in transports))
+
+    return FastCaller(channel, SERVICE, find)
+
+
+def ways(told: pb.DoorsResponse, address: str, unix: bool) -> tuple[Way, ...]:
+    """The fast paths that a node at `address` has told of, the best first."""
+    found: list[Way] = []
+    if unix and told.calls_path.startswith("@") and (told.machine, told.network) == this_machine():
+        found.append(told.calls_path)
+    if told.calls_port:
+        host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+        found.append((host, told.calls_port))
+    return tuple(found)
+
+
+@cache
+def this_machine() -> tuple[str, str]:
+    """This process's machine and network: a node that tells the same ones is reached by Unix sockets."""
+    return machine_id(), network_id()
+
+
+# ── peers ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class SegmentOpener(Protocol):
+    """Opens peers' segments where bytes are to be read: at a front's ranks or at a client's own transfer engine. Counts
+    their users."""
+
+    def open(self, descriptor: bytes, /) -> str:
+        """Returns the segment's name, which has one user more. Raises TransferError when this is no descriptor."""
+        ...
+
+    def release(self, name: str, /) -> None:
+        """The segment has one user less; after the last one it is closed."""
+        ...
 
 
 @dataclass(eq=False)
 class Peer:
-    """One address. `segments`: of the lives met there, each held open once for all users."""
+    """One address. `segments`: names, one a rank, of the lives met there, each held open once for all users. `shown`:
+    which state of our own segment the node at this address has been told, by its incarnation."""
 
     address: str
     channel: grpc.aio.Channel
+    calls: FastCaller
     users: int = 0
     idle_since: float = 0.0
     segments: dict[Life, tuple[str, ...]] = field(default_factory=dict)
+    shown: dict[int, int] = field(default_factory=dict)
     forgotten: bool = False
 
-    @property
-    def stub(self) -> pb_grpc.NodeStoreAsyncStub:
-        return pb_grpc.NodeStoreStub(self.channel)
+    async def call(self, method: str, request: Message, timeout_s: float) -> Any:
+        """Calls NodeStore by the shortest way there is. Raises KvmeshError."""
+        return await self.calls.call(method, request, timeout_s)
+
+    async def close(self) -> None:
+        """Ends the fast path and the channel. Bounded."""
+        await self.calls.close()
+        await self.channel.close(None)
 
 
-class Peers:
-    """The owner of all of them. On the event loop."""
+class PeerPool:
+    """Owns all peers of one process. On the event loop; `close` it."""
 
-    def __init__(self, segments: PeerSegments) -> None:
+    def __init__(self, segments: SegmentOpener, transports: Sequence[str]) -> None:
+        """`transports`: those that this process may use; see `node_calls`."""
         self._segments = segments
+        self._transports = transports
         self._peers: OrderedDict[str, Peer] = OrderedDict()
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -53,12 +119,15 @@ class Peers:
     async def use(self, address: str) -> AsyncIterator[Peer]:
         """The peer at this address, kept open while it is used."""
         peer = self._peers.get(address)
+        new = peer is None
         if peer is None:
-            peer = self._peers[address] = Peer(address, channels.connect(address))
+            channel = channels.connect(address)
+            peer = self._peers[address] = Peer(address, channel, node_calls(address, channel, self._transports))
         self._peers.move_to_end(address)
         peer.users += 1
         try:
-            self._evict()
+            if new:
+                self.tidy()
             yield peer
         finally:
             peer.users -= 1
@@ -67,8 +136,8 @@ class Peers:
                 self._drop(peer)
 
     def learn(self, peer: Peer, life: Life, descriptors: Sequence[bytes]) -> tuple[str, ...]:
-        """Open a life's segments (one a rank) at our ranks until the peer is forgotten; an earlier life's are let go.
-        Returns their names. TransferError: one is no descriptor."""
+        """Open a life's segments (one a rank) until the peer is forgotten; an earlier life's are let go. Returns their
+        names. Raises TransferError when one is no descriptor, or nothing reaches it from here."""
         names: list[str] = []
         try:
             for descriptor in descriptors:
@@ -82,35 +151,28 @@ class Peers:
         return tuple(names)
 
     def forget(self, peer: Peer) -> None:
-        """It failed, or has gone: closed as soon as nobody uses it."""
+        """The peer failed, or has gone: it is closed as soon as nobody uses it."""
         if self._peers.get(peer.address) is peer:
             del self._peers[peer.address]
         peer.forgotten = True
-        if peer.users == 0:
-            self._drop(peer)
+        self._drop(peer)
 
     def tidy(self) -> None:
-        """Forget peers that nobody has used for a while (a dead one's memory stays mapped until then)."""
-        now = time.monotonic()
+        """Forget idle peers (a dead one's memory stays mapped until then), and the least recently used beyond
+        MAX_PEERS."""
+        idle = time.monotonic() - IDLE_S
         for peer in list(self._peers.values()):
-            if peer.users == 0 and now - peer.idle_since > IDLE_S:
+            if peer.users == 0 and (peer.idle_since < idle or len(self._peers) > MAX_PEERS):
                 self.forget(peer)
 
     def __len__(self) -> int:
         return len(self._peers)
 
     async def close(self) -> None:
-        """All of them; those still in use are closed by their last user."""
+        """Forget all of them; those still in use are closed by their last user."""
         for peer in list(self._peers.values()):
             self.forget(peer)
         await asyncio.gather(*self._closing, return_exceptions=True)
-
-    def _evict(self) -> None:
-        for peer in list(self._peers.values()):
-            if len(self._peers) <= MAX_PEERS:
-                return
-            if peer.users == 0:
-                self.forget(peer)
 
     def _drop(self, peer: Peer) -> None:
         if peer.users:
@@ -118,10 +180,15 @@ class Peers:
         for names in peer.segments.values():
             self._release(names)
         peer.segments.clear()
-        task = asyncio.get_running_loop().create_task(peer.channel.close(None), name="close channel")
+        task = asyncio.get_running_loop().create_task(peer.close(), name="close peer")
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
     def _release(self, names: Sequence[str]) -> None:
         for name in names:
             self._segments.release(name)
+
+
+def worth_forgetting(error: KvmeshError) -> bool:
+    """Whether the peer must be dialled afresh after this error."""
+    return (error.retryable or isinstance(error, UnknownInstance)) and not isinstance(error, Overloaded)

@@ -20,21 +20,19 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import grpc.aio
 import msgspec
 
 from kvmesh.blockservice import reader_lease
 from kvmesh.blockservice.partitions import Partition
 from kvmesh.blockservice.peer_segments import PeerSegments, SegmentRank
-from kvmesh.blockservice.peers import Peer, Peers
-from kvmesh.blockservice.reader_lease import NS, LeaseTerms, ReaderLease
+from kvmesh.blockservice.peers import Peer, PeerPool, worth_forgetting
+from kvmesh.blockservice.reader_lease import UNCONFIRMED, LeaseTerms, ReaderLease, Releases
 from kvmesh.blockservice.tiers.tiering import Tiering
-from kvmesh.errors import KvmeshError, RequestCancelled, TransferError, Unavailable, UnknownInstance
+from kvmesh.errors import KvmeshError, RequestCancelled
 from kvmesh.kvcache.groups import GroupPlan
 from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.ranks import protocol as m
-from kvmesh.rpc import status
 from kvmesh.telemetry import names, spans
 
 # Reads of blocks whose holder cuts them otherwise than we do: which rank of ours reads which runs of which of its
@@ -87,6 +85,7 @@ log = logging.getLogger(__name__)
 CALL_S = 1.0  # a holder that has not answered a lease by then is passed over
 LOWER_CALL_S = 5.0  # ... one that has to read from its disk first
 CLOSE_S = 2.0
+NS = 1_000_000_000
 
 
 @dataclass
@@ -122,7 +121,7 @@ class Pulls:
         reader: str,
         ranks: Sequence[SegmentRank],
         segments: PeerSegments,
-        peers: Peers,
+        peers: PeerPool,
         lease_ms: int,
         refuses: Callable[[bytes, int], bool],
         tiering: Tiering | None = None,
@@ -132,6 +131,7 @@ class Pulls:
         self._ranks = ranks
         self._segments = segments
         self._peers = peers
+        self._releases = Releases(peers)
         self._lease_ms = lease_ms
         self._refuses = refuses
         self._tiering = tiering
@@ -198,6 +198,7 @@ class Pulls:
         self.ranks_lost("the instance is closing")
         if self._tasks:
             await asyncio.wait(set(self._tasks), timeout=CLOSE_S)
+        await self._releases.close()
 
     def _spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work, name=name)
@@ -280,8 +281,9 @@ class Pulls:
             async with self._peers.use(source.address) as peer:
                 try:
                     got, cause = await self._from(record, source, positions, peer, deadline_ns, reads)
-                except (Unavailable, UnknownInstance, TransferError):
-                    self._peers.forget(peer)
+                except KvmeshError as error:
+                    if worth_forgetting(error):
+                        self._peers.forget(peer)
                     raise
         except KvmeshError as error:
             cause = error.message
@@ -359,7 +361,9 @@ class Pulls:
         keys = [record.job.keys[p] for p in positions]
         most_s = CALL_S if source.tier is Tier.DRAM else LOWER_CALL_S
         timeout_s = max(min(most_s, (deadline_ns - time.monotonic_ns()) / NS), 0.001)
-        lease = await self._lease(record, reader_lease.ask(terms, source, keys, peer, self._peers, timeout_s))
+        life = (source.instance_id, source.incarnation)
+        asking = reader_lease.ask(terms, life, keys, peer, self._peers, self._releases, timeout_s)
+        lease = await self._lease(record, asking)
         if lease is None:
             return set(), "holds none of them"
         # Held by this pull itself too: the peer may be forgotten while ranks read from it.
@@ -368,18 +372,20 @@ class Pulls:
         try:
             ended = await self._read(record, lease, [positions[i] for i in lease.held], deadline_ns)
             reads += [said for said in ended if said is not None]
+            confirmed = await self._releases.confirm(lease)
         finally:
             for name in lease.segments:
                 self._segments.release(name)
-            giving_back = self._spawn(reader_lease.give_back(lease, self._peers), "give a lease back")
-        await asyncio.wait({giving_back})  # its answer says whether what was read counts
+            self._releases.give_back(lease)
         if not record.stop.is_set() and any(said is None or said.cause for said in ended):
             # Its segment may be broken: whoever comes next asks for descriptors again.
             self._peers.forget(peer)
-        whole, cause = reader_lease.judge(lease, ended)
+        whole, cause = _judge(lease, ended, confirmed)
         seqs = {positions[lease.held[i]]: lease.removed_seq for i in whole}
         record.removed_seqs |= seqs
-        return seqs.keys() - self._removed(record), cause or reader_lease.partly(len(lease.held), len(keys))
+        if len(lease.held) < len(keys):
+            cause = cause or f"holds {len(lease.held)} of {len(keys)}"
+        return seqs.keys() - self._removed(record), cause
 
     async def _lease(self, record: _Running, asking: Coroutine[None, None, ReaderLease | None]) -> ReaderLease | None:
         """What the holder answers, unless the pull is stopped first: a lease granted after that is given back as it
@@ -395,17 +401,14 @@ class Pulls:
                 self._spawn(self._return_unused(answer), "give an unused lease back")
         if not answer.done():
             raise RequestCancelled("the pull was cancelled")
-        try:
-            return answer.result()
-        except grpc.aio.AioRpcError as error:
-            raise status.from_rpc_error(error) from None
+        return answer.result()
 
     async def _return_unused(self, answer: asyncio.Task[ReaderLease | None]) -> None:
         await asyncio.wait({answer})
         if not answer.cancelled() and answer.exception() is None:
             lease = answer.result()
             if lease is not None:
-                await reader_lease.give_back(lease, self._peers)
+                self._releases.give_back(lease)
 
     def _removed(self, record: _Running) -> set[int]:
         """Positions that must not be sealed: removed here, while their holder had yet to hear of that."""
@@ -421,12 +424,8 @@ class Pulls:
         reads, cuts = self._open(record, lease, positions, deadline_ns)
         ended = asyncio.gather(*reads.values())
         stopping = asyncio.ensure_future(record.stop.wait())
-        renewing = asyncio.ensure_future(reader_lease.keep_alive(lease, self._lease_ms))
         try:
-            left_s = (deadline_ns - time.monotonic_ns()) / NS
-            waits: set[asyncio.Future[Any]] = {ended, stopping, renewing}
-            await asyncio.wait(waits, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-            if not ended.done():
+            if not await reader_lease.wait_open(lease, ended, self._lease_ms, deadline_ns / NS, stopping):
                 # Over its time, cancelled, or the lease is over: what comes now is of no use.
                 for rank, ticket in reads:
                     self._ranks[rank].send(m.PullCancel(ticket))
@@ -435,7 +434,6 @@ class Pulls:
             return [by_block(one, cut, count) for one, cut in zip(said, cuts, strict=True)] if cuts else list(said)
         finally:
             stopping.cancel()
-            renewing.cancel()
 
     def _open(
         self, record: _Running, lease: ReaderLease, positions: list[int], deadline_ns: int
@@ -467,6 +465,20 @@ class Pulls:
             self._reads[rank, opened.ticket] = done
             self._ranks[rank].send(opened)
         return done
+
+
+def _judge(lease: ReaderLease, ended: Sequence[m.PullEnded | None], confirmed: bool) -> tuple[set[int], str]:
+    """(what counts of what the lease held, why not all): every rank has it, and the holder has confirmed the lease."""
+    whole, cause = set(range(len(lease.held))), ""
+    for said in ended:
+        if said is None:
+            return set(), "the rank that read is gone"
+        if said.arrived and not confirmed:
+            names.NODE_PULL_LAPSED.inc()
+            return set(), UNCONFIRMED
+        whole &= set(said.arrived)
+        cause = cause or said.cause
+    return whole, cause
 
 
 def _covers(source: PullRange, block: int) -> bool:

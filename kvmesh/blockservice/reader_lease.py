@@ -2,166 +2,263 @@
 
 It is counted from before the request, less 10 %: by that count it is over before it is over at the holder. That count
 only says when to renew and when to give up. What was read counts when the holder has confirmed, as the lease is given
-back, that it was open until then (docs/adr/0032-seals-are-confirmed.md): a reader whose clocks have all stood still
-cannot know.
+back, that it was open until then (docs/adr/0032-seals-are-confirmed.md), or when its checksum is right: a reader whose
+clocks have all stood still cannot know.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import grpc.aio
-
-from kvmesh.blockservice.peers import Peer, Peers
+from kvmesh.blockservice.peers import Life, Peer, PeerPool, worth_forgetting
 from kvmesh.blockservice.shard_wire import from_wire
 from kvmesh.clock import lease_clock_ns
 from kvmesh.errors import KvmeshError, TransferError, UnknownInstance
 from kvmesh.kvcache.groups import GroupPlan, plan_group
 from kvmesh.kvcache.layout import ShardLayout
-from kvmesh.kvcache.sources import PullRange
-from kvmesh.ranks import protocol as m
-from kvmesh.rpc import status
+from kvmesh.kvcache.size_classes import BYTES
 from kvmesh.rpc.pb import blocks_pb2 as pb
-from kvmesh.telemetry import names
 
 log = logging.getLogger(__name__)
 
-NS = 1_000_000_000
 RELEASE_S = 1.0
+RELEASE_AFTER_S = 0.005
+RELEASED = 1024  # leases of one call
 MIN_RENEW_S = 0.005
 UNCONFIRMED = "the lease ran out: its holder has not confirmed that it was open until the last byte was here"
 
 
-@dataclass(eq=False)
-class ReaderLease:
-    """`held`: positions among the keys asked for; `offsets[rank][i]` of the i-th of them in `segments[rank]`.
-    `removed_seq`: what the holder had removed by then. `over`: the holder said so, whatever our count. `confirmed`: the
-    holder said, as it was given back, that it was open until then."""
-
-    peer: Peer
-    lease_id: int
-    until_ns: int
-    granted_s: float
-    held: tuple[int, ...] = ()
-    offsets: tuple[tuple[int, ...], ...] = ()
-    segments: tuple[str, ...] = ()
-    plan: GroupPlan | None = None  # the holder cuts blocks otherwise: what of its shards goes where in ours
-    removed_seq: int = 0
-    over: bool = False
-    confirmed: bool = False
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class LeaseTerms:
-    """What a reader asks for every time."""
+    """What a reader asks for every time. `ranks`: how many shards it reads of a block; `shards`: how it cuts blocks,
+    () when it takes no other cut than its own."""
 
     reader: str
     lease_ms: int
     layout: str
-    ranks: int
-    shards: tuple[ShardLayout, ...] = ()  # of the reader; (): it takes no other cut than its own
+    ranks: int = 1
+    shards: tuple[ShardLayout, ...] = ()
+    checksums: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class ReaderLease:
+    """`held`: positions among the keys asked for; `offsets[rank][i]` of the i-th of them in `segments[rank]`, `sizes`
+    and `checksums` (when asked for) of each. `tiers`: where each key asked for was found, one byte each. `removed_seq`:
+    what the holder had removed by then. `over`: given back, or the holder said so, whatever our count."""
+
+    peer: Peer
+    lease_id: int
+    until_ns: int
+    held: tuple[int, ...] = ()
+    offsets: tuple[tuple[int, ...], ...] = ()
+    segments: tuple[str, ...] = ()
+    sizes: Sequence[int] = ()
+    checksums: Sequence[int] = ()
+    tiers: bytes = b""
+    plan: GroupPlan | None = None  # the holder cuts blocks otherwise: what of its shards goes where in ours
+    removed_seq: int = 0
+    over: bool = False
+
+    def holds_at(self, when_ns: int) -> bool:
+        """Whether what was read until then counts, by our own clock."""
+        return not self.over and when_ns <= self.until_ns
+
+
+class Releases:
+    """Leases that are done with. Those whose readers wait for the answer (`confirm`) go at once, together with whatever
+    else is due at that node; while such a call is under way others gather for the next one. The rest are given back
+    together a moment later: a lease that is not given back ends by itself. On the event loop; `close` it."""
+
+    def __init__(self, peers: PeerPool) -> None:
+        self._peers = peers
+        self._due: dict[str, list[int]] = {}  # address → lease ids
+        self._asked: dict[tuple[str, int], asyncio.Future[bool]] = {}  # whether this lease was open until now
+        self._calling: set[str] = set()  # addresses that are to answer
+        self._closed = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def give_back(self, lease: ReaderLease) -> None:
+        """Nothing that is read under it can land any more. Returns at once."""
+        if lease.over:
+            return
+        lease.over = True
+        self._due.setdefault(lease.peer.address, []).append(lease.lease_id)
+        if self._timer is None and not self._closed:
+            self._timer = asyncio.get_running_loop().call_later(RELEASE_AFTER_S, self._send)
+
+    async def confirm(self, lease: ReaderLease) -> bool:
+        """Give it back and hear whether it was open until now: what was read under it is right. Within RELEASE_S, or
+        about twice that where many wait. A holder that does not answer, or does not say, has not confirmed."""
+        if lease.over or self._closed:
+            return False
+        address = lease.peer.address
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._asked[address, lease.lease_id] = answer
+        lease.over = True
+        self._due.setdefault(address, []).append(lease.lease_id)
+        if address not in self._calling:
+            self._send_to(address)
+        return await answer
+
+    def _send(self) -> None:
+        self._timer = None
+        for address in list(self._due):
+            self._send_to(address)
+
+    def _send_to(self, address: str) -> None:
+        if not (ids := self._due.pop(address, [])):
+            return
+        if rest := ids[RELEASED:]:
+            self._due[address] = rest
+        self._calling.add(address)
+        task = asyncio.get_running_loop().create_task(self._call(address, ids[:RELEASED]))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _call(self, address: str, ids: list[int]) -> None:
+        held = b""
+        try:
+            async with self._peers.use(address) as peer:
+                request = pb.ReleaseBlocksRequest(lease_id=ids[0], also=ids[1:])
+                try:
+                    held = (await peer.call("ReleaseLease", request, RELEASE_S)).held
+                except KvmeshError as error:
+                    log.debug("release at %s: %s", address, error.message)
+                    if worth_forgetting(error):
+                        self._peers.forget(peer)
+        finally:
+            for at, lease_id in enumerate(ids):
+                asked = self._asked.pop((address, lease_id), None)
+                if asked is not None and not asked.done():
+                    asked.set_result(len(held) == len(ids) and held[at] == 1)
+            self._calling.discard(address)
+            if not self._closed:
+                self._send_to(address)
+
+    async def close(self) -> None:
+        """What is due is sent; ends within RELEASE_S."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._send()
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=RELEASE_S)
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_result(False)
 
 
 async def ask(
-    terms: LeaseTerms, source: PullRange, keys: Sequence[bytes], peer: Peer, peers: Peers, timeout_s: float
+    terms: LeaseTerms,
+    life: Life,
+    keys: Sequence[bytes],
+    peer: Peer,
+    peers: PeerPool,
+    releases: Releases,
+    timeout_s: float,
 ) -> ReaderLease | None:
-    """A lease on what `source` holds of `keys`, its segments open at our ranks; None: it holds none of them.
-    Raises AioRpcError; TransferError when the answer makes no sense."""
-    life = (source.instance_id, source.incarnation)
+    """A lease on what this life of a holder has of `keys`, its segments open here; None: it holds none of them.
+    Raises KvmeshError: it does not answer; TransferError when the answer makes no sense."""
     known = peer.segments.get(life)
     asked_ns = lease_clock_ns()
     request = pb.LeaseRequest(
         reader=terms.reader,
-        holder_incarnation=source.incarnation,
+        holder_incarnation=life[1],
         keys=b"".join(keys),
         lease_ms=terms.lease_ms,
         layout=terms.layout,
         any_cut=bool(terms.shards),
         want_descriptors=known is None,
+        want_checksums=terms.checksums,
     )
-    answer = await peer.stub.Lease(request, timeout=timeout_s)
+    answer: pb.LeaseResponse = await peer.call("Lease", request, timeout_s)
     if not answer.lease_id:
         return None
-    lease = ReaderLease(peer, answer.lease_id, _until(asked_ns, answer.lease_ms), answer.lease_ms / 1000)
+    lease = ReaderLease(peer, answer.lease_id, _until(asked_ns, answer.lease_ms))
     try:
         lease.plan = _plan(answer, terms)
-        _check(answer, len(keys), terms.ranks if lease.plan is None else len(lease.plan.writers))
-        lease.segments = peer.segments.get(life) or peers.learn(
-            peer, life, [r.segment_descriptor for r in answer.ranks]
-        )
-        if [r.segment for r in answer.ranks] != list(lease.segments):
-            raise TransferError(f"{source.instance_id} names segments that its descriptors do not")
+        lease.held = tuple(i for i, here in enumerate(answer.held) if here)
+        ranks = terms.ranks if lease.plan is None else len(lease.plan.writers)
+        _check(answer, terms, len(keys), len(lease.held), ranks)
+        # Another request may have learned them while this one was under way.
+        descriptors = [rank.segment_descriptor for rank in answer.ranks]
+        lease.segments = peer.segments.get(life) or peers.learn(peer, life, descriptors)
+        if [rank.segment for rank in answer.ranks] != list(lease.segments):
+            raise TransferError(f"{life[0]} names segments that its descriptors do not")
     except TransferError:
-        await give_back(lease, peers)
+        releases.give_back(lease)
         raise
-    lease.held = tuple(i for i, here in enumerate(answer.held) if here)
-    lease.removed_seq = answer.removed_seq
     lease.offsets = tuple(tuple(rank.offset) for rank in answer.ranks)
+    lease.sizes, lease.tiers, lease.removed_seq = tuple(answer.nbytes), answer.tiers, answer.removed_seq
+    lease.checksums = tuple(answer.ranks[0].checksum) if terms.checksums else ()
     return lease
 
 
-async def keep_alive(lease: ReaderLease, lease_ms: int) -> None:
-    """Renew at half its time, again and again; returns when it is over. Raises nothing but CancelledError."""
-    while True:
-        left_s = (lease.until_ns - lease_clock_ns()) / NS
-        await asyncio.sleep(max(min(lease.granted_s, left_s) / 2, MIN_RENEW_S))
-        asked_ns = lease_clock_ns()
-        if asked_ns >= lease.until_ns:
-            return
-        request = pb.RenewBlocksRequest(lease_id=lease.lease_id, lease_ms=lease_ms)
-        try:
-            answer = await lease.peer.stub.RenewLease(request, timeout=(lease.until_ns - asked_ns) / NS)
-        except grpc.aio.AioRpcError as error:
-            if isinstance(status.from_rpc_error(error), UnknownInstance):
-                lease.over = True
+async def wait_open(
+    lease: ReaderLease, final: asyncio.Future[Any], lease_ms: int, deadline: float, *stops: asyncio.Future[Any]
+) -> bool:
+    """Waits until `final` is done, and renews the lease at half its time. False: it is not done, and what comes now is
+    of no use, since the lease or the time is over (`deadline`, monotonic) or one of `stops` is done."""
+    waits = {final, *stops}
+    left_s = max(deadline - time.monotonic(), 0)
+    done, _ = await asyncio.wait(waits, timeout=min(_half_s(lease), left_s), return_when=asyncio.FIRST_COMPLETED)
+    if done or time.monotonic() >= deadline:
+        return final.done()
+    renewing = asyncio.ensure_future(_keep_alive(lease, lease_ms))
+    try:
+        left_s = max(deadline - time.monotonic(), 0)
+        await asyncio.wait({*waits, renewing}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        renewing.cancel()
+    return final.done()
+
+
+async def _keep_alive(lease: ReaderLease, lease_ms: int) -> None:
+    """Renew now and at half its time, again and again; returns when it is over."""
+    try:
+        while True:
+            if not await _renewed(lease, lease_ms):
                 return
-            continue  # tried again as long as there is time
-        except Exception:
-            log.exception("renewing a lease at %s", lease.peer.address)
-            return
-        lease.granted_s = answer.lease_ms / 1000
-        lease.until_ns = max(lease.until_ns, _until(asked_ns, answer.lease_ms))
+            await asyncio.sleep(_half_s(lease))
+    except Exception:
+        log.exception("renewing a lease at %s", lease.peer.address)
 
 
-async def give_back(lease: ReaderLease, peers: Peers) -> None:
-    """The reader is done: nothing it reads can land any more. Sets `confirmed`, within RELEASE_S; a holder that does
-    not answer, or does not say, has not confirmed. A lease that is not given back ends by itself."""
-    if lease.over:
-        return
-    async with peers.use(lease.peer.address) as peer:
-        try:
-            request = pb.ReleaseBlocksRequest(lease_id=lease.lease_id)
-            answer = await peer.stub.ReleaseLease(request, timeout=RELEASE_S)
-            lease.confirmed = answer.held == b"\1"
-        except grpc.aio.AioRpcError as error:
-            log.debug("release at %s: %s", peer.address, error.details())
-            peers.forget(peer)
+async def _renewed(lease: ReaderLease, lease_ms: int) -> bool:
+    """False: it is over. A holder that does not answer is asked again as long as there is time."""
+    asked_ns = lease_clock_ns()
+    if asked_ns >= lease.until_ns:
+        return False
+    request = pb.RenewBlocksRequest(lease_id=lease.lease_id, lease_ms=lease_ms)
+    try:
+        answer = await lease.peer.call("RenewLease", request, (lease.until_ns - asked_ns) * 1e-9)
+    except KvmeshError as error:
+        lease.over = isinstance(error, UnknownInstance)
+        return not lease.over
+    lease.until_ns = max(lease.until_ns, _until(asked_ns, answer.lease_ms))
+    return True
 
 
-def judge(lease: ReaderLease, ended: Sequence[m.PullEnded | None]) -> tuple[set[int], str]:
-    """(what counts of what the lease held, why not all): every rank has it, and the holder has confirmed the lease."""
-    whole, cause = set(range(len(lease.held))), ""
-    for said in ended:
-        if said is None:
-            return set(), "the rank that read is gone"
-        if said.arrived and not lease.confirmed:
-            names.NODE_PULL_LAPSED.inc()
-            return set(), UNCONFIRMED
-        whole &= set(said.arrived)
-        cause = cause or said.cause
-    return whole, cause
+def _half_s(lease: ReaderLease) -> float:
+    return max((lease.until_ns - lease_clock_ns()) * 1e-9 / 2, MIN_RENEW_S)
 
 
-def partly(held: int, wanted: int) -> str:
-    """Why not all came, where the holder had not all."""
-    return "" if held == wanted else f"holds {held} of {wanted}"
+def _until(asked_ns: int, lease_ms: int) -> int:
+    return asked_ns + lease_ms * 900_000
 
 
 def _plan(answer: pb.LeaseResponse, terms: LeaseTerms) -> GroupPlan | None:
-    """How the holder's shards become ours; None: they are cut alike. TransferError: they cannot."""
+    """How the holder's shards become ours; None: they are cut alike. Raises TransferError when they cannot."""
     if not terms.shards or not all(rank.HasField("layout") for rank in answer.ranks):
         return None
     try:
@@ -171,16 +268,15 @@ def _plan(answer: pb.LeaseResponse, terms: LeaseTerms) -> GroupPlan | None:
         raise TransferError(error.message) from None
 
 
-def _until(asked_ns: int, lease_ms: int) -> int:
-    return asked_ns + lease_ms * 900_000
-
-
-def _check(answer: pb.LeaseResponse, keys: int, ranks: int) -> None:
+def _check(answer: pb.LeaseResponse, terms: LeaseTerms, keys: int, held: int, ranks: int) -> None:
     """Raises TransferError when the holder's answer makes no sense."""
-    held = sum(1 for here in answer.held if here)
     if len(answer.held) != keys or not held:
         raise TransferError(f"a lease that speaks of {len(answer.held)} keys ({held} held), not of {keys}")
     if [rank.rank for rank in answer.ranks] != list(range(ranks)):
         raise TransferError(f"blocks of {len(answer.ranks)} ranks, not of {ranks}")
     if any(len(rank.offset) != held for rank in answer.ranks):
         raise TransferError("a lease whose offsets do not match its blocks")
+    if terms.layout == BYTES and (len(answer.nbytes) != held or not all(answer.nbytes)):
+        raise TransferError("a lease of blocks whose sizes are not told")
+    if terms.checksums and any(len(rank.checksum) != held for rank in answer.ranks):
+        raise TransferError("a lease without the checksums that were asked for")

@@ -6,17 +6,66 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvmesh.blockservice.partitions import Partition, Partitions
 from kvmesh.errors import KvmeshError
-from kvmesh.kvcache.known_copies import MOST, WINDOW, KnownCopies
 from kvmesh.rpc.leader_client import LeaderClient, LeaderTracker
 from kvmesh.rpc.pb import store_pb2 as pb
 
 log = logging.getLogger(__name__)
 
 SERVICE = pb.DESCRIPTOR.services_by_name["StoreMaster"]
+# ── which blocks are asked about: pure ──────────────────────────────────────────────────────────────
+
+# The blocks that would be evicted next, a bounded number at once, each at most once in AGAIN_S: as many a second as are
+# evicted, in the long run. What comes back is told to the node store (`replicated`) and may be old by the time it
+# counts: it decides which block goes first, and promises nothing.
+
+WINDOW = 1024  # blocks that would go next: looked through in less than a millisecond
+MOST = 512  # keys of one question
+AGAIN_S = 30.0
+REMEMBERED = 65_536
+
+
+class KnownCopies:
+    """Of one process, whose store is called `own` in the master's map."""
+
+    def __init__(self, own: str) -> None:
+        self._own = own
+        self._asked: OrderedDict[bytes, float] = OrderedDict()  # the oldest first
+
+    def choose(self, coldest: Iterable[bytes], now: float) -> list[bytes]:
+        """Those of `coldest` to ask about now, at most MOST; they count as asked."""
+        while self._asked and (len(self._asked) > REMEMBERED or next(iter(self._asked.values())) + AGAIN_S <= now):
+            self._asked.popitem(last=False)
+        chosen: list[bytes] = []
+        for key in coldest:
+            if len(chosen) == MOST:
+                break
+            if key not in self._asked:
+                chosen.append(key)
+                self._asked[key] = now
+        return chosen
+
+    def unanswered(self, keys: Iterable[bytes]) -> None:
+        """Nobody has said anything about these: they may be asked about again."""
+        for key in keys:
+            self._asked.pop(key, None)
+
+    def sort(self, keys: Sequence[bytes], holders: Sequence[Collection[str]]) -> tuple[list[bytes], list[bytes]]:
+        """`holders`: the stores that have each, as the master says. (Those that others have, those nobody else has)."""
+        shared: list[bytes] = []
+        sole: list[bytes] = []
+        for key, names in zip(keys, holders, strict=True):
+            (shared if any(name != self._own for name in names) else sole).append(key)
+        return shared, sole
+
+
+# ── asking ──────────────────────────────────────────────────────────────────────────────────────────
+
+
 INTERVAL_S = 0.5
 FAILED_S = 2.0
 CALL_S = 2.0
@@ -80,6 +129,6 @@ class ReplicaTracker:
     def _tell(self, partition: Partition, shared: list[bytes], sole: list[bytes]) -> None:
         """Each partition heeds what it holds."""
         partition.store.replicated(shared)
-        self._partitions.cool(partition, shared)
+        self._partitions.evict_first(partition, shared)
         alone = [key for key in sole if partition.store.holds(key) and not self._below(partition.shown_layout, key)]
         partition.store.replicated(alone, False)

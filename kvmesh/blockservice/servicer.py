@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ from kvmesh.blockservice import puts
 from kvmesh.blockservice.copies import CopyRequest
 from kvmesh.blockservice.leasing import Leased
 from kvmesh.blockservice.partitions import Partition, Partitions, size_of, unused
+from kvmesh.blockservice.peers import SERVICE, this_machine
 from kvmesh.blockservice.puts import PutJob
 from kvmesh.blockservice.removal_applier import SLICE
 from kvmesh.blockservice.rpc_checks import (
@@ -32,15 +34,15 @@ from kvmesh.blockservice.rpc_checks import (
 )
 from kvmesh.blockservice.shard_wire import to_wire
 from kvmesh.clock import lease_clock_ns
-from kvmesh.errors import InvalidRequest, KvmeshError, Overloaded, UnknownInstance
+from kvmesh.errors import ConfigError, InvalidRequest, KvmeshError, Overloaded, UnknownInstance
 from kvmesh.kvcache.tiers import Tier
-from kvmesh.rpc import status
+from kvmesh.rpc import security, status
+from kvmesh.rpc.fastpath.server import FastServer
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
 from kvmesh.telemetry import names
 from kvmesh.transfer import TrafficClass
 
-SERVICE = "kvmesh.v1.NodeStore"
 MAX_LEASES = 16_384
 MAX_RELEASED = 1024  # beside the first of a call
 STAGE_S = 1.0  # that a lease or a hard pin may wait for blocks to come from below DRAM
@@ -401,3 +403,44 @@ async def _outliving(work: Coroutine[Any, Any, T], ended: Callable[[], None]) ->
 
     task.add_done_callback(done)
     return await asyncio.shield(task)
+
+
+# ── its fast paths ──────────────────────────────────────────────────────────────────────────────────
+
+log = logging.getLogger(__name__)
+
+
+class FastPathServers:
+    """One life's. None is open before `open`; `close` it before what the servicer stands on ends."""
+
+    def __init__(self, servicer: NodeStoreServicer, life: int) -> None:
+        self._server = FastServer(SERVICE, servicer, life)
+        self.index_path = ""  # of the socket that hands over the index of what is sealed here
+        machine, network = this_machine()
+        self._told = pb.DoorsResponse(incarnation=life, machine=machine, network=network)
+
+    async def open(self, host: str, port: int) -> None:
+        """`port` 0: any free one, -1: none. ConfigError: door_port is in use.
+
+        Where TLS is configured there is none over TCP: nothing that gRPC would hide goes by it in the clear."""
+        if port >= 0 and security.current().server_credentials() is None:
+            try:
+                self._told.calls_port = await self._server.listen_tcp(host, port, "door_port")
+            except ConfigError:
+                if port:
+                    raise
+                log.warning("no door over TCP", exc_info=True)
+        try:
+            self._told.calls_path = await self._server.listen_unix()
+        except OSError as error:
+            log.warning("no door over a Unix socket: %s", error)
+
+    def describe(self) -> pb.DoorsResponse:
+        """What callers hear of them."""
+        self._told.index_path = self.index_path
+        return self._told
+
+    async def close(self) -> None:
+        """Bounded. Idempotent."""
+        self._told.calls_path, self._told.calls_port = "", 0
+        await self._server.close()

@@ -169,6 +169,7 @@ class Front:
             self.segments,
             OnePartition(partition),
             on_pulled,
+            transports=c.transport_list,
             lease_ms=c.store_lease_ms,
             announce_ms=c.announce_ms,
             offload_percent=c.offload_percent if len(self.ranks) == 1 else 100,  # a pool node has one rank

@@ -22,9 +22,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from kvmesh.kvcache.eviction import BLOCK_TOKENS, EvictionOrder, make_order
-from kvmesh.kvcache.leases import Coverage, Lease, LeaseBook
+from kvmesh.kvcache.leases import PINNED_PERCENT, Coverage, Lease, LeaseBook, PinBook
 from kvmesh.kvcache.page_pool import PageInvariantError, PagePool
-from kvmesh.kvcache.pins import PINNED_PERCENT, PinBook
 from kvmesh.kvcache.quotas import TagQuotas
 from kvmesh.kvcache.store_stats import Changes, StoreExhausted, StoreStats, StoreUsage
 
@@ -49,7 +48,8 @@ class NodeStore:
     """Metadata of one host segment of `total` extents. One owner on one thread; times: monotonic ns, never decreasing.
 
     Every operation costs O(1) a block, or O(log n), amortised. Above `high_percent` of extents in use (raw, written,
-    sealed) idle blocks go until `low_percent` are (`trim`). `eviction`: lru, lfu or length (ConfigError: another).
+    sealed) idle blocks go until `low_percent` are (`trim`). `eviction`: one of
+    `eviction.ORDERS` (ConfigError: another).
     `pinned_percent` of all extents may be pinned hard. `block_bytes`: of one extent. `lease_seed` should be new at
     every process start (the incarnation): see `leases`. `quotas`: one for all stores of a node. Misuse (sealing what
     was never begun, releasing what nobody holds) is PageInvariantError: a bug.
@@ -148,7 +148,7 @@ class NodeStore:
         unheld, idle, writing = self._pool.free, len(self._order), len(self._writing)
         pinned, covered = len(self._pins.hard), len(self._coverage)
         held = self.total - unheld - idle - writing - covered
-        return StoreUsage(self.total, unheld, idle, self._order.spared, writing, pinned, covered - pinned, held)
+        return StoreUsage(self.total, unheld, idle, self._order.protected, writing, pinned, covered - pinned, held)
 
     # ── extents ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -251,7 +251,7 @@ class NodeStore:
         not sealed are passed over."""
         found = [key for key in keys if key in self._sealed]
         self._hits += len(found)
-        if self._order.counts:
+        if self._order.counts_uses:
             for key in reversed(found):
                 self.touch((key,))
         else:
@@ -281,10 +281,10 @@ class NodeStore:
         if len(missing) > self._pool.free:  # others have to go: not these
             own = [key for key in reversed(keys) if key in self._order]
             for key in own:
-                self._order.take(key)
+                self._order.mark_busy(key)
             extents = self.allocate(min(len(missing), self.free))
             for key in own:
-                self._order.put(key)
+                self._order.mark_idle(key)
         else:
             if len(missing) < len(keys):
                 self.touch(keys, use=False)
@@ -391,7 +391,7 @@ class NodeStore:
         self._hits += len(extents)
         self._leases_given += 1
         self._leased_blocks += len(extents)
-        if self._order.counts:
+        if self._order.counts_uses:
             for key in keys:
                 self._order.use(key, len(keys))
         self._pool.share(extents)
@@ -418,7 +418,7 @@ class NodeStore:
         for extents in over:
             self.release(extents)
         for key in self._pins.soft.due(now, most):
-            self._order.spare(key, False)
+            self._order.protect(key, False)
         return len(over)
 
     @property
@@ -441,7 +441,7 @@ class NodeStore:
         for key, yes in zip(reversed(keys), reversed(pinned), strict=True):
             if yes:
                 self._pins.soft.extend(key, now + duration_ns)
-                self._order.spare(key, True)
+                self._order.protect(key, True)
         return pinned
 
     def pin_hard(self, keys: Sequence[bytes]) -> list[bool]:
@@ -473,7 +473,7 @@ class NodeStore:
             return 0
         total = self._pool.total
         excess = total - self._pool.free - self._low * total // 100
-        went = self._evict(min(excess, TRIM_STEP), spared=False)
+        went = self._evict(min(excess, TRIM_STEP), protected=False)
         self._trimming = went == TRIM_STEP < excess
         return went
 
@@ -483,13 +483,13 @@ class NodeStore:
 
     def place(self, key: bytes) -> int | None:
         """See `quotas.Store`."""
-        return self._order.place(key)
+        return self._order.priority(key)
 
-    def cool(self, keys: Sequence[bytes]) -> None:
+    def evict_first(self, keys: Sequence[bytes]) -> None:
         """Idle ones of these, not pinned, go first from now on, in this order: a copy of them lies elsewhere. (To copy
         them was a use, which had made them the last to go.)"""
         for key in reversed(keys):
-            self._order.cool(key)
+            self._order.evict_first(key)
 
     def evict_one(self, key: bytes, *, spared: bool) -> bool | None:
         """See `quotas.Store`."""
@@ -505,12 +505,12 @@ class NodeStore:
         `eviction`. Forgotten with the block. It promises nothing: only a hard pin keeps a last copy."""
         for key in keys:
             if key in self._sealed:
-                self._order.copied(key, elsewhere)
+                self._order.set_replicated(key, elsewhere)
 
     def have_copies(self, extents: Iterable[int]) -> bool:
         """Whether copies of all blocks in these lie elsewhere, as `replicated` has it."""
         keys = (self._key_of.get(extent) for extent in extents)
-        return all(key is None or self._order.has_copy(key) for key in keys)
+        return all(key is None or self._order.is_replicated(key) for key in keys)
 
     def check_integrity(self) -> None:
         """AssertionError (PageInvariantError) unless owners, references and order agree. O(total)."""
@@ -565,11 +565,11 @@ class NodeStore:
         if self._tombs:
             self._tombs.difference_update(extents)
         self._sealed_bytes += self._block_bytes * len(blocks)
-        for key, length in zip(blocks, lengths, strict=True) if self._order.counts else ():
+        for key, length in zip(blocks, lengths, strict=True) if self._order.counts_uses else ():
             self._order.admit(key, length)
         counts = self._pool.refcounts(extents)
         idle = (key for key, count in zip(blocks, counts, strict=True) if count == 1)
-        self._order.put_all(list(blocks if counts.count(1) == len(counts) else idle))
+        self._order.mark_all_idle(list(blocks if counts.count(1) == len(counts) else idle))
         returned = self._gone.keys() & blocks.keys() if self._gone else ()
         for key in returned:
             del self._gone[key]
@@ -587,7 +587,7 @@ class NodeStore:
         self._sealed_bytes += self._block_bytes if nbytes is None else nbytes
         self._order.admit(key, length)
         if self._pool.refcount(extent) == 1:
-            self._order.put(key)
+            self._order.mark_idle(key)
         if key in self._gone:
             del self._gone[key]
         else:
@@ -642,17 +642,17 @@ class NodeStore:
         """Whether it was pinned softly, hard."""
         soft, extent = self._pins.soft.drop(key), self._pins.hard.pop(key, None)
         if soft:
-            self._order.spare(key, False)
+            self._order.protect(key, False)
         if extent is not None:
             self._coverage.drop((extent,))
             self.release((extent,))
         return soft, extent is not None
 
-    def _evict(self, n: int, *, spared: bool = True) -> int:
+    def _evict(self, n: int, *, protected: bool = True) -> int:
         """Up to `n` idle blocks go, in the order of the policy."""
         if n <= 0:
             return 0
-        gone = self._order.evict(n, spared=spared)
+        gone = self._order.evict(n, protected=protected)
         for key in gone if self._pins.soft else ():
             self._pins.soft.drop(key)
         self._erase(gone)
@@ -663,8 +663,8 @@ class NodeStore:
         # Extents that are being written have no key yet: their writers share them with somebody.
         keys = [key for extent in extents if (key := self._key_of.get(extent)) is not None]
         if held:
-            self._order.take_all(keys)
+            self._order.mark_all_busy(keys)
         else:
-            self._order.put_all(keys)
+            self._order.mark_all_idle(keys)
             if self.quotas.limits:
                 self.quotas.used(self, keys)

@@ -17,13 +17,19 @@ load or store, which `struct` makes of a native "Q". Elsewhere (`SUPPORTED`) the
 
 from __future__ import annotations
 
+import os
 import platform
+import socket
 import struct
 
+import msgspec
+
 from kvmesh.kvcache.keys import KEY_BYTES
+from kvmesh.transfer.transports.wire import UNREADABLE
 
 SUPPORTED = platform.machine() in ("x86_64", "AMD64")
 STALE_NS = 2_000_000_000  # an index whose writer has not beaten for so long is not believed: it hears of no removal
+MAX_HELLO_BYTES = 64 << 10
 
 _MAGIC = b"kvindex1"
 _HEAD = struct.Struct("@8sQQQ")
@@ -38,6 +44,7 @@ _BODY = struct.Struct(f"@{KEY_BYTES}sQQ")
 _SIZES = struct.Struct("@" + f"{_ENTRY.size - 8}xQ" * _WIDTH)
 _NOTHING = bytes(KEY_BYTES)
 _MIX = 0x9E3779B97F4A7C15
+_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 
 Found = tuple[int, int, int, int]  # where the entry stands, its version, offset, bytes
 
@@ -169,3 +176,38 @@ class IndexReader(_Table):
         """Whether nothing has happened to this entry since it was looked up: what was read of the block meanwhile is
         the block."""
         return bool(_WORD.unpack_from(self._memory, at)[0] == version)
+
+
+# ── how a reader gets it ─────────────────────────────────────────────────────────────────────────────
+
+
+class IndexHello(msgspec.Struct, frozen=True):
+    """What a node says to a reader of its index when it hands the index over. `base`, `nbytes`: where all blocks of
+    this life of the node lie, in the segment of `descriptor`. `index_bytes`: of the index itself."""
+
+    store_id: str
+    incarnation: int
+    base: int
+    nbytes: int
+    index_bytes: int
+    descriptor: bytes
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, packet: bytes) -> IndexHello:
+        """ValueError: it is none."""
+        try:
+            found = msgspec.msgpack.decode(packet, type=cls)
+        except UNREADABLE as error:
+            raise ValueError(f"{len(packet)} bytes that are no hello of an index: {error}") from None
+        if min(found.base, found.nbytes, found.index_bytes) < 0:
+            raise ValueError("a hello of an index with negative sizes")
+        return found
+
+
+def same_user(sock: socket.socket) -> bool:
+    """Whether the process at the other end of this unix-domain socket runs as the user that we are."""
+    told = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(told)[1] == os.geteuid())

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from kvmesh.blockservice.partitions import CLASS_MARK, Partition, unused
 from kvmesh.errors import InvalidRequest, Overloaded, PinLimit
 from kvmesh.kvcache.announce import Source
+from kvmesh.kvcache.leases import PINNED_PERCENT
 from kvmesh.kvcache.node_store import NodeStore
-from kvmesh.kvcache.pins import PINNED_PERCENT
 from kvmesh.kvcache.quotas import TagQuotas
 from kvmesh.kvcache.size_classes import BYTES, PAGE, size_class
 from kvmesh.kvcache.store_stats import Changes
@@ -111,10 +111,10 @@ class PoolPartitions:
                 self._slabs.give_back(partition)
         self._trim()
 
-    def cool(self, partition: Partition, keys: Sequence[bytes]) -> None:
+    def evict_first(self, partition: Partition, keys: Sequence[bytes]) -> None:
         own = self._partitions.get(partition.layout)
         if own is partition:
-            self._slabs.cool(own, own.store.extents_of(keys))
+            self._slabs.evict_first(own, own.store.extents_of(keys))
 
     def may_pin(self, blocks: int, nbytes: int) -> None:
         pinned = sum(p.store.stats.hard_pinned * p.shard_bytes for p in self._partitions.values())

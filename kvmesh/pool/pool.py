@@ -185,6 +185,7 @@ class PoolNode:
             PeerSegments([self._rank]),
             partitions,
             _nobody_asked,
+            transports=c.transport_list,
             lease_ms=c.store_lease_ms,
             announce_ms=c.announce_ms,
             tiers=c.tiers(c.ssd_layouts),

@@ -1,6 +1,6 @@
 """The index of a pool node: what lies sealed in its DRAM and where, for readers of this machine, in shared memory.
 
-    store ── sealed, gone ──▶ IndexWriter ══ sealed memfd ══▶ readers (kvmesh/storeclient/local_reads.py)
+    store ── sealed, gone ──▶ IndexWriter ══ sealed memfd ══▶ readers (kvmesh/storeclient/reading/local.py)
                reader ── connects ──▶ fast path ── hello, the memfd's descriptor ──▶ reader; the connection stays open
 
 Every change is written in the turn in which the store makes it: an entry is void before its extent can be anybody
@@ -22,8 +22,7 @@ from collections.abc import Sequence
 from kvmesh.clock import lease_clock_ns
 from kvmesh.errors import TransferError
 from kvmesh.kvcache import shared_index
-from kvmesh.kvcache.index_hello import IndexHello, same_user
-from kvmesh.kvcache.shared_index import IndexWriter, index_bytes
+from kvmesh.kvcache.shared_index import IndexHello, IndexWriter, index_bytes, same_user
 from kvmesh.kvcache.size_classes import BYTES, PAGE
 from kvmesh.pool.partitions import PoolPartitions
 from kvmesh.pool.slabs import SlabPartition

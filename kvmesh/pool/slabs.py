@@ -61,7 +61,7 @@ class SlabStore(NodeStore):
 
 
 @dataclass(eq=False, slots=True)
-class Run:
+class SlabRun:
     """Slabs [first, first + slabs) of the region: extents [start, start + extents) of a partition."""
 
     owner: SlabPartition
@@ -80,13 +80,13 @@ class Run:
 class SlabPartition(Partition):
     """A pool's: its runs in the order of their extents' numbers."""
 
-    runs: list[Run] = field(default_factory=list)
+    runs: list[SlabRun] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     places: list[int] = field(default_factory=list)  # segment offset of each run
     # Numbers of runs that were taken away, by their length: for the next run of that length.
     holes: dict[int, list[int]] = field(default_factory=dict)
 
-    def run_of(self, extent: int) -> Run:
+    def run_of(self, extent: int) -> SlabRun:
         return self.runs[bisect_right(self.starts, extent) - 1]
 
     def offset(self, rank: int, extent: int) -> int:
@@ -104,8 +104,8 @@ class Slabs:
         self.slab_bytes = max(max(nbytes // MAX_SLABS, usual) // PAGE * PAGE, min(MIN_SLAB_BYTES, nbytes))
         self._base = base
         self._free = SegmentAllocator(nbytes // self.slab_bytes)
-        self._owners: list[Run | None] = [None] * self._free.total
-        self._coldest: OrderedDict[Run, None] = OrderedDict()
+        self._owners: list[SlabRun | None] = [None] * self._free.total
+        self._coldest: OrderedDict[SlabRun, None] = OrderedDict()
         self._uses = 0
 
     @property
@@ -131,7 +131,7 @@ class Slabs:
             run.used = self._uses
             self._coldest.move_to_end(run)
 
-    def cool(self, owner: SlabPartition, extents: Iterable[int]) -> None:
+    def evict_first(self, owner: SlabPartition, extents: Iterable[int]) -> None:
         """Runs around these that hold nothing but blocks with copies elsewhere go before all others."""
         for run in reversed(list(dict.fromkeys(map(owner.run_of, extents)))):
             if owner.store.have_copies(run.numbers):
@@ -153,7 +153,7 @@ class Slabs:
             return True
         return False
 
-    def claim(self, owner: SlabPartition, first: int, slabs: int) -> Run:
+    def claim(self, owner: SlabPartition, first: int, slabs: int) -> SlabRun:
         """These very slabs as one more run. ValueError: not all of them are free."""
         self._free.take(first, slabs)
         return self._give(owner, first, slabs)
@@ -199,7 +199,7 @@ class Slabs:
             return True
         return False
 
-    def _cold(self, spared: bool) -> Iterator[Run]:
+    def _cold(self, spared: bool) -> Iterator[SlabRun]:
         """Runs that may go, the coldest first. Those before them that may not (pinned, mostly) go to the warm end: else
         as many as are looked at would hide all that is idle behind them."""
         found = 0
@@ -230,7 +230,7 @@ class Slabs:
                 break
         return [best, least] if best > least else [least]
 
-    def _window(self, run: Run, slabs: int, owner: SlabPartition, spared: bool) -> tuple[int, list[Run]] | None:
+    def _window(self, run: SlabRun, slabs: int, owner: SlabPartition, spared: bool) -> tuple[int, list[SlabRun]] | None:
         """So many slabs in a row that are free, or of runs that may go, around this one: (the first slab, the runs)."""
         if not run.owner.store.withdrawable(run.numbers, spared=spared):
             return None
@@ -259,7 +259,7 @@ class Slabs:
             return NEVER
         return run.used
 
-    def _give(self, owner: SlabPartition, first: int, slabs: int) -> Run:
+    def _give(self, owner: SlabPartition, first: int, slabs: int) -> SlabRun:
         extents = slabs * self.slab_bytes // owner.shard_bytes
         holes = owner.holes.get(extents)
         if holes:
@@ -267,7 +267,7 @@ class Slabs:
             owner.store.restore(range(start, start + extents))
         else:
             start = owner.store.grow(extents)
-        run = Run(owner, first, slabs, start, extents)
+        run = SlabRun(owner, first, slabs, start, extents)
         at = bisect_right(owner.starts, start)
         owner.runs.insert(at, run)
         owner.starts.insert(at, start)
@@ -278,7 +278,7 @@ class Slabs:
         self._coldest[run] = None
         return run
 
-    def _withdraw(self, run: Run, spared: bool) -> None:
+    def _withdraw(self, run: SlabRun, spared: bool) -> None:
         owner = run.owner
         gone = owner.store.withdraw(run.numbers, spared=spared)
         assert gone, "it was withdrawable"
@@ -287,7 +287,7 @@ class Slabs:
         owner.holes.setdefault(run.extents, []).append(run.start)
         self._release(run)
 
-    def _release(self, run: Run) -> None:
+    def _release(self, run: SlabRun) -> None:
         self._free.release(run.first)
         self._owners[run.first : run.first + run.slabs] = [None] * run.slabs
         del self._coldest[run]

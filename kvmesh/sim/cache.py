@@ -79,7 +79,7 @@ def run(
                     evicted += len(order.evict(1))
                 order.admit(block, len(ids))
             order.use(block, len(ids))
-            order.put(block)
+            order.mark_idle(block)
         blocks += len(ids)
         if blocks - told >= EVERY_BLOCKS:
             progress(blocks)

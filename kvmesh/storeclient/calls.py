@@ -1,22 +1,16 @@
-"""What every operation of a client needs: its time, its end, its memory as spans."""
+"""What every operation of a client needs: its time, its turn, and an end after which nothing of it runs."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-import numpy as np
-
-from kvmesh.errors import DeadlinePassed, InvalidRequest
-from kvmesh.storeclient.memory import Buffer, Data, Span, ended
+from kvmesh.errors import DeadlinePassed
 
 T = TypeVar("T")
-
-Target = Buffer | Span
-Source = Data | Buffer | Span
 
 
 def left(deadline: float) -> float:
@@ -72,38 +66,22 @@ async def turn(of: asyncio.Lock | asyncio.Semaphore, deadline: float) -> AsyncIt
         of.release()
 
 
-def source_of(one: Source) -> Data | Span:
-    """What a put reads. Raises InvalidRequest when it is empty, or no contiguous memory of plain values."""
-    if isinstance(one, Buffer):
-        return one.span()
-    if isinstance(one, Span):
-        return one
+async def in_thread(work: Callable[[], T], undo: Callable[[T], None] | None = None) -> T:
+    """Its result. A thread cannot be cancelled: when this is, it ends first; `undo` takes what nobody waits for."""
+    running = asyncio.get_running_loop().run_in_executor(None, work)
     try:
-        view = memoryview(one)
-    except (TypeError, ValueError, BufferError) as error:
-        hint = "; of a tensor its .numpy()" if hasattr(one, "data_ptr") else ""
-        why = f"must be bytes, or memory such as a numpy array's{hint} ({error})"
-        raise InvalidRequest.of("data", type(one).__name__, why) from None
-    if not view.c_contiguous:
-        raise InvalidRequest.of("data", view.shape, "memory that is not contiguous")
-    if not view.nbytes:
-        raise InvalidRequest("data: a block has at least one byte, there are no empty ones", field="data")
-    if "O" in view.format:
-        raise InvalidRequest.of("data", type(one).__name__, "holds Python objects, not their bytes")
-    try:
-        return view.cast("B")
-    except (TypeError, ValueError):  # of a structured type
-        return np.frombuffer(view, np.uint8).data
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await ended(running)
+        if undo is not None and not running.cancelled() and running.exception() is None:
+            undo(running.result())
+        raise
 
 
-def memory_of(one: Data | Span) -> Data:
-    return one.memory if isinstance(one, Span) else one
-
-
-def target_of(one: Target) -> Span:
-    """Where a get lands. Raises InvalidRequest when it is no registered memory."""
-    if isinstance(one, Buffer):
-        return one.span()
-    if isinstance(one, Span):
-        return one
-    raise InvalidRequest.of("target", one, "must be registered memory: allocate(), register(), or a span of one")
+async def ended(task: asyncio.Future[Any]) -> None:
+    """Returns when it has ended, however often the caller is cancelled meanwhile; raises nothing."""
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            pass

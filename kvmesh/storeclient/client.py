@@ -12,7 +12,6 @@ an error.
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import random
 import secrets
@@ -21,29 +20,24 @@ from collections.abc import Sequence
 from types import NoneType, TracebackType
 from typing import Any
 
+from kvmesh.blockservice.peers import PeerPool
 from kvmesh.errors import DeadlinePassed, InvalidRequest, Unavailable
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.storeclient import arguments, forks
 from kvmesh.storeclient.arguments import MAX_REPLICAS, MAX_TTL_MS, flag, instance, listed, milliseconds
-from kvmesh.storeclient.calls import Source, Target, left, memory_of, source_of, target_of, turn, whole
-from kvmesh.storeclient.choice import ReaderLocation, Replica
+from kvmesh.storeclient.calls import left, turn, whole
 from kvmesh.storeclient.config import ClientConfig, split_list
-from kvmesh.storeclient.context import ClientContext
+from kvmesh.storeclient.context import ClientContext, EngineSegments
+from kvmesh.storeclient.copying import NO_BLOCK, Moved, Mover, Policy, Prefetcher
 from kvmesh.storeclient.directory import Directory, Quota, Removed
-from kvmesh.storeclient.hints import Hints
-from kvmesh.storeclient.holding import Holding, Place
-from kvmesh.storeclient.local_reads import LocalReader
-from kvmesh.storeclient.memory import Buffer, Data, Memory, Span
-from kvmesh.storeclient.moving import NO_BLOCK, Moved, Mover
-from kvmesh.storeclient.naming import check_name
-from kvmesh.storeclient.own_keys import OwnKeys, Ref
-from kvmesh.storeclient.peers import Peers
-from kvmesh.storeclient.prefetching import Policy, Prefetcher
-from kvmesh.storeclient.reading import Got, Reader
-from kvmesh.storeclient.writing import Block, Pin, Put, PutOptions, Writer
+from kvmesh.storeclient.holding import HolderQueries, Place
+from kvmesh.storeclient.memory import Buffer, ClientMemory, Data, Source, Span, Target, memory_of, source_of, target_of
+from kvmesh.storeclient.naming import OwnKeys, Ref, check_name
+from kvmesh.storeclient.reading.leased import Got
+from kvmesh.storeclient.reading.reader import BlockReader
+from kvmesh.storeclient.replicas import Hints, ReaderLocation, Replica
+from kvmesh.storeclient.writing import Block, BlockWriter, Pin, Put, PutOptions
 from kvmesh.transfer import EngineConfig, TransferEngine
-
-LOOK_S = 0.5  # a name whose block the master cannot find yet, because it is rebuilding, is resolved again so often
 
 
 class StoreClient:
@@ -66,19 +60,20 @@ class StoreClient:
                 fault=config.fault,
             ),
         )
-        self._memory = Memory(self._engine, config.staging_mb << 20)
-        self._peers = Peers(self._engine)
+        self._memory = ClientMemory(self._engine, config.staging_mb << 20)
+        self._peers = PeerPool(EngineSegments(self._engine), self._engine.config.transports)
         self._hints = Hints(config.locations)
         here = ReaderLocation(config.node_id, frozenset({config.host, config.advertise_host} - {""}))
-        context = ClientContext(config, self._engine, self._memory, self._peers, self._directory, self._hints, here)
-        self._near = LocalReader(config, self._engine, self._memory, self._peers)
-        self._reader = Reader(context, self._near.met)
-        self._writer = Writer(context)
-        self._prefetcher = Prefetcher(self._peers, self._directory, self._hints, here)
-        self._holding = Holding(self._peers, self._directory, self._hints, here)
-        self._mover = Mover(self._peers, self._directory, self._holding, self._hints, random.Random())
-        self._keys = OwnKeys(config, self._directory)
         self._turns = asyncio.Semaphore(config.concurrency)
+        context = ClientContext(
+            config, self._engine, self._memory, self._peers, self._directory, self._hints, here, self._turns
+        )
+        self._keys = OwnKeys(config, self._directory)
+        self._reader = BlockReader(context, self._keys)
+        self._writer = BlockWriter(context)
+        self._prefetcher = Prefetcher(self._peers, self._directory, self._hints, here)
+        self._holding = HolderQueries(self._peers, self._directory, self._hints, here)
+        self._mover = Mover(self._peers, self._directory, self._holding, self._hints, random.Random())
         self._closed = False
         forks.watch(self)
 
@@ -97,7 +92,6 @@ class StoreClient:
             return
         self._closed = True
         await self._prefetcher.close()
-        await self._near.close()
         await self._reader.close()
         await self._peers.close()
         await self._directory.close()
@@ -224,7 +218,7 @@ class StoreClient:
         """Nodes that have just taken some of these."""
         now = time.monotonic()
         for address in {replica.holder.address for key in keys for replica in self._hints.of(key, now)}:
-            self._near.met(address)
+            self._reader.local.met(address)
 
     def content_key(self, data: Source) -> bytes:
         """The key of exactly these bytes in this client's namespace."""
@@ -278,84 +272,7 @@ class StoreClient:
     async def _get(
         self, refs: Sequence[Ref], targets: Sequence[Span] | None, verify: bool | None, deadline: float
     ) -> list[Got]:
-        """A name that has come to stand for another block while its old one was asked for is read again: whoever
-        replaces it may remove the old block at once. So a master that cannot tell yet whether a block is gone is asked
-        for the name again every LOOK_S."""
-        untold: set[bytes] = set()
-        named = any(isinstance(ref, str) for ref in refs)
-        got = await self._get_once(refs, targets, verify, deadline, untold if named else None)
-        unread = [
-            i
-            for i, ref in enumerate(refs)
-            if not got[i].here and got[i].key and (isinstance(ref, str) or got[i].key in untold)
-        ]
-        while unread and time.monotonic() < deadline:
-            keys = await self._keys.resolved([refs[i] for i in unread], deadline)
-            again = {
-                i: key
-                for i, key in zip(unread, keys, strict=True)
-                if key is not None and (key != got[i].key or key in untold)
-            }
-            if not again:
-                break
-            untold.clear()
-            spans = None if targets is None else [targets[i] for i in again]
-            found = await self._get_once(list(again.values()), spans, verify, deadline, untold)
-            for i, one in zip(again, found, strict=True):
-                got[i] = one
-            unread = [i for i in again if not got[i].here]
-        return got
-
-    async def _get_once(
-        self,
-        refs: Sequence[Ref],
-        targets: Sequence[Span] | None,
-        verify: bool | None,
-        deadline: float,
-        untold: set[bytes] | None,
-    ) -> list[Got]:
-        """`untold`: see `Reader.read`; None: a master that cannot tell is asked until the deadline."""
-        check = arguments.flag("verify", verify, self.config.verify)
-        plan = None if check else self._near.plan(refs, targets)
-        if plan is None:
-            keys = await self._keys.resolved(refs, deadline)
-            if not check and any(isinstance(ref, str) for ref in refs):
-                plan = self._near.plan(keys, targets)
-            if plan is None:
-                return await self._ask(keys, targets, check, deadline, untold)
-        here = await self._near.read(plan)
-        got = [one for one in here if one is not None]
-        if len(got) < len(here):
-            rest = [i for i, one in enumerate(here) if one is None]
-            others = None if targets is None else [targets[i] for i in rest]
-            asked = iter(await self._ask([plan.keys[i] for i in rest], others, check, deadline, untold))
-            got = [next(asked) if one is None else one for one in here]
-        return got
-
-    async def _ask(
-        self,
-        keys: Sequence[bytes | None],
-        targets: Sequence[Span] | None,
-        check: bool,
-        deadline: float,
-        untold: set[bytes] | None,
-    ) -> list[Got]:
-        first: dict[bytes, int] = {}  # equal blocks are read once
-        for i, key in enumerate(keys):
-            if key is not None:
-                first.setdefault(key, i)
-        spans = None if targets is None else [targets[i] for i in first.values()]
-        async with turn(self._turns, deadline):
-            until = math.inf if untold is None else time.monotonic() + LOOK_S
-            reading = self._reader.read(list(first), spans, deadline, check, look_until=until, untold=untold)
-            read = dict(zip(first, await whole(reading), strict=True))
-        for i, key in enumerate(keys if targets is not None else ()):
-            if targets is not None and key is not None and first[key] != i and read[key].here:
-                nbytes = read[key].nbytes
-                if targets[i].nbytes < nbytes:
-                    raise InvalidRequest(f"target: {targets[i].nbytes} bytes for a block of {nbytes}", field="target")
-                targets[i].memory[:nbytes] = targets[first[key]].memory[:nbytes]
-        return [Got(b"") if key is None else read[key] for key in keys]
+        return await self._reader.read(refs, targets, flag("verify", verify, self.config.verify), deadline)
 
     async def exists(self, ref: Ref, *, timeout_ms: int | None = None) -> Tier | None:
         """The fastest tier that a node says it has it in, now; None: nobody."""
@@ -396,19 +313,15 @@ class StoreClient:
         ):
             return None
         spans = None if targets is None else [target_of(one) for one in targets]
-        plan = self._near.plan(refs, spans)
-        if plan is None or plan.missing:
-            return None
-        got = [one for one in self._near.read_here(plan) if one is not None]
-        return got if len(got) == len(refs) else None
+        return self._reader.read_at_hand(refs, spans)
 
     def counters(self) -> dict[str, int]:
         """Since this client's start."""
-        read, wrote = self._reader.stats, self._writer.stats
+        read, near, wrote = self._reader.stats, self._reader.local, self._writer.stats
         return {
-            "blocks_got": read.blocks + self._near.hits,
-            "bytes_got": read.nbytes + self._near.nbytes,
-            "near_hits": self._near.hits,
+            "blocks_got": read.blocks + near.hits,
+            "bytes_got": read.nbytes + near.nbytes,
+            "near_hits": near.hits,
             "misses": read.misses,
             "failed_replicas": read.failed_replicas,
             "gathered": read.gathered,

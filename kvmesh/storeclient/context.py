@@ -2,25 +2,47 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
-from kvmesh.storeclient.choice import ReaderLocation
+from kvmesh.blockservice.peers import PeerPool
 from kvmesh.storeclient.config import ClientConfig
 from kvmesh.storeclient.directory import Directory
-from kvmesh.storeclient.hints import Hints
-from kvmesh.storeclient.memory import Memory
-from kvmesh.storeclient.peers import Peers
+from kvmesh.storeclient.memory import ClientMemory
+from kvmesh.storeclient.replicas import Hints, ReaderLocation
 from kvmesh.transfer import TransferEngine
 
 
 @dataclass(frozen=True, slots=True)
 class ClientContext:
-    """Owned by the client, which closes it after all of them."""
+    """Owned by the client, which closes it after all of them. `turns`: of operations; see ClientConfig.concurrency."""
 
     config: ClientConfig
     engine: TransferEngine
-    memory: Memory
-    peers: Peers
+    memory: ClientMemory
+    peers: PeerPool
     directory: Directory
     hints: Hints
     here: ReaderLocation
+    turns: asyncio.Semaphore
+
+
+class EngineSegments:
+    """Nodes' segments at this process's own engine, counted by users: two addresses may lead to one node."""
+
+    def __init__(self, engine: TransferEngine) -> None:
+        self._engine = engine
+        self._users: dict[str, int] = {}
+
+    def open(self, descriptor: bytes) -> str:
+        """See `SegmentOpener`."""
+        name = self._engine.open_segment(descriptor)
+        self._users[name] = self._users.get(name, 0) + 1
+        return name
+
+    def release(self, name: str) -> None:
+        """See `SegmentOpener`."""
+        self._users[name] -= 1
+        if not self._users[name]:
+            del self._users[name]
+            self._engine.close_segment(name)

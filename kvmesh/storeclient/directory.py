@@ -19,8 +19,8 @@ from kvmesh.rpc.pb import common_pb2
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.storeclient.arguments import instance, whole
 from kvmesh.storeclient.calls import turn
-from kvmesh.storeclient.choice import Holder, Replica
-from kvmesh.storeclient.placement import Candidate
+from kvmesh.storeclient.placement import PoolCandidate
+from kvmesh.storeclient.replicas import Holder, Replica
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ class Quota:
 class _Fleet:
     """`complete`: the master had heard from every node that may live."""
 
-    nodes: list[Candidate] = field(default_factory=list)
+    nodes: list[PoolCandidate] = field(default_factory=list)
     asked: float = 0.0
     complete: bool = True
 
@@ -95,7 +95,9 @@ class Directory:
             complete &= not answer.rebuilding
         return found, complete
 
-    async def pools(self, timeout_s: float, enough: Callable[[list[Candidate]], bool] | None = None) -> list[Candidate]:
+    async def pools(
+        self, timeout_s: float, enough: Callable[[list[PoolCandidate]], bool] | None = None
+    ) -> list[PoolCandidate]:
         """Nodes that take puts, as they were at most FLEET_S ago. While they are not `enough` and the master that leads
         has not heard from all that may live, it is asked again, within `timeout_s`."""
         deadline = time.monotonic() + timeout_s
@@ -285,9 +287,9 @@ def _holder(one: pb.HolderInfo) -> Holder:
     )
 
 
-def _candidate(one: pb.StoreStatus) -> Candidate:
+def _candidate(one: pb.StoreStatus) -> PoolCandidate:
     member = one.member
-    return Candidate(
+    return PoolCandidate(
         member.store_id or member.instance.instance_id,
         member.instance.address,
         member.node_id,

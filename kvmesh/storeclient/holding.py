@@ -8,15 +8,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from kvmesh.blockservice.peers import Peer, PeerPool
 from kvmesh.errors import KvmeshError, Overloaded, Unavailable
+from kvmesh.kvcache.size_classes import BYTES
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.rpc.pb import blocks_pb2 as pb
-from kvmesh.storeclient.choice import Holder, ReaderLocation, Replica
 from kvmesh.storeclient.directory import Directory
-from kvmesh.storeclient.hints import Hints
-from kvmesh.storeclient.lease import LAYOUT
-from kvmesh.storeclient.peers import Peer, Peers
-from kvmesh.storeclient.reading import REBUILD_S, REBUILDING
+from kvmesh.storeclient.reading.leased import REBUILD_S, REBUILDING
+from kvmesh.storeclient.replicas import Hints, Holder, ReaderLocation, Replica
 from kvmesh.storeclient.writing import Pin
 
 T = TypeVar("T")
@@ -33,10 +32,10 @@ class Place:
     nbytes: int
 
 
-class Holding:
+class HolderQueries:
     """On the event loop."""
 
-    def __init__(self, peers: Peers, directory: Directory, hints: Hints, here: ReaderLocation) -> None:
+    def __init__(self, peers: PeerPool, directory: Directory, hints: Hints, here: ReaderLocation) -> None:
         self._peers = peers
         self._hints = hints
         self._directory = directory
@@ -66,7 +65,7 @@ class Holding:
 
         async def ask(peer: Peer, holder: Holder, some: list[bytes], left_s: float) -> None:
             request = pb.PinBlocksRequest(
-                keys=b"".join(some), layout=LAYOUT, kind=pb.PinKind.ValueType(kind), ttl_ms=ttl_ms
+                keys=b"".join(some), layout=BYTES, kind=pb.PinKind.ValueType(kind), ttl_ms=ttl_ms
             )
             answer = await peer.call("Pin", request, left_s)
             for key, did in zip(some, answer.done, strict=True):

@@ -13,17 +13,17 @@ import secrets
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
 
 import numpy as np
 
 from kvmesh.errors import DeadlinePassed, InvalidRequest, Overloaded, TransferError
 from kvmesh.kvcache.segment_allocator import SegmentAllocator
 from kvmesh.storeclient.arguments import whole
+from kvmesh.storeclient.calls import ended, in_thread
 from kvmesh.transfer import Region, TransferEngine
 
 INLINE_COPY = 2 << 20  # larger copies go to a thread: the event loop has others to serve
@@ -35,8 +35,6 @@ _new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
 _new_bytes.argtypes, _new_bytes.restype = [ctypes.c_char_p, ctypes.c_ssize_t], ctypes.py_object
 _address_of_bytes = ctypes.pythonapi.PyBytes_AsString
 _address_of_bytes.argtypes, _address_of_bytes.restype = [ctypes.py_object], ctypes.c_void_p
-
-T = TypeVar("T")
 
 Data = bytes | bytearray | memoryview
 
@@ -70,7 +68,7 @@ class Span:
 
 
 class Buffer:
-    """Registered memory of the caller, until `Memory.unregister` or the client's end."""
+    """Registered memory of the caller, until `ClientMemory.unregister` or the client's end."""
 
     def __init__(self, region: Region, view: memoryview, keep: object, shared: bool) -> None:
         self.region = region
@@ -92,7 +90,7 @@ class Buffer:
 
 @dataclass(eq=False, slots=True)
 class Staged:
-    """Registered memory for one transfer; given back by `Memory.give_back`."""
+    """Registered memory for one transfer; given back by `ClientMemory.give_back`."""
 
     span: Span
     own: Region | None = None  # larger than the staging region: memory of its own
@@ -106,7 +104,7 @@ class Ticket:
     value: int
 
 
-class Memory:
+class ClientMemory:
     """All that our engine has registered. On the event loop."""
 
     def __init__(self, engine: TransferEngine, staging_bytes: int) -> None:
@@ -270,26 +268,48 @@ def bytes_of(memory: memoryview) -> bytes:
     return made
 
 
-async def in_thread(work: Callable[[], T], undo: Callable[[T], None] | None = None) -> T:
-    """Its result. A thread cannot be cancelled: when this is, it ends first; `undo` takes what nobody waits for."""
-    running = asyncio.get_running_loop().run_in_executor(None, work)
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        await ended(running)
-        if undo is not None and not running.cancelled() and running.exception() is None:
-            undo(running.result())
-        raise
-
-
-async def ended(task: asyncio.Future[Any]) -> None:
-    """Returns when it has ended, however often the caller is cancelled meanwhile; raises nothing."""
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError:
-            pass
-
-
 def _copy(target: memoryview, source: Data) -> None:
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+# ── what callers hand in ─────────────────────────────────────────────────────────────────────────────
+
+Target = Buffer | Span
+Source = Data | Buffer | Span
+
+
+def source_of(one: Source) -> Data | Span:
+    """What a put reads. Raises InvalidRequest when it is empty, or no contiguous memory of plain values."""
+    if isinstance(one, Buffer):
+        return one.span()
+    if isinstance(one, Span):
+        return one
+    try:
+        view = memoryview(one)
+    except (TypeError, ValueError, BufferError) as error:
+        hint = "; of a tensor its .numpy()" if hasattr(one, "data_ptr") else ""
+        why = f"must be bytes, or memory such as a numpy array's{hint} ({error})"
+        raise InvalidRequest.of("data", type(one).__name__, why) from None
+    if not view.c_contiguous:
+        raise InvalidRequest.of("data", view.shape, "memory that is not contiguous")
+    if not view.nbytes:
+        raise InvalidRequest("data: a block has at least one byte, there are no empty ones", field="data")
+    if "O" in view.format:
+        raise InvalidRequest.of("data", type(one).__name__, "holds Python objects, not their bytes")
+    try:
+        return view.cast("B")
+    except (TypeError, ValueError):  # of a structured type
+        return np.frombuffer(view, np.uint8).data
+
+
+def memory_of(one: Data | Span) -> Data:
+    return one.memory if isinstance(one, Span) else one
+
+
+def target_of(one: Target) -> Span:
+    """Where a get lands. Raises InvalidRequest when it is no registered memory."""
+    if isinstance(one, Buffer):
+        return one.span()
+    if isinstance(one, Span):
+        return one
+    raise InvalidRequest.of("target", one, "must be registered memory: allocate(), register(), or a span of one")

@@ -15,14 +15,12 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvmesh.errors import ConfigError
-
 POLICIES = ("local", "random", "best2")
 ROOM_PERCENT = 5  # of its capacity must be free besides the block, for a node to count as having room
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class PoolCandidate:
     """A pool node, as it last said; no capacity: it has not said yet. It evicts for a put: "free" is what costs nobody
     a block."""
 
@@ -38,21 +36,14 @@ class Candidate:
         return self.free_bytes - nbytes >= self.capacity_bytes * ROOM_PERCENT // 100
 
 
-def check_policy(policy: str) -> str:
-    """ConfigError: none of POLICIES."""
-    if policy not in POLICIES:
-        raise ConfigError(f"placement={policy!r}: not one of {', '.join(POLICIES)}", field="placement")
-    return policy
-
-
-def takes(candidate: Candidate, nbytes: int) -> bool:
+def takes(candidate: PoolCandidate, nbytes: int) -> bool:
     """Whether it may hold a block of so many bytes at all."""
     return not candidate.draining and (not candidate.capacity_bytes or candidate.capacity_bytes >= nbytes)
 
 
 def order(
-    candidates: Sequence[Candidate], policy: str, nbytes: int, largest: int, node_id: str, rng: random.Random
-) -> list[Candidate]:
+    candidates: Sequence[PoolCandidate], policy: str, nbytes: int, largest: int, node_id: str, rng: random.Random
+) -> list[PoolCandidate]:
     """Whom to ask for `nbytes` in blocks of at most `largest` bytes, the first choice first, each once; those that
     drain or cannot hold such a block at all are left out."""
     able = [c for c in candidates if takes(c, largest)]

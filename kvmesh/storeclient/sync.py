@@ -19,16 +19,14 @@ import uvloop
 from kvmesh.errors import Unavailable
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.storeclient import forks
-from kvmesh.storeclient.calls import Source, Target
 from kvmesh.storeclient.client import StoreClient
 from kvmesh.storeclient.config import ClientConfig
+from kvmesh.storeclient.copying import Moved, Policy
 from kvmesh.storeclient.directory import Quota, Removed
 from kvmesh.storeclient.holding import Place
-from kvmesh.storeclient.memory import Buffer
-from kvmesh.storeclient.moving import Moved
-from kvmesh.storeclient.own_keys import Ref
-from kvmesh.storeclient.prefetching import Policy
-from kvmesh.storeclient.reading import Got
+from kvmesh.storeclient.memory import Buffer, Source, Target
+from kvmesh.storeclient.naming import Ref
+from kvmesh.storeclient.reading.leased import Got
 from kvmesh.storeclient.writing import Put
 
 T = TypeVar("T")

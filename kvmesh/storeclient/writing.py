@@ -15,6 +15,7 @@ from functools import partial
 
 import xxhash
 
+from kvmesh.blockservice.peers import Peer
 from kvmesh.errors import (
     DeadlinePassed,
     InvalidRequest,
@@ -25,15 +26,14 @@ from kvmesh.errors import (
     Unavailable,
     UnknownInstance,
 )
+from kvmesh.kvcache.size_classes import BYTES
 from kvmesh.rpc import status
 from kvmesh.rpc.pb import blocks_pb2 as pb
-from kvmesh.storeclient.calls import every
-from kvmesh.storeclient.choice import Holder, Replica
+from kvmesh.storeclient.calls import every, in_thread
 from kvmesh.storeclient.context import ClientContext
-from kvmesh.storeclient.lease import LAYOUT
-from kvmesh.storeclient.memory import INLINE_COPY, Data, Span, Staged, copy, in_thread
-from kvmesh.storeclient.peers import Peer
-from kvmesh.storeclient.placement import Candidate, order, takes
+from kvmesh.storeclient.memory import INLINE_COPY, Data, Span, Staged, copy
+from kvmesh.storeclient.placement import PoolCandidate, order, takes
+from kvmesh.storeclient.replicas import Holder, Replica
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class WriteStats:
     refused: int = 0  # calls that a node refused or gave no answer to
 
 
-class Writer:
+class BlockWriter:
     """All puts of one client. On the event loop."""
 
     def __init__(self, context: ClientContext) -> None:
@@ -174,10 +174,10 @@ class Writer:
             await self._at(node, [blocks[i] for i in open_], [puts[i] for i in open_], wish, node is nodes[-1])
         return puts
 
-    async def _pools(self, largest: int, deadline: float) -> list[Candidate]:
+    async def _pools(self, largest: int, deadline: float) -> list[PoolCandidate]:
         """All nodes, one of which at least takes such a block; a master that has not heard from all is asked again."""
 
-        def able(nodes: Sequence[Candidate]) -> bool:
+        def able(nodes: Sequence[PoolCandidate]) -> bool:
             return any(takes(node, largest) for node in nodes)
 
         pools = await self._directory.pools(max(deadline - time.monotonic(), 0.001), able)
@@ -193,16 +193,16 @@ class Writer:
         why = f"none of {len(pools)} pool nodes takes so much in one, the largest has {most:,} bytes in all"
         raise InvalidRequest(f"data: {largest:,} bytes: {why}; start one with {start} --memory-mb N`", field="data")
 
-    def _is_stalled(self, node: Candidate) -> bool:
+    def _is_stalled(self, node: PoolCandidate) -> bool:
         return self._stalled.get((node.store_id, node.incarnation), 0.0) > time.monotonic()
 
-    def _note_stalled(self, node: Candidate) -> None:
+    def _note_stalled(self, node: PoolCandidate) -> None:
         now = time.monotonic()
         self._stalled = {life: until for life, until in self._stalled.items() if until > now}
         self._stalled[node.store_id, node.incarnation] = now + STALLED_S
 
     async def _at(
-        self, node: Candidate, blocks: Sequence[Block], puts: Sequence[Put], wish: PutOptions, last: bool
+        self, node: PoolCandidate, blocks: Sequence[Block], puts: Sequence[Put], wish: PutOptions, last: bool
     ) -> None:
         """What it takes and why not the rest goes to `puts`. `last`: nobody is asked after it, so it has all the time.
         Raises InvalidRequest alone."""
@@ -250,7 +250,7 @@ class Writer:
         return within_s if last else min(within_s, self._config.put_stall_ms / 1000 + nbytes / SLOW_BYTES_PER_S)
 
     async def _ask(
-        self, peer: Peer, node: Candidate, blocks: Sequence[Block], wish: PutOptions, within_s: float, last: bool
+        self, peer: Peer, node: PoolCandidate, blocks: Sequence[Block], wish: PutOptions, within_s: float, last: bool
     ) -> pb.PutBlocksResponse:
         """One Put, again with our descriptor when the node wants it."""
         until = time.monotonic() + within_s
@@ -272,7 +272,7 @@ class Writer:
             raise DeadlinePassed("no time is left for it")
         request = pb.PutBlocksRequest(
             keys=b"".join(block.key for block in blocks),
-            layout=LAYOUT,
+            layout=BYTES,
             segment=self._engine.name,
             segment_descriptor=descriptor,
             offset=[block.span.offset for block in blocks],
@@ -291,7 +291,7 @@ class Writer:
         return answer
 
 
-def _refuse(put: Put, node: Candidate, error: KvmeshError) -> None:
+def _refuse(put: Put, node: PoolCandidate, error: KvmeshError) -> None:
     """Of several refusals the one counts that tells most of what to do: that a node is full, then that one could not be
     asked, then that too much is pinned at one."""
     if put.error is not None and _rank(error) < _rank(put.error):

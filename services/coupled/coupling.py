@@ -15,9 +15,9 @@ Each brain decides as it does alone; what joins them is here, and all of it:
 from __future__ import annotations
 
 from kvmesh.errors import KvmeshError, Unavailable
-from kvmesh.kvcache.cached_pages import CachedPages
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool
+from kvmesh.kvcache.prefix_cache import CachedPages
 from kvmesh.ranks import protocol as m
 from kvmesh.rpc.pb import common_pb2 as pb
 from services.decode import inputs as i

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,28 @@ async def test_what_is_sealed_at_a_is_pulled_into_b(transport: str) -> None:
         await a.fill(b, again)
         assert (await r.ended(r.pull(again, [a.range_of(0, 1)]))).arrived == (0,)
         await r.check(b, again)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_a_node_calls_its_holders_by_the_fast_path(transport: str) -> None:
+    """Over a Unix socket only where the node's own transports have shm."""
+    keys = keys_of(*range(4))
+    async with bench() as b, node("a", transports=(transport,)) as a, node("b", transports=(transport,)) as r:
+        assert a.blocks is not None and r.blocks is not None
+        await a.blocks.fast_paths.open("127.0.0.1", 0)
+        await a.fill(b, keys)
+        assert (await r.ended(r.pull(keys[:1], [a.range_of(0, 1)]))).arrived == (0,)
+        peer = r.blocks._peers._peers[a.address]
+        await until(lambda: peer.calls.by_door)
+        path = peer.calls._fast_path
+        assert path is not None and path._transport is not None
+        family = path._transport.get_extra_info("socket").family
+        assert family == (socket.AF_UNIX if transport == "shm" else socket.AF_INET)
+        await a.server.stop(0)  # type: ignore[union-attr]  # nobody answers over gRPC any more
+        assert (await r.ended(r.pull(keys[1:], [a.range_of(0, 3)]))).arrived == (0, 1, 2)
+        await r.check(b, keys)
+        await until(lambda: a.store.stats.leases == 0)
+        all_back(a, r)
 
 
 async def test_disjoint_ranges_of_two_holders_and_one_that_knows_less_than_was_said() -> None:

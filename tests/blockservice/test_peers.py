@@ -8,26 +8,26 @@ import pytest
 
 from kvmesh.blockservice import peers as peers_module
 from kvmesh.blockservice.peer_segments import PeerSegments
-from kvmesh.blockservice.peers import Peers
+from kvmesh.blockservice.peers import PeerPool
 from kvmesh.errors import TransferError
 from kvmesh.ranks import protocol as m
 from tests.blockservice.test_peer_segments import Ear, descriptor
 
 
 @pytest.fixture
-async def peers() -> AsyncIterator[Peers]:
-    made = Peers(PeerSegments([Ear()]))
+async def peers() -> AsyncIterator[PeerPool]:
+    made = PeerPool(PeerSegments([Ear()]), ("shm", "tcp"))
     yield made
     await made.close()
 
 
-def heard(peers: Peers) -> list[m.ToRank]:
+def heard(peers: PeerPool) -> list[m.ToRank]:
     (ear,) = peers._segments._ranks
     assert isinstance(ear, Ear)
     return ear.heard
 
 
-async def test_a_peer_is_kept_and_its_segments_with_it(peers: Peers) -> None:
+async def test_a_peer_is_kept_and_its_segments_with_it(peers: PeerPool) -> None:
     async with peers.use("h:1") as first:
         assert peers.learn(first, ("a", 5), [descriptor("a@5")]) == ("a@5",)
     async with peers.use("h:1") as again:
@@ -38,7 +38,7 @@ async def test_a_peer_is_kept_and_its_segments_with_it(peers: Peers) -> None:
     assert m.CloseSegment("a@6") not in heard(peers)
 
 
-async def test_a_forgotten_peer_is_closed_by_its_last_user(peers: Peers) -> None:
+async def test_a_forgotten_peer_is_closed_by_its_last_user(peers: PeerPool) -> None:
     async with peers.use("h:1") as one:
         peers.learn(one, ("a", 5), [descriptor("a@5")])
         async with peers.use("h:1") as same:
@@ -50,7 +50,7 @@ async def test_a_forgotten_peer_is_closed_by_its_last_user(peers: Peers) -> None
     assert heard(peers).count(m.CloseSegment("a@5")) == 1
 
 
-async def test_there_are_not_more_than_so_many(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_there_are_not_more_than_so_many(peers: PeerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers_module, "MAX_PEERS", 3)
     async with peers.use("busy:1"):
         for i in range(10):
@@ -64,7 +64,7 @@ async def test_there_are_not_more_than_so_many(peers: Peers, monkeypatch: pytest
     ], "the least recently used go first"
 
 
-async def test_idle_ones_go_with_time(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_ones_go_with_time(peers: PeerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     async with peers.use("h:1"):
         pass
     peers.tidy()
@@ -77,7 +77,7 @@ async def test_idle_ones_go_with_time(peers: Peers, monkeypatch: pytest.MonkeyPa
     assert len(peers) == 0
 
 
-async def test_a_bad_descriptor_opens_none_of_them(peers: Peers) -> None:
+async def test_a_bad_descriptor_opens_none_of_them(peers: PeerPool) -> None:
     async with peers.use("h:1") as peer:
         with pytest.raises(TransferError):
             peers.learn(peer, ("a", 5), [descriptor("a@5"), b"nonsense"])

@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager
 from kvmesh.errors import KvmeshError, Unavailable
 from kvmesh.storeclient.client import StoreClient
 from kvmesh.storeclient.config import ClientConfig
-from kvmesh.storeclient.local_reads import LocalReadPlan
 from kvmesh.storeclient.memory import Buffer
-from kvmesh.storeclient.reading import Got as Read
+from kvmesh.storeclient.reading.leased import Got as Read
+from kvmesh.storeclient.reading.local import LocalReadPlan
 from kvmesh.storeclient.writing import Pin, Put
 from kvmesh.transfer import TransferEngine
 from tests.chaos.workload import Got
@@ -146,14 +146,14 @@ class NearDriver(ClientDriver):
 
 def _dawdle(client: StoreClient, rng: random.Random) -> None:
     """Sometimes it is interrupted between looking a block up and copying it, as a process may be at any time."""
-    read = client._near.read
+    read = client._reader.local.read
 
     async def interrupted(plan: LocalReadPlan) -> list[Read | None]:
         if rng.random() < DAWDLES:
             await asyncio.sleep(rng.uniform(0, DAWDLE_S))
         return await read(plan)
 
-    client._near.read = interrupted  # type: ignore[method-assign]
+    client._reader.local.read = interrupted  # type: ignore[method-assign]
 
 
 def holder_of(done: Put) -> str:

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from kvmesh.kvcache.cached_pages import CachedPages
+from kvmesh.kvcache.prefix_cache import CachedPages
 from services.coupled import coupling
 from services.coupled.coupling import Coupling
 from services.prefill import events as ev

@@ -42,12 +42,12 @@ class Machine(RuleBasedStateMachine):
                 self.naive.admit(key, length)
             for _ in range(uses):
                 order.use(key, length)
-            order.put(key)
+            order.mark_idle(key)
 
     @rule(key=KEYS)
     def taken(self, key: int) -> None:
         for order in (self.real, self.naive):
-            order.take(key)
+            order.mark_busy(key)
 
     @rule(keys=st.lists(KEYS, max_size=6), use=st.booleans())
     def touched(self, keys: list[int], use: bool) -> None:
@@ -60,26 +60,26 @@ class Machine(RuleBasedStateMachine):
             order.forget(key)
 
     @rule(keys=st.lists(KEYS, max_size=3))
-    def cooled(self, keys: list[int]) -> None:
+    def preferred(self, keys: list[int]) -> None:
         for key in keys:
             for order in (self.real, self.naive):
-                order.cool(key)
+                order.evict_first(key)
 
     @rule(keys=st.lists(KEYS, max_size=4), elsewhere=st.booleans())
-    def copied(self, keys: list[int], elsewhere: bool) -> None:
+    def set_replicated(self, keys: list[int], elsewhere: bool) -> None:
         for key in [key for key in keys if key in self.naive.entries]:
             for order in (self.real, self.naive):
-                order.copied(key, elsewhere)
+                order.set_replicated(key, elsewhere)
 
-    @rule(keys=st.lists(KEYS, max_size=4), spared=st.sampled_from([True, True, False]))
-    def spared(self, keys: list[int], spared: bool) -> None:
+    @rule(keys=st.lists(KEYS, max_size=4), protected=st.sampled_from([True, True, False]))
+    def protected(self, keys: list[int], protected: bool) -> None:
         for key in [key for key in keys if key in self.naive.entries]:
             for order in (self.real, self.naive):
-                order.spare(key, spared)
+                order.protect(key, protected)
 
-    @rule(n=st.sampled_from([0, 1, 1, 2, 9]), spared=st.booleans())
-    def evicted(self, n: int, spared: bool) -> None:
-        assert self.real.evict(n, spared=spared) == self.naive.evict(n, spared)
+    @rule(n=st.sampled_from([0, 1, 1, 2, 9]), protected=st.booleans())
+    def evicted(self, n: int, protected: bool) -> None:
+        assert self.real.evict(n, protected=protected) == self.naive.evict(n, protected)
 
     @invariant()
     def agrees(self) -> None:
@@ -87,7 +87,7 @@ class Machine(RuleBasedStateMachine):
         order = self.naive.order()
         assert list(self.real) == order
         assert len(self.real) == len(order)
-        assert self.real.spared == len(order) - len(self.naive.order(spared=False))
+        assert self.real.protected == len(order) - len(self.naive.order(protected=False))
         assert [key in self.real for key in range(6)] == [key in order for key in range(6)]
 
     def teardown(self) -> None:
@@ -108,13 +108,13 @@ def test_it_does_what_the_words_say(policy: str, monkeypatch: pytest.MonkeyPatch
 class FirstIn(LruOrder[int]):
     """A use leaves a block where it is."""
 
-    def put(self, key: int) -> None:
+    def mark_idle(self, key: int) -> None:
         if key not in self:
-            super().put(key)
+            super().mark_idle(key)
 
 
 class Undying(LengthOrder[int]):
-    """What was dear once stays: no life."""
+    """What was dear once stays: no age."""
 
     ages = False
 
@@ -130,14 +130,14 @@ class Remembers(LfuOrder[int]):
 
 
 class TrustsItsHeap(LengthOrder[int]):
-    """The lane whose head was lowest once is taken to be lowest still."""
+    """The queue whose head was lowest once is taken to be lowest still."""
 
-    def _first(self, spared: bool) -> int | None:
+    def _first(self, protected: bool) -> int | None:
         for heads in self._heads:
             for _, number in heads:
-                if self._lanes[number] and not self._cooled:
-                    return next(iter(self._lanes[number]))
-        return super()._first(spared)
+                if self._queues[number] and not self._preferred:
+                    return next(iter(self._queues[number]))
+        return super()._first(protected)
 
 
 class ForgetsLengths(LengthOrder[int]):
@@ -152,24 +152,24 @@ class ForgetsLengths(LengthOrder[int]):
 class DeafToCopies(LruOrder[int]):
     """A copy elsewhere changes nothing until the next use."""
 
-    def copied(self, key: int, elsewhere: bool) -> None:
-        (self._copied.add if elsewhere else self._copied.discard)(key)
+    def set_replicated(self, key: int, elsewhere: bool) -> None:
+        (self._replicated.add if elsewhere else self._replicated.discard)(key)
 
 
 class LiftsCopies(LengthOrder[int]):
     """What has a copy is placed as if used now, even where that is higher."""
 
-    def copied(self, key: int, elsewhere: bool) -> None:
-        super().copied(key, elsewhere)
-        if key in self and key not in self._cooled:
-            self.put(key)
+    def set_replicated(self, key: int, elsewhere: bool) -> None:
+        super().set_replicated(key, elsewhere)
+        if key in self and key not in self._preferred:
+            self.mark_idle(key)
 
 
 class SparesNobody(LruOrder[int]):
-    """Without others at hand it takes spared ones, asked or not."""
+    """Without others at hand it takes protected ones, asked or not."""
 
-    def evict(self, n: int, *, spared: bool = True) -> list[int]:
-        return super().evict(n, spared=True)
+    def evict(self, n: int, *, protected: bool = True) -> list[int]:
+        return super().evict(n, protected=True)
 
 
 BROKEN = [
@@ -188,7 +188,8 @@ BROKEN = [
 @pytest.mark.slow
 def test_a_broken_order_is_found(broken: type[Order], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Machine, "made", staticmethod(lambda policy, block_tokens: broken(block_tokens)))
-    monkeypatch.setattr(Machine, "policies", (broken.name,))
+    policy = {LruOrder: "lru", LfuOrder: "lfu", LengthOrder: "length"}[broken.__mro__[1]]
+    monkeypatch.setattr(Machine, "policies", (policy,))
     found = settings(
         SETTINGS,
         max_examples=3_000,
@@ -209,10 +210,10 @@ def filled(policy: str, keys: str, uses: str = "") -> EvictionOrder[str]:
     for key in keys:
         order.admit(key)
         order.use(key)
-        order.put(key)
+        order.mark_idle(key)
     for key in uses:
         order.use(key)
-        order.put(key)
+        order.mark_idle(key)
     return order
 
 
@@ -225,11 +226,11 @@ def test_a_long_prompt_outlives_a_short_one_but_not_for_ever() -> None:
     order: EvictionOrder[str] = make_order("length")
     for key, length in (("long", 1024), ("short", 1), ("short too", 1)):
         order.admit(key, length)
-        order.put(key)
+        order.mark_idle(key)
     assert list(order) == ["short", "short too", "long"]
     for turn in range(9):  # each goes as soon as it has come, until the long one's turn comes
         order.admit(str(turn), 1)
-        order.put(str(turn))
+        order.mark_idle(str(turn))
         if order.evict(1) == ["long"]:
             break
     else:
@@ -240,37 +241,37 @@ def test_what_was_cooled_goes_without_ageing_the_others() -> None:
     order: EvictionOrder[str] = make_order("length")
     for key, length in (("long", 1024), *((str(turn), 1) for turn in range(99))):
         order.admit(key, length)
-        order.put(key)
+        order.mark_idle(key)
     for turn in range(99):
-        order.cool(str(turn))
+        order.evict_first(str(turn))
         assert order.evict(1) == [str(turn)]
     order.admit("short")
-    order.put("short")
+    order.mark_idle("short")
     assert list(order) == ["short", "long"]
 
 
 def test_a_copy_elsewhere_lets_a_block_go_earlier_and_not_at_any_price() -> None:
     order = filled("lru", "abcd")
-    order.copied("d", True)
+    order.set_replicated("d", True)
     assert list(order) == ["d", "a", "b", "c"]
     assert order.evict(1) == ["d"]
     for turn in "efghij":  # a turnover later, a copied block that is used again and again still stays
-        order.copied("c", True)
+        order.set_replicated("c", True)
         order.use("c")
-        order.put("c")
+        order.mark_idle("c")
         order.admit(turn)
-        order.put(turn)
+        order.mark_idle(turn)
         assert order.evict(1) != ["c"]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_was_told_outlasts_a_use(policy: str) -> None:
     order = filled(policy, "abcd")
-    order.copied("d", True)
-    order.spare("a", True)
+    order.set_replicated("d", True)
+    order.protect("a", True)
     for key in "ad":
-        order.take(key)
-        order.put(key)
+        order.mark_busy(key)
+        order.mark_idle(key)
     assert list(order) == ["d", "b", "c", "a"]
     order.touch("da")
     assert list(order)[-1] == "a"
@@ -280,8 +281,8 @@ def test_a_copied_block_that_stayed_in_its_place_has_half_the_price_after_its_ne
     order = filled("lru", "abc")
     assert order.evict(1) == ["a"]
     order.admit("d")
-    order.put("d")
-    order.copied("b", True)  # b would go first anyway, and stays where it is
+    order.mark_idle("d")
+    order.set_replicated("b", True)  # b would go first anyway, and stays where it is
     assert list(order) == ["b", "c", "d"]
     order.touch("b")
     assert list(order) == ["c", "b", "d"]
@@ -304,10 +305,10 @@ def churn(order: Order, blocks: int, rounds: int) -> None:
         used = rng.randrange(blocks)
         order.touch((used,))
         if used in order:
-            order.copied(used, new % 3 == 0)
+            order.set_replicated(used, new % 3 == 0)
         order.evict(1)
         order.admit(new, 1 + new % 200)
-        order.put(new)
+        order.mark_idle(new)
 
 
 def cost(make: Callable[[], Order], blocks: int) -> float:
@@ -315,7 +316,7 @@ def cost(make: Callable[[], Order], blocks: int) -> float:
     order = make()
     for key in range(blocks):
         order.admit(key, 1 + key % 200)
-        order.put(key)
+        order.mark_idle(key)
     return lines(lambda: churn(order, blocks, 2_000)) / 2_000
 
 
@@ -329,12 +330,12 @@ def test_an_operation_costs_the_same_at_any_size(policy: str) -> None:
 class Sorts(LruOrder[int]):
     """Looks at every block to find the first one."""
 
-    def _first(self, spared: bool) -> int | None:
+    def _first(self, protected: bool) -> int | None:
         first = None
-        for lane in self._lanes.values():
-            for key, place in lane.items():
-                if first is None or place < first[0]:
-                    first = (place, key)
+        for queue in self._queues.values():
+            for key, priority in queue.items():
+                if first is None or priority < first[0]:
+                    first = (priority, key)
         return first and first[1]
 
 

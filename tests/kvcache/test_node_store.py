@@ -252,7 +252,7 @@ def test_room_for_a_chain_never_comes_from_itself_under_any_policy(policy: str) 
     fill(store, "ab")
     for _ in range(5):
         fill(store, "x")
-    store.cool(chain("ab"))
+    store.evict_first(chain("ab"))
     store.replicated(chain("ab"))
     assert store.begin(chain("abcd")) == [None, None, 2, 3]
     assert store.peek(chain("ab")) == 2 and not store.holds(chain("x")[0])
@@ -285,7 +285,7 @@ def test_who_copies_blocks_elsewhere_hears_of_each_and_borrows_them_uncounted() 
     assert len(store.allocate(2)) == store.free + 2, "what is lent is not evicted"
     store.release(lent)
     assert (store.stats.hits, store.stats.misses, store.stats.idle) == (0, 0, 2)
-    store.cool([keys[0]])
+    store.evict_first([keys[0]])
     assert store.coldest(2) == [keys[0], keys[2]]
     with pytest.raises(KeyError):
         store.borrow(chain("x"))

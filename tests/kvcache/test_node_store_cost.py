@@ -52,7 +52,7 @@ def work(store: NodeStore, blocks: int) -> dict[str, Callable[[], None]]:
             store.pin(known, 10, now=0)
             store.pin_hard(known[:5])
             store.replicated(known[50:])
-            store.cool(known[60:])
+            store.evict_first(known[60:])
             store.coldest(20)
             store.unpin(known)
 

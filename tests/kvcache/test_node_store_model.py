@@ -125,22 +125,22 @@ class PinsForEver(NodeStore):
     """A soft pin does not end."""
 
     def expire(self, now: int, most: int | None = None) -> int:
-        self._order.spare = lambda key, spared: None  # type: ignore[method-assign]
+        self._order.protect = lambda key, protected: None  # type: ignore[method-assign]
         return super().expire(now, most)
 
 
 class TrimsPinned(NodeStore):
     """The watermark does not know soft pins."""
 
-    def _evict(self, n: int, *, spared: bool = True) -> int:
-        return super()._evict(n, spared=True)
+    def _evict(self, n: int, *, protected: bool = True) -> int:
+        return super()._evict(n, protected=True)
 
 
 class GuardsPinned(NodeStore):
     """Soft pins hold even when nothing else is left."""
 
-    def _evict(self, n: int, *, spared: bool = True) -> int:
-        return super()._evict(n, spared=False)
+    def _evict(self, n: int, *, protected: bool = True) -> int:
+        return super()._evict(n, protected=False)
 
 
 class LosesPinnedExtents(NodeStore):

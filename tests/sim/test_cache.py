@@ -44,7 +44,7 @@ def brute_force(asked: Sequence[Sequence[int]], policy: str, capacity: int | Non
                     evicted += len(order.evict(1))
                 order.admit(block, len(ids))
             order.use(block, len(ids))
-            order.put(block)
+            order.mark_idle(block)
     return hits, evicted
 
 

@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import pytest
 
+from kvmesh.blockservice.peers import PeerPool
+from kvmesh.blockservice.reader_lease import ReaderLease, Releases
 from kvmesh.errors import KvmeshError, Unavailable
 from kvmesh.rpc.pb import blocks_pb2 as pb
-from kvmesh.storeclient.lease import Lease, Releases
-from kvmesh.storeclient.peers import Peers
 
 
 class Holder:
@@ -29,6 +29,9 @@ class Holder:
     async def use(self, address: str) -> AsyncIterator[Any]:
         yield self.peer
 
+    def forget(self, peer: Any) -> None:
+        self.forgotten = True
+
     async def _call(self, method: str, request: pb.ReleaseBlocksRequest, timeout_s: float) -> Any:
         ids = [request.lease_id, *request.also]
         self.calls.append(ids)
@@ -37,13 +40,13 @@ class Holder:
             raise self.answer
         return pb.ReleaseBlocksResponse(held=bytes(each % 2 for each in ids)) if self.answer is None else self.answer
 
-    def lease(self, lease_id: int) -> Lease:
-        return Lease(cast(Any, self.peer), lease_id, 0, 0, "", [], {}, {})
+    def lease(self, lease_id: int) -> ReaderLease:
+        return ReaderLease(cast(Any, self.peer), lease_id, 0)
 
 
 async def test_those_who_wait_share_the_next_call_and_each_hears_its_own() -> None:
     holder = Holder()
-    releases = Releases(cast(Peers, holder))
+    releases = Releases(cast(PeerPool, holder))
     waits = [asyncio.ensure_future(releases.confirm(holder.lease(number))) for number in range(1, 6)]
     await asyncio.sleep(0)
     holder.go.set()
@@ -59,7 +62,7 @@ async def test_a_holder_that_does_not_say_so_has_not_confirmed(answer: Any) -> N
     """An older one, one that says too much, one that is away."""
     holder = Holder(answer)
     holder.go.set()
-    releases = Releases(cast(Peers, holder))
+    releases = Releases(cast(PeerPool, holder))
     lease = holder.lease(1)
     assert not await releases.confirm(lease)
     assert not await releases.confirm(lease), "it is given back once"
@@ -69,7 +72,7 @@ async def test_a_holder_that_does_not_say_so_has_not_confirmed(answer: Any) -> N
 
 async def test_whoever_waits_when_the_client_closes_is_told() -> None:
     holder = Holder()
-    releases = Releases(cast(Peers, holder))
+    releases = Releases(cast(PeerPool, holder))
     waits = [asyncio.ensure_future(releases.confirm(holder.lease(number))) for number in (1, 3)]
     await asyncio.sleep(0)
     await releases.close()

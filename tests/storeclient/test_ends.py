@@ -14,11 +14,11 @@ from kvmesh.errors import DeadlinePassed, TransferError, Unavailable
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.storeclient import StoreClient, SyncStoreClient, memory
 from kvmesh.storeclient.calls import every, turn
-from kvmesh.storeclient.choice import Holder, Replica
-from kvmesh.storeclient.client import LOOK_S
 from kvmesh.storeclient.config import ClientConfig
-from kvmesh.storeclient.memory import Memory
-from kvmesh.storeclient.reading import REBUILD_S
+from kvmesh.storeclient.memory import ClientMemory
+from kvmesh.storeclient.reading.leased import REBUILD_S
+from kvmesh.storeclient.reading.reader import LOOK_S
+from kvmesh.storeclient.replicas import Holder, Replica
 from kvmesh.transfer import EngineConfig, TransferEngine
 from services.store.config import StoreConfig
 from services.store.main import run as run_store
@@ -55,7 +55,7 @@ async def test_a_copy_that_is_cancelled_has_ended(monkeypatch: pytest.MonkeyPatc
 async def test_memory_that_nobody_waits_for_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = TransferEngine("client:ends", EngineConfig(transports=("tcp",)))
     try:
-        own = Memory(engine, MIB)
+        own = ClientMemory(engine, MIB)
         regions = len(engine.local_descriptor().regions)
         going, began, allocate = threading.Event(), threading.Event(), engine.allocate
 
@@ -235,7 +235,7 @@ async def test_memory_that_a_frozen_node_still_reads_stalls_nobody(monkeypatch: 
     again."""
     engine = TransferEngine("client:frozen", EngineConfig(transports=("tcp",)))
     try:
-        own = Memory(engine, MIB)
+        own = ClientMemory(engine, MIB)
         regions = len(engine.local_descriptor().regions)
         unregister, loop_thread, frozen = engine.unregister_memory, threading.get_ident(), True
 

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.blockservice import fastpath as node_doors
+from kvmesh.blockservice import servicer as node_doors
+from kvmesh.blockservice.peers import ways
 from kvmesh.errors import ConfigError, DeadlinePassed, KvmeshError, Unavailable
 from kvmesh.pool import pool
 from kvmesh.pool.config import PoolConfig
@@ -26,7 +27,6 @@ from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
 from kvmesh.rpc.security import Security
 from kvmesh.storeclient import StoreClient
 from kvmesh.storeclient.config import ClientConfig
-from kvmesh.storeclient.peers import ways
 from kvmesh.transfer.segment import machine_id, network_id
 from tests.support.services import running, until
 from tests.support.store_clients import MIB, Stores, stores, values

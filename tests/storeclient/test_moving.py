@@ -12,7 +12,7 @@ import pytest
 from kvmesh.errors import InvalidRequest
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
-from kvmesh.storeclient import ClientConfig, Moved, Pin, StoreClient, SyncStoreClient, content_key, moving
+from kvmesh.storeclient import ClientConfig, Moved, Pin, StoreClient, SyncStoreClient, content_key, copying
 from kvmesh.telemetry import names
 from tests.support.nodes import stub
 from tests.support.services import until
@@ -30,7 +30,7 @@ def three() -> Iterator[Stores]:
 
 @pytest.fixture(autouse=True)
 def short_guard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moving, "GUARD_MS", GUARD_MS)
+    monkeypatch.setattr(copying, "GUARD_MS", GUARD_MS)
 
 
 @contextlib.asynccontextmanager

@@ -18,7 +18,7 @@ from kvmesh.pool import shared_index as index
 from kvmesh.rpc import channels
 from kvmesh.rpc.pb import blocks_pb2, blocks_pb2_grpc
 from kvmesh.storeclient import ClientConfig, StoreClient, SyncStoreClient, content_key
-from kvmesh.storeclient import local_reads as near
+from kvmesh.storeclient.reading import local as near
 from tests.support.services import until
 from tests.support.store_clients import MIB, Stores, stores, values
 from tests.support.threads import in_thread
@@ -46,7 +46,7 @@ async def near_by(client: StoreClient, nodes: int = 1) -> None:
     """Until it has found them: it looks for whoever has answered it."""
 
     async def found() -> bool:
-        return client._near.nodes == nodes
+        return client._reader.local.nodes == nodes
 
     await until(found)
 
@@ -183,7 +183,7 @@ async def test_a_reader_that_stands_still_while_its_block_is_evicted_has_a_miss(
             data = values(size + other + copied_before, size)[0]
             key = await client.put(data)
             await near_by(client)
-            plan = client._near.plan([key], [target])
+            plan = client._reader.local.plan([key], [target])
             assert plan is not None and plan.places[0] is not None
             if copied_before:
                 near._copy(plan.places[0], target)
@@ -194,7 +194,7 @@ async def test_a_reader_that_stands_still_while_its_block_is_evicted_has_a_miss(
                     break
                 await _fill(filler, size * other + 40 * copied_before + seed, other, 8 * MIB // other)
             assert bytes(node.memory[where : where + size]) != data, "it was to be somebody else's"
-            got = client._near._result(plan, None) if copied_before else client._near.read_here(plan)
+            got = client._reader.local._result(plan, None) if copied_before else client._reader.local.read_here(plan)
             assert got == [None]
             assert await client.get(key) is None
 

@@ -77,7 +77,7 @@ async def test_a_frozen_node_is_not_believed_for_long_and_a_dead_one_not_at_all(
         target = client.allocate(4 * MIB).span()
 
         async def here() -> bool:
-            return client._near.plan(keys, None) is not None
+            return client._reader.local.plan(keys, None) is not None
 
         async def not_here() -> bool:
             return not await here()
@@ -89,11 +89,11 @@ async def test_a_frozen_node_is_not_believed_for_long_and_a_dead_one_not_at_all(
         node.signal(signal.SIGCONT, front)
         await until(here)
         assert (await client.get_into(keys[1], target)).here and bytes(target.memory[: 3 * MIB]) == datas[1]
-        plan = client._near.plan(keys, None)
+        plan = client._reader.local.plan(keys, None)
         assert plan is not None
         await node.kill()
         before = hits(client)
-        assert client._near.read_here(plan) == [None, None], "nothing else of it counts from its end on"
+        assert client._reader.local.read_here(plan) == [None, None], "nothing else of it counts from its end on"
         with contextlib.suppress(KvmeshError):
             assert await client.get(keys[0], timeout_ms=500) is None
         assert hits(client) == before

@@ -32,8 +32,7 @@ from kvmesh.errors import (
 )
 from kvmesh.pool import pool
 from kvmesh.pool.config import PoolConfig
-from kvmesh.storeclient import ClientConfig, Pin, Policy, StoreClient, SyncStoreClient, memory, naming
-from kvmesh.storeclient import own_keys as ownkeys
+from kvmesh.storeclient import ClientConfig, Pin, Policy, StoreClient, SyncStoreClient, content_key, memory, naming
 from services.store.config import StoreConfig
 from services.store.main import run as run_store
 from tests.chaos.network import Loopback
@@ -280,7 +279,7 @@ async def test_a_put_that_is_not_done_in_time_is_deadline_passed() -> None:
 async def test_what_no_node_can_hold_is_refused_before_a_byte_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     async with stores("a", memory_mb=8) as one, one.client() as client:
         touched: list[str] = []
-        monkeypatch.setattr(ownkeys, "content_key", lambda *args: touched.append("hashed"))
+        monkeypatch.setattr(naming, "content_key", lambda *args: touched.append("hashed"))
         monkeypatch.setattr(client._memory, "stage", lambda *args: touched.append("staged"))
         large = np.zeros(3 << 30, np.uint8)  # of which no page is there yet
         with pytest.raises(InvalidRequest, match=r"data: 3,221,225,472 bytes: .* the largest has 8,388,608") as caught:
@@ -533,14 +532,14 @@ async def test_large_values_are_hashed_and_copied_off_the_event_loop(monkeypatch
 
     def hash_(data: Any, namespace: str = "") -> bytes:
         hashed.setdefault(len(data), []).append(threading.get_ident() == here)
-        return naming.content_key(data, namespace)
+        return content_key(data, namespace)
 
     def move(to: Any, of: Any, nbytes: int) -> Any:
         copied.append(threading.get_ident() == here)
         return memmove(to, of, nbytes)
 
     memmove = memory.ctypes.memmove
-    monkeypatch.setattr(ownkeys, "content_key", hash_)
+    monkeypatch.setattr(naming, "content_key", hash_)
     async with stores("a", memory_mb=64) as one, one.client(transports="tcp") as client:
         small, large = values(4, 1000, 8 * MIB)
         keys = [await client.put(small), await client.put(large)]

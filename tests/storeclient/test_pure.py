@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from kvmesh.errors import ConfigError, InvalidRequest
 from kvmesh.kvcache.keys import tenant_tag
 from kvmesh.kvcache.tiers import Tier
-from kvmesh.storeclient import gather, hints, placement
-from kvmesh.storeclient.choice import Holder, ReaderLocation, Replica, order, share_out
+from kvmesh.storeclient import placement, replicas
 from kvmesh.storeclient.config import ClientConfig
-from kvmesh.storeclient.gather import GATHER_BELOW, Shard
-from kvmesh.storeclient.naming import Grants, check_name, content_key, granted_key
-from kvmesh.storeclient.placement import Candidate
+from kvmesh.storeclient.naming import GrantedKeys, check_name, content_key, granted_key
+from kvmesh.storeclient.placement import PoolCandidate
+from kvmesh.storeclient.reading import leased
+from kvmesh.storeclient.reading.leased import GATHER_BELOW, Shard
+from kvmesh.storeclient.replicas import Holder, ReaderLocation, Replica, order, share_out
 from kvmesh.storeclient.writing import PUT_BLOCKS, _portions
 
 HERE = ReaderLocation("me", frozenset({"10.0.0.1"}))
@@ -39,7 +40,7 @@ def test_keys_tell_contents_and_namespaces_apart() -> None:
 
 @given(st.lists(st.integers(1, 300), max_size=12), st.integers(0, 5))
 def test_granted_keys_are_given_out_once(takes: list[int], term: int) -> None:
-    grants, next_number, seen = Grants(tenant_tag("t"), most=256), 0, set()
+    grants, next_number, seen = GrantedKeys(tenant_tag("t"), most=256), 0, set()
     for n in takes:
         while count := grants.wanted(n):
             grants.add(term, next_number, count)
@@ -105,12 +106,12 @@ def test_who_has_failed_for_a_key_is_not_asked_for_it_again() -> None:
 # ── where a put goes ─────────────────────────────────────────────────────────────────────────────
 
 
-def pool(name: str, free: int, node: str = "", draining: bool = False, capacity: int = 1000) -> Candidate:
-    return Candidate(name, f"{name}:1", node, 1, free, capacity, draining)
+def pool(name: str, free: int, node: str = "", draining: bool = False, capacity: int = 1000) -> PoolCandidate:
+    return PoolCandidate(name, f"{name}:1", node, 1, free, capacity, draining)
 
 
 def test_local_first_while_there_is_room() -> None:
-    def first(*nodes: Candidate, policy: str = "local", nbytes: int = 10) -> set[str]:
+    def first(*nodes: PoolCandidate, policy: str = "local", nbytes: int = 10) -> set[str]:
         return {placement.order(nodes, policy, nbytes, nbytes, "me", random.Random(s))[0].store_id for s in range(50)}
 
     assert first(pool("near", 100, "me"), pool("far", 1000)) == {"near"}
@@ -158,27 +159,27 @@ def test_every_block_is_read_once_and_lies_in_its_run(pieces: list[tuple[int, in
         shards.append(Shard(i, at, nbytes))
         at += nbytes
     random.Random(len(pieces)).shuffle(shards)
-    direct, gathered = gather.plan(shards)
+    direct, gathered = leased.plan(shards)
     inside = [shard for run in gathered for shard in run.shards]
     assert sorted([*direct, *inside], key=lambda s: s.position) == sorted(shards, key=lambda s: s.position)
-    for run in gathered + gather.runs(shards, most):
+    for run in gathered + leased.runs(shards, most):
         assert all(run.offset <= s.offset and s.offset + s.nbytes <= run.offset + run.nbytes for s in run.shards)
         assert run.nbytes <= max(sum(s.nbytes for s in run.shards) * 1.25, 1), "gaps are small beside the blocks"
-    assert all(run.nbytes <= most or len(run.shards) == 1 for run in gather.runs(shards, most))
+    assert all(run.nbytes <= most or len(run.shards) == 1 for run in leased.runs(shards, most))
     assert all(shard.nbytes < GATHER_BELOW for shard in inside)
-    groups = gather.portions(gathered, most)
+    groups = leased.portions(gathered, most)
     assert [run for group in groups for run in group] == gathered
     assert all(len(group) == 1 or sum(run.nbytes for run in group) <= most for group in groups)
 
 
 def test_small_neighbours_come_in_one_read() -> None:
     small = [Shard(i, 4096 * i, 4000) for i in range(64)]
-    direct, gathered = gather.plan(small)
+    direct, gathered = leased.plan(small)
     assert not direct and [len(run.shards) for run in gathered] == [64]
     large = [Shard(i, GATHER_BELOW * i, GATHER_BELOW) for i in range(64)]
-    assert gather.plan(large) == (large, [])
+    assert leased.plan(large) == (large, [])
     scattered = [Shard(i, 65536 * i, 4096) for i in range(64)]
-    assert gather.plan(scattered) == (scattered, [])
+    assert leased.plan(scattered) == (scattered, [])
 
 
 @given(st.lists(st.integers(1, 5000), max_size=3000), st.integers(1, 9000))
@@ -192,7 +193,7 @@ def test_portions_of_puts(sizes: list[int], most: int) -> None:
 
 
 def test_hints_are_few_short_lived_and_forgotten_when_wrong() -> None:
-    known = hints.Hints(3)
+    known = replicas.Hints(3)
     a, b = Replica(holder("a")), Replica(holder("b"))
     for i in range(5):
         known.learn(bytes([i]), [a, b], now=0.0)
@@ -201,6 +202,6 @@ def test_hints_are_few_short_lived_and_forgotten_when_wrong() -> None:
     assert known.of(b"\4", 1.0) == [b]
     known.forget_holder(b"\4", {"b"})
     assert known.of(b"\4", 1.0) == ()
-    assert known.of(b"\3", hints.LIVE_S + 0.1) == () and len(known) == 1
+    assert known.of(b"\3", replicas.LIVE_S + 0.1) == () and len(known) == 1
     known.forget_tag(b"\2")
     assert len(known) == 0

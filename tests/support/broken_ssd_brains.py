@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from kvmesh.tiers.ssd.brain import Brain
+from kvmesh.tiers.ssd.brain import Brain, Demote, Drop
 from kvmesh.tiers.ssd.format import PAGE, record_bytes
-from kvmesh.tiers.ssd.plans import Demote, Drop
 
 
 class ForgetsWhatItRemoved(Brain):

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 class Entry:
     uses: int = 0
     length: int = 1
-    copied: bool = False
-    spared: bool = False
+    replicated: bool = False
+    protected: bool = False
     idle: bool = False
-    place: tuple[int, int] = (0, 0)  # life + price, time
-    cooled: int = 0  # when; 0: is not
+    priority: tuple[int, int] = (0, 0)  # age + cost, time
+    first: int = 0  # when; 0: is not
 
 
 class NaiveOrder:
@@ -23,9 +23,9 @@ class NaiveOrder:
     def __init__(self, policy: str, block_tokens: int = 64) -> None:
         self.policy, self.block_tokens = policy, block_tokens
         self.entries: dict[Hashable, Entry] = {}
-        self.life = self.time = 0
+        self.age = self.time = 0
 
-    def price(self, entry: Entry) -> int:
+    def cost(self, entry: Entry) -> int:
         if self.policy == "lru":
             full = 2
         elif self.policy == "lfu":
@@ -33,11 +33,11 @@ class NaiveOrder:
         else:
             tokens = entry.length * self.block_tokens
             full = round(16 * min(max(entry.uses, 1), 8) * (1 + tokens / 2 / 32_768))
-        return full // 2 if entry.copied else full
+        return full // 2 if entry.replicated else full
 
     def now(self, entry: Entry) -> tuple[int, int]:
         self.time += 1
-        return (self.life + self.price(entry), self.time)
+        return (self.age + self.cost(entry), self.time)
 
     def admit(self, key: Hashable, length: int = 1) -> None:
         self.entries[key] = Entry(length=length)
@@ -51,14 +51,14 @@ class NaiveOrder:
     def forget(self, key: Hashable) -> None:
         self.entries.pop(key, None)
 
-    def put(self, key: Hashable) -> None:
+    def mark_idle(self, key: Hashable) -> None:
         entry = self.entries[key]
-        entry.idle, entry.cooled, entry.place = True, 0, self.now(entry)
+        entry.idle, entry.first, entry.priority = True, 0, self.now(entry)
 
-    def take(self, key: Hashable) -> None:
+    def mark_busy(self, key: Hashable) -> None:
         if key in self.entries:
             self.entries[key].idle = False
-            self.entries[key].cooled = 0
+            self.entries[key].first = 0
 
     def touch(self, keys: Sequence[Hashable], use: bool = True) -> None:
         for key in reversed(keys):
@@ -66,39 +66,41 @@ class NaiveOrder:
                 if use:
                     self.use(key, len(keys))
                 if self.entries[key].idle:
-                    self.put(key)
+                    self.mark_idle(key)
 
-    def cool(self, key: Hashable) -> None:
+    def evict_first(self, key: Hashable) -> None:
         entry = self.entries.get(key)
-        if entry is not None and entry.idle and not entry.spared:
+        if entry is not None and entry.idle and not entry.protected:
             self.time += 1
-            entry.cooled = self.time
+            entry.first = self.time
 
-    def copied(self, key: Hashable, elsewhere: bool) -> None:
+    def set_replicated(self, key: Hashable, elsewhere: bool) -> None:
         entry = self.entries[key]
-        if entry.copied == elsewhere:
+        if entry.replicated == elsewhere:
             return
-        entry.copied = elsewhere
-        if entry.idle and not entry.cooled:
-            place = self.now(entry)
-            entry.place = place if not elsewhere else min(entry.place, place)
+        entry.replicated = elsewhere
+        if entry.idle and not entry.first:
+            priority = self.now(entry)
+            entry.priority = priority if not elsewhere else min(entry.priority, priority)
 
-    def spare(self, key: Hashable, spared: bool) -> None:
+    def protect(self, key: Hashable, protected: bool) -> None:
         entry = self.entries[key]
-        if entry.spared != spared:
-            entry.spared = spared
+        if entry.protected != protected:
+            entry.protected = protected
             if entry.idle:
-                self.put(key)
+                self.mark_idle(key)
 
-    def order(self, spared: bool = True) -> list[Hashable]:
-        idle = [(key, entry) for key, entry in self.entries.items() if entry.idle and (spared or not entry.spared)]
-        idle.sort(key=lambda one: (one[1].spared, -one[1].cooled, one[1].place))
+    def order(self, protected: bool = True) -> list[Hashable]:
+        idle = [
+            (key, entry) for key, entry in self.entries.items() if entry.idle and (protected or not entry.protected)
+        ]
+        idle.sort(key=lambda one: (one[1].protected, -one[1].first, one[1].priority))
         return [key for key, _ in idle]
 
-    def evict(self, n: int, spared: bool = True) -> list[Hashable]:
-        gone = self.order(spared)[: max(n, 0)]
+    def evict(self, n: int, protected: bool = True) -> list[Hashable]:
+        gone = self.order(protected)[: max(n, 0)]
         for key in gone:
             entry = self.entries.pop(key)
-            if not entry.cooled and self.policy != "lfu":
-                self.life = max(self.life, entry.place[0])
+            if not entry.first and self.policy != "lfu":
+                self.age = max(self.age, entry.priority[0])
         return gone

@@ -60,7 +60,7 @@ class Model(Reference):
         self.evict(len(taken) - self.unheld())
         self.holders.remove(mine)
         for key in own:
-            self.order.put(key)
+            self.order.mark_idle(key)
         got = self.store.begin(keys)
         assert len(got) == len(keys)
         for index, (key, extent) in enumerate(zip(keys, got, strict=True)):
@@ -165,11 +165,11 @@ class Model(Reference):
             self.order.touch([key], True)
 
     @rule(keys=SOME_KEYS | ANY_KEYS)
-    def cool(self, keys: list[bytes]) -> None:
+    def evict_first(self, keys: list[bytes]) -> None:
         self.sync()
-        self.store.cool(keys)
+        self.store.evict_first(keys)
         for key in reversed(keys):
-            self.order.cool(key)
+            self.order.evict_first(key)
 
     @rule(keys=SOME_KEYS | ANY_KEYS, elsewhere=st.booleans())
     def replicated(self, keys: list[bytes], elsewhere: bool) -> None:
@@ -177,7 +177,7 @@ class Model(Reference):
         self.store.replicated(keys, elsewhere)
         for key in keys:
             if key in self.sealed:
-                self.order.copied(key, elsewhere)
+                self.order.set_replicated(key, elsewhere)
 
     @rule(keys=SOME_KEYS | ANY_KEYS)
     def remove(self, keys: list[bytes]) -> None:
@@ -201,7 +201,7 @@ class Model(Reference):
             self.tick += 1
             pin = self.soft.setdefault(key, Pin(0, self.tick))
             pin.until = max(pin.until, self.now + ns)
-            self.order.spare(key, True)
+            self.order.protect(key, True)
 
     @rule(keys=SOME_KEYS | ANY_KEYS)
     def pin_hard(self, keys: list[bytes]) -> None:
@@ -220,7 +220,7 @@ class Model(Reference):
         for key in reversed(keys):
             pinned.append(key in self.soft or key in self.hard)
             if self.soft.pop(key, None):
-                self.order.spare(key, False)
+                self.order.protect(key, False)
             self.hard.discard(key)
             self.sync()
         assert self.store.unpin(keys) == pinned[::-1]
@@ -273,7 +273,7 @@ class Model(Reference):
         pins = sorted((pin.until, pin.serial, key) for key, pin in self.soft.items() if pin.until <= self.now)
         for _, _, key in pins[:most]:
             del self.soft[key]
-            self.order.spare(key, False)
+            self.order.protect(key, False)
         assert self.store.expire(self.now, most) == len(over)
 
     # ── the memory ───────────────────────────────────────────────────────────────────────────────────

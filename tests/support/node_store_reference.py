@@ -74,9 +74,9 @@ class Reference(RuleBasedStateMachine):
         for key, extent in self.sealed.items():
             idle = not self.refs(extent) and key not in self.hard
             if not idle:
-                self.order.take(key)
+                self.order.mark_busy(key)
             elif not self.order.entries[key].idle:
-                self.order.put(key)
+                self.order.mark_idle(key)
 
     def idle(self, spared: bool = True) -> list[bytes]:
         self.sync()

@@ -145,6 +145,7 @@ class Node:
             self.segments,
             OnePartition(partition),
             self._on_pulled,
+            transports=transports,
             lease_ms=self._lease_ms,
             announce_ms=10,
             offload_percent=self._offload_percent,

@@ -219,7 +219,7 @@ class Promotion:
         victim = store.coldest(1) if not store.usage.unheld else []
         passing = [key for key in here if victim and not self._sketch.prefers(key, victim[0])]
         store.replicated(here)
-        store.cool(passing)
+        store.evict_first(passing)
         return len(here) - len(passing)
 
 

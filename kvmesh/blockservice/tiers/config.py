@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvmesh.blockservice.tiers.parts import TierSettings
 from kvmesh.errors import ConfigError
-from kvmesh.kvcache.eviction import POLICIES
+from kvmesh.kvcache.eviction import ORDERS, make_order
 from kvmesh.kvcache.tiers import MARK
 from kvmesh.ranks.transfer_config import TransferConfig
 
@@ -21,7 +21,7 @@ class TierConfig(TransferConfig):
     """Fields common to instances and pool nodes."""
 
     store_eviction: str = field(
-        default="lru", metadata={"help": "Which blocks of the host memory go first.", "choices": POLICIES}
+        default="lru", metadata={"help": "Which blocks of the host memory go first.", "choices": ORDERS}
     )
     evacuate_ms: int = field(
         default=0,
@@ -54,6 +54,7 @@ class TierConfig(TransferConfig):
 
     def check_tiers(self, low_percent: int) -> None:
         """ConfigError naming field and value. `low_percent`: down to it blocks are evicted at once."""
+        make_order(self.store_eviction, field="store_eviction")  # a pool node makes its own with the first block
         if self.ssd_path and self.ssd_offload_percent > low_percent:
             why = f"above store_low_percent ({low_percent}): blocks would be evicted before they are copied"
             raise ConfigError(f"ssd_offload_percent={self.ssd_offload_percent}: {why}", field="ssd_offload_percent")

@@ -258,7 +258,7 @@ class Tiering:
             followed.progress.set()
             followed.progress = asyncio.Event()
         # To be written was no use of them: unless somebody used them meanwhile, they are the first to go again.
-        store.cool([keys[at] for at in sorted(stored) if part.sketch.estimate(keys[at]) <= uses[at]])
+        store.evict_first([keys[at] for at in sorted(stored) if part.sketch.estimate(keys[at]) <= uses[at]])
         followed.behind.refused(key for at, key in enumerate(keys) if at not in stored)
         names.NODE_TIER_WRITTEN.labels(tier=part.tier.name.lower()).inc(len(stored))
         self._partitions.settle()

@@ -44,12 +44,12 @@ prompt, ageing). Printed too: the share of the prompts' compute that the hits sp
 
 def policies_of(text: str) -> list[str]:
     """Names, in their order. ConfigError names the first that is unknown or stands twice."""
-    from kvmesh.kvcache.eviction import POLICIES as KNOWN
+    from kvmesh.kvcache.eviction import ORDERS
 
     names = [name.strip() for name in text.split(",")]
     for at, name in enumerate(names):
-        if name not in KNOWN:
-            raise ConfigError(f"policy={name!r}: choose among {', '.join(KNOWN)}", field="policy")
+        if name not in ORDERS:
+            raise ConfigError(f"policy={name!r}: choose among {', '.join(ORDERS)}", field="policy")
         if name in names[:at]:
             raise ConfigError(f"policy={name!r}: stands twice", field="policy")
     return names

@@ -22,7 +22,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 from kvmesh.errors import Unavailable
 from kvmesh.kvcache.store_stats import Changes
@@ -40,12 +41,61 @@ from kvmesh.tiers.calls import (
 )
 from kvmesh.tiers.object_store.client import Client, Damaged
 from kvmesh.tiers.object_store.config import ObjectConfig
-from kvmesh.tiers.object_store.line import Counts, Line, ObjectStats
 
 log = logging.getLogger(__name__)
 
 REST_S = 2.0
 MAX_DOUBTFUL = 1 << 16
+
+# ── what it counts, and its waiting work ────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True)
+class ObjectCounts:
+    """Since the start; operations, but for `*_bytes`."""
+
+    hits: int = 0
+    misses: int = 0  # not here
+    stored: int = 0
+    present: int = 0  # puts of what was here already
+    busy: int = 0  # the queue was full
+    expired: int = 0  # the deadline was over before the request began
+    resting: int = 0  # refused after a failure
+    io_errors: int = 0  # requests that failed, after retries
+    corrupt: int = 0  # objects whose bytes were not those put; never given out
+    removed: int = 0  # keys
+    written_bytes: int = 0
+    read_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectStats:
+    """Now; `counts` since the start."""
+
+    blocks: int
+    live_bytes: int
+    waiting_gets: int  # or under way
+    waiting_puts: int
+    resting: bool
+    counts: ObjectCounts
+
+
+class WorkQueue:
+    """Work for some threads, bounded in number and bytes."""
+
+    def __init__(self, threads: int, name: str, config: ObjectConfig) -> None:
+        self.pool = ThreadPoolExecutor(threads, name)
+        self.open: dict[Future[bool], int] = {}  # → bytes
+        self.nbytes = 0
+        self._most = (config.queue_ops + threads, config.queue_bytes)
+
+    def full(self, nbytes: int) -> bool:
+        """Whether no more work with so many bytes is taken."""
+        ops, limit = self._most
+        return len(self.open) >= ops or (self.nbytes + nbytes > limit and bool(self.open))
+
+
+# ── the tier ────────────────────────────────────────────────────────────────────────────────────────
 
 
 class ObjectTier:
@@ -73,10 +123,10 @@ class ObjectTier:
         self._removing: dict[bytes, int] = {}  # → removals under way
         self._doubtful: dict[bytes, None] = {}  # a put or a deletion failed: the object may be there, now or later
         self._rest_until = 0
-        self._counts = Counts()
+        self._counts = ObjectCounts()
         self._closed = False
-        self._gets = Line(config.readers, "object get", config)
-        self._puts = Line(config.writers, "object put", config)
+        self._gets = WorkQueue(config.readers, "object get", config)
+        self._puts = WorkQueue(config.writers, "object put", config)
         self._removals = ThreadPoolExecutor(1, "object remove")
         self._removed: set[Future[bool]] = set()
 
@@ -230,7 +280,7 @@ class ObjectTier:
                 return answered(False)
             return self._submit(self._gets, len(into), lambda: self._download(key, into, deadline_ns))
 
-    def _refused(self, line: Line, nbytes: int) -> bool:
+    def _refused(self, line: WorkQueue, nbytes: int) -> bool:
         """With the lock."""
         if self._closed:
             return True
@@ -242,7 +292,7 @@ class ObjectTier:
             return False
         return True
 
-    def _submit(self, line: Line, nbytes: int, run: Callable[[], bool]) -> Future[bool]:
+    def _submit(self, line: WorkQueue, nbytes: int, run: Callable[[], bool]) -> Future[bool]:
         """With the lock."""
         future = line.pool.submit(run)
         line.open[future] = nbytes
@@ -372,3 +422,94 @@ class ObjectTier:
 
     def _tell(self) -> None:
         self._teller.tell(lambda: bool(self._changes))
+
+
+# ── what a tier above evicts, on its way into this one ──────────────────────────────────────────────
+
+# Bounded, never waited for, and found by removals.
+#
+#     admit ─▶ (the tier above reads and verifies) ─▶ offer ─▶ ObjectTier.put
+#                        └───────── withdraw
+#
+# A crash in between loses the block, which was about to be lost anyway; an object is there as a whole or not at all.
+
+QUEUE_BYTES = 128 << 20  # copies in memory
+
+
+class Demotion:
+    """A `calls.DemotionSink`. `tier()`: where it goes; None: not in use now. `moving(key, over)`: said when a block is
+    admitted, before the tier above lets go of it, and, `over`, when it lies here or never will: whoever keeps books of
+    keys that may have to be removed misses none. Called from any thread, without a lock."""
+
+    def __init__(
+        self,
+        tier: Callable[[], ObjectTier | None],
+        moving: Callable[[bytes, bool], None] = lambda key, over: None,
+        max_bytes: int = QUEUE_BYTES,
+    ) -> None:
+        self.demoted = 0  # blocks that arrived
+        self.dropped = 0  # blocks worth it that did not: no room, the store failed or was not there, damaged
+        self._tier = tier
+        self._moving = moving
+        self._max_bytes = max_bytes
+        self._lock = threading.RLock()  # taken before the tier's
+        self._held: dict[bytes, int] = {}  # admitted → bytes, until its put has ended
+        self._bytes = 0
+        self._removed: set[bytes] = set()  # of those
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Of blocks on their way."""
+        return self._bytes
+
+    def admit(self, key: bytes, nbytes: int) -> bool:
+        """See `DemotionSink`. What lies below already is not wanted."""
+        tier = self._tier()
+        with self._lock:
+            if tier is not None and tier.contains(key):
+                return False
+            full = self._bytes + nbytes > self._max_bytes and bool(self._held)
+            if tier is None or tier.resting or full or key in self._held:
+                self.dropped += 1
+                return False
+            self._held[key] = nbytes
+            self._bytes += nbytes
+        self._moving(key, False)
+        return True
+
+    def offer(self, key: bytes, data: bytearray) -> None:
+        """See `DemotionSink`."""
+        tier = self._tier()
+        put: Future[bool] | None = None
+        with self._lock:
+            # Under the lock: a removal comes before, and is seen here, or after, and the tier has heard of the put.
+            if tier is not None and key not in self._removed:
+                put = tier.put(key, data)
+        if put is None:
+            self._end(key, False)
+        else:
+            put.add_done_callback(partial(self._put_ended, key))
+
+    def withdraw(self, key: bytes) -> None:
+        """See `DemotionSink`."""
+        self._end(key, False)
+
+    def remove(self, keys: Iterable[bytes]) -> None:
+        """They are not put any more: to be said after the tier above has let go of them, before the tier's `remove`."""
+        with self._lock:
+            self._removed.update(key for key in keys if key in self._held)
+
+    def _put_ended(self, key: bytes, put: Future[bool]) -> None:
+        self._end(key, not put.cancelled() and put.result())
+
+    def _end(self, key: bytes, stored: bool) -> None:
+        with self._lock:
+            self._bytes -= self._held.pop(key)
+            if stored:
+                self.demoted += 1
+            elif key not in self._removed:
+                self.dropped += 1
+            self._removed.discard(key)
+        tier = self._tier()
+        if stored or tier is None or not tier.doubtful(key):  # of a doubtful one nobody may forget that it may be there
+            self._moving(key, True)

@@ -16,11 +16,109 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvmesh.kvcache.store_stats import Changes
 from kvmesh.tiers.calls import NetChanges
-from kvmesh.tiers.ssd.format import PAGE, Entry, footer_bytes, record_bytes
-from kvmesh.tiers.ssd.plans import Closing, Demote, Drop, Limits, Place, Reinsert, Slot
+from kvmesh.tiers.ssd.format import MAX_PAYLOAD, PAGE, FooterEntry, footer_bytes, record_bytes
+
+# ── what the brain is told and what it answers ──────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class SsdLimits:
+    """`capacity_bytes`: of all files, never exceeded. Eviction begins when one more bucket would not fit into
+    `high_percent` of it and goes on until it would fit into `low_percent`. A record goes into the next round when it
+    was read `reinsert_hits` times, hottest first, up to `reinsert_percent` of a bucket's bytes."""
+
+    capacity_bytes: int
+    bucket_bytes: int
+    high_percent: int = 98
+    low_percent: int = 96
+    reinsert_percent: int = 25
+    reinsert_hits: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low_percent <= self.high_percent <= 100:
+            raise ValueError(
+                f"low_percent={self.low_percent}, high_percent={self.high_percent}: 0 < low <= high <= 100"
+            )
+        if not 0 <= self.reinsert_percent <= 50 or self.reinsert_hits < 1:
+            raise ValueError(
+                f"reinsert_percent={self.reinsert_percent} (0..50), reinsert_hits={self.reinsert_hits} (>=1)"
+            )
+        if self.bucket_bytes % PAGE or self.bucket_bytes < 16 * PAGE:
+            raise ValueError(f"bucket_bytes={self.bucket_bytes}: must be a multiple of {PAGE}, at least {16 * PAGE}")
+        if self.capacity_bytes * self.low_percent < 300 * self.bucket_bytes:
+            raise ValueError(
+                f"capacity_bytes={self.capacity_bytes}: low_percent={self.low_percent} of it must hold three "
+                f"buckets of bucket_bytes={self.bucket_bytes}"
+            )
+
+    @property
+    def max_length(self) -> int:
+        """Of a payload: one record, its bucket's header and footer fill a bucket."""
+        return min(self.bucket_bytes - 2 * PAGE - footer_bytes(1, 0), MAX_PAYLOAD)
+
+    @property
+    def max_removed(self) -> int:
+        """Keys that one record says are removed: with its footer it takes about half a bucket at most."""
+        return min(4096, self.bucket_bytes // 64)
+
+
+class RecordPlace(NamedTuple):
+    """Where a block lies: the `ordinal`-th record of a bucket; `offset` of its header page, `length` of its payload."""
+
+    bucket: int
+    ordinal: int
+    offset: int
+    length: int
+    checksum: int
+
+
+class Slot(NamedTuple):
+    """Room for one record in the open bucket, `size` bytes from `offset` on."""
+
+    bucket: int
+    offset: int
+    size: int
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """What the footer of a bucket says; it goes to `offset`, its bucket's tail. `seq`: the highest written."""
+
+    bucket: int
+    offset: int
+    entries: list[FooterEntry]
+    removed: list[bytes]
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reinsert:
+    """Append these again (in order of offset) and say `move`; those that are elsewhere by then are passed over."""
+
+    blocks: tuple[tuple[bytes, RecordPlace, int], ...]  # with the hits to say to `move`
+
+
+@dataclass(frozen=True, slots=True)
+class Demote:
+    """These go with their bucket: offer them to the tier below first, those that are still where it says."""
+
+    blocks: tuple[tuple[bytes, RecordPlace], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """The file of this bucket goes; say `gone` when its space is free."""
+
+    bucket: int
+
+
+# ── the brain ───────────────────────────────────────────────────────────────────────────────────────
 
 # One bucket's records, as the brain keeps them: columns, about 40 bytes a record beside its key.
 
@@ -62,7 +160,7 @@ class Bucket:
         self.checksums = array("Q")
         self.hits = bytearray()
 
-    def add(self, entry: Entry, hits: int) -> int:
+    def add(self, entry: FooterEntry, hits: int) -> int:
         """A live record; its ordinal."""
         self.keys.append(entry.key)
         self.pages.append(entry.offset // PAGE)
@@ -74,9 +172,11 @@ class Bucket:
         self.end = max(self.end, entry.offset + record_bytes(entry.length))
         return len(self.keys) - 1
 
-    def entry(self, ordinal: int) -> Entry:
+    def entry(self, ordinal: int) -> FooterEntry:
         """What a footer says of it."""
-        return Entry(self.keys[ordinal], self.pages[ordinal] * PAGE, self.lengths[ordinal], self.checksums[ordinal])
+        return FooterEntry(
+            self.keys[ordinal], self.pages[ordinal] * PAGE, self.lengths[ordinal], self.checksums[ordinal]
+        )
 
 
 HITS_KEPT = 3  # of a re-inserted record: it may survive so many more rounds without being read
@@ -87,7 +187,7 @@ class Brain:
     `force` and `discard`: O(records of one bucket). `worth`: whether a block that goes is to be offered to the tier
     below; None: there is none."""
 
-    def __init__(self, limits: Limits, worth: Callable[[bytes], bool] | None = None) -> None:
+    def __init__(self, limits: SsdLimits, worth: Callable[[bytes], bool] | None = None) -> None:
         self.limits = limits
         self._worth = worth
         self._offered = 0  # the bucket whose last step was a `Demote`
@@ -101,7 +201,7 @@ class Brain:
         self._used = 0  # bytes of `_buckets`
         self._empty: deque[int] = deque()  # closed buckets whose last block went
         self._victim: int | None = None
-        self._hot: deque[tuple[bytes, Place, int]] = deque()  # of the victim, with hits
+        self._hot: deque[tuple[bytes, RecordPlace, int]] = deque()  # of the victim, with hits
         self._evicting = False
         self._changes = NetChanges()
 
@@ -118,7 +218,7 @@ class Brain:
         """Of every block. O(blocks)."""
         return list(self._index)
 
-    def lookup(self, key: bytes) -> Place | None:
+    def lookup(self, key: bytes) -> RecordPlace | None:
         """Where it lies now. Changes nothing: say `hit` when it was read."""
         at = self._index.get(key)
         return None if at is None else self._place(at >> 32, at & 0xFFFFFFFF)
@@ -200,21 +300,21 @@ class Brain:
         self.unclaim(key, ticket)
         if bucket is None or not wanted:
             return False
-        self._index[key] = self._add(bucket, Entry(key, slot.offset, length, checksum), 0)
+        self._index[key] = self._add(bucket, FooterEntry(key, slot.offset, length, checksum), 0)
         self._changes.came(key)
         return True
 
-    def is_at(self, key: bytes, place: Place) -> bool:
+    def is_at(self, key: bytes, place: RecordPlace) -> bool:
         """Whether the block lies there still."""
         return self._index.get(key) == place.bucket << 32 | place.ordinal
 
-    def move(self, key: bytes, place: Place, slot: Slot, hits: int) -> bool:
+    def move(self, key: bytes, place: RecordPlace, slot: Slot, hits: int) -> bool:
         """A copy of the block at `place` is written: it lies there from now on. False: as with `commit`."""
         bucket, here = self._ended(slot), self.is_at(key, place)
         if bucket is None or not here:
             return False
         self._forget(key)
-        self._index[key] = self._add(bucket, Entry(key, slot.offset, place.length, place.checksum), hits)
+        self._index[key] = self._add(bucket, FooterEntry(key, slot.offset, place.length, place.checksum), hits)
         self.reinserted += 1
         return True
 
@@ -239,7 +339,9 @@ class Brain:
 
     # ── buckets ──────────────────────────────────────────────────────────────────────────────────────
 
-    def restore(self, number: int, size: int, entries: Sequence[Entry], removed: Sequence[bytes], seq: int) -> None:
+    def restore(
+        self, number: int, size: int, entries: Sequence[FooterEntry], removed: Sequence[bytes], seq: int
+    ) -> None:
         """A closed bucket found at start, its file `size` bytes; in ascending order of numbers, before anything else.
         `removed`: keys that lie dead in older buckets; `seq`: its highest, 0 when unknown."""
         assert self._open is None and number >= self._next_bucket
@@ -306,7 +408,7 @@ class Brain:
             if not self._pick_victim():
                 return None
         assert self._victim is not None
-        blocks: list[tuple[bytes, Place, int]] = []
+        blocks: list[tuple[bytes, RecordPlace, int]] = []
         size = 0
         while self._hot and (not blocks or size + self._hot[0][1].length <= max_bytes):
             key, place, hits = self._hot.popleft()
@@ -374,12 +476,12 @@ class Brain:
 
     # ── inner ────────────────────────────────────────────────────────────────────────────────────────
 
-    def _add(self, bucket: Bucket, entry: Entry, hits: int) -> int:
+    def _add(self, bucket: Bucket, entry: FooterEntry, hits: int) -> int:
         return bucket.number << 32 | bucket.add(entry, hits)
 
-    def _place(self, number: int, ordinal: int) -> Place:
+    def _place(self, number: int, ordinal: int) -> RecordPlace:
         _, offset, length, checksum = self._buckets[number].entry(ordinal)
-        return Place(number, ordinal, offset, length, checksum)
+        return RecordPlace(number, ordinal, offset, length, checksum)
 
     def _alive(self, bucket: Bucket) -> list[int]:
         first, index = bucket.number << 32, self._index

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from kvmesh.errors import ConfigError
+from kvmesh.tiers.ssd.brain import SsdLimits
 from kvmesh.tiers.ssd.folder import OnMismatch
-from kvmesh.tiers.ssd.plans import Limits
 from kvmesh.tiers.ssd.recovery import Verify
 
 
@@ -66,9 +66,9 @@ class SsdConfig:
             raise ConfigError(str(error), field=str(error).partition("=")[0]) from error
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> SsdLimits:
         """For the brain."""
-        return Limits(
+        return SsdLimits(
             capacity_bytes=self.capacity_bytes,
             bucket_bytes=self.bucket_bytes,
             high_percent=self.high_percent,

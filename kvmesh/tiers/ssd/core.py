@@ -9,17 +9,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from kvmesh.tiers.calls import ChangeNotifier, DemotionSink
-from kvmesh.tiers.ssd.brain import Brain
+from kvmesh.tiers.ssd.brain import Brain, Drop, RecordPlace
 from kvmesh.tiers.ssd.disk import MEDIUM
 from kvmesh.tiers.ssd.files import BucketFiles
-from kvmesh.tiers.ssd.plans import Drop, Place
 from kvmesh.tiers.ssd.sketch import FrequencySketch
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Counts:
+class SsdCounts:
     """Since the start; operations, but for `*_bytes` and where it says blocks or buckets."""
 
     hits: int = 0
@@ -45,7 +44,7 @@ class Counts:
 
 
 @dataclass(slots=True, eq=False)
-class Get:
+class GetOp:
     """Not yet begun; `future` is resolved when nobody touches `into` any more."""
 
     key: bytes
@@ -55,7 +54,7 @@ class Get:
 
 
 @dataclass(slots=True, eq=False)
-class Put:
+class PutOp:
     """See Get; `ticket` is the brain's."""
 
     key: bytes
@@ -66,7 +65,7 @@ class Put:
 
 
 @dataclass(slots=True, eq=False)
-class Remove:
+class RemoveOp:
     """Keys that are found no more: to be written. `future` None: the tier's own wish."""
 
     keys: Sequence[bytes]
@@ -74,7 +73,7 @@ class Remove:
 
 
 @dataclass(slots=True, eq=False)
-class Flush:
+class FlushOp:
     """Everything before it is written, and room made; `sync`: it survives a power loss."""
 
     sync: bool
@@ -82,7 +81,7 @@ class Flush:
 
 
 @dataclass(slots=True, eq=False)
-class Core:
+class SsdCore:
     """`lock` is held around the brain and the counts, never around I/O: for microseconds, but where a bucket is closed
     or dropped (about half a microsecond for each of its records)."""
 
@@ -90,12 +89,12 @@ class Core:
     sketch: FrequencySketch
     clock: Callable[[], int]  # monotonic ns
     on_changes: Callable[[], None] | None
-    counts: Counts = field(default_factory=Counts)
+    counts: SsdCounts = field(default_factory=SsdCounts)
     lock: threading.Lock = field(default_factory=threading.Lock)
     below: DemotionSink | None = None  # takes what is evicted and worth it
     teller: ChangeNotifier = field(init=False)
     files: BucketFiles = field(init=False)
-    bury: Callable[[Remove], None] = field(init=False)  # to the writer
+    bury: Callable[[RemoveOp], None] = field(init=False)  # to the writer
 
     def __post_init__(self) -> None:
         self.teller = ChangeNotifier(self.lock, self.on_changes)
@@ -128,10 +127,10 @@ class Core:
         if step is not None:
             log.warning("bucket %d retired: %s", number, error)
             if removed:
-                self.bury(Remove(removed))
+                self.bury(RemoveOp(removed))
             self.drop(step)
 
-    def corrupt(self, key: bytes, place: Place) -> None:
+    def corrupt(self, key: bytes, place: RecordPlace) -> None:
         """What lies there is not what was put: it is found no more, here or after a restart."""
         with self.lock:
             self.counts.corrupt += 1
@@ -140,5 +139,5 @@ class Core:
                 self.brain.remove((key,))
         if here:
             log.warning("block %s in bucket %d is damaged", key.hex(), place.bucket)
-            self.bury(Remove((key,)))
+            self.bury(RemoveOp((key,)))
             self.tell()

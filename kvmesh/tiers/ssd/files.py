@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from kvmesh.tiers.ssd.disk import Disk, Scratch, read_whole, write_whole
-from kvmesh.tiers.ssd.folder import Folder
+from kvmesh.tiers.ssd.folder import TierFolder
 from kvmesh.tiers.ssd.format import NONCE_BYTES, PAGE, pack_bucket
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class BucketFiles:
     """`on_gone(number)`: the space of a dropped file is free; called from whichever thread let it go."""
 
     def __init__(
-        self, folder: Folder, disk: Disk, on_gone: Callable[[int], None], *, direct: bool, max_open: int
+        self, folder: TierFolder, disk: Disk, on_gone: Callable[[int], None], *, direct: bool, max_open: int
     ) -> None:
         self.direct = direct
         self._folder = folder

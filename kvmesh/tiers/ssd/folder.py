@@ -34,7 +34,7 @@ class FolderInUse(ConfigError):
     """Another process has it, or the one that was killed a moment ago still does."""
 
 
-class Folder:
+class TierFolder:
     """Opened and locked, until `close`. FolderInUse; ConfigError: not ours, or of another format or identity (unless it
     is set aside); OSError: the file system's word."""
 
@@ -115,7 +115,7 @@ class Purge:
     """Removes what was moved aside, file by file, at most `bytes_per_s` on average; what `close` leaves, the next life
     goes on with."""
 
-    def __init__(self, folder: Folder, bytes_per_s: int) -> None:
+    def __init__(self, folder: TierFolder, bytes_per_s: int) -> None:
         self.removed_bytes = 0
         self._asides = folder.asides()
         self._bytes_per_s = bytes_per_s

@@ -36,7 +36,7 @@ _BUCKET_MAGIC, _RECORD_MAGIC, _TRAILER_MAGIC = b"kvm-buck", b"kvmR", b"kvm-foot"
 MAX_PAYLOAD = (1 << 32) - 1
 
 
-class Entry(NamedTuple):
+class FooterEntry(NamedTuple):
     """A block in its bucket: `offset` is its header page's, `length` its payload's, both bytes."""
 
     key: bytes
@@ -126,7 +126,7 @@ def parse_record(page: bytes | memoryview, bucket: int, nonce: bytes, offset: in
 
 
 def pack_footer(
-    entries: Sequence[Entry], removed: Sequence[bytes], seq: int, bucket: int, nonce: bytes, offset: int
+    entries: Sequence[FooterEntry], removed: Sequence[bytes], seq: int, bucket: int, nonce: bytes, offset: int
 ) -> bytes:
     """A footer that starts at `offset`: whole pages, the trailer the last of them."""
     pack = _ENTRY.pack
@@ -150,13 +150,13 @@ def parse_trailer(page: bytes | memoryview, bucket: int, nonce: bytes, size: int
     return Trailer(offset, entries, removed, seq, body_sum)
 
 
-def parse_footer(body: bytes | memoryview, trailer: Trailer) -> tuple[list[Entry], list[bytes]] | None:
+def parse_footer(body: bytes | memoryview, trailer: Trailer) -> tuple[list[FooterEntry], list[bytes]] | None:
     """Entries and removed keys of a footer's body (`trailer.body_bytes` of it); None: it is damaged."""
     if len(body) != trailer.body_bytes or checksum(body) != trailer.checksum:
         return None
     split = _ENTRY.size * trailer.entries
     entries = [
-        Entry(key, page * PAGE, length, payload_sum)
+        FooterEntry(key, page * PAGE, length, payload_sum)
         for key, payload_sum, page, length in _ENTRY.iter_unpack(bytes(body[:split]))
     ]
     return entries, split_keys(body[split:])

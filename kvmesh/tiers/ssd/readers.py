@@ -8,12 +8,11 @@ from collections import deque
 from collections.abc import Sequence
 
 from kvmesh.tiers.calls import expired, resolve
-from kvmesh.tiers.ssd.core import Core, Get
-from kvmesh.tiers.ssd.disk import Scratch
+from kvmesh.tiers.ssd.brain import RecordPlace
+from kvmesh.tiers.ssd.core import GetOp, SsdCore
+from kvmesh.tiers.ssd.disk import Scratch, read_vector
 from kvmesh.tiers.ssd.files import BucketFiles
 from kvmesh.tiers.ssd.format import PAGE, checksum, record_bytes
-from kvmesh.tiers.ssd.plans import Place
-from kvmesh.tiers.ssd.vectors import read_vector
 
 log = logging.getLogger(__name__)
 
@@ -21,10 +20,10 @@ RUN_BYTES, RUN_BLOCKS = 8 << 20, 256  # of one call; three pieces a block stay b
 TRIES = 3  # a block moves at most once an eviction; the file may go between look-up and open
 
 
-def runs(found: Sequence[tuple[Get, Place]]) -> list[list[tuple[Get, Place]]]:
+def runs(found: Sequence[tuple[GetOp, RecordPlace]]) -> list[list[tuple[GetOp, RecordPlace]]]:
     """Blocks that lie back to back, each run one call, in order of place."""
     ordered = sorted(found, key=lambda one: (one[1].bucket, one[1].offset))
-    parted: list[list[tuple[Get, Place]]] = []
+    parted: list[list[tuple[GetOp, RecordPlace]]] = []
     end, size = (0, 0), 0
     for get, place in ordered:
         size += place.length
@@ -36,7 +35,7 @@ def runs(found: Sequence[tuple[Get, Place]]) -> list[list[tuple[Get, Place]]]:
     return parted
 
 
-def read_run(files: BucketFiles, places: Sequence[Place], into: Sequence[memoryview], scratch: Scratch) -> None:
+def read_run(files: BucketFiles, places: Sequence[RecordPlace], into: Sequence[memoryview], scratch: Scratch) -> None:
     """Payloads of neighbours. OSError (FileNotFoundError: their bucket was dropped)."""
     file = files.acquire(places[0].bucket)
     try:
@@ -50,11 +49,11 @@ def read_run(files: BucketFiles, places: Sequence[Place], into: Sequence[memoryv
 class Readers:
     """A pool of threads and its bounded queue. `stop` ends it: what waits is answered False, what runs ends first."""
 
-    def __init__(self, core: Core, threads: int, max_ops: int, max_bytes: int) -> None:
+    def __init__(self, core: SsdCore, threads: int, max_ops: int, max_bytes: int) -> None:
         self._core = core
         self._max_ops, self._max_bytes = max_ops, max_bytes
         self._ops = self._bytes = 0  # waiting
-        self._queue: deque[list[Get]] = deque()
+        self._queue: deque[list[GetOp]] = deque()
         self._cond = threading.Condition()
         self._stopping = False
         self._threads = [threading.Thread(target=self._run, name=f"ssd-read-{n}", daemon=True) for n in range(threads)]
@@ -66,7 +65,7 @@ class Readers:
         """Gets whose I/O has not begun."""
         return self._ops
 
-    def submit(self, gets: list[Get]) -> bool:
+    def submit(self, gets: list[GetOp]) -> bool:
         """One job. False: the queue is full, or over."""
         size = sum(len(get.into) for get in gets)
         with self._cond:
@@ -114,20 +113,20 @@ class Readers:
                 for get in gets:
                     resolve(get.future, False)
 
-    def _work(self, gets: list[Get], scratch: Scratch) -> None:
+    def _work(self, gets: list[GetOp], scratch: Scratch) -> None:
         gets = self._begun(gets)
         for _ in range(TRIES):
             gets = self._serve(gets, scratch) if gets else []
         self._answer(gets, "misses")
 
-    def _begun(self, gets: list[Get]) -> list[Get]:
+    def _begun(self, gets: list[GetOp]) -> list[GetOp]:
         """Those whose owners still want them."""
         now = self._core.clock()
         gets = [get for get in gets if get.future.set_running_or_notify_cancel()]
         self._answer([get for get in gets if expired(get.deadline_ns, now)], "expired")
         return [get for get in gets if not expired(get.deadline_ns, now)]
 
-    def _serve(self, gets: list[Get], scratch: Scratch) -> list[Get]:
+    def _serve(self, gets: list[GetOp], scratch: Scratch) -> list[GetOp]:
         """Returns those whose bucket went before it was opened: to be looked up again."""
         brain = self._core.brain
         with self._core.lock:
@@ -135,12 +134,12 @@ class Readers:
             fits = [(get, place) for get, place in found if place.length == len(get.into)]
         here = {get for get, _ in fits}
         self._answer([get for get in gets if get not in here], "misses")
-        again: list[Get] = []
+        again: list[GetOp] = []
         for run in runs(fits):
             again += self._read(run, scratch)
         return again
 
-    def _read(self, run: list[tuple[Get, Place]], scratch: Scratch) -> list[Get]:
+    def _read(self, run: list[tuple[GetOp, RecordPlace]], scratch: Scratch) -> list[GetOp]:
         core, gets, places = self._core, [get for get, _ in run], [place for _, place in run]
         try:
             read_run(core.files, places, [get.into for get in gets], scratch)
@@ -165,7 +164,7 @@ class Readers:
                 resolve(get.future, False)
         return []
 
-    def _answer(self, gets: Sequence[Get], count: str, value: bool = False) -> None:
+    def _answer(self, gets: Sequence[GetOp], count: str, value: bool = False) -> None:
         if gets:
             with self._core.lock:
                 self._core.counts.add(count, len(gets))

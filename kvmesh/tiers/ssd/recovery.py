@@ -17,11 +17,11 @@ import xxhash
 from kvmesh.tiers.ssd.brain import Brain
 from kvmesh.tiers.ssd.disk import MEDIUM, Scratch
 from kvmesh.tiers.ssd.files import BucketFile, BucketFiles
-from kvmesh.tiers.ssd.folder import Folder
+from kvmesh.tiers.ssd.folder import TierFolder
 from kvmesh.tiers.ssd.format import (
     BLOCK,
     PAGE,
-    Entry,
+    FooterEntry,
     RecordHeader,
     checksum,
     footer_bytes,
@@ -61,7 +61,7 @@ class RecoveryReport:
 
 @dataclass(slots=True)
 class _Found:
-    entries: list[Entry]
+    entries: list[FooterEntry]
     removed: list[bytes]
     seq: int
     size: int
@@ -71,7 +71,7 @@ class Recovery:
     """One start: `run` fills the brain. `verify`: "open" reads the payloads of buckets that were not closed, "all" of
     all. Blocking; needs the folder to itself."""
 
-    def __init__(self, folder: Folder, files: BucketFiles, brain: Brain, verify: Verify = "open") -> None:
+    def __init__(self, folder: TierFolder, files: BucketFiles, brain: Brain, verify: Verify = "open") -> None:
         self.report = RecoveryReport()
         self.bad: list[bytes] = []  # keys of blocks in closed buckets that were read and are damaged: to be removed
         self._folder = folder
@@ -144,11 +144,11 @@ class Recovery:
 
     def _walk(self, file: BucketFile, nonce: bytes, size: int) -> _Found:
         """Later records of a key stand for earlier ones, and records that say it is removed kill those before."""
-        alive: dict[bytes, Entry] = {}
+        alive: dict[bytes, FooterEntry] = {}
         removed: dict[bytes, None] = {}
         seq, end = 0, PAGE
         for offset, header in self._headers(file, nonce, size):
-            entry = Entry(header.key, offset, header.length, header.checksum)
+            entry = FooterEntry(header.key, offset, header.length, header.checksum)
             if not self._payload_right(file, entry):
                 continue
             seq, end = max(seq, header.seq), offset + record_bytes(header.length)
@@ -204,7 +204,7 @@ class Recovery:
         self.report.bytes_read += size
         return view
 
-    def _payload_right(self, file: BucketFile, entry: Entry) -> bool:
+    def _payload_right(self, file: BucketFile, entry: FooterEntry) -> bool:
         right = self._sum(file, entry.offset + PAGE, entry.length) == entry.checksum
         self.report.verified += right
         self.report.corrupt += not right

@@ -25,17 +25,16 @@ from dataclasses import dataclass, replace
 from kvmesh.errors import ConfigError, Unavailable
 from kvmesh.kvcache.store_stats import Changes
 from kvmesh.tiers.calls import Buffer, DemotionSink, checked_key, follow, payload, resolve, right_length, target
-from kvmesh.tiers.ssd.brain import Brain
+from kvmesh.tiers.ssd.brain import Brain, Drop
 from kvmesh.tiers.ssd.config import SsdConfig
-from kvmesh.tiers.ssd.core import Core, Counts, Flush, Get, Put, Remove
+from kvmesh.tiers.ssd.core import FlushOp, GetOp, PutOp, RemoveOp, SsdCore, SsdCounts
 from kvmesh.tiers.ssd.disk import Disk, why_not_direct
 from kvmesh.tiers.ssd.files import BucketFiles
-from kvmesh.tiers.ssd.folder import Folder, Purge
-from kvmesh.tiers.ssd.plans import Drop
+from kvmesh.tiers.ssd.folder import Purge, TierFolder
 from kvmesh.tiers.ssd.readers import Readers
 from kvmesh.tiers.ssd.recovery import Recovery, RecoveryReport
 from kvmesh.tiers.ssd.sketch import FrequencySketch
-from kvmesh.tiers.ssd.writer import Writer
+from kvmesh.tiers.ssd.writer import LogWriter
 
 log = logging.getLogger(__name__)
 
@@ -56,11 +55,11 @@ class SsdStats:
     why_not_direct: str  # "": O_DIRECT is used
     evicted: int  # blocks
     reinserted: int  # blocks
-    counts: Counts
+    counts: SsdCounts
 
 
 class SsdTier:
-    """See above. Thread-safe. ConfigError: see `SsdConfig` and `Folder`; OSError: the folder cannot be read.
+    """See above. Thread-safe. ConfigError: see `SsdConfig` and `TierFolder`; OSError: the folder cannot be read.
     `on_changes()` is called from a thread of the tier when `take_changes` has news, once until that is called. `below`:
     is offered what is evicted and was used `demote_uses` times beside having been put."""
 
@@ -75,12 +74,12 @@ class SsdTier:
     ) -> None:
         self.config = config
         disk = disk or Disk()
-        self._folder = Folder(config.path, config.identity, config.on_mismatch)
+        self._folder = TierFolder(config.path, config.identity, config.on_mismatch)
         try:
             self.why_not_direct = _direct(config, disk)
             sketch, least = FrequencySketch(config.sketch_keys), config.demote_uses
             worth = (lambda key: not least or sketch.estimate(key) > least) if below is not None else None
-            self._core = core = Core(Brain(config.limits, worth), sketch, clock, on_changes, below=below)
+            self._core = core = SsdCore(Brain(config.limits, worth), sketch, clock, on_changes, below=below)
             core.files = BucketFiles(
                 self._folder, disk, core.gone, direct=not self.why_not_direct, max_open=config.max_open_files
             )
@@ -96,9 +95,9 @@ class SsdTier:
         self._writing: dict[bytes, Future[bool]] = {}
         self._closed = False
         self._readers = Readers(core, config.threads, config.queue_ops, config.queue_bytes)
-        self._writer = Writer(core, config.queue_ops, config.queue_bytes)
+        self._writer = LogWriter(core, config.queue_ops, config.queue_bytes)
         if damaged:
-            core.bury(Remove(damaged))
+            core.bury(RemoveOp(damaged))
         self.purge = Purge(self._folder, config.purge_bytes_s) if config.on_mismatch == "other_weights" else None
 
     def __enter__(self) -> SsdTier:
@@ -119,14 +118,14 @@ class SsdTier:
         """As many futures, in order. Side by side they lie best for `get_many_into`: put a chain in its order."""
         checked = [(checked_key(key), payload("data", data, self._max_length)) for key, data in blocks]
         futures: list[Future[bool]] = []
-        puts: list[Put] = []
+        puts: list[PutOp] = []
         with self._core.lock:
             for key, view in checked:
                 future: Future[bool] = Future()
                 futures.append(future)
                 ticket = self._claim(key, future)
                 if ticket is not None:
-                    puts.append(Put(key, view, ticket, deadline_ns, future))
+                    puts.append(PutOp(key, view, ticket, deadline_ns, future))
         taken = self._writer.submit(puts)
         for put in puts[taken:]:
             self._writer.refuse(put, "busy")
@@ -142,7 +141,7 @@ class SsdTier:
     ) -> list[Future[bool]]:
         """As many futures, in order; what lies side by side is read in one call."""
         checked = [(checked_key(key), target(into, self._max_length)) for key, into in blocks]
-        gets: list[Get] = []
+        gets: list[GetOp] = []
         misses: list[Future[bool]] = []
         futures: list[Future[bool]] = []
         with self._core.lock:
@@ -156,7 +155,7 @@ class SsdTier:
                 if place is None:
                     misses.append(future)
                 else:
-                    gets.append(Get(key, view, deadline_ns, future))
+                    gets.append(GetOp(key, view, deadline_ns, future))
             self._core.counts.misses += len(misses)
         for future in misses:
             future.set_result(False)
@@ -191,7 +190,7 @@ class SsdTier:
             self._core.brain.remove(checked)
             self._core.counts.removed += len(checked)
             # With the lock: the record must stand behind what is removed, and before what is put from now on.
-            self._writer.enqueue(Remove(checked, future))
+            self._writer.enqueue(RemoveOp(checked, future))
         self._core.tell()
         return future
 
@@ -231,7 +230,7 @@ class SsdTier:
         power loss."""
         future: Future[bool] = Future()
         future.set_running_or_notify_cancel()
-        self._writer.enqueue(Flush(sync, future))
+        self._writer.enqueue(FlushOp(sync, future))
         return future
 
     def stats(self) -> SsdStats:
@@ -324,7 +323,7 @@ class SsdTier:
             if self._writing.get(key) is done:
                 del self._writing[key]
 
-    def _submit(self, gets: list[Get]) -> None:
+    def _submit(self, gets: list[GetOp]) -> None:
         """One job for each thread at most: neighbours stay together, a single job does not leave threads idle."""
         if not gets:
             return

@@ -7,25 +7,319 @@ kernel had come; a removal is acknowledged when it survives a power loss.
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from kvmesh.tiers.calls import expired, resolve
-from kvmesh.tiers.ssd.appender import BATCH_BYTES, BATCH_RECORDS, Appender, Record
-from kvmesh.tiers.ssd.core import Core, Flush, Put, Remove
-from kvmesh.tiers.ssd.format import KEY_BYTES, checksum
+from kvmesh.tiers.ssd.brain import Closing, Demote, RecordPlace, Reinsert, Slot
+from kvmesh.tiers.ssd.core import FlushOp, PutOp, RemoveOp, SsdCore
+from kvmesh.tiers.ssd.disk import Scratch, write_vector
+from kvmesh.tiers.ssd.files import BucketFile
+from kvmesh.tiers.ssd.format import BLOCK, KEY_BYTES, REMOVED, RecordHeader, checksum, pack_footer, pack_record, pages
+from kvmesh.tiers.ssd.readers import read_run
 
 log = logging.getLogger(__name__)
 
-Op = Put | Remove | Flush
+# ── the log's end ───────────────────────────────────────────────────────────────────────────────────
+
+# Records into the open bucket, the next bucket when it is full, and room for that.
+#
+# One thread at a time. A bucket is synced when it is closed, before its footer is written.
+
+BATCH_BYTES, BATCH_RECORDS = 8 << 20, 256  # of one pwritev; three pieces a record stay below IOV_MAX
+REST_NS = 5_000_000_000  # puts are refused so long after space or disk have failed
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+Outcome = Literal["", "stored", "unwanted", "no_room", "failed"]
 
 
-class Writer:
+@dataclass(slots=True, eq=False)
+class LogRecord:
+    """To be appended. `put`: for whom; `keys`: what it removes; `place`, `hits`: where from it is re-inserted."""
+
+    key: bytes
+    data: memoryview
+    checksum: int
+    put: PutOp | None = None
+    keys: Sequence[bytes] = ()
+    place: RecordPlace | None = None
+    hits: int = 0
+    outcome: Outcome = ""  # "unwanted": the block was removed, or its bucket lost, meanwhile
+
+
+class Appender:
+    """`on_end(records)`: their outcomes are known; called without the lock."""
+
+    def __init__(self, core: SsdCore, on_end: Callable[[Sequence[LogRecord]], None]) -> None:
+        self._core = core
+        self._on_end = on_end
+        self._resting_until = core.clock()
+        self._file: BucketFile | None = None  # of the open bucket
+        self._nonce = b""
+        self._scratch, self._copies = Scratch(), Scratch()
+
+    @property
+    def resting(self) -> bool:
+        """Whether puts should not be tried, after space or disk have failed."""
+        return self._core.clock() < self._resting_until
+
+    def append(self, records: Sequence[LogRecord]) -> None:
+        """All of them, in order, into as many buckets as it takes; at most BATCH_RECORDS."""
+        while records:
+            with self._core.lock:
+                wanted = [record for record in records if self._wanted(record)]
+                slots = self._slots(wanted)
+            if len(wanted) < len(records):
+                kept = set(wanted)
+                self._end([record for record in records if record not in kept], "unwanted")
+            if slots:
+                self._write(wanted[: len(slots)], slots)
+            elif wanted and not self._roll():
+                self._end(wanted, "no_room")
+                return
+            records = wanted[len(slots) :]
+
+    def sync(self) -> bool:
+        """Whether all that was appended survives a power loss; closed buckets were synced."""
+        if self._file is None:
+            return True
+        try:
+            self._file.sync()
+        except OSError as error:
+            self._core.lose(self._file.number, error)
+            return False
+        return True
+
+    def make_room(self) -> bool:
+        """One step. Whether there may be more to do."""
+        with self._core.lock:
+            step = self._core.brain.next_step(BATCH_BYTES)
+        if step is None:
+            return False
+        if isinstance(step, Reinsert):
+            self._reinsert(step)
+        elif isinstance(step, Demote):
+            self._demote(step)
+        else:
+            self._core.drop(step)
+        return True
+
+    def close(self) -> None:
+        """Sync, then the footer, then give back what is left of the reserved space."""
+        file, self._file = self._file, None
+        if file is None:
+            return
+        with self._core.lock:
+            ours = self._core.brain.open_bucket == file.number
+            closing = self._core.brain.close_open() if ours else None
+        try:
+            if closing is not None:
+                self._write_footer(file, closing)
+        finally:
+            self._core.files.release(file)
+
+    def _wanted(self, record: LogRecord) -> bool:
+        brain = self._core.brain
+        if record.put is not None:
+            return brain.claimed(record.key, record.put.ticket)
+        return record.place is None or brain.is_at(record.key, record.place)
+
+    def _slots(self, records: Sequence[LogRecord]) -> list[Slot]:
+        brain, slots = self._core.brain, []
+        for record in records:
+            if self._file is None or brain.open_bucket != self._file.number:
+                break  # retired by a reader
+            if not brain.fits(len(record.data), removed=len(record.keys)):
+                break
+            slots.append(brain.append(len(record.data), removed=len(record.keys)))
+        return slots
+
+    def _write(self, records: Sequence[LogRecord], slots: Sequence[Slot]) -> None:
+        file = self._file
+        assert file is not None
+        packed = [
+            (pack_record(_header(record, slot), file.number, self._nonce, slot.offset), record.data)
+            for record, slot in zip(records, slots, strict=True)
+        ]
+        try:
+            file.write(write_vector(packed, self._scratch, direct=file.direct), slots[0].offset)
+        except OSError as error:
+            self._write_failed(records, error)
+            return
+        with self._core.lock:
+            good = [self._commit(record, slot) for record, slot in zip(records, slots, strict=True)]
+            self._core.counts.written_bytes += sum(slot.size for slot in slots)
+        for record, stored in zip(records, good, strict=True):
+            record.outcome = "stored" if stored else "unwanted"
+        self._on_end(records)
+
+    def _commit(self, record: LogRecord, slot: Slot) -> bool:
+        brain = self._core.brain
+        if record.put is not None:
+            return brain.commit(record.key, record.put.ticket, slot, len(record.data), record.checksum)
+        if record.place is not None:
+            return brain.move(record.key, record.place, slot, record.hits)
+        return brain.bury(slot, record.keys)
+
+    def _write_failed(self, records: Sequence[LogRecord], error: OSError) -> None:
+        """A full disk ends the bucket where it is good; anything else retires it."""
+        assert self._file is not None
+        log.warning("bucket %d: %s", self._file.number, error)
+        self._rest()
+        if error.errno not in _FULL:
+            self._core.lose(self._file.number, error)
+        self.close()
+        self._end(records, "no_room" if error.errno in _FULL else "failed")
+
+    def _end(self, records: Sequence[LogRecord], outcome: Outcome) -> None:
+        for record in records:
+            record.outcome = outcome
+        self._on_end(records)
+
+    def _rest(self) -> None:
+        self._resting_until = self._core.clock() + REST_NS
+
+    def _roll(self) -> bool:
+        """Close the open bucket, open the next. False: there is no room, or the disk fails."""
+        self.close()
+        for last in (False, True):
+            while not self._may_open():
+                if not self._force():
+                    self._rest()
+                    return False
+            with self._core.lock:
+                number, size = self._core.brain.reserve(), self._core.brain.limits.bucket_bytes
+            try:
+                self._file, self._nonce = self._core.files.create(number, size)
+            except OSError as error:
+                log.warning("bucket %d: %s", number, error)
+                # Others fill this disk: our oldest blocks go, once; then puts rest.
+                if last or error.errno not in _FULL or not self._force():
+                    break
+                continue
+            with self._core.lock:
+                self._core.brain.opened(number)
+            return True
+        with self._core.lock:
+            self._core.counts.io_errors += 1
+        self._rest()
+        return False
+
+    def _may_open(self) -> bool:
+        with self._core.lock:
+            return self._core.brain.may_open()
+
+    def _force(self) -> bool:
+        with self._core.lock:
+            step = self._core.brain.force()
+        if isinstance(step, Demote):
+            self._demote(step)
+            return True
+        if step is not None:
+            self._core.drop(step)
+        return step is not None
+
+    def _write_footer(self, file: BucketFile, closing: Closing) -> None:
+        footer = pack_footer(closing.entries, closing.removed, closing.seq, file.number, self._nonce, closing.offset)
+        page = self._scratch.take(len(footer))
+        page[:] = footer
+        size = self._core.brain.limits.bucket_bytes
+        try:
+            file.sync()
+            file.write([page], closing.offset)
+            file.truncate(closing.offset + len(footer))
+            size = closing.offset + len(footer)
+        except OSError as error:
+            # On a full disk it stays, and without a footer it is walked at the next start.
+            if error.errno not in _FULL:
+                self._core.lose(file.number, error)
+            size = self._cut(file, closing.offset)
+        finally:
+            with self._core.lock:
+                self._core.brain.closed(file.number, size)
+                self._core.counts.written_bytes += len(footer)
+
+    def _cut(self, file: BucketFile, size: int) -> int:
+        """Its size afterwards."""
+        try:
+            file.truncate(size)
+        except OSError as error:
+            log.warning("bucket %d: %s", file.number, error)
+            return self._core.brain.limits.bucket_bytes
+        return size
+
+    def _reinsert(self, step: Reinsert) -> None:
+        room, at = self._copies.take(sum(pages(place.length) for _, place, _ in step.blocks)), 0
+        records: list[LogRecord] = []
+        for key, place, hits in step.blocks:
+            view = room[at : at + place.length]
+            at += pages(place.length)
+            try:
+                read_run(self._core.files, (place,), (view,), self._scratch)
+            except OSError as error:
+                self._core.lose(place.bucket, error)
+                break
+            if checksum(view) != place.checksum:
+                self._core.corrupt(key, place)
+                continue
+            records.append(LogRecord(key, view, place.checksum, place=place, hits=hits))
+        with self._core.lock:
+            self._core.counts.read_bytes += sum(len(record.data) for record in records)
+        for first in range(0, len(records), BATCH_RECORDS):
+            self.append(records[first : first + BATCH_RECORDS])
+
+    def _demote(self, step: Demote) -> None:
+        """Read what goes and offer it to the tier below, as long as that has room."""
+        core, sink = self._core, self._core.below
+        assert sink is not None
+        for key, place in step.blocks:
+            if not sink.admit(key, place.length):
+                continue
+            # Admitted first: who removes it after this look tells the sink too.
+            with core.lock:
+                here = core.brain.is_at(key, place)
+            data = self._read_whole(key, place) if here else None
+            if data is None:
+                sink.withdraw(key)
+            else:
+                sink.offer(key, data)
+
+    def _read_whole(self, key: bytes, place: RecordPlace) -> bytearray | None:
+        """Its bytes, verified; None: the disk, or what is on it, has failed."""
+        data = bytearray(place.length)
+        view = memoryview(data)
+        try:
+            read_run(self._core.files, (place,), (view,), self._scratch)
+        except OSError as error:
+            self._core.lose(place.bucket, error)
+            return None
+        if checksum(view) != place.checksum:
+            self._core.corrupt(key, place)
+            return None
+        with self._core.lock:
+            self._core.counts.read_bytes += place.length
+        return data
+
+
+def _header(record: LogRecord, slot: Slot) -> RecordHeader:
+    kind = REMOVED if record.keys else BLOCK
+    return RecordHeader(kind, record.key, slot.seq, len(record.data), record.checksum)
+
+
+# ── the thread ──────────────────────────────────────────────────────────────────────────────────────
+
+
+Op = PutOp | RemoveOp | FlushOp
+
+
+class LogWriter:
     """See above. `stop` ends it: what waits is answered False, what is being written ends, the bucket is closed."""
 
-    def __init__(self, core: Core, max_ops: int, max_bytes: int) -> None:
+    def __init__(self, core: SsdCore, max_ops: int, max_bytes: int) -> None:
         self._core = core
         self._max_ops, self._max_bytes = max_ops, max_bytes
         self._bytes = 0  # waiting
@@ -48,7 +342,7 @@ class Writer:
         """Whether puts are refused for a while, after space or disk have failed."""
         return self._log.resting
 
-    def submit(self, puts: Sequence[Put]) -> int:
+    def submit(self, puts: Sequence[PutOp]) -> int:
         """How many, from the first on, were taken; the queue is full for the others, or over."""
         with self._cond:
             taken = 0
@@ -62,7 +356,7 @@ class Writer:
             self._cond.notify()
         return taken
 
-    def enqueue(self, op: Remove | Flush) -> None:
+    def enqueue(self, op: RemoveOp | FlushOp) -> None:
         """Taken however full the queue is; False at once when it is over."""
         with self._cond:
             if not self._stopping:
@@ -76,8 +370,8 @@ class Writer:
         """Begin no more puts; removals that wait are still written."""
         with self._cond:
             self._stopping = True
-            left = [op for op in self._queue if isinstance(op, Put)]
-            self._queue = deque(op for op in self._queue if not isinstance(op, Put))
+            left = [op for op in self._queue if isinstance(op, PutOp)]
+            self._queue = deque(op for op in self._queue if not isinstance(op, PutOp))
             self._bytes = 0
             self._cond.notify()
         for put in left:
@@ -88,7 +382,7 @@ class Writer:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def refuse(self, put: Put, count: str = "") -> None:
+    def refuse(self, put: PutOp, count: str = "") -> None:
         """It is not stored, for the reason that is counted."""
         with self._core.lock:
             self._core.brain.unclaim(put.key, put.ticket)
@@ -104,7 +398,7 @@ class Writer:
             try:
                 self._write(ops)
                 more = self._log.make_room()
-                if ops and isinstance(flush := ops[-1], Flush):
+                if ops and isinstance(flush := ops[-1], FlushOp):
                     while self._log.make_room():
                         pass
                     resolve(flush.future, self._log.sync() if flush.sync else True)
@@ -132,43 +426,43 @@ class Writer:
             size = 0
             while self._queue and len(ops) < BATCH_RECORDS and size < BATCH_BYTES:
                 ops.append(op := self._queue.popleft())
-                if isinstance(op, Flush):
+                if isinstance(op, FlushOp):
                     break
-                if isinstance(op, Put):
+                if isinstance(op, PutOp):
                     size += len(op.data)
                     self._bytes -= len(op.data)
             return ops
 
     def _write(self, ops: Sequence[Op]) -> None:
         now = self._core.clock()
-        own = [key for op in ops if isinstance(op, Remove) and op.future is None for key in op.keys]
+        own = [key for op in ops if isinstance(op, RemoveOp) and op.future is None for key in op.keys]
         if ops:
             with self._core.lock:  # what was put again since stands for itself
                 own = [key for key in self._unsaid + own if key not in self._core.brain]
             self._unsaid = []
         records = self._removing(own)
         for op in ops:
-            if isinstance(op, Put):
+            if isinstance(op, PutOp):
                 if not op.future.set_running_or_notify_cancel() or expired(op.deadline_ns, now):
                     self.refuse(op, "expired")
                 else:
-                    records.append(Record(op.key, op.data, checksum(op.data), put=op))
-            elif isinstance(op, Remove) and op.future is not None:
+                    records.append(LogRecord(op.key, op.data, checksum(op.data), put=op))
+            elif isinstance(op, RemoveOp) and op.future is not None:
                 records += self._removing(op.keys)
         for first in range(0, len(records), BATCH_RECORDS):
             self._log.append(records[first : first + BATCH_RECORDS])
         said = {key for record in records if record.outcome == "stored" for key in record.keys}
         self._unsaid += [key for key in own if key not in said]
-        self._answer([op for op in ops if isinstance(op, Remove)], said)
+        self._answer([op for op in ops if isinstance(op, RemoveOp)], said)
         self._core.tell()
 
-    def _answer(self, removals: Sequence[Remove], said: set[bytes]) -> None:
+    def _answer(self, removals: Sequence[RemoveOp], said: set[bytes]) -> None:
         asked = [(op.future, op.keys) for op in removals if op.future is not None]
         synced = bool(asked) and self._log.sync()
         for future, keys in asked:
             resolve(future, synced and said.issuperset(keys))
 
-    def _ended(self, records: Sequence[Record]) -> None:
+    def _ended(self, records: Sequence[LogRecord]) -> None:
         stored = [record.put for record in records if record.put is not None and record.outcome == "stored"]
         with self._core.lock:
             self._core.counts.stored += len(stored)
@@ -178,17 +472,18 @@ class Writer:
             if record.put is not None and record.outcome != "stored":
                 self.refuse(record.put, record.outcome if record.outcome in ("no_room", "failed") else "")
 
-    def _removing(self, keys: Sequence[bytes]) -> list[Record]:
+    def _removing(self, keys: Sequence[bytes]) -> list[LogRecord]:
         most = self._core.brain.limits.max_removed
         parts = [keys[at : at + most] for at in range(0, len(keys), most)]
         packed = [memoryview(b"".join(part)) for part in parts]
         return [
-            Record(bytes(KEY_BYTES), view, checksum(view), keys=part) for part, view in zip(parts, packed, strict=True)
+            LogRecord(bytes(KEY_BYTES), view, checksum(view), keys=part)
+            for part, view in zip(parts, packed, strict=True)
         ]
 
     def _give_up(self, ops: Sequence[Op]) -> None:
         for op in ops:
-            if isinstance(op, Put):
+            if isinstance(op, PutOp):
                 self.refuse(op, "failed")
             elif op.future is not None:
                 resolve(op.future, False)

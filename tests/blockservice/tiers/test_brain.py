@@ -155,7 +155,7 @@ def test_nothing_that_could_have_been_written_in_time_is_lost(seed: int, percent
             extents = store.borrow(batch)
             there.changed(0, batch, ())
             store.release(extents)
-            store.cool(batch)
+            store.evict_first(batch)
         assert sealed <= {*store.keys(), *there.keys()}
 
 

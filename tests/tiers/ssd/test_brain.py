@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from kvmesh.kvcache.store_stats import Changes
-from kvmesh.tiers.ssd.brain import Brain
-from kvmesh.tiers.ssd.format import KEY_BYTES, PAGE, Entry, footer_bytes, record_bytes
-from kvmesh.tiers.ssd.plans import Demote, Drop, Limits, Reinsert
+from kvmesh.tiers.ssd.brain import Brain, Demote, Drop, Reinsert, SsdLimits
+from kvmesh.tiers.ssd.format import KEY_BYTES, PAGE, FooterEntry, footer_bytes, record_bytes
 from tests.support.ssd_blocks import key
 
 BUCKET = 16 * PAGE  # holds six records of one page: header, 6 * 2 pages, footer of 2
-LIMITS = Limits(capacity_bytes=8 * BUCKET, bucket_bytes=BUCKET, high_percent=100, low_percent=90, reinsert_percent=50)
+LIMITS = SsdLimits(
+    capacity_bytes=8 * BUCKET, bucket_bytes=BUCKET, high_percent=100, low_percent=90, reinsert_percent=50
+)
 
 
 def roll(brain: Brain) -> None:
@@ -31,7 +32,7 @@ def put(brain: Brain, n: int, length: int = PAGE) -> None:
     assert brain.commit(key(n), ticket, brain.append(length), length, n)
 
 
-def filled(buckets: int, limits: Limits = LIMITS, worth: set[bytes] | None = None) -> Brain:
+def filled(buckets: int, limits: SsdLimits = LIMITS, worth: set[bytes] | None = None) -> Brain:
     """Closed buckets of six blocks each, and one more open with a single block."""
     brain = Brain(limits, None if worth is None else worth.__contains__)
     for n in range(6 * buckets + 1):
@@ -67,7 +68,7 @@ def test_a_full_bucket_has_room_for_its_footer_and_no_more() -> None:
     assert place is not None and place.bucket == 1
     end = place.offset + record_bytes(PAGE)
     assert end + footer_bytes(6, 0) <= BUCKET < end + record_bytes(PAGE) + footer_bytes(7, 0)
-    limits = Limits(capacity_bytes=8 * BUCKET, bucket_bytes=BUCKET)
+    limits = SsdLimits(capacity_bytes=8 * BUCKET, bucket_bytes=BUCKET)
     brain = Brain(limits)
     brain.opened(brain.reserve())
     assert brain.fits(limits.max_length) and not brain.fits(limits.max_length + 1)
@@ -241,8 +242,8 @@ def test_changes_are_net_and_moves_are_none() -> None:
 
 def test_restored_buckets_stand_in_their_order() -> None:
     brain = Brain(LIMITS)
-    brain.restore(3, 8 * PAGE, [Entry(key(1), PAGE, 10, 1), Entry(key(2), 3 * PAGE, 10, 2)], [], 20)
-    brain.restore(5, 9 * PAGE, [Entry(key(1), PAGE, 10, 3)], [key(2), key(7)], 30)
+    brain.restore(3, 8 * PAGE, [FooterEntry(key(1), PAGE, 10, 1), FooterEntry(key(2), 3 * PAGE, 10, 2)], [], 20)
+    brain.restore(5, 9 * PAGE, [FooterEntry(key(1), PAGE, 10, 3)], [key(2), key(7)], 30)
     assert held(brain) == [1]
     place = brain.lookup(key(1))
     assert place is not None and (place.bucket, place.checksum) == (5, 3)
@@ -269,4 +270,4 @@ def test_restored_buckets_stand_in_their_order() -> None:
 )
 def test_limits_that_cannot_hold(changed: dict[str, int], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        Limits(**{"capacity_bytes": 8 * BUCKET, "bucket_bytes": BUCKET, **changed})
+        SsdLimits(**{"capacity_bytes": 8 * BUCKET, "bucket_bytes": BUCKET, **changed})

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from hypothesis.stateful import run_state_machine_as_test as run
 
-from kvmesh.tiers.ssd.brain import HITS_KEPT, Brain
-from kvmesh.tiers.ssd.format import KEY_BYTES, PAGE, Entry, footer_bytes, record_bytes
-from kvmesh.tiers.ssd.plans import Demote, Drop, Limits, Place, Reinsert, Slot
+from kvmesh.tiers.ssd.brain import HITS_KEPT, Brain, Demote, Drop, RecordPlace, Reinsert, Slot, SsdLimits
+from kvmesh.tiers.ssd.format import KEY_BYTES, PAGE, FooterEntry, footer_bytes, record_bytes
 from tests.support.broken_ssd_brains import BROKEN
 from tests.support.ssd_blocks import key
 
@@ -64,7 +63,7 @@ class Model(RuleBasedStateMachine):
         below=st.booleans(),
     )
     def begin_life(self, low: int, reinsert: int, hits: int, exact: bool, below: bool) -> None:
-        self.limits = Limits(6 * BUCKET, BUCKET, 100, low, reinsert, hits)
+        self.limits = SsdLimits(6 * BUCKET, BUCKET, 100, low, reinsert, hits)
         self.worth = {key(n) for n in range(0, 15, 2)} if below else set()
         self.brain = self.make(self.limits, self.worth.__contains__ if below else None)
         self.offered: set[int] = set()  # buckets
@@ -283,7 +282,7 @@ class Model(RuleBasedStateMachine):
                 break
             self.expected.append(record.keys[0])
 
-    def copy(self, k: bytes, place: Place, hits: int) -> None:
+    def copy(self, k: bytes, place: RecordPlace, hits: int) -> None:
         old = self.live[k]
         assert self.expected is not None and k in self.expected and self.where[k] == place.bucket == self.victim
         assert (place.offset, place.length, hits) == (old.offset, old.length, min(old.hits, HITS_KEPT) - 1)
@@ -320,7 +319,7 @@ class Model(RuleBasedStateMachine):
         self.close()
         brain = self.make(self.limits)
         for number in sorted(self.disk):
-            entries: dict[bytes, Entry] = {}
+            entries: dict[bytes, FooterEntry] = {}
             removed: list[bytes] = []
             for record in self.disk[number].records:
                 if record.removal:
@@ -328,7 +327,7 @@ class Model(RuleBasedStateMachine):
                     for k in record.keys:
                         entries.pop(k, None)
                 else:
-                    entries[record.keys[0]] = Entry(record.keys[0], record.offset, record.length, 7)
+                    entries[record.keys[0]] = FooterEntry(record.keys[0], record.offset, record.length, 7)
             brain.restore(number, self.disk[number].size, list(entries.values()), removed, 0)
         brain.check_integrity()
         assert set(brain.keys()) == self.on_disk()

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from kvmesh.tiers.ssd import SsdTier
-from kvmesh.tiers.ssd.appender import REST_NS
 from kvmesh.tiers.ssd.format import PAGE
+from kvmesh.tiers.ssd.writer import REST_NS
 from tests.support.ssd_blocks import (
     BUCKET,
     WAIT_S,

@@ -10,7 +10,7 @@ from kvmesh.tiers.ssd.format import (
     BLOCK,
     PAGE,
     REMOVED,
-    Entry,
+    FooterEntry,
     RecordHeader,
     checksum,
     footer_bytes,
@@ -80,7 +80,7 @@ def test_a_bucket_header_names_its_bucket_and_its_identity() -> None:
 
 @pytest.mark.parametrize(("blocks", "removed"), [(0, 0), (1, 0), (0, 1), (127, 3), (128, 0), (129, 300)])
 def test_a_footer_is_what_was_packed_and_ends_the_file(blocks: int, removed: int) -> None:
-    entries = [Entry(key(n), (n + 1) * PAGE, n + 1, n * 77) for n in range(blocks)]
+    entries = [FooterEntry(key(n), (n + 1) * PAGE, n + 1, n * 77) for n in range(blocks)]
     gone = [key(-n & 0xFFFF) for n in range(removed)]
     offset = 10 * PAGE
     footer = pack_footer(entries, gone, 9, 7, NONCE, offset)

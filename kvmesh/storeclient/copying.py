@@ -1,4 +1,4 @@
-"""Copies and moves of blocks to a node that the caller names.
+"""Blocks copied by nodes at this client's wish: to a node that the caller names, or near before they are wanted.
 
 A copy is pulled by its receiver. A move is a copy that is there, and then the end of the old one. In between the new
 one is leased, and the old holder spares what is leased where it lies: of two who move a block past one another one is
@@ -8,31 +8,66 @@ told so and comes again, and a master that trims copies leaves the new one alone
 from __future__ import annotations
 
 import asyncio
+import enum
+import logging
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import grpc
 from google.protobuf.message import Message
 
+from kvmesh.blockservice.peers import PeerPool
 from kvmesh.clock import lease_clock
-from kvmesh.errors import DeadlinePassed, InvalidRequest, KvmeshError
-from kvmesh.rpc import status
+from kvmesh.errors import DeadlinePassed, InvalidRequest, KvmeshError, Unavailable
 from kvmesh.rpc.pb import blocks_pb2 as pb
-from kvmesh.storeclient.choice import Holder, Replica
+from kvmesh.rpc.pb import common_pb2
 from kvmesh.storeclient.directory import Directory
-from kvmesh.storeclient.hints import Hints
-from kvmesh.storeclient.holding import Holding, Place
-from kvmesh.storeclient.peers import Peers
-from kvmesh.storeclient.pulling import AT_ONCE, portions, pull
+from kvmesh.storeclient.holding import HolderQueries, Place
+from kvmesh.storeclient.placement import PoolCandidate
+from kvmesh.storeclient.replicas import Hints, Holder, ReaderLocation, Replica
 
+log = logging.getLogger(__name__)
+
+PULL_BLOCKS = 512  # of one call
+PULL_MS = 60_000  # at most
+HOLDERS = 64  # named in one call
+AT_ONCE = 4  # calls of one operation
 GUARD_MS = 3_000  # the new copy is leased so long: also a moment after the old one has gone, as a master may be about
 # to trim the new one who has just heard that the old one is there
 CALL_S = 2.0  # a node that has not answered by then has not done it
 AGAIN_S = (0.02, 0.5)  # after which what was leased is tried again: doubling, up to the second
 PINNED, LEASED = 1, 2  # why a node spared a block
+
+
+def portions(keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    """As many keys as one call may carry."""
+    return (keys[at : at + PULL_BLOCKS] for at in range(0, len(keys), PULL_BLOCKS))
+
+
+async def pull(
+    peers: PeerPool, address: str, keys: Sequence[bytes], holders: Iterable[Holder], deadline: float
+) -> bytes:
+    """One byte a key: 1 it is in the memory of the node at `address` now. Until `deadline` (monotonic). KvmeshError:
+    that node does not answer, or does not want any."""
+    lives = {(holder.store_id, holder.incarnation): holder for holder in holders}
+    left_s = max(deadline - time.monotonic(), 0.001)
+    request = pb.PullBlocksRequest(
+        keys=b"".join(keys),
+        holders=[
+            common_pb2.InstanceRef(instance_id=one.store_id, address=one.address, incarnation=one.incarnation)
+            for one in list(lives.values())[:HOLDERS]
+        ],
+        timeout_ms=max(1, min(int(left_s * 1000), PULL_MS)),
+        background=True,
+    )
+    async with peers.use(address) as peer:
+        held: bytes = (await peer.calls.over_grpc("Pull", request, left_s + 1)).held
+        return held
+
+
+# ── copies and moves ─────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +135,9 @@ class _Guard:
 class Mover:
     """On the event loop. `rng`: how long those who are in each other's way wait."""
 
-    def __init__(self, peers: Peers, directory: Directory, holding: Holding, hints: Hints, rng: random.Random) -> None:
+    def __init__(
+        self, peers: PeerPool, directory: Directory, holding: HolderQueries, hints: Hints, rng: random.Random
+    ) -> None:
         self._peers = peers
         self._directory = directory
         self._holding = holding
@@ -265,7 +302,89 @@ class Mover:
         if left_s <= 0:
             raise DeadlinePassed("there is no time left for it")
         async with self._peers.use(node.address) as peer:
-            try:
-                return await getattr(peer.stub, method)(request, timeout=min(CALL_S, left_s))
-            except grpc.RpcError as error:
-                raise status.from_rpc_error(error) from None
+            return await peer.call(method, request, min(CALL_S, left_s))
+
+
+# ── prefetches ───────────────────────────────────────────────────────────────────────────────────────
+
+
+class Policy(enum.Enum):
+    """When a prefetch returns."""
+
+    BEST_EFFORT = "best_effort"  # at once
+    WAIT = "wait"  # when all is there that can be
+    DEADLINE = "deadline"  # after its time, whatever is there by then; the rest goes on coming
+
+
+class Prefetcher:
+    """On the event loop; `close` it."""
+
+    def __init__(self, peers: PeerPool, directory: Directory, hints: Hints, here: ReaderLocation) -> None:
+        self._peers = peers
+        self._directory = directory
+        self._hints = hints
+        self._here = here
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def prefetch(self, keys: Sequence[bytes], policy: Policy, deadline: float) -> dict[bytes, bool]:
+        """Which keys the near node has when this returns. Unavailable: there is none."""
+        keys = list(dict.fromkeys(keys))
+        left_s = max(deadline - time.monotonic(), 0.001)
+        near = self._near(await self._directory.pools(left_s, lambda pools: bool(self._candidates(pools))))
+        told, _ = await self._directory.find(keys, left_s) if keys else ([], True)
+        now = time.monotonic()
+        replicas = [[*some, *self._hints.of(key, now)] for key, some in zip(keys, told, strict=True)]
+        had = {key: any(r.holder.store_id == near.store_id for r in rs) for key, rs in zip(keys, replicas, strict=True)}
+        wanted = {key: rs for key, rs in zip(keys, replicas, strict=True) if rs and not had[key]}
+        if not wanted:
+            return had
+        whole_s = PULL_MS / 1000 if policy is Policy.DEADLINE else left_s
+        task = asyncio.get_running_loop().create_task(self._pull(near, wanted, had, whole_s), name="prefetch")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        if policy is not Policy.BEST_EFFORT:
+            await asyncio.wait({task}, timeout=max(deadline - time.monotonic(), 0))
+        return dict(had)
+
+    def _near(self, pools: Sequence[PoolCandidate]) -> PoolCandidate:
+        """The pool node of this machine, else one of this host's addresses; of several, that with most room."""
+
+        near = self._candidates(pools)
+        if not near:
+            raise Unavailable(f"no pool node on {self._here.node_id}: prefetch brings blocks to one on this machine")
+        return min(near, key=lambda one: (self._distance(one), -one.free_bytes))
+
+    def _candidates(self, pools: Sequence[PoolCandidate]) -> list[PoolCandidate]:
+        return [one for one in pools if self._distance(one) < 2 and not one.draining]
+
+    def _distance(self, one: PoolCandidate) -> int:
+        return self._here.distance(Holder(one.store_id, one.address, one.incarnation, one.node_id))
+
+    async def _pull(
+        self, near: PoolCandidate, wanted: dict[bytes, list[Replica]], had: dict[bytes, bool], timeout_s: float
+    ) -> None:
+        turns = asyncio.Semaphore(AT_ONCE)
+        deadline = time.monotonic() + timeout_s
+
+        async def some(part: Sequence[bytes]) -> None:
+            async with turns:
+                try:
+                    holders = (replica.holder for key in part for replica in wanted[key])
+                    held = await pull(self._peers, near.address, part, holders, deadline)
+                except KvmeshError as error:
+                    log.info("prefetch of %d blocks to %s: %s", len(part), near.store_id, error.message)
+                    return
+            now = time.monotonic()
+            for key, here in zip(part, held, strict=True):
+                had[key] = bool(here)
+                if here:  # the master will hear of it soon
+                    nearer = Replica(Holder(near.store_id, near.address, near.incarnation, near.node_id))
+                    self._hints.learn(key, [nearer, *wanted[key]], now)
+
+        await asyncio.gather(*map(some, portions(list(wanted))))
+
+    async def close(self) -> None:
+        """Nobody waits for what is under way; the node goes on by itself."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmesh.kvcache import known_copies
-from kvmesh.kvcache.known_copies import AGAIN_S, MOST, KnownCopies
+from kvmesh.blockservice import replica_tracker
+from kvmesh.blockservice.replica_tracker import AGAIN_S, MOST, KnownCopies
 
 
 def key(i: int) -> bytes:
@@ -32,7 +32,7 @@ def test_each_is_asked_about_once_in_a_while(turns: list[tuple[list[int], float,
 
 
 def test_a_question_is_bounded_and_so_is_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_copies, "REMEMBERED", 1000)
+    monkeypatch.setattr(replica_tracker, "REMEMBERED", 1000)
     known = KnownCopies("me")
     assert known.choose(map(key, range(10 * MOST)), 0.0) == [key(i) for i in range(MOST)]
     for turn in range(20):

@@ -1,7 +1,14 @@
-"""Nodes of this machine whose index (`shared_index`) and memory this client has mapped.
+"""Gets without a lease: blocks in the memory of nodes on this machine (docs/adr/0020-reads-without-leases.md).
+
+    the node's index says where it lies ─▶ copy out of the node's memory, mapped read-only ─▶ the index still says so
+
+What changed meanwhile, or is not in the index, goes the usual way. No message, no master; the node hears of reads a
+little later, many at once (`Touch`).
+
+How a node's index and memory come to be mapped here:
 
     an address that answered ─▶ Doors ─▶ connect to the index's socket ─▶ hello and index ─▶ READ a little: the memory
-                                         is mapped ─▶ NearNode, until the connection ends
+                                         is mapped ─▶ LocalNode, until the connection ends
 
 Everything is looked for in the background and given up quietly: another machine, another user, no shm.
 """
@@ -10,28 +17,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import itertools
 import logging
 import os
+import queue
 import socket
+import threading
 import time
 from collections import deque
-from collections.abc import Coroutine, Sequence
-from functools import cache
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import grpc
-
+from kvmesh.blockservice.peers import PeerPool, this_machine
+from kvmesh.clock import lease_clock_ns
 from kvmesh.errors import KvmeshError, TransferError
-from kvmesh.kvcache.index_hello import MAX_HELLO_BYTES, IndexHello, same_user
-from kvmesh.kvcache.shared_index import SUPPORTED, IndexReader
+from kvmesh.kvcache.keys import KEY_BYTES
+from kvmesh.kvcache.shared_index import MAX_HELLO_BYTES, SUPPORTED, IndexHello, IndexReader, same_user
+from kvmesh.kvcache.size_classes import BYTES
+from kvmesh.kvcache.tiers import Tier
 from kvmesh.rpc.pb import blocks_pb2 as pb
+from kvmesh.storeclient.calls import ended
 from kvmesh.storeclient.config import ClientConfig
-from kvmesh.storeclient.lease import LAYOUT
-from kvmesh.storeclient.memory import Memory, ended
-from kvmesh.storeclient.peers import Peers
+from kvmesh.storeclient.memory import ClientMemory, Span, bytes_of
+from kvmesh.storeclient.naming import Ref
+from kvmesh.storeclient.reading.leased import Got
 from kvmesh.transfer import Opcode, TransferEngine, TransferRequest
 from kvmesh.transfer.memory import Mapping, map_peer
-from kvmesh.transfer.segment import machine_id, network_id
+from kvmesh.transfer.transports.shm.copy import CopyJob, by_cores
 from kvmesh.transfer.transports.shm.path import raw_address
 from kvmesh.transfer.transports.shm.server import receive
 from kvmesh.transfer.transports.shm.transport import mapped
@@ -39,6 +53,9 @@ from kvmesh.transfer.transports.wire import Gone, ProtocolBroken
 
 log = logging.getLogger(__name__)
 
+# More is copied by threads: the event loop has others to serve, and two cores move more than one.
+INLINE_BYTES = 4 << 20
+GIL_BYTES = 128 << 10  # a copy of so many is worth the GIL's hand-over
 MAX_NODES = 16
 MAX_LOOKED = 4096
 OPEN_S = 2.0  # for each step of opening one
@@ -49,6 +66,8 @@ TOUCH_KEYS = 32_768  # of one call
 TOUCH_CALLS = 65_536  # remembered
 TOUCH_CALL_S = 2.0
 CLOSE_S = 1.0
+
+# ── nodes of this machine ────────────────────────────────────────────────────────────────────────────
 
 
 class LocalNode:
@@ -84,7 +103,7 @@ class LocalNode:
 class LocalNodes:
     """Of one client. `nodes` and `touch` are for any thread; all else belongs to the event loop."""
 
-    def __init__(self, config: ClientConfig, engine: TransferEngine, memory: Memory, peers: Peers) -> None:
+    def __init__(self, config: ClientConfig, engine: TransferEngine, memory: ClientMemory, peers: PeerPool) -> None:
         self.nodes: tuple[LocalNode, ...] = ()
         self._able = SUPPORTED and config.near and not config.fault and "shm" in config.transport_list
         self._engine = engine
@@ -132,7 +151,7 @@ class LocalNodes:
             return
         try:
             node = await self._opened(address)
-        except (KvmeshError, grpc.RpcError, OSError, ValueError, Gone, ProtocolBroken) as error:
+        except (KvmeshError, OSError, ValueError, Gone, ProtocolBroken) as error:
             log.info("%s is read under leases: %s", address, error)
             return
         if node is None:
@@ -151,15 +170,15 @@ class LocalNodes:
     async def _opened(self, address: str) -> LocalNode | None:
         """None: it offers nothing, or is not near. Raises what an attempt can end with."""
         async with self._peers.use(address) as peer:
-            told: pb.DoorsResponse = await peer.stub.Doors(pb.DoorsRequest(), timeout=OPEN_S)
-            if not told.index_path or (told.machine, told.network) != _here():
+            told: pb.DoorsResponse = await peer.calls.over_grpc("Doors", pb.DoorsRequest(), OPEN_S)
+            if not told.index_path or (told.machine, told.network) != this_machine():
                 return None
             async with asyncio.timeout(OPEN_S):
                 sock, hello, index = await _hello(told.index_path)
             try:
                 if hello.incarnation != told.incarnation:
-                    raise ValueError("another life answers at the index's door")
-                name = self._peers.learn(peer, hello.incarnation, hello.descriptor)
+                    raise ValueError("another life answers at the index's socket")
+                (name,) = self._peers.learn(peer, (hello.store_id, hello.incarnation), [hello.descriptor])
                 return LocalNode(address, sock, hello, index, await self._memory_of(name, hello))
             except BaseException:
                 sock.close()
@@ -215,7 +234,7 @@ class LocalNodes:
         async with self._peers.use(node.address) as peer:
             for start in reversed(range(0, len(keys), TOUCH_KEYS)):
                 some = b"".join(keys[start : start + TOUCH_KEYS])
-                request = pb.TouchBlocksRequest(keys=some, layout=LAYOUT, holder_incarnation=node.life)
+                request = pb.TouchBlocksRequest(keys=some, layout=BYTES, holder_incarnation=node.life)
                 with contextlib.suppress(KvmeshError):  # it is a cache: nothing but an order is lost
                     await peer.call("Touch", request, TOUCH_CALL_S)
 
@@ -253,6 +272,170 @@ def _wake(said: asyncio.Future[None]) -> None:
         said.set_result(None)
 
 
-@cache
-def _here() -> tuple[str, str]:
-    return machine_id(), network_id()
+# ── reads ────────────────────────────────────────────────────────────────────────────────────────────
+
+_Found = tuple[LocalNode, int, int, int, int]  # node, entry, version, where in the node's memory, bytes
+
+
+class LocalReadPlan:
+    """What one call can get without a lease. `places[i]`: of the key at i, None: not here. `nbytes`: of all."""
+
+    __slots__ = ("keys", "missing", "nbytes", "places", "targets")
+
+    def __init__(self, keys: Sequence[bytes], targets: Sequence[Span] | None) -> None:
+        self.keys = keys
+        self.targets = targets
+        self.places: list[_Found | None] = []
+        self.nbytes = 0
+        self.missing = 0
+
+
+class LocalReader:
+    """All of one client. Copies may be asked for by any thread; all else on the event loop. `close` it."""
+
+    def __init__(self, config: ClientConfig, engine: TransferEngine, memory: ClientMemory, peers: PeerPool) -> None:
+        self.hits = 0
+        self.nbytes = 0
+        self._nearby = LocalNodes(config, engine, memory, peers)
+        self._counting = threading.Lock()
+        self._threads: ThreadPoolExecutor | None = None
+
+    @property
+    def nodes(self) -> int:
+        """Whose indexes are here."""
+        return len(self._nearby.nodes)
+
+    def met(self, address: str) -> None:
+        """This node has just answered: it may be near. Returns at once."""
+        self._nearby.met(address)
+
+    def plan(self, refs: Sequence[Ref | None], targets: Sequence[Span] | None) -> LocalReadPlan | None:
+        """None: there is nothing of it here, or not all of `refs` are keys. Any thread."""
+        nodes = self._nearby.nodes
+        if not nodes:
+            return None
+        now_ns = lease_clock_ns()
+        nodes = tuple(node for node in nodes if node.index.current(now_ns))
+        keys: list[bytes] = []
+        plan = LocalReadPlan(keys, targets)
+        places = plan.places
+        for ref in refs:
+            if type(ref) is not bytes or len(ref) != KEY_BYTES:
+                return None
+            place = _place(nodes, ref)
+            if place is None or (targets is not None and targets[len(keys)].nbytes < place[4]):
+                places.append(None)
+                plan.missing += 1
+            else:
+                places.append(place)
+                plan.nbytes += place[4]
+            keys.append(ref)
+        return plan if plan.missing < len(keys) else None
+
+    async def read(self, plan: LocalReadPlan) -> list[Got | None]:
+        """Each block that is here; None: ask somebody. Large ones are copied by threads, which are done with the
+        caller's memory when this returns or raises."""
+        if plan.nbytes <= INLINE_BYTES:
+            return self.read_here(plan)
+        if plan.targets is None:
+            return await asyncio.to_thread(self.read_here, plan)
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[BaseException | None] = loop.create_future()
+
+        def finish(error: BaseException | None) -> None:
+            loop.call_soon_threadsafe(done.set_result, error)
+
+        self._start(plan, finish, by_cores())
+        try:
+            error = await asyncio.shield(done)
+        finally:
+            await ended(done)
+        return self._result(plan, None) if error is None else [None] * len(plan.keys)
+
+    def read_here(self, plan: LocalReadPlan) -> list[Got | None]:
+        """As `read`, by the thread that calls it, with another one's help for large ones."""
+        if plan.targets is None:
+            copies = [place and bytes_of(place[0].memory[place[3] : place[3] + place[4]]) for place in plan.places]
+            return self._result(plan, copies)
+        if plan.nbytes > INLINE_BYTES:
+            done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+            _help(self._start(plan, done.put, by_cores() - 1))
+            if done.get() is not None:
+                return [None] * len(plan.keys)
+        else:
+            for place, target in zip(plan.places, plan.targets, strict=True):
+                if place is not None:
+                    _copy(place, target)
+        return self._result(plan, None)
+
+    def _start(self, plan: LocalReadPlan, done: Callable[[BaseException | None], None], helpers: int) -> CopyJob:
+        """`done` is called by whoever copies the last byte."""
+        assert plan.targets is not None, "bytes are made by the thread that asks for them"
+        to, of, lengths = [], [], []
+        for place, target in zip(plan.places, plan.targets, strict=True):
+            if place is not None:
+                to.append(target.address)
+                of.append(place[0].start + place[3])
+                lengths.append(place[4])
+        job = CopyJob(to, of, lengths, done)
+        if helpers and self._threads is None:
+            self._threads = ThreadPoolExecutor(by_cores(), "kvmesh-near")
+        for _ in range(helpers):
+            assert self._threads is not None
+            self._threads.submit(_help, job)
+        return job
+
+    def _result(self, plan: LocalReadPlan, copies: Sequence[bytes | None] | None) -> list[Got | None]:
+        """What was copied counts if its entry has not changed since, and the node lives."""
+        got: list[Got | None] = []
+        read: dict[LocalNode, list[bytes]] = {}
+        nbytes = 0
+        for key, place, data in zip(plan.keys, plan.places, copies or itertools.repeat(None), strict=False):
+            if place is None or not place[0].index.still(place[1], place[2]):
+                got.append(None)
+                continue
+            node, _, _, _, size = place
+            got.append(Got(key, size, Tier.DRAM, node.store_id, data))
+            nbytes += size
+            if node in read:
+                read[node].append(key)
+            else:
+                read[node] = [key]
+        for node, keys in read.items():
+            if not node.lives():
+                return [None] * len(got)
+            self._nearby.touch(node, keys)
+        with self._counting:
+            self.hits += sum(map(len, read.values()))
+            self.nbytes += nbytes
+        return got
+
+    async def close(self) -> None:
+        """Bounded."""
+        await self._nearby.close()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False)
+
+
+def _place(nodes: Sequence[LocalNode], key: bytes) -> _Found | None:
+    for node in nodes:
+        found = node.index.look(key)
+        if found is not None:
+            entry, version, offset, nbytes = found
+            at = offset - node.base
+            if 0 <= at <= len(node.memory) - nbytes:  # it may be half of one entry and half of another yet
+                return node, entry, version, at, nbytes
+    return None
+
+
+def _copy(place: _Found, target: Span) -> None:
+    node, _, _, at, nbytes = place
+    if nbytes >= GIL_BYTES:
+        ctypes.memmove(target.address, node.start + at, nbytes)
+    else:
+        target.view[target.start : target.start + nbytes] = node.memory[at : at + nbytes]
+
+
+def _help(job: CopyJob) -> None:
+    while job.work():
+        pass

@@ -1,5 +1,5 @@
-"""The way of a get: where it is ─▶ lease at the best holder ─▶ READ one-sided ─▶ release; what one did not give, the
-next.
+"""Gets under leases: where the blocks are ─▶ lease at the best holder ─▶ READ one-sided ─▶ release; what one holder did
+not give, the next.
 
 A block counts as read when all of its bytes are here, and its checksum is right where that was asked for; else when the
 holder has confirmed that the lease was open until then.
@@ -11,31 +11,109 @@ import asyncio
 import logging
 import math
 import random
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import xxhash
 
-from kvmesh.errors import DeadlinePassed, InvalidRequest, KvmeshError, Overloaded
+from kvmesh.blockservice import reader_lease
+from kvmesh.blockservice.peers import Peer, worth_forgetting
+from kvmesh.blockservice.reader_lease import UNCONFIRMED, LeaseTerms, ReaderLease, Releases
+from kvmesh.clock import lease_clock_ns
+from kvmesh.errors import DeadlinePassed, InvalidRequest, KvmeshError
+from kvmesh.kvcache.size_classes import BYTES
 from kvmesh.kvcache.tiers import Tier
-from kvmesh.storeclient import lease as leases
-from kvmesh.storeclient.calls import every
-from kvmesh.storeclient.choice import Holder, Replica, share_out
+from kvmesh.storeclient.calls import ended, every, in_thread
 from kvmesh.storeclient.context import ClientContext
-from kvmesh.storeclient.gather import GATHER_MOST, Run, Shard, plan, portions, runs
-from kvmesh.storeclient.lease import Lease
-from kvmesh.storeclient.memory import INLINE_COPY, Span, bytes_of, in_thread
-from kvmesh.transfer import Opcode, TransferRequest
+from kvmesh.storeclient.memory import INLINE_COPY, Span, bytes_of
+from kvmesh.storeclient.replicas import Holder, Replica, share_out
+from kvmesh.transfer import BatchId, Opcode, TransferEngine, TransferRequest, TransferState
 from kvmesh.transfer.memory import copy_runs
 
 log = logging.getLogger(__name__)
 
+CALL_S = 5.0  # a holder that has not answered by then is passed over; from SSD the answer takes a read
+HERE_BYTES = 1 << 20  # of mapped memory are copied sooner than two threads are woken
+HERE_S = 0.002
 LEASE_KEYS = 4096
 REBUILDING = "the store master has not heard from all nodes yet"
 REBUILD_S = 0.05  # a master that has not heard from all nodes is asked again so often
+
+# ── which READs bring some blocks here: pure ─────────────────────────────────────────────────────────
+
+# Small blocks that lie side by side at their holder come in one READ into staging and are copied out from there: a
+# READ of its own costs each block some microseconds, the copy moves its bytes once more. On the machine of
+# benchmarks/results the two meet at 64 KiB a block, over shm and tcp alike (`benchmarks.store --only gather`).
+GATHER_BELOW = 64 << 10  # mean bytes of a block
+GATHER_LEAST = 4  # blocks; fewer are not worth a copy
+GATHER_MOST = 8 << 20  # bytes of one gathered READ
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One block at its holder."""
+
+    position: int  # in the caller's list
+    offset: int  # in the holder's segment
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRun:
+    """One READ: [offset, offset + nbytes) of the holder's segment, in which these shards lie."""
+
+    offset: int
+    nbytes: int
+    shards: tuple[Shard, ...]
+
+
+def runs(shards: Sequence[Shard], most: int = GATHER_MOST) -> list[ReadRun]:
+    """READs that bring all of them, in order of their offsets: neighbours together, also across gaps that are small
+    beside them (a block rarely fills its extent), up to `most` bytes each."""
+    found: list[list[Shard]] = []
+    end = 0
+    for shard in sorted(shards, key=lambda one: one.offset):
+        new_end = shard.offset + shard.nbytes
+        last = found[-1] if found else None
+        near = last is not None and 0 <= shard.offset - end <= last[-1].nbytes // 4
+        if last is not None and near and new_end - last[0].offset <= most:
+            last.append(shard)
+        else:
+            found.append([shard])
+        end = new_end
+    return [ReadRun(r[0].offset, r[-1].offset + r[-1].nbytes - r[0].offset, tuple(r)) for r in found]
+
+
+def plan(shards: Sequence[Shard]) -> tuple[list[Shard], list[ReadRun]]:
+    """(read straight to where they belong, read through staging)."""
+    direct: list[Shard] = []
+    gathered: list[ReadRun] = []
+    for run in runs([one for one in shards if one.nbytes < GATHER_BELOW]):
+        if len(run.shards) >= GATHER_LEAST:
+            gathered.append(run)
+        else:
+            direct += run.shards
+    direct += (one for one in shards if one.nbytes >= GATHER_BELOW)
+    return direct, gathered
+
+
+def portions(runs_: Sequence[ReadRun], most: int) -> list[list[ReadRun]]:
+    """In groups of at most `most` bytes, each of at least one READ: what is staged at a time."""
+    groups: list[list[ReadRun]] = []
+    room = 0
+    for run in runs_:
+        if not groups or run.nbytes > room:
+            groups.append([])
+            room = most
+        groups[-1].append(run)
+        room -= run.nbytes
+    return groups
+
+
+# ── gets ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(slots=True)
@@ -57,7 +135,7 @@ class Got:
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    """One call of `Reader.read`."""
+    """One call of `LeasedReader.read`."""
 
     got: list[Got]
     targets: Sequence[Span] | None
@@ -71,6 +149,16 @@ class _Job:
     untold: set[bytes] = field(default_factory=set)
 
 
+@dataclass(eq=False, slots=True)
+class _Read:
+    """What is read under one lease. `checksums`: by position, when asked for; `landed`: read in time, which counts when
+    the lease is confirmed."""
+
+    lease: ReaderLease
+    checksums: dict[int, int]
+    landed: list[Shard] = field(default_factory=list)
+
+
 @dataclass(slots=True)
 class ReadStats:
     blocks: int = 0
@@ -80,8 +168,8 @@ class ReadStats:
     gathered: int = 0  # blocks that came with others in one READ
 
 
-class Reader:
-    """All gets of one client. On the event loop."""
+class LeasedReader:
+    """All gets of one client that ask holders. On the event loop."""
 
     def __init__(self, context: ClientContext, met: Callable[[str], None]) -> None:
         """`met`: hears the address of each node that gave something."""
@@ -95,7 +183,7 @@ class Reader:
         self._here = context.here
         self._met = met
         self._rng = random.Random()
-        self._releases = leases.Releases(context.peers)
+        self._releases = Releases(context.peers)
 
     async def read(
         self,
@@ -173,7 +261,7 @@ class Reader:
                     try:
                         cause = await self._leased(job, holder, some, peer)
                     except KvmeshError as error:
-                        if leases.worth_forgetting(error) and not isinstance(error, Overloaded):
+                        if worth_forgetting(error):
                             self._peers.forget(peer)
                         raise
             except InvalidRequest as error:
@@ -194,40 +282,36 @@ class Reader:
                 self.stats.failed_replicas += 1
                 log.info("%d blocks not read from %s: %s", len(missing), holder.store_id, cause)
 
-    async def _leased(self, job: _Job, holder: Holder, positions: list[int], peer: Any) -> str:
-        lease = await leases.ask(
-            peer,
-            self._peers,
-            holder,
-            [job.got[p].key for p in positions],
-            self._releases,
-            reader=self._engine.name,
-            lease_ms=self._config.lease_ms,
-            checksums=job.verify,
-            timeout_s=max(job.deadline - time.monotonic(), 0.001),
-        )
+    async def _leased(self, job: _Job, holder: Holder, positions: list[int], peer: Peer) -> str:
+        """Why not all of `positions` came; "": the holder has no more of them. Raises KvmeshError."""
+        keys = [job.got[p].key for p in positions]
+        terms = LeaseTerms(self._engine.name, self._config.lease_ms, BYTES, checksums=job.verify)
+        life = (holder.store_id, holder.incarnation)
+        timeout_s = min(CALL_S, max(job.deadline - time.monotonic(), 0.001))
+        lease = await reader_lease.ask(terms, life, keys, peer, self._peers, self._releases, timeout_s)
         if lease is None:
             return ""
         try:
-            shards = [Shard(positions[s.position], s.offset, s.nbytes) for s in lease.shards]
-            lease.tiers = {positions[i]: tier for i, tier in lease.tiers.items()}
-            lease.checksums = {positions[i]: sum_ for i, sum_ in lease.checksums.items()}
+            held = [positions[i] for i in lease.held]
+            read = _Read(lease, dict(zip(held, lease.checksums, strict=False)))
+            shards = list(map(Shard, held, lease.offsets[0], lease.sizes))
             if job.targets is None:
-                cause = await self._to_bytes(job, lease, shards)
+                cause = await self._to_bytes(job, read, shards)
             else:
-                cause = await self._into(job, lease, shards, job.targets)
+                cause = await self._into(job, read, shards, job.targets)
             # Checksums say themselves whether the bytes are right.
-            confirmed = not lease.landed or job.verify or await self._releases.confirm(lease)
-            for shard in lease.landed:
+            confirmed = not read.landed or job.verify or await self._releases.confirm(lease)
+            tiers = dict(zip(positions, lease.tiers, strict=False))
+            for shard in read.landed:
                 if confirmed:
-                    self._arrived(job, holder, lease, shard)
+                    self._arrived(job, holder, Tier(tiers.get(shard.position) or Tier.DRAM), shard)
                 else:
                     job.got[shard.position].data = None
-            return cause if confirmed else leases.UNCONFIRMED
+            return cause if confirmed else UNCONFIRMED
         finally:
             self._releases.give_back(lease)
 
-    async def _into(self, job: _Job, lease: Lease, shards: Sequence[Shard], targets: Sequence[Span]) -> str:
+    async def _into(self, job: _Job, read: _Read, shards: Sequence[Shard], targets: Sequence[Span]) -> str:
         for shard in shards:
             if targets[shard.position].nbytes < shard.nbytes:
                 room = targets[shard.position].nbytes
@@ -236,24 +320,24 @@ class Reader:
         cause = ""
         if direct:
             landing = [(shard.offset, shard.nbytes, targets[shard.position].address) for shard in direct]
-            wrong = await self._reads(job, lease, landing)
+            wrong = await self._reads(job, read, landing)
             for shard, bad in zip(direct, wrong, strict=True):
-                if not bad and lease.checksums:
-                    check = partial(self._check, lease, shard, targets[shard.position].memory)
+                if not bad and read.checksums:
+                    check = partial(self._check, read, shard, targets[shard.position].memory)
                     bad = await in_thread(check) if shard.nbytes > INLINE_COPY else check()
                 cause = bad or cause
                 if not bad:
-                    lease.landed.append(shard)
+                    read.landed.append(shard)
         for group in portions(gathered, GATHER_MOST):
-            cause = await self._staged(job, lease, group, targets) or cause
+            cause = await self._staged(job, read, group, targets) or cause
         return cause
 
-    async def _to_bytes(self, job: _Job, lease: Lease, shards: Sequence[Shard]) -> str:
+    async def _to_bytes(self, job: _Job, read: _Read, shards: Sequence[Shard]) -> str:
         most = min(GATHER_MOST, self._memory.staging_bytes // 4)
-        causes = await every(self._staged(job, lease, group, None) for group in portions(runs(shards, most), most))
+        causes = await every(self._staged(job, read, group, None) for group in portions(runs(shards, most), most))
         return next(filter(None, causes), "")
 
-    async def _staged(self, job: _Job, lease: Lease, group: Sequence[Run], targets: Sequence[Span] | None) -> str:
+    async def _staged(self, job: _Job, read: _Read, group: Sequence[ReadRun], targets: Sequence[Span] | None) -> str:
         """Read these runs into staging and take the blocks out of it."""
         staged = await self._memory.stage(sum(run.nbytes for run in group), job.deadline)
         cause = ""
@@ -262,16 +346,16 @@ class Reader:
             for run in group:
                 landing.append((run.offset, run.nbytes, staged.span.address + at))
                 at += run.nbytes
-            wrong = await self._reads(job, lease, landing)
+            wrong = await self._reads(job, read, landing)
             start = 0
             for run, bad in zip(group, wrong, strict=True):
                 cause = bad or cause
                 if not bad:
                     span = staged.span.part(start, run.nbytes)
-                    work = partial(self._take_out, job, lease, run, span, targets)
+                    work = partial(self._take_out, job, read, run, span, targets)
                     bad, good = await in_thread(work) if run.nbytes > INLINE_COPY else work()
                     cause = bad or cause
-                    lease.landed += good
+                    read.landed += good
                     self.stats.gathered += len(good) if len(run.shards) > 1 else 0
                 start += run.nbytes
         finally:
@@ -279,13 +363,13 @@ class Reader:
         return cause
 
     def _take_out(
-        self, job: _Job, lease: Lease, run: Run, span: Span, targets: Sequence[Span] | None
+        self, job: _Job, read: _Read, run: ReadRun, span: Span, targets: Sequence[Span] | None
     ) -> tuple[str, list[Shard]]:
         """(what is wrong with some, those that are good and where they belong now). Any thread: of a run of its own."""
         cause, good = "", []
         for shard in run.shards:
             memory = span.part(shard.offset - run.offset, shard.nbytes).memory
-            bad = self._check(lease, shard, memory)
+            bad = self._check(read, shard, memory)
             cause = bad or cause
             if bad:
                 continue
@@ -297,23 +381,82 @@ class Reader:
             copy_runs([targets[s.position].address for s in good], sources, [s.nbytes for s in good])
         return cause, good
 
-    def _arrived(self, job: _Job, holder: Holder, lease: Lease, shard: Shard) -> None:
+    def _arrived(self, job: _Job, holder: Holder, tier: Tier, shard: Shard) -> None:
         one = job.got[shard.position]
-        one.nbytes, one.tier, one.store_id, one.cause = shard.nbytes, lease.tiers[shard.position], holder.store_id, ""
+        one.nbytes, one.tier, one.store_id, one.cause = shard.nbytes, tier, holder.store_id, ""
         self.stats.blocks += 1
         self.stats.nbytes += shard.nbytes
 
-    def _check(self, lease: Lease, shard: Shard, memory: memoryview) -> str:
-        want = lease.checksums.get(shard.position)
+    def _check(self, read: _Read, shard: Shard, memory: memoryview) -> str:
+        want = read.checksums.get(shard.position)
         if want is None or xxhash.xxh3_64_intdigest(memory[: shard.nbytes]) == want:
             return ""
         return "wrong bytes: the checksum differs"
 
-    async def _reads(self, job: _Job, lease: Lease, landing: Sequence[tuple[int, int, int]]) -> list[str]:
+    async def _reads(self, job: _Job, read: _Read, landing: Sequence[tuple[int, int, int]]) -> list[str]:
         """`landing`: (offset there, bytes, address here)."""
-        requests = [TransferRequest(Opcode.READ, to, lease.segment, at, n) for at, n, to in landing]
-        return await leases.read(self._engine, lease, requests, job.deadline, self._config.lease_ms)
+        segment = read.lease.segments[0]
+        requests = [TransferRequest(Opcode.READ, to, segment, at, n) for at, n, to in landing]
+        return await read_under(self._engine, read.lease, requests, job.deadline, self._config.lease_ms)
 
     async def close(self) -> None:
         """What was begun for nobody (releases) ends within a second."""
         await self._releases.close()
+
+
+# ── READs of this process's own engine ───────────────────────────────────────────────────────────────
+
+
+async def read_under(
+    engine: TransferEngine, lease: ReaderLease, requests: Sequence[TransferRequest], deadline: float, lease_ms: int
+) -> list[str]:
+    """What went wrong with each READ, "" for those that are here and whose lease held. Returns (also when cancelled, by
+    raising) only when nothing of them can land any more."""
+    left_s = deadline - time.monotonic()
+    if left_s <= 0 or not requests:
+        return ["not in time"] * len(requests)
+    batch = engine.allocate_batch(len(requests))
+    try:
+        here = sum(request.length for request in requests) <= HERE_BYTES and _mapped(engine, lease.segments[0])
+        engine.submit(batch, requests, left_s)
+        if here:
+            engine.wait_sync(batch, HERE_S)  # copies it here and now
+        await _landed(engine, batch, lease, deadline, lease_ms)
+        lapsed = "" if lease.holds_at(lease_clock_ns()) else "the lease ran out before the last byte was here"
+        return [lapsed or _wrong(one.state, one.cause) for one in engine.statuses(batch)]
+    finally:
+        engine.free_batch(batch)
+
+
+def _mapped(engine: TransferEngine, segment: str) -> bool:
+    """Whether this process itself reads the segment's memory, as a rule."""
+    return engine.rails(segment)[0].transport.name == "shm"
+
+
+def _wrong(state: TransferState, cause: str) -> str:
+    return "" if state is TransferState.COMPLETED else cause or state.value
+
+
+async def _landed(engine: TransferEngine, batch: BatchId, lease: ReaderLease, deadline: float, lease_ms: int) -> None:
+    """Until all of the batch is final; gives up when the lease or the time is over."""
+    loop, here = asyncio.get_running_loop(), threading.get_ident()
+    final: asyncio.Future[None] = loop.create_future()
+
+    def finish() -> None:
+        if not final.done():
+            final.set_result(None)
+
+    def from_engine() -> None:
+        if threading.get_ident() == here:
+            finish()
+        else:
+            loop.call_soon_threadsafe(finish)
+
+    engine.on_done(batch, from_engine)
+    try:
+        if not final.done():
+            await reader_lease.wait_open(lease, final, lease_ms, deadline)
+    finally:
+        if not final.done():
+            engine.cancel(batch)
+            await ended(final)  # the engine answers in bounded time, and until then bytes may still land
