@@ -183,16 +183,22 @@ def node_of(options: Options) -> NodeSpec:
 def check_names(*, policy: str, admission: str, fetch: str) -> None:
     """ConfigError: one of these is no name of a policy, of a mode of admission or of a way to fetch."""
     from services.conductor.domain import Fetch
-    from services.conductor.settings import Mode, Policy
+    from services.conductor.settings import Mode
 
-    _member(Policy, "policy", policy.replace("-", "_"))
+    _policy(policy)
     _member(Mode, "admission", admission)
     _member(Fetch, "fetch", fetch)
 
 
+def _policy(name: str) -> str:
+    """Returns the policy's own name. Raises ConfigError naming those that are known."""
+    from services.conductor.policies.registry import POLICY_NAMES, checked
+
+    return name if name in POLICY_NAMES else checked(name.replace("-", "_"))
+
+
 def _settings(options: Options) -> Settings:
     from services.conductor.domain import Fetch
-    from services.conductor.policies.registry import POLICY_NAMES, checked
     from services.conductor.settings import AdmissionSettings, Mode, Settings, ThresholdMode
 
     adaptive = options.threshold == "adaptive"
@@ -206,7 +212,7 @@ def _settings(options: Options) -> Settings:
         balancing_threshold=threshold,
         threshold_mode=ThresholdMode.ADAPTIVE if adaptive else ThresholdMode.FIXED,
         fetch=_member(Fetch, "fetch", options.fetch),
-        policy=policy if (policy := options.policy) in POLICY_NAMES else checked(policy.replace("-", "_")),
+        policy=_policy(options.policy),
         admission=AdmissionSettings(
             mode=_member(Mode, "admission", options.admission), confidence=options.admission_confidence
         ),
