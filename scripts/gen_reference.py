@@ -287,7 +287,7 @@ def bounds_of(about: dict[str, Any]) -> str:
 
 
 def rest() -> Iterator[str]:
-    from services.gateway.rest import openai, serving_headers
+    from services.gateway.rest import http, openai, serving_headers
 
     found = schema()
     yield "## REST\n"
@@ -319,7 +319,11 @@ def rest() -> Iterator[str]:
             ),
         )
     headers = ", ".join(f"`{header.decode()}`" for header in sorted(serving_headers.HEADERS))
-    yield wrapped(f"Headers that tell the same as the field of that name: {headers}.")
+    yield wrapped(
+        f"Headers that tell the same as the field of that name: {headers} "
+        f"`{http.TIMINGS.decode()}: 1` adds an object `kvmesh` to the answer, which tells where its time went, in "
+        "microseconds ([debug a request](../howto/debug-a-request.md))."
+    )
     yield "### What of OpenAI's API is not supported\n"
     allowed = {
         name: ", ".join(f"`{json.dumps(value)}`" for value in values) or "null alone"
