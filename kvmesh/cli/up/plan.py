@@ -283,7 +283,7 @@ def _own_flags(
         conductor, store = ",".join(settings.joined.conductors), ",".join(settings.joined.masters)
     # A Redis of the mesh's own stays on this machine: it has no password, and no instance asks it.
     redis = f"redis://{join(LOCALHOST, port['redis'])}/0" if settings.redis == "auto" else settings.redis
-    transfer = {"transports": settings.transports, "nics": settings.nics, "topology": settings.topology}
+    transfer = {key: getattr(settings, key) for key in ("transports", "transfer_network", "nics", "topology")}
     instance = {
         **transfer,
         "conductor": conductor,

@@ -177,7 +177,18 @@ class MeshSettings:
     )
     threads: int = field(default=1, metadata={"help": "Compute threads of each rank.", "min": 1})
     transports: str = field(
-        default="shm,tcp", metadata={"help": "How KV moves between instances, preferred first: rdma, shm, tcp."}
+        default="auto",
+        metadata={
+            "help": "How KV moves between instances, preferred first: rdma, shm, tcp; auto: what can be had here, and "
+            "under TLS nothing that carries it to other machines (--transfer-network)."
+        },
+    )
+    transfer_network: str = field(
+        default="untrusted",
+        metadata={
+            "help": "trusted: the network between machines may see KV unencrypted, under TLS as well.",
+            "choices": ("untrusted", "trusted"),
+        },
     )
     nics: str = field(
         default="",
