@@ -331,7 +331,19 @@ def _stores(found: dict[str, Any], width: int) -> RenderableType:
             str(told["evicted"]),
             *(rest if wide else []),
         )
-    return Group(table, *errors)
+    return Group(table, *errors, *_transports(found))
+
+
+def _transports(found: dict[str, Any]) -> list[str]:
+    """What nodes move blocks by, and why not by the rest: a line for each answer that there is."""
+    nodes: dict[str, list[str]] = {}
+    for name, told in sorted(found["node_stores"].items()):
+        if told.get("transports"):
+            nodes.setdefault(told["transports"], []).append(name)
+    return [
+        f"[dim]transports of {'all' if len(nodes) == 1 else escape(', '.join(names))}: {escape(text)}[/]"
+        for text, names in nodes.items()
+    ]
 
 
 def _held(role: str, told: dict[str, Any]) -> str:

@@ -125,6 +125,7 @@ class Front:
             fault=c.fault,
             host=c.host,
             advertise_host=c.advertise_host,
+            leave_host=c.leave_host,
             warm_segment=c.warm_segment,
             warm_lease_ms=c.store_lease_ms,
             group_file=str(Path(self._meeting.name, "ranks")) if self._meeting is not None else "",

@@ -160,6 +160,7 @@ class PoolNode:
             fault=c.fault,
             host=c.host,
             advertise_host=c.advertise_host,
+            leave_host=c.leave_host,
             warm_segment=c.warm_segment,
             warm_lease_ms=c.store_lease_ms,
         )

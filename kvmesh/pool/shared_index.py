@@ -28,6 +28,7 @@ from kvmesh.pool.partitions import PoolPartitions
 from kvmesh.pool.slabs import SlabPartition
 from kvmesh.ranks import protocol as m
 from kvmesh.transfer import memory
+from kvmesh.transfer.transports.registry import may_use
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +161,7 @@ def index_of(
 ) -> NodeIndex | None:
     """The index of all partitions that will come up, in the memory of this rank; None: readers could not rely on it
     here, or could not reach that memory."""
-    if not shared_index.SUPPORTED or "shm" not in transports:
+    if not shared_index.SUPPORTED or not may_use(transports, "shm"):
         return None
     try:
         index = NodeIndex(store_id, incarnation, ready.descriptor, ready.extent_base_offset, ready.host_bytes)

@@ -409,10 +409,11 @@ class Configure(Message, frozen=True):
     memory_bytes: int
     threads: int  # torch intra-op threads
     max_context_tokens: int  # 0 = the model's
-    transports: tuple[str, ...]  # in order of preference: ("shm", "tcp")
+    transports: tuple[str, ...]  # in order of preference: ("shm", "tcp"); or ("auto",)
     fault: str = ""  # JSON for the fault transport; "" = none (tests)
     host: str = "127.0.0.1"  # the tcp transport listens here
     advertise_host: str = ""  # what peers dial; "" = host
+    leave_host: bool = True  # transports ("auto",) may carry bytes to other hosts, unencrypted
     nics: tuple[str, ...] = ()  # that transports may use; () = as they choose
     topology: str = ""  # JSON or file of it; "" = found in /sys
     # Further fields of EngineConfig.
@@ -576,6 +577,7 @@ class Ready(Message, frozen=True):
     host_bytes: int = 0  # of the host region
     warm_segment: bytes = b""  # names the host region's memory, if it outlives this process
     warm_until_ns: int = 0  # ... of an earlier life, whose readers may still read until then
+    transports: str = ""  # which its transfer engine uses and why not the others, for people
 
 
 class InitFailed(Message, frozen=True):

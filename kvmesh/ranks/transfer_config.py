@@ -25,8 +25,10 @@ def check(transports: str, nics: str) -> None:
     from kvmesh.transfer.transports import registry
 
     names, known = listed(transports), registry.known()
+    if names == (registry.AUTO,):
+        names = ("shm",)  # always there
     if not names or not set(names) <= set(known):
-        raise ConfigError(f"transports={transports!r}: a list of {', '.join(known)}", field="transports")
+        raise ConfigError(f"transports={transports!r}: a list of {', '.join(known)}, or auto", field="transports")
     for key, text in (("transports", transports), ("nics", nics)):
         if len(set(listed(text))) < len(listed(text)):
             raise ConfigError(f"{key}={text!r}: one is named twice", field=key)
@@ -37,7 +39,19 @@ class TransferConfig(ServiceConfig):
     """Fields that a rank's transfer engine takes."""
 
     transports: str = field(
-        default="shm,tcp", metadata={"help": "Transfer transports, preferred first: rdma, shm, tcp."}
+        default="auto",
+        metadata={
+            "help": "Transfer transports, preferred first: rdma, shm, tcp; auto: those that can be had here, of which "
+            "under TLS none carries KV to another host, but for transfer_network=trusted."
+        },
+    )
+    transfer_network: str = field(
+        default="untrusted",
+        metadata={
+            "help": "trusted: the network between hosts may see KV unencrypted, so that transports=auto uses rdma and "
+            "tcp under TLS as well.",
+            "choices": ("untrusted", "trusted"),
+        },
     )
     nics: str = field(
         default="",
@@ -94,6 +108,11 @@ class TransferConfig(ServiceConfig):
         return listed(self.transports)
 
     @property
+    def leave_host(self) -> bool:
+        """Whether `auto` may carry bytes to other hosts, which it does unencrypted."""
+        return not (self.tls_cert or self.tls_ca) or self.transfer_network == "trusted"
+
+    @property
     def nic_list(self) -> tuple[str, ...]:
         return listed(self.nics)
 
@@ -148,5 +167,6 @@ def engine_config(configure: Configure) -> EngineConfig:
         fault=configure.fault,
         host=configure.host,
         advertise_host=configure.advertise_host,
+        leave_host=configure.leave_host,
         **configure.rdma,  # type: ignore[arg-type]
     )

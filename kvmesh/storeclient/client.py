@@ -23,6 +23,7 @@ from typing import Any
 from kvmesh.blockservice.peers import PeerPool
 from kvmesh.errors import DeadlinePassed, InvalidRequest, Unavailable
 from kvmesh.kvcache.tiers import Tier
+from kvmesh.rpc import security
 from kvmesh.storeclient import arguments, forks
 from kvmesh.storeclient.arguments import MAX_REPLICAS, MAX_TTL_MS, flag, instance, listed, milliseconds
 from kvmesh.storeclient.calls import left, turn, whole
@@ -58,6 +59,7 @@ class StoreClient:
                 advertise_host=config.advertise_host,
                 nics=split_list(config.nics),
                 fault=config.fault,
+                leave_host=config.transfer_network == "trusted" or security.current().channel_credentials() is None,
             ),
         )
         self._memory = ClientMemory(self._engine, config.staging_mb << 20)
@@ -204,7 +206,7 @@ class StoreClient:
         for key, source in dict(zip(keys, sources, strict=True)).items():
             if not isinstance(source, Span):
                 items.append((key, source))
-            elif source.shared or "shm" not in self.config.transport_list:
+            elif source.shared or "shm" not in self._engine.config.transports:
                 blocks.append(Block(key, source))
             else:
                 items.append((key, source.memory))

@@ -26,7 +26,14 @@ class ClientConfig:
         default_factory=socket.gethostname,
         metadata={"help": "Name of this machine, as its pool node has it: blocks there are nearest."},
     )
-    transports: str = field(default="shm,tcp", metadata={"help": "Transfer transports, preferred first."})
+    transports: str = field(
+        default="auto",
+        metadata={"help": "Transfer transports, preferred first; auto: those that can be had here."},
+    )
+    transfer_network: str = field(
+        default="untrusted",
+        metadata={"help": "trusted: with transports=auto blocks may cross the network unencrypted under TLS, too."},
+    )
     host: str = field(default="127.0.0.1", metadata={"help": "Nodes read puts from here over tcp."})
     advertise_host: str = field(default="", metadata={"help": "Host that nodes dial; empty: host."})
     nics: str = field(default="", metadata={"help": "NICs of transfers; empty: all."})
@@ -86,9 +93,10 @@ class ClientConfig:
             if not least <= getattr(self, key) <= most:
                 raise ConfigError(f"{key}={getattr(self, key)}: not in {least}..{most}", field=key)
         listed, known = self.transport_list, registry.known()
-        if not listed or not set(listed) <= set(known) or len(set(listed)) < len(listed):
+        names = ("shm",) if listed == (registry.AUTO,) else listed
+        if not names or not set(names) <= set(known) or len(set(names)) < len(names):
             raise ConfigError(
-                f"transports={self.transports!r}: a list of {', '.join(known)}, each once", field="transports"
+                f"transports={self.transports!r}: a list of {', '.join(known)}, each once, or auto", field="transports"
             )
 
     @property

@@ -7,22 +7,27 @@ from dataclasses import dataclass, fields
 from kvmesh.errors import TransferError
 from kvmesh.transfer import checks
 from kvmesh.transfer.transports import registry
+from kvmesh.transfer.transports.registry import AUTO
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Sizes in bytes, times in seconds.
 
-    `transports` in order of preference; the next is taken when one cannot reach a peer or fails. A request is
-    TIMEOUT after `request_timeout_s`; a path on which nothing was acknowledged for `ack_timeout_s` is given up and its
-    slices go over another.
+    `transports` in order of preference; the next is taken when one cannot reach a peer or fails. "auto", alone: rdma
+    where pyverbs and a usable device are, then shm, then tcp; without `leave_host` none that would carry bytes to
+    another host, as no transport encrypts them. `TransferEngine.choices` says what was chosen and why.
+
+    A request is TIMEOUT after `request_timeout_s`; a path on which nothing was acknowledged for `ack_timeout_s` is
+    given up and its slices go over another.
 
     `wrapper` is for tests: where `fault` is not empty, the engine imports this `module:factory` and calls
     `factory(fault)`. The result is `TransferEngine.fault`, and its `wrap(transport, host)` is what the engine uses in
     the place of each transport.
     """
 
-    transports: tuple[str, ...] = ("shm", "tcp")
+    transports: tuple[str, ...] = (AUTO,)
+    leave_host: bool = True
     host: str = "127.0.0.1"  # tcp listens here: an address or name, IPv4 or IPv6
     port: int = 0  # 0 picks a free one
     advertise_host: str = ""  # what peers connect to; "" = host
@@ -88,7 +93,10 @@ class EngineConfig:
         if not self.transports:
             raise TransferError("transports=(): name at least one", field="transports")
         for name in self.transports:
-            registry.find(name)
+            if name == AUTO and len(self.transports) > 1:
+                raise TransferError(f"transports={','.join(self.transports)!r}: auto stands alone", field="transports")
+            if name != AUTO:
+                registry.find(name)
             if self.transports.count(name) > 1:
                 raise TransferError(f"transports={','.join(self.transports)!r}: names must differ", field="transports")
         for key in ("port", "rdma_port"):
@@ -141,7 +149,7 @@ class EngineConfig:
         for key in ("prefetch_share", "background_share"):
             if not 0 < getattr(self, key) <= 1:
                 raise TransferError(f"{key}={getattr(self, key)!r}: not in (0, 1]", field=key)
-        listens = "tcp" in self.transports or "rdma" in self.transports
+        listens = not {"rdma", "tcp", AUTO}.isdisjoint(self.transports)
         if self.host in ("0.0.0.0", "::", "") and listens and not self.advertise_host:
             raise TransferError(f"advertise_host='': needed when host is {self.host!r}", field="advertise_host")
 

@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from kvmesh.errors import TransferError
 from kvmesh.transfer import checks, memory, segment_file, topology
@@ -97,7 +98,8 @@ log = logging.getLogger(__name__)
 
 class TransferEngine:
     """One per process, as a rule. Thread-safe. `name` is what targets see as the writer's name: it must hold the
-    process's incarnation. `on_notify` runs on an engine thread and must return soon."""
+    process's incarnation. `choices` says which transports it uses and why. `on_notify` runs on an engine thread and
+    must return soon."""
 
     def __init__(
         self,
@@ -118,10 +120,12 @@ class TransferEngine:
         self._closed = threading.Event()
         self._close_lock = threading.Lock()
         self._inviting = threading.Lock()  # from looking up a window's memory until the window is open
-        self._transports: list[Transport] = []
+        self._stays = config.transports == (registry.AUTO,) and not config.leave_host  # its bytes, on this host
+        choices: list[registry.TransportChoice] = []
+        self._transports = registry.started(self, config, self.fault, choices)
+        self.choices = tuple(choices)
+        self.config = config = replace(config, transports=tuple(one.name for one in choices if one.used))
         try:
-            for transport in registry.started(self, config, self.fault):
-                self._transports.append(transport)
             self.topology = self._sender.topology = placed(self._transports, config)
         except TransferError:
             for transport in self._transports:
@@ -220,9 +224,16 @@ class TransferEngine:
         if isinstance(descriptor, bytes | bytearray | memoryview):
             descriptor = SegmentDescriptor.decode(bytes(descriptor))
         checks.instance("descriptor", descriptor, SegmentDescriptor)
-        transports = tuple(t for t in self._transports if t.reaches(descriptor))
+        inside = not self._stays or descriptor.machine == machine_id()
+        transports = tuple(t for t in self._transports if inside and t.reaches(descriptor))
         if not transports:
-            raise TransferError(why_unreachable(descriptor, self._transports), field="segment")
+            raise TransferError(
+                why_unreachable(descriptor, self._transports)
+                if inside
+                else f"segment {descriptor.name!r} is on another host, and nothing may leave this one unencrypted "
+                "(transfer_network)",
+                field="segment",
+            )
         with self._sender.lock:
             known = self._sender.links.get(descriptor.name)
             if known is not None and known.descriptor.token == descriptor.token:

@@ -318,6 +318,7 @@ async def test_copies_come_as_their_holders_have_them() -> None:
             assert sorted(there.layouts) == sorted(["bytes", LAYOUT])
             told = await rpc.GetStore(pb.GetNodeStoreRequest())
             assert told.pulled_bytes == sum(sizes) + 2 * SHARD
+            assert told.transports == "shm"
             mirror = Caller(rpc, told.instance.incarnation, caller.engine, blocks=caller.blocks)
             await mirror.check(keys)
             # An instance takes what is of its own layout, and lets the rest be.

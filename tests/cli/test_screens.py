@@ -399,6 +399,7 @@ def test_lower_tiers_are_shown_where_there_are_any(width: int) -> None:
         )
     )
     found["node_stores"]["prefill-0"]["tiers"] = [ssd]
+    found["node_stores"]["prefill-0"]["transports"] = "shm; not tcp: [untrusted]"
     found["node_stores"]["pool-0"]["tiers"] = [{**ssd, "bytes_per_s": 0, "why_not": "disk [full]"}]
     expected = collect.plain(
         conductor_pb2.InstanceStatus(
@@ -412,6 +413,7 @@ def test_lower_tiers_are_shown_where_there_are_any(width: int) -> None:
     assert ["prefill-0", *row, "1.25", "800"] in rows
     assert any(found[:11] == ["pool-0", *row, "2.50", "-"] for found in rows)
     assert "[full]" in text
+    assert "transports of all: shm; not tcp: [untrusted]" in " ".join(text.split())
 
 
 def error(what: str, p50: float, p90: float, bias: float, samples: int, group: str = "tiny") -> dict[str, Any]:

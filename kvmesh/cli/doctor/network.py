@@ -22,7 +22,7 @@ from kvmesh.transfer import EngineConfig, TransferEngine
 from kvmesh.transfer.host import Host, NetDevice, Place, RdmaDevice, gids, roce_mtu
 from kvmesh.transfer.segment import NicInfo
 from kvmesh.transfer.topology import discover
-from kvmesh.transfer.transports.registry import KNOWN_TRANSPORTS
+from kvmesh.transfer.transports.registry import KNOWN_TRANSPORTS, described
 
 RDMA_WOULD = "KV over RDMA; without it KV moves over shm and tcp"
 ROCE_UDP_PORT = 4791
@@ -320,7 +320,16 @@ def topology(host: Host) -> list[Finding]:
 
 def transports(wanted: Sequence[str] = ("rdma", "shm", "tcp")) -> list[Finding]:
     """Starts an engine of each and says what came of it."""
-    return [_transport(name) for name in wanted]
+    return [*(_transport(name) for name in wanted), auto()]
+
+
+def auto() -> Finding:
+    """What transports=auto chooses here, and why."""
+    try:
+        with TransferEngine(f"doctor@{os.getpid()}", EngineConfig(transports=("auto",))) as engine:
+            return Finding("auto", "ok", described(engine.choices))
+    except TransferError as err:
+        return Finding("auto", "broken", err.message, "KV at all", "see the lines above")
 
 
 def _transport(name: str) -> Finding:

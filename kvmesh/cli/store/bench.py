@@ -43,7 +43,7 @@ def bench(
     sizes: Annotated[str, typer.Option("--size", help="Bytes of a value, with k, m or g.")] = "64k,1m,16m",
     batches: Annotated[str, typer.Option("--batch", help="Values in one call.")] = "1,16",
     seconds: Annotated[float, typer.Option(help="For each row and operation.", min=0.05)] = 1.0,
-    transports: Annotated[str, typer.Option(help="Transports to use, preferred first.")] = "shm,tcp",
+    transports: Annotated[str, typer.Option(help="Transports to use, preferred first.")] = "auto",
     store: StoreOption = None,
     run_dir: RunDirOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,

@@ -187,7 +187,16 @@ class MeshSettings:
     )
     threads: int = same_as(InstanceConfig, "threads", help="Compute threads of each rank.", min=1)
     transports: str = same_as(
-        TransferConfig, "transports", help="How KV moves between instances, preferred first: rdma, shm, tcp."
+        TransferConfig,
+        "transports",
+        help="How KV moves between instances, preferred first: rdma, shm, tcp; auto: what can be had here, and "
+        "under TLS nothing that carries it to other machines (--transfer-network).",
+    )
+    transfer_network: str = same_as(
+        TransferConfig,
+        "transfer_network",
+        help="trusted: the network between machines may see KV unencrypted, under TLS as well.",
+    )
     )
     nics: str = same_as(
         TransferConfig,

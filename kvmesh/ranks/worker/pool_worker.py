@@ -14,6 +14,7 @@ from kvmesh.ranks.worker.prefault import PrefaultAhead, touch
 from kvmesh.ranks.worker.puller import ShardPuller
 from kvmesh.ranks.worker.tier_worker import TierWorker
 from kvmesh.ranks.worker.warm_segment import POOL_SLOT_BYTES, host_region
+from kvmesh.transfer.transports.registry import described
 
 log = logging.getLogger("kvmesh.rank")
 
@@ -73,6 +74,7 @@ class StoreWorker:
             host_bytes=self._region.length,
             warm_segment=self.warm.name if self.warm is not None else b"",
             warm_until_ns=self.warm.until_ns if self.warm is not None else 0,
+            transports=described(self.engine.choices),
         )
 
     def tick(self) -> None:

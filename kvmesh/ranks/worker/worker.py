@@ -29,6 +29,7 @@ from kvmesh.ranks.worker.steps import Steps
 from kvmesh.ranks.worker.tier_worker import TierWorker
 from kvmesh.ranks.worker.warm_segment import host_region
 from kvmesh.transfer import Notification, Range, TransferEngine
+from kvmesh.transfer.transports.registry import described
 
 log = logging.getLogger("kvmesh.rank")
 
@@ -129,6 +130,7 @@ class Worker:
             host_bytes=self._extent_region.length,
             warm_segment=self.warm.name if self.warm is not None else b"",
             warm_until_ns=self.warm.until_ns if self.warm is not None else 0,
+            transports=described(self.engine.choices),
         )
 
     def _layout_text(self) -> str:

@@ -105,7 +105,7 @@ class LocalNodes:
 
     def __init__(self, config: ClientConfig, engine: TransferEngine, memory: ClientMemory, peers: PeerPool) -> None:
         self.nodes: tuple[LocalNode, ...] = ()
-        self._able = SUPPORTED and config.near and not config.fault and "shm" in config.transport_list
+        self._able = SUPPORTED and config.near and not config.fault and "shm" in engine.config.transports
         self._engine = engine
         self._memory = memory
         self._peers = peers

@@ -9,8 +9,14 @@ engine that uses it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ipaddress
+import os
+import resource
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvmesh.errors import TransferError
@@ -20,6 +26,8 @@ if TYPE_CHECKING:
     from kvmesh.transfer.transports.base import Transport, TransportHost
 
 GROUP = "kvmesh.transports"
+AUTO = "auto"  # in the place of names: those of KNOWN_TRANSPORTS that can be had here and may be used
+SYS_INFINIBAND = Path("/sys/class/infiniband")
 KNOWN_TRANSPORTS = ("rdma", "shm", "tcp")  # kvmesh's own, fastest first
 
 _OWN = {
@@ -42,17 +50,94 @@ def find(name: str) -> EntryPoint:
     raise TransferError(f"transports={name!r}: not one of {', '.join(known())}", field="transports")
 
 
-def started(host: TransportHost, config: EngineConfig, wrapper: Any) -> Iterator[Transport]:
-    """Each transport of the config, listening; with a wrapper, what its `wrap` made of it. TransferError when one
-    cannot be had: those before it are the caller's to close."""
-    for name in config.transports:
-        transport: Transport = _load(find(name), "transports")(host, config)
-        if transport.name != name:
-            raise TransferError(
-                f"transports={name!r}: its transport calls itself {transport.name!r}", field="transports"
-            )
-        transport.start()
-        yield transport if wrapper is None else wrapper.wrap(transport, host)
+@dataclass(frozen=True, slots=True)
+class TransportChoice:
+    """Whether an engine uses a transport, and why, or why not."""
+
+    name: str
+    used: bool
+    why: str
+
+
+def started(host: TransportHost, config: EngineConfig, wrapper: Any, choices: list[TransportChoice]) -> list[Transport]:
+    """Each transport of the config, listening; with a wrapper, what its `wrap` made of it. `choices` tells of each that
+    was thought of. TransferError when one cannot be had that the config names, or that is always there."""
+    found: list[Transport] = []
+    auto = config.transports == (AUTO,)
+    try:
+        for name in KNOWN_TRANSPORTS if auto else config.transports:
+            why_not = why_not_chosen(name, config) if auto else ""
+            if not why_not:
+                try:
+                    found.append(_start(name, host, config, wrapper))
+                except TransferError as err:
+                    if not (auto and name == "rdma"):
+                        raise
+                    why_not = err.message.removeprefix("rdma: ")
+            why = why_not or (_WHY[name] if auto else "the configuration names it")
+            choices.append(TransportChoice(name, not why_not, why))
+    except BaseException:
+        for transport in found:
+            transport.close(config.close_timeout_s)
+        raise
+    return found
+
+
+def _start(name: str, host: TransportHost, config: EngineConfig, wrapper: Any) -> Transport:
+    transport: Transport = _load(find(name), "transports")(host, config)
+    if transport.name != name:
+        raise TransferError(f"transports={name!r}: its transport calls itself {transport.name!r}", field="transports")
+    transport.start()
+    return transport if wrapper is None else wrapper.wrap(transport, host)
+
+
+_WHY = {
+    "rdma": "a device is usable",
+    "shm": "for peers on this host",
+    "tcp": "for peers that the others do not reach",
+}
+
+
+def why_not_chosen(name: str, config: EngineConfig) -> str:
+    """Why "auto" leaves this one out, by what can be seen without starting it; "" when it is worth a try. Where bytes
+    must not leave this host unencrypted, there is shm, and tcp on loopback."""
+    inside = name == "shm" or (name == "tcp" and _on_loopback(config))
+    if not (config.leave_host or inside):
+        return f"calls go over TLS, and {name} would carry bytes to other hosts unencrypted (transfer_network=trusted)"
+    if name != "rdma":
+        return ""
+    if not any(SYS_INFINIBAND.glob("*")):
+        return "this host has no RDMA device"
+    if find_spec("pyverbs") is None:
+        return "pyverbs is not installed"
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if limit != resource.RLIM_INFINITY and os.geteuid() != 0:
+        return f"only {limit >> 20} MiB may be locked, and rdma locks all memory that it moves (ulimit -l unlimited)"
+    return ""
+
+
+def _on_loopback(config: EngineConfig) -> bool:
+    if config.nics or config.tcp_nics:
+        return False
+    return all(_is_loopback(host) for host in (config.host, config.advertise_host or config.host))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def described(choices: Sequence[TransportChoice]) -> str:
+    """For people, in one line: "shm, tcp; not rdma: pyverbs is not installed"."""
+    used = ", ".join(choice.name for choice in choices if choice.used)
+    return "; ".join([used, *(f"not {choice.name}: {choice.why}" for choice in choices if not choice.used)])
+
+
+def may_use(transports: Sequence[str], name: str) -> bool:
+    """Whether an engine of such a configuration can have this transport."""
+    return name in transports or AUTO in transports
 
 
 def wrapper(config: EngineConfig) -> Any:

@@ -283,6 +283,7 @@ def test_firewall_hints(tmp_path: Path, tools: dict[str, str], level: str, words
 def test_transports_are_really_started() -> None:
     found = by_name(network.transports(("shm", "tcp", "smoke")))
     assert (found["shm"].level, found["tcp"].level, found["smoke"].found) == ("ok", "ok", "not part of this version")
+    assert found["auto"].found.startswith(("shm, tcp; not rdma: ", "rdma, shm, tcp"))
 
 
 def test_the_topology_shows_rdma_before_interfaces(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -94,7 +95,7 @@ def test_services_take_it_by_its_name(third_party: Path) -> None:
 def test_who_asks_for_a_transport_that_is_not_there_is_told_which_are(third_party: Path) -> None:
     with pytest.raises(TransferError, match=r"'nvlink': not one of rdma, shm, tcp, inprocess$"):
         EngineConfig(transports=("nvlink",))
-    with pytest.raises(ConfigError, match=r"a list of rdma, shm, tcp, inprocess$"):
+    with pytest.raises(ConfigError, match=r"a list of rdma, shm, tcp, inprocess, or auto$"):
         transfer_config.check("nvlink", "")
 
 
@@ -116,3 +117,111 @@ def test_nobody_stands_in_for_a_transport_of_kvmesh_s_own(third_party: Path) -> 
     install(third_party, "tcp", "inprocess_transport:InProcessTransport")
     assert registry.find("tcp").value == "kvmesh.transfer.transports.tcp.transport:TcpTransport"
     assert registry.known() == ("rdma", "shm", "tcp", "inprocess")
+
+
+# ── auto ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def chosen(**config: object) -> dict[str, tuple[bool, str]]:
+    with TransferEngine("one", EngineConfig(**config)) as engine:  # type: ignore[arg-type]
+        assert engine.config.transports == tuple(one.name for one in engine.choices if one.used)
+        assert set(engine.local_descriptor().endpoints) == set(engine.config.transports)
+        return {one.name: (one.used, one.why) for one in engine.choices}
+
+
+@pytest.fixture
+def no_rdma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the kernel says of RDMA devices: none yet."""
+    monkeypatch.setattr(registry, "SYS_INFINIBAND", tmp_path)
+    return tmp_path
+
+
+def test_auto_takes_shm_then_tcp_where_there_is_no_rdma(no_rdma: Path) -> None:
+    found = chosen()
+    assert [name for name, (used, _) in found.items() if used] == ["shm", "tcp"]
+    assert found["rdma"] == (False, "this host has no RDMA device")
+
+
+def test_a_device_without_pyverbs_is_not_usable(no_rdma: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (no_rdma / "mlx5_0").mkdir()
+    monkeypatch.setattr(registry, "find_spec", lambda name: None)
+    assert chosen()["rdma"] == (False, "pyverbs is not installed")
+
+
+def test_a_device_that_does_not_start_is_left_out_and_its_cause_is_told(
+    no_rdma: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (no_rdma / "mlx5_0").mkdir()
+    monkeypatch.setattr(registry, "find_spec", lambda name: name)
+    monkeypatch.setattr(registry.os, "geteuid", lambda: 0)
+
+    def start(name: str, *args: object) -> object:
+        if name == "rdma":
+            raise TransferError("rdma: no port is active of mlx5_0", field="nics")
+        return honest(name, *args)
+
+    honest = vars(registry)["_start"]
+    monkeypatch.setattr(registry, "_start", start)
+    found = chosen()
+    assert found["rdma"] == (False, "no port is active of mlx5_0")
+    assert found["shm"][0]
+    assert found["tcp"][0]
+
+
+def test_rdma_needs_memory_that_may_be_locked(no_rdma: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (no_rdma / "mlx5_0").mkdir()
+    monkeypatch.setattr(registry, "find_spec", lambda name: name)
+    monkeypatch.setattr(registry.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(registry.resource, "getrlimit", lambda what: (8 << 20, 8 << 20))
+    assert registry.why_not_chosen("rdma", EngineConfig()).startswith("only 8 MiB may be locked")
+
+
+def test_what_must_not_leave_the_host_has_shm_and_tcp_on_loopback_alone(no_rdma: Path) -> None:
+    assert [name for name, (used, _) in chosen(leave_host=False).items() if used] == ["shm", "tcp"]
+    found = chosen(leave_host=False, host="0.0.0.0", advertise_host="192.0.2.7")
+    assert [name for name, (used, _) in found.items() if used] == ["shm"]
+    assert "unencrypted" in found["tcp"][1]
+    assert "unencrypted" in found["rdma"][1]
+    trusted = chosen(leave_host=True, host="0.0.0.0", advertise_host="192.0.2.7")
+    assert [name for name, (used, _) in trusted.items() if used] == ["shm", "tcp"]
+
+
+def test_what_must_not_leave_the_host_opens_no_other_host_s_segment(no_rdma: Path) -> None:
+    config = EngineConfig(leave_host=False)
+    with TransferEngine("far", EngineConfig(transports=("tcp",))) as far, TransferEngine("one", config) as one:
+        elsewhere = replace(far.local_descriptor(), machine="another")
+        with pytest.raises(TransferError, match="'far' is on another host, and nothing may leave this one"):
+            one.open_segment(elsewhere)
+        one.open_segment(far.local_descriptor())
+    named = EngineConfig(leave_host=False, transports=("tcp",))
+    with TransferEngine("far", EngineConfig(transports=("tcp",))) as far, TransferEngine("one", named) as one:
+        one.open_segment(replace(far.local_descriptor(), machine="another"))  # it was named
+
+
+def test_what_is_named_is_used_or_refused(no_rdma: Path) -> None:
+    assert chosen(transports=("tcp",)) == {"tcp": (True, "the configuration names it")}
+    with pytest.raises(TransferError, match="rdma"):
+        TransferEngine("one", EngineConfig(transports=("rdma",)))
+    with pytest.raises(TransferError, match="auto stands alone"):
+        EngineConfig(transports=("auto", "tcp"))
+
+
+def test_the_choice_is_told_in_one_line(no_rdma: Path) -> None:
+    with TransferEngine("one") as engine:
+        assert registry.described(engine.choices) == "shm, tcp; not rdma: this host has no RDMA device"
+
+
+@pytest.mark.parametrize(
+    ("told", "leaves"),
+    [
+        ({}, True),
+        ({"tls_cert": "cert.pem"}, False),
+        ({"tls_ca": "ca.pem"}, False),
+        ({"tls_cert": "cert.pem", "transfer_network": "trusted"}, True),
+    ],
+)
+def test_a_service_with_tls_keeps_its_bytes_unless_the_network_is_trusted(told: dict[str, str], leaves: bool) -> None:
+    config = transfer_config.TransferConfig(**told)  # type: ignore[arg-type]
+    assert config.transport_list == ("auto",)
+    assert config.leave_host is leaves
+    config.check_transfer()
