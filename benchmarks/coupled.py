@@ -34,8 +34,8 @@ from typing import Any
 from benchmarks import progress
 from benchmarks.equal_cores import TRACE, VOCAB, block_of, equal_meshes, make_model, slice_of
 from kvmesh.cli.load import target
-from kvmesh.cli.load.load import Generator, Job, Outcome
-from kvmesh.cli.load.report import Slo, summarise
+from kvmesh.cli.load.load import Generator, Job, LoadOutcome
+from kvmesh.cli.load.report import LoadSlo, summarise
 from kvmesh.sim.workloads.trace import Made, TokenMaker
 from tests.support.mesh.harness import Running
 
@@ -85,18 +85,18 @@ async def unloaded(load: Load, count: int) -> dict[str, Told]:
     for name in load.names:
         await load.send(name, 4, at_once=1)  # warms threads and connections
         generator = await load.send(name, count, at_once=1)
-        found[name] = summarise(generator.results, generator.wall_s, Slo())
+        found[name] = summarise(generator.results, generator.wall_s, LoadSlo())
     return found
 
 
 async def compare(
-    load: Load, rates: Sequence[float], args: argparse.Namespace, slos: Sequence[Slo], rng: random.Random
+    load: Load, rates: Sequence[float], args: argparse.Namespace, slos: Sequence[LoadSlo], rng: random.Random
 ) -> list[Told]:
     """For each rate every mesh, `--rounds` times, all their outcomes together."""
     rows = []
     for rate in rates:
         count = min(args.requests, max(8, round(rate * args.seconds)))
-        outcomes: dict[str, list[Outcome]] = {name: [] for name in load.names}
+        outcomes: dict[str, list[LoadOutcome]] = {name: [] for name in load.names}
         wall_s = dict.fromkeys(outcomes, 0.0)
         for n in range(args.rounds):
             for name in rng.sample(sorted(outcomes), len(outcomes)):
@@ -104,7 +104,7 @@ async def compare(
                 outcomes[name] += generator.results
                 wall_s[name] += generator.wall_s
                 progress.tell(f"{rate:.2f} requests/s, round {n + 1}/{args.rounds}: {name}")
-        told = {name: summarise(outcomes[name], wall_s[name], Slo()) for name in outcomes}
+        told = {name: summarise(outcomes[name], wall_s[name], LoadSlo()) for name in outcomes}
         for name, found in told.items():
             found["goodput"] = [sum(map(slo.kept, outcomes[name])) / len(outcomes[name]) for slo in slos]
         rows.append({"rate": rate, "requests": count * args.rounds, **told})
@@ -112,7 +112,7 @@ async def compare(
     return rows
 
 
-def show(rows: Sequence[Told], slos: Sequence[Slo], names: Sequence[str]) -> None:
+def show(rows: Sequence[Told], slos: Sequence[LoadSlo], names: Sequence[str]) -> None:
     """A line for each rate and mesh, and goodput as bars."""
     columns = ("requests/s", "", "TTFT p50", "p90", "p99", "TBT p50", "p90", "p99", "tokens/s", "hits")
     print("".join(f"{name:>{10 if name else 13}}" for name in columns))
@@ -143,8 +143,8 @@ async def run(args: argparse.Namespace, home: Path) -> Told:
         load = Load(meshes, made, block_of(args.scale))
         alone = await unloaded(load, args.calibration)
         ttft_ms, tbt_ms = (min(told[key]["p90"] for told in alone.values()) for key in ("ttft_ms", "tbt_ms"))
-        slos = [Slo(slack * ttft_ms, slack * tbt_ms) for slack in args.slacks]
-        slos += [Slo(args.slo_ttft, args.slo_tbt)] if args.slo_ttft and args.slo_tbt else []
+        slos = [LoadSlo(slack * ttft_ms, slack * tbt_ms) for slack in args.slacks]
+        slos += [LoadSlo(args.slo_ttft, args.slo_tbt)] if args.slo_ttft and args.slo_tbt else []
         full = await load.send(load.names[0], args.calibration, at_once=8)
         most = len(full.results) / full.wall_s
         rows = await compare(load, [share * most for share in args.shares], args, slos, rng)

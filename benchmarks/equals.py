@@ -64,7 +64,7 @@ from benchmarks.equals_mesh import POOLS, LiveMesh, live_mesh, ticking
 from benchmarks.overload_client import Ask, Seen
 from benchmarks.overload_load import Shape
 from benchmarks.slowing import slowed
-from kvmesh.cli.load.report import Slo, percentile, tbt_s
+from kvmesh.cli.load.report import LoadSlo, percentile, tbt_s
 from kvmesh.sim.workloads.trace import TokenMaker
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -595,7 +595,7 @@ async def run_retry(args: argparse.Namespace, report: GoalReport) -> None:
     title = f"retry: {args.prompt_tokens}-token prompts with ttft_slo_ms={args.ttft_slo_ms}"
     report.table("retry", title, columns)
     shape = Shape((args.prompt_tokens, args.prompt_tokens), (8, 8))
-    slo = Slo(float(args.ttft_slo_ms), 60_000.0)
+    slo = LoadSlo(float(args.ttft_slo_ms), 60_000.0)
     async with live_mesh(args, 2, 2, shape=shape) as live:
         async with ticking("warming up"):
             await live.closed(16, 1)

@@ -23,7 +23,7 @@ from benchmarks.equals_figures import LoggedDecision, line_time, parse_decision
 from benchmarks.overload_client import Ask, Clients, Seen
 from benchmarks.overload_load import Shape, Workload
 from kvmesh.cli.load import target
-from kvmesh.cli.load.report import Slo
+from kvmesh.cli.load.report import LoadSlo
 from kvmesh.cli.up import plan
 from kvmesh.cli.up.mesh import Mesh
 from kvmesh.cli.up.settings import MeshSettings
@@ -130,9 +130,9 @@ class LiveMesh:
         self.apart[new].start()
         await self.reborn(new)
 
-    def asks(self, times: Sequence[float], slo: Slo | None = None) -> list[Ask]:
+    def asks(self, times: Sequence[float], slo: LoadSlo | None = None) -> list[Ask]:
         """One request at each time, with prompts that nobody has sent before."""
-        return self.workload.asks(times, secrets.token_hex(8), slo or Slo())
+        return self.workload.asks(times, secrets.token_hex(8), slo or LoadSlo())
 
     async def closed(self, count: int, concurrency: int) -> list[Seen]:
         """So many requests, `concurrency` at once."""

@@ -15,7 +15,7 @@ import psutil
 
 from benchmarks.overload_client import Ask, Clients, Seen
 from kvmesh.cli.load import target
-from kvmesh.cli.load.load import Outcome
+from kvmesh.cli.load.load import LoadOutcome
 from kvmesh.kvcache.keys import Namespace, chain, pack_tokens, split
 from kvmesh.sim.workloads import trace
 from kvmesh.sim.workloads.workload import SimRequest
@@ -72,7 +72,7 @@ class Live:
     """One run. `began_s`: on the clock of the decision log. `others`: cores that neither the mesh nor the client
     used, on average; what is above a few hundredths has disturbed it."""
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[LoadOutcome, ...]
     log: Path
     began_s: float
     others: float

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
-from kvmesh.cli.load.load import Outcome
+from kvmesh.cli.load.load import LoadOutcome
 from kvmesh.cli.load.report import intervals, percentile, tbt_s
 from kvmesh.sim.config import SimConfig
 from kvmesh.sim.fitting.calibrate import (
@@ -35,7 +35,7 @@ WITHIN = 0.15
 Percentiles = dict[tuple[str, int], float]  # (what, percentile) → seconds
 
 
-def of_outcomes(outcomes: Iterable[Outcome]) -> Percentiles:
+def of_outcomes(outcomes: Iterable[LoadOutcome]) -> Percentiles:
     """As the client saw it, by the definitions of `kvmesh replay`."""
     done = [one for one in outcomes if one.ok]
     return _percentiles([one.ttft_s for one in done], [found for one in done if (found := tbt_s(one)) is not None])
@@ -52,7 +52,7 @@ def _percentiles(ttfts: Sequence[float], tbts: Sequence[float]) -> Percentiles:
     return {(what, share): percentile(rising[what], share) for what, share in FIGURES}
 
 
-def seen_by_client(targets: Targets, outcomes: Iterable[Outcome]) -> Targets:
+def seen_by_client(targets: Targets, outcomes: Iterable[LoadOutcome]) -> Targets:
     """What the fit is held against: the client's figures in place of decode's. Its clock starts when it begins to send,
     and its tokens come through the gateway."""
     done = [one for one in outcomes if one.ok]
@@ -74,7 +74,7 @@ def seen_by_client(targets: Targets, outcomes: Iterable[Outcome]) -> Targets:
 
 def fitted(
     observed: Observed,
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[LoadOutcome],
     requests: Sequence[SimRequest],
     cores: float,
     progress: Callable[[int, int], None],

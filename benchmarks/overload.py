@@ -47,7 +47,7 @@ from benchmarks.overload_client import Clients, Seen, waited_s
 from benchmarks.overload_load import Run, Shape, Workload, offer, told
 from benchmarks.overload_show import show, show_retries
 from kvmesh.cli.load import target
-from kvmesh.cli.load.report import Slo, percentile, tbt_s
+from kvmesh.cli.load.report import LoadSlo, percentile, tbt_s
 from tests.support.mesh.harness import Running, running_mesh
 
 CONTEXT = 2048
@@ -78,7 +78,7 @@ class Bench:
             progress.tell(f"warming up: {name}")
             await self._one_by_one(site, 6)
             times = [0.02 * n for n in range(24)]
-            await offer(site.running, site.clients, self.workload.asks(times, salt(), Slo()), Slo(), 1.0, 0.0)
+            await offer(site.running, site.clients, self.workload.asks(times, salt(), LoadSlo()), LoadSlo(), 1.0, 0.0)
 
     async def unloaded(self, count: int) -> list[Seen]:
         """One request at a time, at the mesh of the first mode."""
@@ -87,7 +87,7 @@ class Bench:
 
     async def _one_by_one(self, site: Site, count: int) -> list[Seen]:
         found = []
-        for ask in self.workload.asks([0.0] * count, salt(), Slo()):
+        for ask in self.workload.asks([0.0] * count, salt(), LoadSlo()):
             found += await site.clients.run([ask])
         return found
 
@@ -99,7 +99,7 @@ class Bench:
             progress.tell(f"ramp: {rate:.1f} requests/s")
             times = [n / rate for n in range(round(rate * seconds))]
             started = time.monotonic()
-            seen = await site.clients.run(self.workload.asks(times, salt(), Slo()), lambda seen, first: True)
+            seen = await site.clients.run(self.workload.asks(times, salt(), LoadSlo()), lambda seen, first: True)
             await site.running.settled()
             ends = [one.sent_at + one.total_s - started for one in seen if one.ok]
             lead_s = seconds / 3
@@ -107,7 +107,7 @@ class Bench:
             rate *= STEP
         return max(answered for _, answered in steps), steps
 
-    async def point(self, share: float, rate: float, slo: Slo) -> dict[str, list[Run]]:
+    async def point(self, share: float, rate: float, slo: LoadSlo) -> dict[str, list[Run]]:
         """This rate at every mesh, `--rounds` times."""
         args, runs = self._args, {name: list[Run]() for name in self.sites}
         for n in range(args.rounds):
@@ -118,7 +118,7 @@ class Bench:
                 runs[name].append(await offer(site.running, site.clients, asks, slo, args.seconds, args.lead))
         return runs
 
-    async def retries(self, rate: float, seconds: float, slo: Slo) -> list[Seen]:
+    async def retries(self, rate: float, seconds: float, slo: LoadSlo) -> list[Seen]:
         """A burst at the mesh of the first mode, by clients that come again when they were told to."""
         progress.tell("clients that honour Retry-After")
         site = next(iter(self.sites.values()))
@@ -136,16 +136,16 @@ def salt() -> str:
     return secrets.token_hex(8)
 
 
-def slo_of(alone: Sequence[Seen], ttft_slack: float, tbt_slack: float) -> tuple[Slo, Told]:
+def slo_of(alone: Sequence[Seen], ttft_slack: float, tbt_slack: float) -> tuple[LoadSlo, Told]:
     """Whole milliseconds, and what they were made of."""
     ttfts = sorted(one.ttft_s * 1000 for one in alone)
     tbts = sorted(tbt * 1000 for one in alone if (tbt := tbt_s(one)) is not None)
     ttft_ms, tbt_ms = percentile(ttfts, 90), percentile(tbts, 90)
-    slo = Slo(float(round(ttft_slack * ttft_ms)), float(round(tbt_slack * tbt_ms)))
+    slo = LoadSlo(float(round(ttft_slack * ttft_ms)), float(round(tbt_slack * tbt_ms)))
     return slo, {"ttft_ms_p90": ttft_ms, "tbt_ms_p90": tbt_ms, "requests": len(alone)}
 
 
-def served_again(seen: Sequence[Seen], slo: Slo) -> Told:
+def served_again(seen: Sequence[Seen], slo: LoadSlo) -> Told:
     """Of clients that come again."""
     ok = [one for one in seen if one.ok]
     waits = sorted(map(waited_s, ok))

@@ -15,10 +15,10 @@ from typing import Any
 import httptools
 import orjson
 
-from kvmesh.cli.load.load import Outcome
+from kvmesh.cli.load.load import LoadOutcome
 
 Hopeless = Callable[["Seen", float | None], bool]
-CUT = "cut"  # `Outcome.code` of a request that was given up
+CUT = "cut"  # `LoadOutcome.code` of a request that was given up
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Ask:
 
 
 @dataclass(slots=True)
-class Seen(Outcome):
+class Seen(LoadOutcome):
     """What became of it, and what a refusal told; `attempts`: how often it was sent."""
 
     retry_after_s: float = 0.0

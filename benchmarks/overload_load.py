@@ -14,7 +14,7 @@ import orjson
 import psutil
 
 from benchmarks.overload_client import CUT, Ask, Clients, Seen
-from kvmesh.cli.load.report import Slo, percentile
+from kvmesh.cli.load.report import LoadSlo, percentile
 from kvmesh.sim.workloads.trace import TokenMaker
 from tests.support.mesh.harness import Running
 
@@ -39,7 +39,7 @@ class Workload:
         self._maker = TokenMaker(vocab, seed)
         self._made: list[tuple[bytes, int, int]] = []  # prompt as JSON, its tokens, those of the answer
 
-    def asks(self, times: Sequence[float], salt: str, slo: Slo) -> list[Ask]:
+    def asks(self, times: Sequence[float], salt: str, slo: LoadSlo) -> list[Ask]:
         """One request at each time. `salt`: shares no block with runs of another one."""
         found = []
         extra = {"ttft_slo_ms": int(slo.ttft_ms or 0), "tbt_slo_ms": int(slo.tbt_ms or 0)} if slo else {}
@@ -104,7 +104,7 @@ class Run:
 
 
 async def offer(
-    running: Running, clients: Clients, asks: Sequence[Ask], slo: Slo, seconds: float, lead_s: float
+    running: Running, clients: Clients, asks: Sequence[Ask], slo: LoadSlo, seconds: float, lead_s: float
 ) -> Run:
     """Send them all, wait until nothing is left of them in the mesh. Requests that can be good no more are cut when
     the last has been sent: nobody waits for what is late."""
@@ -153,7 +153,7 @@ def cpu_s(running: Running) -> dict[str, float]:
     return found
 
 
-def told(runs: Sequence[Run], slo: Slo) -> dict[str, Any]:
+def told(runs: Sequence[Run], slo: LoadSlo) -> dict[str, Any]:
     """Figures of one point: all its runs together. Rates are per second of counted arrivals."""
     seconds = sum(run.seconds - run.lead_s for run in runs)
     counted = [one for run in runs for one in run.counted]

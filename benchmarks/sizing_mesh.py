@@ -82,7 +82,7 @@ class Measured:
             found[event] = sum(total(texts[name], metric, label) for name in self.of(service))
         return found
 
-    def _scrape(self, spec: plan.Spec) -> str:
+    def _scrape(self, spec: plan.ProcessSpec) -> str:
         with urllib.request.urlopen(f"http://{spec.metrics}/metrics", timeout=HTTP_S) as answer:
             return str(answer.read().decode())
 
@@ -172,7 +172,7 @@ def started(
         yield Measured(mesh)
 
 
-def another(spec: plan.Spec, name: str, ports: plan.Ports) -> plan.Spec:
+def another(spec: plan.ProcessSpec, name: str, ports: plan.Ports) -> plan.ProcessSpec:
     """The same gateway once more, at ports and with files of its own."""
     host = spec.address.rpartition(":")[0]
     port, http, metrics = ports.take(host), ports.take(host), ports.take(host)

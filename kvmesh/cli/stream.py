@@ -18,7 +18,7 @@ Message = dict[str, str]
 
 
 @dataclass(frozen=True)
-class Answer:
+class ChatAnswer:
     """What one request brought; `ttft_s` as this client saw it."""
 
     text: str
@@ -90,7 +90,7 @@ def chat(
     api_key: str | None = None,
     timeout_s: float = 600.0,
     **parameters: Any,
-) -> Answer:
+) -> ChatAnswer:
     """Send `messages`, call `on_text` for every piece of the answer. KvmeshError: refused, failed or unreachable."""
     body = {
         "model": model,
@@ -130,7 +130,7 @@ def chat(
         raise _unreachable(url, err) from None
     end = time.monotonic()
     usage = found["usage"]
-    return Answer(
+    return ChatAnswer(
         text="".join(parts),
         request_id=found["id"],
         finish_reason=found["finish_reason"],

@@ -40,11 +40,11 @@ _SHOWN = {
 
 
 @dataclass
-class Node:
+class SpanNode:
     """A span and what happened inside it."""
 
     span: dict[str, Any]
-    children: list[Node] = field(default_factory=list)
+    children: list[SpanNode] = field(default_factory=list)
 
     @property
     def start_ns(self) -> int:
@@ -72,10 +72,10 @@ def read_spans(folder: Path) -> Iterator[dict[str, Any]]:
                         continue
 
 
-def trees(spans: list[dict[str, Any]]) -> list[Node]:
+def trees(spans: list[dict[str, Any]]) -> list[SpanNode]:
     """The roots of one trace, everything in order of time. A span whose parent is not here is a root."""
-    nodes = {span["span_id"]: Node(span) for span in spans}
-    roots: list[Node] = []
+    nodes = {span["span_id"]: SpanNode(span) for span in spans}
+    roots: list[SpanNode] = []
     for node in nodes.values():
         parent = nodes.get(node.span["parent"])
         (parent.children if parent else roots).append(node)
@@ -181,7 +181,7 @@ def whole(spans: list[dict[str, Any]]) -> bool:
     return ended and not orphans and ("kvmesh.place" not in names or "kvmesh.request" in names)
 
 
-def _table(roots: list[Node], out: Console) -> Table:
+def _table(roots: list[SpanNode], out: Console) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     wide = out.width >= _WIDE or not out.is_terminal
     for name, justify in (("span", "left"), ("where", "left"), ("start", "right"), ("took", "right")):
@@ -196,7 +196,7 @@ def _table(roots: list[Node], out: Console) -> Table:
     return table
 
 
-def _last_end(node: Node) -> int:
+def _last_end(node: SpanNode) -> int:
     return max([node.end_ns, *map(_last_end, node.children)])
 
 
@@ -211,7 +211,7 @@ def _shown(name: str, value: Any) -> str:
     return f"{name}={escape(str(value))}"
 
 
-def _rows(table: Table, node: Node, head: str, tail: str, first: int, length: int, wide: bool) -> None:
+def _rows(table: Table, node: SpanNode, head: str, tail: str, first: int, length: int, wide: bool) -> None:
     span = node.span
     attributes = span["attributes"]
     shown = [_shown(name, attributes[key]) for key, name in _SHOWN.items() if _told(name, attributes.get(key))]

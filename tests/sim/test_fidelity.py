@@ -12,19 +12,19 @@ import pytest
 from benchmarks.equal_cores import TRACE
 from benchmarks.fidelity_live import BLOCK_TOKENS, slices
 from benchmarks.fidelity_predict import FIGURES, SHARES, compared, of_outcomes, of_records, seen_by_client
-from kvmesh.cli.load.load import Outcome
+from kvmesh.cli.load.load import LoadOutcome
 from kvmesh.sim.fitting.calibrate import Targets
 from kvmesh.sim.report.records import DONE, REFUSED, Record
 from kvmesh.sim.rows import Row
 from kvmesh.sim.workloads.trace import reachable
 
 
-def outcomes(count: int) -> list[Outcome]:
+def outcomes(count: int) -> list[LoadOutcome]:
     rng = random.Random(1)
     found = []
     for index in range(count):
         gaps = [rng.expovariate(100) for _ in range(rng.randint(0, 40))]
-        found.append(Outcome(index, 0.0, ttft_s=rng.expovariate(4), gaps=gaps, completion_tokens=len(gaps) + 1))
+        found.append(LoadOutcome(index, 0.0, ttft_s=rng.expovariate(4), gaps=gaps, completion_tokens=len(gaps) + 1))
     return found
 
 
@@ -40,7 +40,7 @@ def test_a_simulated_request_with_the_same_times_has_the_same_figures() -> None:
         simulated.append(record)
     assert of_records(simulated) == pytest.approx(of_outcomes(live))
     refused = Record(99, "r", 0.0, 1, 1, outcome=REFUSED, ttft_s=99.0)
-    failed = Outcome(99, 0.0, code="broken_off", ttft_s=99.0, gaps=[99.0], completion_tokens=2)
+    failed = LoadOutcome(99, 0.0, code="broken_off", ttft_s=99.0, gaps=[99.0], completion_tokens=2)
     assert of_records([*simulated, refused]) == pytest.approx(of_outcomes([*live, failed])), (
         "of what was answered alone"
     )
@@ -60,7 +60,7 @@ def test_rows_tell_error_and_spread() -> None:
 
 
 def test_the_client_takes_the_place_of_decode_in_what_is_fitted_to() -> None:
-    live = [Outcome(n, 0.0, ttft_s=0.2, gaps=[0.03] + [0.01] * n, completion_tokens=n + 2) for n in range(30)]
+    live = [LoadOutcome(n, 0.0, ttft_s=0.2, gaps=[0.03] + [0.01] * n, completion_tokens=n + 2) for n in range(30)]
     told = seen_by_client(Targets(1, 1, 1, 1, 1, prefill_s=0.5, step_s=0.004, decode_spread=0.7), live)
     assert (told.ttft_s, told.ttft_deviation_s) == pytest.approx((0.2, 0.0))
     assert (told.interval_s, told.first_s) == pytest.approx((0.01, 0.02))
@@ -89,5 +89,5 @@ def test_slices_follow_each_other_at_the_rate_that_is_asked_for() -> None:
 
 
 def test_percentiles_are_those_of_replay() -> None:
-    found = of_outcomes([Outcome(n, 0.0, ttft_s=float(n)) for n in range(101)] + [outcomes(2)[1]])
+    found = of_outcomes([LoadOutcome(n, 0.0, ttft_s=float(n)) for n in range(101)] + [outcomes(2)[1]])
     assert found["TTFT", 90] == pytest.approx(89.9, abs=0.2) and not math.isnan(found["TBT", 50])

@@ -35,7 +35,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TransportOutcome:
     """One transport. `why_not`: it could not be tried; `wanted`: it had been asked for by name."""
 
     transport: str
@@ -55,7 +55,7 @@ class Outcome:
         return any(not cell.write.error and not cell.read.error for cell in self.cells)
 
 
-def screen(outcome: Outcome, width: int) -> RenderableType:
+def screen(outcome: TransportOutcome, width: int) -> RenderableType:
     """One transport's part of the screen, at most `width` wide where names allow it."""
     if outcome.why_not:
         mark = "[red]failed[/]" if outcome.wanted else "[yellow]not possible[/]"
@@ -77,7 +77,7 @@ def screen(outcome: Outcome, width: int) -> RenderableType:
     return Group(*shown, *notes.lines(), "")
 
 
-def _matrix(outcome: Outcome, what: str, width: int, notes: _Notes) -> list[RenderableType]:
+def _matrix(outcome: TransportOutcome, what: str, width: int, notes: _Notes) -> list[RenderableType]:
     rows = outcome.locals or tuple(dict.fromkeys(cell.local for cell in outcome.cells))
     columns = outcome.remotes or tuple(dict.fromkeys(cell.remote for cell in outcome.cells))
     cells = {(cell.local, cell.remote): cell for cell in outcome.cells}
@@ -130,7 +130,7 @@ class _Notes:
         return found
 
 
-def summary(outcomes: Sequence[Outcome]) -> str:
+def summary(outcomes: Sequence[TransportOutcome]) -> str:
     """One line."""
     tried = [outcome for outcome in outcomes if outcome.cells]
     cells = [cell for outcome in tried for cell in outcome.cells if not cell.detour]

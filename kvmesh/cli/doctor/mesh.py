@@ -15,7 +15,7 @@ from rich.markup import escape
 from kvmesh.cli import runs
 from kvmesh.cli.console import console, wide_enough
 from kvmesh.cli.doctor.findings import MARKS, Finding, screen
-from kvmesh.cli.doctor.mesh_look import Peer, Seen, Targets, find_targets, look
+from kvmesh.cli.doctor.mesh_look import DialledPeer, MeshAddresses, Seen, find_targets, look
 from kvmesh.cli.store.target import patiently
 from kvmesh.cli.up.joining import host_port, only_inside
 from kvmesh.errors import ConfigError
@@ -33,7 +33,7 @@ Instance = Mapping[str, Any]  # InstanceStatus as JSON
 def show(conductor: str, store: str, redis: str, gateway: str, *, as_json: bool) -> int:
     """Looks and tells. 0: requests can be served; 1: they cannot. ConfigError: nobody says where the mesh is, or a TLS
     file is wrong."""
-    targets = find_targets(Targets(conductor, store, redis, gateway), os.environ)
+    targets = find_targets(MeshAddresses(conductor, store, redis, gateway), os.environ)
     runs.secure(_run_of(targets))
     seen = asyncio.run(patiently("asking the mesh", look(targets)))
     found, why = findings(seen), why_not(seen)
@@ -53,7 +53,7 @@ def show(conductor: str, store: str, redis: str, gateway: str, *, as_json: bool)
     return int(bool(why))
 
 
-def _run_of(targets: Targets) -> runs.Run | None:
+def _run_of(targets: MeshAddresses) -> runs.Run | None:
     """The local mesh, when it was that which told: its certificates are used."""
     try:
         run = runs.find_running(None)
@@ -132,7 +132,7 @@ def _astray(seen: Seen, address: str) -> bool:
 # ── services ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def _reached(peer: Peer) -> Finding | None:
+def _reached(peer: DialledPeer) -> Finding | None:
     """What keeps this machine from talking to it; None: nothing does."""
     what = f"{peer.kind} {peer.address}" if peer.kind in ("Redis", "gateway") else peer.address
     host, port = host_port(peer.address)
@@ -153,7 +153,7 @@ def _reached(peer: Peer) -> Finding | None:
     return None
 
 
-def _mend(peer: Peer, error: str) -> str:
+def _mend(peer: DialledPeer, error: str) -> str:
     if "speaks no TLS" in error:
         return "only one side speaks TLS: unset KVMESH_TLS_CA here, or give the mesh --tls-cert, --tls-key, --tls-ca"
     if "may speak TLS" in error:
@@ -171,7 +171,7 @@ def _mend(peer: Peer, error: str) -> str:
     return "look at its log"
 
 
-def _way(peer: Peer) -> str:
+def _way(peer: DialledPeer) -> str:
     return "here" if peer.own else f"{peer.rtt_ms:.1f} ms away"
 
 
@@ -264,9 +264,9 @@ def _everybody(seen: Seen) -> dict[str, tuple[str, str]]:
 
 
 def _machines(seen: Seen) -> Iterable[Finding]:
-    on: dict[str, list[Peer]] = {}
+    on: dict[str, list[DialledPeer]] = {}
     for node_id, address in _everybody(seen).values():
-        on.setdefault(node_id, []).append(seen.instances.get(address) or Peer("instance", address))
+        on.setdefault(node_id, []).append(seen.instances.get(address) or DialledPeer("instance", address))
     for node_id, peers in sorted(on.items()):
         hosts = sorted({host_port(peer.address)[0] for peer in peers})
         if len(hosts) > 1:
@@ -353,7 +353,7 @@ def _next(one: Instance) -> str:
     return "wait while it loads or rests; else its log tells"
 
 
-def _unreached(seen: Seen, name: str, peer: Peer) -> Finding | None:
+def _unreached(seen: Seen, name: str, peer: DialledPeer) -> Finding | None:
     """Why other machines cannot call it, as far as can be seen from here."""
     host = host_port(peer.address)[0]
     if _astray(seen, peer.address):

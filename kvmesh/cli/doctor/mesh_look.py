@@ -29,7 +29,7 @@ _IP_MTU, _IPV6_MTU = 14, 24  # linux/in.h, linux/in6.h: of the route of a connec
 
 
 @dataclass(frozen=True, slots=True)
-class Targets:
+class MeshAddresses:
     """Where a mesh is looked for: "a:1,b:2" each; "": not told. `origin`: who told, for people."""
 
     conductor: str = ""
@@ -40,7 +40,7 @@ class Targets:
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class DialledPeer:
     """One address, as seen from here. Errors are "" when there was none; `said`: its status as JSON, or {"error": ...};
     `health`: of grpc.health.v1; `rtt_ms`: of opening the connection; `mtu`: of the way there, 0: unknown."""
 
@@ -69,23 +69,23 @@ class Seen:
     """Everything. `instances`: of every registered instance and member, by address; `views`: (who told, instance id,
     address, incarnation) of every look."""
 
-    targets: Targets
-    conductors: tuple[Peer, ...] = ()
-    masters: tuple[Peer, ...] = ()
-    redis: tuple[Peer, ...] = ()
-    gateways: tuple[Peer, ...] = ()
+    targets: MeshAddresses
+    conductors: tuple[DialledPeer, ...] = ()
+    masters: tuple[DialledPeer, ...] = ()
+    redis: tuple[DialledPeer, ...] = ()
+    gateways: tuple[DialledPeer, ...] = ()
     members: tuple[Mapping[str, Any], ...] = ()  # as the leading store master tells
-    instances: Mapping[str, Peer] = field(default_factory=dict)
+    instances: Mapping[str, DialledPeer] = field(default_factory=dict)
     views: tuple[tuple[str, str, str, int], ...] = ()
     rdma: tuple[str, ...] = ()  # active devices of this machine
 
 
-def find_targets(given: Targets, env: Mapping[str, str]) -> Targets:
+def find_targets(given: MeshAddresses, env: Mapping[str, str]) -> MeshAddresses:
     """Flags, else the environment, else the mesh that runs here. ConfigError: none of them tells of a conductor or a
     store master."""
     if given.conductor or given.store:
         return replace(given, origin="flags")
-    told = Targets(
+    told = MeshAddresses(
         env.get("KVMESH_CONDUCTOR", ""),
         env.get("KVMESH_STORE", ""),
         given.redis or env.get("KVMESH_REDIS", ""),
@@ -100,7 +100,7 @@ def find_targets(given: Targets, env: Mapping[str, str]) -> Targets:
         why = "say where it is: kvmesh doctor --mesh --conductor HOST:7001 (or KVMESH_CONDUCTOR)"
         raise ConfigError(f"no mesh runs on this machine: {why}", field="conductor") from None
     redis = run.services.get("redis", {}).get("address", "")
-    return Targets(
+    return MeshAddresses(
         runs.conductors(run),
         runs.masters(run),
         given.redis or (f"redis://{redis}/0" if redis else ""),
@@ -109,12 +109,14 @@ def find_targets(given: Targets, env: Mapping[str, str]) -> Targets:
     )
 
 
-async def look(targets: Targets) -> Seen:
+async def look(targets: MeshAddresses) -> Seen:
     """All of it; three rounds: who was named, whom they name, and a second look at who bears which name."""
     first = await _services(targets, (), ())
     found = _named(first)
     more = await _services(
-        Targets(conductor=",".join(found["conductor"]), store=",".join(found["store"])), first.conductors, first.masters
+        MeshAddresses(conductor=",".join(found["conductor"]), store=",".join(found["store"])),
+        first.conductors,
+        first.masters,
     )
     conductors, masters = (*first.conductors, *more.conductors), (*first.masters, *more.masters)
     leading = [one for one in masters if one.said.get("leading")]
@@ -142,7 +144,7 @@ async def look(targets: Targets) -> Seen:
     )
 
 
-async def _services(targets: Targets, conductors: Sequence[Peer], masters: Sequence[Peer]) -> Seen:
+async def _services(targets: MeshAddresses, conductors: Sequence[DialledPeer], masters: Sequence[DialledPeer]) -> Seen:
     """The named ones that are not among those known already."""
     jobs = []
     for kind, text, known in (
@@ -176,7 +178,9 @@ def _named(seen: Seen) -> dict[str, tuple[str, ...]]:
     }
 
 
-def _views(conductors: Iterable[Peer], members: Iterable[Mapping[str, Any]]) -> Iterable[tuple[str, str, str, int]]:
+def _views(
+    conductors: Iterable[DialledPeer], members: Iterable[Mapping[str, Any]]
+) -> Iterable[tuple[str, str, str, int]]:
     told = [(peer.address, one["instance"]) for peer in conductors for one in peer.said.get("instances", ())]
     told += [("the store master", one["instance"]) for one in members]
     return ((who, ref["instance_id"], ref["address"], ref["incarnation"]) for who, ref in told)
@@ -185,7 +189,7 @@ def _views(conductors: Iterable[Peer], members: Iterable[Mapping[str, Any]]) -> 
 # ── one peer ──────────────────────────────────────────────────────────────────────────────────────
 
 
-async def _meet(kind: str, address: str) -> Peer:
+async def _meet(kind: str, address: str) -> DialledPeer:
     """Dial; if that works, greet and ask."""
     peer = await dial(kind, address)
     if not peer.opens:
@@ -194,7 +198,7 @@ async def _meet(kind: str, address: str) -> Peer:
     return replace(peer, health=health, said=said)
 
 
-async def dial(kind: str, address: str) -> Peer:
+async def dial(kind: str, address: str) -> DialledPeer:
     """Does the name resolve, does the port open, how far is it?"""
     host, port = host_port(address)
     loop = asyncio.get_running_loop()
@@ -202,7 +206,7 @@ async def dial(kind: str, address: str) -> Peer:
         async with asyncio.timeout(DEADLINE_S):
             infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, TimeoutError, UnicodeError) as err:
-        return Peer(kind, address, name_error=getattr(err, "strerror", "") or "no answer from the name service")
+        return DialledPeer(kind, address, name_error=getattr(err, "strerror", "") or "no answer from the name service")
     family, _, _, _, where = infos[0]
     ip = str(where[0])
     own, mtu = _way(family, where)
@@ -211,13 +215,13 @@ async def dial(kind: str, address: str) -> Peer:
         async with asyncio.timeout(DEADLINE_S):
             _, writer = await asyncio.open_connection(ip, port)
     except TimeoutError:
-        return Peer(kind, address, port_error="no answer", ip=ip, own=own, mtu=mtu)
+        return DialledPeer(kind, address, port_error="no answer", ip=ip, own=own, mtu=mtu)
     except OSError as err:
         why = "refused" if isinstance(err, ConnectionRefusedError) else os.strerror(err.errno or 0)
-        return Peer(kind, address, port_error=why, ip=ip, own=own, mtu=mtu)
+        return DialledPeer(kind, address, port_error=why, ip=ip, own=own, mtu=mtu)
     rtt_ms = (time.perf_counter() - start) * 1000
     writer.close()
-    return Peer(kind, address, ip=ip, own=own, rtt_ms=rtt_ms, mtu=mtu)
+    return DialledPeer(kind, address, ip=ip, own=own, rtt_ms=rtt_ms, mtu=mtu)
 
 
 def _way(family: int, where: Any) -> tuple[bool, int]:
@@ -252,11 +256,11 @@ async def _ask(kind: str, address: str) -> Mapping[str, Any]:
     return {}
 
 
-async def _meet_redis(url: str) -> Peer:
+async def _meet_redis(url: str) -> DialledPeer:
     """PING; without TLS and password only, else whether the port opens."""
     parts = urlsplit(url)
     if parts.scheme == "unix":
-        return Peer("Redis", parts.path)
+        return DialledPeer("Redis", parts.path)
     peer = await dial("Redis", join(parts.hostname or "127.0.0.1", parts.port or 6379))
     if not peer.opens or parts.scheme == "rediss" or parts.password:
         return peer

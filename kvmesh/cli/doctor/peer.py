@@ -24,7 +24,7 @@ from rich.status import Status
 
 from kvmesh.cli.console import console, wide_enough
 from kvmesh.cli.doctor.listener import DEFAULT_PORT, proof
-from kvmesh.cli.doctor.matrix import Cell, Figure, Outcome, screen, summary
+from kvmesh.cli.doctor.matrix import Cell, Figure, TransportOutcome, screen, summary
 from kvmesh.cli.doctor.measure import Plan, Side, check
 from kvmesh.errors import ConfigError, KvmeshError, TransferError, Unavailable
 from kvmesh.rpc.channels import CHANNEL_OPTIONS
@@ -43,7 +43,7 @@ from kvmesh.transfer.transports.registry import KNOWN_TRANSPORTS
 EVERY_S = 5.0  # a line in a pipe or a log
 
 
-class Progress:
+class PairProgress:
     """`out` is where results go, `err` where lines go when `out` is no terminal; `quiet`: neither. A context for the
     time that something is shown."""
 
@@ -56,7 +56,7 @@ class Progress:
         self._status: Status | None = None
         self._told_at = 0.0
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> PairProgress:
         if not self._quiet and self._out.is_terminal:
             self._status = self._stack.enter_context(self._out.status("..."))
         return self
@@ -99,13 +99,13 @@ def call(peer: str, token: str, plan: Plan, *, as_json: bool) -> int:
     host, port = parse_peer(peer)
     out = console()
     width = wide_enough(out)
-    outcomes: list[Outcome] = []
+    outcomes: list[TransportOutcome] = []
     with Remote(host, port, min(_CONNECT_S, plan.timeout_s)) as listener:
         quiet_s = 4 * plan.timeout_s + 2 * plan.seconds
         listener.greet(token, quiet_s, min(_GREET_S, plan.timeout_s))
         epochs = count(1)
         for name in plan.transports or KNOWN_TRANSPORTS:
-            with Progress(out, console(stderr=True), quiet=as_json) as progress:
+            with PairProgress(out, console(stderr=True), quiet=as_json) as progress:
                 outcomes.append(try_transport(listener, name, plan, epochs, progress))
             if not as_json:
                 out.print(screen(outcomes[-1], width))
@@ -222,25 +222,27 @@ def _ends(host: str, port: int, where: str, timeout_s: float) -> tuple[str, str]
         raise Unavailable(f"{where} cannot be reached: {getattr(err, 'strerror', None) or err}") from None
 
 
-def try_transport(listener: Remote, name: str, plan: Plan, epochs: Iterator[int], progress: Progress) -> Outcome:
+def try_transport(
+    listener: Remote, name: str, plan: Plan, epochs: Iterator[int], progress: PairProgress
+) -> TransportOutcome:
     """Every pair of NICs of one transport. DoctorGone when the other doctor goes away."""
     wanted = name in plan.transports
     try:
         side = Side(name, listener.local_host, plan.size, plan)
     except (KvmeshError, OSError) as err:
-        return Outcome(name, why_not=f"here: {plain(err).removeprefix(f'{name}: ')}", wanted=wanted)
+        return TransportOutcome(name, why_not=f"here: {plain(err).removeprefix(f'{name}: ')}", wanted=wanted)
     with side:
         try:
             wanted_there = pb.StepRequest.OpenTransport(transport=name, size=plan.size)
             opened = listener.step(plan.timeout_s, open=wanted_there)
             descriptor = SegmentDescriptor.decode(opened.descriptor)
             if why := apart(name, descriptor):
-                return Outcome(name, why_not=why, wanted=wanted)
+                return TransportOutcome(name, why_not=why, wanted=wanted)
             rails = side.engine.rails(side.engine.open_segment(descriptor))
             side.engine.close_segment(descriptor.name)
         except (Unavailable, TransferError) as err:
             why = f"there: {err.message.removeprefix(f'{name}: ')}" if isinstance(err, Unavailable) else err.message
-            return Outcome(name, why_not=why, wanted=wanted)
+            return TransportOutcome(name, why_not=why, wanted=wanted)
         try:
             progress.begin(name, len(rails), 2 * len(rails) * plan.seconds)
             cells = []
@@ -253,7 +255,7 @@ def try_transport(listener: Remote, name: str, plan: Plan, epochs: Iterator[int]
         local = tuple(nic.name for nic in side.engine.local_descriptor().nics)
         remote = tuple(nic.name for nic in descriptor.nics)
         missed = (*(f"{one} here" for one in side.left_out), *(f"{one} there" for one in opened.left_out))
-        return Outcome(name, tuple(cells), "", wanted, local, remote, missed if local or remote else ())
+        return TransportOutcome(name, tuple(cells), "", wanted, local, remote, missed if local or remote else ())
 
 
 def apart(transport: str, descriptor: SegmentDescriptor) -> str:

@@ -24,14 +24,14 @@ SECONDS = 1e9
 
 
 @dataclass(frozen=True)
-class Lengths:
+class UniformLengths:
     """Tokens, uniform in low..high, both included."""
 
     low: int
     high: int
 
     @classmethod
-    def parse(cls, name: str, text: str) -> Lengths:
+    def parse(cls, name: str, text: str) -> UniformLengths:
         """ "128" or "64:256". ConfigError names the option and the value."""
         first, colon, last = text.partition(":")
         try:
@@ -47,14 +47,14 @@ class Lengths:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
+class BenchWorkload:
     """What is sent. Every figure of request i depends on (seed, i) alone. ConfigError names what cannot be.
 
     `prefix_share` of each prompt's tokens, rounded, are the beginning of one of `prefixes` common texts, chosen at
     random; the rest occurs in no other prompt. `rate`: requests a second, Poisson arrivals; None: no times."""
 
-    input: Lengths
-    output: Lengths
+    input: UniformLengths
+    output: UniformLengths
     prefix_share: float = 0.0
     prefixes: int = 1
     rate: float | None = None
@@ -136,8 +136,9 @@ def bench(
 
     if rate is not None and concurrency is not None:
         raise ConfigError(f"concurrency={concurrency}: give --rate or --concurrency, not both", field="concurrency")
-    work = Workload(
-        input=Lengths.parse("input_tokens", input_tokens), output=Lengths.parse("output_tokens", output_tokens),
+    work = BenchWorkload(
+        input=UniformLengths.parse("input_tokens", input_tokens),
+        output=UniformLengths.parse("output_tokens", output_tokens),
         prefix_share=prefix_share, prefixes=prefixes, rate=rate, seed=seed,
     )  # fmt: skip
     drive.check_writable(load.json_to)
@@ -155,7 +156,7 @@ def bench(
     stopped = False
     if warmup:
         before = Generator(where, salt=salt, timeout_s=load.timeout, concurrency=limit or DEFAULT_CONCURRENCY)
-        jobs = [*Workload(**{**vars(work), "rate": None}).jobs(maker, warmup, "warmup")]
+        jobs = [*BenchWorkload(**{**vars(work), "rate": None}).jobs(maker, warmup, "warmup")]
         stopped = drive.drive(before, jobs, "warming up", total=warmup)
         if not stopped and not any(one.ok for one in before.results):
             raise Unavailable(f"no request of the warm-up was answered: {before.results[0].message}")

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from kvmesh.cli.load.target import Target, client
+from kvmesh.cli.load.target import LoadTarget, client
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Job:
 
 
 @dataclass(slots=True)
-class Outcome:
+class LoadOutcome:
     """What became of one request, as this client saw it. Times in seconds; `code` is "" when all went well, else the
     error's name. `gaps`: between arrivals of tokens after the first; tokens that arrive together have none."""
 
@@ -53,7 +53,7 @@ class Outcome:
 class Generator:
     """Sends jobs and keeps what became of them. `results` and `in_flight` may be looked at while it runs."""
 
-    def __init__(self, target: Target, *, salt: str = "", timeout_s: float = 600.0, concurrency: int = 0) -> None:
+    def __init__(self, target: LoadTarget, *, salt: str = "", timeout_s: float = 600.0, concurrency: int = 0) -> None:
         """`salt`: the requests share cached KV only with others of this salt. `concurrency`: at most so many at
         once; 0: no limit."""
         self._target = target
@@ -63,7 +63,7 @@ class Generator:
         self._stop = asyncio.Event()
         self._start = 0.0
         self._end = 0.0
-        self.results: list[Outcome] = []
+        self.results: list[LoadOutcome] = []
         self.in_flight = 0
         self.dropped = 0  # in flight when it was stopped: neither answered nor failed
 
@@ -104,7 +104,7 @@ class Generator:
         finally:
             stopped.cancel()
             self._end = time.monotonic()
-        if failures:  # no request's fault: those end in an Outcome
+        if failures:  # no request's fault: those end in a LoadOutcome
             raise failures[0]
 
     async def _paced(
@@ -132,7 +132,7 @@ class Generator:
     async def _one(self, http: httpx.AsyncClient, job: Job, slots: asyncio.Semaphore | None) -> None:
         prompt = job.prompt()
         sent = time.monotonic()
-        outcome = Outcome(job.index, sent - self._start, prompt_tokens=len(prompt))
+        outcome = LoadOutcome(job.index, sent - self._start, prompt_tokens=len(prompt))
         if job.at_s is not None:
             outcome.late_s = max(0.0, outcome.sent_s - job.at_s)
         self.in_flight += 1
@@ -152,7 +152,7 @@ class Generator:
         self.results.append(outcome)
 
     async def _ask(
-        self, http: httpx.AsyncClient, prompt: list[int], max_tokens: int, outcome: Outcome, sent: float
+        self, http: httpx.AsyncClient, prompt: list[int], max_tokens: int, outcome: LoadOutcome, sent: float
     ) -> None:
         body: dict[str, Any] = {
             "model": self._target.model,
@@ -195,7 +195,7 @@ async def _events(answer: httpx.Response) -> AsyncIterator[tuple[bytes, float]]:
                 yield event[6:], at
 
 
-def _take(event: dict[str, Any], at_s: float, outcome: Outcome, arrivals: list[float]) -> None:
+def _take(event: dict[str, Any], at_s: float, outcome: LoadOutcome, arrivals: list[float]) -> None:
     if "error" in event:
         _failed(event["error"], outcome)
         return
@@ -210,7 +210,7 @@ def _take(event: dict[str, Any], at_s: float, outcome: Outcome, arrivals: list[f
         arrivals.append(at_s)
 
 
-def _refused(body: bytes, outcome: Outcome) -> None:
+def _refused(body: bytes, outcome: LoadOutcome) -> None:
     try:
         told = json.loads(body)["error"]
     except (ValueError, KeyError, TypeError):
@@ -218,7 +218,7 @@ def _refused(body: bytes, outcome: Outcome) -> None:
     _failed(told, outcome)
 
 
-def _failed(told: Any, outcome: Outcome) -> None:
+def _failed(told: Any, outcome: LoadOutcome) -> None:
     told = told if isinstance(told, dict) else {"message": str(told)}
     outcome.code = str(told.get("code") or told.get("type") or f"http_{outcome.status}")
     outcome.message = str(told.get("message", ""))

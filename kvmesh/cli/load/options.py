@@ -12,8 +12,8 @@ from rich.console import Console
 from kvmesh.cli.console import ApiKey, RunDir, console
 
 if TYPE_CHECKING:
-    from kvmesh.cli.load.report import Slo
-    from kvmesh.cli.load.target import Target
+    from kvmesh.cli.load.report import LoadSlo
+    from kvmesh.cli.load.target import LoadTarget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,18 +40,18 @@ class LoadOptions:
     ] = None
 
     @property
-    def slo(self) -> Slo:
+    def slo(self) -> LoadSlo:
         """What goodput is judged by."""
-        from kvmesh.cli.load.report import Slo
+        from kvmesh.cli.load.report import LoadSlo
 
-        return Slo(self.slo_ttft, self.slo_tbt)
+        return LoadSlo(self.slo_ttft, self.slo_tbt)
 
     @property
     def screen(self) -> Console:
         """The console that people read: standard error where the report goes to standard output."""
         return console(stderr=self.json_to == "-")
 
-    def target(self) -> Target:
+    def target(self) -> LoadTarget:
         """Asks the mesh what it serves; raises as `target.find` does."""
         from kvmesh.cli.load.target import find
 

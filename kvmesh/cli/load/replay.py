@@ -16,7 +16,7 @@ from kvmesh.cli.options import together
 from kvmesh.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvmesh.cli.load.load import Job, Outcome
+    from kvmesh.cli.load.load import Job, LoadOutcome
     from kvmesh.sim.workloads.trace import Made, Shape, Shaped, TokenMaker
 
 HIT_DEFINITIONS = {
@@ -73,7 +73,7 @@ def jobs_of(made: Sequence[Made], maker: TokenMaker, block: int, speed: float) -
 
 
 def hit_rates(
-    made: Sequence[Made], outcomes: Sequence[Outcome], shape: Shape, maker: TokenMaker, block_tokens: int
+    made: Sequence[Made], outcomes: Sequence[LoadOutcome], shape: Shape, maker: TokenMaker, block_tokens: int
 ) -> dict[str, Any]:
     """Live, ideal and reachable hit rates, and what each means."""
     from kvmesh.sim.workloads import trace

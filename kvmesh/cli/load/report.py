@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from kvmesh.cli.load.load import Outcome
+from kvmesh.cli.load.load import LoadOutcome
 
 PERCENTILES = (50, 90, 99)
 SLOWEST_TOLD = 3  # requests named, so that `kvmesh explain` can be asked about them
@@ -33,7 +33,7 @@ DEFINITIONS = {
 
 
 @dataclass(frozen=True)
-class Slo:
+class LoadSlo:
     """In ms; None: not asked for."""
 
     ttft_ms: float | None = None
@@ -42,7 +42,7 @@ class Slo:
     def __bool__(self) -> bool:
         return self.ttft_ms is not None or self.tbt_ms is not None
 
-    def kept(self, outcome: Outcome) -> bool:
+    def kept(self, outcome: LoadOutcome) -> bool:
         """Answered, and both within the bound? A single token has no TBT and keeps any."""
         if not outcome.ok or outcome.ttft_s * 1000 > (math.inf if self.ttft_ms is None else self.ttft_ms):
             return False
@@ -58,13 +58,13 @@ def percentile(values: Sequence[float], share: float) -> float:
     return values[low] + (values[high] - values[low]) * (place - low)
 
 
-def intervals(outcome: Outcome) -> list[float]:
+def intervals(outcome: LoadOutcome) -> list[float]:
     """Seconds between each token and the next: one fewer than tokens. Tokens that came together have 0 between them."""
     wanted = max(0, outcome.completion_tokens - 1)
     return [*outcome.gaps[:wanted], *([0.0] * (wanted - len(outcome.gaps)))]
 
 
-def tbt_s(outcome: Outcome) -> float | None:
+def tbt_s(outcome: LoadOutcome) -> float | None:
     """Mean of the longest 10% of the token intervals, at least one of them; None: fewer than two tokens."""
     gaps = sorted(intervals(outcome), reverse=True)
     if not gaps:
@@ -82,7 +82,7 @@ def _spread(values_s: Iterable[float]) -> dict[str, float] | None:
     return {**told, "mean": round(sum(found) / len(found), 3), "max": round(found[-1], 3)}
 
 
-def summarise(outcomes: Sequence[Outcome], wall_s: float, slo: Slo) -> dict[str, Any]:
+def summarise(outcomes: Sequence[LoadOutcome], wall_s: float, slo: LoadSlo) -> dict[str, Any]:
     """Everything that is reported, as plain JSON."""
     good = [one for one in outcomes if one.ok]
     errors = Counter(f"{one.status or '-'} {one.code}" for one in outcomes if not one.ok)

@@ -14,7 +14,7 @@ from kvmesh.errors import ConfigError, Unavailable
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class LoadTarget:
     """`context_tokens`: longest prompt + answer; `block_tokens`: of the engine, 0 when nobody tells."""
 
     url: str
@@ -25,7 +25,9 @@ class Target:
     block_tokens: int
 
 
-def find(url: str | None, run_dir: Path | None, model: str | None, api_key: str | None, vocab: int | None) -> Target:
+def find(
+    url: str | None, run_dir: Path | None, model: str | None, api_key: str | None, vocab: int | None
+) -> LoadTarget:
     """Ask `url`, or the mesh of `run_dir` (the latest), what it serves. ConfigError: no such model, or a fact that
     nobody tells; Unavailable: nothing answers."""
     if url is None:
@@ -38,7 +40,7 @@ def find(url: str | None, run_dir: Path | None, model: str | None, api_key: str 
     vocab = vocab or card.get("vocab_size")
     if not vocab:
         raise ConfigError("vocab: this gateway does not tell the size of the vocabulary; give --vocab N", field="vocab")
-    return Target(
+    return LoadTarget(
         url=url,
         model=card["id"],
         headers=headers,
@@ -58,7 +60,7 @@ def _card(url: str, headers: dict[str, str], model: str | None) -> dict[str, Any
     return found
 
 
-def client(target: Target, timeout_s: float) -> httpx.AsyncClient:
+def client(target: LoadTarget, timeout_s: float) -> httpx.AsyncClient:
     """A client without bounds on connections of its own; the caller closes it."""
     return httpx.AsyncClient(
         headers={**target.headers, "Accept-Encoding": "identity"},

@@ -68,7 +68,7 @@ def capacities_of(text: str) -> list[int | None]:
     return found
 
 
-class Progress:
+class CacheProgress:
     """How far it is, on standard error, once PATIENCE_S have passed: one line that is written over on a terminal, a
     line now and then elsewhere."""
 
@@ -95,8 +95,8 @@ class Progress:
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[Progress]:
-    shown = Progress(total)
+def _progress(total: int) -> Iterator[CacheProgress]:
+    shown = CacheProgress(total)
     try:
         yield shown
     finally:

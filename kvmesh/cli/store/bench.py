@@ -33,7 +33,7 @@ and removed afterwards. `memcpy` is what copying as many bytes in this process t
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     nbytes: int
     batch: int
 
@@ -48,7 +48,7 @@ def bench(
     run_dir: RunDirOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
-    rows = [Row(nbytes, batch) for nbytes in parsed("size", sizes) for batch in parsed("batch", batches)]
+    rows = [BenchRow(nbytes, batch) for nbytes in parsed("size", sizes) for batch in parsed("batch", batches)]
 
     async def work() -> list[dict[str, Any]]:
         space = f"bench-{os.getpid()}-{time.time_ns()}"
@@ -75,11 +75,11 @@ def bench(
     out.print(table)
 
 
-async def _all(client: StoreClient, rows: list[Row], seconds: float) -> list[dict[str, Any]]:
+async def _all(client: StoreClient, rows: list[BenchRow], seconds: float) -> list[dict[str, Any]]:
     return [await measure(client, row, seconds) for row in rows]
 
 
-async def measure(client: StoreClient, row: Row, seconds: float) -> dict[str, Any]:
+async def measure(client: StoreClient, row: BenchRow, seconds: float) -> dict[str, Any]:
     """One row. Overloaded: the store has no room for its values; InternalError: bytes that come back differ."""
     buffer = client.allocate(2 * row.nbytes * row.batch)
     try:

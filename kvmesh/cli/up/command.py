@@ -27,7 +27,7 @@ from kvmesh.errors import KvmeshError
 if TYPE_CHECKING:
     from types import FrameType
 
-    from kvmesh.cli.stream import Answer, Message
+    from kvmesh.cli.stream import ChatAnswer, Message
     from kvmesh.cli.up.mesh import Mesh
 
 HELP = f"""Start a whole mesh on this machine: store master, conductor, prefill, decode and pool nodes, gateway.
@@ -108,7 +108,7 @@ def up(settings: MeshSettings, *, prompt: bool, leave: bool) -> int:
     from kvmesh.cli.up import mesh as meshes
     from kvmesh.cli.up.checks import check_own_ports, check_ranks, check_reach, check_redis, check_tiers
     from kvmesh.cli.up.hashing import fingerprints
-    from kvmesh.cli.up.screen import Progress, joins
+    from kvmesh.cli.up.screen import StartProgress, joins
 
     settings = joining.advertised(settings)
     check_reach(settings)
@@ -131,7 +131,7 @@ def up(settings: MeshSettings, *, prompt: bool, leave: bool) -> int:
         fingerprints([served.path for served in settings.served])
     told = threading.Event()
     mesh = meshes.Mesh(settings)
-    progress = Progress(out, mesh.processes)
+    progress = StartProgress(out, mesh.processes)
     mesh.listen(progress)
     with _Signals(told, mesh):
         try:
@@ -228,7 +228,9 @@ def _ask(out: Console, mesh: Mesh) -> bool:
 
     try:
         name = mesh.settings.model_name
-        answer: Answer = stream.chat(mesh.url, name, messages, write, api_key=key, max_tokens=max_tokens, temperature=0)
+        answer: ChatAnswer = stream.chat(
+            mesh.url, name, messages, write, api_key=key, max_tokens=max_tokens, temperature=0
+        )
     except KvmeshError as err:
         out.print(f"\n[red]the request failed:[/] {escape(err.message)}  (logs: {mesh.run_dir}/logs)")
         return False

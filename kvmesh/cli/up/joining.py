@@ -41,7 +41,7 @@ class RunningMember:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundMesh:
     """What a mesh tells. `at`: the conductor that told; `cards`: of its models, one an instance, as JSON; `bearers`:
     instances and pool nodes that may live."""
 
@@ -86,7 +86,7 @@ def advertised(settings: MeshSettings) -> MeshSettings:
 # ── asking ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def look(settings: MeshSettings) -> Found:
+def look(settings: MeshSettings) -> FoundMesh:
     """Ask the conductors of `settings.join`, then the store masters that they name, with the TLS of `settings`.
 
     Unavailable: nobody answers; ProtocolMismatch: it speaks another version, or is no conductor; ConfigError: what it
@@ -100,7 +100,7 @@ def look(settings: MeshSettings) -> Found:
         security.use(before)
 
 
-async def _look(given: Sequence[str]) -> Found:
+async def _look(given: Sequence[str]) -> FoundMesh:
     from kvmesh.cli import collect
 
     told = await collect.ask_conductors(",".join(given))
@@ -120,7 +120,7 @@ async def _look(given: Sequence[str]) -> Found:
         raise Unavailable(f"join={at!r}: the store masters of that mesh: {why}", field="join")
     live = [one for one in told["instances"] if one["silent_ms"] < max(LIVE_MS, told.get("lease_ms", 0))]
     bearers = {one["instance"]["instance_id"]: one for one in (*store["members"], *live)}
-    return Found(
+    return FoundMesh(
         at,
         Joined(conductors or tuple(given), masters),
         told["leadership"]["leader"],
@@ -171,7 +171,7 @@ async def opening(addresses: Sequence[str]) -> tuple[str, ...]:
 
 
 def fitted(
-    settings: MeshSettings, found: Found, own: str, prints: Mapping[str, str], *, named: bool, hostname: str
+    settings: MeshSettings, found: FoundMesh, own: str, prints: Mapping[str, str], *, named: bool, hostname: str
 ) -> MeshSettings:
     """`settings` of the instances to be started. Pure.
 
@@ -194,7 +194,7 @@ def fitted(
     return dataclasses.replace(settings, node_id=f"{node_id}-{own}" if theirs else node_id)
 
 
-def _model(settings: MeshSettings, found: Found, prints: Mapping[str, str], named: bool) -> MeshSettings:
+def _model(settings: MeshSettings, found: FoundMesh, prints: Mapping[str, str], named: bool) -> MeshSettings:
     """With the mesh's name, dtype and block size. A mesh without instances takes any."""
     if not found.cards or not settings.ranks:
         return settings
@@ -228,7 +228,7 @@ def _default(key: str) -> object:
     return next(field.default for field in dataclasses.fields(MeshSettings) if field.name == key)
 
 
-def taken(settings: MeshSettings, found: Found) -> RunningMember | None:
+def taken(settings: MeshSettings, found: FoundMesh) -> RunningMember | None:
     """Who already bears a name that an instance of this machine would get. Pure."""
     names = {plan.identity(settings, one.name) for one in plan.processes(settings)}
     return next((one for one in found.bearers if one.instance_id in names), None)
@@ -237,7 +237,7 @@ def taken(settings: MeshSettings, found: Found) -> RunningMember | None:
 # ── both ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def joined(settings: MeshSettings, *, named: bool) -> tuple[MeshSettings, Found]:
+def joined(settings: MeshSettings, *, named: bool) -> tuple[MeshSettings, FoundMesh]:
     """Ask and decide; models are folders. Waits up to GONE_S for names that a crash here has left behind.
 
     Raises KvmeshError as `look` and `fitted`; ConfigError: a name stays taken."""

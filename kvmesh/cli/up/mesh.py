@@ -42,7 +42,7 @@ _CONFIG_EXIT = 2
 LEVEL = re.compile(" (?:CRITICAL|ERROR) +")  # of a line that tells of a failure
 
 
-class State(enum.Enum):
+class ProcessState(enum.Enum):
     """How far one service process is."""
 
     STARTING = "starting"
@@ -57,7 +57,7 @@ class Event:
     """What happened to a process; `text` is the cause of a death or the time a start took."""
 
     name: str
-    state: State
+    state: ProcessState
     text: str = ""
 
 
@@ -65,8 +65,8 @@ class Event:
 class Process:
     """One supervised process; read by others, changed only under the mesh's lock."""
 
-    spec: plan.Spec
-    state: State = State.STARTING
+    spec: plan.ProcessSpec
+    state: ProcessState = ProcessState.STARTING
     pid: int = 0
     restarts: int = 0
     last_exit: str = ""
@@ -92,7 +92,7 @@ class Mesh:
     One thread of its own spawns, watches and restarts every process, with the same ports. `settings.model` must be a
     checkpoint folder. `specs`: these processes in place of a whole mesh. Thread-safe."""
 
-    def __init__(self, settings: MeshSettings, specs: Sequence[plan.Spec] = ()) -> None:
+    def __init__(self, settings: MeshSettings, specs: Sequence[plan.ProcessSpec] = ()) -> None:
         if not settings.run_dir:
             raise ConfigError("run_dir='': a mesh needs a folder for its logs", field="run_dir")
         if not specs:
@@ -156,7 +156,7 @@ class Mesh:
         wanted = [self.processes[name] for name in (names or self.processes)]
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            while not all(one.state is State.READY for one in wanted) and not (stopped and stopped.is_set()):
+            while not all(one.state is ProcessState.READY for one in wanted) and not (stopped and stopped.is_set()):
                 for one in wanted:
                     if one._fatal:
                         text = one.last_exit.removeprefix(f"exit code {_CONFIG_EXIT}: ")
@@ -167,7 +167,7 @@ class Mesh:
                     raise Unavailable("the mesh is being stopped")
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    late = [one for one in wanted if one.state is not State.READY]
+                    late = [one for one in wanted if one.state is not ProcessState.READY]
                     told = "; ".join(f"{one.name} is {one.state.value} ({self._last_line(one)})" for one in late)
                     raise Unavailable(f"not ready after {timeout_s:.0f} s: {told}")
                 # `stopped` is set by a signal handler, which can notify nobody: hence the short turns.
@@ -181,7 +181,7 @@ class Mesh:
             if one._popen is None:
                 return
             if sig in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):
-                one.state = State.DOWN
+                one.state = ProcessState.DOWN
             one._popen.send_signal(sig)
 
     def stop(self) -> None:
@@ -220,7 +220,7 @@ class Mesh:
                 for one in self.processes.values():
                     if one._popen is None and now >= one._retry_at:
                         self._spawn(one)
-                    elif one.state in (State.STARTING, State.LOADING):
+                    elif one.state in (ProcessState.STARTING, ProcessState.LOADING):
                         self._look(one)
         except Exception:
             log.exception("the supervisor failed")
@@ -232,7 +232,7 @@ class Mesh:
         """Seconds until something is to be done unasked; None: nothing is."""
         waits = [max(0.0, self._cut_at - time.monotonic())]
         waits += [max(0.0, one._retry_at - time.monotonic()) for one in self.processes.values() if not one._popen]
-        if any(one.state in (State.STARTING, State.LOADING) for one in self.processes.values()):
+        if any(one.state in (ProcessState.STARTING, ProcessState.LOADING) for one in self.processes.values()):
             waits.append(POLL_S)
         return min(waits, default=None)
 
@@ -259,7 +259,7 @@ class Mesh:
         with self._changed:
             one._popen, one.pid = popen, popen.pid
             one._spawned_at = time.monotonic()
-        self._become(one, State.STARTING)
+        self._become(one, ProcessState.STARTING)
         threading.Thread(
             target=lambda: self._inbox.put((one, popen.wait())), name=f"wait-{one.name}", daemon=True
         ).start()
@@ -267,14 +267,14 @@ class Mesh:
     def _look(self, one: Process) -> None:
         """Is it on its way, up or ready? (`kill` may have marked it down meanwhile.)"""
         spec = one.spec
-        if one.state is State.STARTING and spec.ready_file.exists():
-            self._become(one, State.LOADING, only_from=State.STARTING)
-        if one.state is State.LOADING and self._is_ready(spec):
+        if one.state is ProcessState.STARTING and spec.ready_file.exists():
+            self._become(one, ProcessState.LOADING, only_from=ProcessState.STARTING)
+        if one.state is ProcessState.LOADING and self._is_ready(spec):
             now = time.monotonic()
             one._ready_at, one._early_deaths = now, 0
-            self._become(one, State.READY, f"{now - one._spawned_at:.1f} s", only_from=State.LOADING)
+            self._become(one, ProcessState.READY, f"{now - one._spawned_at:.1f} s", only_from=ProcessState.LOADING)
 
-    def _is_ready(self, spec: plan.Spec) -> bool:
+    def _is_ready(self, spec: plan.ProcessSpec) -> bool:
         if spec.service == "redis":
             return probe.redis_ready(spec.address)
         return probe.ready(spec.address, spec.http, self.security, https=spec.https)
@@ -290,7 +290,7 @@ class Mesh:
             one.last_exit = cause
             if not one.restarts and not one._ready_at:
                 one._fatal = code == _CONFIG_EXIT
-            one._early_deaths += one.state is not State.DOWN  # DOWN: somebody asked for it
+            one._early_deaths += one.state is not ProcessState.DOWN  # DOWN: somebody asked for it
             steady = one._ready_at > one._spawned_at and now - one._ready_at >= STEADY_S
             one._backoff_s = BACKOFF_FIRST_S if steady or not one._backoff_s else one._backoff_s * 2
             one._backoff_s = min(one._backoff_s, BACKOFF_MOST_S)
@@ -298,11 +298,13 @@ class Mesh:
             if not self._stopping.is_set():
                 one.restarts += 1
         if self._stopping.is_set():
-            self._become(one, State.STOPPED, cause)
+            self._become(one, ProcessState.STOPPED, cause)
         else:
-            self._become(one, State.DOWN, cause)
+            self._become(one, ProcessState.DOWN, cause)
 
-    def _become(self, one: Process, state: State, text: str = "", *, only_from: State | None = None) -> None:
+    def _become(
+        self, one: Process, state: ProcessState, text: str = "", *, only_from: ProcessState | None = None
+    ) -> None:
         with self._changed:
             if only_from not in (None, one.state):
                 return
@@ -331,7 +333,7 @@ class Mesh:
             self._take(None)
         with self._changed:
             for one in everyone:
-                one.state = State.STOPPED
+                one.state = ProcessState.STOPPED
             self._changed.notify_all()
         self._write_state()
 

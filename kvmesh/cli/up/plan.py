@@ -86,7 +86,7 @@ PORT_STEP = 10  # between the fixed ports of conductors, and of masters
 
 
 @dataclass(frozen=True)
-class Spec:
+class ProcessSpec:
     """One service process. `address` is its gRPC server, `http` the gateway's REST address (else ""), which speaks TLS
     where `https` says so."""
 
@@ -210,7 +210,7 @@ def _names(service: str, count: int) -> list[str]:
     return [service] if count == 1 else [f"{service}-{i}" for i in range(count)]
 
 
-def plan(settings: MeshSettings, run_dir: Path, ports: Ports) -> list[Spec]:
+def plan(settings: MeshSettings, run_dir: Path, ports: Ports) -> list[ProcessSpec]:
     """The processes of a mesh, every port chosen. ConfigError: what --set names does not exist."""
     wanted = processes(settings)
     told = chosen(settings.set, [(one.name, one.service) for one in wanted])
@@ -232,7 +232,7 @@ def plan(settings: MeshSettings, run_dir: Path, ports: Ports) -> list[Spec]:
 
 def _service(
     settings: MeshSettings, one: Planned, run_dir: Path, own: Mapping[str, Any], port: int, metrics_port: int
-) -> Spec:
+) -> ProcessSpec:
     flags: dict[str, Any] = {
         **passed_on(settings, config_class(one.service)),
         **_common_flags(settings, one.name, run_dir),
@@ -243,7 +243,7 @@ def _service(
         **({"model": one.served.path, "served_name": one.served.name} if one.served else {}),
         **_extra(settings.flags, one.name, one.service),
     }
-    return Spec(
+    return ProcessSpec(
         name=one.name,
         service=one.service,
         address=join(_reach(flags["host"]), port),
@@ -299,7 +299,7 @@ def _own_flags(
     }
 
 
-def _redis(settings: MeshSettings, port: int, run_dir: Path) -> Spec:
+def _redis(settings: MeshSettings, port: int, run_dir: Path) -> ProcessSpec:
     """A Redis of this mesh alone. It keeps a log of changes, so that a new start of it forgets nothing.
 
     ConfigError: the program is missing."""
@@ -323,7 +323,7 @@ def _redis(settings: MeshSettings, port: int, run_dir: Path) -> Spec:
     )
     argv = [sys.executable, "-c", f"import os, sys; {become}", program]
     argv += [part for key, value in flags.items() for part in (f"--{key}", str(value))]
-    return Spec(
+    return ProcessSpec(
         name="redis",
         service="redis",
         address=join(LOCALHOST, port),

@@ -12,11 +12,16 @@ from rich.markup import escape
 from rich.spinner import Spinner
 from rich.table import Table
 
-from kvmesh.cli.up.joining import Found
-from kvmesh.cli.up.mesh import Event, State
+from kvmesh.cli.up.joining import FoundMesh
+from kvmesh.cli.up.mesh import Event, ProcessState
 from kvmesh.cli.up.settings import MeshSettings
 
-_WORDS = {State.STARTING: "starting", State.LOADING: "loading", State.READY: "ready", State.DOWN: "down"}
+_WORDS = {
+    ProcessState.STARTING: "starting",
+    ProcessState.LOADING: "loading",
+    ProcessState.READY: "ready",
+    ProcessState.DOWN: "down",
+}
 
 
 def _loads(name: str) -> bool:
@@ -24,7 +29,7 @@ def _loads(name: str) -> bool:
     return any(f"{service}-" in name for service in ("prefill", "decode", "coupled"))
 
 
-def joins(settings: MeshSettings, found: Found) -> str:
+def joins(settings: MeshSettings, found: FoundMesh) -> str:
     """What this machine becomes part of, before anything is started."""
     assert settings.joined is not None, "it was asked"
     machines = len({one.node_id for one in found.bearers})
@@ -45,21 +50,21 @@ def count(number: int, word: str) -> str:
     return f"{number} {word}{'' if number == 1 else 's'}"
 
 
-class Progress:
+class StartProgress:
     """Takes a mesh's events from its thread. Until `done` it shows every service's way up; afterwards only what
     somebody should know: a death with its cause, and the return."""
 
     def __init__(self, out: Console, names: Iterable[str]) -> None:
         self._out = out
         self._start = time.monotonic()
-        self._states: dict[str, tuple[State, str]] = dict.fromkeys(names, (State.STARTING, ""))
+        self._states: dict[str, tuple[ProcessState, str]] = dict.fromkeys(names, (ProcessState.STARTING, ""))
         self._lock = threading.Lock()
         self._spinner = Spinner("dots", style="cyan")
         self._live: Live | None = None
         self._done = False
         self._silent = False
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> StartProgress:
         if self._out.is_terminal:
             self._live = Live(self, console=self._out, refresh_per_second=8, transient=True)
             self._live.start()
@@ -87,16 +92,16 @@ class Progress:
         with self._lock:
             before = self._states[event.name][0]
             self._states[event.name] = (event.state, event.text)
-            if self._silent or event.state is State.STOPPED:
+            if self._silent or event.state is ProcessState.STOPPED:
                 return
-            if event.state is State.DOWN:
+            if event.state is ProcessState.DOWN:
                 self._out.print(f"[red]✗[/] {event.name} died ({escape(event.text)}), starting it again")
-            elif self._done and event.state is State.READY:
+            elif self._done and event.state is ProcessState.READY:
                 self._out.print(f"[green]✓[/] {event.name} is up again ({event.text})")
             elif not self._done and not self._live and event.state is not before:
-                if event.state is State.READY:
+                if event.state is ProcessState.READY:
                     self._out.print(f"{event.name} is ready ({event.text})")
-                elif event.state is State.LOADING and _loads(event.name):
+                elif event.state is ProcessState.LOADING and _loads(event.name):
                     self._out.print(f"{event.name} loads the model ...")
 
     def __rich__(self) -> Table:
@@ -104,11 +109,11 @@ class Progress:
         with self._lock:
             states = dict(self._states)
         for name, (state, text) in states.items():
-            if state is State.READY:
+            if state is ProcessState.READY:
                 table.add_row("[green]✓[/]", name, f"[dim]{text}[/]")
             else:
                 word = _WORDS.get(state, state.value)
-                if state is State.LOADING and _loads(name):
+                if state is ProcessState.LOADING and _loads(name):
                     word = "loading the model"
                 table.add_row(self._spinner, name, f"[dim]{word}[/]")
         table.add_row("", "", f"[dim]{time.monotonic() - self._start:.0f} s[/]")

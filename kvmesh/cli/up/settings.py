@@ -197,7 +197,6 @@ class MeshSettings:
         "transfer_network",
         help="trusted: the network between machines may see KV unencrypted, under TLS as well.",
     )
-    )
     nics: str = same_as(
         TransferConfig,
         "nics",

@@ -151,8 +151,14 @@ def _failures(texts: dict[str, str]) -> dict[str, Json]:
     return found
 
 
+_EVENT = {
+    "description": "A server-sent event; its data is one chunk as JSON, of the last event [DONE]",
+    **_object({"data": _STRING}, more=True),
+}
+
+
 def _streamed(name: str) -> Json:
-    return {**_json(name), "text/event-stream": {"schema": _STRING}}
+    return {**_json(name), "text/event-stream": {"schema": _EVENT}}
 
 
 def _generated(name: str) -> dict[str, Json]:

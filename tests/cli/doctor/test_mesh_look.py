@@ -15,7 +15,7 @@ from kvmesh.cli.app import app
 from kvmesh.cli.doctor import mesh as doctor_mesh
 from kvmesh.cli.doctor import mesh_look
 from kvmesh.cli.doctor.findings import Finding
-from kvmesh.cli.doctor.mesh_look import Peer, Seen, Targets, find_targets
+from kvmesh.cli.doctor.mesh_look import DialledPeer, MeshAddresses, Seen, find_targets
 
 A, B = "10.0.0.1", "10.0.0.2"
 
@@ -30,25 +30,29 @@ def instance(name: str, address: str, role: str = "PREFILL", node: str = "alpha"
     }  # fmt: skip
 
 
-def conductor(*instances: Mapping[str, Any], at: str = f"{A}:7001", role: str = "alone", **more: Any) -> Peer:
+def conductor(*instances: Mapping[str, Any], at: str = f"{A}:7001", role: str = "alone", **more: Any) -> DialledPeer:
     said = {
         "address": at, "protocol_version": "PROTOCOL_VERSION_1", "instances": list(instances),
         "leadership": {"role": role, "term": 3, "leader": at}, "store_master": "connected", **more,
     }  # fmt: skip
-    return Peer("conductor", at, ip=at.rpartition(":")[0], health="SERVING", said=said)
+    return DialledPeer("conductor", at, ip=at.rpartition(":")[0], health="SERVING", said=said)
 
 
-def master(at: str = f"{A}:7002", *, leading: bool = True) -> Peer:
-    return Peer("store", at, ip=A, health="SERVING", said={"leading": leading, "leader": at, "term": 5})
+def master(at: str = f"{A}:7002", *, leading: bool = True) -> DialledPeer:
+    return DialledPeer("store", at, ip=A, health="SERVING", said={"leading": leading, "leader": at, "term": 5})
 
 
-def seen(*instances: dict[str, Any], conductors: tuple[Peer, ...] = (), **more: Any) -> Seen:
+def seen(*instances: dict[str, Any], conductors: tuple[DialledPeer, ...] = (), **more: Any) -> Seen:
     """All can be reached, but those that `more["peers"]` says otherwise of."""
     peers = {one["instance"]["address"]: one for one in instances}
-    met = {at: Peer("instance", at, ip=at.rpartition(":")[0], health="SERVING", rtt_ms=1, mtu=1500) for at in peers}
+    met = {
+        at: DialledPeer("instance", at, ip=at.rpartition(":")[0], health="SERVING", rtt_ms=1, mtu=1500) for at in peers
+    }
     views = tuple((f"{A}:7001", one["instance"]["instance_id"], at, 1) for at, one in peers.items())
     bad = more.pop("peers", {})
-    whole = Seen(Targets(), conductors or (conductor(*instances),), (master(),), instances={**met, **bad}, views=views)
+    whole = Seen(
+        MeshAddresses(), conductors or (conductor(*instances),), (master(),), instances={**met, **bad}, views=views
+    )
     return replace(whole, **more)
 
 
@@ -70,19 +74,35 @@ def test_a_mesh_that_is_well() -> None:
 @pytest.mark.parametrize(
     ("peer", "says", "todo"),
     [
-        (Peer("conductor", "x:7001", name_error="unknown"), "the name x cannot be resolved", "/etc/hosts"),
-        (Peer("conductor", f"{A}:7001", port_error="refused", ip=A), "refuses", "not on 127.0.0.1 alone"),
-        (Peer("conductor", f"{A}:7001", port_error="no answer", ip=A), "no way to", "firewalls let TCP 7001 through"),
-        (Peer("conductor", f"{A}:7001", said={"error": "it speaks no TLS, and"}), "no TLS", "unset KVMESH_TLS_CA"),
-        (Peer("conductor", f"{A}:7001", said={"error": "it may speak TLS"}), "may speak", "set KVMESH_TLS_CA"),
-        (Peer("conductor", f"{A}:7001", said={"error": "may want a client certificate"}), "", "set KVMESH_TLS_CERT"),
-        (Peer("conductor", f"{A}:7001", said={"error": "Method not found!"}), "", "another program listens there"),
+        (DialledPeer("conductor", "x:7001", name_error="unknown"), "the name x cannot be resolved", "/etc/hosts"),
+        (DialledPeer("conductor", f"{A}:7001", port_error="refused", ip=A), "refuses", "not on 127.0.0.1 alone"),
+        (
+            DialledPeer("conductor", f"{A}:7001", port_error="no answer", ip=A),
+            "no way to",
+            "firewalls let TCP 7001 through",
+        ),
+        (
+            DialledPeer("conductor", f"{A}:7001", said={"error": "it speaks no TLS, and"}),
+            "no TLS",
+            "unset KVMESH_TLS_CA",
+        ),
+        (DialledPeer("conductor", f"{A}:7001", said={"error": "it may speak TLS"}), "may speak", "set KVMESH_TLS_CA"),
+        (
+            DialledPeer("conductor", f"{A}:7001", said={"error": "may want a client certificate"}),
+            "",
+            "set KVMESH_TLS_CERT",
+        ),
+        (
+            DialledPeer("conductor", f"{A}:7001", said={"error": "Method not found!"}),
+            "",
+            "another program listens there",
+        ),
         (conductor(protocol_version="PROTOCOL_VERSION_UNSPECIFIED"), "this build speaks 1", "the same kvmesh"),
         (conductor(store_master="silent"), "store master: silent", "the same on all machines"),
         (conductor(leadership={"role": "standby", "term": 1, "leader": "127.0.0.1:7001"}), "names 127", "--host"),
     ],
 )
-def test_what_is_wrong_with_a_conductor(peer: Peer, says: str, todo: str) -> None:
+def test_what_is_wrong_with_a_conductor(peer: DialledPeer, says: str, todo: str) -> None:
     one = told(seen(conductors=(peer,)))["conductors", peer.address]
     assert one.level in ("broken", "warn")
     assert says in one.found
@@ -125,9 +145,13 @@ def test_what_is_wrong_with_an_instance(bad: dict[str, Any], says: str, todo: st
 
 def test_an_address_that_only_its_own_network_knows() -> None:
     for address, peer, todo in (
-        ("172.18.0.5:11", Peer("instance", "172.18.0.5:11", port_error="no answer", ip="172.18.0.5"), "host.yaml"),
-        ("decode-1:11", Peer("instance", "decode-1:11", name_error="unknown"), "known in its own network only"),
-        (f"{B}:11", Peer("instance", f"{B}:11", port_error="no answer", ip=B), "open TCP 11 there"),
+        (
+            "172.18.0.5:11",
+            DialledPeer("instance", "172.18.0.5:11", port_error="no answer", ip="172.18.0.5"),
+            "host.yaml",
+        ),
+        ("decode-1:11", DialledPeer("instance", "decode-1:11", name_error="unknown"), "known in its own network only"),
+        (f"{B}:11", DialledPeer("instance", f"{B}:11", port_error="no answer", ip=B), "open TCP 11 there"),
     ):
         mesh = seen(PAIR[0], instance("d", address, "DECODE"), peers={address: peer})
         one = told(mesh)["instances", "d"]
@@ -154,7 +178,7 @@ def test_names_that_two_bear() -> None:
     mesh = replace(mesh, instances={**mesh.instances, **seen(twin).instances})
     one = told(mesh)["names", "d@beta"]
     assert one.found == f"is borne by {A}:12 and {B}:11: each drives the other out of the mesh"
-    gone = {**mesh.instances, f"{A}:12": Peer("instance", f"{A}:12", port_error="refused", ip=A)}
+    gone = {**mesh.instances, f"{A}:12": DialledPeer("instance", f"{A}:12", port_error="refused", ip=A)}
     assert ("names", "d@beta") not in told(replace(mesh, instances=gone)), "it has moved"
     both = told(seen(PAIR[0], instance("d", f"{B}:11", "DECODE")))["machines", "alpha"]
     assert both.level == "warn"
@@ -163,11 +187,11 @@ def test_names_that_two_bear() -> None:
 
 def test_why_requests_cannot_be_served() -> None:
     assert (
-        doctor_mesh.why_not(seen(conductors=(Peer("conductor", "x:1", port_error="refused"),)))
+        doctor_mesh.why_not(seen(conductors=(DialledPeer("conductor", "x:1", port_error="refused"),)))
         == "no conductor answers"
     )
     assert doctor_mesh.why_not(seen(conductors=(conductor(),))) == "no instance is ready and can be reached"
-    late = Peer("gateway", f"{A}:8001", said={"ready": False, "not_ready_reason": "knows no model"})
+    late = DialledPeer("gateway", f"{A}:8001", said={"ready": False, "not_ready_reason": "knows no model"})
     assert "knows no model" in doctor_mesh.why_not(seen(*PAIR, gateways=(late,)))
     both = instance("c", f"{A}:10", "BOTH")
     assert doctor_mesh.why_not(seen(both)) == ""
@@ -175,8 +199,8 @@ def test_why_requests_cannot_be_served() -> None:
 
 def test_where_it_looks() -> None:
     env = {"KVMESH_CONDUCTOR": "a:1", "KVMESH_REDIS": "redis://r"}
-    assert find_targets(Targets(), env) == Targets("a:1", "", "redis://r", "", "the environment")
-    assert find_targets(Targets(store="s:2"), env) == Targets("", "s:2", "", "", "flags")
+    assert find_targets(MeshAddresses(), env) == MeshAddresses("a:1", "", "redis://r", "", "the environment")
+    assert find_targets(MeshAddresses(store="s:2"), env) == MeshAddresses("", "s:2", "", "", "flags")
 
 
 def test_an_address_where_nobody_is() -> None:

@@ -21,9 +21,9 @@ from rich.console import Console
 from kvmesh.cli.console import console
 from kvmesh.cli.doctor import matrix as doctor_matrix
 from kvmesh.cli.doctor import peer as doctor_peer
-from kvmesh.cli.doctor.matrix import Cell, Figure, Outcome
+from kvmesh.cli.doctor.matrix import Cell, Figure, TransportOutcome
 from kvmesh.cli.doctor.measure import check_nics, left_out
-from kvmesh.cli.doctor.peer import Progress
+from kvmesh.cli.doctor.peer import PairProgress
 from kvmesh.errors import ConfigError
 from tests.support.transfer.networks import networks
 from tests.support.transfer.sysfs import two_sockets
@@ -299,7 +299,7 @@ def test_nics_that_are_left_out(tmp_path: Path) -> None:
 
 def test_progress_where_there_is_no_terminal() -> None:
     out, err, now = Console(file=io.StringIO()), Console(file=io.StringIO()), [100.0]
-    with Progress(out, err, quiet=False, clock=lambda: now[0]) as progress:
+    with PairProgress(out, err, quiet=False, clock=lambda: now[0]) as progress:
         progress.begin("shm", 1, 1.0)
         progress.begin("tcp", 9, 9.0)
         for i in range(9):
@@ -318,12 +318,12 @@ def test_progress_where_there_is_no_terminal() -> None:
 
 def test_progress_on_a_terminal_is_one_line_and_none_in_json() -> None:
     out, err = Console(file=io.StringIO(), force_terminal=True), Console(file=io.StringIO())
-    with Progress(out, err, quiet=False) as progress:
+    with PairProgress(out, err, quiet=False) as progress:
         progress.step("tcp", 3, 9, "eth1", "eth2", "read")
         assert progress._status is not None
         assert "tcp eth1 → eth2: read, pair 4 of 9" in str(progress._status.status)
     quiet = Console(file=io.StringIO(), force_terminal=True)
-    with Progress(quiet, err, quiet=True) as progress:
+    with PairProgress(quiet, err, quiet=True) as progress:
         progress.begin("tcp", 9, 9.0)
     assert isinstance(err.file, io.StringIO)
     assert isinstance(quiet.file, io.StringIO)
@@ -333,16 +333,16 @@ def test_progress_on_a_terminal_is_one_line_and_none_in_json() -> None:
 # ── the screen ────────────────────────────────────────────────────────────────────────────────────
 
 
-def outcome(names: Sequence[str], **errors: str) -> Outcome:
+def outcome(names: Sequence[str], **errors: str) -> TransportOutcome:
     cells = []
     for local, remote in product(names, names):
         bad = errors.get(local, "")
         figure = Figure(error=bad) if bad else Figure(48.123)
         cells.append(Cell(local, remote, False, figure, Figure(47.0)))
-    return Outcome("rdma", tuple(cells), locals=tuple(names), remotes=tuple(names))
+    return TransportOutcome("rdma", tuple(cells), locals=tuple(names), remotes=tuple(names))
 
 
-def shown(what: Outcome, width: int) -> str:
+def shown(what: TransportOutcome, width: int) -> str:
     out = console()
     out.width, out.soft_wrap, out.file = width, False, io.StringIO()
     out.print(doctor_matrix.screen(what, width))
@@ -373,14 +373,16 @@ def test_what_counts_as_a_failure() -> None:
     bad = Figure(error="no")
     detour = Cell("a", "b", True, bad, bad)
     straight = Cell("a", "a", False, Figure(1.0), Figure(1.0))
-    assert not Outcome("tcp", (detour, straight), wanted=True).failed
-    assert Outcome("tcp", (detour,), wanted=True).failed
-    assert not Outcome("rdma", why_not="no device").failed
-    assert Outcome("rdma", why_not="no device", wanted=True).failed
-    assert doctor_matrix.summary([Outcome("rdma", why_not="x")]).startswith("nothing could be tried")
+    assert not TransportOutcome("tcp", (detour, straight), wanted=True).failed
+    assert TransportOutcome("tcp", (detour,), wanted=True).failed
+    assert not TransportOutcome("rdma", why_not="no device").failed
+    assert TransportOutcome("rdma", why_not="no device", wanted=True).failed
+    assert doctor_matrix.summary([TransportOutcome("rdma", why_not="x")]).startswith("nothing could be tried")
     detours = (Cell("a", "b", True, Figure(2.0), Figure(2.0)), straight)
-    assert doctor_matrix.summary([Outcome("tcp", detours)]) == "every byte was right on 1 pair and 1 detour (tcp)"
-    screen = shown(Outcome("tcp", detours, locals=("a",), remotes=("a", "b")), 80)
+    assert (
+        doctor_matrix.summary([TransportOutcome("tcp", detours)]) == "every byte was right on 1 pair and 1 detour (tcp)"
+    )
+    screen = shown(TransportOutcome("tcp", detours, locals=("a",), remotes=("a", "b")), 80)
     assert re.search(r"^a +1\.00 +2\.00\*$", screen, re.M)
     assert "*: a detour" in screen
-    assert "– (1)" in re.sub(r"–\(", "– (", shown(Outcome("tcp", (detour, straight)), 80))
+    assert "– (1)" in re.sub(r"–\(", "– (", shown(TransportOutcome("tcp", (detour, straight)), 80))

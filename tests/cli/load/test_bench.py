@@ -19,8 +19,8 @@ from typer.testing import CliRunner, Result
 
 from kvmesh.cli.app import app
 from kvmesh.cli.load import replay
-from kvmesh.cli.load.bench import Lengths, Workload
-from kvmesh.cli.load.load import Outcome
+from kvmesh.cli.load.bench import BenchWorkload, UniformLengths
+from kvmesh.cli.load.load import LoadOutcome
 from kvmesh.errors import ConfigError
 from kvmesh.sim.workloads import trace
 from kvmesh.sim.workloads.trace import TokenMaker, TraceRequest
@@ -65,32 +65,38 @@ def served() -> Iterator[Gateway]:
 
 @pytest.mark.parametrize(("text", "low", "high"), [("5", 5, 5), ("5:9", 5, 9), ("7:7", 7, 7)])
 def test_lengths(text: str, low: int, high: int) -> None:
-    assert Lengths.parse("input_tokens", text) == Lengths(low, high)
+    assert UniformLengths.parse("input_tokens", text) == UniformLengths(low, high)
 
 
 @pytest.mark.parametrize("text", ["", "a", "0", "9:5", "5:", ":5", "1.5", "-3", "1:2:3"])
 def test_lengths_that_cannot_be(text: str) -> None:
     with pytest.raises(ConfigError, match="input_tokens=") as caught:
-        Lengths.parse("input_tokens", text)
+        UniformLengths.parse("input_tokens", text)
     assert repr(text) in caught.value.message
 
 
-def sent(work: Workload, count: int, name: str = "") -> list[tuple[tuple[int, ...], int, float | None]]:
+def sent(work: BenchWorkload, count: int, name: str = "") -> list[tuple[tuple[int, ...], int, float | None]]:
     maker = TokenMaker(2040, work.seed)
     return [(tuple(job.prompt()), job.max_tokens, job.at_s) for job in work.jobs(maker, count, name)]
 
 
 def test_requests_depend_on_the_seed_alone() -> None:
-    work = Workload(input=Lengths(5, 50), output=Lengths(1, 9), prefix_share=0.5, prefixes=3, rate=7.0, seed=4)
+    work = BenchWorkload(
+        input=UniformLengths(5, 50), output=UniformLengths(1, 9), prefix_share=0.5, prefixes=3, rate=7.0, seed=4
+    )
     assert sent(work, 30) == sent(work, 40)[:30]
-    assert sent(work, 30) != sent(Workload(**{**vars(work), "seed": 5}), 30)
+    assert sent(work, 30) != sent(BenchWorkload(**{**vars(work), "seed": 5}), 30)
     lengths = {len(prompt) for prompt, _, _ in sent(work, 200)}
     assert min(lengths) >= 5 and max(lengths) <= 50 and len(lengths) > 20
     assert {tokens for _, tokens, _ in sent(work, 200)} == set(range(1, 10))
 
 
 def test_arrivals_are_poisson_with_the_rate() -> None:
-    times = [at for _, _, at in sent(Workload(input=Lengths(1, 1), output=Lengths(1, 1), rate=20.0), 4000) if at]
+    times = [
+        at
+        for _, _, at in sent(BenchWorkload(input=UniformLengths(1, 1), output=UniformLengths(1, 1), rate=20.0), 4000)
+        if at
+    ]
     gaps = [b - a for a, b in itertools.pairwise([0.0, *times])]
     mean = sum(gaps) / len(gaps)
     spread = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps))
@@ -100,7 +106,7 @@ def test_arrivals_are_poisson_with_the_rate() -> None:
 
 @pytest.mark.parametrize(("share", "shared"), [(0.0, 0), (0.8, 32), (1.0, 40)])
 def test_the_share_of_each_prompt_that_is_common(share: float, shared: int) -> None:
-    work = Workload(input=Lengths(40, 40), output=Lengths(1, 1), prefix_share=share, prefixes=2)
+    work = BenchWorkload(input=UniformLengths(40, 40), output=UniformLengths(1, 1), prefix_share=share, prefixes=2)
     prompts = [prompt for prompt, _, _ in sent(work, 30)] + [prompt for prompt, _, _ in sent(work, 5, "warmup")]
     assert len({prompt[:shared] for prompt in prompts}) == (2 if shared else 1)
     if shared < 40:
@@ -120,7 +126,7 @@ def test_the_share_of_each_prompt_that_is_common(share: float, shared: int) -> N
 )
 def test_workloads_that_cannot_be(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
-        Workload(**{"input": Lengths(1, 1), "output": Lengths(1, 1), **changes})
+        BenchWorkload(**{"input": UniformLengths(1, 1), "output": UniformLengths(1, 1), **changes})
 
 
 # ── what bench prints ─────────────────────────────────────────────────────────────────────────────
@@ -324,9 +330,9 @@ def test_scales(text: str, scale: Fraction) -> None:
 def test_what_was_refused_counts_in_no_live_rate_and_what_was_not_sent_in_none() -> None:
     made = trace.fit(requests()[:4], trace.Shape()).made
     outcomes = [
-        Outcome(0, 0.0, status=200, prompt_tokens=1030, cached_tokens=0),
-        Outcome(1, 0.0, status=429, code="overloaded", prompt_tokens=1536),
-        Outcome(2, 0.0, status=200, prompt_tokens=1030, cached_tokens=1023),
+        LoadOutcome(0, 0.0, status=200, prompt_tokens=1030, cached_tokens=0),
+        LoadOutcome(1, 0.0, status=429, code="overloaded", prompt_tokens=1536),
+        LoadOutcome(2, 0.0, status=200, prompt_tokens=1030, cached_tokens=1023),
     ]
     found = replay.hit_rates(made, outcomes, trace.Shape(), TokenMaker(2040), 64)
     assert (found["live"]["blocks"], found["live"]["hit_blocks"], found["live"]["tokens"]) == (6, 1, 2060)

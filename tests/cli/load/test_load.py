@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from kvmesh.cli.load import report
-from kvmesh.cli.load.load import Generator, Job, Outcome
-from kvmesh.cli.load.report import Slo
-from kvmesh.cli.load.target import Target
+from kvmesh.cli.load.load import Generator, Job, LoadOutcome
+from kvmesh.cli.load.report import LoadSlo
+from kvmesh.cli.load.target import LoadTarget
 from tests.support.scripted_http import DONE, Gateway, Reply, answer, frame, gateway, usage
 
 
-def target(of: Gateway, **more: Any) -> Target:
-    return Target(url=of.url, model="tiny", context_tokens=2048, vocab_size=2040, block_tokens=64, **more)
+def target(of: Gateway, **more: Any) -> LoadTarget:
+    return LoadTarget(url=of.url, model="tiny", context_tokens=2048, vocab_size=2040, block_tokens=64, **more)
 
 
 def jobs(count: int, max_tokens: int = 3, at_s: float | None = None) -> list[Job]:
@@ -70,7 +70,9 @@ async def test_every_way_to_fail_has_a_name(reply: Reply, status: int, code: str
 
 
 async def test_nothing_listens() -> None:
-    generator = Generator(Target(url="http://127.0.0.1:1", model="m", context_tokens=0, vocab_size=16, block_tokens=0))
+    generator = Generator(
+        LoadTarget(url="http://127.0.0.1:1", model="m", context_tokens=0, vocab_size=16, block_tokens=0)
+    )
     await generator.run(jobs(2))
     assert [(one.status, one.code) for one in generator.results] == [(0, "unreachable")] * 2
 
@@ -139,9 +141,9 @@ async def test_tokens_that_come_together_and_tokens_without_text() -> None:
 # ── figures ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def outcome(**changes: Any) -> Outcome:
+def outcome(**changes: Any) -> LoadOutcome:
     told = {"index": 0, "sent_s": 0.0, "status": 200, "ttft_s": 0.1, "total_s": 0.5, "completion_tokens": 1}
-    return Outcome(**{**told, **changes})
+    return LoadOutcome(**{**told, **changes})
 
 
 @pytest.mark.parametrize(
@@ -186,15 +188,15 @@ MIXED = [
 @pytest.mark.parametrize(
     ("slo", "kept"),
     [
-        (Slo(), 3),
-        (Slo(ttft_ms=100), 2),
-        (Slo(ttft_ms=99.9), 0),
-        (Slo(tbt_ms=20), 2),
-        (Slo(ttft_ms=100, tbt_ms=20), 1),
-        (Slo(ttft_ms=3000, tbt_ms=1), 1),
+        (LoadSlo(), 3),
+        (LoadSlo(ttft_ms=100), 2),
+        (LoadSlo(ttft_ms=99.9), 0),
+        (LoadSlo(tbt_ms=20), 2),
+        (LoadSlo(ttft_ms=100, tbt_ms=20), 1),
+        (LoadSlo(ttft_ms=3000, tbt_ms=1), 1),
     ],
 )
-def test_goodput_counts_requests_within_both(slo: Slo, kept: int) -> None:
+def test_goodput_counts_requests_within_both(slo: LoadSlo, kept: int) -> None:
     assert sum(slo.kept(one) for one in MIXED) == kept
     told = report.summarise(MIXED, 2.0, slo)
     if slo:
@@ -204,7 +206,7 @@ def test_goodput_counts_requests_within_both(slo: Slo, kept: int) -> None:
 
 
 def test_a_summary_of_all_sorts() -> None:
-    told = json.loads(json.dumps(report.summarise(MIXED, 2.0, Slo())))
+    told = json.loads(json.dumps(report.summarise(MIXED, 2.0, LoadSlo())))
     assert told["requests"] == {"sent": 5, "answered": 3, "refused_429": 1, "failed": 1}
     assert told["errors"] == {"429 overloaded": 1, "- unreachable": 1}
     assert told["hit_rate"] == round(64 / 300, 4), "the refused one's prompt does not count"
@@ -218,9 +220,9 @@ def test_a_summary_of_all_sorts() -> None:
 
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("outcomes", [MIXED, MIXED[3:], []], ids=["mixed", "all failed", "none"])
-def test_the_report_fits_the_screen(outcomes: list[Outcome], width: int) -> None:
+def test_the_report_fits_the_screen(outcomes: list[LoadOutcome], width: int) -> None:
     out = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    out.print(report.show(report.summarise(outcomes, 2.0, Slo(500, 50)), [("more", "text")] if outcomes else []))
+    out.print(report.show(report.summarise(outcomes, 2.0, LoadSlo(500, 50)), [("more", "text")] if outcomes else []))
     text = out.export_text()
     out.file.close()
     assert max(map(len, text.splitlines())) <= width

@@ -110,7 +110,7 @@ def test_progress_waits_for_two_seconds_and_goes_to_standard_error(
 ) -> None:
     clock = [100.0]
     monkeypatch.setattr(sim.time, "monotonic", lambda: clock[0])
-    shown = sim.Progress(200)
+    shown = sim.CacheProgress(200)
 
     def tell(now: float) -> None:
         clock[0] = now

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.cli.up.plan import Ports, Spec, chosen, merged, plan
+from kvmesh.cli.up.plan import Ports, ProcessSpec, chosen, merged, plan
 from kvmesh.cli.up.settings import MeshSettings
 from kvmesh.errors import ConfigError
 
@@ -16,7 +16,7 @@ PROCESSES = [
 ]  # fmt: skip
 
 
-def planned(tmp_path: Path, *texts: str) -> dict[str, Spec]:
+def planned(tmp_path: Path, *texts: str) -> dict[str, ProcessSpec]:
     settings = MeshSettings(model="m", decode=2, set=texts, http_port=1, grpc_port=2)
     return {spec.name: spec for spec in plan(settings, tmp_path, Ports(1))}
 

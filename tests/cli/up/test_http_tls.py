@@ -28,7 +28,7 @@ def settings(tmp_path: Path, **more: Any) -> MeshSettings:
     return MeshSettings(model="/none", run_dir=str(tmp_path / "run"), http_port=0, grpc_port=0, **more)
 
 
-def gateway(mesh: Mesh) -> plan.Spec:
+def gateway(mesh: Mesh) -> plan.ProcessSpec:
     return mesh.processes["gateway"].spec
 
 

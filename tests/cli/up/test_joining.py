@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvmesh.cli.up import checks, joining, plan
-from kvmesh.cli.up.joining import Found, RunningMember, conductors_of, fitted, taken
+from kvmesh.cli.up.joining import FoundMesh, RunningMember, conductors_of, fitted, taken
 from kvmesh.cli.up.settings import Joined, MeshSettings
 from kvmesh.errors import ConfigError, ProtocolMismatch
 
@@ -17,12 +17,12 @@ CARD = {"name": "demo", "fingerprint": "ab" * 32, "kv_dtype": "bfloat16", "block
 MESH = Joined(("10.0.0.1:7001", "10.0.0.1:7011"), ("10.0.0.1:7002",))
 
 
-def found(*bearers: RunningMember, **card: Any) -> Found:
-    return Found("10.0.0.1:7001", MESH, "10.0.0.1:7001", ({**CARD, **card},), bearers)
+def found(*bearers: RunningMember, **card: Any) -> FoundMesh:
+    return FoundMesh("10.0.0.1:7001", MESH, "10.0.0.1:7001", ({**CARD, **card},), bearers)
 
 
 def fit(
-    settings: MeshSettings, what: Found | None = None, own: str = "10.0.0.2", *, named: bool = False
+    settings: MeshSettings, what: FoundMesh | None = None, own: str = "10.0.0.2", *, named: bool = False
 ) -> MeshSettings:
     prints = dict.fromkeys((one.path for one in settings.served), CARD["fingerprint"])
     return fitted(settings, what or found(), own, prints, named=named, hostname="ubuntu")  # type: ignore[arg-type]

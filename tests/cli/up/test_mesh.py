@@ -24,7 +24,7 @@ import pytest
 from kvmesh.cli import collect, probe, runs
 from kvmesh.cli.role import set_role
 from kvmesh.cli.up import plan
-from kvmesh.cli.up.mesh import Event, Mesh, State, last_line
+from kvmesh.cli.up.mesh import Event, Mesh, ProcessState, last_line
 from kvmesh.cli.up.settings import MeshSettings
 from kvmesh.errors import ConfigError, ProtocolMismatch, Unavailable
 from kvmesh.rpc.pb import common_pb2
@@ -33,7 +33,9 @@ from tests.support.redis_server import needs_redis
 pytestmark = pytest.mark.mesh
 
 
-def make(tmp_path: Path, *, change: Callable[[plan.Spec], plan.Spec] = lambda spec: spec, **settings: Any) -> Mesh:
+def make(
+    tmp_path: Path, *, change: Callable[[plan.ProcessSpec], plan.ProcessSpec] = lambda spec: spec, **settings: Any
+) -> Mesh:
     made = MeshSettings(model="/none", run_dir=str(tmp_path), http_port=0, grpc_port=0, **settings)
     specs = plan.plan(made, tmp_path, plan.Ports())
     return Mesh(made, [change(spec) for spec in specs if spec.service in ("store", "conductor")])
@@ -45,7 +47,7 @@ def events(mesh: Mesh) -> queue.Queue[Event]:
     return found
 
 
-def wait_for(found: queue.Queue[Event], name: str, state: State) -> Event:
+def wait_for(found: queue.Queue[Event], name: str, state: ProcessState) -> Event:
     while True:
         event = found.get(timeout=30)
         if (event.name, event.state) == (name, state):
@@ -102,7 +104,7 @@ def test_a_killed_service_comes_back_on_its_port_and_the_other_goes_on(tmp_path:
         with pytest.raises(ProtocolMismatch, match=f"{mesh.addresses['store']}: what listens there is no instance"):
             asyncio.run(set_role(mesh.addresses["store"], common_pb2.ROLE_BOTH))
         mesh.kill("store")
-        assert wait_for(found, "store", State.DOWN).text == "killed by SIGKILL"
+        assert wait_for(found, "store", ProcessState.DOWN).text == "killed by SIGKILL"
         mesh.wait_ready(60)
         assert probe.health(mesh.addresses["store"]) == "SERVING"
         assert mesh.processes["store"].pid != pid
@@ -128,18 +130,18 @@ def test_a_grandchild_dies_with_its_service(tmp_path: Path) -> None:
         f"import os; os.rename({str(pid_file)!r} + '.part', {str(pid_file)!r}); time.sleep(0.2); sys.exit('the end')"
     )
 
-    def change(spec: plan.Spec) -> plan.Spec:
+    def change(spec: plan.ProcessSpec) -> plan.ProcessSpec:
         return dataclasses.replace(spec, argv=(sys.executable, "-c", code)) if spec.name == "store" else spec
 
     mesh = make(tmp_path, change=change)
     found = events(mesh)
     with mesh:
-        assert wait_for(found, "store", State.DOWN).text == "exit code 1: the end"
+        assert wait_for(found, "store", ProcessState.DOWN).text == "exit code 1: the end"
         assert ended(int(pid_file.read_text()))
 
 
 def test_a_refused_configuration_is_told_as_the_service_told_it(tmp_path: Path) -> None:
-    def change(spec: plan.Spec) -> plan.Spec:
+    def change(spec: plan.ProcessSpec) -> plan.ProcessSpec:
         return dataclasses.replace(spec, argv=(*spec.argv, "--lease-ms=1")) if spec.name == "store" else spec
 
     with make(tmp_path, change=change) as mesh, pytest.raises(ConfigError) as caught:
@@ -166,7 +168,7 @@ def test_what_a_log_tells_of_an_end(tmp_path: Path, log: str, tells: str) -> Non
 
 
 def test_a_service_that_keeps_dying_ends_the_wait_with_its_last_line(tmp_path: Path) -> None:
-    def change(spec: plan.Spec) -> plan.Spec:
+    def change(spec: plan.ProcessSpec) -> plan.ProcessSpec:
         argv = (sys.executable, "-c", "print('nothing to say'); raise SystemExit('my last words')")
         return dataclasses.replace(spec, argv=argv) if spec.name == "conductor" else spec
 
@@ -176,7 +178,7 @@ def test_a_service_that_keeps_dying_ends_the_wait_with_its_last_line(tmp_path: P
 
 
 def test_a_service_that_never_is_ready_is_named_when_time_runs_out(tmp_path: Path) -> None:
-    def change(spec: plan.Spec) -> plan.Spec:
+    def change(spec: plan.ProcessSpec) -> plan.ProcessSpec:
         argv = (sys.executable, "-c", "import time; print('still reading', flush=True); time.sleep(600)")
         return dataclasses.replace(spec, argv=argv) if spec.name == "conductor" else spec
 

@@ -23,7 +23,7 @@ REDIS = f"redis://mesh:{SECRET}@127.0.0.1:6399/0"
 COLLECTOR = f"https://me:{SECRET}-otlp@127.0.0.1:4317"
 
 
-def planned(tmp_path: Path, **more: object) -> list[plan.Spec]:
+def planned(tmp_path: Path, **more: object) -> list[plan.ProcessSpec]:
     settings = MeshSettings(
         model="examples/demo-model", masters=2, conductors=2, pool=1, coupled=1, http_port=0, grpc_port=0,
         conductor_port=0, store_port=0, run_dir=str(tmp_path), **more,
@@ -77,7 +77,7 @@ def test_a_folder_that_existed_is_closed(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir(mode=0o755)
     settings = MeshSettings(model="examples/demo-model", run_dir=str(folder))
-    script = plan.Spec(
+    script = plan.ProcessSpec(
         "one", "prefill", "", "", "", ("/bin/true",), {}, folder / "logs" / "one.log", folder / "ready" / "x"
     )
     mesh = Mesh(settings, [script])

@@ -18,7 +18,7 @@ from tests.conductor.peers.test_leadership import One, conductor, config
 NOBODY = "127.0.0.1:1"
 
 
-def specs(tmp_path: Path, **settings: Any) -> dict[str, plan.Spec]:
+def specs(tmp_path: Path, **settings: Any) -> dict[str, plan.ProcessSpec]:
     made = MeshSettings(model="/none", run_dir=str(tmp_path), http_port=0, grpc_port=0, **settings)
     return {spec.name: spec for spec in plan.plan(made, tmp_path, plan.Ports())}
 

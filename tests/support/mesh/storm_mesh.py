@@ -133,7 +133,7 @@ def _end(blow: Blow) -> float:
 class StormMesh(Mesh):
     """Knows that a Redis that asks for a password is there."""
 
-    def _is_ready(self, spec: plan.Spec) -> bool:
+    def _is_ready(self, spec: plan.ProcessSpec) -> bool:
         return _redis_answers(spec.address) if spec.service == "redis" else super()._is_ready(spec)
 
 
@@ -317,7 +317,7 @@ def _settings(model: Path, folder: Path, certificates: Certificates, clocks: Pat
     )
 
 
-def _moved(specs: list[plan.Spec], net: Loopback) -> list[plan.Spec]:
+def _moved(specs: list[plan.ProcessSpec], net: Loopback) -> list[plan.ProcessSpec]:
     """Each process on its machine: its addresses, and all that it is told of others'; Redis gets a password."""
     here = plan.LOCALHOST
     at = {spec.name: net.address(PLACES[spec.name]) for spec in specs}
