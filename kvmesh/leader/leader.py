@@ -143,10 +143,10 @@ Action = Ask | Release | BeginLead | Rise | StepDown
 
 
 class LeaderMachine:
-    """One master's view. `now` is monotonic in seconds and goes on while the process is stopped."""
+    """Who leads, as one master sees it. `now` is monotonic in seconds and goes on while the process is stopped."""
 
     def __init__(self, lease_s: float | None, first: int = 1) -> None:
-        """`first`: the least term to begin with where no other is known. ValueError: it is none."""
+        """`first` is the least term to begin with where no other is known. Raises ValueError when it is no term."""
         if not 0 < first < MAX_TERM:
             raise ValueError(f"first={first}: must be in 1..{MAX_TERM - 1}")
         self._lease_s = lease_s
@@ -169,7 +169,7 @@ class LeaderMachine:
     # ── questions ────────────────────────────────────────────────────────────────────────────────────
 
     def leads(self, now: float) -> bool:
-        """May it answer and order at this moment?"""
+        """Whether it may answer and order at this moment."""
         return self.role is LeaderRole.LEADING and now < self._until
 
     def leader_at(self, now: float) -> str:
@@ -281,7 +281,7 @@ class LeaderMachine:
         self._ask_at = min(self._ask_at, now + max(said.left_s, self._lease_s * SOONEST))
 
     def _refused(self, said: LeaseRefused) -> None:
-        """What we took for the highest term is not: Redis knows better than whoever told it."""
+        """Redis knows better than whoever told us the highest term."""
         if self._asked.pop(said.number, None) is None:
             return
         self._silent = ""

@@ -31,8 +31,8 @@ COMPLAIN_S = 60.0  # a line about terms that are not believed
 
 
 class Leadership:
-    """`on_lead`, `on_rise` (another term, still leading) and `on_end` are called on the loop, in turns; they must not
-    block. Ask `leads` in the very turn in which something is answered, published or ordered."""
+    """The shell of one process. `on_lead`, `on_rise` (another term, still leading) and `on_end` are called on the loop,
+    in turns; they must not block. Ask `leads` in the very turn in which something is answered, published or ordered."""
 
     def __init__(
         self,
@@ -43,7 +43,8 @@ class Leadership:
         clock: Callable[[], float] = lease_clock,
         first: int | None = None,
     ) -> None:
-        """`lease_s` None: there is no Redis, and this process leads from the first step on. `first`: see Leader."""
+        """With `lease_s` None there is no Redis, and this process leads from the first step on. `first` is as in
+        LeaderMachine."""
         self._leader = LeaderMachine(lease_s, first_term() if first is None else first)
         if clock_is_off():
             text = (
@@ -65,16 +66,16 @@ class Leadership:
 
     @property
     def term(self) -> int:
-        """Ours while we lead, else the highest heard."""
+        """The term of this process while it leads, else the highest heard."""
         return self._leader.term
 
     @property
     def leader(self) -> str:
-        """The address of another that leads; "": not known."""
+        """The address of another that leads; "" when it is not known."""
         return self._leader.leader_at(self._clock())
 
     def leads(self) -> bool:
-        """Now. A lease that has run out ends the leadership before this returns."""
+        """Whether this process leads now. A lease that has run out ends the leadership before this returns."""
         if self._leader.leads(self._clock()):
             return True
         self._step(Tick())
@@ -83,7 +84,7 @@ class Leadership:
     # ── what happens ─────────────────────────────────────────────────────────────────────────────────
 
     def begin(self) -> None:
-        """The first step, without Redis the only one that matters."""
+        """Take the first step, without Redis the only one that matters."""
         self._step(Tick())
 
     def start(self, lease: RedisLease) -> None:
@@ -92,7 +93,7 @@ class Leadership:
         self._running = asyncio.create_task(self._run(), name="leadership")
 
     def hear(self, term: int, *, stranger: bool, who: str) -> bool:
-        """The member `who` has heard of `term`; see leader.TermHeard. Whether that is credible."""
+        """Take note that the member `who` has heard of `term` (see leader.TermHeard); whether that is credible."""
         most = most_credible()
         if term > most:
             now = self._clock()

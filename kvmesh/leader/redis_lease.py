@@ -114,7 +114,7 @@ class Redis:
     """One connection pool. `mesh` keeps several meshes apart in one Redis, `part` kinds of leaders in a mesh."""
 
     def __init__(self, url: str, mesh: str, timeout_s: float, part: str = "") -> None:
-        """Raises ConfigError: a bad URL, or the client library is missing."""
+        """Raises ConfigError for a bad URL, or when the client library is missing."""
         check_url(url)
         try:
             from redis import asyncio as client
@@ -132,11 +132,11 @@ class Redis:
         self._prefix = f"kvmesh:{mesh}:{part}:" if part else f"kvmesh:{mesh}:"
 
     def key(self, name: str) -> str:
-        """What `name` is called in Redis."""
+        """The name that `name` has in Redis."""
         return self._prefix + name
 
     async def within(self, call: Awaitable[Any], timeout_s: float) -> Any:
-        """Its answer. Raises Unavailable."""
+        """The answer of `call`. Raises Unavailable when it fails or takes longer than `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await call
@@ -152,7 +152,7 @@ class Redis:
 
 class RedisLease:
     """The lease of one process, which others reach at `address`. What Redis holds and no leader can have written is
-    told in the log, once each."""
+    logged, once each."""
 
     def __init__(self, redis: Redis, address: str, lease_ms: int) -> None:
         self._redis = redis
@@ -164,7 +164,7 @@ class RedisLease:
         self._odd = ""  # what was told last
 
     async def ask(self, ask: Ask) -> LeaseGranted | LeaseHeld | LeaseSilent | LeaseRefused:
-        """Carry it out. Raises nothing but CancelledError."""
+        """Ask Redis for the lease. Raises nothing but CancelledError."""
         keys = [self._redis.key("leader"), self._redis.key("terms")]
         args = [self._token(ask.life), self._address, self._lease_ms, ask.term, ask.floor, ask.first]
         args += [MAX_TERM, MAX_JUMP, EPOCH_S, EARLIEST, LATEST]
@@ -190,7 +190,8 @@ class RedisLease:
         self._odd = odd
 
     async def release(self, life: int) -> None:
-        """Give it back if it is that life's. Raises nothing but CancelledError; a lost call costs others a lease."""
+        """Give the lease back if it is that life's. Raises nothing but CancelledError; a lost call costs others a
+        lease."""
         with contextlib.suppress(Unavailable):
             keys = [self._redis.key("leader")]
             await self._redis.within(self._release(keys, [self._token(life)]), self._redis.timeout_s)

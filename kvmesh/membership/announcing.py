@@ -31,7 +31,7 @@ REFUSED_S = 5.0
 
 
 class _Teller:
-    """One announcer, and how it fares."""
+    """One announcer, when the master was told last and when it may be told again."""
 
     def __init__(self, announcer: Announcer) -> None:
         self.announcer = announcer
@@ -44,7 +44,7 @@ class _Teller:
         self.heard_at, self.told_all, self._failures = now, all_of_it, 0
 
     def failed(self, now: float) -> None:
-        """It waits longer each time, while the others go on."""
+        """Wait longer each time, while the others go on."""
         self._failures += 1
         self.told_all = False
         self.not_before = now + min(BACKOFF_S[0] * 2 ** min(self._failures, 16), BACKOFF_S[1])
@@ -74,11 +74,11 @@ class Announcing:
         self._complained = False
 
     def add(self, announcer: Announcer) -> None:
-        """One more tier; at any moment."""
+        """Add a tier, at any moment."""
         self._tellers.append(_Teller(announcer))
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Announce until cancelled."""
         try:
             while True:
                 if not self._joined():
@@ -104,7 +104,7 @@ class Announcing:
         return word is not None and await self._say(word, teller) and word.more
 
     async def _say(self, word: Announcement, teller: _Teller) -> bool:
-        """Whether it was heard. Raises nothing but CancelledError."""
+        """Announce `word`; whether the master has heard it. Raises nothing but CancelledError."""
         if self._master.address != self._masters.current:
             await self._disconnect()
             self._master.connect(self._masters.current)
@@ -165,7 +165,7 @@ class Announcing:
 
 
 def to_proto(word: Announcement) -> pb.Announcement:
-    """As it travels: the node's id and the tier, not the tier's name."""
+    """The announcement as it travels: with the node's id and the tier, not the tier's name."""
     store_id, tier = split_name(word.store_id)
     return pb.Announcement(
         store_id=store_id,

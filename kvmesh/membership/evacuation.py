@@ -26,7 +26,8 @@ STUCK_S = 3.0  # nobody has room: waiting longer than a master's second try woul
 
 @dataclass(frozen=True, slots=True)
 class Evacuated:
-    """What came of it. `left`: blocks that still lie only here; `why` is "" when there are none."""
+    """What came of an evacuation. `left` counts the blocks that still lie only here; `why` is "" when there are
+    none."""
 
     moved: int
     left: int
@@ -36,7 +37,8 @@ class Evacuated:
 async def evacuate(
     ask: Callable[[float], Awaitable[store_pb2.DrainResponse]], within_s: float, clock: Callable[[], float]
 ) -> Evacuated:
-    """Until all is moved, nothing goes on any more, or `within_s` are over. `ask(timeout_s)` asks the master once."""
+    """Ask until all is moved, nothing goes on any more, or `within_s` are over. `ask(timeout_s)` asks the master
+    once."""
     end, stuck_at, last = clock() + within_s, float("inf"), store_pb2.DrainResponse(why_not="no master answered")
     moved = -1
     while (left_s := end - clock()) > 0:
@@ -55,7 +57,7 @@ async def evacuate(
 
 
 async def evacuate_node(ref: common_pb2.InstanceRef, masters: str, within_s: float) -> Evacuated:
-    """As `evacuate`, of the node `ref`; logs what came of it. Never raises for what masters do."""
+    """Evacuate the node `ref` as `evacuate` does, and log what came of it. Masters' failures are never raised."""
     master = LeaderClient(SERVICE, LeaderTracker(masters))
     request = store_pb2.DrainRequest(instance_id=ref.instance_id, incarnation=ref.incarnation)
 

@@ -48,7 +48,7 @@ class Acknowledged(NamedTuple):
 
 
 class MembershipPeer(ABC):
-    """One membership: enter, beat, enter again, say goodbye. Owns its connection."""
+    """One membership at one service: it enters, beats, enters again, says goodbye. It owns its connection."""
 
     name: ClassVar[str]
     service: ClassVar[ServiceDescriptor]
@@ -69,7 +69,7 @@ class MembershipPeer(ABC):
     @property
     @abstractmethod
     def address(self) -> str:
-        """Whom to call now."""
+        """The address to call now."""
 
     @abstractmethod
     async def _enter(self, peer: ServiceClient, timeout_s: float) -> Acknowledged:
@@ -77,7 +77,7 @@ class MembershipPeer(ABC):
 
     @abstractmethod
     async def _beat(self, peer: ServiceClient, timeout_s: float) -> Acknowledged:
-        """One heartbeat; it says `_pace`."""
+        """Send one heartbeat, which says `_pace`."""
 
     @abstractmethod
     async def _goodbye(self, peer: ServiceClient, timeout_s: float) -> None: ...
@@ -136,7 +136,7 @@ class MembershipPeer(ABC):
             self._pace = told.pace
 
     async def _pause(self, stopping: asyncio.Future[Any]) -> None:
-        """One interval, cut short by `urge` but never under URGE_GAP_S."""
+        """Wait for one interval, cut short by `urge` but never under URGE_GAP_S."""
         gap_s = min(URGE_GAP_S, self._interval_s)
         await asyncio.wait({stopping}, timeout=gap_s)
         if stopping.done() or self._urged.is_set():
@@ -150,7 +150,7 @@ class MembershipPeer(ABC):
             self._urged.clear()
 
     async def _guarded(self, call: Awaitable[None]) -> KvmeshError | Exception | None:
-        """The call's error instead of its exception; cancellation passes."""
+        """The error of `call` in the place of its exception; cancellation passes."""
         try:
             await call
         except KvmeshError as e:
@@ -162,7 +162,7 @@ class MembershipPeer(ABC):
         return None
 
     def _after(self, error: Exception, failures: int) -> float:
-        """Seconds to wait before entering again; logs what changed."""
+        """How many seconds to wait before entering again; logs what changed."""
         was, self.registered = self.registered, False
         if isinstance(error, UnknownInstance):
             log.info("%s at %s does not know this incarnation: registering again", self.name, self.address)
@@ -186,13 +186,13 @@ class StoreOrders(Protocol):
 
     @property
     def removed_seq(self) -> int:
-        """The last tombstone applied."""
+        """The number of the last tombstone that was applied."""
 
     async def bury(self, tombstones: Sequence[pb_store.Tombstone]) -> None:
         """Apply them in every tier, before anything is announced. Unavailable: that could not be written down."""
 
     def beat_answered(self, answer: pb_store.BeatResponse) -> None:
-        """New tombstones, whether to drain, what is allowed. Must not block."""
+        """Take new tombstones, whether to drain, and what is allowed. It must not block."""
 
 
 MAX_KEPT_SAMPLES = 512
@@ -214,24 +214,24 @@ class _Kept(Generic[T]):
         return iter(self._items)
 
     def extend(self, items: Iterable[T]) -> None:
-        """More of it; the oldest make room."""
+        """Add more; the oldest make room."""
         self._items.extend(items)
         self.drop_until(self.end - self._most)
 
     @property
     def end(self) -> int:
-        """Behind the last one: what `drop_until` takes once all that is here now has been told."""
+        """The place behind the last one: what `drop_until` takes once all that is here now has been told."""
         return self._gone + len(self._items)
 
     def drop_until(self, end: int) -> None:
-        """Everything before `end` has been; others may have come or gone meanwhile."""
+        """Drop everything before `end`, which has been told; others may have come or gone meanwhile."""
         while self._gone < end:
             self._items.popleft()
             self._gone += 1
 
 
 class _StorePeer(MembershipPeer):
-    """At whichever master leads."""
+    """The membership at whichever store master leads."""
 
     name = "store master"
     service = pb_store.DESCRIPTOR.services_by_name["StoreMaster"]
@@ -290,7 +290,8 @@ class _StorePeer(MembershipPeer):
         return Acknowledged(answer.heartbeat_interval_ms, answer.lease_ms, answer.pace)
 
     def _heard(self, term: int) -> None:
-        """Raises StaleTerm: a leader of yesterday has answered, which counts as no answer."""
+        """Note an answer of that term. Raises StaleTerm when an earlier leader has answered, which counts as no
+        answer."""
         self.masters.terms.hear(term)
         self.masters.succeeded()
 
@@ -358,7 +359,7 @@ class _ConductorPeer(MembershipPeer):
         return Acknowledged(answer.heartbeat_interval_ms, answer.lease_ms, answer.pace)
 
     def keep(self, new: pb.HeartbeatRequest) -> None:
-        """What this conductor must hear once, whoever has asked for it."""
+        """Keep what this conductor must hear once, whoever has asked for it."""
         self._prefill.extend(new.prefill_samples)
         self._decode.extend(new.decode_samples)
         self._finished.extend(new.finished_request_ids)
@@ -448,7 +449,7 @@ class Registrar:
         terms: LeaderTerms | None = None,
         orders: StoreOrders | None = None,
     ) -> Registrar:
-        """Of memory without an engine: it joins the master and nobody else."""
+        """The registrar of memory without an engine: it joins the master and nobody else."""
         made = cls.__new__(cls)
         member = pb_store.Member(
             instance=ref_pb, role=pb_common.ROLE_POOL, node_id=node_id, store_id=ref_pb.instance_id

@@ -35,8 +35,8 @@ class QueuedCall:
 
 
 class CallQueue:
-    """`most` calls wait at a time; `name` is the configuration field that says so. `on_wait` hears the seconds that
-    each one waited. On one event loop."""
+    """Lets calls wait for their turn, `most` at a time; `name` is the configuration field that says so. `on_wait` is
+    called with the seconds that each one waited. It lives on one event loop."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class CallQueue:
                 queued.drop()
 
     def _carry_out(self, work: Callable[[], object], since: float, began: float) -> float:
-        """When it ended."""
+        """Carry out one call; the time at which it ended."""
         if self._on_wait is not None:
             self._on_wait(began - since)
         work()
@@ -117,7 +117,7 @@ class CallQueue:
             asyncio.get_running_loop().call_soon(self._turn)
 
     def _turn(self) -> None:
-        """Once in each turn of the loop in which calls wait, and in the one after it."""
+        """Run once in each turn of the loop in which calls wait, and in the one after it."""
         self._armed = False
         self._spent_s = 0.0
         if not self._waiting:
@@ -145,7 +145,8 @@ LEAST_S = 0.05
 
 
 class ReturnTimes:
-    """Of one place that holds a bounded number of calls. `ended` and `wait_s` take seconds of one monotonic clock."""
+    """The times at which those may return that one place, which holds a bounded number of calls, has refused. Times are
+    seconds of one monotonic clock."""
 
     def __init__(self) -> None:
         self.interval_s = FIRST_GUESS_S  # between two calls that end while there is no room
@@ -154,8 +155,8 @@ class ReturnTimes:
         self._last_at = 0.0  # the latest time that somebody was told
 
     def ended(self, now: float, *, full: bool) -> None:
-        """A call has left. `full`: somebody had been refused since the one before it: else the time between the two
-        tells how many came, not how fast they are served."""
+        """Note that a call has left. `full` says that somebody had been refused since the one before it: else the time
+        between the two tells how many came, not how fast they are served."""
         if full and self._ended_at is not None:
             gap_s = min(MOST_INTERVAL_S, now - self._ended_at)
             self.interval_s += (NEW_SHARE if self._known else 1.0) * (gap_s - self.interval_s)
@@ -180,7 +181,7 @@ PAUSE_S = 0.005  # some turns of the loop; time for gRPC's own threads
 
 
 async def caught_up(calls: Callable[[], int], clock: Callable[[], float]) -> float:
-    """The time, of `clock`. `calls`: how many have been taken over gRPC so far."""
+    """The time of `clock` up to when all has been heard. `calls` tells how many have been taken over gRPC so far."""
     while True:
         began, before = clock(), calls()
         await asyncio.sleep(PAUSE_S)

@@ -35,10 +35,11 @@ GRPC_ONLY_S = 30.0  # after a fast path that swallowed a call: something on the 
 
 
 class LeaderTracker:
-    """Pure book-keeping over a list of addresses. `terms`: shared by all that listen to leaders in this process."""
+    """Keeps the book over a list of addresses, of which one leads: whom to ask next. It is pure. `terms` are shared by
+    all that listen to leaders in this process."""
 
     def __init__(self, addresses: str, terms: LeaderTerms | None = None, *, field: str = "store") -> None:
-        """`addresses`: "a:1,b:2". Raises ConfigError naming `field`: there is none in it."""
+        """`addresses` is a list, "a:1,b:2". Raises ConfigError naming `field` when it holds none."""
         self.addresses = split(addresses, field)
         self.field = field
         self.terms = terms or LeaderTerms()
@@ -55,9 +56,9 @@ class LeaderTracker:
         return self._elsewhere or self.addresses[self._at]
 
     def succeeded(self, term: int = 0) -> None:
-        """`current` has answered; `term`: what it said of its own, 0 where answers do not tell.
+        """Note that `current` has answered. `term` is what it said of its own, 0 where answers do not tell.
 
-        Raises StaleTerm, having gone on to the next: the answer is that of a leader of yesterday."""
+        Raises StaleTerm, having gone on to the next, when the answer is that of an earlier leader."""
         if term:
             try:
                 self.terms.hear(term)
@@ -67,8 +68,8 @@ class LeaderTracker:
         self._failed.clear()
 
     def failed(self) -> bool:
-        """`current` does not answer, or cannot: go on to the next. True: all have been tried since the last success,
-        so wait before asking again."""
+        """Go on to the next address: `current` does not answer, or cannot. Returns True when all have been tried since
+        the last success, so that the caller waits before it asks again."""
         self._failed.add(self.current)
         if self._elsewhere:
             self._elsewhere = ""
@@ -82,8 +83,9 @@ class LeaderTracker:
         return True
 
     def redirected(self, leader: str) -> bool:
-        """`current` does not lead and thinks that `leader` does ("": does not know). True: see `failed`. A leader that
-        has failed since the last success is not believed in, so that two masters cannot send us round for ever."""
+        """Go on to `leader`, which `current`, that does not lead, takes for the leader ("": it does not know). Returns
+        as `failed` does. A leader that has failed since the last success is not believed in, so that two masters cannot
+        send a caller round for ever."""
         before = self.current
         if not leader or leader == before or leader in self._failed:
             return self.failed()
@@ -95,7 +97,7 @@ class LeaderTracker:
         return False
 
     def move_on(self, error: KvmeshError) -> bool:
-        """As `failed` or `redirected`, whichever `error` says."""
+        """Do as `failed` or `redirected` do, whichever `error` says."""
         return self.redirected(error.leader) if isinstance(error, NotLeader) else self.failed()
 
 
@@ -122,11 +124,11 @@ class ServiceClient:
 
     @property
     def address(self) -> str:
-        """Where it is connected; "": it is not open."""
+        """The address that it is connected to; "" when it is not open."""
         return self._address
 
     def connect(self, address: str) -> None:
-        """The connection is made by the first call. It must not be open."""
+        """Open it; it must not be open. The connection itself is made by the first call."""
         assert self._channel is None, f"it is connected to {self._address}"
         self._address = address
         self._channel = channels.connect(address)
@@ -143,7 +145,7 @@ class ServiceClient:
             self._calls.seek()
 
     async def call(self, name: str, request: Message, timeout_s: float) -> Any:
-        """The answer. It must be open. Raises KvmeshError: the service's own, or what became of the call."""
+        """The answer; it must be open. Raises KvmeshError: the service's own, or what became of the call."""
         calls = self._calls
         assert calls is not None, "it is not connected"
         if name not in self._fast or self._clock() < self._grpc_only_until:
@@ -157,7 +159,8 @@ class ServiceClient:
             raise
 
     async def close(self) -> None:
-        """The next `connect` begins afresh: gRPC's own reconnect back-off must not delay its caller's. Idempotent."""
+        """Close it; idempotent. The next `connect` begins afresh: gRPC's own reconnect back-off must not delay its
+        caller's."""
         calls, self._calls = self._calls, None
         channel, self._channel = self._channel, None
         self._address = ""
@@ -168,10 +171,11 @@ class ServiceClient:
 
 
 class LeaderClient:
-    """Calls whichever of several addresses leads. Several calls may run at once. Owns its connections; `close` it."""
+    """Calls whichever of several addresses leads. Several calls may run at once. It owns its connections; `close`
+    it."""
 
     def __init__(self, service: ServiceDescriptor, leaders: LeaderTracker, fast: Collection[str] = ()) -> None:
-        """`fast`: see ServiceClient."""
+        """`fast` is as in ServiceClient."""
         self.leaders = leaders
         self._service = service
         self._fast = fast
@@ -242,7 +246,7 @@ class LeaderClient:
         return client
 
     async def close(self) -> None:
-        """Close what is open; it may be used again."""
+        """Close the connections; the client may be used again."""
         open_, self._clients = self._clients, {}
         await asyncio.gather(*(client.close() for client in open_.values()))
 

@@ -65,17 +65,18 @@ class _Fleet:
 
 
 class Directory:
-    """On the event loop; `close` it. Every method raises KvmeshError, at the latest after `timeout_s`."""
+    """The store master's answers for a client, on the event loop; `close` it. Every method raises KvmeshError, at the
+    latest after `timeout_s`."""
 
     def __init__(self, store: str) -> None:
-        """ConfigError: the list of addresses is empty."""
+        """Raises ConfigError when the list of addresses is empty."""
         self._master = LeaderClient(SERVICE, LeaderTracker(store), FAST)
         self._fleet = _Fleet()
         self._asking = asyncio.Lock()
 
     @property
     def term(self) -> int:
-        """The highest heard."""
+        """The highest term that has been heard."""
         return self._master.leaders.terms.highest
 
     async def call(self, method: str, request: Message, timeout_s: float) -> Any:
@@ -120,14 +121,14 @@ class Directory:
         self._fleet.asked = 0.0
 
     async def status(self, timeout_s: float) -> pb.GetStoreStatusResponse:
-        """Of the master that leads: the others answer as well, but know no nodes."""
+        """The status of the master that leads: the others answer as well, but know no nodes."""
         answer: pb.GetStoreStatusResponse = await self._master.call(
             "GetStatus", pb.GetStoreStatusRequest(), timeout_s, _check_leading
         )
         return answer
 
     async def members(self, name: str, timeout_s: float) -> dict[str, pb.Member]:
-        """By store id; asked again, as `pools`, while `name` is not among them."""
+        """The members by store id; the master is asked again, as in `pools`, while `name` is not among them."""
         deadline = time.monotonic() + timeout_s
         while True:
             told = await self.status(_left(deadline))
@@ -137,7 +138,7 @@ class Directory:
             await asyncio.sleep(YOUNG_S)
 
     async def grant(self, count: int, timeout_s: float) -> tuple[int, int]:
-        """(term, first number) of a range that nobody else gets."""
+        """(term, first number) of a range of `count` numbers that nobody else gets."""
         request = pb.GrantRequest(count=count)
         answer = await self.call("Grant", request, timeout_s)
         return answer.term, answer.first
@@ -192,7 +193,7 @@ class Directory:
         return [None if key == NOTHING else key for key in keys]
 
     async def remove(self, timeout_s: float, *, keys: Sequence[bytes] = (), prefix: bytes = b"") -> Removed:
-        """Everywhere: these keys, or all that begin with `prefix`."""
+        """Remove these keys everywhere, or all that begin with `prefix`."""
         acknowledged: set[str] = set()
         pending: set[str] = set()
         blocks = 0
@@ -206,7 +207,7 @@ class Directory:
         return Removed(tuple(sorted(acknowledged - pending)), tuple(sorted(pending)), blocks)
 
     async def change_replica(self, keys: Sequence[bytes], replicas: int, hard: bool, timeout_s: float) -> list[int]:
-        """Live replicas of each key now; more or fewer will follow."""
+        """Ask for so many replicas of each key; the live replicas of each key now. More or fewer will follow."""
         live: list[int] = []
         deadline = time.monotonic() + timeout_s
         for some in _portions(keys):
@@ -216,12 +217,13 @@ class Directory:
         return live
 
     async def quotas(self, timeout_s: float) -> list[Quota]:
-        """All that are set."""
+        """All quotas that are set."""
         answer = await self.call("ListQuotas", pb.ListQuotasRequest(), timeout_s)
         return [Quota(one.quota.name, one.quota.tag, one.quota.blocks, one.used_blocks) for one in answer.quotas]
 
     async def set_quota(self, namespace: str, blocks: int, timeout_s: float) -> None:
-        """0: none from now on. InvalidRequest: no such number or name. Overloaded: there are too many."""
+        """Set a namespace's quota; 0 blocks: none from now on. Raises InvalidRequest when there is no such number or
+        name, Overloaded when there are too many."""
         blocks = whole("blocks", blocks, 0, MAX_QUOTA)
         instance("namespace", namespace, str)
         try:
@@ -259,7 +261,8 @@ def _left(deadline: float) -> float:
 
 
 def _replicas(answer: pb.FindResponse, keys: int) -> list[list[Replica]]:
-    """Of each key; keys of one group share a list. TransferError: the answer is not of so many keys."""
+    """The replicas of each key; keys of one group share a list. Raises TransferError when the answer is not of so many
+    keys."""
     holders = [_holder(one) for one in answer.holders]
     try:
         groups = [

@@ -40,7 +40,7 @@ MAX_SWEEPS = 64  # with more, the oldest is ended in one go
 
 @dataclass(slots=True)
 class _Sweep:
-    """Of one prefix, slot by slot, the lowest first."""
+    """The sweep of one prefix, slot by slot, the lowest first."""
 
     prefix: bytes
     bits: int  # slots that it has not been through
@@ -70,7 +70,7 @@ class MasterMap(BlockMap):
 
     @property
     def store_count(self) -> int:
-        """Stores that have announced anything and were not dropped since."""
+        """How many stores have announced anything and were not dropped since."""
         return len(self._stores)
 
     # ── tags ─────────────────────────────────────────────────────────────────────────────────────────
@@ -85,22 +85,22 @@ class MasterMap(BlockMap):
         self._watched.pop(tag, None)
 
     def tagged(self, tag: bytes) -> int:
-        """Replicas of a watched tag in DRAM, of all stores together. KeyError: it is not watched."""
+        """Replicas of a watched tag in DRAM, of all stores together. Raises KeyError when it is not watched."""
         return self._watched[tag]
 
     def tagged_at(self, store_id: str, tag: bytes) -> int:
-        """Keys with this tag in one store."""
+        """How many keys with this tag one store has."""
         store = self._stores.get(store_id)
         return 0 if store is None else self._shown_at(store.slot, tag)
 
     def count(self, store_id: str) -> int:
-        """Keys of a store; 0 for an unknown one. O(tags that are being swept there)."""
+        """How many keys a store has; 0 for an unknown one. O(tags that are being swept there)."""
         store = self._stores.get(store_id)
         return 0 if store is None else store.count - self._masked_at(store.slot)
 
     @property
     def replicas(self) -> int:
-        """Keys of all stores together. O(stores)."""
+        """How many keys all stores have together. O(stores)."""
         return super().replicas - sum(self._masked_at(store.slot) for store in self._stores.values())
 
     # ── keys of all stores ───────────────────────────────────────────────────────────────────────────
@@ -145,7 +145,7 @@ class MasterMap(BlockMap):
         return bool(self._sweeps)
 
     def sweep(self, max_keys: int) -> bool:
-        """See BlockMap; what begins with a forgotten prefix, too."""
+        """Sweep as BlockMap does, and what begins with a forgotten prefix, too."""
         more = super().sweep(max_keys)
         if not more:
             self._sweep_prefixes(min(max_keys, STEP_KEYS))
@@ -168,7 +168,7 @@ class MasterMap(BlockMap):
 
     @property
     def bound_bytes(self) -> int:
-        """The map never takes more, besides LOG_SLACK_BYTES for each store. O(1)."""
+        """What the map never exceeds, besides LOG_SLACK_BYTES for each store. O(1)."""
         tags = TAG_ENTRY_BYTES * self._tag_entries
         return len(self._masks) * ENTRY_BYTES + self._mask_bytes + self._replicas * REPLICA_BYTES + tags
 
@@ -211,11 +211,11 @@ class MasterMap(BlockMap):
         return ((store.store_id, store.bit) for store in self._stores.values())
 
     def memory_bytes(self) -> int:
-        """See BlockMap. Counts by tag included."""
+        """What the map takes (see BlockMap), with counts by tag."""
         return super().memory_bytes() + TAG_ENTRY_BYTES * self._tag_entries
 
     def check_integrity(self) -> None:
-        """AssertionError unless counts by tag are those of the keys. O(replicas)."""
+        """Raises AssertionError unless counts by tag are those of the keys. O(replicas)."""
         super().check_integrity()
         for slot, store in enumerate(self._slots):
             counted = dict(self._tags.get(slot, {}))
@@ -248,7 +248,7 @@ class MasterMap(BlockMap):
         return sum(self._masked[slot].values()) if slot in self._masked else 0
 
     def _mask(self, store: StoreContent, prefix: bytes) -> None:
-        """Nothing that begins so is shown there any more."""
+        """Show nothing of what begins so at that store any more."""
         tags, masked = self._tags.get(store.slot, {}), self._masked[store.slot]
         counted = not store.bit & self._hidden and MARK not in store.store_id
         for tag in [prefix] if len(prefix) == TAG_BYTES else [tag for tag in tags if tag.startswith(prefix)]:
@@ -272,7 +272,7 @@ class MasterMap(BlockMap):
         return keys
 
     def _sweep_prefixes(self, max_keys: int) -> None:
-        """About as much work as taking out so many keys."""
+        """Do about as much work as taking out so many keys."""
         left = max_keys
         while self._sweeps and left > 0:
             sweep = self._sweeps[0]
@@ -349,7 +349,7 @@ class MasterMap(BlockMap):
 
 
 def _beginning(log: bytes, prefix: bytes) -> NDArray[np.uint8]:
-    """[n, 16]: keys of a log that begin with `prefix`, also some that its store no longer holds, and some twice."""
+    """The keys of a log that begin with `prefix`, [n, 16], also some that its store no longer holds, and some twice."""
     words = np.frombuffer(log, np.uint8).reshape(-1, KEY_BYTES)
     for at, byte in enumerate(prefix):
         words = words[words[:, at] == byte]
@@ -357,7 +357,7 @@ def _beginning(log: bytes, prefix: bytes) -> NDArray[np.uint8]:
 
 
 def _tally(packed: bytes) -> dict[bytes, int]:
-    """Keys of each tag. Keys of one batch mostly have one tag: that costs next to nothing."""
+    """How many keys each tag has. Keys of one batch mostly have one tag: that costs next to nothing."""
     count = len(packed) // KEY_BYTES
     if not count:
         return {}
@@ -370,8 +370,8 @@ READ_KEYS = 8192  # of a store that is told to a watcher, in one turn of the loo
 
 
 class BlockDirectory:
-    """The map, and what of it goes on to watchers. No call costs more than the keys of one announcement; what a
-    dropped store leaves behind is cleared by `sweep`."""
+    """The map, and what of it goes on to watchers. No call costs more than the keys of one announcement; what a dropped
+    store leaves behind is cleared by `sweep`."""
 
     def __init__(self, *, max_store_blocks: int) -> None:
         self.map = MasterMap()
@@ -382,7 +382,7 @@ class BlockDirectory:
 
     @property
     def stores(self) -> int:
-        """How many announce, each tier for itself."""
+        """How many stores announce, each tier for itself."""
         return self.map.store_count
 
     def bounded(self, said: Announcement) -> Announcement:
@@ -400,7 +400,7 @@ class BlockDirectory:
         return replace(said, sealed=said.sealed[:room], removed=said.removed + said.sealed[room:])
 
     def apply(self, said: Announcement) -> tuple[Verdict, Sequence[Announcement]]:
-        """What became of it, and what watchers are to be told."""
+        """Apply an announcement: what became of it, and what watchers are to be told."""
         verdict = self.map.apply(said)
         self._tiered = self._tiered or MARK in said.store_id
         gathered = self._parts.get(said.store_id)
@@ -433,7 +433,7 @@ class BlockDirectory:
         return {name: seq for name in store_names(store_id) if (seq := self.map.seq(name))}
 
     def drop(self, store_id: str) -> None:
-        """A life has ended: its blocks are in no answer from now on, in whichever tier."""
+        """Drop a store whose life has ended: its blocks are in no answer from now on, in whichever tier."""
         for name in store_names(store_id):
             self._parts.pop(name, None)
             self.map.drop(name)

@@ -44,7 +44,7 @@ class Change(Enum):
 
 @dataclass(frozen=True)
 class Join:
-    """`removed_seq`: the last tombstone that this node, whatever its life, has applied."""
+    """A life begins. `removed_seq` is the last tombstone that this node, whatever its life, has applied."""
 
     member: Member
     removed_seq: int = 0
@@ -138,7 +138,7 @@ MAX_PARTS = 4096
 
 
 def check_member(who: Member) -> InvalidRequest | None:
-    """What is wrong with an introduction."""
+    """What is wrong with an introduction; None: nothing."""
     texts = {
         "member.instance.instance_id": who.instance_id,
         "member.instance.address": who.address,
@@ -165,7 +165,7 @@ def check_member(who: Member) -> InvalidRequest | None:
 
 
 def check_announcement(said: Announcement) -> InvalidRequest | None:
-    """What is wrong with an announcement, whoever sent it; its `store_id` is the name of a tier."""
+    """What is wrong with an announcement, whoever sent it; None: nothing. Its `store_id` is the name of a tier."""
     store_id, _ = split_name(said.store_id)
     if not store_id or len(store_id) > MAX_TEXT:
         return InvalidRequest.of("announcement.store_id", store_id, f"must have 1 to {MAX_TEXT} characters")

@@ -28,12 +28,12 @@ Kept = dict[str, dict[bytes, bytes]]  # by kind; every kind is there
 
 
 def nothing() -> Kept:
-    """Of every kind."""
+    """No record of any kind."""
     return {kind: {} for kind in KINDS}
 
 
 class Durable(Protocol):
-    """Where it is kept. Every call ends within the store's own deadline."""
+    """Where records are kept. Every call ends within a deadline of the store's own."""
 
     async def load(self) -> Kept:
         """All that is kept. Raises Unavailable."""
@@ -52,23 +52,20 @@ def check_term(term: int, written: int) -> None:
 
 
 class MemoryDurable:
-    """As long as the process lives."""
+    """Keeps records as long as the process lives."""
 
     def __init__(self) -> None:
         self._kept = nothing()
         self._term = 0
 
     async def load(self) -> Kept:
-        """See Durable."""
         return {kind: dict(items) for kind, items in self._kept.items()}
 
     async def put(self, kind: str, items: Mapping[bytes, bytes], term: int) -> None:
-        """See Durable."""
         self._fence(term)
         self._kept[kind].update(items)
 
     async def delete(self, kind: str, keys: Collection[bytes], term: int) -> None:
-        """See Durable."""
         self._fence(term)
         for key in keys:
             self._kept[kind].pop(key, None)
@@ -100,14 +97,13 @@ return 0
 
 
 class RedisDurable:
-    """In Redis, for the next leader. Every call has a deadline."""
+    """Keeps records in Redis, for the next leader. Every call has a deadline."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
         self._write = redis.client.register_script(_WRITE)
 
     async def load(self) -> Kept:
-        """See Durable."""
         return {kind: await self._load(kind) for kind in KINDS}
 
     async def _load(self, kind: str) -> dict[bytes, bytes]:
@@ -121,11 +117,9 @@ class RedisDurable:
                 return found
 
     async def put(self, kind: str, items: Mapping[bytes, bytes], term: int) -> None:
-        """See Durable."""
         await self._change(kind, "HSET", [part for item in items.items() for part in item], term)
 
     async def delete(self, kind: str, keys: Collection[bytes], term: int) -> None:
-        """See Durable."""
         await self._change(kind, "HDEL", list(keys), term)
 
     async def _change(self, kind: str, how: str, parts: list[bytes], term: int) -> None:
@@ -143,8 +137,9 @@ FILE_WRITE_S = 5.0
 
 
 class StateFile:
-    """In a file of the only master (`--state-path`): SQLite, one transaction a change. `path` is made when it is not
-    there; its folder must be. One process at a time. ConfigError names state_path: it cannot be used. `close` it."""
+    """Keeps records in a file of the only master (`--state-path`): SQLite, one transaction a change. The file `path` is
+    made when it is not there; its folder must be. One process uses it at a time; `close` it. Raises ConfigError naming
+    state_path when it cannot be used."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -185,7 +180,8 @@ class StateFile:
         return ConfigError(f"state_path={self._path!r}: {error}", field="state_path")
 
     def begin(self, term: int) -> Kept:
-        """All that is kept. From now on under `term`, which must be above `self.term`. Blocks. ConfigError."""
+        """All that is kept; from now on records are written under `term`, which must be above `self.term`. It blocks.
+        Raises ConfigError."""
         kept = nothing()
         try:
             self._change(term, "", ())
@@ -197,22 +193,19 @@ class StateFile:
         return kept
 
     async def load(self) -> Kept:
-        """See Durable."""
         kept: Kept = await self._within(lambda: self.begin(self.term))
         return kept
 
     async def put(self, kind: str, items: Mapping[bytes, bytes], term: int) -> None:
-        """See Durable."""
         sql = "INSERT OR REPLACE INTO kept VALUES (?, ?, ?)"
         await self._within(lambda: self._change(term, sql, [(kind, key, value) for key, value in items.items()]))
 
     async def delete(self, kind: str, keys: Collection[bytes], term: int) -> None:
-        """See Durable."""
         sql = "DELETE FROM kept WHERE kind = ? AND key = ?"
         await self._within(lambda: self._change(term, sql, [(kind, key) for key in keys]))
 
     def _change(self, term: int, sql: str, rows: Iterable[tuple[Any, ...]]) -> None:
-        """All or nothing. On the thread, or before it has begun."""
+        """Carry out all of a change or nothing, on the thread, or before it has begun."""
         check_term(term, self.term)
         db = self._db
         db.execute("BEGIN IMMEDIATE")
@@ -230,7 +223,7 @@ class StateFile:
         self.term = term
 
     async def _within(self, work: Callable[[], Any]) -> Any:
-        """Raises Unavailable."""
+        """The result of `work`, on the thread. Raises Unavailable when it fails or takes longer than FILE_WRITE_S."""
         try:
             async with asyncio.timeout(FILE_WRITE_S):
                 return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -240,7 +233,7 @@ class StateFile:
             raise Unavailable(f"state_path={self._path!r}: {error}") from None
 
     async def close(self) -> None:
-        """Once; what is being written is waited for, within FILE_WRITE_S."""
+        """Close the file, once; what is being written is waited for, within FILE_WRITE_S."""
         try:
             async with asyncio.timeout(FILE_WRITE_S):
                 await asyncio.get_running_loop().run_in_executor(self._thread, self._db.close)

@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 
 
 class LeaderSession:
-    """`may_lead` is asked in the turn in which something is answered, published or ordered; `kept`: see `durable`."""
+    """One continuous time as leader. `may_lead` is asked in the turn in which something is answered, published or
+    ordered; `kept` is what earlier leaders kept (see `durable`)."""
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class LeaderSession:
 
     @property
     def term(self) -> int:
-        """Of what it answers and orders."""
+        """The term of what it answers and orders."""
         return self.state.policy.term
 
     def leads(self) -> bool:
@@ -94,7 +95,7 @@ class LeaderSession:
         return not self._ended and self._may_lead()
 
     def begin(self) -> None:
-        """From now on members find it. On the event loop; making a session may be left to a thread."""
+        """From now on members find it. It is called on the event loop; making a session may be left to a thread."""
         self._began_at = self._clock()
 
     def young(self) -> bool:
@@ -108,12 +109,12 @@ class LeaderSession:
         self.state.policy.term = term
 
     def end(self) -> None:
-        """Nothing is answered, published or ordered from now on. `close` is to follow."""
+        """From now on nothing is answered, published or ordered. `close` is to follow."""
         self._ended = True
         self.watchers.close()
 
     def tick(self) -> None:
-        """Leases run out; gauges are set."""
+        """Let leases run out and set gauges."""
         self.servicer.tick()
         roles = Counter(member.role for member in self.state.members)
         for role in Role:
@@ -148,7 +149,7 @@ class LeaderGuard:
     def __init__(
         self, leadership: Leadership, session: Callable[[], LeaderSession | None], address: Callable[[], str]
     ) -> None:
-        """`session`: None while this master does not lead, or has only just begun to."""
+        """`session()` is None while this master does not lead, or has only just begun to."""
         self._leadership = leadership
         self._session = session
         self._address = address
@@ -181,7 +182,7 @@ class LeaderGuard:
         return call
 
     async def GetStatus(self, request: pb.GetStoreStatusRequest, context: Any) -> pb.GetStoreStatusResponse:  # noqa: N802
-        """Of every master; one that does not lead knows no blocks."""
+        """The status of every master; one that does not lead knows no blocks."""
         session = self._session() if self._leadership.leads() else None
         if session is None:
             return pb.GetStoreStatusResponse(term=self._leadership.term, leader=self._leadership.leader)
@@ -193,7 +194,7 @@ class LeaderGuard:
         return answer
 
     def _listen(self, request: Any, stranger: bool) -> None:
-        """A term that a member has heard of. Only who has just been answered as a member is listened to."""
+        """Hear a term that a member has heard of. Only one that has just been answered as a member is listened to."""
         if request.term and not self._leadership.hear(request.term, stranger=stranger, who=_speaker(request)):
             names.STORE_TERMS_REFUSED.inc()
 

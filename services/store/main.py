@@ -38,10 +38,10 @@ async def run(config: StoreConfig, stop: asyncio.Event, started: Callable[[dict[
 
 
 class Master(runner.ServiceRunner):
-    """One life of the store master in this process: it leads, or stands by. `session`: while it leads."""
+    """One life of the store master in this process: it leads, or stands by. `session` is there while it leads."""
 
     def __init__(self, config: StoreConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        """Without Redis it leads at once. Raises ConfigError: a setting of Redis is wrong, or the state file is."""
+        """Without Redis it leads at once. Raises ConfigError when a setting of Redis is wrong, or the state file is."""
         super().__init__("store", tick_s=min(TICK_S, config.heartbeat_interval_ms / 1000))
         self._config = config
         self._clock = clock
@@ -71,13 +71,13 @@ class Master(runner.ServiceRunner):
         return self._config.advertise or (self._server.address if self._server else "")
 
     def add_to(self, server: Server) -> None:
-        """StoreMaster on `server`."""
+        """Serve StoreMaster on `server`."""
         self._server = server
         pb_grpc.add_StoreMasterServicer_to_server(cast(Any, self._servicer), server.grpc)
         server.serves(SERVICE)
 
     def door(self) -> ControlFastPath:
-        """For what members say most often, and what readers ask of every block."""
+        """The fast path for what members say most often, and for what readers ask of every block."""
         service = pb.DESCRIPTOR.services_by_name["StoreMaster"]
         methods = ("Announce", "Beat", "Find", "Resolve")
         config = self._config
@@ -98,13 +98,13 @@ class Master(runner.ServiceRunner):
             self.leadership.start(RedisLease(self._redis, self.address, self._config.leader_lease_ms))
 
     def tick(self) -> None:
-        """Time passes for who leads."""
+        """Let time pass for whoever leads."""
         if self.leadership.leads() and self.session is not None:
             with contextlib.suppress(NotLeader):  # since just now
                 self.session.tick()
 
     async def close(self) -> None:
-        """Watchers hear that this is the end, others may lead at once."""
+        """End: watchers hear so, others may lead at once."""
         await self.leadership.close()
         for task in self._tasks:
             task.cancel()
@@ -127,8 +127,8 @@ class Master(runner.ServiceRunner):
             self._spawn(self._take_over(self._leaderships), "take over")
 
     async def _take_over(self, number: int) -> None:
-        """What earlier leaders kept comes first: without it quotas and removals would be forgotten. The term may rise
-        meanwhile."""
+        """Begin to lead with what earlier leaders kept: without it quotas and removals would be forgotten. The term may
+        rise meanwhile."""
         while self.leadership.leads() and self._leaderships == number:
             try:
                 kept = await self._durable.load()
@@ -145,7 +145,8 @@ class Master(runner.ServiceRunner):
             return
 
     async def _settled(self, kept: Kept) -> StoreConfig:
-        """What this session goes by; written down for later ones as far as Redis takes it now."""
+        """The configuration that this session goes by; it is written down for later ones as far as Redis takes it
+        now."""
         found = settled(self._config, kept[CONFIG])
         for note in found.notes:
             log.warning("%s", note)

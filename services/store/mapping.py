@@ -26,7 +26,7 @@ _CHANGES_OUT = {
 
 
 def packed_keys(field: str, packed: bytes, max_keys: int = MAX_KEYS) -> tuple[bytes, ...]:
-    """Keys one by one. Raises InvalidRequest: no whole number of keys, or more than `max_keys`."""
+    """Keys one by one. Raises InvalidRequest when they are no whole number of keys, or more than `max_keys`."""
     if len(packed) % keys.KEY_BYTES:
         why = f"{len(packed)} bytes are no whole number of keys of {keys.KEY_BYTES} bytes"
         raise InvalidRequest.of(field, packed[:24], why)
@@ -37,7 +37,7 @@ def packed_keys(field: str, packed: bytes, max_keys: int = MAX_KEYS) -> tuple[by
 
 
 def member_in(member: pb.Member) -> Member:
-    """The brain checks the rest."""
+    """The member that a message tells of; the machine checks the rest."""
     role = _ROLES.get(member.role)
     if role is None:
         raise InvalidRequest.of("member.role", member.role, "must be prefill, decode, both or pool")
@@ -53,12 +53,13 @@ def member_out(member: Member) -> pb.Member:
 
 
 def ref_out(member: Member) -> pb_common.InstanceRef:
-    """Who and where."""
+    """Who a member is, and where."""
     return pb_common.InstanceRef(instance_id=member.instance_id, address=member.address, incarnation=member.incarnation)
 
 
 def usage_in(usage: pb.StoreUsage) -> pb.StoreUsage:
-    """No more is free than there is, whatever the member says; tiers that have no name here are left out."""
+    """A member's usage as it is kept: no more is free than there is, whatever the member says; tiers that have no name
+    here are left out."""
     read = pb.StoreUsage()
     read.CopyFrom(usage)
     read.free_bytes = min(usage.free_bytes, usage.capacity_bytes)
@@ -68,8 +69,8 @@ def usage_in(usage: pb.StoreUsage) -> pb.StoreUsage:
 
 
 def announcement_in(said: pb.Announcement) -> Announcement:
-    """Under the name of its tier. Raises InvalidRequest: no such tier, or an id that looks like such a name; the brain
-    checks the rest."""
+    """An announcement under the name of its tier. Raises InvalidRequest for a tier that does not exist, or an id that
+    looks like such a name; the machine checks the rest."""
     tier = tier_of(said.tier)
     if tier is None:
         raise InvalidRequest.of("announcement.tier", said.tier, f"must be 0 (DRAM) or one of {_TIERS}")

@@ -38,7 +38,8 @@ MAX_CHANNELS = 256  # kept open
 
 @dataclass
 class RemovalOutcome:
-    """Store ids that have acknowledged and those that could not be asked; blocks that were there."""
+    """What a removal did: the store ids that have acknowledged and those that could not be asked, and how many blocks
+    were there."""
 
     acknowledged: list[str] = field(default_factory=list)
     pending: list[str] = field(default_factory=list)

@@ -33,8 +33,8 @@ FIND_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class FoundPaths:
-    """The fast paths of the life that answers at an address now, the best first. `methods`: those that can be called
-    there; None: all of them."""
+    """The fast paths to the process that answers at an address now, the best first. `methods` are those that can be
+    called there; None: all of them."""
 
     life: int
     ways: tuple[Way, ...]
@@ -42,9 +42,9 @@ class FoundPaths:
 
 
 class FastCaller:
-    """Of one address. The first calls go over `channel` (which its owner closes), while a fast path is looked for in
-    the background; later ones too whenever none is open. `find` asks, over gRPC, where the fast paths are; it raises
-    KvmeshError. On one event loop; `close` it."""
+    """Calls one service at one address over the fast path, else over gRPC. The first calls go over `channel` (which its
+    owner closes), while a fast path is looked for in the background; later ones too whenever none is open. `find` asks,
+    over gRPC, where the fast paths are; it raises KvmeshError. It lives on one event loop; `close` it."""
 
     def __init__(
         self, channel: grpc.aio.Channel, service: ServiceDescriptor, find: Callable[[FastCaller], Awaitable[FoundPaths]]
@@ -66,7 +66,8 @@ class FastCaller:
         return self._fast_path is not None and self._fast_path.usable
 
     async def call(self, name: str, request: Message, timeout_s: float) -> Any:
-        """The answer. Raises KvmeshError: the service's own, Unavailable or DeadlinePassed; whichever way it went."""
+        """The answer, whichever way the call went. Raises KvmeshError: the service's own, Unavailable or
+        DeadlinePassed."""
         door = self._fast_path
         if door is None or not door.usable:
             self.seek()
@@ -82,7 +83,7 @@ class FastCaller:
             raise InternalError(f"{name}: an answer that cannot be read: {error}") from None
 
     async def over_grpc(self, name: str, request: Message, timeout_s: float) -> Any:
-        """As `call`, not over the fast path."""
+        """The answer, as of `call`, of a call that goes over gRPC."""
         stub = self._stubs.get(name)
         if stub is None:
             method = self._methods[name]
@@ -97,7 +98,7 @@ class FastCaller:
             raise status.from_rpc_error(error) from None
 
     async def close(self) -> None:
-        """Calls that wait at a fast path hear Unavailable. Idempotent."""
+        """Close the fast path; calls that wait at it raise Unavailable. Idempotent."""
         self._closed = True
         if self._seeking is not None:
             self._seeking.cancel()
@@ -137,7 +138,7 @@ class FastCaller:
 
 
 def control_calls(address: str, channel: grpc.aio.Channel, service: ServiceDescriptor) -> FastCaller:
-    """Of the control service whose gRPC is at `address`, HOST:PORT."""
+    """A FastCaller of the control service whose gRPC is at `address`, HOST:PORT."""
 
     async def find(caller: FastCaller) -> FoundPaths:
         request = pb.FindDoorRequest(service=service.full_name)

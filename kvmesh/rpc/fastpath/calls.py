@@ -19,7 +19,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """`wire`: its name in frames; `path`: over gRPC."""
+    """One unary method. `wire` is its name in frames, `path` the one over gRPC."""
 
     name: str
     wire: bytes
@@ -30,7 +30,7 @@ class Method:
 
 @cache
 def unary(service: ServiceDescriptor) -> dict[str, Method]:
-    """By name."""
+    """The unary methods of a service by name."""
     return {
         one.name: Method(
             one.name,
@@ -55,7 +55,7 @@ class ServedMethod:
 def served(
     service: ServiceDescriptor, servicer: object, only: Collection[str] | None = None
 ) -> dict[bytes, ServedMethod]:
-    """All of a servicer's, or `only` these of them, by their names in frames. KeyError: one that it has not."""
+    """The methods of a servicer, all or `only` these, by their names in frames. Raises KeyError when it lacks one."""
     methods = unary(service)
     chosen = methods.values() if only is None else [methods[name] for name in only]
     return {one.wire: ServedMethod(one, getattr(servicer, one.name)) for one in chosen}
@@ -65,8 +65,8 @@ MIN_S = 0.001  # what is due a moment from now is not looked for in every turn
 
 
 class Sweep:
-    """Armed for the earliest deadline that it was told of: calls that end in time cost it nothing. `due(now)` ends what
-    is over and returns the next deadline, inf: none. Monotonic seconds."""
+    """A timer that is armed for the earliest deadline that it was told of: calls that end in time cost it nothing.
+    `due(now)` ends what is over and returns the next deadline, inf when there is none. Times are monotonic seconds."""
 
     def __init__(self, due: Callable[[float], float]) -> None:
         self._due = due

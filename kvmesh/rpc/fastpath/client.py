@@ -42,7 +42,7 @@ class _Pending:
 
 
 class FastChannel(asyncio.Protocol):
-    """Made by `dial`. On one event loop; `close` it."""
+    """One connection over a fast path. It is made by `dial` and lives on one event loop; `close` it."""
 
     def __init__(self, life: int) -> None:
         self.answered = False  # it has kept its promise once
@@ -87,7 +87,7 @@ class FastChannel(asyncio.Protocol):
             raise
 
     def close(self, why: str = "the door was closed here") -> None:
-        """What waits hears Unavailable. Idempotent."""
+        """Close the connection; calls that wait raise Unavailable. Idempotent."""
         transport, self._transport = self._transport, None
         self._open = False
         if transport is not None:
@@ -146,7 +146,7 @@ class FastChannel(asyncio.Protocol):
             pending.answer.set_exception(_error(frame.body))
 
     def _drop(self, call: int) -> None:
-        """Nobody waits for it any more."""
+        """Forget a call for which nobody waits any more, and tell the server so."""
         if self._pending.pop(call, None) is not None and self._transport is not None:
             self._transport.write(frames.encode(frames.CANCEL, call))
 
@@ -165,12 +165,13 @@ class FastChannel(asyncio.Protocol):
 
 
 def _error(body: bytes) -> KvmeshError:
-    """DecodeError: that is none."""
+    """The error that an ERROR frame carries. Raises DecodeError when it carries none."""
     return status.from_detail(common_pb2.ErrorDetail.FromString(body))
 
 
 async def dial(ways: Sequence[Way], life: int, timeout_s: float) -> FastChannel:
-    """Through the first of these that leads to that life within the time, each. Unavailable: none does."""
+    """A connection by the first of these ways that leads to that life, each within the time. Raises Unavailable when
+    none does."""
     why = "there is none"
     for way in ways:
         door = FastChannel(life)

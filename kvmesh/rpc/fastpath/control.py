@@ -28,8 +28,9 @@ CONNECTIONS = 4096  # one or two of each instance
 
 
 class ControlFastPath(pb_grpc.DoorsServicer):
-    """Of one servicer, for some of its unary methods: those that do not wait, or wait without `asyncio.timeout`.
-    `port` 0: any free one, -1: none. `counter` counts calls by `method`; those in `queued` take turns in `queue`."""
+    """The fast path of one servicer, for some of its unary methods: those that do not wait, or wait without
+    `asyncio.timeout` before they have waited once. `port` 0 is any free one, -1 none. `counter` counts calls by
+    `method`; those in `queued` take turns in `queue`."""
 
     def __init__(
         self,
@@ -54,14 +55,14 @@ class ControlFastPath(pb_grpc.DoorsServicer):
         self._told = pb.FindDoorResponse(life=life, methods=sorted(methods))
 
     def add_to(self, server: Server) -> None:
-        """Where it is asked for."""
+        """Serve FindDoor on `server`, where callers ask for the port."""
         pb_grpc.add_DoorsServicer_to_server(self, server.grpc)
         server.serves(pb.DESCRIPTOR.services_by_name["Doors"].full_name)
 
     async def open(self, host: str) -> None:
-        """ConfigError: door_port is in use.
+        """Listen. Raises ConfigError when door_port is in use.
 
-        Where TLS is configured there is none: nothing that gRPC would hide goes by it in the clear."""
+        Where TLS is configured there is no fast path: nothing that gRPC would hide goes by it in the clear."""
         if self._port < 0 or security.current().server_credentials() is not None:
             return
         try:
@@ -72,16 +73,16 @@ class ControlFastPath(pb_grpc.DoorsServicer):
             log.warning("no door for heartbeats: they come over gRPC", exc_info=True)
 
     async def FindDoor(self, request: pb.FindDoorRequest, context: Any) -> pb.FindDoorResponse:  # noqa: N802
-        """Raises InvalidRequest."""
+        """Where the fast path is. Raises InvalidRequest when another service is asked for."""
         if request.service != self._service.full_name:
             raise InvalidRequest.of("service", request.service, f"{self._service.full_name} stands here")
         return self._told
 
     def __len__(self) -> int:
-        """Connections."""
+        """How many connections are open."""
         return len(self._server)
 
     async def close(self) -> None:
-        """Bounded. Idempotent."""
+        """Stop listening and end all connections; bounded and idempotent."""
         self._told.port = 0
         await self._server.close()

@@ -52,7 +52,7 @@ class FastPathLimits:
 
 
 class FastContext:
-    """What a servicer may ask of a call. `arrived`: monotonic seconds; its bytes came at that time or later."""
+    """What a servicer may ask of a call. Its bytes came at `arrived` (monotonic seconds) or later."""
 
     __slots__ = ("_deadline", "arrived")
 
@@ -70,9 +70,9 @@ class FastContext:
 
 
 class FastServer:
-    """All fast paths of one life to one servicer. `life`: what callers must mean when they come; `methods`: that can
-    be called, by default all; those in `queued` take their turns in `queue`, the others are carried out as soon as
-    their bytes are read. On the event loop."""
+    """Serves one servicer over all fast paths of one life. `life` is what callers must mean when they come. `methods`
+    can be called, by default all; those in `queued` take their turns in `queue`, the others are carried out as soon as
+    their bytes are read. It lives on one event loop."""
 
     def __init__(
         self,
@@ -103,8 +103,8 @@ class FastServer:
         self._unread: set[_Accepted] = set()  # who does not read its answers
 
     async def listen_unix(self) -> str:
-        """A name in the abstract namespace, "@...": found in this network namespace alone, and by this user. OSError:
-        there are no such sockets here."""
+        """Listen at a name in the abstract namespace, "@...", which is returned: it is found in this network namespace
+        alone, and by this user. Raises OSError where there are no such sockets."""
         name = f"@kvmesh-door-{os.getpid()}-{secrets.token_hex(8)}"
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -117,7 +117,7 @@ class FastServer:
         return name
 
     async def listen_tcp(self, host: str, port: int, key: str) -> int:
-        """The port, 0: any free one. ConfigError naming `key` when it cannot be had."""
+        """Listen at `port`, 0 for any free one; the port. Raises ConfigError naming `key` when it cannot be had."""
         check_port(host, port, key)
         try:
             server = await asyncio.get_running_loop().create_server(self._accept, sock=_bound(host, port))
@@ -128,7 +128,7 @@ class FastServer:
         return found
 
     async def close(self) -> None:
-        """Connections break, what is under way is cancelled and has ended; bounded. Idempotent."""
+        """Break all connections and cancel what is under way, which has ended then; bounded and idempotent."""
         listening, self._listening = self._listening, []
         for server in listening:
             server.close()
@@ -141,20 +141,21 @@ class FastServer:
                 await asyncio.wait_for(server.wait_closed(), CLOSE_S)
 
     def __len__(self) -> int:
-        """Connections."""
+        """How many connections there are."""
         return len(self._accepted) + len(self._strangers)
 
     def _accept(self) -> _Accepted:
         return _Accepted(self)
 
     def came(self, accepted: _Accepted) -> None:
-        """It has not greeted. The oldest such makes room."""
+        """Note a connection that has not greeted. When there are too many such, the oldest makes room."""
         self._strangers[accepted] = None
         if len(self._strangers) > MAX_STRANGERS:
             next(iter(self._strangers)).end("others came, and it has not greeted")
 
     def admits(self, accepted: _Accepted) -> bool:
-        """It has greeted. When there are too many, the one that was idle longest makes room; False: none is idle."""
+        """Whether there is room for a connection that has greeted. When there are too many, the one that was idle
+        longest makes room; False when none is idle."""
         self._strangers.pop(accepted, None)
         if len(self._accepted) >= self.connections:
             idle = next((one for one in self._accepted if one.idle), None)
@@ -165,7 +166,7 @@ class FastServer:
         return True
 
     def mark_active(self, accepted: _Accepted) -> None:
-        """It has said something."""
+        """Note that a connection has said something."""
         if accepted in self._accepted:
             self._accepted.move_to_end(accepted)
 
@@ -176,8 +177,8 @@ class FastServer:
         self._unread.discard(accepted)
 
     def hold(self, accepted: _Accepted, more: int, *, unfinished: bool, begun: bool) -> None:
-        """A connection holds so many bytes more of a frame. `begun`: of another one than before. While all hold too
-        much, whoever has been at one frame longest is ended."""
+        """Count `more` bytes that a connection holds of a frame; `begun` when it is another frame than before. While
+        all hold too much, the connection that has been at one frame longest is ended."""
         self.held_bytes += more
         if begun or not unfinished:
             self._unfinished.pop(accepted, None)
@@ -187,15 +188,15 @@ class FastServer:
             next(iter(self._unfinished)).end("a frame is not finished, and others need its room")
 
     def has_room(self, nbytes: int) -> bool:
-        """For a call of that size."""
+        """Whether a call of that size may begin."""
         return self.call_bytes + nbytes <= self.limits.memory_bytes
 
     def release(self, nbytes: int) -> None:
-        """A call that held so much is over."""
+        """Count a call that held so much as over."""
         self.call_bytes -= nbytes
 
     def unread(self, accepted: _Accepted, *, waits: bool) -> None:
-        """Whether answers wait for a caller that does not read."""
+        """Note whether answers wait for a caller that does not read."""
         if waits:
             self._unread.add(accepted)
         else:
@@ -266,7 +267,7 @@ class _Accepted(asyncio.Protocol):
         self._server.mark_active(self)
 
     def _count(self, now: float, *, begun: bool) -> None:
-        """What is kept of a frame that is not complete. `begun`: it is another one than before."""
+        """Count what is kept of a frame that is not complete; `begun` when it is another one than before."""
         held = self._reader.held
         if not held and not self._held:
             return
@@ -296,7 +297,8 @@ class _Accepted(asyncio.Protocol):
         self.end("")
 
     def end(self, why: str) -> None:
-        """It breaks, and what is under way is cancelled. `why`: for the log, "": nothing is wrong. Idempotent."""
+        """Break the connection and cancel what is under way. `why` goes to the log; "" when nothing is wrong.
+        Idempotent."""
         transport, self._transport = self._transport, None
         if transport is not None:
             if why:
@@ -397,7 +399,7 @@ class _Accepted(asyncio.Protocol):
         self._server.release(nbytes)
 
     async def _run(self, method: ServedMethod, call: int, body: bytes, context: FastContext) -> None:
-        """Raises CancelledError alone."""
+        """Carry out a call and send what became of it. Raises CancelledError alone."""
         try:
             answer = await method.behave(method.method.request.FromString(body), context)
             told = answer.SerializeToString()
@@ -450,13 +452,13 @@ class _Accepted(asyncio.Protocol):
 
 
 def _descriptors() -> int:
-    """How many this process may have."""
+    """How many descriptors this process may have."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return 1 << 20 if soft == resource.RLIM_INFINITY else soft
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """Where the first address of `host` says; all of them for "::". OSError."""
+    """A socket bound where the first address of `host` says, to all addresses for "::". Raises OSError."""
     infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, _, _, _, address = infos[0]
     both = family == socket.AF_INET6 and address[0] == "::" and socket.has_dualstack_ipv6()
@@ -464,7 +466,7 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 def _same_user(transport: asyncio.Transport) -> bool:
-    """Always over TCP, as for gRPC."""
+    """Whether the caller runs as this process's user. Over TCP nobody knows, and all are taken, as by gRPC."""
     sock = transport.get_extra_info("socket")
     if sock is None or sock.family != socket.AF_UNIX:
         return True
@@ -501,7 +503,7 @@ def start_call(work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
 
 
 def cancel_call(task: asyncio.Task[None]) -> None:
-    """In the next turn: a task that is cancelled before its first step would never tell its coroutine."""
+    """Cancel the task in the next turn: one that is cancelled before its first step would never tell its coroutine."""
     asyncio.get_running_loop().call_soon(task.cancel)
 
 
@@ -511,7 +513,7 @@ async def _rest(work: Coroutine[Any, Any, None], waits_for: Any) -> None:
 
 @coroutine
 def _driven(work: Coroutine[Any, Any, None], waits_for: Any) -> Generator[Any, Any, None]:
-    """Hands on what `work` waits for, and what it is told. Its first step yields: it must be reached, see
+    """Hand on what `work` waits for, and what it is sent. The first step yields: it must be reached, see
     `cancel_call`."""
     while True:
         try:

@@ -18,7 +18,8 @@ MAX_PULLS = 4  # under way at one receiver
 
 @dataclass(slots=True)
 class MemberNode:
-    """One life. `pledged`: bytes of pulls under way, `pulls`: how many; `avoid_until`: it failed lately."""
+    """One life as policies see it. `pledged` are bytes of pulls under way, `pulls` how many; `avoid_until`: it failed
+    lately."""
 
     member: Member
     usage: StoreUsage | None = None
@@ -33,7 +34,7 @@ class MemberNode:
 
     @property
     def mean_block_bytes(self) -> int:
-        """Of what it holds; 0: nobody knows."""
+        """The mean size of the blocks that it holds; 0 when nobody knows."""
         if self.usage is None or not self.usage.blocks:
             return 0
         return (self.usage.capacity_bytes - self.usage.free_bytes) // self.usage.blocks
@@ -55,22 +56,23 @@ class Nodes:
         return instance_id in self._nodes
 
     def get(self, instance_id: str) -> MemberNode | None:
-        """None: it is no member."""
+        """The node of that name; None when it is no member."""
         return self._nodes.get(instance_id)
 
     def joined(self, member: Member, draining: bool) -> None:
-        """A life begins; the same life may join again."""
+        """Take a life that begins; the same life may join again."""
         known = self._nodes.get(member.instance_id)
         if known is None or known.member != member:
             self._nodes[member.instance_id] = MemberNode(member, draining=draining)
 
     def ended(self, instance_id: str) -> None:
-        """A life has ended."""
+        """Forget a life that has ended."""
         self._nodes.pop(instance_id, None)
 
     def receiver(self, without: Collection[str], now: float, rng: random.Random) -> MemberNode | None:
-        """A pool node to take a copy: the one with more room of two, so that an empty one does not draw everything.
-        Another machine than those in `without` (instance ids) are on, when there is one; never one of them."""
+        """A pool node to take a copy: the one with more room of two drawn by lot, so that an empty one does not draw
+        everything. It is on another machine than those in `without` (instance ids), when there is one; never one of
+        them."""
         able = [
             node
             for node in self._nodes.values()
@@ -139,7 +141,8 @@ Then = Callable[[frozenset[bytes], bool, float], None]
 
 @dataclass(frozen=True)
 class Order:
-    """To be told `then(done, answered, now)`: the keys for which it was done, and whether the node answered at all."""
+    """Work for a node. `then(done, answered, now)` is to be called with the keys for which it was done, and whether the
+    node answered at all."""
 
     work: Work
     then: Then
@@ -149,7 +152,8 @@ class Order:
 
 
 class Copying:
-    """`removed_since(key, seq)`: see Tombstones."""
+    """Begins and ends copies, and keeps the room that they are pledged. `removed_since(key, seq)` is as in
+    Tombstones."""
 
     def __init__(self, nodes: Nodes, settling: PendingChanges, removed_since: Callable[[bytes, int], bool]) -> None:
         self._nodes = nodes
@@ -167,8 +171,8 @@ class Copying:
         *,
         pins: bool = False,
     ) -> PullOrder | None:
-        """A pool node that is none of `sources` pulls the first MAX_KEYS of `keys` from them. None: nobody has room.
-        `after`: the last tombstone. `pins`: see Pull."""
+        """Have a pool node that is none of `sources` pull the first MAX_KEYS of `keys` from them; None when nobody has
+        room. `after` is the last tombstone; `pins` is as in PullOrder."""
         receiver = self._nodes.receiver(sources, now, rng)
         holders = [node for name in sources if (node := self._nodes.get(name)) is not None]
         if receiver is None or not holders:
@@ -181,7 +185,8 @@ class Copying:
         return PullOrder(receiver.member, tuple(node.member for node in holders), some, nbytes, after, pins)
 
     def ended(self, work: PullOrder, done: frozenset[bytes], answered: bool, now: float) -> None:
-        """`done`: those that are there now. A receiver that did not answer gets nothing for a while."""
+        """Note that a copy has ended. `done` are the keys that are there now. A receiver that did not answer gets
+        nothing for a while."""
         node = self._nodes.get(work.receiver.instance_id)
         if node is None or node.member != work.receiver:
             return
@@ -194,10 +199,10 @@ class Copying:
             self._discards.append(DiscardOrder(work.receiver, gone))
 
     def discards(self) -> list[DiscardOrder]:
-        """Copies of what was removed while they were made: to be removed too."""
+        """Orders to remove copies of what was removed while they were made."""
         found, self._discards = self._discards, []
         return found
 
     def members(self, names: Sequence[str]) -> tuple[Member, ...]:
-        """Those of them that live."""
+        """Those of these nodes that live."""
         return tuple(node.member for name in names if (node := self._nodes.get(name)) is not None)

@@ -10,7 +10,8 @@ MAX_KEYS = 65_536
 
 
 class KeyHeat:
-    """Counts are halved every `window_s`; what is at zero is forgotten. A full book takes no new keys until then."""
+    """Counts questions by key. Counts are halved every `window_s`; what is at zero is forgotten. A full book takes no
+    new keys until then."""
 
     def __init__(self, *, window_s: float, stride: int = STRIDE, max_keys: int = MAX_KEYS) -> None:
         self._window_s = window_s
@@ -24,7 +25,7 @@ class KeyHeat:
         return len(self._counts)
 
     def note(self, keys: Sequence[bytes]) -> list[bytes]:
-        """These were asked for; those that were counted."""
+        """Count that these were asked for; those of them that were in the sample."""
         counted = list(keys[self._rng.randrange(self._stride) :: self._stride])
         counts = self._counts
         for key in counted:
@@ -39,7 +40,7 @@ class KeyHeat:
         return self._counts.get(key, 0) * self._stride
 
     def decay(self, now: float) -> None:
-        """To be called now and then. O(keys) once in a window."""
+        """Halve the counts when a window is over; to be called now and then. O(keys) once in a window."""
         if now < self._decays_at:
             return
         self._decays_at = now + self._window_s

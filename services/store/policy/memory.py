@@ -19,7 +19,7 @@ LOW = 0.9  # there is room again below this share of the limit
 
 
 class MapMemory:
-    """`limit_bytes` 0: none."""
+    """Keeps the map within `limit_bytes`; 0: there is no limit."""
 
     def __init__(self, blocks: MasterMap, heat: KeyHeat, limit_bytes: int) -> None:
         self._map = blocks
@@ -34,15 +34,15 @@ class MapMemory:
         return sum(self._missing.values())
 
     def said(self, said: Announcement) -> None:
-        """To be called before it is applied: what is removed need not be missed any more."""
+        """To be called before an announcement is applied: what is removed need not be missed any more."""
         missing = self._missing.get(said.store_id)
         if missing and said.removed:
             unknown = len(said.removed) - len(self._map.held(said.store_id, b"".join(said.removed)))
             self._missing[said.store_id] = max(1, missing - unknown)
 
     def keep(self, rng: random.Random) -> int:
-        """Leave out as much as is needed, up to MAX_ROUNDS of it: more than an announcement brings. How many replicas
-        that were."""
+        """Leave out as much as is needed, up to MAX_ROUNDS of it, which is more than an announcement brings; how many
+        replicas that were."""
         shed = 0
         for _ in range(MAX_ROUNDS if self.limit_bytes else 0):
             if self._map.bound_bytes <= self.limit_bytes:
@@ -61,7 +61,7 @@ class MapMemory:
         return shed
 
     def ended(self, store_id: str) -> None:
-        """It is no store any more."""
+        """Forget a store that is none any more."""
         self._missing.pop(store_id, None)
 
     def lacks(self, store_id: str) -> bool:
@@ -77,5 +77,5 @@ class MapMemory:
         return bool(missing) and self._map.bound_bytes + needed + gathered < LOW * self.limit_bytes
 
     def began_snapshot(self, store_id: str) -> None:
-        """All of it is said again."""
+        """All of the store is said again: nothing of it is missing."""
         self._missing.pop(store_id, None)

@@ -21,7 +21,7 @@ NO_QUOTAS = {bytes(TAG_BYTES): 0}  # an empty list would say nothing, and leave 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """`blocks` in DRAM, replicas counted; `name` for people."""
+    """How many `blocks` a tag may have in DRAM, replicas counted; `name` is for people."""
 
     tag: bytes
     blocks: int
@@ -29,10 +29,10 @@ class Quota:
 
 
 class Quotas:
-    """All that are set. What is used is counted by the map, O(1) a change."""
+    """All quotas that are set. What is used is counted by the map, O(1) a change."""
 
     def __init__(self, blocks: MasterMap, known: Container[str]) -> None:
-        """`known`: instance ids of which all blocks are known."""
+        """`known` holds the instance ids of which all blocks are known."""
         self._map = blocks
         self._known = known
         self._set: dict[bytes, Quota] = {}
@@ -40,12 +40,12 @@ class Quotas:
         self._lifted: dict[bytes, int] = {}  # tags that have none any more: 0
 
     def load(self, quotas: Iterable[Quota]) -> None:
-        """What an earlier leader left."""
+        """Take what an earlier leader left."""
         for quota in quotas:
             self.set(quota)
 
     def set(self, quota: Quota) -> None:
-        """`blocks` 0: none from now on. Raises Overloaded: there are too many."""
+        """Set a quota; with `blocks` 0 there is none from now on. Raises Overloaded when there are too many."""
         if not quota.blocks:
             if self._set.pop(quota.tag, None) is not None:
                 self._map.unwatch(quota.tag)
@@ -60,7 +60,7 @@ class Quotas:
         self._map.watch(quota.tag)
 
     def all(self) -> list[tuple[Quota, int]]:
-        """Each with the blocks used now."""
+        """Each quota with the blocks used now."""
         return [(quota, self._map.tagged(tag)) for tag, quota in self._set.items()]
 
     def news(self, instance_id: str, members: int, now: float) -> Mapping[bytes, int]:
@@ -78,7 +78,7 @@ class Quotas:
         return new
 
     def ended(self, instance_id: str) -> None:
-        """Its life is over; another has been told nothing."""
+        """Forget what a life was told that is over; another has been told nothing."""
         self._told.pop(instance_id, None)
 
     def _allowance(self, instance_id: str, quota: Quota, members: int) -> int:

@@ -19,7 +19,8 @@ DRAM = frozenset({Tier.DRAM})
 
 
 class KnownHolders:
-    """By instance id. Every step is O(tiers of one node)."""
+    """Which members have told all that they have since they joined, by instance id: until then what they do not show is
+    no proof. Every step is O(tiers of one node)."""
 
     def __init__(self) -> None:
         self._told: dict[str, set[Tier]] = {}
@@ -55,7 +56,7 @@ class KnownHolders:
             self._judge(instance_id)
 
     def cut(self, store_id: str, some: bool) -> None:
-        """`some`: not everything that it said has found room in the map. Until its next snapshot."""
+        """Note whether `some` of what it said has found no room in the map, until its next snapshot."""
         (self._cut.add if some else self._cut.discard)(store_id)
 
     def is_cut(self, store_id: str) -> bool:
@@ -80,7 +81,8 @@ SETTLE_S = 5.0
 
 
 class PendingChanges:
-    """(key, instance) → whether it will be there. Bounded by what is acknowledged within SETTLE_S."""
+    """(key, instance) → whether the key will be there: what nodes have acknowledged and not announced yet, until it
+    shows in the map, or SETTLE_S are over."""
 
     def __init__(self) -> None:
         self._until: OrderedDict[tuple[bytes, str], float] = OrderedDict()
@@ -97,7 +99,7 @@ class PendingChanges:
             self._by_key.setdefault(key, {})[instance_id] = present
 
     def seen(self, key: bytes, holders: set[str], now: float) -> set[str]:
-        """`holders` of the map, as they will be."""
+        """The holders as they will be, of those that the map shows."""
         while self._until:
             (old, instance_id), until = next(iter(self._until.items()))
             if until > now:
@@ -116,7 +118,7 @@ class PendingChanges:
         return holders
 
     def ended(self, instance_id: str) -> None:
-        """Its life is over, and what it said void."""
+        """Forget what a life has said that is over."""
         for key, name in [pair for pair in self._until if pair[1] == instance_id]:
             self._drop(key, name)
 
@@ -137,7 +139,8 @@ MOST = 65_536
 
 
 class Unannounced:
-    """Key → the node that has sealed it, for NODE_S, at most `most` of them, the oldest forgotten first."""
+    """Key → the node that has sealed it as a client says, for NODE_S; at most `most` of them, the oldest is forgotten
+    first."""
 
     def __init__(self, removed_since: Callable[[bytes, int], bool], most: int = MOST) -> None:
         self._removed_since = removed_since
@@ -178,14 +181,15 @@ MAX_OPEN = 65_536  # keys of one store; with more it owes a snapshot at once
 
 
 class UnconfirmedRemovals:
-    """By store. Bounded by MAX_OPEN keys a store."""
+    """Keys that the master took out of stores by itself, and of which these stores have yet to say what became of them.
+    At most MAX_OPEN keys a store."""
 
     def __init__(self) -> None:
         self._open: dict[str, dict[bytes, None]] = {}
         self._heard: dict[str, int] = {}
 
     def dropped(self, store_id: str, keys: Iterable[bytes]) -> bool:
-        """The map shows these no more. False: too many to wait for."""
+        """Note that the map shows these no more. False when there are too many to wait for."""
         still = self._open.setdefault(store_id, {})
         still.update(dict.fromkeys(keys))
         if len(still) > MAX_OPEN:
@@ -195,7 +199,8 @@ class UnconfirmedRemovals:
         return True
 
     def take_announcement(self, said: Announcement, behind: bool) -> None:
-        """What a store says that is news, or that there is none; `behind`: it has yet to apply a tombstone."""
+        """Take what a store says that is news, or that there is none. `behind` says that it has yet to apply a
+        tombstone."""
         still = self._open.get(said.store_id)
         if still is None:
             return
@@ -209,10 +214,10 @@ class UnconfirmedRemovals:
             self._heard[said.store_id] += PATIENCE if complete else 1
 
     def wants_snapshot(self, store_id: str) -> bool:
-        """Whether it must have said something by now."""
+        """Whether the store must have said something by now, and has not."""
         return self._heard.get(store_id, 0) >= PATIENCE
 
     def settled(self, store_id: str) -> None:
-        """It has told everything, or is no store any more."""
+        """Wait no more: the store has told everything, or is none any more."""
         self._open.pop(store_id, None)
         self._heard.pop(store_id, None)

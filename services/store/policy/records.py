@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Write:
-    """To be kept, and to be forgotten, of one kind (see `services.store.durable`)."""
+    """Records of one kind (see `services.store.durable`) that are to be kept, and to be forgotten."""
 
     kind: str
     puts: Mapping[bytes, bytes] = field(default_factory=dict)
@@ -44,7 +44,7 @@ def readable(
 
 
 def name_out(name: Name) -> bytes:
-    """Neither part holds a NUL."""
+    """The record's key of a name, whose parts hold no NUL."""
     return "\0".join(name).encode()
 
 
@@ -54,29 +54,30 @@ def binding_out(key: bytes, after: int) -> bytes:
 
 
 def binding_in(raw: bytes, value: bytes) -> tuple[Name, bytes, int]:
-    """(name, key, the last tombstone then). ValueError, struct.error: not one that we wrote."""
+    """(name, key, the last tombstone then). Raises ValueError or struct.error for a record that we did not write."""
     namespace, _, text = raw.decode().partition("\0")
     return (namespace, text), _key(value[:KEY_BYTES]), int(_SEQ.unpack(value[KEY_BYTES:])[0])
 
 
 def seq_out(seq: int) -> bytes:
-    """Eight bytes."""
+    """A seq as eight bytes."""
     return _SEQ.pack(seq)
 
 
 def floor_in(key: bytes, value: bytes) -> int:
-    """Of tombstones; other settings are none: 0."""
+    """The floor of tombstones; 0 for other settings."""
     return int(_SEQ.unpack(value)[0]) if key == FLOOR else 0
 
 
 def tombstone_out(tombstone: Tombstone) -> tuple[bytes, bytes]:
-    """(key, value)."""
+    """The record of a tombstone: (key, value)."""
     value = _PREFIX + tombstone.prefix if tombstone.prefix else _KEYS + b"".join(tombstone.keys)
     return seq_out(tombstone.seq), value
 
 
 def tombstone_in(key: bytes, value: bytes, now: float) -> Tombstone:
-    """The inverse; its time begins anew. ValueError, struct.error: not one that we wrote."""
+    """The inverse of `tombstone_out`; the tombstone's time begins anew. Raises ValueError or struct.error for a record
+    that we did not write."""
     kind, rest, seq = value[:1], value[1:], int(_SEQ.unpack(key)[0])
     if kind == _PREFIX and 0 < len(rest) <= KEY_BYTES:
         return Tombstone(seq, prefix=rest, at=now)
@@ -86,12 +87,12 @@ def tombstone_in(key: bytes, value: bytes, now: float) -> Tombstone:
 
 
 def target_out(replicas: int, hard: bool, after: int) -> bytes:
-    """Of one key; `after`: the last tombstone then."""
+    """The record of one key's target; `after` is the last tombstone then."""
     return _TARGET.pack(replicas, hard) + _SEQ.pack(after)
 
 
 def target_in(key: bytes, value: bytes) -> tuple[bytes, int, bool, int]:
-    """(key, replicas, hard, after). ValueError, struct.error: not one that we wrote."""
+    """(key, replicas, hard, after). Raises ValueError or struct.error for a record that we did not write."""
     replicas, hard = _TARGET.unpack(value[: _TARGET.size])
     if replicas < 1:
         raise ValueError("no replicas")
@@ -99,24 +100,24 @@ def target_in(key: bytes, value: bytes) -> tuple[bytes, int, bool, int]:
 
 
 def unpin_out(pinned: Pinned) -> bytes:
-    """Of one key at one life."""
+    """The record of one key that is to be unpinned at one life."""
     (instance_id, incarnation), key = pinned
     return key + _SEQ.pack(incarnation) + instance_id.encode()
 
 
 def unpin_in(raw: bytes, value: bytes) -> Pinned:
-    """The inverse. ValueError, struct.error: not one that we wrote."""
+    """The inverse of `unpin_out`. Raises ValueError or struct.error for a record that we did not write."""
     key, rest = _key(raw[:KEY_BYTES]), raw[KEY_BYTES:]
     return (rest[_SEQ.size :].decode(), int(_SEQ.unpack(rest[: _SEQ.size])[0])), key
 
 
 def quota_out(quota: Quota) -> tuple[bytes, bytes]:
-    """(tag, value)."""
+    """The record of a quota: (tag, value)."""
     return quota.tag, _SEQ.pack(quota.blocks) + quota.name.encode()
 
 
 def quota_in(tag: bytes, value: bytes) -> Quota:
-    """The inverse. ValueError, struct.error: not one that we wrote."""
+    """The inverse of `quota_out`. Raises ValueError or struct.error for a record that we did not write."""
     blocks = int(_SEQ.unpack(value[: _SEQ.size])[0])
     if len(tag) != TAG_BYTES:
         raise ValueError(f"a tag of {len(tag)} bytes")

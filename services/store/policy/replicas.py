@@ -51,7 +51,7 @@ Pinned = tuple[Life, bytes]
 
 
 class Unpins:
-    """All that are open, and which of them differ from what is kept."""
+    """All pins that are to be undone, and which of them differ from what is kept."""
 
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
@@ -65,11 +65,11 @@ class Unpins:
         return pinned in self._open
 
     def load(self, kept: Iterable[Pinned]) -> None:
-        """What an earlier leader left."""
+        """Take what an earlier leader left."""
         self._open.update(dict.fromkeys(kept))
 
     def add(self, lives: Iterable[Life], key: bytes) -> None:
-        """It is pinned there, and should not be."""
+        """Note that a block is pinned at these lives, and should not be."""
         for life in lives:
             self._open[life, key] = None
             self._changed[life, key] = None
@@ -77,14 +77,14 @@ class Unpins:
             self._changed[self._open.popitem(last=False)[0]] = None
 
     def done(self, life: Life, keys: Iterable[bytes]) -> None:
-        """That life has no pin of these any more, or they are wished for again."""
+        """Note that this life has no pin of these keys any more, or that they are wished for again."""
         for key in keys:
             if (life, key) in self._open:
                 del self._open[life, key]
                 self._changed[life, key] = None
 
     def due(self, busy: Container[bytes], wished: Callable[[bytes], bool], now: float) -> dict[Life, list[bytes]]:
-        """What to ask for now. One that is no member now may join again, the same life, and waits."""
+        """What to ask for now, by life. One that is no member now may join again, the same life, and waits."""
         found: dict[Life, list[bytes]] = {}
         for _ in range(min(LOOK, len(self._open))):
             life, key = pinned = next(iter(self._open))
@@ -111,7 +111,7 @@ class Unpins:
         return list(changed)
 
     def not_kept(self, changed: Iterable[Pinned]) -> None:
-        """They are changed still."""
+        """These have changed still: they could not be written."""
         self._changed.update(dict.fromkeys(changed))
 
 
@@ -123,7 +123,8 @@ V = TypeVar("V")
 
 
 class LazyDelete:
-    """`seq` of a prefix is a moment, as `after` of an entry is: those with a later one are not meant."""
+    """Prefixes whose keys are void at once in a table that is gone through later. The `seq` of a prefix is a moment, as
+    `after` of an entry is: entries with a later one are not meant."""
 
     def __init__(self) -> None:
         self._open: dict[bytes, tuple[int, int]] = {}  # prefix → its seq, and at which look it has been through
@@ -134,7 +135,7 @@ class LazyDelete:
         return len(self._open)
 
     def begin(self, prefix: bytes, seq: int, size: int) -> None:
-        """Of a table of `size` entries."""
+        """Void what begins so in a table of `size` entries."""
         self._open[prefix] = (seq, self._looks + size)
 
     def covers(self, key: bytes, after: int) -> bool:
@@ -221,7 +222,7 @@ class Replicas:
     def load(
         self, targets: Iterable[tuple[bytes, int, bool, int]], removed_since: Callable[[bytes, int], bool]
     ) -> None:
-        """What an earlier leader left. Of a removal by prefix it may not have got to forget all."""
+        """Take what an earlier leader left. Of a removal by prefix it may not have got to forget all."""
         for key, replicas, hard, after in targets:
             if removed_since(key, after):
                 self._ended[key] = None
@@ -251,7 +252,7 @@ class Replicas:
         return {(name, node.member.incarnation) for name in names if (node := self._nodes.get(name)) is not None}
 
     def hot(self, key: bytes, now: float) -> None:
-        """It is asked for much: one copy more than there are now, for HOT_S."""
+        """A block is asked for much: it gets one copy more than there are now, for HOT_S."""
         if key in self._hot or len(self._hot) >= MAX_HOT:
             return
         wanted = len(self.now(key, now)) + 1
@@ -282,7 +283,7 @@ class Replicas:
         return bool(self._swept)
 
     def target(self, key: bytes) -> ReplicaTarget | None:
-        """What is wished for; None: nothing."""
+        """What is wished for of a block; None: nothing."""
         found = self._targets.get(key)
         return None if found is None or self._swept.covers(key, found.after) else found
 
@@ -299,7 +300,7 @@ class Replicas:
         return [key for key in some if self.target(key) is None]
 
     def not_kept(self, ended: Iterable[bytes]) -> None:
-        """They are kept still."""
+        """These are kept still: they could not be dropped."""
         self._ended.update(dict.fromkeys(ended))
 
     def now(self, key: bytes, now: float) -> set[str]:

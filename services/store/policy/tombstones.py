@@ -41,9 +41,9 @@ class Tombstone:
 
 
 def first_seq(term: int, wall_ns: int) -> int:
-    """Of a term. Where terms are seconds of the wall clock, two lives may have the same one: the lower half is then
-    the part of that second which was over, so that the later life's numbers are higher. What a node has applied would
-    count for the other's."""
+    """The first seq of a term. Where terms are seconds of the wall clock, two lives may have the same one: the lower
+    half is then the part of that second which was over, so that the later life's numbers are higher. Else what a node
+    has applied of one would count for the other's."""
     seconds, ns = divmod(wall_ns, 10**9)
     if seconds == term:
         return (term << TERM_SHIFT) + (ns << TERM_SHIFT) // 10**9
@@ -52,10 +52,10 @@ def first_seq(term: int, wall_ns: int) -> int:
 
 
 class Tombstones:
-    """All that are kept, and how far each member is."""
+    """All tombstones that are kept, and how far each member is."""
 
     def __init__(self, *, retention_s: float = 3600.0, max_keys: int = 1 << 20, wall_ns: int = 0) -> None:
-        """`wall_ns`: of the wall clock, since the epoch of terms; see `first_seq`."""
+        """`wall_ns` are nanoseconds of the wall clock since the epoch of terms; see `first_seq`."""
         self._retention_s = retention_s
         self._max_keys = max_keys
         self._wall_ns = wall_ns
@@ -77,13 +77,13 @@ class Tombstones:
         return len(self._kept)
 
     def load(self, kept: Iterable[Tombstone], floor: int) -> None:
-        """What an earlier leader left."""
+        """Take what an earlier leader left."""
         self.floor = self.last = floor
         for each in sorted(kept, key=lambda tombstone: tombstone.seq):
             self._keep(each)
 
     def add(self, term: int, keys: Sequence[bytes], prefix: bytes, now: float) -> Tombstone:
-        """A new one, of the highest seq there is."""
+        """Make a tombstone, of the highest seq there is."""
         made = Tombstone(max(self.last + 1, first_seq(term, self._wall_ns)), tuple(keys), prefix, now)
         self._keep(made)
         return made
@@ -193,11 +193,11 @@ class Tombstones:
         return {key for key in keys if self._covered(key) > applied}
 
     def owes(self, store_id: str) -> None:
-        """Something that it said was masked."""
+        """Note that something that this store said was masked."""
         self._owing.add(store_id)
 
     def wants_snapshot(self, store_id: str) -> bool:
-        """Whether it owes one and nothing of it would be masked now."""
+        """Whether the store owes a snapshot and nothing of it would be masked now."""
         return store_id in self._owing and not self.is_behind(_instance(store_id))
 
     def began_snapshot(self, store_id: str) -> None:
