@@ -10,7 +10,7 @@ metadata  look-ups and announcements of 1, 64 and 512 keys a call against moonca
           end of puts without data): keys per second of one client that waits for each answer
 growth    the same of our master at 10^4, 10^5 and 10^6 blocks, and bytes per block
 names     binds, and puts with a name, per second at 0 to 10^6 names
-gather    small blocks that lie side by side: one READ each, or one for all and a copy (kvmesh/storeclient/reading/leased.py)
+gather    small blocks that lie side by side: one READ each, or one for all and a copy (storeclient/reading/leased.py)
 
 Contenders take turns within each round; medians over the rounds, ratios are medians of the rounds' ratios. Random bytes
 are put, got and compared before each row. GB/s are of 10^9 bytes. Compare within a run only.
