@@ -121,8 +121,8 @@ class LeaderSession:
             names.STORE_MEMBERS.labels(role=role.value).set(roles[role])
         names.STORE_HEARTBEAT_AGE.set(self.state.longest_silence_s(self._clock()))
         names.STORE_HEARTBEAT_INTERVAL.set(self.state.pulse.interval_s)
-        names.STORE_ANNOUNCE_IDLE.set(self.state.words.idle_s)
-        names.STORE_ANNOUNCE_GAP.set(self.state.words.gap_s)
+        names.STORE_ANNOUNCE_IDLE.set(self.state.announcement_pacing.idle_s)
+        names.STORE_ANNOUNCE_GAP.set(self.state.announcement_pacing.gap_s)
         names.STORE_WATCHERS.set(len(self.watchers))
         known = self.state.blocks.map
         names.STORE_BLOCKS.set(len(known))

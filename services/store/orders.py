@@ -47,7 +47,7 @@ class RemovalOutcome:
 
 
 @dataclass
-class _Line:
+class _NodeQueue:
     """Removals at one node, one after the other."""
 
     lock: asyncio.Lock
@@ -65,7 +65,7 @@ class StoreOrderQueue:
         self._pulls = asyncio.Semaphore(MAX_CALLS)
         self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
         self._users: dict[str, int] = {}
-        self._lines: dict[str, _Line] = {}
+        self._queues: dict[str, _NodeQueue] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -101,7 +101,7 @@ class StoreOrderQueue:
     async def _remove_at(self, state: MasterState, member: Member, tombstone: Tombstone) -> int | None:
         """How many were there; None: it could not be asked."""
         kept = state.policy.tombstones
-        async with self._in_line(member.instance_id):
+        async with self._in_turn(member.instance_id):
             if kept.has_applied(member.instance_id, tombstone.seq):
                 return 0  # heard of it otherwise, while earlier ones were under way
             if not kept.is_next(member.instance_id, tombstone.seq):
@@ -201,16 +201,16 @@ class StoreOrderQueue:
         return answer
 
     @asynccontextmanager
-    async def _in_line(self, instance_id: str) -> AsyncIterator[None]:
-        line = self._lines.setdefault(instance_id, _Line(asyncio.Lock()))
-        line.users += 1
+    async def _in_turn(self, instance_id: str) -> AsyncIterator[None]:
+        queue = self._queues.setdefault(instance_id, _NodeQueue(asyncio.Lock()))
+        queue.users += 1
         try:
-            async with line.lock:
+            async with queue.lock:
                 yield
         finally:
-            line.users -= 1
-            if not line.users:
-                del self._lines[instance_id]
+            queue.users -= 1
+            if not queue.users:
+                del self._queues[instance_id]
 
     @asynccontextmanager
     async def _channel(self, address: str) -> AsyncIterator[grpc.aio.Channel]:

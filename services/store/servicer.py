@@ -90,7 +90,7 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
         self._sweeping: asyncio.Task[None] | None = None
         self._catching_up: asyncio.Task[None] | None = None
         self._grpc_calls = 0  # Join, Beat and Announce so far
-        self._burying = False
+        self._ending_late = False
 
     async def close(self) -> None:
         """End every stream and the clearing: the server is about to stop."""
@@ -147,14 +147,14 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
                     heard = action
                 case Refuse(error):
                     refused = error
-        if self._state.overdue and not self._burying:
-            self._burying = True
-            self._orders.start(self._bury())
+        if self._state.overdue and not self._ending_late:
+            self._ending_late = True
+            self._orders.start(self._end_late())
         if refused is not None:
             raise refused
         return heard
 
-    async def _bury(self) -> None:
+    async def _end_late(self) -> None:
         """The rest of a mass death, in turns of the loop between which others are answered."""
         try:
             while self._state.overdue and self._leads():
@@ -163,7 +163,7 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
         except NotLeader:
             pass
         finally:
-            self._burying = False
+            self._ending_late = False
 
     async def Join(self, request: pb.JoinRequest, context: Any) -> pb.JoinResponse:  # noqa: N802
         """Raises ProtocolMismatch, InvalidRequest, Overloaded."""
@@ -243,13 +243,13 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
             self._tell_shed(heard.shed)
         if heard.want_snapshot:
             names.STORE_SNAPSHOTS.inc()
-        words = self._state.words
+        announcing = self._state.announcement_pacing
         return pb.AnnounceResponse(
             master_incarnation=self._incarnation,
             want_snapshot=heard.want_snapshot,
             seq=heard.seq,
-            idle_ms=words.idle_ms,
-            gap_ms=words.gap_ms,
+            idle_ms=announcing.idle_ms,
+            gap_ms=announcing.gap_ms,
         )
 
     def _tell_shed(self, replicas: int) -> None:
@@ -281,7 +281,7 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
         """What is known now."""
         self._step(Tick())
         known, policy = self._state.blocks.map, self._state.policy
-        pulse, words = self._state.pulse, self._state.words
+        pulse, announcing = self._state.pulse, self._state.announcement_pacing
         return pb.GetStoreStatusResponse(
             master_incarnation=self._incarnation,
             blocks=len(known),
@@ -293,8 +293,8 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
             tombstones=len(policy.tombstones),
             heartbeat_interval_ms=pulse.interval_ms,
             lease_ms=pulse.lease_ms,
-            idle_ms=words.idle_ms,
-            gap_ms=words.gap_ms,
+            idle_ms=announcing.idle_ms,
+            gap_ms=announcing.gap_ms,
             stores=self._state.statuses(),
         )
 

@@ -98,7 +98,7 @@ class MasterState:
         """`stall_s`: a pause between two steps longer than this was the master's own silence, not the members'.
         `interval_s` of heartbeats and `lease_s`: of few members; budgets of 0: of any number."""
         self._pacing = Pacing(interval_s or lease_s / 4, lease_s, heartbeats_per_s)
-        self._words = AnnouncementPacing(announcements_per_s)
+        self._announcement_pacing = AnnouncementPacing(announcements_per_s)
         self._stall_s = stall_s
         self._max_members = max_members
         self._lives: dict[str, _Life] = {}
@@ -136,9 +136,9 @@ class MasterState:
         return self._pacing.pulse
 
     @property
-    def words(self) -> AnnouncementPacing:
+    def announcement_pacing(self) -> AnnouncementPacing:
         """What stores are told when they announce."""
-        return self._words
+        return self._announcement_pacing
 
     @property
     def overdue(self) -> bool:
@@ -188,8 +188,8 @@ class MasterState:
         self._forgive_own_stall(now)
         if isinstance(event, CaughtUp):
             self._heard_until = min(event.until, now)
-        self._bury(now, actions)
-        self._bury_if_late(event, now, actions)
+        self._end_late(now, actions)
+        self._end_if_late(event, now, actions)
         match event:
             case Join(member):
                 self._join(member, now, actions)
@@ -206,7 +206,7 @@ class MasterState:
             case Tick():
                 # Here alone: what a member is answered is what its lease was told in the same step.
                 self._pacing.count(len(self._lives))
-                self._words.count(self.blocks.stores)
+                self._announcement_pacing.count(self.blocks.stores)
         return actions
 
     def _forgive_own_stall(self, now: float) -> None:
@@ -216,11 +216,11 @@ class MasterState:
             for life in self._lives.values():
                 life.last_beat += now - last
 
-    def _bury(self, now: float, actions: list[Action]) -> None:
-        """Ends lives silent for longer than the lease, MAX_ENDS of them; see `overdue`."""
+    def _end_late(self, now: float, actions: list[Action]) -> None:
+        """End lives that have been silent for longer than the lease, MAX_ENDS of them; see `overdue`."""
         if not self._overdue and min(now, self._heard_until) > self._nobody_dies_until:
             self._overdue.extend(life for life in self._lives.values() if self._is_late(life, now))
-            # Forgiven stalls only put deaths off; for beats and joins see `_heard`.
+            # Forgiven stalls only put deaths off; for beats and joins see `_begin_lease`.
             on_time = (
                 life.last_beat + life.lease.seconds for life in self._lives.values() if not self._is_late(life, now)
             )
@@ -230,18 +230,18 @@ class MasterState:
             if life.lives() and self._is_late(life, now):
                 self._end(life, Change.DIED, actions)
             elif life.lives():  # it has been forgiven meanwhile
-                self._heard(life)
+                self._begin_lease(life)
 
     def _is_late(self, life: _Life, now: float) -> bool:
-        """What has arrived and is yet to be heard may be its heartbeat."""
+        """Whether the lease is over. What has arrived and is yet to be heard may be its heartbeat."""
         return min(now, self._heard_until) - life.last_beat > life.lease.seconds
 
-    def _heard(self, life: _Life) -> None:
-        """Its lease begins, which may be shorter than what the others have left of theirs."""
+    def _begin_lease(self, life: _Life) -> None:
+        """Count a life whose lease begins, which may be shorter than what the others have left of theirs."""
         self._nobody_dies_until = min(self._nobody_dies_until, life.last_beat + life.lease.seconds)
 
-    def _bury_if_late(self, event: Event, now: float, actions: list[Action]) -> None:
-        """Whoever speaks after its lease is dead, however many are to be ended before it."""
+    def _end_if_late(self, event: Event, now: float, actions: list[Action]) -> None:
+        """End the life that speaks after its lease, however many are to be ended before it."""
         match event:
             case Join(member):
                 name = member.instance_id
@@ -266,7 +266,7 @@ class MasterState:
         if old is not None and old.member == member:
             old.last_beat = now
             old.lease.tell(self.pulse)
-            self._heard(old)
+            self._begin_lease(old)
             return
         if old is not None:
             self._end(old, Change.DIED, actions)
@@ -277,7 +277,7 @@ class MasterState:
         self._lives[member.instance_id] = life = _Life(member, now, MembershipLease(self.pulse))
         if member.role is Role.POOL:
             self._pools[member.instance_id] = life
-        self._heard(life)
+        self._begin_lease(life)
         self._publish(Change.JOINED, member, actions)
 
     def _superseded(self, member: Member) -> KvmeshError | None:
@@ -295,7 +295,7 @@ class MasterState:
         if life is not None:
             life.last_beat = now
             life.lease.tell(self._pacing.count_heartbeat(beat.instance_id, by_door=beat.by_door), beat.pace)
-            self._heard(life)
+            self._begin_lease(life)
             life.usage = beat.usage or life.usage
             self.policy.beat(beat.instance_id, beat.usage, beat.removed_seq)
 
