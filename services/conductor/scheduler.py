@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from kvmesh.errors import InvalidRequest
 from kvmesh.kvcache.tiers import Tier
@@ -17,7 +18,6 @@ from services.conductor.admission.refusals import refuse_unplaceable
 from services.conductor.balance.rounds import Balance
 from services.conductor.candidates.columns import Columns, View
 from services.conductor.candidates.fields import NO_GROUP
-from services.conductor.candidates.lazy_mapping import LazyMapping
 from services.conductor.candidates.selection import Selection
 from services.conductor.costs.accuracy import PredictionKind, group_of
 from services.conductor.domain import Life, Placed, Refuse, RequestOutcome, Schedule
@@ -27,11 +27,10 @@ from services.conductor.fleet.members import Members
 from services.conductor.fleet.roster import Fleet
 from services.conductor.loads.ledger import Ledger
 from services.conductor.loads.shortest_first import ShortestFirst
-from services.conductor.placing import serving_modes, single_instance
+from services.conductor.placing import placement
 from services.conductor.placing.affinity import Affinity
-from services.conductor.placing.placement import PlacementChoice
+from services.conductor.placing.placement import PlacementChoice, WeighedModes
 from services.conductor.placing.scoring_context import ScoringContext
-from services.conductor.placing.serving_modes import WeighedModes
 from services.conductor.placing.threshold import Threshold
 from services.conductor.placing.timeline import life, pull_after_s
 from services.conductor.policies.chooser import Chooser
@@ -43,7 +42,22 @@ from services.conductor.records import explain
 from services.conductor.records.explain import Expected, Explanations
 from services.conductor.settings import Settings
 
+K = TypeVar("K")
+V = TypeVar("V")
+
 MAX_TOLD = 16  # instances that get no work, of many: in an explanation
+
+
+class LazyMapping(dict[K, V]):
+    """A mapping that finds a value when it is asked for it by `[]`: of thousands a decision asks for a few."""
+
+    def __init__(self, find: Callable[[K], V]) -> None:
+        super().__init__()
+        self._find = find
+
+    def __missing__(self, key: K) -> V:
+        value = self[key] = self._find(key)
+        return value
 
 
 @dataclass(frozen=True)
@@ -161,9 +175,9 @@ class Scheduling:
             return refused
         if prefills and decodes:
             return None
-        if lonely := single_instance.able(decodes):
+        if lonely := placement.able_alone(decodes):
             planner = self._planner(self._index.survey(request.keys), request, decodes.view)
-            if serving_modes.possible(request, prefills, lonely, LazyMapping(self._place), planner):
+            if placement.possible(request, prefills, lonely, LazyMapping(self._place), planner):
                 return None
         known = request.model in self._fleet.known_models
         fresh = now - self._started_at < self._settings.warm_up_s or not len(self._fleet)
