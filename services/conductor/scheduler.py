@@ -1,5 +1,5 @@
-"""One Schedule from its arrival to its answer: gates, survey, choice, commitment. Every question is answered by a part
-of its own (admission, policies, threshold, affinity); this file says in which order. Pure.
+"""One request from its arrival to its answer: `Scheduling.schedule` is the decision, step by step. Every question is
+answered by a part of its own (admission, policies, placing, threshold, affinity); this file says in which order. Pure.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from kvmesh.errors import InvalidRequest
 from kvmesh.kvcache.tiers import Tier
@@ -17,7 +18,6 @@ from services.conductor.admission.refusals import refuse_unplaceable
 from services.conductor.balance.rounds import Balance
 from services.conductor.candidates.columns import Columns, View
 from services.conductor.candidates.fields import NO_GROUP
-from services.conductor.candidates.lazy_mapping import LazyMapping
 from services.conductor.candidates.selection import Selection
 from services.conductor.costs.accuracy import PredictionKind, group_of
 from services.conductor.domain import Life, Placed, Refuse, RequestOutcome, Schedule
@@ -27,11 +27,10 @@ from services.conductor.fleet.members import Members
 from services.conductor.fleet.roster import Fleet
 from services.conductor.loads.ledger import Ledger
 from services.conductor.loads.shortest_first import ShortestFirst
-from services.conductor.placing import serving_modes, single_instance
+from services.conductor.placing import placement
 from services.conductor.placing.affinity import Affinity
-from services.conductor.placing.placement import PlacementChoice
+from services.conductor.placing.placement import PlacementChoice, WeighedModes
 from services.conductor.placing.scoring_context import ScoringContext
-from services.conductor.placing.serving_modes import WeighedModes
 from services.conductor.placing.threshold import Threshold
 from services.conductor.placing.timeline import life, pull_after_s
 from services.conductor.policies.chooser import Chooser
@@ -43,7 +42,22 @@ from services.conductor.records import explain
 from services.conductor.records.explain import Expected, Explanations
 from services.conductor.settings import Settings
 
+K = TypeVar("K")
+V = TypeVar("V")
+
 MAX_TOLD = 16  # instances that get no work, of many: in an explanation
+
+
+class LazyMapping(dict[K, V]):
+    """A mapping that finds a value when it is asked for it by `[]`: of thousands a decision asks for a few."""
+
+    def __init__(self, find: Callable[[K], V]) -> None:
+        super().__init__()
+        self._find = find
+
+    def __missing__(self, key: K) -> V:
+        value = self[key] = self._find(key)
+        return value
 
 
 @dataclass(frozen=True)
@@ -83,12 +97,15 @@ class Scheduling:
         self.admission.ended(outcome, now)
 
     def schedule(self, request: Schedule, now: float) -> Placed | Refuse:
-        """Place it, or say why not."""
+        """Places a request or says why not: Algorithm 1 of the Mooncake paper (FAST'25) with what was added to it.
+        The order of the steps is this file's; what each one goes by is said where it is called."""
         self._ledger.wires.expire(now)
+        # Candidates: the instances that serve this model, those of them that may get work, and for which half.
         view = self._known.columns.view(now, self.why_not, self._known.breakers.tripped)
         serving = view.serving(view.group(request.model) if request.prompt_tokens > 0 else NO_GROUP)
         usable = view.able_of(serving)
         prefills, decodes = view.prefills(usable, request.prompt_tokens), view.decodes(usable, request.prompt_tokens)
+        # What they are weighed by, besides what is known of each: SLOs, the threshold for fetching, nearness.
         slo = self.admission.slo(request)
         bounds, judge = self.admission.bounds(request, slo), self.admission.judge(request, slo, now)
         threshold = self.threshold.value(now)
@@ -97,25 +114,68 @@ class Scheduling:
         scoring = ScoringContext(
             bounds.ttft_s, bounds.tbt_s, threshold, now, self._rng, judge, self._settings.fetch, near, overtaking
         )
-        planner, found = None, None
-        answer: Placed | Refuse
         refused = self._refused(request, serving, prefills, decodes, now)
-        if refused is None:
-            self._ledger.withdraw(request.request_id, now)
-            self._ledger.expect_others(request.model, prefills, now)
-            self._known.columns.keep_up()
-            planner = self._planner(self._index.survey(request.keys), request, view)
-            found = self.chooser.choose(request, prefills, decodes, LazyMapping(self._place), planner, scoring)
-            self.balance.saw(request, planner.survey, now)
-            others_rate = self._ledger.others_rate(request.model)
-            among = AdmissionContext(found, serving, usable, prefills, decodes, others_rate)
-            answer = self._answer(request, among, judge, now)
-        else:
-            answer = refused
+        if refused is not None:
             if serving and refused.reason == "no_instance":
                 self.balance.asked(request, now)
-        if isinstance(answer, Placed):
-            answer = self._ledger.promise(request, answer)
+            return self._kept(request, refused, serving, scoring)
+        self._ledger.withdraw(request.request_id, now)
+        self._ledger.expect_others(request.model, prefills, now)
+        self._known.columns.keep_up()
+        # Match the prefix: who holds how many leading blocks of the prompt, and who of them may be asked for them.
+        planner = self._planner(self._index.survey(request.keys), request, view)
+        # The cost of each candidate, the prefill and the decode instance: by the policy (policies/), which as a rule
+        # leaves that to the least cost (placing/placement.py: `choose`); an SLO that nobody meets is found there.
+        found = self.chooser.choose(request, prefills, decodes, LazyMapping(self._place), planner, scoring)
+        self.balance.saw(request, planner.survey, now)
+        # Admit it, or refuse it with a time to come again.
+        among = AdmissionContext(found, serving, usable, prefills, decodes, self._ledger.others_rate(request.model))
+        admitted = self._admitted(request, among, judge, now)
+        if isinstance(admitted, Refuse):
+            return self._kept(request, admitted, serving, scoring, found, planner)
+        # It is there from now on, for every decision that follows; what it fetches, from whom and when.
+        self._commit(request, admitted, judge, now)
+        answer = _placed(request, admitted, judge.answer_tokens, self.admission.held_at_decode(request, judge))
+        placed = self._ledger.promise(request, answer)
+        return self._kept(request, placed, serving, scoring, found, planner)
+
+    def _admitted(
+        self, request: Schedule, among: AdmissionContext, judge: Judge, now: float
+    ) -> PlacementChoice | Refuse:
+        """What was found, if admission takes it."""
+        choice = among.found.answer
+        if isinstance(choice, PlacementChoice):
+            choice = self.admission.confirm(choice, judge, among)
+        refuse = None
+        if isinstance(choice, Refuse):
+            choice = refuse = self.admission.refused(request, choice, among, now)
+        if refuse is None or not refuse.least_s:  # else nobody could do it, and more instances could not
+            self.balance.asked(request, now)
+        return choice
+
+    def _commit(self, request: Schedule, choice: PlacementChoice, judge: Judge, now: float) -> None:
+        """Tells all who keep count that the request went there."""
+        self._ledger.commit(request, choice, now, judge.slo, judge.answer_tokens)
+        self.admission.placed(choice, judge)
+        self.balance.placed(request, choice, now)
+        if choice.prefill.instance.queue.size_weight:
+            self._lines.placed(request.model, choice.prefill.prefill_s, now)
+        self.threshold.placed(request.request_id, choice)
+        self.affinity.placed(request, choice, now)
+        for instance in (choice.prefill.instance, choice.decode.instance):
+            self._known.breakers.placed(instance.ref.life, request.request_id, now)
+
+    def _kept(
+        self,
+        request: Schedule,
+        answer: Placed | Refuse,
+        serving: Selection,
+        scoring: ScoringContext,
+        found: WeighedModes | None = None,
+        planner: FetchPlanner | None = None,
+    ) -> Placed | Refuse:
+        """The answer, after why it was given has been kept for who asks. `found`, `planner`: None where nobody was
+        weighed."""
         if self._settings.max_explained:
             best = planner.survey.reach(planner.anywhere) if planner is not None else 0
             self._explain(request, answer, serving, found, best, scoring)
@@ -161,9 +221,9 @@ class Scheduling:
             return refused
         if prefills and decodes:
             return None
-        if lonely := single_instance.able(decodes):
+        if lonely := placement.able_alone(decodes):
             planner = self._planner(self._index.survey(request.keys), request, decodes.view)
-            if serving_modes.possible(request, prefills, lonely, LazyMapping(self._place), planner):
+            if placement.possible(request, prefills, lonely, LazyMapping(self._place), planner):
                 return None
         known = request.model in self._fleet.known_models
         fresh = now - self._started_at < self._settings.warm_up_s or not len(self._fleet)
@@ -196,54 +256,39 @@ class Scheduling:
         wires = self._ledger.wires
         return FetchPlanner(survey, holders, memory, wires.outgoing, lower, tier_load, wires.arriving, congestion)
 
-    def _answer(self, request: Schedule, among: AdmissionContext, judge: Judge, now: float) -> Placed | Refuse:
-        choice = among.found.answer
-        if isinstance(choice, PlacementChoice):
-            choice = self.admission.confirm(choice, judge, among)
-        if isinstance(choice, Refuse):
-            refuse = self.admission.refused(request, choice, among, now)
-            if not refuse.least_s:  # nobody could do it, and more instances could not
-                self.balance.asked(request, now)
-            return refuse
-        self.balance.asked(request, now)
-        self._ledger.commit(request, choice, now, judge.slo, judge.answer_tokens)
-        self.admission.placed(choice, judge)
-        self.balance.placed(request, choice, now)
-        if choice.prefill.instance.queue.size_weight:
-            self._lines.placed(request.model, choice.prefill.prefill_s, now)
-        delay_s = pull_after_s(choice)
-        self.threshold.placed(request.request_id, choice)
-        self.affinity.placed(request, choice, now)
-        p, d = choice.prefill, choice.decode
-        for instance in (p.instance, d.instance):
-            self._known.breakers.placed(instance.ref.life, request.request_id, now)
-        terms = {
-            "queue_ms": p.queue_s * 1000,
-            "pull_ms": p.pull_s * 1000,
-            "load_ms": p.load_s * 1000,
-            "prefill_ms": p.prefill_s * 1000,
-            "transfer_tail_ms": p.tail_s * 1000,
-            "landing_wait_ms": d.landing_wait_s * 1000,
-            "decode_load_ms": choice.decode_load_s * 1000,
-            "stall_ms": p.shared.stall_s * 1000,
-        }
-        blocks = p.instance.blocks_for(request.prompt_tokens)
-        return Placed(
-            p.instance.ref,
-            d.instance.ref,
-            choice.ttft_s,
-            d.tbt_s,
-            p.cached_tokens,
-            terms,
-            fetch_plan.sources(blocks, d.at_decode, choice.decode_fetched_to),
-            tuple(segment.range for segment in p.segments),
-            tuple(segment.range for segment in choice.decode_segments),
-            choice.load_until,
-            choice.decode_load_until,
-            delay_s,
-            life(choice, round(judge.answer_tokens), delay_s),
-            **self.admission.held_at_decode(request, judge),
-        )
+
+def _placed(request: Schedule, choice: PlacementChoice, answer_tokens: float, held: dict[str, float]) -> Placed:
+    """Returns the answer: whom to ask, what to fetch from whom and when, what is predicted, and what decode is `held` to
+    (`Admission.held_at_decode`)."""
+    p, d = choice.prefill, choice.decode
+    delay_s = pull_after_s(choice)
+    terms = {
+        "queue_ms": p.queue_s * 1000,
+        "pull_ms": p.pull_s * 1000,
+        "load_ms": p.load_s * 1000,
+        "prefill_ms": p.prefill_s * 1000,
+        "transfer_tail_ms": p.tail_s * 1000,
+        "landing_wait_ms": d.landing_wait_s * 1000,
+        "decode_load_ms": choice.decode_load_s * 1000,
+        "stall_ms": p.shared.stall_s * 1000,
+    }
+    blocks = p.instance.blocks_for(request.prompt_tokens)
+    return Placed(
+        p.instance.ref,
+        d.instance.ref,
+        choice.ttft_s,
+        d.tbt_s,
+        p.cached_tokens,
+        terms,
+        fetch_plan.sources(blocks, d.at_decode, choice.decode_fetched_to),
+        tuple(segment.range for segment in p.segments),
+        tuple(segment.range for segment in choice.decode_segments),
+        choice.load_until,
+        choice.decode_load_until,
+        delay_s,
+        life(choice, round(answer_tokens), delay_s),
+        **held,
+    )
 
 
 def _bad_keys(request: Schedule, serving: Selection) -> Refuse | None:

@@ -168,5 +168,5 @@ def answer_s(slot_s: Amount, tbt_s: Amount, max_tokens: int) -> Amount:
 def placement_cost_s(
     ttft_s: Amount, stall_s: Amount, others_s: Amount, answer_s: Amount, handoff_s: float = 0.0
 ) -> Amount:
-    """Of a whole request on a pair, or on one instance (placing/serving_modes.py)."""
+    """Of a whole request on a pair, or on one instance (placing/placement.py)."""
     return ttft_s + (STALL_WEIGHT * stall_s + others_s) + answer_s + handoff_s

@@ -10,8 +10,8 @@ from services.conductor.admission.turns import PoolWork
 from services.conductor.candidates.selection import Selection
 from services.conductor.domain import Schedule
 from services.conductor.placing.decodes import DecodeChoice
+from services.conductor.placing.placement import ServingMode, WeighedModes
 from services.conductor.placing.prefills import PrefillChoice
-from services.conductor.placing.serving_modes import ServingMode, WeighedModes
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ instance's backlog
     ahead   is what ranks before the request: it waits for that
     behind  is what ranks after it: that waits for the request
 
-and the cost of placing it there is, besides what it is in any queue (serving_modes.py),
+and the cost of placing it there is, besides what it is in any queue (placement.py),
 
     TTFT + others x prefill x (how many are behind) + later x (seconds that are behind)
 

@@ -14,10 +14,9 @@ from functools import cached_property
 from services.conductor.domain import Fetch, Role, Schedule
 from services.conductor.fleet.instance import Instance
 from services.conductor.placing import decodes as decoding
-from services.conductor.placing import placement, serving_modes, single_instance
-from services.conductor.placing.placement import PlacementChoice
+from services.conductor.placing import placement
+from services.conductor.placing.placement import Option, PlacementChoice, ServingMode, WeighedModes
 from services.conductor.placing.scoring_context import ScoringContext
-from services.conductor.placing.serving_modes import Option, ServingMode, WeighedModes
 from services.conductor.policies import registry
 from services.conductor.policies.policy import Choices, Pick, Pool, Weigh
 from services.conductor.prefixes.fetch_plan import FetchPlanner
@@ -47,14 +46,14 @@ class Chooser:
         scoring: ScoringContext,
     ) -> WeighedModes:
         """Returns the answer to a request, and what was weighed for it; its arguments are those of
-        `serving_modes.choose`."""
+        `placement.choose`."""
         offer = _Offer(request, prefills, decodes, places, planner, scoring)
         chosen = self._ask(request, offer, scoring.now)
         if isinstance(chosen, Pick):
             return offer.taken(chosen, self.name)
         if not chosen.fetch:
             scoring = replace(scoring, fetch=Fetch.NEVER)
-        return serving_modes.choose(request, prefills, decodes, places, planner, scoring)
+        return placement.choose(request, prefills, decodes, places, planner, scoring)
 
     def _ask(self, request: Schedule, offer: _Offer, now: float) -> Pick | Weigh:
         """Returns the policy's answer; where it has none that makes sense, candidates are weighed."""
@@ -107,7 +106,7 @@ class _Offer(Choices):
             homes = [
                 d
                 for d in decodes
-                if d.alone_tokens and not single_instance.too_much(self._request, d, self._place(d), survey)
+                if d.alone_tokens and not placement.too_much(self._request, d, self._place(d), survey)
             ]
         return _by_name([i for i in homes if i.ref.instance_id not in self._request.avoid] or homes)
 
@@ -167,16 +166,16 @@ class _Offer(Choices):
         return self._pair(home, self._partners(home)[pick.decode], scoring, policy)
 
     def _alone(self, instance: Instance, scoring: ScoringContext, policy: str) -> WeighedModes:
-        found = single_instance.weigh(self._request, instance, self._place(instance), self._planner, scoring)
+        found = placement.weigh_alone(self._request, instance, self._place(instance), self._planner, scoring)
         kind = ServingMode.COUPLED if instance.role is Role.BOTH else ServingMode.DECODE
-        cost_s = serving_modes.cost_s(found.choice, self._request.max_tokens)
+        cost_s = placement.cost_s(found.choice, self._request.max_tokens)
         option = Option(kind, instance, instance, found.choice, found.refused, cost_s=cost_s)
         return WeighedModes(found.refused or found.choice, (option,), None, picked_by=policy)
 
     def _pair(self, prefill: Instance, decode: Instance, scoring: ScoringContext, policy: str) -> WeighedModes:
-        found = placement.choose(self._request, [prefill], [decode], self._places, self._planner, scoring)
+        found = placement.choose_pair(self._request, [prefill], [decode], self._places, self._planner, scoring)
         if isinstance(found.answer, PlacementChoice):
-            cost_s = serving_modes.cost_s(found.answer, self._request.max_tokens)
+            cost_s = placement.cost_s(found.answer, self._request.max_tokens)
             option = Option(ServingMode.PAIR, prefill, decode, found.answer, cost_s=cost_s)
         else:
             option = Option(ServingMode.PAIR, prefill, decode, refused=found.answer)

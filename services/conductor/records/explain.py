@@ -1,5 +1,5 @@
 """Why recent requests went where they went. Recording keeps the numbers that decided, as the choice itself had them
-(comparison.py); words are made of them when somebody asks. No verdict is found anew from other numbers.
+(ties.py); words are made of them when somebody asks. No verdict is found anew from other numbers.
 """
 
 from __future__ import annotations
@@ -13,14 +13,19 @@ from kvmesh.kvcache.tiers import Tier
 from services.conductor.costs.accuracy import Spread
 from services.conductor.domain import Placed, PrefillSample, Ref, Refuse, RequestOutcome, Role, Schedule
 from services.conductor.fleet.instance import Instance
-from services.conductor.placing.comparison import ComparedNumbers, Comparison
 from services.conductor.placing.decodes import DecodeChoice
 from services.conductor.placing.nearness import NearInstances, Nearness
-from services.conductor.placing.placement import PlacementAndWeighed, PlacementChoice
+from services.conductor.placing.placement import (
+    HANDOFF_S,
+    Option,
+    PlacementAndWeighed,
+    PlacementChoice,
+    ServingMode,
+    WeighedModes,
+)
 from services.conductor.placing.prefills import PrefillCandidate, PrefillChoice
 from services.conductor.placing.scoring_context import ScoringContext
-from services.conductor.placing.serving_modes import HANDOFF_S, Option, ServingMode, WeighedModes
-from services.conductor.placing.ties import Crowd
+from services.conductor.placing.ties import ComparedNumbers, Comparison, Crowd
 from services.conductor.score import STALL_WEIGHT, answer_s
 
 # All records together: a record of a mesh of a thousand instances is long.
@@ -28,7 +33,7 @@ MAX_CANDIDATES = 131_072
 AVOIDED = "avoided: an earlier attempt failed there"
 _REFUSED = "the best, and refused all the same"
 # What stands against one of two whose scores were as good, part by part of what they were compared by then (see
-# `crowd` in queues.py and serving_modes.py).
+# `crowd` in queues.py and placement.py).
 _THERE = "more requests there ({} against {})"
 _PROMPTS, _TOKENS = (f"was given more lately ({{}} against {{}} {what})" for what in ("s of prompts", "tokens"))
 CROWDS = {Role.PREFILL: (_THERE, _PROMPTS), Role.DECODE: (_THERE, _TOKENS)}
@@ -52,7 +57,7 @@ PREFILL_TERMS = (
     "line_ms",
     "lately_ms",
 )
-# cost = ttft + stall + line + answer + handoff + far (see serving_modes.py)
+# cost = ttft + stall + line + answer + handoff + far (see placement.py)
 KIND_TERMS = ("ttft_ms", "rows", "stall_ms", "answer_ms", "handoff_ms", "tbt_ms", "rows_tbt_ms", "far_ms", "line_ms")
 # score = all of them. session, origin: what it costs not to be where the request's last ones are (see affinity.py).
 DECODE_TERMS = (

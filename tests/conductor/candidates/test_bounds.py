@@ -27,7 +27,7 @@ from services.conductor.domain import (
     Schedule,
     StoreLost,
 )
-from services.conductor.placing import placement, serving_modes, ties
+from services.conductor.placing import placement, ties
 from services.conductor.settings import AffinitySettings
 from tests.support.conductor.brain import BLOCK, Brain, card, chain, joined, reset
 
@@ -136,7 +136,7 @@ def compare(fleet: Fleet, request: Schedule) -> str:
         return "refused"
     prefills, decodes, places, mesh, terms = found
     _alones(request, decodes, places, mesh, terms)
-    if not serving_modes.pairable(prefills, decodes):
+    if not placement.pairable(prefills, decodes):
         return "no pair"
     if len(prefills) == 1:
         decodes = placement.without(decodes, {prefills[0].ref.instance_id})
@@ -190,15 +190,13 @@ def _handicap(weighed: Any, passing: list[Any], most_s: float) -> float:
 
 
 def _alones(request: Schedule, decodes: Any, places: Any, mesh: Any, terms: Any) -> None:
-    every = serving_modes._alones(request, list(decodes), places, mesh, terms, [])
-    some = serving_modes._alones(request, decodes, places, mesh, terms, [])
+    every = placement._alones(request, list(decodes), places, mesh, terms, [])
+    some = placement._alones(request, decodes, places, mesh, terms, [])
     passing, found = ([o for o in w.weighed if o.passes] for w in (every, some))
     assert bool(passing) == bool(found)
     if passing:
         clean = [o for o in passing if not o.names & request.avoid] or passing
-        picked = ties.pick(
-            found, lambda o: o.cost_s, lambda o: serving_modes._crowd(o, 0.0), random.Random(0), some.floor
-        )
+        picked = ties.pick(found, lambda o: o.cost_s, lambda o: placement._crowd(o, 0.0), random.Random(0), some.floor)
         assert picked.cost_s <= near(min(o.cost_s for o in clean))
 
 
