@@ -258,8 +258,8 @@ class Scheduling:
 
 
 def _placed(request: Schedule, choice: PlacementChoice, answer_tokens: float, held: dict[str, float]) -> Placed:
-    """Returns the answer: whom to ask, what to fetch from whom and when, what is predicted, and what decode is `held` to
-    (`Admission.held_at_decode`)."""
+    """Returns the answer: whom to ask, what to fetch from whom and when, what is predicted, and what decode is `held`
+    to (`Admission.held_at_decode`)."""
     p, d = choice.prefill, choice.decode
     delay_s = pull_after_s(choice)
     terms = {
