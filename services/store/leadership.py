@@ -21,10 +21,10 @@ from services.store.config import StoreConfig
 from services.store.domain import Role
 from services.store.durable import Durable, Kept
 from services.store.orders import StoreOrderQueue
-from services.store.policy.brain import PolicyLimits
+from services.store.policy.store_policy import PolicyLimits
 from services.store.servicer import StoreMasterServicer
 from services.store.state import MasterState
-from services.store.stream import Watchers
+from services.store.watchers import Watchers
 
 log = logging.getLogger(__name__)
 

@@ -36,11 +36,11 @@ from services.store.domain import (
 )
 from services.store.durable import Durable
 from services.store.orders import StoreOrderQueue
-from services.store.policy.brain import MAX_GRANT
 from services.store.policy.quotas import Quota
 from services.store.policy.records import Write
+from services.store.policy.store_policy import MAX_GRANT
 from services.store.state import MasterState
-from services.store.stream import Watchers
+from services.store.watchers import Watchers
 
 log = logging.getLogger(__name__)
 MAX_LOOKUP_KEYS = 4096

@@ -39,7 +39,7 @@ from services.store.domain import (
     check_member,
 )
 from services.store.mapping import member_out
-from services.store.policy.brain import PolicyLimits, StorePolicy
+from services.store.policy.store_policy import PolicyLimits, StorePolicy
 
 MAX_REPLACED = 4096
 MAX_POOLS = 16

@@ -18,12 +18,12 @@ from services.store.config import StoreConfig
 from services.store.durable import MemoryDurable
 from services.store.main import Master
 from services.store.orders import StoreOrderQueue
-from services.store.policy.brain import StorePolicy
 from services.store.policy.reconciliation import UnconfirmedRemovals
+from services.store.policy.store_policy import StorePolicy
 from services.store.policy.tombstones import Tombstones
 from services.store.servicer import StoreMasterServicer
 from services.store.state import MasterState
-from services.store.stream import Watchers
+from services.store.watchers import Watchers
 from tests.support.store.mesh import joining, keys
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from kvmesh.kvcache.tiers import Tier
 from services.store.domain import Tick
-from services.store.policy.brain import PolicyLimits
 from services.store.policy.quotas import Quota
+from services.store.policy.store_policy import PolicyLimits
 from tests.support.store.world import Node, World
 
 

@@ -15,9 +15,9 @@ from kvmesh.kvcache.tiers import Tier, store_name
 from services.store import block_map
 from services.store.domain import Tick
 from services.store.policy import drains, replicas, tombstones
-from services.store.policy.brain import PolicyLimits
 from services.store.policy.copies import PullOrder, TrimOrder
 from services.store.policy.quotas import Quota
+from services.store.policy.store_policy import PolicyLimits
 from tests.support.store.world import LEASE, Node, World
 
 TAGS = [b"ten1", b"ten2"]

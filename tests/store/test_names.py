@@ -10,9 +10,9 @@ import pytest
 
 from kvmesh.kvcache.announce import Announcement
 from services.store.domain import Announce, Join, Member, Role
-from services.store.policy.brain import PolicyLimits
 from services.store.policy.names import Names
 from services.store.policy.reconciliation import NODE_S, Unannounced
+from services.store.policy.store_policy import PolicyLimits
 from services.store.servicer import found
 from services.store.state import MasterState
 

@@ -16,12 +16,12 @@ from kvmesh.rpc.pb.store_pb2 import StoreUsage
 from services.store import durable
 from services.store.block_map import LOG_SLACK_BYTES, MasterMap
 from services.store.domain import Announce, Beat, Heard, Join, Member, Role
-from services.store.policy.brain import PolicyLimits, StorePolicy
 from services.store.policy.copies import Nodes, PullOrder
 from services.store.policy.heat import KeyHeat
 from services.store.policy.names import Names
 from services.store.policy.quotas import Quota, Quotas
 from services.store.policy.records import Write
+from services.store.policy.store_policy import PolicyLimits, StorePolicy
 from services.store.policy.tombstones import MAX_AWAY, Tombstones
 from services.store.state import MasterState
 

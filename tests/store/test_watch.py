@@ -11,7 +11,7 @@ from kvmesh.kvcache.announce import Announcement
 from kvmesh.rpc import channels
 from kvmesh.rpc.pb import store_pb2
 from kvmesh.rpc.server import Server
-from services.store import block_map, main, stream
+from services.store import block_map, main, watchers
 from services.store.config import StoreConfig
 from services.store.domain import Announce
 from tests.support.services import running, until
@@ -137,7 +137,7 @@ async def master() -> AsyncIterator[tuple[main.Master, grpc.aio.Channel]]:
 async def test_a_snapshot_of_many_parts_while_everything_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watcher reads its first message, then stores change, leave and come."""
     monkeypatch.setattr(block_map, "READ_KEYS", 1000)
-    monkeypatch.setattr(stream, "SNAPSHOT_BYTES", 20_000)
+    monkeypatch.setattr(watchers, "SNAPSHOT_BYTES", 20_000)
     async with running(main.run, config()) as master, channels.connect(master.address) as channel:
         big, leaving, coming = Node(channel, "big", 25_000), Node(channel, "leaving", 25_000), Node(channel, "coming")
         big.seal(keys(20_000))

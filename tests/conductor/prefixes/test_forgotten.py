@@ -12,7 +12,7 @@ from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.rpc.pb.store_pb2 import StoreUsage
 from services.conductor.prefixes.index import Index
 from services.store.domain import Announce, Beat, Heard, Join, Member, Relay, Role
-from services.store.policy.brain import PolicyLimits
+from services.store.policy.store_policy import PolicyLimits
 from services.store.policy.tombstones import Tombstone
 from services.store.state import MasterState
 
