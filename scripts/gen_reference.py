@@ -322,8 +322,8 @@ def rest() -> Iterator[str]:
     yield wrapped(
         f"Headers that tell the same as the field of that name: {headers}. "
         f"`{http.REQUEST_ID.decode()}` names the request, `{http.TIMEOUT.decode()}` bounds its life, "
-        f"`{http.TRACEPARENT.decode()}` is the caller's trace. `{http.TIMINGS.decode()}: 1` adds an object `kvmesh` to the answer, which tells where its time went, in "
-        "microseconds ([debug a request](../howto/debug-a-request.md))."
+        f"`{http.TRACEPARENT.decode()}` is the caller's trace. `{http.TIMINGS.decode()}: 1` adds an object `kvmesh` to "
+        "the answer, which tells where its time went, in microseconds ([debug a request](../howto/debug-a-request.md))."
     )
     yield "### What of OpenAI's API is not supported\n"
     allowed = {
