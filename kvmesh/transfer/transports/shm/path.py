@@ -25,7 +25,7 @@ from kvmesh.transfer.segment import SegmentDescriptor
 from kvmesh.transfer.transports import wire
 from kvmesh.transfer.transports.base import Frame, FrameKind
 from kvmesh.transfer.transports.dialing import AnswerReader, connect_patiently
-from kvmesh.transfer.transports.shm.read import OWN_READ_BYTES, Reader
+from kvmesh.transfer.transports.shm.read import OWN_READ_BYTES, ShmReader
 from kvmesh.transfer.transports.shm.server import PACKET_BYTES, PeerMaps, receive, send_region
 from kvmesh.transfer.transports.wire import Asked, Gone, Hello, ProtocolBroken, Refused
 
@@ -81,7 +81,7 @@ class ShmPath:
         self._seq = 0
         self._told: set[int] = set()  # own regions that the peer's copier has mapped
         self._maps = PeerMaps()
-        self._reader = Reader(transport, descriptor.name)
+        self._reader = ShmReader(transport, descriptor.name)
         self._stranded: list[Frame] = []
         self._supersedes: tuple[int, ...] = ()
         self._met_at = ""  # where the target listened
