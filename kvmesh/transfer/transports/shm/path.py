@@ -2,7 +2,7 @@
 
 A caller's thread sends a frame itself, without blocking: a small write costs the caller one system call and wakes
 nobody but the target's copier. The owner thread connects, takes answers and recovers; it lives while there is a
-connection, or work that needs one. READs are copied here: `shm_read`.
+connection, or work that needs one. READs are copied here: `read`.
 
 When a connection ends, the next greeting supersedes it (see `wire`): only then are its unanswered frames lost and
 settled. When nobody listens on the target's socket any more, they are settled too: a process closes its listener after
