@@ -1,6 +1,6 @@
 """The Transfer Engine: bytes between registered memory regions, and the fence that ends them.
 
-`api` is the contract, `engine.TransferEngine` the door. It knows nothing of KV, models or requests.
+`api` is the contract, `engine.TransferEngine` what callers use. It knows nothing of KV, models or requests.
 """
 
 from kvmesh.errors import TransferError

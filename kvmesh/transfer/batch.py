@@ -1,7 +1,7 @@
 """Requests and what became of them.
 
     Batch: the caller's handle. One slot per request, as plain lists: no object per request, none per slice.
-    Group: requests of one submit that share (segment, opcode, epoch, memory); it is cut into frames.
+    RequestGroup: requests of one submit that share (segment, opcode, epoch, memory); it is cut into frames.
     Part:  one slice: (slot, local address, remote offset, length).
     RetriedParts: parts that wait to go once more, or to be verified.
 
@@ -43,7 +43,7 @@ class Batch:
     doom: dict[int, tuple[TransferState, str]] = field(default_factory=dict)
     causes: dict[int, str] = field(default_factory=dict)
     undrained: set[int] = field(default_factory=set)
-    groups: dict[int, Group] = field(default_factory=dict)  # those not final, by serial
+    groups: dict[int, RequestGroup] = field(default_factory=dict)  # those not final, by serial
     open: int = 0
     callbacks: list[Callable[[], None]] = field(default_factory=list)
     rails: dict[Rail, int] = field(default_factory=dict)  # bytes acknowledged on each
@@ -73,7 +73,7 @@ class Batch:
         return TransferStatus(self.states[slot], done, self.causes.get(slot, ""), slot not in self.undrained)
 
 
-class Group(msgspec.Struct, eq=False):
+class RequestGroup(msgspec.Struct, eq=False):
     """`at` slots are wholly cut, `skip` bytes of the slot at `at`; `todo` bytes are not cut; `open` slots are not
     final; `spoilt`: why the first that did not complete did not; `frames` are those on their way."""
 
@@ -210,7 +210,7 @@ class RetriedParts:
     """Parts of a lost frame, which go again as a frame of `kind`; or parts that have landed, to be verified (kind
     CHECKSUM). `at` of them have been taken. `avoid`: the rail that lost them, or brought them."""
 
-    group: Group
+    group: RequestGroup
     kind: FrameKind
     parts: list[Part]
     sendings: int

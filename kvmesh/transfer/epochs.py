@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvmesh.transfer.api import TransferState, TransferStatus
-from kvmesh.transfer.batch import AfterUnlock, Group
+from kvmesh.transfer.batch import AfterUnlock, RequestGroup
 
 MAX_SPOILED_EPOCHS = 4096
 MAX_CLOSED = 64
@@ -45,10 +45,10 @@ class Epochs:
     spoiled: dict[int, str] = field(default_factory=dict)
     _open: dict[int, _Epoch] = field(default_factory=dict)
 
-    def began(self, group: Group) -> None:
+    def began(self, group: RequestGroup) -> None:
         self._open.setdefault(group.epoch, _Epoch()).groups[group.serial] = None
 
-    def ended(self, group: Group) -> list[EndMark]:
+    def ended(self, group: RequestGroup) -> list[EndMark]:
         """The group is final; returns the end marks that need wait no longer."""
         epoch = self._open[group.epoch]
         del epoch.groups[group.serial]

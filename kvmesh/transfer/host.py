@@ -20,7 +20,7 @@ _ROCE_HEADERS = 96
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class PcieLink:
     """A PCIe link as trained, and the most that the device can. Speeds in GT/s a lane; 0: unknown."""
 
     speed: float = 0.0
@@ -51,7 +51,7 @@ class Place:
 
     chain: tuple[str, ...] = ()
     numa: int = -1
-    link: Link = Link()
+    link: PcieLink = PcieLink()
 
     @property
     def address(self) -> str:
@@ -69,7 +69,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Gid:
+class HostGid:
     """`kind` as the kernel names it: "IB/RoCE v1", "RoCE v2"."""
 
     index: int
@@ -219,14 +219,14 @@ def _place(device: Path) -> Place:
     chain = tuple(part for part in real.parts if _ROOT.fullmatch(part) or _FUNCTION.fullmatch(part))
     if not _FUNCTION.fullmatch(real.name):
         return Place(numa=_number(device / "numa_node", -1))
-    link = Link(
+    link = PcieLink(
         _leading(_text(real / "current_link_speed")),
         int(_leading(_text(real / "current_link_width"))),
         _leading(_text(real / "max_link_speed")),
         int(_leading(_text(real / "max_link_width"))),
     )
     width = link.width if link.width < 255 else 0  # 255: the bridge does not know
-    return Place(chain, _number(real / "numa_node", -1), link if width else Link())
+    return Place(chain, _number(real / "numa_node", -1), link if width else PcieLink())
 
 
 def _gpus(root: Path, env: Mapping[str, str]) -> tuple[Gpu, ...]:
@@ -298,7 +298,7 @@ def _rdma(sys: Path, path: Path) -> RdmaDevice:
     return RdmaDevice(path.name, place, tuple(ports), netdev, _text(path / "fw_ver"))
 
 
-def gids(root: Path, device: str, port: int = 1) -> tuple[Gid, ...]:
+def gids(root: Path, device: str, port: int = 1) -> tuple[HostGid, ...]:
     """Those that are set; hundreds of small reads, so on demand only."""
     base = root / "sys/class/infiniband" / device / "ports" / str(port)
     found = []
@@ -311,7 +311,7 @@ def gids(root: Path, device: str, port: int = 1) -> tuple[Gid, ...]:
             continue
         kind, netdev = _text(base / "gid_attrs/types" / path.name), _text(base / "gid_attrs/ndevs" / path.name)
         shown = f"::ffff:{value.ipv4_mapped}" if value.ipv4_mapped else str(value)
-        found.append(Gid(int(path.name), shown, kind, netdev))
+        found.append(HostGid(int(path.name), shown, kind, netdev))
     return tuple(found)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from kvmesh.transfer.api import Opcode, TransferState
-from kvmesh.transfer.batch import AfterUnlock, Group, Part, RetriedParts
+from kvmesh.transfer.batch import AfterUnlock, Part, RequestGroup, RetriedParts
 from kvmesh.transfer.epochs import Epochs
 from kvmesh.transfer.rails import Nic, RailBoard, RailChoice, RailState, Tiers, Topology, tiers
 from kvmesh.transfer.segment import LocalRegion, RegionInfo, SegmentDescriptor
@@ -102,24 +102,24 @@ class PeerLink:
 
     # ── groups ────────────────────────────────────────────────────────────────────────────────────
 
-    def enqueue(self, group: Group) -> None:
+    def enqueue(self, group: RequestGroup) -> None:
         flow = self.flows[group.rank]
         flow.queue[group.serial] = group
         self.dealer.place(flow)
         if group.opcode is Opcode.WRITE:
             self.epochs.began(group)
 
-    def again(self, group: Group, again: RetriedParts) -> None:
+    def again(self, group: RequestGroup, again: RetriedParts) -> None:
         flow = self.flows[group.rank]
         flow.retry.append(again)
         self.dealer.place(flow)
 
-    def unqueue(self, group: Group) -> None:
+    def unqueue(self, group: RequestGroup) -> None:
         """Stops cutting it. What of it waits in `retry` is dropped when its turn comes: its slots are doomed."""
         group.at, group.todo = len(group.slots), 0
         self.flows[group.rank].queue.pop(group.serial, None)
 
-    def drop(self, group: Group, cause: str, after: AfterUnlock) -> None:
+    def drop(self, group: RequestGroup, cause: str, after: AfterUnlock) -> None:
         """Nothing more of this group is posted; its unfinished slots fail."""
         self.unqueue(group)
         for slot in group.slots:
@@ -127,7 +127,9 @@ class PeerLink:
 
     # ── cutting ───────────────────────────────────────────────────────────────────────────────────
 
-    def cut(self, flow: SendFlow, now: float, dropped: Callable[[Group, str], None]) -> Frame | RailChoice | Nic | None:
+    def cut(
+        self, flow: SendFlow, now: float, dropped: Callable[[RequestGroup, str], None]
+    ) -> Frame | RailChoice | Nic | None:
         """The next frame of a flow; or where it has to wait; or None: it has nothing. `dropped` hears of groups that
         no way is left for."""
         while True:
@@ -198,7 +200,7 @@ class PeerLink:
     def _cap(self, choice: RailChoice, frame_bytes: int) -> int:
         return min(frame_bytes, self.board.config.probe_bytes) if choice.way.rest_until else frame_bytes
 
-    def _next(self, group: Group, choice: RailChoice, wanted: int) -> Frame | None:
+    def _next(self, group: RequestGroup, choice: RailChoice, wanted: int) -> Frame | None:
         """Where several ways share the work, frames shrink towards its end, so that all end together."""
         limits, batch = choice.way.rail.transport.limits, group.batch
         cap = self._cap(choice, limits.frame_bytes)
@@ -236,7 +238,7 @@ class PeerLink:
         kind = FrameKind.WRITE if group.opcode is Opcode.WRITE else FrameKind.READ
         return self._frame(group, choice.way, kind, parts, cap - room) if parts else None
 
-    def _frame(self, group: Group, way: RailState, kind: FrameKind, parts: list[Part], nbytes: int) -> Frame:
+    def _frame(self, group: RequestGroup, way: RailState, kind: FrameKind, parts: list[Part], nbytes: int) -> Frame:
         flight = group.batch.flight
         for part in parts:
             flight[part[0]] += 1

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 from kvmesh.transfer.api import TrafficClass
 
 if TYPE_CHECKING:
-    from kvmesh.transfer.batch import Group, RetriedParts
+    from kvmesh.transfer.batch import RequestGroup, RetriedParts
     from kvmesh.transfer.peer_link import PeerLink
 
 QUANTUM = 2 << 20  # bytes a turn: the frame of the socket transports
@@ -43,7 +43,7 @@ class SendFlow:
 
     link: PeerLink
     rank: int
-    queue: OrderedDict[int, Group] = field(default_factory=OrderedDict)
+    queue: OrderedDict[int, RequestGroup] = field(default_factory=OrderedDict)
     retry: deque[RetriedParts] = field(default_factory=deque)
     deficit: int = 0
     amid: bool = False

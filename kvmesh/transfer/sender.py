@@ -2,7 +2,7 @@
 
     submit ─▶ groups ─▶ pump: the dealer says whose turn it is ─▶ PeerLink.cut: slices, and the rail ─▶ conclude: post
               (batch)        (send_queue)                         (peer_link, rails)                    (transport)
-    frame_done, frame_lost ─▶ Group.landed, strayed, verified: final slots, parts to send again ─▶ pump
+    frame_done, frame_lost ─▶ RequestGroup.landed, strayed, verified: final slots, parts to send again ─▶ pump
 
 A flow that finds no room is parked where room will be made, and woken by the answer that makes it.
 
@@ -33,7 +33,7 @@ from itertools import count, islice
 from kvmesh.errors import TransferError
 from kvmesh.transfer import checks
 from kvmesh.transfer.api import BatchId, Opcode, TrafficClass, TransferRequest, TransferState
-from kvmesh.transfer.batch import AfterUnlock, Batch, Group, Part, RetriedParts, local_sums
+from kvmesh.transfer.batch import AfterUnlock, Batch, Part, RequestGroup, RetriedParts, local_sums
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.epochs import Closed, EndMark
 from kvmesh.transfer.peer_link import PeerLink
@@ -73,7 +73,7 @@ class Sender:
         self.endpoints: LruSieve[RailState] = LruSieve(config.max_endpoints)
         self._closed = Closed()
         self._next_batch = 1
-        self._live: dict[int, Group] = {}
+        self._live: dict[int, RequestGroup] = {}
         self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, group); of final groups, too
         self._comparing: dict[int, LocalRegion] = {}  # by frame: memory whose checksum is being taken
         self._alarm_serials = count()
@@ -136,10 +136,10 @@ class Sender:
             self._enqueue(batch, groups, after)
         self.conclude(after)
 
-    def _grouped(self, batch: Batch, requests: Sequence[TransferRequest], deadline: float) -> list[Group]:
+    def _grouped(self, batch: Batch, requests: Sequence[TransferRequest], deadline: float) -> list[RequestGroup]:
         """Requests that share everything but addresses, in order; checks each: TransferError for a malformed one."""
-        groups: dict[tuple[object, ...], Group] = {}
-        group: Group | None = None
+        groups: dict[tuple[object, ...], RequestGroup] = {}
+        group: RequestGroup | None = None
         slot = len(batch.states)
         same: tuple[object, ...] = ()
         near = near_end = far = far_end = 0
@@ -172,9 +172,9 @@ class Sender:
         self,
         batch: Batch,
         request: TransferRequest,
-        groups: dict[tuple[object, ...], Group],
+        groups: dict[tuple[object, ...], RequestGroup],
         deadline: float,
-    ) -> Group:
+    ) -> RequestGroup:
         link = checks.opened(self.links, request.segment)
         epoch = checks.epoch_of(request)
         if request.length <= 0:
@@ -198,7 +198,7 @@ class Sender:
         key = (link.name, request.opcode, epoch, rank, request.verify, local.base, remote.base_offset)
         group = groups.get(key)
         if group is None:
-            group = groups[key] = Group(
+            group = groups[key] = RequestGroup(
                 next(self.serials),
                 link,
                 batch,
@@ -218,7 +218,7 @@ class Sender:
             )
         return group
 
-    def _enqueue(self, batch: Batch, groups: Sequence[Group], after: AfterUnlock) -> None:
+    def _enqueue(self, batch: Batch, groups: Sequence[RequestGroup], after: AfterUnlock) -> None:
         now = self.clock()
         for group in groups:
             self._live[group.serial] = group
@@ -270,7 +270,7 @@ class Sender:
         """Posts whatever may be posted now, the most urgent first."""
         dealer = self.dealer
 
-        def dropped(group: Group, cause: str) -> None:
+        def dropped(group: RequestGroup, cause: str) -> None:
             self._dropped(group, cause, after, now)
 
         while (flow := dealer.take()) is not None:
@@ -398,7 +398,9 @@ class Sender:
         way.nic.meter.arrived(frame.kind, rank, nbytes, len(frame.parts), now - frame.posted_at)
         self.board.landed(way, nbytes, frame.posted_at, now)
 
-    def _landed(self, frame: Frame, group: Group, refused: Sequence[int], cause: str, after: AfterUnlock) -> None:
+    def _landed(
+        self, frame: Frame, group: RequestGroup, refused: Sequence[int], cause: str, after: AfterUnlock
+    ) -> None:
         carried, turned_away, to_verify = group.landed(frame, refused, cause, after)
         if turned_away:
             self.count("parts_refused", turned_away)
@@ -409,7 +411,7 @@ class Sender:
         rails = group.batch.rails
         rails[frame.rail] = rails.get(frame.rail, 0) + carried
 
-    def _strayed(self, frame: Frame, group: Group, cause: str, settled: bool, after: AfterUnlock) -> None:
+    def _strayed(self, frame: Frame, group: RequestGroup, cause: str, settled: bool, after: AfterUnlock) -> None:
         again = frame.sendings < self.config.max_sendings and not frame.link.closed
         if group.strayed(frame, cause, settled=settled, again=again, after=after):
             self.count("frames_resent")
@@ -418,7 +420,7 @@ class Sender:
             resend = RetriedParts(group, frame.kind, list(frame.parts), frame.sendings + 1, frame.checks, avoid)
             frame.link.again(group, resend)
 
-    def _compare(self, frame: Frame, group: Group, refused: Sequence[int], cause: str) -> None:
+    def _compare(self, frame: Frame, group: RequestGroup, refused: Sequence[int], cause: str) -> None:
         """A CHECKSUM was answered. The memory here is read without the lock, and kept registered meanwhile."""
         with self.lock:
             if frame.answered:
@@ -440,7 +442,7 @@ class Sender:
                 self._pump(after, now)
             self.conclude(after)
 
-    def _compared(self, frame: Frame, group: Group, differ: list[Part], after: AfterUnlock, now: float) -> None:
+    def _compared(self, frame: Frame, group: RequestGroup, differ: list[Part], after: AfterUnlock, now: float) -> None:
         """What differs is sent again, a few times; the rail that brought it has erred."""
         if not differ:
             return
@@ -457,12 +459,12 @@ class Sender:
         kind = FrameKind.WRITE if group.opcode is Opcode.WRITE else FrameKind.READ
         frame.link.again(group, RetriedParts(group, kind, differ, 1, checks, frame.avoid))
 
-    def _dropped(self, group: Group, cause: str, after: AfterUnlock, now: float) -> None:
+    def _dropped(self, group: RequestGroup, cause: str, after: AfterUnlock, now: float) -> None:
         """No way is left for it."""
         group.link.drop(group, cause, after)
         self._settle(group, after, now)
 
-    def _settle(self, group: Group, after: AfterUnlock, now: float) -> None:
+    def _settle(self, group: RequestGroup, after: AfterUnlock, now: float) -> None:
         """After slots of a group may have become final."""
         writes = group.opcode is Opcode.WRITE
         if writes and group.spoilt is not None:
@@ -498,7 +500,7 @@ class Sender:
             frame.notice, frame.sendings = notice, sendings
             self._launch(frame, after, now)
 
-    def _stop(self, group: Group, state: TransferState, cause: str, after: AfterUnlock, now: float) -> None:
+    def _stop(self, group: RequestGroup, state: TransferState, cause: str, after: AfterUnlock, now: float) -> None:
         """Nothing more of it is posted, and what has not left yet is taken back."""
         group.link.unqueue(group)
         for frame in list(group.frames.values()):
@@ -655,7 +657,7 @@ class Sender:
                 self._overdue(group, after, now, overdue)
         overdue += [(frame, self.config.ack_timeout_s) for frame in self._silent(now)]
 
-    def _overdue(self, group: Group, after: AfterUnlock, now: float, overdue: list[tuple[Frame, float]]) -> None:
+    def _overdue(self, group: RequestGroup, after: AfterUnlock, now: float, overdue: list[tuple[Frame, float]]) -> None:
         self._stop(group, TransferState.TIMEOUT, "timed out", after, now)
         if group.opcode is Opcode.READ:  # its local memory must be left alone before it is final
             overdue += [(frame, 0.0) for frame in group.frames.values()]

@@ -20,7 +20,7 @@ from kvmesh.transfer import peer_link, rails
 from kvmesh.transfer import send_queue as dealing
 from kvmesh.transfer import sender as senders
 from kvmesh.transfer.api import BatchId, Opcode, TransferState, TransferStatus
-from kvmesh.transfer.batch import AfterUnlock, Group, RetriedParts
+from kvmesh.transfer.batch import AfterUnlock, RequestGroup, RetriedParts
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.transports.base import Frame, FrameKind, FrameLimits
 from tests.support.transfer.fakes import FakeTransport, World
@@ -272,16 +272,16 @@ def test_every_byte_is_delivered_or_the_request_says_why_not() -> None:
 
 
 def sends_again_unsettled(patch: pytest.MonkeyPatch) -> None:
-    strayed = Group.strayed
-    patch.setattr(Group, "strayed", lambda *a, settled, **k: strayed(*a, settled=True, **k))
+    strayed = RequestGroup.strayed
+    patch.setattr(RequestGroup, "strayed", lambda *a, settled, **k: strayed(*a, settled=True, **k))
 
 
 def ends_while_on_a_path(patch: pytest.MonkeyPatch) -> None:
-    def doom(group: Group, slot: int, state: TransferState, cause: str, after: AfterUnlock) -> None:
+    def doom(group: RequestGroup, slot: int, state: TransferState, cause: str, after: AfterUnlock) -> None:
         if not group.batch.states[slot].final:
             group.finish(slot, state, cause, after)
 
-    patch.setattr(Group, "doom", doom)
+    patch.setattr(RequestGroup, "doom", doom)
 
 
 def forgets_what_was_lost(patch: pytest.MonkeyPatch) -> None:
@@ -308,23 +308,23 @@ def forgets_the_rest_of_a_lost_frame(patch: pytest.MonkeyPatch) -> None:
 
 
 def counts_what_was_refused(patch: pytest.MonkeyPatch) -> None:
-    landed = Group.landed
-    patch.setattr(Group, "landed", lambda group, frame, refused, *rest: landed(group, frame, (), *rest))
+    landed = RequestGroup.landed
+    patch.setattr(RequestGroup, "landed", lambda group, frame, refused, *rest: landed(group, frame, (), *rest))
 
 
 def believes_every_sum(patch: pytest.MonkeyPatch) -> None:
-    verified = Group.verified
+    verified = RequestGroup.verified
 
-    def blind(group: Group, frame: Frame, *args: Any) -> Any:
+    def blind(group: RequestGroup, frame: Frame, *args: Any) -> Any:
         frame.sums = tuple(args[2])
         return verified(group, frame, *args)
 
-    patch.setattr(Group, "verified", blind)
+    patch.setattr(RequestGroup, "verified", blind)
 
 
 def claims_to_be_drained(patch: pytest.MonkeyPatch) -> None:
-    finish = Group.finish
-    patch.setattr(Group, "finish", lambda *args, drained=True: finish(*args))
+    finish = RequestGroup.finish
+    patch.setattr(RequestGroup, "finish", lambda *args, drained=True: finish(*args))
 
 
 def never_wakes_who_waits_for_a_nic(patch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from kvmesh.errors import TransferError
 from kvmesh.transfer import EngineConfig, TransferEngine
-from kvmesh.transfer.host import AMD, NVIDIA, Gid, Host, Link, Place, gids, look, memory_location, roce_mtu
+from kvmesh.transfer.host import AMD, NVIDIA, Host, HostGid, PcieLink, Place, gids, look, memory_location, roce_mtu
 from kvmesh.transfer.segment import NicInfo, SegmentDescriptor
 from kvmesh.transfer.topology import Distance, discover, distance, parse, resolve
 from tests.support.transfer.sysfs import MELLANOX, NVIDIA_3D, Tree, bare_vm, laptop, two_sockets
@@ -150,12 +150,12 @@ def test_ports_links_and_gids(tmp_path: Path) -> None:
     assert (rxe.active, rxe.gbps, rxe.netdev) == (False, 0.0, "eth3")
     assert rxe.place == by_name["mlx5_3"].place, "Soft-RoCE is where its interface is"
     assert (slow.ports[0].state, slow.ports[0].physical, slow.gbps) == ("ACTIVE", "LinkUp", 25.0)
-    assert slow.place.link == Link(8.0, 4, 32.0, 8)
+    assert slow.place.link == PcieLink(8.0, 4, 32.0, 8)
     assert slow.place.link.narrowed
     assert round(slow.place.link.gbps, 1) == 31.5
     assert not by_name["mlx5_0"].place.link.narrowed
     assert [gid.family for gid in gids(tmp_path, "rxe0")] == ["link-local", "IPv4", "IPv6"]
-    assert gids(tmp_path, "rxe0")[1] == Gid(1, "::ffff:10.0.1.2", "RoCE v2", "eth3")
+    assert gids(tmp_path, "rxe0")[1] == HostGid(1, "::ffff:10.0.1.2", "RoCE v2", "eth3")
     assert [roce_mtu(mtu) for mtu in (9000, 4200, 4191, 1500, 100)] == [4096, 4096, 2048, 1024, 0]
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 if TYPE_CHECKING:
-    from kvmesh.transfer.batch import Group, Part
+    from kvmesh.transfer.batch import Part, RequestGroup
     from kvmesh.transfer.epochs import EndMark
     from kvmesh.transfer.peer_link import PeerLink
     from kvmesh.transfer.rails import RailState
@@ -85,7 +85,7 @@ class Frame(msgspec.Struct, eq=False):
     epoch: int
     parts: list[Part]
     nbytes: int
-    group: Group | None = None  # none: a NOTIFY
+    group: RequestGroup | None = None  # none: a NOTIFY
     notice: EndMark | None = None
     source: LocalRegion | None = None  # stands for the group's local region
     sendings: int = 1

@@ -26,7 +26,7 @@ MAX_STRANGERS = 512  # a greeting takes a millisecond; whoever takes longer than
 
 
 class Accepted(ABC):
-    """One accepted connection, a `windows.Holder`. Subclasses speak the transport's bytes."""
+    """One accepted connection, a `windows.WindowHolder`. Subclasses speak the transport's bytes."""
 
     def __init__(self, server: AcceptingServer, sock: socket.socket) -> None:
         self.server = server

@@ -39,7 +39,7 @@ HEAD = struct.Struct("<BBHIQQQ")  # kind, flags, 0, count, seq, epoch, bytes
 HEAD_BYTES = HEAD.size
 LENGTH = struct.Struct("<I")
 
-WRITE, READ, NOTIFY, CHECKSUM = 1, 2, 3, 4  # as transport.Kind
+WRITE, READ, NOTIFY, CHECKSUM = 1, 2, 3, 4  # as base.FrameKind
 PING = 5  # tcp only, no answer: the kernel's acknowledgement tells the opener that the way is good
 ANSWER, REGION, WANT = 16, 17, 18  # the last two on shm only
 

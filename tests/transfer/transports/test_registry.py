@@ -16,7 +16,7 @@ import pytest
 
 from kvmesh.errors import ConfigError, TransferError
 from kvmesh.ranks import transfer_config
-from kvmesh.transfer import EngineConfig, Opcode, Range, TransferEngine, TransferRequest, TransferState
+from kvmesh.transfer import EngineConfig, Notification, Opcode, Range, TransferEngine, TransferRequest, TransferState
 from kvmesh.transfer.transports import registry
 from tests.support.paths import ROOT
 
@@ -61,7 +61,7 @@ def test_the_page_is_followed_word_for_word(third_party: Path) -> None:
 
 
 def test_a_third_party_s_transport_writes_reads_and_notifies_and_is_fenced(third_party: Path) -> None:
-    told = []
+    told: list[Notification] = []
     config = EngineConfig(transports=("inprocess",))
     with TransferEngine("writer", config) as one, TransferEngine("owner", config, told.append) as two:
         near, far = one.allocate(8192), two.allocate(8192)

@@ -56,7 +56,7 @@ def test_short_reads_are_copied_by_the_caller_and_do_not_nest(nest: Nest, monkey
         here += threading.current_thread() is caller
         copy_runs(*args)  # type: ignore[arg-type]
 
-    fetch = shm_read.Reader._fetch
+    fetch = shm_read.ShmReader._fetch
 
     def nested(*args: object) -> None:
         nonlocal depth, deepest
@@ -68,7 +68,7 @@ def test_short_reads_are_copied_by_the_caller_and_do_not_nest(nest: Nest, monkey
             depth -= 1
 
     monkeypatch.setattr(shm_read, "copy_runs", counted)
-    monkeypatch.setattr(shm_read.Reader, "_fetch", nested)
+    monkeypatch.setattr(shm_read.ShmReader, "_fetch", nested)
     copies = [(i * 200, base + i * 200, 200) for i in range(20 * wire.MAX_PARTS)]
     assert {status.state for status in writer.transfer("read", segment, copies)} == {TransferState.COMPLETED}
     assert writer.read(0, len(copies) * 200) == target.read(0, len(copies) * 200)

@@ -17,7 +17,7 @@ _MANY = 16  # parts from here on are checked by numpy
 
 
 @dataclass(eq=False, slots=True)
-class Admission:
+class WindowGrant:
     """`starts` and `ends` of the window's ranges, sorted. `asked_by`: serials of the frames that waited when it was
     asked for: a part outside the ranges is outside the window only for them, as windows grow."""
 
@@ -49,7 +49,7 @@ class Admission:
 class Admissions:
     """`flying`: writes by epoch that are on a queue pair, or were on one that is not settled yet."""
 
-    known: dict[int, Admission] = field(default_factory=dict)
+    known: dict[int, WindowGrant] = field(default_factory=dict)
     flying: dict[int, int] = field(default_factory=dict)
     asked: dict[int, frozenset[int]] = field(default_factory=dict)
     _revoked: dict[int, int] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Admissions:
             if len(self.known) >= _MAX_EPOCHS:
                 self.known.pop(next(iter(self.known)))
             first, last = np.array(starts, dtype=np.int64), np.array(ends, dtype=np.int64)
-            self.known[epoch] = Admission(number, generation, first, last, asked_by)
+            self.known[epoch] = WindowGrant(number, generation, first, last, asked_by)
         return asked_by
 
     def flew(self, epoch: int) -> None:

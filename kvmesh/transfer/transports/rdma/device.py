@@ -37,7 +37,7 @@ GONE_WITHIN_S = 0.5  # from the first call that a removed device refuses until t
 _LOOK_S = 0.002
 
 
-class Made(Protocol):
+class PyverbsQueuePair(Protocol):
     """pyverbs' QP: `close` destroys it, may be called again when that failed, and does nothing once it has worked."""
 
     qp_num: int
@@ -64,10 +64,10 @@ class Endings:
         self.events_lock = threading.Lock()
         self._lock = threading.Lock()
         # What is not destroyed is kept here: pyverbs would try it by itself once nobody has it, without that lock.
-        self._stopped: dict[Made, Callable[[], None]] = {}
-        self._alive: set[Made] = set()
+        self._stopped: dict[PyverbsQueuePair, Callable[[], None]] = {}
+        self._alive: set[PyverbsQueuePair] = set()
 
-    def end(self, made: Made, pointer: int, freed: Callable[[], None]) -> None:
+    def end(self, made: PyverbsQueuePair, pointer: int, freed: Callable[[], None]) -> None:
         """When it returns, the NIC neither reads nor writes memory for this queue pair; `freed` is called when it is
         destroyed, which may be later. TransferError when it can be neither destroyed nor stopped: call it again."""
         with self._lock:
@@ -93,7 +93,7 @@ class Endings:
         for made in ended:
             self._stopped.pop(made)()
 
-    def _destroy(self, made: Made) -> str:
+    def _destroy(self, made: PyverbsQueuePair) -> str:
         """ "" or why it failed."""
         with self.events_lock:
             try:
@@ -102,7 +102,7 @@ class Endings:
                 return str(err) or type(err).__name__
         return ""
 
-    def _stop_it(self, made: Made, pointer: int, cause: str) -> bool:
+    def _stop_it(self, made: PyverbsQueuePair, pointer: int, cause: str) -> bool:
         """False: the kernel has removed the device, and the queue pair with it. TransferError when it is alive."""
         try:
             self._stop(pointer)
@@ -197,7 +197,7 @@ class CompletionQueue:
     room: int
 
 
-class Nic:
+class RdmaNic:
     """Thread-safe. `cause` says why it cannot be used ("" = it can)."""
 
     def __init__(self, library: Library, name: str, port: int, config: EngineConfig) -> None:

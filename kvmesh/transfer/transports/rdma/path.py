@@ -24,7 +24,7 @@ from kvmesh.transfer.transports.dialing import connect_patiently
 from kvmesh.transfer.transports.rdma import dial, protocol
 from kvmesh.transfer.transports.rdma.channel import Channel
 from kvmesh.transfer.transports.rdma.gids import Pair
-from kvmesh.transfer.transports.rdma.rail import Later, OutgoingNotification, State, WriteTracker
+from kvmesh.transfer.transports.rdma.rail import Later, OutgoingNotification, RailPhase, WriteTracker
 from kvmesh.transfer.transports.rdma.wiring import Wiring, run_all
 from kvmesh.transfer.transports.wire import Gone
 
@@ -116,7 +116,7 @@ class RdmaPath(Wiring):
 
     def idle(self, rail: Rail) -> bool:
         with self._lock:
-            unsettled = (State.CONNECTING, State.RESETTING)
+            unsettled = (RailPhase.CONNECTING, RailPhase.RESETTING)
             return not any(track.busy() or track.state in unsettled for track in self._tracks.get(rail, ()))
 
     def forget(self, rail: Rail, cause: str) -> None:
@@ -125,7 +125,7 @@ class RdmaPath(Wiring):
             for track in self._tracks.get(rail, ()):
                 track.forgotten = True
                 if self._channel is not None:
-                    if track.state is State.READY:
+                    if track.state is RailPhase.READY:
                         self._break(track, cause, down=False)
                     else:
                         self._channel.defer(partial(self._drop, track))
@@ -158,10 +158,10 @@ class RdmaPath(Wiring):
             offsets, lengths = (tuple(part[i] for part in frame.parts) for i in (2, 3))
             channel.send(protocol.encode(protocol.Checksum(seq, offsets, lengths)))
             return True
-        if track.state is State.NEW:
-            track.state = State.CONNECTING
+        if track.state is RailPhase.NEW:
+            track.state = RailPhase.CONNECTING
             channel.defer(partial(self._begin, track))
-        if track.state is not State.READY or track.queue_pair is None:
+        if track.state is not RailPhase.READY or track.queue_pair is None:
             return False
         try:
             if frame.kind is FrameKind.NOTIFY:

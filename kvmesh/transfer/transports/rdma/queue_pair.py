@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from kvmesh.transfer.transports.rdma import verbs
-from kvmesh.transfer.transports.rdma.device import TAG_SHIFT, Nic
+from kvmesh.transfer.transports.rdma.device import TAG_SHIFT, RdmaNic
 from kvmesh.transfer.transports.rdma.verbs import Route
 
 INLINE_BYTES = 128
@@ -41,7 +41,7 @@ class Sink(Protocol):
 class QueuePair:
     """`post` is for one thread at a time; `free` counts work requests that fit. Must be closed."""
 
-    def __init__(self, nic: Nic, depth: int, receives: int, sink: Sink) -> None:
+    def __init__(self, nic: RdmaNic, depth: int, receives: int, sink: Sink) -> None:
         self.nic = nic
         self.depth = depth
         self.generation = 0

@@ -19,7 +19,7 @@ from kvmesh.transfer.memory import Mapping
 from kvmesh.transfer.transports import wire
 from kvmesh.transfer.transports.base import Frame, FrameKind, Rail
 from kvmesh.transfer.transports.rdma import protocol, verbs
-from kvmesh.transfer.transports.rdma.device import Nic, Registration
+from kvmesh.transfer.transports.rdma.device import RdmaNic, Registration
 from kvmesh.transfer.transports.rdma.gids import Pair
 from kvmesh.transfer.transports.rdma.queue_pair import QueuePair
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Later = list[Callable[[], None]]  # to be called once the lock is released
 
 
-class State(enum.Enum):
+class RailPhase(enum.Enum):
     NEW = 0
     CONNECTING = 1
     READY = 2
@@ -53,10 +53,10 @@ class OutgoingNotification:
     slot: int
 
 
-class Outgoing:
+class OutgoingMailbox:
     """Our copy of the target's mailbox: what a letter is written from."""
 
-    def __init__(self, nic: Nic) -> None:
+    def __init__(self, nic: RdmaNic) -> None:
         self._nic = nic
         nbytes = protocol.SLOTS * protocol.SLOT_BYTES
         self.mapping = Mapping(-1, nbytes + 64, writable=True)
@@ -81,13 +81,13 @@ class WriteTracker:
     path: RdmaPath
     rail: Rail
     pair: Pair
-    nic: Nic
-    state: State = State.NEW
+    nic: RdmaNic
+    state: RailPhase = RailPhase.NEW
     queue: deque[Frame] = field(default_factory=deque)
     queue_pair: QueuePair | None = None
     made: QueuePair | None = None  # ours, while the target has not answered
     number: int = 0  # of the queue pair that the target knows
-    outgoing: Outgoing | None = None
+    outgoing: OutgoingMailbox | None = None
     mailbox: tuple[int, int] = (0, 0)  # address and key
     slots: list[int] = field(default_factory=list)
     turn: int = 0
@@ -95,7 +95,7 @@ class WriteTracker:
     letters: dict[int, OutgoingNotification] = field(default_factory=dict)
     checks: dict[int, Frame] = field(default_factory=dict)
     stranded: list[Frame] = field(default_factory=list)
-    doomed: list[QueuePair | Outgoing] = field(default_factory=list)
+    doomed: list[QueuePair | OutgoingMailbox] = field(default_factory=list)
     dirty: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     flushing: dict[tuple[int, int], int] = field(default_factory=dict)
     fault: tuple[str, bool] = ("", False)
@@ -133,12 +133,12 @@ class WriteTracker:
         lost = [seq for seq, letter in self.letters.items() if letter.slot >= 0]
         self.stranded += [self.letters.pop(seq).frame for seq in lost]
         self.slots = []
-        self.state = State.RESETTING
+        self.state = RailPhase.RESETTING
         self.fault = (cause, down)
 
     def ended(self) -> None:
         """The target has destroyed its queue pair: nothing that it took is on its way any more."""
-        self.state = State.NEW
+        self.state = RailPhase.NEW
         self.dirty.clear()
         self.flushing.clear()
 

@@ -22,7 +22,7 @@ from kvmesh.transfer.segment import LocalRegion
 from kvmesh.transfer.transports import wire
 from kvmesh.transfer.transports.rdma import protocol, verbs
 from kvmesh.transfer.transports.rdma.channel import Channel
-from kvmesh.transfer.transports.rdma.device import Nic
+from kvmesh.transfer.transports.rdma.device import RdmaNic
 from kvmesh.transfer.transports.rdma.queue_pair import QueuePair
 from kvmesh.transfer.transports.serving import Accepted, AcceptingServer
 from kvmesh.transfer.transports.wire import Hello, ProtocolBroken, Welcome
@@ -37,10 +37,10 @@ _HEAD_BYTES = protocol.LETTER.size
 _AGAIN_S = 0.25  # between tries to destroy what the driver does not destroy
 
 
-class Landing:
+class LandingQueuePair:
     """A queue pair of an opener here, with its mailbox (a `queue_pair.Sink`)."""
 
-    def __init__(self, owner: RdmaAccepted, nic: Nic) -> None:
+    def __init__(self, owner: RdmaAccepted, nic: RdmaNic) -> None:
         self.owner = owner
         self.nic = nic
         self.mailbox = Mapping(-1, protocol.SLOTS * protocol.SLOT_BYTES, writable=True)
@@ -92,8 +92,10 @@ class RdmaAccepted(Accepted):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.transport = transport
         self._changed = threading.Condition(threading.Lock())
-        self._landings: dict[tuple[str, int], Landing] = {}
-        self._doomed: list[Landing] = []  # to be destroyed; empty whenever the lock is free, unless the driver fails
+        self._landings: dict[tuple[str, int], LandingQueuePair] = {}
+        self._doomed: list[
+            LandingQueuePair
+        ] = []  # to be destroyed; empty whenever the lock is free, unless the driver fails
         self._generation = 1
         self._admitted: dict[int, int] = {}  # epoch → the newest admission
         self._admissions = 0
@@ -169,11 +171,11 @@ class RdmaAccepted(Accepted):
         self._destroy(*landings.values())
         self._admitted.clear()
 
-    def _destroy(self, *landings: Landing) -> None:
+    def _destroy(self, *landings: LandingQueuePair) -> None:
         """Lock held: a fence never finds one half destroyed. These, and those that failed before. TransferError when
         one can be neither destroyed nor stopped: it is kept, and the connection cut; its thread keeps trying."""
         self._doomed += landings
-        failed: list[Landing] = []
+        failed: list[LandingQueuePair] = []
         cause = ""
         for landing in self._doomed:
             try:
@@ -233,9 +235,9 @@ class RdmaAccepted(Accepted):
         psn = secrets.randbelow(1 << 24)
         mtu = max(1, min(asked.mtu, nic.mtu, protocol.mtu_code(self.transport.config.rdma_mtu)))
         reads = max(1, min(asked.reads, nic.reads))
-        landing: Landing | None = None
+        landing: LandingQueuePair | None = None
         try:
-            landing = Landing(self, nic)
+            landing = LandingQueuePair(self, nic)
             index = nic.gid_index(IPv6Address(_packed(asked.to_gid)))
             route = verbs.Route(_packed(asked.gid), index, asked.lid, nic.gids[0].kind != "ib")
             landing.queue_pair.connect(asked.qp_num, asked.psn, psn, route, mtu, reads)

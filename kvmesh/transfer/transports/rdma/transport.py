@@ -14,7 +14,7 @@ from kvmesh.transfer.segment import LocalRegion, NicInfo, RegionInfo, SegmentDes
 from kvmesh.transfer.transports.base import Frame, FrameKind, FrameLimits, Rail, Transport, TransportHost
 from kvmesh.transfer.transports.dialing import begin, conn_ids
 from kvmesh.transfer.transports.rdma import gids, library
-from kvmesh.transfer.transports.rdma.device import Nic
+from kvmesh.transfer.transports.rdma.device import RdmaNic
 from kvmesh.transfer.transports.rdma.gids import Gid, Pair
 from kvmesh.transfer.transports.rdma.path import RdmaPath
 from kvmesh.transfer.transports.rdma.server import RdmaAccepted, fence_peer
@@ -41,10 +41,10 @@ class RdmaTransport(Transport):
         slice_bytes = config.rdma_slice_bytes
         frame_bytes = min(max(_FRAME_SLICES * slice_bytes, 1 << 20), max(_FRAME_BYTES, slice_bytes))
         self.limits = FrameLimits(slice_bytes, frame_bytes, parts, _FRAMES)
-        self.own_nics: tuple[Nic, ...] = ()
-        self._by_name: dict[str, Nic] = {}
+        self.own_nics: tuple[RdmaNic, ...] = ()
+        self._by_name: dict[str, RdmaNic] = {}
         self._nics_lock = threading.Lock()  # which NICs there are, and that each has every region
-        self._retired: list[Nic] = []  # failed; closed at the end
+        self._retired: list[RdmaNic] = []  # failed; closed at the end
         self._server: AcceptingServer | None = None
         self._port = 0
         self._lock = threading.Lock()
@@ -56,10 +56,10 @@ class RdmaTransport(Transport):
 
     def start(self) -> None:
         loaded = library.load()
-        opened: list[Nic] = []
+        opened: list[RdmaNic] = []
         try:
             for device, port in self._ports():
-                opened.append(Nic(loaded, device, port, self.config))
+                opened.append(RdmaNic(loaded, device, port, self.config))
             self._listen()
         except BaseException:
             for nic in opened:
@@ -146,17 +146,17 @@ class RdmaTransport(Transport):
 
     # ── who and where ─────────────────────────────────────────────────────────────────────────────
 
-    def nic(self, name: str) -> Nic:
+    def nic(self, name: str) -> RdmaNic:
         return self._by_name[name]
 
-    def living_nic(self, name: str) -> Nic | None:
+    def living_nic(self, name: str) -> RdmaNic | None:
         """None: there is no such NIC. A device that failed or was removed is opened anew once it is back."""
         with self._nics_lock:
             nic = self._by_name.get(name)
             if nic is None or not nic.cause or self._closed:
                 return nic
             try:
-                fresh = Nic(library.load(), name, nic.port, self.config)
+                fresh = RdmaNic(library.load(), name, nic.port, self.config)
                 if not fresh.why_down():
                     for region in self.host.segment.regions:
                         fresh.register(region)
@@ -246,7 +246,7 @@ class RdmaTransport(Transport):
 
     def registered(self, region: LocalRegion) -> None:
         """TransferError when a NIC cannot take it; none keeps it then."""
-        done: list[Nic] = []
+        done: list[RdmaNic] = []
         with self._nics_lock:
             try:
                 for nic in self.own_nics:

@@ -22,7 +22,7 @@ from kvmesh.transfer.transports.rdma import protocol, verbs
 from kvmesh.transfer.transports.rdma.admissions import Admissions
 from kvmesh.transfer.transports.rdma.channel import Channel
 from kvmesh.transfer.transports.rdma.queue_pair import QueuePair
-from kvmesh.transfer.transports.rdma.rail import Later, Outgoing, State, WriteTracker
+from kvmesh.transfer.transports.rdma.rail import Later, OutgoingMailbox, RailPhase, WriteTracker
 
 if TYPE_CHECKING:
     from kvmesh.transfer.transports.rdma.transport import RdmaTransport
@@ -77,7 +77,7 @@ class Wiring(ABC):
             self._channel.defer(lambda: None)  # its thread minds the time
 
     def _break(self, track: WriteTracker, cause: str, *, down: bool) -> None:
-        if track.state in (State.READY, State.CONNECTING) and self._channel is not None:
+        if track.state in (RailPhase.READY, RailPhase.CONNECTING) and self._channel is not None:
             track.break_off(cause, down=down)
             self._channel.defer(partial(self._reset, track))
 
@@ -219,7 +219,7 @@ class Wiring(ABC):
 
     def _ready(self, track: WriteTracker, queue_pair: QueuePair, psn: int, message: protocol.Connected) -> None:
         """The target has answered a Connect."""
-        outgoing: Outgoing | None = None
+        outgoing: OutgoingMailbox | None = None
         cause = message.cause
         if not cause:
             pair = track.pair
@@ -227,7 +227,7 @@ class Wiring(ABC):
             try:
                 index = track.nic.gid_index(pair.local_gid.address)
                 route = verbs.Route(pair.remote_gid.address.packed, index, message.lid, is_global)
-                outgoing = Outgoing(track.nic)
+                outgoing = OutgoingMailbox(track.nic)
                 queue_pair.connect(message.qp_num, message.psn, psn, route, message.mtu, message.reads)
             except (OSError, TransferError) as err:
                 cause = str(err)
@@ -244,14 +244,14 @@ class Wiring(ABC):
                 queue_pair.generation = message.generation
                 track.mailbox = (message.mailbox, message.mailbox_key)
                 track.slots = list(range(protocol.SLOTS))
-                track.state = State.READY
+                track.state = RailPhase.READY
                 track.progress_at = time.monotonic()
                 self.host.count("rdma.queue_pairs")
                 self._pump(track, later)
                 if track.forgotten and not track.busy():
                     self._break(track, "evicted to make room", down=False)
         run_all(later)
-        if track.state is State.RESETTING or track.doomed:
+        if track.state is RailPhase.RESETTING or track.doomed:
             self._reset(track)
 
     def _cannot(self, track: WriteTracker, cause: str) -> None:
@@ -264,10 +264,12 @@ class Wiring(ABC):
         keeps its memory."""
         with self._lock:
             doomed, track.doomed = track.doomed, []
-        failed: list[QueuePair | Outgoing] = []
-        for thing in sorted(doomed, key=lambda thing: isinstance(thing, Outgoing)):  # queue pairs before their memory
+        failed: list[QueuePair | OutgoingMailbox] = []
+        for thing in sorted(
+            doomed, key=lambda thing: isinstance(thing, OutgoingMailbox)
+        ):  # queue pairs before their memory
             try:
-                if failed and isinstance(thing, Outgoing):
+                if failed and isinstance(thing, OutgoingMailbox):
                     failed.append(thing)
                 else:
                     thing.close()
@@ -283,7 +285,7 @@ class Wiring(ABC):
         dead = self._destroy(track)
         later: Later = []
         with self._lock:
-            if track.state is State.RESETTING:
+            if track.state is RailPhase.RESETTING:
                 reads = [f for f in track.stranded if f.kind is FrameKind.READ]
                 track.stranded = [f for f in track.stranded if f.kind is not FrameKind.READ]
                 self._settle(reads, track.fault[0], later, settled=True, down=track.fault[1], dead=dead)
@@ -292,7 +294,7 @@ class Wiring(ABC):
         run_all(later)
 
     def _reset_done(self, track: WriteTracker, message: protocol.Told, later: Later) -> None:
-        if track.state is not State.RESETTING:
+        if track.state is not RailPhase.RESETTING:
             return
         cause, down = track.fault
         stranded, track.stranded = track.stranded, []
@@ -312,7 +314,7 @@ class Wiring(ABC):
             self._drop_locked(track)
 
     def _drop_locked(self, track: WriteTracker) -> None:
-        if track.forgotten and not track.busy() and track.state is State.NEW:
+        if track.forgotten and not track.busy() and track.state is RailPhase.NEW:
             tracks = self._tracks.get(track.rail, [])
             if track in tracks:
                 tracks.remove(track)
@@ -336,7 +338,7 @@ class Wiring(ABC):
         later: Later = []
         with self._lock:
             for track in tracks:
-                if track.state is State.RESETTING:
+                if track.state is RailPhase.RESETTING:
                     stranded, track.stranded = track.stranded, []
                     track.ended()
                     sure = track in dead

@@ -2,7 +2,7 @@
 
 A caller's thread sends a frame itself, without blocking: a small write costs the caller one system call and wakes
 nobody but the target's copier. The owner thread connects, takes answers and recovers; it lives while there is a
-connection, or work that needs one. READs are copied here: `shm_read`.
+connection, or work that needs one. READs are copied here: `read`.
 
 When a connection ends, the next greeting supersedes it (see `wire`): only then are its unanswered frames lost and
 settled. When nobody listens on the target's socket any more, they are settled too: a process closes its listener after
@@ -25,7 +25,7 @@ from kvmesh.transfer.segment import SegmentDescriptor
 from kvmesh.transfer.transports import wire
 from kvmesh.transfer.transports.base import Frame, FrameKind
 from kvmesh.transfer.transports.dialing import AnswerReader, connect_patiently
-from kvmesh.transfer.transports.shm.read import OWN_READ_BYTES, Reader
+from kvmesh.transfer.transports.shm.read import OWN_READ_BYTES, ShmReader
 from kvmesh.transfer.transports.shm.server import PACKET_BYTES, PeerMaps, receive, send_region
 from kvmesh.transfer.transports.wire import Asked, Gone, Hello, ProtocolBroken, Refused
 
@@ -81,7 +81,7 @@ class ShmPath:
         self._seq = 0
         self._told: set[int] = set()  # own regions that the peer's copier has mapped
         self._maps = PeerMaps()
-        self._reader = Reader(transport, descriptor.name)
+        self._reader = ShmReader(transport, descriptor.name)
         self._stranded: list[Frame] = []
         self._supersedes: tuple[int, ...] = ()
         self._met_at = ""  # where the target listened

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 OWN_READ_BYTES = 1 << 20  # takes the caller hardly longer than waking another thread
 
 
-class Reader:
+class ShmReader:
     """Of one path. Thread-safe; a frame is done as soon as its bytes are there."""
 
     def __init__(self, transport: ShmTransport, peer: str) -> None:

@@ -4,7 +4,7 @@
                    ◀───────────────── answer ──────────────────────
     READ    opener ── WANT region ──▶ ◀── its descriptor (SCM_RIGHTS) ──   then copies by itself from a read-only map
 
-The socket is AF_UNIX SEQPACKET: one packet is one frame of up to 512 slices. `shm_path` is the opener, `shm_server`
+The socket is AF_UNIX SEQPACKET: one packet is one frame of up to 512 slices. `path` is the opener, `server`
 the copier.
 """
 

@@ -1,6 +1,6 @@
 """The tcp transport at the opener: several streams a peer and rail, each a sending and an answering thread.
 
-    post ─▶ queue ─┬─▶ stream 0: sender ══ frame ══▶ acceptor          (tcp_server)
+    post ─▶ queue ─┬─▶ stream 0: sender ══ frame ══▶ acceptor          (`server`)
                    │             reader ◀═ answer ══
                    └─▶ stream 1: ...
 

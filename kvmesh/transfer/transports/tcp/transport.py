@@ -1,7 +1,7 @@
-"""The tcp transport: several streams a rail, IPv4 or IPv6. `tcp_path` is the opener, `tcp_server` the acceptor.
+"""The tcp transport: several streams a rail, IPv4 or IPv6. `path` is the opener, `server` the acceptor.
 
 With `tcp_nics` it listens on each of them, binds each connection's source to one, and pairs them with the peer's
-(`tcp_nics`). What was on a NIC that fell silent is settled over another one: the greeting there supersedes the
+(`nics`). What was on a NIC that fell silent is settled over another one: the greeting there supersedes the
 connections here, as the acceptor keeps one table for all of its sockets.
 """
 
