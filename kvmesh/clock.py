@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import time
 
+NEVER = 1 << 62  # nanoseconds of any clock here: a time that does not come
+
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 

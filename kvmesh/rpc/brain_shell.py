@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-NEVER = 1 << 62  # a time that does not come
+from kvmesh.clock import NEVER
+
 MIN_WAIT_NS = 1_000_000  # a machine that stays due is looked at this often, and not in a circle
 
 

@@ -9,10 +9,10 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvmesh.clock import NEVER
 from kvmesh.errors import KvmeshError
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.ranks.protocol import FromRank, Logprobs, Sampling, TellRank
-from kvmesh.rpc.brain_shell import NEVER
 from services.decode.timeline import Timeline
 
 

@@ -22,11 +22,11 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
+from kvmesh.clock import NEVER
 from kvmesh.errors import DeadlinePassed, HandoffLost, InternalError, KvmeshError, Overloaded, Unavailable
 from kvmesh.instance.sampling import history_of
 from kvmesh.kvcache import keys as block_keys
 from kvmesh.ranks import protocol as m
-from kvmesh.rpc.brain_shell import NEVER
 from services.decode import events as e
 from services.decode.events import Phase, Place, Reason
 from services.decode.limits import NS_PER_MS, Limits, Shape

@@ -7,13 +7,13 @@ from array import array
 from dataclasses import dataclass
 from typing import Any
 
+from kvmesh.clock import NEVER
 from kvmesh.errors import ContextTooLong, InvalidRequest, Unavailable
 from kvmesh.instance.sampling import needs_history, sampling_of
 from kvmesh.instance.served_weights import ServedWeights
 from kvmesh.kvcache import keys
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.kvcache.tiers import Tier, tier_of
-from kvmesh.rpc.brain_shell import NEVER
 from kvmesh.rpc.pb import common_pb2, decode_pb2
 from services.decode.events import Spec
 from services.decode.limits import NS_PER_MS

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
-from kvmesh.rpc.brain_shell import NEVER
+from kvmesh.clock import NEVER
 from services.decode.limits import Limits
 
 

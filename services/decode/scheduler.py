@@ -11,10 +11,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
+from kvmesh.clock import NEVER
 from kvmesh.errors import ContextTooLong, KvmeshError, Overloaded
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool, Pages
-from kvmesh.rpc.brain_shell import NEVER
 from services.decode import events as e
 from services.decode import rules
 from services.decode.events import Phase, Place

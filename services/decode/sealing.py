@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvmesh.clock import NEVER
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import Pages
 from kvmesh.ranks import protocol as m
-from kvmesh.rpc.brain_shell import NEVER
 from services.decode.handoff import Handoff
 
 

@@ -13,12 +13,13 @@ from collections.abc import Callable
 from typing import Any
 
 from kvmesh.blockservice.removals import NotHere
+from kvmesh.clock import NEVER
 from kvmesh.errors import DeadlinePassed, KvmeshError, RequestCancelled
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import Pages
 from kvmesh.kvcache.sources import Pulled
 from kvmesh.ranks import protocol as m
-from kvmesh.rpc.brain_shell import NEVER, Tick
+from kvmesh.rpc.brain_shell import Tick
 from services.decode import events as e
 from services.decode import inputs as i
 from services.decode.events import Phase

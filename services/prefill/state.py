@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvmesh.blockservice.removals import NotHere
+from kvmesh.clock import NEVER
 from kvmesh.errors import DeadlinePassed, HandoffLost, KvmeshError, Overloaded, Unavailable
 from kvmesh.instance.sampling import history_of
 from kvmesh.kvcache.node_store import NodeStore
@@ -28,7 +29,7 @@ from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.prefix_cache import PrefixCache
 from kvmesh.kvcache.sources import LowerTiers, Pulled
 from kvmesh.ranks import protocol as m
-from kvmesh.rpc.brain_shell import NEVER, Tick
+from kvmesh.rpc.brain_shell import Tick
 from services.prefill import events as ev
 from services.prefill.checks import BrainConfig, refusal
 from services.prefill.compute_progress import ComputeProgress

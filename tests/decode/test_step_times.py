@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from kvmesh.clock import NEVER
 from kvmesh.errors import KvmeshError, Overloaded
 from kvmesh.instance.served_weights import ServedWeights
 from kvmesh.kvcache.node_store import NodeStore
-from kvmesh.rpc.brain_shell import NEVER
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, decode_pb2
 from services.decode import events as e
 from services.decode.handoff import Handoff

@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from kvmesh.rpc.brain_shell import NEVER, BrainShell, Tick
+from kvmesh.clock import NEVER
+from kvmesh.rpc.brain_shell import BrainShell, Tick
 
 
 class Machine:
