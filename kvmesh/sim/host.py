@@ -16,6 +16,7 @@ from math import inf
 from typing import Any
 
 from kvmesh.errors import ConfigError
+from kvmesh.quantiles import quantile
 from kvmesh.sim.loop import Loop, Timer
 
 MAX_RESIDUALS = 10_001
@@ -145,7 +146,7 @@ class Machine:
 
     def prefill(self, seconds: float, over: Callable[[], None]) -> None:
         """A step that instances report to take `seconds` on average."""
-        residual = drawn(self.model.prefill_residuals, self._random.random())
+        residual = quantile(self.model.prefill_residuals, self._random.random())
         self._step("prefill", seconds, seconds * self.model.prefill_alone * residual, over)
 
     def rest(self, over: Callable[[], None]) -> None:
@@ -154,7 +155,7 @@ class Machine:
 
     def decode(self, seconds: float, over: Callable[[], None]) -> None:
         """Likewise."""
-        residual = drawn(self.model.decode_residuals, self._random.random())
+        residual = quantile(self.model.decode_residuals, self._random.random())
         model = self.model
         turns = max(0.0, self.cores.busy + 1 - model.cores)
         work_s = seconds * model.decode_alone * residual
@@ -202,15 +203,6 @@ class Machine:
         inside()
 
 
-def drawn(quantiles: Sequence[float], share: float) -> float:
-    """The value of that rank, 0..1, linear between evenly spaced ones."""
-    place = share * (len(quantiles) - 1)
-    low = min(int(place), len(quantiles) - 2)
-    if low < 0:
-        return quantiles[0]
-    return quantiles[low] + (quantiles[low + 1] - quantiles[low]) * (place - low)
-
-
 def scattered(measured: Sequence[float], power: float) -> tuple[float, ...]:
     """Quantiles of the same shape, more or less wide, with mean 1."""
     found = [one**power for one in quantiles_of(measured)]
@@ -224,4 +216,4 @@ def quantiles_of(values: Sequence[float], most: int = 101) -> tuple[float, ...]:
     if len(rising) <= most:
         return tuple(rising)
     last = len(rising) - 1
-    return tuple(drawn(rising, at / (most - 1)) if last else rising[0] for at in range(most))
+    return tuple(quantile(rising, at / (most - 1)) if last else rising[0] for at in range(most))

@@ -18,7 +18,7 @@ from kvmesh.rpc.pb import conductor_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2_grpc as pb_grpc
 from kvmesh.telemetry import names, spans
 from kvmesh.telemetry.spans import context_from_metadata
-from services.conductor import domain, mapping, mapping_out
+from services.conductor import domain, mapping
 from services.conductor.balance.gauges import ErrorGauges, LoadGauges, ScaleGauges
 from services.conductor.domain import (
     Action,
@@ -182,7 +182,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
             if not self._leadership.opened:
                 raise Unavailable("this conductor has just started")
             placed = self._place(mapping.schedule_in(request), attributes)
-            return pb.ScheduleResponse(placement=mapping_out.placement_out(placed))
+            return pb.ScheduleResponse(placement=mapping.placement_out(placed))
         except Exception as err:
             outcome, failure = getattr(err, "code", "internal"), str(err)
             attributes[names.ERROR_TYPE] = outcome
@@ -225,7 +225,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         if decision is None:
             text = f"request_id={request.request_id!r}: no decision on it here, or it was forgotten"
             raise UnknownRequest(text, field="request_id")
-        return mapping_out.decision_out(decision, self._clock())
+        return mapping.decision_out(decision, self._clock())
 
     async def GetStatus(  # noqa: N802
         self, request: pb.GetConductorStatusRequest, context: Any
@@ -234,7 +234,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         everybody, told = self._state.instances, []
         for first in range(0, len(everybody), VIEWED):
             views = self._state.views(self._clock(), everybody[first : first + VIEWED])
-            told += [mapping_out.view_out(view) for view in views]
+            told += [mapping.view_out(view) for view in views]
             await asyncio.sleep(0)  # of thousands it takes a tenth of a second: decisions are made between them
         now, pulse = self._clock(), self._state.pacing.pulse
         return pb.GetConductorStatusResponse(
@@ -243,8 +243,8 @@ class ConductorServicer(pb_grpc.ConductorServicer):
             leadership=self._leadership.as_proto,
             policy=self._state.policy,
             admission=self._state.admission.value,
-            errors=[mapping_out.error_out(error) for error in self._state.prediction_errors(now)],
-            group_errors=[mapping_out.error_out(error) for error in self._state.group_errors(now)],
+            errors=[mapping.error_out(error) for error in self._state.prediction_errors(now)],
+            group_errors=[mapping.error_out(error) for error in self._state.group_errors(now)],
             balancing_threshold=self._state.balancing_threshold(now),
             protocol_version=protocol.PROTOCOL_VERSION,
             store_masters=self._masters,
@@ -269,5 +269,5 @@ class ConductorServicer(pb_grpc.ConductorServicer):
     ) -> pb.GetScaleHintsResponse:
         """What each pool wants, by the conductor that leads; the others say who does."""
         hints = self._state.hints(self._clock()) if self._leadership.leads() else ()
-        told = [mapping_out.hint_out(hint) for hint in hints]
+        told = [mapping.hint_out(hint) for hint in hints]
         return pb.GetScaleHintsResponse(hints=told, leadership=self._leadership.as_proto)

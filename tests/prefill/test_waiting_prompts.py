@@ -13,7 +13,7 @@ from kvmesh.instance.served_weights import ServedWeights
 from kvmesh.rpc.pb import decode_pb2
 from kvmesh.work_class import work_class
 from services.conductor.domain import Placed, PredictedLife, Ref
-from services.conductor.mapping_out import placement_out
+from services.conductor.mapping import placement_out
 from services.decode.mapping import start_prefill
 from services.prefill import wire
 from services.prefill.config import PrefillConfig

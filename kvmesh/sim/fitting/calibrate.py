@@ -26,10 +26,11 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, pstdev, pvariance
 
 from kvmesh.errors import ConfigError
+from kvmesh.quantiles import quantile
 from kvmesh.sim.config import SimConfig
 from kvmesh.sim.fitting.observed import Observed
 from kvmesh.sim.fitting.surface import better
-from kvmesh.sim.host import HostModel, drawn, scattered
+from kvmesh.sim.host import HostModel, scattered
 from kvmesh.sim.report.records import DONE, Record
 from kvmesh.sim.run import run
 from kvmesh.sim.workloads.workload import SimRequest
@@ -233,7 +234,7 @@ def simulated(config: SimConfig, requests: Sequence[SimRequest], seeds: Sequence
 def percentiles_of(values: Sequence[float]) -> tuple[float, ...]:
     """Returns the values at `SHARES`, linear between ranks. `values` is not empty."""
     rising = sorted(values)
-    return tuple(drawn(rising, share) for share in SHARES)
+    return tuple(quantile(rising, share) for share in SHARES)
 
 
 def of_ttfts(ttfts: Sequence[float]) -> tuple[float, float]:

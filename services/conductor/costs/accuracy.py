@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvmesh.quantiles import quantile
 from services.conductor.domain import Role
 
 WINDOW = 1024
@@ -143,7 +144,7 @@ class Calibration:
         ratios.append(min(MOST_OFF, max(1 / MOST_OFF, measured / predicted)))
         if len(ratios) >= ENOUGH:
             ordered = sorted(ratios)
-            low, middle, high = (_percentile(ordered, share) for share in (0.1, 0.5, 0.9))
+            low, middle, high = (quantile(ordered, share) for share in (0.1, 0.5, 0.9))
             self._spreads.setdefault(key, {})[octave] = Spread(low, middle, high, len(ratios))
 
     def spread(self, what: PredictionKind, group: str, crowd: int) -> Spread:
@@ -192,14 +193,6 @@ def _summary(what: PredictionKind, group: str, errors: npt.NDArray[np.float64]) 
     if not len(errors):
         return None
     ordered, sizes = np.sort(errors).tolist(), np.sort(np.abs(errors)).tolist()
-    low, bias, high = (_percentile(ordered, share) for share in (0.1, 0.5, 0.9))
-    p50, p90, p99 = (_percentile(sizes, share) for share in (0.5, 0.9, 0.99))
+    low, bias, high = (quantile(ordered, share) for share in (0.1, 0.5, 0.9))
+    p50, p90, p99 = (quantile(sizes, share) for share in (0.5, 0.9, 0.99))
     return PredictionError(what, len(ordered), bias, p50, p90, p99, group, 1 + low, 1 + high)
-
-
-def _percentile(ordered: Sequence[float], share: float) -> float:
-    """Between two of them in proportion."""
-    at = share * (len(ordered) - 1)
-    low = int(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (at - low) * (ordered[high] - ordered[low])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvmesh.errors import ConfigError
 from kvmesh.telemetry import names
-from services.conductor import mapping_out
+from services.conductor import mapping
 from services.conductor.balance.demand import Demand, Demands
 from services.conductor.balance.gauges import MAX_LOAD, ScaleGauges
 from services.conductor.balance.scale import CALM, Hint, Scale
@@ -253,5 +253,5 @@ def test_gauges_forget_pools_that_are_no_more() -> None:
 
 
 def test_a_hint_on_the_wire() -> None:
-    told = mapping_out.hint_out(Hint("m", D, 3, -1, 0.25, "why"))
+    told = mapping.hint_out(Hint("m", D, 3, -1, 0.25, "why"))
     assert (told.model, told.instances, told.change, told.load, told.reason) == ("m", 3, -1, 0.25, "why")

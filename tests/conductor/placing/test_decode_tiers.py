@@ -8,7 +8,7 @@ import pytest
 
 from kvmesh.kvcache.tiers import Tier
 from services.conductor.domain import Placed, PrefillSample, Source
-from services.conductor.mapping_out import placement_out
+from services.conductor.mapping import placement_out
 from services.conductor.prefixes.fetch_plan import tier_life
 from tests.conductor.prefixes.test_tiers import FAST, SLOW, seal, tell
 from tests.support.conductor.brain import BLOCK, IDLE, Brain

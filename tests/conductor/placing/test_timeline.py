@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.conductor import mapping_out
+from services.conductor import mapping
 from services.conductor.domain import Load, Role
 from services.conductor.loads.outgoing import Outgoing
 from services.conductor.loads.outgoing import OutgoingLoad as Sending
@@ -85,7 +85,7 @@ def test_a_placement_says_when_and_the_wire_carries_it() -> None:
     assert short.pull_after_s == 0.0 and long.pull_after_s > 0.5
     assert long.life.fetched_s < long.life.prefill_start_s == pytest.approx(long.terms["queue_ms"] / 1000)
     assert long.life.first_token_s == pytest.approx(long.ttft_s)
-    out = mapping_out.placement_out(long)
+    out = mapping.placement_out(long)
     assert abs(out.pull_after_ms - long.pull_after_s * 1000) <= 1
     assert out.life.pull_start_ms == out.pull_after_ms and out.life.output_tokens == long.life.output_tokens > 0
 

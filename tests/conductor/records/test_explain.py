@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.errors import Overloaded
-from services.conductor import mapping_out
+from services.conductor import mapping
 from services.conductor.costs.accuracy import AS_PREDICTED, ENOUGH
 from services.conductor.domain import DecodeSample, Lane, Load, Outcome, PrefillSample, RequestOutcome, Role
 from services.conductor.placing.ties import as_good
@@ -242,7 +242,7 @@ def check_miss(miss: SloMiss, verdict: str) -> None:
 
 def check(found: Decision, policy: str) -> None:
     """Nothing is asked of the brain: all follows from what is kept."""
-    mapping_out.decision_out(found, found.at + 1.0)
+    mapping.decision_out(found, found.at + 1.0)
     for c in found.candidates:
         verdict, terms = found.verdict(c), c.named_terms()
         assert (verdict == "chosen") == found.is_chosen(c)
@@ -373,7 +373,7 @@ def test_a_placement_tells_between_which_figures_its_like_have_ended() -> None:
     assert expected is not None
     assert expected.ttft == (pytest.approx(1.0), pytest.approx(2.0), pytest.approx(3.0), ENOUGH + 3)
     assert expected.tbt == (pytest.approx(0.5), pytest.approx(0.5), pytest.approx(0.5), ENOUGH + 3)
-    out = mapping_out.decision_out(of(brain, "r"), brain.now)
+    out = mapping.decision_out(of(brain, "r"), brain.now)
     told_ms = (out.ttft.low_ms, out.ttft.expected_ms, out.ttft.high_ms)
     assert told_ms == pytest.approx([1000 * slower * placed.life.prefill_end_s for slower in (1, 2, 3)])
     assert placed.expected_ttft_s == pytest.approx(out.ttft.expected_ms / 1000)
