@@ -322,7 +322,8 @@ def rest() -> Iterator[str]:
     yield wrapped(
         f"Headers that tell the same as the field of that name: {headers}. "
         f"`{http.REQUEST_ID.decode()}` names the request, `{http.TIMEOUT.decode()}` bounds its life, "
-        f"`{http.TRACEPARENT.decode()}` is the caller's trace. `{http.TIMINGS.decode()}: 1` adds an object `kvmesh` to the answer, which tells where its time went, in "
+        f"`{http.TRACEPARENT.decode()}` is the caller's trace. `{http.TIMINGS.decode()}: 1` adds an object `kvmesh` to "
+        "the answer, which tells where its time went, in "
         "microseconds ([debug a request](../howto/debug-a-request.md))."
     )
     yield "### What of OpenAI's API is not supported\n"
@@ -451,7 +452,8 @@ def howto() -> str:
 def decisions() -> str:
     text = (
         "What was decided, why, and what was considered beside it. A decision speaks of its time: names of files and "
-        "words may have changed since. [Architecture](../architecture.md) says how it is now."
+        "words may have changed since; DESIGN was the plan of the first of them. "
+        "[Architecture](../architecture.md) says how it is now."
     )
     return listed("adr", "Decisions", text, numbered=True)
 
