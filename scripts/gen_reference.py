@@ -14,6 +14,7 @@ import re
 import socket
 import sys
 import textwrap
+import typing
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -161,12 +162,13 @@ def limits_of(field: dataclasses.Field[Any]) -> str:
 
 
 def setting_rows(cls: type[Any], known: set[str]) -> Iterator[tuple[str, str, str]]:
-    from kvmesh.cli.serve import fields_of
     from kvmesh.config import flag_of
 
-    for field, hint in fields_of(cls):
-        if field.name in known:
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if field.name in known or not field.init or field.metadata.get("internal"):
             continue
+        hint = hints[field.name]
         flag = flag_of(field.name, field.metadata)
         usual = flag == f"--{field.name.replace('_', '-')}" and hint is not bool
         names = f"`{field.name}`" if usual else f"`{field.name}`: `{flag}`"
