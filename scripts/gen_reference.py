@@ -14,6 +14,7 @@ import re
 import socket
 import sys
 import textwrap
+import typing
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -161,12 +162,13 @@ def limits_of(field: dataclasses.Field[Any]) -> str:
 
 
 def setting_rows(cls: type[Any], known: set[str]) -> Iterator[tuple[str, str, str]]:
-    from kvmesh.cli.serve import fields_of
     from kvmesh.config import flag_of
 
-    for field, hint in fields_of(cls):
-        if field.name in known:
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if field.name in known or not field.init or field.metadata.get("internal"):
             continue
+        hint = hints[field.name]
         flag = flag_of(field.name, field.metadata)
         usual = flag == f"--{field.name.replace('_', '-')}" and hint is not bool
         names = f"`{field.name}`" if usual else f"`{field.name}`: `{flag}`"
@@ -323,7 +325,8 @@ def rest() -> Iterator[str]:
         f"Headers that tell the same as the field of that name: {headers}. "
         f"`{http.REQUEST_ID.decode()}` names the request, `{http.TIMEOUT.decode()}` bounds its life, "
         f"`{http.TRACEPARENT.decode()}` is the caller's trace. `{http.TIMINGS.decode()}: 1` adds an object `kvmesh` to "
-        "the answer, which tells where its time went, in microseconds ([debug a request](../howto/debug-a-request.md))."
+        "the answer, which tells where its time went, in "
+        "microseconds ([debug a request](../howto/debug-a-request.md))."
     )
     yield "### What of OpenAI's API is not supported\n"
     allowed = {
@@ -451,7 +454,8 @@ def howto() -> str:
 def decisions() -> str:
     text = (
         "What was decided, why, and what was considered beside it. A decision speaks of its time: names of files and "
-        "words may have changed since. [Architecture](../architecture.md) says how it is now."
+        "words may have changed since; DESIGN was the plan of the first of them. "
+        "[Architecture](../architecture.md) says how it is now."
     )
     return listed("adr", "Decisions", text, numbered=True)
 
