@@ -90,6 +90,13 @@ def test_the_plan_of_a_mesh_that_others_join(tmp_path: Path) -> None:
     assert f"--conductor={conductors}" in specs["gateway"]
 
 
+def test_what_moves_kv_is_told_of_the_network(tmp_path: Path) -> None:
+    settings = MeshSettings(model="/m/tiny", pool=1, transfer_network="trusted")
+    specs = {one.name: one.argv for one in plan.plan(settings, tmp_path, plan.Ports())}
+    told = {name for name, argv in specs.items() if "--transfer-network=trusted" in argv}
+    assert told == {"prefill-0", "decode-0", "pool-0"}
+
+
 def test_the_plan_of_a_machine_that_joins(tmp_path: Path) -> None:
     settings = fit(joiner(decode=2, pool=1, host="0.0.0.0"))
     specs = {one.name: set(one.argv) for one in plan.plan(settings, tmp_path, plan.Ports())}
