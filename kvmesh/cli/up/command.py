@@ -292,6 +292,7 @@ def _whole(mesh: Mesh) -> tuple[str, ...]:
         "",
         *_invitation(mesh),
         *(() if mesh.url.startswith("https:") else _plaintext(mesh.settings)),
+        *_kept_here(mesh.settings),
         "Ctrl-C stops everything.",
     )
 
@@ -302,6 +303,16 @@ def _plaintext(settings: MeshSettings) -> tuple[str, ...]:
         return ()
     what = "API keys and prompts" if settings.api_keys else "prompts"
     return (f"[yellow]REST is plain HTTP: {what} travel unencrypted. Give --http-tls to have HTTPS.[/]", "")
+
+
+def _kept_here(settings: MeshSettings) -> tuple[str, ...]:
+    """A warning where machines can join and will exchange no KV."""
+    if not settings.address or not settings.tls_ca or settings.transfer_network == "trusted":
+        return ()
+    if settings.transports != "auto":
+        return ()
+    why = "calls go over TLS, and no transport encrypts KV"
+    return (f"[yellow]KV stays on this machine: {why}. --transfer-network trusted lets it cross to others.[/]", "")
 
 
 def _invitation(mesh: Mesh) -> tuple[str, ...]:
@@ -318,4 +329,6 @@ def _invitation(mesh: Mesh) -> tuple[str, ...]:
     flags = "" if settings.model == models.resolve("").as_posix() else " --model FOLDER_OF_THE_SAME_CHECKPOINT"
     if settings.tls_ca:
         flags += " --tls-cert FILE --tls-key FILE --tls-ca FILE"
+    if settings.transfer_network == "trusted":
+        flags += " --transfer-network trusted"
     return ("[bold]Another machine joins with[/]", f"  {program()} up --join {conductors}{flags}", "")

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from kvmesh.cli.up import plan
-from kvmesh.cli.up.command import _plaintext
+from kvmesh.cli.up.command import _kept_here, _plaintext
 from kvmesh.cli.up.mesh import Mesh
 from kvmesh.cli.up.settings import MeshSettings
 from kvmesh.errors import ConfigError
@@ -74,6 +74,18 @@ def test_plain_rest_beside_keys_or_tls_is_warned_of(tmp_path: Path) -> None:
     assert "API keys and prompts travel unencrypted" in words(api_keys="keys.toml")
     assert "--http-tls" in words(tls_cert="a", tls_key="b", tls_ca="c")
     assert words(api_keys="keys.toml", http_tls_cert="a", http_tls_key="b") == ""
+
+
+def test_machines_that_join_and_would_exchange_no_kv_are_warned_of(tmp_path: Path) -> None:
+    def words(**more: Any) -> str:
+        return "\n".join(_kept_here(settings(tmp_path, **more)))
+
+    tls = {"tls_cert": "a", "tls_key": "b", "tls_ca": "c"}
+    assert "--transfer-network trusted" in words(host="10.0.0.1", **tls)
+    assert words(host="10.0.0.1") == ""
+    assert words(**tls) == "", "nobody joins"
+    assert words(host="10.0.0.1", transfer_network="trusted", **tls) == ""
+    assert words(host="10.0.0.1", transports="tcp", **tls) == "", "it was named"
 
 
 @pytest.mark.slow

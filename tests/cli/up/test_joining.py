@@ -100,6 +100,13 @@ def test_ports_that_are_to_be_free_ones_are_not_fixed() -> None:
     assert plan.fixed_ports(joiner(conductor_port=7301)) == {}
 
 
+def test_what_moves_kv_is_told_of_the_network(tmp_path: Path) -> None:
+    settings = MeshSettings(model="/m/tiny", pool=1, transfer_network="trusted")
+    specs = {one.name: one.argv for one in plan.plan(settings, tmp_path, plan.Ports())}
+    told = {name for name, argv in specs.items() if "--transfer-network=trusted" in argv}
+    assert told == {"prefill-0", "decode-0", "pool-0"}
+
+
 def test_the_plan_of_a_machine_that_joins(tmp_path: Path) -> None:
     settings = fit(joiner(decode=2, pool=1, host="0.0.0.0"))
     specs = {one.name: set(one.argv) for one in plan.plan(settings, tmp_path, plan.Ports())}
