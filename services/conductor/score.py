@@ -35,14 +35,14 @@ _Column = np.ndarray
 
 def most(one: Amount, other: Amount) -> Amount:
     """The greater one."""
-    if isinstance(one, _Column) or isinstance(other, _Column):
+    if one.__class__ is _Column or other.__class__ is _Column:
         return np.maximum(one, other)
     return one if one >= other else other
 
 
 def least(one: Amount, other: Amount) -> Amount:
     """The lesser one."""
-    if isinstance(one, _Column) or isinstance(other, _Column):
+    if one.__class__ is _Column or other.__class__ is _Column:
         return np.minimum(one, other)
     return one if one <= other else other
 
