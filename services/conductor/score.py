@@ -30,18 +30,19 @@ TAIL_SHARE = 1 - HIDDEN_SHARE
 COUNTED_TOKENS = 32  # of an answer, that a placement's cost counts
 
 Amount = Any  # a float, or a column of floats
+_Column = np.ndarray
 
 
 def most(one: Amount, other: Amount) -> Amount:
     """The greater one."""
-    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+    if one.__class__ is _Column or other.__class__ is _Column:
         return np.maximum(one, other)
     return one if one >= other else other
 
 
 def least(one: Amount, other: Amount) -> Amount:
     """The lesser one."""
-    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+    if one.__class__ is _Column or other.__class__ is _Column:
         return np.minimum(one, other)
     return one if one <= other else other
 
@@ -66,10 +67,10 @@ class FittedTerms(Protocol):
 
 def fitted_s(model: FittedTerms, x1: Amount, x2: Amount, n: Amount = 1.0) -> Amount:
     """a·n + b·x1 + c·x2 + d·max(0, x1 - knee); a plain 0 as `d` says that there is no knee."""
-    seconds = model.a * n + model.b * x1 + model.c * x2
-    if isinstance(model.d, float) and not model.d:
+    seconds, d = model.a * n + model.b * x1 + model.c * x2, model.d
+    if d.__class__ is float and not d:
         return seconds
-    return seconds + model.d * most(0.0, x1 - model.knee)
+    return seconds + d * most(0.0, x1 - model.knee)
 
 
 def faded_s(fitted: Amount, prior: Amount, left: Amount) -> Amount:

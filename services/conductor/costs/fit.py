@@ -143,7 +143,7 @@ class Estimate:
 
 
 def _both(known: FittedCosts, x1: float, x2: float, now: float, n: float) -> tuple[float, float]:
-    fitted, before = known.coefficients.at(x1, x2, n), known.prior.at(x1, x2, n)
+    fitted, before = score.fitted_s(known.coefficients, x1, x2, n), score.fitted_s(known.prior, x1, x2, n)
     if fitted <= before:  # nothing to fade
         return fitted, fitted
     return fitted, float(score.faded_s(fitted, before, 0.5 ** (max(0.0, now - known.fading_from) / HALF_LIFE_S)))

@@ -40,14 +40,16 @@ class DecodeChoice:
     page_wait_s: float = 0.0  # of KV that has landed, for pages of the device: between first and second token
     # Who has judged it before a prefill instance was chosen, and how: one decision asks twice.
     judged: tuple[Judge, Verdict] | None = field(default=None, init=False, repr=False, compare=False)
+    _score_s: float | None = field(default=None, init=False, repr=False, compare=False)  # once it was asked for
 
     @property
     def score_s(self) -> float:
         """For ranking: what a token costs, waiting included."""
-        cost_s: float = score.token_cost_s(
-            self.tbt_s, self.landing_wait_s, self.slot_wait_s, self.page_wait_s, self.tail_s
-        )
-        return cost_s
+        if self._score_s is None:
+            self._score_s = score.token_cost_s(
+                self.tbt_s, self.landing_wait_s, self.slot_wait_s, self.page_wait_s, self.tail_s
+            )
+        return self._score_s
 
 
 def choice(

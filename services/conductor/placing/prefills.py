@@ -52,6 +52,7 @@ class PrefillChoice:
     # As they were when they were asked for first: one decision asks many times.
     _judged_s: float | None = field(default=None, init=False, repr=False, compare=False)
     _cost_s: float | None = field(default=None, init=False, repr=False, compare=False)
+    _ttft_s: float | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def start_s(self) -> float:
@@ -61,8 +62,9 @@ class PrefillChoice:
     @property
     def ttft_s(self) -> float:
         """Predicted, without waiting for room at decode."""
-        seconds: float = score.ttft_s(self.queue_s, self.fetch_s, self.prefill_s, self.tail_s)
-        return seconds
+        if self._ttft_s is None:
+            self._ttft_s = score.ttft_s(self.queue_s, self.fetch_s, self.prefill_s, self.tail_s)
+        return self._ttft_s
 
     @property
     def cost_s(self) -> float:
