@@ -16,6 +16,15 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
+def _kv_leaves_in_plaintext(config: Any) -> bool:
+    """Whether KV may go to other hosts over tcp, which encrypts nothing: "auto" keeps it here under TLS, unless the
+    network is trusted."""
+    transports = getattr(config, "transports", "")
+    return "tcp" in transports or (
+        "auto" in transports and (not config.tls_cert or config.transfer_network == "trusted")
+    )
+
+
 def warning(config: ServiceConfig) -> str:
     """One line about every listener of a service that is open beyond loopback; "" where there is none."""
     told: Any = config  # services have further fields
@@ -29,7 +38,7 @@ def warning(config: ServiceConfig) -> str:
             found.append("REST in plaintext (set http_tls_cert, http_tls_key)")
         if not told.api_keys:
             found.append("anybody is served (set api_keys)")
-    if beyond and "tcp" in getattr(told, "transports", ()):
+    if beyond and _kv_leaves_in_plaintext(told):
         found.append(
             "KV bytes over tcp are never encrypted (keep that network to the mesh, or leave tcp out of transports)"
         )

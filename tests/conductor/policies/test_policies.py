@@ -23,7 +23,7 @@ from services.conductor.settings import AffinitySettings, ThresholdMode
 from tests.support.conductor.brain import BLOCK, Brain, chain, reset
 from tests.support.services import running
 
-POLICIES = [one.name for one in BUILT_IN]
+POLICIES = [*BUILT_IN]
 PLAIN = [p for p in POLICIES if p not in ("kvcache", "cache_aware")]
 
 

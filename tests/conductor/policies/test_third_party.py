@@ -13,6 +13,7 @@ import pytest
 from kvmesh.config import checked as value_checked
 from kvmesh.config import load
 from kvmesh.errors import ConfigError
+from kvmesh.plugins import Plugins
 from kvmesh.rpc import channels
 from kvmesh.rpc.pb import conductor_pb2, conductor_pb2_grpc
 from services.conductor import main
@@ -72,6 +73,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "their_policies", raising=False)
     importlib.invalidate_caches()
+    fresh = Plugins("kvmesh.policies", registry.BUILT_IN)  # one that has loaded nothing of another test's package
+    monkeypatch.setattr(registry, "POLICY_NAMES", fresh)
     return tmp_path
 
 
@@ -138,7 +141,7 @@ def test_requests_of_a_broken_policy_are_weighed(
     package: Path, name: str, failed: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     brain, weighing = mesh(name), mesh("round_robin")
-    weighing.state.scheduling.chooser._policy = registry.BUILT_IN[0].load()()
+    weighing.state.scheduling.chooser._policy = registry.make("kvcache")
     with caplog.at_level(logging.ERROR):
         answers = [brain.placed() for _ in range(3)]
     assert [r.getMessage() for r in caplog.records] == [
@@ -172,8 +175,8 @@ def test_the_simulator_is_told_by_its_name_too(package: Path) -> None:
 
 def test_built_in_policies_load_and_never_fail() -> None:
     for one in registry.BUILT_IN:
-        assert isinstance(registry.make(one.name), PlacementPolicy)
-        brain = mesh(one.name)
+        assert isinstance(registry.make(one), PlacementPolicy)
+        brain = mesh(one)
         for _ in range(5):
             brain.placed(session="s")
-        assert brain.state.scheduling.chooser.failures == 0, one.name
+        assert brain.state.scheduling.chooser.failures == 0, one

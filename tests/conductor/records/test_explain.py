@@ -23,7 +23,7 @@ from services.conductor.settings import AffinitySettings
 from tests.support.conductor.brain import BLOCK, IDLE, Brain, chain, reset
 from tests.support.conductor.sharing import LONG, X, mesh
 
-POLICIES = [one.name for one in BUILT_IN]
+POLICIES = [*BUILT_IN]
 
 
 def decision(name: str, candidates: int = 1) -> Decision:

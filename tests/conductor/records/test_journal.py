@@ -97,7 +97,7 @@ def live(brain: Brain, seed: int, requests: int = 150) -> int:
     return brain.requests
 
 
-@pytest.mark.parametrize("policy", [one.name for one in BUILT_IN])
+@pytest.mark.parametrize("policy", [*BUILT_IN])
 def test_every_decision_is_made_again_bit_for_bit(policy: str) -> None:
     lines = Lines()
     asked = live(recorded(lines, policy=policy), seed=3)
