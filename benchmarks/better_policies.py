@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from benchmarks.paper_setup import Case, Parameters, config_of
+from kvmesh.services.conductor.domain import Fetch
+from kvmesh.services.conductor.settings import BalanceSettings, Settings, SizeSettings
 from kvmesh.sim.config import SimConfig
-from services.conductor.domain import Fetch
-from services.conductor.settings import BalanceSettings, Settings, SizeSettings
 
 ARRIVAL = 1e-18  # a size weight so little that lines go by arrival alone: first come, first served
 

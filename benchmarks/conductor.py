@@ -44,11 +44,11 @@ from benchmarks.progress import tell
 from kvmesh.kvcache.announce import Announcement, snapshot_parts
 from kvmesh.kvcache.keys import Keys, split
 from kvmesh.loading import LastingHeap
-from services.conductor import domain
-from services.conductor.candidates import columns, select, selection
-from services.conductor.domain import Blocks, Heartbeat, Load, Member, Placed, PrefillSample, Ref, Register, Role
-from services.conductor.settings import Settings
-from services.conductor.state import ConductorState
+from kvmesh.services.conductor import domain
+from kvmesh.services.conductor.candidates import columns, select, selection
+from kvmesh.services.conductor.domain import Blocks, Heartbeat, Load, Member, Placed, PrefillSample, Ref, Register, Role
+from kvmesh.services.conductor.settings import Settings
+from kvmesh.services.conductor.state import ConductorState
 
 BEATS_PER_S, TICK_S = 5.0, 0.2
 SYSTEM_SHARE = 0.05  # of a prompt: what all conversations begin with

@@ -35,11 +35,11 @@ from benchmarks import progress
 from benchmarks.equal_cores import TRACE
 from benchmarks.fidelity_live import Live, Slice, live, slices
 from benchmarks.fidelity_predict import FIGURES, WITHIN, Percentiles, Row, compared, fitted, of_outcomes, predicted
+from kvmesh.services.conductor.records import journal
 from kvmesh.sim.fitting.calibrate import Fit
 from kvmesh.sim.fitting.decisions import Replayed, replay
 from kvmesh.sim.fitting.mesh_fit import MeshFit
 from kvmesh.sim.fitting.observed import Observed, observe, pooled
-from services.conductor.records import journal
 
 ROOT = Path(__file__).resolve().parents[1]
 

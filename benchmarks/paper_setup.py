@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from kvmesh.errors import ConfigError
+from kvmesh.services.conductor.domain import Fetch
+from kvmesh.services.conductor.settings import AdmissionSettings, Settings
+from kvmesh.services.conductor.settings import Mode as Admission
 from kvmesh.sim.config import Mode, Routing, SimConfig
 from kvmesh.sim.hardware.hardware import Efficiency, changed, hardware
 from kvmesh.sim.hardware.shapes import shape_of
@@ -16,9 +19,6 @@ from kvmesh.sim.hardware.times import NodeSpec, node_spec
 from kvmesh.sim.report.summary import Summary
 from kvmesh.sim.workloads.synthetic import Lengths, SyntheticConfig, synthetic
 from kvmesh.sim.workloads.workload import Reading, SimRequest, mooncake
-from services.conductor.domain import Fetch
-from services.conductor.settings import AdmissionSettings, Settings
-from services.conductor.settings import Mode as Admission
 
 PARAMETERS = Path(__file__).with_name("paper_parameters.toml")
 T = TypeVar("T")

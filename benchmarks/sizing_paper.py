@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from benchmarks.sizing_costs import WIRE, Costs
 from kvmesh.pacing import BUSY_S, BY_DOOR, IDLE_S, IDLE_SHARE, stretched_s
-from services.conductor.config import ConductorConfig
-from services.store.config import StoreConfig
+from kvmesh.services.conductor.config import ConductorConfig
+from kvmesh.services.store.config import StoreConfig
 
 CHUNK_TOKENS = 512  # of a prefill step, by default
 GATEWAY_SHARE = 0.7  # of a core: what a gateway is filled to

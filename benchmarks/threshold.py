@@ -26,12 +26,12 @@ from benchmarks.paper_setup import PARAMETERS, Case, Parameters, config_of, read
 from benchmarks.progress import tell
 from benchmarks.threshold_page import Row, filled, tables
 from kvmesh.errors import ConfigError
+from kvmesh.services.conductor.domain import Fetch
+from kvmesh.services.conductor.settings import ThresholdMode
 from kvmesh.sim.config import SimConfig, WireChange
 from kvmesh.sim.run import run
 from kvmesh.sim.workloads.synthetic import Lengths, SyntheticConfig, synthetic
 from kvmesh.sim.workloads.workload import Reading, SimRequest, mooncake
-from services.conductor.domain import Fetch
-from services.conductor.settings import ThresholdMode
 
 COMPARED = {"always": ("1", "2", "8", "adaptive"), "cheaper": ("1", "8", "adaptive")}  # thresholds by rule
 TUNING_SEED, SEED = 1, 2  # constants were chosen by looking at the first; the second is reported

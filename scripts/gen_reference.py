@@ -265,7 +265,7 @@ def metrics() -> str:
 
 def schema() -> dict[str, Any]:
     """The OpenAPI description, as a gateway of one model with API keys answers it."""
-    from services.gateway.rest.app import build
+    from kvmesh.services.gateway.rest.app import build
 
     core = SimpleNamespace(models=SimpleNamespace(names=["MODEL"]), keys=SimpleNamespace(required=True))
     app = build(core)  # type: ignore[arg-type]
@@ -289,7 +289,7 @@ def bounds_of(about: dict[str, Any]) -> str:
 
 
 def rest() -> Iterator[str]:
-    from services.gateway.rest import http, openai, serving_headers
+    from kvmesh.services.gateway.rest import http, openai, serving_headers
 
     found = schema()
     yield "## REST\n"

@@ -25,11 +25,11 @@ from kvmesh.pacing import (
     Stretch,
     stretched_s,
 )
-from services.conductor import domain as conductor
-from services.conductor.settings import Settings
-from services.conductor.state import ConductorState
-from services.store import domain as store
-from services.store.state import MasterState
+from kvmesh.services.conductor import domain as conductor
+from kvmesh.services.conductor.settings import Settings
+from kvmesh.services.conductor.state import ConductorState
+from kvmesh.services.store import domain as store
+from kvmesh.services.store.state import MasterState
 from tests.support.conductor.brain import IDLE, card
 
 BEAT, LEASE = 0.2, 1.5

@@ -27,7 +27,7 @@ def apikey(
 
         kvmesh up --api-keys keys.toml
     """
-    from services.gateway.api_keys import KeyRing, make_entry
+    from kvmesh.services.gateway.api_keys import KeyRing, make_entry
 
     key, entry = make_entry(name)
     if file is None:

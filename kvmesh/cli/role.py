@@ -38,7 +38,7 @@ def role(
         kvmesh role 10.0.0.5:7040 both
     """
     from kvmesh.rpc.pb import common_pb2
-    from services.coupled.config import ROLES
+    from kvmesh.services.coupled.config import ROLES
 
     if role not in ROLES:
         raise ConfigError(f"role={role!r}: must be one of {', '.join(ROLES)}", field="role")

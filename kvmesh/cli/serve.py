@@ -38,8 +38,8 @@ class Service:
 
 
 def _service(name: str, text: str, example: str) -> Service:
-    config = (f"services.{name}.config", f"{name.capitalize()}Config")
-    return Service(text, example, config, f"services.{name}.main")
+    config = (f"kvmesh.services.{name}.config", f"{name.capitalize()}Config")
+    return Service(text, example, config, f"kvmesh.services.{name}.main")
 
 
 SERVICES: dict[str, Service] = {
@@ -67,8 +67,8 @@ SERVICES: dict[str, Service] = {
         "Prefill and decode in one instance: prompts are computed beside the answers that it generates, in one batch. "
         "For one device, or as half of any pair; `kvmesh role` makes it prefill, decode or both while it runs.",
         "--model ./my-model --port 7040 --conductor 127.0.0.1:7001 --store 127.0.0.1:7002",
-        ("services.coupled.config", "CoupledConfig"),
-        "services.coupled.main",
+        ("kvmesh.services.coupled.config", "CoupledConfig"),
+        "kvmesh.services.coupled.main",
     ),
     "store": _service(
         "store",
@@ -172,7 +172,7 @@ def serve(service: str, config: ServiceConfig) -> None:
         if isinstance(config, InstanceConfig) and config.model and hashing.on_terminal():
             hashing.fingerprints([config.model], cache_dir=config.cache_dir)  # elsewhere its ranks log how far it is
         if service == "decode" and getattr(config, "local_prefill_tokens", False):
-            from services.coupled.config import CoupledConfig
+            from kvmesh.services.coupled.config import CoupledConfig
 
             service, config = "coupled", CoupledConfig.of_decode(cast(Any, config))
         with lasting_imports():

@@ -7,10 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from kvmesh.kvcache.announce import Announcement
-from kvmesh.sim.config import SimConfig
-from kvmesh.sim.loop import Loop
-from kvmesh.sim.node import Node
-from services.conductor.domain import (
+from kvmesh.services.conductor.domain import (
     Action,
     Blocks,
     DecodeSample,
@@ -34,7 +31,10 @@ from services.conductor.domain import (
     Schedule,
     Tick,
 )
-from services.conductor.state import ConductorState
+from kvmesh.services.conductor.state import ConductorState
+from kvmesh.sim.config import SimConfig
+from kvmesh.sim.loop import Loop
+from kvmesh.sim.node import Node
 
 MODEL = "sim"
 # Where a profiling run looks: chunks behind nothing and behind some, small and large batches.

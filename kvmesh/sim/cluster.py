@@ -10,6 +10,19 @@ from math import inf, nan
 from kvmesh.errors import Overloaded
 from kvmesh.kvcache.keys import Keys
 from kvmesh.kvcache.sources import PullRange
+from kvmesh.services.conductor.domain import (
+    Action,
+    DecodeSample,
+    Load,
+    OrderEnded,
+    PrefillSample,
+    Refuse,
+    Replicate,
+    RequestOutcome,
+    Role,
+    Schedule,
+    SwitchRole,
+)
 from kvmesh.sim.brains import MODEL, Brains
 from kvmesh.sim.changes import ChangeNoticed, FreezePhase, KillEvent, LeaveEvent, noticed
 from kvmesh.sim.config import SimConfig, WireChange
@@ -25,19 +38,6 @@ from kvmesh.sim.report.records import FAILED, REFUSED, PoolSample, Record, Sampl
 from kvmesh.sim.transfers import Pull, Puller, Pushes
 from kvmesh.sim.workloads.retries import WaitingClients
 from kvmesh.sim.workloads.workload import SimRequest
-from services.conductor.domain import (
-    Action,
-    DecodeSample,
-    Load,
-    OrderEnded,
-    PrefillSample,
-    Refuse,
-    Replicate,
-    RequestOutcome,
-    Role,
-    Schedule,
-    SwitchRole,
-)
 
 # What a leading conductor orders, carried out: copies of hot blocks, and roles.
 

@@ -8,12 +8,12 @@ from enum import Enum
 from math import inf
 
 from kvmesh.errors import ConfigError
+from kvmesh.services.conductor.settings import Settings
+from kvmesh.services.decode.limits import Limits
+from kvmesh.services.prefill.planner import PlanConfig
 from kvmesh.sim.changes import FreezePhase, JoinEvent, KillEvent, LeaveEvent, SlowPhase, StepClock
 from kvmesh.sim.hardware.times import NodeSpec
 from kvmesh.sim.host import HostModel
-from services.conductor.settings import Settings
-from services.decode.limits import Limits
-from services.prefill.planner import PlanConfig
 
 CHANGES = ("noise", "spread", "slow", "freeze", "kill", "join", "leave")  # fields of SimConfig
 MAX_SCATTER = 3.0  # of a logarithm: factors of twenty

@@ -19,13 +19,13 @@ import numpy as np
 
 from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.prefix_cache import PrefixCache
+from kvmesh.services.decode import rules
 from kvmesh.sim.config import Mode, Routing, SimConfig
 from kvmesh.sim.hardware.times import NodeSpec
 from kvmesh.sim.loop import Loop
 from kvmesh.sim.report.records import DONE, FAILED, PoolSample, Record, Sample
 from kvmesh.sim.rows import Row, Rows
 from kvmesh.sim.workloads.workload import SimRequest
-from services.decode import rules
 
 NO_STEPS = np.zeros(0)
 

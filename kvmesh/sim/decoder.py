@@ -1,6 +1,6 @@
 """A decode instance in virtual time: the service's rules over a node store and pages, steps many at a time (rows.py).
 
-As in `services.decode`: a landing is given in host memory, in order, behind what a prompt's leading blocks take that
+As in `services/decode`: a landing is given in host memory, in order, behind what a prompt's leading blocks take that
 lie there already; a filled one gets pages and a seat, is copied into them, and joins the batch at the next step; its
 extents become blocks of the store. When pages run out, the last in order goes back to host memory, or fails if there
 is no room for it. Differences: a page is granted when it is needed; what is preempted frees its pages at once."""
@@ -12,6 +12,9 @@ import math
 from typing import Protocol
 
 from kvmesh.kvcache.node_store import NodeStore
+from kvmesh.services.conductor.domain import DecodeSample, Load, Outcome, RequestOutcome
+from kvmesh.services.conductor.settings import Mode
+from kvmesh.services.decode import rules
 from kvmesh.sim.config import SimConfig
 from kvmesh.sim.life import Life
 from kvmesh.sim.loop import Loop
@@ -19,9 +22,6 @@ from kvmesh.sim.node import Node
 from kvmesh.sim.report.records import DONE, FAILED, REFUSED
 from kvmesh.sim.rows import Row, Rows
 from kvmesh.sim.transfers import Pull, Puller
-from services.conductor.domain import DecodeSample, Load, Outcome, RequestOutcome
-from services.conductor.settings import Mode
-from services.decode import rules
 
 MAX_TOLD_STEPS = 512  # in one heartbeat, as a live instance keeps
 

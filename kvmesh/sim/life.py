@@ -5,11 +5,11 @@ from __future__ import annotations
 from math import nan
 from typing import TYPE_CHECKING
 
+from kvmesh.services.conductor.domain import Placed
+from kvmesh.services.prefill.compute_progress import ComputeProgress
 from kvmesh.sim.links import Flow
 from kvmesh.sim.report.records import Record
 from kvmesh.sim.workloads.workload import SimRequest
-from services.conductor.domain import Placed
-from services.prefill.compute_progress import ComputeProgress
 
 if TYPE_CHECKING:
     from kvmesh.sim.decoder import Decoder

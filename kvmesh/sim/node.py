@@ -9,12 +9,12 @@ from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.quotas import Store, TagQuotas
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.kvcache.tiers import Tier, TierUse, store_name
+from kvmesh.services.conductor.domain import Ref
 from kvmesh.sim.config import SimConfig
 from kvmesh.sim.hardware.times import NodeSpec
 from kvmesh.sim.host import Machine
 from kvmesh.sim.links import Link
 from kvmesh.sim.loop import Loop
-from services.conductor.domain import Ref
 
 INCARNATION = 1
 ADDRESS = "sim:1"  # nobody dials it

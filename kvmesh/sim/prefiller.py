@@ -1,6 +1,6 @@
 """A prefill instance in virtual time: the service's planner over a node store, steps as long as the hardware takes.
 
-As in `services.prefill`: a request joins the line and pulls what its placement names, at once, at the time that this
+As in `services/prefill`: a request joins the line and pulls what its placement names, at once, at the time that this
 asks for, or when its turn comes sooner; the planner forms steps of whoever has his blocks; a block that somebody else
 computes or pulls is waited for; what is computed is sealed chunk by chunk. Steps follow one another without a gap. KV
 leaves with each step (pushes.py)."""
@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from kvmesh.services.conductor.domain import Load, PrefillSample
+from kvmesh.services.prefill.compute_progress import ComputeProgress
+from kvmesh.services.prefill.planner import Chunk, Planner, Wait
+from kvmesh.services.prefill.rates import NEWEST, Rates
 from kvmesh.sim.config import SimConfig
 from kvmesh.sim.life import Life
 from kvmesh.sim.loop import Loop
 from kvmesh.sim.node import Node
 from kvmesh.sim.transfers import Pull, Puller, Pushes
-from services.conductor.domain import Load, PrefillSample
-from services.prefill.compute_progress import ComputeProgress
-from services.prefill.planner import Chunk, Planner, Wait
-from services.prefill.rates import NEWEST, Rates
 
 
 class Owner(Protocol):
@@ -167,7 +167,7 @@ class Prefiller:
     # ── what the planner asks ────────────────────────────────────────────────────────────────────
 
     def _rest(self, handle: int) -> int | Wait:
-        """See `services.prefill.handoff_table.HandoffTable.rest`."""
+        """See `prefill.handoff_table.HandoffTable.rest`."""
         life = self.lives[handle]
         patient = self._loop.now < life.waits_until_s
         if life.pulls and patient:
@@ -188,12 +188,12 @@ class Prefiller:
         return life.expected_rest
 
     def _pays(self, life: Life, found: int) -> bool:
-        """See `services.prefill.handoff_table.HandoffTable`: whether its planned pull is to be waited for now."""
+        """See `prefill.handoff_table.HandoffTable`: whether its planned pull is to be waited for now."""
         alone = len(self.planner.waiting) == 1 and not self.planner.unsubmitted_tokens
         return found < life.planned_to and (not alone or self.rates.pull_pays)
 
     def _admit(self, handle: int) -> int | Wait:
-        """See `services.prefill.handoff_table.HandoffTable.admit`. A pull that was planned for later begins now, or
+        """See `prefill.handoff_table.HandoffTable.admit`. A pull that was planned for later begins now, or
         never."""
         life = self.lives[handle]
         if life.planned_to and self._pays(life, self.store.peek(self._usable(life))):
@@ -398,7 +398,7 @@ class Prefiller:
         return self._times_as_long() * self.node.spec.times.prefill_s([(tokens - cached, cached)])
 
     def _sample(self, life: Life) -> PrefillSample:
-        """Makes the sample that `services.prefill.report` would make of it."""
+        """Makes the sample that `kvmesh.services.prefill.report` would make of it."""
         cached = life.record.cached_tokens
         computed, pairs = life.tokens - cached, (life.tokens**2 - cached**2) // 2
         return PrefillSample(

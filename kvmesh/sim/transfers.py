@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.kvcache.tiers import Tier
+from kvmesh.services.prefill.planner import Chunk
 from kvmesh.sim.life import Life
 from kvmesh.sim.links import Flow, Links
 from kvmesh.sim.loop import Timer
 from kvmesh.sim.node import Node
-from services.prefill.planner import Chunk
 
 NS = 1_000_000_000
 

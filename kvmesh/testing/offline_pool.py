@@ -17,10 +17,10 @@ from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
 from kvmesh.ranks import protocol as m
-from services.prefill import events as ev
-from services.prefill.checks import BrainConfig
-from services.prefill.planner import PlanConfig
-from services.prefill.state import PrefillState
+from kvmesh.services.prefill import events as ev
+from kvmesh.services.prefill.checks import BrainConfig
+from kvmesh.services.prefill.planner import PlanConfig
+from kvmesh.services.prefill.state import PrefillState
 
 STEP_NS = 1_000_000  # every request takes this long; only the order of times matters
 _SPACE = Namespace(fingerprint="offline", kv_dtype="")

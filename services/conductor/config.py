@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from kvmesh.config import ServiceConfig
 from kvmesh.errors import ConfigError
-from services.conductor.policies.registry import POLICY_NAMES
-from services.conductor.settings import Mode
+from kvmesh.services.conductor.policies.registry import POLICY_NAMES
+from kvmesh.services.conductor.settings import Mode
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,16 +17,15 @@ from kvmesh.rpc.fastpath.server import FastPathLimits
 from kvmesh.rpc.pb import conductor_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2_grpc as pb_grpc
 from kvmesh.rpc.server import Server
-from kvmesh.telemetry import names
-from services.conductor.balance.orders import BalanceOrders
-from services.conductor.config import ConductorConfig
-from services.conductor.domain import CaughtUp, Event, Fetch
-from services.conductor.fleet.watch import StoreWatch
-from services.conductor.peers.leadership import ConductorLeadership
-from services.conductor.records.journal import Header, Recorder
-from services.conductor.records.log_file import LogFile
-from services.conductor.servicer import ConductorServicer
-from services.conductor.settings import (
+from kvmesh.services.conductor.balance.orders import BalanceOrders
+from kvmesh.services.conductor.config import ConductorConfig
+from kvmesh.services.conductor.domain import CaughtUp, Event, Fetch
+from kvmesh.services.conductor.fleet.watch import StoreWatch
+from kvmesh.services.conductor.peers.leadership import ConductorLeadership
+from kvmesh.services.conductor.records.journal import Header, Recorder
+from kvmesh.services.conductor.records.log_file import LogFile
+from kvmesh.services.conductor.servicer import ConductorServicer
+from kvmesh.services.conductor.settings import (
     AdmissionSettings,
     AffinitySettings,
     BalanceSettings,
@@ -34,6 +33,7 @@ from services.conductor.settings import (
     Settings,
     ThresholdMode,
 )
+from kvmesh.telemetry import names
 
 SERVICE = "kvmesh.v1.Conductor"
 TICK_S, LEAST_TICK_S = 0.2, 0.02

@@ -17,9 +17,9 @@ from kvmesh.kvcache.tiers import Tier, TierUse, store_name, tier_of
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import conductor_pb2 as pb
 from kvmesh.rpc.pb import store_pb2 as pb_store
-from services.conductor.balance.rounds import Hint
-from services.conductor.costs.accuracy import PredictionError, Spread
-from services.conductor.domain import (
+from kvmesh.services.conductor.balance.rounds import Hint
+from kvmesh.services.conductor.costs.accuracy import PredictionError, Spread
+from kvmesh.services.conductor.domain import (
     Blocks,
     CordonState,
     DecodeSample,
@@ -39,9 +39,9 @@ from services.conductor.domain import (
     Role,
     Schedule,
 )
-from services.conductor.placing.ties import Crowd
-from services.conductor.records.explain import Candidate, Decision, WeighedKind
-from services.conductor.views import InstanceView, TierView
+from kvmesh.services.conductor.placing.ties import Crowd
+from kvmesh.services.conductor.records.explain import Candidate, Decision, WeighedKind
+from kvmesh.services.conductor.views import InstanceView, TierView
 
 MAX_UINT32 = 0xFFFFFFFF
 MAX_BLOCKS = 1 << 18  # of one prompt

@@ -11,36 +11,36 @@ from typing import TypeVar
 
 from kvmesh.errors import InvalidRequest
 from kvmesh.kvcache.tiers import Tier
-from services.conductor.admission.context import AdmissionContext
-from services.conductor.admission.gate import Admission
-from services.conductor.admission.judge import Judge
-from services.conductor.admission.refusals import refuse_unplaceable
-from services.conductor.balance.rounds import Balance
-from services.conductor.candidates.columns import Columns, View
-from services.conductor.candidates.fields import NO_GROUP
-from services.conductor.candidates.selection import Selection
-from services.conductor.costs.accuracy import PredictionKind, group_of
-from services.conductor.domain import Life, Placed, Refuse, RequestOutcome, Schedule
-from services.conductor.fleet.health import Breakers
-from services.conductor.fleet.instance import Instance
-from services.conductor.fleet.members import Members
-from services.conductor.fleet.roster import Fleet
-from services.conductor.loads.ledger import Ledger
-from services.conductor.loads.shortest_first import ShortestFirst
-from services.conductor.placing import placement
-from services.conductor.placing.affinity import Affinity
-from services.conductor.placing.placement import PlacementChoice, WeighedModes
-from services.conductor.placing.scoring_context import ScoringContext
-from services.conductor.placing.threshold import Threshold
-from services.conductor.placing.timeline import life, pull_after_s
-from services.conductor.policies.chooser import Chooser
-from services.conductor.prefixes import fetch_plan
-from services.conductor.prefixes.fetch_plan import FetchPlanner
-from services.conductor.prefixes.index import Index, PrefixPlace, PrefixSurvey
-from services.conductor.prefixes.tier_times import TierLoads
-from services.conductor.records import explain
-from services.conductor.records.explain import Expected, Explanations
-from services.conductor.settings import Settings
+from kvmesh.services.conductor.admission.context import AdmissionContext
+from kvmesh.services.conductor.admission.gate import Admission
+from kvmesh.services.conductor.admission.judge import Judge
+from kvmesh.services.conductor.admission.refusals import refuse_unplaceable
+from kvmesh.services.conductor.balance.rounds import Balance
+from kvmesh.services.conductor.candidates.columns import Columns, View
+from kvmesh.services.conductor.candidates.fields import NO_GROUP
+from kvmesh.services.conductor.candidates.selection import Selection
+from kvmesh.services.conductor.costs.accuracy import PredictionKind, group_of
+from kvmesh.services.conductor.domain import Life, Placed, Refuse, RequestOutcome, Schedule
+from kvmesh.services.conductor.fleet.health import Breakers
+from kvmesh.services.conductor.fleet.instance import Instance
+from kvmesh.services.conductor.fleet.members import Members
+from kvmesh.services.conductor.fleet.roster import Fleet
+from kvmesh.services.conductor.loads.ledger import Ledger
+from kvmesh.services.conductor.loads.shortest_first import ShortestFirst
+from kvmesh.services.conductor.placing import placement
+from kvmesh.services.conductor.placing.affinity import Affinity
+from kvmesh.services.conductor.placing.placement import PlacementChoice, WeighedModes
+from kvmesh.services.conductor.placing.scoring_context import ScoringContext
+from kvmesh.services.conductor.placing.threshold import Threshold
+from kvmesh.services.conductor.placing.timeline import life, pull_after_s
+from kvmesh.services.conductor.policies.chooser import Chooser
+from kvmesh.services.conductor.prefixes import fetch_plan
+from kvmesh.services.conductor.prefixes.fetch_plan import FetchPlanner
+from kvmesh.services.conductor.prefixes.index import Index, PrefixPlace, PrefixSurvey
+from kvmesh.services.conductor.prefixes.tier_times import TierLoads
+from kvmesh.services.conductor.records import explain
+from kvmesh.services.conductor.records.explain import Expected, Explanations
+from kvmesh.services.conductor.settings import Settings
 
 K = TypeVar("K")
 V = TypeVar("V")

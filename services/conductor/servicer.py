@@ -16,11 +16,9 @@ from kvmesh.rpc.call_queue import CallQueue
 from kvmesh.rpc.fastpath.server import FastContext
 from kvmesh.rpc.pb import conductor_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2_grpc as pb_grpc
-from kvmesh.telemetry import names, spans
-from kvmesh.telemetry.spans import context_from_metadata
-from services.conductor import domain, mapping
-from services.conductor.balance.gauges import ErrorGauges, LoadGauges, ScaleGauges
-from services.conductor.domain import (
+from kvmesh.services.conductor import domain, mapping
+from kvmesh.services.conductor.balance.gauges import ErrorGauges, LoadGauges, ScaleGauges
+from kvmesh.services.conductor.domain import (
     Action,
     Event,
     Measured,
@@ -32,8 +30,10 @@ from services.conductor.domain import (
     SwitchRole,
     Tick,
 )
-from services.conductor.peers.leadership import ConductorLeadership
-from services.conductor.state import ConductorState
+from kvmesh.services.conductor.peers.leadership import ConductorLeadership
+from kvmesh.services.conductor.state import ConductorState
+from kvmesh.telemetry import names, spans
+from kvmesh.telemetry.spans import context_from_metadata
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from services.conductor.domain import Fetch
+from kvmesh.services.conductor.domain import Fetch
 
 
 class Mode(Enum):

@@ -12,12 +12,12 @@ from kvmesh.errors import KvmeshError, UnknownInstance
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.tiers import split_name
 from kvmesh.pacing import Pacing
-from services.conductor.admission.gate import Loads
-from services.conductor.balance.hot import ReplicationContext
-from services.conductor.balance.rounds import Hint
-from services.conductor.candidates.columns import Columns, View
-from services.conductor.costs.accuracy import PredictionError, PredictionKind, group_of
-from services.conductor.domain import (
+from kvmesh.services.conductor.admission.gate import Loads
+from kvmesh.services.conductor.balance.hot import ReplicationContext
+from kvmesh.services.conductor.balance.rounds import Hint
+from kvmesh.services.conductor.candidates.columns import Columns, View
+from kvmesh.services.conductor.costs.accuracy import PredictionError, PredictionKind, group_of
+from kvmesh.services.conductor.domain import (
     Action,
     Blocks,
     CaughtUp,
@@ -39,20 +39,20 @@ from services.conductor.domain import (
     StoreLost,
     Tick,
 )
-from services.conductor.domain import Event as Event
-from services.conductor.fleet.cordons import Cordons
-from services.conductor.fleet.health import Breakers, Standing
-from services.conductor.fleet.instance import Instance
-from services.conductor.fleet.members import Members
-from services.conductor.fleet.roster import Fleet
-from services.conductor.fleet.walk import Pace, Walk
-from services.conductor.loads.ledger import Ledger
-from services.conductor.prefixes.index import Index
-from services.conductor.prefixes.tier_times import TierLoads
-from services.conductor.records.explain import Decision, Explanations
-from services.conductor.scheduler import Scheduling, SharedState
-from services.conductor.settings import Mode, Settings
-from services.conductor.views import InstanceView, TierView
+from kvmesh.services.conductor.domain import Event as Event
+from kvmesh.services.conductor.fleet.cordons import Cordons
+from kvmesh.services.conductor.fleet.health import Breakers, Standing
+from kvmesh.services.conductor.fleet.instance import Instance
+from kvmesh.services.conductor.fleet.members import Members
+from kvmesh.services.conductor.fleet.roster import Fleet
+from kvmesh.services.conductor.fleet.walk import Pace, Walk
+from kvmesh.services.conductor.loads.ledger import Ledger
+from kvmesh.services.conductor.prefixes.index import Index
+from kvmesh.services.conductor.prefixes.tier_times import TierLoads
+from kvmesh.services.conductor.records.explain import Decision, Explanations
+from kvmesh.services.conductor.scheduler import Scheduling, SharedState
+from kvmesh.services.conductor.settings import Mode, Settings
+from kvmesh.services.conductor.views import InstanceView, TierView
 
 # Looked at in one tick, so that none takes long: one instance takes some 4 us.
 EXPIRED = Pace(1280, 26)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvmesh.kvcache.tiers import TierUse
-from services.conductor.domain import CordonState, Load, ModelCard, Ref, Role
+from kvmesh.services.conductor.domain import CordonState, Load, ModelCard, Ref, Role
 
 
 @dataclass(frozen=True)

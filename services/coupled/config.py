@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from kvmesh.errors import ConfigError
 from kvmesh.rpc.pb import common_pb2 as pb
-from services.decode.config import DecodeConfig
-from services.prefill.config import PrefillConfig
+from kvmesh.services.decode.config import DecodeConfig
+from kvmesh.services.prefill.config import PrefillConfig
 
 ROLES = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE, "both": pb.ROLE_BOTH}
 

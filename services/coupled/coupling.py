@@ -20,12 +20,12 @@ from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.prefix_cache import CachedPages
 from kvmesh.ranks import protocol as m
 from kvmesh.rpc.pb import common_pb2 as pb
-from services.decode import inputs as i
-from services.decode.limits import Limits, Shape
-from services.decode.state import DecodeState
-from services.prefill import events as ev
-from services.prefill.checks import BrainConfig
-from services.prefill.state import PrefillState
+from kvmesh.services.decode import inputs as i
+from kvmesh.services.decode.limits import Limits, Shape
+from kvmesh.services.decode.state import DecodeState
+from kvmesh.services.prefill import events as ev
+from kvmesh.services.prefill.checks import BrainConfig
+from kvmesh.services.prefill.state import PrefillState
 
 # Handles, tickets and epochs of decode begin here, those of prefill at 1: the ranks and the node store know them apart.
 FIRST_OF_DECODE = 1 << 32

@@ -20,15 +20,15 @@ from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2 as pb_conductor
 from kvmesh.rpc.runner import observed
 from kvmesh.rpc.server import Server
+from kvmesh.services.coupled.config import ROLES, CoupledConfig
+from kvmesh.services.coupled.coupling import FIRST_OF_DECODE, Coupling, doors, to_prefill
+from kvmesh.services.decode import main as decode
+from kvmesh.services.decode.core import DecodeCore, shape_of
+from kvmesh.services.decode.servicer import DecodeServicer
+from kvmesh.services.prefill import events as ev
+from kvmesh.services.prefill import main as prefill
+from kvmesh.services.prefill.servicer import PrefillServicer
 from kvmesh.telemetry import names
-from services.coupled.config import ROLES, CoupledConfig
-from services.coupled.coupling import FIRST_OF_DECODE, Coupling, doors, to_prefill
-from services.decode import main as decode
-from services.decode.core import DecodeCore, shape_of
-from services.decode.servicer import DecodeServicer
-from services.prefill import events as ev
-from services.prefill import main as prefill
-from services.prefill.servicer import PrefillServicer
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvmesh.errors import ConfigError
 from kvmesh.instance.config import InstanceConfig
-from services.decode.limits import Limits
+from kvmesh.services.decode.limits import Limits
 
 _MS = {"min": 1}
 _COUNT = {"min": 0}

@@ -20,16 +20,16 @@ from kvmesh.ranks import protocol as m
 from kvmesh.rpc import protocol
 from kvmesh.rpc.brain_shell import BrainShell, Tick
 from kvmesh.rpc.pb import common_pb2, decode_pb2, prefill_pb2
+from kvmesh.services.decode import events as e
+from kvmesh.services.decode import inputs as i
+from kvmesh.services.decode import mapping
+from kvmesh.services.decode.events import Phase
+from kvmesh.services.decode.handoffs import Handoffs
+from kvmesh.services.decode.limits import NS_PER_MS, RankShape, Shape
+from kvmesh.services.decode.observe import Observer, RequestTrace, begin_request
+from kvmesh.services.decode.requests import ServingInstance, check_start
+from kvmesh.services.decode.state import DecodeState
 from kvmesh.telemetry import names, spans
-from services.decode import events as e
-from services.decode import inputs as i
-from services.decode import mapping
-from services.decode.events import Phase
-from services.decode.handoffs import Handoffs
-from services.decode.limits import NS_PER_MS, RankShape, Shape
-from services.decode.observe import Observer, RequestTrace, begin_request
-from services.decode.requests import ServingInstance, check_start
-from services.decode.state import DecodeState
 
 log = logging.getLogger(__name__)
 

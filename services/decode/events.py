@@ -13,7 +13,7 @@ from kvmesh.clock import NEVER
 from kvmesh.errors import KvmeshError
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.ranks.protocol import FromRank, Logprobs, Sampling, TellRank
-from services.decode.timeline import Timeline
+from kvmesh.services.decode.timeline import Timeline
 
 
 class Phase(enum.IntEnum):

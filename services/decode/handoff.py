@@ -27,12 +27,12 @@ from kvmesh.errors import DeadlinePassed, HandoffLost, InternalError, KvmeshErro
 from kvmesh.instance.sampling import history_of
 from kvmesh.kvcache import keys as block_keys
 from kvmesh.ranks import protocol as m
-from services.decode import events as e
-from services.decode.events import Phase, Place, Reason
-from services.decode.limits import NS_PER_MS, Limits, Shape
-from services.decode.outbox import GatewayStream
-from services.decode.rules import grow_at
-from services.decode.timeline import Timeline
+from kvmesh.services.decode import events as e
+from kvmesh.services.decode.events import Phase, Place, Reason
+from kvmesh.services.decode.limits import NS_PER_MS, Limits, Shape
+from kvmesh.services.decode.outbox import GatewayStream
+from kvmesh.services.decode.rules import grow_at
+from kvmesh.services.decode.timeline import Timeline
 
 RETRY_AFTER_MS = 500
 

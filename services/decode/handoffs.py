@@ -14,8 +14,8 @@ from kvmesh.blockservice.shard_wire import from_wire, writers_of
 from kvmesh.errors import KvmeshError, ProtocolMismatch
 from kvmesh.rpc.bidi import ClientStream
 from kvmesh.rpc.pb import common_pb2, prefill_pb2, prefill_pb2_grpc
-from services.decode import inputs as i
-from services.decode import mapping
+from kvmesh.services.decode import inputs as i
+from kvmesh.services.decode import mapping
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from kvmesh.errors import KvmeshError
 from kvmesh.kvcache.sources import Pulled, PullJob
 from kvmesh.ranks.protocol import FromRank, TellRank
 from kvmesh.rpc.brain_shell import Tick
-from services.decode import events as e
-from services.decode.handoff import Handoff
+from kvmesh.services.decode import events as e
+from kvmesh.services.decode.handoff import Handoff
 
 # The peer of requests whose prompts are computed in this very instance.
 OWN_PEER = 0

@@ -11,12 +11,12 @@ from kvmesh.instance.front import Front
 from kvmesh.rpc.pb import common_pb2, decode_pb2_grpc
 from kvmesh.rpc.runner import observed
 from kvmesh.rpc.server import Server
-from services.decode import inputs as i
-from services.decode.config import DecodeConfig
-from services.decode.core import DecodeCore, shape_of
-from services.decode.limits import Limits
-from services.decode.servicer import DecodeServicer
-from services.decode.state import DecodeState
+from kvmesh.services.decode import inputs as i
+from kvmesh.services.decode.config import DecodeConfig
+from kvmesh.services.decode.core import DecodeCore, shape_of
+from kvmesh.services.decode.limits import Limits
+from kvmesh.services.decode.servicer import DecodeServicer
+from kvmesh.services.decode.state import DecodeState
 
 log = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ from kvmesh.errors import HandoffLost
 from kvmesh.ranks.protocol import Logprobs
 from kvmesh.rpc.pb import common_pb2, decode_pb2, prefill_pb2
 from kvmesh.rpc.status import from_detail, to_detail
-from services.decode import events as e
-from services.decode.outbox import Finish, OutgoingTokens
-from services.decode.timeline import Timeline
+from kvmesh.services.decode import events as e
+from kvmesh.services.decode.outbox import Finish, OutgoingTokens
+from kvmesh.services.decode.timeline import Timeline
 
 EMPTY_LOGPROBS = common_pb2.TokenLogprobs()
 

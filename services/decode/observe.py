@@ -21,10 +21,10 @@ from kvmesh.kvcache.sources import Pulled, PullJob
 from kvmesh.ranks.protocol import DecodeStepDone
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, decode_pb2
 from kvmesh.rpc.pb import conductor_pb2 as pb
+from kvmesh.services.decode.events import Phase, Reason
+from kvmesh.services.decode.handoff import Handoff
+from kvmesh.services.decode.state import DecodeState
 from kvmesh.telemetry import names, spans
-from services.decode.events import Phase, Reason
-from services.decode.handoff import Handoff
-from services.decode.state import DecodeState
 
 # How a request went, for the conductor: what came of its predictions, and who is to blame when it failed. Pure.
 #

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from kvmesh.errors import KvmeshError
 from kvmesh.ranks.protocol import Logprobs
-from services.decode.events import Reason
-from services.decode.timeline import Timeline
+from kvmesh.services.decode.events import Reason
+from kvmesh.services.decode.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)

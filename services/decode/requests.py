@@ -15,8 +15,8 @@ from kvmesh.kvcache import keys
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.kvcache.tiers import Tier, tier_of
 from kvmesh.rpc.pb import common_pb2, decode_pb2
-from services.decode.events import Spec
-from services.decode.limits import NS_PER_MS
+from kvmesh.services.decode.events import Spec
+from kvmesh.services.decode.limits import NS_PER_MS
 
 MAX_PULL_RANGES = 1024
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
 from kvmesh.clock import NEVER
-from services.decode.limits import Limits
+from kvmesh.services.decode.limits import Limits
 
 
 class Ordered(Protocol):

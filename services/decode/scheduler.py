@@ -15,13 +15,13 @@ from kvmesh.clock import NEVER
 from kvmesh.errors import ContextTooLong, KvmeshError, Overloaded
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool, Pages
-from services.decode import events as e
-from services.decode import rules
-from services.decode.events import Phase, Place
-from services.decode.handoff import Handoff
-from services.decode.limits import NS_PER_MS, Limits, Shape
-from services.decode.sealing import Sealing
-from services.decode.step_times import StepTimes
+from kvmesh.services.decode import events as e
+from kvmesh.services.decode import rules
+from kvmesh.services.decode.events import Phase, Place
+from kvmesh.services.decode.handoff import Handoff
+from kvmesh.services.decode.limits import NS_PER_MS, Limits, Shape
+from kvmesh.services.decode.sealing import Sealing
+from kvmesh.services.decode.step_times import StepTimes
 
 Grant = tuple[Handoff, e.Event]
 MAX_RETRY_AFTER_MS = 30_000

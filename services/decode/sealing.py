@@ -13,7 +13,7 @@ from kvmesh.clock import NEVER
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import Pages
 from kvmesh.ranks import protocol as m
-from services.decode.handoff import Handoff
+from kvmesh.services.decode.handoff import Handoff
 
 
 @dataclass(slots=True)

@@ -12,9 +12,9 @@ from kvmesh.errors import RequestCancelled, Unavailable
 from kvmesh.rpc import protocol
 from kvmesh.rpc.bidi import ServerStream
 from kvmesh.rpc.pb import common_pb2, decode_pb2, decode_pb2_grpc
-from services.decode import inputs as i
-from services.decode import mapping
-from services.decode.core import DecodeCore
+from kvmesh.services.decode import inputs as i
+from kvmesh.services.decode import mapping
+from kvmesh.services.decode.core import DecodeCore
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.sources import LowerTiers, Pulled, PullJob, ranges_with
+from kvmesh.services.decode.handoff import Handoff
 from kvmesh.transfer import TrafficClass
-from services.decode.handoff import Handoff
 
 
 @dataclass(slots=True)

@@ -20,14 +20,14 @@ from kvmesh.kvcache.page_pool import Pages
 from kvmesh.kvcache.sources import Pulled
 from kvmesh.ranks import protocol as m
 from kvmesh.rpc.brain_shell import Tick
-from services.decode import events as e
-from services.decode import inputs as i
-from services.decode.events import Phase
-from services.decode.handoff import Handoff
-from services.decode.limits import Limits, Shape
-from services.decode.outbox import Finish, GatewayStream, Outbox
-from services.decode.scheduler import Scheduler
-from services.decode.sources import DecodePulls
+from kvmesh.services.decode import events as e
+from kvmesh.services.decode import inputs as i
+from kvmesh.services.decode.events import Phase
+from kvmesh.services.decode.handoff import Handoff
+from kvmesh.services.decode.limits import Limits, Shape
+from kvmesh.services.decode.outbox import Finish, GatewayStream, Outbox
+from kvmesh.services.decode.scheduler import Scheduler
+from kvmesh.services.decode.sources import DecodePulls
 
 MAX_SAMPLES = 16  # between two heartbeats; the conductor keeps a window of many
 

@@ -11,11 +11,11 @@ from opentelemetry.context import Context
 
 from kvmesh.errors import InternalError, KvmeshError, RequestCancelled
 from kvmesh.rpc.pb import common_pb2
+from kvmesh.services.gateway.attempts import AnswerAttempts
+from kvmesh.services.gateway.config import MAX_NAME_CHARS
+from kvmesh.services.gateway.generation import Generation, brief
+from kvmesh.services.gateway.rest.frames import CompletionUsage
 from kvmesh.telemetry import names, spans
-from services.gateway.attempts import AnswerAttempts
-from services.gateway.config import MAX_NAME_CHARS
-from services.gateway.generation import Generation, brief
-from services.gateway.rest.frames import CompletionUsage
 
 _STAGES = [field.name for field in common_pb2.StageTimings.DESCRIPTOR.fields]
 

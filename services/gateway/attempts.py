@@ -8,12 +8,12 @@ from typing import Protocol
 from kvmesh.errors import HandoffLost, InternalError, KvmeshError, Overloaded
 from kvmesh.kvcache.keys import TOKEN_BYTES, extend, pack_tokens
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, decode_pb2
+from kvmesh.services.gateway.migration import Migration
+from kvmesh.services.gateway.recovery import AttemptRecovery, Failure, RecoveryPatience
+from kvmesh.services.gateway.sessions import SessionLane
+from kvmesh.services.gateway.text.completion import LENGTH, STOP, Alternatives, Completion, Delta, TokenLogprob
+from kvmesh.services.gateway.text.prepare import Prepared
 from kvmesh.telemetry import names
-from services.gateway.migration import Migration
-from services.gateway.recovery import AttemptRecovery, Failure, RecoveryPatience
-from services.gateway.sessions import SessionLane
-from services.gateway.text.completion import LENGTH, STOP, Alternatives, Completion, Delta, TokenLogprob
-from services.gateway.text.prepare import Prepared
 
 # What an attempt starts from: the prompt, and what came of its answer before. Pure.
 

@@ -24,10 +24,10 @@ from kvmesh.rpc.addresses import split
 from kvmesh.rpc.leader_client import ServiceClient
 from kvmesh.rpc.pb import common_pb2, conductor_pb2
 from kvmesh.rpc.status import Unreachable
+from kvmesh.services.gateway.concurrency import PlacementRoom
+from kvmesh.services.gateway.models import Model, Models, ServedModelFacts
 from kvmesh.telemetry import names
 from kvmesh.telemetry.spans import traceparent
-from services.gateway.concurrency import PlacementRoom
-from services.gateway.models import Model, Models, ServedModelFacts
 
 SERVICE = conductor_pb2.DESCRIPTOR.services_by_name["Conductor"]
 FAST = ("Schedule",)

@@ -8,8 +8,8 @@ from pathlib import Path
 from kvmesh.config import ServiceConfig
 from kvmesh.errors import ConfigError
 from kvmesh.rpc.call_limits import CallLimits
-from services.gateway.recovery import RecoveryPatience
-from services.gateway.rest.http_limits import BodyBounds, HttpLimits
+from kvmesh.services.gateway.recovery import RecoveryPatience
+from kvmesh.services.gateway.rest.http_limits import BodyBounds, HttpLimits
 
 MAX_NAME_CHARS = 200
 

@@ -7,20 +7,20 @@ import datetime
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from kvmesh.services.gateway.api_keys import Tenant
+from kvmesh.services.gateway.concurrency import AnswerRoom
+from kvmesh.services.gateway.conductor import Catalog, Conductor
+from kvmesh.services.gateway.config import GatewayConfig
+from kvmesh.services.gateway.generation import Generation
+from kvmesh.services.gateway.key_file import KeyFile
+from kvmesh.services.gateway.models import Model, Models, ServedModelFacts
+from kvmesh.services.gateway.request_memory import WORK_TIMEOUT_S, RequestMemory, tokenize_cost
+from kvmesh.services.gateway.sessions import Sessions
+from kvmesh.services.gateway.text.prepare import ModelBounds, Prepared
 from kvmesh.telemetry import names
-from services.gateway.api_keys import Tenant
-from services.gateway.concurrency import AnswerRoom
-from services.gateway.conductor import Catalog, Conductor
-from services.gateway.config import GatewayConfig
-from services.gateway.generation import Generation
-from services.gateway.key_file import KeyFile
-from services.gateway.models import Model, Models, ServedModelFacts
-from services.gateway.request_memory import WORK_TIMEOUT_S, RequestMemory, tokenize_cost
-from services.gateway.sessions import Sessions
-from services.gateway.text.prepare import ModelBounds, Prepared
 
 if TYPE_CHECKING:
-    from services.gateway.requests import Request
+    from kvmesh.services.gateway.requests import Request
 
 _SMALL_WORK_BYTES = 4 << 20
 

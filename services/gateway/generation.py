@@ -14,8 +14,8 @@ from kvmesh.rpc.protocol import (
     MAX_TOP_LOGPROBS,
     MIN_REPETITION_PENALTY,
 )
-from services.gateway.config import GatewayLimits
-from services.gateway.text.chat import TemplateMessage
+from kvmesh.services.gateway.config import GatewayLimits
+from kvmesh.services.gateway.text.chat import TemplateMessage
 
 MAX_SEED = 2**63 - 1
 MAX_TOKENS = 2**31 - 1

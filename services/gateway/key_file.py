@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 from kvmesh.errors import ConfigError
+from kvmesh.services.gateway.api_keys import ANYBODY, KeyRing, Tenant
 from kvmesh.telemetry import names
-from services.gateway.api_keys import ANYBODY, KeyRing, Tenant
 
 log = logging.getLogger(__name__)
 

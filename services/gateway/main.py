@@ -16,20 +16,20 @@ from kvmesh.rpc.pb import gateway_pb2_grpc
 from kvmesh.rpc.public_calls import PublicCalls
 from kvmesh.rpc.runner import serve_metrics
 from kvmesh.rpc.server import Server
+from kvmesh.services.gateway import servicer
+from kvmesh.services.gateway.conductor import Catalog, Conductor
+from kvmesh.services.gateway.config import GatewayConfig
+from kvmesh.services.gateway.core import GatewayCore
+from kvmesh.services.gateway.key_file import KeyFile
+from kvmesh.services.gateway.models import Models
+from kvmesh.services.gateway.request_memory import RequestMemory
+from kvmesh.services.gateway.rest import app
+from kvmesh.services.gateway.rest.hosts import HostCheck, checks_hosts
+from kvmesh.services.gateway.rest.http_server import HttpServer
+from kvmesh.services.gateway.sessions import Key, Sessions
+from kvmesh.services.gateway.text.prepare import Preparer
+from kvmesh.services.gateway.text.tokenizer import Tokenizer
 from kvmesh.telemetry import names
-from services.gateway import servicer
-from services.gateway.conductor import Catalog, Conductor
-from services.gateway.config import GatewayConfig
-from services.gateway.core import GatewayCore
-from services.gateway.key_file import KeyFile
-from services.gateway.models import Models
-from services.gateway.request_memory import RequestMemory
-from services.gateway.rest import app
-from services.gateway.rest.hosts import HostCheck, checks_hosts
-from services.gateway.rest.http_server import HttpServer
-from services.gateway.sessions import Key, Sessions
-from services.gateway.text.prepare import Preparer
-from services.gateway.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

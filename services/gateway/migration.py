@@ -7,8 +7,8 @@ from asyncio import TimerHandle
 
 from opentelemetry.context import Context
 
+from kvmesh.services.gateway.recovery import Failure
 from kvmesh.telemetry import names, spans
-from services.gateway.recovery import Failure
 
 MOVED, FAILED, ABANDONED = "moved", "failed", "abandoned"
 

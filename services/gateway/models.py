@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from kvmesh.errors import InvalidRequest, ModelNotFound, Unavailable
 from kvmesh.kvcache.keys import Namespace
 from kvmesh.rpc.pb import common_pb2
-from services.gateway.api_keys import ANYBODY, Tenant, combined_salt
-from services.gateway.generation import brief
-from services.gateway.text.prepare import Preparer
+from kvmesh.services.gateway.api_keys import ANYBODY, Tenant, combined_salt
+from kvmesh.services.gateway.generation import brief
+from kvmesh.services.gateway.text.prepare import Preparer
 
 _SHOWN = 20  # names in an error
 

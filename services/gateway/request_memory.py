@@ -16,8 +16,8 @@ from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 
 from kvmesh.errors import BodyTooLarge, Overloaded
+from kvmesh.services.gateway.generation import Prompt
 from kvmesh.telemetry import names
-from services.gateway.generation import Prompt
 
 RETRY_AFTER_MS = 1000
 WORK_TIMEOUT_S = 10.0

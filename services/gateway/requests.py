@@ -16,18 +16,18 @@ from opentelemetry.context import Context
 
 from kvmesh.errors import DeadlinePassed, InternalError, KvmeshError, Overloaded, Unavailable
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, decode_pb2
+from kvmesh.services.gateway.accounting import Account
+from kvmesh.services.gateway.api_keys import ANYBODY, Tenant
+from kvmesh.services.gateway.attempts import AnswerAttempts
+from kvmesh.services.gateway.core import GatewayCore
+from kvmesh.services.gateway.generation import Generation, brief, refused
+from kvmesh.services.gateway.migration import Migration
+from kvmesh.services.gateway.models import Model, ServedModelFacts
+from kvmesh.services.gateway.recovery import Failure, RecoveryPatience
+from kvmesh.services.gateway.text.completion import Completion, Delta
+from kvmesh.services.gateway.text.prepare import Prepared
+from kvmesh.services.gateway.text.stops import StopMatcher, StopStrings
 from kvmesh.telemetry import names, spans
-from services.gateway.accounting import Account
-from services.gateway.api_keys import ANYBODY, Tenant
-from services.gateway.attempts import AnswerAttempts
-from services.gateway.core import GatewayCore
-from services.gateway.generation import Generation, brief, refused
-from services.gateway.migration import Migration
-from services.gateway.models import Model, ServedModelFacts
-from services.gateway.recovery import Failure, RecoveryPatience
-from services.gateway.text.completion import Completion, Delta
-from services.gateway.text.prepare import Prepared
-from services.gateway.text.stops import StopMatcher, StopStrings
 
 # What the gateway asks of conductor and decode for one attempt of an answer. Pure.
 

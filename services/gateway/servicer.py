@@ -12,16 +12,16 @@ from kvmesh.kvcache.keys import TOKEN_BYTES, unpack_tokens
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, gateway_pb2, gateway_pb2_grpc
 from kvmesh.rpc.protocol import MAX_TOP_LOGPROBS
 from kvmesh.rpc.public_calls import HeldMemory, Metadata, few_fields
+from kvmesh.services.gateway.api_keys import Tenant
+from kvmesh.services.gateway.core import GatewayCore
+from kvmesh.services.gateway.generation import BATCH, Generation, Prompt, between, refused
+from kvmesh.services.gateway.key_file import KeyFile
+from kvmesh.services.gateway.request_memory import REQUEST_BYTES, RequestMemory
+from kvmesh.services.gateway.requests import Request
+from kvmesh.services.gateway.rest.openai import ROLES
+from kvmesh.services.gateway.text.chat import TemplateMessage
+from kvmesh.services.gateway.text.completion import Delta
 from kvmesh.telemetry.spans import context_from_metadata
-from services.gateway.api_keys import Tenant
-from services.gateway.core import GatewayCore
-from services.gateway.generation import BATCH, Generation, Prompt, between, refused
-from services.gateway.key_file import KeyFile
-from services.gateway.request_memory import REQUEST_BYTES, RequestMemory
-from services.gateway.requests import Request
-from services.gateway.rest.openai import ROLES
-from services.gateway.text.chat import TemplateMessage
-from services.gateway.text.completion import Delta
 
 SERVICE = "kvmesh.v1.Gateway"
 AUTHORIZATION = "authorization"

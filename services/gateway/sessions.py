@@ -15,8 +15,8 @@ from kvmesh.errors import KvmeshError, Unavailable
 from kvmesh.rpc import protocol, status
 from kvmesh.rpc.bidi import ClientStream
 from kvmesh.rpc.pb import common_pb2, decode_pb2, decode_pb2_grpc
+from kvmesh.services.gateway.text.completion import Alternatives
 from kvmesh.telemetry import names
-from services.gateway.text.completion import Alternatives
 
 log = logging.getLogger(__name__)
 

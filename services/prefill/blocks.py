@@ -23,11 +23,11 @@ from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.prefix_cache import PrefixCache
 from kvmesh.kvcache.sources import LowerTiers, Pulled, PullJob, PullRange, ranges_with
 from kvmesh.ranks import protocol as m
+from kvmesh.services.prefill import events as ev
+from kvmesh.services.prefill.checks import BrainConfig
+from kvmesh.services.prefill.handoff import Handoff
+from kvmesh.services.prefill.rates import Rates
 from kvmesh.transfer import TrafficClass
-from services.prefill import events as ev
-from services.prefill.checks import BrainConfig
-from services.prefill.handoff import Handoff
-from services.prefill.rates import Rates
 
 NS_PER_MS = 1_000_000
 

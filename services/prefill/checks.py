@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from kvmesh.errors import ContextTooLong, InvalidRequest, KvmeshError
 from kvmesh.kvcache.layout import ShardLayout
-from services.prefill import events as ev
-from services.prefill.planner import PlanConfig
+from kvmesh.services.prefill import events as ev
+from kvmesh.services.prefill.planner import PlanConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

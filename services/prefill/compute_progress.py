@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from services.prefill.planner import Chunk
+from kvmesh.services.prefill.planner import Chunk
 
 
 class ComputeProgress(NamedTuple):

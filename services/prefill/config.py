@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from kvmesh.errors import ConfigError
 from kvmesh.instance.config import InstanceConfig
 from kvmesh.kvcache.layout import ShardLayout
-from services.prefill.checks import BrainConfig
-from services.prefill.planner import PlanConfig
+from kvmesh.services.prefill.checks import BrainConfig
+from kvmesh.services.prefill.planner import PlanConfig
 
 MAX_SIZE_WEIGHT = 1000.0  # beyond, sizes alone decide
 

@@ -15,8 +15,8 @@ from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
 from kvmesh.ranks import protocol as m
 from kvmesh.rpc.brain_shell import Tick
+from kvmesh.services.prefill.compute_progress import ComputeProgress
 from kvmesh.transfer import Carried
-from services.prefill.compute_progress import ComputeProgress
 
 # ── what happened ─────────────────────────────────────────────────────────────────────────────────
 

@@ -6,9 +6,9 @@ import enum
 from dataclasses import dataclass, field
 
 from kvmesh.errors import KvmeshError
+from kvmesh.services.prefill.compute_progress import ComputeProgress
+from kvmesh.services.prefill.events import Ended, Found, Landing, Outcome, Start
 from kvmesh.transfer import Carried
-from services.prefill.compute_progress import ComputeProgress
-from services.prefill.events import Ended, Found, Landing, Outcome, Start
 
 # The writer stops before its lease ends: the holder counts from a little later and with another clock. What clocks
 # drift apart is small beside the bound, which keeps a landing of use that had to wait: that wait is in the lease.

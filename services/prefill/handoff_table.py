@@ -11,11 +11,11 @@ from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.prefix_cache import PrefixCache
 from kvmesh.ranks import protocol as m
-from services.prefill import events as ev
-from services.prefill.blocks import SharedBlocks
-from services.prefill.checks import BrainConfig
-from services.prefill.handoff import Handoff, Phase, Push
-from services.prefill.planner import Chunk, Planner, Wait
+from kvmesh.services.prefill import events as ev
+from kvmesh.services.prefill.blocks import SharedBlocks
+from kvmesh.services.prefill.checks import BrainConfig
+from kvmesh.services.prefill.handoff import Handoff, Phase, Push
+from kvmesh.services.prefill.planner import Chunk, Planner, Wait
 
 
 class HandoffTable:

@@ -17,14 +17,14 @@ from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import prefill_pb2_grpc as pb_grpc
 from kvmesh.rpc.runner import observed
 from kvmesh.rpc.server import Server
+from kvmesh.services.prefill import events as ev
+from kvmesh.services.prefill.checks import BrainConfig
+from kvmesh.services.prefill.config import PrefillConfig
+from kvmesh.services.prefill.report import Reporter
+from kvmesh.services.prefill.runner import PrefillRunner
+from kvmesh.services.prefill.servicer import PrefillServicer
+from kvmesh.services.prefill.state import PrefillState
 from kvmesh.telemetry import names
-from services.prefill import events as ev
-from services.prefill.checks import BrainConfig
-from services.prefill.config import PrefillConfig
-from services.prefill.report import Reporter
-from services.prefill.runner import PrefillRunner
-from services.prefill.servicer import PrefillServicer
-from services.prefill.state import PrefillState
 
 log = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from kvmesh.errors import HandoffLost, InternalError
 from kvmesh.kvcache.groups import plan_group
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
-from services.prefill import events as ev
-from services.prefill.checks import landing_fault
-from services.prefill.handoff import Handoff, Lease, Phase, Push
-from services.prefill.handoff_table import HandoffTable
+from kvmesh.services.prefill import events as ev
+from kvmesh.services.prefill.checks import landing_fault
+from kvmesh.services.prefill.handoff import Handoff, Lease, Phase, Push
+from kvmesh.services.prefill.handoff_table import HandoffTable
 
 
 class HandoffPushes:

@@ -11,10 +11,10 @@ from kvmesh.kvcache.sources import Pulled, PullJob
 from kvmesh.ranks import protocol as m
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import conductor_pb2 as pb_conductor
+from kvmesh.services.prefill import events as ev
+from kvmesh.services.prefill.handoff import Phase
+from kvmesh.services.prefill.state import PrefillState
 from kvmesh.telemetry import names, spans
-from services.prefill import events as ev
-from services.prefill.handoff import Phase
-from services.prefill.state import PrefillState
 
 log = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ from kvmesh.ranks import protocol as m
 from kvmesh.rpc.brain_shell import BrainShell
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import prefill_pb2 as pb
+from kvmesh.services.prefill import events as ev
+from kvmesh.services.prefill import wire
+from kvmesh.services.prefill.report import Origin, Reporter
+from kvmesh.services.prefill.state import PrefillState
 from kvmesh.telemetry import spans
-from services.prefill import events as ev
-from services.prefill import wire
-from services.prefill.report import Origin, Reporter
-from services.prefill.state import PrefillState
 
 
 class RankSender(Protocol):

@@ -13,7 +13,7 @@ from kvmesh.rpc.bidi import ServerStream
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import prefill_pb2 as pb
 from kvmesh.rpc.pb import prefill_pb2_grpc as pb_grpc
-from services.prefill.runner import PrefillRunner
+from kvmesh.services.prefill.runner import PrefillRunner
 
 log = logging.getLogger(__name__)
 

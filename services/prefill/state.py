@@ -30,13 +30,13 @@ from kvmesh.kvcache.prefix_cache import PrefixCache
 from kvmesh.kvcache.sources import LowerTiers, Pulled
 from kvmesh.ranks import protocol as m
 from kvmesh.rpc.brain_shell import Tick
-from services.prefill import events as ev
-from services.prefill.checks import BrainConfig, refusal
-from services.prefill.compute_progress import ComputeProgress
-from services.prefill.handoff import Handoff, Phase
-from services.prefill.handoff_table import HandoffTable
-from services.prefill.planner import Chunk, Planner, Wait
-from services.prefill.pushes import HandoffPushes
+from kvmesh.services.prefill import events as ev
+from kvmesh.services.prefill.checks import BrainConfig, refusal
+from kvmesh.services.prefill.compute_progress import ComputeProgress
+from kvmesh.services.prefill.handoff import Handoff, Phase
+from kvmesh.services.prefill.handoff_table import HandoffTable
+from kvmesh.services.prefill.planner import Chunk, Planner, Wait
+from kvmesh.services.prefill.pushes import HandoffPushes
 
 NO_RATE_RETRY_MS = 1000
 MAX_RETRY_MS = 60_000

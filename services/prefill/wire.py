@@ -14,7 +14,7 @@ from kvmesh.kvcache.tiers import Tier, tier_of
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import prefill_pb2 as pb
 from kvmesh.rpc.status import to_detail
-from services.prefill import events as ev
+from kvmesh.services.prefill import events as ev
 
 NS_PER_US, NS_PER_MS = 1_000, 1_000_000
 MAX_PULLS = 1024  # ranges of one request

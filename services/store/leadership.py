@@ -16,15 +16,15 @@ from kvmesh.errors import InvalidRequest, NotLeader, Unavailable
 from kvmesh.leader.leadership import Leadership
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.rpc.terms import MAX_TERM
+from kvmesh.services.store.config import StoreConfig
+from kvmesh.services.store.domain import Role
+from kvmesh.services.store.durable import Durable, Kept
+from kvmesh.services.store.orders import StoreOrderQueue
+from kvmesh.services.store.policy.store_policy import PolicyLimits
+from kvmesh.services.store.servicer import StoreMasterServicer
+from kvmesh.services.store.state import MasterState
+from kvmesh.services.store.watchers import Watchers
 from kvmesh.telemetry import names
-from services.store.config import StoreConfig
-from services.store.domain import Role
-from services.store.durable import Durable, Kept
-from services.store.orders import StoreOrderQueue
-from services.store.policy.store_policy import PolicyLimits
-from services.store.servicer import StoreMasterServicer
-from services.store.state import MasterState
-from services.store.watchers import Watchers
 
 log = logging.getLogger(__name__)
 

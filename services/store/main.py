@@ -20,10 +20,10 @@ from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
 from kvmesh.rpc.server import Server
 from kvmesh.rpc.terms import first_term
+from kvmesh.services.store.config import StoreConfig, settled
+from kvmesh.services.store.durable import CONFIG, Durable, Kept, MemoryDurable, RedisDurable, StateFile, nothing
+from kvmesh.services.store.leadership import LeaderGuard, LeaderSession
 from kvmesh.telemetry import names
-from services.store.config import StoreConfig, settled
-from services.store.durable import CONFIG, Durable, Kept, MemoryDurable, RedisDurable, StateFile, nothing
-from services.store.leadership import LeaderGuard, LeaderSession
 
 log = logging.getLogger(__name__)
 

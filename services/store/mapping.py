@@ -8,7 +8,7 @@ from kvmesh.kvcache.announce import MAX_KEYS, Announcement
 from kvmesh.kvcache.tiers import MARK, Tier, split_name, store_name, tier_of
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import store_pb2 as pb
-from services.store.domain import Change, Member, Publish, Relay, Role
+from kvmesh.services.store.domain import Change, Member, Publish, Relay, Role
 
 _ROLES = {
     pb_common.ROLE_PREFILL: Role.PREFILL,

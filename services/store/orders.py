@@ -17,12 +17,12 @@ from kvmesh.errors import KvmeshError
 from kvmesh.rpc import channels, status
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
+from kvmesh.services.store import mapping
+from kvmesh.services.store.domain import Member
+from kvmesh.services.store.policy.copies import DiscardOrder, Order, PinOrder, PullOrder, TrimOrder
+from kvmesh.services.store.policy.tombstones import Tombstone
+from kvmesh.services.store.state import MasterState
 from kvmesh.telemetry import names
-from services.store import mapping
-from services.store.domain import Member
-from services.store.policy.copies import DiscardOrder, Order, PinOrder, PullOrder, TrimOrder
-from services.store.policy.tombstones import Tombstone
-from services.store.state import MasterState
 
 log = logging.getLogger(__name__)
 

@@ -18,9 +18,8 @@ from kvmesh.rpc.call_queue import caught_up
 from kvmesh.rpc.fastpath.server import FastContext
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
-from kvmesh.telemetry import names
-from services.store import mapping
-from services.store.domain import (
+from kvmesh.services.store import mapping
+from kvmesh.services.store.domain import (
     MAX_TEXT,
     Announce,
     Beat,
@@ -34,13 +33,14 @@ from services.store.domain import (
     Relay,
     Tick,
 )
-from services.store.durable import Durable
-from services.store.orders import StoreOrderQueue
-from services.store.policy.quotas import Quota
-from services.store.policy.records import Write
-from services.store.policy.store_policy import MAX_GRANT
-from services.store.state import MasterState
-from services.store.watchers import Watchers
+from kvmesh.services.store.durable import Durable
+from kvmesh.services.store.orders import StoreOrderQueue
+from kvmesh.services.store.policy.quotas import Quota
+from kvmesh.services.store.policy.records import Write
+from kvmesh.services.store.policy.store_policy import MAX_GRANT
+from kvmesh.services.store.state import MasterState
+from kvmesh.services.store.watchers import Watchers
+from kvmesh.telemetry import names
 
 log = logging.getLogger(__name__)
 MAX_LOOKUP_KEYS = 4096

@@ -17,8 +17,8 @@ from kvmesh.kvcache.block_map import Verdict
 from kvmesh.kvcache.tiers import split_name, store_names
 from kvmesh.pacing import AnnouncementPacing, MembershipLease, Pacing, Pulse
 from kvmesh.rpc.pb.store_pb2 import StoreStatus, StoreUsage
-from services.store.block_map import BlockDirectory
-from services.store.domain import (
+from kvmesh.services.store.block_map import BlockDirectory
+from kvmesh.services.store.domain import (
     MAX_TEXT,
     Action,
     Announce,
@@ -38,8 +38,8 @@ from services.store.domain import (
     check_announcement,
     check_member,
 )
-from services.store.mapping import member_out
-from services.store.policy.store_policy import PolicyLimits, StorePolicy
+from kvmesh.services.store.mapping import member_out
+from kvmesh.services.store.policy.store_policy import PolicyLimits, StorePolicy
 
 MAX_REPLACED = 4096
 MAX_POOLS = 16

@@ -10,10 +10,10 @@ from typing import Any, Generic, TypeVar
 
 from kvmesh.errors import NotLeader, Overloaded, Unavailable
 from kvmesh.rpc.pb import store_pb2 as pb
+from kvmesh.services.store import mapping
+from kvmesh.services.store.domain import Change, Publish, Relay
+from kvmesh.services.store.state import WatcherCatchUp
 from kvmesh.telemetry import names
-from services.store import mapping
-from services.store.domain import Change, Publish, Relay
-from services.store.state import WatcherCatchUp
 
 # Mailboxes of the watch stream: bounded, so that a watcher that stands still costs no memory.
 

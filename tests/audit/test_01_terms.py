@@ -19,8 +19,8 @@ from kvmesh.rpc import channels
 from kvmesh.rpc.pb import store_pb2, store_pb2_grpc
 from kvmesh.rpc.status import from_rpc_error
 from kvmesh.rpc.terms import MAX_TERM
-from services.store import main
-from services.store.config import StoreConfig
+from kvmesh.services.store import main
+from kvmesh.services.store.config import StoreConfig
 from tests.support.redis_server import RedisServer, needs_redis, redis_server
 from tests.support.services import Running, running, until
 from tests.support.store.mesh import TIMEOUT, joining

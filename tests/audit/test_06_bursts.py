@@ -14,12 +14,12 @@ from kvmesh.rpc import channels
 from kvmesh.rpc.call_queue import caught_up
 from kvmesh.rpc.fastpath import frames
 from kvmesh.rpc.pb import doors_pb2, doors_pb2_grpc
-from services.conductor.domain import CaughtUp, Role
-from services.conductor.state import ConductorState
-from services.gateway.concurrency import AnswerRoom, PlacementRoom
-from services.store.domain import Beat, Join, Tick
-from services.store.domain import CaughtUp as StoreCaughtUp
-from services.store.state import MasterState
+from kvmesh.services.conductor.domain import CaughtUp, Role
+from kvmesh.services.conductor.state import ConductorState
+from kvmesh.services.gateway.concurrency import AnswerRoom, PlacementRoom
+from kvmesh.services.store.domain import Beat, Join, Tick
+from kvmesh.services.store.domain import CaughtUp as StoreCaughtUp
+from kvmesh.services.store.state import MasterState
 from tests.conductor.test_service import Mesh, beat, meshed, scheduling
 from tests.store.test_state import member
 from tests.support.conductor.brain import Brain

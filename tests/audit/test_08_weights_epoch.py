@@ -9,9 +9,9 @@ import pytest
 from kvmesh.errors import ModelNotFound
 from kvmesh.instance.served_weights import ServedWeights
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, decode_pb2, prefill_pb2
-from services.decode import mapping
-from services.decode.requests import ServingInstance, check_start
-from services.prefill import wire
+from kvmesh.services.decode import mapping
+from kvmesh.services.decode.requests import ServingInstance, check_start
+from kvmesh.services.prefill import wire
 
 SERVED = ServedWeights("ab" * 32, 4)
 OTHERS = [

@@ -14,8 +14,8 @@ from kvmesh.pool.partitions import PoolPartitions
 from kvmesh.rpc import channels
 from kvmesh.rpc.leader_client import LeaderTracker
 from kvmesh.rpc.pb import store_pb2, store_pb2_grpc
-from services.store import main
-from services.store.config import StoreConfig
+from kvmesh.services.store import main
+from kvmesh.services.store.config import StoreConfig
 from tests.support.nodes import Bench, Node, bench, keys_of, node, until
 from tests.support.services import running
 from tests.support.services import until as until_so

@@ -16,8 +16,8 @@ from kvmesh.cli import runs, scale
 from kvmesh.cli.app import app
 from kvmesh.errors import Unavailable
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, conductor_pb2_grpc
-from services.conductor.main import ConductorService
-from services.conductor.servicer import ConductorServicer
+from kvmesh.services.conductor.main import ConductorService
+from kvmesh.services.conductor.servicer import ConductorServicer
 from tests.conductor.peers.test_leadership import conductor, config
 from tests.support.redis_server import needs_redis, redis_server
 from tests.support.services import until

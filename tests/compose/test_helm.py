@@ -16,8 +16,8 @@ import yaml
 
 from kvmesh.cli.serve import SERVICES, config_class, known_keys
 from kvmesh.config import load
+from kvmesh.services.conductor.domain import Role
 from kvmesh.telemetry import names
-from services.conductor.domain import Role
 from tests.support.compose import chart, programs
 from tests.support.compose.chart import (
     CHART,

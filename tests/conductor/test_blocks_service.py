@@ -8,8 +8,8 @@ import pytest
 from kvmesh.errors import InvalidRequest, Overloaded, Unavailable, UnknownRequest
 from kvmesh.rpc import channels
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, store_pb2
-from services.store import main as store_main
-from services.store.config import StoreConfig
+from kvmesh.services.store import main as store_main
+from kvmesh.services.store.config import StoreConfig
 from tests.conductor.test_service import (
     CARD,
     TIMEOUT,

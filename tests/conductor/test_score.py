@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.conductor import score
-from services.conductor.costs.fit import Coefficients
+from kvmesh.services.conductor import score
+from kvmesh.services.conductor.costs.fit import Coefficients
 
 SIZES = st.one_of(st.just(0.0), st.floats(1e-9, 1e12))
 WHOLE = {"max_tokens": st.integers(0, 100)}

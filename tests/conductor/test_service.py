@@ -24,10 +24,10 @@ from kvmesh.errors import (
 )
 from kvmesh.rpc import channels, protocol, status
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, store_pb2, store_pb2_grpc
-from services.conductor import main
-from services.conductor.config import ConductorConfig
-from services.store import main as store_main
-from services.store.config import StoreConfig
+from kvmesh.services.conductor import main
+from kvmesh.services.conductor.config import ConductorConfig
+from kvmesh.services.store import main as store_main
+from kvmesh.services.store.config import StoreConfig
 from tests.support.services import Running, running, until
 
 TIMEOUT = 10.0

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from kvmesh.kvcache.prefix_cache import CachedPages
-from services.coupled import coupling
-from services.coupled.coupling import Coupling
-from services.prefill import events as ev
-from services.prefill.handoff_table import HandoffTable
+from kvmesh.services.coupled import coupling
+from kvmesh.services.coupled.coupling import Coupling
+from kvmesh.services.prefill import events as ev
+from kvmesh.services.prefill.handoff_table import HandoffTable
 from tests.support.coupled.world import MIXED, World
 
 EXAMPLES = int(os.environ.get("KVMESH_EXAMPLES", "60"))

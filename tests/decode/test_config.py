@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from kvmesh.errors import ConfigError
-from services.decode.config import DecodeConfig
-from services.decode.limits import Limits
+from kvmesh.services.decode.config import DecodeConfig
+from kvmesh.services.decode.limits import Limits
 
 
 @pytest.mark.parametrize(

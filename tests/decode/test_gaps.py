@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.decode.timeline import RECENT, TbtHistogram
+from kvmesh.services.decode.timeline import RECENT, TbtHistogram
 
 MS = 1_000_000
 

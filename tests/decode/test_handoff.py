@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from kvmesh.errors import RequestCancelled
 from kvmesh.ranks import protocol as m
-from services.decode import events as e
-from services.decode.events import Phase, Place
-from services.decode.handoff import Handoff
-from services.decode.limits import NS_PER_MS, Limits, RankShape, Shape
+from kvmesh.services.decode import events as e
+from kvmesh.services.decode.events import Phase, Place
+from kvmesh.services.decode.handoff import Handoff
+from kvmesh.services.decode.limits import NS_PER_MS, Limits, RankShape, Shape
 
 PAIRS = [(rank, peer) for rank in (0, 1) for peer in ("p0", "p1")]
 NOW = 10 * NS_PER_MS

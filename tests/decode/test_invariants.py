@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from kvmesh.ranks import protocol as m
-from services.decode import events as e
-from services.decode import handoff, scheduler, sealing, state
-from services.decode import inputs as i
+from kvmesh.services.decode import events as e
+from kvmesh.services.decode import handoff, scheduler, sealing, state
+from kvmesh.services.decode import inputs as i
 from tests.support.decode.world import World
 
 EXAMPLES = int(os.environ.get("KVMESH_EXAMPLES", "60"))

@@ -15,10 +15,10 @@ from kvmesh.errors import (
 )
 from kvmesh.ranks import protocol as m
 from kvmesh.rpc.pb import conductor_pb2 as pb
-from services.decode import events as e
-from services.decode.handoff import Handoff
-from services.decode.limits import Limits, RankShape, Shape
-from services.decode.observe import judge, outcome_of, refusal_of
+from kvmesh.services.decode import events as e
+from kvmesh.services.decode.handoff import Handoff
+from kvmesh.services.decode.limits import Limits, RankShape, Shape
+from kvmesh.services.decode.observe import judge, outcome_of, refusal_of
 
 MS = 1_000_000
 RANK = RankShape(segment="s", shard_bytes=1, page_base_offset=0, extent_base_offset=0)

@@ -7,9 +7,9 @@ import random
 import pytest
 
 from kvmesh.errors import Unavailable
-from services.decode import events as e
-from services.decode import inputs as i
-from services.decode.events import Phase
+from kvmesh.services.decode import events as e
+from kvmesh.services.decode import inputs as i
+from kvmesh.services.decode.events import Phase
 from tests.support.decode.world import World
 
 

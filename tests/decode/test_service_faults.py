@@ -15,8 +15,8 @@ import pytest
 
 from kvmesh.errors import InternalError
 from kvmesh.rpc.pb import common_pb2 as pb
-from services.decode import main
-from services.decode.config import DecodeConfig
+from kvmesh.services.decode import main
+from kvmesh.services.decode.config import DecodeConfig
 from tests.support.checkpoints import prompts
 from tests.support.decode.bench import Bench, ScriptedPrefill, bench
 from tests.support.rank_driver import BLOCK, rank

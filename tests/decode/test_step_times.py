@@ -12,12 +12,12 @@ from kvmesh.errors import KvmeshError, Overloaded
 from kvmesh.instance.served_weights import ServedWeights
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, decode_pb2
-from services.decode import events as e
-from services.decode.handoff import Handoff
-from services.decode.limits import NS_PER_MS, Limits, RankShape, Shape
-from services.decode.requests import ServingInstance, check_start
-from services.decode.scheduler import Scheduler
-from services.decode.step_times import ENOUGH, StepTimes
+from kvmesh.services.decode import events as e
+from kvmesh.services.decode.handoff import Handoff
+from kvmesh.services.decode.limits import NS_PER_MS, Limits, RankShape, Shape
+from kvmesh.services.decode.requests import ServingInstance, check_start
+from kvmesh.services.decode.scheduler import Scheduler
+from kvmesh.services.decode.step_times import ENOUGH, StepTimes
 
 
 def step_ns(rows: int, context: int) -> int:

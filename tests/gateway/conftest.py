@@ -15,9 +15,9 @@ import pytest
 
 from kvmesh.rpc.channels import connect
 from kvmesh.rpc.pb import gateway_pb2, gateway_pb2_grpc
-from services.gateway import main
-from services.gateway.config import GatewayConfig
-from services.gateway.text.tokenizer import Tokenizer
+from kvmesh.services.gateway import main
+from kvmesh.services.gateway.config import GatewayConfig
+from kvmesh.services.gateway.text.tokenizer import Tokenizer
 from tests.support.gateway import tokenizers_made
 from tests.support.gateway.documented import documented
 from tests.support.gateway.scripted import MODEL, Conductor, Decode, Run, Script

@@ -11,8 +11,8 @@ import pytest
 
 from kvmesh.errors import ConfigError, Unauthorized
 from kvmesh.kvcache.keys import chain, split
-from services.gateway.api_keys import ANYBODY, MAX_KEYS, KeyEntry, KeyRing, Tenant, combined_salt, make_entry
-from services.gateway.models import ServedModelFacts
+from kvmesh.services.gateway.api_keys import ANYBODY, MAX_KEYS, KeyEntry, KeyRing, Tenant, combined_salt, make_entry
+from kvmesh.services.gateway.models import ServedModelFacts
 
 FACTS = ServedModelFacts("feed", 16, "float32", 512, 400, frozenset(), 0)
 KEYS = {"alice": "sk-a", "bob": "sk-b", "carol": "sk-c"}

@@ -227,7 +227,7 @@ async def test_keyless_calls_end_without_a_message(make_mesh: MeshMaker, keys: s
 
 
 async def test_memory_is_given_back(make_mesh: MeshMaker, monkeypatch: pytest.MonkeyPatch) -> None:
-    from services.gateway import request_memory
+    from kvmesh.services.gateway import request_memory
 
     made: list[request_memory.RequestMemory] = []
     whole = request_memory.RequestMemory.__init__

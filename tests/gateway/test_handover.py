@@ -9,8 +9,8 @@ import pytest
 from kvmesh.kvcache import keys
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2, decode_pb2
-from services.gateway.api_keys import ANYBODY
-from services.gateway.models import ServedModelFacts
+from kvmesh.services.gateway.api_keys import ANYBODY
+from kvmesh.services.gateway.models import ServedModelFacts
 from tests.gateway.conftest import Mesh
 from tests.support.gateway.scripted import BLOCK_TOKENS, MODEL, Run
 

@@ -15,9 +15,9 @@ from kvmesh.errors import HandoffLost, KvmeshError, Overloaded, Unavailable
 from kvmesh.kvcache.keys import chain_tip, pack_tokens
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import decode_pb2
+from kvmesh.services.gateway.api_keys import ANYBODY
+from kvmesh.services.gateway.models import ServedModelFacts
 from kvmesh.telemetry import names, setup
-from services.gateway.api_keys import ANYBODY
-from services.gateway.models import ServedModelFacts
 from tests.gateway.conftest import Mesh, MeshMaker, seen
 from tests.gateway.test_grpc import asks, generate
 from tests.support.gateway.scripted import BLOCK_TOKENS, CACHED, MAX_CONTEXT, MODEL, BreakStream, Run, Script

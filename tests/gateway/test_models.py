@@ -13,9 +13,9 @@ from kvmesh.config import load
 from kvmesh.errors import ConfigError, InvalidRequest, ModelNotFound, Unavailable
 from kvmesh.rpc.pb import gateway_pb2
 from kvmesh.rpc.status import from_rpc_error
-from services.gateway.config import GatewayConfig
-from services.gateway.models import Models
-from services.gateway.text.tokenizer import Tokenizer
+from kvmesh.services.gateway.config import GatewayConfig
+from kvmesh.services.gateway.models import Models
+from kvmesh.services.gateway.text.tokenizer import Tokenizer
 from tests.gateway.conftest import Mesh, MeshMaker, until
 from tests.support.gateway import tokenizers_made
 from tests.support.gateway.scripted import FINGERPRINT, MODEL, fingerprint_of

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from kvmesh.errors import HandoffLost, InternalError, InvalidRequest, KvmeshError, Overloaded, Unavailable
 from kvmesh.kvcache.keys import Namespace, chain_tip, pack_tokens
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, decode_pb2
-from services.gateway.attempts import AnswerAttempts, ResumePoint
-from services.gateway.recovery import AttemptRecovery, Failure, RecoveryPatience, RecoveryPlan
-from services.gateway.text.completion import Alternatives, Completion, Delta, TokenLogprob
-from services.gateway.text.prepare import Prepared
-from services.gateway.text.stops import StopMatcher, StopStrings
-from services.gateway.text.tokenizer import Tokenizer
+from kvmesh.services.gateway.attempts import AnswerAttempts, ResumePoint
+from kvmesh.services.gateway.recovery import AttemptRecovery, Failure, RecoveryPatience, RecoveryPlan
+from kvmesh.services.gateway.text.completion import Alternatives, Completion, Delta, TokenLogprob
+from kvmesh.services.gateway.text.prepare import Prepared
+from kvmesh.services.gateway.text.stops import StopMatcher, StopStrings
+from kvmesh.services.gateway.text.tokenizer import Tokenizer
 from tests.support.gateway import tokenizers_made
 
 TOKENIZER = Tokenizer(tokenizers_made.byte_level(), {}, {})

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmesh.errors import BodyTooLarge, ConfigError, KvmeshError, Overloaded
-from services.gateway.config import GatewayConfig
-from services.gateway.request_memory import SMALL_BYTES, RequestMemory, parse_cost
+from kvmesh.services.gateway.config import GatewayConfig
+from kvmesh.services.gateway.request_memory import SMALL_BYTES, RequestMemory, parse_cost
 
 MIB = 1 << 20
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from services.gateway.concurrency import PlacementRoom
+from kvmesh.services.gateway.concurrency import PlacementRoom
 
 
 async def test_a_place_that_comes_free_as_a_waiter_is_cancelled_passes_it_over() -> None:

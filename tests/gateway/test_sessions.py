@@ -9,8 +9,8 @@ import pytest
 
 from kvmesh.errors import KvmeshError, Unavailable
 from kvmesh.rpc.pb import common_pb2, decode_pb2
-from services.gateway.sessions import Sessions
-from services.gateway.text.completion import Alternatives
+from kvmesh.services.gateway.sessions import Sessions
+from kvmesh.services.gateway.text.completion import Alternatives
 from tests.gateway.conftest import seen
 from tests.support.gateway.scripted import Decode, Run
 

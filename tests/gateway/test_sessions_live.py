@@ -123,7 +123,7 @@ async def test_a_client_that_never_reads_is_let_go_after_its_deadline(make_mesh:
 async def test_the_session_of_an_instance_that_left_is_closed(
     make_mesh: MeshMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from services.gateway import conductor
+    from kvmesh.services.gateway import conductor
 
     monkeypatch.setattr(conductor, "READY_REFRESH_S", 0.2)
     mesh = await make_mesh()

@@ -18,10 +18,10 @@ from kvmesh.errors import ConfigError, InvalidRequest, ModelNotFound, Unauthoriz
 from kvmesh.rpc.channels import connect
 from kvmesh.rpc.pb import gateway_pb2
 from kvmesh.rpc.status import from_rpc_error
+from kvmesh.services.gateway import key_file as key_file_module
+from kvmesh.services.gateway.api_keys import make_entry
+from kvmesh.services.gateway.key_file import KeyFile
 from kvmesh.telemetry import setup
-from services.gateway import key_file as key_file_module
-from services.gateway.api_keys import make_entry
-from services.gateway.key_file import KeyFile
 from tests.gateway.conftest import Mesh, MeshMaker, until
 from tests.support.gateway.scripted import MODEL
 

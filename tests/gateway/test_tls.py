@@ -20,8 +20,8 @@ from kvmesh.rpc.channels import connect
 from kvmesh.rpc.pb import conductor_pb2, conductor_pb2_grpc, gateway_pb2, gateway_pb2_grpc
 from kvmesh.rpc.security import PLAINTEXT, Security, TlsFiles
 from kvmesh.rpc.status import from_rpc_error
-from services.gateway import main
-from services.gateway.config import GatewayConfig
+from kvmesh.services.gateway import main
+from kvmesh.services.gateway.config import GatewayConfig
 from tests.gateway.conftest import Mesh, MeshMaker, until
 from tests.support.gateway.scripted import MODEL
 

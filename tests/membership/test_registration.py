@@ -13,10 +13,10 @@ from kvmesh.membership.registrar import Acknowledged, MembershipPeer, Registrar
 from kvmesh.rpc import channels, protocol
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, store_pb2, store_pb2_grpc
 from kvmesh.rpc.server import Server
-from services.conductor import main as conductor_main
-from services.conductor.config import ConductorConfig
-from services.store import main as store_main
-from services.store.config import StoreConfig
+from kvmesh.services.conductor import main as conductor_main
+from kvmesh.services.conductor.config import ConductorConfig
+from kvmesh.services.store import main as store_main
+from kvmesh.services.store.config import StoreConfig
 from tests.support.services import Running, running, until
 
 TIMEOUT = 10.0

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvmesh.rpc.pb import store_pb2
-from services.conductor import main as conductor_main
-from services.conductor.config import ConductorConfig
-from services.store import main as store_main
-from services.store.config import StoreConfig
+from kvmesh.services.conductor import main as conductor_main
+from kvmesh.services.conductor.config import ConductorConfig
+from kvmesh.services.store import main as store_main
+from kvmesh.services.store.config import StoreConfig
 from tests.membership.test_registration import TIMEOUT, Instance, Mesh, alive
 from tests.support.services import Running, running, until
 

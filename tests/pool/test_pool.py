@@ -18,8 +18,8 @@ from kvmesh.rpc import channels, status
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import store_pb2 as pb_store
 from kvmesh.rpc.pb import store_pb2_grpc as pb_store_grpc
-from services.store.config import StoreConfig
-from services.store.main import run as run_store
+from kvmesh.services.store.config import StoreConfig
+from kvmesh.services.store.main import run as run_store
 from tests.support.nodes import LAYOUT, SHARD, Bench, Node, bench, keys_of, node, stub
 from tests.support.services import Running, running, until
 

@@ -11,10 +11,10 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from kvmesh.kvcache.sources import Pulled
 from kvmesh.ranks import protocol as m
-from services.prefill.blocks import SharedBlocks
-from services.prefill.handoff import Handoff
-from services.prefill.handoff_table import HandoffTable
-from services.prefill.planner import Wait
+from kvmesh.services.prefill.blocks import SharedBlocks
+from kvmesh.services.prefill.handoff import Handoff
+from kvmesh.services.prefill.handoff_table import HandoffTable
+from kvmesh.services.prefill.planner import Wait
 from tests.prefill.test_machine import Machine
 
 

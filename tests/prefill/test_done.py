@@ -1,9 +1,9 @@
 """What samples tell of the steps of a prompt: how many, and what else was computed in them."""
 
 from kvmesh.ranks import protocol as m
-from services.prefill import events as ev
-from services.prefill.compute_progress import ComputeProgress
-from services.prefill.planner import Chunk
+from kvmesh.services.prefill import events as ev
+from kvmesh.services.prefill.compute_progress import ComputeProgress
+from kvmesh.services.prefill.planner import Chunk
 from tests.support.prefill.script import make_state
 
 

@@ -12,11 +12,11 @@ from kvmesh.kvcache.sources import PullRange
 from kvmesh.ranks import protocol as m
 from kvmesh.rpc.brain_shell import Tick
 from kvmesh.rpc.pb import prefill_pb2 as pb
-from services.prefill import events as ev
-from services.prefill import wire
-from services.prefill.rates import Rates
-from services.prefill.report import Reporter
-from services.prefill.runner import PrefillRunner
+from kvmesh.services.prefill import events as ev
+from kvmesh.services.prefill import wire
+from kvmesh.services.prefill.rates import Rates
+from kvmesh.services.prefill.report import Reporter
+from kvmesh.services.prefill.runner import PrefillRunner
 from tests.prefill.test_runner import Others, hinted
 from tests.support.prefill.script import BOOT_NS, MS, make_state, prompt
 from tests.support.services import until

@@ -11,8 +11,8 @@ from kvmesh.kvcache.sources import PullRange
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.ranks import protocol as m
 from kvmesh.rpc.pb import prefill_pb2 as pb
-from services.prefill import events as ev
-from services.prefill import wire
+from kvmesh.services.prefill import events as ev
+from kvmesh.services.prefill import wire
 from tests.support.prefill.script import BOOT_NS, make_state, prompt
 
 

@@ -17,8 +17,8 @@ from hypothesis.stateful import invariant, precondition, rule
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.ranks import protocol as m
 from kvmesh.rpc.brain_shell import Tick
-from services.prefill import events as ev
-from services.prefill.handoff import Phase
+from kvmesh.services.prefill import events as ev
+from kvmesh.services.prefill.handoff import Phase
 from tests.support.prefill.pool_model import BLOCK, PATIENCE_MS, Copy, SharedPool
 from tests.support.prefill.script import MS, prompt
 

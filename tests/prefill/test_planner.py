@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from services.prefill.planner import PlanConfig, Planner, Wait, WaitingPrompts, chunk_end
-from services.prefill.state import Load, PrefillState
+from kvmesh.services.prefill.planner import PlanConfig, Planner, Wait, WaitingPrompts, chunk_end
+from kvmesh.services.prefill.state import Load, PrefillState
 from tests.support.prefill.script import Player, make_state
 
 CONFIG = PlanConfig(

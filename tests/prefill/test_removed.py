@@ -7,9 +7,9 @@ import pytest
 from kvmesh.blockservice.removals import NotHere
 from kvmesh.ranks import protocol as m
 from kvmesh.rpc.pb import prefill_pb2 as pb
-from services.prefill import events as ev
-from services.prefill import wire
-from services.prefill.state import PrefillState
+from kvmesh.services.prefill import events as ev
+from kvmesh.services.prefill import wire
+from kvmesh.services.prefill.state import PrefillState
 from tests.support.prefill.script import BOOT_NS, make_state, prompt
 
 TOKENS, KEYS = prompt("abcd+2", 4)

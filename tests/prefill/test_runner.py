@@ -9,9 +9,9 @@ from kvmesh.kvcache.sources import Pulled, PullJob
 from kvmesh.ranks import protocol as m
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import prefill_pb2 as pb
-from services.prefill import events as ev
-from services.prefill.report import Reporter
-from services.prefill.runner import PrefillRunner
+from kvmesh.services.prefill import events as ev
+from kvmesh.services.prefill.report import Reporter
+from kvmesh.services.prefill.runner import PrefillRunner
 from tests.support.prefill.script import make_state
 
 

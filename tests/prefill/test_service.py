@@ -19,8 +19,8 @@ import pytest_asyncio
 from kvmesh.errors import ConfigError, InternalError, InvalidRequest, KvmeshError, ProtocolMismatch
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.status import from_detail, from_rpc_error
-from services.prefill.config import PrefillConfig
-from services.prefill.main import run
+from kvmesh.services.prefill.config import PrefillConfig
+from kvmesh.services.prefill.main import run
 from tests.support.prefill.client import Decode, decode, settled
 from tests.support.rank_driver import BLOCK, Driver, rank
 from tests.support.reference import assert_matches_reference

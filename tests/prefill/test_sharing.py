@@ -14,7 +14,7 @@ from kvmesh.kvcache.keys import split
 from kvmesh.rpc import channels
 from kvmesh.rpc.pb import blocks_pb2, blocks_pb2_grpc
 from kvmesh.rpc.pb import common_pb2 as pb_common
-from services.prefill.main import run
+from kvmesh.services.prefill.main import run
 from tests.prefill.test_service import PROMPT, config, spans_of
 from tests.support.prefill.client import Decode, decode, instance, pools, settled
 from tests.support.rank_driver import Driver, rank

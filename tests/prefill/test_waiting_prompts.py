@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from kvmesh.errors import ConfigError
 from kvmesh.instance.served_weights import ServedWeights
 from kvmesh.rpc.pb import decode_pb2
+from kvmesh.services.conductor.domain import Placed, PredictedLife, Ref
+from kvmesh.services.conductor.mapping import placement_out
+from kvmesh.services.decode.mapping import start_prefill
+from kvmesh.services.prefill import wire
+from kvmesh.services.prefill.config import PrefillConfig
+from kvmesh.services.prefill.planner import NS, PlanConfig, Planner, Wait, WaitingPrompts
 from kvmesh.work_class import work_class
-from services.conductor.domain import Placed, PredictedLife, Ref
-from services.conductor.mapping import placement_out
-from services.decode.mapping import start_prefill
-from services.prefill import wire
-from services.prefill.config import PrefillConfig
-from services.prefill.planner import NS, PlanConfig, Planner, Wait, WaitingPrompts
 from tests.prefill.test_runner import hinted
 
 CONFIG = PlanConfig(

@@ -8,7 +8,7 @@ from kvmesh.cli.serve import SERVICES, config_class
 from kvmesh.config import ServiceConfig
 from kvmesh.pool.config import PoolConfig
 from kvmesh.rpc.exposure import warning
-from services.gateway.config import GatewayConfig
+from kvmesh.services.gateway.config import GatewayConfig
 
 TLS = {"tls_cert": "c", "tls_key": "k", "tls_ca": "a"}
 

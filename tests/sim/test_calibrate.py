@@ -10,6 +10,8 @@ from statistics import fmean
 import pytest
 
 from kvmesh.errors import ConfigError
+from kvmesh.services.conductor.costs.file import Costs
+from kvmesh.services.conductor.costs.fit import Coefficients
 from kvmesh.sim.config import SimConfig
 from kvmesh.sim.fitting.calibrate import calibrate, of_intervals, residuals_of, targets_of
 from kvmesh.sim.fitting.mesh_fit import MeshFit, config_of, costs_of
@@ -19,8 +21,6 @@ from kvmesh.sim.host import HostModel, scattered
 from kvmesh.sim.report.records import Record
 from kvmesh.sim.run import run
 from kvmesh.sim.workloads.workload import SimRequest, key
-from services.conductor.costs.file import Costs
-from services.conductor.costs.fit import Coefficients
 from tests.support.sim.fleets import BLOCK, mesh, node
 from tests.support.sim.recorded import record
 

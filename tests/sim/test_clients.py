@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.errors import ConfigError
+from kvmesh.services.conductor.settings import Settings
 from kvmesh.sim.report.records import DONE, Record, RetryWait
 from kvmesh.sim.report.summary import Summary
 from kvmesh.sim.run import run
 from kvmesh.sim.workloads.sessions import SessionConfig, Sessions
 from kvmesh.sim.workloads.synthetic import Lengths, SyntheticConfig, synthetic
 from kvmesh.sim.workloads.workload import Clients, ClosedLoop, SimRequest
-from services.conductor.settings import Settings
 from tests.support.sim.fleets import BLOCK, Linear, mesh, node, request
 
 TIMES = Linear()

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from kvmesh.services.conductor.domain import Replicate, Role, SwitchRole
+from kvmesh.services.conductor.settings import AdmissionSettings, Mode
 from kvmesh.sim.cluster import Cluster
 from kvmesh.sim.loop import Loop
 from kvmesh.sim.report.records import DONE, REFUSED, Record, Sample
 from kvmesh.sim.run import run
-from services.conductor.domain import Replicate, Role, SwitchRole
-from services.conductor.settings import AdmissionSettings, Mode
 from tests.support.sim.fleets import BLOCK, NEVER_REFUSE, mesh, node, request, served
 
 

@@ -10,13 +10,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvmesh.errors import ConfigError
+from kvmesh.services.prefill.rates import Rates
 from kvmesh.sim.config import Mode, Routing, SimConfig
 from kvmesh.sim.life import Life
 from kvmesh.sim.prefiller import Prefiller
 from kvmesh.sim.report.records import DONE, FAILED, REFUSED, Record, Sample
 from kvmesh.sim.run import run
 from kvmesh.sim.workloads.workload import SimRequest
-from services.prefill.rates import Rates
 from tests.support.sim.fleets import BLOCK, KV_BYTES, Linear, coupled, mesh, node, request, served
 
 TIMES = Linear()

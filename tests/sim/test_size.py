@@ -6,11 +6,11 @@ import random
 
 import pytest
 
+from kvmesh.services.conductor.settings import AdmissionSettings, Mode, Settings, SizeSettings
 from kvmesh.sim.config import SimConfig
 from kvmesh.sim.report.records import DONE, Record
 from kvmesh.sim.run import run
 from kvmesh.sim.workloads.workload import SimRequest
-from services.conductor.settings import AdmissionSettings, Mode, Settings, SizeSettings
 from tests.support.sim.fleets import BLOCK, mesh
 from tests.support.sim.fleets import request as one_request
 

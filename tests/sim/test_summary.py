@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvmesh.services.conductor.domain import Lane
 from kvmesh.sim.report.records import DONE, FAILED, REFUSED, PoolSample, Record, Sample
 from kvmesh.sim.report.sketch import POINTS, BinnedSums, Sketch
 from kvmesh.sim.report.summary import Summary
-from services.conductor.domain import Lane
 from tests.support.sim.records import done
 
 

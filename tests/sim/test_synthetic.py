@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from kvmesh.errors import ConfigError
+from kvmesh.services.conductor.domain import Lane
 from kvmesh.sim.workloads.synthetic import Lengths, SyntheticConfig, synthetic
 from kvmesh.sim.workloads.workload import SimRequest
-from services.conductor.domain import Lane
 
 BIG = 1 << 20  # no block is full: where keys do not matter
 

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.errors import ConfigError
+from kvmesh.services.conductor.costs.file import Costs
+from kvmesh.services.conductor.costs.fit import Coefficients
+from kvmesh.services.conductor.costs.models import PrefillModel
 from kvmesh.sim.fitting.mesh_fit import read_fit
 from kvmesh.sim.hardware.hardware import hardware
 from kvmesh.sim.hardware.shapes import shape_of
 from kvmesh.sim.hardware.times import Fitted, Roofline, attended, attended_within
-from services.conductor.costs.file import Costs
-from services.conductor.costs.fit import Coefficients
-from services.conductor.costs.models import PrefillModel
 
 SHAPE = shape_of("llama3-70b")
 NODE = Roofline(hardware("a800"), 8, SHAPE)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from kvmesh.errors import ConfigError
+from kvmesh.services.conductor.domain import Lane
 from kvmesh.sim.workloads import csv_file as workload_csv
 from kvmesh.sim.workloads import workload
 from kvmesh.sim.workloads.workload import Reading, SimRequest
-from services.conductor.domain import Lane
 
 
 def write_trace(file: Path, lines: Sequence[tuple[float, int, int, list[int]]]) -> Path:

@@ -13,9 +13,9 @@ from kvmesh.kvcache.block_map import BlockMap, Verdict
 from kvmesh.kvcache.tiers import Tier, store_names
 from kvmesh.rpc.pb import common_pb2
 from kvmesh.rpc.pb import store_pb2 as pb
-from services.store import block_map, mapping
-from services.store.block_map import BlockDirectory
-from services.store.domain import (
+from kvmesh.services.store import block_map, mapping
+from kvmesh.services.store.block_map import BlockDirectory
+from kvmesh.services.store.domain import (
     Action,
     Announce,
     Beat,
@@ -32,7 +32,7 @@ from services.store.domain import (
     check_announcement,
     check_member,
 )
-from services.store.state import MasterState
+from kvmesh.services.store.state import MasterState
 
 LEASE = 10.0
 NAMES = ["a", "b", "c"]

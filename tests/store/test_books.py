@@ -14,16 +14,16 @@ import pytest
 
 from kvmesh.errors import InvalidRequest, NotLeader, Unavailable, UnknownInstance
 from kvmesh.rpc.pb import store_pb2 as pb
-from services.store.config import StoreConfig
-from services.store.durable import MemoryDurable
-from services.store.main import Master
-from services.store.orders import StoreOrderQueue
-from services.store.policy.reconciliation import UnconfirmedRemovals
-from services.store.policy.store_policy import StorePolicy
-from services.store.policy.tombstones import Tombstones
-from services.store.servicer import StoreMasterServicer
-from services.store.state import MasterState
-from services.store.watchers import Watchers
+from kvmesh.services.store.config import StoreConfig
+from kvmesh.services.store.durable import MemoryDurable
+from kvmesh.services.store.main import Master
+from kvmesh.services.store.orders import StoreOrderQueue
+from kvmesh.services.store.policy.reconciliation import UnconfirmedRemovals
+from kvmesh.services.store.policy.store_policy import StorePolicy
+from kvmesh.services.store.policy.tombstones import Tombstones
+from kvmesh.services.store.servicer import StoreMasterServicer
+from kvmesh.services.store.state import MasterState
+from kvmesh.services.store.watchers import Watchers
 from tests.support.store.mesh import joining, keys
 
 

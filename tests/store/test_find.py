@@ -12,11 +12,11 @@ from kvmesh.rpc import channels
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.rpc.pb import store_pb2_grpc
 from kvmesh.rpc.server import Server
-from services.store import main
-from services.store.config import StoreConfig
-from services.store.domain import Announce, Join, Member, Role
-from services.store.servicer import found
-from services.store.state import MasterState
+from kvmesh.services.store import main
+from kvmesh.services.store.config import StoreConfig
+from kvmesh.services.store.domain import Announce, Join, Member, Role
+from kvmesh.services.store.servicer import found
+from kvmesh.services.store.state import MasterState
 from tests.support.store.mesh import keys as numbered
 
 Place = tuple[str, int]

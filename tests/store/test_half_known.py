@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from kvmesh.kvcache.tiers import Tier
-from services.store.domain import Tick
-from services.store.policy.quotas import Quota
-from services.store.policy.store_policy import PolicyLimits
+from kvmesh.services.store.domain import Tick
+from kvmesh.services.store.policy.quotas import Quota
+from kvmesh.services.store.policy.store_policy import PolicyLimits
 from tests.support.store.world import Node, World
 
 

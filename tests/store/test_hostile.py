@@ -9,9 +9,9 @@ from google.protobuf.message import Message
 
 from kvmesh.rpc import channels
 from kvmesh.rpc.pb import common_pb2, store_pb2
-from services.store import main
-from services.store.config import StoreConfig
-from services.store.state import MAX_REPLACED
+from kvmesh.services.store import main
+from kvmesh.services.store.config import StoreConfig
+from kvmesh.services.store.state import MAX_REPLACED
 from tests.support.hostile import Case, assault, refused, send
 from tests.support.services import running
 from tests.support.store.mesh import joining, keys

@@ -29,8 +29,8 @@ from kvmesh.rpc import channels, status
 from kvmesh.rpc.leader_client import LeaderClient, LeaderTracker
 from kvmesh.rpc.pb import common_pb2, store_pb2, store_pb2_grpc
 from kvmesh.rpc.process import PARENT_ENV
-from services.conductor import domain
-from services.conductor.fleet.watch import StoreWatch
+from kvmesh.services.conductor import domain
+from kvmesh.services.conductor.fleet.watch import StoreWatch
 from tests.support.redis_server import RedisServer, needs_redis, redis_server
 from tests.support.services import until
 from tests.support.store.mesh import keys

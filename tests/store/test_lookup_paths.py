@@ -15,9 +15,9 @@ from kvmesh.rpc import channels
 from kvmesh.rpc.leader_client import LeaderClient, LeaderTracker, ServiceClient
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.rpc.server import Server
+from kvmesh.services.store import main
+from kvmesh.services.store.config import StoreConfig
 from kvmesh.storeclient.directory import FAST, SERVICE, Directory
-from services.store import main
-from services.store.config import StoreConfig
 from tests.support.services import until
 from tests.support.store.mesh import TIMEOUT, Node, keys
 

@@ -17,10 +17,10 @@ from kvmesh.kvcache.announce import Announcement
 from kvmesh.rpc import channels
 from kvmesh.rpc.pb import store_pb2
 from kvmesh.rpc.server import Server
-from services.store import main
-from services.store.config import StoreConfig
-from services.store.domain import Announce, Beat, Change, Join, Member, Publish, Refuse, Role, Tick
-from services.store.state import MAX_ENDS, MasterState
+from kvmesh.services.store import main
+from kvmesh.services.store.config import StoreConfig
+from kvmesh.services.store.domain import Announce, Beat, Change, Join, Member, Publish, Refuse, Role, Tick
+from kvmesh.services.store.state import MAX_ENDS, MasterState
 from tests.support.store.mesh import TIMEOUT, Node, Watcher, keys
 from tests.support.tracing import lines
 

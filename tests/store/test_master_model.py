@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from kvmesh.kvcache.tiers import Tier, store_name
-from services.store import block_map
-from services.store.domain import Tick
-from services.store.policy import drains, replicas, tombstones
-from services.store.policy.copies import PullOrder, TrimOrder
-from services.store.policy.quotas import Quota
-from services.store.policy.store_policy import PolicyLimits
+from kvmesh.services.store import block_map
+from kvmesh.services.store.domain import Tick
+from kvmesh.services.store.policy import drains, replicas, tombstones
+from kvmesh.services.store.policy.copies import PullOrder, TrimOrder
+from kvmesh.services.store.policy.quotas import Quota
+from kvmesh.services.store.policy.store_policy import PolicyLimits
 from tests.support.store.world import LEASE, Node, World
 
 TAGS = [b"ten1", b"ten2"]

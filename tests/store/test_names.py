@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from kvmesh.kvcache.announce import Announcement
-from services.store.domain import Announce, Join, Member, Role
-from services.store.policy.names import Names
-from services.store.policy.reconciliation import NODE_S, Unannounced
-from services.store.policy.store_policy import PolicyLimits
-from services.store.servicer import found
-from services.store.state import MasterState
+from kvmesh.services.store.domain import Announce, Join, Member, Role
+from kvmesh.services.store.policy.names import Names
+from kvmesh.services.store.policy.reconciliation import NODE_S, Unannounced
+from kvmesh.services.store.policy.store_policy import PolicyLimits
+from kvmesh.services.store.servicer import found
+from kvmesh.services.store.state import MasterState
 
 SIZES = (1_000, 100_000)
 

@@ -13,17 +13,17 @@ import pytest
 from kvmesh.errors import Overloaded
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.rpc.pb.store_pb2 import StoreUsage
-from services.store import durable
-from services.store.block_map import LOG_SLACK_BYTES, MasterMap
-from services.store.domain import Announce, Beat, Heard, Join, Member, Role
-from services.store.policy.copies import Nodes, PullOrder
-from services.store.policy.heat import KeyHeat
-from services.store.policy.names import Names
-from services.store.policy.quotas import Quota, Quotas
-from services.store.policy.records import Write
-from services.store.policy.store_policy import PolicyLimits, StorePolicy
-from services.store.policy.tombstones import MAX_AWAY, Tombstones
-from services.store.state import MasterState
+from kvmesh.services.store import durable
+from kvmesh.services.store.block_map import LOG_SLACK_BYTES, MasterMap
+from kvmesh.services.store.domain import Announce, Beat, Heard, Join, Member, Role
+from kvmesh.services.store.policy.copies import Nodes, PullOrder
+from kvmesh.services.store.policy.heat import KeyHeat
+from kvmesh.services.store.policy.names import Names
+from kvmesh.services.store.policy.quotas import Quota, Quotas
+from kvmesh.services.store.policy.records import Write
+from kvmesh.services.store.policy.store_policy import PolicyLimits, StorePolicy
+from kvmesh.services.store.policy.tombstones import MAX_AWAY, Tombstones
+from kvmesh.services.store.state import MasterState
 
 
 def key(i: int, tag: bytes = b"tag1") -> bytes:

@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.keys import TAG_BYTES
-from services.store import block_map
-from services.store.block_map import MAX_SWEEPS, MasterMap
+from kvmesh.services.store import block_map
+from kvmesh.services.store.block_map import MAX_SWEEPS, MasterMap
 
 KEYS = [tag + bytes([i]) * 12 for tag in (b"tag1", b"tag2") for i in range(3)]
 STORES = ["a", "b#ssd"]

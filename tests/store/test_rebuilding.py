@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kvmesh.rpc import channels
 from kvmesh.rpc.pb import store_pb2, store_pb2_grpc
-from services.store import main
-from services.store.config import StoreConfig
+from kvmesh.services.store import main
+from kvmesh.services.store.config import StoreConfig
 from tests.support.services import running, until
 from tests.support.store.mesh import TIMEOUT, Node, keys
 

@@ -14,9 +14,9 @@ from kvmesh.leader.leader import Ask, LeaseGranted, LeaseHeld, LeaseSilent
 from kvmesh.leader.redis_lease import Redis, RedisLease, check_url
 from kvmesh.rpc import channels
 from kvmesh.rpc.pb import store_pb2, store_pb2_grpc
-from services.store import durable, main
-from services.store.config import StoreConfig
-from services.store.durable import Durable, MemoryDurable, RedisDurable, nothing
+from kvmesh.services.store import durable, main
+from kvmesh.services.store.config import StoreConfig
+from kvmesh.services.store.durable import Durable, MemoryDurable, RedisDurable, nothing
 from tests.store.test_service import failing
 from tests.support.redis_server import RedisServer, needs_redis, redis_server
 from tests.support.services import running

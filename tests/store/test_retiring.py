@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.store.policy.tombstones import MAX_RETIRED, Tombstones
+from kvmesh.services.store.policy.tombstones import MAX_RETIRED, Tombstones
 
 EACH = 1000
 

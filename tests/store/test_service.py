@@ -12,8 +12,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvmesh.errors import ConfigError, InvalidRequest, KvmeshError, ProtocolMismatch, Unavailable, UnknownInstance
 from kvmesh.rpc import channels, protocol, status
 from kvmesh.rpc.pb import common_pb2, store_pb2, store_pb2_grpc
-from services.store import main
-from services.store.config import StoreConfig
+from kvmesh.services.store import main
+from kvmesh.services.store.config import StoreConfig
 from tests.support.services import Running, running, until
 
 TIMEOUT = 10.0

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from kvmesh.rpc import channels
 from kvmesh.rpc.pb import store_pb2_grpc
-from services.store import main
-from services.store.config import SHARED, StoreConfig, settled
+from kvmesh.services.store import main
+from kvmesh.services.store.config import SHARED, StoreConfig, settled
 from tests.support.redis_server import RedisServer, needs_redis, redis_server
 from tests.support.services import running, until
 from tests.support.store.mesh import TIMEOUT, joining

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvmesh.errors import InvalidRequest, Overloaded, UnknownInstance
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.rpc.pb.store_pb2 import StoreStatus, StoreUsage
-from services.store.domain import (
+from kvmesh.services.store.domain import (
     Action,
     Announce,
     Beat,
@@ -21,8 +21,8 @@ from services.store.domain import (
     Role,
     Tick,
 )
-from services.store.mapping import member_out
-from services.store.state import MAX_POOLS, MasterState
+from kvmesh.services.store.mapping import member_out
+from kvmesh.services.store.state import MAX_POOLS, MasterState
 
 LEASE = 2.0
 

@@ -17,9 +17,9 @@ import pytest
 from kvmesh.errors import ConfigError, StaleTerm, Unavailable
 from kvmesh.rpc import channels
 from kvmesh.rpc.pb import store_pb2, store_pb2_grpc
-from services.store import durable, main
-from services.store.durable import StateFile
-from services.store.policy.tombstones import Tombstones, first_seq
+from kvmesh.services.store import durable, main
+from kvmesh.services.store.durable import StateFile
+from kvmesh.services.store.policy.tombstones import Tombstones, first_seq
 from tests.store.test_redis_lease import keeps_and_fences
 from tests.store.test_service import config
 from tests.support.services import running
@@ -68,7 +68,7 @@ async def test_a_disk_that_refuses_or_hangs_is_told(tmp_path: Path, monkeypatch:
 
 WRITER = """
 import asyncio, itertools, sys
-from services.store.durable import StateFile
+from kvmesh.services.store.durable import StateFile
 async def main():
     books = StateFile(sys.argv[1])
     books.begin(books.term + 1)

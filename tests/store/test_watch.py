@@ -11,9 +11,9 @@ from kvmesh.kvcache.announce import Announcement
 from kvmesh.rpc import channels
 from kvmesh.rpc.pb import store_pb2
 from kvmesh.rpc.server import Server
-from services.store import block_map, main, watchers
-from services.store.config import StoreConfig
-from services.store.domain import Announce
+from kvmesh.services.store import block_map, main, watchers
+from kvmesh.services.store.config import StoreConfig
+from kvmesh.services.store.domain import Announce
 from tests.support.services import running, until
 from tests.support.store.mesh import TIMEOUT, Node, Watcher, keys, wire
 

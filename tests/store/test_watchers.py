@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.store.watchers import Mailbox
+from kvmesh.services.store.watchers import Mailbox
 
 
 @given(st.integers(1, 5), st.integers(1, 50), st.lists(st.integers(0, 20) | st.just(-1), max_size=40))

@@ -11,12 +11,12 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.rpc.pb.store_pb2 import StoreUsage
-from services.store import durable
-from services.store.block_map import MasterMap
-from services.store.domain import Member, Role
-from services.store.policy.copies import Order, PinOrder
-from services.store.policy.records import Write
-from services.store.policy.store_policy import PolicyLimits, StorePolicy
+from kvmesh.services.store import durable
+from kvmesh.services.store.block_map import MasterMap
+from kvmesh.services.store.domain import Member, Role
+from kvmesh.services.store.policy.copies import Order, PinOrder
+from kvmesh.services.store.policy.records import Write
+from kvmesh.services.store.policy.store_policy import PolicyLimits, StorePolicy
 from tests.support.tracing import lines
 
 TAGS = [b"tag1", b"tag2", b"tag9"]

@@ -12,6 +12,8 @@ import pytest
 
 from kvmesh.errors import DeadlinePassed, TransferError, Unavailable
 from kvmesh.kvcache.tiers import Tier
+from kvmesh.services.store.config import StoreConfig
+from kvmesh.services.store.main import run as run_store
 from kvmesh.storeclient import StoreClient, SyncStoreClient, memory
 from kvmesh.storeclient.calls import every, turn
 from kvmesh.storeclient.config import ClientConfig
@@ -20,8 +22,6 @@ from kvmesh.storeclient.reading.leased import REBUILD_S
 from kvmesh.storeclient.reading.reader import LOOK_S
 from kvmesh.storeclient.replicas import Holder, Replica
 from kvmesh.transfer import EngineConfig, TransferEngine
-from services.store.config import StoreConfig
-from services.store.main import run as run_store
 from tests.support.services import running, until
 from tests.support.store_clients import MIB, stores, values
 

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 from kvmesh.errors import Unavailable
+from kvmesh.services.store.config import StoreConfig
+from kvmesh.services.store.main import run as run_store
 from kvmesh.storeclient import ClientConfig, Policy, StoreClient
 from kvmesh.testing.fault.rules import Rule, Script
-from services.store.config import StoreConfig
-from services.store.main import run as run_store
 from tests.chaos.network import Loopback
 from tests.chaos.processes import Process, service
 from tests.store.test_policy_processes import free_port

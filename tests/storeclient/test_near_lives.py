@@ -17,9 +17,9 @@ import pytest
 
 from kvmesh.errors import KvmeshError
 from kvmesh.kvcache import shared_index
+from kvmesh.services.store.config import StoreConfig
+from kvmesh.services.store.main import run as run_store
 from kvmesh.storeclient import ClientConfig, StoreClient
-from services.store.config import StoreConfig
-from services.store.main import run as run_store
 from tests.chaos.network import Loopback
 from tests.chaos.processes import Process, service
 from tests.store.test_policy_processes import free_port

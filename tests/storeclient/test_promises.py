@@ -32,9 +32,9 @@ from kvmesh.errors import (
 )
 from kvmesh.pool import pool
 from kvmesh.pool.config import PoolConfig
+from kvmesh.services.store.config import StoreConfig
+from kvmesh.services.store.main import run as run_store
 from kvmesh.storeclient import ClientConfig, Pin, Policy, StoreClient, SyncStoreClient, content_key, memory, naming
-from services.store.config import StoreConfig
-from services.store.main import run as run_store
 from tests.chaos.network import Loopback
 from tests.chaos.processes import Process, service
 from tests.store.test_policy_processes import free_port

@@ -12,9 +12,9 @@ from kvmesh.pool import pool
 from kvmesh.pool.config import PoolConfig
 from kvmesh.rpc import channels
 from kvmesh.rpc.pb import store_pb2, store_pb2_grpc
+from kvmesh.services.store.config import StoreConfig
+from kvmesh.services.store.main import run as run_store
 from kvmesh.storeclient import ClientConfig, StoreClient
-from services.store.config import StoreConfig
-from services.store.main import run as run_store
 from tests.support.services import Running, running, until
 
 MIB = 1 << 20

@@ -12,11 +12,11 @@ from kvmesh.cli.sim.options import Options, number_of, sessions_of, synthetic_of
 from kvmesh.errors import ConfigError
 
 if TYPE_CHECKING:
+    from kvmesh.services.conductor.settings import Settings
     from kvmesh.sim.config import SimConfig
     from kvmesh.sim.hardware.times import NodeSpec
     from kvmesh.sim.host import HostModel
     from kvmesh.sim.workloads.workload import Clients, SimRequest
-    from services.conductor.settings import Settings
 
 CHUNK = 8192  # tokens of a prefill step where nothing else runs
 HEARTBEAT_MS, LIVE_HEARTBEAT_MS = 1000.0, 200.0
@@ -182,8 +182,8 @@ def node_of(options: Options) -> NodeSpec:
 
 def check_names(*, policy: str, admission: str, fetch: str) -> None:
     """ConfigError: one of these is no name of a policy, of a mode of admission or of a way to fetch."""
-    from services.conductor.domain import Fetch
-    from services.conductor.settings import Mode
+    from kvmesh.services.conductor.domain import Fetch
+    from kvmesh.services.conductor.settings import Mode
 
     _policy(policy)
     _member(Mode, "admission", admission)
@@ -192,14 +192,14 @@ def check_names(*, policy: str, admission: str, fetch: str) -> None:
 
 def _policy(name: str) -> str:
     """Returns the policy's own name. Raises ConfigError naming those that are known."""
-    from services.conductor.policies.registry import POLICY_NAMES, checked
+    from kvmesh.services.conductor.policies.registry import POLICY_NAMES, checked
 
     return name if name in POLICY_NAMES else checked(name.replace("-", "_"))
 
 
 def _settings(options: Options) -> Settings:
-    from services.conductor.domain import Fetch
-    from services.conductor.settings import AdmissionSettings, Mode, Settings, ThresholdMode
+    from kvmesh.services.conductor.domain import Fetch
+    from kvmesh.services.conductor.settings import AdmissionSettings, Mode, Settings, ThresholdMode
 
     adaptive = options.threshold == "adaptive"
     threshold = 1.0 if adaptive else number_of("threshold", options.threshold)

@@ -120,7 +120,7 @@ def up(settings: MeshSettings, *, prompt: bool, leave: bool) -> int:
     check_redis(settings)
     check_tiers(settings)
     if settings.api_keys:  # a bad file is told before anything is started
-        from services.gateway.key_file import KeyFile
+        from kvmesh.services.gateway.key_file import KeyFile
 
         KeyFile(settings.api_keys).load()
         settings = dataclasses.replace(settings, api_keys=str(Path(settings.api_keys).absolute()))

@@ -14,8 +14,8 @@ from kvmesh.errors import ConfigError
 from kvmesh.instance.config import InstanceConfig
 from kvmesh.ranks.transfer_config import TransferConfig, check
 from kvmesh.rpc.exposure import is_loopback
-from services.conductor.config import ConductorConfig
-from services.gateway.config import GatewayConfig
+from kvmesh.services.conductor.config import ConductorConfig
+from kvmesh.services.gateway.config import GatewayConfig
 
 _PORT = {"min": 0, "max": 65535}
 _COUNT = {"min": 0, "max": 64}

@@ -27,6 +27,8 @@ from statistics import fmean, pstdev, pvariance
 
 from kvmesh.errors import ConfigError
 from kvmesh.quantiles import quantile
+from kvmesh.services.conductor.costs.file import Costs
+from kvmesh.services.conductor.costs.models import attention_pairs
 from kvmesh.sim.config import SimConfig
 from kvmesh.sim.fitting.observed import Observed
 from kvmesh.sim.fitting.surface import better
@@ -34,8 +36,6 @@ from kvmesh.sim.host import HostModel, scattered
 from kvmesh.sim.report.records import DONE, Record
 from kvmesh.sim.run import run
 from kvmesh.sim.workloads.workload import SimRequest
-from services.conductor.costs.file import Costs
-from services.conductor.costs.models import attention_pairs
 
 ROUNDS = 12
 SEEDS = 2  # simulations of one round

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvmesh.errors import ConfigError
-from services.conductor.domain import Schedule
-from services.conductor.records import journal
-from services.conductor.state import ConductorState
+from kvmesh.services.conductor.domain import Schedule
+from kvmesh.services.conductor.records import journal
+from kvmesh.services.conductor.state import ConductorState
 
 MAX_KEPT = 20  # differences that are kept in full
 TELL_EVERY = 1_000  # lines

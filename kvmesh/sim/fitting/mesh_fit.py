@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from kvmesh.errors import ConfigError
+from kvmesh.services.conductor.costs.file import Costs, fit_all
+from kvmesh.services.conductor.domain import Register
 from kvmesh.sim.config import SimConfig
 from kvmesh.sim.fitting.observed import Observed
 from kvmesh.sim.hardware.times import Fitted, NodeSpec
 from kvmesh.sim.host import HostModel
-from services.conductor.costs.file import Costs, fit_all
-from services.conductor.domain import Register
 
 VERSION = 1
 MARK = "kvmesh_fit"

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvmesh.errors import ConfigError
-from kvmesh.sim.workloads.workload import SimRequest
-from services.conductor.domain import (
+from kvmesh.services.conductor.domain import (
     DecodeSample,
     Heartbeat,
     Outcome,
@@ -16,8 +15,9 @@ from services.conductor.domain import (
     RequestOutcome,
     Schedule,
 )
-from services.conductor.records import journal
-from services.conductor.settings import Settings
+from kvmesh.services.conductor.records import journal
+from kvmesh.services.conductor.settings import Settings
+from kvmesh.sim.workloads.workload import SimRequest
 
 
 @dataclass

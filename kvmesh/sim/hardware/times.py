@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvmesh.errors import ConfigError
+from kvmesh.services.conductor.costs.file import Costs
 from kvmesh.sim.hardware.hardware import GPUS_OF_A_NODE, Hardware
 from kvmesh.sim.hardware.shapes import ModelShape, itemsize
-from services.conductor.costs.file import Costs
 
 Pieces = Sequence[tuple[int, int]]
 
@@ -179,7 +179,7 @@ def node_spec(
 
 
 class Fitted:
-    """The times of one kind of instance; the form of a model is in `services.conductor.costs.fit`."""
+    """The times of one kind of instance; the form of a model is in `kvmesh.services.conductor.costs.fit`."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import isfinite, nan
 
+from kvmesh.services.conductor.domain import Lane
 from kvmesh.sim.workloads.workload import SimRequest
-from services.conductor.domain import Lane
 
 DONE, REFUSED, FAILED = "done", "refused", "failed"
 GRAIN_S = 0.1  # waits below this count as this: no client's clock is finer

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from kvmesh.errors import ConfigError
+from kvmesh.services.conductor.domain import Lane
 from kvmesh.sim.workloads.workload import WHOLE, Reading, SimRequest, key
-from services.conductor.domain import Lane
 
 # Names of columns, compared without case, spaces and underscores: our own first, then those of public traces (Azure's,
 # BurstGPT's).

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, fields
 from itertools import accumulate
 
 from kvmesh.errors import ConfigError
+from kvmesh.services.conductor.domain import Lane
 from kvmesh.sim.workloads.workload import SimRequest, key
-from services.conductor.domain import Lane
 
 MAX_TOKENS = 1 << 30
 _STRIDE = 1 << 64  # of node numbers in key numbers: offsets lie below

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Protocol
 
 from kvmesh.errors import ConfigError
+from kvmesh.services.conductor.domain import Lane
 from kvmesh.sim.workloads import trace
-from services.conductor.domain import Lane
 
 
 @dataclass(frozen=True, slots=True)

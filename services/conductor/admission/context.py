@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from services.conductor.admission.turns import PoolWork
-from services.conductor.candidates.selection import Selection
-from services.conductor.domain import Schedule
-from services.conductor.placing.decodes import DecodeChoice
-from services.conductor.placing.placement import ServingMode, WeighedModes
-from services.conductor.placing.prefills import PrefillChoice
+from kvmesh.services.conductor.admission.turns import PoolWork
+from kvmesh.services.conductor.candidates.selection import Selection
+from kvmesh.services.conductor.domain import Schedule
+from kvmesh.services.conductor.placing.decodes import DecodeChoice
+from kvmesh.services.conductor.placing.placement import ServingMode, WeighedModes
+from kvmesh.services.conductor.placing.prefills import PrefillChoice
 
 
 @dataclass(slots=True)

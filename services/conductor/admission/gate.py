@@ -15,20 +15,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvmesh.errors import Overloaded
-from services.conductor.admission import impossible
-from services.conductor.admission.context import AdmissionContext
-from services.conductor.admission.impossible import BestSeen
-from services.conductor.admission.judge import Judge, Slo
-from services.conductor.admission.lanes import GONE_FACTOR, GONE_S, BatchLane, BatchRequest, pause_s, share_of
-from services.conductor.admission.refusals import idle_only
-from services.conductor.admission.slowdown import Slowdown, Undisturbed
-from services.conductor.admission.turns import PoolWork, RetryTurns
-from services.conductor.costs.lengths import LearntLengths, LengthModel
-from services.conductor.domain import Lane, Refuse, RequestOutcome, Schedule
-from services.conductor.fleet.instance import Instance
-from services.conductor.placing.placement import PlacementChoice, overloaded
-from services.conductor.placing.prefills import wait_for_s
-from services.conductor.settings import Mode, Settings
+from kvmesh.services.conductor.admission import impossible
+from kvmesh.services.conductor.admission.context import AdmissionContext
+from kvmesh.services.conductor.admission.impossible import BestSeen
+from kvmesh.services.conductor.admission.judge import Judge, Slo
+from kvmesh.services.conductor.admission.lanes import GONE_FACTOR, GONE_S, BatchLane, BatchRequest, pause_s, share_of
+from kvmesh.services.conductor.admission.refusals import idle_only
+from kvmesh.services.conductor.admission.slowdown import Slowdown, Undisturbed
+from kvmesh.services.conductor.admission.turns import PoolWork, RetryTurns
+from kvmesh.services.conductor.costs.lengths import LearntLengths, LengthModel
+from kvmesh.services.conductor.domain import Lane, Refuse, RequestOutcome, Schedule
+from kvmesh.services.conductor.fleet.instance import Instance
+from kvmesh.services.conductor.placing.placement import PlacementChoice, overloaded
+from kvmesh.services.conductor.placing.prefills import wait_for_s
+from kvmesh.services.conductor.settings import Mode, Settings
 
 MIN_BATCH_RETRY_S = 1.0
 LOADS = ("ttft", "tbt")  # what interactive requests are refused for

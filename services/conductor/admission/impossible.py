@@ -14,13 +14,13 @@ from collections import deque
 import numpy as np
 
 from kvmesh.errors import InvalidRequest, Overloaded
-from services.conductor.admission.context import AdmissionContext
-from services.conductor.candidates.bounds import admitted
-from services.conductor.candidates.fields import FEW, ColumnField
-from services.conductor.costs.fit import ENOUGH_SAMPLES, Coefficients
-from services.conductor.costs.models import attention_pairs
-from services.conductor.domain import Refuse, Schedule
-from services.conductor.fleet.instance import Instance
+from kvmesh.services.conductor.admission.context import AdmissionContext
+from kvmesh.services.conductor.candidates.bounds import admitted
+from kvmesh.services.conductor.candidates.fields import FEW, ColumnField
+from kvmesh.services.conductor.costs.fit import ENOUGH_SAMPLES, Coefficients
+from kvmesh.services.conductor.costs.models import attention_pairs
+from kvmesh.services.conductor.domain import Refuse, Schedule
+from kvmesh.services.conductor.fleet.instance import Instance
 
 CERTAIN = 1.25  # times the SLO: what is nearer to it is left to the next measurement
 KEPT, EVERY_S = 64, 5.0  # what was known in the last minutes

@@ -17,12 +17,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from services.conductor.domain import Lane, Schedule
-from services.conductor.fleet.instance import Instance
-from services.conductor.loads.batch_forecast import NO_ROWS, BatchAt
-from services.conductor.placing.decodes import DecodeChoice, steps
-from services.conductor.score import SLOWEST
-from services.conductor.settings import Mode
+from kvmesh.services.conductor.domain import Lane, Schedule
+from kvmesh.services.conductor.fleet.instance import Instance
+from kvmesh.services.conductor.loads.batch_forecast import NO_ROWS, BatchAt
+from kvmesh.services.conductor.placing.decodes import DecodeChoice, steps
+from kvmesh.services.conductor.score import SLOWEST
+from kvmesh.services.conductor.settings import Mode
 
 WAIT_STEPS = 12  # halvings of the time after which it would pass
 

@@ -32,7 +32,7 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from services.conductor.settings import AdmissionSettings
+from kvmesh.services.conductor.settings import AdmissionSettings
 
 QUEUE_SHARE = 0.1
 LEAST_SHARE = 0.5

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvmesh.errors import ContextTooLong, ModelNotFound, Overloaded, Unavailable
-from services.conductor.domain import Refuse, Schedule
-from services.conductor.fleet.instance import Instance
+from kvmesh.services.conductor.domain import Refuse, Schedule
+from kvmesh.services.conductor.fleet.instance import Instance
 
 MAX_NAMED = 8
 

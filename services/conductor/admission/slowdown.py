@@ -23,11 +23,11 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from services.conductor.admission.judge import Judge
-from services.conductor.costs.models import Coefficients, attention_pairs
-from services.conductor.domain import RequestOutcome
-from services.conductor.fleet.instance import Instance
-from services.conductor.placing.placement import PlacementChoice
+from kvmesh.services.conductor.admission.judge import Judge
+from kvmesh.services.conductor.costs.models import Coefficients, attention_pairs
+from kvmesh.services.conductor.domain import RequestOutcome
+from kvmesh.services.conductor.fleet.instance import Instance
+from kvmesh.services.conductor.placing.placement import PlacementChoice
 
 QUIET_S = 10.0  # after the last interactive request the lane has the mesh for itself
 ENOUGH = 4  # requests that say something together

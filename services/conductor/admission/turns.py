@@ -29,8 +29,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from services.conductor.domain import Schedule
-from services.conductor.loads.decayed_sum import DecayedSum
+from kvmesh.services.conductor.domain import Schedule
+from kvmesh.services.conductor.loads.decayed_sum import DecayedSum
 
 MOST_S = 60.0  # until a turn
 GRACE_S = 3.0  # an owner may be so late: some read whole seconds only

@@ -17,11 +17,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from services.conductor.balance.tally import MIXED, Tally, TallyCounts
-from services.conductor.domain import Lane, Schedule
-from services.conductor.loads.decayed_sum import DecayedSum
-from services.conductor.placing.placement import PlacementChoice
-from services.conductor.settings import Settings
+from kvmesh.services.conductor.balance.tally import MIXED, Tally, TallyCounts
+from kvmesh.services.conductor.domain import Lane, Schedule
+from kvmesh.services.conductor.loads.decayed_sum import DecayedSum
+from kvmesh.services.conductor.placing.placement import PlacementChoice
+from kvmesh.services.conductor.settings import Settings
 
 MAX_UNPLACED = 8.0  # asked / placed: clients come again, so it says ever less
 MAX_MODELS = 64

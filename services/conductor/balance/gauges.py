@@ -13,12 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 
+from kvmesh.services.conductor.admission.gate import Loads
+from kvmesh.services.conductor.balance.scale import Hint
+from kvmesh.services.conductor.costs.accuracy import PredictionError
+from kvmesh.services.conductor.fleet.instance import Instance
+from kvmesh.services.conductor.fleet.walk import Pace, Walk
 from kvmesh.telemetry import names
-from services.conductor.admission.gate import Loads
-from services.conductor.balance.scale import Hint
-from services.conductor.costs.accuracy import PredictionError
-from services.conductor.fleet.instance import Instance
-from services.conductor.fleet.walk import Pace, Walk
 
 MAX_LOAD = 1e6  # a pool without instances has no finite load
 

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvmesh.kvcache.keys import KEY_BYTES, Keys
-from services.conductor.domain import Schedule
-from services.conductor.prefixes.index import PrefixSurvey
+from kvmesh.services.conductor.domain import Schedule
+from kvmesh.services.conductor.prefixes.index import PrefixSurvey
 
 CAPACITY = 1024
 MAX_PACKED_BYTES = 16 << 20

@@ -25,12 +25,12 @@ from itertools import chain, islice
 
 from kvmesh.kvcache.keys import Keys
 from kvmesh.kvcache.tiers import Tier, split_name
-from services.conductor.balance.heat import Hot, PrefixHeat
-from services.conductor.domain import Life, Member, OrderEnded, Ref, Replicate
-from services.conductor.fleet.instance import Instance
-from services.conductor.fleet.walk import Pace
-from services.conductor.prefixes.index import Index, PrefixPlace, PrefixSurvey, bits
-from services.conductor.settings import BalanceSettings
+from kvmesh.services.conductor.balance.heat import Hot, PrefixHeat
+from kvmesh.services.conductor.domain import Life, Member, OrderEnded, Ref, Replicate
+from kvmesh.services.conductor.fleet.instance import Instance
+from kvmesh.services.conductor.fleet.walk import Pace
+from kvmesh.services.conductor.prefixes.index import Index, PrefixPlace, PrefixSurvey, bits
+from kvmesh.services.conductor.settings import BalanceSettings
 
 WORTH = 0.05  # instance-seconds a second
 TARGET = 0.7

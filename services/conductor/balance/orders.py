@@ -17,10 +17,10 @@ import grpc.aio
 from kvmesh.errors import DeadlinePassed, KvmeshError
 from kvmesh.rpc import channels, status
 from kvmesh.rpc.pb import blocks_pb2, blocks_pb2_grpc, instance_pb2, instance_pb2_grpc
+from kvmesh.services.conductor.balance.hot import DEADLINE_S
+from kvmesh.services.conductor.domain import Action, OrderEnded, Replicate, SwitchRole
+from kvmesh.services.conductor.mapping import ROLES_OUT, ref_out
 from kvmesh.telemetry import names
-from services.conductor.balance.hot import DEADLINE_S
-from services.conductor.domain import Action, OrderEnded, Replicate, SwitchRole
-from services.conductor.mapping import ROLES_OUT, ref_out
 
 log = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from services.conductor.balance.demand import Demand
-from services.conductor.balance.tally import Tally, TallyCounts, drain_s
-from services.conductor.domain import Life, OrderEnded, Role, SwitchRole
-from services.conductor.settings import BalanceSettings
+from kvmesh.services.conductor.balance.demand import Demand
+from kvmesh.services.conductor.balance.tally import Tally, TallyCounts, drain_s
+from kvmesh.services.conductor.domain import Life, OrderEnded, Role, SwitchRole
+from kvmesh.services.conductor.settings import BalanceSettings
 
 HIGH = 0.85
 GAIN = 0.15

@@ -14,19 +14,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from services.conductor.balance.demand import Demands
-from services.conductor.balance.heat import PrefixHeat
-from services.conductor.balance.hot import FleetSurvey, Replication, ReplicationContext
-from services.conductor.balance.roles import Roles
-from services.conductor.balance.scale import Hint as Hint
-from services.conductor.balance.scale import Scale
-from services.conductor.balance.tally import Tally
-from services.conductor.domain import Action, OrderEnded, Schedule
-from services.conductor.fleet.instance import Instance
-from services.conductor.fleet.walk import Pace, Walk
-from services.conductor.placing.placement import PlacementChoice
-from services.conductor.prefixes.index import PrefixSurvey
-from services.conductor.settings import Settings
+from kvmesh.services.conductor.balance.demand import Demands
+from kvmesh.services.conductor.balance.heat import PrefixHeat
+from kvmesh.services.conductor.balance.hot import FleetSurvey, Replication, ReplicationContext
+from kvmesh.services.conductor.balance.roles import Roles
+from kvmesh.services.conductor.balance.scale import Hint as Hint
+from kvmesh.services.conductor.balance.scale import Scale
+from kvmesh.services.conductor.balance.tally import Tally
+from kvmesh.services.conductor.domain import Action, OrderEnded, Schedule
+from kvmesh.services.conductor.fleet.instance import Instance
+from kvmesh.services.conductor.fleet.walk import Pace, Walk
+from kvmesh.services.conductor.placing.placement import PlacementChoice
+from kvmesh.services.conductor.prefixes.index import PrefixSurvey
+from kvmesh.services.conductor.settings import Settings
 
 LOOKS = 20  # in one half-life of what is measured
 LEAST_S = 0.2  # between two

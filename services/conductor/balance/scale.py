@@ -13,10 +13,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from services.conductor.balance.demand import Demand
-from services.conductor.balance.tally import MIXED, Tally, TallyCounts
-from services.conductor.domain import Role
-from services.conductor.settings import BalanceSettings
+from kvmesh.services.conductor.balance.demand import Demand
+from kvmesh.services.conductor.balance.tally import MIXED, Tally, TallyCounts
+from kvmesh.services.conductor.domain import Role
+from kvmesh.services.conductor.settings import BalanceSettings
 
 HIGH = 0.9  # at most, and ABOVE the target
 ABOVE, BELOW = 1.2, 0.9

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from services.conductor.domain import Life, Role
-from services.conductor.fleet.instance import Instance
+from kvmesh.services.conductor.domain import Life, Role
+from kvmesh.services.conductor.fleet.instance import Instance
 
 MIXED = 0.8  # what a coupled instance brings of one that does only one thing: each waits for the other's steps
 MAX_ROWS = 4096  # of one instance, where it names no limit

@@ -13,21 +13,21 @@ from itertools import pairwise
 import numpy as np
 
 from kvmesh.kvcache.tiers import Tier
+from kvmesh.services.conductor import score
+from kvmesh.services.conductor.candidates.columns import View
+from kvmesh.services.conductor.candidates.fields import BENDS, ColumnField, Floats, Mask, RareField
+from kvmesh.services.conductor.candidates.instance_row import node
+from kvmesh.services.conductor.candidates.prefix_holders import HeldBlocks
+from kvmesh.services.conductor.candidates.selection import Selection
+from kvmesh.services.conductor.costs.fit import HALF_LIFE_S
+from kvmesh.services.conductor.domain import Fetch, Schedule
+from kvmesh.services.conductor.loads.queues import PRIORITY_STEP_S
+from kvmesh.services.conductor.loads.shortest_first import LASTS, MARKS, ahead
+from kvmesh.services.conductor.placing.prefills import worth_weighing
+from kvmesh.services.conductor.placing.scoring_context import ScoringContext
+from kvmesh.services.conductor.prefixes.fetch_plan import FetchPlanner, FetchSegment
+from kvmesh.services.conductor.prefixes.index import PrefixPlace
 from kvmesh.work_class import work_classes
-from services.conductor import score
-from services.conductor.candidates.columns import View
-from services.conductor.candidates.fields import BENDS, ColumnField, Floats, Mask, RareField
-from services.conductor.candidates.instance_row import node
-from services.conductor.candidates.prefix_holders import HeldBlocks
-from services.conductor.candidates.selection import Selection
-from services.conductor.costs.fit import HALF_LIFE_S
-from services.conductor.domain import Fetch, Schedule
-from services.conductor.loads.queues import PRIORITY_STEP_S
-from services.conductor.loads.shortest_first import LASTS, MARKS, ahead
-from services.conductor.placing.prefills import worth_weighing
-from services.conductor.placing.scoring_context import ScoringContext
-from services.conductor.prefixes.fetch_plan import FetchPlanner, FetchSegment
-from services.conductor.prefixes.index import PrefixPlace
 
 ROUNDING_S = 1e-9
 HIDDEN_STEPS = 4  # parts of a leg in which the end that hides behind a queue is looked for

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmesh.kvcache.tiers import Tier, split_name
-from services.conductor.candidates import instance_row
-from services.conductor.candidates.fields import (
+from kvmesh.services.conductor.candidates import instance_row
+from kvmesh.services.conductor.candidates.fields import (
     FEW,
     FIELDS,
     LOADS,
@@ -28,14 +28,14 @@ from services.conductor.candidates.fields import (
     Mask,
     RareField,
 )
-from services.conductor.candidates.selection import Selection as Selection
-from services.conductor.domain import Life, Member, Role
-from services.conductor.fleet.instance import Instance
-from services.conductor.fleet.members import Members
-from services.conductor.fleet.roster import Fleet
-from services.conductor.loads.outgoing import Wires
-from services.conductor.loads.shortest_first import marks
-from services.conductor.prefixes.index import FEW_BITS, Index, bits, bitset, places
+from kvmesh.services.conductor.candidates.selection import Selection as Selection
+from kvmesh.services.conductor.domain import Life, Member, Role
+from kvmesh.services.conductor.fleet.instance import Instance
+from kvmesh.services.conductor.fleet.members import Members
+from kvmesh.services.conductor.fleet.roster import Fleet
+from kvmesh.services.conductor.loads.outgoing import Wires
+from kvmesh.services.conductor.loads.shortest_first import marks
+from kvmesh.services.conductor.prefixes.index import FEW_BITS, Index, bits, bitset, places
 
 _ASKED_NEVER, _ASKED, _ASKED_IF_ABLE = 0, 1, 2
 

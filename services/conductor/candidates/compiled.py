@@ -17,18 +17,25 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmesh.native import library
-from services.conductor.candidates import prefix_holders
-from services.conductor.candidates.bounds import ROUNDING_S, AnswerBounds, CostBounds, Fetching, PromptBounds, left
-from services.conductor.candidates.columns import View
-from services.conductor.candidates.fields import ColumnField, Floats, Mask, RareField
-from services.conductor.candidates.prefix_holders import HeldBlocks
-from services.conductor.candidates.selection import Selection
-from services.conductor.domain import Schedule
-from services.conductor.placing.scoring_context import ScoringContext
-from services.conductor.placing.ties import TIE_CAP_S, TIE_FLOOR_S, TIE_SHARE
-from services.conductor.prefixes.fetch_plan import FetchPlanner
-from services.conductor.prefixes.index import PrefixSurvey
-from services.conductor.score import SLOWEST, STALL_WEIGHT, TAIL_SHARE
+from kvmesh.services.conductor.candidates import prefix_holders
+from kvmesh.services.conductor.candidates.bounds import (
+    ROUNDING_S,
+    AnswerBounds,
+    CostBounds,
+    Fetching,
+    PromptBounds,
+    left,
+)
+from kvmesh.services.conductor.candidates.columns import View
+from kvmesh.services.conductor.candidates.fields import ColumnField, Floats, Mask, RareField
+from kvmesh.services.conductor.candidates.prefix_holders import HeldBlocks
+from kvmesh.services.conductor.candidates.selection import Selection
+from kvmesh.services.conductor.domain import Schedule
+from kvmesh.services.conductor.placing.scoring_context import ScoringContext
+from kvmesh.services.conductor.placing.ties import TIE_CAP_S, TIE_FLOOR_S, TIE_SHARE
+from kvmesh.services.conductor.prefixes.fetch_plan import FetchPlanner
+from kvmesh.services.conductor.prefixes.index import PrefixSurvey
+from kvmesh.services.conductor.score import SLOWEST, STALL_WEIGHT, TAIL_SHARE
 
 _P, _D, _N = ctypes.c_void_p, ctypes.c_double, ctypes.c_int64
 

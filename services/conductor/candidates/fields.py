@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from services.conductor.loads.shortest_first import LASTS, MARKS, NOTED
+from kvmesh.services.conductor.loads.shortest_first import LASTS, MARKS, NOTED
 
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]

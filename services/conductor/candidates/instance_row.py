@@ -12,10 +12,10 @@ from zlib import crc32
 import numpy as np
 
 from kvmesh.native import library
-from services.conductor.candidates.fields import Floats
-from services.conductor.costs.fit import FittedCosts
-from services.conductor.domain import Role
-from services.conductor.fleet.instance import Instance
+from kvmesh.services.conductor.candidates.fields import Floats
+from kvmesh.services.conductor.costs.fit import FittedCosts
+from kvmesh.services.conductor.domain import Role
+from kvmesh.services.conductor.fleet.instance import Instance
 
 
 @cache

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.conductor.candidates.columns import View
-from services.conductor.candidates.fields import ColumnField, Floats, Mask
-from services.conductor.prefixes.index import FEW_BITS, HeldRun, PrefixPlace, PrefixSurvey
+from kvmesh.services.conductor.candidates.columns import View
+from kvmesh.services.conductor.candidates.fields import ColumnField, Floats, Mask
+from kvmesh.services.conductor.prefixes.index import FEW_BITS, HeldRun, PrefixPlace, PrefixSurvey
 
 MAX_RUNS = 64  # of a survey, that are told apart where many hold them
 

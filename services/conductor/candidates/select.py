@@ -18,19 +18,19 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from services.conductor.candidates import compiled
-from services.conductor.candidates.bounds import PromptBounds
-from services.conductor.candidates.compiled import held
-from services.conductor.candidates.fields import FEW, ColumnField, Floats, Mask
-from services.conductor.candidates.selection import Selection
-from services.conductor.domain import Lane, Schedule
-from services.conductor.fleet.instance import Instance
-from services.conductor.placing.nearness import NearInstances
-from services.conductor.placing.scoring_context import ScoringContext
-from services.conductor.placing.ties import as_good
-from services.conductor.prefixes.fetch_plan import FetchPlanner
-from services.conductor.score import answer_s
-from services.conductor.settings import Mode
+from kvmesh.services.conductor.candidates import compiled
+from kvmesh.services.conductor.candidates.bounds import PromptBounds
+from kvmesh.services.conductor.candidates.compiled import held
+from kvmesh.services.conductor.candidates.fields import FEW, ColumnField, Floats, Mask
+from kvmesh.services.conductor.candidates.selection import Selection
+from kvmesh.services.conductor.domain import Lane, Schedule
+from kvmesh.services.conductor.fleet.instance import Instance
+from kvmesh.services.conductor.placing.nearness import NearInstances
+from kvmesh.services.conductor.placing.scoring_context import ScoringContext
+from kvmesh.services.conductor.placing.ties import as_good
+from kvmesh.services.conductor.prefixes.fetch_plan import FetchPlanner
+from kvmesh.services.conductor.score import answer_s
+from kvmesh.services.conductor.settings import Mode
 
 AT_ONCE = 2  # weighed at first, then twice as many
 DEEP = 32

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from services.conductor.candidates.fields import FEW, Mask
-from services.conductor.fleet.instance import Instance
+from kvmesh.services.conductor.candidates.fields import FEW, Mask
+from kvmesh.services.conductor.fleet.instance import Instance
 
 if TYPE_CHECKING:
-    from services.conductor.candidates.columns import View
+    from kvmesh.services.conductor.candidates.columns import View
 
 
 class Selection(Sequence[Instance]):

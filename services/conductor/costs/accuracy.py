@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmesh.quantiles import quantile
-from services.conductor.domain import Role
+from kvmesh.services.conductor.domain import Role
 
 WINDOW = 1024
 AGE_S = 600.0

@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from services.conductor.costs.fit import ENOUGH_SAMPLES, Coefficients, Estimate, FittedModel, Sample
+from kvmesh.services.conductor.costs.fit import ENOUGH_SAMPLES, Coefficients, Estimate, FittedModel, Sample
 
 KEPT = 16  # samples of one instance
 MERGED = 16  # measurements in one of them at most

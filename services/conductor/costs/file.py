@@ -28,9 +28,9 @@ from typing import Any
 
 from kvmesh.errors import ConfigError
 from kvmesh.kvcache.tiers import Tier
-from services.conductor.costs import models as cost
-from services.conductor.costs.fit import Coefficients, Sample, fit
-from services.conductor.domain import DecodeSample, PrefillSample
+from kvmesh.services.conductor.costs import models as cost
+from kvmesh.services.conductor.costs.fit import Coefficients, Sample, fit
+from kvmesh.services.conductor.domain import DecodeSample, PrefillSample
 
 VERSION = 1
 _MARK = "kvmesh_costs"

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmesh.errors import ConfigError
-from services.conductor import score
+from kvmesh.services.conductor import score
 
 WINDOW = 256
 ENOUGH_SAMPLES = 8

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.conductor import score
-from services.conductor.fleet.instance import Instance
+from kvmesh.services.conductor import score
+from kvmesh.services.conductor.fleet.instance import Instance
 
 
 @dataclass(frozen=True, slots=True)

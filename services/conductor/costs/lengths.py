@@ -20,7 +20,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from services.conductor.domain import Outcome, RequestOutcome, Schedule
+from kvmesh.services.conductor.domain import Outcome, RequestOutcome, Schedule
 
 BIN = 2**0.25
 BINS = 81  # up to 2^20 tokens

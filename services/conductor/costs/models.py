@@ -10,15 +10,15 @@ from math import inf
 from typing import Protocol
 
 from kvmesh.kvcache.tiers import Tier
-from services.conductor import score
-from services.conductor.costs.equals import Departure, Equals, OwnFit
-from services.conductor.costs.fit import ENOUGH_SAMPLES as ENOUGH_SAMPLES
-from services.conductor.costs.fit import HALF_LIFE_S as HALF_LIFE_S
-from services.conductor.costs.fit import Anchors
-from services.conductor.costs.fit import Coefficients as Coefficients
-from services.conductor.costs.fit import FittedModel as FittedModel
-from services.conductor.score import HIDDEN_SHARE as HIDDEN_SHARE
-from services.conductor.score import attention_pairs as attention_pairs
+from kvmesh.services.conductor import score
+from kvmesh.services.conductor.costs.equals import Departure, Equals, OwnFit
+from kvmesh.services.conductor.costs.fit import ENOUGH_SAMPLES as ENOUGH_SAMPLES
+from kvmesh.services.conductor.costs.fit import HALF_LIFE_S as HALF_LIFE_S
+from kvmesh.services.conductor.costs.fit import Anchors
+from kvmesh.services.conductor.costs.fit import Coefficients as Coefficients
+from kvmesh.services.conductor.costs.fit import FittedModel as FittedModel
+from kvmesh.services.conductor.score import HIDDEN_SHARE as HIDDEN_SHARE
+from kvmesh.services.conductor.score import attention_pairs as attention_pairs
 
 # What a node says of a lower tier counts for less and less while it says nothing new: nobody may have used it since.
 TIER_HALF_LIFE_S = 30.0

@@ -6,7 +6,7 @@ as short, as on a good device of this kind teaches nothing; a minute may always 
 
 from __future__ import annotations
 
-from services.conductor.costs.models import (
+from kvmesh.services.conductor.costs.models import (
     DECODE_PRIOR,
     MAX_SEEN,
     PREFILL_PRIOR,
@@ -14,7 +14,7 @@ from services.conductor.costs.models import (
     TRANSFER_PRIOR,
     attention_pairs,
 )
-from services.conductor.domain import DecodeSample, PrefillSample
+from kvmesh.services.conductor.domain import DecodeSample, PrefillSample
 
 MAX_SAMPLE_S = 3600.0
 MAX_PAUSE_S = 60.0

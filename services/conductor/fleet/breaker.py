@@ -14,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass
 from enum import Enum
 
-from services.conductor.settings import BreakerSettings
+from kvmesh.services.conductor.settings import BreakerSettings
 
 BUCKETS = 10  # of a window: failures count for 90% to 100% of it
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from kvmesh.errors import InvalidRequest, KvmeshError, Overloaded, UnknownInstance
-from services.conductor.domain import Cordon, CordonState
+from kvmesh.services.conductor.domain import Cordon, CordonState
 
 MAX_CORDONS = 1024
 MAX_REASON = 256  # characters

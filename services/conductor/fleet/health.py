@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
 
-from services.conductor.domain import Life, Outcome, RequestOutcome
-from services.conductor.fleet.breaker import Breaker, BreakerPhase
-from services.conductor.settings import BreakerSettings
+from kvmesh.services.conductor.domain import Life, Outcome, RequestOutcome
+from kvmesh.services.conductor.fleet.breaker import Breaker, BreakerPhase
+from kvmesh.services.conductor.settings import BreakerSettings
 
 SURVEY_S = 1.0  # while nobody rests
 

@@ -6,11 +6,11 @@ from collections import OrderedDict
 
 from kvmesh.kvcache.tiers import TierUse
 from kvmesh.pacing import MembershipLease
-from services.conductor.admission.margins import Margins
-from services.conductor.costs.equals import Equals
-from services.conductor.costs.models import DecodeModel, PrefillModel, PullModel, TransferModel
-from services.conductor.domain import Load, ModelCard, Ref, Register, Role
-from services.conductor.loads.queues import PrefillQueue, RunningBatch
+from kvmesh.services.conductor.admission.margins import Margins
+from kvmesh.services.conductor.costs.equals import Equals
+from kvmesh.services.conductor.costs.models import DecodeModel, PrefillModel, PullModel, TransferModel
+from kvmesh.services.conductor.domain import Load, ModelCard, Ref, Register, Role
+from kvmesh.services.conductor.loads.queues import PrefillQueue, RunningBatch
 
 MAX_KNOWN_SAMPLES = 2048
 CHUNK_TOKENS = 512  # of an instance that does not tell

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from services.conductor.domain import Life, Member
+from kvmesh.services.conductor.domain import Life, Member
 
 MAX_GONE = 4096
 

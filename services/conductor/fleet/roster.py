@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from kvmesh.errors import InvalidRequest, KvmeshError, Overloaded
 from kvmesh.kvcache.tiers import MARK
 from kvmesh.pacing import MembershipLease, Pulse
-from services.conductor.domain import Life, ModelCard, Register
-from services.conductor.fleet.instance import Instance, ModelFits
+from kvmesh.services.conductor.domain import Life, ModelCard, Register
+from kvmesh.services.conductor.fleet.instance import Instance, ModelFits
 
 MAX_REPLACED = 4096
 MAX_INSTANCES = 16_384

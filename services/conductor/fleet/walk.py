@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.conductor.fleet.instance import Instance
+from kvmesh.services.conductor.fleet.instance import Instance
 
 MOST_S = 1.0  # a longer pause is made up for no further
 

@@ -16,8 +16,8 @@ from kvmesh.rpc import channels, status
 from kvmesh.rpc.leader_client import LeaderTracker, moves_on
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
-from services.conductor import mapping
-from services.conductor.domain import Event, Member, MembersReset, StoreLost
+from kvmesh.services.conductor import mapping
+from kvmesh.services.conductor.domain import Event, Member, MembersReset, StoreLost
 
 log = logging.getLogger(__name__)
 

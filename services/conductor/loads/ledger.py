@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypedDict
 
 from kvmesh.kvcache.tiers import Tier
-from services.conductor.admission.judge import Slo
-from services.conductor.costs.accuracy import Accuracy, Calibration, PredictionKind, group_of
-from services.conductor.costs.interference import without_rows_s
-from services.conductor.costs.plausible import plausible_decode, plausible_prefill
-from services.conductor.domain import (
+from kvmesh.services.conductor.admission.judge import Slo
+from kvmesh.services.conductor.costs.accuracy import Accuracy, Calibration, PredictionKind, group_of
+from kvmesh.services.conductor.costs.interference import without_rows_s
+from kvmesh.services.conductor.costs.plausible import plausible_decode, plausible_prefill
+from kvmesh.services.conductor.domain import (
     Heartbeat,
     Lane,
     Life,
@@ -25,18 +25,18 @@ from services.conductor.domain import (
     RequestOutcome,
     Schedule,
 )
-from services.conductor.fleet.instance import Instance
-from services.conductor.loads.batch_forecast import DecodeWork
-from services.conductor.loads.outgoing import Outgoing, OutgoingLoad, Wires
-from services.conductor.loads.queues import PrefillWork
-from services.conductor.peers.others import OtherConductors
-from services.conductor.placing.placement import PlacementChoice
-from services.conductor.placing.timeline import pull_after_s
-from services.conductor.prefixes.fetch_plan import FetchSegment, lives_of
-from services.conductor.prefixes.index import Index
-from services.conductor.prefixes.pending import marks
-from services.conductor.prefixes.tier_times import TierLoads
-from services.conductor.settings import Settings
+from kvmesh.services.conductor.fleet.instance import Instance
+from kvmesh.services.conductor.loads.batch_forecast import DecodeWork
+from kvmesh.services.conductor.loads.outgoing import Outgoing, OutgoingLoad, Wires
+from kvmesh.services.conductor.loads.queues import PrefillWork
+from kvmesh.services.conductor.peers.others import OtherConductors
+from kvmesh.services.conductor.placing.placement import PlacementChoice
+from kvmesh.services.conductor.placing.timeline import pull_after_s
+from kvmesh.services.conductor.prefixes.fetch_plan import FetchSegment, lives_of
+from kvmesh.services.conductor.prefixes.index import Index
+from kvmesh.services.conductor.prefixes.pending import marks
+from kvmesh.services.conductor.prefixes.tier_times import TierLoads
+from kvmesh.services.conductor.settings import Settings
 
 MAX_PREDICTED_TOKENS = 4096
 MAX_PROMISED = 16_384

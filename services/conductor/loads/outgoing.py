@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.conductor.domain import Life
+from kvmesh.services.conductor.domain import Life
 
 
 @dataclass(slots=True)

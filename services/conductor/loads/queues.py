@@ -10,12 +10,12 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from kvmesh.services.conductor import score
+from kvmesh.services.conductor.costs.models import DecayedRatio
+from kvmesh.services.conductor.domain import Load
+from kvmesh.services.conductor.loads.batch_forecast import BatchAt, BatchForecast, DecodeWork
+from kvmesh.services.conductor.loads.decayed_sum import DecayedSum
 from kvmesh.work_class import work_class
-from services.conductor import score
-from services.conductor.costs.models import DecayedRatio
-from services.conductor.domain import Load
-from services.conductor.loads.batch_forecast import BatchAt, BatchForecast, DecodeWork
-from services.conductor.loads.decayed_sum import DecayedSum
 
 IN_FLIGHT_S = 0.05
 # Short prompts are computed together, so a queue drains faster than the sum of its parts; within these bounds.

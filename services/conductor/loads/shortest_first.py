@@ -32,9 +32,9 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
+from kvmesh.services.conductor.loads.queues import PRIORITY_STEP_S, PrefillQueue
+from kvmesh.services.conductor.settings import SizeSettings
 from kvmesh.work_class import work_class
-from services.conductor.loads.queues import PRIORITY_STEP_S, PrefillQueue
-from services.conductor.settings import SizeSettings
 
 FADE_S = 30.0  # of the rate at which work comes
 SMALLEST_S, BUCKETS, OF_AN_OCTAVE = 2.0**-12, 40, 2

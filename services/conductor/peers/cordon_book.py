@@ -14,8 +14,8 @@ from typing import Any
 
 from kvmesh.errors import Overloaded, Unavailable
 from kvmesh.leader.redis_lease import Redis
-from services.conductor.domain import Cordon, CordonState
-from services.conductor.fleet.cordons import MAX_CORDONS, Word, changes
+from kvmesh.services.conductor.domain import Cordon, CordonState
+from kvmesh.services.conductor.fleet.cordons import MAX_CORDONS, Word, changes
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from kvmesh.rpc.leader_client import LeaderClient, LeaderTracker
 from kvmesh.rpc.pb import conductor_pb2 as pb
 from kvmesh.rpc.pb import store_pb2
 from kvmesh.rpc.terms import first_term
-from services.conductor.config import ConductorConfig
-from services.conductor.domain import Cordon, CordonState, Event, Lead
-from services.conductor.peers.cordon_book import CordonBook
+from kvmesh.services.conductor.config import ConductorConfig
+from kvmesh.services.conductor.domain import Cordon, CordonState, Event, Lead
+from kvmesh.services.conductor.peers.cordon_book import CordonBook
 
 STORE = store_pb2.DESCRIPTOR.services_by_name["StoreMaster"]
 PART = "conductor"  # of the mesh's names in Redis

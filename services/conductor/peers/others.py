@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from services.conductor.loads.queues import PrefillQueue
+from kvmesh.services.conductor.loads.queues import PrefillQueue
 
 FADE_S = 5.0  # of the rate at which others place
 PERIOD_S, PER_QUEUE_S = 0.02, 2e-5  # how often it is spread again at most: that costs time for each queue

@@ -16,11 +16,11 @@ import math
 from collections import OrderedDict
 from collections.abc import Hashable
 
-from services.conductor.domain import Schedule
-from services.conductor.placing.nearness import NOTHING, NOWHERE, NearInstances, Nearness
-from services.conductor.placing.placement import PlacementChoice
-from services.conductor.score import COUNTED_TOKENS
-from services.conductor.settings import AffinitySettings
+from kvmesh.services.conductor.domain import Schedule
+from kvmesh.services.conductor.placing.nearness import NOTHING, NOWHERE, NearInstances, Nearness
+from kvmesh.services.conductor.placing.placement import PlacementChoice
+from kvmesh.services.conductor.score import COUNTED_TOKENS
+from kvmesh.services.conductor.settings import AffinitySettings
 
 SESSION_FADES_S, ORIGIN_FADES_S = 60.0, 10.0  # to 1/e
 MAX_SESSIONS, MAX_ORIGINS, MAX_PLACES = 65_536, 8_192, 4

@@ -12,15 +12,15 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from services.conductor import score
-from services.conductor.domain import Schedule
-from services.conductor.fleet.instance import Instance
-from services.conductor.placing.prefills import DEAR_S, DEAR_SHARE, PrefillChoice, cut
-from services.conductor.prefixes.fetch_plan import FetchPlanner, FetchSegment
-from services.conductor.prefixes.index import PrefixPlace, PrefixSurvey
+from kvmesh.services.conductor import score
+from kvmesh.services.conductor.domain import Schedule
+from kvmesh.services.conductor.fleet.instance import Instance
+from kvmesh.services.conductor.placing.prefills import DEAR_S, DEAR_SHARE, PrefillChoice, cut
+from kvmesh.services.conductor.prefixes.fetch_plan import FetchPlanner, FetchSegment
+from kvmesh.services.conductor.prefixes.index import PrefixPlace, PrefixSurvey
 
 if TYPE_CHECKING:
-    from services.conductor.admission.judge import Judge, Verdict
+    from kvmesh.services.conductor.admission.judge import Judge, Verdict
 
 
 @dataclass(slots=True)

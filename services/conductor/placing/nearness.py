@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from services.conductor.fleet.instance import Instance
-from services.conductor.score import COUNTED_TOKENS
+from kvmesh.services.conductor.fleet.instance import Instance
+from kvmesh.services.conductor.score import COUNTED_TOKENS
 
 
 class NearInstances:

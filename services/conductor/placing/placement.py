@@ -30,23 +30,23 @@ from enum import Enum
 from typing import TypeVar
 
 from kvmesh.errors import Overloaded
-from services.conductor import score
-from services.conductor.admission.judge import Judge
-from services.conductor.candidates.fields import FEW, ColumnField
-from services.conductor.candidates.select import Screen, Weighing, screen_of
-from services.conductor.candidates.selection import Selection
-from services.conductor.costs.fit import ENOUGH_SAMPLES
-from services.conductor.domain import Refuse, Role, Schedule
-from services.conductor.fleet.instance import Instance
-from services.conductor.placing import decodes as decoding
-from services.conductor.placing import prefills as prefilling
-from services.conductor.placing.decodes import DecodeChoice, decode_load
-from services.conductor.placing.nearness import NOWHERE, Nearness
-from services.conductor.placing.prefills import PrefillCandidate, PrefillChoice
-from services.conductor.placing.scoring_context import ScoringContext as ScoringContext
-from services.conductor.placing.ties import Comparison, TieCandidate, compare, even_out
-from services.conductor.prefixes.fetch_plan import FetchPlanner, FetchSegment
-from services.conductor.prefixes.index import PrefixPlace, PrefixSurvey
+from kvmesh.services.conductor import score
+from kvmesh.services.conductor.admission.judge import Judge
+from kvmesh.services.conductor.candidates.fields import FEW, ColumnField
+from kvmesh.services.conductor.candidates.select import Screen, Weighing, screen_of
+from kvmesh.services.conductor.candidates.selection import Selection
+from kvmesh.services.conductor.costs.fit import ENOUGH_SAMPLES
+from kvmesh.services.conductor.domain import Refuse, Role, Schedule
+from kvmesh.services.conductor.fleet.instance import Instance
+from kvmesh.services.conductor.placing import decodes as decoding
+from kvmesh.services.conductor.placing import prefills as prefilling
+from kvmesh.services.conductor.placing.decodes import DecodeChoice, decode_load
+from kvmesh.services.conductor.placing.nearness import NOWHERE, Nearness
+from kvmesh.services.conductor.placing.prefills import PrefillCandidate, PrefillChoice
+from kvmesh.services.conductor.placing.scoring_context import ScoringContext as ScoringContext
+from kvmesh.services.conductor.placing.ties import Comparison, TieCandidate, compare, even_out
+from kvmesh.services.conductor.prefixes.fetch_plan import FetchPlanner, FetchSegment
+from kvmesh.services.conductor.prefixes.index import PrefixPlace, PrefixSurvey
 
 # Two streams, the landing and its lease, the first token's way through decode: at one request at a time about a
 # millisecond of `admit` and `stream` in benchmarks/results/mesh-closed.json.

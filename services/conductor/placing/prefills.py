@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvmesh.kvcache.tiers import Tier
-from services.conductor import score
-from services.conductor.costs.fit import ENOUGH_SAMPLES
-from services.conductor.costs.interference import NOBODY, PromptAmongRows, shared
-from services.conductor.domain import Fetch, Schedule
-from services.conductor.fleet.instance import Instance
-from services.conductor.loads.shortest_first import ALONE, OvertakingTerms, ahead
-from services.conductor.prefixes.fetch_plan import FetchPlanner, FetchSegment
-from services.conductor.prefixes.index import PrefixPlace
+from kvmesh.services.conductor import score
+from kvmesh.services.conductor.costs.fit import ENOUGH_SAMPLES
+from kvmesh.services.conductor.costs.interference import NOBODY, PromptAmongRows, shared
+from kvmesh.services.conductor.domain import Fetch, Schedule
+from kvmesh.services.conductor.fleet.instance import Instance
+from kvmesh.services.conductor.loads.shortest_first import ALONE, OvertakingTerms, ahead
+from kvmesh.services.conductor.prefixes.fetch_plan import FetchPlanner, FetchSegment
+from kvmesh.services.conductor.prefixes.index import PrefixPlace
 
 # A lower tier is forbidden to its own node when it would make the first token later by more than this.
 DEAR_SHARE, DEAR_S = 0.25, 0.05

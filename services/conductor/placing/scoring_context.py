@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from services.conductor.admission.judge import Judge
-from services.conductor.domain import Fetch
-from services.conductor.loads.shortest_first import ALONE, OvertakingTerms
-from services.conductor.placing.nearness import NOWHERE, Nearness
+from kvmesh.services.conductor.admission.judge import Judge
+from kvmesh.services.conductor.domain import Fetch
+from kvmesh.services.conductor.loads.shortest_first import ALONE, OvertakingTerms
+from kvmesh.services.conductor.placing.nearness import NOWHERE, Nearness
 
 
 @dataclass(slots=True)

@@ -33,10 +33,10 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from services.conductor.domain import PrefillSample
-from services.conductor.placing.placement import PlacementChoice
-from services.conductor.score import HIDDEN_SHARE
-from services.conductor.settings import Settings, ThresholdMode
+from kvmesh.services.conductor.domain import PrefillSample
+from kvmesh.services.conductor.placing.placement import PlacementChoice
+from kvmesh.services.conductor.score import HIDDEN_SHARE
+from kvmesh.services.conductor.settings import Settings, ThresholdMode
 
 MAX_THRESHOLD, MAX_CONGESTION = 8.0, 8.0
 NEVER = math.inf  # the step after MAX_THRESHOLD: even who has nothing fetches nothing

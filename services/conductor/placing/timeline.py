@@ -14,8 +14,8 @@ KV computed by prefill is pushed layer by layer as it comes to be; what decode f
 
 from __future__ import annotations
 
-from services.conductor.domain import PredictedLife
-from services.conductor.placing.placement import PlacementChoice
+from kvmesh.services.conductor.domain import PredictedLife
+from kvmesh.services.conductor.placing.placement import PlacementChoice
 
 FETCH_SHARE = 2.0  # pulls often take twice as long as predicted, rarely longer
 MARGIN_S = 0.25

@@ -11,16 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from services.conductor.domain import Fetch, Role, Schedule
-from services.conductor.fleet.instance import Instance
-from services.conductor.placing import decodes as decoding
-from services.conductor.placing import placement
-from services.conductor.placing.placement import Option, PlacementChoice, ServingMode, WeighedModes
-from services.conductor.placing.scoring_context import ScoringContext
-from services.conductor.policies import registry
-from services.conductor.policies.policy import Choices, Pick, Pool, Weigh
-from services.conductor.prefixes.fetch_plan import FetchPlanner
-from services.conductor.prefixes.index import PrefixPlace
+from kvmesh.services.conductor.domain import Fetch, Role, Schedule
+from kvmesh.services.conductor.fleet.instance import Instance
+from kvmesh.services.conductor.placing import decodes as decoding
+from kvmesh.services.conductor.placing import placement
+from kvmesh.services.conductor.placing.placement import Option, PlacementChoice, ServingMode, WeighedModes
+from kvmesh.services.conductor.placing.scoring_context import ScoringContext
+from kvmesh.services.conductor.policies import registry
+from kvmesh.services.conductor.policies.policy import Choices, Pick, Pool, Weigh
+from kvmesh.services.conductor.prefixes.fetch_plan import FetchPlanner
+from kvmesh.services.conductor.prefixes.index import PrefixPlace
 
 LOGGED_EVERY_S = 60.0  # failures of a policy
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.conductor.domain import Schedule
-from services.conductor.policies.policy import Choices, PlacementPolicy, Weigh
+from kvmesh.services.conductor.domain import Schedule
+from kvmesh.services.conductor.policies.policy import Choices, PlacementPolicy, Weigh
 
 
 class KvCache(PlacementPolicy):

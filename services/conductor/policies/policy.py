@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from services.conductor.domain import Schedule as Schedule
+from kvmesh.services.conductor.domain import Schedule as Schedule
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from services.conductor.domain import Schedule
-from services.conductor.placing import ties
-from services.conductor.policies.policy import PickingPolicy, Pool
+from kvmesh.services.conductor.domain import Schedule
+from kvmesh.services.conductor.placing import ties
+from kvmesh.services.conductor.policies.policy import PickingPolicy, Pool
 
 
 class PowerOfTwo(PickingPolicy):

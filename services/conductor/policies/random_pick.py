@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from services.conductor.domain import Schedule
-from services.conductor.policies.policy import PickingPolicy, Pool
+from kvmesh.services.conductor.domain import Schedule
+from kvmesh.services.conductor.policies.policy import PickingPolicy, Pool
 
 
 class RandomPick(PickingPolicy):

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from kvmesh.errors import ConfigError
 from kvmesh.plugins import Plugins
-from services.conductor.policies.policy import PlacementPolicy
+from kvmesh.services.conductor.policies.policy import PlacementPolicy
 
-_HERE = "services.conductor.policies"
+_HERE = "kvmesh.services.conductor.policies"
 BUILT_IN = {
     "kvcache": f"{_HERE}.kvcache:KvCache",
     "cache_aware": f"{_HERE}.cache_aware:CacheAware",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 
-from services.conductor.domain import Schedule
-from services.conductor.policies.policy import PickingPolicy, Pool
+from kvmesh.services.conductor.domain import Schedule
+from kvmesh.services.conductor.policies.policy import PickingPolicy, Pool
 
 MAX_TURNS = 65_536  # instances whose last turn is remembered
 

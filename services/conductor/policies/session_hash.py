@@ -11,8 +11,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
-from services.conductor.domain import Schedule
-from services.conductor.policies.policy import PickingPolicy, Pool
+from kvmesh.services.conductor.domain import Schedule
+from kvmesh.services.conductor.policies.policy import PickingPolicy, Pool
 
 POINTS = 64  # of each name on the ring
 SHARE = 1.25  # of the mean load, that one may have

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.kvcache.tiers import Tier, store_name
-from services.conductor.domain import Life, Member, Source
-from services.conductor.loads.outgoing import Outgoing
-from services.conductor.prefixes.index import PrefixPlace, PrefixSurvey, bits
+from kvmesh.services.conductor.domain import Life, Member, Source
+from kvmesh.services.conductor.loads.outgoing import Outgoing
+from kvmesh.services.conductor.prefixes.index import PrefixPlace, PrefixSurvey, bits
 
 MAX_RANGES = 8
 MAX_HOLDERS = 64  # of one block, among whom the one to ask is sought

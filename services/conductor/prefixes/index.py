@@ -13,9 +13,9 @@ import numpy.typing as npt
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.block_map import Verdict
 from kvmesh.kvcache.tiers import Tier, split_name
-from services.conductor.domain import Life
-from services.conductor.prefixes.pending import Marks, Pending
-from services.conductor.prefixes.walks import WalkedMap
+from kvmesh.services.conductor.domain import Life
+from kvmesh.services.conductor.prefixes.pending import Marks, Pending
+from kvmesh.services.conductor.prefixes.walks import WalkedMap
 
 SWEEP_KEYS = 16_384  # in one tick: some milliseconds
 FEW_BITS = 24  # of a bitset, that are found faster one by one

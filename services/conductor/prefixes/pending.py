@@ -20,7 +20,7 @@ from itertools import compress, pairwise
 from struct import Struct
 
 from kvmesh.kvcache.keys import KEY_BYTES, Keys
-from services.conductor.prefixes.walks import Runs, functions, of_marks
+from kvmesh.services.conductor.prefixes.walks import Runs, functions, of_marks
 
 EACH, SOME = 32, 256  # blocks of which each one is a mark, and up to which the finer step goes
 FINE, COARSE = 8, 32

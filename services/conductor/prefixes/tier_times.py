@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvmesh.kvcache.tiers import Tier, TierUse
-from services.conductor.costs.models import TierModel
-from services.conductor.domain import Life
+from kvmesh.services.conductor.costs.models import TierModel
+from kvmesh.services.conductor.domain import Life
 
 MAX_KNOWN = 16_384
 JUDGED_BYTES = 1 << 20

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvmesh.kvcache.tiers import Tier
-from services.conductor.costs.accuracy import Spread
-from services.conductor.domain import Placed, PrefillSample, Ref, Refuse, RequestOutcome, Role, Schedule
-from services.conductor.fleet.instance import Instance
-from services.conductor.placing.decodes import DecodeChoice
-from services.conductor.placing.nearness import NearInstances, Nearness
-from services.conductor.placing.placement import (
+from kvmesh.services.conductor.costs.accuracy import Spread
+from kvmesh.services.conductor.domain import Placed, PrefillSample, Ref, Refuse, RequestOutcome, Role, Schedule
+from kvmesh.services.conductor.fleet.instance import Instance
+from kvmesh.services.conductor.placing.decodes import DecodeChoice
+from kvmesh.services.conductor.placing.nearness import NearInstances, Nearness
+from kvmesh.services.conductor.placing.placement import (
     HANDOFF_S,
     Option,
     PlacementAndWeighed,
@@ -23,10 +23,10 @@ from services.conductor.placing.placement import (
     ServingMode,
     WeighedModes,
 )
-from services.conductor.placing.prefills import PrefillCandidate, PrefillChoice
-from services.conductor.placing.scoring_context import ScoringContext
-from services.conductor.placing.ties import ComparedNumbers, Comparison, Crowd
-from services.conductor.score import STALL_WEIGHT, answer_s
+from kvmesh.services.conductor.placing.prefills import PrefillCandidate, PrefillChoice
+from kvmesh.services.conductor.placing.scoring_context import ScoringContext
+from kvmesh.services.conductor.placing.ties import ComparedNumbers, Comparison, Crowd
+from kvmesh.services.conductor.score import STALL_WEIGHT, answer_s
 
 # All records together: a record of a mesh of a thousand instances is long.
 MAX_CANDIDATES = 131_072

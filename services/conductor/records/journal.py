@@ -23,12 +23,12 @@ import msgspec
 
 from kvmesh.errors import ConfigError, KvmeshError
 from kvmesh.kvcache.keys import Keys
-from services.conductor import domain
-from services.conductor.domain import Action, Event, Heartbeat, Placed, Refuse, Schedule
-from services.conductor.policies import registry
-from services.conductor.records.explain import Decision
-from services.conductor.settings import Settings
-from services.conductor.state import ConductorState
+from kvmesh.services.conductor import domain
+from kvmesh.services.conductor.domain import Action, Event, Heartbeat, Placed, Refuse, Schedule
+from kvmesh.services.conductor.policies import registry
+from kvmesh.services.conductor.records.explain import Decision
+from kvmesh.services.conductor.settings import Settings
+from kvmesh.services.conductor.state import ConductorState
 
 VERSION = 1
 MAX_WEIGHED = 32  # candidates of each role in one line

@@ -14,15 +14,15 @@ from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
 
 from kvmesh.errors import InternalError, InvalidRequest, KvmeshError
+from kvmesh.services.gateway.api_keys import Tenant
+from kvmesh.services.gateway.core import GatewayCore
+from kvmesh.services.gateway.generation import brief
+from kvmesh.services.gateway.models import Model
+from kvmesh.services.gateway.rest import openapi
+from kvmesh.services.gateway.rest.frames import error_headers, error_json
+from kvmesh.services.gateway.rest.openai import ChatRequest, CompletionRequest
+from kvmesh.services.gateway.rest.reply import Reply
 from kvmesh.telemetry import names
-from services.gateway.api_keys import Tenant
-from services.gateway.core import GatewayCore
-from services.gateway.generation import brief
-from services.gateway.models import Model
-from services.gateway.rest import openapi
-from services.gateway.rest.frames import error_headers, error_json
-from services.gateway.rest.openai import ChatRequest, CompletionRequest
-from services.gateway.rest.reply import Reply
 
 
 class NotFound(KvmeshError):

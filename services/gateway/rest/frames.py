@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from kvmesh.errors import KvmeshError, Unauthorized
-from services.gateway.text.completion import TokenLogprob
+from kvmesh.services.gateway.text.completion import TokenLogprob
 
 DONE = b"data: [DONE]\n\n"
 LOWEST_LOGPROB = -9999.0  # JSON has no -Infinity

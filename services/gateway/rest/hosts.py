@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 
 from kvmesh.errors import KvmeshError
 from kvmesh.rpc.exposure import is_loopback
+from kvmesh.services.gateway.config import GatewayConfig
+from kvmesh.services.gateway.generation import brief_repr
+from kvmesh.services.gateway.rest.http import Receive, Scope, Send, send_error
 from kvmesh.telemetry import names
-from services.gateway.config import GatewayConfig
-from services.gateway.generation import brief_repr
-from services.gateway.rest.http import Receive, Scope, Send, send_error
 
 Application = Callable[[Scope, Receive, Send], Awaitable[Any]]
 

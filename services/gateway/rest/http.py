@@ -12,12 +12,12 @@ import orjson
 from opentelemetry.context import Context
 
 from kvmesh.errors import BodyTooLarge, DeadlinePassed, InvalidRequest, KvmeshError
+from kvmesh.services.gateway.generation import brief, refused
+from kvmesh.services.gateway.request_memory import Reservation
+from kvmesh.services.gateway.rest import serving_headers
+from kvmesh.services.gateway.rest.frames import error_headers, error_json
+from kvmesh.services.gateway.rest.http_limits import BodyBounds
 from kvmesh.telemetry import spans
-from services.gateway.generation import brief, refused
-from services.gateway.request_memory import Reservation
-from services.gateway.rest import serving_headers
-from services.gateway.rest.frames import error_headers, error_json
-from services.gateway.rest.http_limits import BodyBounds
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]

@@ -17,8 +17,8 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from kvmesh.services.gateway.rest.http_limits import HttpLimits
 from kvmesh.telemetry import names
-from services.gateway.rest.http_limits import HttpLimits
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ import uvicorn
 
 from kvmesh.errors import ConfigError
 from kvmesh.rpc.server import check_port, join
+from kvmesh.services.gateway.config import GatewayConfig
+from kvmesh.services.gateway.rest.hosts import Application
+from kvmesh.services.gateway.rest.http_protocol import BoundedHttpProtocol, HttpConnections
 from kvmesh.telemetry import names
-from services.gateway.config import GatewayConfig
-from services.gateway.rest.hosts import Application
-from services.gateway.rest.http_protocol import BoundedHttpProtocol, HttpConnections
 
 log = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from kvmesh.rpc.protocol import (
     MAX_TOP_LOGPROBS,
     MIN_REPETITION_PENALTY,
 )
-from services.gateway.config import GatewayLimits
-from services.gateway.generation import (
+from kvmesh.services.gateway.config import GatewayLimits
+from kvmesh.services.gateway.generation import (
     BATCH,
     MAX_SEED,
     MAX_SLO_MS,
@@ -35,7 +35,7 @@ from services.gateway.generation import (
     check_stops,
     refused,
 )
-from services.gateway.text.chat import TemplateMessage
+from kvmesh.services.gateway.text.chat import TemplateMessage
 
 # Fields of OpenAI's bodies that say how a request is to be served, not what: its SLO, its lane, what it belongs to.
 

@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
-from services.gateway.rest.openai import ChatRequest, CompletionRequest
+from kvmesh.services.gateway.rest.openai import ChatRequest, CompletionRequest
 
 TITLE = "kvmesh"
 Json = dict[str, Any]

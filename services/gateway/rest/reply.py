@@ -12,19 +12,19 @@ from typing import Any
 from starlette.responses import Response
 
 from kvmesh.errors import InternalError, KvmeshError
-from services.gateway.api_keys import Tenant
-from services.gateway.core import GatewayCore
-from services.gateway.request_memory import (
+from kvmesh.services.gateway.api_keys import Tenant
+from kvmesh.services.gateway.core import GatewayCore
+from kvmesh.services.gateway.request_memory import (
     REQUEST_BYTES,
     WORK_TIMEOUT_S,
     Reservation,
     parse_cost,
     prompts_bytes,
 )
-from services.gateway.requests import Request
-from services.gateway.rest import serving_headers
-from services.gateway.rest.frames import DONE, Frames, error_event
-from services.gateway.rest.http import (
+from kvmesh.services.gateway.requests import Request
+from kvmesh.services.gateway.rest import serving_headers
+from kvmesh.services.gateway.rest.frames import DONE, Frames, error_event
+from kvmesh.services.gateway.rest.http import (
     EVENTS,
     JSON,
     REQUEST_ID,
@@ -41,8 +41,8 @@ from services.gateway.rest.http import (
     send_body,
     send_error,
 )
-from services.gateway.rest.openai import ChatRequest, CompletionRequest
-from services.gateway.text.completion import Delta
+from kvmesh.services.gateway.rest.openai import ChatRequest, CompletionRequest
+from kvmesh.services.gateway.text.completion import Delta
 
 log = logging.getLogger(__name__)
 

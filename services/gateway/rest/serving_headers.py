@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from services.gateway.generation import LANES, Generation, brief, refused
+from kvmesh.services.gateway.generation import LANES, Generation, brief, refused
 
 PREFIX = "x-kvmesh-"
 _WHOLE = re.compile(r"-?[0-9]{1,12}")

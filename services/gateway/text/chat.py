@@ -24,7 +24,7 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvmesh.errors import InvalidRequest
-from services.gateway.text.tokenizer import Tokenizer
+from kvmesh.services.gateway.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from services.gateway.text.detokenize import Detokenizer
-from services.gateway.text.stops import StopMatcher
+from kvmesh.services.gateway.text.detokenize import Detokenizer
+from kvmesh.services.gateway.text.stops import StopMatcher
 
 STOP = "stop"
 LENGTH = "length"

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from kvmesh.errors import ContextTooLong
 from kvmesh.kvcache.keys import Namespace, chain_tip, pack_tokens
-from services.gateway.generation import Generation, Prompt, refused
-from services.gateway.text.chat import ChatEncoder, ChatTemplates
-from services.gateway.text.detokenize import CONTEXT_TOKENS
-from services.gateway.text.tokenizer import Tokenizer
+from kvmesh.services.gateway.generation import Generation, Prompt, refused
+from kvmesh.services.gateway.text.chat import ChatEncoder, ChatTemplates
+from kvmesh.services.gateway.text.detokenize import CONTEXT_TOKENS
+from kvmesh.services.gateway.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 
 from kvmesh.errors import CheckpointError
-from services.gateway.text.detokenize import (
+from kvmesh.services.gateway.text.detokenize import (
     Detokenizer,
     TableDetokenizer,
     WindowDetokenizer,

@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvmesh.rpc.pb.store_pb2 import StoreUsage
-from services.store.domain import Member, Role
-from services.store.policy.reconciliation import PendingChanges
+from kvmesh.services.store.domain import Member, Role
+from kvmesh.services.store.policy.reconciliation import PendingChanges
 
 AVOID_S = 10.0  # a node that failed a call gets no copies for so long
 MAX_PULLS = 4  # under way at one receiver

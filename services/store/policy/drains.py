@@ -17,9 +17,9 @@ from kvmesh.errors import Overloaded
 from kvmesh.kvcache.keys import KEY_BYTES
 from kvmesh.kvcache.tiers import Tier, split_name, store_name, store_names
 from kvmesh.rpc.pb.store_pb2 import StoreUsage
-from services.store.block_map import MasterMap
-from services.store.policy.copies import MAX_KEYS, Copying, Nodes, Order, PullOrder
-from services.store.policy.reconciliation import PendingChanges
+from kvmesh.services.store.block_map import MasterMap
+from kvmesh.services.store.policy.copies import MAX_KEYS, Copying, Nodes, Order, PullOrder
+from kvmesh.services.store.policy.reconciliation import PendingChanges
 
 MAX_DRAINS = 256
 LOOK = 4096  # keys of one node in one tick

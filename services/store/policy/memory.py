@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 
 from kvmesh.kvcache.announce import Announcement
-from services.store.block_map import ENTRY_BYTES, REPLICA_BYTES, MasterMap
-from services.store.policy.heat import KeyHeat
+from kvmesh.services.store.block_map import ENTRY_BYTES, REPLICA_BYTES, MasterMap
+from kvmesh.services.store.policy.heat import KeyHeat
 
 SAMPLE = 2
 ROUND = 1024

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvmesh.errors import Overloaded
 from kvmesh.kvcache.keys import TAG_BYTES
-from services.store.block_map import MasterMap
+from kvmesh.services.store.block_map import MasterMap
 
 MAX_QUOTAS = 256
 AGAIN_S = 10.0

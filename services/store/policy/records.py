@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvmesh.kvcache.keys import KEY_BYTES, TAG_BYTES, split
-from services.store.policy.names import Name
-from services.store.policy.quotas import Quota
-from services.store.policy.replicas import Pinned
-from services.store.policy.tombstones import Tombstone
+from kvmesh.services.store.policy.names import Name
+from kvmesh.services.store.policy.quotas import Quota
+from kvmesh.services.store.policy.replicas import Pinned
+from kvmesh.services.store.policy.tombstones import Tombstone
 
 FLOOR = b"tombstone_floor"
 _SEQ = struct.Struct(">Q")
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Write:
-    """Records of one kind (see `services.store.durable`) that are to be kept, and to be forgotten."""
+    """Records of one kind (see `kvmesh.services.store.durable`) that are to be kept, and to be forgotten."""
 
     kind: str
     puts: Mapping[bytes, bytes] = field(default_factory=dict)

@@ -22,8 +22,8 @@ from functools import partial
 from typing import TypeVar
 
 from kvmesh.errors import Overloaded
-from services.store.domain import Role
-from services.store.policy.copies import (
+from kvmesh.services.store.domain import Role
+from kvmesh.services.store.policy.copies import (
     AVOID_S,
     MAX_KEYS,
     Copying,
@@ -35,7 +35,7 @@ from services.store.policy.copies import (
     TrimOrder,
     Work,
 )
-from services.store.policy.reconciliation import PendingChanges
+from kvmesh.services.store.policy.reconciliation import PendingChanges
 
 LOOK = 1024  # keys in one tick
 MAX_ORDERS = 32  # under way

@@ -11,20 +11,20 @@ from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.block_map import Verdict
 from kvmesh.kvcache.tiers import split_name, store_names
 from kvmesh.rpc.pb.store_pb2 import StoreUsage
-from services.store import durable
-from services.store.block_map import MasterMap
-from services.store.domain import Member
-from services.store.policy import heat, records
-from services.store.policy.copies import Copying, Nodes, Order
-from services.store.policy.drains import Drains
-from services.store.policy.heat import KeyHeat
-from services.store.policy.memory import MapMemory
-from services.store.policy.names import Names
-from services.store.policy.quotas import Quota, Quotas
-from services.store.policy.reconciliation import KnownHolders, PendingChanges, Unannounced, UnconfirmedRemovals
-from services.store.policy.records import Write
-from services.store.policy.replicas import Replicas
-from services.store.policy.tombstones import Tombstone, Tombstones
+from kvmesh.services.store import durable
+from kvmesh.services.store.block_map import MasterMap
+from kvmesh.services.store.domain import Member
+from kvmesh.services.store.policy import heat, records
+from kvmesh.services.store.policy.copies import Copying, Nodes, Order
+from kvmesh.services.store.policy.drains import Drains
+from kvmesh.services.store.policy.heat import KeyHeat
+from kvmesh.services.store.policy.memory import MapMemory
+from kvmesh.services.store.policy.names import Names
+from kvmesh.services.store.policy.quotas import Quota, Quotas
+from kvmesh.services.store.policy.reconciliation import KnownHolders, PendingChanges, Unannounced, UnconfirmedRemovals
+from kvmesh.services.store.policy.records import Write
+from kvmesh.services.store.policy.replicas import Replicas
+from kvmesh.services.store.policy.tombstones import Tombstone, Tombstones
 
 MAX_GRANT = 65_536  # in one range
 

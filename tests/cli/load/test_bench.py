@@ -22,9 +22,9 @@ from kvmesh.cli.load import replay
 from kvmesh.cli.load.bench import BenchWorkload, UniformLengths
 from kvmesh.cli.load.load import LoadOutcome
 from kvmesh.errors import ConfigError
+from kvmesh.services.gateway.api_keys import KeyRing
 from kvmesh.sim.workloads import trace
 from kvmesh.sim.workloads.trace import TokenMaker, TraceRequest
-from services.gateway.api_keys import KeyRing
 from tests.support.scripted_http import Gateway, Reply, answer, gateway
 
 Invoke = Callable[..., Result]

@@ -7,9 +7,9 @@ import pytest
 from kvmesh.cli.up.advertising import resolved
 from kvmesh.errors import ConfigError
 from kvmesh.pool.config import PoolConfig
-from services.conductor.config import ConductorConfig
-from services.decode.config import DecodeConfig
-from services.store.config import StoreConfig
+from kvmesh.services.conductor.config import ConductorConfig
+from kvmesh.services.decode.config import DecodeConfig
+from kvmesh.services.store.config import StoreConfig
 
 
 def test_a_worker_advertises_the_way_to_its_conductor() -> None:

@@ -16,7 +16,7 @@ from kvmesh.config import load
 from kvmesh.errors import ConfigError
 from kvmesh.leader.redis_lease import check_url
 from kvmesh.private_files import private_folder, private_opener
-from services.conductor.config import ConductorConfig
+from kvmesh.services.conductor.config import ConductorConfig
 
 SECRET = "hunter2-s3cret"
 REDIS = f"redis://mesh:{SECRET}@127.0.0.1:6399/0"

@@ -8,11 +8,11 @@ import pytest
 
 from kvmesh.errors import ConfigError, InvalidRequest
 from kvmesh.rpc.pb import conductor_pb2 as pb
-from services.conductor.config import ConductorConfig
-from services.conductor.domain import Lane
-from services.conductor.main import settings_of
-from services.conductor.mapping import MAX_BELONGING, schedule_in
-from services.conductor.settings import Mode
+from kvmesh.services.conductor.config import ConductorConfig
+from kvmesh.services.conductor.domain import Lane
+from kvmesh.services.conductor.main import settings_of
+from kvmesh.services.conductor.mapping import MAX_BELONGING, schedule_in
+from kvmesh.services.conductor.settings import Mode
 
 
 def test_flags_become_settings() -> None:

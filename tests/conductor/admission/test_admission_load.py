@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from services.conductor.settings import AdmissionSettings, Mode
+from kvmesh.services.conductor.settings import AdmissionSettings, Mode
 from tests.support.conductor.driven import STEP_S, Driven
 
 SECONDS, WARM_S = 120.0, 40.0

@@ -12,9 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvmesh.errors import Overloaded
-from services.conductor.admission import lanes
-from services.conductor.admission.lanes import BatchLane, BatchRequest
-from services.conductor.admission.slowdown import (
+from kvmesh.services.conductor.admission import lanes
+from kvmesh.services.conductor.admission.lanes import BatchLane, BatchRequest
+from kvmesh.services.conductor.admission.slowdown import (
     AGAIN_S,
     CLEAR_WAIT_S,
     ENOUGH,
@@ -23,8 +23,8 @@ from services.conductor.admission.slowdown import (
     Slowdown,
     Undisturbed,
 )
-from services.conductor.domain import Lane, Outcome, Placed, Refuse, RequestOutcome
-from services.conductor.settings import AdmissionSettings, Mode
+from kvmesh.services.conductor.domain import Lane, Outcome, Placed, Refuse, RequestOutcome
+from kvmesh.services.conductor.settings import AdmissionSettings, Mode
 from tests.support.conductor.driven import STEP_S, Driven
 from tests.support.conductor.timed_mesh import Client, TimedMesh
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.errors import Overloaded
-from services.conductor.domain import Lane, Load, Outcome, Placed, Refuse, RequestOutcome, Role, Schedule
-from services.conductor.mapping import placement_out
-from services.conductor.settings import AdmissionSettings, Mode
+from kvmesh.services.conductor.domain import Lane, Load, Outcome, Placed, Refuse, RequestOutcome, Role, Schedule
+from kvmesh.services.conductor.mapping import placement_out
+from kvmesh.services.conductor.settings import AdmissionSettings, Mode
 from tests.support.conductor.brain import Brain, card
 from tests.support.conductor.driven import BEAT_EVERY, STEP_S, Driven
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvmesh.errors import InvalidRequest, KvmeshError, Overloaded
-from services.conductor.domain import (
+from kvmesh.services.conductor.domain import (
     Cordon,
     CordonState,
     DecodeSample,
@@ -18,7 +18,7 @@ from services.conductor.domain import (
     Refuse,
     Role,
 )
-from services.conductor.settings import AdmissionSettings, BalanceSettings, Settings
+from kvmesh.services.conductor.settings import AdmissionSettings, BalanceSettings, Settings
 from tests.support.conductor.brain import Brain, card, chain
 
 LONG: dict[str, Any] = {"model": card(max_context_tokens=1 << 20), "capacity": 1 << 20}

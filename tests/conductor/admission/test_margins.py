@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.errors import Overloaded
-from services.conductor.admission.margins import ENOUGH, KEPT, MOST, Margin
-from services.conductor.domain import Outcome, RequestOutcome
-from services.conductor.settings import AdmissionSettings
+from kvmesh.services.conductor.admission.margins import ENOUGH, KEPT, MOST, Margin
+from kvmesh.services.conductor.domain import Outcome, RequestOutcome
+from kvmesh.services.conductor.settings import AdmissionSettings
 from tests.support.conductor.brain import Brain
 
 RATIOS = st.lists(st.floats(0.01, 100.0), min_size=ENOUGH, max_size=2 * KEPT)

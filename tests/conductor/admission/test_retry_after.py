@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.conductor.admission import turns as module
-from services.conductor.admission.turns import GRACE_S, MOST_S, NOBODY, SLOT_S, PoolWork, RetryTurns
-from services.conductor.domain import Schedule
-from services.conductor.settings import AdmissionSettings
+from kvmesh.services.conductor.admission import turns as module
+from kvmesh.services.conductor.admission.turns import GRACE_S, MOST_S, NOBODY, SLOT_S, PoolWork, RetryTurns
+from kvmesh.services.conductor.domain import Schedule
+from kvmesh.services.conductor.settings import AdmissionSettings
 from tests.support.conductor.timed_mesh import Client, TimedMesh
 
 WORK = PoolWork(0.06, 0.2)

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.kvcache.keys import Keys
-from services.conductor.balance.heat import PrefixHeat, depths
-from services.conductor.balance.hot import DEADLINE_S, REST_S, SETTLE_S
-from services.conductor.domain import (
+from kvmesh.services.conductor.balance.heat import PrefixHeat, depths
+from kvmesh.services.conductor.balance.hot import DEADLINE_S, REST_S, SETTLE_S
+from kvmesh.services.conductor.domain import (
     Cordon,
     CordonState,
     Lead,
@@ -24,8 +24,8 @@ from services.conductor.domain import (
     Schedule,
     Tick,
 )
-from services.conductor.prefixes.index import HeldRun, PrefixSurvey
-from services.conductor.settings import BalanceSettings
+from kvmesh.services.conductor.prefixes.index import HeldRun, PrefixSurvey
+from kvmesh.services.conductor.settings import BalanceSettings
 from tests.support.conductor.brain import BLOCK, Brain, chain, joined
 
 HOT = chain("hot", 64)  # 1,024 tokens: 51 ms of prefill by the prior, and something for attention

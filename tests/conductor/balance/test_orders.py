@@ -13,10 +13,10 @@ import pytest
 from kvmesh.instance.servicer import add_instance
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.server import Server
+from kvmesh.services.conductor.balance import orders as carrying
+from kvmesh.services.conductor.balance.orders import MAX_ORDERS, BalanceOrders
+from kvmesh.services.conductor.domain import OrderEnded, Ref, Replicate, Role, SwitchRole
 from kvmesh.telemetry import names
-from services.conductor.balance import orders as carrying
-from services.conductor.balance.orders import MAX_ORDERS, BalanceOrders
-from services.conductor.domain import OrderEnded, Ref, Replicate, Role, SwitchRole
 from tests.support.nodes import Node, bench, keys_of, node, until
 
 

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.pacing import MembershipLease, Pulse
-from services.conductor.balance.demand import Demand
-from services.conductor.balance.roles import DEADLINE_S, HIGH, PAUSE, Roles
-from services.conductor.balance.tally import MIXED, Tally, TallyCounts
-from services.conductor.domain import Load, OrderEnded, Ref, Register, Role, SwitchRole
-from services.conductor.fleet.instance import Instance, ModelFits
-from services.conductor.settings import BalanceSettings
+from kvmesh.services.conductor.balance.demand import Demand
+from kvmesh.services.conductor.balance.roles import DEADLINE_S, HIGH, PAUSE, Roles
+from kvmesh.services.conductor.balance.tally import MIXED, Tally, TallyCounts
+from kvmesh.services.conductor.domain import Load, OrderEnded, Ref, Register, Role, SwitchRole
+from kvmesh.services.conductor.fleet.instance import Instance, ModelFits
+from kvmesh.services.conductor.settings import BalanceSettings
 from tests.support.conductor.brain import card
 from tests.support.conductor.loop import Loop
 

@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.errors import ConfigError
+from kvmesh.services.conductor import mapping
+from kvmesh.services.conductor.balance.demand import Demand, Demands
+from kvmesh.services.conductor.balance.gauges import MAX_LOAD, ScaleGauges
+from kvmesh.services.conductor.balance.scale import CALM, Hint, Scale
+from kvmesh.services.conductor.balance.tally import MIXED
+from kvmesh.services.conductor.config import ConductorConfig
+from kvmesh.services.conductor.domain import Action, Event, Lane, Load, Role, Schedule
+from kvmesh.services.conductor.fleet.instance import Instance
+from kvmesh.services.conductor.settings import AdmissionSettings, BalanceSettings, Settings
 from kvmesh.telemetry import names
-from services.conductor import mapping
-from services.conductor.balance.demand import Demand, Demands
-from services.conductor.balance.gauges import MAX_LOAD, ScaleGauges
-from services.conductor.balance.scale import CALM, Hint, Scale
-from services.conductor.balance.tally import MIXED
-from services.conductor.config import ConductorConfig
-from services.conductor.domain import Action, Event, Lane, Load, Role, Schedule
-from services.conductor.fleet.instance import Instance
-from services.conductor.settings import AdmissionSettings, BalanceSettings, Settings
 from tests.conductor.balance.test_roles import instance, tallied
 from tests.support.conductor.brain import Brain
 from tests.support.conductor.loop import Loop

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvmesh.kvcache.tiers import Tier, TierUse, split_name, store_name
-from services.conductor.candidates import bounds, columns, fields, select
-from services.conductor.domain import (
+from kvmesh.services.conductor.candidates import bounds, columns, fields, select
+from kvmesh.services.conductor.domain import (
     Cordon,
     CordonState,
     DecodeSample,
@@ -27,8 +27,8 @@ from services.conductor.domain import (
     Schedule,
     StoreLost,
 )
-from services.conductor.placing import placement, ties
-from services.conductor.settings import AffinitySettings
+from kvmesh.services.conductor.placing import placement, ties
+from kvmesh.services.conductor.settings import AffinitySettings
 from tests.support.conductor.brain import BLOCK, Brain, card, chain, joined, reset
 
 PROMPTS = [chain(name, 200) for name in "xy"]

@@ -10,12 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvmesh.native import library
-from services.conductor.candidates import bounds, compiled, instance_row, select
-from services.conductor.candidates.prefix_holders import held
-from services.conductor.candidates.selection import Selection
-from services.conductor.domain import Fetch, Schedule
-from services.conductor.placing import ties
-from services.conductor.settings import AffinitySettings
+from kvmesh.services.conductor.candidates import bounds, compiled, instance_row, select
+from kvmesh.services.conductor.candidates.prefix_holders import held
+from kvmesh.services.conductor.candidates.selection import Selection
+from kvmesh.services.conductor.domain import Fetch, Schedule
+from kvmesh.services.conductor.placing import ties
+from kvmesh.services.conductor.settings import AffinitySettings
 from tests.conductor.candidates.test_bounds import Fleet, asked
 
 pytestmark = pytest.mark.skipif(bool(library.why_not()), reason=f"no native code: {library.why_not()}")

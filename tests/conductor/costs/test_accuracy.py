@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmesh.telemetry import names
-from services.conductor.balance.gauges import ErrorGauges
-from services.conductor.costs.accuracy import (
+from kvmesh.services.conductor.balance.gauges import ErrorGauges
+from kvmesh.services.conductor.costs.accuracy import (
     AGE_S,
     AS_PREDICTED,
     CALIBRATED,
@@ -24,7 +23,8 @@ from services.conductor.costs.accuracy import (
     PredictionKind,
     group_of,
 )
-from services.conductor.domain import Role
+from kvmesh.services.conductor.domain import Role
+from kvmesh.telemetry import names
 
 NOW = 1000.0
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.conductor.costs.fit import Coefficients
-from services.conductor.costs.models import DecodeModel, PrefillModel, TransferModel
-from services.conductor.domain import DecodeSample, Load, Placed, PrefillSample, Role
-from services.conductor.placing.ties import TieCandidate, even_out
+from kvmesh.services.conductor.costs.fit import Coefficients
+from kvmesh.services.conductor.costs.models import DecodeModel, PrefillModel, TransferModel
+from kvmesh.services.conductor.domain import DecodeSample, Load, Placed, PrefillSample, Role
+from kvmesh.services.conductor.placing.ties import TieCandidate, even_out
 from tests.support.conductor.brain import IDLE, Brain, chain
 
 TRUE = Coefficients(a=0.01, b=5e-5, c=0.0)

@@ -26,8 +26,8 @@ from benchmarks.equals_figures import (
     told_against_right,
 )
 from benchmarks.slowing import slowed
-from services.conductor.domain import Placed, Refuse, Role
-from services.conductor.records.journal import Header, Recorder
+from kvmesh.services.conductor.domain import Placed, Refuse, Role
+from kvmesh.services.conductor.records.journal import Header, Recorder
 from tests.support.conductor.brain import Brain, reset
 
 

@@ -7,10 +7,10 @@ import pytest
 
 from kvmesh.errors import ConfigError
 from kvmesh.kvcache.tiers import Tier
-from services.conductor.costs import models as cost
-from services.conductor.costs.file import Costs, fit_all, fit_decode_step, fit_pull, fit_tier, fit_transfer
-from services.conductor.costs.models import Coefficients
-from services.conductor.domain import DecodeSample, PrefillSample
+from kvmesh.services.conductor.costs import models as cost
+from kvmesh.services.conductor.costs.file import Costs, fit_all, fit_decode_step, fit_pull, fit_tier, fit_transfer
+from kvmesh.services.conductor.costs.models import Coefficients
+from kvmesh.services.conductor.domain import DecodeSample, PrefillSample
 
 PREFILL = Coefficients(0.02, 2e-4, 3e-8)
 STEP = Coefficients(0.012, 1e-5, 2e-7, 4e-4, 32)

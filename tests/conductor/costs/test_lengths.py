@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.conductor.costs import lengths as module
-from services.conductor.costs.lengths import ENOUGH, UNTOLD_TOKENS, LearntLengths, Lengths
-from services.conductor.domain import Outcome, RequestOutcome, Schedule
+from kvmesh.services.conductor.costs import lengths as module
+from kvmesh.services.conductor.costs.lengths import ENOUGH, UNTOLD_TOKENS, LearntLengths, Lengths
+from kvmesh.services.conductor.domain import Outcome, RequestOutcome, Schedule
 
 
 def request(name: str = "r", **more: Any) -> Schedule:

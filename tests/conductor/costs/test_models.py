@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.kvcache.tiers import Tier
-from services.conductor.costs.fit import WINDOW, FittedModel, Sample, fit
-from services.conductor.costs.models import (
+from kvmesh.services.conductor.costs.fit import WINDOW, FittedModel, Sample, fit
+from kvmesh.services.conductor.costs.models import (
     ENOUGH_SAMPLES,
     HALF_LIFE_S,
     PREFILL_ANCHORS,

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from kvmesh.kvcache.tiers import Tier, TierUse
-from services.conductor.costs.accuracy import ENOUGH, PredictionError, PredictionKind
-from services.conductor.domain import (
+from kvmesh.services.conductor.costs.accuracy import ENOUGH, PredictionError, PredictionKind
+from kvmesh.services.conductor.domain import (
     DecodeSample,
     MemberGone,
     Outcome,
@@ -15,8 +15,8 @@ from services.conductor.domain import (
     RequestOutcome,
     Role,
 )
-from services.conductor.fleet.instance import Instance
-from services.conductor.loads import ledger
+from kvmesh.services.conductor.fleet.instance import Instance
+from kvmesh.services.conductor.loads import ledger
 from tests.support.conductor.brain import IDLE, Brain
 
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from kvmesh.errors import KvmeshError
 from kvmesh.rpc.pb import conductor_pb2 as pb
-from services.conductor import mapping
-from services.conductor.domain import DecodeSample, Placed, PrefillSample, Role
+from kvmesh.services.conductor import mapping
+from kvmesh.services.conductor.domain import DecodeSample, Placed, PrefillSample, Role
 from tests.support.conductor.brain import Brain
 from tests.support.messages import random_message
 

@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.conductor.fleet.breaker import Breaker, BreakerPhase, BreakerWindow
-from services.conductor.settings import BreakerSettings
+from kvmesh.services.conductor.fleet.breaker import Breaker, BreakerPhase, BreakerWindow
+from kvmesh.services.conductor.settings import BreakerSettings
 
 S = BreakerSettings(failures=3, share=0.5, window_s=10.0, rest_s=5.0, max_rest_s=20.0, probe_s=30.0)
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from kvmesh.errors import InvalidRequest, Overloaded, Unavailable, UnknownInstance
 from kvmesh.rpc.pb import conductor_pb2 as pb
-from services.conductor.domain import Cordon, CordonState, Outcome, Placed, Refuse, RequestOutcome, Role
-from services.conductor.fleet.cordons import MAX_CORDONS, MAX_REASON, Cordons, changes
-from services.conductor.settings import BreakerSettings
+from kvmesh.services.conductor.domain import Cordon, CordonState, Outcome, Placed, Refuse, RequestOutcome, Role
+from kvmesh.services.conductor.fleet.cordons import MAX_CORDONS, MAX_REASON, Cordons, changes
+from kvmesh.services.conductor.settings import BreakerSettings
 from tests.conductor.peers.test_leadership import TIMEOUT, conductor, config
 from tests.conductor.test_service import beat, scheduling
 from tests.support.conductor.brain import Brain

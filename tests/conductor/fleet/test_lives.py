@@ -3,7 +3,7 @@
 import pytest
 
 from kvmesh.kvcache.announce import Announcement
-from services.conductor.domain import Blocks, MemberGone, Role
+from kvmesh.services.conductor.domain import Blocks, MemberGone, Role
 from tests.support.conductor.brain import Brain, chain, joined, reset
 from tests.support.conductor.sharing import LONG, X, mesh
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from kvmesh.errors import ContextTooLong, InvalidRequest, ModelNotFound, Unavailable, UnknownInstance
-from services.conductor.domain import (
+from kvmesh.services.conductor.domain import (
     DecodeSample,
     Load,
     MemberGone,

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from services.conductor.balance import rounds
-from services.conductor.balance.hot import MAX_LISTED
-from services.conductor.domain import Lead, Load, Role, Tick
-from services.conductor.fleet.instance import Instance
-from services.conductor.fleet.walk import MOST_S, Pace, Walk
-from services.conductor.settings import BalanceSettings
-from services.conductor.state import EXPIRED, SURVEYED
+from kvmesh.services.conductor.balance import rounds
+from kvmesh.services.conductor.balance.hot import MAX_LISTED
+from kvmesh.services.conductor.domain import Lead, Load, Role, Tick
+from kvmesh.services.conductor.fleet.instance import Instance
+from kvmesh.services.conductor.fleet.walk import MOST_S, Pace, Walk
+from kvmesh.services.conductor.settings import BalanceSettings
+from kvmesh.services.conductor.state import EXPIRED, SURVEYED
 from tests.conductor.balance.test_roles import instance
 from tests.support.conductor.brain import BLOCK, Brain, card, chain, joined
 

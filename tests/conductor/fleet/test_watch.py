@@ -11,9 +11,18 @@ from kvmesh.kvcache.announce import Announcement
 from kvmesh.rpc import channels
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, store_pb2, store_pb2_grpc
 from kvmesh.rpc.server import Server
-from services.conductor import main
-from services.conductor.domain import Blocks, Event, Member, MemberGone, MemberJoined, MembersReset, Ref, StoreLost
-from services.conductor.fleet.watch import StoreWatch
+from kvmesh.services.conductor import main
+from kvmesh.services.conductor.domain import (
+    Blocks,
+    Event,
+    Member,
+    MemberGone,
+    MemberJoined,
+    MembersReset,
+    Ref,
+    StoreLost,
+)
+from kvmesh.services.conductor.fleet.watch import StoreWatch
 from tests.conductor.test_service import TIMEOUT, config, ref, registering
 from tests.support.services import running, until
 

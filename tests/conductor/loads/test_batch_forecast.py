@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.conductor.loads.batch_forecast import BatchAt, BatchForecast, DecodeWork
+from kvmesh.services.conductor.loads.batch_forecast import BatchAt, BatchForecast, DecodeWork
 
 NOW = 100.0
 

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.conductor.domain import Fetch, Placed, PrefillSample, Role
-from services.conductor.loads.outgoing import OutgoingLoad, Wires
-from services.conductor.score import shared_bytes
+from kvmesh.services.conductor.domain import Fetch, Placed, PrefillSample, Role
+from kvmesh.services.conductor.loads.outgoing import OutgoingLoad, Wires
+from kvmesh.services.conductor.score import shared_bytes
 from tests.support.conductor.brain import Brain, chain
 from tests.support.conductor.sharing import BYTES, LONG, X, mesh, other
 

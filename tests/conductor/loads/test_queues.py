@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.conductor.domain import Load
-from services.conductor.loads.batch_forecast import DecodeWork
-from services.conductor.loads.queues import IN_FLIGHT_S, PrefillQueue, PrefillWork, RunningBatch
+from kvmesh.services.conductor.domain import Load
+from kvmesh.services.conductor.loads.batch_forecast import DecodeWork
+from kvmesh.services.conductor.loads.queues import IN_FLIGHT_S, PrefillQueue, PrefillWork, RunningBatch
 
 PER_TOKEN = 0.001
 

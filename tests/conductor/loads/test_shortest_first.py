@@ -11,11 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvmesh.work_class import work_class, work_classes
-from services.conductor.candidates import select
-from services.conductor.domain import Load, PrefillSample, Role
-from services.conductor.loads.queues import PRIORITY_STEP_S, PrefillQueue, PrefillWork
-from services.conductor.loads.shortest_first import (
+from kvmesh.services.conductor.candidates import select
+from kvmesh.services.conductor.domain import Load, PrefillSample, Role
+from kvmesh.services.conductor.loads.queues import PRIORITY_STEP_S, PrefillQueue, PrefillWork
+from kvmesh.services.conductor.loads.shortest_first import (
     ALONE,
     FADE_S,
     LASTS,
@@ -26,7 +25,8 @@ from services.conductor.loads.shortest_first import (
     ahead,
     marks,
 )
-from services.conductor.settings import SizeSettings
+from kvmesh.services.conductor.settings import SizeSettings
+from kvmesh.work_class import work_class, work_classes
 from tests.conductor.candidates.test_bounds import Fleet, compare
 from tests.support.conductor.brain import Brain
 

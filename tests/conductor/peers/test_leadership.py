@@ -21,13 +21,13 @@ from kvmesh.rpc import channels
 from kvmesh.rpc.pb import conductor_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2_grpc, store_pb2, store_pb2_grpc
 from kvmesh.rpc.process import PARENT_ENV
-from services.conductor import main
-from services.conductor.config import ConductorConfig
-from services.conductor.domain import Cordon, CordonState, Event, Lead
-from services.conductor.peers.cordon_book import CordonBook
-from services.conductor.peers.leadership import PART, ConductorLeadership
-from services.store import main as store_main
-from services.store.config import StoreConfig
+from kvmesh.services.conductor import main
+from kvmesh.services.conductor.config import ConductorConfig
+from kvmesh.services.conductor.domain import Cordon, CordonState, Event, Lead
+from kvmesh.services.conductor.peers.cordon_book import CordonBook
+from kvmesh.services.conductor.peers.leadership import PART, ConductorLeadership
+from kvmesh.services.store import main as store_main
+from kvmesh.services.store.config import StoreConfig
 from tests.conductor.test_service import beat, failing, registering, scheduling
 from tests.support.redis_server import RedisServer, needs_redis, redis_server
 from tests.support.services import Running, running, until
@@ -280,7 +280,7 @@ async def test_a_redis_that_forgets_is_told_again(tmp_path: Path) -> None:
 
 @needs_redis
 async def test_there_is_a_limit_in_redis_too(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.conductor.peers.cordon_book.MAX_CORDONS", 2)
+    monkeypatch.setattr("kvmesh.services.conductor.peers.cordon_book.MAX_CORDONS", 2)
     async with book(redis, "limit") as (a, _):
         for name in ("p0", "p1", "p0"):
             await a.put(Cordon(name, CordonState.CORDONED))

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.conductor.domain import Heartbeat, Load, Placed, PrefillSample, Ref, Register, Role, Schedule
-from services.conductor.loads.queues import PrefillQueue, PrefillWork
-from services.conductor.peers.others import FADE_S, OtherConductors, water
-from services.conductor.settings import Settings
-from services.conductor.state import ConductorState
+from kvmesh.services.conductor.domain import Heartbeat, Load, Placed, PrefillSample, Ref, Register, Role, Schedule
+from kvmesh.services.conductor.loads.queues import PrefillQueue, PrefillWork
+from kvmesh.services.conductor.peers.others import FADE_S, OtherConductors, water
+from kvmesh.services.conductor.settings import Settings
+from kvmesh.services.conductor.state import ConductorState
 from tests.support.conductor.brain import card
 
 SERVERS, BEAT_S, LOAD = 8, 0.2, 0.85

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.conductor.domain import Load, Role, Schedule
-from services.conductor.placing import affinity
-from services.conductor.placing.affinity import Affinity
-from services.conductor.placing.nearness import NOWHERE, NearInstances
-from services.conductor.placing.placement import PlacementChoice
-from services.conductor.score import COUNTED_TOKENS
-from services.conductor.settings import AffinitySettings
+from kvmesh.services.conductor.domain import Load, Role, Schedule
+from kvmesh.services.conductor.placing import affinity
+from kvmesh.services.conductor.placing.affinity import Affinity
+from kvmesh.services.conductor.placing.nearness import NOWHERE, NearInstances
+from kvmesh.services.conductor.placing.placement import PlacementChoice
+from kvmesh.services.conductor.score import COUNTED_TOKENS
+from kvmesh.services.conductor.settings import AffinitySettings
 from tests.support.conductor.brain import Brain
 
 BOTH = AffinitySettings(session_s=0.2, origin_s=0.1)

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from kvmesh.kvcache.tiers import Tier
-from services.conductor.domain import Placed, PrefillSample, Source
-from services.conductor.mapping import placement_out
-from services.conductor.prefixes.fetch_plan import tier_life
+from kvmesh.services.conductor.domain import Placed, PrefillSample, Source
+from kvmesh.services.conductor.mapping import placement_out
+from kvmesh.services.conductor.prefixes.fetch_plan import tier_life
 from tests.conductor.prefixes.test_tiers import FAST, SLOW, seal, tell
 from tests.support.conductor.brain import BLOCK, IDLE, Brain
 from tests.support.conductor.sharing import BYTES, LONG, X, mesh, monotone

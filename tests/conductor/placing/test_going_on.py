@@ -9,12 +9,12 @@ import pytest
 
 from kvmesh.errors import InvalidRequest, Overloaded, Unavailable
 from kvmesh.rpc.pb import conductor_pb2 as pb
+from kvmesh.services.conductor.costs.accuracy import PredictionKind
+from kvmesh.services.conductor.costs.lengths import ENOUGH, LearntLengths
+from kvmesh.services.conductor.domain import Lane, Load, Outcome, Placed, RequestOutcome, Role, Schedule
+from kvmesh.services.conductor.mapping import schedule_in
+from kvmesh.services.conductor.settings import AdmissionSettings, Mode
 from kvmesh.sim.fitting import decisions
-from services.conductor.costs.accuracy import PredictionKind
-from services.conductor.costs.lengths import ENOUGH, LearntLengths
-from services.conductor.domain import Lane, Load, Outcome, Placed, RequestOutcome, Role, Schedule
-from services.conductor.mapping import schedule_in
-from services.conductor.settings import AdmissionSettings, Mode
 from tests.conductor.records.test_journal import Lines, recorded
 from tests.support.conductor.brain import IDLE, Brain, card
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.errors import ContextTooLong, ModelNotFound, Overloaded, Unavailable
-from services.conductor.domain import (
+from kvmesh.services.conductor.domain import (
     DecodeSample,
     Load,
     MemberGone,

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.errors import InvalidRequest, Overloaded, Unavailable
-from services.conductor.costs.interference import shared, without_rows_s
-from services.conductor.domain import DecodeSample, Fetch, Load, Placed, PrefillSample, Refuse, Role
-from services.conductor.fleet.instance import Instance
-from services.conductor.records.explain import Decision
-from services.conductor.score import mixed_tbt_s
+from kvmesh.services.conductor.costs.interference import shared, without_rows_s
+from kvmesh.services.conductor.domain import DecodeSample, Fetch, Load, Placed, PrefillSample, Refuse, Role
+from kvmesh.services.conductor.fleet.instance import Instance
+from kvmesh.services.conductor.records.explain import Decision
+from kvmesh.services.conductor.score import mixed_tbt_s
 from tests.support.conductor.brain import BLOCK, IDLE, Brain, chain, reset
 
 ROWS = Load(running_requests=8, context_tokens=4000, free_pages=900, free_extents=900)

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.conductor.domain import Fetch, Load, PrefillSample, Role
-from services.conductor.placing.placement import PlacementChoice
-from services.conductor.placing.prefills import worth_weighing
-from services.conductor.placing.threshold import (
+from kvmesh.services.conductor.domain import Fetch, Load, PrefillSample, Role
+from kvmesh.services.conductor.placing.placement import PlacementChoice
+from kvmesh.services.conductor.placing.prefills import worth_weighing
+from kvmesh.services.conductor.placing.threshold import (
     DWELL_S,
     FORGET_S,
     IDLE_S,
@@ -28,7 +28,7 @@ from services.conductor.placing.threshold import (
     UNEVEN,
     Threshold,
 )
-from services.conductor.settings import Settings, ThresholdMode
+from kvmesh.services.conductor.settings import Settings, ThresholdMode
 from tests.support.conductor.brain import BLOCK, Brain, chain, reset
 
 ADAPTIVE = Settings(threshold_mode=ThresholdMode.ADAPTIVE)

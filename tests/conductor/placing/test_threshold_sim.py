@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from kvmesh.services.conductor.domain import Fetch
+from kvmesh.services.conductor.settings import AdmissionSettings, Mode, Settings, ThresholdMode
 from kvmesh.sim.config import SimConfig, WireChange
 from kvmesh.sim.hardware.hardware import changed, hardware
 from kvmesh.sim.hardware.shapes import shape_of
@@ -13,8 +15,6 @@ from kvmesh.sim.hardware.times import node_spec
 from kvmesh.sim.report.records import Record
 from kvmesh.sim.run import run
 from kvmesh.sim.workloads.synthetic import Lengths, SyntheticConfig, synthetic
-from services.conductor.domain import Fetch
-from services.conductor.settings import AdmissionSettings, Mode, Settings, ThresholdMode
 
 SLOW_S, FAST_AGAIN_S = 60.0, 120.0
 AGENTS = SyntheticConfig(  # many share instructions, and documents below them

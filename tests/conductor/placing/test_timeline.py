@@ -9,12 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.conductor import mapping
-from services.conductor.domain import Load, Role
-from services.conductor.loads.outgoing import Outgoing
-from services.conductor.loads.outgoing import OutgoingLoad as Sending
-from services.conductor.placing.placement import PlacementChoice
-from services.conductor.placing.timeline import FETCH_SHARE, MARGIN_S, MAX_DELAY_S, MIN_DELAY_S, life, pull_after_s
+from kvmesh.services.conductor import mapping
+from kvmesh.services.conductor.domain import Load, Role
+from kvmesh.services.conductor.loads.outgoing import Outgoing
+from kvmesh.services.conductor.loads.outgoing import OutgoingLoad as Sending
+from kvmesh.services.conductor.placing.placement import PlacementChoice
+from kvmesh.services.conductor.placing.timeline import (
+    FETCH_SHARE,
+    MARGIN_S,
+    MAX_DELAY_S,
+    MIN_DELAY_S,
+    life,
+    pull_after_s,
+)
 from tests.support.conductor.brain import BLOCK, Brain, chain, reset
 
 

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from kvmesh.errors import ConfigError, Overloaded
 from kvmesh.rpc import channels
 from kvmesh.rpc.pb import conductor_pb2, conductor_pb2_grpc
-from services.conductor import main
-from services.conductor.config import ConductorConfig
-from services.conductor.domain import Cordon, CordonState, Load, Role
-from services.conductor.main import settings_of
-from services.conductor.policies.registry import BUILT_IN
-from services.conductor.policies.session_hash import POINTS, Ring, Rings
-from services.conductor.settings import AffinitySettings, ThresholdMode
+from kvmesh.services.conductor import main
+from kvmesh.services.conductor.config import ConductorConfig
+from kvmesh.services.conductor.domain import Cordon, CordonState, Load, Role
+from kvmesh.services.conductor.main import settings_of
+from kvmesh.services.conductor.policies.registry import BUILT_IN
+from kvmesh.services.conductor.policies.session_hash import POINTS, Ring, Rings
+from kvmesh.services.conductor.settings import AffinitySettings, ThresholdMode
 from tests.support.conductor.brain import BLOCK, Brain, chain, reset
 from tests.support.services import running
 

@@ -16,17 +16,18 @@ from kvmesh.errors import ConfigError
 from kvmesh.plugins import Plugins
 from kvmesh.rpc import channels
 from kvmesh.rpc.pb import conductor_pb2, conductor_pb2_grpc
-from services.conductor import main
-from services.conductor.config import ConductorConfig
-from services.conductor.domain import Placed, Role
-from services.conductor.policies import registry
-from services.conductor.policies.chooser import LOGGED_EVERY_S
-from services.conductor.policies.policy import PlacementPolicy
+from kvmesh.services.conductor import main
+from kvmesh.services.conductor.config import ConductorConfig
+from kvmesh.services.conductor.domain import Placed, Role
+from kvmesh.services.conductor.policies import registry
+from kvmesh.services.conductor.policies.chooser import LOGGED_EVERY_S
+from kvmesh.services.conductor.policies.kvcache import KvCache
+from kvmesh.services.conductor.policies.policy import PlacementPolicy
 from tests.support.conductor.brain import Brain
 from tests.support.services import running
 
 CODE = """
-from services.conductor.policies.policy import Choices, Pick, PickingPolicy, PlacementPolicy, Weigh
+from kvmesh.services.conductor.policies.policy import Choices, Pick, PickingPolicy, PlacementPolicy, Weigh
 
 
 class LongestCached(PickingPolicy):
@@ -141,7 +142,7 @@ def test_requests_of_a_broken_policy_are_weighed(
     package: Path, name: str, failed: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     brain, weighing = mesh(name), mesh("round_robin")
-    weighing.state.scheduling.chooser._policy = registry.make("kvcache")
+    weighing.state.scheduling.chooser._policy = KvCache()
     with caplog.at_level(logging.ERROR):
         answers = [brain.placed() for _ in range(3)]
     assert [r.getMessage() for r in caplog.records] == [

@@ -10,11 +10,11 @@ import pytest
 from kvmesh.kvcache.announce import Announcer
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.rpc.pb.store_pb2 import StoreUsage
-from services.conductor.prefixes.index import Index
-from services.store.domain import Announce, Beat, Heard, Join, Member, Relay, Role
-from services.store.policy.store_policy import PolicyLimits
-from services.store.policy.tombstones import Tombstone
-from services.store.state import MasterState
+from kvmesh.services.conductor.prefixes.index import Index
+from kvmesh.services.store.domain import Announce, Beat, Heard, Join, Member, Relay, Role
+from kvmesh.services.store.policy.store_policy import PolicyLimits
+from kvmesh.services.store.policy.tombstones import Tombstone
+from kvmesh.services.store.state import MasterState
 
 NAMES = "abc"
 

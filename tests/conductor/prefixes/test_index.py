@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmesh.kvcache.announce import Announcement
-from services.conductor.prefixes.index import Index, PrefixPlace, bits
-from services.conductor.prefixes.pending import Pending
+from kvmesh.services.conductor.prefixes.index import Index, PrefixPlace, bits
+from kvmesh.services.conductor.prefixes.pending import Pending
 from tests.support.conductor.brain import chain
 
 NOW, UNTIL = 50.0, 100.0

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvmesh.kvcache.announce import Announcement, snapshot_parts
 from kvmesh.kvcache.block_map import BlockMap
 from kvmesh.native import library, mask_table
-from services.conductor.prefixes import walks
+from kvmesh.services.conductor.prefixes import walks
 
 pytestmark = pytest.mark.skipif(bool(library.why_not()), reason=f"no native code: {library.why_not()}")
 

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmesh.kvcache.announce import Announcement
-from services.conductor.domain import MemberGone, Role
-from services.conductor.prefixes.index import Index
-from services.conductor.prefixes.pending import COARSE, EACH, FINE, SOME, Pending, marks, positions, span
+from kvmesh.services.conductor.domain import MemberGone, Role
+from kvmesh.services.conductor.prefixes.index import Index
+from kvmesh.services.conductor.prefixes.pending import COARSE, EACH, FINE, SOME, Pending, marks, positions, span
 from tests.support.conductor.brain import Brain, card, chain, joined
 
 LONG = chain("x", 700)

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from kvmesh.errors import Overloaded
-from services.conductor.domain import MemberGone, OutOfStep, Placed, PrefillSample, Role, StoreLost
+from kvmesh.services.conductor.domain import MemberGone, OutOfStep, Placed, PrefillSample, Role, StoreLost
 from tests.support.conductor.brain import BLOCK, IDLE, Brain, card, chain, joined, reset
 from tests.support.conductor.sharing import BYTES, LONG, X, mesh, other, ranges
 

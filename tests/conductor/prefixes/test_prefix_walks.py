@@ -14,9 +14,9 @@ from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.block_map import BlockMap
 from kvmesh.kvcache.keys import Keys
 from kvmesh.native import build, library
-from services.conductor.prefixes import pending, walks
-from services.conductor.prefixes.index import Index
-from services.conductor.prefixes.pending import Pending, marks, positions
+from kvmesh.services.conductor.prefixes import pending, walks
+from kvmesh.services.conductor.prefixes.index import Index
+from kvmesh.services.conductor.prefixes.pending import Pending, marks, positions
 
 KEYS = tuple(bytes([n, *[7] * 15]) for n in range(60))
 needs_native = pytest.mark.skipif(bool(library.why_not()), reason=f"no native code: {library.why_not()}")

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from services.conductor.domain import Fetch, MemberGone, PrefillSample, Source
+from kvmesh.services.conductor.domain import Fetch, MemberGone, PrefillSample, Source
 from tests.support.conductor.brain import BLOCK, IDLE, Brain, chain, joined, reset
 from tests.support.conductor.sharing import BYTES, LONG, X, mesh, monotone, other, ranges
 

@@ -19,15 +19,15 @@ from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.tiers import Tier, store_name
 from kvmesh.membership.announcing import to_proto
 from kvmesh.rpc.pb import store_pb2 as pb
-from services.conductor.domain import Event, Life, OutOfStep, StoreLost
-from services.conductor.domain import Tick as Later
-from services.conductor.fleet.watch import _Follower
-from services.conductor.prefixes.index import Index
-from services.conductor.settings import Settings
-from services.conductor.state import ConductorState
-from services.store import domain, mapping
-from services.store.block_map import BlockDirectory
-from services.store.state import MasterState
+from kvmesh.services.conductor.domain import Event, Life, OutOfStep, StoreLost
+from kvmesh.services.conductor.domain import Tick as Later
+from kvmesh.services.conductor.fleet.watch import _Follower
+from kvmesh.services.conductor.prefixes.index import Index
+from kvmesh.services.conductor.settings import Settings
+from kvmesh.services.conductor.state import ConductorState
+from kvmesh.services.store import domain, mapping
+from kvmesh.services.store.block_map import BlockDirectory
+from kvmesh.services.store.state import MasterState
 
 KEYS = [bytes([i]) * 16 for i in range(6)]
 NAMES = ["a", "b"]

@@ -8,8 +8,8 @@ from kvmesh.blockservice.tiers.config import checked_id
 from kvmesh.errors import ConfigError
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.tiers import Tier, TierUse, store_name
-from services.conductor.costs.models import TIER_HALF_LIFE_S, TIER_PRIORS, TierModel
-from services.conductor.domain import Blocks, Fetch, MemberGone, Placed, PrefillSample, Refuse, Role
+from kvmesh.services.conductor.costs.models import TIER_HALF_LIFE_S, TIER_PRIORS, TierModel
+from kvmesh.services.conductor.domain import Blocks, Fetch, MemberGone, Placed, PrefillSample, Refuse, Role
 from tests.support.conductor.brain import BLOCK, IDLE, Brain, chain, joined, reset
 from tests.support.conductor.sharing import BYTES, LONG, X, mesh
 

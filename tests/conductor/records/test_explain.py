@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.errors import Overloaded
-from services.conductor import mapping
-from services.conductor.costs.accuracy import AS_PREDICTED, ENOUGH
-from services.conductor.domain import DecodeSample, Lane, Load, Outcome, PrefillSample, RequestOutcome, Role
-from services.conductor.placing.ties import as_good
-from services.conductor.policies.registry import BUILT_IN
-from services.conductor.records import explain
-from services.conductor.records.explain import Candidate, Decision, Explanations, SloMiss, WeighedKind, Winner
-from services.conductor.settings import AffinitySettings
+from kvmesh.services.conductor import mapping
+from kvmesh.services.conductor.costs.accuracy import AS_PREDICTED, ENOUGH
+from kvmesh.services.conductor.domain import DecodeSample, Lane, Load, Outcome, PrefillSample, RequestOutcome, Role
+from kvmesh.services.conductor.placing.ties import as_good
+from kvmesh.services.conductor.policies.registry import BUILT_IN
+from kvmesh.services.conductor.records import explain
+from kvmesh.services.conductor.records.explain import Candidate, Decision, Explanations, SloMiss, WeighedKind, Winner
+from kvmesh.services.conductor.settings import AffinitySettings
 from tests.support.conductor.brain import BLOCK, IDLE, Brain, chain, reset
 from tests.support.conductor.sharing import LONG, X, mesh
 

@@ -16,8 +16,7 @@ import pytest
 
 from kvmesh.errors import ConfigError
 from kvmesh.kvcache.keys import Keys
-from kvmesh.sim.fitting import decisions
-from services.conductor.domain import (
+from kvmesh.services.conductor.domain import (
     Cordon,
     CordonState,
     DecodeSample,
@@ -29,9 +28,10 @@ from services.conductor.domain import (
     Role,
     Schedule,
 )
-from services.conductor.policies.registry import BUILT_IN
-from services.conductor.records.journal import Header, Recorder
-from services.conductor.settings import Settings
+from kvmesh.services.conductor.policies.registry import BUILT_IN
+from kvmesh.services.conductor.records.journal import Header, Recorder
+from kvmesh.services.conductor.settings import Settings
+from kvmesh.sim.fitting import decisions
 from tests.support.conductor.brain import Brain, chain, reset
 
 LIMIT = 1 << 30
@@ -206,7 +206,7 @@ def test_what_is_no_decision_log_is_named(first: bytes | None, rest: tuple[bytes
 
 
 def test_settings_come_back_as_they_were() -> None:
-    from services.conductor.records import journal
+    from kvmesh.services.conductor.records import journal
 
     lines = Lines()
     settings = replace(Settings(), policy="random", balancing_threshold=1.7)
@@ -216,7 +216,7 @@ def test_settings_come_back_as_they_were() -> None:
 
 @pytest.mark.parametrize("keys", [chain("x", 6), Keys.of(chain("x", 6))])
 def test_the_schedule_in_a_line_is_the_whole_request(keys: Sequence[bytes]) -> None:
-    from services.conductor.records import journal
+    from kvmesh.services.conductor.records import journal
 
     lines = Lines()
     brain = recorded(lines)

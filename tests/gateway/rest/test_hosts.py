@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvmesh.errors import ConfigError
-from services.gateway.api_keys import make_entry
-from services.gateway.config import GatewayConfig
-from services.gateway.rest.hosts import ForeignHost, check_host, checks_hosts
+from kvmesh.services.gateway.api_keys import make_entry
+from kvmesh.services.gateway.config import GatewayConfig
+from kvmesh.services.gateway.rest.hosts import ForeignHost, check_host, checks_hosts
 from tests.gateway.conftest import MeshMaker
 from tests.support.gateway.scripted import MODEL
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from kvmesh.errors import CheckpointError, ConfigError
+from kvmesh.services.gateway import main
+from kvmesh.services.gateway.config import GatewayConfig
 from kvmesh.telemetry import setup
-from services.gateway import main
-from services.gateway.config import GatewayConfig
 from tests.gateway.conftest import Mesh, MeshMaker, until
 from tests.support.gateway.scripted import CACHED, MODEL
 
@@ -35,7 +35,7 @@ async def test_readiness_says_why_not(make_mesh: MeshMaker) -> None:
 
 
 async def test_an_instance_that_loads_is_not_ready(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    from services.gateway.conductor import why_not_ready
+    from kvmesh.services.gateway.conductor import why_not_ready
 
     assert (await mesh.http.get("/ready")).json() == {"status": "ready", "models": {MODEL: {"ready": True}}}
     mesh.conductor.ready = False

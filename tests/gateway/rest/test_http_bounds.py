@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from kvmesh.rpc.certificates import make_certificates
-from services.gateway.api_keys import make_entry
-from services.gateway.rest.http_limits import BodyBounds, HttpLimits
-from services.gateway.rest.http_protocol import BoundedHttpProtocol
+from kvmesh.services.gateway.api_keys import make_entry
+from kvmesh.services.gateway.rest.http_limits import BodyBounds, HttpLimits
+from kvmesh.services.gateway.rest.http_protocol import BoundedHttpProtocol
 from tests.gateway.conftest import Mesh, MeshMaker, seen, until
 from tests.support.gateway.scripted import MODEL
 

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from kvmesh.kvcache.keys import Namespace, chain
-from services.gateway.api_keys import combined_salt
+from kvmesh.services.gateway.api_keys import combined_salt
 from tests.gateway.conftest import Mesh
 from tests.support.gateway.scripted import BLOCK_TOKENS, CACHED, FINGERPRINT, MODEL, WEIGHTS_EPOCH, Run
 

@@ -9,8 +9,8 @@ from typing import Any
 import jsonschema  # type: ignore[import-untyped]
 import pytest
 
-from services.gateway.rest.http_protocol import REFUSALS
-from services.gateway.rest.openapi import RESPONSES
+from kvmesh.services.gateway.rest.http_protocol import REFUSALS
+from kvmesh.services.gateway.rest.openapi import RESPONSES
 from tests.gateway.conftest import Mesh, MeshMaker
 from tests.support.gateway.documented import check
 from tests.support.gateway.scripted import MODEL

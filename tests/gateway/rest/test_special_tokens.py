@@ -11,8 +11,8 @@ import pytest
 from tokenizers import Tokenizer as Inner
 from tokenizers.processors import TemplateProcessing
 
-from services.gateway.text.chat import ChatTemplates, TemplateMessage
-from services.gateway.text.tokenizer import Tokenizer
+from kvmesh.services.gateway.text.chat import ChatTemplates, TemplateMessage
+from kvmesh.services.gateway.text.tokenizer import Tokenizer
 from tests.support.gateway import tokenizers_made
 
 # As Gemma's begins: the template writes the token itself.

@@ -10,7 +10,7 @@ import pytest
 
 from kvmesh.errors import Overloaded
 from kvmesh.rpc.pb import conductor_pb2, gateway_pb2
-from services.gateway.generation import BATCH_STEPS
+from kvmesh.services.gateway.generation import BATCH_STEPS
 from tests.gateway.conftest import Mesh, MeshMaker, seen
 from tests.support.gateway.scripted import MODEL
 

@@ -9,7 +9,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from kvmesh.errors import InvalidRequest
-from services.gateway.text.chat import ChatTemplates, TemplateMessage
+from kvmesh.services.gateway.text.chat import ChatTemplates, TemplateMessage
 from tests.support.gateway.tokenizers_made import CHAT_TEMPLATE
 
 MESSAGES = [

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.text.completion import Completion, Delta
-from services.gateway.text.stops import StopMatcher, StopStrings
-from services.gateway.text.tokenizer import Tokenizer
+from kvmesh.services.gateway.text.completion import Completion, Delta
+from kvmesh.services.gateway.text.stops import StopMatcher, StopStrings
+from kvmesh.services.gateway.text.tokenizer import Tokenizer
 from tests.support.gateway import tokenizers_made
 
 TOKENIZER = Tokenizer(tokenizers_made.byte_level(), {}, {})

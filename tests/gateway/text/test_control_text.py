@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers
 from tokenizers import Tokenizer as Inner
 
-from services.gateway.text.chat import ChatEncoder, ChatTemplates, TemplateMessage
-from services.gateway.text.tokenizer import Tokenizer
+from kvmesh.services.gateway.text.chat import ChatEncoder, ChatTemplates, TemplateMessage
+from kvmesh.services.gateway.text.tokenizer import Tokenizer
 from tests.support.gateway import tokenizers_made
 
 NOW = datetime.datetime(2026, 1, 1)

@@ -11,8 +11,8 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.text.detokenize import TableDetokenizer, WindowDetokenizer
-from services.gateway.text.tokenizer import Tokenizer
+from kvmesh.services.gateway.text.detokenize import TableDetokenizer, WindowDetokenizer
+from kvmesh.services.gateway.text.tokenizer import Tokenizer
 from tests.support.gateway import tokenizers_made
 
 

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.text.stops import StopMatcher, StopStrings
+from kvmesh.services.gateway.text.stops import StopMatcher, StopStrings
 
 LETTERS = st.text("ab", max_size=24)
 STOPS = st.lists(st.text("ab", min_size=1, max_size=5), max_size=4)

@@ -5,7 +5,7 @@ import random
 from typing import Any
 
 from kvmesh.kvcache.announce import Announcement
-from services.conductor.domain import (
+from kvmesh.services.conductor.domain import (
     Action,
     Blocks,
     Event,
@@ -24,8 +24,8 @@ from services.conductor.domain import (
     Schedule,
     Tick,
 )
-from services.conductor.settings import Settings
-from services.conductor.state import ConductorState
+from kvmesh.services.conductor.settings import Settings
+from kvmesh.services.conductor.state import ConductorState
 
 BLOCK = 16
 IDLE = Load(free_pages=1000, free_extents=1000)

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.conductor.domain import Lane, Load, Outcome, Placed, Refuse, RequestOutcome, Role
+from kvmesh.services.conductor.domain import Lane, Load, Outcome, Placed, Refuse, RequestOutcome, Role
 from tests.support.conductor.brain import Brain, card
 
 STEP_S = 0.1

@@ -8,8 +8,8 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from services.conductor.costs.models import DECODE_PRIOR
-from services.conductor.domain import (
+from kvmesh.services.conductor.costs.models import DECODE_PRIOR
+from kvmesh.services.conductor.domain import (
     Action,
     Lead,
     Load,

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from services.conductor.domain import Placed, Role, Source
+from kvmesh.services.conductor.domain import Placed, Role, Source
 from tests.support.conductor.brain import BLOCK, IDLE, Brain, chain, reset
 
 X = chain("x", 64)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvmesh.errors import Overloaded
-from services.conductor.domain import (
+from kvmesh.services.conductor.domain import (
     DecodeSample,
     Lane,
     Load,

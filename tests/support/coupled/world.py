@@ -15,14 +15,14 @@ from kvmesh.kvcache import keys as block_keys
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.ranks import protocol as m
 from kvmesh.rpc.brain_shell import Tick
-from services.coupled.coupling import Coupling, to_prefill
-from services.decode import events as e
-from services.decode import inputs as i
-from services.decode.limits import NS_PER_MS, Limits, RankShape, Shape
-from services.prefill import events as ev
-from services.prefill.checks import BrainConfig
-from services.prefill.handoff import Phase
-from services.prefill.planner import PlanConfig
+from kvmesh.services.coupled.coupling import Coupling, to_prefill
+from kvmesh.services.decode import events as e
+from kvmesh.services.decode import inputs as i
+from kvmesh.services.decode.limits import NS_PER_MS, Limits, RankShape, Shape
+from kvmesh.services.prefill import events as ev
+from kvmesh.services.prefill.checks import BrainConfig
+from kvmesh.services.prefill.handoff import Phase
+from kvmesh.services.prefill.planner import PlanConfig
 from tests.support.coupled.rank import BLOCK, EXTENT_BASE, Rank, Tokens
 
 SESSION, PEER, STREAM = 1, 1, 1

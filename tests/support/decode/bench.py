@@ -20,8 +20,8 @@ from kvmesh.rpc import channels, protocol
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from kvmesh.rpc.server import Server
-from services.decode import main
-from services.decode.config import DecodeConfig
+from kvmesh.services.decode import main
+from kvmesh.services.decode.config import DecodeConfig
 from tests.support.rank_driver import BLOCK, GREEDY, Driver, rank
 from tests.support.services import Running, running, until
 

@@ -33,11 +33,11 @@ from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.sources import Pulled, PullJob
 from kvmesh.ranks import protocol as m
 from kvmesh.rpc.brain_shell import Tick
-from services.decode import events as e
-from services.decode import inputs as i
-from services.decode.handoff import Handoff
-from services.decode.limits import NS_PER_MS, Limits, RankShape, Shape
-from services.decode.state import DecodeState
+from kvmesh.services.decode import events as e
+from kvmesh.services.decode import inputs as i
+from kvmesh.services.decode.handoff import Handoff
+from kvmesh.services.decode.limits import NS_PER_MS, Limits, RankShape, Shape
+from kvmesh.services.decode.state import DecodeState
 from tests.support.decode.words import RANK_SAYS, describe, key, pull_range
 from tests.support.lower import Below
 from tests.support.paths import ROOT

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.ranks import protocol as m
-from services.decode.events import Phase
-from services.decode.handoff import Handoff
+from kvmesh.services.decode.events import Phase
+from kvmesh.services.decode.handoff import Handoff
 
 
 def key(letter: str) -> bytes:

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import jsonschema  # type: ignore[import-untyped]
 
-from services.gateway.rest.openapi import RESPONSES, SCHEMAS
+from kvmesh.services.gateway.rest.openapi import RESPONSES, SCHEMAS
 
 METHODS = {"/v1/chat/completions": "POST", "/v1/completions": "POST"}  # of the others: GET
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvmesh.blockservice.removals import NotHere
 from kvmesh.kvcache.sources import Pulled, PullJob
 from kvmesh.ranks import protocol as m
-from services.prefill import events as ev
+from kvmesh.services.prefill import events as ev
 from tests.support.lower import Below
 from tests.support.prefill.script import BOOT_NS, make_state, prompt
 

@@ -20,11 +20,11 @@ from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.ranks import protocol as m
 from kvmesh.rpc.brain_shell import Tick
+from kvmesh.services.prefill import events as ev
+from kvmesh.services.prefill.checks import BrainConfig
+from kvmesh.services.prefill.planner import PlanConfig
+from kvmesh.services.prefill.state import PrefillState
 from kvmesh.transfer import TrafficClass
-from services.prefill import events as ev
-from services.prefill.checks import BrainConfig
-from services.prefill.planner import PlanConfig
-from services.prefill.state import PrefillState
 from tests.support.lower import Below
 
 MS = 1_000_000

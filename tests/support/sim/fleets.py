@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvmesh.services.conductor.settings import AdmissionSettings, Settings
+from kvmesh.services.conductor.settings import Mode as Admission
 from kvmesh.sim.config import Mode, SimConfig
 from kvmesh.sim.hardware.times import NodeSpec
 from kvmesh.sim.report.records import Record
 from kvmesh.sim.run import run
 from kvmesh.sim.workloads.workload import SimRequest
-from services.conductor.settings import AdmissionSettings, Settings
-from services.conductor.settings import Mode as Admission
 
 BLOCK = 16
 KV_BYTES = 1000  # a token

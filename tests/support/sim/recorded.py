@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from kvmesh.services.conductor.records.journal import Header, Recorder
+from kvmesh.services.conductor.settings import Settings
 from kvmesh.sim import brains
 from kvmesh.sim.config import SimConfig
 from kvmesh.sim.report.records import Record
 from kvmesh.sim.run import run
 from kvmesh.sim.workloads.workload import SimRequest
-from services.conductor.records.journal import Header, Recorder
-from services.conductor.settings import Settings
 
 
 def record(

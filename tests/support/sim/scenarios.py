@@ -19,6 +19,7 @@ from itertools import islice
 from math import inf, nan
 from typing import Any
 
+from kvmesh.services.conductor.settings import Settings
 from kvmesh.sim.changes import ChangeNoticed, FreezePhase, JoinEvent, KillEvent, LeaveEvent, SlowPhase
 from kvmesh.sim.cluster import Cluster
 from kvmesh.sim.config import SimConfig
@@ -29,7 +30,6 @@ from kvmesh.sim.run import run
 from kvmesh.sim.workloads.sessions import SessionConfig, Sessions
 from kvmesh.sim.workloads.synthetic import Lengths
 from kvmesh.sim.workloads.workload import Clients, ClosedLoop, SimRequest, key
-from services.conductor.settings import Settings
 
 BLOCK = 16
 NOISE = 0.3  # of a step's time, as live ones scatter on cores of their own

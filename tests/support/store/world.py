@@ -11,11 +11,11 @@ from kvmesh.kvcache.announce import Announcement, Announcer
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.tiers import Tier, store_name
 from kvmesh.rpc.pb.store_pb2 import StoreUsage, TierUsage
-from services.store.domain import Announce, Beat, Heard, Join, Member, Publish, Refuse, Role
-from services.store.policy.copies import DiscardOrder, Order, PinOrder, PullOrder, TrimOrder
-from services.store.policy.store_policy import PolicyLimits
-from services.store.policy.tombstones import Tombstone
-from services.store.state import MasterState
+from kvmesh.services.store.domain import Announce, Beat, Heard, Join, Member, Publish, Refuse, Role
+from kvmesh.services.store.policy.copies import DiscardOrder, Order, PinOrder, PullOrder, TrimOrder
+from kvmesh.services.store.policy.store_policy import PolicyLimits
+from kvmesh.services.store.policy.tombstones import Tombstone
+from kvmesh.services.store.state import MasterState
 
 LEASE = 100.0
 EXTENTS = 64

@@ -1,0 +1,34 @@
+"""What the wheel puts into site-packages."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from tests.support.paths import ROOT
+
+PARTS = ("pyproject.toml", "README.md", "LICENSE", "kvmesh", "services", "examples")
+
+
+def test_the_wheel_takes_one_name_and_answers_alone(tmp_path: Path) -> None:
+    source, site = tmp_path / "source", tmp_path / "site"
+    source.mkdir()
+    copied = ["cp", "-r", "--no-dereference", *(str(ROOT / part) for part in PARTS), str(source)]
+    subprocess.run(copied, check=True, timeout=60)  # setuptools writes beside its sources
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), "."]
+    subprocess.run(build, cwd=source, check=True, timeout=110)
+    (wheel,) = tmp_path.glob("kvmesh-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(site)
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"kvmesh"}
+    where = "import kvmesh.services.gateway.main as m, kvmesh.cli.app; print(m.__file__)"
+    environment = os.environ | {"PYTHONPATH": str(site)}
+    ran = subprocess.run(
+        [sys.executable, "-c", where], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() == str(site / "kvmesh/services/gateway/main.py")
