@@ -1,8 +1,8 @@
 """Before a node leaves: what nobody else holds is moved to others, for as long as there is time.
 
 The store master finds and moves it (services/store/policy/drains.py); the node asks again and again how far that is.
-The request names the node's life, so a master forgets it with that life: a node that is killed meanwhile comes back as one
-that does not drain.
+The request names the node's life, so a master forgets it with that life: a node that is killed meanwhile comes back as
+one that does not drain.
 """
 
 from __future__ import annotations
