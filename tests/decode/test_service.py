@@ -23,8 +23,9 @@ PROMPT = [(7 * i * i + 3 * i) % 90 + 5 for i in range(37)]
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def mesh(checkpoint: Path) -> AsyncIterator[Bench]:
-    """One instance for all tests of this file: each leaves it clean."""
-    async with bench(checkpoint) as made:
+    """One instance for all tests of this file: each leaves it clean. The scripted prefill fills one landing after the
+    other, which takes long on a machine that is full."""
+    async with bench(checkpoint, fill_begin_ms=60_000) as made:
         yield made
 
 

@@ -201,7 +201,7 @@ def test_a_caller_that_is_interrupted_leaves_the_listener_free() -> None:
         code, shown = other.call()
         assert (code, "busy with another caller" in shown) == (1, True), shown
         first.send_signal(signal.SIGINT)
-        shown, _ = first.communicate(timeout=20)
+        shown, _ = first.communicate(timeout=60)
         assert (first.returncode, "Traceback" in shown) == (130, False), shown
         other.until("hung up")
         assert other.call("--transports", "tcp")[0] == 0

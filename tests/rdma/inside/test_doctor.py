@@ -33,5 +33,6 @@ def test_devices_and_versions() -> None:
     assert found["rxa0"].level == "ok"
     assert "GIDs: RoCE v2 IPv4" in found["rxa0"].found
     assert "nica0 MTU 9000: RDMA MTU 4096" in found["rxa0"].found
-    (rdma,) = network.transports(("rdma",))
+    rdma, auto = network.transports(("rdma",))
+    assert (auto.level, auto.found) == ("ok", "rdma, shm, tcp")
     assert (rdma.level, "rxa0" in rdma.found) == ("ok", True)
