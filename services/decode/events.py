@@ -42,7 +42,7 @@ class Place(enum.Enum):
 
 
 class Reason(enum.IntEnum):
-    """Why a request finished; the numbers are those of messages.Token.finish and pb.FinishReason."""
+    """Why a request finished; the numbers are those of `protocol.Token.finish` and pb.FinishReason."""
 
     STOP = 1
     LENGTH = 2

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from kvmesh.blockservice.peers import SegmentOpener
 from kvmesh.blockservice.shard_wire import writers_of
 from kvmesh.errors import InvalidRequest, KvmeshError, TransferError
 from kvmesh.instance.served_weights import ServedWeights
@@ -29,14 +30,6 @@ class RankSender(Protocol):
     """What the runner needs of kvmesh.ranks.client.RankClient."""
 
     def send(self, message: m.ToRank, /) -> None: ...
-
-
-class SegmentOpener(Protocol):
-    """What the runner needs of kvmesh.blockservice.peer_segments.PeerSegments."""
-
-    def open(self, descriptor: bytes, /) -> str: ...
-
-    def release(self, name: str, /) -> None: ...
 
 
 class BlockPuller(Protocol):

@@ -26,6 +26,7 @@ from kvmesh.cli.doctor.network import interface_addresses
 from kvmesh.cli.up.advertising import address_towards
 from kvmesh.errors import ConfigError, KvmeshError, Overloaded, Unauthorized, Unavailable
 from kvmesh.rpc import protocol
+from kvmesh.rpc.call_limits import CallLimits
 from kvmesh.rpc.pb import doctor_pb2 as pb
 from kvmesh.rpc.pb import doctor_pb2_grpc
 from kvmesh.rpc.security import PLAINTEXT
@@ -36,6 +37,8 @@ from kvmesh.transfer.transports.registry import KNOWN_TRANSPORTS
 DEFAULT_PORT = 7040
 MAX_SIZE = 1 << 30
 MAX_QUIET_S = 900.0
+# Strangers may call before they show that they know the token; what a caller sends is a few KB.
+LIMITS = CallLimits(message_bytes=1 << 20, calls=64, streams=16, connections=64)
 _NONCES = 64  # that wait for their proof, at most
 _STOP_S = 10.0
 
@@ -57,7 +60,7 @@ async def _listen(host: str, port: int, token: str, plan: Plan, out: Console) ->
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    server = Server(host or ("::" if socket.has_dualstack_ipv6() else "0.0.0.0"), port, tls=PLAINTEXT)
+    server = Server(host or ("::" if socket.has_dualstack_ipv6() else "0.0.0.0"), port, tls=PLAINTEXT, limits=LIMITS)
     servicer = DoctorServicer(out, token, plan)
     doctor_pb2_grpc.add_DoctorServicer_to_server(servicer, server.grpc)
     server.serves(pb.DESCRIPTOR.services_by_name["Doctor"].full_name)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 
+import grpc
 import pytest
 from rich.console import Console
 
@@ -386,3 +387,10 @@ def test_what_counts_as_a_failure() -> None:
     assert re.search(r"^a +1\.00 +2\.00\*$", screen, re.M)
     assert "*: a detour" in screen
     assert "– (1)" in re.sub(r"–\(", "– (", shown(TransportOutcome("tcp", (detour, straight)), 80))
+
+
+def test_a_stranger_cannot_send_much() -> None:
+    with listening() as other, grpc.insecure_channel(other.peer) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            channel.unary_unary("/kvmesh.v1.Doctor/Greet")(bytes(2 << 20), timeout=10)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
