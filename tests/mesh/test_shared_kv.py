@@ -201,6 +201,7 @@ async def test_a_holder_that_goes_away_in_the_middle_of_the_pull(transports: str
         pid = running.pid("prefill-0")
         keys = await pulled_while(running, model, 52, lambda: os.kill(pid, signal.SIGSTOP))
         os.kill(pid, signal.SIGCONT)
+        await running.ready("prefill-0")  # the freeze lasts four seconds and more: its membership may have lapsed too
         direct = await Direct.of(running)
         for seed in range(60, 64):  # evicts every block of the lapsed lease
             other = prompt(seed, 7 * BLOCK, VOCAB)
