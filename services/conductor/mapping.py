@@ -332,7 +332,7 @@ def decision_out(decision: Decision, now: float) -> pb.ExplainResponse:
 
 
 def _range_out(seconds: float, spread: Spread) -> pb.PredictedRange:
-    low, middle, high = (seconds * 1000 * share for share in spread[:3])
+    low, middle, high = (1000 * found for found in spread.of(seconds))
     return pb.PredictedRange(expected_ms=middle, low_ms=low, high_ms=high, samples=spread.samples)
 
 

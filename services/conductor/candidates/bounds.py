@@ -207,11 +207,13 @@ class CostBounds:
         return np.where(self.by_size, others_s, 0.0)
 
     def _behind(self, size_s: Floats) -> Floats:
-        """Never more than `Ahead.behind` of a prompt of that size."""
+        """Never more than `QueuePosition.behind` of a prompt of that size: one of those that rank behind it may have
+        begun."""
         columns = self.view.columns
         rank = self._rank(size_s + ROUNDING_S) + ROUNDING_S * (1 + columns[ColumnField.SIZE_WEIGHT])
-        count: Floats = np.count_nonzero(columns.several(ColumnField.LAST, LASTS) > rank, axis=0) * (self.wait_s > 0)
-        return count
+        count = np.count_nonzero(columns.several(ColumnField.LAST, LASTS) > rank, axis=0)
+        least: Floats = np.maximum(0, count - 1) * (self.wait_s > 0)
+        return least
 
     def _rank(self, size_s: Floats) -> Floats:
         """As `PrefillQueue.rank` of a prompt of that size, placed now."""

@@ -9,6 +9,7 @@ twice as long as predicted.
 from __future__ import annotations
 
 import math
+import statistics
 from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Sequence
@@ -28,6 +29,8 @@ ENOUGH = 8  # measurements, before `Calibration` says anything by them
 MAX_GROUPS = 64  # the group that was measured least recently is forgotten first
 LEAST = 1e-9  # nothing is predicted to take less
 CALIBRATED = 32
+REFIT = 4  # measurements, of a full window, between two fits of it
+ADDED_SHARES = (0.0, 0.25, 0.5, 1.0, 2.0)  # of the median prediction: what `added_s` is chosen among
 MOST_OFF = 16.0  # times: what was further off counts as that
 SHOWN_S = 10.0  # a summary to which nothing was added is this old at most
 
@@ -61,12 +64,19 @@ class PredictionError:
 
 
 class Spread(NamedTuple):
-    """Measured over predicted: one in ten was below `low`, half below `middle`, one in ten above `high`."""
+    """Measured over (predicted + `added_s`): one in ten was below `low`, half below `middle`, one in ten above
+    `high`."""
 
     low: float
     middle: float
     high: float
     samples: int  # that it goes by
+    added_s: float = 0.0
+
+    def of(self, predicted_s: float) -> tuple[float, float, float]:
+        """Returns the seconds that a prediction of that many stands for: low, middle and high."""
+        base_s = predicted_s + self.added_s
+        return base_s * self.low, base_s * self.middle, base_s * self.high
 
 
 AS_PREDICTED = Spread(1.0, 1.0, 1.0, 0)
@@ -123,39 +133,68 @@ class Accuracy:
 
 class Calibration:
     """By how much times differ from their predictions for reasons that no model knows: other work on the same cores,
-    hops between processes, pauses. It is known for each kind and group, and for how many requests there were (by
-    octaves), from the last CALIBRATED measurements. It follows from the calls of `add` alone, so that a decision log
-    gives the same answers again."""
+    hops between processes, pauses. A part of that is the same for short and long ones and is added to the prediction,
+    the rest is a factor. Both are known for each kind and group, and for how many requests there were (by octaves),
+    from the last CALIBRATED measurements. They follow from the calls of `add` alone, so that a decision log gives the
+    same answers again."""
 
     def __init__(self) -> None:
-        self._ratios: OrderedDict[tuple[PredictionKind, str], dict[int, deque[float]]] = OrderedDict()
-        self._spreads: dict[tuple[PredictionKind, str], dict[int, Spread]] = {}
+        self._windows: OrderedDict[tuple[PredictionKind, str], dict[int, _Window]] = OrderedDict()
 
     def add(self, what: PredictionKind, group: str, crowd: int, predicted: float, measured: float) -> None:
         """One measurement; `crowd`: requests that were under way when it was predicted."""
         if not (LEAST <= predicted < math.inf and 0 < measured < math.inf):
             return
-        key, octave = (what, group), crowd.bit_length()
-        kinds = self._ratios.setdefault(key, {})
-        self._ratios.move_to_end(key)
-        if len(self._ratios) > MAX_GROUPS * len(PredictionKind):
-            self._spreads.pop(self._ratios.popitem(last=False)[0], None)
-        ratios = kinds.setdefault(octave, deque(maxlen=CALIBRATED))
-        ratios.append(min(MOST_OFF, max(1 / MOST_OFF, measured / predicted)))
-        if len(ratios) >= ENOUGH:
-            ordered = sorted(ratios)
-            low, middle, high = (quantile(ordered, share) for share in (0.1, 0.5, 0.9))
-            self._spreads.setdefault(key, {})[octave] = Spread(low, middle, high, len(ratios))
+        key = (what, group)
+        octaves = self._windows.setdefault(key, {})
+        self._windows.move_to_end(key)
+        if len(self._windows) > MAX_GROUPS * len(PredictionKind):
+            self._windows.popitem(last=False)
+        octaves.setdefault(crowd.bit_length(), _Window()).add(predicted, measured)
 
     def spread(self, what: PredictionKind, group: str, crowd: int) -> Spread:
         """As it was lately among about so many requests, or the nearest number of which ENOUGH measurements are known;
         AS_PREDICTED: of none are."""
-        known = self._spreads.get((what, group))
-        if known is None:
-            return AS_PREDICTED
+        octaves = self._windows.get((what, group), {})
         octave = crowd.bit_length()
-        found = known.get(octave)
-        return found if found is not None else known[min(known, key=lambda one: abs(one - octave))]
+        found = octaves.get(octave)
+        if found is None or found.spread is None:
+            known = [one for one, window in octaves.items() if window.spread is not None]
+            if not known:
+                return AS_PREDICTED
+            found = octaves[min(known, key=lambda one: abs(one - octave))]
+        assert found.spread is not None
+        return found.spread
+
+
+class _Window:
+    """The last predictions of one kind, group and octave beside what was measured."""
+
+    __slots__ = ("_count", "_pairs", "spread")
+
+    def __init__(self) -> None:
+        self._pairs: deque[tuple[float, float]] = deque(maxlen=CALIBRATED)
+        self._count = 0
+        self.spread: Spread | None = None  # None: of less than ENOUGH
+
+    def add(self, predicted: float, measured: float) -> None:
+        self._pairs.append((predicted, min(MOST_OFF * predicted, max(predicted / MOST_OFF, measured))))
+        self._count += 1
+        if ENOUGH <= self._count <= CALIBRATED or (self._count > CALIBRATED and not self._count % REFIT):
+            self.spread = self._fit()
+
+    def _fit(self) -> Spread:
+        """The added time is the one that leaves the least mean |log(ratio / median ratio)|."""
+        middle_s = statistics.median(predicted for predicted, _ in self._pairs)
+        best, least = AS_PREDICTED, math.inf
+        for share in ADDED_SHARES:
+            added_s = share * middle_s
+            ratios = sorted(measured / (predicted + added_s) for predicted, measured in self._pairs)
+            low, middle, high = (quantile(ratios, part) for part in (0.1, 0.5, 0.9))
+            off = sum(abs(math.log(ratio / middle)) for ratio in ratios)
+            if off < least - LEAST:
+                best, least = Spread(low, middle, high, len(ratios), added_s), off
+        return best
 
 
 class _Errors:

@@ -199,9 +199,8 @@ class Ledger:
         group, crowd = _group(at.decode), len(self._placed)
         placed = replace(
             placed,
-            expected_ttft_s=placed.life.prefill_end_s
-            * self.calibration.spread(PredictionKind.TTFT, group, crowd).middle,
-            expected_tbt_s=placed.tbt_s * self.calibration.spread(PredictionKind.TBT, group, crowd).middle,
+            expected_ttft_s=self.calibration.spread(PredictionKind.TTFT, group, crowd).of(placed.life.prefill_end_s)[1],
+            expected_tbt_s=self.calibration.spread(PredictionKind.TBT, group, crowd).of(placed.tbt_s)[1],
         )
         self._promised[request.request_id] = _Promise(
             request.attempt,
@@ -267,7 +266,7 @@ class Ledger:
         return Measured(s.request_id, predicted_s, took_s)
 
     def _computed(self, instance: Instance, s: PrefillSample, now: float) -> None:
-        work = instance.queue.finish(s.request_id, done=True)
+        work = instance.queue.finish(s.request_id, now, done=True)
         if work is not None:
             until = now + self._settings.confirmed_s
             self._index.confirm(instance.ref.life, instance.slot, work.keys, until)
@@ -323,7 +322,7 @@ class Ledger:
 
     def finished(self, instance: Instance, request_id: str, now: float) -> None:
         """The request has left that instance."""
-        work = instance.queue.finish(request_id, done=False)
+        work = instance.queue.finish(request_id, now, done=False)
         if work is not None:
             self._index.pending.withdraw(instance.slot, work.keys, request_id)
             self.wires.end(request_id)

@@ -15,6 +15,7 @@ from kvmesh.services.conductor.costs.models import DecayedRatio
 from kvmesh.services.conductor.domain import Load
 from kvmesh.services.conductor.loads.batch_forecast import BatchAt, BatchForecast, DecodeWork
 from kvmesh.services.conductor.loads.decayed_sum import DecayedSum
+from kvmesh.services.conductor.loads.turn_forecast import QueuedWork, TurnForecast
 from kvmesh.work_class import work_class
 
 IN_FLIGHT_S = 0.05
@@ -87,6 +88,7 @@ class PrefillQueue:
         self._expected_s = 0.0  # of the backlog: others', that no report has told of
         self._told_at = now
         self._given = DecayedSum(LATELY_S)  # seconds of work
+        self._turns = TurnForecast(self.works, now)  # of a queue that goes by size
         self.coming_share = 0.0  # of its time, that it was given work for lately, as of the last placement or report
 
     @property
@@ -157,6 +159,11 @@ class PrefillQueue:
             yielding_s += begun_s
         return ahead_s, min(ahead_s, yielding_s)
 
+    def begun(self, now: float) -> tuple[QueuedWork | None, float]:
+        """Returns the work that is being computed, of a queue that goes by size, and the seconds until another one may
+        be taken; None and 0 where nothing is known to be there."""
+        return self._turns.advance(self.speedup, now)
+
     def crowd(self, now: float) -> tuple[float, float]:
         """Requests that are there, and seconds of work that it was given lately: what ties go by."""
         return len(self.works), max(0.0, self._given.at(now))
@@ -180,6 +187,17 @@ class PrefillQueue:
         self.works[work.request_id] = work
         self._ranked += work.ranked
         self._count(work, 1)
+        if self.size_weight:
+            self._turns.add(work, self.rank(work), self.speedup, work.placed_at)
+
+    def _leave(self, request_id: str, now: float) -> PrefillWork | None:
+        """Removes a work; where turns are forecast, they are those of now before and after it."""
+        if not self.size_weight or request_id not in self.works:
+            return self._pop(request_id)
+        self._turns.advance(self.speedup, now)
+        work = self._pop(request_id)
+        self._turns.advance(self.speedup, now)
+        return work
 
     def _pop(self, request_id: str) -> PrefillWork | None:
         work = self.works.pop(request_id, None)
@@ -194,21 +212,21 @@ class PrefillQueue:
             self._chunks += sign * work.chunks
             self._long_s = self._long_s + sign * work.seconds if self._chunks else 0.0
 
-    def finish(self, request_id: str, *, done: bool) -> PrefillWork | None:
+    def finish(self, request_id: str, now: float, *, done: bool) -> PrefillWork | None:
         """The instance is through with it; `done`: it was computed, else it went away uncomputed.
         The backlog follows with the load that comes in the same heartbeat."""
-        work = self._pop(request_id)
+        work = self._leave(request_id, now)
         if work is not None and not done:
             self._come_s -= work.seconds
         return work
 
     def withdraw(self, request_id: str, now: float) -> PrefillWork | None:
         """It will not come (another attempt was placed, or its time is over): its work counts no more."""
-        work = self._pop(request_id)
+        work = self._leave(request_id, now)
         if work is not None:
             self._give(-work.seconds, now)
             self._come_s -= work.seconds
-            self._backlog_s = max(0.0, self.wait_s(now) - work.seconds / self.speedup) if self.works else 0.0
+            self._backlog_s = max(0.0, self.wait_s(now) - work.seconds / self.speedup)
             self._as_of = now
         return work
 
@@ -245,6 +263,8 @@ class PrefillQueue:
         left_s = settled_s * share + flying_s
         self._learn_speed(left_s, None if foreign else newest, now)
         self._backlog_s = (left_s + foreign * seconds_per_token) / self.speedup
+        if self.size_weight:
+            self._turns.correct(self.speedup, now)
         self._as_of = self._told_at = now
         self._expected_s = 0.0
 

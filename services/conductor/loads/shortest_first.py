@@ -57,19 +57,25 @@ class QueuePosition:
 
 
 def ahead(queue: PrefillQueue, now: float, priority: int, size_s: float) -> QueuePosition:
-    """In the queue of an instance that goes by size. What was placed by others is taken to be before it."""
+    """In the queue of an instance that goes by size. What was placed by others is taken to be before it, and what has
+    begun is not overtaken."""
     wait_s = queue.wait_s(now)
     if wait_s <= 0:
         return QueuePosition(0.0, 0.0, 0.0, 0)
+    begun, left_s = queue.begun(now)
     rank = now + priority * PRIORITY_STEP_S + work_class(size_s) * queue.size_weight
     behind, behind_s, yielding_s, weight = 0, 0.0, 0.0, queue.size_weight
     for work in queue.works.values():
         if work.placed_at + work.priority * PRIORITY_STEP_S + work.class_s * weight > rank:  # PrefillQueue.rank
-            behind += 1
-            behind_s += work.seconds
+            if work is not begun:
+                behind += 1
+                behind_s += work.seconds
+            else:
+                behind_s += work.seconds * (1 - 1 / work.chunks)  # the chunks after this one
+                yielding_s += work.seconds / work.chunks if work.yields else 0.0
         elif work.yields:
             yielding_s += work.seconds
-    behind_s = min(wait_s, behind_s / queue.speedup)
+    behind_s = min(max(0.0, wait_s - left_s), behind_s / queue.speedup)
     return QueuePosition(wait_s - behind_s, min(wait_s - behind_s, yielding_s / queue.speedup), behind_s, behind)
 
 

@@ -126,10 +126,27 @@ def test_calibration_forgets_what_was_long_ago_and_whom_nobody_asks_for() -> Non
     known = Calibration()
     for ratio in [9.0] * CALIBRATED + [2.0] * CALIBRATED:
         known.add(PredictionKind.TBT, "m", 3, 1.0, ratio)
-    assert known.spread(PredictionKind.TBT, "m", 3) == (2.0, 2.0, 2.0, CALIBRATED)
+    assert known.spread(PredictionKind.TBT, "m", 3) == (2.0, 2.0, 2.0, CALIBRATED, 0.0)
     for n in range(MAX_GROUPS * len(PredictionKind)):
         known.add(PredictionKind.TBT, f"g{n}", 3, 1.0, 2.0)
     assert known.spread(PredictionKind.TBT, "m", 3) == AS_PREDICTED
+
+
+def test_what_is_the_same_for_short_and_long_ones_is_added_and_no_factor() -> None:
+    known, rng = Calibration(), random.Random(1)
+    for _ in range(CALIBRATED):
+        predicted = rng.uniform(0.02, 0.2)
+        known.add(PredictionKind.TTFT, "m", 2, predicted, 1.1 * (predicted + 0.06))
+    found = known.spread(PredictionKind.TTFT, "m", 2)
+    for predicted in (0.02, 0.1, 0.2):
+        low, middle, high = found.of(predicted)
+        assert low <= middle <= high
+        assert middle == pytest.approx(1.1 * (predicted + 0.06), rel=0.15)
+    for _ in range(CALIBRATED):
+        predicted = rng.uniform(0.02, 0.2)
+        known.add(PredictionKind.TTFT, "m", 2, predicted, 1.7 * predicted)
+    found = known.spread(PredictionKind.TTFT, "m", 2)
+    assert (found.added_s, found.middle) == (0.0, pytest.approx(1.7))
 
 
 @given(st.lists(st.floats(1 / MOST_OFF, MOST_OFF), min_size=ENOUGH, max_size=CALIBRATED))

@@ -77,6 +77,15 @@ def test_withdrawing_takes_the_work_back() -> None:
     assert queue.wait_s(0.0) == 0.0
 
 
+def test_withdrawing_leaves_what_others_have_placed() -> None:
+    queue = PrefillQueue(0.0)
+    queue.add(work("ours", 1000, 0.0))
+    queue.report(5000, PER_TOKEN, 1.0)  # 4000 of them are of another conductor
+    assert queue.wait_s(1.0) == pytest.approx(5.0)
+    queue.withdraw("ours", 1.0)
+    assert queue.wait_s(1.0) == pytest.approx(4.0)
+
+
 def test_batched_prefill_shows_as_speed() -> None:
     queue, now = PrefillQueue(0.0), 0.0
     for j in range(8):
@@ -86,7 +95,7 @@ def test_batched_prefill_shows_as_speed() -> None:
             queue.add(work(f"{i + 2}-{j}", 1000, now))
         now += 1.0
         for j in range(4):
-            queue.finish(f"{i}-{j}", done=True)
+            queue.finish(f"{i}-{j}", now, done=True)
         queue.report(8000, PER_TOKEN, now)
     assert queue.speedup == pytest.approx(4.0, rel=0.1)
     assert queue.wait_s(now) == pytest.approx(2.0, rel=0.1)
@@ -99,7 +108,7 @@ def test_time_in_which_it_may_have_been_idle_is_no_slowness() -> None:
         queue.add(work(f"{i}", 100, now + 0.9))
         now += 1.0
         queue.report(50, PER_TOKEN, now)
-        queue.finish(f"{i}", done=True)
+        queue.finish(f"{i}", now, done=True)
     assert queue.speedup == 1.0
 
 
@@ -117,7 +126,7 @@ def test_cancelled_work_does_not_count_as_speed() -> None:
     for i in range(40):
         queue.add(work(f"{i}", 50_000, now))
         now += 1.0
-        queue.finish(f"{i}", done=False)
+        queue.finish(f"{i}", now, done=False)
         queue.report(100, PER_TOKEN, now)
     assert queue.speedup == pytest.approx(1.0)
 
@@ -167,7 +176,7 @@ def test_the_queue_is_never_negative_and_returns_to_zero(steps: list[tuple[tuple
             case "add", int():
                 queue.add(work(str(name), value, now, expires_at=now + 10))
             case "finish", bool():
-                queue.finish(str(name), done=value)
+                queue.finish(str(name), now, done=value)
             case "withdraw", _:
                 queue.withdraw(str(name), now)
             case "report", int():
@@ -231,7 +240,7 @@ def test_short_prompts_before_it_let_as_much_of_the_long_one_in() -> None:
     queue.add(work("b", 1000, 0.0))
     assert queue.ahead_s(0.0, 0, short=True)[0] == pytest.approx(2 + 2 + 0.5)
     assert queue.ahead_s(0.0, 0)[0] == pytest.approx(10.0)  # a long one goes behind both kinds
-    queue.finish("long", done=True)
+    queue.finish("long", 8.0, done=True)
     queue.report(2000, PER_TOKEN, 8.0)
     assert queue.ahead_s(8.0, 0, short=True)[0] == queue.wait_s(8.0) == pytest.approx(2.0)
 

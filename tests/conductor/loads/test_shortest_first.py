@@ -46,17 +46,17 @@ def queue(*works: PrefillWork, weight: float = WEIGHT) -> PrefillQueue:
 
 
 def test_a_short_one_waits_for_what_is_shorter_and_for_what_has_waited_its_weight() -> None:
-    line = queue(work("long", 4.0), work("short", 0.5), work("other", 1.0))
+    line = queue(work("first", 0.25), work("long", 4.0), work("short", 0.5), work("other", 1.0))
     found = ahead(line, 0.0, 0, 0.75)
-    assert (found.wait_s, found.behind_s, found.behind) == (0.5, 5.0, 2)
-    found = ahead(line, 3.0, 0, 0.75)  # ranks 14.3; the others 64 and 16
-    assert (found.wait_s, found.behind_s, found.behind) == (0.0, 2.5, 2)
-    assert ahead(line, 4.8, 0, 0.75).behind == 1  # 16.1
+    assert (found.wait_s, found.behind_s, found.behind) == (0.75, 5.0, 2)
+    found = ahead(line, 3.0, 0, 0.75)  # ranks 14.3; long 64; the others are done, long has begun
+    assert (found.wait_s, found.behind_s, found.behind) == (2.75, 0.0, 1)
+    assert ahead(line, 4.8, 0, 0.75).behind == 0  # 16.1; other ranks 16
     assert ahead(line, 60.0, 0, 0.75).wait_s == 0.0  # all is done by then
 
 
 def test_waiting_wears_size_off() -> None:
-    line = queue(work("long", 4.0, 0.0))
+    line = queue(work("begun", 200.0, 0.0), work("long", 4.0, 0.0))
     line.add(work("more", 100.0, 0.0, priority=5))
     rank_s = 4.0 * WEIGHT
     assert ahead(line, rank_s - 1.0 - 0.5 * WEIGHT, 0, 0.5).behind == 2
@@ -64,17 +64,22 @@ def test_waiting_wears_size_off() -> None:
 
 
 def test_priority_counts_beside_size_and_yielding_work_is_told_apart() -> None:
-    line = queue(work("urgent", 1.0, priority=-1), work("batch", 2.0, yields=True), work("later", 1.0, priority=1))
+    line = queue(
+        work("begun", 0.5, yields=True),
+        work("urgent", 1.0, priority=-1),
+        work("batch", 2.0, yields=True),
+        work("later", 1.0, priority=1),
+    )
     found = ahead(line, 0.0, 0, 2.0)
-    assert (found.wait_s, found.yielding_s, found.behind) == (3.0, 2.0, 1)
+    assert (found.wait_s, found.yielding_s, found.behind) == (3.5, 2.5, 1)
     found = ahead(line, 0.0, -2, 2.0)
     assert PRIORITY_STEP_S > 2.0 * WEIGHT - 1.0 * WEIGHT
-    assert (found.wait_s, found.yielding_s, found.behind) == (0.0, 0.0, 3)
+    assert (found.wait_s, found.yielding_s, found.behind) == (0.5, 0.5, 3)
 
 
 def test_what_others_lose_is_counted_and_what_is_behind_is_not_free() -> None:
     line = OvertakingTerms(SizeSettings(others=1.0, later=0.25), lambda size_s: 0.0)
-    found = ahead(queue(work("a", 4.0), work("b", 2.0)), 0.0, 0, 0.5)
+    found = ahead(queue(work("begun", 9.0), work("a", 4.0), work("b", 2.0)), 0.0, 0, 0.5)
     assert line.others_s(found, 0.5) == pytest.approx(2 * 0.5 + 0.25 * 6.0)
 
 
@@ -150,9 +155,9 @@ def test_classes_are_half_an_octave_and_in_order(one: float, two: float) -> None
 
 
 def test_who_is_only_a_little_shorter_passes_nobody() -> None:
-    line = queue(work("first", 1.2))
+    line = queue(work("begun", 0.5), work("first", 1.2))
     found = ahead(line, 0.0, 0, 1.1)
-    assert (found.wait_s, found.behind) == (1.2, 0)
+    assert (found.wait_s, found.behind) == (1.7, 0)
     assert ahead(line, 0.0, 0, 0.9).behind == 1
 
 
@@ -187,7 +192,7 @@ def test_what_is_screened_out_could_not_have_been_chosen_where_lines_go_by_size(
 
 
 def test_a_short_request_goes_where_it_delays_nobody() -> None:
-    """Two instances with as much to do: one long prompt, or many short ones that would all wait for it."""
+    """Two instances with as much to do: one long prompt in chunks, or many short ones that would all wait for it."""
     brain = Brain(1, slo_ttft_s=1e3, slo_tbt_s=1e3)
     for name in ("p1", "p2"):
         brain.add(name, Role.PREFILL, size_weight=WEIGHT)
@@ -198,7 +203,7 @@ def test_a_short_request_goes_where_it_delays_nobody() -> None:
     long, short = instances["p1"], instances["p2"]
     assert long is not None
     assert short is not None
-    long.queue.add(work("l", 4.0, brain.now))
+    long.queue.add(replace(work("l", 4.0, brain.now), chunks=16))
     for n in range(16):
         short.queue.add(work(f"s{n}", 0.25, brain.now))
     for name in instances:

@@ -371,8 +371,8 @@ def test_a_placement_tells_between_which_figures_its_like_have_ended() -> None:
     placed = brain.placed(100, request_id="r")
     expected = of(brain, "r").expected
     assert expected is not None
-    assert expected.ttft == (pytest.approx(1.0), pytest.approx(2.0), pytest.approx(3.0), ENOUGH + 3)
-    assert expected.tbt == (pytest.approx(0.5), pytest.approx(0.5), pytest.approx(0.5), ENOUGH + 3)
+    assert expected.ttft[:4] == (pytest.approx(1.0), pytest.approx(2.0), pytest.approx(3.0), ENOUGH + 3)
+    assert expected.tbt[:4] == (pytest.approx(0.5), pytest.approx(0.5), pytest.approx(0.5), ENOUGH + 3)
     out = mapping.decision_out(of(brain, "r"), brain.now)
     told_ms = (out.ttft.low_ms, out.ttft.expected_ms, out.ttft.high_ms)
     assert told_ms == pytest.approx([1000 * slower * placed.life.prefill_end_s for slower in (1, 2, 3)])

@@ -1,0 +1,105 @@
+"""Which prompt an instance whose queue goes by size computes now, by prediction. Pure.
+
+What has begun is not overtaken: a short prompt waits for the step that runs, whatever its size. Between two heartbeats
+the conductor follows the instance's own rule (services/prefill/planner.py): when a step ends, the prompt of the least
+rank is next; of a long prompt a step is one chunk. Prompts that are packed into one step are taken one after the other
+here, which is as long.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from typing import Protocol
+
+UNKNOWN_SHARE = 0.5  # of a step is left, on the average, when a report finds it running
+
+
+class QueuedWork(Protocol):
+    """What the forecast needs of a placement; seconds as if it were computed alone."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def chunks(self) -> int: ...
+
+
+class TurnForecast:
+    """Times must not go back from call to call."""
+
+    def __init__(self, works: Mapping[str, QueuedWork], now: float) -> None:
+        """`works`: the placements that no report has called finished, by request; the owner changes it."""
+        self._works = works
+        self._waiting: list[
+            tuple[float, int, QueuedWork]
+        ] = []  # a heap: (rank, arrival, work); those that left may be in it
+        self._arrivals = 0
+        self._steps: dict[str, int] = {}  # of works that have begun: steps taken, as if on time
+        self._computed: list[tuple[float, QueuedWork]] = []  # with their ranks; no report has confirmed them
+        self._begun: tuple[float, QueuedWork] | None = None
+        self._until = now  # the step ends, or ended
+
+    def add(self, work: QueuedWork, rank: float, speedup: float, now: float) -> None:
+        """A placement that came now joins the queue."""
+        self.advance(speedup, now)
+        self._push(rank, work)
+        self.advance(speedup, now)
+
+    def advance(self, speedup: float, now: float) -> tuple[QueuedWork | None, float]:
+        """Returns the work whose step runs at `now` (None: nothing is there) and the seconds until that step ends.
+        `speedup`: predicted seconds of work that are done in one second."""
+        if self._begun is not None and self._works.get(self._begun[1].request_id) is not self._begun[1]:
+            self._begun, self._until = None, now
+        while self._begun is None or self._until <= now:
+            if self._begun is not None:
+                self._end_step(*self._begun)
+            self._begun = self._least()
+            if self._begun is None:
+                self._until = now
+                return None, 0.0
+            self._until += _step_s(self._begun[1], speedup)
+        return self._begun[1], self._until - now
+
+    def correct(self, speedup: float, now: float) -> None:
+        """A report has come, and what it calls finished is out of `works`: what is still there is not computed yet."""
+        self.advance(speedup, now)
+        late = [one for one in self._computed if self._works.get(one[1].request_id) is one[1]]
+        self._computed.clear()
+        self._steps = {name: steps for name, steps in self._steps.items() if name in self._works}
+        if late:
+            if self._begun is not None:
+                self._push(*self._begun)
+            self._steps |= {work.request_id: work.chunks - 1 for _, work in late}
+            self._begun, *others = late
+            for rank, work in others:
+                self._push(rank, work)
+            self._until = now + UNKNOWN_SHARE * _step_s(self._begun[1], speedup)
+        if len(self._waiting) > 2 * len(self._works) + 64:
+            self._waiting = [one for one in self._waiting if self._works.get(one[2].request_id) is one[2]]
+            heapq.heapify(self._waiting)
+
+    def _end_step(self, rank: float, work: QueuedWork) -> None:
+        taken = self._steps[work.request_id] = self._steps.get(work.request_id, 0) + 1
+        if taken < work.chunks:
+            self._push(rank, work)
+        else:
+            self._computed.append((rank, work))
+
+    def _push(self, rank: float, work: QueuedWork) -> None:
+        self._arrivals += 1
+        heapq.heappush(self._waiting, (rank, self._arrivals, work))
+
+    def _least(self) -> tuple[float, QueuedWork] | None:
+        while self._waiting:
+            rank, _, work = heapq.heappop(self._waiting)
+            if self._works.get(work.request_id) is work:
+                return rank, work
+        return None
+
+
+def _step_s(work: QueuedWork, speedup: float) -> float:
+    return work.seconds / work.chunks / speedup
