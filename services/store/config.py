@@ -1,4 +1,4 @@
-"""What the store master can be told."""
+"""The settings of the store master."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvmesh.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class StoreConfig(ServiceConfig):
-    """Raises ConfigError naming the field when intervals do not fit together."""
+    """The settings of one store master. Raises ConfigError naming the field when intervals do not fit together."""
 
     door_port: int = field(
         default=0,
@@ -182,7 +182,8 @@ SHARED = (
 
 @dataclass(frozen=True)
 class SettledConfig:
-    """`config`: to lead with; `keep`: what is to be written for later leaders; `notes`: for the log, one line each."""
+    """What a leader goes by: `config` to lead with, `keep` to be written for later leaders, and `notes` for the log,
+    one line each."""
 
     config: StoreConfig
     keep: dict[bytes, bytes]
@@ -190,7 +191,7 @@ class SettledConfig:
 
 
 def settled(own: StoreConfig, kept: Mapping[bytes, bytes]) -> SettledConfig:
-    """What a leader started as `own` goes by when earlier ones have `kept` this."""
+    """Returns what a leader goes by that was started with `own`, when earlier leaders have `kept` these values."""
     mine = {name: getattr(own, name) for name in SHARED}
     theirs: dict[str, Any] = {}
     notes: list[str] = []
