@@ -132,8 +132,8 @@ class PendingChanges:
 
 
 # A node announces a block some milliseconds after it has sealed it, and a client binds its name at once. Whoever
-# resolves the name in between is told of the node that the client has put the block at. Like all that the master says of blocks,
-# that is only a hint: the node itself knows whether it has the block.
+# resolves the name in between is told of the node that the client has put the block at. Like all that the master says
+# of blocks, that is only a hint: the node itself knows whether it has the block.
 
 NODE_S = 30.0  # a node has announced a sealed block by then
 MOST = 65_536
