@@ -115,7 +115,7 @@ class StoreClient:
         return self._memory.register(buffer)
 
     def unregister(self, buffer: Buffer) -> None:
-        """Ends a registration. Raises TransferError while an operation uses the memory."""
+        """Ends a registration, and raises TransferError while an operation uses the memory."""
         self._check_open()
         self._memory.unregister(buffer)
 
@@ -237,7 +237,7 @@ class StoreClient:
         return await self._keys.grant(n, self._deadline(timeout_ms))
 
     async def get(self, ref: Ref, *, verify: bool | None = None, timeout_ms: int | None = None) -> bytes | None:
-        """Returns the block's bytes; None if no node has it. Raises Unavailable when a node should have it and could
+        """Returns the block's bytes, or None if no node has it. Raises Unavailable when a node should have it and could
         not be read, and DeadlinePassed when it was not read in time."""
         deadline = self._deadline(timeout_ms)
         got = (await self._get([ref], None, verify, deadline))[0]
@@ -283,7 +283,7 @@ class StoreClient:
         return await self._reader.read(refs, targets, flag("verify", verify, self.config.verify), deadline)
 
     async def exists(self, ref: Ref, *, timeout_ms: int | None = None) -> Tier | None:
-        """Returns the fastest tier in which a node says that it has the block now; None if no node has it."""
+        """Returns the fastest tier in which a node says that it has the block now, or None if no node has it."""
         return (await self.exists_many([ref], timeout_ms=timeout_ms))[0]
 
     async def exists_many(self, refs: Sequence[Ref], *, timeout_ms: int | None = None) -> list[Tier | None]:
@@ -372,6 +372,7 @@ class StoreClient:
         return await self._pin(refs, kind, ttl_ms, self._deadline(timeout_ms))
 
     async def unpin(self, *refs: Ref, timeout_ms: int | None = None) -> list[int]:
+        """Removes the pins of the blocks at every node that has them. Returns how many nodes have done so for each."""
         return await self._pin(refs, Pin.NONE, 0, self._deadline(timeout_ms))
 
     async def _pin(self, refs: Sequence[Ref], kind: Pin, ttl_ms: int, deadline: float) -> list[int]:
@@ -396,9 +397,9 @@ class StoreClient:
     async def prefetch(
         self, refs: Sequence[Ref], policy: Policy = Policy.BEST_EFFORT, *, timeout_ms: int | None = None
     ) -> list[bool]:
-        """Lets the nearest pool node copy these blocks; returns which it has when this returns. BEST_EFFORT returns at
-        once, WAIT when all is done that can be, DEADLINE after `timeout_ms` whatever is done. Raises Unavailable when
-        no pool node is near."""
+        """Lets the nearest pool node copy these blocks, and returns which it has by then. BEST_EFFORT returns at once,
+        WAIT when all is done that can be, DEADLINE after `timeout_ms` whatever is done. Raises Unavailable when no pool
+        node is near."""
         deadline = self._deadline(timeout_ms)
         instance("policy", policy, Policy)
         refs = listed("refs", refs)
@@ -433,7 +434,7 @@ class StoreClient:
         return [done[key] if key is not None else NO_BLOCK for key in keys]
 
     async def replicas(self, refs: Sequence[Ref], *, timeout_ms: int | None = None) -> list[list[Replica]]:
-        """Returns each block's holders as the master knows them; `locate_many` asks the holders themselves."""
+        """Returns each block's holders as the master knows them. `locate_many` asks the holders themselves."""
         deadline = self._deadline(timeout_ms)
         refs = listed("refs", refs)
         keys = await self._keys.resolved(refs, deadline)
