@@ -1,4 +1,5 @@
-"""All I/O around the node stores of one process: leases to readers, pulls from holders, announcements, offload.
+"""This module does all I/O around the node stores of one process: leases to readers, pulls from holders, announcements,
+offload.
 
     readers ──Lease──▶ NodeStoreServicer ─┐
     brain ──PullJob──▶ Pulls ─────────────┼──▶ Partitions (NodeStore: metadata)     ranks: the bytes
@@ -108,8 +109,8 @@ MAX_EXPIRED = 256  # leases and pins that are ended in one turn of the loop
 
 
 class BlockService:
-    """The block service of one process. `Front.attach` (an instance) or `pool.run` makes it; `start` is called once the
-    server listens.
+    """Runs the block service of one process. `Front.attach` (an instance) or `pool.run` makes it; `start` is called
+    once the server listens.
 
     `ref()` is the reference of this incarnation; `transports` are those of the ranks. With `offload_percent` 100
     nothing is offloaded, and neither at a pool node. `tiers` are the tiers below DRAM, in use once `open_tiers` has

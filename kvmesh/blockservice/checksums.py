@@ -1,4 +1,4 @@
-"""The front's side of checksums: it asks a rank and waits for the answer."""
+"""The front's side of checksums asks a rank and waits for the answer."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class CopyRequest:
 
 @dataclass
 class _Group:
-    """Blocks that go to one partition."""
+    """Gathers blocks that go to one partition."""
 
     layout: str
     shard_bytes: int
@@ -55,7 +55,7 @@ class _Group:
 
 
 class Copies:
-    """All such copies of one process. `freed` is called when memory may have become free."""
+    """Makes all such copies of one process. `freed` is called when memory may have become free."""
 
     def __init__(
         self,

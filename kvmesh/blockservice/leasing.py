@@ -25,7 +25,7 @@ class Leased:
 
 
 class Leasing:
-    """All leases of one process. Times are ns of the lease clock."""
+    """Gives, renews and ends all leases of one process. Times are ns of the lease clock."""
 
     def __init__(self, partitions: Partitions) -> None:
         self._partitions = partitions

@@ -30,7 +30,7 @@ def layout_tag(readies: Sequence[m.Ready]) -> str:
 
 @dataclass(eq=False)
 class Partition:
-    """One node store and its memory: each extent of a rank is `shard_bytes` long."""
+    """Describes one node store and its memory: each extent of a rank is `shard_bytes` long."""
 
     layout: str
     shard_bytes: int
@@ -49,7 +49,7 @@ class Partition:
 
 
 class Partitions(Protocol):
-    """All partitions of one process."""
+    """Gives access to all partitions of one process."""
 
     @property
     def source(self) -> Source: ...
@@ -96,7 +96,7 @@ class Partitions(Protocol):
 
 
 class OnePartition:
-    """The partitions of an instance: only one."""
+    """Has the partitions of an instance: only one."""
 
     def __init__(self, partition: Partition) -> None:
         self._partition = partition

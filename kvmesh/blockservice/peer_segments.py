@@ -16,7 +16,8 @@ class SegmentRank(Protocol):
 
 
 class PeerSegments:
-    """All segments that the ranks of one front have open. It belongs to the event loop and never blocks."""
+    """Keeps account of all segments that the ranks of one front have open. It belongs to the event loop and never
+    blocks."""
 
     def __init__(self, ranks: Sequence[SegmentRank]) -> None:
         self._ranks = ranks

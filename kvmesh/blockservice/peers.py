@@ -84,9 +84,9 @@ class SegmentOpener(Protocol):
 
 @dataclass(eq=False)
 class Peer:
-    """The node at one address. `segments` has the segment names (one for each rank) of the incarnations met there, each
-    held open once for all users. `shown` has, by incarnation of the node, which state of our own segment it has been
-    told."""
+    """Describes the node at one address. `segments` has the segment names (one for each rank) of the incarnations met
+    there, each held open once for all users. `shown` has, by incarnation of the node, which state of our own segment it
+    has been told."""
 
     address: str
     channel: grpc.aio.Channel

@@ -1,4 +1,4 @@
-"""Pull jobs, on the reader's side.
+"""This module carries out pull jobs, on the reader's side.
 
     job ─▶ ranges, each for what is still missing and it covers ─▶ Lease ─▶ PullOpen at every rank ─▶ PullEnded
                  ▲                                                     └─ RenewLease at half its time
@@ -93,7 +93,7 @@ NS = 1_000_000_000
 
 @dataclass
 class PullStats:
-    """What was pulled since the start of this process."""
+    """Counts what was pulled since the start of this process."""
 
     blocks: int = 0
     nbytes: int = 0
@@ -116,9 +116,9 @@ class _Running:
 
 
 class Pulls:
-    """All pulls of one process. It belongs to the event loop, and nothing here raises to its caller. `refuses(key,
-    removed_seq)` is that of `RemovalApplier`. `tiering` has what this node keeps below DRAM, a source like any
-    other."""
+    """Carries out all pulls of one process. It belongs to the event loop, and nothing here raises to its caller.
+    `refuses(key, removed_seq)` is that of `RemovalApplier`. `tiering` has what this node keeps below DRAM, a source
+    like any other."""
 
     def __init__(
         self,

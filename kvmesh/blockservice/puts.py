@@ -1,4 +1,4 @@
-"""Puts: this node READs blocks out of a caller's memory and seals them.
+"""In a put this node READs blocks out of a caller's memory and seals them.
 
     room for each (waiting a little) ─▶ READ by the rank, all under one guard ─▶ checksums ─▶ seal, pin
 
@@ -45,8 +45,8 @@ RETRY_MS = (10, 5_000)
 
 @dataclass(frozen=True)
 class PutJob:
-    """One call. `offsets` and `sizes` are those of each block in the caller's segment, in bytes; `checksums` are
-    xxh3_64, or empty."""
+    """Describes one call. `offsets` and `sizes` are those of each block in the caller's segment, in bytes; `checksums`
+    are xxh3_64, or empty."""
 
     keys: tuple[bytes, ...]
     layout: str
@@ -64,7 +64,7 @@ class PutJob:
 
 @dataclass
 class _Putting:
-    """What one call has begun: position → where the block goes."""
+    """Keeps what one call has begun: position → where the block goes."""
 
     job: PutJob
     watch: Watch
@@ -76,7 +76,7 @@ class _Putting:
 
 
 class Puts:
-    """All puts of one process, on its event loop."""
+    """Carries out all puts of one process, on its event loop."""
 
     def __init__(
         self,

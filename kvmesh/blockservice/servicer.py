@@ -1,4 +1,4 @@
-"""The holder's side: NodeStore over gRPC. Every input is checked before anything is changed."""
+"""The holder's side serves NodeStore over gRPC. Every input is checked before anything is changed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ T = TypeVar("T")
 
 
 class NodeStoreServicer(pb_grpc.NodeStoreServicer):
-    """The servicer of one node. Errors are named ones; a refused call has changed nothing."""
+    """Serves the calls of one node. Errors are named ones; a refused call has changed nothing."""
 
     _lease_clock_ns: Callable[[], int] = staticmethod(lease_clock_ns)
     _clock_ns: Callable[[], int] = time.monotonic_ns
@@ -415,7 +415,8 @@ log = logging.getLogger(__name__)
 
 
 class FastPathServers:
-    """The fast paths to one incarnation. None is open before `open`; `close` it before what the servicer uses ends."""
+    """Serves the fast paths to one incarnation. None is open before `open`; `close` it before what the servicer uses
+    ends."""
 
     def __init__(self, servicer: NodeStoreServicer, life: int) -> None:
         self._server = FastServer(SERVICE, servicer, life)

@@ -1,4 +1,5 @@
-"""What prefill and decode instances have in common: ranks, gRPC server, registration, liveness, one orderly end."""
+"""This module has what prefill and decode instances share: ranks, gRPC server, registration, liveness, one orderly
+end."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ BLOCK_TOKENS = (16, 32, 64, 128, 256, 512)
 
 
 class Front:
-    """One instance's front process, without its role's brain.
+    """Runs one instance's front process, without its role's brain.
 
     `on_message(rank, message)` runs on the event loop for every message of a rank after Ready. `on_rank_lost(cause)` is
     called when a rank process ends: an instance without a rank cannot serve, so the service should stop.

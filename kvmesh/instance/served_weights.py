@@ -10,7 +10,7 @@ from kvmesh.errors import ModelNotFound
 
 @dataclass(frozen=True, slots=True)
 class ServedWeights:
-    """The weights of an instance. `epoch` is the number that an operator gave them, 0 without one."""
+    """Identifies the weights of an instance. `epoch` is the number that an operator gave them, 0 without one."""
 
     fingerprint: str
     epoch: int = 0

@@ -1,4 +1,4 @@
-"""The gRPC service kvmesh.v1.Instance: what every instance answers about itself, whatever its role."""
+"""The gRPC service kvmesh.v1.Instance has what every instance answers about itself, whatever its role."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Switchable(Protocol):
 
 
 class InstanceServicer(instance_pb2_grpc.InstanceServicer):
-    """The servicer of one instance."""
+    """Serves the calls of one instance."""
 
     def __init__(self, front: Switchable) -> None:
         self._front = front

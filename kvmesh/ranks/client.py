@@ -1,5 +1,5 @@
-"""The front's side of one rank: it starts the process, sends without blocking, and dispatches the rank's messages on
-the event loop."""
+"""The front's side of one rank starts the process, sends without blocking, and dispatches the rank's messages on the
+event loop."""
 
 from __future__ import annotations
 

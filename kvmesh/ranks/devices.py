@@ -1,4 +1,4 @@
-"""Names of the devices that ranks compute on."""
+"""This module checks the names of the devices that ranks compute on."""
 
 from __future__ import annotations
 

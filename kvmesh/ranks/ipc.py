@@ -1,4 +1,4 @@
-"""Framing between a front process and a rank: u32 little-endian length, then one msgpack message."""
+"""A frame between a front process and a rank is a u32 little-endian length, then one msgpack message."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class RankFrames:
 
 
 class RankPort:
-    """The rank's end of the socket: sends block and may come from any thread, receives are polled on the main
+    """Is the rank's end of the socket: sends block and may come from any thread, receives are polled on the main
     thread."""
 
     def __init__(self, sock: socket.socket) -> None:

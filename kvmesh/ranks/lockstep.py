@@ -1,4 +1,4 @@
-"""How the ranks of one instance stay in step. Pure; `kvmesh.ranks.rank` carries it out (ADR 0023).
+"""This module keeps the ranks of one instance in step. It is pure; `kvmesh.ranks.rank` carries it out (ADR 0023).
 
 The front sends every rank the same commands in the same order. When a rank takes them is chance, but what a step is
 made of follows from how many of the *shared* ones (those that decide about steps) it has applied, and from nothing
@@ -49,7 +49,7 @@ class Turn(NamedTuple):
 
 
 class LockstepLeader:
-    """The commands of rank 0, or of a rank that is alone."""
+    """Queues the commands of rank 0, or of a rank that is alone."""
 
     def __init__(self) -> None:
         self._queue: deque[m.ToRank] = deque()
@@ -82,7 +82,7 @@ class LockstepLeader:
 
 
 class Follower:
-    """The commands of another rank than the leader."""
+    """Queues the commands of a rank that follows the leader."""
 
     def __init__(self) -> None:
         self._queue: deque[m.ToRank] = deque()

@@ -1,4 +1,4 @@
-"""The messages between the front process and its rank processes: typed messages over a socketpair.
+"""The front process and its rank processes exchange these typed messages over a socketpair.
 
 Frames are a u32 little-endian length and one msgpack-encoded tagged struct (msgspec). Times are CLOCK_MONOTONIC
 nanoseconds, which all processes of a machine share. Token ids and offsets travel as plain ints here (one machine, one
@@ -22,14 +22,15 @@ from kvmesh.transfer import Carried, TrafficClass
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The base of all messages; the class name is the tag."""
+    """Is the base of all messages; the class name is the tag."""
 
 
 # ── front → rank: pushes ──────────────────────────────────────────────────────────────────────────
 
 
 class PushTarget(msgspec.Struct, frozen=True, array_like=True):
-    """Where one reader rank of a group wants its shards: a byte offset in `segment` for each block of the prompt."""
+    """Says where one reader rank of a group wants its shards: at a byte offset in `segment` for each block of the
+    prompt."""
 
     reader: int
     segment: str
@@ -37,9 +38,9 @@ class PushTarget(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PushGroup(msgspec.Struct, frozen=True, array_like=True):
-    """A push between writer ranks and reader ranks that cut the model differently. This rank is `writer` and sends each
-    of `targets` what `kvmesh.kvcache.groups.plan_group(writers, readers)` says, and an end mark even when that is
-    nothing."""
+    """Describes a push between writer ranks and reader ranks that cut the model differently. This rank is `writer` and
+    sends each of `targets` what `kvmesh.kvcache.groups.plan_group(writers, readers)` says, and an end mark even when
+    that is nothing."""
 
     writer: int
     writers: tuple[ShardLayout, ...]
@@ -115,8 +116,8 @@ class PushFailed(Message, frozen=True):
 
 
 class PushDrained(Message, frozen=True):
-    """The answer to PushCancel. Not `certain` means that a path broke before the target answered, so only the target's
-    fence can tell."""
+    """Answers PushCancel. Not `certain` means that a path broke before the target answered, so only the target's fence
+    can tell."""
 
     handle: int
     certain: bool = True
@@ -301,7 +302,7 @@ class TierProbe(Message, frozen=True):
 
 
 class TierOpened(Message, frozen=True):
-    """The answer to TierOpen. `why_not` says what is wrong with the folder; "" means that the tier is in use."""
+    """Answers TierOpen. `why_not` says what is wrong with the folder; "" means that the tier is in use."""
 
     tier: int
     part: int
@@ -309,8 +310,8 @@ class TierOpened(Message, frozen=True):
 
 
 class TierDone(Message, frozen=True):
-    """The answer to an operation on a tier. `done` are the positions that succeeded; `sizes` the bytes of each of those
-    (gets and puts)."""
+    """Answers an operation on a tier. `done` are the positions that succeeded; `sizes` the bytes of each of those (gets
+    and puts)."""
 
     ticket: int
     done: tuple[int, ...]
@@ -320,7 +321,7 @@ class TierDone(Message, frozen=True):
 
 
 class TierChanged(Message, frozen=True):
-    """How the keys that this rank's part holds have changed: first `removed` are removed, then `sealed` added."""
+    """Tells how the keys that this rank's part holds have changed: first `removed` are removed, then `sealed` added."""
 
     tier: int
     part: int
@@ -340,7 +341,7 @@ class TierMoving(Message, frozen=True):
 
 
 class TierStats(Message, frozen=True):
-    """The state of a part now, and counts since the start."""
+    """Reports the state of a part now, and counts since the start."""
 
     tier: int
     part: int
@@ -363,7 +364,8 @@ class TierStats(Message, frozen=True):
 
 
 class WarmRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One sealed block: `nbytes` at `offset` of the rank's host region, entered in slot `slot` of the rank's table."""
+    """Names one sealed block: `nbytes` at `offset` of the rank's host region, entered in slot `slot` of the rank's
+    table."""
 
     slot: int
     offset: int
@@ -406,7 +408,7 @@ class WarmVerified(Message, frozen=True):
 
 
 class Configure(Message, frozen=True):
-    """The first message. The rank answers Ready or InitFailed. `model_path` "" is a rank without an engine (a pool
+    """Is the first message. The rank answers Ready or InitFailed. `model_path` "" is a rank without an engine (a pool
     node's): it has `memory_bytes` of host segment that others read and that takes pulls, nothing else."""
 
     instance_id: str
@@ -477,7 +479,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenHistory(msgspec.Struct, frozen=True, array_like=True):
-    """The packed token ids that penalties look at. `prompt` is empty where only the answer counts."""
+    """Has the packed token ids that penalties look at. `prompt` is empty where only the answer counts."""
 
     prompt: bytes
     answer: bytes
@@ -601,7 +603,7 @@ class InitFailed(Message, frozen=True):
 
 
 class RankFailed(Message, frozen=True):
-    """The last message of a rank that ends without being asked to, with the reason."""
+    """Is the last message of a rank that ends without being asked to, and gives the reason."""
 
     message: str
 
@@ -758,7 +760,8 @@ ToFront = (
 
 @dataclass(frozen=True, slots=True)
 class FromRank:
-    """An event of a state machine: one of its ranks sent this message. Messages of a rank come in order, each once."""
+    """Is an event of a state machine: one of its ranks sent this message. Messages of a rank come in order, each
+    once."""
 
     rank: int
     message: ToFront
@@ -766,7 +769,7 @@ class FromRank:
 
 @dataclass(frozen=True, slots=True)
 class TellRank:
-    """An action of a state machine: this message is to be sent to one rank."""
+    """Is an action of a state machine: this message is to be sent to one rank."""
 
     rank: int
     message: ToRank

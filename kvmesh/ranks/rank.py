@@ -1,6 +1,6 @@
-"""One rank process: `python -m kvmesh.ranks.rank FD [FD ...]`. It has torch, device pages, host segment and transfer
-engine; a pool node's rank has only the last two. The first FD leads to the front, the others to ranks of the same
-instance.
+"""`python -m kvmesh.ranks.rank FD [FD ...]` runs one rank process. It has torch, device pages, host segment and
+transfer engine; a pool node's rank has only the last two. The first FD leads to the front, the others to ranks of the
+same instance.
 
 The main thread alternates between commands of the front and engine steps; where there are several ranks, rank 0 leads
 and the others follow (`kvmesh.ranks.lockstep`). It runs the decode batch by itself, step after step, and prefill steps
@@ -44,7 +44,7 @@ READ_BYTES = 4096
 
 
 class Followers:
-    """The leader's ends of the sockets, one for each follower; none where it is alone. Raises InternalError when a
+    """Has the leader's ends of the sockets, one for each follower; none where it is alone. Raises InternalError when a
     follower takes nothing."""
 
     def __init__(self, socks: Sequence[socket.socket], timeout_s: float) -> None:
@@ -65,7 +65,7 @@ class Followers:
 
 
 class LeaderPort:
-    """A follower's end of the socket to the leader. Raises InternalError when the leader is gone."""
+    """Is a follower's end of the socket to the leader. Raises InternalError when the leader is gone."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)

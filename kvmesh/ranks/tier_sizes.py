@@ -1,5 +1,5 @@
-"""How large the buckets of an SSD tier are, and so the largest block that a tier takes. Pure; front and rank both use
-it."""
+"""This module computes how large the buckets of an SSD tier are, and so the largest block that a tier takes. It is
+pure; front and rank both use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The transfer settings of instances and pool nodes, and the engine's configuration made of them."""
+"""This module has the transfer settings of instances and pool nodes, and the engine's configuration made of them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check(transports: str, nics: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TransferConfig(ServiceConfig):
-    """The settings of a rank's transfer engine."""
+    """Has the settings of a rank's transfer engine."""
 
     transports: str = field(
         default="auto",

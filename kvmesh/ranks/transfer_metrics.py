@@ -18,7 +18,7 @@ from kvmesh.transfer.stats import HistogramStats, NicStats
 
 
 class TransferStats(msgspec.Struct, frozen=True, array_like=True):
-    """Totals since the engine's start, and what is going on. `rails` are (transport, NIC, state, number of pairs of
+    """Has totals since the engine's start, and what is going on. `rails` are (transport, NIC, state, number of pairs of
     NICs), `requests` are (class, final state, number), `waiting` is the number of peers with something to post, by
     class."""
 

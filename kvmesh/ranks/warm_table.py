@@ -1,4 +1,5 @@
-"""Tables beside a warm segment: fixed slots in a locked file, written in place, read by the next incarnation.
+"""The tables beside a warm segment have fixed slots in a locked file, which are written in place and read by the next
+incarnation.
 
     table       the front's:   slot of each extent → which block was sealed there, and which sealing it was
     rank-N.sums each rank's:   slot of each extent → the checksum of its bytes, and which sealing it was taken of
@@ -29,9 +30,9 @@ _CHECK = struct.Struct("<Q")
 
 
 class SlotFile:
-    """A file of a tmpfs that this process has locked, with `slots` slots of `body` bytes, and a check each. `kept` says
-    that an earlier incarnation left it, with this very identity (32 bytes); otherwise all slots are empty, and `note`
-    (32 bytes) is written. Raises ConfigError, see `segment_file.lock`."""
+    """Is a file of a tmpfs that this process has locked, with `slots` slots of `body` bytes, and a check each. `kept`
+    says that an earlier incarnation left it, with this very identity (32 bytes); otherwise all slots are empty, and
+    `note` (32 bytes) is written. Raises ConfigError, see `segment_file.lock`."""
 
     def __init__(self, path: str, magic: bytes, identity: bytes, slots: int, body: int, note: bytes) -> None:
         self._slots, self._body, self._size = slots, body, body + _CHECK.size
@@ -119,7 +120,7 @@ class SlotFile:
 
 
 class Held(IntEnum):
-    """What an extent held when its incarnation ended."""
+    """Says what an extent held when its incarnation ended."""
 
     BLOCK = 1  # a sealed block
     SOMETHING = 2  # a dropped block, which readers may still have been reading
@@ -127,8 +128,8 @@ class Held(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One entry of the front's table. At a node that keeps several layouts, `kind` names the layout and `place` the run
-    of extents that this one belongs to."""
+    """Is one entry of the front's table. At a node that keeps several layouts, `kind` names the layout and `place` the
+    run of extents that this one belongs to."""
 
     slot: int
     held: Held
@@ -144,8 +145,8 @@ _ENTRY = struct.Struct("<16sQQQIHH")  # key, bytes, life, place, serial, kind, h
 
 
 class BlockTable:
-    """The front's table. `segments` names the memory of all ranks (32 bytes); `life` is the incarnation's number, which
-    no other has, and greater than those before as far as clocks allow."""
+    """Reads and writes the front's table. `segments` names the memory of all ranks (32 bytes); `life` is the
+    incarnation's number, which no other has, and greater than those before as far as clocks allow."""
 
     def __init__(self, path: str, segments: bytes, slots: int, life: int) -> None:
         self._file = SlotFile(path, b"kvm-warm", segments, slots, _ENTRY.size, bytes(32))
@@ -190,8 +191,8 @@ _NOTE = struct.Struct("<16sQ8x")  # segment, longest lease (ms)
 
 
 class SumTable:
-    """A rank's table. `segment` names its memory (16 bytes): new memory has a new name. `lease_ms` is the longest lease
-    that any incarnation of it gave, this one included; `old_lease_ms` that of any before."""
+    """Reads and writes a rank's table. `segment` names its memory (16 bytes): new memory has a new name. `lease_ms` is
+    the longest lease that any incarnation of it gave, this one included; `old_lease_ms` that of any before."""
 
     def __init__(self, path: str, identity: bytes, slots: int, lease_ms: int) -> None:
         fresh = os.urandom(16)

@@ -1,4 +1,4 @@
-"""The public client of the Store: a shared pool of immutable blocks.
+"""This is the public client of the Store: a shared pool of immutable blocks.
 
     async with StoreClient(ClientConfig(store="10.0.0.5:7002", namespace="docs")) as client:
         key = await client.put(b"...", name="report")
@@ -42,9 +42,9 @@ from kvmesh.transfer import EngineConfig, TransferEngine
 
 
 class StoreClient:
-    """A client of the Store for one event loop. `close` it, or use `async with`. Times are milliseconds; an operation
-    without a `timeout_ms` has the configuration's. Every method raises KvmeshError; none returns while bytes still move
-    in memory that it was given."""
+    """Is a client of the Store for one event loop. `close` it, or use `async with`. Times are milliseconds; an
+    operation without a `timeout_ms` has the configuration's. Every method raises KvmeshError; none returns while bytes
+    still move in memory that it was given."""
 
     def __init__(self, config: ClientConfig | None = None) -> None:
         """Raises ConfigError or TransferError: a NIC does not exist, no master is named, a port is in use, the process

@@ -1,4 +1,4 @@
-"""The settings of a client of the Store."""
+"""This module has the settings of a client of the Store."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ KEYS = ("content", "granted")
 
 @dataclass(frozen=True, kw_only=True)
 class ClientConfig:
-    """The settings of one client: sizes in bytes or MiB, times in the unit of their names. Raises ConfigError naming
-    field and value."""
+    """Has the settings of one client: sizes in bytes or MiB, times in the unit of their names. Raises ConfigError
+    naming field and value."""
 
     store: str = field(
         default="127.0.0.1:7002",

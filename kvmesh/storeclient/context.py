@@ -1,4 +1,4 @@
-"""What the parts of one client share."""
+"""This module has what the parts of one client share."""
 
 from __future__ import annotations
 

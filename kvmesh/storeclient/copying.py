@@ -73,9 +73,9 @@ async def pull(
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What became of one block. `held` says that the receiver has it now. `source` is the node whose copy has been
-    removed; "" if none has. `pinned` says that its hard pin came along. `cause` says why not all that was asked for was
-    done; "" if it was."""
+    """Tells what became of one block. `held` says that the receiver has it now. `source` is the node whose copy has
+    been removed; "" if none has. `pinned` says that its hard pin came along. `cause` says why not all that was asked
+    for was done; "" if it was."""
 
     key: bytes
     held: bool = False
@@ -89,8 +89,8 @@ NO_BLOCK = Moved(b"", cause="no block has that name")
 
 @dataclass(slots=True)
 class _Work:
-    """One call of copy or move. `source` is as the caller named it, `places` are the nodes that said they have each
-    key, and `done` is what is known of each key by now."""
+    """Keeps one call of copy or move. `source` is as the caller named it, `places` are the nodes that said they have
+    each key, and `done` is what is known of each key by now."""
 
     to: Holder
     deadline: float
@@ -127,7 +127,7 @@ class _Work:
 
 @dataclass(slots=True)
 class _Guard:
-    """Leases of `keys` at the receiver, until `until` (lease clock)."""
+    """Has leases of `keys` at the receiver, until `until` (lease clock)."""
 
     keys: list[bytes]
     leases: list[int]
@@ -313,7 +313,7 @@ class Mover:
 
 
 class Policy(enum.Enum):
-    """When a prefetch returns."""
+    """Decides when a prefetch returns."""
 
     BEST_EFFORT = "best_effort"  # at once
     WAIT = "wait"  # when all is there that can be

@@ -36,8 +36,8 @@ QUOTA_NAME_BYTES = 256  # the longest name that a master takes; the name is for 
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """What a removal did. `acknowledged` are the stores that have removed the blocks; `pending` are those that could
-    not be asked, and will be told before they announce again; `blocks` is how many copies there were."""
+    """Tells what a removal did. `acknowledged` are the stores that have removed the blocks; `pending` are those that
+    could not be asked, and will be told before they announce again; `blocks` is how many copies there were."""
 
     acknowledged: tuple[str, ...] = ()
     pending: tuple[str, ...] = ()
@@ -46,8 +46,8 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """How many `blocks` a namespace may have in memory over all nodes, copies counted, and `used_blocks`, how many it
-    has now. `namespace` is the name that whoever set it gave; the `tag` is what counts."""
+    """Tells how many `blocks` a namespace may have in memory over all nodes, copies counted, and `used_blocks`, how
+    many it has now. `namespace` is the name that whoever set it gave; the `tag` is what counts."""
 
     namespace: str
     tag: bytes
@@ -57,7 +57,7 @@ class Quota:
 
 @dataclass(slots=True)
 class _Fleet:
-    """The pool nodes. `complete` says that the master knew every node that may live."""
+    """Has the pool nodes. `complete` says that the master knew every node that may live."""
 
     nodes: list[PoolCandidate] = field(default_factory=list)
     asked: float = 0.0
@@ -65,8 +65,8 @@ class _Fleet:
 
 
 class Directory:
-    """The store master's answers for a client. It belongs to the event loop; its owner must `close` it. Every method
-    raises KvmeshError, at the latest after `timeout_s`."""
+    """Asks the store master for a client. It belongs to the event loop; its owner must `close` it. Every method raises
+    KvmeshError, at the latest after `timeout_s`."""
 
     def __init__(self, store: str) -> None:
         """Raises ConfigError when the list of addresses is empty."""

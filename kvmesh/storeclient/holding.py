@@ -25,7 +25,7 @@ CALL_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A node that has a block."""
+    """Names a node that has a block."""
 
     holder: Holder
     tier: Tier

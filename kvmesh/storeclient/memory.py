@@ -42,7 +42,7 @@ Data = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Part of a registered buffer."""
+    """Is part of a registered buffer."""
 
     region: Region
     view: memoryview
@@ -69,7 +69,7 @@ class Span:
 
 
 class Buffer:
-    """Registered memory of the caller, until `ClientMemory.unregister` or the client's end."""
+    """Is registered memory of the caller, until `ClientMemory.unregister` or the client's end."""
 
     def __init__(self, region: Region, view: memoryview, keep: object, shared: bool) -> None:
         self.region = region
@@ -92,7 +92,7 @@ class Buffer:
 
 @dataclass(eq=False, slots=True)
 class Staged:
-    """Registered memory for one transfer; to be given back by `ClientMemory.give_back`."""
+    """Is registered memory for one transfer, to be given back by `ClientMemory.give_back`."""
 
     span: Span
     own: Region | None = None  # memory of its own, where it is larger than the staging region
@@ -100,14 +100,14 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A put's ticket: `value` stands at `offset` of the client's segment as long as the put is wanted."""
+    """Is a put's ticket: `value` stands at `offset` of the client's segment as long as the put is wanted."""
 
     offset: int
     value: int
 
 
 class ClientMemory:
-    """All memory that the client's engine has registered. It belongs to the event loop."""
+    """Manages all memory that the client's engine has registered. It belongs to the event loop."""
 
     def __init__(self, engine: TransferEngine, staging_bytes: int) -> None:
         self._engine = engine

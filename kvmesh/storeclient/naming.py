@@ -109,7 +109,7 @@ def check_name(name: str) -> str:
 
 
 class OwnKeys:
-    """The keys and names of one client. It belongs to the event loop; its methods raise KvmeshError."""
+    """Manages the keys and names of one client. It belongs to the event loop; its methods raise KvmeshError."""
 
     def __init__(self, config: ClientConfig, directory: Directory) -> None:
         self.tag = tenant_tag(config.namespace)

@@ -21,8 +21,8 @@ ROOM_PERCENT = 5  # so much of a node's capacity must be free besides the block 
 
 @dataclass(frozen=True, slots=True)
 class PoolCandidate:
-    """A pool node, as it reported last; capacity 0 means that it has not reported yet. A pool node evicts blocks for a
-    put, so "free" is what costs nobody a block."""
+    """Is a pool node, as it reported last; capacity 0 means that it has not reported yet. A pool node evicts blocks for
+    a put, so "free" is what costs nobody a block."""
 
     store_id: str
     address: str

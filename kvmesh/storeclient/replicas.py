@@ -24,7 +24,7 @@ SENDING_STEP = 64 << 20  # bytes/s; figures that differ by less count as equal, 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """An incarnation of a node that has blocks, and what it last reported of its load."""
+    """Is an incarnation of a node that has blocks, and what it last reported of its load."""
 
     store_id: str
     address: str
@@ -46,7 +46,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class ReaderLocation:
-    """Where the reader is."""
+    """Says where the reader is."""
 
     node_id: str
     hosts: frozenset[str] = frozenset()

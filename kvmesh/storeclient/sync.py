@@ -1,4 +1,4 @@
-"""`StoreClient` for programs without an event loop: the same methods, blocking, safe to call from many threads.
+"""This is `StoreClient` for programs without an event loop: the same methods, blocking, safe to call from many threads.
 
 One thread of its own runs the loop; a call costs one hand-over to it and one back. A get of blocks in mapped memory
 needs neither: the calling thread copies them.
@@ -36,7 +36,7 @@ CLOSE_S = 15.0
 
 
 class SyncStoreClient:
-    """A blocking client of the Store. `close` it, or use `with`. Arguments, results and errors are those of
+    """Is a blocking client of the Store. `close` it, or use `with`. Arguments, results and errors are those of
     `StoreClient`. A call that is interrupted by Ctrl-C returns when nothing moves in the memory that it was given any
     more."""
 

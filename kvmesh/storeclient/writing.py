@@ -1,5 +1,5 @@
-"""Puts: a node reads the blocks out of the client's registered memory and seals them; when it does not, the next one is
-asked.
+"""In a put a node reads the blocks out of the client's registered memory and seals them; when it does not, the next one
+is asked.
 
 Nobody writes into another's memory, so a put needs no remote allocation, and a client that dies corrupts nothing.
 """
@@ -49,7 +49,7 @@ CHECK_BYTES = 1 << 20  # from this size on it is checked that some node takes a 
 
 
 class Pin(enum.IntEnum):
-    """How a block is pinned. The numbers are those of `kvmesh.v1.PinKind`."""
+    """Says how a block is pinned. The numbers are those of `kvmesh.v1.PinKind`."""
 
     NONE = 1
     SOFT = 2  # evicted after all others, for a time
@@ -58,7 +58,7 @@ class Pin(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What is to be sealed, in registered memory."""
+    """Is what is to be sealed, in registered memory."""
 
     key: bytes
     span: Span
@@ -66,8 +66,8 @@ class Block:
 
 @dataclass(slots=True)
 class Put:
-    """One block of a put. `store_id` is the node that has sealed it; "" if none has: then `cause` says why, and `error`
-    is what `put` would raise."""
+    """Is one block of a put. `store_id` is the node that has sealed it; "" if none has: then `cause` says why, and
+    `error` is what `put` would raise."""
 
     key: bytes
     nbytes: int
@@ -82,7 +82,7 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class PutOptions:
-    """What a caller wants of a put beside the blocks. `deadline` is in monotonic seconds."""
+    """Has what a caller wants of a put beside the blocks. `deadline` is in monotonic seconds."""
 
     deadline: float
     verify: bool = False
@@ -101,7 +101,7 @@ class WriteStats:
 
 
 class BlockWriter:
-    """All puts of one client. It belongs to the event loop."""
+    """Carries out all puts of one client. It belongs to the event loop."""
 
     def __init__(self, context: ClientContext) -> None:
         self.stats = WriteStats()

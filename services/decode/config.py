@@ -1,4 +1,4 @@
-"""The settings of a decode instance."""
+"""This module has the settings of a decode instance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PERCENT = {"min": 0, "max": 90}
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig(InstanceConfig):
-    """The settings of a decode instance. docs/internals/handoff.md says what its timers bound."""
+    """Has the settings of a decode instance. docs/internals/handoff.md says what its timers bound."""
 
     max_running: int = field(default=64, metadata={"help": "Requests in the batch at most.", "min": 1})
     max_waiting: int = field(

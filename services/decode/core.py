@@ -1,5 +1,5 @@
-"""The shell of a decode instance: it feeds inputs from gRPC, ranks and the clock to the brain (state.py) and carries
-out the brain's outputs. It decides nothing.
+"""The shell of a decode instance feeds inputs from gRPC, ranks and the clock to the brain (state.py) and carries out
+the brain's outputs. It decides nothing.
 
 Everything here runs on one event loop; `feed` (kvmesh/rpc/brain_shell.py) never waits.
 """
@@ -41,9 +41,9 @@ POLL_S = 0.02
 
 
 class DecodeCore:
-    """One decode instance: the brain, its ranks, its streams, its timer. `blocks` serves the node store that `state`
-    has; its maker must pass the result of every pull to `pulled`. `own` takes messages for the prefill half of this
-    instance, where it has one; the coupled service sets it."""
+    """Joins the parts of one decode instance: the brain, its ranks, its streams, its timer. `blocks` serves the node
+    store that `state` has; its maker must pass the result of every pull to `pulled`. `own` takes messages for the
+    prefill half of this instance, where it has one; the coupled service sets it."""
 
     def __init__(self, front: Front, state: DecodeState, blocks: BlockService, *, connect_s: float) -> None:
         self.front = front

@@ -1,4 +1,4 @@
-"""The events and actions of a request's state machine (handoff.py). See docs/internals/handoff.md.
+"""This module has the events and actions of a request's state machine (handoff.py). See docs/internals/handoff.md.
 
 Messages from and to ranks are the ranks' own (kvmesh/ranks/protocol.py), wrapped in `FromRank` and `TellRank`.
 """
@@ -17,7 +17,7 @@ from kvmesh.services.decode.timeline import Timeline
 
 
 class Phase(enum.IntEnum):
-    """The states of a request, described in docs/internals/handoff.md. The order is the order of life; a request in
+    """Is the state of a request, described in docs/internals/handoff.md. The order is the order of life; a request in
     CANCELLING or a later state has ended for its client."""
 
     ADMITTED = 0
@@ -36,14 +36,14 @@ GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0, seed=0)
 
 
 class Place(enum.Enum):
-    """The kind of memory that a landing is reserved in."""
+    """Is the kind of memory that a landing is reserved in."""
 
     PAGES = "pages"
     EXTENTS = "extents"
 
 
 class Reason(enum.IntEnum):
-    """Why an answer is complete. The numbers are those of `protocol.Token.finish` and pb.FinishReason."""
+    """Says why an answer is complete. The numbers are those of `protocol.Token.finish` and pb.FinishReason."""
 
     STOP = 1
     LENGTH = 2
@@ -51,7 +51,7 @@ class Reason(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """One admitted request, as the state machine sees it. `carry` belongs to the shell, which gets it back
+    """Describes one admitted request to the state machine. `carry` belongs to the shell, which gets it back
     untouched."""
 
     request_id: str
@@ -111,7 +111,7 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class FillDone:
-    """The writer's word that every write is acknowledged. The end marks, which travel with the bytes, decide whether
+    """The writer reports that every write is acknowledged. The end marks, which travel with the bytes, decide whether
     the KV is complete; this message brings the figures."""
 
     epoch: int
@@ -121,7 +121,7 @@ class FillDone:
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """The writer's word that no byte is on its way and none will follow. Epoch 0 means that the writer never had a
+    """The writer reports that no byte is on its way and none will follow. Epoch 0 means that the writer never had a
     landing."""
 
     epoch: int
@@ -241,7 +241,7 @@ class AskPrefill:
 
 @dataclass(frozen=True, slots=True)
 class RankOffsets:
-    """The byte offsets in one rank's segment at which that rank's shards of the prompt's blocks land."""
+    """Has the byte offsets in one rank's segment at which that rank's shards of the prompt's blocks land."""
 
     rank: int
     segment: str
@@ -330,7 +330,7 @@ class EmitFail:
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """The machine's last action: the request holds nothing and is forgotten."""
+    """Is the machine's last action: the request holds nothing and is forgotten."""
 
 
 Action = (

@@ -63,8 +63,8 @@ class Chain:
 
 
 class Window(enum.Enum):
-    """The state of one window (a writer's right to write the landing) at the transfer engine of one rank. A window that
-    is fenced is forgotten."""
+    """Is the state of one window (a writer's right to write the landing) at the transfer engine of one rank. A window
+    that is fenced is forgotten."""
 
     OPENING = "opening"
     OPEN = "open"
@@ -72,8 +72,8 @@ class Window(enum.Enum):
 
 
 class Handoff:
-    """The state of one request: its memory, the hands on its memory, and its answer. Only `step` changes a request, and
-    `token`, which is the fast path of each generated token; the scheduler reads the request."""
+    """Keeps the state of one request: its memory, the hands on its memory, and its answer. Only `step` changes a
+    request, and `token`, which is the fast path of each generated token; the scheduler reads the request."""
 
     def __init__(self, handle: int, spec: e.Spec, limits: Limits, shape: Shape) -> None:
         self.handle = handle

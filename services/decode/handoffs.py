@@ -1,5 +1,5 @@
-"""The client side of the Handoff streams: one for each incarnation of a prefill instance, opened when the first request
-names it. A stream that breaks ends every handoff in it (PeerGone) and is forgotten; the next request opens another."""
+"""A decode instance opens one Handoff stream to each incarnation of a prefill instance, when the first request names
+it. A stream that breaks ends every handoff in it (PeerGone) and is forgotten; the next request opens another."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Feed = Callable[[i.Input], None]
 
 
 class PeerStream:
-    """One Handoff stream. It tells the brain when it is up (PeerReady) and, through `gone`, when it has ended."""
+    """Runs one Handoff stream. It tells the brain when it is up (PeerReady) and, through `gone`, when it has ended."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class PeerStream:
 
 
 class Handoffs:
-    """All Handoff streams of this instance."""
+    """Owns all Handoff streams of this instance."""
 
     def __init__(self, hello: Callable[[], prefill_pb2.HandoffHello], feed: Feed, connect_s: float) -> None:
         self._hello = hello

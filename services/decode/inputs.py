@@ -1,4 +1,5 @@
-"""The inputs and outputs of a decode instance's brain. Its shell (core.py) has no other way to reach it."""
+"""This module has the inputs and outputs of a decode instance's brain. Its shell (core.py) has no other way to reach
+it."""
 
 from __future__ import annotations
 

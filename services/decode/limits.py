@@ -1,4 +1,4 @@
-"""The numbers that the brain decides by: limits from the configuration, sizes from the ranks."""
+"""The brain decides by these numbers: limits from the configuration, sizes from the ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ NS_PER_MS = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The settings that the brain decides by; DecodeConfig says what each means."""
+    """Has the settings that the brain decides by; DecodeConfig says what each means."""
 
     max_running: int = 64
     max_waiting: int = 256
@@ -28,7 +28,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class RankShape:
-    """Where the pages and extents of one rank lie in its segment, in bytes."""
+    """Says where the pages and extents of one rank lie in its segment, in bytes."""
 
     segment: str
     shard_bytes: int
@@ -38,7 +38,8 @@ class RankShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The memory of the ranks: every rank has the same number of pages and extents, and a shard of each block."""
+    """Describes the memory of the ranks: every rank has the same number of pages and extents, and a shard of each
+    block."""
 
     block_tokens: int
     num_pages: int

@@ -1,4 +1,5 @@
-"""Spans, metrics and heartbeats of a decode instance: what others see of its brain. Nothing here changes the brain."""
+"""This module makes spans, metrics and heartbeats of a decode instance: what others see of its brain. Nothing here
+changes the brain."""
 
 from __future__ import annotations
 
@@ -81,7 +82,7 @@ MAX_OUTCOMES = 4096
 
 @dataclass(slots=True)
 class RequestTrace:
-    """What the shell keeps with a request (Spec.carry)."""
+    """Has what the shell keeps with a request (Spec.carry)."""
 
     span: Span
     start: decode_pb2.StartRequest | None  # dropped once prefill was asked: prompts are large
@@ -126,7 +127,7 @@ def end_request(span: Span, h: Handoff, outcome: str, error: str) -> None:
 
 
 class Observer:
-    """The counts and times of one decode instance, for metrics and heartbeats."""
+    """Keeps the counts and times of one decode instance, for metrics and heartbeats."""
 
     def __init__(self, state: DecodeState, instance_id: str) -> None:
         self._state = state

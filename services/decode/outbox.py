@@ -1,4 +1,4 @@
-"""Messages for one gateway, gathered until its stream takes them. Tokens beyond a request's credit wait here.
+"""Messages for one gateway are gathered here until its stream takes them. Tokens beyond a request's credit wait here.
 
 The outbox is pure and on the path of every token: a token costs a few list appends, and a whole engine step becomes one
 message.
@@ -17,7 +17,7 @@ from kvmesh.services.decode.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The end of a complete answer."""
+    """Is the end of a complete answer."""
 
     reason: Reason
     prompt_tokens: int
@@ -27,7 +27,7 @@ class Finish:
 
 @dataclass(slots=True)
 class OutgoingTokens:
-    """The content of one message: parallel lists with one entry for each token, then what began, finished and
+    """Has the content of one message: parallel lists with one entry for each token, then what began, finished and
     failed."""
 
     slots: list[int] = field(default_factory=list)
@@ -43,7 +43,7 @@ class OutgoingTokens:
 
 
 class Outbox:
-    """The messages for one gateway. The session that sends them owns the outbox."""
+    """Gathers the messages for one gateway. The session that sends them owns the outbox."""
 
     def __init__(self, session: int) -> None:
         self.session = session
@@ -68,7 +68,8 @@ class Outbox:
 
 
 class GatewayStream:
-    """One request's tokens for its gateway. A stream ends once: with Finish after the last token, or with an error."""
+    """Sends one request's tokens to its gateway. A stream ends once: with Finish after the last token, or with an
+    error."""
 
     __slots__ = ("_backlog", "_end", "box", "credit", "deadline_ns", "handle", "slot")
 

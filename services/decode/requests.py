@@ -24,7 +24,7 @@ MAX_PULL_RANGES = 1024
 
 @dataclass(frozen=True, slots=True)
 class ServingInstance:
-    """The properties of the instance that requests are checked against."""
+    """Has the properties of the instance that requests are checked against."""
 
     ref: common_pb2.InstanceRef
     weights: ServedWeights

@@ -1,4 +1,4 @@
-"""The rules of who may have a seat, pages or a landing, and who gives them back, as numbers and orders alone. Pure.
+"""These rules say who may have a seat, pages or a landing, and who gives them back, as numbers and orders alone. Pure.
 
 The scheduler carries these decisions out with memory, the simulator (`kvmesh.sim.decoder`) in virtual time.
 """

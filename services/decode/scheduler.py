@@ -29,8 +29,8 @@ MAX_RETRY_AFTER_MS = 30_000
 
 
 class Scheduler:
-    """The memory pools and queues of one decode instance. `file` must be called after every step of a request: it moves
-    the request to the queue of its phase."""
+    """Keeps the memory pools and queues of one decode instance. `file` must be called after every step of a request: it
+    moves the request to the queue of its phase."""
 
     def __init__(
         self,

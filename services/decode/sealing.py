@@ -26,7 +26,7 @@ class _Copy:
 
 
 class Sealing:
-    """The copies from pages into the store that are under way."""
+    """Keeps the copies from pages into the store that are under way."""
 
     def __init__(self, store: NodeStore, pages: Pages, ranks: int, new_ticket: Callable[[], int]) -> None:
         self._store = store

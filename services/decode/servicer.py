@@ -1,5 +1,5 @@
-"""The gRPC service of a decode instance: one Session stream for each gateway, and GetPools. It maps messages and moves
-them; it decides nothing."""
+"""The gRPC service of a decode instance has one Session stream for each gateway, and GetPools. It maps messages and
+moves them; it decides nothing."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ WRITE_TIMEOUT_S = 30.0
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServicer):
-    """All Sessions of one instance. A Session that ends, however it ends, cancels its requests. `pools` returns what
-    the instance holds, where that is more than the core counts."""
+    """Serves all Sessions of one instance. A Session that ends, however it ends, cancels its requests. `pools` returns
+    what the instance holds, where that is more than the core counts."""
 
     def __init__(self, core: DecodeCore, pools: Callable[[], common_pb2.PoolCounters] | None = None) -> None:
         self._core = core

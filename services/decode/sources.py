@@ -23,8 +23,8 @@ class _Pull:
 
 
 class DecodePulls:
-    """The pulls of one instance that are under way. `lower` is what this node keeps below its host segment; it is set
-    once, before the first request."""
+    """Keeps the pulls of one instance that are under way. `lower` is what this node keeps below its host segment; it is
+    set once, before the first request."""
 
     def __init__(self, store: NodeStore, timeout_ms: int, new_ticket: Callable[[], int]) -> None:
         self.lower: LowerTiers | None = None

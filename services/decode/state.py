@@ -1,5 +1,5 @@
-"""The brain of a decode instance: all requests, their memory, their gateways. `step(input, now)` returns outputs; see
-inputs.py for both.
+"""The brain of a decode instance keeps all requests, their memory, their gateways. `step(input, now)` returns outputs;
+see inputs.py for both.
 
 The brain is pure and deterministic: the same inputs at the same times give the same outputs. Messages for gateways are
 gathered in `sessions` (outbox.py); an output `Flush` says that there is one to send.
@@ -34,8 +34,9 @@ MAX_SAMPLES = 16  # step times kept between two heartbeats; the conductor keeps 
 
 
 class DecodeState:
-    """The whole state of one decode instance. In a coupled instance `pages` is the pool that it shares with the prefill
-    half, and handles, tickets and epochs begin at `first`, so that they differ from those of the prefill half."""
+    """Keeps the whole state of one decode instance. In a coupled instance `pages` is the pool that it shares with
+    the prefill half, and handles, tickets and epochs begin at `first`, so that they differ from those of the prefill
+    half."""
 
     def __init__(
         self, limits: Limits, shape: Shape, store: NodeStore, pages: Pages | None = None, first: int = 1

@@ -26,7 +26,7 @@ _Floats = npt.NDArray[np.float64]
 
 
 class StepTimes:
-    """The last steps of one instance, without those that computed prompts beside their rows."""
+    """Keeps the last steps of one instance, without those that computed prompts beside their rows."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[int, int, int]] = deque(maxlen=WINDOW)  # (rows, tokens of context, ns)

@@ -1,5 +1,5 @@
-"""The times at which a request passed each stage, in CLOCK_MONOTONIC nanoseconds (0: not yet), and the durations
-between."""
+"""This module has the times at which a request passed each stage, in CLOCK_MONOTONIC nanoseconds (0: not yet), and the
+durations between."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _Floats = npt.NDArray[np.float64]
 
 
 class TbtHistogram:
-    """The times between the tokens of one answer, in ns. The path of every token only appends to `recent`; whoever
-    appends calls `fold` every few hundred tokens."""
+    """Counts the times between the tokens of one answer, in ns. The path of every token only appends to `recent`;
+    whoever appends calls `fold` every few hundred tokens."""
 
     __slots__ = ("_counts", "_sums", "recent")
 
@@ -88,8 +88,8 @@ class TbtHistogram:
 
 @dataclass(slots=True)
 class Timeline:
-    """The times and figures of one request. Each time is taken where the thing happens: copies and steps at the rank,
-    messages where they arrive."""
+    """Has the times and figures of one request. Each time is taken where the thing happens: copies and steps at the
+    rank, messages where they arrive."""
 
     received: int = 0  # Start arrived
     asked: int = 0  # StartPrefill was handed to the stream

@@ -1,4 +1,4 @@
-"""The blocks that a prefill instance takes from the shared pool and gives to it: pulls, loads, seals. Pure.
+"""A prefill instance takes blocks from the shared pool and gives blocks to it: pulls, loads, seals. Pure.
 
     other nodes ──pull──▶ host extents ──load──▶ device pages ──step──▶ more pages ──seal──▶ host extents
     own SSD ──────┘
@@ -34,7 +34,7 @@ NS_PER_MS = 1_000_000
 
 @dataclass(slots=True)
 class _Pull:
-    """Blocks that are being pulled; the extents of the job are WRITING in the store."""
+    """Has blocks that are being pulled; the extents of the job are WRITING in the store."""
 
     job: PullJob
     owner: int  # handle of the request that began it
@@ -46,7 +46,7 @@ class _Pull:
 
 @dataclass(slots=True)
 class _Seal:
-    """A copy of pages into WRITING extents: `blocks` are indices into the chain `keys`."""
+    """Is a copy of pages into WRITING extents: `blocks` are indices into the chain `keys`."""
 
     keys: tuple[bytes, ...]
     blocks: tuple[int, ...]
@@ -57,7 +57,7 @@ class _Seal:
 
 @dataclass(slots=True)
 class Load:
-    """A copy of sealed extents into pages of one handoff, which holds those pages."""
+    """Is a copy of sealed extents into pages of one handoff, which holds those pages."""
 
     handoff: Handoff
     first: int  # blocks [first, end) of its prompt
@@ -69,7 +69,7 @@ class Load:
 
 
 class SharedBlocks:
-    """All pulls, loads and seals of one instance. `emit` takes the actions, in order.
+    """Keeps all pulls, loads and seals of one instance. `emit` takes the actions, in order.
 
     The brain sets `now` (monotonic ns) at every event. `lower` is what this node keeps below its host segment: a source
     of pulls whether or not a request's hints name it.

@@ -1,4 +1,4 @@
-"""What the prefill brain refuses: requests that can never run here, and landings that do not fit. Pure."""
+"""The prefill brain refuses requests that can never run here, and landings that do not fit. Pure."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kvmesh.services.prefill.planner import PlanConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrainConfig:
-    """The limits of one prefill instance, in tokens and requests. `world` is its number of ranks, which cut blocks into
-    shards as `layouts` say."""
+    """Has the limits of one prefill instance, in tokens and requests. `world` is its number of ranks, which cut blocks
+    into shards as `layouts` say."""
 
     plan: PlanConfig
     max_context_tokens: int

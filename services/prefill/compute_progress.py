@@ -9,8 +9,8 @@ from kvmesh.services.prefill.planner import Chunk
 
 
 class ComputeProgress(NamedTuple):
-    """The steps, prompt tokens, and twice the attention pairs computed so far. Each token attends to those before it,
-    so a chunk from token s to token e has (e + s)·(e - s) / 2 pairs."""
+    """Counts the steps, prompt tokens, and twice the attention pairs computed so far. Each token attends to those
+    before it, so a chunk from token s to token e has (e + s)·(e - s) / 2 pairs."""
 
     steps: int = 0
     tokens: int = 0

@@ -1,4 +1,4 @@
-"""The settings of a prefill instance."""
+"""This module has the settings of a prefill instance."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_SIZE_WEIGHT = 1000.0  # beyond, sizes alone decide
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillConfig(InstanceConfig):
-    """The settings of a prefill instance. Tokens are prompt tokens that are not in the prefix cache."""
+    """Has the settings of a prefill instance. Tokens are prompt tokens that are not in the prefix cache."""
 
     prefill_chunk_tokens: int = field(
         default=512, metadata={"help": "Tokens of one request in one step at most (one block at least).", "min": 1}

@@ -1,4 +1,4 @@
-"""The events and actions of the prefill brain. Pure data: times are monotonic nanoseconds.
+"""This module has the events and actions of the prefill brain. Pure data: times are monotonic nanoseconds.
 
 `handle` is unique in the instance (the servicer maps a stream's own handles to it) and never reused; `stream` names the
 decode instance's Handoff stream, whose end cancels all of its handoffs.
@@ -44,7 +44,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class RankLanding:
-    """The byte offsets in `segment` at which one decode rank's shards land, one for each block of the prompt."""
+    """Has the byte offsets in `segment` at which one decode rank's shards land, one for each block of the prompt."""
 
     rank: int
     segment: str
@@ -54,7 +54,7 @@ class RankLanding:
 
 @dataclass(frozen=True, slots=True)
 class Landing:
-    """Decode's answer to SendBeginFill. The lease counts from when that was sent."""
+    """Is decode's answer to SendBeginFill. The lease counts from when that was sent."""
 
     handle: int
     handoff_epoch: int
@@ -65,7 +65,7 @@ class Landing:
 
 @dataclass(frozen=True, slots=True)
 class Renewed:
-    """Decode's answer to SendRenew. The lease counts from when that was sent."""
+    """Is decode's answer to SendRenew. The lease counts from when that was sent."""
 
     handle: int
     handoff_epoch: int
@@ -114,8 +114,8 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Doors:
-    """Why no new work is taken from decode instances elsewhere (`remote`) or from this instance's own (`own`); "" where
-    it is taken. Requests that were taken before go on."""
+    """Says why no new work is taken from decode instances elsewhere (`remote`) or from this instance's own (`own`); ""
+    where it is taken. Requests that were taken before go on."""
 
     remote: str
     own: str
@@ -172,7 +172,7 @@ class SendRenew:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The part of a prompt that was not computed, by where its KV was when the request got its pages."""
+    """Describes the part of a prompt that was not computed, by where its KV was when the request got its pages."""
 
     device_tokens: int = 0
     host_tokens: int = 0  # in this node's host segment

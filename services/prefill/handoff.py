@@ -1,5 +1,5 @@
-"""The record of one handoff at prefill: pages, chunks, landing, lease, one push for each rank, and what decode was
-told. Pure."""
+"""This module has the record of one handoff at prefill: pages, chunks, landing, lease, one push for each rank, and what
+decode was told. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Phase(enum.Enum):
 
 
 class Push(enum.Enum):
-    """What one rank is doing with this handoff's bytes."""
+    """Says what one rank is doing with this handoff's bytes."""
 
     NONE = "none"  # never opened
     OPEN = "open"
@@ -37,7 +37,7 @@ class Push(enum.Enum):
 
 @dataclass(slots=True)
 class Lease:
-    """Decode's promise to keep the landing open, as the writer counts it (monotonic ns)."""
+    """Is decode's promise to keep the landing open, as the writer counts it (monotonic ns)."""
 
     from_ns: int
     until_ns: int
@@ -55,7 +55,7 @@ class Lease:
 
 @dataclass(slots=True)
 class Handoff:
-    """The state of one handoff. Its phases are QUEUED → COMPUTING → PUSHING → (done), and CANCELLING from any of
+    """Keeps the state of one handoff. Its phases are QUEUED → COMPUTING → PUSHING → (done), and CANCELLING from any of
     them."""
 
     start: Start

@@ -1,4 +1,5 @@
-"""All handoffs of one instance with what they hold: pages, and promises to requests with the same prefix. Pure."""
+"""This module keeps all handoffs of one instance with what they hold: pages, and promises to requests with the same
+prefix. Pure."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ async def run(config: PrefillConfig, stop: asyncio.Event, started: Callable[[dic
 
 
 class PrefillInstance:
-    """One prefill instance in this process."""
+    """Runs one prefill instance in this process."""
 
     def __init__(self, config: PrefillConfig) -> None:
         config.check()

@@ -4,16 +4,17 @@
 
       rank = arrival + priority x `priority_step_ns` + class x `size_weight`
 
-where the class of a request is `work_class` of how long computing it was predicted to take when it was placed. Short
-ones go first, which lowers the mean (shortest processing time), but waiting wears priority and size off: whoever comes
-later than `size_weight` times its size after a request of the same priority does not go before it, so nobody waits for
-ever. - A request whose uncached rest is over `long_prompt_tokens` runs alone, one chunk a step; shorter ones are packed
-together. With a `size_weight` every step is of the kind of whoever has the least rank, of those that could run and the
-one long request that has begun: a long one is held up between its chunks, never given up. Without one, while both kinds
-are waiting, steps alternate between them: neither starves the other. - A request that does not get its pages blocks
-everybody behind it in the queue: none overtakes it on memory. - A request whose next block is being computed or loaded
-for somebody else is passed over until that block is in the cache, and one whose next block is being pulled from another
-node until it is here, for a bounded time.
+  where the class of a request is `work_class` of how long computing it was predicted to take when it was placed. Short
+  ones go first, which lowers the mean (shortest processing time), but waiting wears priority and size off: whoever
+  comes later than `size_weight` times its size after a request of the same priority does not go before it, so nobody
+  waits for ever.
+- A request whose uncached rest is over `long_prompt_tokens` runs alone, one chunk a step; shorter ones are packed
+  together. With a `size_weight` every step is of the kind of whoever has the least rank, of those that could run and
+  the one long request that has begun: a long one is held up between its chunks, never given up. Without one, while
+  both kinds are waiting, steps alternate between them: neither starves the other.
+- A request that does not get its pages blocks everybody behind it in the queue: none overtakes it on memory.
+- A request whose next block is being computed or loaded for somebody else is passed over until that block is in the
+  cache, and one whose next block is being pulled from another node until it is here, for a bounded time.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ SCAN = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanConfig:
-    """The planner's limits, in tokens and nanoseconds. The service checks them at start (see PrefillConfig)."""
+    """Has the planner's limits, in tokens and nanoseconds. The service checks them at start (see PrefillConfig)."""
 
     block_tokens: int
     prefill_chunk_tokens: int = 512
@@ -54,7 +55,7 @@ def chunk_end(start: int, total: int, block_tokens: int, limit: int) -> int:
 
 
 class WaitingPrompts:
-    """The prompts that wait. A smaller rank goes first, equal ranks go in order of arrival."""
+    """Queues the prompts that wait. A smaller rank goes first, equal ranks go in order of arrival."""
 
     def __init__(self, priority_step_ns: int, size_weight: float = 0.0) -> None:
         self._step_ns, self._size_weight = priority_step_ns, size_weight
@@ -95,7 +96,7 @@ class WaitingPrompts:
 
 @dataclass(slots=True)
 class Work:
-    """An admitted request: it has its pages, and tokens [0, start) are cached or submitted."""
+    """Is an admitted request: it has its pages, and tokens [0, start) are cached or submitted."""
 
     handle: int
     start: int
@@ -115,7 +116,7 @@ class Chunk:
 
 
 class Wait(enum.Enum):
-    """Why a waiting request cannot be admitted now."""
+    """Says why a waiting request cannot be admitted now."""
 
     PAGES = "pages"
     TWIN = "twin"  # its next block is being computed or loaded for another request

@@ -1,4 +1,4 @@
-"""The landings, leases and pushes of the handoffs. Pure.
+"""This module manages the landings, leases and pushes of the handoffs. Pure.
 
 The lease that decode grants counts, here, from when BeginFill (or RenewLease) was sent, less a margin: the writer's
 lease is always the shorter one. It is renewed only when every rank has just shown progress, so the landings of a frozen
@@ -20,7 +20,7 @@ from kvmesh.services.prefill.handoff_table import HandoffTable
 
 
 class HandoffPushes:
-    """The part of the brain that lets ranks write into decode's memory."""
+    """Is the part of the brain that lets ranks write into decode's memory."""
 
     def __init__(
         self, lives: HandoffTable, world: int, layouts: tuple[ShardLayout, ...] = (), *, at_end: bool = False

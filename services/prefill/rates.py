@@ -9,7 +9,7 @@ NEWEST = 0.2  # the weight of the newest value in the moving average
 
 @dataclass(slots=True)
 class Rates:
-    """Moving averages in nanoseconds for each block; 0 where not known yet."""
+    """Has moving averages in nanoseconds for each block; 0 where not known yet."""
 
     pulled_ns: float = 0.0
     computed_ns: float = 0.0

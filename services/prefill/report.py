@@ -1,4 +1,4 @@
-"""What is reported of a handoff: spans, metrics, a line in the log where it failed, samples for the conductor."""
+"""This module reports handoffs: by spans, metrics, a line in the log where one failed, samples for the conductor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ S = 1e-9  # one nanosecond in seconds
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Who asked for a prefill. The shell keeps it; the brain does not know it."""
+    """Says who asked for a prefill. The shell keeps it; the brain does not know it."""
 
     request_id: str
     attempt: int

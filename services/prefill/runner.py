@@ -1,5 +1,5 @@
-"""The shell of a prefill instance: events from streams and ranks go into the brain (state.py), actions come out and are
-carried out. It decides nothing."""
+"""This is the shell of a prefill instance: events from streams and ranks go into the brain (state.py), actions come out
+and are carried out. It decides nothing."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from kvmesh.telemetry import spans
 
 
 class RankSender(Protocol):
-    """The part of kvmesh.ranks.client.RankClient that the runner needs."""
+    """Is the part of kvmesh.ranks.client.RankClient that the runner needs."""
 
     def send(self, message: m.ToRank, /) -> None: ...
 
 
 class BlockPuller(Protocol):
-    """The part of kvmesh.blockservice.blocks.BlockService that the runner needs. Its owner passes the result of every
-    pull to `PrefillRunner.pulled`."""
+    """Is the part of kvmesh.blockservice.blocks.BlockService that the runner needs. Its owner passes the result of
+    every pull to `PrefillRunner.pulled`."""
 
     def pull(self, job: PullJob, /) -> None: ...
 
@@ -44,8 +44,8 @@ class BlockPuller(Protocol):
 
 @dataclass(eq=False)
 class HandoffStream:
-    """One decode instance's Handoff stream: its number, its own handles, and the events that are still to be written to
-    it."""
+    """Is one decode instance's Handoff stream: its number, its own handles, and the events that are still to be written
+    to it."""
 
     number: int
     readers: tuple[ShardLayout, ...] = ()  # how its ranks cut blocks into shards; (): as this instance's do
@@ -66,8 +66,8 @@ class HandoffStream:
 
 @dataclass(eq=False, kw_only=True)
 class OwnStream(HandoffStream):
-    """The connection to the decode half of this instance. `hear` gets each event at once; `adopt` gets the first token
-    of a computed prompt and one reference to each of its pages."""
+    """Is the connection to the decode half of this instance. `hear` gets each event at once; `adopt` gets the first
+    token of a computed prompt and one reference to each of its pages."""
 
     hear: Callable[[pb.HandoffEvent], None]
     adopt: Callable[[pb.FirstToken, tuple[int, ...]], None]
@@ -84,7 +84,7 @@ class _Owner:
 
 
 class PrefillRunner:
-    """The only owner of the brain. Every method belongs to the event loop; none blocks.
+    """Is the only owner of the brain. Every method belongs to the event loop; none blocks.
 
     `urge` asks for a heartbeat soon; it is called when the instance becomes idle or refuses work.
     """

@@ -1,4 +1,4 @@
-"""The gRPC service kvmesh.v1.Prefill: hello, one reader and one writer for each stream, counters."""
+"""The gRPC service kvmesh.v1.Prefill has a hello, one reader and one writer for each stream, counters."""
 
 from __future__ import annotations
 

@@ -1,17 +1,18 @@
-"""The prefill brain: every handoff's life, from the waiting prompts to the last acknowledged byte. Pure.
+"""The prefill brain manages every handoff, from the waiting prompts to the last acknowledged byte. Pure.
 
     state = PrefillState(config, PagePool(num_pages), NodeStore(num_extents))
     actions = state.step(event, now_ns)
 
 It keeps these promises, whatever the order of events:
 
-- a page is held by every handoff that may still read or write it: it is released only when decode knows how the handoff
-ended and neither load nor step nor push can touch it (Handoff.over); - an extent of the host segment has one writer, a
-pull or a copy, and is read only once it is sealed; nobody waits longer for a pull than its timeout, and what has not
-arrived is computed; - a pull that is planned for later begins when its request's turn comes, if that is sooner (or what
-it would bring is computed, if that is): nobody waits for a pull that has not begun; - decode is told exactly one
-ending: FirstToken and FillDone, or Drained, or Failed (nothing once its stream broke); - computation never waits for
-the landing; the push never begins without one or after its lease.
+- a page is held by every handoff that may still read or write it: it is released only when decode knows how the
+  handoff ended and neither load nor step nor push can touch it (Handoff.over);
+- an extent of the host segment has one writer, a pull or a copy, and is read only once it is sealed; nobody waits
+  longer for a pull than its timeout, and what has not arrived is computed;
+- a pull that is planned for later begins when its request's turn comes, if that is sooner (or what it would bring is
+  computed, if that is): nobody waits for a pull that has not begun;
+- decode is told exactly one ending: FirstToken and FillDone, or Drained, or Failed (nothing once its stream broke);
+- computation never waits for the landing; the push never begins without one or after its lease.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ PATIENCE = 0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What waits and runs now. `queued_tokens` are those still to be computed."""
+    """Tells what waits and runs now. `queued_tokens` are those still to be computed."""
 
     queued_requests: int
     queued_tokens: int
@@ -59,7 +60,7 @@ class Load:
 
 @dataclass(slots=True)
 class _Step:
-    """One step that was sent to the ranks."""
+    """Is one step that was sent to the ranks."""
 
     chunks: tuple[Chunk, ...]
     waiting: set[int]  # ranks that have not answered
@@ -74,7 +75,8 @@ class _Step:
 
 
 class PrefillState:
-    """All handoffs of one instance. It has one owner and one thread; a request costs O(its blocks), a message O(1)."""
+    """Keeps all handoffs of one instance. It has one owner and one thread; a request costs O(its blocks), a message
+    O(1)."""
 
     def __init__(self, config: BrainConfig, pool: PagePool, store: NodeStore) -> None:
         self.config = config

@@ -1,4 +1,4 @@
-"""The master's map of which node holds which block. Pure.
+"""This is the master's map of which node holds which block. Pure.
 
 `MasterMap` is a block map that also counts keys by tenant's tag, and forgets keys of all stores at once. All keys that
 begin with a prefix vanish from every answer in one step and are cleared away later: a sweep of that prefix masks them
@@ -41,7 +41,7 @@ MAX_SWEEPS = 64  # with more, the oldest is carried to its end at once
 
 @dataclass(slots=True)
 class _Sweep:
-    """The sweep of one prefix, slot by slot, the lowest first."""
+    """Is the sweep of one prefix, slot by slot, the lowest first."""
 
     prefix: bytes
     bits: int  # bitset of the slots that it has not gone through
@@ -52,7 +52,7 @@ class _Sweep:
 
 
 class MasterMap(BlockMap):
-    """A block map with counts by tag, and removal by prefix. `apply` and `drop` cost as in BlockMap, and O(watched
+    """Is a block map with counts by tag, and removal by prefix. `apply` and `drop` cost as in BlockMap, and O(watched
     tags) when a store's content changes as a whole.
 
     A slot keeps its content for life, whichever store shows it, so counts by tag are kept by slot. `forgotten` is
@@ -381,7 +381,7 @@ READ_KEYS = 8192  # keys of a store that are read for a watcher in one turn of t
 
 
 class BlockDirectory:
-    """The map, fed by announcements, and what of it goes on to watchers. No call costs more than the keys of one
+    """Keeps the map, fed by announcements, and what of it goes on to watchers. No call costs more than the keys of one
     announcement; what a dropped store leaves behind is cleared by `sweep`."""
 
     def __init__(self, *, max_store_blocks: int) -> None:

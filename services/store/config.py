@@ -1,4 +1,4 @@
-"""The settings of the store master."""
+"""This module has the settings of the store master."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvmesh.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class StoreConfig(ServiceConfig):
-    """The settings of one store master. Raises ConfigError naming the field when intervals do not fit together."""
+    """Has the settings of one store master. Raises ConfigError naming the field when intervals do not fit together."""
 
     door_port: int = field(
         default=0,
@@ -182,8 +182,8 @@ SHARED = (
 
 @dataclass(frozen=True)
 class SettledConfig:
-    """What a leader goes by: `config` to lead with, `keep` to be written for later leaders, and `notes` for the log,
-    one line each."""
+    """Has what a leader goes by: `config` to lead with, `keep` to be written for later leaders, and `notes` for the
+    log, one line each."""
 
     config: StoreConfig
     keep: dict[bytes, bytes]

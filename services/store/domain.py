@@ -1,4 +1,4 @@
-"""The events and actions of the store master's brain, and the bounds on what a member may say.
+"""This module has the events and actions of the store master's brain, and the bounds on what a member may say.
 
 Records are plain classes where they are compared or kept; a member's report on its memory stays the message that it
 came in.
@@ -25,7 +25,7 @@ class Role(Enum):
 
 @dataclass(frozen=True)
 class Member:
-    """One incarnation of one instance, as it introduced itself."""
+    """Is one incarnation of one instance, as it introduced itself."""
 
     instance_id: str
     address: str
@@ -112,8 +112,8 @@ class Relay:
 
 @dataclass(frozen=True)
 class Heard:
-    """The answer to an Announce. `seq` is the last announcement of that store which is included now; `cut` counts keys
-    that were too many for one store and are not in the map; `shed` counts replicas that were left out for want of
+    """Is the answer to an Announce. `seq` is the last announcement of that store which is included now; `cut` counts
+    keys that were too many for one store and are not in the map; `shed` counts replicas that were left out for want of
     memory."""
 
     verdict: Verdict

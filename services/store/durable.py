@@ -34,7 +34,7 @@ def nothing() -> Kept:
 
 
 class Durable(Protocol):
-    """The interface to where records are kept. Every call ends within a deadline of its own."""
+    """Is the interface to where records are kept. Every call ends within a deadline of its own."""
 
     async def load(self) -> Kept:
         """Returns all that is kept. Raises Unavailable."""

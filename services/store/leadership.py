@@ -1,4 +1,4 @@
-"""What the store master does while it leads: one session for each continuous time as leader, and a guard before it.
+"""While the store master leads it has one session for each continuous time as leader, and a guard before it.
 
 A session has its map, its members and its streams, all of which are void once it has ended. The guard lets a call reach
 the session of this moment, and an answer leave, only while this master leads.
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class LeaderSession:
-    """One continuous time as leader. `may_lead` is asked in the turn of the loop in which something is answered,
+    """Is one continuous time as leader. `may_lead` is asked in the turn of the loop in which something is answered,
     published or ordered; `kept` is what earlier leaders kept (see durable.py)."""
 
     def __init__(
@@ -142,7 +142,7 @@ _WITH_TERM = {one.DESCRIPTOR.full_name for one in (pb.JoinRequest, pb.BeatReques
 
 
 class LeaderGuard:
-    """A servicer of StoreMaster with all its RPCs, to be handed to gRPC.
+    """Is a servicer of StoreMaster with all its RPCs, to be handed to gRPC.
 
     Before a call reaches a session, and again before its answer leaves, this master must lead. A term that a node
     reports is taken into account once the call has shown that the node is a member. Answers carry the term.

@@ -38,7 +38,7 @@ async def run(config: StoreConfig, stop: asyncio.Event, started: Callable[[dict[
 
 
 class Master(runner.ServiceRunner):
-    """The store master in this process: it leads, or stands by. It has a `session` while it leads."""
+    """Runs the store master in this process: it leads, or stands by. It has a `session` while it leads."""
 
     def __init__(self, config: StoreConfig, clock: Callable[[], float] = time.monotonic) -> None:
         """Begins to lead at once when there is no Redis. Raises ConfigError when a setting of Redis or the state file

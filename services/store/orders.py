@@ -39,8 +39,8 @@ MAX_CHANNELS = 256  # channels that are kept open
 
 @dataclass
 class RemovalOutcome:
-    """What a removal did: the ids of the stores that acknowledged it and of those that could not be asked, and how many
-    blocks were removed."""
+    """Tells what a removal did: the ids of the stores that acknowledged it and of those that could not be asked, and
+    how many blocks were removed."""
 
     acknowledged: list[str] = field(default_factory=list)
     pending: list[str] = field(default_factory=list)

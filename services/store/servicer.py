@@ -1,4 +1,4 @@
-"""The gRPC service StoreMaster: protos to the brain and back. It decides nothing."""
+"""The gRPC service StoreMaster converts protos for the brain and back. It decides nothing."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ MAX_QUOTA_NAME_BYTES = 256
 
 
 class StoreMasterServicer(pb_grpc.StoreMasterServicer):
-    """The servicer of one session, whose number is `incarnation`. `clock` gives monotonic seconds; `leads` says whether
-    the session goes on at this moment."""
+    """Serves the calls of one session, whose number is `incarnation`. `clock` gives monotonic seconds; `leads` says
+    whether the session goes on at this moment."""
 
     _owing = False  # whether what the policy owes is being written
 

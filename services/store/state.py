@@ -1,4 +1,4 @@
-"""The store master's brain: who lives and who holds which block. Pure: `step(event, now)` returns actions.
+"""The store master's brain knows who lives and who holds which block. Pure: `step(event, now)` returns actions.
 
 All of it is soft state: a member is alive while it beats, and its blocks are known while it announces them. Every
 change is published with a seq that has no gaps.
@@ -59,7 +59,7 @@ class _Life:
 
 
 class WatcherCatchUp:
-    """All that a new watcher must be told: `members` as of `seq`, then `announcements`, taken one by one while the
+    """Has all that a new watcher must be told: `members` as of `seq`, then `announcements`, taken one by one while the
     state goes on. With them and every event after `seq` the watcher knows what the master knows."""
 
     def __init__(self, seq: int, lives: tuple[_Life, ...], blocks: BlockDirectory) -> None:
@@ -80,7 +80,7 @@ class WatcherCatchUp:
 
 
 class MasterState:
-    """The members, their leases and their blocks. Times are seconds on any one monotonic clock."""
+    """Keeps the members, their leases and their blocks. Times are seconds on any one monotonic clock."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The watch stream: a snapshot, then every change, to each watcher at its own pace. It decides nothing."""
+"""The watch stream sends a snapshot, then every change, to each watcher at its own pace. It decides nothing."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ T = TypeVar("T")
 
 
 class Mailbox(Generic[T]):
-    """The events that one watcher has not been sent yet: at most `max_events` of at most `max_bytes` together, so that
-    a watcher that stands still costs no more memory."""
+    """Keeps the events that one watcher has not been sent yet: at most `max_events` of at most `max_bytes` together, so
+    that a watcher that stands still costs no more memory."""
 
     def __init__(self, max_events: int, max_bytes: int) -> None:
         self._max_events = max_events
@@ -65,8 +65,8 @@ EVENT_OVERHEAD_BYTES = 128  # an event in memory beside its message, so that emp
 
 
 class Watchers:
-    """All open watch streams. `max_events` and `max_bytes` bound what is kept for each. `leads` is asked before each
-    message; `term` returns the leader's term, which each message carries."""
+    """Serves all open watch streams. `max_events` and `max_bytes` bound what is kept for each. `leads` is asked before
+    each message; `term` returns the leader's term, which each message carries."""
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ MAX_FRESH = 65_536
 
 
 class Contents:
-    """The keys of one part of one tier. A block is there when every one of `ranks` ranks has its shard."""
+    """Keeps the keys of one part of one tier. A block is there when every one of `ranks` ranks has its shard."""
 
     def __init__(self, ranks: int) -> None:
         self._all = (1 << ranks) - 1
@@ -102,7 +102,7 @@ class Contents:
 
 
 class TierSource:
-    """All parts of one tier of a node, announced as one store: a key is there as long as any part has it."""
+    """Announces all parts of one tier of a node as one store: a key is there as long as any part has it."""
 
     def __init__(self) -> None:
         self.parts: list[Contents] = []

@@ -1,4 +1,5 @@
-"""Settings of the node store that all kinds of nodes have: the eviction order, and the tiers below DRAM."""
+"""This module has the settings of the node store that all kinds of nodes have: the eviction order, and the tiers below
+DRAM."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "htt
 
 @dataclass(frozen=True, kw_only=True)
 class TierConfig(TransferConfig):
-    """The settings common to instances and pool nodes."""
+    """Has the settings common to instances and pool nodes."""
 
     store_eviction: str = field(
         default="lru", metadata={"help": "Which blocks of the host memory go first.", "choices": ORDERS}

@@ -1,4 +1,5 @@
-"""One tier of a node, at its front: its parts by layout, what is announced of it, and whether it answers."""
+"""This module describes one tier of a node, at its front: its parts by layout, what is announced of it, and whether it
+answers."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from kvmesh.telemetry import names
 
 
 class TierLevel:
-    """One tier of a node. `TierReads` sets and resets `health.failing`."""
+    """Describes one tier of a node. `TierReads` sets and resets `health.failing`."""
 
     def __init__(self, settings: TierSettings, ranks: TierRanks) -> None:
         self.settings = settings

@@ -1,4 +1,4 @@
-"""Parts of a node's tiers below DRAM: one for each layout of shards, and where each lies on the disk.
+"""A node's tiers below DRAM have one part for each layout of shards; this module says where each lies on the disk.
 
 <ssd_path>/rank-0/                  an instance's only part
 <ssd_path>/rank-0/<layout's hash>/  a pool node's: one for each layout
@@ -88,7 +88,7 @@ class Health:
 
 @dataclass(eq=False)
 class Part:
-    """One layout's blocks in one tier. `shard_bytes` is 0 for layout "bytes", whose blocks differ in size."""
+    """Describes one layout's blocks in one tier. `shard_bytes` is 0 for layout "bytes", whose blocks differ in size."""
 
     number: int
     layout: str
@@ -139,8 +139,8 @@ class Part:
 
 
 class FollowedPartition:
-    """One partition of DRAM and what is decided of its blocks; forgotten with the partition. `part` is the part in the
-    first tier below, `parts` are those in all tiers."""
+    """Keeps one partition of DRAM and what is decided of its blocks; it is forgotten with the partition. `part` is the
+    part in the first tier below, `parts` are those in all tiers."""
 
     def __init__(self, partition: Partition, parts: Sequence[Part], offload_percent: int) -> None:
         self.partition = partition
@@ -228,8 +228,8 @@ def layouts_found(settings: TierSettings) -> list[tuple[str, int]]:
 
 
 class OwnTier:
-    """The `sources.LowerTiers` of an instance. `parts()` returns the parts of its layout in tiers that answer, the
-    fastest first; `note` is told which blocks requests use."""
+    """Implements `sources.LowerTiers` for an instance. `parts()` returns the parts of its layout in tiers that answer,
+    the fastest first; `note` is told which blocks requests use."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""Operations on tiers at all ranks of a node: asked once, answered by every rank, or ended by the rank's end."""
+"""An operation on a tier is asked once of all ranks of a node, and answered by every rank or ended by the rank's
+end."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ Ask = Callable[[int, int], m.ToRank]  # (rank, ticket) → the message for that 
 
 
 class TierRanks:
-    """The ranks of a node, as tiers use them. It belongs to the event loop. `lost` says why nothing is answered any
-    more."""
+    """Asks the ranks of a node for operations on tiers. It belongs to the event loop. `lost` says why nothing is
+    answered any more."""
 
     def __init__(self, ranks: Sequence[SegmentRank]) -> None:
         self.lost = ""

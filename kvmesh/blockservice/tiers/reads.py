@@ -42,7 +42,7 @@ class Read:
 
 
 class TierReads:
-    """The reads of one node. `on_back` is called when a tier answers again."""
+    """Carries out the reads of one node. `on_back` is called when a tier answers again."""
 
     def __init__(self, ranks: TierRanks, spawn: Spawn, on_back: Callable[[TierLevel], None]) -> None:
         self._ranks = ranks

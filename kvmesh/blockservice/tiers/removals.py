@@ -24,8 +24,8 @@ Answers = asyncio.Future[list[m.TierDone | None]]
 
 
 class TierRemovals:
-    """The removals in one node's tiers. `unseen` has what was removed since the node came up; None if nothing can come
-    back with a part that is opened."""
+    """Removes blocks from one node's tiers. `unseen` has what was removed since the node came up; None if nothing can
+    come back with a part that is opened."""
 
     def __init__(self, ranks: TierRanks, levels: Sequence[TierLevel]) -> None:
         self._ranks = ranks

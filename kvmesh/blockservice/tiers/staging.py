@@ -28,7 +28,7 @@ Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
 
 
 class Staging:
-    """The staging of one node. `percent` of its memory may be written to for others at once; `read`, `follow` and
+    """Stages the blocks of one node. `percent` of its memory may be written to for others at once; `read`, `follow` and
     `spawn` are those of `Tiering`."""
 
     def __init__(

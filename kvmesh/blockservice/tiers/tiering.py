@@ -1,4 +1,5 @@
-"""All I/O around the tiers below DRAM of one node, at its front. The ranks own folders and bytes (`tier_worker`).
+"""This module does all I/O around the tiers below DRAM of one node, at its front. The ranks own folders and bytes
+(`tier_worker`).
 
     seal ─▶ WriteBehind ─▶ TierPut (extents borrowed meanwhile) ─▶ TierChanged ─▶ announced, `replicated`
                                 └─ the first tier's own eviction ─▶ TierMoving ─▶ the next tier (rank to rank)

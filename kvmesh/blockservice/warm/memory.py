@@ -1,4 +1,4 @@
-"""The front's side of memory that outlives it (`--warm-segment`): its table, and the messages to its ranks.
+"""For memory that outlives it (`--warm-segment`) the front keeps a table, and sends messages to its ranks.
 
 <warm_segment>/table    `warm_table.BlockTable`; ranks keep rank-N.kv and rank-N.sums (`warm_segment`)
 """
@@ -38,9 +38,9 @@ class Rank(Protocol):
 
 
 class WarmMemory:
-    """The warm memory of one process, on its event loop. `close` it when nobody can ask its stores for anything any
-    more. `settled` is set when all blocks that can come back are back, and no extent is held back for readers of the
-    last incarnation."""
+    """Manages the warm memory of one process, on its event loop. `close` it when nobody can ask its stores for anything
+    any more. `settled` is set when all blocks that can come back are back, and no extent is held back for readers of
+    the last incarnation."""
 
     def __init__(self, folder: str, ranks: Sequence[Rank], slots: int, incarnation: int) -> None:
         """Raises ConfigError naming warm_segment when another living process has the table."""

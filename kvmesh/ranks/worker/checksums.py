@@ -1,4 +1,4 @@
-"""Checksums of spans of a rank's host region, in a thread of their own: xxhash releases the GIL meanwhile."""
+"""Checksums of spans of a rank's host region are made in a thread of their own: xxhash releases the GIL meanwhile."""
 
 from __future__ import annotations
 

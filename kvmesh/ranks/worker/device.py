@@ -32,7 +32,7 @@ EXTENTS_SHARE = 0.25  # of the host's free memory, for the extents of a device w
 
 
 class CopiesDone(NamedTuple):
-    """The end of a copy. `bad` are positions of blocks whose KV is not finite, if that was asked for."""
+    """Reports the end of a copy. `bad` are positions of blocks whose KV is not finite, if that was asked for."""
 
     start_ns: int
     end_ns: int
@@ -44,7 +44,7 @@ OnDone = Callable[[CopiesDone], None]
 
 
 class DeviceMemory(ABC):
-    """The memory of one rank: `pages` and, after `open_extents`, `extents`, both `[blocks, layers, 2, kv_heads,
+    """Manages the memory of one rank: `pages` and, after `open_extents`, `extents`, both `[blocks, layers, 2, kv_heads,
     block_tokens, head_dim]`. `page_region` is None where peers and pushes cannot reach pages. Between two steps at most
     `seal_bytes` are copied that nobody waits for, and `move_bytes` that somebody waits for."""
 
@@ -89,7 +89,7 @@ class DeviceMemory(ABC):
 
 
 class Synchronous:
-    """A device that carries out everything at once."""
+    """Is a device that carries out everything at once."""
 
     def keep_pace(self, meanwhile: Callable[[], None]) -> None:
         """Returns at once: the device is never behind."""
@@ -99,7 +99,7 @@ class Synchronous:
 
 
 class CpuMemory(Synchronous, DeviceMemory):
-    """Pages in a region of their own, which peers may be allowed to write to."""
+    """Has pages in a region of their own, which peers may be allowed to write to."""
 
     def __init__(
         self, configure: m.Configure, layout: ShardLayout, num_pages: int, engine: TransferEngine, home: str
@@ -140,7 +140,7 @@ def total(block: torch.Tensor) -> torch.Tensor:
 
 
 class Copy(Protocol):
-    """One call of `copy` under way."""
+    """Is one call of `copy` under way."""
 
     def over(self) -> bool: ...
 
@@ -149,8 +149,8 @@ class Copy(Protocol):
 
 
 class StagedMemory(DeviceMemory):
-    """Pages that only the device reaches. `staging` is registered memory of `slots` times `slot_bytes`, which bytes go
-    through on their way to peers."""
+    """Has pages that only the device reaches. `staging` is registered memory of `slots` times `slot_bytes`, which bytes
+    go through on their way to peers."""
 
     staging_bytes = 256 << 20
     least_slot_bytes = 256 << 10  # a copy costs some microseconds, however short it is
@@ -194,7 +194,7 @@ LATE_LOOKS = 8  # a step of few layers polls less often, so it must not see byte
 
 
 class LateCopy:
-    """A copy that is done when it has been polled LATE_LOOKS times: later than anybody may rely on."""
+    """Is a copy that is done when it has been polled LATE_LOOKS times: later than anybody may rely on."""
 
     def __init__(self, pairs: Sequence[Pair], check: bool) -> None:
         self._pairs: Sequence[Pair] | None = pairs
@@ -218,7 +218,7 @@ class LateCopy:
 
 
 class StagedCpuMemory(Synchronous, StagedMemory):
-    """A device made of host memory for tests, whose copies are done as late as they may be, one by one. It has few
+    """Is a device made of host memory for tests, whose copies are done as late as they may be, one by one. It has few
     slots, so that they run out."""
 
     least_slot_bytes = 1

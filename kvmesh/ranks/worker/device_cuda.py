@@ -1,4 +1,4 @@
-"""Pages in a GPU's memory. Copies run on two streams beside the steps', one for each direction.
+"""This module keeps pages in a GPU's memory. Copies run on two streams beside the steps', one for each direction.
 
 A copy waits on its stream for what the steps' stream had been given when the copy was asked for, so the host need not
 watch over a layer. The host only polls events, and waits for one only to keep pace: a prefill step is launched in a
@@ -44,7 +44,8 @@ def cuda_device(name: str) -> torch.device:
 
 
 class CudaCopy:
-    """A copy that is done when its event is. `sums` are pinned, one for each block, if the blocks are to be checked."""
+    """Is a copy that is done when its event is. `sums` are pinned, one for each block, if the blocks are to be
+    checked."""
 
     def __init__(self, event: torch.cuda.Event, sums: torch.Tensor | None) -> None:
         self._event = event

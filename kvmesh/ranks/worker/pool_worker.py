@@ -1,4 +1,4 @@
-"""A pool node's rank: it owns memory that peers read, and pulls into it. It has no engine and no torch."""
+"""A pool node's rank owns memory that peers read, and pulls into it. It has no engine and no torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COPY_BYTES = 32 << 20  # some milliseconds, which everything else that this thre
 
 
 class StoreWorker:
-    """The rank's state, with the same methods as `worker.Worker`. All methods run on the main thread."""
+    """Has the rank's state, with the same methods as `worker.Worker`. All methods run on the main thread."""
 
     wants_step = has_chores = False
     rows = loads = 0

@@ -1,4 +1,4 @@
-"""Pulls at a rank: whole shards, READ one-sided from a peer's segment into the rank's host region.
+"""A pull at a rank READs whole shards one-sided from a peer's segment into the rank's host region.
 
 Pulls are opened and cancelled on the main thread and acknowledged on transfer engine threads; one lock guards the
 table. PullEnded is sent once for each PullOpen, and only when every request of it is final: the transfer engine answers
@@ -46,8 +46,9 @@ class _Pull:
 
 
 class ShardPuller:
-    """All pulls of this rank into `region`. Guards are read into scratch memory, which is allocated when the first is
-    asked for. Up to `copy_bytes` of memory that is mapped here are copied by the main thread itself, at once."""
+    """Carries out all pulls of this rank into `region`. Guards are read into scratch memory, which is allocated when
+    the first is asked for. Up to `copy_bytes` of memory that is mapped here are copied by the main thread itself, at
+    once."""
 
     def __init__(
         self,

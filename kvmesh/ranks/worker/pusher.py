@@ -1,4 +1,4 @@
-"""Layer-wise push: from pages to the landing that decode reserved, while the next layer is computed.
+"""A push goes layer by layer from pages to the landing that decode reserved, while the next layer is computed.
 
 A handoff is opened by PushOpen (the landing is known) at any moment of its computation. Blocks whose layers are all
 written go as whole shards; those of the running step go layer by layer; reader ranks that cut the model differently get
@@ -32,7 +32,7 @@ MAX_COMPUTED = 65_536
 
 @dataclass(slots=True)
 class _Computed:
-    """How much of a request's KV is written here."""
+    """Tells how much of a request's KV is written here."""
 
     done_tokens: int = 0
     chunk_end: int = 0  # the running step writes [done_tokens, chunk_end)
@@ -41,8 +41,8 @@ class _Computed:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """One reader rank. `runs(block, layer0, layer1)` returns which bytes of this rank's shard go where in the reader's
-    shard."""
+    """Describes one reader rank. `runs(block, layer0, layer1)` returns which bytes of this rank's shard go where in the
+    reader's shard."""
 
     segment: str
     offsets: tuple[int, ...]
@@ -66,7 +66,7 @@ class _Push:
 
 
 class Pusher:
-    """All handoffs that this rank writes."""
+    """Pushes the KV of all handoffs that this rank writes."""
 
     def __init__(
         self,

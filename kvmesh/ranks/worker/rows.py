@@ -1,5 +1,5 @@
-"""The running batch of a rank as columns: Python runs for the rows that join, grow, stall or end in a step, not for
-those that merely go on. What a step reads is ready before it begins: the next step's inputs come from advancing the
+"""The running batch of a rank is kept as columns: Python runs for the rows that join, grow, stall or end in a step, not
+for those that merely go on. What a step reads is ready before it begins: the next step's inputs come from advancing the
 columns by one.
 
 Rows with room for their next token come first (`live`), stalled ones after them. A row that leaves is replaced by the
@@ -27,7 +27,7 @@ GOES_ON, STOPPED, FULL = range(3)  # m.Token.finish
 
 
 class RunningRows:
-    """The rows of the batch. Handles are the front's; row numbers change with every call."""
+    """Keeps the rows of the batch. Handles are the front's; row numbers change with every call."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens

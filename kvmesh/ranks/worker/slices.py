@@ -1,4 +1,4 @@
-"""Copies of blocks between device pages and the host segment, slice by slice in the gaps between two steps.
+"""Blocks are copied between device pages and the host segment slice by slice, in the gaps between two steps.
 
 A prompt's KV is gigabytes: copied at once, it would keep every running row waiting. `Seals` are not urgent, as the
 front holds pages and extents until SealCopied; `Moves` are what somebody waits for. No step may touch what either of
@@ -18,7 +18,7 @@ from kvmesh.ranks.worker.device import CopiesDone, DeviceMemory, Pair
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """One order to copy blocks. `answer` is called once, when all blocks are copied."""
+    """Describes one order to copy blocks. `answer` is called once, when all blocks are copied."""
 
     pages: tuple[int, ...]
     extents: tuple[int, ...]
@@ -39,8 +39,8 @@ class _Job:
 
 
 class Slices:
-    """Jobs in the order in which they came; `slice_bytes` of them are copied in one gap. Where copies run beside the
-    steps, the next slice is begun once fewer than `depth` copies are under way."""
+    """Queues jobs in the order in which they came; `slice_bytes` of them are copied in one gap. Where copies run beside
+    the steps, the next slice is begun once fewer than `depth` copies are under way."""
 
     def __init__(self, memory: DeviceMemory, slice_bytes: int, depth: int) -> None:
         self._memory = memory
@@ -79,7 +79,7 @@ class Slices:
 
 
 class Seals(Slices):
-    """Copies of full blocks from `memory`'s pages to its extents."""
+    """Copies full blocks from `memory`'s pages to its extents."""
 
     def __init__(self, memory: DeviceMemory, send: Callable[[m.ToFront], None]) -> None:
         super().__init__(memory, memory.seal_bytes, depth=1)
@@ -94,7 +94,7 @@ class Seals(Slices):
 
 
 class Moves(Slices):
-    """Copies that requests wait for: prefixes into pages, and rows that are swapped out and in again."""
+    """Copies what requests wait for: prefixes into pages, and rows that are swapped out and in again."""
 
     def __init__(self, memory: DeviceMemory, send: Callable[[m.ToFront], None]) -> None:
         super().__init__(memory, memory.move_bytes, depth=2)  # with two a device is never without a copy

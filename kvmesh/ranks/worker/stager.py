@@ -1,4 +1,4 @@
-"""Pushes out of pages that the transfer engine cannot read: through slots of registered memory.
+"""Pushes out of pages that the transfer engine cannot read go through slots of registered memory.
 
     pages ──copy, beside the steps──▶ slot ──posted once the copy is done──▶ landing ──acknowledged──▶ slot is free
 
@@ -21,7 +21,7 @@ from kvmesh.transfer.groups import Copy, GroupWrite
 
 
 class StagedPushes(Protocol):
-    """How a pusher's bytes leave. `lock` guards it and every `GroupWrite` that is given to it."""
+    """Decides how a pusher's bytes leave. `lock` guards it and every `GroupWrite` that is given to it."""
 
     lock: threading.RLock
 

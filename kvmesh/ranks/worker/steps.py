@@ -1,4 +1,4 @@
-"""The steps of one rank: prompt chunks and the rows of the batch, alone or both in one pass over the weights.
+"""A step of one rank computes prompt chunks or the rows of the batch, or both in one pass over the weights.
 
 `Steps.run` is the one place where a step's composition is decided: the chunks that the front has sent, and every row
 that has room for its next token.
@@ -23,7 +23,7 @@ log = logging.getLogger("kvmesh.rank")
 
 
 class Steps:
-    """The running rows, and what is computed. All methods run on the rank's main thread."""
+    """Keeps the running rows, and runs the steps. All methods run on the rank's main thread."""
 
     def __init__(self, runner: Runner, pusher: Pusher, block_tokens: int, send: Callable[[m.ToFront], None]) -> None:
         self.rows = RunningRows(block_tokens)

@@ -1,4 +1,4 @@
-"""Tiers below DRAM at a rank: its blocks between the host region and SSD or object store.
+"""Tiers below DRAM at a rank move its blocks between the host region and SSD or object store.
 
 Nothing here blocks the rank's main thread: folders are opened (recovered) in threads of their own, and a tier has its
 own threads for I/O, which also send the answers. Memory named by a TierPut or TierGet is the tier's until every inner
@@ -41,7 +41,7 @@ Send = Callable[[m.ToFront], None]
 
 
 class TierWorker:
-    """All tiers of one rank. `handle`, `report` and `close` run on the main thread."""
+    """Runs all tiers of one rank. `handle`, `report` and `close` run on the main thread."""
 
     def __init__(self, region: Region, send: Send) -> None:
         self._region = region
@@ -211,7 +211,7 @@ class _Operation:
 
 
 class _Part:
-    """One part of a tier. `tier` is None until it is recovered, and again from `close` on."""
+    """Is one part of a tier. `tier` is None until it is recovered, and again from `close` on."""
 
     def __init__(self, opening: m.TierOpen, send: Send, closing: threading.Event, below: _Part | None) -> None:
         self.tier: SsdTier | ObjectTier | None = None

@@ -72,8 +72,8 @@ def host_region(
 
 
 class WarmSegment:
-    """The checksums of one region. `handle` and `close` run on the main thread. Before `until_ns` (lease clock) readers
-    of an earlier incarnation may still read what they were given."""
+    """Makes and verifies the checksums of one region. `handle` and `close` run on the main thread. Before `until_ns`
+    (lease clock) readers of an earlier incarnation may still read what they were given."""
 
     def __init__(self, region: Region, sums: SumTable, send: Callable[[m.ToFront], None]) -> None:
         self.name = sums.segment

@@ -1,5 +1,4 @@
-"""A rank with a model: it owns the memory, runs steps, copies between pages and extents, pushes, pulls and receives
-KV."""
+"""A rank with a model owns the memory, runs steps, copies between pages and extents, pushes, pulls and receives KV."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ LOAD_PATIENCE_S = 1800.0  # the longest wait for a rank that loads more slowly
 
 
 class Worker:
-    """The rank's state. All methods run on the main thread unless they say otherwise."""
+    """Has the rank's state. All methods run on the main thread unless they say otherwise."""
 
     def __init__(self, configure: m.Configure, send: Callable[[m.ToFront], None]) -> None:
         started = time.monotonic()

@@ -54,7 +54,7 @@ GATHER_MOST = 8 << 20  # bytes in one gathered READ
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One block at its holder."""
+    """Is one block at its holder."""
 
     position: int  # in the caller's list
     offset: int  # in the holder's segment
@@ -63,7 +63,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class ReadRun:
-    """One READ: [offset, offset + nbytes) of the holder's segment, in which these shards lie."""
+    """Is one READ: [offset, offset + nbytes) of the holder's segment, in which these shards lie."""
 
     offset: int
     nbytes: int
@@ -118,7 +118,7 @@ def portions(runs_: Sequence[ReadRun], most: int) -> list[list[ReadRun]]:
 
 @dataclass(slots=True)
 class Got:
-    """One block of a get. `tier` is the one that served it; None if it was not read. `data` is empty where the bytes
+    """Is one block of a get. `tier` is the one that served it; None if it was not read. `data` is empty where the bytes
     went to memory of the caller. `cause` says why it was not read although some node was said to hold it; "" if no node
     has it."""
 
@@ -136,7 +136,7 @@ class Got:
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    """One call of `LeasedReader.read`."""
+    """Keeps one call of `LeasedReader.read`."""
 
     got: list[Got]
     targets: Sequence[Span] | None
@@ -170,7 +170,7 @@ class ReadStats:
 
 
 class LeasedReader:
-    """All gets of one client that ask holders. It belongs to the event loop."""
+    """Carries out all gets of one client that ask holders. It belongs to the event loop."""
 
     def __init__(self, context: ClientContext, met: Callable[[str], None]) -> None:
         """`met` is called with the address of each node that gave a block."""

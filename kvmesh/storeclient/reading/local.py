@@ -72,7 +72,7 @@ CLOSE_S = 1.0
 
 
 class LocalNode:
-    """One incarnation of a node on this machine. Its blocks lie in `memory` at their offset less `base`."""
+    """Is one incarnation of a node on this machine. Its blocks lie in `memory` at their offset less `base`."""
 
     __slots__ = ("address", "base", "index", "life", "memory", "sock", "start", "store_id", "touched")
 
@@ -102,8 +102,8 @@ class LocalNode:
 
 
 class LocalNodes:
-    """The nodes of this machine, as one client knows them. `nodes` and `touch` may be used in any thread; all else
-    belongs to the event loop."""
+    """Finds the nodes of this machine for one client. `nodes` and `touch` may be used in any thread; all else belongs
+    to the event loop."""
 
     def __init__(self, config: ClientConfig, engine: TransferEngine, memory: ClientMemory, peers: PeerPool) -> None:
         self.nodes: tuple[LocalNode, ...] = ()
@@ -286,8 +286,8 @@ _Found = tuple[LocalNode, int, int, int, int]  # node, entry, version, where in 
 
 
 class LocalReadPlan:
-    """What one call can get without a lease. `places[i]` is that of the i-th key, None if it is not on this machine;
-    `nbytes` is the sum of all."""
+    """Tells what one call can get without a lease. `places[i]` is that of the i-th key, None if it is not on this
+    machine; `nbytes` is the sum of all."""
 
     __slots__ = ("keys", "missing", "nbytes", "places", "targets")
 
@@ -300,8 +300,8 @@ class LocalReadPlan:
 
 
 class LocalReader:
-    """All local reads of one client. Copies may be made in any thread; all else belongs to the event loop. `close`
-    it."""
+    """Carries out all local reads of one client. Copies may be made in any thread; all else belongs to the event loop.
+    `close` it."""
 
     def __init__(self, config: ClientConfig, engine: TransferEngine, memory: ClientMemory, peers: PeerPool) -> None:
         self.hits = 0

@@ -1,8 +1,8 @@
-"""Gets, by the cheapest strategy that reaches each block:
+"""A get uses the cheapest strategy that reaches each block:
 
-shared index   the block lies in the memory of a node on this machine that is mapped here: no message (`local.py`) fast
-path      a lease from its holder over a socket beside gRPC, then one-sided READs (`leased.py`) gRPC           the same
-where no fast path is open: `Peer.call` picks one of the two for each call
+shared index   the block lies in the memory of a node on this machine that is mapped here: no message (`local.py`)
+fast path      a lease from its holder over a socket beside gRPC, then one-sided READs (`leased.py`)
+gRPC           the same where no fast path is open: `Peer.call` picks one of the two for each call
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ LOOK_S = 0.5  # a name whose block the master cannot find yet, because it is reb
 
 
 class BlockReader:
-    """All gets of one client. It belongs to the event loop, except `read_at_hand`; its owner must `close` it."""
+    """Carries out all gets of one client. It belongs to the event loop, except `read_at_hand`; its owner must `close`
+    it."""
 
     def __init__(self, context: ClientContext, keys: OwnKeys) -> None:
         self.local = LocalReader(context.config, context.engine, context.memory, context.peers)

@@ -1,5 +1,5 @@
-"""What replicas and drains share: the members as policies see them, the orders that the master gives to nodes, and the
-copies under way with the room that is pledged for them."""
+"""This module has what replicas and drains share: the members as policies see them, the orders that the master gives to
+nodes, and the copies under way with the room that is pledged for them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_PULLS = 4  # pulls under way at one receiver
 
 @dataclass(slots=True)
 class MemberNode:
-    """One member as policies see it. `pulls` counts the pulls under way to it and `pledged` their bytes. Until
+    """Is one member as policies see it. `pulls` counts the pulls under way to it and `pledged` their bytes. Until
     `avoid_until` it gets no copies, as a call to it has failed."""
 
     member: Member
@@ -40,7 +40,7 @@ class MemberNode:
 
 
 class Nodes:
-    """All live members by instance id."""
+    """Keeps all live members by instance id."""
 
     def __init__(self) -> None:
         self._nodes: dict[str, MemberNode] = {}
@@ -141,7 +141,7 @@ Then = Callable[[frozenset[bytes], bool, float], None]
 
 @dataclass(frozen=True)
 class Order:
-    """Work for a node. `then(done, answered, now)` is to be called with the keys for which the work was done, and
+    """Is work for a node. `then(done, answered, now)` is to be called with the keys for which the work was done, and
     whether the node answered at all."""
 
     work: Work

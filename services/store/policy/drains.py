@@ -30,13 +30,15 @@ RETRY_S = (1.0, 30.0)
 
 @dataclass
 class Drain:
-    """The state of one drain.
+    """Keeps the state of one drain.
 
-    - `kept`: it is written down for the next leader. - `life`: the incarnation that asked for it, and with whose end it
-    is forgotten; 0 where an operator asked. - `beats`: heartbeats of the node since it joined; each is answered with
-    the word that it drains. - `awaited`: tiers that have yet to announce since the node wrote nothing any more; None
-    while it may still write. - `counts`: whether the present reading may find that the node is drained. - `moved`:
-    blocks that others have taken. - `unread`: keys that the present reading has yet to look at.
+    - `kept`: it is written down for the next leader.
+    - `life`: the incarnation that asked for it, and with whose end it is forgotten; 0 where an operator asked.
+    - `beats`: heartbeats of the node since it joined; each is answered with the word that it drains.
+    - `awaited`: tiers that have yet to announce since the node wrote nothing any more; None while it may still write.
+    - `counts`: whether the present reading may find that the node is drained.
+    - `moved`: blocks that others have taken.
+    - `unread`: keys that the present reading has yet to look at.
     """
 
     kept: bool = False
@@ -62,8 +64,8 @@ class Drain:
 
 
 class Drains:
-    """All drains by instance id, for any incarnation. `lacking(instance_id)` returns why the map does not show all that
-    the node has, or ""."""
+    """Keeps all drains by instance id, for any incarnation. `lacking(instance_id)` returns why the map does not show
+    all that the node has, or ""."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The names of the public client: the first binding of a name stands, unless it is replaced.
+"""Of the public client's names the first binding stands, unless it is replaced.
 
 No operation looks at more entries than it has names, or at LOOK for each name when the table is full.
 """
@@ -17,8 +17,8 @@ LOOK = 8  # bindings looked at to make room for one
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What a name stands for. `at` is the time of binding in seconds on the master's clock, `after` the last tombstone
-    then."""
+    """Says what a name stands for. `at` is the time of binding in seconds on the master's clock, `after` the last
+    tombstone then."""
 
     key: bytes
     at: float
@@ -26,9 +26,9 @@ class Binding:
 
 
 class Names:
-    """At most `most` bindings. A binding stands while nobody has unbound it or removed its block, and its block is held
-    by some node or was bound less than `grace_s` ago (its holder has yet to announce it, or a new leader has yet to be
-    told)."""
+    """Keeps at most `most` bindings. A binding stands while nobody has unbound it or removed its block, and its block
+    is held by some node or was bound less than `grace_s` ago (its holder has yet to announce it, or a new leader has
+    yet to be told)."""
 
     def __init__(
         self,

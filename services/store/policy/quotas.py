@@ -21,7 +21,7 @@ NO_QUOTAS = {bytes(TAG_BYTES): 0}  # an empty list would change nothing, and lea
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """How many `blocks` a tag may have in DRAM, all replicas counted; `name` is for people."""
+    """Says how many `blocks` a tag may have in DRAM, all replicas counted; `name` is for people."""
 
     tag: bytes
     blocks: int
@@ -29,7 +29,7 @@ class Quota:
 
 
 class Quotas:
-    """All quotas that are set. The map counts what is used, at O(1) for each change."""
+    """Keeps all quotas that are set. The map counts what is used, at O(1) for each change."""
 
     def __init__(self, blocks: MasterMap, known: Container[str]) -> None:
         """`known` holds the instance ids of the nodes all of whose blocks are known."""

@@ -1,4 +1,4 @@
-"""What the map does not show yet, or no longer.
+"""This module knows what the map does not show yet, or no longer.
 
 It knows which members have announced all that they have, what nodes have acknowledged and not announced, what a client
 has put and its node not announced, and what the master took out of stores by itself.
@@ -19,8 +19,8 @@ DRAM = frozenset({Tier.DRAM})
 
 
 class KnownHolders:
-    """The members, by instance id, that have announced all that they have since they joined. Of any other member, what
-    the map does not show is no proof. Every step is O(tiers of one node)."""
+    """Keeps the members, by instance id, that have announced all that they have since they joined. Of any other member,
+    what the map does not show is no proof. Every step is O(tiers of one node)."""
 
     def __init__(self) -> None:
         self._told: dict[str, set[Tier]] = {}
@@ -183,8 +183,8 @@ MAX_OPEN = 65_536  # keys of one store; with more it owes a snapshot at once
 
 
 class UnconfirmedRemovals:
-    """Keys that the master took out of stores by itself, and of which these stores have yet to announce what became of
-    them. It has at most MAX_OPEN keys of a store."""
+    """Keeps the keys that the master took out of stores by itself, and of which these stores have yet to announce what
+    became of them. It has at most MAX_OPEN keys of a store."""
 
     def __init__(self) -> None:
         self._open: dict[str, dict[bytes, None]] = {}

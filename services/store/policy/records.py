@@ -1,4 +1,4 @@
-"""The records that policies ask the shell to keep, as bytes in the form in which they outlive this master. Pure."""
+"""Policies ask the shell to keep these records, as bytes in the form in which they outlive this master. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Write:
-    """Records of one kind (see `kvmesh.services.store.durable`) that are to be kept, and those that are to be
+    """Has records of one kind (see `kvmesh.services.store.durable`) that are to be kept, and those that are to be
     forgotten."""
 
     kind: str

@@ -1,5 +1,5 @@
-"""How many nodes should hold a block: targets that somebody has set, and one copy more of blocks that are looked up
-much.
+"""This module decides how many nodes should hold a block: by targets that somebody has set, and one copy more of blocks
+that are looked up much.
 
 Every tick looks at some of the keys that have a target, the newest targets first, and orders what is missing (a pool
 node pulls a copy) or too much (the least useful copy goes, once all others are confirmed). There is one order at a time
@@ -53,7 +53,7 @@ Pinned = tuple[Life, bytes]
 
 
 class Unpins:
-    """All pins that are to be undone, and which of them differ from what is written down."""
+    """Keeps all pins that are to be undone, and which of them differ from what is written down."""
 
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
@@ -124,7 +124,7 @@ V = TypeVar("V")
 
 
 class LazyDelete:
-    """Prefixes whose keys are void at once in a table that is gone through later, slice by slice. The `seq` of a
+    """Keeps prefixes whose keys are void at once in a table that is gone through later, slice by slice. The `seq` of a
     prefix and the `after` of an entry are tombstone numbers: entries with an `after` of at least `seq` are newer and
     not void."""
 
@@ -165,10 +165,10 @@ class LazyDelete:
 
 @dataclass(slots=True)
 class ReplicaTarget:
-    """A wish that a block have `replicas` nodes, 1 or more. `after` is the last tombstone then; a later one that
-    covers the block ends the wish. `pinned` are the incarnations at which the block is pinned hard as far as is
-    known, `ever` those at which this leader has ever pinned it; `inherited` says that earlier leaders may have
-    pinned it elsewhere."""
+    """Is a wish that a block have `replicas` nodes, 1 or more. `after` is the last tombstone then; a later one that
+    covers the block ends the wish. `pinned` are the incarnations at which the block is pinned hard as far as is known,
+    `ever` those at which this leader has ever pinned it; `inherited` says that earlier leaders may have pinned it
+    elsewhere."""
 
     replicas: int
     hard: bool = False
@@ -183,7 +183,7 @@ class ReplicaTarget:
 
 @dataclass
 class _Needs:
-    """What one tick orders, gathered for keys that need the same."""
+    """Gathers what one tick orders, for keys that need the same."""
 
     pulls: dict[tuple[str, ...], list[bytes]] = field(default_factory=dict)
     trims: dict[tuple[str, tuple[str, ...], bool], list[bytes]] = field(default_factory=dict)
@@ -191,8 +191,8 @@ class _Needs:
 
 
 class Replicas:
-    """All targets, and the orders that fulfil them. `holders(key)` returns the instance ids that hold a key by the map,
-    in any tier; `unheard()` those of members that have yet to announce all that they have."""
+    """Keeps all targets, and makes the orders that fulfil them. `holders(key)` returns the instance ids that hold a key
+    by the map, in any tier; `unheard()` those of members that have yet to announce all that they have."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""All policies of one master together, as `MasterState` calls them. Pure."""
+"""This module joins all policies of one master, as `MasterState` calls them. Pure."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ MAX_OWED = 4096  # records in one write
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLimits:
-    """The bounds and times of the policies. A block is hot after `hot_lookups` look-ups in a window; 0: no block ever
-    is."""
+    """Has the bounds and times of the policies. A block is hot after `hot_lookups` look-ups in a window; 0: no block
+    ever is."""
 
     names_grace_s: float = 30.0
     max_names: int = 1 << 20
@@ -65,8 +65,8 @@ class PolicyLimits:
 
 
 class StorePolicy:
-    """All policies of one master. `blocks` is the master's map; `wall_ns` is the wall clock's time, for numbers that no
-    other life of a master has given."""
+    """Joins all policies of one master. `blocks` is the master's map; `wall_ns` is the wall clock's time, for numbers
+    that no other life of a master has given."""
 
     def __init__(
         self, blocks: MasterMap, limits: PolicyLimits | None = None, *, wall_ns: int = 0, seed: int = 0

@@ -1,4 +1,4 @@
-"""The records of what was removed, kept until every node has applied them.
+"""Tombstones record what was removed, and are kept until every node has applied them.
 
 Tombstones have a growing seq (the leader's term in the upper half). A node applies them in that order; while it has not
 applied one, what it announces of the removed keys is masked. A node that is asked directly and answers has applied it.
@@ -28,8 +28,8 @@ MAX_AWAY = 1024  # names of earlier members in the answer to a removal
 
 @dataclass(frozen=True, slots=True)
 class Tombstone:
-    """A removal of `keys`, or of all keys with a `prefix` of 1 to 16 bytes, or of everything if there is neither. `at`
-    is its time in seconds on the master's clock."""
+    """Records a removal of `keys`, or of all keys with a `prefix` of 1 to 16 bytes, or of everything if there is
+    neither. `at` is its time in seconds on the master's clock."""
 
     seq: int
     keys: tuple[bytes, ...] = ()
@@ -53,7 +53,7 @@ def first_seq(term: int, wall_ns: int) -> int:
 
 
 class Tombstones:
-    """All tombstones that are kept, and how far each member has applied them."""
+    """Keeps all tombstones, and how far each member has applied them."""
 
     def __init__(self, *, retention_s: float = 3600.0, max_keys: int = 1 << 20, wall_ns: int = 0) -> None:
         """`wall_ns` are nanoseconds of the wall clock since the epoch of terms; see `first_seq`."""
