@@ -353,7 +353,7 @@ class StoreClient:
         if keys:
             done = await self._directory.remove(left(deadline), keys=list(dict.fromkeys(keys)))
             self._hints.forget(keys)
-        # Only now: whoever has to say it again must still find what the names stood for.
+        # Only now: a client that has to repeat the removal must still find what the names stood for.
         await self._keys.unbind_removed(names, deadline)
         return done
 

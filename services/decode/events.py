@@ -176,7 +176,7 @@ class Land:
     epoch: int
     place: Place
     slots: list[int]
-    writers: tuple[tuple[int, str], ...]  # (rank of ours, writer that sends to it)
+    writers: tuple[tuple[int, str], ...]  # (rank of this instance, writer that sends to it)
     held: list[int] = field(default_factory=list)
 
 

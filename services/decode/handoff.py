@@ -95,7 +95,7 @@ class Handoff:
         self.windows: dict[tuple[int, str], Window] = {}
         self.marks: set[tuple[int, str]] = set()  # (rank, writer) whose end mark is still to come
         self.first_block = 0  # the landing's first block that the writer sends; those before it lay here already
-        self.shared = 0  # leading `extents` that are blocks of our store: read, never written
+        self.shared = 0  # leading `extents` that are sealed blocks of the node store: read, never written
         self.held: list[int] = []  # the store's extents under `loading`
         self.loading: set[int] = set()  # ranks that copy from `held` into the landing's pages
         self.copying: tuple[Literal["in", "out"], set[int]] | None = None
@@ -469,7 +469,7 @@ class Handoff:
             out.append(e.KeepExtents(tuple(self.extents), self.shared))
             self.extents, self.shared = [], 0
         if self.in_pages and not self.windows and not self.times.load_end:
-            # The KV landed straight in pages: nothing was copied, but the pages are ours only from here on.
+            # The KV landed straight in pages: nothing was copied, but only from here on no writer can touch them.
             self.times.load_start, self.times.load_end = self.times.filled, now
         if self.phase is Phase.LOADING and self.in_pages and not self.windows and self.first is not None:
             self.phase = Phase.READY
@@ -537,7 +537,7 @@ class Handoff:
     def _grow(self, event: e.Grow, now: int, out: list[e.Action]) -> None:
         assert self.running, self.phase
         self.pages.extend(event.pages)
-        self.times.gaps.fold()  # now and then: not on the path of every token
+        self.times.gaps.fold()  # here, as the path of every token is to do nothing more than append
         self.stalled = False
         self.plan_growth()
         out.extend(self._to_all(m.Grant(self.handle, tuple(event.pages))))

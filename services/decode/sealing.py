@@ -34,7 +34,7 @@ class Sealing:
         self._ranks = ranks
         self._new_ticket = new_ticket
         self._copies: dict[int, _Copy] = {}
-        self.closed = False  # we stop: nothing more is sealed
+        self.closed = False  # set when the instance stops or its ranks are gone: nothing more is sealed
 
     def __len__(self) -> int:
         return len(self._copies)

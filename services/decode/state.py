@@ -232,7 +232,7 @@ class DecodeState:
 
     def _stalled(self, handle: int) -> None:
         h = self.requests.get(handle)
-        if h is not None and h.running and h.room <= 0:  # else room was granted while the rank said this
+        if h is not None and h.running and h.room <= 0:  # room may have been granted while this message was on its way
             h.stalled = True
             self.scheduler.want_page(h)
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 WINDOW = 256
 ENOUGH = 16  # steps, before which nothing is predicted
 REFIT_EVERY = 32  # steps; a fit costs half a millisecond, and is made only when somebody asks
-RIDGE = 1e-3  # of a slope, beside one step: far less than what steps of two sizes say of it
+RIDGE = 1e-3  # weight of "the slope is 0" against one step: far below that of steps of two sizes
 ROUNDS = 4
 HUBER = 1.5
 

@@ -112,8 +112,8 @@ class Timeline:
     pull_bytes: int = 0
     pulled_tokens: int = 0
     host_tokens: int = 0
-    at_decode_tokens: int = 0  # of the prompt, whose KV lay in our own store when it landed
-    pulled_blocks: int = 0  # fetched by us from other nodes for this request
+    at_decode_tokens: int = 0  # tokens of the prompt whose KV this node had when the request landed
+    pulled_blocks: int = 0  # blocks that decode fetched from other nodes for this request
     preemptions: int = 0
     gaps: TbtHistogram = field(default_factory=TbtHistogram)  # between tokens
 

@@ -213,7 +213,7 @@ class HandoffTable:
         for rank, push in enumerate(h.pushes):
             if push is Push.OPEN:
                 h.pushes[rank] = Push.DRAINING
-            known = push is Push.NONE and h.chunks > 0 and not h.start.adopt  # the rank is only to forget it
+            known = push is Push.NONE and h.chunks > 0 and not h.start.adopt  # the rank only has to forget it
             if push is Push.OPEN or known:
                 self.actions.append(m.TellRank(rank, m.PushCancel(h.handle)))
         self.settle(h)

@@ -163,9 +163,8 @@ class StoreConfig(ServiceConfig):
 
 
 # The settings that all masters of a mesh must decide by are kept in Redis, so that a new leader decides as the last
-# one. The first leader writes down its own; who leads later goes by what is written, whatever its own flags say, unless
-# it was started with `reconfigure`: then it writes its own.
-
+# one. The first leader writes its own values. A later leader uses those, whatever its own flags say, unless it was
+# started with `reconfigure`: then it writes its own.
 SHARED = (
     "heartbeat_interval_ms",
     "lease_ms",

@@ -48,7 +48,7 @@ class Sums:
                 continue
             try:
                 self._send(m.Summed(asked.ticket, tuple(map(self._sum, asked.offsets, asked.sizes))))
-            except Exception as error:  # whatever the front said, this rank goes on
+            except Exception as error:  # whatever the front has sent, this rank goes on
                 log.exception("sum %d", asked.ticket)
                 self._send(m.Summed(asked.ticket, (), f"{type(error).__name__}: {error}"))
 

@@ -97,7 +97,7 @@ class LocalNode:
             return bool(self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
         except BlockingIOError:
             return True
-        except OSError:  # closed by us
+        except OSError:  # closed at this end
             return False
 
 

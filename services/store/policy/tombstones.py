@@ -103,7 +103,7 @@ class Tombstones:
         """Adds a member that has applied all tombstones up to `applied`."""
         known = min(applied, self.last)
         if self._left.get(instance_id, (0, 0.0))[0] >= self.floor:
-            known = max(known, self.floor)  # an earlier life had applied what is forgotten
+            known = max(known, self.floor)  # an earlier incarnation had applied what is forgotten
         self._applied[instance_id] = self._reported[instance_id] = known
 
     def ended(self, instance_id: str, now: float) -> None:
