@@ -1,4 +1,5 @@
-"""All I/O around the node stores of one process: leases to readers, pulls from holders, announcements, offload.
+"""This module does all I/O around the node stores of one process: leases to readers, pulls from holders, announcements,
+offload.
 
     readers ──Lease──▶ NodeStoreServicer ─┐
     brain ──PullJob──▶ Pulls ─────────────┼──▶ Partitions (NodeStore: metadata)     ranks: the bytes
@@ -48,11 +49,10 @@ from kvmesh.rpc.server import Server
 from kvmesh.rpc.terms import LeaderTerms
 from kvmesh.telemetry import names
 
-# What each tenant may have at this node, as the master says it: enforced over turns of the loop.
-
 
 class QuotaEnforcer:
-    """Of one node, on its loop. `start`: makes a task that ends with the node."""
+    """Keeps each tenant within what it may have at this node, as the master says, over several turns of the loop.
+    `start` makes a task that ends with the node."""
 
     def __init__(
         self, partitions: Partitions, start: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
@@ -62,12 +62,13 @@ class QuotaEnforcer:
         self._enforcing: asyncio.Task[None] | None = None
 
     def set_limits(self, limits: Mapping[bytes, int]) -> None:
-        """These and no others, from now on."""
+        """Sets the limits (tag → blocks): these and no others hold from now on."""
         self._partitions.quotas.limit(limits, [partition.store for partition in self._partitions.all()])
         self.enforce()
 
     def enforce(self) -> None:
-        """A step, and in later turns all others that lead somewhere. To be said now and then, as blocks come free."""
+        """Evicts a first slice of what is too much, and the rest in later turns of the loop. It is to be called
+        regularly, as blocks that could not be evicted become idle."""
         if (self._enforcing is None or self._enforcing.done()) and self._partitions.quotas.enforce():
             self._enforcing = self._start(self._go_on(), "enforce quotas")
 
@@ -79,13 +80,12 @@ class QuotaEnforcer:
             self._partitions.settle()
 
 
-# How fast this node's blocks are read by others: for whoever chooses among several holders.
-
-KEPT = 0.5  # of the mean before, at each count
+KEPT = 0.5  # the weight of the mean so far at each count
 
 
 class SendRate:
-    """By what is leased: a block under lease is read as a rule, and the front does not see the bytes themselves."""
+    """Estimates how fast others read this node's blocks, for readers that choose among several holders. It counts
+    leased bytes: a leased block is read as a rule, and the front does not see the bytes themselves."""
 
     def __init__(self) -> None:
         self.bytes_per_s = 0
@@ -93,7 +93,7 @@ class SendRate:
         self._at = time.monotonic()
 
     def count(self, partitions: Partitions) -> None:
-        """Once a second or so."""
+        """Updates the rate; to be called about once a second."""
         now, before = time.monotonic(), self._leased
         self._leased = sum(p.store.stats.leased_blocks * p.shard_bytes for p in partitions.all())
         grown = max(self._leased - before, 0)  # a partition that is gone takes its count with it
@@ -105,15 +105,17 @@ class SendRate:
 log = logging.getLogger(__name__)
 
 TIDY_S = 1.0
-MAX_EXPIRED = 256  # leases and pins ended at once: what is due beside them waits for the loop's next turn
+MAX_EXPIRED = 256  # leases and pins that are ended in one turn of the loop
 
 
 class BlockService:
-    """One process's. Made by `Front.attach` (an instance) or `pool.run`; `start` once the server listens.
+    """Runs the block service of one process. `Front.attach` (an instance) or `pool.run` makes it; `start` is called
+    once the server listens.
 
-    `ref()` is this life's reference; `transports` are the ranks';
-    `offload_percent` 100 and a pool node never offload; `tiers`: what lies below
-    DRAM, in use once `open_tiers` has returned; `returning`: keys that may come back from an earlier life's memory."""
+    `ref()` is the reference of this incarnation; `transports` are those of the ranks. With `offload_percent` 100
+    nothing is offloaded, and neither at a pool node. `tiers` are the tiers below DRAM, in use once `open_tiers` has
+    returned. `returning()` gives the keys of blocks that may come back from an earlier incarnation's memory.
+    """
 
     def __init__(
         self,
@@ -174,55 +176,56 @@ class BlockService:
     # ── what roles use ───────────────────────────────────────────────────────────────────────────
 
     def pull(self, job: PullJob) -> None:
-        """Fetch blocks that the role's store has begun; `on_pulled` is called once, in a later turn of the loop."""
+        """Fetches blocks that the role's store has begun. `on_pulled` is called once, in a later turn of the loop."""
         self._pulls.start(job, self.partitions.all()[0], self._on_pulled)
 
     def cancel_pull(self, ticket: int) -> None:
-        """It ends soon, with what has arrived; `on_pulled` says so. Unknown tickets are ignored."""
+        """Ends a pull soon, with what has arrived; `on_pulled` is called as ever. Unknown tickets are ignored."""
         self._pulls.cancel(ticket)
 
     @property
     def pulls(self) -> int:
-        """Under way, also those at others' wish."""
+        """How many pulls are under way, those that others ordered included."""
         return self._pulls.active
 
     @property
     def pulled_bytes(self) -> int:
-        """Since the start."""
+        """Bytes pulled since the start."""
         return self._pulls.stats.nbytes
 
     @property
     def leases(self) -> int:
-        """Given to readers and not over."""
+        """How many leases readers have here."""
         return sum(partition.store.stats.leases for partition in self.partitions.all())
 
     @property
     def lower(self) -> LowerTiers | None:
-        """What an instance's brain may ask of the tiers below."""
+        """The tiers below DRAM as the brain of an instance may ask them; None without any."""
         return self._tiering.lower(self.layout) if self._tiering is not None else None
 
     @property
     def layout(self) -> str:
-        """Of the only partition; "" when there are several or none."""
+        """The layout of the only partition; "" when there are several or none."""
         found = self.partitions.all()
         return found[0].layout if len(found) == 1 else ""
 
     # ── what the front uses ──────────────────────────────────────────────────────────────────────
 
     def add_to(self, server: Server) -> None:
-        """NodeStore on `server`."""
+        """Serves NodeStore on `server`."""
         pb_grpc.add_NodeStoreServicer_to_server(self._servicer, server.grpc)
         server.serves(SERVICE.full_name)
 
     async def open_tiers(self) -> None:
-        """Recover what lies below DRAM; before the server listens. ConfigError names ssd_path."""
+        """Recovers what the tiers below DRAM hold; to be called before the server listens. Raises ConfigError naming
+        ssd_path."""
         if self._tiering is not None:
             await self._tiering.open()
             for level in self._tiering.levels:
                 self.announce_tier(level.tier, level.source)
 
     def start(self, registrar: Registrar) -> None:
-        """The server listens and the address is known: announce, offload, tidy."""
+        """Begins to announce, offload and tidy up, once the server listens and the address is known."""
         self._announcing = announcing = Announcing(
             self._announcer,
             registrar.masters,
@@ -246,7 +249,8 @@ class BlockService:
             self._spawn(self._offload.run(), "offload")
 
     def announce_tier(self, tier: Tier, source: Source) -> None:
-        """Tell the master of a tier below DRAM too, from now on: in numbers and snapshots of its own. Once a tier."""
+        """Announces a tier below DRAM too, from now on, in numbers and snapshots of its own. It is called once for each
+        tier."""
         assert tier is not Tier.DRAM and tier not in self._lower_tiers, f"{tier.name} is announced already"
         own = self._ref()
         announcer = self._lower_tiers[tier] = Announcer(store_name(own.instance_id, tier), own.incarnation, source)
@@ -254,7 +258,8 @@ class BlockService:
             self._announcing.add(announcer)
 
     def rank_said(self, rank: int, message: m.ToFront) -> bool:
-        """Whether it was for us (the end of a read, a tier's word)."""
+        """Takes a message of a rank; returns whether it was for the block service (the end of a read, a checksum, a
+        tier)."""
         if isinstance(message, m.PullEnded):
             self._pulls.rank_said(rank, message)
             return True
@@ -264,7 +269,7 @@ class BlockService:
         return self._tiering is not None and self._tiering.rank_said(rank, message)
 
     def ranks_lost(self, cause: str) -> None:
-        """The memory is gone with a rank: pulls end, nothing is held any more."""
+        """Ends pulls and drops every block, because a rank is gone and its memory with it."""
         self._pulls.ranks_lost(cause)
         self.sums.ranks_lost(cause)
         if self._tiering is not None:
@@ -273,7 +278,7 @@ class BlockService:
             partition.store.drop_all()
 
     def pools_changed(self, pools: Sequence[pb_store.PoolNode]) -> None:
-        """Which pool nodes live, as the master has it."""
+        """Takes the list of live pool nodes, as the master has it."""
         if self._offload is not None:
             self._offload.pools = pools
 
@@ -287,7 +292,8 @@ class BlockService:
         await self.removals.apply(tombstones)
 
     def beat_answered(self, answer: pb_store.BeatResponse) -> None:
-        """What the master says of this node: removals, whether it drains, what each tenant may have here."""
+        """Carries out what the master's answer to a heartbeat says of this node: removals, whether it drains,
+        quotas."""
         if answer.tombstones and not self._closed and (self._burying is None or self._burying.done()):
             self._burying = self._spawn(self.removals.apply(answer.tombstones), "apply tombstones")
         if answer.draining != self.draining:
@@ -298,7 +304,7 @@ class BlockService:
 
     @property
     def usage(self) -> pb_store.StoreUsage:
-        """For the master."""
+        """What the heartbeat reports to the master."""
         stats = [partition.store.stats for partition in self.partitions.all()]
         return pb_store.StoreUsage(
             capacity_bytes=self.partitions.capacity_bytes,
@@ -311,7 +317,8 @@ class BlockService:
         )
 
     async def close(self) -> None:
-        """End tasks, pulls and channels; safe at any moment, once or more. Bounded."""
+        """Ends tasks, pulls and channels. It may be called at any moment and more than once; it takes a bounded
+        time."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -337,7 +344,8 @@ class BlockService:
         return [(rank.ready.engine_name, rank.ready.descriptor) for rank in self._ranks]
 
     def listed(self) -> list[tuple[Tier, Sequence[bytes], int]]:
-        """Each tier's keys as they are now, and its last announcement, the fastest first. O(blocks)."""
+        """Returns each tier's keys as they are now and the number of its last announcement, the fastest tier first. Its
+        cost is O(blocks)."""
         levels = self._tiering.levels if self._tiering is not None else []
         lower = [(level.tier, level.source.keys(), self._lower_tiers[level.tier].seq) for level in levels]
         return [(Tier.DRAM, self.partitions.source.keys(), self._announcer.seq), *lower]
@@ -359,16 +367,16 @@ class BlockService:
         return answer
 
     async def stage(self, keys: Sequence[bytes], layout: str, timeout_s: float) -> dict[bytes, Tier]:
-        """Bring blocks that lie only below DRAM into it, within the budget for that and the time. Returns which tier
-        each block was found in that can be leased now."""
+        """Brings blocks that lie only below DRAM into it, within the budget for that and the time. Returns, for each
+        block that can be leased now, the tier it was found in."""
         if self._tiering is not None:
             return await self._tiering.stage(layout, keys, timeout_s)
         stores = [partition.store for partition in self.partitions.family(layout)]
         return {key: Tier.DRAM for key in keys if any(store.holds(key) for store in stores)}
 
     async def forget(self, keys: Sequence[bytes]) -> int:
-        """None is found here from now on, in any tier, nor after a restart; returns how many were. Readers under a
-        lease go on. Unavailable: a lower tier could not write that down; say it again."""
+        """Removes blocks from every tier, also for after a restart; returns how many there were. Readers under a lease
+        go on. Raises Unavailable when a lower tier could not write the removal: it is to be repeated then."""
         here: set[bytes] = set()
         for partition in self.partitions.all():
             here.update(itertools.compress(keys, partition.store.remove(keys)))
@@ -388,7 +396,7 @@ class BlockService:
         return self._tiering.below(layout, key) if self._tiering is not None else None
 
     def lower_keys(self) -> list[bytes]:
-        """Of all blocks in tiers below DRAM. O(blocks)."""
+        """Returns the keys of all blocks in tiers below DRAM. Its cost is O(blocks)."""
         return self._tiering.keys() if self._tiering is not None else []
 
     def _lower_names(self) -> list[bytes]:
@@ -399,7 +407,8 @@ class BlockService:
     # ── time ─────────────────────────────────────────────────────────────────────────────────────
 
     def leases_changed(self) -> None:
-        """Arm the timer for the next lease that ends. Called too when one has ended: others wait for its memory."""
+        """Sets the timer for the next lease that ends. It is called too when a lease has ended, as puts may wait for
+        its memory."""
         self.puts.freed()
         ends = [end for p in self.partitions.all() if (end := p.store.next_expiry) is not None]
         due = min(ends, default=0)

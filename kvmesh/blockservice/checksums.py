@@ -1,4 +1,4 @@
-"""The front's side of checksums: asks a rank, waits for its word."""
+"""The front's side of checksums asks a rank and waits for the answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvmesh.ranks import protocol as m
 
 
 class ChecksumClient:
-    """Of all ranks of one front, on its event loop."""
+    """Asks all ranks of one front for checksums. It belongs to the front's event loop."""
 
     def __init__(self, ranks: Sequence[SegmentRank]) -> None:
         self._ranks = ranks
@@ -22,8 +22,8 @@ class ChecksumClient:
         self._lost = ""
 
     async def sums(self, rank: int, spans: Sequence[tuple[int, int]], timeout_s: float) -> tuple[int, ...]:
-        """xxh3_64 of each (offset in the rank's segment, bytes). Unavailable: not in that time, or the rank is gone;
-        TransferError: it cannot."""
+        """Returns xxh3_64 of each (offset in the rank's segment, bytes). Raises Unavailable when the rank does not
+        answer in that time or is gone, and TransferError when it cannot read the span."""
         if self._lost:
             raise Unavailable(self._lost)
         ticket = next(self._tickets)
@@ -42,13 +42,13 @@ class ChecksumClient:
         return said.sums
 
     def rank_said(self, rank: int, message: m.Summed) -> None:
-        """Its answer."""
+        """Takes a rank's answer."""
         waiting = self._waiting.get((rank, message.ticket))
         if waiting is not None and not waiting.done():
             waiting.set_result(message)
 
     def ranks_lost(self, cause: str) -> None:
-        """Nobody answers any more."""
+        """Fails all requests, now and later, because the ranks are gone."""
         self._lost = self._lost or cause
         for waiting in self._waiting.values():
             if not waiting.done():

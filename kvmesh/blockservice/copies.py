@@ -1,4 +1,4 @@
-"""Copies at others' wish: this node pulls blocks into its own memory and seals them."""
+"""Copies that others order: this node pulls blocks into its own memory and seals them."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from kvmesh.transfer import TrafficClass
 
 log = logging.getLogger(__name__)
 
-CALL_S = 1.0  # a holder that has not said by then what it has is passed over
-ROOM_SHARE = 0.5  # of its caller's time, a copy waits at most for blocks that the tier below is still to take
+CALL_S = 1.0  # a holder that has not answered by then what it has is passed over
+ROOM_SHARE = 0.5  # the part of its caller's time that a copy waits at most for the tier below to take blocks
 NS = 1_000_000_000
 
 
 @dataclass(frozen=True)
 class CopyRequest:
-    """What somebody wants copied. `layout` "": as each holder has it, if it fits here. `shard_bytes` means nothing
-    then, nor for layout "bytes". `pins`: what its holder has pinned hard is pinned hard here, or not sealed; only with
-    layout "" or "bytes"."""
+    """What is to be copied. `layout` "" takes blocks in their holders' layouts, if these fit here; `shard_bytes` has no
+    meaning then, nor for layout "bytes". With `pins`, a block that its holder has pinned hard is pinned hard here, or
+    not sealed; that needs layout "" or "bytes"."""
 
     keys: tuple[bytes, ...]
     ranges: tuple[PullRange, ...]
@@ -45,7 +45,7 @@ class CopyRequest:
 
 @dataclass
 class _Group:
-    """Blocks that go to one partition."""
+    """Gathers blocks that go to one partition."""
 
     layout: str
     shard_bytes: int
@@ -55,7 +55,7 @@ class _Group:
 
 
 class Copies:
-    """Of one process. `freed`: memory may be free that was not."""
+    """Makes all such copies of one process. `freed` is called when memory may have become free."""
 
     def __init__(
         self,
@@ -75,12 +75,13 @@ class Copies:
         self._tickets = itertools.count(-1, -1)  # brains count upwards
 
     async def pull(self, wish: CopyRequest) -> bytes:
-        """One byte a key: 1 held here now. What could not be had is simply not held; what is removed meanwhile is not
-        sealed. Raises InvalidRequest, Overloaded: nothing of it fits here."""
+        """Copies blocks and returns one byte for each key: 1 if it is held here now. A block that could not be had is
+        simply not held; a block that is removed meanwhile is not sealed. Raises InvalidRequest, or Overloaded when
+        nothing of it fits here."""
         deadline_ns = time.monotonic_ns() + wish.timeout_ms * 1_000_000
         watch = self._removals.watch()
         try:
-            if wish.layout not in ("", BYTES):  # else how long each is, its holder knows
+            if wish.layout not in ("", BYTES):  # else the holders know how long each block is
                 group = _Group(wish.layout, wish.shard_bytes, list(wish.keys))
                 await self._fetch(group, wish, watch, deadline_ns)
             else:
@@ -89,7 +90,7 @@ class Copies:
                     *(self._fetch(group, wish, watch, deadline_ns) for group in groups), return_exceptions=True
                 )
                 for group, end in zip(groups, ends, strict=True):
-                    if isinstance(end, InvalidRequest):  # of another model: not for us
+                    if isinstance(end, InvalidRequest):  # blocks of another model do not fit here
                         log.info("not copied, layout %r: %s", group.layout, end)
                     elif isinstance(end, BaseException):
                         raise end
@@ -100,7 +101,7 @@ class Copies:
         return bytes(holder(self._partitions, wish.layout, key) is not None for key in wish.keys)
 
     async def _found(self, wish: CopyRequest, deadline_ns: int) -> list[_Group]:
-        """What the first holder of each block says of it."""
+        """Asks the holders, in order, for the layouts and sizes of the blocks, and groups the blocks by them."""
         groups: dict[tuple[str, int], _Group] = {}
         open_ = [key for key in wish.keys if holder(self._partitions, wish.layout, key) is None]
         for source in wish.ranges:
@@ -130,7 +131,7 @@ class Copies:
         return list(groups.values())
 
     async def _fetch(self, group: _Group, wish: CopyRequest, watch: Watch, deadline_ns: int) -> None:
-        """Copy what is missing and seal it. Raises InvalidRequest, Overloaded."""
+        """Copies what is missing and seals it. Raises InvalidRequest or Overloaded."""
         partition = await self._room(group, deadline_ns)
         keys = [key for key in group.keys if not watch.gone(key)]
         sizes = dict(zip(group.keys, group.sizes, strict=False))
@@ -171,7 +172,7 @@ class Copies:
         await done
 
     def _may_seal(self, group: _Group, partition: Partition, key: bytes) -> bool:
-        """Whether it may be pinned, if it must be."""
+        """Whether the block may be sealed: not so if it must be pinned and too much is pinned here already."""
         try:
             if key in group.pinned:
                 self._partitions.may_pin(1, partition.shard_bytes)
@@ -189,6 +190,6 @@ class Copies:
         if self._tiering is not None:
             wait_s = ROOM_SHARE * (deadline_ns - time.monotonic_ns()) / NS
             await self._tiering.room(partition, len(group.keys), wait_s)
-            partition = room()  # it may have been given up meanwhile
+            partition = room()  # again: the first one may have been given up meanwhile
             self._tiering.follow(partition)
         return partition

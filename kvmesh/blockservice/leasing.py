@@ -12,19 +12,20 @@ from kvmesh.blockservice.partitions import Partition, Partitions
 from kvmesh.kvcache.leases import Deadlines
 from kvmesh.kvcache.node_store import NodeStore
 
-SWEEP = 64  # groups whose time is over, looked at with each new one
+SWEEP = 64  # groups whose time is over that are ended with each new one
 
 
 @dataclass(frozen=True)
 class Leased:
-    """`places[i]`: of the key at i, None: it is not here. `lease_id` 0: nothing is leased."""
+    """The result of a lease: `places[i]` is the partition and extent of the i-th key, None if it is not here.
+    `lease_id` 0 means that nothing is leased."""
 
     lease_id: int
     places: tuple[tuple[Partition, int] | None, ...]
 
 
 class Leasing:
-    """Of one process. Times are ns of the lease clock."""
+    """Gives, renews and ends all leases of one process. Times are ns of the lease clock."""
 
     def __init__(self, partitions: Partitions) -> None:
         self._partitions = partitions
@@ -33,11 +34,11 @@ class Leasing:
 
     @property
     def open(self) -> int:
-        """Leases that are not over, in all stores."""
+        """How many leases are not over, in all stores."""
         return sum(partition.store.stats.leases for partition in self._partitions.all())
 
     def lease(self, layout: str, keys: Sequence[bytes], duration_ns: int, now: int) -> Leased:
-        """See `NodeStore.lease`."""
+        """Leases those of `keys` that are here: see `NodeStore.lease`."""
         family = self._partitions.family(layout)
         places: list[tuple[Partition, int] | None] = [None] * len(keys)
         parts: list[tuple[NodeStore, int]] = []
@@ -57,13 +58,13 @@ class Leasing:
         if len(parts) > 1:
             for over in self._ends.due(now, SWEEP):
                 for store, part in self._groups.pop(over, ()):
-                    store.unlease(part)  # a part that outlived the others would speak for all of them
+                    store.unlease(part)  # a part that outlived the others would confirm all of them
             self._groups[lease_id] = tuple(parts)
             self._ends.extend(lease_id, now + duration_ns)
         return Leased(lease_id, tuple(places))
 
     def renew(self, lease_id: int, duration_ns: int, now: int) -> int | None:
-        """Its new end; None: it is over."""
+        """Returns the lease's new end; None if the lease is over."""
         group = self._groups.get(lease_id)
         if group is None:
             ends = (partition.store.renew(lease_id, duration_ns, now) for partition in self._partitions.all())
@@ -76,8 +77,8 @@ class Leasing:
         return min(known)
 
     def release(self, lease_id: int) -> bool:
-        """The reader is done. True: every part was open until now, and what was read is right; see
-        `NodeStore.unlease`."""
+        """Ends a lease that its reader no longer needs. Returns whether every part was open until now, so that what was
+        read is right; see `NodeStore.unlease`."""
         self._ends.drop(lease_id)
         group = self._groups.pop(lease_id, None)
         if group is None:

@@ -1,4 +1,4 @@
-"""Copies the blocks that will be evicted next to pool nodes, at this node's wish: a pool node pulls them."""
+"""Copies the blocks that will be evicted next to pool nodes: this node asks a pool node to pull them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from kvmesh.telemetry import names
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 0.25
-FAILED_S = 2.0  # a pool node that is gone is in the list until the master has noticed
-MAX_BLOCKS = 64  # of one request
+FAILED_S = 2.0  # the pause after a failure: a pool node that is gone is in the list until the master has noticed
+MAX_BLOCKS = 64  # blocks in one request
 MAX_BYTES = 64 << 20
 TIMEOUT_MS = 5_000
-AGAIN_S = 60.0  # a block that was copied, or refused, is left alone for so long
+AGAIN_S = 60.0  # a block that was copied, or refused, is not offered again for so long
 MAX_REMEMBERED = 65_536
 
 
 class Offload:
-    """One request at a time. `pools`: the pool nodes alive, as the master's last answer had them."""
+    """Offloads blocks of one partition, one request at a time. `pools` are the live pool nodes of the master's last
+    answer."""
 
     def __init__(
         self,
@@ -53,10 +54,10 @@ class Offload:
         self._copied: list[bytes] = []
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Offloads until cancelled."""
         while True:
             await asyncio.sleep(INTERVAL_S)
-            # By now the pool has given back the lease that it read them under, which had made them look used.
+            # By now the pool node has given back the lease under which it read them, which made them look used.
             self._partition.store.evict_first(self._copied)
             self._copied = []
             if not self.pools:
@@ -66,7 +67,7 @@ class Offload:
                 await asyncio.sleep(FAILED_S)
 
     def choose(self) -> list[bytes]:
-        """The coldest blocks above the threshold that were not copied lately."""
+        """Returns the coldest blocks above the threshold that were not copied lately."""
         now = self._clock()
         while self._done and (len(self._done) > MAX_REMEMBERED or next(iter(self._done.values())) + AGAIN_S < now):
             self._done.popitem(last=False)
@@ -76,12 +77,12 @@ class Offload:
         return [key for key in store.coldest(excess) if key not in self._done][:most]
 
     def _pick(self) -> pb_store.PoolNode:
-        """The one with more free bytes of two."""
+        """Returns a pool node: of two drawn at random the one with more free bytes."""
         two = self._rng.sample(list(self.pools), min(2, len(self.pools)))
         return max(two, key=lambda pool: pool.free_bytes)
 
     async def _ask(self, pool: pb_store.PoolNode, keys: list[bytes]) -> bool:
-        """Whether the pool answered."""
+        """Asks a pool node to pull these blocks. Returns whether it answered."""
         request = pb.PullBlocksRequest(
             keys=b"".join(keys),
             holders=[self._ref()],

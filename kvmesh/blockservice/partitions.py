@@ -1,9 +1,9 @@
 """Where blocks lie: node stores of one layout each, and the segment offsets of their extents.
 
-An instance has one partition, its ranks' extents. A pool node has one for each layout it was asked to keep, and one
-for each size of extents of the layout "bytes": see `pool_partitions`.
+An instance has one partition, its ranks' extents. A pool node has one for each layout it was asked to keep, and one for
+each size of extents of the layout "bytes": see `pool_partitions`.
 
-All shards of a block (one a rank) are one extent number: they are begun, sealed, evicted and removed together.
+All shards of a block (one at each rank) have one extent number: they are begun, sealed, evicted and removed together.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from kvmesh.kvcache.quotas import TagQuotas
 from kvmesh.kvcache.size_classes import BYTES
 from kvmesh.ranks import protocol as m
 
-CLASS_MARK = f"{BYTES}/"  # begins the names of partitions of that layout: one for each size of extents
+CLASS_MARK = f"{BYTES}/"  # the names of partitions of layout "bytes" begin so: one for each size of extents
 
 
 def layout_tag(readies: Sequence[m.Ready]) -> str:
-    """What two instances must share for their shards to be the same bytes: every rank's part, in order."""
+    """Returns what two instances must share for their shards to be the same bytes: every rank's layout, in order."""
     return " | ".join(ready.layout for ready in readies)
 
 
 @dataclass(eq=False)
 class Partition:
-    """One node store and its memory: extent e of a rank is `shard_bytes` long."""
+    """Describes one node store and its memory: each extent of a rank is `shard_bytes` long."""
 
     layout: str
     shard_bytes: int
     store: NodeStore
-    bases: tuple[int, ...] = ()  # of extent 0, for each rank
-    shards: tuple[ShardLayout, ...] = ()  # what of each block lies at each rank; (): nobody knows
+    bases: tuple[int, ...] = ()  # for each rank, the offset of extent 0 in its segment
+    shards: tuple[ShardLayout, ...] = ()  # for each rank, which part of each block it has; (): unknown
 
     @property
     def shown_layout(self) -> str:
-        """As others know it: all sizes of "bytes" are one."""
+        """The layout as others know it: all sizes of "bytes" are one."""
         return BYTES if self.layout.startswith(CLASS_MARK) else self.layout
 
     def offset(self, rank: int, extent: int) -> int:
-        """Of the extent's first byte in that rank's segment."""
+        """Returns the offset of the extent's first byte in that rank's segment."""
         return self.bases[rank] + extent * self.shard_bytes
 
 
 class Partitions(Protocol):
-    """All partitions of one process."""
+    """Gives access to all partitions of one process."""
 
     @property
     def source(self) -> Source: ...
@@ -57,44 +57,46 @@ class Partitions(Protocol):
     def all(self) -> Sequence[Partition]: ...
 
     def get(self, layout: str) -> Partition | None:
-        """The partition of this layout, if there is one."""
+        """Returns the partition of this layout, if there is one."""
 
     def family(self, layout: str) -> Sequence[Partition]:
-        """All that keep blocks of this layout: one, several of "bytes", none. "": all there are."""
+        """Returns all partitions that keep blocks of this layout: one, several for "bytes", or none. "" means all there
+        are."""
 
     def room(self, layout: str, shard_bytes: int, blocks: int) -> Partition:
-        """A partition that is to take so many more blocks of this layout and length. InvalidRequest: not here;
-        Overloaded: no memory is left. What it still lacks, others may give at the next call."""
+        """Returns the partition that is to take `blocks` more blocks of this layout and length. Memory that it still
+        lacks, others may give up by the next call. Raises InvalidRequest when such blocks are not kept here, Overloaded
+        when no memory is left."""
 
     def may_pin(self, blocks: int, nbytes: int) -> None:
-        """Overloaded, which names figures, when so many more, with extents of so many bytes in all, must not be pinned
+        """Raises Overloaded, with figures, when `blocks` more, in extents of `nbytes` in all, must not be pinned
         hard."""
 
     @property
     def quotas(self) -> TagQuotas:
-        """Of all of them."""
+        """The quotas over all partitions."""
 
     @property
     def fragmentation(self) -> float:
-        """1 - largest free run / all free memory; 0: none."""
+        """1 - largest free run / all free memory; 0 means that there is none."""
 
     def settle(self) -> None:
-        """Some partition may hold less than before."""
+        """Takes note that some partition may hold less than before."""
 
     def evict_first(self, partition: Partition, keys: Sequence[bytes]) -> None:
-        """These of its coldest blocks have copies elsewhere (`NodeStore.replicated` has heard it): where memory goes in
-        pieces of many blocks, theirs goes first."""
+        """Takes note that these of the partition's coldest blocks have copies elsewhere (`NodeStore.replicated` has
+        been told). Where memory is freed in pieces of many blocks, pieces with such blocks go first."""
 
     @property
     def capacity_bytes(self) -> int: ...
 
     @property
     def free_bytes(self) -> int:
-        """Neither sealed nor being written."""
+        """Bytes that are neither sealed nor being written."""
 
 
 class OnePartition:
-    """An instance's own."""
+    """Has the partitions of an instance: only one."""
 
     def __init__(self, partition: Partition) -> None:
         self._partition = partition
@@ -121,7 +123,7 @@ class OnePartition:
         pass
 
     def evict_first(self, partition: Partition, keys: Sequence[bytes]) -> None:
-        pass  # blocks go one by one here, in the order of its store
+        pass  # blocks are evicted one by one here, in the order of the store
 
     def family(self, layout: str) -> Sequence[Partition]:
         return (self._partition,) if layout in ("", self._partition.layout) else ()
@@ -135,7 +137,7 @@ class OnePartition:
 
     @property
     def fragmentation(self) -> float:
-        return 0.0  # extents are alike: any free one serves
+        return 0.0  # all extents have one size: any free one serves
 
     @property
     def capacity_bytes(self) -> int:
@@ -147,16 +149,16 @@ class OnePartition:
 
 
 def holder(partitions: Partitions, layout: str, key: bytes) -> Partition | None:
-    """The partition of this layout ("": of any) in which `key` is sealed."""
+    """Returns the partition of this layout ("": of any) in which `key` is sealed."""
     return next((found for found in partitions.family(layout) if found.store.holds(key)), None)
 
 
 def size_of(partition: Partition, key: bytes) -> int:
-    """Bytes of a sealed block's shard."""
+    """Returns the bytes of a sealed block's shard."""
     (size,) = partition.store.sizes([key])
     return size or partition.shard_bytes
 
 
 def unused(partition: Partition) -> int:
-    """Extents that hold no block and that nobody writes or reads."""
+    """Returns how many extents hold no block and are neither written nor read."""
     return partition.store.unheld

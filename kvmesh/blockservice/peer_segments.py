@@ -1,4 +1,4 @@
-"""Peers' segments at our ranks, counted by users, so that a pull and a handoff can share one."""
+"""Peers' segments that this node's ranks have open, counted by users, so that a pull and a handoff can share one."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from kvmesh.transfer import SegmentDescriptor
 
 
 class SegmentRank(Protocol):
-    """What is needed of kvmesh.ranks.client.RankClient."""
+    """The part of kvmesh.ranks.client.RankClient that is needed here."""
 
     def send(self, message: m.ToRank, /) -> None: ...
 
 
 class PeerSegments:
-    """All segments that the ranks of one front have open. On the event loop, never blocks."""
+    """Keeps account of all segments that the ranks of one front have open. It belongs to the event loop and never
+    blocks."""
 
     def __init__(self, ranks: Sequence[SegmentRank]) -> None:
         self._ranks = ranks
@@ -24,22 +25,24 @@ class PeerSegments:
         self._descriptors: dict[str, bytes] = {}
 
     def open(self, descriptor: bytes) -> str:
-        """One more user of this segment; returns its name. TransferError: it is no descriptor."""
+        """Adds a user of this segment, and opens it for the first one; returns its name. Raises TransferError when
+        `descriptor` is malformed."""
         name = SegmentDescriptor.decode(descriptor).name
         self._users[name] = self._users.get(name, 0) + 1
         if self._descriptors.get(name) != descriptor:
-            # A newer one of the same life: it names regions that were registered since.
+            # A newer descriptor of the same incarnation names regions that were registered since.
             self._descriptors[name] = descriptor
             self._tell(m.OpenSegment(descriptor))
         return name
 
     def share(self, name: str) -> None:
-        """One more user of a segment that is open."""
+        """Adds a user of a segment that is open."""
         assert name in self._users, f"segment {name} is not open"
         self._users[name] += 1
 
     def release(self, name: str) -> None:
-        """One user less; after the last one its connections and maps go. Unknown names are ignored."""
+        """Takes a user away; after the last one the segment's connections and maps are closed. Unknown names are
+        ignored."""
         users = self._users.get(name, 0) - 1
         if users > 0:
             self._users[name] = users
@@ -48,7 +51,7 @@ class PeerSegments:
             self._tell(m.CloseSegment(name))
 
     def users(self, name: str) -> int:
-        """How many hold it open."""
+        """Returns how many users hold the segment open."""
         return self._users.get(name, 0)
 
     def __len__(self) -> int:

@@ -1,8 +1,9 @@
 """Other node stores: how they are called, and which of their segments are open here.
 
-One channel and at most one fast path an address, the least recently used closed beyond `MAX_PEERS`, idle ones after
-`IDLE_S`. A peer that failed is forgotten: the next user dials afresh and asks for descriptors again, since another life
-may answer there. Its segments are closed when its last user has left: closing fails what is under way.
+Each address has one channel and at most one fast path. The least recently used peers are closed beyond `MAX_PEERS`,
+idle ones after `IDLE_S`. A peer that failed is forgotten: the next user dials afresh and asks for descriptors again,
+since another incarnation may answer there. A peer's segments are closed when its last user has left, as closing fails
+what is under way.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ SERVICE = pb.DESCRIPTOR.services_by_name["NodeStore"]
 Life = tuple[str, int]  # store id, incarnation
 
 
-# ── the shortest way to a node's calls ───────────────────────────────────────────────────────────────
+# ── the fastest way to call a node ───────────────────────────────────────────────────────────────────
 
 
 def node_calls(address: str, channel: grpc.aio.Channel, transports: Sequence[str]) -> FastCaller:
-    """Calls of the NodeStore whose gRPC is at `address`, HOST:PORT. A Unix socket is tried when `transports` has shm:
-    whoever forbids that wants to be as far away as it looks."""
+    """Returns the caller of the NodeStore whose gRPC is at `address`, HOST:PORT. It tries a Unix socket only when
+    `transports` has shm: whoever forbids shm wants nodes on this host to be reached like distant ones."""
 
     async def find(caller: FastCaller) -> FoundPaths:
         told: pb.DoorsResponse = await caller.over_grpc("Doors", pb.DoorsRequest(), FIND_S)
@@ -49,7 +50,7 @@ def node_calls(address: str, channel: grpc.aio.Channel, transports: Sequence[str
 
 
 def ways(told: pb.DoorsResponse, address: str, unix: bool) -> tuple[Way, ...]:
-    """The fast paths that a node at `address` has told of, the best first."""
+    """Returns the fast paths that a node at `address` has named, the best first."""
     found: list[Way] = []
     if unix and told.calls_path.startswith("@") and (told.machine, told.network) == this_machine():
         found.append(told.calls_path)
@@ -61,7 +62,7 @@ def ways(told: pb.DoorsResponse, address: str, unix: bool) -> tuple[Way, ...]:
 
 @cache
 def this_machine() -> tuple[str, str]:
-    """This process's machine and network: a node that tells the same ones is reached by Unix sockets."""
+    """Returns this process's machine id and network id: a node with the same ones is reached by Unix sockets."""
     return machine_id(), network_id()
 
 
@@ -69,22 +70,23 @@ def this_machine() -> tuple[str, str]:
 
 
 class SegmentOpener(Protocol):
-    """Opens peers' segments where bytes are to be read: at a front's ranks or at a client's own transfer engine. Counts
-    their users."""
+    """Opens peers' segments where bytes are to be read, and counts their users: at a front's ranks or at a client's own
+    transfer engine."""
 
     def open(self, descriptor: bytes, /) -> str:
-        """Returns the segment's name, which has one user more. Raises TransferError when this is no descriptor."""
+        """Adds a user of the segment and returns its name. Raises TransferError when `descriptor` is malformed."""
         ...
 
     def release(self, name: str, /) -> None:
-        """The segment has one user less; after the last one it is closed."""
+        """Takes a user away; after the last one the segment is closed."""
         ...
 
 
 @dataclass(eq=False)
 class Peer:
-    """One address. `segments`: names, one a rank, of the lives met there, each held open once for all users. `shown`:
-    which state of our own segment the node at this address has been told, by its incarnation."""
+    """Describes the node at one address. `segments` has the segment names (one for each rank) of the incarnations met
+    there, each held open once for all users. `shown` has, by incarnation of the node, which state of our own segment it
+    has been told."""
 
     address: str
     channel: grpc.aio.Channel
@@ -96,20 +98,20 @@ class Peer:
     forgotten: bool = False
 
     async def call(self, method: str, request: Message, timeout_s: float) -> Any:
-        """Calls NodeStore by the shortest way there is. Raises KvmeshError."""
+        """Calls NodeStore in the fastest way there is. Raises KvmeshError."""
         return await self.calls.call(method, request, timeout_s)
 
     async def close(self) -> None:
-        """Ends the fast path and the channel. Bounded."""
+        """Ends the fast path and the channel, within a bounded time."""
         await self.calls.close()
         await self.channel.close(None)
 
 
 class PeerPool:
-    """Owns all peers of one process. On the event loop; `close` it."""
+    """Owns all peers of one process. It belongs to the event loop; its owner must `close` it."""
 
     def __init__(self, segments: SegmentOpener, transports: Sequence[str]) -> None:
-        """`transports`: those that this process may use; see `node_calls`."""
+        """`transports` are those that this process may use; see `node_calls`."""
         self._segments = segments
         self._transports = transports
         self._peers: OrderedDict[str, Peer] = OrderedDict()
@@ -117,7 +119,7 @@ class PeerPool:
 
     @asynccontextmanager
     async def use(self, address: str) -> AsyncIterator[Peer]:
-        """The peer at this address, kept open while it is used."""
+        """Yields the peer at this address, kept open while it is used."""
         peer = self._peers.get(address)
         new = peer is None
         if peer is None:
@@ -136,8 +138,9 @@ class PeerPool:
                 self._drop(peer)
 
     def learn(self, peer: Peer, life: Life, descriptors: Sequence[bytes]) -> tuple[str, ...]:
-        """Open a life's segments (one a rank) until the peer is forgotten; an earlier life's are let go. Returns their
-        names. Raises TransferError when one is no descriptor, or nothing reaches it from here."""
+        """Opens the segments of an incarnation (one for each rank) until the peer is forgotten, and releases those of
+        an earlier one. Returns their names. Raises TransferError when a descriptor is malformed, or nothing reaches its
+        segment from here."""
         names: list[str] = []
         try:
             for descriptor in descriptors:
@@ -151,14 +154,14 @@ class PeerPool:
         return tuple(names)
 
     def forget(self, peer: Peer) -> None:
-        """The peer failed, or has gone: it is closed as soon as nobody uses it."""
+        """Forgets a peer that failed or has gone: it is closed as soon as nobody uses it."""
         if self._peers.get(peer.address) is peer:
             del self._peers[peer.address]
         peer.forgotten = True
         self._drop(peer)
 
     def tidy(self) -> None:
-        """Forget idle peers (a dead one's memory stays mapped until then), and the least recently used beyond
+        """Forgets idle peers (a dead one's memory stays mapped until then), and the least recently used beyond
         MAX_PEERS."""
         idle = time.monotonic() - IDLE_S
         for peer in list(self._peers.values()):
@@ -169,7 +172,7 @@ class PeerPool:
         return len(self._peers)
 
     async def close(self) -> None:
-        """Forget all of them; those still in use are closed by their last user."""
+        """Forgets all peers; those still in use are closed by their last user."""
         for peer in list(self._peers.values()):
             self.forget(peer)
         await asyncio.gather(*self._closing, return_exceptions=True)

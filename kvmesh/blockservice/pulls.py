@@ -1,4 +1,4 @@
-"""The reader's side: pull jobs.
+"""This module carries out pull jobs, on the reader's side.
 
     job ─▶ ranges, each for what is still missing and it covers ─▶ Lease ─▶ PullOpen at every rank ─▶ PullEnded
                  ▲                                                     └─ RenewLease at half its time
@@ -6,7 +6,8 @@
                  └── what a range did not bring goes to the next one that covers it
 
 A block has arrived when every rank has all of its bytes and the holder, to whom the lease is given back then, confirms
-that it was open until that moment.
+that the lease was open until that moment.
+
 Memory that a rank reads into is given back (the job ends) only after its PullEnded, or when the rank is gone.
 """
 
@@ -35,14 +36,14 @@ from kvmesh.kvcache.tiers import Tier
 from kvmesh.ranks import protocol as m
 from kvmesh.telemetry import names, spans
 
-# Reads of blocks whose holder cuts them otherwise than we do: which rank of ours reads which runs of which of its
-# ranks. Pure. A block has arrived when every run of it has, at every rank.
+# Where the holder cuts blocks into shards otherwise than this node does, each rank here reads runs of bytes from
+# several ranks there. Pure. A block has arrived when every run of it has, at every rank.
 
 
 @dataclass(frozen=True, slots=True)
 class CutRead:
-    """What rank `reader` of ours reads from rank `writer` of the holder: `sizes[i]` bytes at `offsets[i]` to
-    `landing[i]`, a part of the block at position `blocks[i]`."""
+    """The read of rank `reader` of this node from rank `writer` of the holder: `sizes[i]` bytes at `offsets[i]` go to
+    `landing[i]`, and are part of the block at position `blocks[i]`."""
 
     reader: int
     writer: int
@@ -53,7 +54,8 @@ class CutRead:
 
 
 def cut_reads(plan: GroupPlan, offsets: Sequence[Sequence[int]], landing: Sequence[Sequence[int]]) -> list[CutRead]:
-    """`offsets[writer][i]` is where the i-th block's shard begins in that segment, `landing[reader][i]` in ours."""
+    """Returns the reads of all ranks. `offsets[writer][i]` is where the i-th block's shard begins in the writer's
+    segment, `landing[reader][i]` where it begins in the reader's."""
     found = []
     for reader, places in enumerate(landing):
         for writer in sorted(plan.marks(reader)):
@@ -62,13 +64,14 @@ def cut_reads(plan: GroupPlan, offsets: Sequence[Sequence[int]], landing: Sequen
                 for block, place in enumerate(places)
                 for source, target, size in plan.runs(writer, reader, block)
             ]
-            if runs:  # else others have the turns of these blocks
+            if runs:  # there are none where other pairs of ranks move these blocks
                 found.append(CutRead(reader, writer, *zip(*runs, strict=True)))
     return found
 
 
 def by_block(said: m.PullEnded | None, read: CutRead, blocks: int) -> m.PullEnded | None:
-    """A rank's last word, its positions those of whole blocks: `arrived` are those of which nothing is missing here."""
+    """Returns a rank's PullEnded with positions of whole blocks in place of runs: `arrived` has the blocks of which no
+    run is missing at this rank."""
     if said is None:
         return None
     missing = set(read.blocks) - _complete(said, read)
@@ -83,14 +86,14 @@ def _complete(said: m.PullEnded, read: CutRead) -> set[int]:
 log = logging.getLogger(__name__)
 
 CALL_S = 1.0  # a holder that has not answered a lease by then is passed over
-LOWER_CALL_S = 5.0  # ... one that has to read from its disk first
+LOWER_CALL_S = 5.0  # the same for a holder that has to read from its disk first
 CLOSE_S = 2.0
 NS = 1_000_000_000
 
 
 @dataclass
 class PullStats:
-    """Since the start of this process."""
+    """Counts what was pulled since the start of this process."""
 
     blocks: int = 0
     nbytes: int = 0
@@ -101,11 +104,11 @@ class _Running:
     job: PullJob
     partition: Partition
     deadline_ns: int
-    stop: asyncio.Event = field(default_factory=asyncio.Event)  # cancelled
-    nbytes: int = 0  # from other nodes
+    stop: asyncio.Event = field(default_factory=asyncio.Event)  # set when the job is cancelled
+    nbytes: int = 0  # bytes that came from other nodes
     lower: set[int] = field(default_factory=set)  # positions that came from a lower tier of this node
-    removed_seqs: dict[int, int] = field(default_factory=dict)  # by position: how far its holder was
-    hung: set[int] = field(default_factory=set)  # positions whose memory a tier that hangs may still write to
+    removed_seqs: dict[int, int] = field(default_factory=dict)  # by position: which removals its holder had applied
+    hung: set[int] = field(default_factory=set)  # positions whose memory a hanging tier may still write to
     causes: dict[str, None] = field(default_factory=dict)
 
     def left_ns(self) -> int:
@@ -113,8 +116,9 @@ class _Running:
 
 
 class Pulls:
-    """All pulls of one process. On the event loop; nothing here raises to its caller. `refuses(key, removed_seq)`: see
-    `RemovalDesk`. `tiering`: what this node keeps below DRAM, a source like any other."""
+    """Carries out all pulls of one process. It belongs to the event loop, and nothing here raises to its caller.
+    `refuses(key, removed_seq)` is that of `RemovalApplier`. `tiering` has what this node keeps below DRAM, a source
+    like any other."""
 
     def __init__(
         self,
@@ -143,13 +147,13 @@ class Pulls:
 
     @property
     def active(self) -> int:
-        """Jobs under way."""
+        """How many jobs are under way."""
         return len(self._jobs)
 
     # ── what callers do ──────────────────────────────────────────────────────────────────────────
 
     def start(self, job: PullJob, partition: Partition, on_pulled: Callable[[Pulled], None]) -> None:
-        """Begin a job; `on_pulled` hears of its end once, in a later turn of the loop."""
+        """Begins a job; `on_pulled` is called with its result once, in a later turn of the loop."""
         assert job.ticket not in self._jobs, f"ticket {job.ticket} names a pull already"
         deadline_ns = time.monotonic_ns() + job.timeout_ms * 1_000_000
         record = self._jobs[job.ticket] = _Running(job, partition, deadline_ns)
@@ -164,23 +168,24 @@ class Pulls:
         self._spawn(run(), f"pull {job.ticket}")
 
     def cancel(self, ticket: int) -> None:
-        """It ends soon, with what has arrived. Unknown tickets are ignored."""
+        """Ends a job soon, with what has arrived. Unknown tickets are ignored."""
         record = self._jobs.get(ticket)
         if record is not None:
             record.stop.set()
 
     def read(self, rank: int, opened: m.PullOpen) -> asyncio.Future[m.PullEnded | None]:
-        """One READ by one rank, whose ticket is given here: its last word, None when it is gone."""
+        """Orders one READ by one rank, whose ticket is chosen here. The result is the rank's PullEnded; None when the
+        rank is gone."""
         return self._say(rank, msgspec.structs.replace(opened, ticket=next(self._tickets)))
 
     def rank_said(self, rank: int, message: m.PullEnded) -> None:
-        """A rank's last word on one of our reads."""
+        """Takes the end of a read from a rank."""
         waiting = self._reads.pop((rank, message.ticket), None)
         if waiting is not None and not waiting.done():
             waiting.set_result(message)
 
     def ranks_lost(self, cause: str) -> None:
-        """No rank will say anything any more, and what they read into is gone."""
+        """Ends every read: no rank will answer any more, and what they read into is gone."""
         self._lost = self._lost or cause
         for record in self._jobs.values():
             record.stop.set()
@@ -190,7 +195,7 @@ class Pulls:
                 waiting.set_result(None)
 
     async def close(self) -> None:
-        """End every job; those that a rank keeps for too long end as if it were gone. Bounded."""
+        """Ends every job, within a bounded time; jobs that a rank keeps for too long end as if the rank were gone."""
         for record in self._jobs.values():
             record.stop.set()
         if self._tasks:
@@ -221,7 +226,7 @@ class Pulls:
         except Exception as error:
             log.exception("pull %d failed", job.ticket)
             record.causes[f"{type(error).__name__}: {error}"] = None
-        arrived -= self._removed(record)  # what is removed from now on will not be sealed either: it is being written
+        arrived -= self._removed(record)  # a block removed later is not sealed either: it counts as being written
         took = time.monotonic_ns() - start
         cause = ""
         if len(arrived) < len(job.keys):
@@ -239,7 +244,7 @@ class Pulls:
         return Pulled(job.ticket, tuple(sorted(arrived)), record.nbytes, took, cause, lower)
 
     async def _ranges(self, record: _Running, arrived: set[int]) -> None:
-        """Give every missing position to the first range that covers it and was not tried for it yet, until none is
+        """Gives every missing position to the first range that covers it and was not tried for it yet, until none is
         left to give or the time is over. Ranges run beside one another: no position is with two of them."""
         job = record.job
         missing = set(range(len(job.keys)))
@@ -260,7 +265,7 @@ class Pulls:
             for task in done:
                 mine = running.pop(task)
                 if (error := task.exception()) is not None:
-                    # The others still read into this job's memory: it must not end before them.
+                    # The other ranges still read into this job's memory, so the job must not end before them.
                     log.error("pull %d", job.ticket, exc_info=error)
                     record.causes[f"{type(error).__name__}: {error}"] = None
                 got = set() if error is not None else task.result()
@@ -268,8 +273,8 @@ class Pulls:
                 missing |= mine - got - record.hung
 
     async def _guarded(self, record: _Running, source: PullRange, positions: list[int], spare: bool) -> set[int]:
-        """What of `positions` came from this holder; never raises. `spare`: somebody else could be asked afterwards,
-        so this one does not get all of the time."""
+        """Returns which of `positions` came from this holder; never raises. `spare` says that another range could be
+        tried afterwards, so this one gets only half of the time."""
         start = time.monotonic_ns()
         deadline_ns = start + record.left_ns() // (2 if spare else 1)
         got: set[int] = set()
@@ -299,8 +304,8 @@ class Pulls:
         return got
 
     async def _below(self, record: _Running, source: PullRange, positions: list[int], deadline_ns: int) -> set[int]:
-        """What of `positions` a lower tier of this very node brought. Not cut short before its deadline, nor cancelled:
-        memory that was given to the tier comes back with its answer."""
+        """Returns which of `positions` a lower tier of this very node brought. It is neither cut short before its
+        deadline nor cancelled: memory that was given to the tier comes back with the tier's answer."""
         start, job = time.monotonic_ns(), record.job
         keys, extents = [job.keys[p] for p in positions], [job.extents[p] for p in positions]
         sizes: dict[int, int] = {}
@@ -355,7 +360,8 @@ class Pulls:
         deadline_ns: int,
         reads: list[m.PullEnded],
     ) -> tuple[set[int], str]:
-        """(positions that arrived, why not all); what the ranks said goes to `reads`. Raises KvmeshError."""
+        """Returns the positions that arrived from one holder, and why not all did. The ranks' answers are appended to
+        `reads`. Raises KvmeshError."""
         own = record.partition
         terms = LeaseTerms(self._reader, self._lease_ms, own.shown_layout, len(self._ranks), own.shards)
         keys = [record.job.keys[p] for p in positions]
@@ -366,7 +372,7 @@ class Pulls:
         lease = await self._lease(record, asking)
         if lease is None:
             return set(), "holds none of them"
-        # Held by this pull itself too: the peer may be forgotten while ranks read from it.
+        # The pull holds the segments itself too, as the peer may be forgotten while ranks read from them.
         for name in lease.segments:
             self._segments.share(name)
         try:
@@ -378,7 +384,7 @@ class Pulls:
                 self._segments.release(name)
             self._releases.give_back(lease)
         if not record.stop.is_set() and any(said is None or said.cause for said in ended):
-            # Its segment may be broken: whoever comes next asks for descriptors again.
+            # The holder's segment may be broken, so whoever comes next asks for descriptors again.
             self._peers.forget(peer)
         whole, cause = _judge(lease, ended, confirmed)
         seqs = {positions[lease.held[i]]: lease.removed_seq for i in whole}
@@ -388,8 +394,8 @@ class Pulls:
         return seqs.keys() - self._removed(record), cause
 
     async def _lease(self, record: _Running, asking: Coroutine[None, None, ReaderLease | None]) -> ReaderLease | None:
-        """What the holder answers, unless the pull is stopped first: a lease granted after that is given back as it
-        arrives, for the holder would keep its blocks until it ran out. Raises KvmeshError."""
+        """Returns the holder's answer, unless the pull is stopped first. A lease that is granted after that is given
+        back as it arrives, as the holder would else keep its blocks until the lease ran out. Raises KvmeshError."""
         answer = asyncio.get_running_loop().create_task(asking, name="ask for a lease")
         stopping = asyncio.ensure_future(record.stop.wait())
         try:
@@ -411,7 +417,8 @@ class Pulls:
                 self._releases.give_back(lease)
 
     def _removed(self, record: _Running) -> set[int]:
-        """Positions that must not be sealed: removed here, while their holder had yet to hear of that."""
+        """Returns the positions that must not be sealed: blocks removed here while their holder had yet to apply the
+        removal."""
         found = {at for at, seq in record.removed_seqs.items() if self._refuses(record.job.keys[at], seq)}
         if found:
             record.causes["removed, and the holder has yet to hear of it"] = None
@@ -420,13 +427,13 @@ class Pulls:
     async def _read(
         self, record: _Running, lease: ReaderLease, positions: list[int], deadline_ns: int
     ) -> list[m.PullEnded | None]:
-        """Every rank's last word; None of one that is gone. Returns only when nothing can land any more."""
+        """Returns every rank's PullEnded, None for one that is gone. It returns only when nothing can land any more."""
         reads, cuts = self._open(record, lease, positions, deadline_ns)
         ended = asyncio.gather(*reads.values())
         stopping = asyncio.ensure_future(record.stop.wait())
         try:
             if not await reader_lease.wait_open(lease, ended, self._lease_ms, deadline_ns / NS, stopping):
-                # Over its time, cancelled, or the lease is over: what comes now is of no use.
+                # The deadline has passed, the job is cancelled or the lease is over: what comes now is of no use.
                 for rank, ticket in reads:
                     self._ranks[rank].send(m.PullCancel(ticket))
             said = await ended
@@ -438,7 +445,8 @@ class Pulls:
     def _open(
         self, record: _Running, lease: ReaderLease, positions: list[int], deadline_ns: int
     ) -> tuple[dict[tuple[int, int], asyncio.Future[m.PullEnded | None]], list[CutRead]]:
-        """What each rank reads, and of which blocks where those are cut otherwise (one for each read, or none)."""
+        """Orders the reads of all ranks. Returns them with, where shards are cut otherwise, one CutRead for each of
+        them."""
         reads, partition, job = {}, record.partition, record.job
         sizes = tuple(job.sizes[at] for at in positions) if job.sizes else ()
         ranks, klass = range(len(self._ranks)), job.traffic_class
@@ -468,7 +476,8 @@ class Pulls:
 
 
 def _judge(lease: ReaderLease, ended: Sequence[m.PullEnded | None], confirmed: bool) -> tuple[set[int], str]:
-    """(what counts of what the lease held, why not all): every rank has it, and the holder has confirmed the lease."""
+    """Returns which of the leased blocks count, and why not all: those that every rank has, if the holder has confirmed
+    the lease."""
     whole, cause = set(range(len(lease.held))), ""
     for said in ended:
         if said is None:

@@ -1,8 +1,8 @@
-"""Blocks that a caller has in memory of its own: this node READs them out of it and seals them.
+"""In a put this node READs blocks out of a caller's memory and seals them.
 
     room for each (waiting a little) ─▶ READ by the rank, all under one guard ─▶ checksums ─▶ seal, pin
 
-A pool node's alone: it has one rank, and memory for blocks of any length (layout "bytes").
+Only a pool node takes puts: it has one rank, and memory for blocks of any length (layout "bytes").
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from kvmesh.transfer import SegmentDescriptor, TrafficClass
 log = logging.getLogger(__name__)
 
 NS = 1_000_000_000
-MAX_CALLERS = 64  # whose segments are open here
+MAX_CALLERS = 64  # callers whose segments are open here
 IDLE_S = 60.0  # a caller's segment is closed after so long
-ROOM_S = 1.0  # waited at most for leases to end, and half of the caller's time
-LOOK_S = 0.1  # ... and so often looked, though nobody has said that anything has changed
+ROOM_S = 1.0  # the longest wait for leases to end; and at most half of the caller's time
+LOOK_S = 0.1  # how often is looked meanwhile, even when nothing has been reported as freed
 BELOW_S = 0.25
 SUM_S = 10.0
 RETRY_MS = (10, 5_000)
@@ -45,7 +45,8 @@ RETRY_MS = (10, 5_000)
 
 @dataclass(frozen=True)
 class PutJob:
-    """One call. `offsets`, `sizes`: of each block in the caller's segment; `checksums`: xxh3_64, or none."""
+    """Describes one call. `offsets` and `sizes` are those of each block in the caller's segment, in bytes; `checksums`
+    are xxh3_64, or empty."""
 
     keys: tuple[bytes, ...]
     layout: str
@@ -63,19 +64,19 @@ class PutJob:
 
 @dataclass
 class _Putting:
-    """What one call has begun: position → where it goes."""
+    """Keeps what one call has begun: position → where the block goes."""
 
     job: PutJob
     watch: Watch
     begun: dict[int, tuple[Partition, int]] = field(default_factory=dict)
-    why: dict[str, KvmeshError] = field(default_factory=dict)  # by its text: of what is not held
+    why: dict[str, KvmeshError] = field(default_factory=dict)  # why blocks are not held, by the error's text
     read: set[int] = field(default_factory=set)  # positions that had their turn, sealed or not
     exhausted: Overloaded | None = None
     retry_ns: int = 0
 
 
 class Puts:
-    """Of one process, on its event loop."""
+    """Carries out all puts of one process, on its event loop."""
 
     def __init__(
         self,
@@ -102,20 +103,22 @@ class Puts:
         self._freed = asyncio.Event()
 
     def freed(self) -> None:
-        """Memory may be free that was not: those who wait for it look again."""
+        """Tells those who wait for memory that some may be free."""
         self._freed.set()
         self._freed = asyncio.Event()
 
     def tidy(self) -> None:
-        """Close the segments of callers that nobody has heard of for a while (a dead one's memory stays until then)."""
+        """Closes the segments of callers that have not called for IDLE_S (a dead one's memory stays mapped until
+        then)."""
         before = self._clock_ns() - int(IDLE_S * NS)
         while self._callers and next(iter(self._callers.values())) < before:
             self._segments.release(self._callers.popitem(last=False)[0])
 
     async def put(self, job: PutJob) -> tuple[bytes, KvmeshError | None]:
-        """(one byte a key: 1 sealed here now; why not the others: one reason, with the text of all). What somebody else
-        puts or pulls at the same time counts as well. Raises InvalidRequest, UnknownInstance (segment_descriptor),
-        Overloaded when there is room for none."""
+        """Returns one byte for each key (1: sealed here now), and why the others are not: one error, with the text
+        of all reasons. A block that another call puts or pulls at the same time counts as held. Raises
+        InvalidRequest, UnknownInstance (the segment is unknown: send its descriptor), and Overloaded when there is
+        room for no block."""
         if self._ranks != 1:
             raise InvalidRequest.of("layout", job.layout, f"a block has shards of {self._ranks} ranks here")
         name = self._caller(job)
@@ -151,7 +154,7 @@ class Puts:
     # ── inner ────────────────────────────────────────────────────────────────────────────────────
 
     def _caller(self, job: PutJob) -> str:
-        """Its segment, open at the rank."""
+        """Opens the caller's segment at the rank, and returns its name."""
         if job.descriptor:
             try:
                 named = SegmentDescriptor.decode(job.descriptor).name
@@ -173,7 +176,7 @@ class Puts:
         return job.segment
 
     async def _written_below(self, putting: _Putting) -> None:
-        """Wait a little for blocks that would have to go and that the tier below is still to take."""
+        """Waits a little for the tier below to take blocks that would have to be evicted."""
         if self._tiering is None:
             return
         waits = []
@@ -185,8 +188,9 @@ class Puts:
         await asyncio.gather(*waits)
 
     async def _begin(self, putting: _Putting) -> bool:
-        """An extent for each block that is not here yet, as far as there is room in time. What another call writes at
-        this moment is waited for when nothing else is to be done: whether there is more of it."""
+        """Begins an extent for each block that is not here yet, as far as there is room in time. When there is
+        nothing else to do, it waits for blocks that other calls write at this moment. Returns whether there are more
+        of those."""
         job = putting.job
         start = self._clock_ns()
         until = start + min(int(ROOM_S * NS), (job.deadline_ns - start) // 2)
@@ -205,8 +209,9 @@ class Puts:
         return bool(lacking) and not putting.exhausted
 
     def _wanted(self, putting: _Putting) -> tuple[list[int], dict[int, list[int]]]:
-        """(Positions of what is neither begun nor here, those of them that nobody writes and that may be pinned as the
-        caller wishes: by bytes of an extent.) Nothing has gone to make room for what must not be pinned."""
+        """Returns the positions of blocks that are neither begun nor here, and, by bytes of an extent, those of them
+        that nobody writes and that may be pinned as the caller wishes. So nothing is evicted for a block that must not
+        be pinned."""
         job, stores = putting.job, [one.store for one in self._partitions.family(putting.job.layout)]
         hard = job.pin == pb.PIN_KIND_HARD
         extents = {size: size_class(size) if job.layout == BYTES else size for size in set(job.sizes)}
@@ -234,7 +239,7 @@ class Puts:
         return lacking, groups
 
     def _try(self, putting: _Putting) -> list[int]:
-        """Begin what can be; positions of what is neither begun nor here."""
+        """Begins what can be begun; returns the positions of blocks that are neither begun nor here."""
         job = putting.job
         lacking, groups = self._wanted(putting)
         for nbytes, positions in groups.items():
@@ -256,7 +261,7 @@ class Puts:
         return [at for at in lacking if at not in putting.begun]
 
     async def _read(self, putting: _Putting) -> None:
-        """READ what was begun, verify, seal: nothing is `begun` afterwards."""
+        """READs what was begun, verifies and seals it: nothing is `begun` afterwards."""
         job = putting.job
         order = sorted(putting.begun)
         places = [putting.begun[at] for at in order]
@@ -274,7 +279,7 @@ class Puts:
             job.ticket,
             job.ticket_offset,
         )
-        # The rank writes into our extents until it has answered, or is gone: let nobody cancel this.
+        # The rank writes into these extents until it has answered, or is gone: this must not be cancelled.
         said = await self._pulls.read(0, opened)
         if said is None or said.cause:
             _note(putting, Unavailable(said.cause if said is not None else "the memory of this node is gone"))
@@ -294,7 +299,7 @@ class Puts:
     async def _wrong(
         self, putting: _Putting, order: Sequence[int], arrived: list[int], landing: Sequence[int], sizes: Sequence[int]
     ) -> set[int]:
-        """Those whose bytes here are not what the caller says of them."""
+        """Returns the positions whose bytes here do not have the checksum that the caller gave."""
         try:
             sums = await self._sums.sums(0, [(landing[i], sizes[i]) for i in arrived], SUM_S)
         except KvmeshError as error:
@@ -308,12 +313,12 @@ class Puts:
         return wrong
 
     def _forget(self, segment: str) -> None:
-        """Its descriptor may be out of date: the next call brings another."""
+        """Forgets a caller's segment, whose descriptor may be out of date: the next call brings another one."""
         if self._callers.pop(segment, None) is not None:
             self._segments.release(segment)
 
     def _pinned(self, putting: _Putting) -> bytes:
-        """Which are held now, pinned as the caller wishes."""
+        """Returns which blocks are held now, pinned as the caller wishes."""
         job, held = putting.job, bytearray(len(putting.job.keys))
         family = self._partitions.family(job.layout)
         stores = [one.store for one in family]
@@ -342,7 +347,7 @@ def _note(putting: _Putting, why: KvmeshError) -> None:
 
 
 def _holding(stores: Sequence[NodeStore], key: bytes) -> NodeStore | None:
-    """The one in which it is sealed. A loop of its own, as it is asked for each key of each put."""
+    """Returns the store in which the key is sealed. It is a plain loop, as it runs for each key of each put."""
     for store in stores:
         if store.holds(key):
             return store
@@ -352,7 +357,8 @@ def _holding(stores: Sequence[NodeStore], key: bytes) -> NodeStore | None:
 def pin(
     partitions: Partitions, partition: Partition, keys: Sequence[bytes], kind: int, duration_ns: int, now: int
 ) -> list[bool]:
-    """As `PinKind` says; whether each is. Overloaded, and none is: too much is pinned hard."""
+    """Pins or unpins as `PinKind` says; returns whether each block is. Raises Overloaded, and pins none, when too much
+    would be pinned hard."""
     store = partition.store
     if kind == pb.PIN_KIND_SOFT:
         return store.pin(keys, duration_ns, now)

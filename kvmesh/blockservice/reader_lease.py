@@ -1,9 +1,9 @@
-"""A lease as its reader sees it: asked for, kept alive while bytes move, given back.
+"""A lease as its reader sees it: asked for, renewed while bytes move, given back.
 
-It is counted from before the request, less 10 %: by that count it is over before it is over at the holder. That count
-only says when to renew and when to give up. What was read counts when the holder has confirmed, as the lease is given
-back, that it was open until then (docs/adr/0032-seals-are-confirmed.md), or when its checksum is right: a reader whose
-clocks have all stood still cannot know.
+The reader counts a lease from before its request, less 10 %: by that count the lease is over before it is over at the
+holder. That count only says when to renew and when to give up. What was read counts when the holder has confirmed, as
+the lease is given back, that it was open until then (docs/adr/0032-seals-are-confirmed.md), or when its checksum is
+right: a reader whose clocks have all stood still cannot know.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ log = logging.getLogger(__name__)
 
 RELEASE_S = 1.0
 RELEASE_AFTER_S = 0.005
-RELEASED = 1024  # leases of one call
+RELEASED = 1024  # leases in one call
 MIN_RENEW_S = 0.005
 UNCONFIRMED = "the lease ran out: its holder has not confirmed that it was open until the last byte was here"
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseTerms:
-    """What a reader asks for every time. `ranks`: how many shards it reads of a block; `shards`: how it cuts blocks,
-    () when it takes no other cut than its own."""
+    """What a reader asks for every time. `ranks` is how many shards of a block it reads; `shards` is how it cuts
+    blocks, () when it takes no other cut than its own."""
 
     reader: str
     lease_ms: int
@@ -48,9 +48,10 @@ class LeaseTerms:
 
 @dataclass(eq=False, slots=True)
 class ReaderLease:
-    """`held`: positions among the keys asked for; `offsets[rank][i]` of the i-th of them in `segments[rank]`, `sizes`
-    and `checksums` (when asked for) of each. `tiers`: where each key asked for was found, one byte each. `removed_seq`:
-    what the holder had removed by then. `over`: given back, or the holder said so, whatever our count."""
+    """A lease that a reader has. `held` are positions among the keys asked for. `offsets[rank][i]` is the offset of the
+    i-th of them in `segments[rank]`; `sizes` and `checksums` (when asked for) have one entry for each. `tiers` says
+    where each key asked for was found, one byte each. `removed_seq` is the last removal that the holder had applied by
+    then. `over` means given back, or over as the holder said, whatever the reader's count."""
 
     peer: Peer
     lease_id: int
@@ -61,31 +62,32 @@ class ReaderLease:
     sizes: Sequence[int] = ()
     checksums: Sequence[int] = ()
     tiers: bytes = b""
-    plan: GroupPlan | None = None  # the holder cuts blocks otherwise: what of its shards goes where in ours
+    plan: GroupPlan | None = None  # where the holder cuts blocks otherwise: which of its bytes go where
     removed_seq: int = 0
     over: bool = False
 
     def holds_at(self, when_ns: int) -> bool:
-        """Whether what was read until then counts, by our own clock."""
+        """Whether what was read until then counts, by the reader's own clock."""
         return not self.over and when_ns <= self.until_ns
 
 
 class Releases:
-    """Leases that are done with. Those whose readers wait for the answer (`confirm`) go at once, together with whatever
-    else is due at that node; while such a call is under way others gather for the next one. The rest are given back
-    together a moment later: a lease that is not given back ends by itself. On the event loop; `close` it."""
+    """Gives leases back. Those whose readers wait for the answer (`confirm`) go at once, together with whatever else is
+    due at that node; while such a call is under way others gather for the next one. The rest are given back together a
+    moment later: a lease that is not given back ends by itself. It belongs to the event loop; its owner must `close`
+    it."""
 
     def __init__(self, peers: PeerPool) -> None:
         self._peers = peers
         self._due: dict[str, list[int]] = {}  # address → lease ids
-        self._asked: dict[tuple[str, int], asyncio.Future[bool]] = {}  # whether this lease was open until now
-        self._calling: set[str] = set()  # addresses that are to answer
+        self._asked: dict[tuple[str, int], asyncio.Future[bool]] = {}  # by address and lease: whether it was open
+        self._calling: set[str] = set()  # addresses with a call under way
         self._closed = False
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     def give_back(self, lease: ReaderLease) -> None:
-        """Nothing that is read under it can land any more. Returns at once."""
+        """Gives a lease back, under which nothing can land any more. It returns at once."""
         if lease.over:
             return
         lease.over = True
@@ -94,8 +96,9 @@ class Releases:
             self._timer = asyncio.get_running_loop().call_later(RELEASE_AFTER_S, self._send)
 
     async def confirm(self, lease: ReaderLease) -> bool:
-        """Give it back and hear whether it was open until now: what was read under it is right. Within RELEASE_S, or
-        about twice that where many wait. A holder that does not answer, or does not say, has not confirmed."""
+        """Gives a lease back and returns whether the holder confirms that it was open until now, so that what was read
+        under it is right. It takes at most RELEASE_S, or about twice that where many wait. A holder that does not
+        answer has not confirmed."""
         if lease.over or self._closed:
             return False
         address = lease.peer.address
@@ -143,7 +146,7 @@ class Releases:
                 self._send_to(address)
 
     async def close(self) -> None:
-        """What is due is sent; ends within RELEASE_S."""
+        """Sends what is due and ends, within RELEASE_S."""
         if self._timer is not None:
             self._timer.cancel()
             self._send()
@@ -167,8 +170,9 @@ async def ask(
     releases: Releases,
     timeout_s: float,
 ) -> ReaderLease | None:
-    """A lease on what this life of a holder has of `keys`, its segments open here; None: it holds none of them.
-    Raises KvmeshError: it does not answer; TransferError when the answer makes no sense."""
+    """Returns a lease on those of `keys` that this incarnation of a holder has, with its segments open here; None if
+    it holds none of them. Raises KvmeshError when the holder does not answer, TransferError when its answer is
+    malformed."""
     known = peer.segments.get(life)
     asked_ns = lease_clock_ns()
     request = pb.LeaseRequest(
@@ -190,7 +194,7 @@ async def ask(
         lease.held = tuple(i for i, here in enumerate(answer.held) if here)
         ranks = terms.ranks if lease.plan is None else len(lease.plan.writers)
         _check(answer, terms, len(keys), len(lease.held), ranks)
-        # Another request may have learned them while this one was under way.
+        # Another request may have opened the segments while this one was under way.
         descriptors = [rank.segment_descriptor for rank in answer.ranks]
         lease.segments = peer.segments.get(life) or peers.learn(peer, life, descriptors)
         if [rank.segment for rank in answer.ranks] != list(lease.segments):
@@ -207,8 +211,9 @@ async def ask(
 async def wait_open(
     lease: ReaderLease, final: asyncio.Future[Any], lease_ms: int, deadline: float, *stops: asyncio.Future[Any]
 ) -> bool:
-    """Waits until `final` is done, and renews the lease at half its time. False: it is not done, and what comes now is
-    of no use, since the lease or the time is over (`deadline`, monotonic) or one of `stops` is done."""
+    """Waits until `final` is done, and renews the lease at half its time. Returns False if `final` is not done and
+    what comes now is of no use, because the lease is over, `deadline` (monotonic s) has passed, or one of `stops` is
+    done."""
     waits = {final, *stops}
     left_s = max(deadline - time.monotonic(), 0)
     done, _ = await asyncio.wait(waits, timeout=min(_half_s(lease), left_s), return_when=asyncio.FIRST_COMPLETED)
@@ -224,7 +229,7 @@ async def wait_open(
 
 
 async def _keep_alive(lease: ReaderLease, lease_ms: int) -> None:
-    """Renew now and at half its time, again and again; returns when it is over."""
+    """Renews the lease now and then at half its time; returns when the lease is over."""
     try:
         while True:
             if not await _renewed(lease, lease_ms):
@@ -235,7 +240,8 @@ async def _keep_alive(lease: ReaderLease, lease_ms: int) -> None:
 
 
 async def _renewed(lease: ReaderLease, lease_ms: int) -> bool:
-    """False: it is over. A holder that does not answer is asked again as long as there is time."""
+    """Renews the lease; returns False if it is over. A holder that does not answer is asked again as long as there is
+    time."""
     asked_ns = lease_clock_ns()
     if asked_ns >= lease.until_ns:
         return False
@@ -258,7 +264,8 @@ def _until(asked_ns: int, lease_ms: int) -> int:
 
 
 def _plan(answer: pb.LeaseResponse, terms: LeaseTerms) -> GroupPlan | None:
-    """How the holder's shards become ours; None: they are cut alike. Raises TransferError when they cannot."""
+    """Returns how the holder's shards become this reader's; None if both cut blocks alike. Raises TransferError if that
+    cannot be done."""
     if not terms.shards or not all(rank.HasField("layout") for rank in answer.ranks):
         return None
     try:
@@ -269,7 +276,7 @@ def _plan(answer: pb.LeaseResponse, terms: LeaseTerms) -> GroupPlan | None:
 
 
 def _check(answer: pb.LeaseResponse, terms: LeaseTerms, keys: int, held: int, ranks: int) -> None:
-    """Raises TransferError when the holder's answer makes no sense."""
+    """Raises TransferError when the holder's answer does not fit the request."""
     if len(answer.held) != keys or not held:
         raise TransferError(f"a lease that speaks of {len(answer.held)} keys ({held} held), not of {keys}")
     if [rank.rank for rank in answer.ranks] != list(range(ranks)):

@@ -1,9 +1,9 @@
 """Carries out removals in every tier of this node, and remembers beside its SSD which tombstones it has applied.
 
 A removal by prefix lists in its first turn, by copying whole tables, every key that is sealed, being written or in a
-lower tier; it looks through these names, and removes key by key in all tiers at once, in later turns. So a block of
-then goes whichever tier it moves to meanwhile, and one that came later stays, unless it has the key of one that goes:
-both were put before the removal was acknowledged. What was under way when it began is not sealed, see `Watch`.
+lower tier; in later turns it looks through these names, and removes key by key in all tiers at once. So a listed block
+goes whichever tier it moves to meanwhile, and one that came later stays, unless it has the key of a listed one: both
+were put before the removal was acknowledged. What was under way when the removal began is not sealed, see `Watch`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ LOOK = 16_384  # keys compared with a prefix in one turn: about a millisecond
 
 
 class Forget(Protocol):
-    """`Blocks.forget`."""
+    """The type of `BlockService.forget`."""
 
     def __call__(self, keys: Sequence[bytes], /) -> Awaitable[int]: ...
 
 
 class RemovalApplier:
-    """`lower_keys`: of all blocks below DRAM, also of those that only some ranks have. `folder`: of the SSD tier, None:
-    there is none, and what was removed is gone with the process. `again`: all tombstones are wanted again, as something
-    may come back that was not there when they were applied. ConfigError: the number there cannot be read."""
+    """Applies removals at one node. `lower_keys()` gives the keys of all blocks below DRAM, also of those that only
+    some ranks have. `folder` is that of the SSD tier; None means that there is none, and that what was removed is gone
+    with the process. `again` asks for all tombstones again, as blocks may come back that were not there when these were
+    applied. Raises ConfigError when the number in the folder cannot be read."""
 
     def __init__(
         self,
@@ -55,35 +56,36 @@ class RemovalApplier:
         self._path = None if folder is None else folder / FILE
         self._removals = Removals(0 if again else _read(self._path))
         self._applying = asyncio.Lock()
-        # Those who keep copies that no store knows of. They hear of each block in the turn in which it goes, and of a
-        # prefix first.
+        # Called for each removed block in the turn of the loop in which it goes, and with a prefix before that: for
+        # those who keep copies that no store knows of.
         self.listeners: list[Callable[[NotHere], None]] = []
 
     @property
     def removed_seq(self) -> int:
-        """For the master."""
+        """The last applied tombstone, for the master."""
         return self._removals.applied
 
     @property
     def reached(self) -> int:
-        """For readers: all removals up to this one have been carried out."""
+        """The last removal up to which all have been carried out, for readers."""
         return self._removals.reached
 
     def refuses(self, key: bytes, source_seq: int) -> bool:
-        """Whether this block, from a node that had `reached` that much, may have been removed here."""
+        """Whether this block, from a node that had `reached` number `source_seq`, may have been removed here."""
         return self._removals.refuses(key, source_seq)
 
     def watch(self) -> Watch:
-        """What is removed from now on, until `unwatch`."""
+        """Returns a watch of what is removed from now on, until `unwatch`."""
         return self._removals.watch()
 
     def unwatch(self, watch: Watch) -> None:
-        """See `Removals`."""
+        """Ends a watch."""
         self._removals.unwatch(watch)
 
     async def remove(self, keys: Sequence[bytes], prefix: bytes = b"", seq: int = 0) -> int:
-        """When it returns, none is found here any more, in any tier, nor after a restart; how many were. What is being
-        written or pulled will not be sealed. Unavailable: not all could be written down, say it again."""
+        """Removes blocks from every tier, also for after a restart; returns how many there were. What is being written
+        or pulled will not be sealed. Raises Unavailable when not all could be written: the removal is to be repeated
+        then."""
         removed = await self._remove(keys, prefix, seq)
         self._removals.direct(seq)
         return removed
@@ -103,7 +105,7 @@ class RemovalApplier:
             listener(gone)
 
     async def apply(self, told: Sequence[pb_store.Tombstone]) -> None:
-        """Tombstones of a master's answer. Unavailable: not all could be written down."""
+        """Applies the tombstones of a master's answer. Raises Unavailable when not all could be written."""
         async with self._applying:
             tombstones = [Tombstone(t.seq, tuple(split(t.keys)), t.prefix) for t in told]
             last = max((tombstone.seq for tombstone in tombstones), default=0)
@@ -126,7 +128,8 @@ class RemovalApplier:
                     raise Unavailable(f"removed_seq={last} could not be written to {self._path}: {error}") from error
 
     def _names(self) -> list[bytes]:
-        """Every key that is sealed, being written, or in a lower tier; some twice. Of a million some 10 ms."""
+        """Returns every key that is sealed, being written, or in a lower tier; some twice. A million take some 10
+        ms."""
         names = self._lower_keys()
         for partition in self._partitions.all():
             names += partition.store.keys()
@@ -160,7 +163,7 @@ def _read(path: Path | None) -> int:
 
 
 def _write(path: Path, seq: int) -> None:
-    """All of it or nothing, also after a power loss. OSError."""
+    """Writes the number so that all of it is there or nothing, also after a power loss. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
     with open(new, "w", encoding="ascii") as file:

@@ -1,7 +1,7 @@
 """What a node must not hold any more: removals that reach it directly, and tombstones of those that could not.
 
 The master numbers removals over all terms. A node reports the last tombstone that it has applied, and is told those
-that came after it before it announces anything. A removal that was asked of it directly is remembered by its number:
+that came after it before it announces anything. A removal that the node was asked directly is remembered by its number:
 its tombstone, if it comes all the same, is passed over, as the block may have been put again since.
 """
 
@@ -15,12 +15,12 @@ MAX_DIRECT = 65_536
 MAX_WATCHED = 1 << 18
 MAX_PREFIXES = 1024
 MAX_REMEMBERED = 1 << 17  # keys and prefixes: about 20 MB
-RECORD_KEYS = 8  # what a removal itself counts for, so that small ones are bounded too
+RECORD_KEYS = 8  # a removal itself counts as so many keys, so that small ones are bounded too
 
 
 @dataclass(frozen=True, slots=True)
 class Tombstone:
-    """Keys, or all that begin with `prefix`, are to be removed; everything, when neither is named."""
+    """An order to remove `keys`, or all keys that begin with `prefix`, or everything when neither is given."""
 
     seq: int
     keys: tuple[bytes, ...] = ()
@@ -29,7 +29,7 @@ class Tombstone:
 
 @dataclass(frozen=True, slots=True)
 class NotHere:
-    """Blocks that nobody may find here any more: these, and all that begin with `prefix` (None: no others)."""
+    """Blocks that nobody may find here any more: `keys`, and all that begin with `prefix` (None: no others)."""
 
     keys: frozenset[bytes]
     prefix: bytes | None = None
@@ -38,13 +38,13 @@ class NotHere:
         return key in self.keys or (self.prefix is not None and key.startswith(self.prefix))
 
     def first(self, chain: Sequence[bytes]) -> int:
-        """Which of these is the first to go; their number when none does."""
+        """Returns the position of the first key in `chain` that is removed; the chain's length when none is."""
         return next((at for at, key in enumerate(chain) if key in self), len(chain))
 
 
 class Watch:
-    """What is removed while something that will be sealed later is under way. Bounded: beyond MAX_WATCHED keys or
-    MAX_PREFIXES everything counts as removed."""
+    """Collects what is removed while something that will be sealed later is under way. It is bounded: beyond
+    MAX_WATCHED keys or MAX_PREFIXES everything counts as removed."""
 
     def __init__(self) -> None:
         self._keys: set[bytes] = set()
@@ -52,7 +52,7 @@ class Watch:
         self._all = False
 
     def note_removal(self, keys: Sequence[bytes], prefix: bytes) -> None:
-        """These are being removed."""
+        """Notes keys that are being removed."""
         self._keys.update(keys)
         if prefix:
             self._prefixes[prefix] = None
@@ -60,19 +60,19 @@ class Watch:
             self.heard_all()
 
     def heard_all(self) -> None:
-        """Everything is."""
+        """Notes that everything is being removed."""
         self._all = True
         self._keys.clear()
         self._prefixes.clear()
 
     def gone(self, key: bytes) -> bool:
-        """Whether it was removed since."""
+        """Whether the key was removed since the watch began."""
         return self._all or key in self._keys or any(key.startswith(prefix) for prefix in self._prefixes)
 
 
 class Remembered:
-    """What the master removed here, by its numbers, so that nothing of it comes back from a node that has yet to hear
-    of it. Up to `floor` it is forgotten what was removed: it may have been anything."""
+    """What the master removed here, by its numbers, so that no removed block comes back from a node that has yet to
+    apply the removal. What was removed up to `floor` is forgotten: any block may have been."""
 
     def __init__(self, floor: int, most: int = MAX_REMEMBERED) -> None:
         self.floor = floor
@@ -80,12 +80,12 @@ class Remembered:
         self._most = most
         self._size = 0
         self._kept: OrderedDict[int, tuple[Sequence[bytes], bytes]] = OrderedDict()
-        self._keys: dict[bytes, int] = {}  # → the last that names it
+        self._keys: dict[bytes, int] = {}  # key → the last removal that names it
         self._prefixes: dict[bytes, int] = {}
         self._lengths: Counter[int] = Counter()  # of prefixes
 
     def note(self, seq: int, keys: Sequence[bytes], prefix: bytes) -> None:
-        """The removal with this number begins here."""
+        """Notes that the removal with this number begins here."""
         self.last = max(self.last, seq)
         if seq <= self.floor or seq in self._kept:
             return
@@ -100,7 +100,7 @@ class Remembered:
             self._forget_oldest()
 
     def everything(self, seq: int) -> None:
-        """The removal with this number is of all that there is."""
+        """Notes that the removal with this number is of all blocks."""
         self.last, self.floor = max(self.last, seq), max(self.floor, seq)
 
     def refuses(self, key: bytes, source_seq: int) -> bool:
@@ -124,7 +124,8 @@ class Remembered:
 
 
 class Removals:
-    """Pure. `applied`: the last tombstone that earlier lives have applied to what outlives them, 0: none."""
+    """Which removals a node has carried out. Pure. `applied` is the last tombstone that earlier incarnations have
+    applied to what outlives them; 0 means none."""
 
     def __init__(self, applied: int = 0) -> None:
         self._applied = applied
@@ -135,16 +136,17 @@ class Removals:
 
     @property
     def applied(self) -> int:
-        """All tombstones up to this one have been."""
+        """The last tombstone up to which all have been applied."""
         return self._applied
 
     @property
     def reached(self) -> int:
-        """All removals up to this one have been carried out: the master asks directly in order, or not at all."""
+        """The last removal up to which all have been carried out: the master asks directly in order, or not at all."""
         return self._reached
 
     def direct(self, seq: int) -> None:
-        """The removal with this number was carried out at the master's wish; 0: it has none."""
+        """Notes that the removal with this number was carried out on the master's direct order; 0 means that it has no
+        number."""
         self._reached = max(self._reached, seq)
         if seq > self._applied:
             self._direct[seq] = None
@@ -152,41 +154,43 @@ class Removals:
                 self._direct.popitem(last=False)
 
     def due(self, tombstones: Iterable[Tombstone]) -> list[Tombstone]:
-        """What is to be applied of these, in order; say `done` of each, and of the last one in any case."""
+        """Returns which of these tombstones are to be applied, in order. `done` is to be called for each, and for the
+        last of `tombstones` in any case."""
         newer = sorted((t for t in tombstones if t.seq > self._applied), key=lambda t: t.seq)
         return [tombstone for tombstone in newer if tombstone.seq not in self._direct]
 
     def done(self, seq: int) -> None:
-        """All tombstones up to this one have been applied."""
+        """Notes that all tombstones up to this one have been applied."""
         self._applied = max(self._applied, seq)
         self._reached = max(self._reached, seq)
         for known in [known for known in self._direct if known <= self._applied]:
             del self._direct[known]
 
     def removing(self, keys: Sequence[bytes], prefix: bytes, seq: int = 0) -> None:
-        """These are being removed now: whoever watches will not seal them. `seq`: by the master's removal with this
-        number; nobody who has yet to hear of it can bring them back."""
+        """Notes that these keys are being removed now, so that those who watch do not seal them. `seq` is the number of
+        the master's removal: nobody who has yet to apply that can bring the blocks back."""
         if seq:
             self._remembered.note(seq, keys, prefix)
         for watch in self._watches:
             watch.note_removal(keys, prefix)
 
     def everything(self, seq: int) -> None:
-        """The removal with this number begins, of all that there is; say `removing` of all that is known, too."""
+        """Notes that the removal with this number, of all blocks, begins. `removing` is to be called with all known
+        keys, too."""
         self._remembered.everything(seq)
         for watch in self._watches:
             watch.heard_all()
 
     def refuses(self, key: bytes, source_seq: int) -> bool:
-        """See `Remembered`; `source_seq` is what the source had `reached` when it held the key."""
+        """See `Remembered.refuses`; `source_seq` is what the source had `reached` when it held the key."""
         return self._remembered.refuses(key, source_seq)
 
     def watch(self) -> Watch:
-        """Until `unwatch`."""
+        """Returns a new watch, which is kept informed until `unwatch`."""
         made = Watch()
         self._watches.add(made)
         return made
 
     def unwatch(self, watch: Watch) -> None:
-        """Nobody asks it any more."""
+        """Ends a watch."""
         self._watches.discard(watch)

@@ -1,4 +1,5 @@
-"""Learns which of the blocks that would be evicted next have copies at other nodes: those go before the others."""
+"""Learns which of the blocks that would be evicted next have copies at other nodes: those are evicted before the
+others."""
 
 from __future__ import annotations
 
@@ -19,25 +20,25 @@ log = logging.getLogger(__name__)
 SERVICE = pb.DESCRIPTOR.services_by_name["StoreMaster"]
 # ── which blocks are asked about: pure ──────────────────────────────────────────────────────────────
 
-# The blocks that would be evicted next, a bounded number at once, each at most once in AGAIN_S: as many a second as are
-# evicted, in the long run. What comes back is told to the node store (`replicated`) and may be old by the time it
-# counts: it decides which block goes first, and promises nothing.
+# The master is asked about the blocks that would be evicted next: a bounded number at once, each at most once in
+# AGAIN_S, so in the long run as many a second as are evicted. The node store is told the answer (`replicated`), which
+# may be out of date by the time it counts: it decides which block goes first, and promises nothing.
 
-WINDOW = 1024  # blocks that would go next: looked through in less than a millisecond
-MOST = 512  # keys of one question
+WINDOW = 1024  # how many of the coldest blocks are looked through, in less than a millisecond
+MOST = 512  # keys in one request
 AGAIN_S = 30.0
 REMEMBERED = 65_536
 
 
 class KnownCopies:
-    """Of one process, whose store is called `own` in the master's map."""
+    """Which blocks the master was asked about. `own` is the name of this process's store in the master's map."""
 
     def __init__(self, own: str) -> None:
         self._own = own
         self._asked: OrderedDict[bytes, float] = OrderedDict()  # the oldest first
 
     def choose(self, coldest: Iterable[bytes], now: float) -> list[bytes]:
-        """Those of `coldest` to ask about now, at most MOST; they count as asked."""
+        """Returns those of `coldest` to ask about now, at most MOST; they count as asked."""
         while self._asked and (len(self._asked) > REMEMBERED or next(iter(self._asked.values())) + AGAIN_S <= now):
             self._asked.popitem(last=False)
         chosen: list[bytes] = []
@@ -50,12 +51,13 @@ class KnownCopies:
         return chosen
 
     def unanswered(self, keys: Iterable[bytes]) -> None:
-        """Nobody has said anything about these: they may be asked about again."""
+        """Notes that the master has not answered: these may be asked about again."""
         for key in keys:
             self._asked.pop(key, None)
 
     def sort(self, keys: Sequence[bytes], holders: Sequence[Collection[str]]) -> tuple[list[bytes], list[bytes]]:
-        """`holders`: the stores that have each, as the master says. (Those that others have, those nobody else has)."""
+        """Returns the keys that other stores have, and those that nobody else has. `holders` are the stores that have
+        each key, as the master says."""
         shared: list[bytes] = []
         sole: list[bytes] = []
         for key, names in zip(keys, holders, strict=True):
@@ -69,11 +71,12 @@ class KnownCopies:
 INTERVAL_S = 0.5
 FAILED_S = 2.0
 CALL_S = 2.0
-FROM_PERCENT = 70  # of the memory in use: below that nothing is about to go
+FROM_PERCENT = 70  # with less of the memory in use nothing is about to be evicted
 
 
 class ReplicaTracker:
-    """One question at a time. `below(layout, key)`: whether a lower tier of this node has it."""
+    """Asks the master about one set of keys at a time. `below(layout, key)` says whether a lower tier of this node has
+    the block."""
 
     def __init__(
         self,
@@ -87,13 +90,13 @@ class ReplicaTracker:
         self._partitions = partitions
         self._below = below
         self._known = KnownCopies(own)
-        # A list of its own: whoever beats decides where this node belongs, not whoever asks.
+        # It has a list of masters of its own: heartbeats decide which master this node belongs to, not these requests.
         self._caller = LeaderClient(SERVICE, LeaderTracker(str(masters), masters.terms))
         self._joined = joined
         self._clock = clock
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Asks until cancelled."""
         try:
             while True:
                 await asyncio.sleep(INTERVAL_S)
@@ -103,7 +106,7 @@ class ReplicaTracker:
             await self._caller.close()
 
     async def turn(self) -> bool:
-        """Ask about what would go next, and tell the stores. False: no master answers."""
+        """Asks about the coldest blocks, and tells the stores. Returns False if no master answers."""
         partitions, used = self._partitions.all(), self._partitions.capacity_bytes - self._partitions.free_bytes
         if used * 100 < FROM_PERCENT * self._partitions.capacity_bytes or not partitions:
             return True
@@ -127,7 +130,7 @@ class ReplicaTracker:
         return True
 
     def _tell(self, partition: Partition, shared: list[bytes], sole: list[bytes]) -> None:
-        """Each partition heeds what it holds."""
+        """Tells a partition about all keys; it heeds those that it holds."""
         partition.store.replicated(shared)
         self._partitions.evict_first(partition, shared)
         alone = [key for key in sole if partition.store.holds(key) and not self._below(partition.shown_layout, key)]

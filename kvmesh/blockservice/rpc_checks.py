@@ -1,4 +1,4 @@
-"""What NodeStore's RPCs need of their node, and the checks that all of them make before anything is touched."""
+"""The part of a node that NodeStore's RPCs need, and the checks that all of them make before anything is changed."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ SEQ_TERM_SHIFT = 32  # a removal's number begins with the term under which it wa
 
 
 class DescribedBlocks(Protocol):
-    """What the servicers need of `Doors`."""
+    """The part of `FastPathServers` that the servicer needs."""
 
     def describe(self) -> pb.DoorsResponse:
-        """What callers hear of the fast paths to this life."""
+        """Returns what callers are told of the fast paths to this incarnation."""
 
 
 class ServedNode(Protocol):
-    """What the servicers need of `Blocks`."""
+    """The part of `BlockService` that the servicer needs."""
 
     partitions: Partitions
     max_lease_ms: int
@@ -56,32 +56,33 @@ class ServedNode(Protocol):
 
     @property
     def segments(self) -> Sequence[tuple[str, bytes]]:
-        """(name, descriptor) of each rank."""
+        """The name and descriptor of each rank's segment."""
 
     @property
     def draining(self) -> bool:
-        """Whether nothing new is to come here."""
+        """Whether this node takes no new blocks."""
 
     def leases_changed(self) -> None: ...
 
     def stage(self, keys: Sequence[bytes], layout: str, timeout_s: float) -> Awaitable[dict[bytes, Tier]]:
-        """Bring what lies below DRAM into it; where each block that can be leased now was found."""
+        """Brings blocks that lie below DRAM into it; returns where each block that can be leased now was found."""
 
     def used(self, layout: str, keys: Sequence[bytes]) -> None:
-        """Somebody has read these in memory."""
+        """Notes that these blocks were read in memory."""
 
     def below(self, layout: str, key: bytes) -> tuple[Tier, str, int] | None:
-        """(tier, layout, bytes) of a block that lies below DRAM."""
+        """Returns tier, layout and bytes of a block that lies below DRAM."""
 
     @property
     def counters(self) -> pb.GetNodeStoreResponse: ...
 
     def listed(self) -> list[tuple[Tier, Sequence[bytes], int]]:
-        """(tier, keys, seq of its last announcement), the fastest first."""
+        """Returns (tier, keys, number of its last announcement), the fastest tier first."""
 
 
 def keys_in(packed: bytes, *, once: bool = True) -> list[bytes]:
-    """Packed keys, each `once` at most. InvalidRequest."""
+    """Splits packed keys. Raises InvalidRequest when they are none or too many, or, with `once`, when one comes
+    twice."""
     if not packed or len(packed) % KEY_BYTES:
         raise InvalidRequest(f"keys: {len(packed)} bytes, not one or more times {KEY_BYTES}", field="keys")
     if len(packed) > MAX_KEYS * KEY_BYTES:
@@ -93,14 +94,14 @@ def keys_in(packed: bytes, *, once: bool = True) -> list[bytes]:
 
 
 def lease_ms_in(asked: int, most: int) -> int:
-    """At most so long. InvalidRequest."""
+    """Returns the lease time that was asked for, at most `most`. Raises InvalidRequest if it is 0."""
     if not asked:
         raise InvalidRequest.of("lease_ms", asked, "must be at least 1")
     return min(asked, most)
 
 
 def layout_in(layout: str, *, any_: bool = False) -> str:
-    """`any_`: "" is a layout too. InvalidRequest."""
+    """Checks a layout's name; with `any_` it may be empty. Raises InvalidRequest."""
     if len(layout) > MAX_LAYOUT or not (layout or any_):
         raise InvalidRequest.of("layout", layout, f"must have {int(not any_)}..{MAX_LAYOUT} characters")
     if layout.startswith(CLASS_MARK):
@@ -109,29 +110,30 @@ def layout_in(layout: str, *, any_: bool = False) -> str:
 
 
 def within(field: str, value: int, least: int, most: int) -> int:
-    """InvalidRequest unless it is."""
+    """Returns `value`. Raises InvalidRequest unless it is between `least` and `most`."""
     if not least <= value <= most:
         raise InvalidRequest.of(field, value, f"must be in {least}..{most}")
     return value
 
 
 def as_many(field: str, found: Sequence[object], keys: Iterable[bytes]) -> None:
-    """InvalidRequest unless there is one for each key."""
+    """Raises InvalidRequest unless there is one for each key."""
     count = sum(1 for _ in keys)
     if len(found) != count:
         raise InvalidRequest(f"{field}: {len(found)} of them for {count} keys", field=field)
 
 
 def patience_s(context: Any, most: float) -> float:
-    """At most so long, and half of what the caller still waits: what can be said by then should reach it."""
+    """Returns how long to wait in s: `most`, or half of the time that the caller still waits, so that the answer
+    reaches it."""
     left = None if context is None else context.time_remaining()
     return most if left is None else min(most, left / 2)
 
 
 def order_in(node: ServedNode, term: int, seq: int = 0) -> None:
-    """An order under `term` (0: no master's), a removal's with its number. Neither is learnt from it: terms come from
-    masters that this node has asked itself. Raises StaleTerm: of a master that leads no more; InvalidRequest: no master
-    can have sent it."""
+    """Checks a master's order under `term` (0: not from a master); `seq` is the number of a removal. Neither is learnt
+    from the order: terms come from masters that this node has asked itself. Raises StaleTerm when that master leads no
+    more, and InvalidRequest when no master can have sent the number."""
     if term:
         node.terms.check(term)
     if seq:
@@ -140,13 +142,13 @@ def order_in(node: ServedNode, term: int, seq: int = 0) -> None:
 
 
 def takes_more(node: ServedNode) -> None:
-    """Overloaded while the node drains."""
+    """Raises Overloaded while the node drains."""
     if node.draining:
         raise Overloaded(f"{node.ref.instance_id} drains: it takes no more blocks", retry_after_ms=5_000)
 
 
 def ranges_in(holders: Sequence[pb_common.InstanceRef], keys: int, own: str) -> list[PullRange]:
-    """Of other nodes. InvalidRequest."""
+    """Returns the pull ranges of the holders, this node itself left out. Raises InvalidRequest."""
     if not 0 < len(holders) <= MAX_HOLDERS:
         raise InvalidRequest(f"holders: {len(holders)} of them, not 1..{MAX_HOLDERS}", field="holders")
     for holder in holders:

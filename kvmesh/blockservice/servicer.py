@@ -1,4 +1,4 @@
-"""The holder's side: NodeStore over gRPC. Every input is checked before anything is touched."""
+"""The holder's side serves NodeStore over gRPC. Every input is checked before anything is changed."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from kvmesh.telemetry import names
 from kvmesh.transfer import TrafficClass
 
 MAX_LEASES = 16_384
-MAX_RELEASED = 1024  # beside the first of a call
-STAGE_S = 1.0  # that a lease or a hard pin may wait for blocks to come from below DRAM
+MAX_RELEASED = 1024  # leases in one call, beside the first
+STAGE_S = 1.0  # how long a lease or a hard pin may wait for blocks to come from below DRAM
 SUM_S = 10.0
 LIST_KEYS = MAX_KEYS
 MAX_U32 = (1 << 32) - 1
 TURN = 2048  # keys looked at in one turn of the loop
 PINNED, LEASED = 1, 2  # why a removal spared a block
-MAX_PULLS = 16  # at others' wish, at once
+MAX_PULLS = 16  # pulls that others ordered, at once
 MAX_PUTS = 64
 MAX_TIMEOUT_MS = 60_000
 MAX_DESCRIPTOR = 1 << 20
@@ -59,7 +59,7 @@ T = TypeVar("T")
 
 
 class NodeStoreServicer(pb_grpc.NodeStoreServicer):
-    """One node's. Errors are named ones; a refused call has changed nothing."""
+    """Serves the calls of one node. Errors are named ones; a refused call has changed nothing."""
 
     _lease_clock_ns: Callable[[], int] = staticmethod(lease_clock_ns)
     _clock_ns: Callable[[], int] = time.monotonic_ns
@@ -72,8 +72,8 @@ class NodeStoreServicer(pb_grpc.NodeStoreServicer):
     # ── leases to readers ───────────────────────────────────────────────────────────────────────────
 
     async def Lease(self, request: pb.LeaseRequest, context: Any) -> pb.LeaseResponse:  # noqa: N802
-        """Raises InvalidRequest, UnknownInstance (another life of the holder), Overloaded; Unavailable: no checksums in
-        time."""
+        """Leases blocks to a reader. Raises InvalidRequest, UnknownInstance (another incarnation of the holder),
+        Overloaded, and Unavailable when checksums are not ready in time."""
         node = self._node
         keys = keys_in(request.keys)
         lease_ms = lease_ms_in(request.lease_ms, node.max_lease_ms)
@@ -82,7 +82,7 @@ class NodeStoreServicer(pb_grpc.NodeStoreServicer):
                 f"holder_incarnation={request.holder_incarnation}: this is another life of {node.ref.instance_id}",
                 field="holder_incarnation",
             )
-        # Keys say which blocks: whoever knows one of them means ours, however it is cut.
+        # A key names a block's content, however the block is cut into shards, so the layout asked for does not matter.
         cut = next((own for own in node.partitions.all() if own.shards), None) if request.any_cut else None
         layout = cut.layout if cut is not None else request.layout
         tiers = await node.stage(keys, layout, patience_s(context, STAGE_S))
@@ -123,14 +123,14 @@ class NodeStoreServicer(pb_grpc.NodeStoreServicer):
     async def _sum(
         self, answer: pb.LeaseResponse, lease: Leased, places: Sequence[tuple[Partition, int]], sizes: Sequence[int]
     ) -> None:
-        """What the ranks read is under this lease: it is kept alive by nobody else yet."""
+        """Adds the checksums of the leased blocks. The ranks read under this lease, which nobody else renews yet."""
         node = self._node
         try:
             spans = [list(zip(rank.offset, sizes, strict=True)) for rank in answer.ranks]
             sums = await asyncio.gather(
                 *(node.sums.sums(rank, spans[rank], SUM_S) for rank in range(len(answer.ranks)))
             )
-            # Counted anew: the reader's time begins with an answer that took as long as this.
+            # The lease is counted anew, as the reader counts it from an answer that took as long as the checksums.
             if node.leasing.renew(lease.lease_id, answer.lease_ms * MS, self._lease_clock_ns()) is None:
                 raise Overloaded("the lease ran out before its checksums were there", retry_after_ms=100)
         except KvmeshError:
@@ -141,7 +141,7 @@ class NodeStoreServicer(pb_grpc.NodeStoreServicer):
             rank.checksum.extend(found)
 
     async def RenewLease(self, request: pb.RenewBlocksRequest, context: Any) -> pb.RenewBlocksResponse:  # noqa: N802
-        """Raises InvalidRequest, UnknownInstance (that lease is over)."""
+        """Renews a lease. Raises InvalidRequest, or UnknownInstance when the lease is over."""
         node = self._node
         lease_ms = lease_ms_in(request.lease_ms, node.max_lease_ms)
         now = self._lease_clock_ns()
@@ -152,8 +152,8 @@ class NodeStoreServicer(pb_grpc.NodeStoreServicer):
         return pb.RenewBlocksResponse(lease_ms=(until_ns - now) // MS)
 
     async def ReleaseLease(self, request: pb.ReleaseBlocksRequest, context: Any) -> pb.ReleaseBlocksResponse:  # noqa: N802
-        """Says of each whether it was open until now; also right for one that is over. Raises InvalidRequest: too many
-        in one call."""
+        """Ends leases, and says of each whether it was open until now; it also succeeds for one that is over. Raises
+        InvalidRequest when there are too many in one call."""
         if len(request.also) > MAX_RELEASED:
             raise InvalidRequest(f"also: {len(request.also)} leases, at most {MAX_RELEASED} in one call", field="also")
         released = [self._node.leasing.release(lease_id) for lease_id in (request.lease_id, *request.also)]
@@ -164,7 +164,7 @@ class NodeStoreServicer(pb_grpc.NodeStoreServicer):
     # ── which blocks are here, removals, pins ───────────────────────────────────────────────────────
 
     async def Exists(self, request: pb.ExistsRequest, context: Any) -> pb.ExistsResponse:  # noqa: N802
-        """Raises InvalidRequest."""
+        """Says of each block in which tier it is, its size and layout. Raises InvalidRequest."""
         node = self._node
         keys = keys_in(request.keys)
         layout = layout_in(request.layout, any_=True)
@@ -188,8 +188,8 @@ class NodeStoreServicer(pb_grpc.NodeStoreServicer):
         return answer
 
     async def Touch(self, request: pb.TouchBlocksRequest, context: Any) -> pb.TouchBlocksResponse:  # noqa: N802
-        """Once for each read; the first is the most recent. Those that are not here are passed over. Raises
-        InvalidRequest, UnknownInstance (another life)."""
+        """Notes reads of blocks, the most recent first; a key may come several times. Blocks that are not here are
+        passed over. Raises InvalidRequest, or UnknownInstance (another incarnation)."""
         keys = keys_in(request.keys, once=False)
         layout = layout_in(request.layout, any_=True)
         own = self._node.ref
@@ -205,7 +205,8 @@ class NodeStoreServicer(pb_grpc.NodeStoreServicer):
         return pb.TouchBlocksResponse()
 
     async def Remove(self, request: pb.RemoveBlocksRequest, context: Any) -> pb.RemoveBlocksResponse:  # noqa: N802
-        """Raises InvalidRequest, StaleTerm; Unavailable: a lower tier could not write it down, ask again."""
+        """Removes blocks. Raises InvalidRequest, StaleTerm, or Unavailable when a lower tier could not write the
+        removal: it is to be repeated then."""
         for field in ("spare_pinned", "spare_leased"):
             if getattr(request, field) and not request.keys:
                 raise InvalidRequest(f"{field}: only with keys", field=field)
@@ -231,7 +232,7 @@ class NodeStoreServicer(pb_grpc.NodeStoreServicer):
         return pb.RemoveBlocksResponse(removed=removed, spared=bytes(spared))
 
     def _sparing(self, keys: list[bytes], pinned: bool, leased: bool) -> bytearray:
-        """Of each key: PINNED or LEASED, when such are to stay, else 0."""
+        """Returns, for each key, PINNED or LEASED where it is to stay for that reason, else 0."""
         stay = bytearray(len(keys))
         for partition in self._node.partitions.all():
             held = partition.store.leased(keys) if leased else [False] * len(keys)
@@ -244,8 +245,9 @@ class NodeStoreServicer(pb_grpc.NodeStoreServicer):
         return stay
 
     async def Pin(self, request: pb.PinBlocksRequest, context: Any) -> pb.PinBlocksResponse:  # noqa: N802
-        """Blocks in DRAM; for a hard pin those below it are brought there first. Raises InvalidRequest, StaleTerm,
-        Overloaded (too much would be pinned hard: none of these is then, but perhaps those of another size)."""
+        """Pins blocks in DRAM; for a hard pin those in lower tiers are brought there first. Raises InvalidRequest,
+        StaleTerm, or Overloaded when too much would be pinned hard: then none of these blocks is, except perhaps those
+        of another size."""
         node = self._node
         keys = keys_in(request.keys)
         layout = layout_in(request.layout, any_=True)
@@ -269,24 +271,25 @@ class NodeStoreServicer(pb_grpc.NodeStoreServicer):
     async def ListBlocks(  # noqa: N802
         self, request: pb.ListBlocksRequest, context: Any
     ) -> AsyncIterator[pb.ListBlocksResponse]:
-        """All keys of all tiers as they are now, in messages of at most LIST_KEYS."""
+        """Yields all keys of all tiers as they are now, in messages of at most LIST_KEYS."""
         for tier, keys, seq in self._node.listed():
             for start in range(0, len(keys) or 1, LIST_KEYS):
                 packed = b"".join(keys[start : start + LIST_KEYS])
                 yield pb.ListBlocksResponse(keys=packed, seq=seq, tier=tier.value)  # type: ignore[arg-type]
 
     async def GetStore(self, request: pb.GetNodeStoreRequest, context: Any) -> pb.GetNodeStoreResponse:  # noqa: N802
-        """Counts of now and since the start."""
+        """Returns counts of now and since the start."""
         return self._node.counters
 
     async def Doors(self, request: pb.DoorsRequest, context: Any) -> pb.DoorsResponse:  # noqa: N802
-        """Shorter ways to this life, as many as there are."""
+        """Returns the fast paths to this incarnation."""
         return self._node.fast_paths.describe()
 
-    # ── blocks that come here; what was begun goes on, and counts, though its caller has hung up ────
+    # ── blocks that come here; what was begun goes on, and counts, even when its caller is gone ──────
 
     async def Pull(self, request: pb.PullBlocksRequest, context: Any) -> pb.PullBlocksResponse:  # noqa: N802
-        """Raises InvalidRequest, Overloaded, StaleTerm. Blocks that could not be had are simply not held afterwards."""
+        """Pulls blocks from other nodes. Blocks that could not be had are simply not held afterwards. Raises
+        InvalidRequest, Overloaded or StaleTerm."""
         node = self._node
         keys = keys_in(request.keys)
         layout = layout_in(request.layout, any_=True)
@@ -309,7 +312,8 @@ class NodeStoreServicer(pb_grpc.NodeStoreServicer):
         self._pulls -= 1
 
     async def Put(self, request: pb.PutBlocksRequest, context: Any) -> pb.PutBlocksResponse:  # noqa: N802
-        """Raises InvalidRequest, UnknownInstance (segment_descriptor), Overloaded."""
+        """Reads blocks from the caller's memory and seals them. Raises InvalidRequest, UnknownInstance (the segment's
+        descriptor is needed) or Overloaded."""
         now = self._clock_ns()
         job = self._put_in(request, now)
         takes_more(self._node)
@@ -325,7 +329,7 @@ class NodeStoreServicer(pb_grpc.NodeStoreServicer):
 
     def _put_ended(self) -> None:
         self._puts -= 1
-        self._node.leases_changed()  # soft pins end, though nobody waits for this put any more
+        self._node.leases_changed()  # soft pins have ends, which the timer must know even when the caller is gone
 
     def _put_in(self, request: pb.PutBlocksRequest, now: int) -> PutJob:
         keys = keys_in(request.keys)
@@ -363,7 +367,7 @@ class NodeStoreServicer(pb_grpc.NodeStoreServicer):
 
 
 def pin_in(field: str, kind: int, ttl_field: str, ttl_ms: int) -> tuple[int, int]:
-    """(PinKind, ns). InvalidRequest."""
+    """Returns PinKind and duration in ns. Raises InvalidRequest."""
     if kind not in pb.PinKind.values():
         raise InvalidRequest.of(field, kind, "no such kind of pin")
     if kind == pb.PIN_KIND_SOFT:
@@ -372,7 +376,7 @@ def pin_in(field: str, kind: int, ttl_field: str, ttl_ms: int) -> tuple[int, int
 
 
 def counted(partitions: Partitions) -> pb.GetNodeStoreResponse:
-    """What can be read off the stores themselves."""
+    """Returns the counts that the stores themselves have."""
     answer = pb.GetNodeStoreResponse(capacity_bytes=partitions.capacity_bytes, fragmentation=partitions.fragmentation)
     pools = answer.pools
     for partition in partitions.all():
@@ -393,13 +397,13 @@ def counted(partitions: Partitions) -> pb.GetNodeStoreResponse:
 
 
 async def _outliving(work: Coroutine[Any, Any, T], ended: Callable[[], None]) -> T:
-    """What it returns; it goes on when its caller is cancelled. `ended` is called when it is over."""
+    """Returns the result of `work`, which goes on when its caller is cancelled. `ended` is called when it is over."""
     task = asyncio.ensure_future(work)
 
     def done(task: asyncio.Future[T]) -> None:
         ended()
         if not task.cancelled():
-            task.exception()  # heard by the caller, if there still is one
+            task.exception()  # marks it as retrieved: the caller gets it, if there still is one
 
     task.add_done_callback(done)
     return await asyncio.shield(task)
@@ -411,7 +415,8 @@ log = logging.getLogger(__name__)
 
 
 class FastPathServers:
-    """One life's. None is open before `open`; `close` it before what the servicer stands on ends."""
+    """Serves the fast paths to one incarnation. None is open before `open`; `close` it before what the servicer uses
+    ends."""
 
     def __init__(self, servicer: NodeStoreServicer, life: int) -> None:
         self._server = FastServer(SERVICE, servicer, life)
@@ -420,9 +425,11 @@ class FastPathServers:
         self._told = pb.DoorsResponse(incarnation=life, machine=machine, network=network)
 
     async def open(self, host: str, port: int) -> None:
-        """`port` 0: any free one, -1: none. ConfigError: door_port is in use.
+        """Opens the fast paths. `port` 0 means any free one, -1 none over TCP. Raises ConfigError when door_port is in
+        use.
 
-        Where TLS is configured there is none over TCP: nothing that gRPC would hide goes by it in the clear."""
+        With TLS there is none over TCP: nothing that gRPC encrypts may go in the clear.
+        """
         if port >= 0 and security.current().server_credentials() is None:
             try:
                 self._told.calls_port = await self._server.listen_tcp(host, port, "door_port")
@@ -436,11 +443,11 @@ class FastPathServers:
             log.warning("no door over a Unix socket: %s", error)
 
     def describe(self) -> pb.DoorsResponse:
-        """What callers hear of them."""
+        """Returns what callers are told of the fast paths."""
         self._told.index_path = self.index_path
         return self._told
 
     async def close(self) -> None:
-        """Bounded. Idempotent."""
+        """Closes the fast paths, within a bounded time; it may be called more than once."""
         self._told.calls_path, self._told.calls_port = "", 0
         await self._server.close()

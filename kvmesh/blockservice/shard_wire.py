@@ -1,4 +1,4 @@
-"""Shard layouts on the wire, and what follows for a handoff from those of both ends."""
+"""Shard layouts as protos, and the pairs of ranks that a handoff between two layouts needs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ FIELDS = tuple(field.name for field in fields(ShardLayout))
 
 
 def to_wire(layouts: Iterable[ShardLayout]) -> list[pb.ShardLayout]:
-    """One message for each rank."""
+    """Returns one message for each rank."""
     return [pb.ShardLayout(**{name: getattr(layout, name) for name in FIELDS}) for layout in layouts]
 
 
 def from_wire(messages: Sequence[pb.ShardLayout], field: str) -> tuple[ShardLayout, ...]:
-    """Raises InvalidRequest naming `field`."""
+    """Returns the layouts of messages. Raises InvalidRequest naming `field`."""
     if len(messages) > MAX_RANKS:
         raise InvalidRequest.of(field, f"{len(messages)} ranks", f"at most {MAX_RANKS}")
     try:
@@ -32,9 +32,9 @@ def from_wire(messages: Sequence[pb.ShardLayout], field: str) -> tuple[ShardLayo
 def writers_of(
     names: Sequence[str], writers: Sequence[ShardLayout], readers: Sequence[ShardLayout]
 ) -> tuple[tuple[int, str], ...]:
-    """(reader rank, name of a writer that sends to it), every pair of a handoff: `names` are the transfer engines of
-    the writers, who cut the model as `writers` say (none: as the readers do). Raises InvalidRequest when they do not go
-    together."""
+    """Returns every pair (reader rank, name of a writer that sends to it) of a handoff. `names` are the transfer
+    engines of the writers, who cut the model as `writers` say (empty: as the readers do). Raises InvalidRequest when
+    the two do not fit."""
     writers = writers or readers
     if len(names) != len(writers):
         raise InvalidRequest.of("layouts", f"{len(writers)} layouts", f"one for each of {len(names)} writers")

@@ -1,4 +1,4 @@
-"""What a prefill or decode instance can be told."""
+"""This module has the settings of a prefill or decode instance."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvmesh.kvcache.keys import MAX_WEIGHTS_EPOCH
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceConfig(TierConfig):
-    """Fields common to prefill and decode; each service's config adds its own."""
+    """Has the settings common to prefill and decode; each service's config adds its own."""
 
     instance_id: str = field(default="", metadata={"help": "Name in the mesh; empty: made from role, node_id and pid."})
     model: str = field(default="", metadata={"help": "Checkpoint folder; needed."})

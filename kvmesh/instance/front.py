@@ -1,4 +1,5 @@
-"""What prefill and decode instances stand on: ranks, gRPC server, registration, liveness, one orderly end."""
+"""This module has what prefill and decode instances share: ranks, gRPC server, registration, liveness, one orderly
+end."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ from kvmesh.rpc.server import Server
 
 log = logging.getLogger(__name__)
 
-LOAD_TIMEOUT_S = 1800.0  # a large checkpoint from a slow disk
+LOAD_TIMEOUT_S = 1800.0  # long enough for a large checkpoint from a slow disk
 PING_INTERVAL_S = 0.5
 GOODBYE_S = 1.5
 ROLE_NAMES = {pb.ROLE_PREFILL: "prefill", pb.ROLE_DECODE: "decode", pb.ROLE_BOTH: "both"}
@@ -43,11 +44,14 @@ BLOCK_TOKENS = (16, 32, 64, 128, 256, 512)
 
 
 class Front:
-    """One instance's front process, without its role's brain.
+    """Runs one instance's front process, without its role's brain.
 
-    `on_message(rank, message)` runs on the event loop for everything a rank says after Ready. `on_rank_lost(cause)` is
+    `on_message(rank, message)` runs on the event loop for every message of a rank after Ready. `on_rank_lost(cause)` is
     called when a rank process ends: an instance without a rank cannot serve, so the service should stop.
-    `segments` are peers' at our ranks; `blocks` the I/O of the node store, once a service has attached one."""
+
+    `segments` are peers' segments that the ranks have open; `blocks` is the I/O of the node store, once a service has
+    attached one.
+    """
 
     def __init__(
         self,
@@ -72,7 +76,8 @@ class Front:
         self._lost = ""
         self._meeting: TemporaryDirectory[str] | None = None  # where ranks find each other
         self._registrar: Registrar | None = None
-        # Takes another role; set by who composes an instance that can. Raises KvmeshError: not now.
+        # Takes another role, where the instance can; the service that composes it sets this. Raises KvmeshError when it
+        # cannot switch now.
         self.switch: Callable[[pb.Role.ValueType], None] | None = None
         self._stop = asyncio.Event()
         self._retired = False
@@ -81,8 +86,10 @@ class Front:
     # ── ranks ────────────────────────────────────────────────────────────────────────────────────
 
     async def start_ranks(self, stop: asyncio.Event) -> None:
-        """Spawn and configure all ranks; returns when each has loaded its weights.
-        Raises CheckpointError or ConfigError as a rank answered it; InternalError when stopped meanwhile."""
+        """Starts and configures all ranks; returns when each has loaded its weights.
+
+        Raises CheckpointError or ConfigError as a rank answered it; InternalError when stopped meanwhile.
+        """
         if len(self.ranks) > 1:
             self._meeting = TemporaryDirectory(prefix="kvmesh-ranks-")
         spawn_ranks(self.ranks, self.config.threads)
@@ -143,7 +150,7 @@ class Front:
             await asyncio.sleep(PING_INTERVAL_S)
 
     def new_store(self) -> NodeStore:
-        """A node store over the ranks' host extents, as configured."""
+        """Returns a node store over the ranks' host extents, as configured."""
         readies, c = [rank.ready for rank in self.ranks], self.config
         return NodeStore(
             min(ready.num_extents for ready in readies),
@@ -156,8 +163,9 @@ class Front:
         )
 
     def attach(self, store: NodeStore, on_pulled: Callable[[Pulled], None]) -> BlockService:
-        """Serve this node store, whose extents are the ranks' host extents. Once, after `start_ranks`, before `serve`.
-        `on_pulled` hears the end of every pull job, on the event loop and never from inside `BlockService.pull`."""
+        """Serves this node store, whose extents are the ranks' host extents. It is called once, after `start_ranks` and
+        before `serve`. `on_pulled` is called at the end of every pull job, on the event loop and never from inside
+        `BlockService.pull`."""
         assert self.blocks is None, "one node store an instance"
         readies, c = [rank.ready for rank in self.ranks], self.config
         bases = tuple(ready.extent_base_offset for ready in readies)
@@ -189,10 +197,10 @@ class Front:
 
     def _rank_lost(self, _: int, cause: str) -> None:
         if self._lost:
-            return  # the others follow the first
+            return  # the others end because the first did
         self._lost = cause
         if self._warm is not None:
-            self._warm.close()  # the memory is still there, for the next life
+            self._warm.close()  # the memory is still there, for the next incarnation
         if self.blocks is not None:
             self.blocks.ranks_lost(cause)
         self.urge()
@@ -216,7 +224,7 @@ class Front:
 
     @property
     def shards(self) -> tuple[ShardLayout, ...]:
-        """How the ranks cut each block."""
+        """The layout of each rank's part of a block."""
         shards = [rank.ready.shard for rank in self.ranks]
         return tuple(shard for shard in shards if shard is not None)
 
@@ -260,8 +268,8 @@ class Front:
         switchable: bool = False,
         prefill_size_weight: float = 0.0,
     ) -> None:
-        """Bind, add the role's servicers, say SERVING, then register and beat. ConfigError: the port is taken, or the
-        folder of the SSD tier cannot be used."""
+        """Binds the port, adds the role's servicers, reports SERVING, then registers and sends heartbeats. Raises
+        ConfigError when the port is taken, or the folder of the SSD tier cannot be used."""
         blocks = self.blocks
         if blocks is not None:
             await blocks.open_tiers()
@@ -301,7 +309,7 @@ class Front:
         self._tasks.append(asyncio.create_task(self._registrar.run(self._stop), name="registrar"))
 
     def become(self, role: pb.Role.ValueType) -> None:
-        """This is our role from now on; the conductor hears of it at once."""
+        """Takes this role from now on; the conductor is told at once."""
         self.role = role
         if self._registrar is not None:
             self._registrar.become(role)
@@ -314,12 +322,13 @@ class Front:
         return beat
 
     def urge(self) -> None:
-        """Send a heartbeat soon: the load has changed a lot."""
+        """Sends a heartbeat soon, because the load has changed a lot."""
         if self._registrar is not None:
             self._registrar.urge()
 
     async def depart(self) -> None:
-        """No new work from here on; what only this node holds moves away within `evacuate_ms`; then `leave`."""
+        """Takes no new work from now on, moves away what only this node holds within `evacuate_ms`, then calls
+        `leave`."""
         self._retired = True
         if self.server is not None:
             self.server.set_ready(False, "shutting down")
@@ -329,7 +338,7 @@ class Front:
         await self.leave()
 
     async def leave(self) -> None:
-        """Say goodbye to conductor and master: no new work comes from here on. Bounded."""
+        """Deregisters from conductor and master, within a bounded time: no new work comes from here on."""
         self._retired = True
         self._stop.set()
         if self.server is not None:
@@ -339,7 +348,7 @@ class Front:
             await asyncio.wait(registrar, timeout=GOODBYE_S)
 
     async def close(self) -> None:
-        """End everything this front owns; safe to call at any moment, once or more."""
+        """Ends everything this front owns. It may be called at any moment and more than once."""
         await self.leave()
         tasks, self._tasks = self._tasks, []
         for task in tasks:
@@ -358,7 +367,7 @@ class Front:
 
 
 def spawn_ranks(ranks: Sequence[RankClient], threads: int) -> None:
-    """Start the processes, with a socket from rank 0 to each of the others."""
+    """Starts the processes, with a socket from rank 0 to each of the others."""
     pairs = [socket.socketpair() for _ in ranks[1:]]
     try:
         ranks[0].spawn(threads, peers=[ours for ours, _ in pairs])

@@ -1,4 +1,4 @@
-"""SamplingParams from the wire as what a rank is told, and the history that goes with them. Pure."""
+"""Converts SamplingParams of a request into the form that ranks get, with the tokens that penalties need. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from kvmesh.rpc.protocol import (
 
 
 def sampling_of(wanted: common_pb2.SamplingParams, prompt_tokens: int, vocab_size: int) -> Sampling:
-    """What the ranks of a model with that vocabulary are told for such a prompt. InvalidRequest: field and value."""
+    """Returns the sampling of such a prompt for the ranks of a model with that vocabulary. Raises InvalidRequest naming
+    field and value."""
     if not (math.isfinite(wanted.temperature) and wanted.temperature >= 0):
         raise InvalidRequest.of("temperature", wanted.temperature, "a finite number, not negative")
     if not 0 < wanted.top_p <= 1:
@@ -69,13 +70,13 @@ def _biases(wanted: Sequence[common_pb2.LogitBias], vocab_size: int) -> tuple[tu
 
 
 def needs_history(sampling: Sampling) -> bool:
-    """Whether a penalty looks at what was said."""
+    """Whether a penalty needs the tokens so far."""
     return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1)
 
 
 def history_of(sampling: Sampling, prompt: Sequence[int], answer: Sequence[int] = ()) -> TokenHistory | None:
-    """What a rank is told of a prompt and of the answer after it; None: no penalty asks for it. Only repetition_penalty
-    needs what is not answer."""
+    """Returns the tokens of a prompt and of the answer after it for a rank; None if no penalty needs them. Only
+    repetition_penalty needs tokens that are not of the answer."""
     if not needs_history(sampling):
         return None
     said = len(prompt) - sampling.answered

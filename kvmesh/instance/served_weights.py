@@ -1,5 +1,5 @@
-"""Which weights an instance computes with, and the check that a request was made for them: its block keys would name
-KV of others."""
+"""Which weights an instance computes with, and the check that a request was made for them: with other weights its block
+keys would name other KV."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvmesh.errors import ModelNotFound
 
 @dataclass(frozen=True, slots=True)
 class ServedWeights:
-    """`epoch`: the number that an operator gave them, 0 without one."""
+    """Identifies the weights of an instance. `epoch` is the number that an operator gave them, 0 without one."""
 
     fingerprint: str
     epoch: int = 0

@@ -1,4 +1,4 @@
-"""kvmesh.v1.Instance over gRPC: what every instance answers about itself, whatever its role."""
+"""The gRPC service kvmesh.v1.Instance has what every instance answers about itself, whatever its role."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROLES = (pb.ROLE_PREFILL, pb.ROLE_DECODE, pb.ROLE_BOTH)
 
 
 class Switchable(Protocol):
-    """What is needed of kvmesh.instance.front.Front."""
+    """The part of kvmesh.instance.front.Front that is needed here."""
 
     role: pb.Role.ValueType
     switch: Callable[[pb.Role.ValueType], None] | None
@@ -28,7 +28,7 @@ class Switchable(Protocol):
 
 
 class InstanceServicer(instance_pb2_grpc.InstanceServicer):
-    """One instance's."""
+    """Serves the calls of one instance."""
 
     def __init__(self, front: Switchable) -> None:
         self._front = front
@@ -36,8 +36,8 @@ class InstanceServicer(instance_pb2_grpc.InstanceServicer):
     async def SetRole(  # noqa: N802
         self, request: instance_pb2.SetRoleRequest, context: Any
     ) -> instance_pb2.SetRoleResponse:
-        """Take another role. Raises UnknownInstance (another life), InvalidRequest, FixedRole (this instance has only
-        one), Unavailable (it cannot serve now)."""
+        """Takes another role. Raises UnknownInstance (another incarnation), InvalidRequest, FixedRole (this instance
+        has only one) or Unavailable (it cannot serve now)."""
         front = self._front
         ref = front.ref
         if request.incarnation not in (0, ref.incarnation):
@@ -56,6 +56,6 @@ class InstanceServicer(instance_pb2_grpc.InstanceServicer):
 
 
 def add_instance(front: Switchable, server: Server) -> None:
-    """Instance on `server`."""
+    """Serves Instance on `server`."""
     instance_pb2_grpc.add_InstanceServicer_to_server(InstanceServicer(front), server.grpc)
     server.serves(SERVICE)

@@ -1,4 +1,5 @@
-"""The front's side of one rank: spawn it, send without blocking, dispatch what it says on the event loop."""
+"""The front's side of one rank starts the process, sends without blocking, and dispatches the rank's messages on the
+event loop."""
 
 from __future__ import annotations
 
@@ -29,14 +30,15 @@ STREAMING_BYTES = 512 << 10  # below a piece of the transfer engine's copies (1 
 
 
 def streaming_copies(env: Mapping[str, str]) -> str:
-    """glibc's tunables with which memmove of STREAMING_BYTES and more stores past the cache, without reading first what
-    it overwrites: right for a process that only stores. What the user has set stays; elsewhere it means nothing."""
+    """Returns the value of GLIBC_TUNABLES with which memmove of STREAMING_BYTES and more stores past the cache, and
+    does not read first what it overwrites: right for a process that only stores. What the user has set stays; other C
+    libraries ignore it."""
     known = env.get(TUNABLES, "")
     return known if STREAMING in known else ":".join(filter(None, (known, f"{STREAMING}={STREAMING_BYTES:#x}")))
 
 
 class RankProcess(Protocol):
-    """A rank's process, as `subprocess.Popen` shows one."""
+    """A rank's process, with the methods of `subprocess.Popen` that are needed here."""
 
     @property
     def pid(self) -> int: ...
@@ -51,7 +53,7 @@ class RankProcess(Protocol):
 
 
 def start_process(filenos: Sequence[int], env: Mapping[str, str]) -> RankProcess:
-    """`python -m kvmesh.ranks.rank` with these file descriptors."""
+    """Starts `python -m kvmesh.ranks.rank` with these file descriptors."""
     command = [sys.executable, "-m", "kvmesh.ranks.rank", *map(str, filenos)]
     return subprocess.Popen(command, pass_fds=filenos, stdin=subprocess.DEVNULL, env=env)
 
@@ -72,14 +74,14 @@ class RankClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready: asyncio.Future[m.Ready] | None = None
         self._closing = False
-        self._refused = False  # it said why it cannot start, and ends
+        self._refused = False  # whether the rank has reported why it cannot start, and ends
         self._nonce = 0
         self.last_pong = 0.0
         self.cpu_seconds = 0.0
 
     @property
     def ready(self) -> m.Ready:
-        """What the rank said when it was configured. Raises InternalError before that."""
+        """The rank's Ready message. Raises InternalError before the rank is configured."""
         if self._ready is None or not self._ready.done():
             raise InternalError(f"rank {self.rank} is not configured yet")
         return self._ready.result()
@@ -89,8 +91,9 @@ class RankClient:
         return self._process.pid if self._process else 0
 
     def spawn(self, threads: int, streaming: bool = False, peers: Sequence[socket.socket] = ()) -> None:
-        """Start the process (spawned, never forked: the front has threads of its own). `streaming`: its large copies go
-        past the cache, see `streaming_copies`. `peers`: its ends of the sockets between leader and followers."""
+        """Starts the process (never by fork: the front has threads of its own). With `streaming` its large copies go
+        past the cache, see `streaming_copies`. `peers` are the process's ends of the sockets between leader and
+        followers."""
         self._loop = asyncio.get_running_loop()
         self._ready = self._loop.create_future()
         ours, theirs = socket.socketpair()
@@ -112,7 +115,8 @@ class RankClient:
         self._loop.add_reader(ours, self._readable)
 
     async def configure(self, configure: m.Configure, timeout_s: float) -> m.Ready:
-        """Send Configure and wait for Ready. Raises what the rank answered (CheckpointError, ConfigError ...)."""
+        """Sends Configure and waits for Ready. Raises what the rank answered (CheckpointError, ConfigError ...), or
+        InternalError when it does not answer in time."""
         assert self._ready is not None
         self.send(configure)
         try:
@@ -121,7 +125,7 @@ class RankClient:
             raise InternalError(f"rank {self.rank} did not get ready within {timeout_s:.0f} s") from None
 
     def send(self, message: m.ToRank) -> None:
-        """Never blocks: what the socket does not take now follows when it can."""
+        """Sends a message without blocking: what the socket does not take now follows when it can."""
         if self._sock is None:
             return
         data = frame(message)
@@ -145,7 +149,7 @@ class RankClient:
         self.send(m.Ping(self._nonce))
 
     def silent_s(self, now: float) -> float:
-        """Seconds since the rank last said anything."""
+        """Returns the seconds since the rank last sent anything."""
         return now - self.last_pong if self.last_pong else 0.0
 
     def _writable(self) -> None:
@@ -187,7 +191,7 @@ class RankClient:
                 if not self._ready.done():
                     self._ready.set_exception(BY_CODE.get(code, InternalError)(text))
             case m.RankFailed(text):
-                self._lost(text)  # now: those who wait for it fail next, and theirs is not the cause
+                self._lost(text)  # at once: the other ranks, which wait for this one, fail next and are not the cause
             case m.Pong(_, cpu_seconds, transfer):
                 self.cpu_seconds = cpu_seconds
                 if transfer is not None:
@@ -201,7 +205,7 @@ class RankClient:
 
     def _lost(self, cause: str = "") -> None:
         self._detach()
-        if self._closing or self._refused:  # its end was announced, and by whom it was asked for is told elsewhere
+        if self._closing or self._refused:  # an expected end, which is reported elsewhere
             return
         text = f"rank {self.rank} (pid {self.pid}) {cause or self._end()}"
         assert self._ready is not None
@@ -210,7 +214,8 @@ class RankClient:
         self._on_lost(self.rank, text)
 
     def _end(self) -> str:
-        """How the process behind a closed socket ended; the kernel closes it a moment before that."""
+        """Returns how the process behind a closed socket ended. The kernel closes the socket a moment before the
+        process is gone."""
         try:
             code = self._process.wait(REAP_S) if self._process else 0
         except subprocess.TimeoutExpired:
@@ -225,7 +230,7 @@ class RankClient:
             self._sock = None
 
     async def close(self) -> None:
-        """Ask the rank to end, then make it. Bounded by twice the grace; it hears no SIGTERM."""
+        """Asks the rank to end, then kills it. It takes at most twice the grace; a rank ignores SIGTERM."""
         transfer_metrics.forget(self)
         self.send(m.Shutdown())
         self._closing = True

@@ -1,4 +1,4 @@
-"""Framing between a front process and a rank: u32 little-endian length, then one msgpack message."""
+"""A frame between a front process and a rank is a u32 little-endian length, then one msgpack message."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def frame(message: m.Message) -> bytes:
-    """One message with its length in front."""
+    """Returns one message with its length in front."""
     out = bytearray(HEADER.size)
     _encoder.encode_into(message, out, HEADER.size)
     HEADER.pack_into(out, 0, len(out) - HEADER.size)
@@ -35,7 +35,7 @@ class RankFrames:
         self._buffer = bytearray()
 
     def feed(self, data: bytes | memoryview) -> list[Any]:
-        """Messages completed by `data`. Raises ValueError on a frame no peer of this build sends."""
+        """Returns the messages completed by `data`. Raises ValueError on a frame that no peer of this build sends."""
         buffer = self._buffer
         buffer += data
         out = []
@@ -56,7 +56,8 @@ class RankFrames:
 
 
 class RankPort:
-    """The rank's end: blocking sends from any thread, polled receives on the main thread."""
+    """Is the rank's end of the socket: sends block and may come from any thread, receives are polled on the main
+    thread."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
@@ -68,11 +69,11 @@ class RankPort:
         self._poll.register(sock.fileno(), select.POLLIN)
 
     def watch(self, fileno: int) -> None:
-        """Let `receive` return when there is something to read here, too."""
+        """Makes `receive` return also when there is something to read from this file descriptor."""
         self._poll.register(fileno, select.POLLIN)
 
     def send(self, message: m.ToFront) -> None:
-        """Deliver to the front. A front that is gone raises SystemExit: a rank outlives nobody."""
+        """Sends a message to the front. Raises SystemExit when the front is gone: a rank does not outlive it."""
         data = frame(message)
         try:
             with self._lock:
@@ -81,8 +82,8 @@ class RankPort:
             raise SystemExit(0) from None
 
     def receive(self, timeout_ms: int | None) -> list[m.ToRank]:
-        """Everything that has arrived; waits up to `timeout_ms` (None: for ever) for the first. Empty, too, when only
-        what is watched has something."""
+        """Returns everything that has arrived; waits up to `timeout_ms` (None: for ever) for the first message. It also
+        returns, without a message, when a watched file descriptor has something to read."""
         own = self._sock.fileno()
         while ready := self._poll.poll(timeout_ms):
             if all(fileno != own for fileno, _ in ready):

@@ -1,6 +1,6 @@
-"""How the ranks of one instance stay in step. Pure; `kvmesh.ranks.rank` carries it out (ADR 0023).
+"""This module keeps the ranks of one instance in step. It is pure; `kvmesh.ranks.rank` carries it out (ADR 0023).
 
-The front tells every rank the same commands in the same order. When a rank takes them is chance, but what a step is
+The front sends every rank the same commands in the same order. When a rank takes them is chance, but what a step is
 made of follows from how many of the *shared* ones (those that decide about steps) it has applied, and from nothing
 else. So the leader, rank 0, takes commands as they come and says, before each step, how many it has applied; the
 followers apply exactly as many and run the same step:
@@ -26,17 +26,17 @@ from kvmesh.errors import InternalError
 from kvmesh.ranks import protocol as m
 
 SHARED = (m.PrefillStep, m.Join, m.Grant, m.Leave)
-# What all ranks would say alike: the leader speaks for them. When it has ended a step, every rank has entered the last
-# sum of it, and with that done its last touch of a page.
+# Messages that all ranks would send alike: only the leader sends them. When it has ended a step, every rank has entered
+# the last all-reduce of that step, and so has touched the step's pages for the last time.
 LEADERS = (m.DecodeStepDone, m.Stalled, m.Left)
 
 WIRE = struct.Struct("<Q??QQ")
 
 
 class Turn(NamedTuple):
-    """The leader's word before it goes on: it has applied so many shared commands and runs a step, or only tells. It
-    has the PrefillStep of `step_id` before it (0: none), which is part of this step if it is `due`, and `rows` rows in
-    the batch: a follower that sees something else is not in step."""
+    """What the leader tells its followers before it goes on: how many shared commands it has applied, and whether it
+    runs a step. `step_id` is the PrefillStep that it has before it (0: none), which is part of this step if it is
+    `due`, and `rows` is the number of rows in its batch: a follower that has something else is not in step."""
 
     applied: int
     run: bool
@@ -49,7 +49,7 @@ class Turn(NamedTuple):
 
 
 class LockstepLeader:
-    """Commands of rank 0, or of a rank that is alone."""
+    """Queues the commands of rank 0, or of a rank that is alone."""
 
     def __init__(self) -> None:
         self._queue: deque[m.ToRank] = deque()
@@ -57,16 +57,16 @@ class LockstepLeader:
         self._told = 0
 
     def arrived(self, messages: Iterable[m.ToRank]) -> None:
-        """From the front, in order."""
+        """Takes commands from the front, in order."""
         self._queue.extend(messages)
 
     @property
     def waiting(self) -> bool:
-        """Some command has arrived and is not carried out."""
+        """Whether some command has arrived and is not carried out."""
         return bool(self._queue)
 
     def next(self) -> m.ToRank | None:
-        """The command to carry out now; None: nothing is left."""
+        """Returns the command to carry out now; None if there is none."""
         if not self._queue:
             return None
         message = self._queue.popleft()
@@ -74,7 +74,7 @@ class LockstepLeader:
         return message
 
     def turn(self, run: bool, due: bool, step_id: int, rows: int) -> Turn | None:
-        """What the followers must hear before this rank goes on; None: nothing new."""
+        """Returns what the followers must be told before this rank goes on; None if there is nothing new."""
         if not run and self._applied == self._told:
             return None
         self._told = self._applied
@@ -82,7 +82,7 @@ class LockstepLeader:
 
 
 class Follower:
-    """Commands of another rank."""
+    """Queues the commands of a rank that follows the leader."""
 
     def __init__(self) -> None:
         self._queue: deque[m.ToRank] = deque()
@@ -90,20 +90,20 @@ class Follower:
         self._applied = 0
 
     def arrived(self, messages: Iterable[m.ToRank]) -> None:
-        """From the front, in order."""
+        """Takes commands from the front, in order."""
         self._queue.extend(messages)
 
     def take_turns(self, turns: Iterable[Turn]) -> None:
-        """From the leader, in order."""
+        """Takes turns from the leader, in order."""
         self._turns.extend(turns)
 
     @property
     def behind(self) -> bool:
-        """The leader has applied what has not arrived here."""
+        """Whether the leader has applied commands that this rank has not."""
         return bool(self._turns) and self._applied < self._turns[0].applied
 
     def next(self) -> m.ToRank | None:
-        """The command to carry out now; None: wait, or look for a turn."""
+        """Returns the command to carry out now; None if there is none, or a turn must come first."""
         if not self._queue:
             return None
         if isinstance(self._queue[0], SHARED):
@@ -113,15 +113,15 @@ class Follower:
         return self._queue.popleft()
 
     def turn(self, due: bool) -> Turn | None:
-        """The leader's next turn, once this rank has applied what it had and is `due` as the leader was: what the next
-        PrefillStep reads is loaded here, too. Each turn is returned once."""
+        """Returns the leader's next turn, once this rank has applied as many commands and is `due` as the leader was:
+        then what the next PrefillStep reads is loaded here, too. Each turn is returned once."""
         if self._turns and self._applied == self._turns[0].applied and (due or not self._turns[0].due):
             return self._turns.popleft()
         return None
 
 
 def check(turn: Turn, step_id: int, rows: int) -> None:
-    """InternalError unless this rank stands where the leader does."""
+    """Raises InternalError unless this rank stands where the leader does."""
     if (turn.step_id, turn.rows) != (step_id, rows):
         raise InternalError(
             f"out of step with rank 0: it has prefill step {turn.step_id} and {turn.rows} rows, this rank has prefill "
@@ -130,13 +130,13 @@ def check(turn: Turn, step_id: int, rows: int) -> None:
 
 
 class LockstepTurns:
-    """Cuts what came from the leader into turns."""
+    """Cuts the bytes from the leader into turns."""
 
     def __init__(self) -> None:
         self._buffer = b""
 
     def feed(self, data: bytes) -> list[Turn]:
-        """Turns completed by `data`."""
+        """Returns the turns completed by `data`."""
         data = self._buffer + data
         whole = len(data) - len(data) % WIRE.size
         self._buffer = data[whole:]

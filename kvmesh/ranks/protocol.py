@@ -1,13 +1,13 @@
-"""What the front process and its rank processes say to each other: typed messages over a socketpair.
+"""The front process and its rank processes exchange these typed messages over a socketpair.
 
 Frames are a u32 little-endian length and one msgpack-encoded tagged struct (msgspec). Times are CLOCK_MONOTONIC
-nanoseconds, which all processes of a machine share. Token ids and offsets travel as plain ints here (one
-machine, one version: both ends come from the same build).
+nanoseconds, which all processes of a machine share. Token ids and offsets travel as plain ints here (one machine, one
+version: both ends come from the same build).
 
 `handle` names a request within the instance for both roles; handles are never reused.
 
-The machines of decode and prefill (`step(event, now) -> actions`) take and return these messages as they are, in
-`FromRank` and `TellRank`, which say whose they are.
+The state machines of decode and prefill (`step(event, now) -> actions`) take and return these messages as they are, in
+`FromRank` and `TellRank`, which name the rank.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from kvmesh.transfer import Carried, TrafficClass
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Base of all messages; the class name is the tag."""
+    """Is the base of all messages; the class name is the tag."""
 
 
 # ── front → rank: pushes ──────────────────────────────────────────────────────────────────────────
 
 
 class PushTarget(msgspec.Struct, frozen=True, array_like=True):
-    """Where one reader rank of a group wants its shards: an offset in `segment` for each block of the prompt."""
+    """Says where one reader rank of a group wants its shards: at a byte offset in `segment` for each block of the
+    prompt."""
 
     reader: int
     segment: str
@@ -37,8 +38,9 @@ class PushTarget(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PushGroup(msgspec.Struct, frozen=True, array_like=True):
-    """Writer ranks and reader ranks that cut the model differently: this rank is `writer` and sends each of `targets`
-    what `kvmesh.kvcache.groups.plan_group(writers, readers)` says, and an end mark, also when it says nothing."""
+    """Describes a push between writer ranks and reader ranks that cut the model differently. This rank is `writer` and
+    sends each of `targets` what `kvmesh.kvcache.groups.plan_group(writers, readers)` says, and an end mark even when
+    that is nothing."""
 
     writer: int
     writers: tuple[ShardLayout, ...]
@@ -47,10 +49,10 @@ class PushGroup(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PushOpen(Message, frozen=True):
-    """Landing of one handoff is known: push every block from `first_block` on, those whose pages are
-    already complete (`ready_blocks` from the front) at once, the others layer by layer as steps write them.
-    `pages` are this instance's pages of the prompt's blocks, `offsets` their landing in `segment`, whole shards, unless
-    there is a `group`. Stop posting at `lease_until_ns` less the margin; PushLease extends it."""
+    """Orders a push, once the landing of the handoff is known: every block from `first_block` on, those whose pages are
+    complete already at once, the others layer by layer as steps write them. `pages` are this instance's pages of the
+    prompt's blocks, `offsets` the places in `segment` where whole shards of them land, unless there is a `group`. The
+    rank stops posting at `lease_until_ns`; PushLease extends it."""
 
     handle: int
     handoff_epoch: int
@@ -71,7 +73,7 @@ class PushLease(Message, frozen=True):
 
 
 class PushCancel(Message, frozen=True):
-    """Stop posting; answer PushDrained once nothing of it is on the way (also when unknown)."""
+    """Stops a push. The rank answers PushDrained once nothing of it is on the way, and also for an unknown handle."""
 
     handle: int
 
@@ -80,15 +82,15 @@ class PushCancel(Message, frozen=True):
 
 
 class PushProgress(Message, frozen=True):
-    """At most one per handoff and 100 ms: bytes acknowledged by the target so far."""
+    """Reports the bytes acknowledged by the target so far, at most once per handoff and 100 ms."""
 
     handle: int
     bytes_done: int
 
 
 class PushDone(Message, frozen=True):
-    """Everything acknowledged and every end mark delivered. `busy_ns`: what of the time between first post and last ack
-    had bytes on their way; the rest of it waited for layers to be computed."""
+    """Everything is acknowledged and every end mark delivered. `busy_ns` is how long, between first post and last ack,
+    bytes were on their way; in the rest of that time the push waited for layers to be computed."""
 
     handle: int
     handoff_epoch: int
@@ -100,8 +102,8 @@ class PushDone(Message, frozen=True):
 
 
 class PushFailed(Message, frozen=True):
-    """Not all of it arrived (path broken, lease over, window closed). `drained`: nothing is on the way. Times are 0
-    when nothing was posted, or acknowledged."""
+    """Not all of it arrived (path broken, lease over, window closed). `drained` says that nothing is on the way. Times
+    are 0 when nothing was posted, or acknowledged."""
 
     handle: int
     handoff_epoch: int
@@ -114,7 +116,8 @@ class PushFailed(Message, frozen=True):
 
 
 class PushDrained(Message, frozen=True):
-    """Answer to PushCancel. Not `certain`: a path broke before the target answered; let the target fence it."""
+    """Answers PushCancel. Not `certain` means that a path broke before the target answered, so only the target's fence
+    can tell."""
 
     handle: int
     certain: bool = True
@@ -124,8 +127,9 @@ class PushDrained(Message, frozen=True):
 
 
 class SealCopy(Message, frozen=True):
-    """Device pages → host extents, for the node store. Answer SealCopied; the front holds both until then. It may be
-    done before a PrefillStep that was sent earlier: name only pages that PrefillStepDone has made complete."""
+    """Copies device pages to host extents, for the node store. The answer is SealCopied; the front holds both until
+    then. The copy may be done before a PrefillStep that was sent earlier, so only pages that PrefillStepDone has made
+    complete may be named."""
 
     ticket: int
     pages: tuple[int, ...]
@@ -133,8 +137,9 @@ class SealCopy(Message, frozen=True):
 
 
 class LoadCopy(Message, frozen=True):
-    """Sealed host extents → device pages. Answer LoadCopied. Done before any PrefillStep that is sent later, but not
-    before other commands (PushOpen!): pages may be named as complete only once LoadCopied is here, or by that step."""
+    """Copies sealed host extents to device pages. The answer is LoadCopied. The copy is done before any PrefillStep
+    that is sent later, but not before other commands (PushOpen!): pages may be named as complete only once LoadCopied
+    is here, or by that step."""
 
     ticket: int
     extents: tuple[int, ...]
@@ -142,9 +147,11 @@ class LoadCopy(Message, frozen=True):
 
 
 class PullOpen(Message, frozen=True):
-    """READ whole shards at `offsets` of `segment` (open already) to `landing`: offsets in this rank's own segment, in
-    its host region. Off the step's path. Answer PullEnded, always; until then that memory belongs to the transfer
-    engine. What is not here at `deadline_ns` is given up. `traffic_class` is a kvmesh.transfer.TrafficClass."""
+    """Orders a READ of whole shards at `offsets` of `segment`, which is open already, to `landing`: offsets in this
+    rank's own segment, in its host region. It runs beside the steps. The answer is always PullEnded; until then that
+    memory belongs to the transfer engine. What is not here at `deadline_ns` is given up. `traffic_class` is a
+    kvmesh.transfer.TrafficClass. With a `guard`, the u64 at `guard_offset` of `segment` is read last, and nothing
+    counts as arrived unless it equals `guard`."""
 
     ticket: int
     segment: str
@@ -159,17 +166,17 @@ class PullOpen(Message, frozen=True):
 
 
 class PullCancel(Message, frozen=True):
-    """Stop early; PullEnded says what arrived. Unknown tickets are ignored."""
+    """Stops a pull early; PullEnded says what arrived. Unknown tickets are ignored."""
 
     ticket: int
 
 
 class Sum(Message, frozen=True):
-    """xxh3_64 of each span of our host region. Answer Summed; until then nobody may write there. What has not begun at
-    `deadline_ns` is given up: nobody waits for it any more."""
+    """Asks for xxh3_64 of each span of the rank's host region. The answer is Summed; until then nobody may write there.
+    What has not begun at `deadline_ns` is given up."""
 
     ticket: int
-    offsets: tuple[int, ...]  # in our own segment
+    offsets: tuple[int, ...]  # in the rank's own segment
     sizes: tuple[int, ...]
     deadline_ns: int
 
@@ -178,7 +185,8 @@ class Sum(Message, frozen=True):
 
 
 class SealCopied(Message, frozen=True):
-    """`bad`: positions whose KV is not finite. They are not to be sealed: whoever used them could compute nothing."""
+    """The blocks of a SealCopy are copied. `bad` are positions whose KV is not finite: they must not be sealed, as
+    nobody could compute anything from them."""
 
     ticket: int
     start_ns: int
@@ -193,8 +201,8 @@ class LoadCopied(Message, frozen=True):
 
 
 class PullEnded(Message, frozen=True):
-    """`arrived`: positions of the PullOpen that are complete in their extents; `end_ns` is when the last byte was known
-    to be here (the lease must still have held then). No byte of this pull is on its way any more."""
+    """A pull has ended: no byte of it is on its way any more. `arrived` are positions of the PullOpen that are complete
+    in their extents; `end_ns` is when the last byte was known to be here (the lease must still have held then)."""
 
     ticket: int
     arrived: tuple[int, ...]
@@ -207,7 +215,7 @@ class PullEnded(Message, frozen=True):
 
 class Summed(Message, frozen=True):
     ticket: int
-    sums: tuple[int, ...]  # (): `cause` says why not
+    sums: tuple[int, ...]  # empty: `cause` says why
     cause: str = ""
 
 
@@ -218,10 +226,10 @@ class Summed(Message, frozen=True):
 
 
 class TierOpen(Message, frozen=True):
-    """Recover what lies at `path` and take puts from now on. TierChanged says what there is, then TierOpened answers.
-    `identity`: what the blocks belong to beyond their keys; `room`: bytes of the largest. `tier` is a
-    kvmesh.kvcache.tiers.Tier; `below`: the one that gets what this one evicts and was used `demote_uses` times, 0:
-    none. That one is opened first."""
+    """Orders to recover what lies at `path` and to take puts from now on. TierChanged says what there is, then
+    TierOpened answers. `identity` is what the blocks belong to beyond their keys; `room` the bytes of the largest
+    block. `tier` is a kvmesh.kvcache.tiers.Tier; `below` is the tier that gets what this one evicts and was used
+    `demote_uses` times (0: none). It must be opened before this one."""
 
     tier: int
     part: int
@@ -229,14 +237,15 @@ class TierOpen(Message, frozen=True):
     identity: str
     capacity_bytes: int
     room: int
-    mixed: bool = False  # blocks of many sizes: TierChanged tells them
+    mixed: bool = False  # blocks have many sizes, which TierChanged gives
     below: int = 0
     demote_uses: int = 0
 
 
 class TierPut(Message, frozen=True):
-    """Store blocks: key i is the `sizes[i]` bytes at `offsets[i]` of this rank's segment, in its host region. Answer
-    TierDone; until then nobody may change or free that memory. `uses`: how often each was used lately (0..15)."""
+    """Stores blocks: key i is the `sizes[i]` bytes at `offsets[i]` of this rank's segment, in its host region. The
+    answer is TierDone; until then nobody may change or free that memory. `uses` says how often each was used lately
+    (0..15)."""
 
     ticket: int
     tier: int
@@ -248,8 +257,8 @@ class TierPut(Message, frozen=True):
 
 
 class TierGet(Message, frozen=True):
-    """Read blocks into extents of `room` bytes at `offsets`. Answer TierDone; until then that memory is the tier's.
-    What has not begun at `deadline_ns` is given up."""
+    """Reads blocks into extents of `room` bytes at `offsets`. The answer is TierDone; until then that memory is the
+    tier's. What has not begun at `deadline_ns` is given up."""
 
     ticket: int
     tier: int
@@ -261,8 +270,8 @@ class TierGet(Message, frozen=True):
 
 
 class TierRemove(Message, frozen=True):
-    """None of these is found from now on, nor after a restart. Answer TierDone: all positions, or none (say it again).
-    Whatever was stored before is told by a TierChanged that comes first."""
+    """Removes blocks, also for after a restart. The answer is TierDone: all positions, or none (then it must be sent
+    again). Whatever was stored before is reported by a TierChanged that comes first."""
 
     ticket: int
     tier: int
@@ -271,7 +280,7 @@ class TierRemove(Message, frozen=True):
 
 
 class TierUsed(Message, frozen=True):
-    """Blocks of this tier were used in memory, so often lately (`uses`: 0..15 of each). No answer."""
+    """Blocks of this tier were used in memory, so often lately (`uses`: 0..15 of each). There is no answer."""
 
     tier: int
     part: int
@@ -280,7 +289,8 @@ class TierUsed(Message, frozen=True):
 
 
 class TierProbe(Message, frozen=True):
-    """Read this block, for nobody: does the tier answer? TierDone: position 0, or none."""
+    """Reads this block without giving it to anybody, to see whether the tier answers. The answer is TierDone: position
+    0, or none."""
 
     ticket: int
     tier: int
@@ -292,7 +302,7 @@ class TierProbe(Message, frozen=True):
 
 
 class TierOpened(Message, frozen=True):
-    """`why_not` "": it is in use; else what is wrong with the folder."""
+    """Answers TierOpen. `why_not` says what is wrong with the folder; "" means that the tier is in use."""
 
     tier: int
     part: int
@@ -300,7 +310,8 @@ class TierOpened(Message, frozen=True):
 
 
 class TierDone(Message, frozen=True):
-    """`done`: positions of the operation that succeeded; `sizes`: bytes of each of those (gets and puts)."""
+    """Answers an operation on a tier. `done` are the positions that succeeded; `sizes` the bytes of each of those (gets
+    and puts)."""
 
     ticket: int
     done: tuple[int, ...]
@@ -310,18 +321,18 @@ class TierDone(Message, frozen=True):
 
 
 class TierChanged(Message, frozen=True):
-    """How the keys that this rank's part holds have changed: first remove, then add."""
+    """Tells how the keys that this rank's part holds have changed: first `removed` are removed, then `sealed` added."""
 
     tier: int
     part: int
     sealed: bytes
     removed: bytes
-    sizes: tuple[int, ...] = ()  # of what is sealed, when they differ
+    sizes: tuple[int, ...] = ()  # bytes of what is sealed, where blocks differ in size
 
 
 class TierMoving(Message, frozen=True):
-    """These are on their way into this tier from the one above, which may let go of them from now on; `over`: they have
-    arrived (a TierChanged came first), or never will."""
+    """These blocks are on their way into this tier from the one above, which may drop them from now on. `over` means
+    that they have arrived (a TierChanged came first), or never will."""
 
     tier: int
     part: int
@@ -330,7 +341,7 @@ class TierMoving(Message, frozen=True):
 
 
 class TierStats(Message, frozen=True):
-    """Now, and counts since the start."""
+    """Reports the state of a part now, and counts since the start."""
 
     tier: int
     part: int
@@ -345,14 +356,16 @@ class TierStats(Message, frozen=True):
     failed: int  # I/O errors and damaged blocks
     why_not: str = ""  # slower than it could be, or refusing puts for now
     demoted: int = 0  # blocks that came from the tier above
-    dropped: int = 0  # ... that were to come, and did not
+    dropped: int = 0  # blocks that were to come from the tier above, and did not
 
 
-# `life` and `serial` name one sealing, for ever: the same extent sealed again has another pair.
+# The pair of `life` (an incarnation) and `serial` names one sealing for ever: an extent that is sealed again has
+# another.
 
 
 class WarmRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One sealed block: `nbytes` at `offset` of the rank's host region, which stand in slot `slot` of its table."""
+    """Names one sealed block: `nbytes` at `offset` of the rank's host region, entered in slot `slot` of the rank's
+    table."""
 
     slot: int
     offset: int
@@ -365,15 +378,17 @@ class WarmRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class WarmSum(Message, frozen=True):
-    """These were sealed: put the sums of their bytes down, when there is time. No answer. A block may go and its extent
-    be written again meanwhile: a sum of what is there then is of a sealing that is over, and nobody will ask for it."""
+    """These blocks were sealed: their checksums are to be written down, when there is time. There is no answer. A block
+    may be dropped and its extent be written again meanwhile: then the checksum belongs to a sealing that is over, and
+    nobody will ask for it."""
 
     rows: tuple[WarmRow, ...]
 
 
 class WarmVerify(Message, frozen=True):
-    """Do the bytes have the sums that were put down for these sealings of an earlier life? Answered by WarmVerified,
-    bit by bit. What is not looked at by `deadline_ns` is not verified. Nobody writes there meanwhile."""
+    """Asks whether the bytes have the checksums that were written down for these sealings of an earlier incarnation.
+    The answers are several WarmVerified. What is not looked at by `deadline_ns` is not verified. Nobody writes there
+    meanwhile."""
 
     rows: tuple[WarmRow, ...]
     deadline_ns: int
@@ -393,8 +408,8 @@ class WarmVerified(Message, frozen=True):
 
 
 class Configure(Message, frozen=True):
-    """First message. The rank answers Ready or InitFailed. `model_path` "": a rank without an engine (a pool node's):
-    `memory_bytes` of host segment that others read and that takes pulls, nothing else."""
+    """Is the first message. The rank answers Ready or InitFailed. `model_path` "" is a rank without an engine (a pool
+    node's): it has `memory_bytes` of host segment that others read and that takes pulls, nothing else."""
 
     instance_id: str
     incarnation: int
@@ -418,13 +433,13 @@ class Configure(Message, frozen=True):
     topology: str = ""  # JSON or file of it; "" = found in /sys
     # Further fields of EngineConfig.
     rdma: dict[str, int | tuple[str, ...]] = msgspec.field(default_factory=dict)
-    warm_segment: str = ""  # folder of memory that the next life finds; "" = none
-    warm_lease_ms: int = 0  # the longest lease that this life gives
+    warm_segment: str = ""  # folder of memory that the next incarnation finds; "" = none
+    warm_lease_ms: int = 0  # the longest lease that this incarnation gives
     cuda_graphs: bool = True
     group_file: str = ""  # where the ranks of this instance meet; "" = there is only one
     group_timeout_ms: int = 0  # longest wait of one rank for another
     cache_dir: str = ""  # where digests of weights are kept when the model's folder cannot be written; "" = the user's
-    weights_epoch: int = 0  # of weights that an operator changes under one fingerprint
+    weights_epoch: int = 0  # the operator's number of weights that change under one fingerprint
 
 
 class OpenSegment(Message, frozen=True):
@@ -432,7 +447,8 @@ class OpenSegment(Message, frozen=True):
 
 
 class CloseSegment(Message, frozen=True):
-    """Nobody here writes to it any more: its connections and maps go (a dead peer's memory with them)."""
+    """Nobody here writes to this segment any more: its connections and maps are closed (a dead peer's memory with
+    them)."""
 
     name: str
 
@@ -459,22 +475,23 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    answered: int = 0  # of the prompt's last tokens, made by an earlier life of the request
+    answered: int = 0  # how many of the prompt's last tokens an earlier attempt of the request has generated
 
 
 class TokenHistory(msgspec.Struct, frozen=True, array_like=True):
-    """What penalties look at: packed token ids. `prompt` is empty where only the answer counts."""
+    """Has the packed token ids that penalties look at. `prompt` is empty where only the answer counts."""
 
     prompt: bytes
     answer: bytes
 
 
 class PrefillItem(msgspec.Struct, frozen=True, array_like=True):
-    """Compute tokens [start, start + len(token_ids)) of one request, KV into `pages`.
+    """Orders to compute tokens [start, start + len(token_ids)) of one request, with their KV into `pages`.
 
-    `pages[i]` holds tokens [i*block_tokens, (i+1)*block_tokens) and covers everything up to the end of this
-    chunk; tokens before `start` are already there. `sample` asks for the token after the last one. Not `push`: its KV
-    stays in these pages, no PushOpen follows."""
+    `pages[i]` holds tokens [i*block_tokens, (i+1)*block_tokens); `pages` cover everything up to the end of this chunk,
+    and tokens before `start` are there already. `sample` asks for the token after the last one. Without `push` the KV
+    stays in these pages, and no PushOpen follows.
+    """
 
     handle: int
     token_ids: tuple[int, ...]
@@ -494,8 +511,8 @@ class PrefillStep(Message, frozen=True):
 
 
 class OpenWindow(Message, frozen=True):
-    """Invite `peer` to write whole blocks at these segment offsets in this epoch. Answer WindowOpened: a landing
-    told to the writer before that could be written to before the window is there, and be refused."""
+    """Allows `peer` to write whole blocks at these segment offsets in this epoch. The answer is WindowOpened. The
+    writer must not be told the landing before that: its writes could come before the window is open, and be refused."""
 
     peer: str
     handoff_epoch: int
@@ -503,14 +520,14 @@ class OpenWindow(Message, frozen=True):
 
 
 class Fence(Message, frozen=True):
-    """Close the window; answer Fenced when no byte of it can land any more."""
+    """Closes the window. The answer is Fenced, when no byte of it can land any more."""
 
     peer: str
     handoff_epoch: int
 
 
 class CopyIn(Message, frozen=True):
-    """Host extents → device pages (load after landing, or swap-in). Answer Copied."""
+    """Copies host extents to device pages (load after landing, or swap-in). The answer is Copied."""
 
     handle: int
     extents: tuple[int, ...]
@@ -518,7 +535,7 @@ class CopyIn(Message, frozen=True):
 
 
 class CopyOut(Message, frozen=True):
-    """Device pages → host extents (preemption). Answer Copied."""
+    """Copies device pages to host extents (preemption). The answer is Copied."""
 
     handle: int
     pages: tuple[int, ...]
@@ -526,8 +543,8 @@ class CopyOut(Message, frozen=True):
 
 
 class Join(Message, frozen=True):
-    """Put a request into the running batch. `context_tokens` tokens of KV lie in `pages`; `next_token` (index
-    `token_index` of the answer) is sampled but its KV is not yet computed. The rank runs it every step until a
+    """Puts a request into the running batch. `context_tokens` tokens of KV lie in `pages`; `next_token` (index
+    `token_index` of the answer) is sampled but its KV is not yet computed. The rank runs the request every step until a
     finish or Leave, and stalls it (skips it, reports Stalled once) while `pages` lack room for the next token."""
 
     handle: int
@@ -548,7 +565,7 @@ class Grant(Message, frozen=True):
 
 
 class Leave(Message, frozen=True):
-    """Take it out of the batch; answer Left: from then on no step touches its pages."""
+    """Takes a request out of the batch. The answer is Left: from then on no step touches its pages."""
 
     handle: int
 
@@ -557,7 +574,7 @@ class Leave(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    engine_name: str  # of its transfer engine: the peer name that targets see
+    engine_name: str  # name of its transfer engine: the peer name that targets see
     descriptor: bytes  # SegmentDescriptor.encode()
     model_name: str
     fingerprint: str
@@ -574,10 +591,10 @@ class Ready(Message, frozen=True):
     load_ms: int
     layout: str = ""  # what a shard of this rank holds, for people and for equality; "" without an engine
     shard: ShardLayout | None = None  # this rank's part of each block; None without an engine
-    host_bytes: int = 0  # of the host region
+    host_bytes: int = 0  # bytes of the host region
     warm_segment: bytes = b""  # names the host region's memory, if it outlives this process
-    warm_until_ns: int = 0  # ... of an earlier life, whose readers may still read until then
-    transports: str = ""  # which its transfer engine uses and why not the others, for people
+    warm_until_ns: int = 0  # until when readers of an earlier incarnation may still read that memory; 0: it is new
+    transports: str = ""  # for people: which transports its engine uses, and why not the others
 
 
 class InitFailed(Message, frozen=True):
@@ -586,7 +603,7 @@ class InitFailed(Message, frozen=True):
 
 
 class RankFailed(Message, frozen=True):
-    """Last words: why this process ends, though nobody asked it to."""
+    """Is the last message of a rank that ends without being asked to, and gives the reason."""
 
     message: str
 
@@ -621,7 +638,7 @@ class WindowOpened(Message, frozen=True):
 
 
 class FillEnded(Message, frozen=True):
-    """End mark of this writer: all its bytes of the epoch have landed here."""
+    """The end mark of this writer has come: all its bytes of the epoch have landed here."""
 
     peer: str
     handoff_epoch: int
@@ -738,12 +755,13 @@ ToFront = (
 )
 
 
-# ── what a machine hears and says ─────────────────────────────────────────────────────────────────
+# ── events and actions of the state machines ──────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
 class FromRank:
-    """An event of a machine: one of its ranks said this. In order, once."""
+    """Is an event of a state machine: one of its ranks sent this message. Messages of a rank come in order, each
+    once."""
 
     rank: int
     message: ToFront
@@ -751,7 +769,7 @@ class FromRank:
 
 @dataclass(frozen=True, slots=True)
 class TellRank:
-    """An action of a machine: send this to one rank."""
+    """Is an action of a state machine: this message is to be sent to one rank."""
 
     rank: int
     message: ToRank

@@ -1,10 +1,12 @@
-"""One rank process: `python -m kvmesh.ranks.rank FD [FD ...]`. Torch, device pages, host segment, transfer engine; a
-pool node's rank has only the last two. The first FD leads to the front, the others to ranks of the same instance.
+"""`python -m kvmesh.ranks.rank FD [FD ...]` runs one rank process. It has torch, device pages, host segment and
+transfer engine; a pool node's rank has only the last two. The first FD leads to the front, the others to ranks of the
+same instance.
 
 The main thread alternates between commands of the front and engine steps; where there are several ranks, rank 0 leads
 and the others follow (`kvmesh.ranks.lockstep`). It runs the decode batch by itself, step after step, and prefill steps
 as the front sends them, in one pass with the batch's rows where there are any; the transfer engine's threads move bytes
 beside it.
+
 Commands that must not wait for a step (landings, leases, pings, windows) are also taken between layers.
 """
 
@@ -42,7 +44,8 @@ READ_BYTES = 4096
 
 
 class Followers:
-    """The leader's ends, one a follower; none where it is alone. InternalError when a follower takes nothing."""
+    """Has the leader's ends of the sockets, one for each follower; none where it is alone. Raises InternalError when a
+    follower takes nothing."""
 
     def __init__(self, socks: Sequence[socket.socket], timeout_s: float) -> None:
         self._socks = socks
@@ -51,7 +54,7 @@ class Followers:
             sock.settimeout(timeout_s)
 
     def tell(self, turn: Turn | None) -> None:
-        """Say it to all."""
+        """Sends a turn to all followers."""
         if turn is None:
             return
         for rank, sock in enumerate(self._socks, 1):
@@ -62,7 +65,7 @@ class Followers:
 
 
 class LeaderPort:
-    """A follower's end. InternalError when the leader is gone."""
+    """Is a follower's end of the socket to the leader. Raises InternalError when the leader is gone."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -71,7 +74,7 @@ class LeaderPort:
         self.fileno = sock.fileno()
 
     def turns(self) -> list[Turn]:
-        """What has arrived; never waits."""
+        """Returns the turns that have arrived; never waits."""
         try:
             data = self._sock.recv(READ_BYTES)
         except BlockingIOError:
@@ -108,13 +111,14 @@ COPYING_MS = 1
 
 
 class RankLoop:
-    """Commands in, steps run, events out. `peers`: rank 0's sockets to its followers, or a follower's one to rank 0."""
+    """Takes commands, runs steps, sends events. `peers` are rank 0's sockets to its followers, or a follower's one to
+    rank 0."""
 
     def __init__(self, port: RankPort, peers: Sequence[socket.socket] = ()) -> None:
         self._port = port
         self._peers = peers
         self._commands: LockstepLeader | Follower = LockstepLeader()
-        self._steps: deque[tuple[m.PrefillStep, int]] = deque()  # and the loads that were asked for before it
+        self._steps: deque[tuple[m.PrefillStep, int]] = deque()  # with how many loads were asked for before it
         self._worker: AnyWorker | None = None
 
     def run(self) -> None:
@@ -141,7 +145,7 @@ class RankLoop:
                 raise SystemExit(1) from None
 
     def _lead(self, worker: AnyWorker, commands: LockstepLeader, followers: Followers) -> None:
-        """Steps as commands come; the followers hear what they are made of."""
+        """Runs steps as commands come; the followers are told what each step is made of."""
         while True:
             busy = commands.waiting or self._due(worker) or worker.wants_step or worker.has_chores
             commands.arrived(self._port.receive(self._patience(worker, busy)))
@@ -155,12 +159,13 @@ class RankLoop:
                 self._step(worker, due)
 
     def _follow(self, worker: AnyWorker, commands: Follower, leader: LeaderPort, timeout_s: float) -> None:
-        """The leader's steps. InternalError: it is gone, or what it has applied does not arrive."""
+        """Runs the leader's steps. Raises InternalError when the leader is gone, or commands that it has applied do not
+        arrive."""
         self._port.watch(leader.fileno)
         late_at = 0.0  # when a command that the leader has already is late; 0: none is missing
         while True:
             for message in self._port.receive(self._patience(worker, worker.has_chores, late_at)):
-                if isinstance(message, m.Ping | m.Shutdown):  # whatever the leader does
+                if isinstance(message, m.Ping | m.Shutdown):  # these do not wait for the leader
                     self._handle(worker, message)
                 else:
                     commands.arrived((message,))
@@ -186,7 +191,7 @@ class RankLoop:
 
     @staticmethod
     def _patience(worker: AnyWorker, busy: bool, late_at: float = 0.0) -> int | None:
-        """Milliseconds to wait for a command; None: for ever."""
+        """Returns how long to wait for a command in ms; None for ever."""
         if busy:
             return 0
         if worker.copying:
@@ -200,7 +205,7 @@ class RankLoop:
         return self._steps[0][0].step_id if self._steps else 0
 
     def _due(self, worker: AnyWorker) -> bool:
-        """A PrefillStep is there, and all that was to be loaded before it is. Until then rows step without it."""
+        """Whether there is a PrefillStep and all loads before it are done. Until then rows step without it."""
         return bool(self._steps) and worker.loaded(self._steps[0][1])
 
     def _step(self, worker: AnyWorker, due: bool) -> None:
@@ -236,7 +241,7 @@ class RankLoop:
             self._port.send(message)
 
     def _take_urgent(self) -> None:
-        """Between two layers of a step (never re-orders what is not urgent)."""
+        """Takes urgent commands between two layers of a step; the others keep their order."""
         worker = self._worker
         assert worker is not None
         for message in self._port.receive(0):
@@ -259,7 +264,7 @@ class RankLoop:
 
 
 def _die_with_parent() -> None:
-    """A killed front leaves no rank behind (Linux: PR_SET_PDEATHSIG = 1)."""
+    """Makes the kernel kill this process when the front dies (Linux: PR_SET_PDEATHSIG = 1)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)
 

@@ -1,4 +1,4 @@
-"""What instances and pool nodes can be told of their transfers, and the engine's configuration made of it."""
+"""This module has the transfer settings of instances and pool nodes, and the engine's configuration made of them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def listed(text: str) -> tuple[str, ...]:
-    """ "a, b" → ("a", "b")."""
+    """Returns ("a", "b") for "a, b"."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def check(transports: str, nics: str) -> None:
-    """ConfigError naming key and value."""
+    """Raises ConfigError naming key and value."""
     from kvmesh.transfer.transports import registry
 
     names, known = listed(transports), registry.known()
@@ -36,7 +36,7 @@ def check(transports: str, nics: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TransferConfig(ServiceConfig):
-    """Fields that a rank's transfer engine takes."""
+    """Has the settings of a rank's transfer engine."""
 
     transports: str = field(
         default="auto",
@@ -118,7 +118,7 @@ class TransferConfig(ServiceConfig):
 
     @property
     def rdma_settings(self) -> dict[str, int | tuple[str, ...]]:
-        """Those that differ from the engine's defaults, under the names that they have there."""
+        """The settings that differ from the engine's defaults, under the names that they have there."""
         found: dict[str, int | tuple[str, ...]] = {}
         for one in fields(TransferConfig):
             value = getattr(self, one.name)
@@ -127,7 +127,7 @@ class TransferConfig(ServiceConfig):
         return found
 
     def check_transfer(self) -> None:
-        """ConfigError naming key and value. What only the rank can see, it refuses itself."""
+        """Raises ConfigError naming key and value. What only the rank can see, the rank refuses itself."""
         from kvmesh.transfer import EngineConfig
 
         check(self.transports, self.nics)
@@ -138,7 +138,8 @@ class TransferConfig(ServiceConfig):
 
 
 def start_engine(name: str, configure: Configure, on_notify: Callable[[Notification], None] | None) -> TransferEngine:
-    """Of a rank. ConfigError for NICs and topologies that this host does not have, TransferError for the rest."""
+    """Starts a rank's transfer engine. Raises ConfigError for NICs and topologies that this host does not have,
+    TransferError for anything else."""
     from kvmesh.transfer import TransferEngine
 
     try:
@@ -150,14 +151,15 @@ def start_engine(name: str, configure: Configure, on_notify: Callable[[Notificat
 
 
 def own_location() -> str:
-    """Of host memory that this process touches first: the NUMA node that it is bound to, else the first it may use."""
+    """Returns where host memory lies that this process touches first: the NUMA node that it is bound to, else the first
+    that it may use."""
     from kvmesh.transfer.host import memory_location
 
     return memory_location(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else "cpu:0"
 
 
 def engine_config(configure: Configure) -> EngineConfig:
-    """Of a rank. TransferError for what the engine refuses."""
+    """Returns the configuration of a rank's engine. Raises TransferError for what the engine refuses."""
     from kvmesh.transfer import EngineConfig
 
     return EngineConfig(

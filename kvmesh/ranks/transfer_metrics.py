@@ -1,7 +1,8 @@
-"""What a rank's transfer engine has counted, from the rank to the metrics of its instance.
+"""Brings the counters of a rank's transfer engine from the rank to the metrics of its instance.
 
 Labels are bounded: ranks by the world size, transports and NICs by this host's configuration, classes, operations and
-states by their enums, causes by the engine. Peers are no label: there may be any number of them."""
+states by their enums, causes by the engine. Peers are no label: there may be any number of them.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ from kvmesh.transfer.stats import HistogramStats, NicStats
 
 
 class TransferStats(msgspec.Struct, frozen=True, array_like=True):
-    """Totals since the engine's start, and what is going on. `rails`: (transport, NIC, state, how many pairs of NICs),
-    `requests`: (class, final state, how many), `waiting`: peers with something to post, by class."""
+    """Has totals since the engine's start, and what is going on. `rails` are (transport, NIC, state, number of pairs of
+    NICs), `requests` are (class, final state, number), `waiting` is the number of peers with something to post, by
+    class."""
 
     nics: tuple[NicStats, ...]
     rails: tuple[tuple[str, str, str, int], ...]
@@ -27,7 +29,7 @@ class TransferStats(msgspec.Struct, frozen=True, array_like=True):
 
 
 def stats_of(engine: TransferEngine) -> TransferStats:
-    """At the rank. Short: a lock and a few hundred numbers."""
+    """Returns the statistics, at the rank. It is short: a lock and a few hundred numbers."""
     stats = engine.stats()
     rails: Counter[tuple[str, str, str]] = Counter()
     for rail in stats.rails:
@@ -42,7 +44,7 @@ def stats_of(engine: TransferEngine) -> TransferStats:
 
 
 def tell(source: Hashable, rank: int, stats: TransferStats) -> None:
-    """At the front: these are the numbers of this rank from now on."""
+    """Sets the metrics of this rank, at the front."""
     rows: dict[Family, dict[tuple[str, ...], Value]] = {family: {} for family in names.NODE_TRANSFER_FAMILIES}
     who = str(rank)
     for nic in stats.nics:
@@ -71,12 +73,12 @@ def tell(source: Hashable, rank: int, stats: TransferStats) -> None:
 
 
 def forget(source: Hashable) -> None:
-    """The rank is gone."""
+    """Drops the metrics of a rank that is gone."""
     names.NODE_TRANSFERS.forget(source)
 
 
 def class_name(traffic_class: int) -> str:
-    """As labels have it: "handoff", "prefetch", "background"."""
+    """Returns the label of a traffic class: "handoff", "prefetch", "background"."""
     return TrafficClass(traffic_class).name.lower()
 
 

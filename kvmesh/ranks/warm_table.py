@@ -1,11 +1,12 @@
-"""Tables beside a warm segment: fixed slots in a locked file, written in place, read by the next life.
+"""The tables beside a warm segment have fixed slots in a locked file, which are written in place and read by the next
+incarnation.
 
     table       the front's:   slot of each extent → which block was sealed there, and which sealing it was
-    rank-N.sums each rank's:   slot of each extent → the sum of its bytes, and which sealing it was taken of
+    rank-N.sums each rank's:   slot of each extent → the checksum of its bytes, and which sealing it was taken of
 
-The front writes its slot in the turn in which it seals a block or lets it go: before it can tell anybody to write into
-the extent. A sum is taken later. It counts only while the front's slot names the same sealing, so it does not matter
-when it was taken, nor who overtook whom. A kill leaves at worst one slot half written, which its check tells.
+The front writes its slot in the turn of the loop in which it seals or drops a block: before it can order anybody to
+write into the extent. A checksum is taken later. It counts only while the front's slot names the same sealing, so the
+order of the two writes does not matter. A kill leaves at worst one slot half written, which the slot's check shows.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ _CHECK = struct.Struct("<Q")
 
 
 class SlotFile:
-    """`slots` slots of `body` bytes, and a check each, in a file of a tmpfs that this process has locked. `kept`: an
-    earlier life left it, of this very identity (32 bytes); else all slots are empty, and `note` (32 bytes) is ours.
-    ConfigError, see `segment_file.lock`."""
+    """Is a file of a tmpfs that this process has locked, with `slots` slots of `body` bytes, and a check each. `kept`
+    says that an earlier incarnation left it, with this very identity (32 bytes); otherwise all slots are empty, and
+    `note` (32 bytes) is written. Raises ConfigError, see `segment_file.lock`."""
 
     def __init__(self, path: str, magic: bytes, identity: bytes, slots: int, body: int, note: bytes) -> None:
         self._slots, self._body, self._size = slots, body, body + _CHECK.size
@@ -62,13 +63,13 @@ class SlotFile:
             os.close(fd)
 
     def _read_head(self) -> bytes | None:
-        """Its note; none: it is not ours."""
+        """Returns the note of the header; None if the file has another identity."""
         *head, note, check = _HEADER.unpack_from(self._map)
         body = self._map[: _HEADER.size - _CHECK.size]
         return bytes(note) if tuple(head) == self._head and xxhash.xxh3_64_intdigest(body) == check else None
 
     def reset(self, note: bytes) -> None:
-        """Every slot is empty."""
+        """Empties every slot."""
         self.kept = False
         self._map[: _HEADER.size] = bytes(_HEADER.size)
         step = 1 << 20
@@ -78,20 +79,20 @@ class SlotFile:
         self.mark(note)
 
     def mark(self, note: bytes) -> None:
-        """Write the header."""
+        """Writes the header, with this note."""
         self.note = note
         head = _HEADER.pack(*self._head, note, 0)[: -_CHECK.size]
         self._map[: _HEADER.size] = head + _CHECK.pack(xxhash.xxh3_64_intdigest(head))
 
     def write(self, slot: int, body: bytes) -> None:
-        """`body` of the agreed length; b"": the slot is empty."""
+        """Writes `body`, of the agreed length; b"" empties the slot."""
         at = _HEADER_BYTES + slot * self._size
         if body:
             body += _CHECK.pack(xxhash.xxh3_64_intdigest(body, seed=slot))
         self._map[at : at + self._size] = body or self._blank
 
     def read(self, slot: int) -> bytes | None:
-        """Its body; b"": it is empty; none: torn."""
+        """Returns the slot's body; b"" if it is empty, None if it was written halfway."""
         at = _HEADER_BYTES + slot * self._size
         whole = self._map[at : at + self._size]
         if whole == self._blank:
@@ -100,7 +101,7 @@ class SlotFile:
         return body if _CHECK.unpack_from(whole, self._body)[0] == xxhash.xxh3_64_intdigest(body, seed=slot) else None
 
     def used(self) -> list[int]:
-        """Slots that are not empty. O(bytes), fast."""
+        """Returns the slots that are not empty. Its cost is O(bytes), and small."""
         step = max(1, (8 << 20) // self._size)
         found: list[int] = []
         for first in range(0, self._slots, step):
@@ -111,7 +112,7 @@ class SlotFile:
         return found
 
     def close(self) -> None:
-        """Leaves it to the next life."""
+        """Leaves the file to the next incarnation."""
         self._map.close()
         if self._lock >= 0:
             os.close(self._lock)
@@ -119,16 +120,16 @@ class SlotFile:
 
 
 class Held(IntEnum):
-    """What an extent held when its life ended."""
+    """Says what an extent held when its incarnation ended."""
 
     BLOCK = 1  # a sealed block
-    SOMETHING = 2  # one that is found no more, but that readers may still have had
+    SOMETHING = 2  # a dropped block, which readers may still have been reading
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Of the front's table. `kind` and `place`: of a node that keeps several layouts, which, and what names the run of
-    extents that this one is of."""
+    """Is one entry of the front's table. At a node that keeps several layouts, `kind` names the layout and `place` the
+    run of extents that this one belongs to."""
 
     slot: int
     held: Held
@@ -144,8 +145,8 @@ _ENTRY = struct.Struct("<16sQQQIHH")  # key, bytes, life, place, serial, kind, h
 
 
 class BlockTable:
-    """The front's. `segments`: what names the memory of all ranks (32 bytes); `life`: no other life's, and greater
-    than those before, as far as clocks allow."""
+    """Reads and writes the front's table. `segments` names the memory of all ranks (32 bytes); `life` is the
+    incarnation's number, which no other has, and greater than those before as far as clocks allow."""
 
     def __init__(self, path: str, segments: bytes, slots: int, life: int) -> None:
         self._file = SlotFile(path, b"kvm-warm", segments, slots, _ENTRY.size, bytes(32))
@@ -154,7 +155,8 @@ class BlockTable:
         self._serial = 0
 
     def entries(self) -> Iterator[Entry | int]:
-        """What the last life left in each slot that is not empty; a number: that slot is torn."""
+        """Yields what the last incarnation left in each slot that is not empty; the bare slot number if it was written
+        halfway."""
         for slot in self._file.used():
             body = self._file.read(slot)
             if body is None:
@@ -164,11 +166,11 @@ class BlockTable:
                 yield Entry(slot, Held(held), key, nbytes, life, serial, kind, place)
 
     def sealed(self, slot: int, key: bytes, nbytes: int, kind: int = 0, place: int = 0) -> Entry:
-        """This block is complete there, from now on."""
+        """Writes that this block is complete in the slot, from now on."""
         return self._put(slot, Held.BLOCK, key, nbytes, kind, place)
 
     def gone(self, slot: int, held: bool, kind: int = 0, place: int = 0) -> None:
-        """No block is there any more that can be found; `held`: readers may have one yet."""
+        """Writes that the slot has no block any more that can be found; `held` says that readers may still read one."""
         if held:
             self._put(slot, Held.SOMETHING, bytes(16), 0, kind, place)
         else:
@@ -189,8 +191,8 @@ _NOTE = struct.Struct("<16sQ8x")  # segment, longest lease (ms)
 
 
 class SumTable:
-    """A rank's. `segment` names its memory (16 bytes): new memory has a new name. `lease_ms`: the longest lease that
-    any life of it gave, this one included; `old_lease_ms`: any before."""
+    """Reads and writes a rank's table. `segment` names its memory (16 bytes): new memory has a new name. `lease_ms` is
+    the longest lease that any incarnation of it gave, this one included; `old_lease_ms` that of any before."""
 
     def __init__(self, path: str, identity: bytes, slots: int, lease_ms: int) -> None:
         fresh = os.urandom(16)
@@ -202,7 +204,7 @@ class SumTable:
             self._file.mark(_NOTE.pack(self.segment, lease_ms))
 
     def start_anew(self, lease_ms: int) -> None:
-        """The memory is another's than it was written for."""
+        """Empties the table, because the memory is not the one that it was written for."""
         self.kept, self.segment, self.old_lease_ms = False, os.urandom(16), 0
         self._file.reset(_NOTE.pack(self.segment, lease_ms))
 
@@ -210,7 +212,7 @@ class SumTable:
         self._file.write(slot, _SUM.pack(life, checksum, serial))
 
     def get(self, slot: int, life: int, serial: int) -> int | None:
-        """The sum taken of that sealing; none: there is none."""
+        """Returns the checksum taken of that sealing; None if there is none."""
         body = self._file.read(slot)
         if not body:
             return None

@@ -1,4 +1,5 @@
-"""The public client of the Store (docs/howto/store-client.md): `StoreClient` for asyncio, `SyncStoreClient` else."""
+"""The public client of the Store (docs/howto/store-client.md): `StoreClient` for asyncio, `SyncStoreClient` for
+blocking calls."""
 
 from kvmesh.storeclient.client import StoreClient
 from kvmesh.storeclient.config import ClientConfig

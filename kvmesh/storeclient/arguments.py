@@ -1,4 +1,4 @@
-"""What callers hand in, checked: one InvalidRequest that names the field and the value."""
+"""Checks what callers pass. Each check raises one InvalidRequest that names the field and the value."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kvmesh.errors import InvalidRequest
 T = TypeVar("T")
 
 MAX_TIMEOUT_MS = 10**9
-MAX_TTL_MS = (1 << 32) - 1  # the wire's
-MAX_REPLICAS = 64  # the master's
+MAX_TTL_MS = (1 << 32) - 1  # what the message's field takes
+MAX_REPLICAS = 64  # what the master accepts
 
 
 def whole(field: str, value: object, least: int, most: int) -> int:
-    """An int, or what stands for one (numpy's), within these bounds."""
+    """Returns `value` as an int within these bounds; numpy integers are accepted."""
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -28,14 +28,15 @@ def whole(field: str, value: object, least: int, most: int) -> int:
 
 
 def milliseconds(field: str, value: Any) -> float:
-    """A time of an operation: positive and finite."""
+    """Returns the time of an operation, which must be positive and finite."""
     if not isinstance(value, Real) or not 0 < value <= MAX_TIMEOUT_MS:  # type: ignore[operator]
         raise InvalidRequest.of(field, value, f"must be a positive number of milliseconds, at most {MAX_TIMEOUT_MS}")
     return float(value)
 
 
 def listed(field: str, value: Iterable[T]) -> list[T]:
-    """All of them: the same when it is a list. A text, or bytes, is one thing and not a list of its letters."""
+    """Returns `value` as a list: the same object if it is one. A text, or bytes, is refused: it is one thing and not a
+    list."""
     if type(value) is list:
         return value
     if isinstance(value, str | bytes | bytearray | memoryview | Mapping) or not isinstance(value, Iterable):
@@ -50,7 +51,7 @@ def instance(field: str, value: object, *kinds: type) -> None:
 
 
 def flag(field: str, value: object, default: bool = False) -> bool:
-    """True or False; None: `default`."""
+    """Returns True or False; `default` for None."""
     if value is None:
         return default
     if value is not True and value is not False:

@@ -1,4 +1,4 @@
-"""What every operation of a client needs: its time, its turn, and an end after which nothing of it runs."""
+"""What every operation of a client needs: its deadline, its turn, and an end after which nothing of it runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def left(deadline: float) -> float:
-    """Seconds until `deadline` (monotonic). DeadlinePassed: none."""
+    """Returns the seconds until `deadline` (monotonic). Raises DeadlinePassed when there are none."""
     seconds = deadline - time.monotonic()
     if seconds <= 0:
         raise DeadlinePassed("the operation's time is over")
@@ -22,7 +22,8 @@ def left(deadline: float) -> float:
 
 
 async def whole(work: Coroutine[Any, Any, T]) -> T:
-    """Its result. When this is cancelled so is the work, which has ended before this raises: others own its memory."""
+    """Returns the result of `work`. When the caller is cancelled, the work is cancelled too, and has ended before this
+    raises, as others own the memory that it uses."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
@@ -33,8 +34,8 @@ async def whole(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def every(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results of all, beside one another; when one raises, or this is cancelled, the others have ended as well: they
-    use the same memory."""
+    """Returns the results of all, which run side by side. When one raises, or the caller is cancelled, the others have
+    ended before this raises: they use the same memory."""
     works = list(works)
     if len(works) == 1:
         return [await works[0]]
@@ -50,7 +51,7 @@ async def every(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 @asynccontextmanager
 async def turn(of: asyncio.Lock | asyncio.Semaphore, deadline: float) -> AsyncIterator[None]:
-    """One's turn, waited for no longer than until `deadline`. DeadlinePassed: it has not come."""
+    """Acquires a lock or semaphore, and waits no longer than until `deadline`. Raises DeadlinePassed after that."""
     seconds = left(deadline)
     try:
         if of.locked():
@@ -67,7 +68,8 @@ async def turn(of: asyncio.Lock | asyncio.Semaphore, deadline: float) -> AsyncIt
 
 
 async def in_thread(work: Callable[[], T], undo: Callable[[T], None] | None = None) -> T:
-    """Its result. A thread cannot be cancelled: when this is, it ends first; `undo` takes what nobody waits for."""
+    """Returns the result of `work`, which runs in a thread. A thread cannot be cancelled: when the caller is, the work
+    ends first, and `undo` takes its result."""
     running = asyncio.get_running_loop().run_in_executor(None, work)
     try:
         return await asyncio.shield(running)
@@ -79,7 +81,7 @@ async def in_thread(work: Callable[[], T], undo: Callable[[T], None] | None = No
 
 
 async def ended(task: asyncio.Future[Any]) -> None:
-    """Returns when it has ended, however often the caller is cancelled meanwhile; raises nothing."""
+    """Returns when `task` has ended, however often the caller is cancelled meanwhile; raises nothing."""
     while not task.done():
         try:
             await asyncio.wait({task})

@@ -1,4 +1,4 @@
-"""The public client of the Store: a shared pool of immutable blocks.
+"""This is the public client of the Store: a shared pool of immutable blocks.
 
     async with StoreClient(ClientConfig(store="10.0.0.5:7002", namespace="docs")) as client:
         key = await client.put(b"...", name="report")
@@ -42,12 +42,13 @@ from kvmesh.transfer import EngineConfig, TransferEngine
 
 
 class StoreClient:
-    """Asynchronous; for one event loop. `close` it, or use `async with`. Times are milliseconds; an operation that
-    names none has the configuration's. Every method raises KvmeshError; none returns while anything still moves in
-    memory that it was given."""
+    """Is a client of the Store for one event loop. `close` it, or use `async with`. Times are milliseconds; an
+    operation without a `timeout_ms` has the configuration's. Every method raises KvmeshError; none returns while bytes
+    still move in memory that it was given."""
 
     def __init__(self, config: ClientConfig | None = None) -> None:
-        """Raises ConfigError or TransferError: no such NIC, no master named, a port in use, a forked process."""
+        """Raises ConfigError or TransferError: a NIC does not exist, no master is named, a port is in use, the process
+        was forked after a client was made."""
         forks.check()
         self.config = config = config or ClientConfig()
         self._directory = Directory(config.store)
@@ -88,8 +89,8 @@ class StoreClient:
         await self.close()
 
     async def close(self) -> None:
-        """Ends what was begun in the background and gives all memory back. Bounded. Idempotent. In a forked child it
-        does nothing: all of it is the parent's."""
+        """Ends what was begun in the background and gives all memory back, within a bounded time. It may be called more
+        than once. In a forked child it does nothing, as everything is the parent's."""
         if self._closed:
             return
         self._closed = True
@@ -101,19 +102,20 @@ class StoreClient:
         await asyncio.to_thread(self._engine.close)
 
     def allocate(self, nbytes: int) -> Buffer:
-        """Zeroed memory that nodes of this machine map: puts and gets copy once, and nothing on the way."""
+        """Returns zeroed memory that nodes of this machine map: a put or get copies it once, and the transfer copies
+        nothing."""
         self._check_open()
         return self._memory.allocate(nbytes)
 
     def register(self, buffer: object) -> Buffer:
-        """Memory of the caller (bytearray, numpy array, contiguous CPU tensor), which must live until `unregister` or
-        `close`. Gets land in it directly. Puts out of it are read by nodes over tcp where it cannot be mapped; they are
-        staged when that is faster. TransferError: it is no such memory."""
+        """Registers memory of the caller (bytearray, numpy array, contiguous CPU tensor), which must live until
+        `unregister` or `close`. Gets land in it directly. Nodes that cannot map it read puts out of it over tcp; a put
+        is staged in shared memory where that is faster. Raises TransferError when the object is no such memory."""
         self._check_open()
         return self._memory.register(buffer)
 
     def unregister(self, buffer: Buffer) -> None:
-        """TransferError: an operation still uses it."""
+        """Ends a registration, and raises TransferError while an operation uses the memory."""
         self._check_open()
         self._memory.unregister(buffer)
 
@@ -129,15 +131,17 @@ class StoreClient:
         verify: bool | None = None,
         timeout_ms: int | None = None,
     ) -> bytes:
-        """Seal one block at a pool node; its key. `data`: bytes, or registered memory (see `put_from`).
+        """Seals one block at a pool node and returns its key. `data` is bytes, or registered memory (see `put_from`).
 
-        `key`: of exactly these bytes (`content_key`), or one of `grant`. `name`: is bound to the key; InvalidRequest
-        when it stands for another block, unless `replace`: then it stands for this one from now on, and whoever reads
-        it meanwhile finds the old block or this one; of several who do so at once the last one counts.
+        `key` is the key of exactly these bytes (`content_key`), or one of `grant`. `name` is bound to the key;
+        InvalidRequest is raised when it stands for another block, unless `replace` is set: then the name stands for
+        this block from now on, and whoever reads it meanwhile finds the old block or this one; of several clients that
+        do so at once the last one counts.
 
         Raises Overloaded when no node has room, PinLimit when as much is pinned hard as may be, InvalidRequest for a
         value that is larger than any node's memory, DeadlinePassed when the time is over, Unavailable when no node can
-        be asked."""
+        be asked.
+        """
         keys = None if key is None else [key]
         names = None if name is None else [name]
         done = await self.put_many(
@@ -168,9 +172,9 @@ class StoreClient:
         verify: bool | None = None,
         timeout_ms: int | None = None,
     ) -> list[Put]:
-        """As `put`, for many blocks in few transfers; what becomes of each is in its `Put`. Names are bound for those
-        that are held; InvalidRequest tells the first name that stands for another block. `replace`: up to 4096 names
-        change together."""
+        """Puts many blocks in few transfers, as `put` does; what becomes of each is in its `Put`. Names are bound for
+        blocks that are held; InvalidRequest tells the first name that stands for another block. With `replace`, up to
+        4096 names change together."""
         deadline = self._deadline(timeout_ms)
         if pin is not None:
             pin = _pin(pin)
@@ -192,15 +196,16 @@ class StoreClient:
         return puts
 
     async def put_from(self, source: Target, **options: Any) -> bytes:
-        """`put` out of registered memory, which must not change until this returns; from then on it may."""
+        """Puts registered memory, which must not change until this returns."""
         return await self.put(source, **options)
 
     async def put_many_from(self, sources: Sequence[Target], **options: Any) -> list[Put]:
-        """`put_many` out of registered memory, as `put_from`."""
+        """Puts many spans of registered memory, as `put_from` does."""
         return await self.put_many(sources, **options)
 
     async def _put_all(self, sources: Sequence[Data | Span], keys: Sequence[bytes], wish: PutOptions) -> list[Put]:
-        """Equal blocks once. Memory that nodes here cannot map goes through staging where that is shared memory."""
+        """Puts equal blocks once. Memory that nodes of this machine cannot map goes through staging where that is
+        shared memory."""
         blocks: list[Block] = []
         items: list[tuple[bytes, Data]] = []
         for key, source in dict(zip(keys, sources, strict=True)).items():
@@ -217,23 +222,23 @@ class StoreClient:
         return [by_key[key] for key in keys]
 
     def _met(self, keys: Sequence[bytes]) -> None:
-        """Nodes that have just taken some of these."""
+        """Notes that the nodes that hold some of these keys have just answered."""
         now = time.monotonic()
         for address in {replica.holder.address for key in keys for replica in self._hints.of(key, now)}:
             self._reader.local.met(address)
 
     def content_key(self, data: Source) -> bytes:
-        """The key of exactly these bytes in this client's namespace."""
+        """Returns the key of exactly these bytes in this client's namespace."""
         self._check_open()
         return self._keys.of_content(data)
 
     async def grant(self, n: int = 1, *, timeout_ms: int | None = None) -> list[bytes]:
-        """Keys that nobody else gets, each for one put of this client. They cost no hash of the data."""
+        """Returns `n` keys that nobody else gets, each for one put of this client. They save the hash of the data."""
         return await self._keys.grant(n, self._deadline(timeout_ms))
 
     async def get(self, ref: Ref, *, verify: bool | None = None, timeout_ms: int | None = None) -> bytes | None:
-        """The block's bytes; None: nobody has it. Unavailable: somebody should, and could not be read; DeadlinePassed:
-        not in time."""
+        """Returns the block's bytes, or None if no node has it. Raises Unavailable when a node should have it and could
+        not be read, and DeadlinePassed when it was not read in time."""
         deadline = self._deadline(timeout_ms)
         got = (await self._get([ref], None, verify, deadline))[0]
         _raise_unread(got, deadline)
@@ -242,15 +247,16 @@ class StoreClient:
     async def get_many(
         self, refs: Sequence[Ref], *, verify: bool | None = None, timeout_ms: int | None = None
     ) -> list[Got]:
-        """Each with its bytes, and which node and tier they came from."""
+        """Returns each block with its bytes, and the node and tier that they came from."""
         deadline = self._deadline(timeout_ms)
         return await self._get(arguments.listed("refs", refs), None, verify, deadline)
 
     async def get_into(
         self, ref: Ref, target: Target, *, verify: bool | None = None, timeout_ms: int | None = None
     ) -> Got:
-        """The block into registered memory, from its first byte on. What stands there when it was not read is
-        undefined. InvalidRequest: the memory is too small. Unavailable and DeadlinePassed as `get`."""
+        """Reads the block into registered memory, from the memory's first byte on. If the block is not read, the
+        memory's content is undefined. Raises InvalidRequest when the memory is too small; Unavailable and
+        DeadlinePassed as `get` does."""
         deadline = self._deadline(timeout_ms)
         got = (await self._get([ref], [target_of(target)], verify, deadline))[0]
         _raise_unread(got, deadline)
@@ -264,7 +270,7 @@ class StoreClient:
         verify: bool | None = None,
         timeout_ms: int | None = None,
     ) -> list[Got]:
-        """Each into its own memory. Memory that overlaps holds no one knows what."""
+        """Reads each block into its own memory. If two memories overlap, the content of both is undefined."""
         deadline = self._deadline(timeout_ms)
         refs, spans = arguments.listed("refs", refs), [target_of(one) for one in arguments.listed("targets", targets)]
         if len(spans) != len(refs):
@@ -277,16 +283,16 @@ class StoreClient:
         return await self._reader.read(refs, targets, flag("verify", verify, self.config.verify), deadline)
 
     async def exists(self, ref: Ref, *, timeout_ms: int | None = None) -> Tier | None:
-        """The fastest tier that a node says it has it in, now; None: nobody."""
+        """Returns the fastest tier in which a node says that it has the block now, or None if no node has it."""
         return (await self.exists_many([ref], timeout_ms=timeout_ms))[0]
 
     async def exists_many(self, refs: Sequence[Ref], *, timeout_ms: int | None = None) -> list[Tier | None]:
-        """As `exists`: holders are asked themselves."""
+        """Returns, for each block, what `exists` does. The holders themselves are asked."""
         places = await self.locate_many(refs, timeout_ms=timeout_ms)
         return [min((p.tier for p in some), default=None) for some in places]
 
     async def locate_many(self, refs: Sequence[Ref], *, timeout_ms: int | None = None) -> list[list[Place]]:
-        """Every node that says it has each block: where, in which tier, how many bytes."""
+        """Returns, for each block, every node that says it has it: where, in which tier, how many bytes."""
         deadline = self._deadline(timeout_ms)
         refs = arguments.listed("refs", refs)
         keys = await self._keys.resolved(refs, deadline)
@@ -295,17 +301,17 @@ class StoreClient:
 
     @property
     def tag(self) -> bytes:
-        """What every key of this client's namespace begins with: 4 bytes."""
+        """The 4 bytes that every key of this client's namespace begins with."""
         return self._keys.tag
 
     @property
     def directory(self) -> Directory:
-        """The master's own calls."""
+        """The store master's own calls."""
         return self._directory
 
     def at_hand(self, refs: Sequence[Ref], targets: Sequence[Target] | None) -> list[Got] | None:
-        """What `get_many` or `get_many_into` gives, if all of it lies in memory that is mapped here: read by the thread
-        that calls this, which may be any. None: call those."""
+        """Returns what `get_many` or `get_many_into` would return, if all of it lies in memory that is mapped here; the
+        calling thread, which may be any, copies it. Returns None if those must be called instead."""
         if self._closed or self.config.verify or not isinstance(refs, list | tuple):
             return None
         if targets is not None and not isinstance(targets, list | tuple):
@@ -318,7 +324,7 @@ class StoreClient:
         return self._reader.read_at_hand(refs, spans)
 
     def counters(self) -> dict[str, int]:
-        """Since this client's start."""
+        """Returns counts since this client's start."""
         read, near, wrote = self._reader.stats, self._reader.local, self._writer.stats
         return {
             "blocks_got": read.blocks + near.hits,
@@ -337,7 +343,8 @@ class StoreClient:
     # ── blocks that are there: removed, pinned, copied, moved, brought near, counted ─────────────────
 
     async def remove(self, *refs: Ref, timeout_ms: int | None = None) -> Removed:
-        """These blocks, everywhere; names among them are unbound. See `Removed` for who has heard of it."""
+        """Removes these blocks everywhere; names among the refs are unbound. `Removed` says which nodes have applied
+        it."""
         deadline = self._deadline(timeout_ms)
         names = [ref for ref in refs if isinstance(ref, str)]
         keys = [key for key in await self._keys.resolved(refs, deadline) if key is not None]
@@ -346,25 +353,26 @@ class StoreClient:
         if keys:
             done = await self._directory.remove(left(deadline), keys=list(dict.fromkeys(keys)))
             self._hints.forget(keys)
-        # Only now: whoever has to say it again must still find what the names stood for.
+        # Only now: a client that has to repeat the removal must still find what the names stood for.
         await self._keys.unbind_removed(names, deadline)
         return done
 
     async def remove_namespace(self, *, timeout_ms: int | None = None) -> Removed:
-        """Every block of this client's namespace, KV blocks of the tenant of that name included."""
+        """Removes every block of this client's namespace, KV blocks of the tenant of that name included."""
         self._hints.forget_tag(self._keys.tag)
         done = await self._directory.remove(left(self._deadline(timeout_ms)), prefix=self._keys.tag)
         self._hints.forget_tag(self._keys.tag)
         return done
 
     async def pin(self, *refs: Ref, ttl_ms: int = 0, timeout_ms: int | None = None) -> list[int]:
-        """At every node that has them: softly for `ttl_ms` (they go last), or with 0 hard (they stay). How many nodes
-        did, for each. Overloaded: a node has too much pinned already."""
+        """Pins the blocks at every node that has them: softly for `ttl_ms` (they are evicted last), or with 0 hard
+        (they stay). Returns how many nodes pinned each. Raises Overloaded when a node has too much pinned already."""
         ttl_ms = arguments.whole("ttl_ms", ttl_ms, 0, MAX_TTL_MS)
         kind = Pin.SOFT if ttl_ms else Pin.HARD
         return await self._pin(refs, kind, ttl_ms, self._deadline(timeout_ms))
 
     async def unpin(self, *refs: Ref, timeout_ms: int | None = None) -> list[int]:
+        """Removes the pins of the blocks at every node that has them. Returns how many nodes have done so for each."""
         return await self._pin(refs, Pin.NONE, 0, self._deadline(timeout_ms))
 
     async def _pin(self, refs: Sequence[Ref], kind: Pin, ttl_ms: int, deadline: float) -> list[int]:
@@ -375,8 +383,8 @@ class StoreClient:
     async def change_replica(
         self, refs: Sequence[Ref], replicas: int, *, hard: bool = False, timeout_ms: int | None = None
     ) -> list[int]:
-        """How many nodes are to hold each block (0: as many as there happen to be); the master sees to it. `hard`:
-        pinned hard at each. How many do now."""
+        """Sets how many nodes are to hold each block (0: however many there happen to be); the master sees to it. With
+        `hard` each pins it hard. Returns how many hold each now."""
         deadline = self._deadline(timeout_ms)
         replicas, hard = arguments.whole("replicas", replicas, 0, MAX_REPLICAS), flag("hard", hard)
         refs = listed("refs", refs)
@@ -389,9 +397,9 @@ class StoreClient:
     async def prefetch(
         self, refs: Sequence[Ref], policy: Policy = Policy.BEST_EFFORT, *, timeout_ms: int | None = None
     ) -> list[bool]:
-        """Have the nearest pool node copy these blocks; which it has when this returns. BEST_EFFORT returns at once,
-        WAIT when all is done that can be, DEADLINE after `timeout_ms` whatever is done. Unavailable: no pool node is
-        near."""
+        """Lets the nearest pool node copy these blocks, and returns which it has by then. BEST_EFFORT returns at once,
+        WAIT when all is done that can be, DEADLINE after `timeout_ms` whatever is done. Raises Unavailable when no pool
+        node is near."""
         deadline = self._deadline(timeout_ms)
         instance("policy", policy, Policy)
         refs = listed("refs", refs)
@@ -400,8 +408,9 @@ class StoreClient:
         return [key is not None and here[key] for key in keys]
 
     async def copy(self, refs: Sequence[Ref], *, to: str, timeout_ms: int | None = None) -> list[Moved]:
-        """Have the node `to` pull a copy of each block; what it has already stays. The master's word (`change_replica`)
-        stands: of more copies than it is to keep, one goes again. InvalidRequest: there is no such node."""
+        """Lets the node `to` pull a copy of each block that it does not have. The master's target (`change_replica`)
+        stands: if there are more copies than that, one is removed again. Raises InvalidRequest when there is no such
+        node."""
         deadline = self._deadline(timeout_ms)
         instance("to", to, str)
         refs = listed("refs", refs)
@@ -412,9 +421,10 @@ class StoreClient:
     async def move(
         self, refs: Sequence[Ref], *, to: str, source: str | None = None, timeout_ms: int | None = None
     ) -> list[Moved]:
-        """As `copy`; then the copy at `source` goes, in every tier (None: at the one other node that has it). A hard
-        pin there comes along, a soft one does not. A copy that is being read all the time stays, and its `Moved` says
-        so. There is no moment in which neither has it. InvalidRequest: there is no such node."""
+        """Copies as `copy` does; then the copy at `source` is removed from every tier (None: at the only other node
+        that has it). A hard pin there comes along, a soft one does not. A copy that is being read all the time stays,
+        and its `Moved` says so. At every moment at least one of the two nodes has the block. Raises InvalidRequest when
+        there is no such node."""
         deadline = self._deadline(timeout_ms)
         instance("to", to, str)
         instance("source", source, str, NoneType)
@@ -424,7 +434,7 @@ class StoreClient:
         return [done[key] if key is not None else NO_BLOCK for key in keys]
 
     async def replicas(self, refs: Sequence[Ref], *, timeout_ms: int | None = None) -> list[list[Replica]]:
-        """What the master knows of each block's holders; `locate_many` asks them."""
+        """Returns each block's holders as the master knows them. `locate_many` asks the holders themselves."""
         deadline = self._deadline(timeout_ms)
         refs = listed("refs", refs)
         keys = await self._keys.resolved(refs, deadline)
@@ -433,12 +443,13 @@ class StoreClient:
         return [found[key] if key is not None else [] for key in keys]
 
     async def quotas(self, *, timeout_ms: int | None = None) -> list[Quota]:
-        """Of every namespace that has one, with what it uses now."""
+        """Returns the quota of every namespace that has one, with what it uses now."""
         return await self._directory.quotas(left(self._deadline(timeout_ms)))
 
     async def set_quota(self, namespace: str, blocks: int, *, timeout_ms: int | None = None) -> None:
-        """So many blocks in memory over all nodes, copies counted, for it and for the tenant of that salt; 0: no limit
-        any more. Nodes hear of it with their next heartbeats. Overloaded: too many are set."""
+        """Sets how many blocks the namespace, and the tenant with that salt, may have in memory over all nodes, copies
+        counted; 0 means no limit. Nodes are told with their next heartbeats. Raises Overloaded when too many quotas are
+        set."""
         await self._directory.set_quota(namespace, blocks, left(self._deadline(timeout_ms)))
 
     def _deadline(self, timeout_ms: float | None) -> float:
@@ -447,13 +458,13 @@ class StoreClient:
         return time.monotonic() + timeout_ms / 1000
 
     def _check_open(self) -> None:
-        """Raises Unavailable when this client is closed, InvalidRequest when it is a parent process's."""
+        """Raises Unavailable when this client is closed, InvalidRequest when it belongs to a parent process."""
         if self._closed:
             raise forks.closed(self)
 
 
 def _raise_unread(got: Got, deadline: float) -> None:
-    """Raises when somebody should have it and has not given it."""
+    """Raises Unavailable or DeadlinePassed for a block that a node should have and did not give."""
     if not got.here and got.cause:
         kind = DeadlinePassed if time.monotonic() >= deadline else Unavailable
         raise kind(f"block {got.key.hex()} could not be read: {got.cause}")
@@ -467,7 +478,8 @@ def _pin(pin: Pin) -> Pin:
 
 
 def _names(names: list[str], count: int) -> list[str]:
-    """Of as many blocks. Raises InvalidRequest: also for a name that is there twice, as it can stand for one only."""
+    """Checks names for `count` blocks. Raises InvalidRequest, also for a name that comes twice, as it can stand for one
+    block only."""
     for text in names:
         check_name(text)
     if len(names) != count:

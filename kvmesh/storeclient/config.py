@@ -1,4 +1,4 @@
-"""What a client of the Store can be told."""
+"""This module has the settings of a client of the Store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ KEYS = ("content", "granted")
 
 @dataclass(frozen=True, kw_only=True)
 class ClientConfig:
-    """Sizes in bytes or MiB, times as their names say. ConfigError names field and value."""
+    """Has the settings of one client: sizes in bytes or MiB, times in the unit of their names. Raises ConfigError
+    naming field and value."""
 
     store: str = field(
         default="127.0.0.1:7002",
@@ -109,5 +110,5 @@ class ClientConfig:
 
 
 def split_list(text: str) -> tuple[str, ...]:
-    """ "a, b" → ("a", "b")."""
+    """Returns ("a", "b") for "a, b"."""
     return tuple(part.strip() for part in text.split(",") if part.strip())

@@ -1,4 +1,4 @@
-"""What the parts of one client share."""
+"""This module has what the parts of one client share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from kvmesh.transfer import TransferEngine
 
 @dataclass(frozen=True, slots=True)
 class ClientContext:
-    """Owned by the client, which closes it after all of them. `turns`: of operations; see ClientConfig.concurrency."""
+    """The client owns all of it, and closes it after the parts that use it. `turns` bounds the operations under way;
+    see ClientConfig.concurrency."""
 
     config: ClientConfig
     engine: TransferEngine
@@ -28,7 +29,7 @@ class ClientContext:
 
 
 class EngineSegments:
-    """Nodes' segments at this process's own engine, counted by users: two addresses may lead to one node."""
+    """Nodes' segments that this process's own engine has open, counted by users: two addresses may lead to one node."""
 
     def __init__(self, engine: TransferEngine) -> None:
         self._engine = engine

@@ -1,8 +1,8 @@
-"""Blocks copied by nodes at this client's wish: to a node that the caller names, or near before they are wanted.
+"""Copies that nodes make for this client: to a node that the caller names, or to a near one before they are wanted.
 
-A copy is pulled by its receiver. A move is a copy that is there, and then the end of the old one. In between the new
-one is leased, and the old holder spares what is leased where it lies: of two who move a block past one another one is
-told so and comes again, and a master that trims copies leaves the new one alone. So at no moment has nobody the block.
+The receiver of a copy pulls it. A move makes a copy, and then removes the old one. In between the new copy is leased,
+and the old holder spares a block that is leased there: of two clients that move a block past one another one is told so
+and tries again, and a master that removes copies leaves the new one alone. So at every moment some node has the block.
 """
 
 from __future__ import annotations
@@ -30,27 +30,28 @@ from kvmesh.storeclient.replicas import Hints, Holder, ReaderLocation, Replica
 
 log = logging.getLogger(__name__)
 
-PULL_BLOCKS = 512  # of one call
-PULL_MS = 60_000  # at most
+PULL_BLOCKS = 512  # blocks in one call
+PULL_MS = 60_000  # the longest time of one call
 HOLDERS = 64  # named in one call
-AT_ONCE = 4  # calls of one operation
-GUARD_MS = 3_000  # the new copy is leased so long: also a moment after the old one has gone, as a master may be about
-# to trim the new one who has just heard that the old one is there
+AT_ONCE = 4  # calls of one operation that run at once
+# The new copy is leased so long: also for a moment after the old one has gone, as a master that has just been told of
+# the old one may be about to trim the new one.
+GUARD_MS = 3_000
 CALL_S = 2.0  # a node that has not answered by then has not done it
-AGAIN_S = (0.02, 0.5)  # after which what was leased is tried again: doubling, up to the second
+AGAIN_S = (0.02, 0.5)  # the wait before a leased block is tried again: from the first, doubling, to the second
 PINNED, LEASED = 1, 2  # why a node spared a block
 
 
 def portions(keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
-    """As many keys as one call may carry."""
+    """Yields as many keys as one call may carry."""
     return (keys[at : at + PULL_BLOCKS] for at in range(0, len(keys), PULL_BLOCKS))
 
 
 async def pull(
     peers: PeerPool, address: str, keys: Sequence[bytes], holders: Iterable[Holder], deadline: float
 ) -> bytes:
-    """One byte a key: 1 it is in the memory of the node at `address` now. Until `deadline` (monotonic). KvmeshError:
-    that node does not answer, or does not want any."""
+    """Lets the node at `address` pull blocks. Returns one byte for each key: 1 if it is in that node's memory now. It
+    takes until `deadline` (monotonic s) at most. Raises KvmeshError when the node does not answer, or refuses."""
     lives = {(holder.store_id, holder.incarnation): holder for holder in holders}
     left_s = max(deadline - time.monotonic(), 0.001)
     request = pb.PullBlocksRequest(
@@ -72,8 +73,9 @@ async def pull(
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What became of one block. `held`: the receiver has it now. `source`: the node whose copy has gone; "": none has.
-    `pinned`: its hard pin came along. `cause`: why not all that was asked for was done; "": it was."""
+    """Tells what became of one block. `held` says that the receiver has it now. `source` is the node whose copy has
+    been removed; "" if none has. `pinned` says that its hard pin came along. `cause` says why not all that was asked
+    for was done; "" if it was."""
 
     key: bytes
     held: bool = False
@@ -87,8 +89,8 @@ NO_BLOCK = Moved(b"", cause="no block has that name")
 
 @dataclass(slots=True)
 class _Work:
-    """One call's. `source`: as the caller named it. `places`: who said that he has each key; `done`: what is known of
-    it by now."""
+    """Keeps one call of copy or move. `source` is as the caller named it, `places` are the nodes that said they have
+    each key, and `done` is what is known of each key by now."""
 
     to: Holder
     deadline: float
@@ -104,14 +106,14 @@ class _Work:
         return [place.holder for place in self.places[key] if place.holder.store_id != self.to.store_id]
 
     def leaving(self, key: bytes) -> list[Holder]:
-        """Whose copy may be meant to go."""
+        """Returns the holders whose copy may be meant to be removed."""
         return [one for one in self.others(key) if self.source in (None, one.store_id)]
 
     def here(self, key: bytes) -> bool:
         return len(self.others(key)) < len(self.places[key])
 
     def unclear(self, key: bytes) -> str:
-        """Why nothing can be done with it."""
+        """Returns why nothing can be done with the block, or ""."""
         if not self.places[key]:
             return "no node has it"
         leaving = self.leaving(key)
@@ -125,7 +127,7 @@ class _Work:
 
 @dataclass(slots=True)
 class _Guard:
-    """Leases at the receiver: of `keys`, until then (lease clock)."""
+    """Has leases of `keys` at the receiver, until `until` (lease clock)."""
 
     keys: list[bytes]
     leases: list[int]
@@ -133,7 +135,8 @@ class _Guard:
 
 
 class Mover:
-    """On the event loop. `rng`: how long those who are in each other's way wait."""
+    """Copies and moves blocks; it belongs to the event loop. `rng` draws how long calls that are in each other's way
+    wait."""
 
     def __init__(
         self, peers: PeerPool, directory: Directory, holding: HolderQueries, hints: Hints, rng: random.Random
@@ -145,13 +148,14 @@ class Mover:
         self._rng = rng
 
     async def copy(self, keys: Sequence[bytes], to: str, deadline: float) -> dict[bytes, Moved]:
-        """Of each key. InvalidRequest: no such node."""
+        """Copies blocks and returns what became of each. Raises InvalidRequest when there is no such node."""
         work = _Work(await self._node(to, deadline), deadline)
         await self._copy(work, dict.fromkeys(keys))
         return work.done
 
     async def move(self, keys: Sequence[bytes], to: str, source: str | None, deadline: float) -> dict[bytes, Moved]:
-        """As `copy`; a copy that is in use when it is to go is tried again until `deadline`."""
+        """Moves blocks as `copy` copies them. A copy that is in use when it is to be removed is tried again until
+        `deadline`."""
         if source == to:
             raise InvalidRequest.of("source", source, "is the node to which the blocks are to be moved")
         work = _Work(await self._node(to, deadline), deadline, True, source)
@@ -177,7 +181,7 @@ class Mover:
     # ── copies ───────────────────────────────────────────────────────────────────────────────────────
 
     async def _copy(self, work: _Work, keys: Iterable[bytes]) -> None:
-        """What is missing is pulled; never raises for one block."""
+        """Pulls the blocks that are missing. It does not raise for a single block."""
         keys = list(keys)
         work.places |= await self._holding.places(keys, work.deadline)
         wanted = []
@@ -200,7 +204,7 @@ class Mover:
             now = time.monotonic()
             for key, here in zip(part, held, strict=True):
                 work.note(key, held=bool(here), cause="" if here else f"{work.to.store_id} has not taken it: {why}")
-                if here:  # the master will hear of it soon
+                if here:  # the master will be told soon
                     self._hints.learn(key, [Replica(work.to), *map(Replica, work.others(key))], now)
 
         await asyncio.gather(*map(some, portions(wanted)))
@@ -208,7 +212,7 @@ class Mover:
     # ── the end of the old copy ──────────────────────────────────────────────────────────────────────
 
     async def _all_handed_over(self, work: _Work, keys: Iterable[bytes]) -> list[bytes]:
-        """What is at the receiver goes where it came from; what is to be tried again."""
+        """Removes the old copies of blocks that the receiver has. Returns the blocks that must be tried again."""
         by_source: dict[Holder, list[bytes]] = {}
         for key in keys:
             if work.done[key].held and not work.done[key].cause:
@@ -219,8 +223,8 @@ class Mover:
         return [key for some in ends for key in some]
 
     async def _handed_over(self, work: _Work, old: Holder, keys: Sequence[bytes]) -> list[bytes]:
-        """Have `old` let go of what the receiver has under lease; which were in use there, or have left the receiver
-        meanwhile."""
+        """Lets `old` remove what the receiver has under a lease. Returns the blocks that were in use there, or have
+        left the receiver meanwhile."""
         again: list[bytes] = []
         try:
             guard = await self._guard(work, keys)
@@ -242,7 +246,7 @@ class Mover:
         return again
 
     async def _guard(self, work: _Work, keys: Sequence[bytes]) -> _Guard:
-        """Those that the receiver has are leased, and nobody gives the leases back. KvmeshError."""
+        """Leases the blocks that the receiver has; the leases are left to expire. Raises KvmeshError."""
         guard = _Guard([], [], lease_clock() + GUARD_MS / 1000)
         if not keys:
             return guard
@@ -268,7 +272,7 @@ class Mover:
         return guard
 
     async def _pin(self, work: _Work, keys: Sequence[bytes]) -> list[bytes]:
-        """Those that are pinned hard at the receiver now. KvmeshError."""
+        """Pins blocks hard at the receiver, and returns those that are. Raises KvmeshError."""
         request = pb.PinBlocksRequest(keys=b"".join(keys), kind=pb.PIN_KIND_HARD)
         answer = await self._ask(work.to, "Pin", request, work.deadline)
         pinned = [key for key, done in zip(keys, answer.done, strict=True) if done]
@@ -279,8 +283,8 @@ class Mover:
     async def _let_go(
         self, work: _Work, old: Holder, keys: Sequence[bytes], until: float, *, pinned: bool
     ) -> dict[bytes, int]:
-        """Why `old` has not removed some of them. `until`: when the guard ends. `pinned`: those that are pinned hard
-        there are to stay. KvmeshError."""
+        """Lets `old` remove blocks. Returns why it has not removed some of them. `until` is when the guard ends;
+        `pinned` keeps those that are pinned hard there. Raises KvmeshError."""
         if not keys:
             return {}
         request = pb.RemoveBlocksRequest(keys=b"".join(keys), spare_leased=True, spare_pinned=pinned)
@@ -297,7 +301,7 @@ class Mover:
         return {key: why for key, why in spared.items() if why}
 
     async def _ask(self, node: Holder, method: str, request: Message, deadline: float) -> Any:
-        """KvmeshError."""
+        """Calls one node. Raises KvmeshError."""
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise DeadlinePassed("there is no time left for it")
@@ -309,15 +313,15 @@ class Mover:
 
 
 class Policy(enum.Enum):
-    """When a prefetch returns."""
+    """Decides when a prefetch returns."""
 
     BEST_EFFORT = "best_effort"  # at once
     WAIT = "wait"  # when all is there that can be
-    DEADLINE = "deadline"  # after its time, whatever is there by then; the rest goes on coming
+    DEADLINE = "deadline"  # after its time, whatever is there by then; the rest is still copied
 
 
 class Prefetcher:
-    """On the event loop; `close` it."""
+    """Runs prefetches; it belongs to the event loop, and its owner must `close` it."""
 
     def __init__(self, peers: PeerPool, directory: Directory, hints: Hints, here: ReaderLocation) -> None:
         self._peers = peers
@@ -327,7 +331,7 @@ class Prefetcher:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def prefetch(self, keys: Sequence[bytes], policy: Policy, deadline: float) -> dict[bytes, bool]:
-        """Which keys the near node has when this returns. Unavailable: there is none."""
+        """Returns which keys the near node has when this returns. Raises Unavailable when there is no near node."""
         keys = list(dict.fromkeys(keys))
         left_s = max(deadline - time.monotonic(), 0.001)
         near = self._near(await self._directory.pools(left_s, lambda pools: bool(self._candidates(pools))))
@@ -347,7 +351,8 @@ class Prefetcher:
         return dict(had)
 
     def _near(self, pools: Sequence[PoolCandidate]) -> PoolCandidate:
-        """The pool node of this machine, else one of this host's addresses; of several, that with most room."""
+        """Returns the pool node of this machine, else one at one of this host's addresses; of several, that with most
+        room."""
 
         near = self._candidates(pools)
         if not near:
@@ -377,14 +382,14 @@ class Prefetcher:
             now = time.monotonic()
             for key, here in zip(part, held, strict=True):
                 had[key] = bool(here)
-                if here:  # the master will hear of it soon
+                if here:  # the master will be told soon
                     nearer = Replica(Holder(near.store_id, near.address, near.incarnation, near.node_id))
                     self._hints.learn(key, [nearer, *wanted[key]], now)
 
         await asyncio.gather(*map(some, portions(list(wanted))))
 
     async def close(self) -> None:
-        """Nobody waits for what is under way; the node goes on by itself."""
+        """Stops waiting for copies under way; the node goes on by itself."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""The store master as a client sees it: who holds what, numbers, names, orders. Whichever master leads is asked."""
+"""The store master as a client sees it: who holds what, numbers, names, orders. The master that leads is asked."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from kvmesh.storeclient.replicas import Holder, Replica
 T = TypeVar("T")
 
 SERVICE = pb.DESCRIPTOR.services_by_name["StoreMaster"]
-FAST = ("Find", "Resolve")  # what every read of a block asks first
-MAX_KEYS = 4096  # of one Find, Bind or Resolve
-FLEET_S = 1.0  # figures of pool nodes are used so long: nodes report about as often
-YOUNG_S = 0.05  # a master that has not heard from all nodes is asked again so often
+FAST = ("Find", "Resolve")  # the calls that every read of a block begins with go by the fast path
+MAX_KEYS = 4096  # keys in one Find, Bind or Resolve
+FLEET_S = 1.0  # how long figures of pool nodes are used: nodes report about as often
+YOUNG_S = 0.05  # between two calls to a master that does not know all nodes yet
 NOTHING = bytes(KEY_BYTES)
 MAX_QUOTA = (1 << 63) - 1
-QUOTA_NAME_BYTES = 256  # a master takes; it is for people
+QUOTA_NAME_BYTES = 256  # the longest name that a master takes; the name is for people
 
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """What a removal did. `acknowledged`: stores that miss from now on; `pending`: could not be asked, and will hear of
-    it before they announce again; `blocks`: how many copies were there."""
+    """Tells what a removal did. `acknowledged` are the stores that have removed the blocks; `pending` are those that
+    could not be asked, and will be told before they announce again; `blocks` is how many copies there were."""
 
     acknowledged: tuple[str, ...] = ()
     pending: tuple[str, ...] = ()
@@ -46,8 +46,8 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """`blocks`: that a namespace may have in memory over all nodes, copies counted. `used_blocks`: that it has now.
-    `namespace`: as who set it called it; the `tag` is what counts."""
+    """Tells how many `blocks` a namespace may have in memory over all nodes, copies counted, and `used_blocks`, how
+    many it has now. `namespace` is the name that whoever set it gave; the `tag` is what counts."""
 
     namespace: str
     tag: bytes
@@ -57,7 +57,7 @@ class Quota:
 
 @dataclass(slots=True)
 class _Fleet:
-    """`complete`: the master had heard from every node that may live."""
+    """Has the pool nodes. `complete` says that the master knew every node that may live."""
 
     nodes: list[PoolCandidate] = field(default_factory=list)
     asked: float = 0.0
@@ -65,8 +65,8 @@ class _Fleet:
 
 
 class Directory:
-    """The store master's answers for a client, on the event loop; `close` it. Every method raises KvmeshError, at the
-    latest after `timeout_s`."""
+    """Asks the store master for a client. It belongs to the event loop; its owner must `close` it. Every method raises
+    KvmeshError, at the latest after `timeout_s`."""
 
     def __init__(self, store: str) -> None:
         """Raises ConfigError when the list of addresses is empty."""
@@ -76,16 +76,16 @@ class Directory:
 
     @property
     def term(self) -> int:
-        """The highest term that has been heard."""
+        """The highest term that any answer had."""
         return self._master.leaders.terms.highest
 
     async def call(self, method: str, request: Message, timeout_s: float) -> Any:
-        """The answer of the master that leads."""
+        """Returns the answer of the master that leads."""
         return await self._master.call(method, request, timeout_s)
 
     async def find(self, keys: Sequence[bytes], timeout_s: float) -> tuple[list[list[Replica]], bool]:
-        """The replicas of each key, in no order that means anything; and whether the master has heard from everybody:
-        if not, a key without replicas may be held all the same."""
+        """Returns the replicas of each key, in no particular order, and whether the master knows all nodes: if not, a
+        key without replicas may be held all the same."""
         found: list[list[Replica]] = []
         complete = True
         deadline = time.monotonic() + timeout_s
@@ -99,8 +99,8 @@ class Directory:
     async def pools(
         self, timeout_s: float, enough: Callable[[list[PoolCandidate]], bool] | None = None
     ) -> list[PoolCandidate]:
-        """Nodes that take puts, as they were at most FLEET_S ago. While they are not `enough` and the master that leads
-        has not heard from all that may live, it is asked again, within `timeout_s`."""
+        """Returns the nodes that take puts, as they were at most FLEET_S ago. While they are not `enough` and the
+        master does not know all nodes that may live, the master is asked again, within `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         age_s = FLEET_S
         while True:
@@ -117,18 +117,18 @@ class Directory:
             await asyncio.sleep(YOUNG_S)
 
     def forget_pools(self) -> None:
-        """A node of the list has failed: ask again next time."""
+        """Forgets the list of nodes, one of which has failed: the master is asked again next time."""
         self._fleet.asked = 0.0
 
     async def status(self, timeout_s: float) -> pb.GetStoreStatusResponse:
-        """The status of the master that leads: the others answer as well, but know no nodes."""
+        """Returns the status of the master that leads. (The others answer as well, but know no nodes.)"""
         answer: pb.GetStoreStatusResponse = await self._master.call(
             "GetStatus", pb.GetStoreStatusRequest(), timeout_s, _check_leading
         )
         return answer
 
     async def members(self, name: str, timeout_s: float) -> dict[str, pb.Member]:
-        """The members by store id; the master is asked again, as in `pools`, while `name` is not among them."""
+        """Returns the members by store id. The master is asked again, as in `pools`, while `name` is not among them."""
         deadline = time.monotonic() + timeout_s
         while True:
             told = await self.status(_left(deadline))
@@ -138,7 +138,7 @@ class Directory:
             await asyncio.sleep(YOUNG_S)
 
     async def grant(self, count: int, timeout_s: float) -> tuple[int, int]:
-        """(term, first number) of a range of `count` numbers that nobody else gets."""
+        """Returns term and first number of a range of `count` numbers that nobody else gets."""
         request = pb.GrantRequest(count=count)
         answer = await self.call("Grant", request, timeout_s)
         return answer.term, answer.first
@@ -152,8 +152,9 @@ class Directory:
         replace: bool = False,
         holders: Mapping[bytes, str] | None = None,
     ) -> dict[str, bytes]:
-        """What each name stands for now: the given key, or the one that was there first; with `replace` the given key,
-        and at every moment that one or the one before. `holders`: nodes that have just sealed a key."""
+        """Binds names. Returns what each stands for now: the given key, or the one that was bound first. With `replace`
+        it is always the given key, and at every moment the name stands for that or the one before. `holders` are nodes
+        that have just sealed a key."""
         bound: dict[str, bytes] = {}
         deadline = time.monotonic() + timeout_s
         for some in _portions(list(names.items())):
@@ -164,7 +165,7 @@ class Directory:
         return bound
 
     async def resolve(self, namespace: str, names: Sequence[str], timeout_s: float) -> list[bytes | None]:
-        """The key of each name; None: it is bound to none."""
+        """Returns the key of each name; None for an unknown name."""
         found: list[bytes | None] = []
         deadline = time.monotonic() + timeout_s
         for some in _portions(names):
@@ -174,8 +175,8 @@ class Directory:
     async def unbind(
         self, namespace: str, names: Mapping[str, bytes | None] | Sequence[str], timeout_s: float
     ) -> list[bytes | None]:
-        """As `resolve`, and forget them: of a mapping those that stand for this key then, None: whose block has been
-        removed. So what somebody else has bound meanwhile stays."""
+        """Returns what `resolve` does, and forgets the names: of a mapping only those that stand for the given key then
+        (None: whose block has been removed), so that a name that somebody else has bound meanwhile stays."""
         found: list[bytes | None] = []
         deadline = time.monotonic() + timeout_s
         for some in _portions(list(names)):
@@ -193,7 +194,7 @@ class Directory:
         return [None if key == NOTHING else key for key in keys]
 
     async def remove(self, timeout_s: float, *, keys: Sequence[bytes] = (), prefix: bytes = b"") -> Removed:
-        """Remove these keys everywhere, or all that begin with `prefix`."""
+        """Removes these keys everywhere, or all that begin with `prefix`."""
         acknowledged: set[str] = set()
         pending: set[str] = set()
         blocks = 0
@@ -207,7 +208,8 @@ class Directory:
         return Removed(tuple(sorted(acknowledged - pending)), tuple(sorted(pending)), blocks)
 
     async def change_replica(self, keys: Sequence[bytes], replicas: int, hard: bool, timeout_s: float) -> list[int]:
-        """Ask for so many replicas of each key; the live replicas of each key now. More or fewer will follow."""
+        """Sets how many replicas each key is to have. Returns the live replicas of each key now; more or fewer will
+        follow."""
         live: list[int] = []
         deadline = time.monotonic() + timeout_s
         for some in _portions(keys):
@@ -217,13 +219,13 @@ class Directory:
         return live
 
     async def quotas(self, timeout_s: float) -> list[Quota]:
-        """All quotas that are set."""
+        """Returns all quotas that are set."""
         answer = await self.call("ListQuotas", pb.ListQuotasRequest(), timeout_s)
         return [Quota(one.quota.name, one.quota.tag, one.quota.blocks, one.used_blocks) for one in answer.quotas]
 
     async def set_quota(self, namespace: str, blocks: int, timeout_s: float) -> None:
-        """Set a namespace's quota; 0 blocks: none from now on. Raises InvalidRequest when there is no such number or
-        name, Overloaded when there are too many."""
+        """Sets a namespace's quota; 0 blocks end it. Raises InvalidRequest for an invalid number or name, Overloaded
+        when there are too many quotas."""
         blocks = whole("blocks", blocks, 0, MAX_QUOTA)
         instance("namespace", namespace, str)
         try:
@@ -234,7 +236,7 @@ class Directory:
         await self.call("SetQuota", pb.SetQuotaRequest(quota=quota), timeout_s)
 
     async def list_keys(self, prefix: bytes, after: bytes, limit: int, timeout_s: float) -> tuple[list[bytes], bytes]:
-        """(some keys that begin with `prefix`, what to go on behind; empty: that was all)."""
+        """Returns some keys that begin with `prefix`, and the key to go on after; empty if those were all."""
         request = pb.ListKeysRequest(prefix=prefix, after=after, limit=limit)
         answer = await self.call("ListKeys", request, timeout_s)
         return split(answer.keys), answer.next
@@ -261,8 +263,8 @@ def _left(deadline: float) -> float:
 
 
 def _replicas(answer: pb.FindResponse, keys: int) -> list[list[Replica]]:
-    """The replicas of each key; keys of one group share a list. Raises TransferError when the answer is not of so many
-    keys."""
+    """Returns the replicas of each key; keys of one group share a list. Raises TransferError when the answer does not
+    have `keys` keys."""
     holders = [_holder(one) for one in answer.holders]
     try:
         groups = [

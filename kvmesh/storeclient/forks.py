@@ -1,8 +1,8 @@
 """Clients and forks: a forked child cannot use a client of its parent, nor make one of its own.
 
-The event loop and the threads of an inherited client stayed with the parent. To the child it is closed at once, without
-touching the connections that the two share. A new client would hang: gRPC's own threads stayed with the parent as well,
-and it starts no others in a child.
+The event loop and the threads of an inherited client stayed with the parent. In the child that client is closed at
+once, without touching the connections that the two share. A new client would hang: gRPC's own threads stayed with the
+parent as well, and it starts no others in a child.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ ADVICE = "make clients after the fork only, or start processes by spawn"
 
 _clients: weakref.WeakSet[StoreClient | SyncStoreClient] = weakref.WeakSet()
 _inherited: weakref.WeakSet[StoreClient | SyncStoreClient] = weakref.WeakSet()
-_made = False  # one, in this process or in one that it was forked from
-_forked_after = False  # this process, from one that had made a client
+_made = False  # whether a client was made in this process, or in one that it was forked from
+_forked_after = False  # whether this process was forked from one that had made a client
 
 
 def check() -> None:
@@ -40,14 +40,14 @@ def watch(client: StoreClient | SyncStoreClient) -> None:
 
 
 def closed(client: object) -> KvmeshError:
-    """What a call of a client that is closed raises."""
+    """Returns the error that a call of a closed client raises."""
     if client in _inherited:
         return InvalidRequest(f"client: it was made before this process was forked: {ADVICE}", field="client")
     return Unavailable("this client is closed")
 
 
 def _forked() -> None:
-    """In the child, where nobody else runs yet."""
+    """Runs in the child after a fork, where no other thread runs yet."""
     global _forked_after
     _forked_after = _made
     for client in list(_clients):

@@ -1,4 +1,4 @@
-"""Questions and orders to the nodes that hold blocks: who really has them, pins."""
+"""Calls to the nodes that hold blocks: who really has them, and pins."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CALL_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A node that has a block."""
+    """Names a node that has a block."""
 
     holder: Holder
     tier: Tier
@@ -33,7 +33,7 @@ class Place:
 
 
 class HolderQueries:
-    """On the event loop."""
+    """Asks the holders of blocks; it belongs to the event loop."""
 
     def __init__(self, peers: PeerPool, directory: Directory, hints: Hints, here: ReaderLocation) -> None:
         self._peers = peers
@@ -42,8 +42,8 @@ class HolderQueries:
         self._here = here
 
     async def places(self, keys: Sequence[bytes], deadline: float) -> dict[bytes, list[Place]]:
-        """Who says that it has each key, the nearest first; nodes that do not answer are left out. Unavailable: nobody
-        says so of one, and the master has not heard from everybody."""
+        """Returns the nodes that say they have each key, the nearest first; nodes that do not answer are left out.
+        Raises Unavailable when no node has a key and the master does not know all nodes yet."""
         found: dict[bytes, list[Place]] = {key: [] for key in keys}
 
         async def ask(peer: Peer, holder: Holder, some: list[bytes], left_s: float) -> None:
@@ -51,7 +51,7 @@ class HolderQueries:
             for key, tier, nbytes in zip(some, answer.tiers, answer.nbytes, strict=True):
                 if tier:
                     place = Place(holder, Tier(tier), nbytes)
-                    if place not in found[key]:  # it may be asked again
+                    if place not in found[key]:  # a node may be asked again
                         found[key].append(place)
 
         await self._known(lambda: all(found.values()), keys, deadline, ask)
@@ -60,7 +60,8 @@ class HolderQueries:
         return found
 
     async def pin(self, keys: Sequence[bytes], kind: Pin, ttl_ms: int, deadline: float) -> dict[bytes, int]:
-        """How many nodes have done it. Overloaded: one has too much pinned. Unavailable as `places`."""
+        """Pins keys and returns how many nodes have done so. Raises Overloaded when one has too much pinned, and
+        Unavailable as `places` does."""
         done: dict[bytes, set[str]] = {key: set() for key in keys}
 
         async def ask(peer: Peer, holder: Holder, some: list[bytes], left_s: float) -> None:
@@ -84,7 +85,8 @@ class HolderQueries:
         deadline: float,
         ask: Callable[[Peer, Holder, list[bytes], float], Awaitable[None]],
     ) -> list[KvmeshError]:
-        """`_everybody`, again until it was `enough` or the master has heard from everybody."""
+        """Calls `_everybody` again until it was `enough` or the master knows all nodes; returns the errors of the last
+        time."""
         while True:
             errors, complete = await self._everybody(keys, deadline, ask)
             if complete or enough():
@@ -99,8 +101,8 @@ class HolderQueries:
         deadline: float,
         ask: Callable[[Peer, Holder, list[bytes], float], Awaitable[None]],
     ) -> tuple[list[KvmeshError], bool]:
-        """Each holder about what it is said to have, by the master or by what was put or read just now, beside one
-        another; what went wrong, and whether the master has heard from everybody."""
+        """Asks each holder about what it has according to the master, or to what was put or read just now, all side by
+        side. Returns the errors, and whether the master knows all nodes."""
         keys = list(dict.fromkeys(keys))
         if not keys:
             return [], True

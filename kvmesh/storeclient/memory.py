@@ -1,8 +1,9 @@
 """Memory that nodes can reach: the caller's registered buffers, and a staging region that everything else goes through.
 
 A node that was asked to read a put and gave no answer may still read, or begin to when it wakes. So every put shows a
-*ticket*, a random number in memory of ours: the node reads the ticket after the blocks and seals nothing when it has
-changed. It is cleared before the memory is used for anything else, and then the memory is free at once.
+*ticket*, a random number in the client's registered memory: the node reads the ticket after the blocks and seals
+nothing when it has changed. The ticket is cleared before the memory is used for anything else, and so the memory is
+free at once.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from kvmesh.storeclient.arguments import whole
 from kvmesh.storeclient.calls import ended, in_thread
 from kvmesh.transfer import Region, TransferEngine
 
-INLINE_COPY = 2 << 20  # larger copies go to a thread: the event loop has others to serve
+INLINE_COPY = 2 << 20  # larger copies go to a thread, so that the event loop can serve others
 MAX_BYTES = (1 << 63) - 1
-UNIT = 4096  # of staging
+UNIT = 4096  # bytes of a unit of staging
 TICKETS = 512  # puts under way at once
 _TICKET = struct.Struct("<Q")
 _new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
@@ -41,13 +42,13 @@ Data = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Part of a registered buffer."""
+    """Is part of a registered buffer."""
 
     region: Region
     view: memoryview
     start: int
     nbytes: int
-    shared: bool = True  # nodes of this machine map it
+    shared: bool = True  # nodes of this machine can map it
 
     @property
     def address(self) -> int:
@@ -55,7 +56,7 @@ class Span:
 
     @property
     def offset(self) -> int:
-        """In our segment."""
+        """The span's offset in the client's segment."""
         return self.region.base_offset + self.start
 
     @property
@@ -68,7 +69,7 @@ class Span:
 
 
 class Buffer:
-    """Registered memory of the caller, until `ClientMemory.unregister` or the client's end."""
+    """Is registered memory of the caller, until `ClientMemory.unregister` or the client's end."""
 
     def __init__(self, region: Region, view: memoryview, keep: object, shared: bool) -> None:
         self.region = region
@@ -80,7 +81,8 @@ class Buffer:
         return len(self.view)
 
     def span(self, start: int = 0, nbytes: int | None = None) -> Span:
-        """Bytes [start, start + nbytes), by default to the end. InvalidRequest: not within the buffer."""
+        """Returns bytes [start, start + nbytes), by default to the end. Raises InvalidRequest when they are not within
+        the buffer."""
         start = whole("start", start, 0, len(self))
         nbytes = len(self) - start if nbytes is None else whole("nbytes", nbytes, 1, MAX_BYTES)
         if not 0 <= start <= len(self) or not 0 < nbytes <= len(self) - start:
@@ -90,22 +92,22 @@ class Buffer:
 
 @dataclass(eq=False, slots=True)
 class Staged:
-    """Registered memory for one transfer; given back by `ClientMemory.give_back`."""
+    """Is registered memory for one transfer, to be given back by `ClientMemory.give_back`."""
 
     span: Span
-    own: Region | None = None  # larger than the staging region: memory of its own
+    own: Region | None = None  # memory of its own, where it is larger than the staging region
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """`value` stands at `offset` of our segment as long as the put is wanted."""
+    """Is a put's ticket: `value` stands at `offset` of the client's segment as long as the put is wanted."""
 
     offset: int
     value: int
 
 
 class ClientMemory:
-    """All that our engine has registered. On the event loop."""
+    """Manages all memory that the client's engine has registered. It belongs to the event loop."""
 
     def __init__(self, engine: TransferEngine, staging_bytes: int) -> None:
         self._engine = engine
@@ -114,7 +116,7 @@ class ClientMemory:
         self._waiting: deque[tuple[int, asyncio.Future[int]]] = deque()
         self._tickets = _whole(engine.allocate(TICKETS * _TICKET.size))
         self._slots = list(range(TICKETS))
-        self._leaving: deque[Region] = deque()  # given back, and perhaps still being read
+        self._leaving: deque[Region] = deque()  # regions that were given back and may still be read
         self._letting_go: asyncio.Task[None] | None = None
         self._state = 1
         self._descriptor = (0, b"")
@@ -122,20 +124,23 @@ class ClientMemory:
     # ── the caller's ─────────────────────────────────────────────────────────────────────────────
 
     def allocate(self, nbytes: int) -> Buffer:
-        """Zeroed memory that nodes of this machine map and others read. TransferError: there is not so much."""
+        """Returns zeroed memory that nodes of this machine map and others read. Raises TransferError when there is not
+        enough."""
         region = self._engine.allocate(nbytes)
         self._state += 1
         view = _whole(region).view[:nbytes]
         return Buffer(region, view, None, shared="shm" in self._engine.config.transports)
 
     def register(self, buffer: object) -> Buffer:
-        """The caller's own memory, which stays where it is. TransferError: read-only, not contiguous, none at all."""
+        """Registers the caller's own memory, which stays where it is. Raises TransferError when it is read-only, not
+        contiguous, or not memory."""
         region = self._engine.register_memory(buffer)
         self._state += 1
         return Buffer(region, _whole(region).view, buffer, shared=False)
 
     def unregister(self, buffer: Buffer) -> None:
-        """TransferError: something is still being read from it or into it, or it is no buffer of this client."""
+        """Ends a registration. Raises TransferError while something is read from the memory or into it, or when it is
+        no buffer of this client."""
         if not isinstance(buffer, Buffer):
             raise InvalidRequest.of("buffer", buffer, "must be what allocate() or register() returned")
         self._engine.unregister_memory(buffer.region)
@@ -143,7 +148,8 @@ class ClientMemory:
 
     @property
     def state(self) -> int:
-        """Grows with every change of what is registered: a node must be shown the descriptor of this state or later."""
+        """A number that grows with every change of what is registered: a node must be shown the descriptor of this
+        state or later."""
         return self._state
 
     @property
@@ -163,7 +169,8 @@ class ClientMemory:
         return self._units.free * UNIT
 
     async def stage(self, nbytes: int, deadline: float) -> Staged:
-        """Room for so many bytes, in turn. DeadlinePassed: not until `deadline` (monotonic seconds)."""
+        """Returns room for so many bytes, in the order of asking. Raises DeadlinePassed when there is none until
+        `deadline` (monotonic s)."""
         if nbytes > self.staging_bytes:
             region = await in_thread(partial(self._engine.allocate, nbytes), self._engine.unregister_memory)
             self._state += 1
@@ -194,7 +201,7 @@ class ClientMemory:
         return turn.result()
 
     def give_back(self, staged: Staged) -> None:
-        """Nobody reads or writes it any more."""
+        """Takes staged memory back that nobody reads or writes any more."""
         if staged.own is not None:
             self._leaving.append(staged.own)
             if self._letting_go is None or self._letting_go.done():
@@ -204,8 +211,8 @@ class ClientMemory:
         self._serve()
 
     async def _let_go(self) -> None:
-        """A node that froze within its READ keeps memory busy, for seconds: the loop must not wait for it. What is
-        still busy then is tried again with the next, and goes with the client at the latest."""
+        """Unregisters memory in a thread, as a node that froze within its READ keeps it busy for seconds. What is still
+        busy then is tried again with the next memory, and goes with the client at the latest."""
         for _ in range(len(self._leaving)):
             region = self._leaving.popleft()
             try:
@@ -215,7 +222,7 @@ class ClientMemory:
                 self._leaving.append(region)
 
     async def close(self) -> None:
-        """Nothing of it runs any more; the engine's end takes the memory."""
+        """Waits for what still runs; the end of the engine frees the memory."""
         if self._letting_go is not None:
             await ended(self._letting_go)
 
@@ -232,7 +239,8 @@ class ClientMemory:
 
     @contextmanager
     def ticket(self) -> Iterator[Ticket]:
-        """Of one put, void from the end of the block on. Overloaded: TICKETS puts are under way."""
+        """Yields the ticket of one put, which is void when the block ends. Raises Overloaded when TICKETS puts are
+        under way."""
         if not self._slots:
             raise Overloaded(f"{TICKETS} puts of this client are under way", retry_after_ms=100)
         slot = self._slots.pop()
@@ -251,7 +259,7 @@ def _whole(region: Region) -> Span:
 
 
 async def copy(target: memoryview, source: Data) -> None:
-    """All of `source` into as many bytes of `target`; large ones in a thread, with the GIL released. Also when it is
+    """Copies all of `source` into as many bytes of `target`; much of it in a thread, with the GIL released. When it is
     cancelled, nothing touches either of them once it has raised."""
     if len(target) <= INLINE_COPY:
         target[:] = source
@@ -260,7 +268,8 @@ async def copy(target: memoryview, source: Data) -> None:
 
 
 def bytes_of(memory: memoryview) -> bytes:
-    """A copy of `memory`. Large ones are copied with the GIL released: in a thread they keep nobody waiting."""
+    """Returns a copy of `memory`. Much of it is copied with the GIL released, so that a thread that does so keeps
+    nobody waiting."""
     if len(memory) <= INLINE_COPY:
         return bytes(memory)
     made: bytes = _new_bytes(None, len(memory))  # nobody else has it yet
@@ -279,7 +288,7 @@ Source = Data | Buffer | Span
 
 
 def source_of(one: Source) -> Data | Span:
-    """What a put reads. Raises InvalidRequest when it is empty, or no contiguous memory of plain values."""
+    """Returns what a put reads. Raises InvalidRequest when it is empty, or no contiguous memory of plain values."""
     if isinstance(one, Buffer):
         return one.span()
     if isinstance(one, Span):
@@ -298,7 +307,7 @@ def source_of(one: Source) -> Data | Span:
         raise InvalidRequest.of("data", type(one).__name__, "holds Python objects, not their bytes")
     try:
         return view.cast("B")
-    except (TypeError, ValueError):  # of a structured type
+    except (TypeError, ValueError):  # a structured type cannot be cast
         return np.frombuffer(view, np.uint8).data
 
 
@@ -307,7 +316,7 @@ def memory_of(one: Data | Span) -> Data:
 
 
 def target_of(one: Target) -> Span:
-    """Where a get lands. Raises InvalidRequest when it is no registered memory."""
+    """Returns where a get lands. Raises InvalidRequest when it is no registered memory."""
     if isinstance(one, Buffer):
         return one.span()
     if isinstance(one, Span):

@@ -33,12 +33,12 @@ Ref = bytes | str
 
 
 def content_key(data: bytes | bytearray | memoryview, namespace: str = "") -> bytes:
-    """The key of exactly these bytes in this namespace: 16 bytes."""
+    """Returns the key of exactly these bytes in this namespace: 16 bytes."""
     return tenant_tag(namespace) + hashlib.sha256(data).digest()[: KEY_BYTES - TAG_BYTES]
 
 
 def granted_key(tag: bytes, term: int, number: int) -> bytes:
-    """The key of a granted number. ValueError: the tag is none, or a term that no master gets to."""
+    """Returns the key of a granted number. Raises ValueError for a malformed tag, or a term that no master gets to."""
     if len(tag) != TAG_BYTES:
         raise ValueError(f"a tag has {TAG_BYTES} bytes, not {len(tag)}")
     if not 0 <= term < 1 << 32:
@@ -47,7 +47,7 @@ def granted_key(tag: bytes, term: int, number: int) -> bytes:
 
 
 class GrantedKeys:
-    """Ranges of numbers that are this client's alone; pure book-keeping. Each number is given out once."""
+    """Ranges of numbers that only this client has, as pure bookkeeping. Each number is given out once."""
 
     def __init__(self, tag: bytes, most: int = 65_536) -> None:
         self._tag = tag
@@ -60,7 +60,8 @@ class GrantedKeys:
         return sum(end - first for _, first, end in self._ranges)
 
     def wanted(self, n: int) -> int:
-        """How many to ask the master for, so that `n` can be taken; 0: none. Each range is twice the last one."""
+        """Returns how many numbers to ask the master for, so that `n` can be taken; 0 for none. Each range is twice the
+        last one."""
         missing = n - self.left
         if missing <= 0:
             return 0
@@ -71,7 +72,7 @@ class GrantedKeys:
         self._ranges.append((term, first, first + count))
 
     def take(self, n: int) -> list[bytes]:
-        """So many keys that nobody had before. ValueError: there are fewer left."""
+        """Returns `n` keys that nobody had before. Raises ValueError when fewer are left."""
         if n > self.left:
             raise ValueError(f"{n} keys wanted, {self.left} granted ones are left")
         keys: list[bytes] = []
@@ -85,14 +86,14 @@ class GrantedKeys:
 
 
 def check_key(key: bytes, field: str = "key") -> bytes:
-    """InvalidRequest: not 16 bytes."""
+    """Raises InvalidRequest unless the key has 16 bytes."""
     if not isinstance(key, bytes) or len(key) != KEY_BYTES:
         raise InvalidRequest.of(field, key, f"a key has {KEY_BYTES} bytes")
     return key
 
 
 def check_name(name: str) -> str:
-    """InvalidRequest: empty, longer than 1024 bytes of UTF-8, or no UTF-8 at all."""
+    """Raises InvalidRequest when the name is empty, longer than 1024 bytes of UTF-8, or not UTF-8."""
     if not isinstance(name, str) or not name:
         raise InvalidRequest.of("name", name, "must be text, not empty")
     try:
@@ -108,7 +109,7 @@ def check_name(name: str) -> str:
 
 
 class OwnKeys:
-    """On the event loop. Raises KvmeshError."""
+    """Manages the keys and names of one client. It belongs to the event loop; its methods raise KvmeshError."""
 
     def __init__(self, config: ClientConfig, directory: Directory) -> None:
         self.tag = tenant_tag(config.namespace)
@@ -122,14 +123,15 @@ class OwnKeys:
         return content_key(memory_of(source_of(data)), self._config.namespace)
 
     async def grant(self, n: int, deadline: float) -> list[bytes]:
-        """For the caller, who may put one block under each."""
+        """Returns keys for the caller, who may put one block under each."""
         n = whole("n", n, 1, MAX_GRANTED)
         keys = await self._take(n, deadline)
         self._unused.update(keys)
         return keys
 
     async def of(self, datas: Sequence[Data | Span], keys: Sequence[bytes] | None, deadline: float) -> list[bytes]:
-        """The keys that these are put under, such that nobody else can seal other bytes under one of them."""
+        """Returns the keys that these blocks are put under, such that nobody else can seal other bytes under one of
+        them."""
         if keys is None and self._config.keys == "granted":
             return await self._take(len(datas), deadline)
         if keys is None:
@@ -141,7 +143,7 @@ class OwnKeys:
         own = []
         for at, key in enumerate(keys):
             if key in self._unused:
-                self._unused.discard(key)  # before anybody else may run: it serves one put
+                self._unused.discard(key)  # before the next await, as it serves one put
             else:
                 own.append(at)
         for at, hashed in zip(own, await self._hashed([datas[at] for at in own]), strict=True):
@@ -152,7 +154,8 @@ class OwnKeys:
         return list(keys)
 
     async def _hashed(self, datas: Sequence[Data | Span]) -> list[bytes]:
-        """The key of each one's content. Many bytes are hashed by a thread: the event loop has others to serve."""
+        """Returns the key of each block's content. Much data is hashed in a thread, so that the event loop can serve
+        others."""
         memories = [memory_of(one) for one in datas]
         work = partial(_content_keys, memories, self._config.namespace)
         return await in_thread(work) if sum(map(len, memories)) > INLINE_HASH else work()
@@ -169,8 +172,8 @@ class OwnKeys:
     async def bind(
         self, named: dict[str, bytes], replace: bool, deadline: float, holders: Mapping[bytes, str] | None = None
     ) -> None:
-        """`holders`: nodes that have just sealed some of the keys. Raises InvalidRequest when a name stands for another
-        block, and is not to be replaced."""
+        """Binds names. `holders` are nodes that have just sealed some of the keys. Raises InvalidRequest when a name
+        stands for another block, and is not to be replaced."""
         space = self._config.namespace
         bound = await self._directory.bind(space, named, left(deadline), replace=replace, holders=holders)
         taken = [name for name, key in named.items() if bound[name] != key]
@@ -179,12 +182,12 @@ class OwnKeys:
             raise InvalidRequest.of("name", taken[0], why)
 
     async def unbind_removed(self, names: Sequence[str], deadline: float) -> None:
-        """Forget those of them whose blocks have been removed; one that somebody has bound anew since stays."""
+        """Forgets those names whose blocks have been removed; one that somebody has bound anew since stays."""
         if names:
             await self._directory.unbind(self._config.namespace, dict.fromkeys(names), left(deadline))
 
     async def resolved(self, refs: Sequence[Ref], deadline: float) -> list[bytes | None]:
-        """The key of each; None: a name that is bound to none."""
+        """Returns the key of each ref; None for a name that is bound to none."""
         names = list(dict.fromkeys(check_name(ref) for ref in refs if isinstance(ref, str)))
         bound: dict[str, bytes | None] = {}
         if names:

@@ -1,12 +1,12 @@
-"""Which pool node a put goes to: pure.
+"""Decides which pool node a put goes to. Pure.
 
     local    the node on this machine while it has room; else as best2
     random   any
-    best2    two by lot, of them the one with more free memory
+    best2    of two drawn at random the one with more free memory
 
-Two by lot and not the emptiest of all: figures are a heartbeat old, and every client has the same ones, so "the
-emptiest" would draw every put of every client until its next beat. By two, a node that has just come back empty is
-drawn with probability 2/n whatever the others hold.
+Two are drawn, and not the emptiest of all is taken, because figures are a heartbeat old and every client has the same
+ones: "the emptiest" would get every put of every client until its next heartbeat. Of two, a node that has just come
+back empty is drawn with probability 2/n whatever the others hold.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 POLICIES = ("local", "random", "best2")
-ROOM_PERCENT = 5  # of its capacity must be free besides the block, for a node to count as having room
+ROOM_PERCENT = 5  # so much of a node's capacity must be free besides the block for it to count as having room
 
 
 @dataclass(frozen=True, slots=True)
 class PoolCandidate:
-    """A pool node, as it last said; no capacity: it has not said yet. It evicts for a put: "free" is what costs nobody
-    a block."""
+    """Is a pool node, as it reported last; capacity 0 means that it has not reported yet. A pool node evicts blocks for
+    a put, so "free" is what costs nobody a block."""
 
     store_id: str
     address: str
@@ -37,15 +37,15 @@ class PoolCandidate:
 
 
 def takes(candidate: PoolCandidate, nbytes: int) -> bool:
-    """Whether it may hold a block of so many bytes at all."""
+    """Whether the node may hold a block of so many bytes at all."""
     return not candidate.draining and (not candidate.capacity_bytes or candidate.capacity_bytes >= nbytes)
 
 
 def order(
     candidates: Sequence[PoolCandidate], policy: str, nbytes: int, largest: int, node_id: str, rng: random.Random
 ) -> list[PoolCandidate]:
-    """Whom to ask for `nbytes` in blocks of at most `largest` bytes, the first choice first, each once; those that
-    drain or cannot hold such a block at all are left out."""
+    """Returns the nodes to ask for `nbytes` in blocks of at most `largest` bytes, the first choice first, each once.
+    Nodes that drain or cannot hold such a block at all are left out."""
     able = [c for c in candidates if takes(c, largest)]
     rng.shuffle(able)
     if policy != "random" and len(able) > 1 and able[1].free_bytes > able[0].free_bytes:

@@ -1,12 +1,12 @@
-"""Who has a block, as far as this client knows, and which of them a get reads: pure.
+"""Who has a block, as far as this client knows, and which holder a get reads from. Pure.
 
-Nearest first (this machine, then this host's address, then others), then the fastest tier, then whoever sends least,
-then whoever has fewest leases; what is still equal is drawn by lot once a call, so that the keys of one call stay
-together (many blocks become few leases and few transfers) while many readers spread out.
+The nearest holder goes first (this machine, then this host's address, then others), then the fastest tier, then the
+holder that sends least, then the one with fewest leases. What is still equal is drawn at random once a call, so that
+the keys of one call stay together (many blocks become few leases and few transfers) while many readers spread out.
 
-Where blocks were lately is remembered (`Hints`): a bounded memory of the master's answers and of one's own puts. Only a
-hint, as the master's answer is one: the holder is asked for a lease and knows the truth. What a hint saves is the
-master's round trip; what it cannot know (a nearer replica since) ends with its time.
+`Hints` is a bounded memory of where blocks were lately: of the master's answers and of this client's own puts. It is
+only a hint, as the master's answer is one: the holder is asked for a lease and knows the truth. A hint saves the round
+trip to the master; what it cannot know (a nearer replica since) ends with its time.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from kvmesh.kvcache.tiers import Tier
 
 LIVE_S = 5.0
-SENDING_STEP = 64 << 20  # bytes/s: figures that differ by less are seconds old and equal
+SENDING_STEP = 64 << 20  # bytes/s; figures that differ by less count as equal, as they are seconds old
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A life of a node that has blocks, and what it last said of its load."""
+    """Is an incarnation of a node that has blocks, and what it last reported of its load."""
 
     store_id: str
     address: str
@@ -46,20 +46,20 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class ReaderLocation:
-    """Where the reader is."""
+    """Says where the reader is."""
 
     node_id: str
     hosts: frozenset[str] = frozenset()
 
     def distance(self, holder: Holder) -> int:
-        """0: this machine by its name; 1: an address of this host; 2: elsewhere."""
+        """Returns 0 for this machine by its name, 1 for an address of this host, 2 for any other."""
         if self.node_id and holder.node_id == self.node_id:
             return 0
         return 1 if holder.host in self.hosts else 2
 
 
 def order(replicas: Collection[Replica], here: ReaderLocation, rng: random.Random) -> list[Replica]:
-    """The best first."""
+    """Returns the replicas, the best first."""
     lots = {replica.holder: rng.random() for replica in replicas}
 
     def price(replica: Replica) -> tuple[float, ...]:
@@ -76,8 +76,8 @@ def share_out(
     here: ReaderLocation,
     rng: random.Random,
 ) -> dict[Holder, list[int]]:
-    """Holder → positions that it is to be asked for, each position with its best holder that has not `failed` for it.
-    Positions that nobody is left for are in no list."""
+    """Returns holder → positions that it is to be asked for: each position with its best holder that has not `failed`
+    for it. Positions for which no holder is left are in no list."""
     ranks = {r: i for i, r in enumerate(order({r for replicas in known.values() for r in replicas}, here, rng))}
     asked: dict[Holder, list[int]] = {}
     for position, replicas in known.items():
@@ -88,14 +88,15 @@ def share_out(
 
 
 class Hints:
-    """Key → replicas, each remembered for LIVE_S, at most `most` of them, the oldest forgotten first."""
+    """Maps a key to its replicas. Each is remembered for LIVE_S, at most `most` of them; the oldest is forgotten
+    first."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._known: OrderedDict[bytes, tuple[float, Sequence[Replica]]] = OrderedDict()
 
     def learn(self, key: bytes, replicas: Sequence[Replica], now: float) -> None:
-        """In the place of what was known of it."""
+        """Replaces what was known of the key."""
         self._known.pop(key, None)
         if replicas and self._most:
             self._known[key] = (now + LIVE_S, replicas)
@@ -116,11 +117,11 @@ class Hints:
             self._known.pop(key, None)
 
     def forget_tag(self, tag: bytes) -> None:
-        """All keys that begin so."""
+        """Forgets all keys that begin with `tag`."""
         self.forget([key for key in self._known if key.startswith(tag)])
 
     def forget_holder(self, key: bytes, store_ids: Collection[str]) -> None:
-        """These have it no more."""
+        """Notes that these stores do not have the block any more."""
         found = self._known.get(key)
         if found is not None:
             left = [r for r in found[1] if r.holder.store_id not in store_ids]

@@ -1,7 +1,7 @@
-"""`StoreClient` for programs without an event loop: the same methods, blocking, safe to call from many threads.
+"""This is `StoreClient` for programs without an event loop: the same methods, blocking, safe to call from many threads.
 
-One thread of its own runs the loop; a call costs one hand-over to it and one back. Gets of what lies in mapped memory
-need neither: the calling thread copies it.
+One thread of its own runs the loop; a call costs one hand-over to it and one back. A get of blocks in mapped memory
+needs neither: the calling thread copies them.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ CLOSE_S = 15.0
 
 
 class SyncStoreClient:
-    """`close` it, or use `with`. Arguments, answers and errors are `StoreClient`'s; a call that is interrupted by
-    Ctrl-C returns when nothing moves in the memory that it was given any more."""
+    """Is a blocking client of the Store. `close` it, or use `with`. Arguments, results and errors are those of
+    `StoreClient`. A call that is interrupted by Ctrl-C returns when nothing moves in the memory that it was given any
+    more."""
 
     def __init__(self, config: ClientConfig | None = None) -> None:
         forks.check()
-        self._loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()  # half of a call's cost is the loop's
+        self._loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()  # half of a call's cost is that of the loop
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvmesh-store-client", daemon=True)
         self._thread.start()
         self._closed = False
@@ -62,7 +63,8 @@ class SyncStoreClient:
         self.close()
 
     def close(self) -> None:
-        """Idempotent. In a forked child it does nothing: all of it is the parent's."""
+        """Closes the client; it may be called more than once. In a forked child it does nothing, as everything is the
+        parent's."""
         if self._closed:
             return
         try:
@@ -72,7 +74,7 @@ class SyncStoreClient:
 
     def _end(self) -> None:
         self._closed = True
-        with contextlib.suppress(TimeoutError):  # others may still wait in calls: they are told
+        with contextlib.suppress(TimeoutError):  # other threads may still wait in calls, which this ends
             asyncio.run_coroutine_threadsafe(_all_ended(), self._loop).result(CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_S)
@@ -188,7 +190,7 @@ async def _made(config: ClientConfig | None) -> StoreClient:
 
 
 async def _all_ended() -> None:
-    """Whatever else runs in this loop is cancelled, and has ended."""
+    """Cancels whatever else runs in this loop, and waits until it has ended."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
@@ -196,5 +198,5 @@ async def _all_ended() -> None:
 
 
 async def _called(function: Callable[[*Ts], T], *args: *Ts) -> T:
-    """On the loop's thread: the client's tables belong to it."""
+    """Calls `function` on the loop's thread, to which the client's tables belong."""
     return function(*args)

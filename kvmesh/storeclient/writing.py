@@ -1,6 +1,7 @@
-"""The way of a put: a node reads the blocks out of our registered memory and seals them; when it does not, the next.
+"""In a put a node reads the blocks out of the client's registered memory and seals them; when it does not, the next one
+is asked.
 
-Nobody writes into another's memory, so a put needs no remote allocation and a client that dies poisons nothing.
+Nobody writes into another's memory, so a put needs no remote allocation, and a client that dies corrupts nothing.
 """
 
 from __future__ import annotations
@@ -37,27 +38,27 @@ from kvmesh.storeclient.replicas import Holder, Replica
 
 log = logging.getLogger(__name__)
 
-PUT_BLOCKS = 1024  # of one call
+PUT_BLOCKS = 1024  # blocks in one call
 PUT_BYTES = 256 << 20
 ANSWER_S = 1.0  # a node's answer may come so long after the last byte
-NEXT_ANSWER_S = 0.5  # ... of a node that is not the last one to ask
+NEXT_ANSWER_S = 0.5  # the same for a node that is not the last one to ask
 SLOW_BYTES_PER_S = 32 << 20  # a node that reads more slowly is passed over, too
-CLOCKS_S = 0.05  # a node may find that the time is over so much earlier
-STALLED_S = 5.0  # so long a node that has not answered is asked after all others
-CHECK_BYTES = 1 << 20  # of a value: from there on whether any node takes it is asked before it is hashed
+CLOCKS_S = 0.05  # by its own clock a node may find so much earlier that the time is over
+STALLED_S = 5.0  # how long a node that has not answered is asked after all others
+CHECK_BYTES = 1 << 20  # from this size on it is checked that some node takes a value before the value is hashed
 
 
 class Pin(enum.IntEnum):
-    """Numbers as in `kvmesh.v1.PinKind`."""
+    """Says how a block is pinned. The numbers are those of `kvmesh.v1.PinKind`."""
 
     NONE = 1
-    SOFT = 2  # goes after all others, for a time
+    SOFT = 2  # evicted after all others, for a time
     HARD = 3  # never evicted
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What is to be sealed, in registered memory."""
+    """Is what is to be sealed, in registered memory."""
 
     key: bytes
     span: Span
@@ -65,8 +66,8 @@ class Block:
 
 @dataclass(slots=True)
 class Put:
-    """One block of a put. `store_id`: the node that has sealed it, "": none; then `cause` says why, and `error` is what
-    `put` would raise."""
+    """Is one block of a put. `store_id` is the node that has sealed it; "" if none has: then `cause` says why, and
+    `error` is what `put` would raise."""
 
     key: bytes
     nbytes: int
@@ -81,11 +82,11 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class PutOptions:
-    """What a caller wants of a put beside the blocks. `deadline`: monotonic seconds."""
+    """Has what a caller wants of a put beside the blocks. `deadline` is in monotonic seconds."""
 
     deadline: float
     verify: bool = False
-    pin: Pin | None = None  # None: as it is
+    pin: Pin | None = None  # None: a block that is held already keeps its pin
     pin_ttl_ms: int = 0
 
     def left_s(self) -> float:
@@ -100,7 +101,7 @@ class WriteStats:
 
 
 class BlockWriter:
-    """All puts of one client. On the event loop."""
+    """Carries out all puts of one client. It belongs to the event loop."""
 
     def __init__(self, context: ClientContext) -> None:
         self.stats = WriteStats()
@@ -111,17 +112,18 @@ class BlockWriter:
         self._directory = context.directory
         self._hints = context.hints
         self._rng = random.Random()
-        self._stalled: dict[tuple[str, int], float] = {}  # (store, life) that did not answer → until when it comes last
+        # (store, incarnation) of a node that did not answer → until when it is asked last
+        self._stalled: dict[tuple[str, int], float] = {}
 
     async def check(self, nbytes: int, deadline: float) -> None:
-        """Before a value of so many bytes is touched. Raises InvalidRequest when it is larger than what any node takes,
-        Unavailable when there is none."""
+        """Checks the size of a value before its bytes are touched. Raises InvalidRequest when it is larger than what
+        any node takes, Unavailable when there is no node."""
         if nbytes >= CHECK_BYTES:
             await self._pools(nbytes, deadline)
 
     async def put_data(self, items: Sequence[tuple[bytes, Data]], wish: PutOptions) -> list[Put]:
-        """Through staging, portion by portion, while nodes read the one before. Raises KvmeshError when no master can
-        be asked or the time is over; what is wrong with one block is in its `Put`."""
+        """Puts blocks through staging, portion by portion, while nodes read the portion before. Raises KvmeshError when
+        no master can be asked or the time is over; what is wrong with one block is in its `Put`."""
         portions = _portions([len(data) for _, data in items], self._memory.staging_bytes // 4)
         puts = await every(self._staged(items[a:b], wish) for a, b in portions)
         return [one for some in puts for one in some]
@@ -149,8 +151,8 @@ class BlockWriter:
         return await self._put(blocks, wish)
 
     async def put_spans(self, blocks: Sequence[Block], wish: PutOptions) -> list[Put]:
-        """Out of memory that is registered. The memory must stay as it is until this returns or raises; then no node
-        can seal anything of it any more. Raises as `put_data`."""
+        """Puts blocks out of registered memory, which must not change until this returns or raises; from then on no
+        node can seal anything of it. Raises as `put_data` does."""
         portions = _portions([block.span.nbytes for block in blocks], PUT_BYTES)
         puts = [await self._put(blocks[a:b], wish) for a, b in portions]
         return [one for some in puts for one in some]
@@ -158,7 +160,7 @@ class BlockWriter:
     # ── one portion ──────────────────────────────────────────────────────────────────────────────
 
     async def _put(self, blocks: Sequence[Block], wish: PutOptions) -> list[Put]:
-        """Ask node after node until each block is held, or nobody is left or the time is over."""
+        """Asks node after node until each block is held, no node is left, or the time is over."""
         puts = [Put(block.key, block.span.nbytes) for block in blocks]
         total, largest = sum(put.nbytes for put in puts), max(put.nbytes for put in puts)
         pools = await self._pools(largest, wish.deadline)
@@ -175,7 +177,8 @@ class BlockWriter:
         return puts
 
     async def _pools(self, largest: int, deadline: float) -> list[PoolCandidate]:
-        """All nodes, one of which at least takes such a block; a master that has not heard from all is asked again."""
+        """Returns all nodes, if at least one takes such a block; a master that does not know all nodes is asked
+        again."""
 
         def able(nodes: Sequence[PoolCandidate]) -> bool:
             return any(takes(node, largest) for node in nodes)
@@ -204,8 +207,8 @@ class BlockWriter:
     async def _at(
         self, node: PoolCandidate, blocks: Sequence[Block], puts: Sequence[Put], wish: PutOptions, last: bool
     ) -> None:
-        """What it takes and why not the rest goes to `puts`. `last`: nobody is asked after it, so it has all the time.
-        Raises InvalidRequest alone."""
+        """Puts blocks at one node; `puts` get what it takes, and why not the rest. With `last` no other node is asked
+        after it, so it has all the time. Raises nothing but InvalidRequest."""
         within_s = self._within_s(sum(put.nbytes for put in puts), wish, last)
         asked = time.monotonic()
         try:
@@ -219,7 +222,7 @@ class BlockWriter:
             raise
         except KvmeshError as raised:
             error = raised
-            if isinstance(error, DeadlinePassed | RequestCancelled):  # whose clock was first: ours or the node's
+            if isinstance(error, DeadlinePassed | RequestCancelled):  # which one depends on whose clock was first
                 self._note_stalled(node)
                 text = f"it has not answered within {time.monotonic() - asked:.1f} s"
                 error = Unavailable(text) if wish.left_s() > CLOCKS_S else DeadlinePassed(text)
@@ -245,20 +248,20 @@ class BlockWriter:
                 _refuse(put, node, why)
 
     def _within_s(self, nbytes: int, wish: PutOptions, last: bool) -> float:
-        """By when a node must have read so many bytes."""
+        """Returns in how many seconds a node must have read so many bytes."""
         within_s = min(self._config.read_within_ms / 1000, wish.left_s())
         return within_s if last else min(within_s, self._config.put_stall_ms / 1000 + nbytes / SLOW_BYTES_PER_S)
 
     async def _ask(
         self, peer: Peer, node: PoolCandidate, blocks: Sequence[Block], wish: PutOptions, within_s: float, last: bool
     ) -> pb.PutBlocksResponse:
-        """One Put, again with our descriptor when the node wants it."""
+        """Makes one Put, again with the client's descriptor when the node needs it."""
         until = time.monotonic() + within_s
         state = self._memory.state
         try:
             if peer.shown.get(node.incarnation, 0) >= state:
                 return await self._call(peer, blocks, wish, b"", until, last)
-        except UnknownInstance:  # another life, or it has forgotten us
+        except UnknownInstance:  # another incarnation, or it has forgotten this client's segment
             pass
         answer = await self._call(peer, blocks, wish, self._memory.descriptor, until, last)
         peer.shown[node.incarnation] = state
@@ -292,8 +295,8 @@ class BlockWriter:
 
 
 def _refuse(put: Put, node: PoolCandidate, error: KvmeshError) -> None:
-    """Of several refusals the one counts that tells most of what to do: that a node is full, then that one could not be
-    asked, then that too much is pinned at one."""
+    """Records a refusal. Of several the one counts that tells most of what to do: that a node is full, then that one
+    could not be asked, then that too much is pinned at one."""
     if put.error is not None and _rank(error) < _rank(put.error):
         return
     put.cause = f"{node.store_id}: {error.message}"
@@ -305,7 +308,7 @@ def _rank(error: KvmeshError) -> int:
 
 
 async def _checksums(blocks: Sequence[Block]) -> list[int]:
-    """Of many bytes by a thread."""
+    """Returns the checksums of blocks; those of much data are made in a thread."""
     work = partial(_summed, [block.span.memory for block in blocks])
     return await in_thread(work) if sum(block.span.nbytes for block in blocks) > INLINE_COPY else work()
 
@@ -315,7 +318,7 @@ def _summed(memories: Sequence[memoryview]) -> list[int]:
 
 
 def _portions(sizes: Sequence[int], most: int) -> list[tuple[int, int]]:
-    """[first, end) of parts of at most PUT_BLOCKS blocks and `most` bytes, each of at least one block."""
+    """Returns [first, end) of parts of at most PUT_BLOCKS blocks and `most` bytes, each of at least one block."""
     found: list[tuple[int, int]] = []
     first = nbytes = 0
     for i, size in enumerate(sizes):

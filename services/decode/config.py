@@ -1,4 +1,4 @@
-"""What a decode instance can be told."""
+"""This module has the settings of a decode instance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PERCENT = {"min": 0, "max": 90}
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig(InstanceConfig):
-    """Fields of a decode instance. Timers of a handoff: see docs/internals/handoff.md."""
+    """Has the settings of a decode instance. docs/internals/handoff.md says what its timers bound."""
 
     max_running: int = field(default=64, metadata={"help": "Requests in the batch at most.", "min": 1})
     max_waiting: int = field(
@@ -75,7 +75,8 @@ class DecodeConfig(InstanceConfig):
     )
 
     def limits(self) -> Limits:
-        """The brain's part. Raises ConfigError naming key and value (a config need not have come from a loader)."""
+        """Returns the settings that the brain decides by. Raises ConfigError naming key and value if a value is out of
+        its range (a config need not have come from a loader that checks it)."""
         for f in dataclasses.fields(self):
             value, meta = getattr(self, f.name), f.metadata
             if "min" in meta and not value >= meta["min"]:

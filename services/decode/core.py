@@ -1,4 +1,5 @@
-"""The shell around the brain: inputs from gRPC, ranks and the clock go in, outputs are carried out. Decides nothing.
+"""The shell of a decode instance feeds inputs from gRPC, ranks and the clock to the brain (state.py) and carries out
+the brain's outputs. It decides nothing.
 
 Everything here runs on one event loop; `feed` (kvmesh/rpc/brain_shell.py) never waits.
 """
@@ -40,10 +41,9 @@ POLL_S = 0.02
 
 
 class DecodeCore:
-    """One decode instance: the brain, its ranks, its streams, its timer. `blocks`: of the node store that `state` has;
-    whoever made it hands every end of a pull to `pulled`.
-
-    `own`: computes prompts in this very instance, if it does; who composes the two sets it."""
+    """Joins the parts of one decode instance: the brain, its ranks, its streams, its timer. `blocks` serves the node
+    store that `state` has; its maker must pass the result of every pull to `pulled`. `own` takes messages for the
+    prefill half of this instance, where it has one; the coupled service sets it."""
 
     def __init__(self, front: Front, state: DecodeState, blocks: BlockService, *, connect_s: float) -> None:
         self.front = front
@@ -59,13 +59,13 @@ class DecodeCore:
         self.blocks.removals.listeners.append(self.feed)
         self.observer = Observer(self.state, front.instance_id)
         self.handoffs = Handoffs(self._hello, self.feed, connect_s)
-        self.wake: dict[int, asyncio.Event] = {}  # by session: its outbox has something
+        self.wake: dict[int, asyncio.Event] = {}  # by session; set when the session's outbox has something
         self._publisher = asyncio.create_task(self._publish(), name="publish gauges")
         self._instance: ServingInstance | None = None
 
     @property
     def instance(self) -> ServingInstance:
-        """Known once the front serves."""
+        """What requests are checked against. It is known once the front serves."""
         if self._instance is None:
             card, shape = self.front.card, self.state.shape
             self._instance = ServingInstance(
@@ -81,18 +81,18 @@ class DecodeCore:
     # ── in ───────────────────────────────────────────────────────────────────────────────────────
 
     def on_message(self, rank: int, message: m.ToFront) -> None:
-        """A rank said something."""
+        """Takes a message of one of the instance's ranks."""
         self.feed(m.FromRank(rank, message))
         if rank == 0 and type(message) is m.DecodeStepDone:
             self.observer.step_done(message)
 
     def pulled(self, result: Pulled) -> None:
-        """A pull of ours has ended."""
+        """Takes the result of a pull that this instance asked for."""
         self.observer.pulled(result)
         self.feed(result)
 
     def start(self, session: int, start: decode_pb2.StartRequest) -> None:
-        """A gateway's request: admitted, or its slot hears why not."""
+        """Admits a gateway's request, or refuses it in its slot."""
         received = time.monotonic_ns()
         span = begin_request(start, received, self.front.instance_id)
         try:
@@ -118,13 +118,14 @@ class DecodeCore:
     # ── the prefill half of this instance ────────────────────────────────────────────────────────
 
     def own_said(self, event: prefill_pb2.HandoffEvent) -> None:
-        """What a prefill instance elsewhere would have said in its stream."""
+        """Takes an event of the prefill half of this instance: what a prefill instance elsewhere would send in its
+        stream."""
         found = mapping.from_prefill(event)
         assert found is not None, event
         self.feed(i.FromPrefill(i.OWN_PEER, *found))
 
     def adopt(self, first: prefill_pb2.FirstToken, pages: tuple[int, ...]) -> None:
-        """A prompt is computed; one reference of each of its pages passes over to us."""
+        """Takes over a computed prompt: one reference to each of its pages passes to the request."""
         self.feed(i.FromPrefill(i.OWN_PEER, first.handle, e.Adopted(mapping.first_token(first), pages)))
 
     # ── out ──────────────────────────────────────────────────────────────────────────────────────
@@ -176,7 +177,7 @@ class DecodeCore:
         carry: RequestTrace = output.spec.carry
         self.observer.refused(output.spec.request_id, carry.attempt, carry.span, output.error)
         if isinstance(output.error, Overloaded):
-            self.front.urge()  # the conductor's picture of this instance is too rosy
+            self.front.urge()  # the conductor believes this instance to be less loaded than it is
 
     def _hello(self) -> prefill_pb2.HandoffHello:
         return prefill_pb2.HandoffHello(
@@ -187,7 +188,7 @@ class DecodeCore:
         )
 
     def counters(self) -> common_pb2.PoolCounters:
-        """What is held now."""
+        """Returns how much of each kind of memory, request and stream the instance holds now."""
         return self.observer.counters(len(self.wake) + len(self.handoffs))
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────
@@ -199,7 +200,7 @@ class DecodeCore:
             await asyncio.sleep(PUBLISH_S)
 
     async def settled(self, what: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until `what` holds, at most `timeout_s`."""
+        """Waits until `what` holds, at most `timeout_s` seconds; returns whether it does."""
         loop = asyncio.get_running_loop()
         end = loop.time() + timeout_s
         while not what():
@@ -209,7 +210,7 @@ class DecodeCore:
         return True
 
     async def close(self) -> None:
-        """End streams, timer and task."""
+        """Ends the streams, the timer and the publishing task."""
         await self.handoffs.close()
         self._publisher.cancel()
         await asyncio.gather(self._publisher, return_exceptions=True)
@@ -217,7 +218,8 @@ class DecodeCore:
 
 
 def shape_of(front: Front, host_landing: bool) -> Shape:
-    """What the ranks hold."""
+    """Returns how many pages and extents the ranks of `front` have and where they lie. Every rank counts as having as
+    many as the smallest. `host_landing` forbids landings in device pages."""
     readies = [rank.ready for rank in front.ranks]
     return Shape(
         block_tokens=front.config.block_tokens,

@@ -1,6 +1,6 @@
-"""What happens to a request's handoff, and what its machine asks for. See handoff.py and docs/internals/handoff.md.
+"""This module has the events and actions of a request's state machine (handoff.py). See docs/internals/handoff.md.
 
-What ranks say and are told are their own messages (kvmesh/ranks/protocol.py), in `FromRank` and `TellRank`.
+Messages from and to ranks are the ranks' own (kvmesh/ranks/protocol.py), wrapped in `FromRank` and `TellRank`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from kvmesh.services.decode.timeline import Timeline
 
 
 class Phase(enum.IntEnum):
-    """DESIGN's states. The order is the order of life; CANCELLING and later belong to requests that have ended."""
+    """Is the state of a request, described in docs/internals/handoff.md. The order is the order of life; a request in
+    CANCELLING or a later state has ended for its client."""
 
     ADMITTED = 0
     RESERVED = 1
@@ -35,14 +36,14 @@ GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0, seed=0)
 
 
 class Place(enum.Enum):
-    """Where the KV lands."""
+    """Is the kind of memory that a landing is reserved in."""
 
     PAGES = "pages"
     EXTENTS = "extents"
 
 
 class Reason(enum.IntEnum):
-    """Why a request finished; the numbers are those of `protocol.Token.finish` and pb.FinishReason."""
+    """Says why an answer is complete. The numbers are those of `protocol.Token.finish` and pb.FinishReason."""
 
     STOP = 1
     LENGTH = 2
@@ -50,12 +51,13 @@ class Reason(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """One admitted request as the brain sees it. `carry` is the shell's own, untouched here."""
+    """Describes one admitted request to the state machine. `carry` belongs to the shell, which gets it back
+    untouched."""
 
     request_id: str
     prompt_tokens: int
     max_tokens: int
-    deadline_ns: int
+    deadline_ns: int  # monotonic
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()  # EOS included unless ignore_eos
     sampling: Sampling = GREEDY
@@ -64,13 +66,13 @@ class Spec:
     block_keys: tuple[bytes, ...] = ()  # of the prompt's full blocks
     chain_digest: bytes = b""  # 32 bytes that the answer's first key is chained from; empty: its blocks are not sealed
     tail: bytes = b""  # the prompt's tokens after its last full block, packed
-    said: bytes = b""  # the whole prompt, packed, where a penalty looks at what was said
-    pulls: tuple[PullRange, ...] = ()  # where blocks lie that we are to fetch: hints
-    load_until: int | None = None  # blocks from here on are not read out of our own lower tiers: a push is faster
-    tbt_slo_ns: int = 0  # it is refused where steps would be longer; 0: however long they are
-    held_tbt_ns: int = 0  # nobody is admitted later who would make its steps longer; 0: whoever comes
-    joins_ns: int = 0  # the batch, as the conductor predicts it
-    leaves_ns: int = NEVER  # likewise
+    said: bytes = b""  # the whole prompt, packed, where a penalty needs it; else empty
+    pulls: tuple[PullRange, ...] = ()  # blocks that decode is to fetch, and where they lie: hints
+    load_until: int | None = None  # from this block on nothing is read from this node's lower tiers: a push is faster
+    tbt_slo_ns: int = 0  # the request is refused where steps would be longer than this; 0: it has no such limit
+    held_tbt_ns: int = 0  # nobody is admitted later who would make its steps longer than this; 0: no such limit
+    joins_ns: int = 0  # when it joins the batch, as the conductor predicts (monotonic)
+    leaves_ns: int = NEVER  # when it leaves the batch, as the conductor predicts (monotonic)
     carry: Any = None
 
 
@@ -80,15 +82,15 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class BeginFill:
-    """The request has reached the head of prefill's queue: reserve the landing."""
+    """The request has reached the head of prefill's queue, so decode reserves the landing."""
 
     num_blocks: int
-    removed_seq: int = 0  # of the last removal that prefill had carried out when the request came to it
+    removed_seq: int = 0  # number of the last removal order that prefill had carried out when it took the request
 
 
 @dataclass(frozen=True, slots=True)
 class RenewLease:
-    """Asked only while the writer's ranks make progress."""
+    """The writer asks for more time. It asks only while its ranks make progress."""
 
     epoch: int
     progress_bytes: int
@@ -109,7 +111,8 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class FillDone:
-    """Every write is acknowledged. The end marks travel with the bytes and decide; this brings the figures."""
+    """The writer reports that every write is acknowledged. The end marks, which travel with the bytes, decide whether
+    the KV is complete; this message brings the figures."""
 
     epoch: int
     transfer_us: int = 0
@@ -118,14 +121,15 @@ class FillDone:
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """No byte is on its way and none will follow. `epoch` 0: the writer never had a landing."""
+    """The writer reports that no byte is on its way and none will follow. Epoch 0 means that the writer never had a
+    landing."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffFailed:
-    """The writer gave up. `drained` False: it does not know what is still on its way."""
+    """The writer gave up. `drained` False means that it does not know what is still on its way."""
 
     error: KvmeshError
     drained: bool
@@ -133,7 +137,7 @@ class HandoffFailed:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """The handoff stream broke: this writer will never be heard of again."""
+    """The handoff stream to the prefill instance broke: no message of this writer will come any more."""
 
     cause: str
 
@@ -143,13 +147,14 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """The prompt is computed, and these are its pages; a reference of each is ours."""
+    """The prompt has been computed in this instance. One reference to each of its `pages` passes over to the
+    request."""
 
     first: FirstToken
     pages: tuple[int, ...]
 
 
-# From a rank of ours: `FromRank`, and
+# From this instance's ranks: `FromRank`, and
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,31 +164,32 @@ class Ended:
     reason: Reason
 
 
-# From the scheduler (only what the machine's properties ask for):
+# From the scheduler, which grants only what a request wants (`wants_landing`, `wants_pages`, `wants_seat`):
 
 
 @dataclass(frozen=True, slots=True)
 class Land:
-    """Landing reserved. The prompt's first blocks lie in these `held` extents of our own store, one reference each: in
-    pages there is a slot for every prompt block, in extents only for the others."""
+    """The scheduler has reserved the landing. The prompt's first blocks lie in the extents `held` of this node's store,
+    with one reference each. `slots` are the reserved pages or extents: in pages there is one for every block of the
+    prompt, in extents only for those that are not in `held`."""
 
     epoch: int
     place: Place
     slots: list[int]
-    writers: tuple[tuple[int, str], ...]  # (rank of ours, writer that sends to it)
+    writers: tuple[tuple[int, str], ...]  # (rank of this instance, writer that sends to it)
     held: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Pages for the KV in the extents and for the next token; a seat in the batch goes with them."""
+    """The scheduler gives pages for the KV in the extents and for the next token, and a seat in the batch with them."""
 
     pages: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Join the batch."""
+    """The scheduler gives a seat in the batch: the request joins it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +199,7 @@ class Grow:
 
 @dataclass(frozen=True, slots=True)
 class Preempt:
-    """Give the pages back; the KV goes to these extents, one a page held."""
+    """The scheduler takes the pages back: the KV is copied to these extents, one for each page held."""
 
     extents: list[int]
 
@@ -203,14 +209,14 @@ class Preempt:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """End it with this error, whatever the phase."""
+    """Ends the request with this error, whatever its phase."""
 
     error: KvmeshError
 
 
 @dataclass(frozen=True, slots=True)
 class Timer:
-    """Time has passed: act on what is due."""
+    """Time has passed: the machine acts on what is due."""
 
 
 Event = (
@@ -220,12 +226,12 @@ Event = (
 
 
 # ── actions ───────────────────────────────────────────────────────────────────────────────────────
-# For ranks (`TellRank`) and for prefill: nobody in between changes them.
+# For ranks (`TellRank`) and for prefill. They are sent as they are.
 
 
 @dataclass(frozen=True, slots=True)
 class AskPrefill:
-    """Ask for the prompt's KV. `times.asked` is when the request was handed to the stream: whoever does it sets it."""
+    """Asks prefill for the prompt's KV. The shell sets `times.asked` when it has written the request to the stream."""
 
     peer: int
     handle: int
@@ -235,7 +241,7 @@ class AskPrefill:
 
 @dataclass(frozen=True, slots=True)
 class RankOffsets:
-    """Where one rank's shards of the prompt's blocks land in its segment."""
+    """Has the byte offsets in one rank's segment at which that rank's shards of the prompt's blocks land."""
 
     rank: int
     segment: str
@@ -244,8 +250,8 @@ class RankOffsets:
 
 @dataclass(frozen=True, slots=True)
 class TellLanding:
-    """Every window is open. `lease_ms` counts from when the writer sent BeginFill; blocks before `first_block` are
-    here already."""
+    """Tells the writer where to write, once every window is open. `lease_ms` counts from when the writer sent
+    BeginFill. Blocks before `first_block` are at decode already and are not sent."""
 
     peer: int
     handle: int
@@ -273,7 +279,7 @@ class TellCancel:
 ToPrefill = TellLanding | TellRenewed | TellCancel
 
 
-# For the instance's state, which has the pools, the store and the gateways:
+# For the state of the whole instance (state.py), which has the pools, the store and the gateways' outboxes:
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,22 +289,23 @@ class SealFull:
 
 @dataclass(frozen=True, slots=True)
 class FreePages:
-    """This request's references go back: nothing of it touches them any more (sealing may still hold its own)."""
+    """Gives back the request's references to these pages. Nothing of the request touches them any more; copies for
+    sealing may hold references of their own."""
 
     pages: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class FreeExtents:
-    """As `FreePages`."""
+    """Gives back the request's references to these extents. Nothing of the request touches them any more."""
 
     extents: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class KeepExtents:
-    """Nobody touches these any more, and the request's leading blocks lie in them, complete: the store may have those
-    that are not its own already (`shared` of them are)."""
+    """Offers these extents to the store: the request's leading blocks lie in them, complete, and nobody touches them
+    any more. The first `shared` of them are blocks of the store already."""
 
     extents: tuple[int, ...]
     shared: int
@@ -306,7 +313,7 @@ class KeepExtents:
 
 @dataclass(frozen=True, slots=True)
 class EmitFirst:
-    """The first token goes to the client at once, however far the KV is."""
+    """Sends the first token to the client at once, whether or not the KV is complete."""
 
     first: FirstToken
 
@@ -323,7 +330,7 @@ class EmitFail:
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """The machine's last word: forget it."""
+    """Is the machine's last action: the request holds nothing and is forgotten."""
 
 
 Action = (

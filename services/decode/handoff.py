@@ -1,4 +1,5 @@
-"""One request's life as a state machine: who may touch its memory at every moment. See docs/internals/handoff.md.
+"""This module has the state machine of one request in a decode instance: who may touch the request's memory at every
+moment. See docs/internals/handoff.md.
 
     ADMITTED ─▶ RESERVED ─▶ FILLING ─▶ LOADING ─▶ READY ─▶ RUNNING ─▶ DONE ─▶ FREE
         │           │           │       │  ▲          │      │ │
@@ -9,10 +10,10 @@
 
 A request whose prompt is computed in this instance goes from ADMITTED to READY at once: it adopts the pages.
 
-Pure: events and the time come in, actions go out. Four kinds of *hands* can be on a request's memory: `windows`
-(writers that are not fenced yet), `loading` (a rank copies blocks of our own store into the landing), `copying` (a rank
-copies between extents and pages) and `in_batch` (a step may touch the pages; rank 0 speaks for all: ADR 0023). The one
-rule: **memory is given back only when no hand is on it**, whatever the client was told.
+The machine is pure: events and the time come in, actions go out. Four kinds of *hands* can be on a request's memory:
+`windows` (writers that are not fenced yet), `loading` (a rank copies blocks of this node's store into the landing),
+`copying` (a rank copies between extents and pages) and `in_batch` (a step may touch the pages; rank 0 speaks for all
+ranks: ADR 0023). The one rule: **memory is given back only when no hand is on it**, whatever the client was told.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ RETRY_AFTER_MS = 500
 
 
 class Chain:
-    """`keys` names the leading blocks that are known. Without a digest it never grows, and keeps no tokens."""
+    """Names the blocks of a growing sequence of tokens: `keys` has the keys of the leading full blocks. A chain without
+    a digest names only the blocks that it was made with, and keeps no tokens."""
 
     __slots__ = ("_block_tokens", "_digest", "keys", "pending")
 
@@ -46,11 +48,12 @@ class Chain:
         self.keys = list(keys)
         self._digest = digest
         self._block_tokens = block_tokens
-        # Tokens after the last known key; None when nobody wants to know.
+        # Tokens after the last named block; None without a digest, as no further block can be named then.
         self.pending: array[int] | None = array("I", block_keys.unpack_tokens(tail)) if digest else None
 
     def upto(self, blocks: int) -> list[bytes]:
-        """Keys of the leading `blocks` blocks, or of fewer when no more can be named."""
+        """Returns the keys of the leading `blocks` blocks, or of fewer when too few tokens are known to name them
+        all."""
         pending, step = self.pending, self._block_tokens
         while pending is not None and len(self.keys) < blocks and len(pending) >= step:
             key, self._digest = block_keys.extend(self._digest, block_keys.pack_tokens(pending[:step]))
@@ -60,7 +63,8 @@ class Chain:
 
 
 class Window(enum.Enum):
-    """A window at the transfer engine of one of our ranks; once fenced it is forgotten."""
+    """Is the state of one window (a writer's right to write the landing) at the transfer engine of one rank. A window
+    that is fenced is forgotten."""
 
     OPENING = "opening"
     OPEN = "open"
@@ -68,8 +72,8 @@ class Window(enum.Enum):
 
 
 class Handoff:
-    """One request: its memory, the hands on it, its answer. `step(event, now)` is all that changes it, but for `token`,
-    its fast path; the scheduler reads it."""
+    """Keeps the state of one request: its memory, the hands on its memory, and its answer. Only `step` changes a
+    request, and `token`, which is the fast path of each generated token; the scheduler reads the request."""
 
     def __init__(self, handle: int, spec: e.Spec, limits: Limits, shape: Shape) -> None:
         self.handle = handle
@@ -91,18 +95,18 @@ class Handoff:
         self.windows: dict[tuple[int, str], Window] = {}
         self.marks: set[tuple[int, str]] = set()  # (rank, writer) whose end mark is still to come
         self.first_block = 0  # the landing's first block that the writer sends; those before it lay here already
-        self.shared = 0  # leading `extents` that are blocks of our store: read, never written
+        self.shared = 0  # leading `extents` that are sealed blocks of the node store: read, never written
         self.held: list[int] = []  # the store's extents under `loading`
         self.loading: set[int] = set()  # ranks that copy from `held` into the landing's pages
         self.copying: tuple[Literal["in", "out"], set[int]] | None = None
         self.in_batch = False  # steps of the ranks use `pages`; rank 0 says when none does any more
-        # the writer
+        # the writer (prefill)
         self.landing_sent = False
-        self.drained = False  # nothing of it is on its way
-        self.writer_done = False  # prefill has nothing left to say
+        self.drained = False  # no byte of the writer is on its way any more
+        self.writer_done = False  # no message of prefill is to be expected any more
         # the answer
         self.first: e.FirstToken | None = None
-        self.answer: list[int] | None = [] if spec.said else None  # its tokens, where a penalty looks at them
+        self.answer: list[int] | None = [] if spec.said else None  # the answer's tokens, where a penalty needs them
         self.made = 0  # tokens of the answer known here
         self.last_token = -1
         self.last_ns = 0
@@ -111,23 +115,24 @@ class Handoff:
         self.leaving = False
         self.swap: list[int] = []  # extents reserved for a preemption under way
         self.stalled = False
-        self.grow_at = NEVER  # `made` from which on another page is wanted
+        self.grow_at = NEVER  # the value of `made` at which another page is wanted
         # the shared pool
         self.chain = Chain(spec.block_keys, spec.chain_digest, spec.tail, shape.block_tokens)
         self.pulling: set[int] = set()  # pulls that its landing waits for
-        self.seal_at = NEVER  # `made` from which on another block is full
-        self.sealable = NEVER  # leading blocks that the store may have: what was removed since does not come back
-        self.failed = False  # a step failed: its KV is not to be trusted
+        self.seal_at = NEVER  # the value of `made` at which another block is full
+        self.sealable = NEVER  # how many leading blocks may be sealed: a block that was removed must not come back
+        self.failed = False  # a step failed: the request's KV is not to be trusted
         # the state's own bookkeeping
         self.peer = 0
-        self.adopts = False  # its prompt is computed in this instance: pages come as they are, nothing lands
+        self.adopts = False  # the prompt is computed in this instance: its pages are adopted, nothing lands
         self.writers: tuple[tuple[int, str], ...] = ()
         self.stream: GatewayStream | None = None
         self.queue = ""
         self.armed = NEVER
 
     def note(self, token_id: int) -> None:
-        """A token of the answer is known: for its blocks' keys and for penalties, if anybody wants to know."""
+        """Appends a token of the answer to what block keys and penalties are computed from, where the request needs
+        either."""
         if self.chain.pending is not None:
             self.chain.pending.append(token_id)
         if self.answer is not None:
@@ -137,8 +142,9 @@ class Handoff:
 
     @property
     def shared_keys(self) -> tuple[bytes, ...]:
-        """Of the prompt's blocks that need not be sent if they lie here. Never the one with the last token: prefill
-        computes that in any case, and its arrival tells that the computing is over."""
+        """The keys of the prompt blocks that need not be sent if this node's store has them. The block with the
+        prompt's last token is never among them: prefill computes that block in any case, and its arrival tells that the
+        computing is over."""
         return self.spec.block_keys[: (self.spec.prompt_tokens - 1) // self.shape.block_tokens]
 
     @property
@@ -147,7 +153,7 @@ class Handoff:
 
     @property
     def wants_pages(self) -> bool:
-        """KV is complete in extents."""
+        """Whether the complete KV lies in extents and waits for pages."""
         return self.phase is Phase.LOADING and bool(self.extents) and not self.pages and self.copying is None
 
     @property
@@ -156,32 +162,32 @@ class Handoff:
 
     @property
     def running(self) -> bool:
-        """In the batch, and nobody takes it out."""
+        """Whether the request is in the batch and is not being taken out of it."""
         return self.phase is Phase.RUNNING and not self.leaving
 
     @property
     def moving_out(self) -> bool:
-        """Its pages come back soon."""
+        """Whether the request's pages come back soon, because it leaves the batch or is being copied out."""
         return self.leaving or (self.copying is not None and self.copying[0] == "out")
 
     @property
     def context(self) -> int:
-        """Tokens of KV there are (or will be, once filled)."""
+        """The tokens whose KV exists, or will once the landing is filled: the last sampled token has none yet."""
         return self.spec.prompt_tokens + (self.made - 1 if self.made else 0)
 
     @property
     def room(self) -> int:
-        """Tokens that `pages` still take."""
+        """How many more tokens fit into `pages`."""
         return len(self.pages) * self.shape.block_tokens - self.context
 
     @property
     def wake_at(self) -> int:
-        """When `Timer` has something to do; NEVER if nothing."""
+        """When `Timer` has something to do, in monotonic ns; NEVER if it has nothing to do."""
         return self.due if self.ended else min(self.due, self.spec.deadline_ns)
 
     @property
     def where(self) -> str:
-        """For people: what it waits for."""
+        """What the request waits for, in words for an error message."""
         if self.phase is Phase.ADMITTED and self.times.begin_fill and self.adopts:
             return "the prompt was being computed"
         if self.phase is Phase.ADMITTED and self.times.begin_fill:
@@ -193,7 +199,7 @@ class Handoff:
         return "generating" if self.phase is Phase.RUNNING else "waiting for the batch"
 
     def overdue(self) -> KvmeshError:
-        """The error of a phase whose timer ran out."""
+        """Returns the error that a request ends with when the timer of its phase runs out."""
         limits = self.limits
         match self.phase:
             case Phase.ADMITTED if self.times.begin_fill:
@@ -215,7 +221,7 @@ class Handoff:
         return Overloaded(why, retry_after_ms=RETRY_AFTER_MS)
 
     def plan_growth(self) -> None:
-        """Set `grow_at` for the pages held now."""
+        """Sets `grow_at` (the length of the answer at which another page is wanted) for the pages that are held now."""
         self.grow_at = grow_at(
             len(self.pages),
             self.blocks_max,
@@ -225,34 +231,35 @@ class Handoff:
         )
 
     def _offsets(self, rank: int) -> tuple[int, ...]:
-        """Where that rank's shards of the landing's blocks lie in its segment."""
+        """Returns the byte offsets of the landing's blocks in the segment of rank `rank`."""
         shape = self.shape.ranks[rank]
         if self.extents:
             return tuple(shape.extent_base_offset + x * shape.shard_bytes for x in self.extents)
         return tuple(shape.page_base_offset + p * shape.shard_bytes for p in self.pages)
 
     def _invite(self, rank: int, peer: str) -> m.TellRank:
-        """Nobody is invited to write where blocks lie that are here already."""
+        """Returns the order to open a window for the writer `peer`. Blocks that this node had already are outside the
+        window: nobody may write them."""
         return m.TellRank(rank, m.OpenWindow(peer, self.epoch, self._offsets(rank)[self.first_block :]))
 
     def _to_all(self, message: m.ToRank) -> Iterable[m.TellRank]:
-        """The same to every rank."""
         return (m.TellRank(rank, message) for rank in range(len(self.shape.ranks)))
 
     def all_ranks(self) -> set[int]:
-        """Every rank of the instance."""
         return set(range(len(self.shape.ranks)))
 
     # ── in ───────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, now: int) -> list[e.Action]:
-        """The request is admitted: a count against capacity, no memory."""
+        """Starts an admitted request: it counts against the capacity, has no memory yet, and prefill is asked for its
+        KV."""
         self.times.asked = now
         self._arm(now, self.limits.queue_ms)
         return [e.AskPrefill(self.peer, self.handle, self.spec, self.times)]
 
     def step(self, event: e.Event, now: int) -> list[e.Action]:
-        """Whatever comes, however late or often: the actions that follow from it."""
+        """Takes one event and returns the actions that follow from it. Events may come late, twice, or after the
+        end."""
         out: list[e.Action] = []
         if self.phase is Phase.FREE:
             return out
@@ -263,7 +270,8 @@ class Handoff:
         return out
 
     def token(self, token_id: int, index: int, now: int) -> bool:
-        """A decode step's token. False: nobody waits for it any more, or it is known."""
+        """Records a token that a decode step made; `now` is the step's end. Returns False if the token is known already
+        or the request has ended."""
         if index != self.made or self.ended:
             return False
         self.made = index + 1
@@ -283,7 +291,7 @@ class Handoff:
         if event.num_blocks == self.prompt_blocks:
             self.times.begin_fill = now
             if self.adopts:
-                self.due = NEVER  # its ranks are ours: who watches them tells when they stop
+                self.due = NEVER  # its ranks are this instance's own, and a lost rank ends all requests
             return
         wrong = f"prefill counts {event.num_blocks} blocks in the prompt, decode {self.prompt_blocks}"
         self._cancel(e.Cancel(InternalError(wrong)), now, out)
@@ -375,7 +383,8 @@ class Handoff:
             self._advance(now, out)
 
     def _adopted(self, event: e.Adopted, now: int, out: list[e.Action]) -> None:
-        """Pages that nobody else writes, complete, with the first token: no window, no landing, no copy."""
+        """Takes over pages that are complete and that nobody else writes, with the first token: there is no window, no
+        landing and no copy."""
         assert self.adopts and self.phase is Phase.ADMITTED, self.phase
         self.phase = Phase.LOADING
         self.pages, self.in_pages = list(event.pages), True
@@ -383,7 +392,8 @@ class Handoff:
         self._first_token(event.first, now, out)
 
     def _finish_early(self, reason: Reason, now: int, out: list[e.Action]) -> None:
-        """Complete with its first token: what prefill still writes is of no use, but it is still written."""
+        """Ends a request whose answer is complete with its first token. Prefill may still write, so the landing is kept
+        until its windows are fenced."""
         self._end(e.EmitFinish(reason), now, out)
         if not self.writer_done:
             out.append(e.TellCancel(self.peer, self.handle, "finished with its first token"))
@@ -414,9 +424,10 @@ class Handoff:
         self._quiet(event, now, out)
 
     def _quiet(self, event: e.FillDone | e.Drained, now: int, out: list[e.Action]) -> None:
-        """The writer says that it writes no more. Its end marks may still be in our rank's queue."""
+        """Handles the writer's word that it writes no more. Its end marks may still be in the queue of a rank of
+        ours."""
         if event.epoch != self.epoch:
-            return  # 0 although there is a landing: it has not heard of that yet
+            return  # epoch 0 although there is a landing: the writer has not heard of the landing yet
         self.writer_done = True
         if self.phase is Phase.ADMITTED:
             self._cancel(e.Cancel(HandoffLost("prefill gave the request up")), now, out)
@@ -453,12 +464,12 @@ class Handoff:
     # ── pages and the batch ──────────────────────────────────────────────────────────────────────
 
     def _advance(self, now: int, out: list[e.Action]) -> None:
-        """LOADING → READY once the KV is in pages that nobody else writes and the first token is here."""
+        """Goes from LOADING to READY once the KV is in pages that nobody else writes and the first token is here."""
         if self.in_pages and self.extents and not self.windows and self.copying is None:
             out.append(e.KeepExtents(tuple(self.extents), self.shared))
             self.extents, self.shared = [], 0
         if self.in_pages and not self.windows and not self.times.load_end:
-            # Straight into pages: nothing was copied, but they are ours only from here on.
+            # The KV landed straight in pages: nothing was copied, but only from here on no writer can touch them.
             self.times.load_start, self.times.load_end = self.times.filled, now
         if self.phase is Phase.LOADING and self.in_pages and not self.windows and self.first is not None:
             self.phase = Phase.READY
@@ -526,7 +537,7 @@ class Handoff:
     def _grow(self, event: e.Grow, now: int, out: list[e.Action]) -> None:
         assert self.running, self.phase
         self.pages.extend(event.pages)
-        self.times.gaps.fold()  # now and then: not on the path of every token
+        self.times.gaps.fold()  # here, as the path of every token is to do nothing more than append
         self.stalled = False
         self.plan_growth()
         out.extend(self._to_all(m.Grant(self.handle, tuple(event.pages))))
@@ -542,7 +553,8 @@ class Handoff:
             self._copy_out(now, out)
 
     def _copy_out(self, now: int, out: list[e.Action]) -> None:
-        """Left the batch, so the answer's length is known: only blocks with KV go out."""
+        """Copies the KV of a preempted request into extents. The request has left the batch, so the answer's length is
+        known and only blocks with KV are copied."""
         used = self.shape.blocks(self.context)
         self.extents, spare, self.swap = self.swap[:used], self.swap[used:], []
         if spare:
@@ -606,7 +618,7 @@ class Handoff:
                 self._cancel(e.Cancel(self.overdue()), now, out)
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────
-    # Of every request, whatever came before. The one rule is `_free_if_unused`.
+    # Every request ends here, whatever came before. The one rule is `_free_if_unused`.
 
     def _end(self, action: e.EmitFinish | e.EmitFail, now: int, out: list[e.Action]) -> None:
         assert not self.ended, "a request ends once"
@@ -615,7 +627,8 @@ class Handoff:
         out.append(action)
 
     def _retire(self, phase: Phase, now: int, out: list[e.Action]) -> None:
-        """The client has its end. What nobody touches goes back now, the rest when the last hand is off it."""
+        """Begins to give back the memory of a request whose client has been told its end. What nobody touches is given
+        back now, the rest when the last hand comes off it."""
         self.phase = phase
         self.due = NEVER
         self._leave(out)

@@ -1,7 +1,5 @@
-"""Client side of the Handoff streams: one per prefill instance and life, opened when the first request names it.
-
-A stream that breaks ends every handoff in it (PeerGone) and is forgotten; the next request opens another.
-"""
+"""A decode instance opens one Handoff stream to each incarnation of a prefill instance, when the first request names
+it. A stream that breaks ends every handoff in it (PeerGone) and is forgotten; the next request opens another."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ Feed = Callable[[i.Input], None]
 
 
 class PeerStream:
-    """One Handoff stream; tells the brain when it is up and when it is gone."""
+    """Runs one Handoff stream. It tells the brain when it is up (PeerReady) and, through `gone`, when it has ended."""
 
     def __init__(
         self,
@@ -51,7 +49,7 @@ class PeerStream:
         self.send = self._stream.send
 
     async def run(self) -> None:
-        """Until the stream ends, whoever ends it; then `gone` hears why."""
+        """Opens the stream and reads it until it ends, whoever ends it. Then `gone` is called with the cause."""
         cause = "the stream was closed here"
         try:
             self._welcome(await self._stream.open(prefill_pb2.HandoffRequest(hello=self._hello), self._connect_s))
@@ -77,7 +75,7 @@ class PeerStream:
 
 
 class Handoffs:
-    """All Handoff streams of this instance."""
+    """Owns all Handoff streams of this instance."""
 
     def __init__(self, hello: Callable[[], prefill_pb2.HandoffHello], feed: Feed, connect_s: float) -> None:
         self._hello = hello
@@ -92,7 +90,8 @@ class Handoffs:
         return len(self._by_peer)
 
     def peer(self, ref: common_pb2.InstanceRef) -> int:
-        """The number of the stream to that life of a prefill instance; opened if there is none."""
+        """Returns the number of the stream to that incarnation of a prefill instance, and opens the stream if there is
+        none."""
         key = (ref.instance_id, ref.incarnation, ref.address)
         stream = self._by_key.get(key)
         if stream is None:
@@ -113,7 +112,8 @@ class Handoffs:
             self._tasks.pop(stream.peer, None)
 
     def _gone(self, peer: int, cause: str) -> None:
-        """Tell the brain; whoever names this instance next gets a new stream."""
+        """Tells the brain that the stream ended, and forgets it: the next request that names this instance opens a new
+        one."""
         self._feed(i.PeerGone(peer, cause))
         log.warning("handoff stream ended: %s", cause)
         stream = self._by_peer.pop(peer, None)
@@ -121,13 +121,13 @@ class Handoffs:
             del self._by_key[stream.key]
 
     def send(self, peer: int, message: prefill_pb2.HandoffRequest, written: Callable[[], None] | None = None) -> None:
-        """Queue a message; nothing happens when the stream is gone (the brain hears of that by PeerGone)."""
+        """Queues a message. It is dropped when the stream is gone: the brain has been told so by PeerGone."""
         stream = self._by_peer.get(peer)
         if stream is not None:
             stream.send(message, written)
 
     async def close(self) -> None:
-        """End all streams; nothing is left."""
+        """Ends all streams and waits until their tasks have ended."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()

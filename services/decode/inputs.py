@@ -1,4 +1,5 @@
-"""What goes into the instance's brain and what comes out of it. The shell (core.py) speaks only these."""
+"""This module has the inputs and outputs of a decode instance's brain. Its shell (core.py) has no other way to reach
+it."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from kvmesh.services.decode.handoff import Handoff
 OWN_PEER = 0
 
 # ── in ────────────────────────────────────────────────────────────────────────────────────────────
-# Beside these: `FromRank`; `Pulled`, after which no byte of that pull can land any more; and `NotHere`, blocks that are
-# being removed from this node's store, everywhere in it, in this very turn.
+# Further inputs are `FromRank`; `Pulled`, after which no byte of that pull can land any more; and `NotHere`, which
+# names blocks that are being removed from this node's store in this very turn of the event loop.
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class SessionOpened:
 
 @dataclass(frozen=True, slots=True)
 class SessionClosed:
-    """The gateway's stream broke or ended: nobody reads its answers."""
+    """The gateway's stream broke or ended: nobody reads its answers any more."""
 
     session: int
     cause: str
@@ -35,7 +36,7 @@ class SessionClosed:
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """A request arrives. `peer` names the handoff stream to its prefill instance."""
+    """A request arrives. `peer` is the number of the handoff stream to its prefill instance."""
 
     session: int
     slot: int
@@ -46,7 +47,7 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """A request that does not even parse: its slot gets the error."""
+    """A request did not pass its checks: its slot gets the error."""
 
     session: int
     slot: int
@@ -69,8 +70,8 @@ class AddCredit:
 
 @dataclass(frozen=True, slots=True)
 class PeerReady:
-    """A handoff stream is up; `writers` are (rank of ours, transfer engine name of a rank of that instance which sends
-    to it)."""
+    """A handoff stream is up. Each of `writers` is a rank of this instance and the transfer engine name of the rank of
+    that instance which sends to it."""
 
     peer: int
     writers: tuple[tuple[int, str], ...]
@@ -91,15 +92,15 @@ class FromPrefill:
 
 @dataclass(frozen=True, slots=True)
 class CloseDoor:
-    """Refuse new requests with this error from now on; None: take them again."""
+    """Refuses new requests with this error from now on; None takes them again."""
 
     error: KvmeshError | None
 
 
 @dataclass(frozen=True, slots=True)
 class EndAll:
-    """End every request with this error (we stop, or a rank died); memory comes back as ever, hand by hand. `lost`:
-    the rank's memory is gone, and with it all that the node store held."""
+    """Ends every request with this error, because the instance stops or a rank died. Memory comes back as ever, when no
+    hand is on it. `lost` says that the ranks' memory is gone, and with it all that the node store held."""
 
     error: KvmeshError
     lost: bool = False
@@ -115,7 +116,7 @@ Input = (
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Fetch blocks for this request; `Pulled` is its one answer."""
+    """Orders a pull of blocks for this request; `Pulled` is its one answer."""
 
     job: PullJob
     request: Handoff
@@ -123,14 +124,14 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Flush:
-    """The session's outbox has something to send."""
+    """Says that the session's outbox has something to send."""
 
     session: int
 
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """The client has its end: a complete answer, or an error."""
+    """The client has been told its end: a complete answer, or an error."""
 
     request: Handoff
     end: e.Reason | KvmeshError
@@ -138,7 +139,7 @@ class Over:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A request that was not admitted; its gateway has been told."""
+    """A request was not admitted; its gateway has been told."""
 
     spec: e.Spec
     error: KvmeshError

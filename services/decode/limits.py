@@ -1,4 +1,4 @@
-"""Numbers that the brain decides by: limits from the configuration, sizes from the ranks."""
+"""The brain decides by these numbers: limits from the configuration, sizes from the ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ NS_PER_MS = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """See DecodeConfig for what each means."""
+    """Has the settings that the brain decides by; DecodeConfig says what each means."""
 
     max_running: int = 64
     max_waiting: int = 256
@@ -28,7 +28,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class RankShape:
-    """Where one rank's pages and extents lie in its segment, in bytes."""
+    """Says where the pages and extents of one rank lie in its segment, in bytes."""
 
     segment: str
     shard_bytes: int
@@ -38,7 +38,8 @@ class RankShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What the ranks hold: every rank has the same pages and extents, a shard of each block."""
+    """Describes the memory of the ranks: every rank has the same number of pages and extents, and a shard of each
+    block."""
 
     block_tokens: int
     num_pages: int
@@ -49,9 +50,9 @@ class Shape:
 
     @property
     def context_limit(self) -> int:
-        """Longest prompt + answer, tokens: the model's, or what all pages together hold."""
+        """The most tokens that prompt and answer may have together: the model's limit, or what all pages hold."""
         return min(self.max_context_tokens, self.num_pages * self.block_tokens)
 
     def blocks(self, tokens: int) -> int:
-        """Blocks that hold `tokens` tokens."""
+        """Returns how many blocks hold `tokens` tokens."""
         return -(-tokens // self.block_tokens)

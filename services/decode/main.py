@@ -1,4 +1,4 @@
-"""A decode instance as a service: wiring, and an orderly end."""
+"""Runs a decode instance as a service: it wires the parts and ends them in order."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from kvmesh.services.decode.state import DecodeState
 log = logging.getLogger(__name__)
 
 SERVICE = "kvmesh.v1.Decode"
-TELL_S = 1.0  # for last words to gateways
-DRAIN_S = 1.0  # for cancelled writers
+TELL_S = 1.0  # the longest wait until gateways have been told the ends of their requests
+DRAIN_S = 1.0  # the longest wait for cancelled writers
 
 
 async def run(config: DecodeConfig, stop: asyncio.Event, started: Callable[[dict[str, object]], None]) -> None:
-    """Serve until `stop`; `started` hears the addresses. ConfigError or CheckpointError when it cannot begin,
-    InternalError when a rank dies."""
+    """Serves until `stop` is set. `started` is called with the addresses once the instance serves. Raises ConfigError
+    or CheckpointError when it cannot begin, and InternalError when a rank dies."""
     limits = config.limits()
     lost: list[str] = []
 
@@ -63,13 +63,14 @@ def _make_core(front: Front, config: DecodeConfig, limits: Limits) -> DecodeCore
 
 
 def add(server: Server, servicer: DecodeServicer) -> None:
-    """Decode on `server`."""
+    """Adds the Decode service to `server`."""
     decode_pb2_grpc.add_DecodeServicer_to_server(servicer, server.grpc)
     server.serves(SERVICE)
 
 
 async def wind_down(front: Front, core: DecodeCore, servicer: DecodeServicer, grace_s: float, lost: list[str]) -> None:
-    """No new requests; running ones finish within the grace or hear why not; writers drain; gateways are told."""
+    """Ends the service in order: new requests are refused, running ones finish within `grace_s` or fail, writers drain,
+    gateways are told."""
     why = f"decode instance {front.instance_id} " + (f"lost a rank: {lost[0]}" if lost else "is shutting down")
     core.feed(i.CloseDoor(Unavailable(why)))
     leaving = asyncio.create_task(front.depart(), name="say goodbye")

@@ -1,4 +1,4 @@
-"""The brain's words as protos and back. Decides nothing."""
+"""Converts the brain's events and outputs from and to protos. It decides nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EMPTY_LOGPROBS = common_pb2.TokenLogprobs()
 
 
 def response(parcel: OutgoingTokens) -> decode_pb2.SessionResponse:
-    """One message for everything that a gateway is to be told now."""
+    """Returns one message with everything that a gateway is to be told now."""
     message = decode_pb2.SessionResponse()
     for slot, times in parcel.prefilled:
         message.prefilled.add(slot=slot, cached_tokens=times.cached_tokens, timings=timings(times))
@@ -52,7 +52,7 @@ def _logprobs(found: Logprobs) -> common_pb2.TokenLogprobs:
 
 
 def timings(times: Timeline) -> common_pb2.StageTimings:
-    """Durations as far as known."""
+    """Returns the durations of a request's stages, as far as they are known."""
     return common_pb2.StageTimings(
         queue_us=times.queue_us,
         prefill_us=times.prefill_us,
@@ -74,7 +74,7 @@ def timings(times: Timeline) -> common_pb2.StageTimings:
 def start_prefill(
     handle: int, start: decode_pb2.StartRequest, max_tokens: int, deadline_ms: int, traceparent: str
 ) -> prefill_pb2.HandoffRequest:
-    """The gateway's request, handed on; `deadline_ms` is what is left of its deadline."""
+    """Returns the gateway's request for a prefill instance. `deadline_ms` is what is left of the request's deadline."""
     message = prefill_pb2.HandoffRequest()
     ask = message.start
     ask.handle = handle
@@ -98,7 +98,7 @@ def start_prefill(
 
 
 def to_prefill(output: e.ToPrefill) -> prefill_pb2.HandoffRequest:
-    """What the brain tells a writer."""
+    """Returns the message for a writer."""
     message = prefill_pb2.HandoffRequest()
     match output:
         case e.TellLanding(_, handle, epoch, lease_ms, ranks, first_block):
@@ -115,7 +115,7 @@ def to_prefill(output: e.ToPrefill) -> prefill_pb2.HandoffRequest:
 
 
 def from_prefill(message: prefill_pb2.HandoffEvent) -> tuple[int, e.Event] | None:
-    """(handle, event); None for a kind that this build does not know."""
+    """Returns the handle and the event of a message; None if this build does not know the message's kind."""
     match message.WhichOneof("kind"):
         case "begin_fill":
             return message.begin_fill.handle, e.BeginFill(message.begin_fill.num_blocks, message.begin_fill.removed_seq)
@@ -138,7 +138,7 @@ def from_prefill(message: prefill_pb2.HandoffEvent) -> tuple[int, e.Event] | Non
 
 
 def first_token(message: prefill_pb2.FirstToken) -> e.FirstToken:
-    """The token with what prefill tells of the prompt."""
+    """Returns the first token, with the figures that prefill reports of the prompt."""
     logprobs = None
     if message.HasField("logprobs"):
         top = tuple((t.token_id, t.logprob) for t in message.logprobs.top)

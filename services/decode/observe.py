@@ -1,4 +1,5 @@
-"""Spans, metrics and heartbeats: what others see of the brain. Changes nothing in it."""
+"""This module makes spans, metrics and heartbeats of a decode instance: what others see of its brain. Nothing here
+changes the brain."""
 
 from __future__ import annotations
 
@@ -26,17 +27,17 @@ from kvmesh.services.decode.handoff import Handoff
 from kvmesh.services.decode.state import DecodeState
 from kvmesh.telemetry import names, spans
 
-# How a request went, for the conductor: what came of its predictions, and who is to blame when it failed. Pure.
+# The conductor is told how each request went: what it measured, and which instance is to blame for a failure. Pure.
 #
-# Nobody is to blame when the client left, when there was no room or no time, or when the request was no good. A failure
+# Nobody is to blame when the client left, when there was no room or no time, or when the request was invalid. A failure
 # is the prefill instance's when its handoff brought it, and this instance's otherwise.
 
 _NOBODYS = (Overloaded, DeadlinePassed, InvalidRequest, ModelNotFound)
 
 
 def judge(error: KvmeshError, *, by_writer: bool, prefill: str, own: str) -> tuple[pb.Outcome.ValueType, str]:
-    """What kind of end `error` is, and the instance to blame ("": nobody). `by_writer`: prefill brought it, or the way
-    to it."""
+    """Returns the kind of end that `error` is, and the id of the instance to blame ("" for nobody). `by_writer` says
+    that prefill, or the connection to it, brought the error."""
     if isinstance(error, RequestCancelled):
         return pb.OUTCOME_CANCELLED, ""
     if isinstance(error, _NOBODYS):
@@ -45,7 +46,7 @@ def judge(error: KvmeshError, *, by_writer: bool, prefill: str, own: str) -> tup
 
 
 def outcome_of(h: Handoff, end: Reason | KvmeshError, attempt: int, prefill: str, own: str) -> pb.RequestOutcome:
-    """Of a request that was admitted and has ended. `prefill`, `own`: instance ids."""
+    """Returns the report on a request that was admitted and has ended, in us. `prefill` and `own` are instance ids."""
     times, gaps = h.times, h.times.gaps
     told = pb.RequestOutcome(
         request_id=h.spec.request_id,
@@ -65,7 +66,7 @@ def outcome_of(h: Handoff, end: Reason | KvmeshError, attempt: int, prefill: str
 
 
 def refusal_of(request_id: str, attempt: int, error: KvmeshError) -> pb.RequestOutcome:
-    """Of a request that was not admitted."""
+    """Returns the report on a request that was not admitted."""
     kind = pb.OUTCOME_CANCELLED if isinstance(error, RequestCancelled) else pb.OUTCOME_REFUSED
     return pb.RequestOutcome(request_id=request_id, attempt=attempt, outcome=kind, error=error.code)
 
@@ -81,7 +82,7 @@ MAX_OUTCOMES = 4096
 
 @dataclass(slots=True)
 class RequestTrace:
-    """What the shell keeps with a request (Spec.carry)."""
+    """Has what the shell keeps with a request (Spec.carry)."""
 
     span: Span
     start: decode_pb2.StartRequest | None  # dropped once prefill was asked: prompts are large
@@ -90,7 +91,7 @@ class RequestTrace:
 
 
 def begin_request(start: decode_pb2.StartRequest, received_ns: int, instance_id: str) -> Span:
-    """The request's whole life here, a child of the gateway's span."""
+    """Begins the span of a request's whole life in this instance, a child of the gateway's span."""
     attributes: dict[str, spans.Value] = {
         names.REQUEST_ID: start.request_id,
         names.ATTEMPT: start.attempt,
@@ -103,7 +104,7 @@ def begin_request(start: decode_pb2.StartRequest, received_ns: int, instance_id:
 
 
 def end_request(span: Span, h: Handoff, outcome: str, error: str) -> None:
-    """Record the stages whose both borders were passed, then end the request's span."""
+    """Records a span for each stage whose begin and end are known, then ends the request's span."""
     times, parent = h.times, spans.context_of(span)
     stages = (
         (names.SPAN_ADMIT, times.received, times.asked),
@@ -126,7 +127,7 @@ def end_request(span: Span, h: Handoff, outcome: str, error: str) -> None:
 
 
 class Observer:
-    """Counts and times of one instance."""
+    """Keeps the counts and times of one decode instance, for metrics and heartbeats."""
 
     def __init__(self, state: DecodeState, instance_id: str) -> None:
         self._state = state
@@ -138,31 +139,32 @@ class Observer:
         self._pulls: dict[int, Span] = {}  # by ticket, under way
 
     def pulling(self, job: PullJob, h: Handoff, now: int) -> PullJob:
-        """A pull begins; `pulled` follows. What is fetched from each holder becomes a child of its span."""
+        """Begins the span of a pull, which `pulled` ends. Returns the job with that span as its parent, so that what is
+        fetched from each holder becomes a child of it."""
         attributes: dict[str, spans.Value] = {names.REQUEST_ID: h.spec.request_id, names.WANTED_BLOCKS: len(job.keys)}
         parent = spans.context_of(h.spec.carry.span)
         span = self._pulls[job.ticket] = spans.begin(names.SPAN_PULL, parent, attributes, start_ns=now)
         return dataclasses.replace(job, traceparent=spans.traceparent(span))
 
     def pulled(self, result: Pulled) -> None:
-        """A pull is over."""
+        """Ends the span of a pull."""
         self._pulled_bytes += result.bytes_done
         span = self._pulls.pop(result.ticket)
         span.set_attributes({names.BLOCKS: len(result.arrived), names.PULL_BYTES: result.bytes_done})
         spans.finish(span, error=result.cause)
 
     def step_done(self, step: DecodeStepDone) -> None:
-        """One engine step; once a step, not once a token."""
+        """Counts one engine step. It is called once a step, not once a token."""
         names.DECODE_STEP.observe((step.end_ns - step.start_ns) * NS)
         names.DECODE_BATCH.observe(step.batch)
         names.DECODE_OUTPUT_TOKENS.inc(len(step.tokens))
         if self._last_end:
             names.DECODE_TBT.observe((step.end_ns - self._last_end) * NS)
-        # Somebody goes on: the time until the next step's end is a time between tokens.
+        # If an answer goes on, the time until the next step's end is a time between tokens.
         self._last_end = step.end_ns if any(not t.finish for t in step.tokens) else 0
 
     def over(self, h: Handoff, end: Reason | KvmeshError) -> None:
-        """A client has its end."""
+        """Counts a request whose client has been told its end, and keeps its outcome for the next heartbeat."""
         self._finished.append(h.spec.request_id)
         outcome, error = (end.name.lower(), "") if isinstance(end, Reason) else (end.code, end.message)
         times = h.times
@@ -183,14 +185,13 @@ class Observer:
         end_request(carry.span, h, outcome, error)
 
     def refused(self, request_id: str, attempt: int, span: Span, error: KvmeshError) -> None:
-        """A request was not admitted."""
+        """Counts a request that was not admitted, and keeps its outcome for the next heartbeat."""
         span.set_attribute(names.OUTCOME, error.code)
         spans.finish(span, error=error.message)
         names.DECODE_REQUESTS.labels(outcome=error.code).inc()
         self._outcomes.append(refusal_of(request_id, attempt, error))
 
     def counters(self, streams: int) -> common_pb2.PoolCounters:
-        """What the instance holds now."""
         state, scheduler = self._state, self._state.scheduler
         requests, store = state.requests.values(), scheduler.extents.stats
         return common_pb2.PoolCounters(
@@ -210,7 +211,8 @@ class Observer:
         )
 
     def report(self) -> conductor_pb2.HeartbeatRequest:
-        """Load in full; samples, finished ids and outcomes once."""
+        """Returns the next heartbeat: the load as it is now, and the samples, finished ids and outcomes since the last
+        one."""
         state, scheduler = self._state, self._state.scheduler
         beat = conductor_pb2.HeartbeatRequest()
         load = beat.load
@@ -236,7 +238,7 @@ class Observer:
         return sum(h.context for h in self._state.scheduler.running.values())
 
     def publish(self, sessions: int, handoffs: int, ready: bool) -> None:
-        """Gauges, now and then."""
+        """Sets the gauges. It is called every half second."""
         scheduler = self._state.scheduler
         requests = self._state.requests.values()
         phases = Counter(h.phase for h in requests)

@@ -1,6 +1,7 @@
-"""What one gateway is to be told, gathered until its stream takes it; tokens beyond a request's credit wait here.
+"""Messages for one gateway are gathered here until its stream takes them. Tokens beyond a request's credit wait here.
 
-Pure and on the per-token path: a token costs a few list appends; a whole engine step becomes one message.
+The outbox is pure and on the path of every token: a token costs a few list appends, and a whole engine step becomes one
+message.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from kvmesh.services.decode.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """A complete answer."""
+    """Is the end of a complete answer."""
 
     reason: Reason
     prompt_tokens: int
@@ -26,7 +27,8 @@ class Finish:
 
 @dataclass(slots=True)
 class OutgoingTokens:
-    """One message's worth: parallel lists, one entry a token; then what began, finished and failed."""
+    """Has the content of one message: parallel lists with one entry for each token, then what began, finished and
+    failed."""
 
     slots: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -41,7 +43,7 @@ class OutgoingTokens:
 
 
 class Outbox:
-    """One gateway's. Owned by the session that drains it."""
+    """Gathers the messages for one gateway. The session that sends them owns the outbox."""
 
     def __init__(self, session: int) -> None:
         self.session = session
@@ -49,24 +51,25 @@ class Outbox:
         self.streams: dict[int, GatewayStream] = {}
 
     def open(self, slot: int, handle: int, credit: int, deadline_ns: int) -> GatewayStream:
-        """A request begins. KeyError: the slot is in use."""
+        """Opens the stream of a new request. Raises KeyError when the slot is in use."""
         if slot in self.streams:
             raise KeyError(slot)
         stream = self.streams[slot] = GatewayStream(self, slot, handle, credit, deadline_ns)
         return stream
 
     def refuse(self, slot: int, error: KvmeshError) -> None:
-        """A request that never began."""
+        """Fails the slot of a request that was never opened."""
         self.parcel.failed.append((slot, error))
 
     def take(self) -> OutgoingTokens:
-        """Everything gathered so far; the caller has it from here on."""
+        """Returns everything gathered so far; it is the caller's from here on."""
         parcel, self.parcel = self.parcel, OutgoingTokens()
         return parcel
 
 
 class GatewayStream:
-    """One request's way to its gateway. It ends once: with Finish after its last token, or with an error."""
+    """Sends one request's tokens to its gateway. A stream ends once: with Finish after the last token, or with an
+    error."""
 
     __slots__ = ("_backlog", "_end", "box", "credit", "deadline_ns", "handle", "slot")
 
@@ -80,7 +83,7 @@ class GatewayStream:
         self._end: Finish | None = None
 
     def push(self, token_id: int, index: int, logprobs: Logprobs | None) -> bool:
-        """Send a token, or keep it until there is credit; True when there is something to send."""
+        """Sends a token, or keeps it until there is credit; returns whether there is something to send."""
         if self.credit <= 0:
             self._backlog.append((token_id, index, logprobs))
             return False
@@ -97,7 +100,7 @@ class GatewayStream:
         parcel.indices.append(index)
 
     def add_credit(self, tokens: int) -> bool:
-        """More tokens may be sent; True when some go now."""
+        """Allows `tokens` more tokens; returns whether some are sent now."""
         self.credit += tokens
         sent = bool(self._backlog) and self.credit > 0
         while self._backlog and self.credit > 0:
@@ -107,17 +110,17 @@ class GatewayStream:
         return sent
 
     def prefilled(self, times: Timeline) -> None:
-        """Goes before the first token."""
+        """Reports that the prompt is computed. It must be called before the first token is pushed."""
         self.box.parcel.prefilled.append((self.slot, times))
 
     def finish(self, end: Finish) -> None:
-        """The answer is complete; told after the last token."""
+        """Ends a complete answer; the gateway is told after the last token."""
         self._end = end
         self._close_if_complete()
 
     @property
     def held_back(self) -> bool:
-        """Finished, but the gateway has not made room for all of it."""
+        """Whether the answer has finished but waits for the gateway's credit."""
         return self._end is not None and self.box.streams.get(self.slot) is self
 
     def _close_if_complete(self) -> None:
@@ -126,7 +129,7 @@ class GatewayStream:
             del self.box.streams[self.slot]
 
     def fail(self, error: KvmeshError) -> None:
-        """End with an error; tokens without credit are dropped."""
+        """Ends the stream with an error; tokens that wait for credit are dropped."""
         if self.box.streams.get(self.slot) is self:
             self.box.parcel.failed.append((self.slot, error))
             del self.box.streams[self.slot]

@@ -1,4 +1,5 @@
-"""A gateway's StartRequest as the brain's Spec: everything checked here, so that nothing odd gets further."""
+"""Turns a gateway's StartRequest into the brain's Spec. Everything is checked here, so that the brain gets no invalid
+value."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ MAX_PULL_RANGES = 1024
 
 @dataclass(frozen=True, slots=True)
 class ServingInstance:
-    """What requests are checked against."""
+    """Has the properties of the instance that requests are checked against."""
 
     ref: common_pb2.InstanceRef
     weights: ServedWeights
@@ -34,8 +35,9 @@ class ServingInstance:
 
 
 def check_start(start: decode_pb2.StartRequest, instance: ServingInstance, now: int, carry: Any) -> Spec:
-    """The Spec of `start`. Raises InvalidRequest or ContextTooLong naming field and value, ModelNotFound for other
-    weights, Unavailable for a placement of another life of this instance."""
+    """Returns the Spec of `start`, which arrived at `now` (monotonic ns). Raises InvalidRequest or ContextTooLong
+    naming field and value, ModelNotFound for other weights, and Unavailable for a placement that names another
+    incarnation of this instance."""
     _check_address(start, instance)
     tokens = len(start.token_ids) // 4
     if not tokens or len(start.token_ids) % 4:
@@ -98,7 +100,8 @@ def _check_address(start: decode_pb2.StartRequest, instance: ServingInstance) ->
 
 
 def _pulls(start: decode_pb2.StartRequest, blocks: int, instance: ServingInstance) -> tuple[PullRange, ...]:
-    """What decode is to fetch. What it is told to fetch from its own memory it has, or has not: no range."""
+    """Returns the ranges of blocks that decode is to fetch. A range that names this node's own DRAM is left out: what
+    it names is in the store, or is gone. Raises InvalidRequest for a range that is malformed."""
     field, found = "placement.decode_pulls", []
     if len(start.placement.decode_pulls) > MAX_PULL_RANGES:
         why = f"ranges; at most {MAX_PULL_RANGES}"

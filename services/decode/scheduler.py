@@ -1,9 +1,10 @@
-"""Who gets pages, extents and seats in the batch next, and who gives them back.
+"""This module decides who gets pages, extents and seats in the batch next, and who gives them back.
 
-`next_grant` makes one decision from what is true now; its caller carries it out and asks again. Order everywhere:
-priority (smaller first), then arrival. A request that waits for memory is not overtaken by another that waits for
-memory of that kind; only what runs already may grow before it, and that ends. Whoever is first in order
-runs, or waits for hands that come off by a timer: a request that fits the whole pool always finishes.
+`next_grant` makes one decision from what is true now; its caller carries the decision out and asks again. The order is
+the same everywhere: priority (smaller first), then arrival. A request that waits for memory is not overtaken by another
+that waits for memory of the same kind. Only a request that runs already may take a page before it, and that ends: so a
+request that fits the whole pool always finishes, because whoever is first in order runs, or waits for hands that come
+off its memory by a timer.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ MAX_RETRY_AFTER_MS = 30_000
 
 
 class Scheduler:
-    """Pools and queues of one instance. `file` keeps the queues true after every step of a request."""
+    """Keeps the memory pools and queues of one decode instance. `file` must be called after every step of a request: it
+    moves the request to the queue of its phase."""
 
     def __init__(
         self,
@@ -44,10 +46,10 @@ class Scheduler:
         self.pages: Pages = PagePool(shape.num_pages) if pages is None else pages
         self.extents = store  # landing and swap; idle sealed blocks in it count as free
         self.sealing = Sealing(store, self.pages, len(shape.ranks), new_ticket)
-        self.requests: dict[int, Handoff] = {}  # not FREE
-        self.live = 0  # whose client still waits for its end
-        self.seats = 0  # in the batch, or on the way into it with pages
-        self.needy: dict[int, Handoff] = {}  # running, want a page
+        self.requests: dict[int, Handoff] = {}  # by handle; all that are not FREE
+        self.live = 0  # requests whose client has not been told the end
+        self.seats = 0  # requests in the batch, or on their way into it with pages
+        self.needy: dict[int, Handoff] = {}  # running requests that want another page
         self.dirty = False  # something changed that may make a grant possible
         self._landing: dict[int, Handoff] = {}
         self._loading: dict[int, Handoff] = {}
@@ -63,7 +65,8 @@ class Scheduler:
     # ── admission ────────────────────────────────────────────────────────────────────────────────
 
     def refusal(self, spec: e.Spec, now: int, adopts: bool = False) -> KvmeshError | None:
-        """Why this request cannot be taken: the second check, after the conductor's. `adopts`: it needs no landing."""
+        """Returns why this request cannot be taken, or None. It is the second check, after the conductor's, by what is
+        known here. A request that `adopts` pages needs no landing."""
         limit = self.shape.context_limit
         if spec.prompt_tokens + 1 > limit:
             why = f"prompt and answer together have {limit} tokens here"
@@ -82,9 +85,10 @@ class Scheduler:
         return self._too_slow(spec, now)
 
     def _too_slow(self, spec: e.Spec, now: int) -> KvmeshError | None:
-        """Why steps would become longer than this request or one beside it may have. The conductor has asked the same,
-        of what it knew; this is what is here now. Beside it are those that will not have left when it joins the batch,
-        and those that should have left and have not. Alone it is taken in any case: it shows how long steps are."""
+        """Returns the refusal of a request beside which steps would become longer than its own SLO, or that of a
+        request beside it, allows. The conductor made the same check by what it knew; this one uses what is here now.
+        The requests beside it are those that will not have left when it joins the batch, and those that should have
+        left and have not. A request that would be alone is always taken: it shows how long steps are."""
         if not spec.tbt_slo_ns:
             return None
         beside = [
@@ -108,7 +112,8 @@ class Scheduler:
         )
 
     def note_ended(self, request: Handoff) -> None:
-        """The client has its end: what the next refusal's retry_after is estimated from."""
+        """Records that the client has been told its end. The next refusal's retry_after is estimated from such
+        durations."""
         self.live -= 1
         took_ms = (request.times.ended - request.times.asked) / NS_PER_MS
         self._mean_request_ms += 0.1 * (took_ms - self._mean_request_ms)
@@ -117,20 +122,21 @@ class Scheduler:
 
     @property
     def reserve(self) -> int:
-        """Pages that no new prompt may take: room for running requests to grow, and for those that have been preempted
-        (or have landed in extents) to come back. 0 when nobody decodes here: then any prompt that fits is taken."""
+        """How many pages no new prompt may take, where prefill shares the pool: room for running requests to grow, and
+        for those that were preempted (or landed in extents) to come back. It is 0 when nobody decodes here, so that any
+        prompt that fits is taken."""
         coming = sum(self.shape.blocks(h.context + 1) for h in self._loading.values())
         return coming + self._watermark if self.seats or coming or self._ready else 0
 
     @property
     def waits(self) -> bool:
-        """Somebody waits for pages or extents."""
+        """Whether any request waits for pages or extents."""
         return bool(self.needy or self._loading or self._landing)
 
     # ── queues ───────────────────────────────────────────────────────────────────────────────────
 
     def file(self, h: Handoff) -> None:
-        """Put a request where its phase belongs."""
+        """Moves a request to the queue of its phase, and counts its seat."""
         handle = h.handle
         if h.seated != (handle in self._seated):
             (self._seated.add if h.seated else self._seated.discard)(handle)
@@ -152,7 +158,7 @@ class Scheduler:
             self.needy.pop(handle, None)
 
     def want_page(self, h: Handoff) -> None:
-        """A running request has used its last page but for the look-ahead."""
+        """Notes that a running request needs another page: it has used its last one but for the look-ahead."""
         self.needy[h.handle] = h
         self.dirty = True
 
@@ -173,17 +179,20 @@ class Scheduler:
 
     @property
     def room_for_blocks(self) -> int:
-        """How many blocks may be written for the shared pool now: landings and swaps go first."""
+        """How many blocks may be written into the store now. Landings that wait and the extents kept for swapping go
+        first."""
         landings = sum(h.prompt_blocks for h in self._landing.values())
         return max(0, self.extents.free - self._swap_reserve - landings)
 
     def look_again(self) -> None:
-        """Extents may have become free by themselves: leases of other nodes run out."""
+        """Marks the scheduler dirty if somebody waits: extents become free without an event when leases of other nodes
+        expire."""
         self.dirty = self.dirty or self.waits
 
     def keep(self, h: Handoff, extents: Sequence[int], shared: int) -> None:
-        """The request's leading blocks lie in `extents`, which nobody touches any more: those that are not the store's
-        already (`shared` are) become blocks of it, the rest goes back."""
+        """Makes blocks of the store of `extents`, in which the request's leading blocks lie and which nobody touches
+        any more. The first `shared` of them are the store's already; what cannot be named or may not be sealed is given
+        back."""
         # Without a first token the step that computed the prompt may have failed after its bytes were on their way.
         known = min(h.context // self.shape.block_tokens, h.sealable) if h.first is not None else 0
         keys = h.chain.upto(known)
@@ -196,7 +205,8 @@ class Scheduler:
     # ── decisions ────────────────────────────────────────────────────────────────────────────────
 
     def next_grant(self) -> Grant | None:
-        """One decision: what the request gets (its memory is already taken from the pool); None: nothing to do."""
+        """Makes one decision and returns the request and the event that grants it memory or a seat, or ends it. The
+        memory has been taken from the pool already. Returns None if nothing can be granted."""
         return self._growth() or self._batch() or self._next_landing()
 
     def _growth(self) -> Grant | None:
@@ -209,12 +219,12 @@ class Scheduler:
         return None
 
     def _make_room(self) -> Grant | None:
-        """Pages ran out and somebody stands still: the last in order gives its pages back."""
+        """Decides who gives its pages back when they ran out and a request stands still: the last in order."""
         if self.sealing.frees_pages or any(h.moving_out and h.pages for h in self.requests.values()):
-            return None  # some come back soon
+            return None  # some pages come back soon
         victim = rules.victim(rules.in_order((*self.running.values(), *self._ready.values())))
         if victim is None:
-            return None  # the others are being filled or fenced; their hands come off by a timer
+            return None  # the other pages are being filled or fenced; hands come off those by a timer
         if self.extents.free >= len(victim.pages):
             return victim, e.Preempt(self.extents.allocate(len(victim.pages)))
         free = f"{self.pages.free} of {self.pages.total} pages and {self.extents.free} of {self.extents.total} extents"
@@ -250,9 +260,10 @@ class Scheduler:
         return None
 
     def _place(self, blocks: int) -> Place | None:
-        """Pages for those who will run soon; a burst waits in extents, but leaves some of them for those who must
-        get out of the pages. None: no room for it now. Blocks that are here already count as if they were not: holding
-        them takes no more than they would."""
+        """Chooses the kind of memory for a landing, or None if there is no room now. Requests that will run soon land
+        in pages; a burst waits in extents, but leaves some of those for running requests that must give up their pages.
+        Blocks that the store has already count as if they had to be sent: holding them takes no more than sending them
+        would."""
         if self.shape.direct_landing and not self._loading:
             idle = self.pages.free == self.pages.total
             holders = sum(1 for h in self.requests.values() if h.pages)

@@ -1,7 +1,7 @@
-"""Full blocks of running requests, copied from their pages into the node store, where everybody can use them. Pure.
+"""Full blocks of running requests are copied from their pages into the node store, where everybody can use them. Pure.
 
-A page under a copy has a reference of its own until every rank has copied, so its request may leave, be preempted or
-end at any moment. Sealing is never in anybody's way: without room to spare a block is not sealed, or later.
+A page under a copy has a reference of its own until every rank has copied it, so its request may leave, be preempted or
+end at any moment. Sealing takes only room that nothing else needs: without it a block is sealed later, or not at all.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class _Copy:
     keys: tuple[bytes, ...]
     pages: tuple[int, ...]
     ranks: set[int]  # that still copy
-    chain: Sequence[bytes]  # touched when it is done, so that a chain's head outlives its tail
+    chain: Sequence[bytes]  # keys to touch when the copy is done, so that a chain's head outlives its tail
     bad: set[int] = field(default_factory=set)  # positions whose KV is not finite at some rank
 
 
 class Sealing:
-    """Copies under way from pages into the store."""
+    """Keeps the copies from pages into the store that are under way."""
 
     def __init__(self, store: NodeStore, pages: Pages, ranks: int, new_ticket: Callable[[], int]) -> None:
         self._store = store
@@ -34,23 +34,24 @@ class Sealing:
         self._ranks = ranks
         self._new_ticket = new_ticket
         self._copies: dict[int, _Copy] = {}
-        self.closed = False  # we stop: nothing more is sealed
+        self.closed = False  # set when the instance stops or its ranks are gone: nothing more is sealed
 
     def __len__(self) -> int:
         return len(self._copies)
 
     @property
     def pages(self) -> list[int]:
-        """Pages under a copy, each as often as a copy holds it."""
+        """The pages under a copy, each as often as a copy holds it."""
         return [page for copy in self._copies.values() for page in copy.pages]
 
     @property
     def frees_pages(self) -> bool:
-        """Pages come back soon: only a copy holds them still."""
+        """Whether pages come back soon: pages that only a copy still holds."""
         return any(self._pages.refcount(page) == 1 for page in self.pages)
 
     def running(self, h: Handoff, room: int) -> m.SealCopy | None:
-        """The full blocks of a running request that the store lacks, at most `room` of them."""
+        """Begins to copy the full blocks of a running request that the store lacks, at most `room` of them. Returns the
+        message for the ranks, or None if there is nothing to copy."""
         keys = h.chain.upto(h.context // h.shape.block_tokens)
         h.seal_at = NEVER
         if h.chain.pending is not None:
@@ -58,12 +59,14 @@ class Sealing:
         return self._copy(keys[: h.sealable], h.pages, room)
 
     def last(self, h: Handoff, pages: Sequence[int], room: int) -> m.SealCopy | None:
-        """The same for one that has ended, whose `pages` nobody touches any more and are about to be given back."""
+        """Begins to copy the full blocks of a request that has ended, as `running` does. Nobody touches its `pages`,
+        which are about to be given back."""
         keys = h.chain.upto(h.context // h.shape.block_tokens)
         return self._copy(keys[: h.sealable], pages, room, last=True)
 
     def _copy(self, keys: list[bytes], pages: Sequence[int], room: int, *, last: bool = False) -> m.SealCopy | None:
-        """In order: a block without those before it is of no use to anybody."""
+        """Copies in the order of the chain and stops where there is no room: a block without its predecessors is of no
+        use."""
         store, missing, end = self._store, 0, 0
         for key in keys if not self.closed else ():
             if not (store.holds(key) or store.writing(key)):
@@ -71,7 +74,7 @@ class Sealing:
                     break
                 missing += 1
             end += 1
-        # All of them: what is sealed already is touched, and does not make room for its own continuation.
+        # Sealed blocks are passed, too: that touches them, so that they are not evicted for their own successors.
         chain = keys[:end]
         begun = zip(chain, pages[:end], store.begin(chain), strict=True)
         taken = [(key, page, x) for key, page, x in begun if x is not None]
@@ -84,8 +87,8 @@ class Sealing:
         return m.SealCopy(ticket, copied, given)
 
     def copied(self, rank: int, ticket: int, bad: Sequence[int] = ()) -> bool:
-        """A rank has copied; `bad` positions are not finite. True when it was the last one: the other blocks are
-        sealed and pages given back."""
+        """Notes that a rank has copied; the KV at the positions `bad` is not finite. Returns True when it was the last
+        rank: then the finite blocks are sealed, the others dropped, and the pages given back."""
         copy = self._copies.get(ticket)
         if copy is None:
             return False
@@ -105,7 +108,7 @@ class Sealing:
         return True
 
     def drop(self) -> None:
-        """The ranks are gone: nobody reads the pages, nothing gets sealed."""
+        """Drops all copies because the ranks are gone: nothing more is sealed."""
         self.closed = True
         for copy in self._copies.values():
             self._pages.release(copy.pages)

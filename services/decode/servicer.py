@@ -1,4 +1,5 @@
-"""Decode over gRPC: one Session stream per gateway, and GetPools. Maps and moves; decides nothing."""
+"""The gRPC service of a decode instance has one Session stream for each gateway, and GetPools. It maps messages and
+moves them; it decides nothing."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ WRITE_TIMEOUT_S = 30.0
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServicer):
-    """All Sessions of one instance. A Session that ends, however it ends, cancels its requests. `pools`: what the
-    instance holds, where that is more than the core's."""
+    """Serves all Sessions of one instance. A Session that ends, however it ends, cancels its requests. `pools` returns
+    what the instance holds, where that is more than the core counts."""
 
     def __init__(self, core: DecodeCore, pools: Callable[[], common_pb2.PoolCounters] | None = None) -> None:
         self._core = core
@@ -34,7 +35,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     async def Session(  # type: ignore[override]  # noqa: N802  # a coroutine that writes, no generator
         self, request_iterator: AsyncIterator[decode_pb2.SessionRequest], context: Any
     ) -> None:
-        """Until the gateway or this instance ends it. ProtocolMismatch, InvalidRequest: a wrong beginning."""
+        """Serves one gateway until it or this instance ends the stream. Raises ProtocolMismatch or InvalidRequest if
+        the stream does not begin with a valid hello, and Unavailable when the instance shuts down."""
         if self._closing:
             raise Unavailable("decode instance is shutting down")
         stream = ServerStream[decode_pb2.SessionRequest, decode_pb2.SessionResponse](
@@ -51,7 +53,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         box, cause = core.state.sessions[session], "the stream broke"
 
         def outgoing() -> Sequence[decode_pb2.SessionResponse]:
-            """All that has gathered is one message."""
+            """Returns all that has gathered in the outbox, as one message."""
             parcel = box.take()
             return (mapping.response(parcel),) if parcel else ()
 
@@ -81,7 +83,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 log.warning("session %d: unexpected %s", session, kind)
 
     def close(self) -> None:
-        """Refuse new Sessions; running ones end once they have told everything."""
+        """Refuses new Sessions; a running one ends once its answers have ended and were sent."""
         self._closing = True
         for wake in self._core.wake.values():
             wake.set()
@@ -89,5 +91,4 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     async def GetPools(  # noqa: N802
         self, request: common_pb2.GetPoolsRequest, context: Any
     ) -> common_pb2.GetPoolsResponse:
-        """What the instance holds right now."""
         return common_pb2.GetPoolsResponse(instance=self._core.instance.ref, pools=self._pools())

@@ -1,6 +1,6 @@
-"""Prompt blocks that decode itself fetches, from other nodes or its own lower tier, before the request lands. Pure.
+"""Decode itself fetches prompt blocks from other nodes, or from its own lower tiers, before a request lands. Pure.
 
-A pull fills extents of our own store and seals them; the landing then finds them like any block that was here already.
+A pull fills extents of this node's store and seals them; the landing then finds them like any other block of the store.
 A request waits for the pulls of its blocks, whoever began them; the job's timeout bounds that. Nothing cancels a pull:
 its blocks are useful whatever became of the request.
 """
@@ -23,8 +23,8 @@ class _Pull:
 
 
 class DecodePulls:
-    """Pulls of one instance that are under way. `lower`: what this node keeps below its host segment; set once, before
-    the first request."""
+    """Keeps the pulls of one instance that are under way. `lower` is what this node keeps below its host segment; it is
+    set once, before the first request."""
 
     def __init__(self, store: NodeStore, timeout_ms: int, new_ticket: Callable[[], int]) -> None:
         self.lower: LowerTiers | None = None
@@ -38,14 +38,15 @@ class DecodePulls:
         return len(self._pulls)
 
     def begin(self, h: Handoff, room: int) -> PullJob | None:
-        """What is to be fetched for `h`, at most `room` blocks. `h` waits for it, and for what others fetch already."""
-        self._store.touch(h.shared_keys, use=False)  # they should still be here when it lands
+        """Begins a pull of the blocks that `h` needs and that others do not fetch already, at most `room` of them. `h`
+        waits for both. Returns None if there is nothing to fetch."""
+        self._store.touch(h.shared_keys, use=False)  # what the store has of them should still be there at the landing
         if self.lower is not None:
             self.lower.note(h.shared_keys)
         blocks_wanted = self._wanted(h, room)
         if not blocks_wanted:
             return None
-        # All before them, too: what is here already must not make room for what comes.
+        # The blocks before them are passed, too: they must not be evicted to make room for their successors.
         prefix = h.shared_keys[: blocks_wanted[-1] + 1]
         begun = enumerate(zip(prefix, self._store.begin(prefix), strict=True))
         taken = [(block, key, x) for block, (key, x) in begun if x is not None]
@@ -69,7 +70,8 @@ class DecodePulls:
         return job
 
     def _wanted(self, h: Handoff, room: int) -> list[int]:
-        """Blocks that the store lacks, as long as they continue the prefix that is here or comes."""
+        """Returns the indices of the blocks to fetch: those that the store lacks, as long as they continue the prefix
+        that is here or comes."""
         store = self._store
         wanted: list[int] = []
         keys = h.shared_keys
@@ -84,7 +86,7 @@ class DecodePulls:
                 continue
             if store.writing(key):
                 ticket = self._by_key.get(key)
-                if ticket is not None:  # else it is a copy of our own, done in a moment
+                if ticket is not None:  # else this node itself copies the block, which is done in a moment
                     h.pulling.add(ticket)
                     self._pulls[ticket].waiting[h.handle] = h
             elif len(wanted) < room and (named[block] or (lower is not None and block < below and lower.holds(key))):
@@ -94,7 +96,8 @@ class DecodePulls:
         return wanted
 
     def ended(self, result: Pulled) -> list[int]:
-        """Seal what arrived; returns the handles of the requests that waited for it."""
+        """Seals the blocks that arrived and drops the others. Returns the handles of the requests that waited for the
+        pull."""
         pull = self._pulls.pop(result.ticket, None)
         if pull is None:
             return []
@@ -112,6 +115,6 @@ class DecodePulls:
         return list(pull.waiting)
 
     def drop(self) -> None:
-        """The memory is gone: nothing is waited for."""
+        """Ends all pulls without a block, because the memory is gone."""
         for ticket in list(self._pulls):
             self.ended(Pulled(ticket, (), 0, 0, "the memory is gone"))

@@ -1,7 +1,8 @@
-"""The instance's brain: all requests, their memory, their gateways. `step(input, now) -> outputs`; see inputs.py.
+"""The brain of a decode instance keeps all requests, their memory, their gateways. `step(input, now)` returns outputs;
+see inputs.py for both.
 
-Pure and deterministic: the same inputs at the same times give the same outputs. What it says to gateways is gathered
-in `sessions` (outbox.py); an output `Flush` says that there is something.
+The brain is pure and deterministic: the same inputs at the same times give the same outputs. Messages for gateways are
+gathered in `sessions` (outbox.py); an output `Flush` says that there is one to send.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ from kvmesh.services.decode.outbox import Finish, GatewayStream, Outbox
 from kvmesh.services.decode.scheduler import Scheduler
 from kvmesh.services.decode.sources import DecodePulls
 
-MAX_SAMPLES = 16  # between two heartbeats; the conductor keeps a window of many
+MAX_SAMPLES = 16  # step times kept between two heartbeats; the conductor keeps a longer window
 
 
 class DecodeState:
-    """Everything one decode instance knows. Beside a prefill half `pages` is the pool of both, and handles, tickets and
-    epochs begin at `first`: nobody must take them for the other half's."""
+    """Keeps the whole state of one decode instance. In a coupled instance `pages` is the pool that it shares with
+    the prefill half, and handles, tickets and epochs begin at `first`, so that they differ from those of the prefill
+    half."""
 
     def __init__(
         self, limits: Limits, shape: Shape, store: NodeStore, pages: Pages | None = None, first: int = 1
@@ -47,7 +49,8 @@ class DecodeState:
         self.requests = self.scheduler.requests
         self.sessions: dict[int, Outbox] = {}
         self.steps: deque[tuple[int, int, int]] = deque(maxlen=MAX_SAMPLES)  # (batch, context_tokens, duration_ns)
-        # Whether a block, from a node that had carried out removals up to that number, may have been removed here.
+        # refuses(key, source_seq): whether the block may have been removed here since, if it comes from a node that had
+        # carried out the removal orders up to number source_seq.
         self.refuses: Callable[[bytes, int], bool] = lambda key, source_seq: False
         self._fast_path: KvmeshError | None = None
         self._handles = itertools.count(first)
@@ -61,7 +64,7 @@ class DecodeState:
     # ── in ───────────────────────────────────────────────────────────────────────────────────────
 
     def step(self, event: i.Input, now: int) -> list[i.Output]:
-        """Take one input at `now` (monotonic ns); returns what to do, in order."""
+        """Takes one input at `now` (monotonic ns) and returns what is to be done, in order."""
         _HANDLERS[type(event)](self, event, now)
         while self.scheduler.dirty:
             self.scheduler.dirty = False
@@ -77,7 +80,7 @@ class DecodeState:
         return out
 
     def next_due(self) -> int:
-        """When to send a Tick at the latest (monotonic ns); NEVER if nothing waits."""
+        """When to send a Tick at the latest (monotonic ns); NEVER if nothing waits for the time."""
         timers = self._timers
         while timers:
             when, handle = timers[0]
@@ -88,7 +91,7 @@ class DecodeState:
         return NEVER
 
     def phase_of_epoch(self, epoch: int) -> Phase:
-        """Of the request that has this handoff epoch; FREE if none has."""
+        """Returns the phase of the request that has this handoff epoch; FREE if none has it."""
         h = self._by_epoch.get(epoch)
         return h.phase if h is not None else Phase.FREE
 
@@ -140,7 +143,7 @@ class DecodeState:
         self.requests[handle] = h
         self.scheduler.live += 1
         self._do(h, h.begin(now), now)
-        # Who computes a prompt fetches what is to be fetched for it.
+        # In a coupled instance the half that computes the prompt fetches its blocks.
         job = None if h.adopts else self.pulls.begin(h, self.scheduler.room_for_blocks)
         if job is not None:
             self._out.append(i.Pull(job, h))
@@ -193,11 +196,11 @@ class DecodeState:
             self.scheduler.dirty = True
             return
         if h is None or h.peer != event.peer:
-            return  # forgotten meanwhile
+            return  # the request has been freed, or the message is not from its writer
         if type(event.event) is e.BeginFill and not h.adopts:
             h.writers = self._writers.get(event.peer, ())
             if not h.writers:
-                return  # its hello comes first, always
+                return  # cannot be: the stream's hello, which names the writers, comes first
             seq, keys = event.event.removed_seq, h.chain.keys
             h.sealable = min(h.sealable, next((at for at, key in enumerate(keys) if self.refuses(key, seq)), NEVER))
         self._run(h, event.event, now)
@@ -221,7 +224,7 @@ class DecodeState:
                 for handle in handles:
                     self._give(self.requests.get(handle), event, now)
             case _:
-                pass  # prefill's, when one instance plays both roles
+                pass  # for the prefill half of a coupled instance
 
     def _give(self, h: Handoff | None, event: m.FromRank, now: int) -> None:
         if h is not None:
@@ -229,12 +232,13 @@ class DecodeState:
 
     def _stalled(self, handle: int) -> None:
         h = self.requests.get(handle)
-        if h is not None and h.running and h.room <= 0:  # else room was granted while the rank said this
+        if h is not None and h.running and h.room <= 0:  # room may have been granted while this message was on its way
             h.stalled = True
             self.scheduler.want_page(h)
 
     def _step_done(self, rank: int, step: m.DecodeStepDone, now: int) -> None:
-        """The path of every token: no objects, no scheduling unless a page is wanted or an answer ends."""
+        """Handles the tokens of one step. It is the path of every token: it makes no objects, and schedules only when a
+        page is wanted or an answer ends."""
         requests, flush = self.requests, self._flush
         for token in step.tokens:
             h = requests.get(token.handle)
@@ -251,7 +255,7 @@ class DecodeState:
                     self._seal(h)
             if token.finish:
                 self._run(h, e.Ended(e.Reason(token.finish)), now)
-        if rank == 0 and not step.prefill_tokens:  # else its time is not the rows' alone
+        if rank == 0 and not step.prefill_tokens:  # a step that computed prompts beside its rows tells nothing of rows
             sample = (step.batch, step.context_tokens, step.end_ns - step.start_ns)
             self.steps.append(sample)
             self.scheduler.step_times.add(*sample)

@@ -1,9 +1,10 @@
-"""How long a decode step takes, learnt from this instance's own steps. Pure.
+"""Predicts how long a decode step takes, from this instance's own steps. Pure.
 
     t = a + b·rows + c·tokens of context        a, b, c >= 0
 
-The fit minimises the relative error over the last steps; a step that is far off pulls no harder than a bounded error. A
-slope that these steps do not show (they were all alike) is 0: nobody is refused for what was never seen.
+The fit minimises the relative error over the last steps, with Huber's loss, which bounds the weight of a step that is
+far off. A slope that the steps do not show, because they were all alike, is 0: nobody is refused for what was never
+measured.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 WINDOW = 256
-ENOUGH = 16
+ENOUGH = 16  # steps, before which nothing is predicted
 REFIT_EVERY = 32  # steps; a fit costs half a millisecond, and is made only when somebody asks
-RIDGE = 1e-3  # of a slope, beside one step: far less than what steps of two sizes say of it
+RIDGE = 1e-3  # weight of "the slope is 0" against one step: far below that of steps of two sizes
 ROUNDS = 4
 HUBER = 1.5
 
@@ -25,7 +26,7 @@ _Floats = npt.NDArray[np.float64]
 
 
 class StepTimes:
-    """The last steps of one instance that computed no prompts beside their rows."""
+    """Keeps the last steps of one instance, without those that computed prompts beside their rows."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[int, int, int]] = deque(maxlen=WINDOW)  # (rows, tokens of context, ns)
@@ -33,13 +34,13 @@ class StepTimes:
         self._fit: tuple[float, float, float] | None = None
 
     def add(self, rows: int, context_tokens: int, took_ns: int) -> None:
-        """One step. The path of every step does no more than this."""
+        """Records one step. It is called for every step, so it does no more than append."""
         if took_ns > 0:
             self._steps.append((rows, context_tokens, took_ns))
             self._new += 1
 
     def predict_ns(self, rows: int, context_tokens: int) -> float:
-        """What a step of so many rows takes; 0 while too little is known."""
+        """Predicts the duration of a step of `rows` rows in ns; 0 while fewer than ENOUGH steps are known."""
         if len(self._steps) < ENOUGH:
             return 0.0
         if self._fit is None or self._new >= REFIT_EVERY:
@@ -49,22 +50,23 @@ class StepTimes:
 
 
 def _fitted(steps: _Floats) -> tuple[float, float, float]:
-    """a, b and c. With two slopes there are four sets of them that may be positive: the best that is."""
+    """Returns a, b and c. Of the four subsets of the two slopes, each of which may be fitted alone, it takes the one
+    with the least error whose coefficients are all non-negative."""
     sizes, took = steps[:, :2], steps[:, 2]
     means = np.maximum(sizes.mean(axis=0), 1.0)
     columns = np.column_stack((np.ones(len(steps)), sizes / means))
     found, least = np.array((float(np.median(took)), 0.0, 0.0)), np.inf
     for slopes in (s for n in range(3) for s in combinations((1, 2), n)):
         used = [0, *slopes]
-        some, error = _least_squares(columns[:, used], took)
-        if (some >= 0).all() and error < least:
+        coefficients, error = _least_squares(columns[:, used], took)
+        if (coefficients >= 0).all() and error < least:
             least, found = error, np.zeros(3)
-            found[used] = some
+            found[used] = coefficients
     return float(found[0]), float(found[1] / means[0]), float(found[2] / means[1])
 
 
 def _least_squares(columns: _Floats, took: _Floats) -> tuple[_Floats, float]:
-    """Coefficients, and the error that they leave."""
+    """Returns the coefficients of an iteratively reweighted fit of `took`, and the error that they leave."""
     penalty = np.sqrt(RIDGE) * np.eye(columns.shape[1])[1:]
     weights, found = np.ones(len(took)), np.zeros(columns.shape[1])
     for _ in range(ROUNDS):

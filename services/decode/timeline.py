@@ -1,4 +1,5 @@
-"""When a request passed which border, in CLOCK_MONOTONIC nanoseconds; 0 = not yet. Durations come from here."""
+"""This module has the times at which a request passed each stage, in CLOCK_MONOTONIC nanoseconds (0: not yet), and the
+durations between."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-# The times between the tokens of one answer, in bounded memory however long it becomes. Pure.
+# `TbtHistogram` keeps the times between the tokens of one answer in bounded memory, however long the answer is. Pure.
 #
-# The last of them are kept as they are; when they are more than RECENT they are counted in buckets a little wider than
+# The last of them are kept as they are; when there are more than RECENT they are counted in buckets a little wider than
 # 9%, each with its sum. So the mean is exact, and the mean of the slowest tenth is off by the width of one bucket at
 # most: the one in which the tenth begins. An answer of 100,000 tokens takes 16 KB.
 
@@ -25,8 +26,8 @@ _Floats = npt.NDArray[np.float64]
 
 
 class TbtHistogram:
-    """Nanoseconds. The path of every token does no more than append to `recent`; whoever fills it calls `fold` each few
-    hundred tokens."""
+    """Counts the times between the tokens of one answer, in ns. The path of every token only appends to `recent`;
+    whoever appends calls `fold` every few hundred tokens."""
 
     __slots__ = ("_counts", "_sums", "recent")
 
@@ -36,7 +37,7 @@ class TbtHistogram:
         self._sums: _Floats | None = None
 
     def fold(self) -> None:
-        """Count what is recent in buckets, if that is much."""
+        """Counts the recent times in buckets, once there are RECENT of them."""
         if len(self.recent) >= RECENT:
             self._count()
 
@@ -55,13 +56,13 @@ class TbtHistogram:
 
     @property
     def mean_ns(self) -> float:
-        """Of all; 0 when there is none."""
+        """The mean of all times; 0 when there is none."""
         known = float(self._sums.sum()) if self._sums is not None else 0.0
         return (known + sum(max(0, gap) for gap in self.recent)) / max(1, len(self))
 
     @property
     def slowest_ns(self) -> float:
-        """Mean of the slowest tenth, of one at least; 0 when there is none."""
+        """The mean of the slowest tenth of the times, and of at least one; 0 when there is none."""
         wanted = math.ceil(len(self) * SLOWEST)
         if not wanted:
             return 0.0
@@ -87,7 +88,8 @@ class TbtHistogram:
 
 @dataclass(slots=True)
 class Timeline:
-    """Borders are taken where the thing happens: copies and steps at the rank, messages where they arrive here."""
+    """Has the times and figures of one request. Each time is taken where the thing happens: copies and steps at the
+    rank, messages where they arrive."""
 
     received: int = 0  # Start arrived
     asked: int = 0  # StartPrefill was handed to the stream
@@ -100,8 +102,8 @@ class Timeline:
     joined: int = 0  # into the batch, first time only
     second: int = 0  # the step that made the second token ended
     ended: int = 0  # the client was told the end
-    writer_lost: int = 0  # prefill, or the way to it, failed what had not ended yet
-    queue_us: int = 0  # as prefill told
+    writer_lost: int = 0  # prefill, or the connection to it, failed before the request ended
+    queue_us: int = 0  # this and the following as reported by prefill
     prefill_us: int = 0
     transfer_us: int = 0
     transfer_bytes: int = 0
@@ -110,8 +112,8 @@ class Timeline:
     pull_bytes: int = 0
     pulled_tokens: int = 0
     host_tokens: int = 0
-    at_decode_tokens: int = 0  # of the prompt, whose KV lay in our own store when it landed
-    pulled_blocks: int = 0  # fetched by us from other nodes for this request
+    at_decode_tokens: int = 0  # tokens of the prompt whose KV this node had when the request landed
+    pulled_blocks: int = 0  # blocks that decode fetched from other nodes for this request
     preemptions: int = 0
     gaps: TbtHistogram = field(default_factory=TbtHistogram)  # between tokens
 
@@ -133,7 +135,7 @@ class Timeline:
 
     @property
     def exposed_transfer_us(self) -> int:
-        """First token here → KV complete here; 0 when the KV was first."""
+        """The time from the first token's arrival until the KV was complete here; 0 when the KV was complete first."""
         return _us(self.first, self.filled)
 
 

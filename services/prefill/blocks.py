@@ -1,13 +1,13 @@
-"""What this instance takes from the pool of blocks and gives to it: pulls, loads, seals. Pure.
+"""A prefill instance takes blocks from the shared pool and gives blocks to it: pulls, loads, seals. Pure.
 
     other nodes ──pull──▶ host extents ──load──▶ device pages ──step──▶ more pages ──seal──▶ host extents
     own SSD ──────┘
 
-A pull begins when its request arrives, or later when the conductor asked for that (a long queue is ahead, and blocks
-that come early hold extents and wires that others need), and runs while the request waits. Blocks that arrive
-are sealed in the node store (so they can be pulled from here in turn) and pinned for the requests that waited; whatever
-does not arrive is computed. A pull brings whole blocks before the first step: layer by layer, beside the computation,
-is not built.
+A pull begins when its request arrives, or later when the conductor asked for that: where a long queue is ahead, blocks
+that come early hold extents and bandwidth that others need. It runs while the request waits. Blocks that arrive are
+sealed in the node store (so other nodes can pull them from here in turn) and pinned for the requests that waited;
+whatever does not arrive is computed. A pull brings whole blocks before the first step: fetching layer by layer, beside
+the computation, is not built.
 
 Every reference taken here has one way back: an extent being written is sealed or abandoned when its pull or copy is
 answered, a held extent is released when its load is, a page that is being sealed when its copy is.
@@ -34,19 +34,19 @@ NS_PER_MS = 1_000_000
 
 @dataclass(slots=True)
 class _Pull:
-    """Blocks on their way here; the extents of the job are WRITING in the store."""
+    """Has blocks that are being pulled; the extents of the job are WRITING in the store."""
 
     job: PullJob
     owner: int  # handle of the request that began it
     from_ns: int
-    until_ns: int  # nobody waits longer
+    until_ns: int  # no request waits for the pull longer than this
     waiters: dict[int, Handoff] = field(default_factory=dict)
     cancelled: bool = False
 
 
 @dataclass(slots=True)
 class _Seal:
-    """Pages being copied into WRITING extents: `blocks` of the chain `keys`."""
+    """Is a copy of pages into WRITING extents: `blocks` are indices into the chain `keys`."""
 
     keys: tuple[bytes, ...]
     blocks: tuple[int, ...]
@@ -57,7 +57,7 @@ class _Seal:
 
 @dataclass(slots=True)
 class Load:
-    """Sealed extents being copied into pages of one handoff, which holds those."""
+    """Is a copy of sealed extents into pages of one handoff, which holds those pages."""
 
     handoff: Handoff
     first: int  # blocks [first, end) of its prompt
@@ -69,10 +69,11 @@ class Load:
 
 
 class SharedBlocks:
-    """All pulls, loads and seals of one instance. `emit` takes the actions, in order.
+    """Keeps all pulls, loads and seals of one instance. `emit` takes the actions, in order.
 
-    `now` (monotonic ns) is set by the brain at every event. `lower`: what this node keeps below its host segment, a
-    source of pulls whether or not a request's hints name it."""
+    The brain sets `now` (monotonic ns) at every event. `lower` is what this node keeps below its host segment: a source
+    of pulls whether or not a request's hints name it.
+    """
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class SharedBlocks:
 
     @property
     def pulls(self) -> int:
-        """Under way, cancelled ones included."""
+        """The number of pulls under way, cancelled ones included."""
         return len(self._pulls)
 
     def _ticket(self) -> int:
@@ -114,7 +115,8 @@ class SharedBlocks:
     # ── pulls ────────────────────────────────────────────────────────────────────────────────────
 
     def arrive(self, h: Handoff, usable: Sequence[bytes], promised: Container[bytes], *, next_up: bool) -> int:
-        """A request joins the queue. Its pull begins (see `fetch`) or, if it is to begin later, is planned."""
+        """Takes a request that joins the queue: begins its pull (see `fetch`, also for what is returned), or plans the
+        pull if the conductor asked for a later begin."""
         if self.lower is not None:
             self.lower.note(h.start.block_keys)
         if h.start.pulls and h.start.pull_at_ns > self.now:
@@ -125,13 +127,14 @@ class SharedBlocks:
         return self.fetch(h, usable, promised, next_up=next_up)
 
     def fetch(self, h: Handoff, usable: Sequence[bytes], promised: Container[bytes], *, next_up: bool) -> int:
-        """Wait for pulls of its missing blocks, and begin one for what its hints cover without a gap and nobody fetches
-        yet, with the wires' first class if it is `next_up`: nothing is computed before the pull ends. Once for each
-        request. Returns when it stops waiting for its own pull; 0: it began none."""
+        """Lets a request wait for the pulls of its missing blocks, and begins one for the blocks that its hints cover
+        without a gap and that nobody fetches yet. It is called once for each request. A request that is `next_up` pulls
+        with the most urgent traffic class, as nothing is computed before its pull ends. Returns the time (monotonic ns)
+        until which the request waits for its own pull; 0 if it began none."""
         h.pull_at_ns = 0
         h.patient_until_ns = self.now + self._timeout_ms * NS_PER_MS
         needed = self._needed(h, usable, promised)
-        # Blocks that are here already get None, and are not evicted to make room for the others.
+        # `begin` gives None for blocks that the store has, and does not evict those to make room for the others.
         extents = self.store.begin([usable[i] for i in needed])
         begun = [(i, extent) for i, extent in zip(needed, extents, strict=True) if extent is not None]
         if not begun:
@@ -155,8 +158,8 @@ class SharedBlocks:
         return pull.until_ns
 
     def _needed(self, h: Handoff, usable: Sequence[bytes], promised: Container[bytes]) -> list[int]:
-        """Blocks to be read from the host segment, up to the first that is neither there nor coming nor below nor
-        covered by a hint."""
+        """Returns the indices of the blocks to be read from the host segment, up to the first block that is neither in
+        it nor coming, nor in a lower tier, nor covered by a hint."""
         can_come = self._sources(h, usable)
         needed = []
         for i in range(self._cache.peek(usable), len(usable)):
@@ -175,7 +178,8 @@ class SharedBlocks:
         return needed
 
     def _reach(self, h: Handoff, usable: Sequence[bytes], promised: Container[bytes]) -> int:
-        """Up to which block its prefix goes when everything comes that is on its way or would be asked for now."""
+        """Returns how many leading blocks the request's prefix will have when everything comes that is on its way or
+        would be asked for now."""
         can_come = self._sources(h, usable)
         for i in range(self._cache.peek(usable), len(usable)):
             key = usable[i]
@@ -184,8 +188,9 @@ class SharedBlocks:
         return len(usable)
 
     def _sources(self, h: Handoff, usable: Sequence[bytes]) -> Callable[[int], bool]:
-        """Whether a block can be fetched: a hint covers it, or it lies below here and may be read from there; and it
-        was not removed since the request came, whose pull may be planned for later."""
+        """Returns the test whether block i can be fetched: a hint covers it, or a lower tier of this node has it and
+        may be read. A block that was removed since the request came cannot, as the request's pull may have been planned
+        for later."""
         covered, lower = _covered(h.start.pulls, len(usable)), self.lower
         until = len(usable) if h.start.load_until is None else h.start.load_until
 
@@ -201,14 +206,14 @@ class SharedBlocks:
             h.found = replace(h.found, pull_from_ns=self.now)
 
     def _runs(self, pull: _Pull) -> bool:
-        """Whether it is worth waiting for."""
+        """Whether it is worth waiting for the pull."""
         return not pull.cancelled and self.now < pull.until_ns
 
     def waits(self, h: Handoff, key: bytes | None = None) -> bool:
         """Whether a queued request should wait for a pull: one that it has joined or, if `key` is its next missing
-        block, the one that fetches that (and it joins it)."""
+        block, the pull that fetches that block (which the request then joins)."""
         if self.now >= h.patient_until_ns:
-            return False  # however many pulls follow one another
+            return False  # the bound is for all pulls of a request together, also where one follows another
         if key is None:
             return any(self._runs(self._pulls[ticket]) for ticket in h.pulls)
         pull = self._pulling.get(key)
@@ -218,7 +223,7 @@ class SharedBlocks:
         return True
 
     def coming(self, keys: Sequence[bytes]) -> int:
-        """How many leading blocks of `keys` are in the host segment or on their way to it."""
+        """Returns how many leading blocks of `keys` are in the host segment or on their way to it."""
         here = self.store.peek(keys)
         for n in range(here, len(keys)):
             pull = self._pulling.get(keys[n])
@@ -227,7 +232,8 @@ class SharedBlocks:
         return len(keys)
 
     def leave(self, h: Handoff, *, cancel: bool) -> None:
-        """It waits no longer. `cancel`: nor does it want the blocks, so a pull that only it waited for ends."""
+        """Ends a request's waiting for pulls. `cancel` says that the request no longer wants the blocks: a pull that
+        only this request waited for is cancelled then."""
         for ticket in h.pulls:
             pull = self._pulls[ticket]
             del pull.waiters[h.handle]
@@ -240,7 +246,8 @@ class SharedBlocks:
         h.pull_at_ns = 0
 
     def pulled(self, result: Pulled) -> None:
-        """Seal what arrived (a chain's tail first: its head is to live longest) and pin it for those who waited."""
+        """Seals the blocks that arrived and pins them for the requests that waited. The tail of the chain is sealed
+        first, so that its head is the most recently used and is evicted last."""
         pull = self._pulls.pop(result.ticket, None)
         assert pull is not None, "a pull is answered once"
         job, arrived, lower = pull.job, set(result.arrived), set(result.lower)
@@ -264,9 +271,10 @@ class SharedBlocks:
     # ── loads ────────────────────────────────────────────────────────────────────────────────────
 
     def load(self, h: Handoff, usable: Sequence[bytes], first: int) -> int:
-        """Copy the blocks from `first` on that the host segment has into the handoff's pages; returns up to which
-        block. The ranks do it before every step that is sent later."""
-        self.store.touch(usable[:first], use=False)  # what lies on the device stays warm here too
+        """Copies the blocks from `first` on that the host segment has into the handoff's pages; returns the end of that
+        run of blocks. The ranks carry the copy out before every step that is sent later."""
+        # What is read on the device must not become the least recently used in the host segment.
+        self.store.touch(usable[:first], use=False)
         extents = self.store.hold(usable[first:])
         end = first + len(extents)
         if extents:
@@ -286,7 +294,8 @@ class SharedBlocks:
         return end
 
     def loaded(self, rank: int, copied: m.LoadCopied) -> Load | None:
-        """The load that is complete with this answer: its pages may be read by everybody."""
+        """Notes a rank's answer. Returns the load that is complete with it, whose pages anybody may read now, or
+        None."""
         load = self._loads.get(copied.ticket)
         if load is None or rank not in load.waiting:
             return None
@@ -302,8 +311,8 @@ class SharedBlocks:
     # ── seals ────────────────────────────────────────────────────────────────────────────────────
 
     def seal(self, keys: tuple[bytes, ...], first: int, pages: Sequence[int]) -> None:
-        """Blocks from `first` on of the chain `keys` are complete in `pages` (those of the whole chain): copy what the
-        store lacks, and has room for, into it."""
+        """Copies blocks that are complete in pages into the store: those from `first` on of the chain `keys` that the
+        store lacks and has room for. `pages` are the pages of the whole chain."""
         extents = self.store.begin(keys[first:])
         blocks = tuple(first + n for n, extent in enumerate(extents) if extent is not None)
         if not blocks:
@@ -315,7 +324,8 @@ class SharedBlocks:
         self._to_ranks(m.SealCopy(ticket, taken, tuple(extent for extent in extents if extent is not None)))
 
     def sealed(self, rank: int, copied: m.SealCopied) -> None:
-        """A rank has copied its shards."""
+        """Notes that a rank has copied its shards. After the last rank, blocks whose KV is finite are sealed, the
+        others dropped."""
         seal = self._seals.get(copied.ticket)
         if seal is None or rank not in seal.waiting:
             return
@@ -328,13 +338,13 @@ class SharedBlocks:
             end = self.store.abandon if at in seal.bad else self.store.seal
             end(seal.keys[seal.blocks[at]])
         self._cache.forget([seal.keys[seal.blocks[at]] for at in seal.bad])
-        self.store.touch(seal.keys, use=False)  # chunk by chunk the tail comes last, and the head is to live longest
+        self.store.touch(seal.keys, use=False)  # the head of the chain is to be evicted last
         self._pool.release(seal.pages)
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────
 
     def lost(self) -> None:
-        """The ranks are gone, and with them every block and every copy. Pulls are still to be answered."""
+        """Drops every block and every copy because the ranks are gone. Pulls are still to be answered."""
         for seal in self._seals.values():
             for i in seal.blocks:
                 self.store.abandon(seal.keys[i])
@@ -349,11 +359,12 @@ class SharedBlocks:
     # ── tests ────────────────────────────────────────────────────────────────────────────────────
 
     def sealing_pages(self) -> list[int]:
-        """Pages held for seals, with repetition."""
+        """Returns the pages held for seals, with repetition."""
         return [page for seal in self._seals.values() for page in seal.pages]
 
     def check_integrity(self, handoffs: dict[int, Handoff]) -> None:
-        """AssertionError unless extents are held by what is under way, and by nothing else. O(everything)."""
+        """Raises AssertionError unless extents are held by what is under way, and by nothing else. Its cost is
+        O(everything)."""
         self.store.check_integrity()
         assert {h.loading for h in handoffs.values() if h.loading} == set(self._loads)
         writing = {key for pull in self._pulls.values() for key in pull.job.keys}
@@ -370,7 +381,7 @@ class SharedBlocks:
 
 
 def _covered(ranges: Sequence[PullRange], blocks: int) -> bytearray:
-    """Per block, whether a range names it."""
+    """Returns one byte for each block: 1 where a range names it."""
     covered = bytearray(blocks)
     for r in ranges:
         first, end = min(r.first_block, blocks), min(r.first_block + r.blocks, blocks)

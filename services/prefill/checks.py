@@ -1,4 +1,4 @@
-"""What the prefill brain refuses: requests that can never run here, landings that do not fit. Pure."""
+"""The prefill brain refuses requests that can never run here, and landings that do not fit. Pure."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kvmesh.services.prefill.planner import PlanConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrainConfig:
-    """What one prefill instance can take, in tokens and requests; `world` is its number of ranks, which cut blocks as
-    `layouts` say."""
+    """Has the limits of one prefill instance, in tokens and requests. `world` is its number of ranks, which cut blocks
+    into shards as `layouts` say."""
 
     plan: PlanConfig
     max_context_tokens: int
@@ -26,7 +26,7 @@ class BrainConfig:
 
 
 def refusal(start: ev.Start, config: BrainConfig, num_pages: int) -> KvmeshError | None:
-    """Why `start` can never run on an instance with `num_pages` pages; None if it can."""
+    """Returns why `start` can never run on an instance with `num_pages` pages; None if it can."""
     tokens, limit, block = len(start.token_ids), config.max_context_tokens, config.plan.block_tokens
     if not tokens:
         return InvalidRequest.of("token_ids", (), "a prompt holds at least one token")
@@ -47,7 +47,8 @@ def refusal(start: ev.Start, config: BrainConfig, num_pages: int) -> KvmeshError
 
 
 def landing_fault(landing: ev.Landing, blocks: int, readers: int) -> str:
-    """What is wrong with the landing of a prompt of `blocks` blocks at so many ranks of decode; "" if nothing."""
+    """Returns what is wrong with the landing of a prompt of `blocks` blocks at `readers` ranks of decode; "" if nothing
+    is."""
     ranks = [target.rank for target in landing.ranks]
     if sorted(ranks) != list(range(readers)):
         return f"it names ranks {ranks}, there are {readers}"

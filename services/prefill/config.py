@@ -1,4 +1,4 @@
-"""What a prefill instance can be told."""
+"""This module has the settings of a prefill instance."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_SIZE_WEIGHT = 1000.0  # beyond, sizes alone decide
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillConfig(InstanceConfig):
-    """Fields of a prefill instance. Tokens are prompt tokens that are not in the prefix cache."""
+    """Has the settings of a prefill instance. Tokens are prompt tokens that are not in the prefix cache."""
 
     prefill_chunk_tokens: int = field(
         default=512, metadata={"help": "Tokens of one request in one step at most (one block at least).", "min": 1}
@@ -56,7 +56,7 @@ class PrefillConfig(InstanceConfig):
     )
 
     def check(self) -> None:
-        """Raises ConfigError naming key and value."""
+        """Checks the values' ranges. Raises ConfigError naming key and value."""
         for key in (
             "prefill_chunk_tokens",
             "max_batch_tokens",
@@ -77,7 +77,8 @@ class PrefillConfig(InstanceConfig):
     def brain(
         self, *, max_context_tokens: int, vocab_size: int, world: int, layouts: tuple[ShardLayout, ...] = ()
     ) -> BrainConfig:
-        """The brain's part."""
+        """Returns the settings that the brain decides by. A chunk has at least one block, and a step at least one
+        chunk."""
         chunk = max(self.prefill_chunk_tokens, self.block_tokens)
         plan = PlanConfig(
             block_tokens=self.block_tokens,

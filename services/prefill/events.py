@@ -1,7 +1,7 @@
-"""What the prefill brain is told and what it answers with. Pure data: times are monotonic nanoseconds.
+"""This module has the events and actions of the prefill brain. Pure data: times are monotonic nanoseconds.
 
-`handle` is instance-wide (the servicer maps a stream's own handles to it) and never reused; `stream` names
-the decode instance's Handoff stream, so that its end cancels all of its handoffs.
+`handle` is unique in the instance (the servicer maps a stream's own handles to it) and never reused; `stream` names the
+decode instance's Handoff stream, whose end cancels all of its handoffs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvmesh.transfer import Carried
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A decode instance asks for a prefill. `deadline_ns` 0: none."""
+    """A decode instance asks for a prefill. `deadline_ns` 0 means that there is none."""
 
     handle: int
     stream: int
@@ -34,17 +34,17 @@ class Start:
     deadline_ns: int = 0
     priority: int = 0  # smaller goes first
     pulls: tuple[PullRange, ...] = ()  # where missing blocks may lie; a hint
-    removed_seq: int = 0  # of the last removal that this node had carried out when it came
-    load_until: int | None = None  # blocks from here on are not read out of its own lower tiers: computing is faster
+    removed_seq: int = 0  # number of the last removal order that this node had carried out when the request came
+    load_until: int | None = None  # from this block on nothing is read from lower tiers here: computing is faster
     traceparent: str = ""
-    adopt: bool = False  # decode is in this very instance: it takes the pages themselves, nothing lands or is pushed
-    pull_at_ns: int = 0  # `pulls` are fetched from then on, or when its turn comes, if that is sooner; 0: at once
-    size_ns: int = 0  # predicted time of computing it, 0: not told; the queue may go by it
+    adopt: bool = False  # decode is in this instance: it takes the pages themselves, nothing lands or is pushed
+    pull_at_ns: int = 0  # when `pulls` are fetched, or at the request's turn if that is sooner; 0: at once
+    size_ns: int = 0  # the predicted time of computing the prompt, which may order the queue; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)
 class RankLanding:
-    """Where one decode rank's shards land: an offset in `segment` per prompt block."""
+    """Has the byte offsets in `segment` at which one decode rank's shards land, one for each block of the prompt."""
 
     rank: int
     segment: str
@@ -54,18 +54,18 @@ class RankLanding:
 
 @dataclass(frozen=True, slots=True)
 class Landing:
-    """Decode's answer to SendBeginFill; the lease counts from when that was sent."""
+    """Is decode's answer to SendBeginFill. The lease counts from when that was sent."""
 
     handle: int
     handoff_epoch: int
     lease_ms: int
     ranks: tuple[RankLanding, ...]
-    readers: tuple[ShardLayout, ...] = ()  # how decode's ranks cut blocks; (): as ours do
+    readers: tuple[ShardLayout, ...] = ()  # how decode's ranks cut blocks into shards; (): as this instance's do
 
 
 @dataclass(frozen=True, slots=True)
 class Renewed:
-    """Decode's answer to SendRenew; the lease counts from when that was sent."""
+    """Is decode's answer to SendRenew. The lease counts from when that was sent."""
 
     handle: int
     handoff_epoch: int
@@ -74,7 +74,7 @@ class Renewed:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Decode no longer wants it (or refuses to give a landing)."""
+    """Decode no longer wants the prompt's KV, or refuses to give a landing."""
 
     handle: int
     reason: str
@@ -82,7 +82,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class StreamBroken:
-    """The decode instance is gone: nobody is left to tell."""
+    """The stream to the decode instance ended: all of its handoffs end, and nobody is told how."""
 
     stream: int
 
@@ -97,25 +97,25 @@ class RankLost:
 
 @dataclass(frozen=True, slots=True)
 class RanksSilent:
-    """A rank has said nothing for too long: frozen, or stuck. It may still wake up and write."""
+    """A rank has sent nothing for too long: it is frozen or stuck, and may still wake up and write."""
 
     cause: str
 
 
 @dataclass(frozen=True, slots=True)
 class RanksBack:
-    """It speaks again."""
+    """The ranks that were silent answer again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Take no more work; what waits is refused, what runs may end."""
+    """The instance stops: no more work is taken, what waits is refused, what runs may end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Doors:
-    """Why no new work is taken from decode instances elsewhere (`remote`) or from this one (`own`); "": it is. What is
-    here already goes on."""
+    """Says why no new work is taken from decode instances elsewhere (`remote`) or from this instance's own (`own`); ""
+    where it is taken. Requests that were taken before go on."""
 
     remote: str
     own: str
@@ -129,7 +129,7 @@ Event = (
     | StreamBroken
     | m.FromRank  # PrefillStepDone, a push's messages, SealCopied, LoadCopied or RankError
     | Pulled  # no byte of that pull can land any more
-    | NotHere  # blocks that are being removed from this node's store, everywhere in it, in this very turn
+    | NotHere  # blocks that are being removed from this node's store in this very turn of the event loop
     | RankLost
     | RanksSilent
     | RanksBack
@@ -144,14 +144,14 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Fetch blocks from other nodes; answered by Pulled, always, once."""
+    """Orders a pull of blocks from other nodes. It is always answered once, by Pulled."""
 
     job: PullJob
 
 
 @dataclass(frozen=True, slots=True)
 class CancelPull:
-    """Nobody waits for it any more; Pulled still follows."""
+    """Cancels a pull that nobody waits for any more. Pulled still follows."""
 
     ticket: int
 
@@ -172,14 +172,14 @@ class SendRenew:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The prefix that was not computed, by where it was when the request got its pages."""
+    """Describes the part of a prompt that was not computed, by where its KV was when the request got its pages."""
 
     device_tokens: int = 0
-    host_tokens: int = 0  # in the own host segment
-    lower_tokens: int = 0  # of those: read from a tier below while this request waited
-    pulled_tokens: int = 0  # likewise, but fetched from other nodes while this request waited
-    pull_from_ns: int = 0  # asked for them; 0: nothing was pulled for it
-    pull_until_ns: int = 0  # the last one was sealed here; 0: it did not wait so long
+    host_tokens: int = 0  # in this node's host segment
+    lower_tokens: int = 0  # of host_tokens: read from a lower tier while this request waited
+    pulled_tokens: int = 0  # fetched from other nodes while this request waited
+    pull_from_ns: int = 0  # when its blocks were asked for; 0: nothing was pulled for it
+    pull_until_ns: int = 0  # when the last of them was sealed here; 0: the request did not wait so long
     pull_bytes: int = 0  # of the pull that this request began
     load_from_ns: int = 0  # host segment → device pages; 0: nothing was loaded
     load_until_ns: int = 0
@@ -204,7 +204,8 @@ class SendFirstToken:
 
 @dataclass(frozen=True, slots=True)
 class SendAdopted:
-    """The prompt is computed, and its pages are decode's: one reference each has passed over to whoever gets this."""
+    """Hands a computed prompt to decode in this instance. One reference to each of the pages passes to whoever gets
+    this."""
 
     handle: int
     first: SendFirstToken
@@ -241,7 +242,8 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The handoff holds nothing any more; its handle is dead. Times are 0 where a stage did not happen."""
+    """Reports a handoff that is over: it holds nothing, and its handle is never used again. Times are 0 where a stage
+    did not happen."""
 
     handle: int
     outcome: Outcome
@@ -257,11 +259,11 @@ class Ended:
     last_ack_ns: int
     transfer_bytes: int
     carried: Carried = field(default_factory=Carried)
-    adopt: bool = False  # decode is in this instance: the request is here until it ends there
+    adopt: bool = False  # decode is in this instance, so the request stays in it until its answer ends
     meanwhile: ComputeProgress = field(
         default_factory=ComputeProgress
     )  # all that was computed from its first step to its last one
-    wire_ns: int = 0  # with bytes on their way, at the slowest rank
+    wire_ns: int = 0  # how long bytes were on their way, at the slowest rank
 
 
 Action = (

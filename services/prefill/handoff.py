@@ -1,4 +1,5 @@
-"""One handoff's record: pages, chunks, landing, lease, one push per rank, and what decode was told. Pure."""
+"""This module has the record of one handoff at prefill: pages, chunks, landing, lease, one push for each rank, and what
+decode was told. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ from kvmesh.services.prefill.compute_progress import ComputeProgress
 from kvmesh.services.prefill.events import Ended, Found, Landing, Outcome, Start
 from kvmesh.transfer import Carried
 
-# The writer stops before its lease ends: the holder counts from a little later and with another clock. What clocks
-# drift apart is small beside the bound, which keeps a landing of use that had to wait: that wait is in the lease.
+# The writer stops before its lease ends, as decode counts the lease from a little later and with another clock. The
+# margin has an upper bound, which is large beside any drift of clocks: the lease of a landing that had to wait contains
+# the wait, and a tenth of that would leave too little.
 LEASE_MARGIN = 0.1
 MAX_LEASE_MARGIN_MS = 500
 
@@ -24,7 +26,7 @@ class Phase(enum.Enum):
 
 
 class Push(enum.Enum):
-    """What one rank is doing with this handoff's bytes."""
+    """Says what one rank is doing with this handoff's bytes."""
 
     NONE = "none"  # never opened
     OPEN = "open"
@@ -35,7 +37,7 @@ class Push(enum.Enum):
 
 @dataclass(slots=True)
 class Lease:
-    """The target's promise to keep the landing open, as the writer counts it (nanoseconds)."""
+    """Is decode's promise to keep the landing open, as the writer counts it (monotonic ns)."""
 
     from_ns: int
     until_ns: int
@@ -43,7 +45,7 @@ class Lease:
 
     @classmethod
     def granted(cls, from_ns: int, lease_ms: int) -> Lease:
-        """A lease of `lease_ms` that counts from `from_ns`, less the margin."""
+        """Returns a lease of `lease_ms` that counts from `from_ns`, less the margin."""
         margin_ms = min(lease_ms * LEASE_MARGIN, MAX_LEASE_MARGIN_MS)
         return cls(from_ns, from_ns + int((lease_ms - margin_ms) * 1_000_000))
 
@@ -53,55 +55,56 @@ class Lease:
 
 @dataclass(slots=True)
 class Handoff:
-    """Life: QUEUED → COMPUTING → PUSHING → (done) with CANCELLING as the way out of each."""
+    """Keeps the state of one handoff. Its phases are QUEUED → COMPUTING → PUSHING → (done), and CANCELLING from any of
+    them."""
 
     start: Start
     arrived_ns: int
     world: int
     phase: Phase = Phase.QUEUED
 
-    pull_at_ns: int = 0  # when its own pull is to begin; 0: it has begun, or there is none
+    pull_at_ns: int = 0  # when its own pull is to begin; 0: the pull has begun, or there is none
     planned_to: int = 0  # the block that its prefix is expected to reach when that pull is over
-    patient_until_ns: int = 0  # it waits for no pull longer
+    patient_until_ns: int = 0  # the request waits for no pull longer than this
     pulls: set[int] = field(default_factory=set)  # tickets of the pulls it waits for
     pinned: list[int] = field(default_factory=list)  # extents that arrived for it, one reference each, while QUEUED
-    arrived: set[bytes] = field(default_factory=set)  # keys of the blocks in them that other nodes gave,
-    raised: set[bytes] = field(default_factory=set)  # and of those from the own lower tier
+    arrived: set[bytes] = field(default_factory=set)  # keys of the pinned blocks that came from other nodes,
+    raised: set[bytes] = field(default_factory=set)  # and of those that came from this node's lower tiers
     found: Found = field(default_factory=Found)
 
     pages: list[int] = field(default_factory=list)  # one reference each, until the end
-    cached_tokens: int = 0  # need not be computed
-    ready_tokens: int = 0  # of them: KV is complete in `pages`, the others are being loaded
+    cached_tokens: int = 0  # tokens that need not be computed
+    ready_tokens: int = 0  # of those: their KV is complete in `pages`; the others' is being loaded
     computed_tokens: int = 0  # prefix whose KV is complete when the steps before are, cached tokens included
     loading: int = 0  # ticket of the LoadCopy at the ranks; 0: none
-    steps: set[int] = field(default_factory=set)  # at the ranks, not answered
+    steps: set[int] = field(default_factory=set)  # numbers of its steps that the ranks have not answered
     chunks: int = 0
-    sealable: int = 1 << 62  # leading blocks that others may have of it: what was removed since does not come back
+    sealable: int = 1 << 62  # how many leading blocks may be cached or sealed: a removed block must not come back
     promised_from: int = 0  # blocks from here on are promised to requests with the same prefix
 
     begin_sent_ns: int = 0
     landing: Landing | None = None
     lease: Lease | None = None
     pushes: list[Push] = field(default_factory=list)
-    in_doubt: bool = False  # a rank could not say whether bytes are still on the way
+    in_doubt: bool = False  # it is not known of every rank whether bytes are still on their way
     acked_bytes: list[int] = field(default_factory=list)
 
     sampled_ns: int = 0  # FirstToken is sent; 0: not yet
     fill_told: bool = False  # FillDone is sent
     told: bool = False  # Drained or Failed is sent: nothing more will be
-    deaf: bool = False  # its stream is gone: nobody to tell
+    deaf: bool = False  # its stream is gone, so decode cannot be told anything
     error: KvmeshError | None = None
     reason: str = ""
 
     first_step_ns: int = 0
     last_step_ns: int = 0
-    done_before: ComputeProgress | None = None  # by the instance, before its first step
+    done_before: ComputeProgress | None = None  # what the instance had computed before this handoff's first step
     meanwhile: ComputeProgress = field(
         default_factory=ComputeProgress
     )  # by the instance, from its first step to its last one
     first_post_ns: int = 0
     last_ack_ns: int = 0
-    wire_ns: int = 0  # bytes of it were on their way, at the slowest rank
+    wire_ns: int = 0  # how long bytes of it were on their way, at the slowest rank
     carried: Carried = field(default_factory=Carried)
 
     def __post_init__(self) -> None:
@@ -118,7 +121,7 @@ class Handoff:
 
     @property
     def epoch(self) -> int:
-        """Of the landing; 0 before there is one."""
+        """The handoff epoch of the landing; 0 before there is one."""
         return self.landing.handoff_epoch if self.landing else 0
 
     @property
@@ -127,22 +130,24 @@ class Handoff:
 
     @property
     def quiet(self) -> bool:
-        """No rank holds a byte of it on the way. (`in_doubt` says whether one may fly without a holder.)"""
+        """Whether no rank has bytes of this handoff on the way. `in_doubt` says whether bytes of a rank that died may
+        be."""
         return not any(push in (Push.OPEN, Push.DRAINING) for push in self.pushes)
 
     @property
     def pushed(self) -> bool:
-        """Every rank's writes are acknowledged."""
+        """Whether every rank's writes are acknowledged."""
         return all(push is Push.DONE for push in self.pushes)
 
     @property
     def over(self) -> bool:
-        """Decode knows how it ended, and neither load nor step nor push can touch the pages any more."""
+        """Whether decode knows how the handoff ended, and neither load nor step nor push can touch the pages any
+        more."""
         known = self.told if self.ending else self.fill_told and self.sampled_ns > 0
         return known and self.quiet and not self.steps and not self.loading
 
     def ended(self) -> Ended:
-        """The summary of a life that is over."""
+        """Returns the summary of a handoff that is over."""
         if self.error is not None:
             outcome, cause = Outcome.FAILED, f"{self.error.code}: {self.error.message}"
         elif self.ending:

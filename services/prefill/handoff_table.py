@@ -1,4 +1,5 @@
-"""All handoffs of one instance with what they hold: pages, promises to requests with the same prefix. Pure."""
+"""This module keeps all handoffs of one instance with what they hold: pages, and promises to requests with the same
+prefix. Pure."""
 
 from __future__ import annotations
 
@@ -19,10 +20,11 @@ from kvmesh.services.prefill.planner import Chunk, Planner, Wait
 
 
 class HandoffTable:
-    """Handle → handoff, and the transitions that give and take back pages.
+    """Maps handles to handoffs, and has the transitions that give and take back pages.
 
-    `actions` collects what the current event leads to. A handoff is in `handoffs` exactly as long as it holds
-    something or decode waits to be told how it ended."""
+    `actions` collects what the current event leads to. A handoff is in `handoffs` exactly as long as it holds something
+    or decode waits to be told how it ended.
+    """
 
     def __init__(self, config: BrainConfig, pool: PagePool, store: NodeStore, planner: Planner) -> None:
         self.pool = pool
@@ -30,40 +32,43 @@ class HandoffTable:
         self.blocks = SharedBlocks(config, store, pool, self.cache, lambda action: self.actions.append(action))
         self.planner = planner
         self.handoffs: dict[int, Handoff] = {}
-        self.promised: dict[bytes, int] = {}  # keys of blocks that admitted handoffs will have computed or loaded
+        self.promised: dict[bytes, int] = {}  # key → how many admitted handoffs will compute or load that block
         self.actions: list[ev.Action] = []
-        # Pages that no new prompt may take: those who decode in the same pool need them.
+        # Pages that no new prompt may take, because answers that decode in the same pool need them.
         self.reserve: Callable[[], int] = lambda: 0
         self.idle = True  # no step is at the ranks
         self._block = planner.config.block_tokens
 
     def tell(self, h: Handoff, action: ev.Action) -> None:
-        """Send something to decode, if it still listens."""
+        """Sends something to decode, unless the handoff's stream is gone."""
         if not h.deaf:
             self.actions.append(action)
 
     # ── in ───────────────────────────────────────────────────────────────────────────────────────
 
     def usable(self, h: Handoff) -> Sequence[bytes]:
-        """Keys that may come from the cache: at least the last token is computed, it gives the first answer token."""
+        """Returns the keys of the blocks that may come from the cache. The block with the last token is never among
+        them: that token is computed, as it gives the answer's first token."""
         return h.start.block_keys[: (h.prompt_tokens - 1) // self._block]
 
     def arrive(self, h: Handoff) -> int:
-        """It has joined the queue: pulls begin, or are planned. Returns when it stops waiting for its own; 0: it began
-        none."""
+        """Takes a handoff that has joined the queue: its pull begins or is planned. Returns the time until which it
+        waits for its own pull; 0 if it began none."""
         return self.blocks.arrive(h, self.usable(h), self.promised, next_up=self._next_up())
 
     def fetch(self, h: Handoff) -> int:
-        """The time of its planned pull has come, or its turn has. Returns when it stops waiting for it, likewise."""
+        """Begins the pull of a handoff when the pull's planned time has come, or the handoff's turn. Returns as
+        `arrive` does."""
         return self.blocks.fetch(h, self.usable(h), self.promised, next_up=self._next_up())
 
     def _next_up(self) -> bool:
-        """Whether nothing else is done while the only one in the queue waits."""
+        """Whether nothing else is computed while the only handoff in the queue waits."""
         computing = any(other.phase is Phase.COMPUTING for other in self.handoffs.values())
         return len(self.planner.waiting) == 1 and not computing
 
     def comes_first(self, handle: int) -> bool:
-        """Its turn has come before its planned pull: fetch it now? Else it is computed."""
+        """Whether the pull of a handoff whose turn has come before the pull's planned time should begin now; if not,
+        its blocks are computed."""
         h = self.handoffs[handle]
         if not h.pull_at_ns or self.blocks.waits(h):
             return False
@@ -72,13 +77,14 @@ class HandoffTable:
         return self._pays(h, found + self.blocks.store.peek(usable[found:]))
 
     def _pays(self, h: Handoff, found: int) -> bool:
-        """Whether the planned pull is to be waited for now: it keeps nobody else from computing, or it is faster."""
+        """Whether to wait for the planned pull now: because waiting keeps nobody else from computing, or because
+        pulling is faster than computing. `found` is how many leading blocks are here already."""
         alone = self.idle and len(self.planner.waiting) == 1 and not self.planner.unsubmitted_tokens
         return found < h.planned_to and (not alone or self.blocks.rates.pull_pays)
 
     def rest(self, handle: int) -> int | Wait:
-        """Tokens that are not cached now, in device pages or the host segment; TWIN or PULL when the first of them are
-        on their way here."""
+        """Returns how many tokens are not cached now, in device pages or the host segment; TWIN or PULL when the first
+        of those tokens' blocks are on their way here."""
         h = self.handoffs[handle]
         if self.blocks.waits(h):
             return Wait.PULL
@@ -96,7 +102,7 @@ class HandoffTable:
         return h.prompt_tokens - found * self._block
 
     def expected_rest(self, handle: int) -> int:
-        """Tokens that will have to be computed if everything on its way here arrives."""
+        """Returns how many tokens will have to be computed if everything on its way here arrives."""
         h = self.handoffs[handle]
         usable = self.usable(h)
         found = self.cache.peek(usable)
@@ -104,8 +110,8 @@ class HandoffTable:
         return h.prompt_tokens - max(found, h.planned_to if h.pull_at_ns else 0) * self._block
 
     def admit(self, handle: int) -> int | Wait:
-        """Give a waiting request all of its pages: cached ones first, then those that the host segment's blocks are
-        loaded into. Returns the tokens that need not be computed, or PAGES."""
+        """Gives a waiting request all of its pages: cached ones first, then those that the host segment's blocks are
+        loaded into. Returns how many tokens need not be computed, or PAGES."""
         h = self.handoffs[handle]
         usable = self.usable(h)
         found = self.cache.match(usable)
@@ -125,7 +131,7 @@ class HandoffTable:
         return h.cached_tokens
 
     def loaded(self, rank: int, copied: m.LoadCopied) -> None:
-        """A rank has copied its shards; once all have, the pages may be matched and pushed."""
+        """Notes that a rank has copied its shards. After the last rank the pages may be matched and pushed."""
         load = self.blocks.loaded(rank, copied)
         if load is None:
             return
@@ -139,7 +145,8 @@ class HandoffTable:
         self.settle(h)
 
     def computed(self, h: Handoff, chunk: Chunk, sampled: m.Sampled | None, end_ns: int) -> None:
-        """The KV of one chunk is in its pages: its full blocks may be matched from now on, and are shared."""
+        """Notes that the KV of one chunk is in its pages: its full blocks may be matched from now on, and are sealed in
+        the store."""
         assert not h.loading, "a step was answered before the load that it was sent after"
         h.computed_tokens = chunk.end
         full = chunk.end // self._block
@@ -161,8 +168,8 @@ class HandoffTable:
             self.tell(h, first)
 
     def _hand_over(self, h: Handoff, first: ev.SendFirstToken) -> None:
-        """The pages are decode's from here on, references and all. Nobody else writes in them: full blocks are done,
-        and the last one, if it is not full, was never cached or sealed."""
+        """Hands the pages and their references over to decode in this instance. Nobody else writes in them: full blocks
+        are complete, and the last one, if it is not full, was never cached or sealed."""
         self.actions.append(ev.SendAdopted(h.handle, first, tuple(h.pages)))
         h.pages = []
         h.fill_told = True  # there is nothing to fill
@@ -173,7 +180,7 @@ class HandoffTable:
         self.cache.insert(h.start.block_keys[:end], h.pages[:end], start=min(start, end))
 
     def removed(self, gone: NotHere) -> None:
-        """What lies in pages is not matched any more, and whoever has it there tells nobody of it."""
+        """Forgets removed blocks that lie in pages, and keeps every handoff from sealing or caching them again."""
         if gone.prefix is None:
             self.cache.forget(list(gone.keys))
         else:
@@ -193,7 +200,8 @@ class HandoffTable:
     # ── out ──────────────────────────────────────────────────────────────────────────────────────
 
     def abort(self, h: Handoff, error: KvmeshError | None = None, reason: str = "") -> None:
-        """Begin nothing more for it: it failed (`error`) or is not wanted (`reason`). The first cause counts."""
+        """Begins nothing more for a handoff: it failed (`error`) or is no longer wanted (`reason`). The first cause
+        counts."""
         if h.ending:
             return
         if h.phase is Phase.COMPUTING:
@@ -205,13 +213,13 @@ class HandoffTable:
         for rank, push in enumerate(h.pushes):
             if push is Push.OPEN:
                 h.pushes[rank] = Push.DRAINING
-            known = push is Push.NONE and h.chunks > 0 and not h.start.adopt  # the rank is only to forget it
+            known = push is Push.NONE and h.chunks > 0 and not h.start.adopt  # the rank only has to forget it
             if push is Push.OPEN or known:
                 self.actions.append(m.TellRank(rank, m.PushCancel(h.handle)))
         self.settle(h)
 
     def settle(self, h: Handoff) -> None:
-        """Tell decode how it ended once that is known; give everything back once nothing can touch it."""
+        """Tells decode how the handoff ended once that is known; gives everything back once nothing can touch it."""
         if h.ending and not h.told and (h.quiet or h.in_doubt):
             h.told = True
             if h.in_doubt or h.error is not None:
@@ -227,8 +235,8 @@ class HandoffTable:
     # ── tests ────────────────────────────────────────────────────────────────────────────────────
 
     def check_integrity(self, others: Sequence[int] = ()) -> None:
-        """AssertionError unless references are holders and promises are what is being computed; `others`: pages that
-        somebody else holds, with repetition. O(everything)."""
+        """Raises AssertionError unless references equal holders and promises equal what is being computed. `others` are
+        pages that somebody else holds, with repetition. Its cost is O(everything); it is for tests."""
         self.cache.check_integrity()
         self.blocks.check_integrity(self.handoffs)
         held = [page for h in self.handoffs.values() for page in h.pages] + self.blocks.sealing_pages()

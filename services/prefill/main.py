@@ -1,4 +1,4 @@
-"""The prefill service: wiring, liveness of the ranks, and the end."""
+"""Runs a prefill instance as a service: its wiring, the liveness of its ranks, and its orderly end."""
 
 from __future__ import annotations
 
@@ -33,16 +33,17 @@ WATCH_S = 0.25
 
 
 async def run(config: PrefillConfig, stop: asyncio.Event, started: Callable[[dict[str, object]], None]) -> None:
-    """Serve until `stop`; `started` hears the addresses once calls are accepted.
+    """Serves until `stop` is set. `started` is called with the addresses once calls are accepted.
 
-    Raises ConfigError or CheckpointError at start, InternalError when a rank process ends."""
+    Raises ConfigError or CheckpointError at start, InternalError when a rank process ends.
+    """
     instance = PrefillInstance(config)
     async with observed("prefill", instance.front.instance_id, config) as metrics:
         await instance.run(stop, lambda found: started({**found, "metrics": metrics}))
 
 
 class PrefillInstance:
-    """One prefill instance in this process."""
+    """Runs one prefill instance in this process."""
 
     def __init__(self, config: PrefillConfig) -> None:
         config.check()
@@ -53,7 +54,8 @@ class PrefillInstance:
         self._cause = ""
 
     async def run(self, stop: asyncio.Event, started: Callable[[dict[str, object]], None]) -> None:
-        """Start ranks, serve, end in order."""
+        """Starts the ranks, serves until `stop` is set, and ends in order. Raises InternalError when a rank process
+        ends."""
         front = self.front
         try:
             await front.start_ranks(stop)
@@ -84,7 +86,7 @@ class PrefillInstance:
         return runner
 
     async def _wind_down(self, runner: PrefillRunner) -> None:
-        """Refuse what waits, let what runs finish for a while."""
+        """Refuses what waits and lets what runs finish within the grace period."""
         names.PREFILL_READY.set(0)
         runner.feed(ev.Stop())
         leaving = asyncio.ensure_future(self.front.depart())
@@ -106,12 +108,12 @@ class PrefillInstance:
 
 
 def make_state(front: Front, config: PrefillConfig, store: NodeStore) -> PrefillState:
-    """The brain of an instance whose ranks are ready."""
+    """Returns the brain of an instance whose ranks are ready."""
     return PrefillState(brain_config(front, config), PagePool(min(rank.ready.num_pages for rank in front.ranks)), store)
 
 
 def brain_config(front: Front, config: PrefillConfig) -> BrainConfig:
-    """What the ranks can take, within what is configured."""
+    """Returns the brain's configuration: what is configured, within what the ranks can take."""
     vocab_size = front.ranks[0].ready.vocab_size
     return config.brain(
         max_context_tokens=front.max_context_tokens,
@@ -122,13 +124,13 @@ def brain_config(front: Front, config: PrefillConfig) -> BrainConfig:
 
 
 def make_runner(front: Front, state: PrefillState) -> PrefillRunner:
-    """The brain's shell; `connect` completes it."""
+    """Returns the brain's shell; `connect` completes it."""
     reporter = Reporter(state, front.instance_id)
     return PrefillRunner(state, front.ranks, front.segments, reporter, front.weights, front.urge)
 
 
 def connect(runner: PrefillRunner, blocks: BlockService) -> None:
-    """Pulls, removals and lower tiers of the node store that the brain has."""
+    """Connects the shell with the pulls, removals and lower tiers of the node store."""
     removals = blocks.removals
     runner.puller = blocks
     runner.state.lower = blocks.lower
@@ -137,18 +139,18 @@ def connect(runner: PrefillRunner, blocks: BlockService) -> None:
 
 
 def writers(front: Front) -> tuple[str, ...]:
-    """Transfer engine names of the ranks."""
+    """Returns the transfer engine names of the ranks."""
     return tuple(rank.ready.engine_name for rank in front.ranks)
 
 
 def add(server: Server, servicer: PrefillServicer) -> None:
-    """Prefill on `server`."""
+    """Adds the Prefill service to `server`."""
     pb_grpc.add_PrefillServicer_to_server(servicer, server.grpc)
     server.serves(SERVICE)
 
 
 async def watch(front: Front, runner: PrefillRunner, *over: asyncio.Event) -> None:
-    """Until one of `over` is set; tells the brain when ranks fall silent and when they speak again."""
+    """Waits until one of `over` is set; tells the brain when ranks fall silent and when they answer again."""
     ready, looks = True, 0
     waits = [asyncio.ensure_future(event.wait()) for event in over]
     try:
@@ -156,7 +158,7 @@ async def watch(front: Front, runner: PrefillRunner, *over: asyncio.Event) -> No
             await asyncio.wait(waits, timeout=WATCH_S, return_when=asyncio.FIRST_COMPLETED)
             if any(wait.done() for wait in waits):
                 return
-            # Looked at twice: after a pause of this process the ranks' answers are still unread.
+            # A change counts when it is seen twice: after a pause of this process the ranks' answers are still unread.
             looks = looks + 1 if front.ready != ready else 0
             if looks < 2:
                 continue

@@ -1,4 +1,4 @@
-"""Which tokens the ranks compute next: the waiting prompts, chunk borders, batches by input length. Pure.
+"""Decides which tokens the ranks compute next: the order of waiting prompts, chunk borders, batches by length. Pure.
 
 - The queue is ordered by rank, smaller first:
 
@@ -33,7 +33,7 @@ SCAN = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanConfig:
-    """Limits, in tokens and nanoseconds; the service checks them at start (see PrefillConfig)."""
+    """Has the planner's limits, in tokens and nanoseconds. The service checks them at start (see PrefillConfig)."""
 
     block_tokens: int
     prefill_chunk_tokens: int = 512
@@ -45,7 +45,7 @@ class PlanConfig:
 
 
 def chunk_end(start: int, total: int, block_tokens: int, limit: int) -> int:
-    """End of the chunk that begins at `start`: at most `limit` tokens, on a block border or at `total`."""
+    """Returns the end of the chunk that begins at `start`: at most `limit` tokens, on a block border or at `total`."""
     end = start + limit
     if end >= total:
         return total
@@ -55,7 +55,7 @@ def chunk_end(start: int, total: int, block_tokens: int, limit: int) -> int:
 
 
 class WaitingPrompts:
-    """Prompts that wait; smaller rank goes first, equal ranks in order of arrival."""
+    """Queues the prompts that wait. A smaller rank goes first, equal ranks go in order of arrival."""
 
     def __init__(self, priority_step_ns: int, size_weight: float = 0.0) -> None:
         self._step_ns, self._size_weight = priority_step_ns, size_weight
@@ -70,12 +70,12 @@ class WaitingPrompts:
         return handle in self._entries
 
     def __iter__(self) -> Iterator[int]:
-        """Handles, first to go first."""
+        """Yields the handles, the first to go first."""
         return (handle for _, _, handle in self._order)
 
     def add(self, handle: int, priority: int, arrived_ns: int, size_ns: int = 0) -> None:
-        """Join the queue; `handle` must not be in it. `size_ns`: predicted time of computing it; 0 is not known, and
-        counts as none."""
+        """Adds a prompt, whose `handle` must not be in the queue. `size_ns` is the predicted time of computing the
+        prompt; 0 means that it is unknown, and the prompt counts as one that takes no time."""
         assert handle not in self._entries
         rank = arrived_ns + priority * self._step_ns + round(work_class(size_ns / NS) * NS * self._size_weight)
         entry = (rank, self._arrivals, handle)
@@ -84,18 +84,19 @@ class WaitingPrompts:
         bisect.insort(self._order, entry)
 
     def rank(self, handle: int) -> tuple[int, int]:
-        """Less than that of whoever it goes before; KeyError if not in the queue."""
+        """Returns the rank and arrival number of a prompt: it goes before all that have greater ones. Raises KeyError
+        if it is not in the queue."""
         return self._entries[handle][:2]
 
     def remove(self, handle: int) -> None:
-        """Leave the queue; KeyError if not in it."""
+        """Takes a prompt out of the queue. Raises KeyError if it is not in it."""
         entry = self._entries.pop(handle)
         del self._order[bisect.bisect_left(self._order, entry)]
 
 
 @dataclass(slots=True)
 class Work:
-    """An admitted request: it has its pages, tokens [0, start) are cached or submitted."""
+    """Is an admitted request: it has its pages, and tokens [0, start) are cached or submitted."""
 
     handle: int
     start: int
@@ -106,7 +107,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Compute tokens [start, end) of `handle`; the last chunk samples."""
+    """Orders to compute tokens [start, end) of `handle`. The last chunk samples the first token."""
 
     handle: int
     start: int
@@ -115,16 +116,17 @@ class Chunk:
 
 
 class Wait(enum.Enum):
-    """Why a waiting request cannot be admitted now."""
+    """Says why a waiting request cannot be admitted now."""
 
     PAGES = "pages"
     TWIN = "twin"  # its next block is being computed or loaded for another request
     PULL = "pull"  # its next block is on its way from another node
 
 
-# How many of its tokens are not cached now, or TWIN or PULL.
+# Returns how many tokens of the request are not cached now, or TWIN or PULL.
 Rest = Callable[[int], "int | Wait"]
-# Give it its pages: how many leading tokens are cached, or PAGES; PULL: its blocks are fetched first.
+# Gives the request its pages. Returns how many leading tokens are cached, PAGES if there are too few pages, or PULL if
+# the request's blocks are fetched first.
 Admit = Callable[[int], "int | Wait"]
 
 
@@ -135,12 +137,12 @@ class Planner:
         self.config = config
         self.waiting = WaitingPrompts(config.priority_step_ns, config.size_weight)
         self._work: dict[int, Work] = {}  # with tokens left to submit, in order of admission
-        self._blocked = 0  # did not get its pages; 0 = none (handles begin at 1)
-        self._last_long = True  # short ones begin
+        self._blocked = 0  # the handle of the request that did not get its pages; 0: none (handles begin at 1)
+        self._last_long = True  # whether the last step was of a long request; so the first one is of short ones
         self._chunk = self._batch = 0  # limits of the step being planned
 
     def drop(self, handle: int) -> None:
-        """Forget a request wherever it stands; unknown handles are fine."""
+        """Forgets a request, whether it waits or was admitted. An unknown handle is ignored."""
         self._work.pop(handle, None)
         if handle in self.waiting:
             self.waiting.remove(handle)
@@ -149,12 +151,13 @@ class Planner:
 
     @property
     def unsubmitted_tokens(self) -> int:
-        """Tokens of admitted requests that no step holds yet."""
+        """The tokens of admitted requests that are in no step yet."""
         return sum(work.total - work.start for work in self._work.values())
 
     def next_step(self, rest: Rest, admit: Admit, total: Callable[[int], int], most: int | None = None) -> list[Chunk]:
-        """Chunks of the next step, empty when nothing can run. `total` gives a prompt's tokens. `most`: tokens of this
-        step, whatever the configuration allows (one block at least): somebody's next token waits for it."""
+        """Returns the chunks of the next step, none if nothing can run. `total` gives the tokens of a prompt. `most`
+        bounds the tokens of this step, whatever the configuration allows (but a step has at least one block): the rows
+        of a decode batch that wait for the step set it."""
         chunk, batch = self.config.prefill_chunk_tokens, self.config.max_batch_tokens
         self._chunk, self._batch = (chunk, batch) if most is None else (min(chunk, most), min(batch, most))
         first = self._goes_first(rest) if self.config.size_weight else not self._last_long
@@ -166,7 +169,7 @@ class Planner:
         return []
 
     def _goes_first(self, rest: Rest) -> bool:
-        """Whether the one with the least rank is a long one."""
+        """Whether the request with the least rank is a long one."""
         best = min(self._work.values(), key=lambda work: work.rank, default=None)
         running = any(work.long for work in self._work.values())
         for handle in self._candidates():
@@ -199,7 +202,7 @@ class Planner:
                     break
                 continue
             if min(tokens, self._chunk) > room:
-                # Smaller ones may pass only in a step that took the first of the queue: each step moves it on.
+                # Smaller ones may pass only in a step that took the first of the queue, so that each step moves it on.
                 if continued:
                     break
                 continue
@@ -220,7 +223,7 @@ class Planner:
         return [handle for handle, _ in zip(self.waiting, range(SCAN), strict=False)]
 
     def _take(self, work: Work, room: int, chunks: list[Chunk]) -> int:
-        """Move the next chunk of `work` into `chunks` if it fits into `room`; returns what is left of it."""
+        """Moves the next chunk of `work` into `chunks` if it fits into `room` tokens; returns the room that is left."""
         end = chunk_end(work.start, work.total, self.config.block_tokens, self._chunk)
         if end - work.start > room:
             return room

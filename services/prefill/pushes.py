@@ -1,4 +1,4 @@
-"""Landings, leases and pushes of the handoffs. Pure.
+"""This module manages the landings, leases and pushes of the handoffs. Pure.
 
 The lease that decode grants counts, here, from when BeginFill (or RenewLease) was sent, less a margin: the writer's
 lease is always the shorter one. It is renewed only when every rank has just shown progress, so the landings of a frozen
@@ -20,25 +20,25 @@ from kvmesh.services.prefill.handoff_table import HandoffTable
 
 
 class HandoffPushes:
-    """The part of the brain that lets ranks write into decode's memory."""
+    """Is the part of the brain that lets ranks write into decode's memory."""
 
     def __init__(
         self, lives: HandoffTable, world: int, layouts: tuple[ShardLayout, ...] = (), *, at_end: bool = False
     ) -> None:
-        """`layouts`: how our ranks cut blocks. `at_end`: a prompt's KV goes when all of it is there, not layer by
-        layer."""
+        """`layouts` says how this instance's ranks cut blocks into shards. `at_end` pushes a prompt's KV when all of it
+        is computed, instead of layer by layer."""
         self._lives = lives
         self._world = world
         self._layouts = layouts
         self._at_end = at_end
         self._progress_ns = [0] * world
-        self._leased: dict[int, Handoff] = {}  # with a landing; those that are over leave at the next progress
+        self._leased: dict[int, Handoff] = {}  # handoffs with a landing; those that are over leave at the next progress
 
     def landing(self, landing: ev.Landing, now: int) -> None:
-        """Decode has reserved the landing: let the ranks push."""
+        """Takes the landing that decode has reserved: the ranks begin to push."""
         h = self._lives.handoffs.get(landing.handle)
         if h is None or h.ending or h.landing is not None:
-            return  # crossed with our own ending, or said twice
+            return  # the handoff was ending meanwhile, or the message came twice
         early = "it came before BeginFill" if h.phase is Phase.QUEUED else ""
         fault = early or landing_fault(landing, len(h.pages), len(landing.readers) or self._world)
         if fault:
@@ -63,7 +63,7 @@ class HandoffPushes:
             if targets:
                 self._push(h, writer, group=m.PushGroup(writer, self._layouts, landing.readers, targets))
             else:
-                h.pushes[writer] = Push.DONE  # others send all that it holds
+                h.pushes[writer] = Push.DONE  # other ranks send all that this one holds
 
     def _push(
         self,
@@ -74,7 +74,7 @@ class HandoffPushes:
         offsets: tuple[int, ...] = (),
         group: m.PushGroup | None = None,
     ) -> None:
-        """Let one rank write: whole shards at `offsets` of `segment`, or what the group's plan gives it."""
+        """Lets one rank write: whole shards at `offsets` of `segment`, or what the group's plan gives that rank."""
         assert h.landing is not None and h.lease is not None
         h.pushes[rank] = Push.OPEN
         push = m.PushOpen(
@@ -84,7 +84,7 @@ class HandoffPushes:
             pages=tuple(h.pages),
             offsets=offsets,
             first_block=h.landing.ranks[0].first_block,
-            ready_tokens=h.ready_tokens,  # this overtakes a LoadCopy: the step tells of pages being loaded
+            ready_tokens=h.ready_tokens,  # pages being loaded follow with the step: this message overtakes a LoadCopy
             prompt_tokens=h.prompt_tokens,
             lease_until_ns=h.lease.until_ns,
             group=group,
@@ -93,7 +93,7 @@ class HandoffPushes:
         self._lives.actions.append(m.TellRank(rank, push))
 
     def renewed(self, renewed: ev.Renewed) -> None:
-        """Decode has granted more time."""
+        """Takes the time that decode has granted, and passes it on to the ranks that write."""
         h = self._lives.handoffs.get(renewed.handle)
         if h is None or h.ending or h.lease is None or not h.lease.renew_sent_ns or renewed.handoff_epoch != h.epoch:
             return
@@ -104,7 +104,7 @@ class HandoffPushes:
                 self._lives.actions.append(m.TellRank(rank, m.PushLease(h.handle, h.lease.until_ns)))
 
     def from_rank(self, rank: int, message: m.ToFront) -> None:
-        """PushProgress, PushDone, PushFailed, PushDrained; those of a handoff that is over are ignored."""
+        """Takes PushProgress, PushDone, PushFailed or PushDrained; those of a handoff that is over are ignored."""
         handle = getattr(message, "handle", 0)
         h = self._lives.handoffs.get(handle)
         if h is None:
@@ -124,7 +124,7 @@ class HandoffPushes:
                 pass
 
     def progress(self, rank: int, now: int) -> None:
-        """The rank has got something done: renew leases that are half over."""
+        """Notes that the rank has got something done, and asks to renew the leases that are half over."""
         self._progress_ns[rank] = now
         for h in list(self._leased.values()):
             lease = h.lease
@@ -135,12 +135,14 @@ class HandoffPushes:
                 self._lives.tell(h, ev.SendRenew(h.handle, h.epoch, sum(h.acked_bytes)))
 
     def _alive(self, h: Handoff, lease: Lease, now: int) -> bool:
-        """Every rank that still writes has said something since the lease began; one that is done need not speak."""
+        """Whether every rank that still writes has sent something since the lease began. A rank that is done need
+        not."""
         writing = (at for at, push in zip(self._progress_ns, h.pushes, strict=True) if push is Push.OPEN)
         return min(writing, default=now) >= lease.from_ns
 
     def doubt(self, h: Handoff, *, dead: bool) -> None:
-        """Its writers do not answer (or are `dead`): nobody knows what their last bytes do."""
+        """Marks the pushes of a handoff whose writers do not answer, or are `dead`, as in doubt: their last bytes may
+        still come."""
         for rank, push in enumerate(h.pushes):
             if push in (Push.OPEN, Push.DRAINING):
                 h.in_doubt = True
@@ -174,7 +176,7 @@ class HandoffPushes:
 
 
 def _moved(h: Handoff, end: m.PushDone | m.PushFailed) -> None:
-    """What one rank's push adds to the handoff's record."""
+    """Adds what one rank's push moved to the handoff's record."""
     if end.first_post_ns:
         h.first_post_ns = min(h.first_post_ns or end.first_post_ns, end.first_post_ns)
     h.last_ack_ns = max(h.last_ack_ns, end.last_ack_ns)

@@ -1,4 +1,4 @@
-"""What a handoff leaves behind: spans, metrics, a line in the log where it failed, samples for the conductor."""
+"""This module reports handoffs: by spans, metrics, a line in the log where one failed, samples for the conductor."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from kvmesh.telemetry import names, spans
 
 log = logging.getLogger(__name__)
 
-S = 1e-9  # seconds a nanosecond
+S = 1e-9  # one nanosecond in seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Who asked: kept by the shell, unknown to the brain."""
+    """Says who asked for a prefill. The shell keeps it; the brain does not know it."""
 
     request_id: str
     attempt: int
@@ -31,17 +31,17 @@ class Origin:
 
 
 class Reporter:
-    """Turns ends of handoffs into spans, metrics and samples. `instance_id` names this instance in spans."""
+    """Turns the ends of handoffs into spans, metrics and samples. `instance_id` names this instance in spans."""
 
     def __init__(self, state: PrefillState, instance_id: str) -> None:
         self.instance_id = instance_id
         self._state = state
         self._beat = pb_conductor.HeartbeatRequest()
-        self._counted = pb_conductor.Load()  # since the start
+        self._counted = pb_conductor.Load()  # counters since the start of the instance
         self._pulls: dict[int, Span] = {}  # by ticket, under way
 
     def began(self, request_id: str, attempt: int, traceparent: str, now: int) -> Origin:
-        """A request is here; `ended` or `refused` follows."""
+        """Begins the span of a request; `ended` or `refused` ends it."""
         attributes: dict[str, spans.Value] = {
             names.REQUEST_ID: request_id,
             names.ATTEMPT: attempt,
@@ -51,7 +51,7 @@ class Reporter:
         return Origin(request_id, attempt, spans.begin(names.SPAN_PREFILL, parent, attributes, start_ns=now))
 
     def rank_said(self, message: m.ToFront) -> None:
-        """Metrics of single messages."""
+        """Counts what single messages of ranks say."""
         match message:
             case m.PrefillStepDone(_, start, end):
                 names.PREFILL_STEP.observe((end - start) * S)
@@ -61,24 +61,25 @@ class Reporter:
                 pass
 
     def pulling(self, job: PullJob, now: int) -> PullJob:
-        """A pull begins; `pulled` follows. What is fetched from each holder becomes a child of its span."""
+        """Begins the span of a pull, which `pulled` ends. Returns the job with that span as its parent, so that what is
+        fetched from each holder becomes a child of it."""
         parent = spans.context_from(job.traceparent)
         attributes: dict[str, spans.Value] = {names.REQUEST_ID: job.request_id, names.WANTED_BLOCKS: len(job.keys)}
         span = self._pulls[job.ticket] = spans.begin(names.SPAN_PULL, parent, attributes, start_ns=now)
         return replace(job, traceparent=spans.traceparent(span))
 
     def pulled(self, result: Pulled) -> None:
-        """A pull is over."""
+        """Ends the span of a pull."""
         self._counted.pulled_bytes += result.bytes_done
         span = self._pulls.pop(result.ticket)
         span.set_attributes({names.BLOCKS: len(result.arrived), names.PULL_BYTES: result.bytes_done})
         spans.finish(span, error=result.cause)
 
     def ended(self, end: ev.Ended, origin: Origin, now: int) -> None:
-        """One handoff is over, at `now` (monotonic ns)."""
+        """Reports one handoff that is over, at `now` (monotonic ns)."""
         self._spans(end, origin, now)
         self._metrics(end)
-        if not end.adopt:  # else it is here until its row ends
+        if not end.adopt:  # an adopted request stays in this instance until its answer ends
             self._beat.finished_request_ids.append(origin.request_id)
         if end.outcome is ev.Outcome.DONE:
             whole = end.computed_tokens + end.found.cached_tokens
@@ -102,14 +103,14 @@ class Reporter:
             log.warning("prefill failed: %s", end.cause, extra={"request_id": origin.request_id})
 
     def refused(self, origin: Origin, code: str, now: int) -> None:
-        """A request that never reached the brain."""
+        """Reports a request that never reached the brain."""
         names.PREFILL_REQUESTS.labels(outcome=ev.Outcome.FAILED.value).inc()
         origin.life.set_attributes({names.OUTCOME: ev.Outcome.FAILED.value, names.ERROR_TYPE: code})
         spans.finish(origin.life, end_ns=now, error=code)
         self._beat.finished_request_ids.append(origin.request_id)
 
     def beat(self) -> pb_conductor.HeartbeatRequest:
-        """What is new since the last call. Refreshes the gauges."""
+        """Returns the heartbeat: what is new since the last call. It also sets the gauges."""
         beat, self._beat = self._beat, pb_conductor.HeartbeatRequest()
         load, store = self._state.load(), self._state.store
         beat.load.CopyFrom(self._counted)
@@ -133,7 +134,7 @@ class Reporter:
         return beat
 
     def pools(self, streams: int) -> pb_common.PoolCounters:
-        """Live counts for leak checks."""
+        """Returns how much of each kind of memory and request the instance holds now."""
         state, store = self._state, self._state.store.stats
         return pb_common.PoolCounters(
             pages_total=state.pool.total,

@@ -1,4 +1,5 @@
-"""The shell around the brain: events from streams and ranks go in, actions go out to them. Decides nothing."""
+"""This is the shell of a prefill instance: events from streams and ranks go into the brain (state.py), actions come out
+and are carried out. It decides nothing."""
 
 from __future__ import annotations
 
@@ -27,14 +28,14 @@ from kvmesh.telemetry import spans
 
 
 class RankSender(Protocol):
-    """What the runner needs of kvmesh.ranks.client.RankClient."""
+    """Is the part of kvmesh.ranks.client.RankClient that the runner needs."""
 
     def send(self, message: m.ToRank, /) -> None: ...
 
 
 class BlockPuller(Protocol):
-    """What the runner needs of kvmesh.blockservice.blocks.BlockService, which answers every pull through
-    `PrefillRunner.pulled`."""
+    """Is the part of kvmesh.blockservice.blocks.BlockService that the runner needs. Its owner passes the result of
+    every pull to `PrefillRunner.pulled`."""
 
     def pull(self, job: PullJob, /) -> None: ...
 
@@ -43,12 +44,13 @@ class BlockPuller(Protocol):
 
 @dataclass(eq=False)
 class HandoffStream:
-    """One decode instance's Handoff stream: its number, its own handles, what is still to be written to it."""
+    """Is one decode instance's Handoff stream: its number, its own handles, and the events that are still to be written
+    to it."""
 
     number: int
-    readers: tuple[ShardLayout, ...] = ()  # how its ranks cut blocks; (): as ours do
+    readers: tuple[ShardLayout, ...] = ()  # how its ranks cut blocks into shards; (): as this instance's do
     segments: list[str] = field(default_factory=list)
-    handles: dict[int, int] = field(default_factory=dict)  # the stream's handle → ours
+    handles: dict[int, int] = field(default_factory=dict)  # the stream's handle → the instance's
     outbox: list[pb.HandoffEvent] = field(default_factory=list)
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -57,15 +59,15 @@ class HandoffStream:
         self.news.set()
 
     def take(self) -> list[pb.HandoffEvent]:
-        """All that is to be written now."""
+        """Returns all that is to be written now."""
         events, self.outbox = self.outbox, []
         return events
 
 
 @dataclass(eq=False, kw_only=True)
 class OwnStream(HandoffStream):
-    """The way to the decode half of this very instance, which hears at once and adopts the pages of what is computed:
-    `adopt` gets the first token and one reference of each page."""
+    """Is the connection to the decode half of this instance. `hear` gets each event at once; `adopt` gets the first
+    token of a computed prompt and one reference to each of its pages."""
 
     hear: Callable[[pb.HandoffEvent], None]
     adopt: Callable[[pb.FirstToken, tuple[int, ...]], None]
@@ -82,9 +84,10 @@ class _Owner:
 
 
 class PrefillRunner:
-    """The one owner of the brain. Every method belongs to the event loop; none blocks.
+    """Is the only owner of the brain. Every method belongs to the event loop; none blocks.
 
-    `urge` asks for a heartbeat soon; it is called when the instance becomes idle or refuses work."""
+    `urge` asks for a heartbeat soon; it is called when the instance becomes idle or refuses work.
+    """
 
     def __init__(
         self,
@@ -98,10 +101,10 @@ class PrefillRunner:
     ) -> None:
         self.state = state
         self.reporter = reporter
-        self.idle = asyncio.Event()  # no handoff is left
+        self.idle = asyncio.Event()  # set while there is no handoff
         self.idle.set()
-        self.puller: BlockPuller | None = None  # set before the first stream: it needs `pulled` to be made
-        self.reached: Callable[[], int] = lambda: 0  # the last of the master's removals that was carried out here
+        self.puller: BlockPuller | None = None  # set before the first stream opens: making it needs `pulled`
+        self.reached: Callable[[], int] = lambda: 0  # number of the master's last removal order carried out here
         self.shell = BrainShell[ev.Event, ev.Action](state.step, state.next_due, self._do, clock_ns)
         self.feed = self.shell.feed
         self._ranks = ranks
@@ -116,11 +119,11 @@ class PrefillRunner:
 
     @property
     def streams(self) -> int:
-        """Open Handoff streams of decode instances elsewhere."""
+        """The number of open Handoff streams of decode instances elsewhere."""
         return sum(not isinstance(stream, OwnStream) for stream in self._streams.values())
 
     def counters(self) -> pb_common.PoolCounters:
-        """What is held now."""
+        """Returns how much of each kind of memory and request the instance holds now."""
         return self.reporter.pools(self.streams)
 
     def _do(self, action: ev.Action, now: int) -> None:
@@ -138,29 +141,30 @@ class PrefillRunner:
             self._tell(action)
 
     def rank_said(self, rank: int, message: m.ToFront) -> None:
-        """Front's `on_message`."""
+        """Takes a message of a rank."""
         self.reporter.rank_said(message)
         self.feed(m.FromRank(rank, message))
 
     def pulled(self, result: Pulled) -> None:
-        """Blocks' `on_pulled`."""
+        """Takes the result of a pull."""
         self.reporter.pulled(result)
         self.feed(result)
 
     def wake_streams(self) -> None:
-        """Let every stream's writer look around."""
+        """Wakes the writer of every stream."""
         for stream in self._streams.values():
             stream.news.set()
 
     def close(self) -> None:
-        """No timer from here on."""
+        """Stops the timer."""
         self.shell.close()
 
     # ── streams ──────────────────────────────────────────────────────────────────────────────────
 
     def open_stream(self, segment_descriptors: Sequence[bytes], readers: tuple[ShardLayout, ...] = ()) -> HandoffStream:
-        """A decode instance says hello: ranks learn where its segments are. Its own cut blocks as `readers` say (none:
-        as ours do). InvalidRequest: a descriptor is none, the two do not cut the same blocks."""
+        """Opens the stream of a decode instance that has said hello: ranks learn where its segments are. Its ranks cut
+        blocks as `readers` say (empty: as this instance's do). Raises InvalidRequest for a descriptor that is not
+        valid, or when the two instances do not cut the same blocks."""
         if readers and len(readers) != len(segment_descriptors):
             raise InvalidRequest.of("layouts", f"{len(readers)} layouts", f"{len(segment_descriptors)} segments")
         if readers:
@@ -179,13 +183,13 @@ class PrefillRunner:
     def open_own_stream(
         self, hear: Callable[[pb.HandoffEvent], None], adopt: Callable[[pb.FirstToken, tuple[int, ...]], None]
     ) -> OwnStream:
-        """For the decode half of this instance."""
+        """Opens the stream of the decode half of this instance."""
         stream = OwnStream(next(self._stream_numbers), hear=hear, adopt=adopt)
         self._streams[stream.number] = stream
         return stream
 
     def close_stream(self, stream: HandoffStream) -> None:
-        """It is over: all of its handoffs are cancelled, its segments closed unless somebody else uses them."""
+        """Ends a stream: all of its handoffs are cancelled, and its segments closed unless another stream uses them."""
         del self._streams[stream.number]
         self.feed(ev.StreamBroken(stream.number))
         self._release(stream)
@@ -195,7 +199,8 @@ class PrefillRunner:
             self._segments.release(stream.segments.pop())
 
     def take(self, stream: HandoffStream, request: pb.HandoffRequest) -> None:
-        """One message of decode. Raises InvalidRequest when it breaks the protocol: the stream has to end."""
+        """Takes one message of decode. Raises InvalidRequest when it breaks the protocol: the stream has to end
+        then."""
         kind = request.WhichOneof("kind")
         if kind == "start":
             self._start(stream, request.start)
@@ -205,7 +210,7 @@ class PrefillRunner:
             raise InvalidRequest.of("kind", kind, "after the hello: start, landing, renewed or cancel")
         handle = stream.handles.get(message.handle)
         if handle is None:
-            return  # crossed with its end
+            return  # the handoff ended meanwhile
         match kind:
             case "landing":
                 self.feed(wire.landing_in(request.landing, handle, stream.readers))

@@ -1,4 +1,4 @@
-"""kvmesh.v1.Prefill over gRPC: hello, one reader and one writer a stream, counters."""
+"""The gRPC service kvmesh.v1.Prefill has a hello, one reader and one writer for each stream, counters."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 
 
 class PrefillServicer(pb_grpc.PrefillServicer):
-    """`instance` (who this is) and `writers` (transfer engine names of the ranks) are what answers a hello. `pools`:
-    what the instance holds, where that is more than the runner's."""
+    """Serves Handoff streams. A hello is answered with `instance` (who this is) and `writers` (the transfer engine
+    names of the ranks). `pools` returns what the instance holds, where that is more than the runner counts."""
 
     def __init__(
         self,
@@ -36,21 +36,21 @@ class PrefillServicer(pb_grpc.PrefillServicer):
         self._closing = False
 
     def close(self) -> None:
-        """End every stream once it has taken what is written for it: the instance is about to stop."""
+        """Ends every stream once the events that wait for it are written: the instance is about to stop."""
         self._closing = True
         self._runner.wake_streams()
 
     async def GetPools(  # noqa: N802
         self, request: pb_common.GetPoolsRequest, context: Any
     ) -> pb_common.GetPoolsResponse:
-        """What is held right now."""
         return pb_common.GetPoolsResponse(instance=self._instance(), pools=self._pools())
 
-    # A coroutine that writes, where the stubs expect a generator: only so can a write have a deadline.
+    # It is a coroutine that writes, where the stubs expect a generator, because only so can a write have a deadline.
     async def Handoff(  # type: ignore[override]  # noqa: N802
         self, request_iterator: AsyncIterator[pb.HandoffRequest], context: Any
     ) -> None:
-        """All handoffs of one decode instance. Raises ProtocolMismatch, InvalidRequest, Unavailable."""
+        """Serves all handoffs of one decode instance. Raises ProtocolMismatch or InvalidRequest for a wrong hello or
+        message, and Unavailable when this instance is shutting down."""
         talk = ServerStream[pb.HandoffRequest, pb.HandoffEvent](request_iterator, context)
         hello: pb.HandoffHello = await talk.hello()
         who = talk.who = f"decode instance {hello.instance.instance_id} at {hello.instance.address}"

@@ -1,9 +1,10 @@
-"""The prefill brain: every handoff's life, from the waiting prompts to the last acknowledged byte. Pure.
+"""The prefill brain manages every handoff, from the waiting prompts to the last acknowledged byte. Pure.
 
     state = PrefillState(config, PagePool(num_pages), NodeStore(num_extents))
     actions = state.step(event, now_ns)
 
-Promises, whatever the order of events:
+It keeps these promises, whatever the order of events:
+
 - a page is held by every handoff that may still read or write it: it is released only when decode knows how the
   handoff ended and neither load nor step nor push can touch it (Handoff.over);
 - an extent of the host segment has one writer, a pull or a copy, and is read only once it is sealed; nobody waits
@@ -40,25 +41,26 @@ from kvmesh.services.prefill.pushes import HandoffPushes
 
 NO_RATE_RETRY_MS = 1000
 MAX_RETRY_MS = 60_000
-RATE_WEIGHT = 0.2  # of the newest step
-QUEUED_NS = 100_000_000
-PATIENCE = 0  # in place of a handle: nobody's deadline, somebody stops waiting for a pull
-# A negative one: the time of the planned pull of -handle.
+RATE_WEIGHT = 0.2  # the weight of the newest step in the moving average
+QUEUED_NS = 100_000_000  # how long a count of queued tokens serves refusals
+# In the heap of deadlines, PATIENCE in place of a handle is the time when some request stops waiting for its pull, and
+# a negative handle is the time of the planned pull of -handle.
+PATIENCE = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What waits and runs now; `queued_tokens` are those still to compute."""
+    """Tells what waits and runs now. `queued_tokens` are those still to be computed."""
 
     queued_requests: int
     queued_tokens: int
     running_requests: int
-    free_pages: int  # free or evictable
+    free_pages: int  # pages that are free or can be evicted
 
 
 @dataclass(slots=True)
 class _Step:
-    """One step at the ranks."""
+    """Is one step that was sent to the ranks."""
 
     chunks: tuple[Chunk, ...]
     waiting: set[int]  # ranks that have not answered
@@ -73,23 +75,24 @@ class _Step:
 
 
 class PrefillState:
-    """All handoffs of one instance. One owner, one thread; costs O(blocks) a request, O(1) a message."""
+    """Keeps all handoffs of one instance. It has one owner and one thread; a request costs O(its blocks), a message
+    O(1)."""
 
     def __init__(self, config: BrainConfig, pool: PagePool, store: NodeStore) -> None:
         self.config = config
         self.planner = Planner(config.plan)
         self._lives = HandoffTable(config, pool, store, self.planner)
-        self._done = ComputeProgress()  # in steps that every rank has answered: they run one after another
+        self._done = ComputeProgress()  # of the steps that every rank has answered; steps run one after another
         self._pushes = HandoffPushes(self._lives, config.world, config.layouts, at_end=config.push_at_end)
         self._steps: dict[int, _Step] = {}
         self._next_step = 1
         self._deadlines: list[tuple[int, int]] = []
         self._ns_per_token = 0.0
-        self._queued_tokens = self._queued_until_ns = 0  # as refusals tell it, until then
+        self._queued_tokens = self._queued_until_ns = 0  # the count that refusals use, and until when
         self._refusing = ""  # why no new work is taken
-        self._silent = ""  # likewise, until the ranks speak again
+        self._silent = ""  # why no new work is taken until the ranks answer again
         self._doors = ev.Doors("", "")
-        # Tokens of the next step at most: rows of a batch wait for it. None: as configured.
+        # The most tokens of the next step, where rows of a decode batch wait for it. None: as configured.
         self.most: Callable[[], int | None] = lambda: None
 
     # ── queries ──────────────────────────────────────────────────────────────────────────────────
@@ -108,7 +111,7 @@ class PrefillState:
 
     @property
     def lower(self) -> LowerTiers | None:
-        """What this node keeps below its host segment; set once, before the first event."""
+        """What this node keeps below its host segment. It is set once, before the first event."""
         return self._lives.blocks.lower
 
     @lower.setter
@@ -117,7 +120,7 @@ class PrefillState:
 
     @property
     def reserve(self) -> Callable[[], int]:
-        """Pages that no new prompt may take; set once by who shares the pool."""
+        """Returns how many pages no new prompt may take. Whoever shares the pool sets it once."""
         return self._lives.reserve
 
     @reserve.setter
@@ -126,20 +129,20 @@ class PrefillState:
 
     @property
     def pulls(self) -> int:
-        """Under way, cancelled ones included."""
+        """The number of pulls under way, cancelled ones included."""
         return self._lives.blocks.pulls
 
     @property
     def handoffs(self) -> dict[int, Handoff]:
-        """Handle → handoff that has not ended. Read only."""
+        """The handoffs that have not ended, by handle. To be read only."""
         return self._lives.handoffs
 
     def next_due(self) -> int:
-        """When a Tick is due at the latest; NEVER if nothing waits."""
+        """When a Tick is due at the latest (monotonic ns); NEVER if nothing waits for the time."""
         return self._deadlines[0][0] if self._deadlines else NEVER
 
     def load(self) -> Load:
-        """For heartbeats. O(waiting requests)."""
+        """Returns the load for heartbeats. Its cost is O(waiting requests)."""
         queued = sum(map(self._lives.expected_rest, self.planner.waiting))
         at_ranks = sum(step.tokens for step in self._steps.values())
         return Load(
@@ -150,8 +153,8 @@ class PrefillState:
         )
 
     def check_integrity(self, others: Sequence[int] = ()) -> None:
-        """AssertionError unless pages, holders (`others`: pages that others hold), promises and steps agree.
-        O(everything); for tests."""
+        """Raises AssertionError unless pages, holders (`others` are pages that others hold), promises and steps agree.
+        Its cost is O(everything); it is for tests."""
         self._lives.check_integrity(others)
         for h in self.handoffs.values():
             assert h.steps == {n for n, s in self._steps.items() if any(c.handle == h.handle for c in s.chunks)}
@@ -159,7 +162,7 @@ class PrefillState:
     # ── the machine ──────────────────────────────────────────────────────────────────────────────
 
     def step(self, event: ev.Event, now: int) -> list[ev.Action]:
-        """Take one event at `now` (monotonic ns, never going back) and say what to do, in order."""
+        """Takes one event at `now` (monotonic ns, never going back) and returns what to do, in order."""
         self._lives.blocks.now = now
         match event:
             case ev.Start():
@@ -253,7 +256,7 @@ class PrefillState:
     # ── steps ────────────────────────────────────────────────────────────────────────────────────
 
     def _pump(self, now: int) -> None:
-        """Keep the ranks busy: `pipeline_depth` steps are there while anything can run."""
+        """Keeps the ranks busy: they have `pipeline_depth` steps while anything can run."""
         while len(self._steps) < self.config.plan.pipeline_depth:
             lives = self._lives
             lives.idle = not self._steps
@@ -264,7 +267,7 @@ class PrefillState:
             self._submit(chunks, now)
 
     def _admit(self, handle: int) -> int | Wait:
-        """The turn of a request has come. A pull that was planned for later begins now, or never."""
+        """Gives a request whose turn has come its pages. A pull that was planned for later begins now, or never."""
         if self._lives.comes_first(handle):
             h = self.handoffs[handle]
             self._patience(self._lives.fetch(h))
@@ -328,16 +331,17 @@ class PrefillState:
         self._answered(done.step_id, step, rank)
 
     def _step_failed(self, rank: int, handles: tuple[int, ...], text: str) -> None:
-        """Requests of the oldest step at the rank (it runs them in order) failed. A step that failed as a whole
-        has no other answer; one that goes on without them is answered by PrefillStepDone."""
+        """Fails requests of the oldest step at the rank (a rank runs steps in order). A step that failed as a whole has
+        no other answer; a step that goes on without these requests is answered by PrefillStepDone."""
         number = next((n for n, s in self._steps.items() if rank in s.waiting), None)
         members = {c.handle for c in self._steps[number].chunks} if number is not None else set()
         if number is None or not members.issuperset(handles):
             return
         step = self._steps[number]
         step.failed.update((rank, handle) for handle in handles)
-        # Only a prompt's last token is looked at: what made it fail may lie in any block before it, and would fail
-        # whoever shares that. It is computed again, or loaded from the store, where nothing of the kind gets.
+        # The ranks check only the result for a prompt's last token. What made it fail may lie in any block before, and
+        # would fail whoever shares that block. So all are computed again, or loaded from the store, which only takes
+        # blocks whose KV is finite.
         self.cache.forget([key for handle in handles for key in self.handoffs[handle].start.block_keys])
         for handle in handles:
             self._lives.abort(self.handoffs[handle], Unavailable(f"the prefill failed: {text}"))
@@ -362,8 +366,8 @@ class PrefillState:
             self._lives.settle(h)
 
     def _give_up(self, cause: str, *, dead: bool) -> None:
-        """The ranks do not answer: fail all at once, so that it can go elsewhere. Of `dead` ranks nothing is
-        waited for; pages that a frozen one may still touch stay held until it has answered."""
+        """Fails all handoffs at once because the ranks do not answer, so that the requests can go elsewhere. Nothing is
+        waited for of `dead` ranks; pages that a frozen rank may still touch stay held until that rank has answered."""
         for h in list(self.handoffs.values()):
             if dead:
                 h.steps.clear()

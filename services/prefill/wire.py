@@ -1,4 +1,4 @@
-"""The Handoff stream's messages to the brain's events, and its actions back. Decides nothing."""
+"""Converts the Handoff stream's messages to the brain's events, and its actions to messages. It decides nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvmesh.services.prefill import events as ev
 
 NS_PER_US, NS_PER_MS = 1_000, 1_000_000
 MAX_PULLS = 1024  # ranges of one request
-MAX_PULL_AFTER_MS = 600_000  # of a hint: no queue is so long
+MAX_PULL_AFTER_MS = 600_000  # the latest begin of a pull that a request may ask for: no queue is so long
 
 
 def start_in(
@@ -31,8 +31,9 @@ def start_in(
     traceparent: str,
     vocab_size: int,
 ) -> ev.Start:
-    """Raises ModelNotFound for a request made for other weights, InvalidRequest for bytes that are none, sampling out
-    of range and hints that cannot be right. `own` is this instance's id, `traceparent` the span of pulls."""
+    """Returns the event of a request. `own` is this instance's id, `traceparent` the span that pulls are recorded
+    under. Raises ModelNotFound for a request made for other weights, and InvalidRequest for malformed bytes, sampling
+    out of range and impossible hints."""
     weights.check(request.model_fingerprint, request.weights_epoch)
     try:
         token_ids = tuple(keys.unpack_tokens(request.token_ids))
@@ -64,8 +65,8 @@ def _pull_at(request: pb.StartPrefill, now: int) -> int:
 
 
 def pulls_in(ranges: Sequence[pb_common.PullRange], blocks: int, own: str) -> tuple[PullRange, ...]:
-    """Hints for a prompt of `blocks` full blocks; those that name this instance itself are left out, it knows better
-    what it has. Raises InvalidRequest naming the field."""
+    """Returns the hints for a prompt of `blocks` full blocks. Those that name this instance's own memory are left out,
+    as its store is asked in any case. Raises InvalidRequest naming the field."""
     if len(ranges) > MAX_PULLS:
         raise InvalidRequest.of("pulls", f"{len(ranges)} ranges", f"at most {MAX_PULLS}")
     found = []
@@ -86,7 +87,6 @@ def pulls_in(ranges: Sequence[pb_common.PullRange], blocks: int, own: str) -> tu
         tier = tier_of(r.tier)
         if tier is None:
             raise InvalidRequest.of(f"{at}.tier", r.tier, "no such tier")
-        # What lies in its own memory it finds by itself.
         if holder.instance_id != own or tier is not Tier.DRAM:
             where = holder.instance_id, holder.address, holder.incarnation
             found.append(PullRange(*where, r.first_block, r.blocks, tier))
@@ -94,13 +94,13 @@ def pulls_in(ranges: Sequence[pb_common.PullRange], blocks: int, own: str) -> tu
 
 
 def landing_in(landing: pb.Landing, handle: int, readers: tuple[ShardLayout, ...]) -> ev.Landing:
-    """A landing under its instance-wide handle, at ranks that cut blocks so."""
+    """Returns the event of a landing, under its instance-wide handle; decode's ranks cut blocks as `readers` say."""
     ranks = tuple(ev.RankLanding(r.rank, r.segment, tuple(r.offset), r.first_block) for r in landing.ranks)
     return ev.Landing(handle, landing.handoff_epoch, landing.lease_ms, ranks, readers)
 
 
 def event_out(action: ev.Action, handle: int) -> pb.HandoffEvent | None:
-    """What decode is told, under the stream's own handle; None for what is not for decode."""
+    """Returns the message for decode, under the stream's own handle; None for an action that is not for decode."""
     match action:
         case ev.SendBeginFill(_, blocks, removed):
             return pb.HandoffEvent(begin_fill=pb.BeginFill(handle=handle, num_blocks=blocks, removed_seq=removed))
@@ -126,7 +126,7 @@ def event_out(action: ev.Action, handle: int) -> pb.HandoffEvent | None:
 
 
 def first_token(action: ev.SendFirstToken, handle: int) -> pb.FirstToken:
-    """The token with what is known of its prompt, under the stream's own handle."""
+    """Returns the first token with the figures of its prompt, under the stream's own handle."""
     prefix = action.found
     timings = pb_common.StageTimings(
         queue_us=action.queue_ns // 1000,

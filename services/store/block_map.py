@@ -1,11 +1,12 @@
-"""Who holds which block, as the master keeps it. Pure.
+"""This is the master's map of which node holds which block. Pure.
 
-`MasterMap` is a block map that also counts by tenant's tag, and forgets keys of all stores at once. All that begin with
-a prefix vanish from every answer in one step and are cleared away later: a sweep of that prefix masks them in the slots
-that it has yet to go through. What is added to such a slot meanwhile is shown, and spared.
+`MasterMap` is a block map that also counts keys by tenant's tag, and forgets keys of all stores at once. All keys that
+begin with a prefix vanish from every answer in one step and are cleared away later: a sweep of that prefix masks them
+in the slots that it has yet to go through. A key that is added to such a slot meanwhile is shown, and spared by the
+sweep.
 
-`BlockDirectory` feeds it from announcements of members only. A tier of a node is a store of its own in it
-(`tiers.store_name`): limits are each one's own, numbers and snapshots too; they end together.
+`BlockDirectory` feeds the map from announcements of members only. A tier of a node is a store of its own in it
+(`tiers.store_name`): each has its own limits, numbers and snapshots; all tiers of a node end together.
 """
 
 from __future__ import annotations
@@ -23,39 +24,42 @@ from kvmesh.kvcache.block_map import BlockMap, StoreContent, Verdict
 from kvmesh.kvcache.keys import KEY_BYTES, TAG_BYTES, split
 from kvmesh.kvcache.tiers import MARK, Tier, split_name, store_names
 
-# At most, by CPython's growth of dicts (to three times what they hold) and of bytearrays (by an eighth), and by how
-# long a log gets before it is shortened.
-ENTRY_BYTES = 184  # of a key: itself 64, in the dict up to 120
+# Upper bounds. They follow from CPython's growth of dicts (to three times what they hold) and of bytearrays (by an
+# eighth), and from how long a log gets before it is shortened.
+ENTRY_BYTES = 184  # for a key: the object 64, its place in the dict up to 120
 REPLICA_BYTES = 36
 LOG_SLACK_BYTES = 18 << 10
-TAG_ENTRY_BYTES = 160  # of one tag in one store's counts: key, int and its share of the dict
+TAG_ENTRY_BYTES = 160  # for one tag in one store's counts: key, int and its share of the dict
 
 
-FIRST_KEYS = 1024  # of a prefix, swept at once
-STEP_KEYS = 2048  # ... and in one step: each costs more than one of a store that is gone
-SCAN_KEYS = 65_536  # of a log, looked through in one step
-SCAN_COST = 1024  # keys that could be taken out meanwhile
-MAX_SWEEPS = 64  # with more, the oldest is ended in one go
+FIRST_KEYS = 1024  # keys of a prefix that are swept at once
+STEP_KEYS = 2048  # keys of a prefix in one later step: each costs more than a key of a store that is gone
+SCAN_KEYS = 65_536  # keys of a log that are looked through in one step
+SCAN_COST = 1024  # how many keys could be taken out in the time of such a scan
+MAX_SWEEPS = 64  # with more, the oldest is carried to its end at once
 
 
 @dataclass(slots=True)
 class _Sweep:
-    """The sweep of one prefix, slot by slot, the lowest first."""
+    """Is the sweep of one prefix, slot by slot, the lowest first."""
 
     prefix: bytes
-    bits: int  # slots that it has not been through
-    spared: dict[bytes, int] = field(default_factory=dict)  # key → slots that it came to meanwhile
-    log: bytes | None = None  # of the lowest slot; None: not begun
+    bits: int  # bitset of the slots that it has not gone through
+    spared: dict[bytes, int] = field(default_factory=dict)  # key → slots that the key was added to meanwhile
+    log: bytes | None = None  # the log of the lowest slot; None: that slot is not begun
     at: int = 0
-    found: bytes = b""  # of what it has looked through, still to be taken out
+    found: bytes = b""  # packed keys that were found in the log and are still to be taken out
 
 
 class MasterMap(BlockMap):
-    """`apply` and `drop` cost as in BlockMap, besides O(watched tags) when a store's content changes as a whole.
+    """Is a block map with counts by tag, and removal by prefix. `apply` and `drop` cost as in BlockMap, and O(watched
+    tags) when a store's content changes as a whole.
 
-    A slot keeps its content for life, whichever store shows it: counts by tag are kept by slot. `forgotten` hears what
-    a sweep took out of a store. `mask`, `holders`, `held`, `page` and `sample` show nothing of what a sweep has yet to
-    take out, nor do counts: only what is masked by prefixes longer than a tag is counted until it is found."""
+    A slot keeps its content for life, whichever store shows it, so counts by tag are kept by slot. `forgotten` is
+    called with what a sweep took out of a store. `mask`, `holders`, `held`, `page` and `sample` show nothing of what a
+    sweep has yet to take out, and neither do counts, with one exception: keys that are masked only by prefixes longer
+    than a tag are counted until the sweep finds them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,8 +68,8 @@ class MasterMap(BlockMap):
         self._sweeps: deque[_Sweep] = deque()
         self._tags: defaultdict[int, dict[bytes, int]] = defaultdict(dict)  # slot → tag → keys
         self._tag_entries = 0
-        self._masked: defaultdict[int, Counter[bytes]] = defaultdict(Counter)  # slot → tag → keys masked by short ones
-        self._taking = False  # all that is removed now is masked by a short prefix
+        self._masked: defaultdict[int, Counter[bytes]] = defaultdict(Counter)  # the same, keys masked by short prefixes
+        self._taking = False  # whether all keys that are being removed are masked by a short prefix
         self._watched: dict[bytes, int] = {}  # tag → replicas shown
 
     @property
@@ -76,38 +80,39 @@ class MasterMap(BlockMap):
     # ── tags ─────────────────────────────────────────────────────────────────────────────────────────
 
     def watch(self, tag: bytes) -> None:
-        """Keep the sum of `tag` over all stores in DRAM. O(stores)."""
+        """Keeps the sum of `tag` over all stores in DRAM from now on. Its cost is O(stores)."""
         names = (name for name in self._stores if MARK not in name)
         self._watched.setdefault(tag, sum(self.tagged_at(name, tag) for name in names))
 
     def unwatch(self, tag: bytes) -> None:
-        """Keep no sum of it any more."""
+        """Stops keeping the sum of `tag`."""
         self._watched.pop(tag, None)
 
     def tagged(self, tag: bytes) -> int:
-        """Replicas of a watched tag in DRAM, of all stores together. Raises KeyError when it is not watched."""
+        """Returns how many replicas with a watched tag are in DRAM, in all stores together. Raises KeyError when the
+        tag is not watched."""
         return self._watched[tag]
 
     def tagged_at(self, store_id: str, tag: bytes) -> int:
-        """How many keys with this tag one store has."""
+        """Returns how many keys with this tag one store has."""
         store = self._stores.get(store_id)
         return 0 if store is None else self._shown_at(store.slot, tag)
 
     def count(self, store_id: str) -> int:
-        """How many keys a store has; 0 for an unknown one. O(tags that are being swept there)."""
+        """Returns how many keys a store has; 0 for an unknown one. Its cost is O(tags that are being swept there)."""
         store = self._stores.get(store_id)
         return 0 if store is None else store.count - self._masked_at(store.slot)
 
     @property
     def replicas(self) -> int:
-        """How many keys all stores have together. O(stores)."""
+        """How many keys all stores have together. Its cost is O(stores)."""
         return super().replicas - sum(self._masked_at(store.slot) for store in self._stores.values())
 
     # ── keys of all stores ───────────────────────────────────────────────────────────────────────────
 
     def forget(self, keys: Iterable[bytes]) -> dict[str, list[bytes]]:
-        """Take these keys out of every store, also out of what is being gathered and what is not swept yet; which of
-        each store are gone. What stores say of them later counts again."""
+        """Takes these keys out of every store, also out of snapshots that are being gathered and slots that are not
+        swept yet. Returns which keys are gone from which store. What stores announce of the keys later counts again."""
         by_mask: dict[int, list[bytes]] = {}
         masks = self._masks
         for key in dict.fromkeys(keys):
@@ -125,8 +130,9 @@ class MasterMap(BlockMap):
         return gone
 
     def forget_prefix(self, prefix: bytes) -> None:
-        """As `forget`, of all keys that begin so. O(stores), O(their tags) with a prefix shorter than a tag; the rest
-        waits for `sweep`. `forgotten` hears of it."""
+        """Forgets all keys that begin with `prefix`, as `forget` does. Some keys are cleared at once, the others by
+        `sweep`; what is taken out of each store goes to `forgotten`. Its cost is O(stores), and O(their tags) for a
+        prefix shorter than a tag."""
         ghosts = {ghost.slot for ghost in self._retired}
         stores = [store for store in self._slots if store is not None and store.slot not in ghosts]
         bits = sum(store.bit for store in stores if self._may_have(store, prefix))
@@ -141,23 +147,24 @@ class MasterMap(BlockMap):
 
     @property
     def sweeping(self) -> bool:
-        """Whether keys that are shown no more are still there."""
+        """Whether keys that are not shown any more are still in memory."""
         return bool(self._sweeps)
 
     def sweep(self, max_keys: int) -> bool:
-        """Sweep as BlockMap does, and what begins with a forgotten prefix, too."""
+        """Clears away keys as BlockMap does, and then keys of forgotten prefixes. Returns whether there is more to
+        clear."""
         more = super().sweep(max_keys)
         if not more:
             self._sweep_prefixes(min(max_keys, STEP_KEYS))
         return more or bool(self._sweeps)
 
     def mask(self, key: bytes) -> int:
-        """Bitset of the slots that hold `key`."""
+        """Returns the bitset of the slots that hold `key`."""
         mask = super().mask(key)
         return mask & ~self._swept(key) if mask and self._sweeps else mask
 
     def held(self, store_id: str, packed: bytes) -> list[bytes]:
-        """Those of `packed` that the store holds now."""
+        """Returns the keys of `packed` that the store holds now."""
         found = super().held(store_id, packed)
         if not found or not self._sweeps:
             return found
@@ -168,12 +175,12 @@ class MasterMap(BlockMap):
 
     @property
     def bound_bytes(self) -> int:
-        """What the map never exceeds, besides LOG_SLACK_BYTES for each store. O(1)."""
+        """What the map never exceeds in bytes, besides LOG_SLACK_BYTES for each store. Its cost is O(1)."""
         tags = TAG_ENTRY_BYTES * self._tag_entries
         return len(self._masks) * ENTRY_BYTES + self._mask_bytes + self._replicas * REPLICA_BYTES + tags
 
     def sample(self, count: int, rng: random.Random) -> list[bytes]:
-        """Up to `count` keys that are there, drawn by lot (a key as often as it has replicas)."""
+        """Returns up to `count` keys that are there, drawn at random (a key is as likely as it has replicas)."""
         stores = [store for store in self._slots if store is not None and store.count]
         if not stores:
             return []
@@ -188,7 +195,8 @@ class MasterMap(BlockMap):
         return list(found)
 
     def page(self, store_id: str, prefix: bytes, after: bytes, limit: int) -> list[bytes]:
-        """The `limit` lowest keys of one store above `after` that begin with `prefix`, ascending. O(its keys)."""
+        """Returns the `limit` lowest keys of one store above `after` that begin with `prefix`, ascending. Its cost is
+        O(the store's keys)."""
         store = self._stores.get(store_id)
         if store is None or not self._may_have(store, prefix):
             return []
@@ -199,7 +207,7 @@ class MasterMap(BlockMap):
             words, order = words[above], order[above]
         some = 2 * limit
         while True:
-            # As many of the lowest as may be needed: the log names some that are gone, and some twice.
+            # More of the lowest words are taken than `limit`, as the log has keys that are gone, and some keys twice.
             lowest = words if len(words) <= some else words[order <= np.partition(order, some)[some]]
             found = sorted(key for key in set(self.held(store_id, lowest.tobytes())) if key > after)
             if len(found) >= limit or len(lowest) == len(words):
@@ -207,15 +215,15 @@ class MasterMap(BlockMap):
             some *= 4
 
     def shown(self) -> Iterator[tuple[str, int]]:
-        """(store, its bit) of all stores. A store's bit changes with each snapshot."""
+        """Yields the name and the bit of every store. A store's bit changes with each snapshot."""
         return ((store.store_id, store.bit) for store in self._stores.values())
 
     def memory_bytes(self) -> int:
-        """What the map takes (see BlockMap), with counts by tag."""
+        """Returns what the map takes (see BlockMap), with the counts by tag."""
         return super().memory_bytes() + TAG_ENTRY_BYTES * self._tag_entries
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless counts by tag are those of the keys. O(replicas)."""
+        """Raises AssertionError unless counts by tag are those of the keys. Its cost is O(replicas)."""
         super().check_integrity()
         for slot, store in enumerate(self._slots):
             counted = dict(self._tags.get(slot, {}))
@@ -232,8 +240,8 @@ class MasterMap(BlockMap):
     # ── inner ────────────────────────────────────────────────────────────────────────────────────────
 
     def _swept(self, key: bytes, longest: int = KEY_BYTES) -> int:
-        """Slots that hold it only because a sweep, of a prefix of at most `longest` bytes, has yet to go through
-        them."""
+        """Returns the slots that hold `key` only because a sweep, of a prefix of at most `longest` bytes, has yet to go
+        through them."""
         gone = 0
         for sweep in self._sweeps:
             if key.startswith(sweep.prefix) and len(sweep.prefix) <= longest:
@@ -248,7 +256,7 @@ class MasterMap(BlockMap):
         return sum(self._masked[slot].values()) if slot in self._masked else 0
 
     def _mask(self, store: StoreContent, prefix: bytes) -> None:
-        """Show nothing of what begins so at that store any more."""
+        """Shows no key of that store that begins with `prefix` any more."""
         tags, masked = self._tags.get(store.slot, {}), self._masked[store.slot]
         counted = not store.bit & self._hidden and MARK not in store.store_id
         for tag in [prefix] if len(prefix) == TAG_BYTES else [tag for tag in tags if tag.startswith(prefix)]:
@@ -257,7 +265,8 @@ class MasterMap(BlockMap):
             masked[tag] = tags.get(tag, 0)
 
     def _unmasked(self, store: StoreContent, tag: bytes, keys: int, packed: bytes) -> int:
-        """Of `keys` keys with this tag that have gone, all those of `packed`: how many were masked."""
+        """Returns how many of `keys` keys that have gone from the store, all of one tag and all of those in `packed`
+        with it, were masked."""
         masked = self._masked.get(store.slot)
         if masked is None or not masked[tag]:
             return 0
@@ -272,7 +281,7 @@ class MasterMap(BlockMap):
         return keys
 
     def _sweep_prefixes(self, max_keys: int) -> None:
-        """Do about as much work as taking out so many keys."""
+        """Does about as much work as taking out `max_keys` keys."""
         left = max_keys
         while self._sweeps and left > 0:
             sweep = self._sweeps[0]
@@ -289,7 +298,7 @@ class MasterMap(BlockMap):
                 left -= len(some) // KEY_BYTES
                 self._take_out(sweep, store, some)
             elif sweep.log is None:
-                sweep.log, sweep.at = bytes(store.log), 0  # as it moves while it is shortened
+                sweep.log, sweep.at = bytes(store.log), 0  # a copy, as the log moves while it is shortened
                 left -= SCAN_COST
             elif sweep.at < len(sweep.log):
                 window = sweep.log[sweep.at : sweep.at + SCAN_KEYS * KEY_BYTES]
@@ -318,8 +327,8 @@ class MasterMap(BlockMap):
         super()._add(store, keys)
 
     def _spare(self, store: StoreContent, keys: Sequence[bytes]) -> None:
-        """From now on no sweep that is under way takes these out of that store, not even when its slot has got another
-        content since."""
+        """Keeps every sweep under way from taking these keys out of that store, even when the slot of the store has got
+        other content since."""
         for sweep in self._sweeps:
             if sweep.bits & store.bit:
                 some = [key for key in keys if key.startswith(sweep.prefix)]
@@ -349,7 +358,8 @@ class MasterMap(BlockMap):
 
 
 def _beginning(log: bytes, prefix: bytes) -> NDArray[np.uint8]:
-    """The keys of a log that begin with `prefix`, [n, 16], also some that its store no longer holds, and some twice."""
+    """Returns the keys of a log that begin with `prefix`, [n, 16] uint8: also keys that its store no longer holds, and
+    some twice."""
     words = np.frombuffer(log, np.uint8).reshape(-1, KEY_BYTES)
     for at, byte in enumerate(prefix):
         words = words[words[:, at] == byte]
@@ -357,7 +367,8 @@ def _beginning(log: bytes, prefix: bytes) -> NDArray[np.uint8]:
 
 
 def _tally(packed: bytes) -> dict[bytes, int]:
-    """How many keys each tag has. Keys of one batch mostly have one tag: that costs next to nothing."""
+    """Returns how many keys each tag has. Keys of one batch mostly have one tag, which is checked first as it costs
+    little."""
     count = len(packed) // KEY_BYTES
     if not count:
         return {}
@@ -366,28 +377,28 @@ def _tally(packed: bytes) -> dict[bytes, int]:
     return Counter([packed[at : at + TAG_BYTES] for at in range(0, len(packed), KEY_BYTES)])
 
 
-READ_KEYS = 8192  # of a store that is told to a watcher, in one turn of the loop: some milliseconds
+READ_KEYS = 8192  # keys of a store that are read for a watcher in one turn of the loop: some milliseconds
 
 
 class BlockDirectory:
-    """The map, and what of it goes on to watchers. No call costs more than the keys of one announcement; what a dropped
-    store leaves behind is cleared by `sweep`."""
+    """Keeps the map, fed by announcements, and what of it goes on to watchers. No call costs more than the keys of one
+    announcement; what a dropped store leaves behind is cleared by `sweep`."""
 
     def __init__(self, *, max_store_blocks: int) -> None:
         self.map = MasterMap()
         self._max = max_store_blocks
-        self._tiered = False  # whether any store has ever told of a tier below DRAM
-        # Parts of a snapshot go on only when all are here: a watcher that begins in between has missed none.
+        self._tiered = False  # whether any store has ever announced a tier below DRAM
+        # Parts of a snapshot go on to watchers only when all are here, so a watcher that begins in between misses none.
         self._parts: dict[str, list[Announcement]] = {}
 
     @property
     def stores(self) -> int:
-        """How many stores announce, each tier for itself."""
+        """How many stores announce, each tier counted by itself."""
         return self.map.store_count
 
     def bounded(self, said: Announcement) -> Announcement:
-        """`said` without what is too much for one store. The rest is true, only not all that there is; a refusal would
-        leave in the map for ever what the store has evicted."""
+        """Returns `said` without the keys that are too many for one store. What remains is true, only not complete; a
+        refusal of the whole announcement would leave keys in the map for ever that the store has evicted."""
         if said.snapshot:
             parts = self._parts.get(said.store_id, []) if said.part else []
             room = max(0, self._max - sum(len(part.sealed) for part in parts))
@@ -396,11 +407,11 @@ class BlockDirectory:
         if count + len(said.sealed) <= self._max:
             return said
         room = max(0, self._max - count + len(self.map.held(said.store_id, b"".join(set(said.removed)))))
-        # As removed they keep the batch from being empty, which would say that something is missing.
+        # The keys that are too many are given as removed, so that the batch is not empty: an empty one would be a gap.
         return replace(said, sealed=said.sealed[:room], removed=said.removed + said.sealed[room:])
 
     def apply(self, said: Announcement) -> tuple[Verdict, Sequence[Announcement]]:
-        """Apply an announcement: what became of it, and what watchers are to be told."""
+        """Applies an announcement. Returns what became of it, and what watchers are to be told."""
         verdict = self.map.apply(said)
         self._tiered = self._tiered or MARK in said.store_id
         gathered = self._parts.get(said.store_id)
@@ -416,38 +427,39 @@ class BlockDirectory:
             self._parts.pop(said.store_id, None)
             return verdict, (*gathered, said) if gathered and said.part else (said,)
         if gathered and gathered[0].seq <= said.seq:
-            del self._parts[said.store_id]  # overtaken by batches
+            del self._parts[said.store_id]  # later batches have made the unfinished snapshot void
         return verdict, (said,) if said.seq else ()
 
     def holders(self, key: bytes) -> list[tuple[str, Tier]]:
-        """The nodes that hold `key`, each tier for itself."""
+        """Returns the nodes that hold `key`, each tier by itself."""
         return [split_name(name) for name in self.map.holders(key)]
 
     def store_ids(self, key: bytes) -> list[str]:
-        """The nodes that hold `key`, each once, in whichever tier."""
+        """Returns the nodes that hold `key` in any tier, each once."""
         names = self.map.holders(key)
         return list(dict.fromkeys(split_name(name)[0] for name in names)) if self._tiered else names
 
     def ends(self, store_id: str) -> dict[str, int]:
-        """The number of the last announcement of each of its tiers that has said anything."""
+        """Returns the number of the last announcement of each tier of the node that has announced anything."""
         return {name: seq for name in store_names(store_id) if (seq := self.map.seq(name))}
 
     def drop(self, store_id: str) -> None:
-        """Drop a store whose life has ended: its blocks are in no answer from now on, in whichever tier."""
+        """Drops a store whose incarnation has ended: its blocks, in every tier, are in no answer from now on."""
         for name in store_names(store_id):
             self._parts.pop(name, None)
             self.map.drop(name)
 
     def sweep(self, max_keys: int) -> bool:
-        """Clear away what dropped stores left behind, a slice of it; whether there is more."""
+        """Clears away a slice of what dropped stores left behind. Returns whether there is more."""
         return self.map.sweep(max_keys)
 
     def read(self, store_id: str, incarnation: int, lives: Callable[[], bool]) -> Iterator[Announcement]:
-        """A snapshot of one living store in parts, to be taken while other events are applied between them.
+        """Yields a snapshot of one store in parts; other events may be applied between them.
 
-        It may hold later changes too, and half of a later content: whoever applies every announcement relayed since
-        the first part was taken is right in the end, as sealing and removing twice changes nothing. A store that no
-        longer `lives` is told to its end in a hurry: its end is among the events that follow."""
+        A part may hold later changes, and half of a later content: whoever applies every announcement relayed since the
+        first part was taken is right in the end, as sealing and removing twice changes nothing. A store that no longer
+        `lives` is cut short: its end is among the events that follow.
+        """
         seq, log, step = self.map.seq(store_id), self.map.log_of(store_id), READ_KEYS * KEY_BYTES
         if seq == 0:
             return

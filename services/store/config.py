@@ -1,4 +1,4 @@
-"""What the store master can be told."""
+"""This module has the settings of the store master."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvmesh.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class StoreConfig(ServiceConfig):
-    """Raises ConfigError naming the field when intervals do not fit together."""
+    """Has the settings of one store master. Raises ConfigError naming the field when intervals do not fit together."""
 
     door_port: int = field(
         default=0,
@@ -163,9 +163,8 @@ class StoreConfig(ServiceConfig):
 
 
 # The settings that all masters of a mesh must decide by are kept in Redis, so that a new leader decides as the last
-# one. The first leader writes down its own; who leads later goes by what is written, whatever its own flags say, unless
-# it was started with `reconfigure`: then it writes its own.
-
+# one. The first leader writes its own values. A later leader uses those, whatever its own flags say, unless it was
+# started with `reconfigure`: then it writes its own.
 SHARED = (
     "heartbeat_interval_ms",
     "lease_ms",
@@ -182,7 +181,8 @@ SHARED = (
 
 @dataclass(frozen=True)
 class SettledConfig:
-    """`config`: to lead with; `keep`: what is to be written for later leaders; `notes`: for the log, one line each."""
+    """Has what a leader goes by: `config` to lead with, `keep` to be written for later leaders, and `notes` for the
+    log, one line each."""
 
     config: StoreConfig
     keep: dict[bytes, bytes]
@@ -190,7 +190,7 @@ class SettledConfig:
 
 
 def settled(own: StoreConfig, kept: Mapping[bytes, bytes]) -> SettledConfig:
-    """What a leader started as `own` goes by when earlier ones have `kept` this."""
+    """Returns what a leader goes by that was started with `own`, when earlier leaders have `kept` these values."""
     mine = {name: getattr(own, name) for name in SHARED}
     theirs: dict[str, Any] = {}
     notes: list[str] = []

@@ -1,6 +1,8 @@
-"""What the store master is told and what it answers, and the bounds on what a member may say.
+"""This module has the events and actions of the store master's brain, and the bounds on what a member may say.
 
-Records are plain where they are compared or kept; a member's word on its memory stays the message that it came in."""
+Records are plain classes where they are compared or kept; a member's report on its memory stays the message that it
+came in.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,12 @@ class Role(Enum):
     PREFILL = "prefill"
     DECODE = "decode"
     BOTH = "both"
-    POOL = "pool"  # memory without an engine
+    POOL = "pool"  # memory without a model
 
 
 @dataclass(frozen=True)
 class Member:
-    """One life of one instance, as it introduced itself."""
+    """Is one incarnation of one instance, as it introduced itself."""
 
     instance_id: str
     address: str
@@ -35,7 +37,7 @@ class Member:
 
 class Change(Enum):
     JOINED = "joined"
-    LEFT = "left"  # said goodbye
+    LEFT = "left"  # it announced its end
     DIED = "died"  # lease ran out, or a new incarnation took its name
 
 
@@ -44,7 +46,7 @@ class Change(Enum):
 
 @dataclass(frozen=True)
 class Join:
-    """A life begins. `removed_seq` is the last tombstone that this node, whatever its life, has applied."""
+    """An incarnation begins. `removed_seq` is the last tombstone that this node, in any incarnation, has applied."""
 
     member: Member
     removed_seq: int = 0
@@ -56,8 +58,8 @@ class Beat:
     incarnation: int
     usage: StoreUsage | None = None
     removed_seq: int = 0
-    pace: int = 0  # the number of the pulse it goes by (see kvmesh/pacing.py); 0: it does not say
-    by_door: bool = False  # past gRPC
+    pace: int = 0  # the number of the pulse that the member goes by (see kvmesh/pacing.py); 0: unknown
+    by_door: bool = False  # it came by the fast path, not by gRPC
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,8 @@ class Announce:
 
 @dataclass(frozen=True)
 class CaughtUp:
-    """All that had arrived by `until` has been heard: silence is judged up to that time. Before it is said once, up to
-    the present."""
+    """All messages that had arrived by `until` have been handled, so silence is judged up to that time. Before the
+    first such event silence is judged up to the present."""
 
     until: float
 
@@ -92,8 +94,8 @@ Event = Join | Beat | Leave | Announce | CaughtUp | Tick
 
 @dataclass(frozen=True)
 class Publish:
-    """Tell every watcher. Publish and Relay share one `seq`, from 1 without gaps. The blocks of a life that ended are
-    gone with this word; nothing else is said about them."""
+    """Tells every watcher of a change of membership. Publish and Relay share one `seq`, from 1 without gaps. The blocks
+    of an incarnation that ended are gone with this event; nothing else is published about them."""
 
     seq: int
     change: Change
@@ -102,7 +104,7 @@ class Publish:
 
 @dataclass(frozen=True)
 class Relay:
-    """Tell every watcher: this was applied. Origin and its own seq are the store's."""
+    """Tells every watcher of an announcement that was applied. The announcement has the store's own id and seq."""
 
     seq: int
     announcement: Announcement
@@ -110,8 +112,9 @@ class Relay:
 
 @dataclass(frozen=True)
 class Heard:
-    """The answer to an Announce. `seq`: the last announcement of that store which is included now; `cut`: keys that
-    were too many for one store and are not in the map; `shed`: replicas that were left out for want of memory."""
+    """Is the answer to an Announce. `seq` is the last announcement of that store which is included now; `cut` counts
+    keys that were too many for one store and are not in the map; `shed` counts replicas that were left out for want of
+    memory."""
 
     verdict: Verdict
     want_snapshot: bool
@@ -133,12 +136,12 @@ Action = Publish | Relay | Heard | Refuse
 # ── what a member may say: bounds on every field, and the error that names the one which is wrong ─────
 
 MAX_TEXT = 256
-# Parts of one snapshot: far more than a store of the greatest size needs, so that empty ones end some time.
+# Parts of one snapshot: far more than the largest store needs. Without a bound, empty parts could follow for ever.
 MAX_PARTS = 4096
 
 
 def check_member(who: Member) -> InvalidRequest | None:
-    """What is wrong with an introduction; None: nothing."""
+    """Returns what is wrong with an introduction; None if nothing is."""
     texts = {
         "member.instance.instance_id": who.instance_id,
         "member.instance.address": who.address,
@@ -165,7 +168,8 @@ def check_member(who: Member) -> InvalidRequest | None:
 
 
 def check_announcement(said: Announcement) -> InvalidRequest | None:
-    """What is wrong with an announcement, whoever sent it; None: nothing. Its `store_id` is the name of a tier."""
+    """Returns what is wrong with an announcement, whoever sent it; None if nothing is. Its `store_id` is the name of a
+    tier."""
     store_id, _ = split_name(said.store_id)
     if not store_id or len(store_id) > MAX_TEXT:
         return InvalidRequest.of("announcement.store_id", store_id, f"must have 1 to {MAX_TEXT} characters")

@@ -1,8 +1,9 @@
-"""What no node knows and a new leader must: quotas, bindings of names, replica targets and pins, configuration.
+"""Keeps what a new leader needs and no node knows: quotas, bindings of names, replica targets and pins, configuration.
 
-Written under a term, and refused once a later one has been given: what a frozen leader had on its way when another
-took over changes nothing. It is kept in memory (one master, for its own life), in a file (one master, over its lives),
-or in Redis (several masters)."""
+Records are written under a term, and refused once a record of a later term has been written: so a write that a frozen
+leader had under way when another took over changes nothing. Records are kept in memory (one master, for its own life),
+in a file (one master, over restarts), or in Redis (several masters).
+"""
 
 from __future__ import annotations
 
@@ -28,25 +29,26 @@ Kept = dict[str, dict[bytes, bytes]]  # by kind; every kind is there
 
 
 def nothing() -> Kept:
-    """No record of any kind."""
+    """Returns an empty set of records of every kind."""
     return {kind: {} for kind in KINDS}
 
 
 class Durable(Protocol):
-    """Where records are kept. Every call ends within a deadline of the store's own."""
+    """Is the interface to where records are kept. Every call ends within a deadline of its own."""
 
     async def load(self) -> Kept:
-        """All that is kept. Raises Unavailable."""
+        """Returns all that is kept. Raises Unavailable."""
 
     async def put(self, kind: str, items: Mapping[bytes, bytes], term: int) -> None:
-        """Keep all of `items`, over what was there. Raises StaleTerm (nothing is kept), Unavailable (nobody knows)."""
+        """Keeps all of `items`, over what was there. Raises StaleTerm (nothing is kept) or Unavailable (whether they
+        are kept is unknown)."""
 
     async def delete(self, kind: str, keys: Collection[bytes], term: int) -> None:
-        """Forget them. Raises StaleTerm, Unavailable."""
+        """Forgets these records. Raises StaleTerm or Unavailable."""
 
 
 def check_term(term: int, written: int) -> None:
-    """Raises StaleTerm: it is lower than the term under which the store was `written` last."""
+    """Raises StaleTerm if `term` is lower than the term under which the store was `written` last."""
     if term < written:
         raise StaleTerm(f"term={term}: the store has been written under term {written}", field="term")
 
@@ -81,7 +83,8 @@ LOAD_PAGE = 2048  # entries in one call
 LOAD_PAGE_S = 5.0
 REDIS_WRITE_S = 2.0
 
-# KEYS: terms, hash. ARGV: term, "HSET" or "HDEL", then what it takes, without a value for HDEL. 0, or the later term.
+# KEYS: terms, hash. ARGV: term, "HSET" or "HDEL", then the fields, with their values for HSET. Returns 0, or the later
+# term under which somebody has led, if the write is refused.
 _WRITE = """
 local highest = tonumber(redis.call('HGET', KEYS[1], 'term') or '0')
 if highest > tonumber(ARGV[1]) then
@@ -137,9 +140,9 @@ FILE_WRITE_S = 5.0
 
 
 class StateFile:
-    """Keeps records in a file of the only master (`--state-path`): SQLite, one transaction a change. The file `path` is
-    made when it is not there; its folder must be. One process uses it at a time; `close` it. Raises ConfigError naming
-    state_path when it cannot be used."""
+    """Keeps records in a file of the only master (`--state-path`): an SQLite database, one transaction for each change.
+    The file `path` is made when it is not there; its folder must exist. One process uses it at a time, and must `close`
+    it. Raises ConfigError naming state_path when the file cannot be used."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -150,7 +153,7 @@ class StateFile:
         except (OSError, sqlite3.Error) as error:
             raise self._refused(error) from None
         try:
-            self.term = self._open()  # the highest under which it was written; 0: it is new
+            self.term = self._open()  # the highest term under which the file was written; 0: the file is new
         except (sqlite3.Error, ValueError) as error:
             self._db.close()
             raise self._refused(error) from None
@@ -180,8 +183,8 @@ class StateFile:
         return ConfigError(f"state_path={self._path!r}: {error}", field="state_path")
 
     def begin(self, term: int) -> Kept:
-        """All that is kept; from now on records are written under `term`, which must be above `self.term`. It blocks.
-        Raises ConfigError."""
+        """Returns all that is kept; from now on records are written under `term`, which must be above `self.term`. It
+        blocks. Raises ConfigError."""
         kept = nothing()
         try:
             self._change(term, "", ())
@@ -205,7 +208,7 @@ class StateFile:
         await self._within(lambda: self._change(term, sql, [(kind, key) for key in keys]))
 
     def _change(self, term: int, sql: str, rows: Iterable[tuple[Any, ...]]) -> None:
-        """Carry out all of a change or nothing, on the thread, or before it has begun."""
+        """Carries out all of a change or nothing. It runs on the thread, or before the thread is used."""
         check_term(term, self.term)
         db = self._db
         db.execute("BEGIN IMMEDIATE")
@@ -217,13 +220,14 @@ class StateFile:
                 db.execute("INSERT INTO term VALUES (?)", (term,))
             db.execute("COMMIT")
         except BaseException:
-            if db.in_transaction:  # a full disk has ended it already
+            if db.in_transaction:  # not so where a full disk has ended it already
                 db.execute("ROLLBACK")
             raise
         self.term = term
 
     async def _within(self, work: Callable[[], Any]) -> Any:
-        """The result of `work`, on the thread. Raises Unavailable when it fails or takes longer than FILE_WRITE_S."""
+        """Returns the result of `work`, which runs on the thread. Raises Unavailable when it fails or takes longer than
+        FILE_WRITE_S."""
         try:
             async with asyncio.timeout(FILE_WRITE_S):
                 return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -233,7 +237,7 @@ class StateFile:
             raise Unavailable(f"state_path={self._path!r}: {error}") from None
 
     async def close(self) -> None:
-        """Close the file, once; what is being written is waited for, within FILE_WRITE_S."""
+        """Closes the file; to be called once. A write under way is waited for, at most FILE_WRITE_S."""
         try:
             async with asyncio.timeout(FILE_WRITE_S):
                 await asyncio.get_running_loop().run_in_executor(self._thread, self._db.close)

@@ -1,7 +1,8 @@
-"""Leading as the store master does: one session for each continuous time as leader, and the guard before it.
+"""While the store master leads it has one session for each continuous time as leader, and a guard before it.
 
-A session has its map, its members and its streams, and all of it is void once it has ended. The guard lets a call reach
-the session of this moment, and an answer leave, only while this master leads."""
+A session has its map, its members and its streams, all of which are void once it has ended. The guard lets a call reach
+the session of this moment, and an answer leave, only while this master leads.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ log = logging.getLogger(__name__)
 
 
 class LeaderSession:
-    """One continuous time as leader. `may_lead` is asked in the turn in which something is answered, published or
-    ordered; `kept` is what earlier leaders kept (see `durable`)."""
+    """Is one continuous time as leader. `may_lead` is asked in the turn of the loop in which something is answered,
+    published or ordered; `kept` is what earlier leaders kept (see durable.py)."""
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class LeaderSession:
 
     @property
     def term(self) -> int:
-        """The term of what it answers and orders."""
+        """The term of what the session answers and orders."""
         return self.state.policy.term
 
     def leads(self) -> bool:
@@ -95,26 +96,26 @@ class LeaderSession:
         return not self._ended and self._may_lead()
 
     def begin(self) -> None:
-        """From now on members find it. It is called on the event loop; making a session may be left to a thread."""
+        """Opens the session to members. It is called on the event loop; making a session may be left to a thread."""
         self._began_at = self._clock()
 
     def young(self) -> bool:
-        """Whether members of the session before may not have found this one yet; those that live find it within a
-        lease. Of how many members that lease was shows as they come: while some are still to come, those who have
-        come make it longer than they have taken."""
+        """Whether members of the session before may not have found this one yet. Those that live find it within a
+        lease, and the lease depends on the number of members: while some are still to come, those who have come make it
+        longer than they have taken."""
         return self._clock() < self._began_at + self.state.pulse.lease_s
 
     def rise(self, term: int) -> None:
-        """Go on under a higher term."""
+        """Goes on under a higher term."""
         self.state.policy.term = term
 
     def end(self) -> None:
-        """From now on nothing is answered, published or ordered. `close` is to follow."""
+        """Ends the session: from now on nothing is answered, published or ordered. `close` is to follow."""
         self._ended = True
         self.watchers.close()
 
     def tick(self) -> None:
-        """Let leases run out and set gauges."""
+        """Lets leases run out and sets gauges."""
         self.servicer.tick()
         roles = Counter(member.role for member in self.state.members)
         for role in Role:
@@ -131,20 +132,21 @@ class LeaderSession:
         names.STORE_MAP_BYTES.set(known.memory_bytes())
 
     async def close(self) -> None:
-        """End its streams and tasks."""
+        """Ends the session's streams and tasks."""
         self.end()
         await self.servicer.close()
 
 
-# These say which term the caller has heard of.
-_TELLING = {one.DESCRIPTOR.full_name for one in (pb.JoinRequest, pb.BeatRequest, pb.AnnounceRequest)}
+# Requests in which the caller reports the highest term that it knows.
+_WITH_TERM = {one.DESCRIPTOR.full_name for one in (pb.JoinRequest, pb.BeatRequest, pb.AnnounceRequest)}
 
 
 class LeaderGuard:
-    """A servicer of StoreMaster with all its RPCs, to be handed to gRPC.
+    """Is a servicer of StoreMaster with all its RPCs, to be handed to gRPC.
 
     Before a call reaches a session, and again before its answer leaves, this master must lead. A term that a node
-    reports is heard when the call has shown that it is a member. Answers bear the term."""
+    reports is taken into account once the call has shown that the node is a member. Answers carry the term.
+    """
 
     def __init__(
         self, leadership: Leadership, session: Callable[[], LeaderSession | None], address: Callable[[], str]
@@ -155,12 +157,13 @@ class LeaderGuard:
         self._address = address
         for method in pb.DESCRIPTOR.services_by_name["StoreMaster"].methods:
             if method.name != "GetStatus":
-                told = method.input_type.full_name in _TELLING
+                told = method.input_type.full_name in _WITH_TERM
                 has_term = not method.server_streaming and "term" in method.output_type.fields_by_name
                 setattr(self, method.name, self._guarded(method.name, told, has_term))
 
     def _guarded(self, name: str, told: bool, has_term: bool) -> Callable[[Any, Any], Any]:
-        """The method `name`. `told`: its request says a term; `has_term`: its answer does."""
+        """Returns the guarded method `name`. `told` says that its request has a term; `has_term` that its answer has
+        one."""
         finds = name == "Find"
 
         async def call(request: Any, context: Any) -> Any:
@@ -182,7 +185,7 @@ class LeaderGuard:
         return call
 
     async def GetStatus(self, request: pb.GetStoreStatusRequest, context: Any) -> pb.GetStoreStatusResponse:  # noqa: N802
-        """The status of every master; one that does not lead knows no blocks."""
+        """Answers at every master; one that does not lead knows no blocks."""
         session = self._session() if self._leadership.leads() else None
         if session is None:
             return pb.GetStoreStatusResponse(term=self._leadership.term, leader=self._leadership.leader)
@@ -194,7 +197,7 @@ class LeaderGuard:
         return answer
 
     def _listen(self, request: Any, stranger: bool) -> None:
-        """Hear a term that a member has heard of. Only one that has just been answered as a member is listened to."""
+        """Takes a term that a member reports. It is called only when the caller has just been answered as a member."""
         if request.term and not self._leadership.hear(request.term, stranger=stranger, who=_speaker(request)):
             names.STORE_TERMS_REFUSED.inc()
 
@@ -213,7 +216,7 @@ class LeaderGuard:
 
 
 def _is_stranger(session: LeaderSession, request: Any) -> bool:
-    """Whether this call will make a member of one that is none yet."""
+    """Whether this call will make the caller a member that is none yet."""
     if not isinstance(request, pb.JoinRequest):
         return False
     ref = request.member.instance

@@ -1,4 +1,4 @@
-"""The store master as a service: wiring, the clock, and the end."""
+"""Runs the store master as a service: its wiring, its clock, and its orderly end."""
 
 from __future__ import annotations
 
@@ -33,15 +33,16 @@ LOAD_RETRY_S = 0.1
 
 
 async def run(config: StoreConfig, stop: asyncio.Event, started: Callable[[dict[str, object]], None]) -> None:
-    """Serve until `stop`; `started` hears the addresses. Raises ConfigError when a port is in use."""
+    """Serves until `stop` is set; `started` is called with the addresses. Raises ConfigError when a port is in use."""
     await runner.run(Master(config), config, stop, started)
 
 
 class Master(runner.ServiceRunner):
-    """One life of the store master in this process: it leads, or stands by. `session` is there while it leads."""
+    """Runs the store master in this process: it leads, or stands by. It has a `session` while it leads."""
 
     def __init__(self, config: StoreConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        """Without Redis it leads at once. Raises ConfigError when a setting of Redis is wrong, or the state file is."""
+        """Begins to lead at once when there is no Redis. Raises ConfigError when a setting of Redis or the state file
+        is wrong."""
         super().__init__("store", tick_s=min(TICK_S, config.heartbeat_interval_ms / 1000))
         self._config = config
         self._clock = clock
@@ -58,7 +59,7 @@ class Master(runner.ServiceRunner):
         if self._file is not None:
             self._durable = self._file
         self.session: LeaderSession | None = None
-        self._leaderships = 0  # begun; which one a task belongs to
+        self._leaderships = 0  # how many have begun, so that a task knows whether its own is still the current one
         first = max(first_term(), self._file.term + 1 if self._file is not None else 0)
         self.leadership = Leadership(lease_s, self._lead, self._rise, self._end, first=first)
         self._servicer = LeaderGuard(self.leadership, lambda: self.session, lambda: self.address)
@@ -71,13 +72,14 @@ class Master(runner.ServiceRunner):
         return self._config.advertise or (self._server.address if self._server else "")
 
     def add_to(self, server: Server) -> None:
-        """Serve StoreMaster on `server`."""
+        """Serves StoreMaster on `server`."""
         self._server = server
         pb_grpc.add_StoreMasterServicer_to_server(cast(Any, self._servicer), server.grpc)
         server.serves(SERVICE)
 
     def door(self) -> ControlFastPath:
-        """The fast path for what members say most often, and for what readers ask of every block."""
+        """Returns the fast path for the calls that members make most often, and for those that readers make for every
+        block."""
         service = pb.DESCRIPTOR.services_by_name["StoreMaster"]
         methods = ("Announce", "Beat", "Find", "Resolve")
         config = self._config
@@ -93,18 +95,18 @@ class Master(runner.ServiceRunner):
         )
 
     async def start(self) -> None:
-        """Compete for the lease, if there is one."""
+        """Competes for the lease in Redis, if there is one."""
         if self._redis is not None:
             self.leadership.start(RedisLease(self._redis, self.address, self._config.leader_lease_ms))
 
     def tick(self) -> None:
-        """Let time pass for whoever leads."""
+        """Lets time pass in the session, if this master leads."""
         if self.leadership.leads() and self.session is not None:
-            with contextlib.suppress(NotLeader):  # since just now
+            with contextlib.suppress(NotLeader):  # it may have ceased to lead just now
                 self.session.tick()
 
     async def close(self) -> None:
-        """End: watchers hear so, others may lead at once."""
+        """Ends the master: watchers are told, and another master may lead at once."""
         await self.leadership.close()
         for task in self._tasks:
             task.cancel()
@@ -127,8 +129,8 @@ class Master(runner.ServiceRunner):
             self._spawn(self._take_over(self._leaderships), "take over")
 
     async def _take_over(self, number: int) -> None:
-        """Begin to lead with what earlier leaders kept: without it quotas and removals would be forgotten. The term may
-        rise meanwhile."""
+        """Begins to lead with what earlier leaders kept, without which quotas and removals would be forgotten. The term
+        may rise meanwhile."""
         while self.leadership.leads() and self._leaderships == number:
             try:
                 kept = await self._durable.load()
@@ -137,7 +139,7 @@ class Master(runner.ServiceRunner):
                 await asyncio.sleep(LOAD_RETRY_S)
                 continue
             config = await self._settled(kept)
-            # A million names take many seconds: the lease is to be renewed meanwhile.
+            # A million names take many seconds, and the lease must be renewed meanwhile.
             session = await asyncio.to_thread(self._made, self.leadership.term, kept, config)
             if self.leadership.leads() and self._leaderships == number:
                 session.rise(self.leadership.term)
@@ -145,7 +147,7 @@ class Master(runner.ServiceRunner):
             return
 
     async def _settled(self, kept: Kept) -> StoreConfig:
-        """The configuration that this session goes by; it is written down for later ones as far as Redis takes it
+        """Returns the configuration that this session goes by. It is written for later leaders, unless Redis refuses it
         now."""
         found = settled(self._config, kept[CONFIG])
         for note in found.notes:
@@ -172,7 +174,7 @@ class Master(runner.ServiceRunner):
         )
 
     def _rise(self, term: int) -> None:
-        if self.session is not None:  # else it is still being made, and rises when it begins
+        if self.session is not None:  # a session that is still being made takes the new term when it begins
             self.session.rise(term)
 
     def _end(self, why: str) -> None:

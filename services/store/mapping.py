@@ -1,4 +1,4 @@
-"""Protos to the brain's records and back. Raises InvalidRequest naming the field that cannot be read."""
+"""Converts protos to the brain's records and back. Raises InvalidRequest naming the field that cannot be read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ _CHANGES_OUT = {
 
 
 def packed_keys(field: str, packed: bytes, max_keys: int = MAX_KEYS) -> tuple[bytes, ...]:
-    """Keys one by one. Raises InvalidRequest when they are no whole number of keys, or more than `max_keys`."""
+    """Splits packed keys. Raises InvalidRequest when the bytes are no whole number of keys, or more than `max_keys` of
+    them."""
     if len(packed) % keys.KEY_BYTES:
         why = f"{len(packed)} bytes are no whole number of keys of {keys.KEY_BYTES} bytes"
         raise InvalidRequest.of(field, packed[:24], why)
@@ -37,7 +38,7 @@ def packed_keys(field: str, packed: bytes, max_keys: int = MAX_KEYS) -> tuple[by
 
 
 def member_in(member: pb.Member) -> Member:
-    """The member that a message tells of; the machine checks the rest."""
+    """Returns the member of a message. Raises InvalidRequest for an unknown role; the brain checks the other fields."""
     role = _ROLES.get(member.role)
     if role is None:
         raise InvalidRequest.of("member.role", member.role, "must be prefill, decode, both or pool")
@@ -53,13 +54,13 @@ def member_out(member: Member) -> pb.Member:
 
 
 def ref_out(member: Member) -> pb_common.InstanceRef:
-    """Who a member is, and where."""
+    """Returns the reference (id, address, incarnation) of a member."""
     return pb_common.InstanceRef(instance_id=member.instance_id, address=member.address, incarnation=member.incarnation)
 
 
 def usage_in(usage: pb.StoreUsage) -> pb.StoreUsage:
-    """A member's usage as it is kept: no more is free than there is, whatever the member says; tiers that have no name
-    here are left out."""
+    """Returns a member's usage as it is kept: no more is free than there is, whatever the member says, and tiers that
+    this build does not know are left out."""
     read = pb.StoreUsage()
     read.CopyFrom(usage)
     read.free_bytes = min(usage.free_bytes, usage.capacity_bytes)
@@ -69,8 +70,8 @@ def usage_in(usage: pb.StoreUsage) -> pb.StoreUsage:
 
 
 def announcement_in(said: pb.Announcement) -> Announcement:
-    """An announcement under the name of its tier. Raises InvalidRequest for a tier that does not exist, or an id that
-    looks like such a name; the machine checks the rest."""
+    """Returns an announcement under the name of its tier. Raises InvalidRequest for a tier that does not exist, or a
+    store id that looks like the name of a tier; the brain checks the other fields."""
     tier = tier_of(said.tier)
     if tier is None:
         raise InvalidRequest.of("announcement.tier", said.tier, f"must be 0 (DRAM) or one of {_TIERS}")
@@ -105,7 +106,7 @@ def announcement_out(said: Announcement) -> pb.Announcement:
 
 
 def event_out(event: Publish | Relay) -> pb.StoreEvent:
-    """One event of the watch stream."""
+    """Returns one event of the watch stream."""
     if isinstance(event, Relay):
         return pb.StoreEvent(seq=event.seq, blocks=announcement_out(event.announcement))
     change = pb.MemberEvent(change=_CHANGES_OUT[event.change], member=member_out(event.member))

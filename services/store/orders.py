@@ -1,4 +1,5 @@
-"""Carries out what the master decides at node stores: the calls, their deadlines, how many at once. Decides nothing."""
+"""Carries out what the master decides at node stores: the calls, their deadlines, how many run at once. It decides
+nothing."""
 
 from __future__ import annotations
 
@@ -31,15 +32,15 @@ T = TypeVar("T")
 REMOVE_S = 1.0
 ASK_S = 1.0
 PULL_MS = 10_000
-MAX_CALLS = 64  # at once, and as many pulls, which take long
-WAIT_S = 1.0  # for one's turn; pulls wait as long as it takes
-MAX_CHANNELS = 256  # kept open
+MAX_CALLS = 64  # at once; and as many pulls beside them, as those take long
+WAIT_S = 1.0  # the longest wait for a call's turn; pulls wait as long as it takes
+MAX_CHANNELS = 256  # channels that are kept open
 
 
 @dataclass
 class RemovalOutcome:
-    """What a removal did: the store ids that have acknowledged and those that could not be asked, and how many blocks
-    were there."""
+    """Tells what a removal did: the ids of the stores that acknowledged it and of those that could not be asked, and
+    how many blocks were removed."""
 
     acknowledged: list[str] = field(default_factory=list)
     pending: list[str] = field(default_factory=list)
@@ -48,16 +49,16 @@ class RemovalOutcome:
 
 @dataclass
 class _NodeQueue:
-    """Removals at one node, one after the other."""
+    """Orders the removals at one node, which are carried out one after the other."""
 
     lock: asyncio.Lock
     users: int = 0
 
 
 class StoreOrderQueue:
-    """Owns the channels to nodes. `leads()` is asked right before each call: a master that leads no more orders
-    nothing. A node that says that it has heard of a later term has failed the order, no more: it says so when it beats,
-    if it is so."""
+    """Owns the channels to nodes. `leads()` is asked right before each call: a master that does not lead any more
+    orders nothing. A node that refuses an order because it knows a later term has only failed the order: if that is so,
+    the node also reports the term when it beats."""
 
     def __init__(self, leads: Callable[[], bool]) -> None:
         self._leads = leads
@@ -69,14 +70,14 @@ class StoreOrderQueue:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """A task that goes on though whoever waits for it hangs up, until `close`."""
+        """Starts a task that goes on until `close`, even when whoever waits for it is cancelled."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def close(self) -> None:
-        """Nothing is called any more."""
+        """Cancels all tasks and closes the channels."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -86,7 +87,7 @@ class StoreOrderQueue:
                 await channel.close(None)
 
     async def remove(self, state: MasterState, tombstone: Tombstone) -> RemovalOutcome:
-        """Ask every member to apply the tombstone; who is away is pending. Never raises."""
+        """Asks every member to apply the tombstone; members that are away are pending in the outcome. Never raises."""
         members, away = state.members, state.policy.tombstones.away(tombstone.at)
         answers = await asyncio.gather(*(self._remove_at(state, member, tombstone) for member in members))
         outcome = RemovalOutcome(pending=away)
@@ -99,13 +100,13 @@ class StoreOrderQueue:
         return outcome
 
     async def _remove_at(self, state: MasterState, member: Member, tombstone: Tombstone) -> int | None:
-        """How many were there; None: it could not be asked."""
+        """Returns how many blocks the node removed; None if it could not be asked."""
         kept = state.policy.tombstones
         async with self._in_turn(member.instance_id):
             if kept.has_applied(member.instance_id, tombstone.seq):
-                return 0  # heard of it otherwise, while earlier ones were under way
+                return 0  # the node was told with a heartbeat, while earlier removals were under way
             if not kept.is_next(member.instance_id, tombstone.seq):
-                return None  # in order or not at all: it hears of all of them when it beats
+                return None  # tombstones go in order or not at all: the node is told of all of them when it beats
             request = pb.RemoveBlocksRequest(
                 keys=b"".join(tombstone.keys), prefix=tombstone.prefix, term=state.policy.term, seq=tombstone.seq
             )
@@ -122,7 +123,7 @@ class StoreOrderQueue:
             return int(answer.removed)
 
     async def carry_out(self, state: MasterState, order: Order, clock: Callable[[], float]) -> None:
-        """Do it, and tell the brain what came of it. Never raises but CancelledError."""
+        """Carries out an order, and tells the brain what came of it. Raises nothing but CancelledError."""
         match order.work:
             case PullOrder() as pull:
                 done = await self._pull(state, pull)
@@ -147,7 +148,8 @@ class StoreOrderQueue:
         return None if answer is None else _said(pull.keys, answer.held)
 
     async def _trim(self, state: MasterState, trim: TrimOrder) -> frozenset[bytes] | None:
-        """Nothing is removed that one of the others has not confirmed just now, or that somebody moves or reads."""
+        """Removes blocks of which there are too many copies. Only keys that each of the others has confirmed just now
+        are removed, and none that somebody moves or reads."""
         keys = trim.keys
         for keeper in trim.keepers:
             answer = await self.call(keeper, "Exists", pb.ExistsRequest(keys=b"".join(keys)), ASK_S) if keys else None
@@ -157,7 +159,7 @@ class StoreOrderQueue:
     async def _drop(
         self, state: MasterState, holder: Member, keys: tuple[bytes, ...], *, leased: bool = False, pinned: bool = False
     ) -> frozenset[bytes] | None:
-        """`leased`, `pinned`: such are spared."""
+        """Removes keys at a holder, but for those that are `leased` or `pinned`, where these are set."""
         request = pb.RemoveBlocksRequest(
             keys=b"".join(keys), term=state.policy.term, spare_leased=leased, spare_pinned=pinned
         )
@@ -171,8 +173,8 @@ class StoreOrderQueue:
         return None if answer is None else _said(pin.keys, answer.done)
 
     async def call(self, member: Member, method: str, request: Any, timeout_s: float) -> Any | None:
-        """One call at a node; None: it failed, its turn did not come, or this master does not lead. Never raises but
-        CancelledError."""
+        """Calls one method of a node. Returns None if the call failed, its turn did not come, or this master does not
+        lead. Raises nothing but CancelledError."""
         turns = self._pulls if method == "Pull" else self._calls
         try:
             async with asyncio.timeout(None if method == "Pull" else WAIT_S):
@@ -214,7 +216,7 @@ class StoreOrderQueue:
 
     @asynccontextmanager
     async def _channel(self, address: str) -> AsyncIterator[grpc.aio.Channel]:
-        """Kept open for the next call, unless too many are or the call failed in a way that ends it."""
+        """Yields the channel to an address. It is kept open for the next call, unless too many are."""
         channel = self._channels.get(address)
         if channel is None:
             channel = self._channels[address] = channels.connect(address)
@@ -236,5 +238,5 @@ class StoreOrderQueue:
 
 
 def _said(keys: Sequence[bytes], answers: bytes) -> frozenset[bytes]:
-    """Those of `keys` of which a node said yes, one byte each."""
+    """Returns those of `keys` to which a node answered yes; `answers` has one byte for each."""
     return frozenset(key for key, yes in zip(keys, answers, strict=False) if yes)

@@ -1,4 +1,4 @@
-"""StoreMaster over gRPC: protos to the brain and back. Decides nothing."""
+"""The gRPC service StoreMaster converts protos for the brain and back. It decides nothing."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ from kvmesh.telemetry import names
 log = logging.getLogger(__name__)
 MAX_LOOKUP_KEYS = 4096
 MAX_HOLDERS = 64
-COMPLAIN_S = 60.0  # a word on what is left out
-SWEEP_KEYS = 8192  # of a store that is gone, in one turn of the loop: some milliseconds
+COMPLAIN_S = 60.0  # between two lines in the log on what is left out of the map
+SWEEP_KEYS = 8192  # keys of a store that is gone, swept in one turn of the loop: some milliseconds
 SWEEP_TARGETS = 2048
 MAX_FIND_KEYS = 4096
 MAX_FOUND_HOLDERS = 1024
@@ -63,9 +63,10 @@ MAX_QUOTA_NAME_BYTES = 256
 
 
 class StoreMasterServicer(pb_grpc.StoreMasterServicer):
-    """Of one session, `incarnation`. `clock` gives monotonic seconds; `leads`: whether it goes on at this moment."""
+    """Serves the calls of one session, whose number is `incarnation`. `clock` gives monotonic seconds; `leads` says
+    whether the session goes on at this moment."""
 
-    _owing = False  # what the policy owes is being kept
+    _owing = False  # whether what the policy owes is being written
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
         self._ending_late = False
 
     async def close(self) -> None:
-        """End every stream and the clearing: the server is about to stop."""
+        """Ends every stream, order and task: the server is about to stop."""
         self._watchers.close()
         await self._orders.close()
         for task in (self._sweeping, self._catching_up):
@@ -102,7 +103,7 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
                 await asyncio.gather(task, return_exceptions=True)
 
     def tick(self) -> None:
-        """Let time pass: leases run out, what is gone is cleared away."""
+        """Lets time pass: leases run out, nodes get orders, what is gone is cleared away."""
         self._step(Tick())
         if self._catching_up is None or self._catching_up.done():
             self._catching_up = asyncio.create_task(self._catch_up(), name="catch up")
@@ -127,12 +128,12 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
             more = self._swept()
 
     def _swept(self) -> bool:
-        """A slice of what is gone; whether there is more."""
+        """Clears away a slice of what is gone. Returns whether there is more."""
         more = self._state.blocks.sweep(SWEEP_KEYS)
         return self._state.policy.replicas.sweep(SWEEP_TARGETS) or more
 
     def _step(self, event: Event) -> Heard | None:
-        """What the brain answers; its refusal is raised."""
+        """Hands an event to the brain and carries out its actions. Raises the brain's refusal."""
         if not self._leads():
             raise NotLeader("this store master leads no more")
         refused, heard = None, None
@@ -155,7 +156,8 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
         return heard
 
     async def _end_late(self) -> None:
-        """The rest of a mass death, in turns of the loop between which others are answered."""
+        """Ends the rest of many members that died at once, in turns of the loop between which other calls are
+        answered."""
         try:
             while self._state.overdue and self._leads():
                 await asyncio.sleep(0)
@@ -166,7 +168,7 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
             self._ending_late = False
 
     async def Join(self, request: pb.JoinRequest, context: Any) -> pb.JoinResponse:  # noqa: N802
-        """Raises ProtocolMismatch, InvalidRequest, Overloaded."""
+        """Adds a member. Raises ProtocolMismatch, InvalidRequest or Overloaded."""
         self._grpc_calls += 1
         member = request.member
         who = member.instance.instance_id or "a nameless instance"
@@ -183,7 +185,7 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
         )
 
     async def Beat(self, request: pb.BeatRequest, context: Any) -> pb.BeatResponse:  # noqa: N802
-        """Raises UnknownInstance."""
+        """Takes a heartbeat. Raises UnknownInstance."""
         ref = request.instance
         usage = mapping.usage_in(request.usage) if request.HasField("usage") else None
         by_door = isinstance(context, FastContext)
@@ -214,23 +216,22 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
         )
 
     def _tombstones(self, instance_id: str) -> list[pb.Tombstone]:
-        """What it has yet to apply, in order."""
+        """Returns the tombstones that the member has yet to apply, in order."""
         newer = self._state.policy.tombstones.newer(instance_id)
         return [pb.Tombstone(seq=each.seq, keys=b"".join(each.keys), prefix=each.prefix) for each in newer]
 
     async def Leave(self, request: pb.LeaveRequest, context: Any) -> pb.LeaveResponse:  # noqa: N802
-        """Also right for one that is no member."""
+        """Ends a membership. It also succeeds for a node that is no member."""
         self._step(Leave(request.instance.instance_id, request.instance.incarnation))
         return pb.LeaveResponse()
 
     async def ListMembers(self, request: pb.ListMembersRequest, context: Any) -> pb.ListMembersResponse:  # noqa: N802
-        """Those alive now."""
         self._step(Tick())
         members = map(mapping.member_out, self._state.members)
         return pb.ListMembersResponse(master_incarnation=self._incarnation, members=members)
 
     async def Announce(self, request: pb.AnnounceRequest, context: Any) -> pb.AnnounceResponse:  # noqa: N802
-        """Raises UnknownInstance, InvalidRequest."""
+        """Takes an announcement. Raises UnknownInstance or InvalidRequest."""
         self._grpc_calls += not isinstance(context, FastContext)
         said = mapping.announcement_in(request.announcement)
         heard = self._step(Announce(said))
@@ -260,14 +261,15 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
             memory = self._state.policy.memory
             log.warning("max_map_mb=%d: %d replicas are left out", memory.limit_bytes >> 20, memory.missing)
 
-    # A coroutine that writes, where the stubs expect a generator: only so can a write have a deadline.
+    # It is a coroutine that writes, where the stubs expect a generator, because only so can a write have a deadline.
     async def Watch(self, request: pb.WatchRequest, context: Any) -> None:  # type: ignore[override]  # noqa: N802
-        """Snapshot, then changes. Raises Unavailable once this watcher has fallen behind, Overloaded."""
+        """Sends a snapshot, then changes. Raises Unavailable once this watcher has fallen behind, Overloaded when there
+        are too many watchers."""
         self._step(Tick())
         await self._watchers.follow(self._state.read(), context)
 
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:  # noqa: N802
-        """At most MAX_HOLDERS of each key. Raises InvalidRequest."""
+        """Returns at most MAX_HOLDERS of each key. Raises InvalidRequest."""
         keys = mapping.packed_keys("keys", request.keys, MAX_LOOKUP_KEYS)
         self._step(Tick())
         if not request.uncounted:
@@ -278,7 +280,6 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
     async def GetStatus(  # noqa: N802
         self, request: pb.GetStoreStatusRequest, context: Any
     ) -> pb.GetStoreStatusResponse:
-        """What is known now."""
         self._step(Tick())
         known, policy = self._state.blocks.map, self._state.policy
         pulse, announcing = self._state.pulse, self._state.announcement_pacing
@@ -302,11 +303,12 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
 
     @property
     def term(self) -> int:
-        """Under which this master leads, or led last."""
+        """The term under which this master leads, or led last."""
         return self._state.policy.term
 
     async def _keep(self, writes: Sequence[Write]) -> None:
-        """To be known to the next leader before anybody is answered. Raises StaleTerm, Unavailable."""
+        """Writes records, so that the next leader knows them before anybody is answered. Raises StaleTerm or
+        Unavailable."""
         for write in writes:
             if write.puts:
                 await self._durable.put(write.kind, write.puts, self.term)
@@ -314,7 +316,7 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
                 await self._durable.delete(write.kind, write.drops, self.term)
 
     async def _keep_meanwhile(self, writes: Sequence[Write]) -> None:
-        """As `_keep`, when nobody waits for it, and what the policy owes: what is kept too long does no harm, or is
+        """Writes records that nobody waits for, and what the policy owes. What is kept too long does no harm, or is
         tried again."""
         self._owing, every = True, list(writes)
         try:
@@ -330,7 +332,7 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
     # ── Find and ListKeys ───────────────────────────────────────────────────────────────────────────
 
     async def Find(self, request: pb.FindRequest, context: Any) -> pb.FindResponse:  # noqa: N802
-        """Raises InvalidRequest, NotLeader."""
+        """Returns where each block is. Raises InvalidRequest or NotLeader."""
         keys = mapping.packed_keys("keys", request.keys, MAX_FIND_KEYS)
         self._step(Tick())
         self._state.policy.asked(keys, self._clock())
@@ -339,7 +341,7 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
         return answer
 
     async def ListKeys(self, request: pb.ListKeysRequest, context: Any) -> pb.ListKeysResponse:  # noqa: N802
-        """At most MAX_LISTED keys, ascending. Raises InvalidRequest, NotLeader."""
+        """Returns at most MAX_LISTED keys, ascending. Raises InvalidRequest or NotLeader."""
         if len(request.prefix) > KEY_BYTES:
             raise InvalidRequest.of("prefix", request.prefix, f"has more than {KEY_BYTES} bytes")
         if len(request.after) not in (0, KEY_BYTES):
@@ -358,14 +360,14 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
     # ── keys that are granted, names that are bound ─────────────────────────────────────────────────
 
     async def Grant(self, request: pb.GrantRequest, context: Any) -> pb.GrantResponse:  # noqa: N802
-        """Raises InvalidRequest, NotLeader."""
+        """Returns numbers that nobody else gets. Raises InvalidRequest or NotLeader."""
         if not 0 < request.count <= MAX_GRANT:
             raise InvalidRequest.of("count", request.count, f"must be in 1..{MAX_GRANT}")
         self._step(Tick())
         return pb.GrantResponse(term=self.term, first=self._state.policy.grants.take(request.count))
 
     async def Bind(self, request: pb.BindRequest, context: Any) -> pb.BindResponse:  # noqa: N802
-        """Raises InvalidRequest, Overloaded (too many names), NotLeader, Unavailable."""
+        """Binds names to keys. Raises InvalidRequest, Overloaded (too many names), NotLeader or Unavailable."""
         namespace = text("namespace", request.namespace, MAX_NAMESPACE_BYTES)
         _few("names", request.names)
         names = []
@@ -382,18 +384,19 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
             keys, writes, bound = policy.bind(namespace, names, self._clock(), replace=request.replace)
             await self._keep(writes)
             self._sealed(sealed)
-            bound()  # nobody is told before, and nothing has changed when that failed
+            bound()  # only now: when writing fails, nothing has changed and nobody has been told
         return pb.BindResponse(keys=b"".join(keys))
 
     def _sealed(self, keys: Mapping[str, Sequence[bytes]]) -> None:
-        """Of each store that is a member: what it is about to announce."""
+        """Tells the policy what each store that is a member is about to announce."""
         for store_id, some in keys.items():
             known = self._state.known(store_id)
             if known is not None:
                 self._state.policy.sealed(some, store_id, known[0].incarnation, self._clock())
 
     async def Resolve(self, request: pb.ResolveRequest, context: Any) -> pb.ResolveResponse:  # noqa: N802
-        """Raises InvalidRequest, NotLeader, Unavailable."""
+        """Returns what names stand for, and forgets them with `unbind`. Raises InvalidRequest, NotLeader or
+        Unavailable."""
         namespace = text("namespace", request.namespace, MAX_NAMESPACE_BYTES)
         _few("names", request.names)
         names = [text("names", name, MAX_NAME_BYTES, empty=False) for name in request.names]
@@ -414,7 +417,8 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
     # ── removals, replicas, quotas, drains ──────────────────────────────────────────────────────────
 
     async def Remove(self, request: pb.RemoveRequest, context: Any) -> pb.RemoveResponse:  # noqa: N802
-        """Raises InvalidRequest, NotLeader, Unavailable (not all of it may be kept)."""
+        """Removes blocks everywhere. Raises InvalidRequest, NotLeader or Unavailable (part of the removal may have been
+        written)."""
         keys = tuple(dict.fromkeys(mapping.packed_keys("keys", request.keys, MAX_REMOVED_KEYS)))
         if bool(keys) == bool(request.prefix):
             raise InvalidRequest.of("prefix", request.prefix, "either keys or a prefix must be given, and not both")
@@ -437,7 +441,8 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
     async def ChangeReplica(  # noqa: N802
         self, request: pb.ChangeReplicaRequest, context: Any
     ) -> pb.ChangeReplicaResponse:
-        """Raises InvalidRequest, Overloaded (too many blocks have a target), NotLeader, Unavailable."""
+        """Sets how many nodes should hold blocks. Raises InvalidRequest, Overloaded (too many blocks have a target),
+        NotLeader or Unavailable."""
         keys = mapping.packed_keys("keys", request.keys, MAX_CHANGED_KEYS)
         if request.replicas > MAX_REPLICAS:
             raise InvalidRequest.of("replicas", request.replicas, f"must be at most {MAX_REPLICAS}")
@@ -454,7 +459,7 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
         return pb.ChangeReplicaResponse(replicas=counts)
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:  # noqa: N802
-        """Begins, or tells how far it is. Raises UnknownInstance, Overloaded, NotLeader, Unavailable."""
+        """Begins a drain, or tells how far it is. Raises UnknownInstance, Overloaded, NotLeader or Unavailable."""
         name = request.instance_id
         async with self._books:
             self._step(Tick())
@@ -471,14 +476,15 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
         )
 
     def _life_of(self, request: pb.DrainRequest) -> int:
-        """The incarnation that asks for itself. Raises UnknownInstance: it is not the one that lives."""
+        """Returns the incarnation that asks for its own drain; 0 if an operator asks. Raises UnknownInstance if that
+        incarnation is no member."""
         name, life = request.instance_id, request.incarnation
         if life and not request.cancel and not self._state.lives(name, life):
             raise UnknownInstance(f"incarnation={life:x}: no life of {name[:MAX_TEXT]!r}", field="incarnation")
         return request.incarnation
 
     async def SetQuota(self, request: pb.SetQuotaRequest, context: Any) -> pb.SetQuotaResponse:  # noqa: N802
-        """Raises InvalidRequest, Overloaded (too many), NotLeader, Unavailable."""
+        """Sets or ends a quota. Raises InvalidRequest, Overloaded (too many), NotLeader or Unavailable."""
         quota = request.quota
         if len(quota.tag) != TAG_BYTES:
             raise InvalidRequest.of("quota.tag", quota.tag, f"must have {TAG_BYTES} bytes")
@@ -489,7 +495,7 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
         return pb.SetQuotaResponse()
 
     async def ListQuotas(self, request: pb.ListQuotasRequest, context: Any) -> pb.ListQuotasResponse:  # noqa: N802
-        """All that are set. Raises NotLeader."""
+        """Returns all quotas that are set. Raises NotLeader."""
         self._step(Tick())
         return pb.ListQuotasResponse(
             quotas=[
@@ -500,7 +506,8 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
 
 
 def text(field: str, value: str, most: int, *, empty: bool = True) -> str:
-    """`value`, when it may stand in the master's books. Raises InvalidRequest naming `field`."""
+    """Returns `value` if the master may keep it. Raises InvalidRequest naming `field` when it is empty, too long in
+    bytes, or contains a NUL."""
     if not value and not empty:
         raise InvalidRequest.of(field, value, "must not be empty")
     if len(value.encode()) > most:
@@ -511,12 +518,12 @@ def text(field: str, value: str, most: int, *, empty: bool = True) -> str:
 
 
 def found(state: MasterState, keys: Sequence[bytes], grouped: bool = False, now: float = 0.0) -> pb.FindResponse:
-    """Where each of `keys` is. Keys of the same holders, as those of one chain, cost one look at these. A key that
-    nobody has announced is where a client has put it a moment ago."""
+    """Returns where each of `keys` is. Keys of the same holders, such as those of one chain, cost one look-up of these
+    holders. A key that nobody has announced is where a client says that it has just put it."""
     known, answer = state.blocks.map, pb.FindResponse()
     index: dict[str, int | None] = {}
     masks: list[int | str] = list(known.masks(keys))
-    fresh = _fresh(state, keys, masks, now) if len(state.policy.unannounced) else {}
+    fresh = _unannounced_holders(state, keys, masks, now) if len(state.policy.unannounced) else {}
     number: dict[int | str, int] = {}
     groups: list[pb.Replicas] = []
     for mask, key in dict(zip(masks, keys, strict=True)).items():
@@ -531,8 +538,10 @@ def found(state: MasterState, keys: Sequence[bytes], grouped: bool = False, now:
     return answer
 
 
-def _fresh(state: MasterState, keys: Sequence[bytes], masks: list[int | str], now: float) -> dict[int | str, list[str]]:
-    """Who has those of `keys` that nobody has announced, by the group in which they are put in `masks`."""
+def _unannounced_holders(
+    state: MasterState, keys: Sequence[bytes], masks: list[int | str], now: float
+) -> dict[int | str, list[str]]:
+    """Returns the holders of those keys that nobody has announced, by the group that they get in `masks`."""
     found: dict[int | str, list[str]] = {}
     for at, mask in enumerate(masks):
         holder = state.policy.unannounced.holder(keys[at], now) if not mask else None
@@ -545,7 +554,8 @@ def _fresh(state: MasterState, keys: Sequence[bytes], masks: list[int | str], no
 def _holders(
     state: MasterState, names: Sequence[str], index: dict[str, int | None], answer: pb.FindResponse
 ) -> tuple[list[int], bytes]:
-    """Indices and tiers; who is new is added to `answer`, as long as there is room."""
+    """Returns the indices of the holders in `answer` and their tiers. A new holder is added to `answer` while there is
+    room."""
     holders: list[int] = []
     tiers: list[Tier] = []
     for name in names:
@@ -575,7 +585,7 @@ def _resolved(keys: Sequence[bytes | None]) -> pb.ResolveResponse:
 
 
 def _wanted(request: pb.ResolveRequest, names: int) -> list[bytes | None] | None:
-    """What each name must stand for to be forgotten, None: for nothing; none: that does not matter."""
+    """Returns what each name must stand for to be forgotten (None: for nothing), or None if any key will do."""
     if not request.keys:
         return None
     if not request.unbind or len(request.keys) != names * KEY_BYTES:

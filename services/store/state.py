@@ -1,4 +1,4 @@
-"""The store master's brain: who lives and who holds which block. Pure: `step(event, now) -> actions`.
+"""The store master's brain knows who lives and who holds which block. Pure: `step(event, now)` returns actions.
 
 All of it is soft state: a member is alive while it beats, and its blocks are known while it announces them. Every
 change is published with a seq that has no gaps.
@@ -43,7 +43,7 @@ from kvmesh.services.store.policy.store_policy import PolicyLimits, StorePolicy
 
 MAX_REPLACED = 4096
 MAX_POOLS = 16
-MAX_ENDS = 64  # in one step: about a millisecond, whoever watches
+MAX_ENDS = 64  # members that are ended in one step: about a millisecond, however many watch
 
 
 @dataclass
@@ -52,14 +52,14 @@ class _Life:
     last_beat: float
     lease: MembershipLease
     usage: StoreUsage | None = None
-    ended: dict[str, int] | None = None  # once it has: by tier's name, the number of the last announcement taken
+    ended: dict[str, int] | None = None  # after its end: by tier's name, the number of the last announcement taken
 
     def lives(self) -> bool:
         return self.ended is None
 
 
 class WatcherCatchUp:
-    """All that a new watcher must be told: `members` as of `seq`, then `announcements`, taken one by one while the
+    """Has all that a new watcher must be told: `members` as of `seq`, then `announcements`, taken one by one while the
     state goes on. With them and every event after `seq` the watcher knows what the master knows."""
 
     def __init__(self, seq: int, lives: tuple[_Life, ...], blocks: BlockDirectory) -> None:
@@ -69,18 +69,18 @@ class WatcherCatchUp:
         self._blocks = blocks
 
     def announcements(self) -> Iterator[Announcement]:
-        """Snapshots of the members' stores, store by store. Each step costs O(keys of one announcement)."""
+        """Yields snapshots of the members' stores, store by store. Each step costs O(keys of one announcement)."""
         for life in self._lives:
             member = life.member
             for name in store_names(member.store_id):
                 if life.ended is None:
                     yield from self._blocks.read(name, member.incarnation, life.lives)
-                elif seq := life.ended.get(name):  # nothing, as of its end: what it said before follows, then its end
+                elif seq := life.ended.get(name):  # an empty snapshot; earlier announcements and the end follow
                     yield Announcement(name, member.incarnation, seq, snapshot=True)
 
 
 class MasterState:
-    """Members, their leases and their blocks. Times are seconds on any one monotonic clock."""
+    """Keeps the members, their leases and their blocks. Times are seconds on any one monotonic clock."""
 
     def __init__(
         self,
@@ -95,63 +95,64 @@ class MasterState:
         heartbeats_per_s: float = 0.0,
         announcements_per_s: float = 0.0,
     ) -> None:
-        """`stall_s`: a pause between two steps longer than this was the master's own silence, not the members'.
-        `interval_s` of heartbeats and `lease_s`: of few members; budgets of 0: of any number."""
+        """A pause between two steps that is longer than `stall_s` counts as the master's own silence, not the members'.
+        `interval_s` and `lease_s` hold while there are few members; budgets of 0 make them hold for any number."""
         self._pacing = Pacing(interval_s or lease_s / 4, lease_s, heartbeats_per_s)
         self._announcement_pacing = AnnouncementPacing(announcements_per_s)
         self._stall_s = stall_s
         self._max_members = max_members
         self._lives: dict[str, _Life] = {}
-        self._pools: dict[str, _Life] = {}  # those of pool nodes: each heartbeat is answered with some
+        self._pools: dict[str, _Life] = {}  # the pool nodes, some of which each heartbeat is answered with
         self._replaced: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._stepped_at: float | None = None
         self._nobody_dies_until = float("-inf")
-        self._heard_until = float("inf")  # all that arrived by then has been heard; inf: it is heard as it arrives
-        self._overdue: deque[_Life] = deque()  # found silent for longer than the lease, and yet to be ended
+        self._heard_until = float("inf")  # messages that arrived by then are handled; inf: they are as they arrive
+        self._overdue: deque[_Life] = deque()  # members silent for longer than their lease, yet to be ended
         self.blocks = BlockDirectory(max_store_blocks=max_store_blocks)
         self.policy = StorePolicy(self.blocks.map, limits, wall_ns=wall_ns)
         self.seq = 0
-        self.membership = 0  # changes of it so far
+        self.membership = 0  # how often it has changed so far
 
     # ── questions ────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def members(self) -> list[Member]:
-        """Those alive now, oldest first."""
+        """The members alive now, oldest first."""
         return [life.member for life in self._lives.values()]
 
     def known(self, instance_id: str) -> tuple[Member, StoreUsage | None] | None:
-        """A live member and what it last said of its store; None: there is no such member."""
+        """Returns a live member and what it last reported of its store; None if there is no such member."""
         life = self._lives.get(instance_id)
         return None if life is None else (life.member, life.usage)
 
     def lives(self, instance_id: str, incarnation: int) -> bool:
-        """Whether this very life is a member."""
+        """Whether exactly this incarnation is a member."""
         life = self._lives.get(instance_id)
         return life is not None and life.member.incarnation == incarnation
 
     @property
     def pulse(self) -> Pulse:
-        """What members are told when they join and with each beat."""
+        """The heartbeat interval and lease that members are told when they join and with each heartbeat."""
         return self._pacing.pulse
 
     @property
     def announcement_pacing(self) -> AnnouncementPacing:
-        """What stores are told when they announce."""
+        """How often to announce, which stores are told when they announce."""
         return self._announcement_pacing
 
     @property
     def overdue(self) -> bool:
-        """Whether lives are yet to be ended: step again soon, others may be answered between."""
+        """Whether members are yet to be ended. Then `step` must be called again soon; other calls may be answered
+        between."""
         return bool(self._overdue)
 
     def longest_silence_s(self, now: float) -> float:
-        """Of any live member; 0 when there is none."""
+        """Returns the longest silence of any live member in seconds; 0 when there is none."""
         return max((now - life.last_beat for life in self._lives.values()), default=0.0)
 
     def pools(self, asking: str) -> list[tuple[Member, int]]:
-        """Live pool nodes that said they have room and do not drain, with their free bytes: the MAX_POOLS with most,
-        `asking` itself never among them."""
+        """Returns the live pool nodes that reported room and do not drain, with their free bytes: the MAX_POOLS with
+        most of it, `asking` itself never among them."""
         found = [
             (life.member, life.usage.free_bytes)
             for life in self._pools.values()
@@ -161,7 +162,7 @@ class MasterState:
         return heapq.nlargest(MAX_POOLS, (pool for pool in found if pool[0].instance_id != asking), key=lambda p: p[1])
 
     def statuses(self) -> list[StoreStatus]:
-        """What is known of each live member's node store, the oldest first."""
+        """Returns what is known of each live member's node store, the oldest first."""
         known, drains = self.blocks.map, self.policy.drains
         return [
             StoreStatus(
@@ -177,13 +178,14 @@ class MasterState:
         ]
 
     def read(self) -> WatcherCatchUp:
-        """For a watcher that begins now. Events with a seq above the reading's are to be kept for it from here on."""
+        """Returns the catch-up of a watcher that begins now. Events with a seq above its own are to be kept for the
+        watcher from here on."""
         return WatcherCatchUp(self.seq, tuple(self._lives.values()), self.blocks)
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────
 
     def step(self, event: Event, now: float) -> Sequence[Action]:
-        """Apply one event at `now` (never decreasing). Deaths found on the way are among the actions."""
+        """Applies one event at `now` (never decreasing). Deaths that are found meanwhile are among the actions."""
         actions: list[Action] = []
         self._forgive_own_stall(now)
         if isinstance(event, CaughtUp):
@@ -204,20 +206,20 @@ class MasterState:
             case Announce(announcement):
                 self._announce(announcement, actions)
             case Tick():
-                # Here alone: what a member is answered is what its lease was told in the same step.
+                # The pace changes here alone, so that a member's answer is what its lease was told in the same step.
                 self._pacing.count(len(self._lives))
                 self._announcement_pacing.count(self.blocks.stores)
         return actions
 
     def _forgive_own_stall(self, now: float) -> None:
-        """While the master was stopped nobody could be heard: that time counts against no lease."""
+        """Extends every lease by the time in which the master itself was stopped and no heartbeat could be taken."""
         last, self._stepped_at = self._stepped_at, now
         if last is not None and now - last > self._stall_s:
             for life in self._lives.values():
                 life.last_beat += now - last
 
     def _end_late(self, now: float, actions: list[Action]) -> None:
-        """End lives that have been silent for longer than the lease, MAX_ENDS of them; see `overdue`."""
+        """Ends up to MAX_ENDS members that have been silent for longer than the lease; see `overdue`."""
         if not self._overdue and min(now, self._heard_until) > self._nobody_dies_until:
             self._overdue.extend(life for life in self._lives.values() if self._is_late(life, now))
             # Forgiven stalls only put deaths off; for beats and joins see `_begin_lease`.
@@ -233,15 +235,16 @@ class MasterState:
                 self._begin_lease(life)
 
     def _is_late(self, life: _Life, now: float) -> bool:
-        """Whether the lease is over. What has arrived and is yet to be heard may be its heartbeat."""
+        """Whether the lease is over. A message that has arrived and is yet to be handled may be the member's
+        heartbeat."""
         return min(now, self._heard_until) - life.last_beat > life.lease.seconds
 
     def _begin_lease(self, life: _Life) -> None:
-        """Count a life whose lease begins, which may be shorter than what the others have left of theirs."""
+        """Takes a lease that begins into account: it may end before all others."""
         self._nobody_dies_until = min(self._nobody_dies_until, life.last_beat + life.lease.seconds)
 
     def _end_if_late(self, event: Event, now: float, actions: list[Action]) -> None:
-        """End the life that speaks after its lease, however many are to be ended before it."""
+        """Ends the member that sends this event after its lease, however many are to be ended before it."""
         match event:
             case Join(member):
                 name = member.instance_id
@@ -281,7 +284,8 @@ class MasterState:
         self._publish(Change.JOINED, member, actions)
 
     def _superseded(self, member: Member) -> KvmeshError | None:
-        """Two processes under one name must not take it from each other for ever: the later one keeps it."""
+        """Refuses an incarnation that a later one has replaced: else two processes under one name would take it from
+        each other for ever."""
         if (member.instance_id, member.incarnation) not in self._replaced:
             return None
         return InvalidRequest.of(
@@ -300,7 +304,7 @@ class MasterState:
             self.policy.beat(beat.instance_id, beat.usage, beat.removed_seq)
 
     def _announce(self, said: Announcement, actions: list[Action]) -> None:
-        """Only the living are heard. Being heard is no heartbeat: liveness has one source."""
+        """Applies an announcement of a live member. It does not count as a heartbeat: liveness has one source."""
         error = check_announcement(said)
         owner = split_name(said.store_id)[0]
         if error is None and self._living(owner, said.incarnation, "announcement.store_id", actions) is None:

@@ -1,4 +1,4 @@
-"""The watch stream: a snapshot, then every change, to each watcher at its own pace. Decides nothing."""
+"""The watch stream sends a snapshot, then every change, to each watcher at its own pace. It decides nothing."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from kvmesh.services.store.domain import Change, Publish, Relay
 from kvmesh.services.store.state import WatcherCatchUp
 from kvmesh.telemetry import names
 
-# Mailboxes of the watch stream: bounded, so that a watcher that stands still costs no memory.
-
 T = TypeVar("T")
 
 
 class Mailbox(Generic[T]):
-    """What one watcher has not been sent yet: at most `max_events` that make at most `max_bytes`."""
+    """Keeps the events that one watcher has not been sent yet: at most `max_events` of at most `max_bytes` together, so
+    that a watcher that stands still costs no more memory."""
 
     def __init__(self, max_events: int, max_bytes: int) -> None:
         self._max_events = max_events
@@ -31,7 +30,8 @@ class Mailbox(Generic[T]):
         self.overrun = False
 
     def put(self, event: T, size: int) -> None:
-        """Keep `event`, or, when the box is full, drop everything and mark it overrun: a gap is never sent."""
+        """Keeps `event`; when the box is full, drops everything and marks the box as overrun, so that a gap is never
+        sent."""
         if self.overrun:
             return
         self._waiting.append((event, size))
@@ -42,7 +42,7 @@ class Mailbox(Generic[T]):
             self._bytes = 0
 
     def take(self, max_bytes: int) -> list[T]:
-        """What waits, in order, at least one event if there is any, and no more once they make `max_bytes`."""
+        """Returns waiting events in order: at least one if there is any, and no more than make `max_bytes`."""
         taken: list[T] = []
         size = 0
         while self._waiting and (not taken or size + self._waiting[0][1] <= max_bytes):
@@ -53,21 +53,20 @@ class Mailbox(Generic[T]):
         return taken
 
     def __bool__(self) -> bool:
-        """Whether anything waits."""
         return bool(self._waiting)
 
 
-# A watcher that takes nothing for this long has lost its place whatever its mailbox holds.
+# A watcher that takes nothing for this long is ended, whatever its mailbox holds.
 WRITE_TIMEOUT_S = 10.0
 # Small events share a message up to this size; one alone may be a little larger (65,536 keys and their header).
 MESSAGE_BYTES = 1 << 18
-SNAPSHOT_BYTES = 1 << 18  # of a snapshot, which is never in a hurry
+SNAPSHOT_BYTES = 1 << 18  # of one message of a snapshot
 EVENT_OVERHEAD_BYTES = 128  # an event in memory beside its message, so that empty ones count too
 
 
 class Watchers:
-    """All open watch streams. `max_events` and `max_bytes` bound what is kept for each. `leads`: asked before each
-    message; `term`: of the leader, in each."""
+    """Serves all open watch streams. `max_events` and `max_bytes` bound what is kept for each. `leads` is asked before
+    each message; `term` returns the leader's term, which each message carries."""
 
     def __init__(
         self,
@@ -94,13 +93,13 @@ class Watchers:
         return len(self._open)
 
     def close(self) -> None:
-        """End every stream: the server is about to stop, or leads no more."""
+        """Ends every stream: the server is about to stop, or does not lead any more."""
         self._closing = True
         for arrived in self._open.values():
             arrived.set()
 
     def publish(self, change: Publish | Relay) -> None:
-        """For every watcher, each of which takes it when it can."""
+        """Queues a change for every watcher."""
         if not self._open:
             return
         event = mapping.event_out(change)
@@ -110,9 +109,12 @@ class Watchers:
             arrived.set()
 
     async def follow(self, reading: WatcherCatchUp, context: Any) -> None:
-        """One watcher's whole stream, to be called in the same turn of the loop in which `reading` was made.
+        """Serves one watcher's whole stream. It must be called in the same turn of the loop in which `reading` was
+        made.
 
-        Raises Unavailable once the watcher has fallen behind or the master stops, Overloaded: too many watchers."""
+        Raises Unavailable once the watcher has fallen behind or the master stops, and Overloaded when there are too
+        many watchers.
+        """
         if len(self._open) >= self._max_watchers:
             text = f"the store master has {self._max_watchers} watchers: max_watchers"
             raise Overloaded(text, retry_after_ms=1000)
@@ -127,7 +129,7 @@ class Watchers:
     async def _snapshot(self, reading: WatcherCatchUp, mailbox: Mailbox[pb.StoreEvent], context: Any) -> None:
         message = self._message(reading.seq, snapshot=True)
         size = 0
-        for event in _told(reading):
+        for event in _snapshot_events(reading):
             each = event.ByteSize()
             if size and size + each > SNAPSHOT_BYTES:
                 message.more = True
@@ -172,7 +174,7 @@ class Watchers:
         await asyncio.sleep(0)  # a write that finds room does not wait
 
 
-def _told(reading: WatcherCatchUp) -> Iterator[pb.StoreEvent]:
+def _snapshot_events(reading: WatcherCatchUp) -> Iterator[pb.StoreEvent]:
     members: Iterable[Publish] = (Publish(reading.seq, Change.JOINED, member) for member in reading.members)
     yield from map(mapping.event_out, members)
     for announcement in reading.announcements():

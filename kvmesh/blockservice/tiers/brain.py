@@ -1,6 +1,5 @@
 """What the front knows and decides of a tier below DRAM: which blocks all ranks have there, which are to be written
-next, which of those read deserve to stay in DRAM, how long a read takes. Pure.
-"""
+next, which of those read deserve to stay in DRAM, how long a read takes. Pure."""
 
 from __future__ import annotations
 
@@ -12,22 +11,22 @@ from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.store_stats import Changes
 from kvmesh.tiers.ssd.sketch import FrequencySketch
 
-# A look at the cold blocks costs O(those above the threshold): at most so many, once for so large a part of them. What
-# lies further from eviction than that waits until it comes nearer.
+# A look at the cold blocks costs O(blocks above the threshold). So it looks at MAX_LOOK at most, and only when one in
+# SCAN_SHARE of them is new. Blocks further from eviction wait until they come nearer.
 MAX_LOOK = 8192
 SCAN_SHARE = 8
 MAX_FRESH = 65_536
 
 
 class Contents:
-    """Keys of one part of one tier. A block is there when every one of `ranks` ranks has its shard."""
+    """Keeps the keys of one part of one tier. A block is there when every one of `ranks` ranks has its shard."""
 
     def __init__(self, ranks: int) -> None:
         self._all = (1 << ranks) - 1
         self._ranks: dict[bytes, int] = {}
-        self.sizes: dict[bytes, int] = {}  # of blocks of which they were told
-        self._touched: dict[bytes, None] = {}  # came or went since `take_touched`
-        self._moving: dict[bytes, int] = {}  # on their way from the tier above → ranks
+        self.sizes: dict[bytes, int] = {}  # bytes of blocks, where ranks have told them
+        self._touched: dict[bytes, None] = {}  # keys that came or went since `take_touched`
+        self._moving: dict[bytes, int] = {}  # key on its way from the tier above → bitset of ranks
         self._there = 0
 
     def __contains__(self, key: object) -> bool:
@@ -37,21 +36,22 @@ class Contents:
         return self._there
 
     def keys(self) -> list[bytes]:
-        """O(blocks)."""
+        """Returns the keys that every rank has. Its cost is O(blocks)."""
         return [key for key, ranks in self._ranks.items() if ranks == self._all]
 
     def any_key(self) -> bytes | None:
-        """Of some block that every rank has; None: there is none. O(1), but where ranks differ much."""
+        """Returns the key of some block that every rank has; None if there is none. Its cost is O(1), unless the ranks
+        differ much."""
         return next((key for key, ranks in self._ranks.items() if ranks == self._all), None)
 
     def named(self) -> list[bytes]:
-        """Of blocks that any rank has, or is about to have. A copy of a table: 10 ns a block."""
+        """Returns the keys that any rank has, or is about to have. It copies a table: 10 ns a block."""
         return [*self._ranks, *self._moving]
 
     def changed(
         self, rank: int, sealed: Sequence[bytes], removed: Iterable[bytes], sizes: Sequence[int] = ()
     ) -> Changes:
-        """A rank's word. Returns which blocks came and which went with it."""
+        """Takes a rank's report. Returns which blocks came and which went with it."""
         came: list[bytes] = []
         went: list[bytes] = []
         for key in removed:
@@ -74,7 +74,7 @@ class Contents:
         return Changes(tuple(came), tuple(went))
 
     def moving(self, rank: int, keys: Iterable[bytes], over: bool) -> None:
-        """At this rank they are on their way from the tier above, or are no more."""
+        """Notes that keys are on their way to this rank from the tier above, or (`over`) no more."""
         for key in keys:
             ranks = self._moving.get(key, 0)
             ranks = ranks & ~(1 << rank) if over else ranks | 1 << rank
@@ -84,11 +84,11 @@ class Contents:
                 self._moving.pop(key, None)
 
     def known(self, key: bytes) -> bool:
-        """Whether any rank has it, or is about to."""
+        """Whether any rank has the block, or is about to."""
         return key in self._ranks or key in self._moving
 
     def clear(self) -> None:
-        """The ranks are gone."""
+        """Forgets all keys, because the ranks are gone."""
         self._touched.update(dict.fromkeys(self.keys()))
         self._ranks.clear()
         self._moving.clear()
@@ -96,19 +96,19 @@ class Contents:
         self._there = 0
 
     def take_touched(self) -> dict[bytes, None]:
-        """Keys that came or went since the last call."""
+        """Returns the keys that came or went since the last call."""
         touched, self._touched = self._touched, {}
         return touched
 
 
 class TierSource:
-    """All parts of one tier of a node, announced as one store: a key is there as long as any part has it."""
+    """Announces all parts of one tier of a node as one store: a key is there as long as any part has it."""
 
     def __init__(self) -> None:
         self.parts: list[Contents] = []
 
     def take_changes(self) -> Changes:
-        """As `NodeStore.take_changes`."""
+        """Returns changes as `NodeStore.take_changes` does."""
         touched: dict[bytes, None] = {}
         for part in self.parts:
             touched.update(part.take_touched())
@@ -116,41 +116,42 @@ class TierSource:
         return Changes(here, tuple(touched.keys() - set(here)))
 
     def keys(self) -> list[bytes]:
-        """O(blocks)."""
+        """Returns all keys, each once. Its cost is O(blocks)."""
         return list(dict.fromkeys(itertools.chain.from_iterable(part.keys() for part in self.parts)))
 
     def named(self) -> list[bytes]:
-        """Of blocks that any rank has, some twice. A copy of tables: 10 ns a block."""
+        """Returns the keys of blocks that any rank has, some twice. It copies tables: 10 ns a block."""
         return list(itertools.chain.from_iterable(part.named() for part in self.parts))
 
     def holds(self, key: bytes) -> bool:
-        """Whether any part has it."""
+        """Whether any part has the block."""
         return any(key in part for part in self.parts)
 
 
 class WriteBehind:
-    """Which blocks of a node store to write to the tier next: the coldest ones, as soon as more than `percent` of all
-    extents are in use. `added` is said of every sealed block, and is what makes `next` look again."""
+    """Chooses which blocks of a node store to write to the tier next: the coldest ones, as soon as more than `percent`
+    of all extents are in use. `added` is to be called for every sealed block; it is what makes `next` look again."""
 
     def __init__(self, percent: int, most: int) -> None:
         self._percent = percent
-        self._most = most  # blocks at once
+        self._most = most  # blocks that `next` returns at most
         self._added = 0
         self._late = False
         self._queue: deque[bytes] = deque()
-        self._refused: dict[bytes, None] = {}  # by the tier, since the last look: not asked again in the same round
+        self._refused: dict[bytes, None] = {}  # keys that the tier refused since the last look: not offered again
 
     def added(self) -> None:
-        """One more block is sealed."""
+        """Notes that one more block is sealed."""
         self._added += 1
 
     def hurry(self) -> bool:
-        """Some time has passed: whether there is reason to call `next`, which then looks though few were added."""
+        """Notes that some time has passed. Returns whether there is reason to call `next`, which then looks even if few
+        blocks were added."""
         self._late = bool(self._added)
         return self._late
 
     def refused(self, keys: Iterable[bytes]) -> None:
-        """The tier did not take these: full queue, no space."""
+        """Notes that the tier did not take these, because its queue or its space was full."""
         self._refused.update(dict.fromkeys(keys))
 
     def next(
@@ -161,8 +162,9 @@ class WriteBehind:
         extra: int = 0,
         takes: Callable[[bytes], bool] = lambda key: True,
     ) -> list[bytes]:
-        """At most `most` blocks; [] when there is nothing to do before more are sealed. `writing`: on their way.
-        `extra`: so many more blocks are about to come. `takes`: whether the tier could ever hold a block."""
+        """Returns at most `most` blocks; [] when there is nothing to do before more are sealed. `writing` are keys on
+        their way, `extra` is how many more blocks are about to come, and `takes` says whether the tier could ever hold
+        a block."""
         if not self._queue:
             self._look(store, extra)
         busy = set(writing)
@@ -188,14 +190,15 @@ class WriteBehind:
 
 
 class Promotion:
-    """Whether blocks that were read from below stay in DRAM as if computed there, or go first after their use."""
+    """Decides whether blocks that were read from a lower tier stay in DRAM as if computed there, or are evicted first
+    after use."""
 
     def __init__(self, sketch: FrequencySketch) -> None:
         self._sketch = sketch
         self._fresh: dict[bytes, int] = {}  # in the order of sealing; key → monotonic ns
 
     def sealed(self, key: bytes, now: int) -> None:
-        """A block that the tier has is in DRAM (again): read from there for somebody."""
+        """Notes that a block that the tier has is in DRAM (again), because somebody wanted to read it."""
         self._fresh.pop(key, None)
         if len(self._fresh) < MAX_FRESH:
             self._fresh[key] = now
@@ -205,9 +208,9 @@ class Promotion:
         return bool(self._fresh)
 
     def settle(self, store: NodeStore, there: Container[bytes], before: int) -> int:
-        """Judge what was sealed until `before`, so that whoever it was read for has had the time to use it. A block
-        used less than the one that would go next goes before that one; all are known to lie below too. Returns how
-        many stay."""
+        """Judges the blocks that were sealed until `before`, so that whoever they were read for has had the time to use
+        them. A block that is used less than the one that would be evicted next is evicted before that one; all are in
+        the lower tier, too. Returns how many stay."""
         due: list[bytes] = []
         for key, sealed_ns in self._fresh.items():
             if sealed_ns > before:
@@ -224,14 +227,15 @@ class Promotion:
 
 
 class ReadTime:
-    """time = first + bytes / rate, fitted to the reads seen lately: decayed least squares. 0: not known."""
+    """Predicts the time of a read: first + bytes / rate, fitted by decayed least squares to the latest reads. 0:
+    unknown."""
 
     def __init__(self, decay: float = 0.95) -> None:
         self._decay = decay
         self._n = self._x = self._y = self._xx = self._xy = 0.0
 
     def add(self, nbytes: int, took_ns: int) -> None:
-        """One operation that brought all it was asked for."""
+        """Records one operation that brought all that it was asked for."""
         for name in ("_n", "_x", "_y", "_xx", "_xy"):
             setattr(self, name, getattr(self, name) * self._decay)
         x, y = float(nbytes), float(took_ns)
@@ -243,22 +247,22 @@ class ReadTime:
 
     @property
     def read_ns(self) -> int:
-        """Until the first byte."""
+        """The time until the first byte."""
         return int(self._fit()[0])
 
     @property
     def bytes_per_s(self) -> int:
-        """From then on."""
+        """The rate after the first byte."""
         slope = self._fit()[1]
         return int(1e9 / slope) if slope > 0 else 0
 
     def _fit(self) -> tuple[float, float]:
-        """(ns, ns a byte)."""
+        """Returns ns, and ns a byte."""
         if not self._x:
             return 0.0, 0.0
-        mean = self._y / self._x  # as if nothing were paid for the first byte
+        mean = self._y / self._x  # the rate if the first byte cost nothing
         spread = self._n * self._xx - self._x * self._x
-        if spread < 1e-3 * self._n * self._xx:  # all of one size: nothing tells the two apart
+        if spread < 1e-3 * self._n * self._xx:  # all reads had one size, so the two cannot be told apart
             return 0.0, mean
         slope = (self._n * self._xy - self._x * self._y) / spread
         first = (self._y - slope * self._x) / self._n

@@ -1,4 +1,5 @@
-"""What nodes of every kind can be told about their store: who goes first, and what lies below DRAM."""
+"""This module has the settings of the node store that all kinds of nodes have: the eviction order, and the tiers below
+DRAM."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "htt
 
 @dataclass(frozen=True, kw_only=True)
 class TierConfig(TransferConfig):
-    """Fields common to instances and pool nodes."""
+    """Has the settings common to instances and pool nodes."""
 
     store_eviction: str = field(
         default="lru", metadata={"help": "Which blocks of the host memory go first.", "choices": ORDERS}
@@ -53,7 +54,8 @@ class TierConfig(TransferConfig):
     )
 
     def check_tiers(self, low_percent: int) -> None:
-        """ConfigError naming field and value. `low_percent`: down to it blocks are evicted at once."""
+        """Raises ConfigError naming field and value. `low_percent` is the share of memory that eviction goes down to at
+        once."""
         make_order(self.store_eviction, field="store_eviction")  # a pool node makes its own with the first block
         if self.ssd_path and self.ssd_offload_percent > low_percent:
             why = f"above store_low_percent ({low_percent}): blocks would be evicted before they are copied"
@@ -84,7 +86,7 @@ class TierConfig(TransferConfig):
     )
 
     def tiers(self, layouts: int = 0) -> TierSettings | None:
-        """Below DRAM; None: nothing. `layouts`: see TierSettings."""
+        """Returns the settings of the tiers below DRAM; None without any. `layouts` is as in TierSettings."""
         objects, shared = None, (self.ssd_offload_percent, self.ssd_staging_percent, layouts)
         if self.object_url:
             objects = TierSettings(Path(), 0, *shared, url=self.object_url)
@@ -100,7 +102,8 @@ class TierConfig(TransferConfig):
 
 
 def check_object_url(object_url: str) -> None:
-    """Before the library sees it, which a pool node asks with its first block only. ConfigError: it cannot be one."""
+    """Raises ConfigError if the URL cannot be one of an object store. The library would say so only with a pool node's
+    first block."""
     scheme, mark, rest = object_url.partition("://")
     if not mark or scheme.lower() not in OBJECT_SCHEMES:
         why = f"must be like s3://bucket/prefix; schemes: {', '.join(OBJECT_SCHEMES)}"
@@ -112,7 +115,8 @@ def check_object_url(object_url: str) -> None:
 
 
 def make_ssd_folder(ssd_path: str) -> None:
-    """For a pool node, which opens a tier only when there is what to keep. ConfigError: it cannot be written to."""
+    """Makes the folder of a pool node, which opens a tier only when there is something to keep. Raises ConfigError when
+    it cannot be written to."""
     try:
         Path(ssd_path).mkdir(parents=True, exist_ok=True)
         if not os.access(ssd_path, os.W_OK | os.X_OK):
@@ -122,7 +126,8 @@ def make_ssd_folder(ssd_path: str) -> None:
 
 
 def checked_id(instance_id: str, node_id: str, role: str) -> str:
-    """The instance's name, made of role, node and pid when it is given none. ConfigError: it looks like a tier's."""
+    """Returns the instance's name, made of role, node and pid when none is given. Raises ConfigError when it looks like
+    the name of a tier."""
     name = instance_id or f"{role}-{node_id}-{os.getpid()}"
     if MARK in name:
         field, value = ("instance_id", instance_id) if instance_id else ("node_id", node_id)

@@ -1,4 +1,5 @@
-"""One tier of a node, at its front: its parts by layout, what is announced of it, and whether it answers."""
+"""This module describes one tier of a node, at its front: its parts by layout, what is announced of it, and whether it
+answers."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from kvmesh.telemetry import names
 
 
 class TierLevel:
-    """See above. `health.failing` is set and taken back by `TierReads`."""
+    """Describes one tier of a node. `TierReads` sets and resets `health.failing`."""
 
     def __init__(self, settings: TierSettings, ranks: TierRanks) -> None:
         self.settings = settings
@@ -25,34 +26,34 @@ class TierLevel:
 
     @property
     def label(self) -> str:
-        """In metrics and messages."""
+        """The tier's name in metrics and messages."""
         return self.tier.name.lower()
 
     def add(self, number: int, layout: str, shard_bytes: int) -> Part:
-        """One more part, not opened yet. `number`: one for this layout in all tiers."""
+        """Adds a part, which is not opened yet. `number` is the same for this layout in all tiers."""
         part = make_part(self.settings, self.health, number, layout, shard_bytes, len(self._ranks))
         self.parts[layout] = part
         return part
 
     def open(self, part: Part) -> None:
-        """Have the ranks recover what lies there."""
+        """Orders the ranks to recover what the part holds."""
         for rank in range(len(self._ranks)):
             self._ranks.send(rank, opening(self.settings, part, rank, len(self._ranks)))
 
     def ready(self, layout: str) -> list[Part]:
-        """Parts of this layout ("": of any) that take operations."""
+        """Returns the parts of this layout ("": of any) that take operations."""
         return [part for name, part in self.parts.items() if layout in ("", name) and part.ready]
 
     def numbered(self, number: int) -> Part:
-        """That part."""
+        """Returns the part with this number."""
         return next(part for part in self.parts.values() if part.number == number)
 
     def refused(self, why: str) -> ConfigError:
-        """What to raise when it cannot be used as its user wishes."""
+        """Returns the error to raise when the tier cannot be used as it is configured."""
         return ConfigError(f"{self.settings.said}: {why}", field="object_url" if self.settings.url else "ssd_path")
 
     def take_message(self, rank: int, message: m.TierStats | m.TierMoving) -> None:
-        """A rank's word that changes nothing here but figures and books."""
+        """Takes a rank's message that changes only counters and which keys are on their way."""
         part = self.numbered(message.part)
         if isinstance(message, m.TierMoving):
             part.contents.moving(rank, split(message.keys), message.over)
@@ -63,18 +64,18 @@ class TierLevel:
         names.NODE_TIER_DEMOTED.labels(tier=self.label, outcome="dropped").inc(message.dropped - dropped)
 
     def lost(self, cause: str) -> None:
-        """The ranks are gone, and nobody can read what lies there."""
+        """Forgets the content of all parts because the ranks are gone and nobody can read it."""
         for part in self.parts.values():
             part.contents.clear()
             if not part.opened.done():
                 part.opened.set_result(cause)
 
     def gauge(self) -> None:
-        """Tell the metrics."""
+        """Sets the tier's gauges."""
         names.NODE_TIER_BLOCKS.labels(tier=self.label).set(sum(len(part.contents) for part in self.parts.values()))
         names.NODE_TIER_USED.labels(tier=self.label).set(self.counters.used_bytes)
 
     @property
     def counters(self) -> pb.TierCounters:
-        """For GetStore."""
+        """The tier's counters for GetStore."""
         return counters_of(self.settings, list(self.parts.values()))

@@ -1,4 +1,4 @@
-"""Parts of a node's tiers below DRAM: one for each layout of shards, and where each lies on the disk.
+"""A node's tiers below DRAM have one part for each layout of shards; this module says where each lies on the disk.
 
 <ssd_path>/rank-0/                  an instance's only part
 <ssd_path>/rank-0/<layout's hash>/  a pool node's: one for each layout
@@ -33,18 +33,19 @@ from kvmesh.tiers.ssd.sketch import FrequencySketch
 
 log = logging.getLogger(__name__)
 
-MAX_BLOCKS = 64  # of one operation of the write-behind
+MAX_BLOCKS = 64  # blocks in one operation of the write-behind
 MAX_BYTES = 32 << 20
 SKETCH_KEYS = 1 << 17
-MAX_NOTED, USED_KEYS = 1 << 16, 4096  # keys: at most so many wait; in one message, some 10 ms for a rank
-MIXED_BYTES, MIXED_SHARE = 16 << 20, 64  # the largest block of "bytes" that goes below, and of all it may take
+MAX_NOTED, USED_KEYS = 1 << 16, 4096  # keys that wait at most; keys in one message, some 10 ms for a rank
+MIXED_BYTES, MIXED_SHARE = 16 << 20, 64  # the largest block of "bytes" in a tier: so large, or this part of the tier
 
 
 @dataclass(frozen=True)
 class TierSettings:
-    """What `--ssd-*` or `--object-*` say. `capacity_bytes`: of all ranks and layouts together; 0: as much as there is.
-    `layouts` 0: an instance, which has one and a folder without a name for it. `url`: of an object store; `path` is
-    nothing then. `below`: another tier, which gets what this one evicts and was used `demote_uses` times."""
+    """What `--ssd-*` or `--object-*` say. `capacity_bytes` is for all ranks and layouts together; 0 means as much as
+    there is. `layouts` 0 is an instance, which has one layout and a folder without a name for it. `url` is that of an
+    object store; `path` has no meaning then. `below` is another tier, which gets blocks that this one evicts and that
+    were used `demote_uses` times."""
 
     path: Path
     capacity_bytes: int
@@ -62,18 +63,17 @@ class TierSettings:
 
     @property
     def opens_later(self) -> bool:
-        """Whether removals of an earlier life may be unknown to what is opened in this one: an object store keeps
-        layouts that nobody has asked for yet."""
+        """Whether removals of an earlier incarnation may be unknown to what is opened in this one: an object store
+        keeps layouts that nobody has asked for yet."""
         return bool(self.layouts) and any(each.url for each in self.chain)
 
     @property
     def tier(self) -> Tier:
-        """Which one it is."""
         return Tier.OBJECT if self.url else Tier.SSD
 
     @property
     def said(self) -> str:
-        """As its user set it."""
+        """The settings as the user gave them, for messages."""
         if self.url:
             return f"object_url={self.url!r}"
         return f"ssd_path={str(self.path)!r}, ssd_capacity_mb={self.capacity_bytes >> 20}"
@@ -81,56 +81,56 @@ class TierSettings:
 
 @dataclass(eq=False)
 class Health:
-    """`failing`: why a tier is passed over for now; "": it is not."""
+    """`failing` says why a tier is passed over for now; "" if it is not."""
 
     failing: str = ""
 
 
 @dataclass(eq=False)
 class Part:
-    """One layout's blocks in one tier. `shard_bytes` 0: they differ, the layout is "bytes"."""
+    """Describes one layout's blocks in one tier. `shard_bytes` is 0 for layout "bytes", whose blocks differ in size."""
 
     number: int
     layout: str
     shard_bytes: int
     contents: Contents
-    opened: asyncio.Future[str]  # by every rank: why it is not in use, "" when it is
+    opened: asyncio.Future[str]  # done when every rank has opened it: why it is not in use, "" when it is
     tier: Tier = Tier.SSD
     sketch: FrequencySketch = field(default_factory=lambda: FrequencySketch(SKETCH_KEYS))
     health: Health = field(default_factory=Health)  # of the tier
-    largest: int = MIXED_BYTES  # bytes of the largest block that it can ever hold
-    unopened: set[int] = field(default_factory=set)  # ranks
-    stats: dict[int, m.TierStats] = field(default_factory=dict)  # rank → its last word
+    largest: int = MIXED_BYTES  # bytes of the largest block that it can hold
+    unopened: set[int] = field(default_factory=set)  # ranks that have not opened it
+    stats: dict[int, m.TierStats] = field(default_factory=dict)  # rank → its last report
     reads: ReadTime = field(default_factory=ReadTime)
     writing: dict[bytes, None] = field(default_factory=dict)
     staging: dict[bytes, asyncio.Task[None]] = field(default_factory=dict)  # read for others' leases
-    tells: bool = False  # its ranks want to know what is used in memory: it decides what they hand on
-    noted: dict[bytes, None] = field(default_factory=dict)  # used since they were told
-    promoted: int = 0  # by partitions that are gone
+    tells: bool = False  # its ranks are told what is used in memory, which decides what they move to the next tier
+    noted: dict[bytes, None] = field(default_factory=dict)  # keys used since the ranks were told
+    promoted: int = 0  # blocks that stayed in DRAM after they were read from here
 
     @property
     def ready(self) -> bool:
-        """Whether it takes operations."""
+        """Whether the part takes operations."""
         open_ = self.opened.done() and not self.opened.cancelled() and not self.opened.result()
         return open_ and not self.health.failing
 
     @property
     def why_not(self) -> str:
-        """Why it is not in use, or slower than it could be."""
+        """Why the part is not in use, or slower than it could be."""
         if not self.opened.done():
             return "being recovered"
         said = (stats.why_not for stats in self.stats.values())
         return self.opened.result() or self.health.failing or "; ".join(dict.fromkeys(filter(None, said)))
 
     def note(self, keys: Iterable[bytes]) -> None:
-        """A request uses these."""
+        """Notes that a request uses these blocks."""
         for key in keys:
             self.sketch.add(key)
             if self.tells and len(self.noted) < MAX_NOTED:
                 self.noted[key] = None
 
     def take_used(self) -> tuple[bytes, bytes] | None:
-        """(keys, uses) of some blocks of this tier that were used in memory; None: there are none."""
+        """Returns (keys, uses) of some blocks of this tier that were used in memory; None if there are none."""
         some = list(itertools.islice(self.noted, USED_KEYS))
         for key in some:
             del self.noted[key]
@@ -139,8 +139,8 @@ class Part:
 
 
 class FollowedPartition:
-    """One partition, and what is decided of its blocks. Forgotten with the partition. `part`: of the first tier below;
-    `parts`: of all."""
+    """Keeps one partition of DRAM and what is decided of its blocks; it is forgotten with the partition. `part` is the
+    part in the first tier below, `parts` are those in all tiers."""
 
     def __init__(self, partition: Partition, parts: Sequence[Part], offload_percent: int) -> None:
         self.partition = partition
@@ -149,13 +149,13 @@ class FollowedPartition:
         most = max(1, min(MAX_BLOCKS, MAX_BYTES // partition.shard_bytes))
         self.behind = WriteBehind(offload_percent, most)
         self.promotion = Promotion(part.sketch)
-        self.writes = 0  # operations
+        self.writes = 0  # write operations under way
         self.wanted = 0  # blocks that are about to come, and wait for room
         self.woken = False
-        self.progress = asyncio.Event()  # some write has ended
+        self.progress = asyncio.Event()  # set when some write has ended
 
     def __contains__(self, key: object) -> bool:
-        """Whether any tier has this block."""
+        """Returns whether any tier has this block."""
         return any(key in part.contents for part in self.parts)
 
     def takes(self, key: bytes) -> bool:
@@ -167,24 +167,24 @@ class FollowedPartition:
 
 
 def make_part(settings: TierSettings, health: Health, number: int, layout: str, shard_bytes: int, ranks: int) -> Part:
-    """Not opened yet."""
+    """Returns a part that is not opened yet."""
     opened = asyncio.get_running_loop().create_future()
     part = Part(number, layout, shard_bytes, Contents(ranks), opened, settings.tier, health=health)
     part.unopened.update(range(ranks))
     part.tells = settings.below is not None
-    with contextlib.suppress(ConfigError):  # which a rank says of it, when it is opened
+    with contextlib.suppress(ConfigError):  # a rank reports the error when the part is opened
         part.largest = largest_block(opening(settings, part, 0, ranks))
     return part
 
 
 def home(partition: Partition) -> tuple[str, int]:
-    """(layout, shard_bytes) of the part that keeps its blocks: all sizes of "bytes" share one."""
+    """Returns layout and shard_bytes of the part that keeps the partition's blocks: all sizes of "bytes" share one."""
     mixed = partition.layout.startswith(f"{BYTES}/")
     return (BYTES, 0) if mixed else (partition.layout, partition.shard_bytes)
 
 
 def opening(settings: TierSettings, part: Part, rank: int, ranks: int) -> m.TierOpen:
-    """What a rank is told."""
+    """Returns the order to a rank to open the part."""
     owner = identity(part.layout, part.shard_bytes)
     if settings.url:
         room = part.shard_bytes or MIXED_BYTES
@@ -201,15 +201,15 @@ def opening(settings: TierSettings, part: Part, rank: int, ranks: int) -> m.Tier
 
 
 def identity(layout: str, shard_bytes: int) -> str:
-    """What the folder's blocks belong to."""
+    """Returns the identity that a part's folder is marked with."""
     return f"{shard_bytes} {layout}"
 
 
 def layouts_found(settings: TierSettings) -> list[tuple[str, int]]:
-    """(layout, shard_bytes) of a pool node's folders. Of more than there may be, those used longest ago are removed:
-    what is not in use hears of no removal, and must not come back. Blocking. OSError."""
+    """Returns (layout, shard_bytes) of a pool node's folders. If there are too many, those used longest ago are
+    removed: what is not in use is told of no removal, and must not come back. It blocks. Raises OSError."""
     if settings.url:
-        return []  # an object store has no such list: a layout is opened with its first block in memory
+        return []  # an object store has no such list: its part of a layout opens with the first block in memory
     home = settings.path / "rank-0"
     if not home.is_dir():
         return []
@@ -218,7 +218,7 @@ def layouts_found(settings: TierSettings) -> list[tuple[str, int]]:
     for folder in folders:
         size, _, layout = (identity_of(Path(folder.path)) or "").partition(" ")
         if not (size.isdecimal() and layout):
-            continue  # not ours
+            continue  # not a folder of a tier
         if len(kept) < settings.layouts and layout not in dict(kept):
             kept.append((layout, int(size)))
         else:
@@ -228,8 +228,8 @@ def layouts_found(settings: TierSettings) -> list[tuple[str, int]]:
 
 
 class OwnTier:
-    """`sources.LowerTiers` of an instance. `parts()`: of its layout, in tiers that answer, the fastest first;
-    `note`: is told which blocks requests use."""
+    """Implements `sources.LowerTiers` for an instance. `parts()` returns the parts of its layout in tiers that answer,
+    the fastest first; `note` is told which blocks requests use."""
 
     def __init__(
         self,
@@ -242,11 +242,12 @@ class OwnTier:
         self._note = note
 
     def holds(self, key: bytes) -> bool:
-        """See `Lower`."""
+        """See `LowerTiers`."""
         return any(key in part.contents for part in self._parts())
 
     def ranges(self, keys: Sequence[bytes]) -> tuple[PullRange, ...]:
-        """See `Lower`: one for each run of blocks in each tier; who fails to read one there asks the next."""
+        """See `LowerTiers`: one range for each run of blocks in each tier; a reader that fails at one tier tries the
+        next."""
         own = self._ref()
         where = (own.instance_id, own.address, own.incarnation)
         found: list[PullRange] = []
@@ -258,12 +259,12 @@ class OwnTier:
         return tuple(found)
 
     def note(self, keys: Sequence[bytes]) -> None:
-        """See `Lower`."""
+        """See `LowerTiers`."""
         self._note(keys)
 
 
 def counters_of(settings: TierSettings, parts: Sequence[Part]) -> pb.TierCounters:
-    """All parts together; a read is told as of the slowest."""
+    """Returns the counters of all parts together; read times are those of the slowest part."""
     stats = [stats for part in parts for stats in part.stats.values()]
     reads = [(p.reads.read_ns, p.reads.bytes_per_s) for p in parts if p.reads.bytes_per_s]
     read_ns, bytes_per_s = min(reads, key=lambda read: read[1], default=(0, 0))
@@ -287,7 +288,7 @@ def counters_of(settings: TierSettings, parts: Sequence[Part]) -> pb.TierCounter
 
 
 def usage_of(told: pb.TierCounters) -> pb_store.TierUsage:
-    """The same for master and conductor."""
+    """Returns the same counters as master and conductor get them."""
     return pb_store.TierUsage(
         tier=told.tier,
         capacity_bytes=told.capacity_bytes,

@@ -1,4 +1,5 @@
-"""Operations on tiers at all ranks of a node: asked once, answered by every rank, or by its end."""
+"""An operation on a tier is asked once of all ranks of a node, and answered by every rank or ended by the rank's
+end."""
 
 from __future__ import annotations
 
@@ -9,11 +10,12 @@ from collections.abc import Callable, Sequence
 from kvmesh.blockservice.peer_segments import SegmentRank
 from kvmesh.ranks import protocol as m
 
-Ask = Callable[[int, int], m.ToRank]  # (rank, ticket) → what it is told
+Ask = Callable[[int, int], m.ToRank]  # (rank, ticket) → the message for that rank
 
 
 class TierRanks:
-    """On the event loop. `lost`: why nothing is answered any more."""
+    """Asks the ranks of a node for operations on tiers. It belongs to the event loop. `lost` says why nothing is
+    answered any more."""
 
     def __init__(self, ranks: Sequence[SegmentRank]) -> None:
         self.lost = ""
@@ -25,12 +27,12 @@ class TierRanks:
         return len(self._ranks)
 
     def send(self, rank: int, message: m.ToRank) -> None:
-        """What needs no answer of its own."""
+        """Sends a message that has no answer of its own."""
         self._ranks[rank].send(message)
 
     def ask(self, ask: Ask) -> asyncio.Future[list[m.TierDone | None]]:
-        """All ranks are told in this very turn: what is asked later, they hear later. Every rank's answer; None: it is
-        gone. Memory named there is the ranks' until then."""
+        """Sends a message to all ranks in this very turn of the loop, so that they get it before later ones. Returns
+        every rank's answer; None of one that is gone. Memory named in the message is the ranks' until then."""
         ticket, answers = next(self._tickets), []
         for rank, client in enumerate(self._ranks):
             done: asyncio.Future[m.TierDone | None] = asyncio.get_running_loop().create_future()
@@ -43,13 +45,13 @@ class TierRanks:
         return asyncio.gather(*answers)
 
     def said(self, rank: int, message: m.TierDone) -> None:
-        """A rank's answer."""
+        """Takes a rank's answer."""
         waiting = self._asked.pop((rank, message.ticket), None)
         if waiting is not None and not waiting.done():
             waiting.set_result(message)
 
     def lose(self, cause: str) -> None:
-        """No rank will say anything any more."""
+        """Ends all operations, because no rank will answer any more."""
         self.lost = self.lost or cause
         asked, self._asked = self._asked, {}
         for waiting in asked.values():
@@ -58,7 +60,7 @@ class TierRanks:
 
 
 def everywhere(answers: Sequence[m.TierDone | None]) -> dict[int, int]:
-    """Position → bytes of what every rank has done."""
+    """Returns position → bytes of what every rank has done."""
     whole: dict[int, int] | None = None
     for said in answers:
         done = dict(zip(said.done, said.sizes, strict=True)) if said is not None else {}

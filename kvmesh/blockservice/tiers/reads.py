@@ -1,7 +1,7 @@
 """Reads from a node's tiers below DRAM, also from one that does not answer.
 
 A rank answers soon after a read's deadline. If it does not, its disk hangs: the read ends without it, the tier is
-passed over until a probe is answered, and the memory that it may still write to stays away from everybody until then.
+passed over until a probe is answered, and memory that the tier may still write to is given to nobody until then.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvmesh.telemetry import names
 log = logging.getLogger(__name__)
 
 NS = 1_000_000_000
-GRACE_S = 5.0  # after a read's deadline: what had begun by then may take so long
+GRACE_S = 5.0  # what had begun by a read's deadline may take so long after it
 PROBE_S = 1.0  # between two probes
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
@@ -32,8 +32,9 @@ Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
 
 @dataclass(frozen=True)
 class Read:
-    """`arrived`: position → bytes; `cause`: why not all. `hung`: the memory asked for may still be written to by the
-    tier: it must not be read into again. It is kept from others until the tier lets go."""
+    """The result of a read: `arrived` maps position to bytes, `cause` says why not all arrived. `hung` means that the
+    tier may still write to the memory asked for: the caller must not read into it again, and nobody else gets it until
+    the tier lets go."""
 
     arrived: dict[int, int] = field(default_factory=dict)
     cause: str = ""
@@ -41,7 +42,7 @@ class Read:
 
 
 class TierReads:
-    """Of one node. `on_back`: a tier answers again."""
+    """Carries out the reads of one node. `on_back` is called when a tier answers again."""
 
     def __init__(self, ranks: TierRanks, spawn: Spawn, on_back: Callable[[TierLevel], None]) -> None:
         self._ranks = ranks
@@ -57,7 +58,7 @@ class TierReads:
         extents: Sequence[int],
         deadline_ns: int,
     ) -> Read:
-        """Blocks into extents that the caller has begun. Nothing new is begun after `deadline_ns`."""
+        """Reads blocks into extents that the caller has begun. Nothing new is begun after `deadline_ns`."""
         packed = b"".join(keys)
 
         def get(rank: int, ticket: int) -> m.ToRank:
@@ -91,7 +92,7 @@ class TierReads:
         return Read(arrived, self._ranks.lost or partly)
 
     def fail(self, level: TierLevel, why: str) -> None:
-        """It does not answer: said once, until it does."""
+        """Passes a tier over that does not answer, logs that once, and probes it until it answers."""
         if level.health.failing or self._ranks.lost:
             return
         level.health.failing = why
@@ -99,7 +100,7 @@ class TierReads:
         self._spawn(self._probe(level), "probe a tier")
 
     async def _probe(self, level: TierLevel) -> None:
-        """One read at a time, until one comes back right."""
+        """Probes with one read at a time, until one succeeds."""
         start = time.monotonic()
         while not self._ranks.lost:
             await asyncio.sleep(PROBE_S)
@@ -111,7 +112,7 @@ class TierReads:
             return
 
     async def _answers(self, level: TierLevel) -> bool:
-        """Whether every rank reads one block of it; one that holds none has nothing to fail with."""
+        """Whether every rank reads one block of the tier; a tier without a block answers."""
         found = ((part, key) for part in level.parts.values() if (key := part.contents.any_key()) is not None)
         part, key = next(found, (None, b""))
         if part is None:

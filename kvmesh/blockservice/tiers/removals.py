@@ -1,7 +1,7 @@
-"""Removals in what lies below DRAM, also in what this node has not looked into yet.
+"""Removals in the tiers below DRAM, also in parts that this node has not opened yet.
 
-A pool node opens a layout's place in an object store with the first block of it: what is removed before that is
-remembered, and is removed there before the place is in use.
+A pool node opens a layout's part in an object store with the first block of it: what is removed before that is
+remembered, and is removed there before the part is in use.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ Answers = asyncio.Future[list[m.TierDone | None]]
 
 
 class TierRemovals:
-    """Of one node's tiers. `unseen`: what was removed since the node came up; none: nothing comes back with a part that
-    is opened."""
+    """Removes blocks from one node's tiers. `unseen` has what was removed since the node came up; None if nothing can
+    come back with a part that is opened."""
 
     def __init__(self, ranks: TierRanks, levels: Sequence[TierLevel]) -> None:
         self._ranks = ranks
         self._levels = levels
-        self._undone: dict[Part, dict[bytes, None]] = {}  # could not be written down: found no more, but on the medium
+        self._undone: dict[Part, dict[bytes, None]] = {}  # removals that could not be written: the medium has the block
         self.unseen: Watch | None = None
 
     async def forget(self, keys: Sequence[bytes]) -> set[bytes]:
         """See `Tiering.forget`."""
         here: set[bytes] = set()
         told: list[tuple[TierLevel, Part, list[bytes], Answers]] = []
-        above: dict[str, set[bytes]] = {}  # by layout: what a faster tier was told, which may just be handing it on
-        # All parts are told in the turn in which DRAM has let go: nothing can be read from one to come back. The faster
-        # tier first: from then on it hands nothing on.
+        above: dict[str, set[bytes]] = {}  # by layout: keys told to a faster tier, which may just be handing them on
+        # All parts are told in the turn of the loop in which DRAM has dropped the blocks, so that none is read back
+        # from a tier. The faster tier is told first, so that it hands none on to the next.
         for level in self._levels:
             for layout, part in level.parts.items():
                 undone, handed = self._undone.get(part, {}), above.setdefault(layout, set())
@@ -56,7 +56,7 @@ class TierRemovals:
         return here
 
     async def _forgotten(self, part: Part, keys: Sequence[bytes], answers: Answers) -> bool:
-        """Whether these are removed for good; if not, that is still to be done when somebody asks again."""
+        """Returns whether these keys are removed for good; if not, the rest is done when somebody asks again."""
         good = await self._done(part, b"".join(keys), answers)
         undone = self._undone.setdefault(part, {})
         for key in keys:
@@ -69,12 +69,13 @@ class TierRemovals:
         return good
 
     def lingering(self, part: Part) -> list[bytes]:
-        """What a part that has just been opened holds, though it was removed here. O(blocks)."""
+        """Returns keys that a part that has just been opened holds, although they were removed here. Its cost is
+        O(blocks)."""
         unseen = self.unseen
         return [] if unseen is None else [key for key in part.contents.keys() if unseen.gone(key)]  # noqa: SIM118
 
     async def purge(self, part: Part, keys: Sequence[bytes]) -> str:
-        """These go, before anybody may read there; why they did not."""
+        """Removes these keys before anybody may read there; returns why they could not be, or ""."""
         for start in range(0, len(keys), SLICE):
             packed = b"".join(keys[start : start + SLICE])
             if not await self._done(part, packed, self._tell(part, packed)):
@@ -85,7 +86,7 @@ class TierRemovals:
         return self._ranks.ask(lambda _, ticket: m.TierRemove(ticket, part.tier, part.number, packed))
 
     async def _done(self, part: Part, packed: bytes, answers: Answers) -> bool:
-        """Whether every rank has written that down, at last."""
+        """Whether every rank has written the removal, within REMOVE_TRIES."""
         for last in (False,) * (REMOVE_TRIES - 1) + (True,):
             try:
                 if len(everywhere(await asyncio.wait_for(answers, REMOVE_S))) == len(packed) // 16:

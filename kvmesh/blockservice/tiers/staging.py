@@ -1,6 +1,6 @@
-"""Blocks below DRAM that others want to lease: read into extents first, within a budget.
+"""Blocks below DRAM that others want to lease are read into extents first, within a budget.
 
-Past the budget a block is simply not held, and its reader computes it or asks somebody else.
+Past the budget a block is simply not held, and its reader computes it or asks another node.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
 
 
 class Staging:
-    """Of one node. `percent` of its memory may be written to for others at once; `read`, `follow` and `spawn` are
-    `Tiering`'s."""
+    """Stages the blocks of one node. `percent` of its memory may be written to for others at once; `read`, `follow` and
+    `spawn` are those of `Tiering`."""
 
     def __init__(
         self, partitions: Partitions, percent: int, read: ReadFrom, follow: Callable[[Partition], None], spawn: Spawn
@@ -44,13 +44,13 @@ class Staging:
     async def stage(
         self, parts: Sequence[Part], layout: str, keys: Sequence[bytes], timeout_s: float
     ) -> dict[bytes, Tier]:
-        """For a reader's lease: bring what only `parts` have (the fastest tier first) into DRAM, as far as the budget
-        goes and the time. Returns where each key of those that are in DRAM now was found. `layout` "": any. What one
-        tier fails to give, the next one is asked for. Whoever is cancelled while waiting stops nothing."""
+        """Brings blocks that only `parts` have (the fastest tier first) into DRAM for a reader's lease, as far as
+        budget and time go. Returns, for each key that is in DRAM now, where it was found. `layout` "" means any. What
+        one tier fails to give, the next one is asked for. A caller that is cancelled while waiting stops nothing."""
         held = dict.fromkeys(self._in_dram(layout, keys), Tier.DRAM)
         found: dict[bytes, Tier] = {}  # where each was last asked for
         asked: set[tuple[int, bytes]] = set()
-        refused: set[bytes] = set()  # over the budget
+        refused: set[bytes] = set()  # keys over the budget
         deadline_ns = time.monotonic_ns() + int(timeout_s * NS)
         while (left_s := (deadline_ns - time.monotonic_ns()) / NS) > 0 or not asked:
             waits: set[asyncio.Task[None]] = set()
@@ -69,7 +69,7 @@ class Staging:
         return held
 
     def _from(self, part: Part, keys: list[bytes], deadline_ns: int) -> set[asyncio.Task[None]]:
-        """The reads of these out of one tier, those under way too."""
+        """Returns the reads of these keys out of one tier, also those under way."""
         waits = {part.staging[key] for key in keys if key in part.staging}
         for partition, begun in self._begun(part, [key for key in keys if key not in part.staging]):
             task = self._spawn(self._stage(part, partition, begun, deadline_ns), "stage")
@@ -82,11 +82,12 @@ class Staging:
         return [key for key in keys if any(store.holds(key) for store in stores)]
 
     def _begun(self, part: Part, keys: list[bytes]) -> Iterator[tuple[Partition, list[tuple[bytes, int]]]]:
-        """What of these blocks, which lie below, is to be read now, and where to: nobody loses memory for the rest."""
+        """Yields which of these blocks are to be read now, and into which extents. Nothing is evicted for the
+        others."""
         by_size: dict[int, list[bytes]] = {}
         for key in keys:
             size = part.shard_bytes or part.contents.sizes.get(key, 0)
-            if size:  # else it went while its rank told of it
+            if size:  # unknown if the block was dropped just now
                 by_size.setdefault(part.shard_bytes or size_class(size), []).append(key)
         for size, some in by_size.items():
             wanted = self._affordable(some, size)
@@ -105,7 +106,8 @@ class Staging:
                 yield partition, begun
 
     def _affordable(self, keys: list[bytes], size: int) -> list[bytes]:
-        """What the budget has room for, from the first on: a chain's head is of use without its tail."""
+        """Returns the keys that the budget has room for, from the first on: a chain's head is of use without its
+        tail."""
         budget = self._partitions.capacity_bytes * self._percent // 100 - self._staged_bytes
         wanted = keys[: max(budget // size, 0 if self._staged_bytes else 1)]
         if len(wanted) < len(keys):
@@ -119,7 +121,7 @@ class Staging:
             arrived = (await self._read(part, partition, keys, extents, deadline_ns)).arrived
         finally:
             self._staged_bytes -= len(begun) * partition.shard_bytes
-            for at in reversed(range(len(keys))):  # the head of a chain is to live longest
+            for at in reversed(range(len(keys))):  # the head of a chain is sealed last, to be evicted last
                 del part.staging[keys[at]]
                 if at in arrived:
                     partition.store.seal(keys[at], arrived[at])

@@ -1,12 +1,13 @@
-"""All I/O around the tiers below DRAM of one node: front's side. The ranks own folders and bytes (`tier_worker`).
+"""This module does all I/O around the tiers below DRAM of one node, at its front. The ranks own folders and bytes
+(`tier_worker`).
 
     seal ─▶ WriteBehind ─▶ TierPut (extents borrowed meanwhile) ─▶ TierChanged ─▶ announced, `replicated`
                                 └─ the first tier's own eviction ─▶ TierMoving ─▶ the next tier (rank to rank)
     own pulls ─▶ read ─▶ TierGet into the job's extents
     others' leases ─▶ stage ─▶ begin, TierGet, seal ─▶ leased like any other block
 
-Everything runs on one event loop. What is decided is in `tier_brain`. Extents that a rank was told of go back only when
-it has answered, or is gone.
+Everything runs on one event loop. Decisions are in `brain.py`. Extents that a rank was told of go back only when it has
+answered, or is gone.
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ log = logging.getLogger(__name__)
 
 NS = 1_000_000_000
 OPEN_S = 120.0
-WRITES = 2  # operations of one part at once: one is written while the next is made
-WRITE_S = 60.0  # a write that has not ended by then: the tier is passed over
-FRESH_S = 1.0  # so long a block that was read from below is left to whoever it was read for
+WRITES = 2  # write operations of one part at once: one is written while the next is made
+WRITE_S = 60.0  # a tier whose write has not ended by then is passed over
+FRESH_S = 1.0  # how long a block that was read from a tier is left to whoever it was read for
 CLOSE_S = 2.0
 
 
 class Tiering:
-    """One node's tiers below DRAM, the fastest first: in use from `open` on. What DRAM evicts goes to the first; what
-    that evicts, to the second. `follow`: said of every partition that comes up later."""
+    """One node's tiers below DRAM, the fastest first; they are in use from `open` on. What DRAM evicts goes to the
+    first tier; what that evicts, to the second. `follow` is to be called for every partition that is made later."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class Tiering:
     # ── life ─────────────────────────────────────────────────────────────────────────────────────
 
     async def open(self) -> None:
-        """Recover what the tiers hold. ConfigError names ssd_path or object_url: it cannot be used."""
+        """Recovers what the tiers hold. Raises ConfigError naming ssd_path or object_url when a tier cannot be used."""
         if self._settings.layouts:
             try:
                 for layout, shard_bytes in await asyncio.to_thread(layouts_found, self._settings):
@@ -103,22 +104,23 @@ class Tiering:
             level.add(number, layout, shard_bytes)
 
     def _open(self, layout: str) -> None:
-        for level in reversed(self.levels):  # what takes what another one evicts, before that one
+        for level in reversed(self.levels):  # a tier opens after the one that takes what it evicts
             level.open(level.parts[layout])
 
     def remember(self, removed: Watch) -> None:
-        """What is removed at this node, from now on: said once, before anything is. To be said where a tier may hold
-        blocks of layouts that it opens later, as an object store does."""
+        """Gives the watch of what is removed at this node. It is called once, before anything is removed, where a tier
+        may hold blocks of layouts that it opens later, as an object store does."""
         self._removals.unseen = removed
 
     def follow(self, partition: Partition) -> None:
-        """From now on what is sealed there is written below. Cheap; again and again for the same one is right."""
+        """Writes what is sealed in this partition to the tier from now on. It is cheap, and may be called again for the
+        same one."""
         if partition.store.on_added is not None:
             return
         layout, shard_bytes = home(partition)
         if layout not in self.levels[0].parts:
             if len(self.levels[0].parts) >= max(self._settings.layouts, 1):
-                return  # the tier is for others; GetStore says so
+                return  # the tier keeps as many layouts as it may; GetStore reports that
             self._add(layout, shard_bytes)
             self._open(layout)
         parts = [level.parts[layout] for level in self.levels]
@@ -129,7 +131,7 @@ class Tiering:
         def added(key: bytes) -> None:
             if key in followed:
                 followed.promotion.sealed(key, time.monotonic_ns())
-            elif self._settings.layouts:  # a pool node: no request has said that it uses this
+            elif self._settings.layouts:  # at a pool node no request tells which blocks it uses
                 followed.part.note([key])
             if key not in followed.part.contents:
                 followed.behind.added()
@@ -138,13 +140,14 @@ class Tiering:
         partition.store.on_added = added
 
     def ranks_lost(self, cause: str) -> None:
-        """Nothing will be answered any more, and nobody can read what lies there."""
+        """Ends all operations because the ranks are gone, and nobody can read what the tiers hold."""
         self._ranks.lose(cause)
         for level in self.levels:
             level.lost(cause)
 
     async def close(self) -> None:
-        """End what is under way; what a rank keeps for too long ends as if it were gone. Bounded."""
+        """Ends what is under way, within a bounded time; what a rank keeps for too long ends as if the rank were
+        gone."""
         if self._tasks:
             await asyncio.wait(set(self._tasks), timeout=CLOSE_S)
         self.ranks_lost("the node is closing")
@@ -165,7 +168,7 @@ class Tiering:
     # ── ranks ────────────────────────────────────────────────────────────────────────────────────
 
     def rank_said(self, rank: int, message: m.ToFront) -> bool:
-        """Whether it was for a tier."""
+        """Takes a message of a rank; returns whether it was for a tier."""
         match message:
             case m.TierDone():
                 self._ranks.said(rank, message)
@@ -233,12 +236,12 @@ class Tiering:
             self._spawn(self._write(followed, keys), "write behind")
 
     def _keeps(self, partition: Partition) -> bool:
-        """Whether it is there still: a pool node gives up those that hold nothing."""
+        """Whether the partition is still there: a pool node gives up partitions that hold nothing."""
         return self._partitions.get(partition.layout) is partition
 
     async def _write(self, followed: FollowedPartition, wanted: list[bytes]) -> None:
         part, partition, store = followed.part, followed.partition, followed.partition.store
-        # What is removed from now on, the ranks hear of after this.
+        # The ranks are told of a removal from now on after this write, and so remove what it has written.
         keys = [key for key in wanted if store.holds(key)]
         extents = store.borrow(keys)
         sizes = tuple(size or partition.shard_bytes for size in store.sizes(keys))
@@ -257,7 +260,7 @@ class Tiering:
                 del part.writing[key]
             followed.progress.set()
             followed.progress = asyncio.Event()
-        # To be written was no use of them: unless somebody used them meanwhile, they are the first to go again.
+        # Borrowing them made them look used. Unless somebody really used them meanwhile, they are to be evicted first.
         store.evict_first([keys[at] for at in sorted(stored) if part.sketch.estimate(keys[at]) <= uses[at]])
         followed.behind.refused(key for at, key in enumerate(keys) if at not in stored)
         names.NODE_TIER_WRITTEN.labels(tier=part.tier.name.lower()).inc(len(stored))
@@ -269,16 +272,16 @@ class Tiering:
         done, _ = await asyncio.wait({asked}, timeout=WRITE_S)
         if not done:
             self._reads.fail(self.levels[0], f"a write of {len(keys)} blocks has not ended in {WRITE_S:g} s")
-        return await asked  # the memory is the tier's until then
+        return await asked  # the tier may use the memory until then
 
     def takes(self, layout: str, nbytes: int) -> bool:
-        """Whether a block of so many bytes can ever be written below DRAM; whoever puts larger ones has no reason to
-        wait for that. A layout that is not here yet: yes."""
+        """Whether a block of `nbytes` bytes can ever be written below DRAM: a put of larger ones has no reason to wait
+        for that. True for a layout that is not here yet."""
         part = self.levels[0].parts.get(layout)
         return part is None or nbytes <= part.largest
 
     async def room(self, partition: Partition, blocks: int, wait_s: float) -> None:
-        """Wait until so many more blocks would evict none that the tier is still to take, at most `wait_s`."""
+        """Waits until `blocks` more blocks would evict none that the tier is still to take, at most `wait_s`."""
         self.follow(partition)
         followed = self._followed.get(partition.layout)
         if followed is None or not followed.part.ready:
@@ -300,7 +303,7 @@ class Tiering:
     async def read(
         self, partition: Partition, keys: Sequence[bytes], extents: Sequence[int], deadline_ns: int, tier: Tier
     ) -> Read:
-        """Blocks of one tier into extents that the caller has begun. Nothing new is begun after `deadline_ns`."""
+        """Reads blocks of one tier into extents that the caller has begun. Nothing new is begun after `deadline_ns`."""
         layout = home(partition)[0]
         part = next((part for level in self.levels if level.tier is tier for part in level.ready(layout)), None)
         if part is None:
@@ -313,8 +316,8 @@ class Tiering:
         return await self._reads.read(self._level(part.tier), part, partition, keys, extents, deadline_ns)
 
     def below(self, layout: str, key: bytes) -> tuple[Tier, str, int] | None:
-        """(tier, layout, bytes of a shard) of a block that lies there, in the fastest one; `layout` "": of any. None:
-        it does not."""
+        """Returns tier, layout and bytes of a shard of a block, in the fastest tier that has it; None if none has.
+        `layout` "" means any."""
         for part in self._ready(layout):
             if key in part.contents:
                 return part.tier, part.layout, part.shard_bytes or part.contents.sizes.get(key, 0)
@@ -326,7 +329,8 @@ class Tiering:
         return await self._staging.stage(self._ready(layout), layout, keys, timeout_s)
 
     def used(self, layout: str, keys: Sequence[bytes]) -> None:
-        """Somebody uses these, wherever they lie: what is used often deserves its place. `layout` "": of any."""
+        """Notes that somebody uses these blocks, wherever they lie: what is used often deserves its place. `layout` ""
+        means any."""
         for name, part in self.levels[0].parts.items():
             if layout in ("", name):
                 part.note(keys)
@@ -337,27 +341,29 @@ class Tiering:
     # ── removal ──────────────────────────────────────────────────────────────────────────────────
 
     async def forget(self, keys: Sequence[bytes]) -> set[bytes]:
-        """None is found in any tier from now on, nor after a restart; returns those that were. Unavailable: that could
-        not be written; say it again. The caller has removed them from DRAM before."""
+        """Removes blocks from all tiers, also for after a restart; returns those that were there. Raises Unavailable
+        when that could not be written: it is to be repeated then. The caller has removed them from DRAM before."""
         return await self._removals.forget(keys)
 
     # ── what is told of it ───────────────────────────────────────────────────────────────────────
 
     def lower(self, layout: str) -> OwnTier | None:
-        """For the brain of the instance that keeps this layout."""
+        """Returns the tiers as the brain of the instance that keeps this layout asks them."""
         first = self.levels[0].parts.get(layout)
         return OwnTier(lambda: self._ready(layout), self._ref, first.note) if first is not None else None
 
     def keys(self) -> list[bytes]:
-        """Of all blocks in all tiers. O(blocks)."""
+        """Returns the keys of all blocks in all tiers. Its cost is O(blocks)."""
         return list(dict.fromkeys(key for level in self.levels for key in level.source.keys()))  # noqa: SIM118
 
     def named(self) -> list[bytes]:
-        """Of blocks that any rank has in any tier, or that move there, some twice. A copy of tables."""
+        """Returns the keys of blocks that any rank has in any tier, or that move there, some twice. It copies
+        tables."""
         return [key for level in self.levels for key in level.source.named()]
 
     def tidy(self) -> None:
-        """Now and then: what becomes of blocks that were read from below."""
+        """Decides which blocks that were read from tiers stay in DRAM, and tells ranks what was used. It is called
+        regularly."""
         before = time.monotonic_ns() - int(FRESH_S * NS)
         for layout, followed in list(self._followed.items()):
             part, store = followed.part, followed.partition.store
@@ -377,12 +383,12 @@ class Tiering:
 
     @property
     def usages(self) -> list[pb_store.TierUsage]:
-        """For master and conductor: what each tier holds, and what a read takes."""
+        """What each tier holds and how long a read takes, for master and conductor."""
         return [usage_of(level.counters) for level in self.levels]
 
     @property
     def counters(self) -> list[pb.TierCounters]:
-        """For GetStore: each tier's."""
+        """Each tier's counters, for GetStore."""
         told = [level.counters for level in self.levels]
         strangers = len({home(partition)[0] for partition in self._partitions.all()} - self.levels[0].parts.keys())
         for each in told:
@@ -395,6 +401,6 @@ class Tiering:
 
 
 def _would_lose(followed: FollowedPartition, blocks: int) -> bool:
-    """Whether so many more blocks would evict one that no tier has, and the first could take."""
+    """Whether `blocks` more blocks would evict one that no tier has, and the first could take."""
     going = followed.partition.store.coldest(blocks - unused(followed.partition))
     return any(key not in followed and followed.takes(key) for key in going)

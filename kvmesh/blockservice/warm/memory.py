@@ -1,4 +1,4 @@
-"""The front's side of memory that outlives it (`--warm-segment`): its table, and the talk with its ranks.
+"""For memory that outlives it (`--warm-segment`) the front keeps a table, and sends messages to its ranks.
 
 <warm_segment>/table    `warm_table.BlockTable`; ranks keep rank-N.kv and rank-N.sums (`warm_segment`)
 """
@@ -22,14 +22,14 @@ from kvmesh.ranks.warm_table import BlockTable, Entry
 
 log = logging.getLogger(__name__)
 
-VERIFY_S = 60.0  # what is not verified by then is given up
-ROWS = 4096  # in one message
+VERIFY_S = 60.0  # blocks that are not verified by then are given up
+ROWS = 4096  # rows in one message
 
-Found = Iterable[tuple[int, Entry | None]]  # extents that held something, and what, if that is known
+Found = Iterable[tuple[int, Entry | None]]  # extents that held something, with the block's entry where it is known
 
 
 class Rank(Protocol):
-    """What is needed of kvmesh.ranks.client.RankClient."""
+    """The part of kvmesh.ranks.client.RankClient that is needed here."""
 
     @property
     def ready(self) -> m.Ready: ...
@@ -38,11 +38,12 @@ class Rank(Protocol):
 
 
 class WarmMemory:
-    """Of one process, on its event loop. `close` when nobody can ask its stores for anything any more. `settled`: what
-    comes back is back, and no extent is held back for readers of the last life."""
+    """Manages the warm memory of one process, on its event loop. `close` it when nobody can ask its stores for anything
+    any more. `settled` is set when all blocks that can come back are back, and no extent is held back for readers of
+    the last incarnation."""
 
     def __init__(self, folder: str, ranks: Sequence[Rank], slots: int, incarnation: int) -> None:
-        """ConfigError naming warm_segment: another living process has the table."""
+        """Raises ConfigError naming warm_segment when another living process has the table."""
         self.folder = folder
         self._ranks = ranks
         readies = [rank.ready for rank in ranks]
@@ -59,7 +60,7 @@ class WarmMemory:
         self._letting_go: asyncio.TimerHandle | None = None
         self._restoring: list[WarmStore] = []
         self._then: Callable[[], None] = _nothing
-        self._stores: weakref.WeakSet[WarmStore] = weakref.WeakSet()  # a pool node's come and go
+        self._stores: weakref.WeakSet[WarmStore] = weakref.WeakSet()  # weak, as a pool node's stores come and go
         self._started = time.monotonic()
         self._found = 0
         self._closed = False
@@ -67,18 +68,18 @@ class WarmMemory:
 
     @property
     def unknown(self) -> bool:
-        """The memory is the last life's, and nobody knows what was where."""
+        """Whether the memory is the last incarnation's and it is unknown what was where."""
         return self._until_ns > 0 and not self.table.kept
 
     def journal(self, store: NodeStore, place: Place) -> WarmStore:
-        """What this store does is written down from now on."""
+        """Writes down what this store does from now on."""
         found = WarmStore(store, place, self.table, len(self._ranks), self._add)
         self._stores.add(found)
         return found
 
     def keep(self, store: NodeStore, shard_bytes: int) -> None:
-        """All blocks of an instance's store, whose extents are the ranks' host extents. Once: what the last life left
-        comes back, block by block."""
+        """Keeps all blocks of an instance's store, whose extents are the ranks' host extents. It is called once: what
+        the last incarnation left comes back, block by block."""
         found: Found = []
         if self.table.kept:
             found = [(e.slot, e) if isinstance(e, Entry) else (e, None) for e in self.table.entries()]
@@ -88,7 +89,7 @@ class WarmMemory:
         self.restore([(self.journal(store, place), found)])
 
     def restore(self, restores: Sequence[tuple[WarmStore, Found]], then: Callable[[], None] | None = None) -> None:
-        """What is to come back; `then` is called when no reader of the last life is left."""
+        """Begins to bring blocks back; `then` is called when no reader of the last incarnation is left."""
         self._restoring = [warm for warm, _ in restores]
         self._then = then or _nothing
         rows = [row for warm, found in restores for row in warm.restore(found)]
@@ -99,11 +100,11 @@ class WarmMemory:
         self._progress()
 
     def candidates(self) -> list[bytes]:
-        """Keys that may still come back: whoever removes by more than the key asks for these too."""
+        """Returns the keys that may still come back: a removal by prefix must look at these too."""
         return [key for warm in self._restoring for key in warm.candidates()]
 
     def rank_said(self, message: m.ToFront) -> bool:
-        """Whether it was for us."""
+        """Takes a message of a rank; returns whether it was for the warm memory."""
         if not isinstance(message, m.WarmVerified):
             return False
         if not self._closed:
@@ -113,7 +114,7 @@ class WarmMemory:
         return True
 
     def close(self) -> None:
-        """Leaves everything to the next life. Idempotent."""
+        """Leaves everything to the next incarnation. It may be called more than once."""
         if self._closed:
             return
         self._flush()

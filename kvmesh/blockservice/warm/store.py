@@ -1,9 +1,10 @@
-"""A node store whose blocks outlive it: writes down what it seals and lets go, and takes back what the last life left.
+"""A node store whose blocks outlive it: writes down what it seals and drops, and takes back what the last incarnation
+left.
 
     start:  every extent that held something is taken ─▶ verified by all ranks ─▶ adopted, found, announced
             ─ all looked at, no reader of the last life left ─▶ let go: idle blocks like any others, the rest is free
 
-Pure: what ranks are to be told comes out of `tell`, what they say goes into `verified`.
+Pure: messages for ranks go to `tell`, their answers into `verified`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.ranks.protocol import WarmRow
 from kvmesh.ranks.warm_table import BlockTable, Entry, Held
 
-AGE = 256  # sealings that count as of one time: within it a chain's tail goes before its head
+AGE = 256  # so many sealings count as one time, within which a chain's tail is evicted before its head
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a store's extents lie. `slot`: of the table, by extent; `offset`: in the ranks' host regions, alike; `run`:
-    see `Entry.place`. `shared`: several extents have one slot; they do not come back, and what was there is held."""
+    """Where a store's extents lie. `slot` gives the slot of the table of an extent, `offset` its offset in the ranks'
+    host regions (the same at all), and `run` is as in `Entry.place`. With `shared` several extents have one slot; they
+    do not come back, and what was there is held."""
 
     shard_bytes: int
     slot: Callable[[int], int]
@@ -32,7 +34,8 @@ class Place:
 
 
 class WarmStore:
-    """The journal of `store`, which is empty; on its thread. `tell`: sums are wanted of this row, by all `ranks`."""
+    """The journal of `store`, which is empty at first; it belongs to the store's thread. `tell` gets rows of which all
+    `ranks` ranks are to make checksums."""
 
     def __init__(
         self, store: NodeStore, place: Place, table: BlockTable, ranks: int, tell: Callable[[WarmRow], None]
@@ -42,21 +45,21 @@ class WarmStore:
         self._table = table
         self._ranks = ranks
         self._tell = tell
-        self._taken: set[int] = set()  # extents of the last life that are not let go
-        self._wanted: dict[int, tuple[int, Entry]] = {}  # slot → extent of a block that is not decided upon
-        self._slots: dict[bytes, int] = {}  # key → slot of those
+        self._taken: set[int] = set()  # extents of the last incarnation that are not released yet
+        self._wanted: dict[int, tuple[int, Entry]] = {}  # slot → extent and entry of a block not decided upon
+        self._slots: dict[bytes, int] = {}  # key → slot of the blocks in `_wanted`
         self._good: dict[int, int] = {}  # slot → ranks that have verified it
-        self._asked: set[int] = set()  # slots of ours
-        self._answers = 0  # of those, from all ranks, that are to come
-        self._back: list[tuple[Entry, int]] = []  # adopted, and held until `let_go`
+        self._asked: set[int] = set()  # slots of this store that ranks were asked to verify
+        self._answers = 0  # answers for them that are still to come, from all ranks
+        self._back: list[tuple[Entry, int]] = []  # blocks that were adopted, and are held until `let_go`
         self._adopting = False
         store.journals.append(self)
 
     # ── Journal ───────────────────────────────────────────────────────────────────────────────────
 
     def sealed(self, key: bytes, extent: int, nbytes: int | None) -> None:
-        """Written down at once, summed later."""
-        if self._adopting:  # it stands there already
+        """Writes a sealed block down at once; its checksum follows."""
+        if self._adopting:  # the table has it already
             return
         place = self._place
         if place.shared:
@@ -67,25 +70,25 @@ class WarmStore:
         self._tell(self._row(entry, extent))
 
     def gone(self, key: bytes, extent: int, held: bool) -> None:
-        """No life will find it any more."""
+        """Clears the entry of a block that was dropped: no later incarnation finds it."""
         self._clear(extent, held or extent in self._taken)
 
     def removed(self, keys: Sequence[bytes]) -> None:
-        """Nor those that have not been verified yet."""
+        """Drops removed blocks that have not been verified yet."""
         for key in keys:
             slot = self._slots.get(key)
             if slot is not None:
                 self._drop(slot)
 
     def candidates(self) -> list[bytes]:
-        """Keys that may still come back."""
+        """Returns the keys that may still come back."""
         return list(self._slots)
 
     # ── the last life's blocks ────────────────────────────────────────────────────────────────────
 
     def restore(self, found: Iterable[tuple[int, Entry | None]]) -> list[WarmRow]:
-        """`found`: extents that held something, and what, if that is known. They are taken, all others stay free.
-        Returns what all ranks are to verify, in the order in which it should be done."""
+        """Takes the extents of `found`, which held something (with the entry where it is known); all others stay free.
+        Returns what all ranks are to verify, in the order in which that should be done."""
         store, held = self._store, dict(found)
         if not held:
             return []
@@ -107,7 +110,7 @@ class WarmStore:
         return [self._row(entry, extent) for extent, entry in order]
 
     def verified(self, slots: Sequence[int], good: Sequence[int]) -> None:
-        """One rank's word about some rows; those of other stores are passed over."""
+        """Takes one rank's answer about some rows; rows of other stores are passed over."""
         slots = [slot for slot in slots if slot in self._asked]
         self._answers -= len(slots)
         for slot in self._asked.intersection(good):
@@ -125,14 +128,14 @@ class WarmStore:
 
     @property
     def back(self) -> int:
-        """Blocks adopted."""
+        """How many blocks were adopted."""
         return len(self._back)
 
     def let_go(self) -> None:
-        """No reader of the last life is left: its extents are like any others."""
+        """Releases all extents, when no reader of the last incarnation is left: they are like any others then."""
         for slot in list(self._wanted):
             self._drop(slot)
-        # Released from the last to the first: the first one is the most recent then.
+        # They are released from the last to the first, which makes the first one the most recently used.
         back = sorted(self._back, key=lambda one: _age(one[0]), reverse=True)
         adopted = [extent for _, extent in back]
         rest = sorted(self._taken.difference(adopted))
@@ -144,7 +147,7 @@ class WarmStore:
         self._store.release(rest)
 
     def close(self) -> None:
-        """What the store does from now on is written down no more."""
+        """Stops writing down what the store does."""
         if self in self._store.journals:
             self._store.journals.remove(self)
 
@@ -156,7 +159,7 @@ class WarmStore:
     def _adopt(self, extent: int, entry: Entry) -> None:
         del self._slots[entry.key]
         nbytes = None if entry.nbytes == self._place.shard_bytes else entry.nbytes
-        self._store.share((extent,))  # ours, until `let_go`
+        self._store.share((extent,))  # a reference of the journal's own, until `let_go`
         self._adopting = True
         try:
             adopted = self._store.adopt(entry.key, extent, nbytes)
@@ -179,5 +182,5 @@ class WarmStore:
 
 
 def _age(entry: Entry) -> tuple[int, int, int]:
-    """Greater: more recent."""
+    """Returns a sort key that is greater for a more recent block."""
     return entry.life, entry.serial // AGE, -entry.serial

@@ -1,4 +1,4 @@
-"""Checksums of spans of a rank's host region, on a thread of their own: xxhash lets others run meanwhile."""
+"""Checksums of spans of a rank's host region are made in a thread of their own: xxhash releases the GIL meanwhile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger("kvmesh.rank")
 
 
 class Sums:
-    """One thread, made when the first sum is asked for. `close` before the memory goes."""
+    """Makes checksums in one thread, started when the first is asked for. `close` it before the memory is freed."""
 
     def __init__(self, region: Region, send: Callable[[m.ToFront], None]) -> None:
         self._region = region
@@ -27,14 +27,14 @@ class Sums:
         self._closed = False
 
     def add(self, asked: m.Sum) -> None:
-        """Summed follows, always."""
+        """Takes a request, which Summed always answers."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="sums", daemon=True)
             self._thread.start()
         self._asked.put(asked)
 
     def close(self) -> None:
-        """What is not summed yet is not answered any more."""
+        """Ends the thread. Requests that have not begun are not answered any more."""
         self._closed = True
         if self._thread is not None:
             self._asked.put(None)
@@ -48,7 +48,7 @@ class Sums:
                 continue
             try:
                 self._send(m.Summed(asked.ticket, tuple(map(self._sum, asked.offsets, asked.sizes))))
-            except Exception as error:  # whatever the front said, this rank goes on
+            except Exception as error:  # whatever the front has sent, this rank goes on
                 log.exception("sum %d", asked.ticket)
                 self._send(m.Summed(asked.ticket, (), f"{type(error).__name__}: {error}"))
 

@@ -4,8 +4,9 @@ On a CPU pages lie in registered memory: peers land in them, pushes read them, c
 device's pages are out of the transfer engine's reach (`StagedMemory`): KV lands in host extents, what is pushed goes
 through pinned staging memory (`stager`), and copies run beside the steps.
 
-Order, of every kind of memory: a copy sees all that steps have written before it was asked for; `done` is called from
-`poll`, or at once, when the bytes are there. Until then neither end may be used for anything else, by a step either.
+The order is the same for every kind of memory: a copy sees all that steps have written before it was asked for; `done`
+is called from `poll`, or at once, when the bytes are there. Until then neither end may be used for anything else, by a
+step either.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
 from kvmesh.transfer import Region, TransferEngine
 
-EXTENTS_SHARE = 0.25  # of the host's free memory, for the extents of a device whose operator names no number
+EXTENTS_SHARE = 0.25  # of the host's free memory, for the extents of a device where the operator gives no number
 
 
 class CopiesDone(NamedTuple):
-    """`bad`: positions of blocks whose KV is not finite, if that was asked for."""
+    """Reports the end of a copy. `bad` are positions of blocks whose KV is not finite, if that was asked for."""
 
     start_ns: int
     end_ns: int
@@ -43,12 +44,12 @@ OnDone = Callable[[CopiesDone], None]
 
 
 class DeviceMemory(ABC):
-    """`pages` and, after `open_extents`, `extents`: `[blocks, layers, 2, kv_heads, block_tokens, head_dim]`.
-    `page_region` is None where peers and pushes cannot reach pages. `seal_bytes` and `move_bytes`: what may be copied
-    between two steps at most, because nobody and because somebody waits for it."""
+    """Manages the memory of one rank: `pages` and, after `open_extents`, `extents`, both `[blocks, layers, 2, kv_heads,
+    block_tokens, head_dim]`. `page_region` is None where peers and pushes cannot reach pages. Between two steps at most
+    `seal_bytes` are copied that nobody waits for, and `move_bytes` that somebody waits for."""
 
-    seal_bytes = 8 << 20  # about a millisecond of copying and looking
-    move_bytes = 64 << 20  # about ten: a step with a chunk of a prompt takes far longer
+    seal_bytes = 8 << 20  # about a millisecond of copying and checking
+    move_bytes = 64 << 20  # about ten milliseconds: a step with a chunk of a prompt takes far longer
     page_region: Region | None = None
     pages: torch.Tensor
     extents: torch.Tensor
@@ -62,43 +63,43 @@ class DeviceMemory(ABC):
         return pages_over(region.memory, self.layout, blocks, self.dtype)
 
     def open_extents(self, region: Region, blocks: int) -> None:
-        """The host segment's memory is there."""
+        """Makes `extents` of the host segment's memory."""
         self.extents = self.over(region, blocks)
 
     @abstractmethod
     def copy(self, pairs: Sequence[Pair], done: OnDone, *, into_pages: bool, check: bool = False) -> None:
-        """Each source to its target, in order; `check` looks for values that are not finite."""
+        """Copies each source to its target, in order; `check` looks for values that are not finite."""
 
     @abstractmethod
     def poll(self) -> None:
-        """Say what has been done since."""
+        """Calls `done` of the copies that have ended since."""
 
     @property
     @abstractmethod
     def copying(self) -> bool:
-        """`poll` will have something to say."""
+        """Whether copies are under way, so that `poll` will have something to do."""
 
     @abstractmethod
     def keep_pace(self, meanwhile: Callable[[], None]) -> None:
-        """A layer was launched: wait while the device is too far behind, calling `meanwhile`."""
+        """Waits while the device is too far behind a layer that was launched, and calls `meanwhile`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Before the transfer engine's memory goes."""
+        """Releases the memory, before the transfer engine's memory is freed."""
 
 
 class Synchronous:
-    """A device that does at once what it is told."""
+    """Is a device that carries out everything at once."""
 
     def keep_pace(self, meanwhile: Callable[[], None]) -> None:
-        """It is never behind."""
+        """Returns at once: the device is never behind."""
 
     def close(self) -> None:
-        """Nothing is its own."""
+        """Does nothing: the device has nothing to release."""
 
 
 class CpuMemory(Synchronous, DeviceMemory):
-    """Pages in a region of their own, which peers may be invited to write to."""
+    """Has pages in a region of their own, which peers may be allowed to write to."""
 
     def __init__(
         self, configure: m.Configure, layout: ShardLayout, num_pages: int, engine: TransferEngine, home: str
@@ -115,11 +116,11 @@ class CpuMemory(Synchronous, DeviceMemory):
     copying = False
 
     def poll(self) -> None:
-        """All of it has been said."""
+        """Does nothing: every copy ends at once."""
 
 
 def move(pairs: Sequence[Pair], check: bool) -> tuple[int, ...]:
-    """Between places on the host; positions of what is not finite."""
+    """Copies between places on the host; returns the positions of blocks that are not finite."""
     bad = []
     for at, (target, source) in enumerate(pairs):
         target.copy_(source)
@@ -129,27 +130,27 @@ def move(pairs: Sequence[Pair], check: bool) -> tuple[int, ...]:
 
 
 def finite(block: torch.Tensor) -> bool:
-    """Whether a block's KV holds neither NaN nor infinity: the sum would show it. About as dear as the copy."""
+    """Whether a block's KV contains neither NaN nor infinity, as its sum shows. It costs about as much as the copy."""
     return math.isfinite(total(block).item())
 
 
 def total(block: torch.Tensor) -> torch.Tensor:
-    """A sum that overflows for no finite KV; float32 has no wider type that is as fast."""
+    """Returns a sum that overflows for no finite KV; float32 has no wider type that is as fast."""
     return block.sum(dtype=torch.float32 if block.dtype == torch.float16 else None)
 
 
 class Copy(Protocol):
-    """One call of `copy` under way."""
+    """Is one call of `copy` under way."""
 
     def over(self) -> bool: ...
 
     def bad(self) -> tuple[int, ...]:
-        """Once it is over."""
+        """Returns the positions that are not finite, once the copy is over."""
 
 
 class StagedMemory(DeviceMemory):
-    """Pages that only the device reaches. `staging`: registered memory of `slots` times `slot_bytes`, which bytes go
-    through on their way to peers."""
+    """Has pages that only the device reaches. `staging` is registered memory of `slots` times `slot_bytes`, which bytes
+    go through on their way to peers."""
 
     staging_bytes = 256 << 20
     least_slot_bytes = 256 << 10  # a copy costs some microseconds, however short it is
@@ -164,7 +165,7 @@ class StagedMemory(DeviceMemory):
         home: str,
     ) -> None:
         super().__init__(configure, layout, device)
-        # Zeros: slots that no token was written to may be sent with their block, and are looked at when it is sealed.
+        # Zeros, as places that no token was written to may be sent with their block, and are checked when it is sealed.
         self.pages = torch.zeros((num_pages, *layout.shape), dtype=torch_dtype(self.dtype), device=device)
         self.slot_bytes = max(layout.layer_bytes, self.least_slot_bytes)
         self.slots = max(4, self.staging_bytes // self.slot_bytes)
@@ -189,11 +190,11 @@ class StagedMemory(DeviceMemory):
         return any(self._waiting.values())
 
 
-LATE_LOOKS = 8  # a step of few layers looks less often: it must not see what it did not wait for
+LATE_LOOKS = 8  # a step of few layers polls less often, so it must not see bytes that it did not wait for
 
 
 class LateCopy:
-    """Done when it has been looked at so often: later than anybody may rely on."""
+    """Is a copy that is done when it has been polled LATE_LOOKS times: later than anybody may rely on."""
 
     def __init__(self, pairs: Sequence[Pair], check: bool) -> None:
         self._pairs: Sequence[Pair] | None = pairs
@@ -217,8 +218,8 @@ class LateCopy:
 
 
 class StagedCpuMemory(Synchronous, StagedMemory):
-    """A device made of host memory, whose copies are done as late as they may be, one by one. Few slots, so that they
-    run out."""
+    """Is a device made of host memory for tests, whose copies are done as late as they may be, one by one. It has few
+    slots, so that they run out."""
 
     least_slot_bytes = 1
     staging_bytes = 1
@@ -234,13 +235,13 @@ class StagedCpuMemory(Synchronous, StagedMemory):
 
 
 def weight_bytes(checkpoint: Checkpoint, itemsize: int) -> int:
-    """What a checkpoint's tensors take, `itemsize` bytes an element."""
+    """Returns what a checkpoint's tensors take in bytes, at `itemsize` bytes an element."""
     return itemsize * sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
 
 
 def num_extents(configure: m.Configure, memory: DeviceMemory) -> int:
-    """Blocks of the host segment: as many as pages where the operator names no number; beside a device, no more than
-    the host has room for."""
+    """Returns the number of blocks of the host segment: as many as pages where the operator gives no number; beside a
+    device, no more than the host has room for."""
     if configure.num_extents:
         return configure.num_extents
     pages = len(memory.pages)
@@ -251,10 +252,10 @@ def num_extents(configure: m.Configure, memory: DeviceMemory) -> int:
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
-    """uint8 `[nbytes]` over a contiguous tensor."""
+    """Returns uint8 `[nbytes]` over a contiguous tensor."""
     return tensor.view(torch.uint8).view(-1)
 
 
 def region_bytes(region: Region) -> torch.Tensor:
-    """uint8 over a region of this process."""
+    """Returns uint8 `[nbytes]` over a region of this process."""
     return torch.frombuffer((ctypes.c_ubyte * region.length).from_address(region.address), dtype=torch.uint8)

@@ -1,8 +1,8 @@
-"""Pages in a GPU's memory. Copies run on two streams beside the steps', one for each direction.
+"""This module keeps pages in a GPU's memory. Copies run on two streams beside the steps', one for each direction.
 
-A copy waits for what the steps' stream had been given when it was asked for, so it needs no host to watch over a layer.
-The host looks at events, never waits for one but to keep pace: a prefill step is launched in a fraction of the time
-that it takes, and its layers are to be pushed while it runs.
+A copy waits on its stream for what the steps' stream had been given when the copy was asked for, so the host need not
+watch over a layer. The host only polls events, and waits for one only to keep pace: a prefill step is launched in a
+fraction of the time that it takes, and its layers are to be pushed while it runs.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from kvmesh.transfer import Region, TransferEngine
 
 log = logging.getLogger("kvmesh.rank")
 
-PAGES_SHARE = 0.85  # of what the weights leave free, for pages whose number nobody names
-LAYERS_AHEAD = 2  # launched before the last one that is done: enough to keep the device busy
+PAGES_SHARE = 0.85  # of what the weights leave free, for pages where the operator gives no number
+LAYERS_AHEAD = 2  # layers that are launched and not done: enough to keep the device busy
 LOOK_S = 100e-6
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts
 
 
 def cuda_device(name: str) -> torch.device:
-    """ConfigError: there is no such GPU."""
+    """Returns the device. Raises ConfigError when there is no such GPU."""
     check_device(name)
     index = int(name.partition(":")[2] or 0)
     if not torch.cuda.is_available():
@@ -44,7 +44,8 @@ def cuda_device(name: str) -> torch.device:
 
 
 class CudaCopy:
-    """Done when its event is. `sums`: pinned, one of each block, if they are to be looked at."""
+    """Is a copy that is done when its event is. `sums` are pinned, one for each block, if the blocks are to be
+    checked."""
 
     def __init__(self, event: torch.cuda.Event, sums: torch.Tensor | None) -> None:
         self._event = event
@@ -60,7 +61,7 @@ class CudaCopy:
 
 
 class CudaMemory(StagedMemory):
-    seal_bytes = move_bytes = 256 << 20  # the device copies by itself; five milliseconds of its bus
+    seal_bytes = move_bytes = 256 << 20  # the device copies beside the steps; five milliseconds on its bus
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class CudaMemory(StagedMemory):
         self._pin(region)
 
     def _pin(self, region: Region) -> None:
-        """Without it copies are right as well, but slow, and the host waits for them."""
+        """Pins host memory. Without that copies are right as well, but slow, and the host waits for them."""
         started, runtime = time.monotonic(), _runtime()
         code = int(runtime.cudaHostRegister(region.address, region.length, PORTABLE))
         if code:
@@ -132,13 +133,15 @@ def _runtime() -> Any:
 
 
 def _forget_error(device: torch.device) -> None:
-    """CUDA keeps the error of a call for whoever asks next; torch asks after each launch and would blame that one."""
+    """Clears CUDA's error state. CUDA keeps the error of a call for whoever asks next, and torch, which asks after each
+    launch, would blame that launch."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device)
 
 
 def _pages(memory_bytes: int, layout: ShardLayout, device: torch.device, weight_bytes: int) -> int:
-    """As many as `memory_bytes` holds; 0: as fit beside the weights. ConfigError: not one does."""
+    """Returns how many pages `memory_bytes` holds; 0 means as much as fits beside the weights. Raises ConfigError when
+    not one does."""
     if not memory_bytes:
         free, _ = torch.cuda.mem_get_info(device)
         memory_bytes = int((free - weight_bytes) * PAGES_SHARE)

@@ -1,4 +1,4 @@
-"""What a pool node's rank does: owns memory that peers read, and pulls into it. No engine, no torch."""
+"""A pool node's rank owns memory that peers read, and pulls into it. It has no engine and no torch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from kvmesh.transfer.transports.registry import described
 
 log = logging.getLogger("kvmesh.rank")
 
-COPY_BYTES = 32 << 20  # some milliseconds: this thread has nothing else to do that could not wait so long
+COPY_BYTES = 32 << 20  # some milliseconds, which everything else that this thread does can wait
 
 
 class StoreWorker:
-    """The rank's state, with the same face as `worker.Worker`. All methods run on the main thread."""
+    """Has the rank's state, with the same methods as `worker.Worker`. All methods run on the main thread."""
 
     wants_step = has_chores = False
     rows = loads = 0
@@ -54,7 +54,7 @@ class StoreWorker:
         self._load_ms = int((time.monotonic() - started) * 1000)
 
     def ready(self) -> m.Ready:
-        """A rank without pages: only its host region is real."""
+        """Returns the Ready message of a rank without pages: only its host region is real."""
         return m.Ready(
             engine_name=self.engine.name,
             descriptor=self.engine.local_descriptor().encode(),
@@ -78,19 +78,19 @@ class StoreWorker:
         )
 
     def tick(self) -> None:
-        """Nothing here has a lease of its own."""
+        """Does nothing: no part of this rank needs regular calls."""
 
     def loaded(self, loads: int) -> bool:
-        """Nothing is ever loaded here."""
+        """Returns True: nothing is ever loaded here."""
         return True
 
     def step(self, prefill: m.PrefillStep | None, between_layers: Callable[[], None]) -> None:
-        """Refused: there is no engine, nobody should ask."""
+        """Refuses a step: this rank has no engine."""
         if prefill is not None:
             self._send(m.RankError(tuple(item.handle for item in prefill.items), "this rank has no engine"))
 
     def handle(self, message: m.ToRank) -> None:
-        """Segments and pulls; anything else is logged."""
+        """Takes messages about segments, pulls and tiers; any other is logged as an error."""
         match message:
             case m.PullOpen():
                 self._ahead.used(max(message.landing, default=0) - self._region.base_offset)

@@ -1,5 +1,5 @@
-"""First writes to a rank's host region fault for each 4 KiB: paid before it says Ready, or ahead of need, not by a
-request."""
+"""Faults in the pages of a rank's host region before a request needs them: the first write to each 4 KiB costs a page
+fault."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from kvmesh.transfer.memory import PAGE, populate
 
 log = logging.getLogger("kvmesh.rank")
 
-# About a quarter of a second a GiB. Beyond it memory comes as it is used: an instance that never fills a large segment
-# should not hold all of it from its first second.
+# Touching takes about a quarter of a second a GiB. Beyond MAX_TOUCH_BYTES memory comes as it is used: an instance that
+# never fills a large segment should not hold all of it from its first second.
 MAX_TOUCH_BYTES = 1 << 30
 AHEAD_BYTES = 256 << 20
-SLICE_BYTES = 4 << 20  # of one call of the kernel
+SLICE_BYTES = 4 << 20  # bytes in one system call
 
 
 def touch(region: Region) -> None:
-    """Write zeros over the region's first MAX_TOUCH_BYTES; nothing may lie in it yet, but what an earlier life left."""
+    """Writes zeros over the region's first MAX_TOUCH_BYTES, in which nothing may lie yet, unless an earlier incarnation
+    left it."""
     if not region.kept:
         ctypes.memset(region.address, 0, min(region.length, MAX_TOUCH_BYTES))
 
 
 class PrefaultAhead:
-    """Has the pages of a large region come before they are used: those up to `ahead_bytes` behind the highest place
-    that was, by a thread of its own. For memory that is taken from the lower end on. (The thread has no lower priority
-    than others: it would keep the GIL, once taken, for as long as it waits for a core.)"""
+    """Faults in the pages of a large region before they are used, in a thread of its own: those up to `ahead_bytes`
+    behind the highest place in use. It is for memory that is taken from the lower end on. (The thread has no lower
+    priority than others: it would keep the GIL, once taken, for as long as it waits for a core.)"""
 
     def __init__(self, region: Region, touched: int = MAX_TOUCH_BYTES, ahead_bytes: int = AHEAD_BYTES) -> None:
         self._region = region
@@ -40,11 +41,11 @@ class PrefaultAhead:
 
     @property
     def touched(self) -> int:
-        """Bytes from the region's begin on that are there."""
+        """How many bytes from the region's begin on are in memory."""
         return self._touched
 
     def used(self, end: int) -> None:
-        """What lies before `end`, counted from the region's begin, is in use. Returns at once."""
+        """Notes that what lies before `end`, counted from the region's begin, is in use. It returns at once."""
         wanted = min(-(-(end + self._ahead_bytes) // PAGE) * PAGE, self._region.length)
         if wanted <= self._wanted or self._closed:
             return
@@ -56,7 +57,7 @@ class PrefaultAhead:
             self._changed.notify()
 
     def close(self) -> None:
-        """Returns when the memory is touched no more."""
+        """Ends the thread, and returns when the memory is not touched any more."""
         with self._changed:
             self._closed = True
             self._changed.notify()

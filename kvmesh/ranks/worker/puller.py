@@ -1,8 +1,8 @@
-"""Pulls at a rank: whole shards, READ one-sided from a peer's segment into our host region.
+"""A pull at a rank READs whole shards one-sided from a peer's segment into the rank's host region.
 
-Opened and cancelled on the main thread, acknowledged on transfer engine threads; one lock guards the table. PullEnded
-is said once for each PullOpen, and only when every request of it is final: the transfer engine answers for a READ only
-when nothing of it can land any more.
+Pulls are opened and cancelled on the main thread and acknowledged on transfer engine threads; one lock guards the
+table. PullEnded is sent once for each PullOpen, and only when every request of it is final: the transfer engine answers
+for a READ only when nothing of it can land any more.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from kvmesh.transfer.api import Opcode
 log = logging.getLogger("kvmesh.rank")
 
 BATCH_BYTES = 32 << 20
-COPY_BYTES = 1 << 20  # at most copied by the thread that takes commands: others wait as long
-GUARD = -1  # stands for the position of a batch that reads a guard
+COPY_BYTES = 1 << 20  # copied at most by the thread that takes commands, which wait meanwhile
+GUARD = -1  # in place of the position of a batch: this batch reads a guard
 GUARD_BYTES = 8
-GUARDS = 512  # of pulls at once
+GUARDS = 512  # pulls with a guard at once
 
 
 @dataclass(slots=True)
@@ -37,17 +37,18 @@ class _Pull:
     arrived: list[int] = field(default_factory=list)
     cause: str = ""
     carried: Carried = field(default_factory=Carried)
-    last_ns: int = 0  # the last byte that arrived
-    guard: int = GUARD  # slot of its guard in our scratch memory, while it is read
-    guarding: bool = False  # the guard is being read
+    last_ns: int = 0  # when the last byte arrived
+    guard: int = GUARD  # slot of its guard in the scratch memory, while the guard is read
+    guarding: bool = False  # whether the guard is being read
 
     def size(self, at: int) -> int:
         return self.spec.sizes[at] if self.spec.sizes else self.spec.shard_bytes
 
 
 class ShardPuller:
-    """All pulls of this rank into `region`. Guards are read into memory of its own, which is there once one is asked
-    for. `copy_bytes`: what is mapped here and no more than that is copied by the main thread itself, at once."""
+    """Carries out all pulls of this rank into `region`. Guards are read into scratch memory, which is allocated when
+    the first is asked for. Up to `copy_bytes` of memory that is mapped here are copied by the main thread itself, at
+    once."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class ShardPuller:
         return len(self._pulls)
 
     def open(self, spec: m.PullOpen) -> None:
-        """Copy all of it, where that can be done at once, or post it batch by batch."""
+        """Copies everything at once where that can be done, or posts it batch by batch."""
         pull = _Pull(spec, self._clock_ns())
         with self._lock:
             self._pulls[spec.ticket] = pull
@@ -99,8 +100,8 @@ class ShardPuller:
             self._settle(pull)
 
     def _copy(self, pull: _Pull) -> bool:
-        """Out of memory that is mapped here, in this thread: whether that settles it. Not under our lock: it takes
-        milliseconds."""
+        """Copies out of memory that is mapped here, in this thread; returns whether that settles the pull. It does not
+        hold the lock, as it takes milliseconds."""
         spec, shift = pull.spec, self._region.address - self._region.base_offset
         lengths = spec.sizes or (spec.shard_bytes,) * len(spec.offsets)
         if not lengths or sum(lengths) > self._copy_bytes or self._clock_ns() >= spec.deadline_ns:
@@ -168,7 +169,7 @@ class ShardPuller:
         self._submit(pull, first, requests)
 
     def _read_guard(self, pull: _Pull) -> None:
-        """Everything else is here, or will never be."""
+        """Reads the guard, when everything else is here or will never be."""
         spec = pull.spec
         pull.guard = self._slot()
         scratch = self._scratch
@@ -180,8 +181,8 @@ class ShardPuller:
         self._submit(pull, GUARD, [request])
 
     def _peeked(self, pull: _Pull) -> bool:
-        """Whether the guard could be read at once, without a transfer; its pull has lost everything if it has
-        changed."""
+        """Whether the guard could be read at once, without a transfer. If the guard has changed, the pull loses
+        everything."""
         found = peek(self._engine, pull.spec.segment, pull.spec.guard_offset, GUARD_BYTES)
         if found is None:
             return False
@@ -214,7 +215,7 @@ class ShardPuller:
         self._engine.on_done(batch, lambda: self._final(pull, batch))
 
     def _final(self, pull: _Pull, batch: BatchId) -> None:
-        """Nothing of this batch can land any more (transfer engine thread)."""
+        """Handles the end of a batch, of which nothing can land any more (transfer engine thread)."""
         now = self._clock_ns()
         with self._lock:
             first, _ = pull.batches.pop(batch)
@@ -261,7 +262,7 @@ class ShardPuller:
             try:
                 if not self._peeked(pull):
                     self._read_guard(pull)
-                    return  # its end settles this pull, or has done so
+                    return  # the end of that READ settles this pull, or has done so
             except TransferError as error:
                 self._given_up(pull, error.message)
         self._close_guard(pull)

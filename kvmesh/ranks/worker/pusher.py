@@ -1,12 +1,12 @@
-"""Layer-wise push: from pages to the landing that decode reserved, while the next layer is computed.
+"""A push goes layer by layer from pages to the landing that decode reserved, while the next layer is computed.
 
-A handoff is opened by PushOpen (the landing is known) at any moment of its computation. Blocks whose layers are
-all written go as whole shards; those of the running step go layer by layer; to reader ranks that cut the model
-differently, the runs that the group's plan gives this rank. Posting happens on the rank's main thread,
-acknowledgements arrive on transfer engine threads; one lock guards the table and all `GroupWrite`s.
+A handoff is opened by PushOpen (the landing is known) at any moment of its computation. Blocks whose layers are all
+written go as whole shards; those of the running step go layer by layer; reader ranks that cut the model differently get
+the runs that the group's plan gives this rank. Posting happens on the rank's main thread, acknowledgements arrive on
+transfer engine threads; one lock guards the table and all `GroupWrite`s.
 
 Invariants: nothing is posted after the lease, after a failure or after a cancel; PushDone, PushFailed and PushDrained
-are said once per handoff, and only when no slice of it can still be on the way (`drained` says when that is not known).
+are sent once per handoff, and only when no slice of it can still be on the way (`drained` says when that is not known).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_COMPUTED = 65_536
 
 @dataclass(slots=True)
 class _Computed:
-    """How far a request's KV is written here."""
+    """Tells how much of a request's KV is written here."""
 
     done_tokens: int = 0
     chunk_end: int = 0  # the running step writes [done_tokens, chunk_end)
@@ -41,7 +41,8 @@ class _Computed:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """One reader rank. `runs(block, layer0, layer1)`: what of our shard goes where in its shard."""
+    """Describes one reader rank. `runs(block, layer0, layer1)` returns which bytes of this rank's shard go where in the
+    reader's shard."""
 
     segment: str
     offsets: tuple[int, ...]
@@ -55,17 +56,17 @@ class _Push:
     write: GroupWrite
     lease_until_ns: int
     posted_tokens: int  # every layer of these is posted
-    posted_layers: int = 0  # of the running chunk
+    posted_layers: int = 0  # how many layers of the running chunk are posted
     reported_ns: int = 0
 
     @property
     def open(self) -> bool:
-        """Something is still to be posted."""
+        """Whether something may still be posted."""
         return not self.write.over
 
 
 class Pusher:
-    """All handoffs that this rank writes."""
+    """Pushes the KV of all handoffs that this rank writes."""
 
     def __init__(
         self,
@@ -113,7 +114,7 @@ class Pusher:
                     self._post_ready(push, computed)
 
     def step_failed(self, handles: tuple[int, ...]) -> None:
-        """The KV of these is not to be trusted: stop pushing it."""
+        """Stops pushing the KV of these requests, which is not to be trusted."""
         with self._lock:
             for handle in handles:
                 self._computed.pop(handle, None)
@@ -150,7 +151,8 @@ class Pusher:
             self._post_ready(push, computed)
 
     def _targets(self, spec: m.PushOpen) -> tuple[_Target, ...]:
-        """ConfigError: the group's layouts do not go together, or are not ours."""
+        """Returns the reader ranks. Raises ConfigError when the group's layouts do not fit together, or the writer's is
+        not this rank's."""
         group = spec.group
         if group is None:
             return (_Target(spec.segment, spec.offsets, self._whole),)
@@ -168,7 +170,7 @@ class Pusher:
         return tuple(_Target(target.segment, target.offsets, runs(target.reader)) for target in group.targets)
 
     def _whole(self, _: int, layer0: int, layer1: int) -> Sequence[Run]:
-        """The same layout at both ends."""
+        """Returns the run for a reader with the same layout: these layers of the shard."""
         first, last = self._slices[layer0], self._slices[layer1 - 1]
         return ((first[0], first[0], sum(last) - first[0]),)
 
@@ -188,7 +190,7 @@ class Pusher:
             push.write.cancel()
 
     def check_leases(self) -> None:
-        """Called between steps: a handoff whose lease is over fails even when nothing is left to post soon."""
+        """Fails handoffs whose lease is over, even when nothing is left to post soon. It is called between steps."""
         now = self._clock_ns()
         with self._lock:
             for push in list(self._pushes.values()):
@@ -196,7 +198,7 @@ class Pusher:
                     push.write.fail("the landing's lease ran out")
 
     def pump(self) -> None:
-        """Goes on with what waits for room: soon and often while `waiting`, and behind `check_leases`."""
+        """Goes on with what waits for room. It is to be called often while `waiting`, and after `check_leases`."""
         self._outbox.pump()
 
     @property
@@ -211,7 +213,7 @@ class Pusher:
     # ── posting ──────────────────────────────────────────────────────────────────────────────────
 
     def _post_ready(self, push: _Push, computed: _Computed) -> None:
-        """Post all that is written and not yet posted."""
+        """Posts all that is written and not yet posted."""
         if not push.open:
             return
         if self._clock_ns() >= push.lease_until_ns:
@@ -234,11 +236,12 @@ class Pusher:
             runs = (run for span in spans for run in self._runs(push.spec, target, *span))
             self._outbox.write(push.write, target.segment, joined(runs, BATCH_BYTES))
         if push.posted_tokens >= prompt:
-            # Delivered behind every write before it; its answer is the last word on this handoff.
+            # The end mark is delivered after every write before it, and its answer ends this handoff.
             self._outbox.mark(push.write)
 
     def _runs(self, spec: m.PushOpen, target: _Target, begin: int, end: int, layer0: int, layer1: int) -> Iterator[Run]:
-        """Layers [layer0, layer1) of the blocks that hold tokens [begin, end): (address, remote offset, length)."""
+        """Yields (address, remote offset, length) of layers [layer0, layer1) of the blocks that hold tokens [begin,
+        end)."""
         tokens, shard = self._layout.block_tokens, self._layout.shard_bytes
         if layer0 >= layer1:
             return
@@ -257,7 +260,7 @@ class Pusher:
             self._send(m.PushProgress(push.spec.handle, push.write.bytes_done))
 
     def _ended(self, push: _Push) -> None:
-        """Nothing of it is in flight."""
+        """Reports the end of a push, of which nothing is in flight any more."""
         handle, epoch, write = push.spec.handle, push.spec.handoff_epoch, push.write
         if self._pushes.get(handle) is not push:
             return

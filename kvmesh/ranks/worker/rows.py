@@ -1,9 +1,9 @@
-"""The running batch of a rank as columns: a step's Python goes with the rows that join, grow, stall or end, not with
-those that merely go on. What a step reads is ready before it begins: advancing the columns by a step is all that the
-next one's inputs need.
+"""The running batch of a rank is kept as columns: Python runs for the rows that join, grow, stall or end in a step, not
+for those that merely go on. What a step reads is ready before it begins: the next step's inputs come from advancing the
+columns by one.
 
-Rows with room for their next token come first (`live`), stalled ones after them. One that leaves is replaced by the
-last, so a change moves at most two rows; the order is the same at every rank that is told the same.
+Rows with room for their next token come first (`live`), stalled ones after them. A row that leaves is replaced by the
+last one, so a change moves at most two rows; the order is the same at every rank that gets the same commands.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from kvmesh.engine.batch import Chosen, Column, DecodeBatch, SampledToken, Sampl
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.protocol import Logprobs, Token
 
-# Columns: token whose KV is not computed yet; tokens whose KV lies in pages; index of the next token, with what an
-# earlier life made; tokens of the answer so far; tokens that its pages hold; tokens of the answer at most, and before
-# a stop token ends it. A step adds one to what lies in ADVANCING.
+# Columns: the token whose KV is not computed yet; tokens whose KV lies in pages; index of the next token, counted from
+# the first attempt of the request; tokens of the answer so far; tokens that its pages hold; most tokens of the answer;
+# least tokens before a stop token ends it. A step adds one to the columns of ADVANCING.
 TOKEN, POSITION, INDEX, LENGTH, ROOM, MOST, LEAST = range(7)
 ADVANCING = slice(POSITION, ROOM)
 GOES_ON, STOPPED, FULL = range(3)  # m.Token.finish
 
 
 class RunningRows:
-    """Handles are the front's, row numbers change with every call."""
+    """Keeps the rows of the batch. Handles are the front's; row numbers change with every call."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
@@ -38,7 +38,7 @@ class RunningRows:
         self._params: list[SampleParams] = []
         self._stop: list[frozenset[int]] = []
         self._columns = np.zeros((7, 8), np.int64)
-        self._stops: Counter[int] = Counter()  # of all rows
+        self._stops: Counter[int] = Counter()  # the stop tokens of all rows
 
     def __len__(self) -> int:
         return len(self._handles)
@@ -49,7 +49,7 @@ class RunningRows:
     # ── rows ─────────────────────────────────────────────────────────────────────────────────────
 
     def join(self, j: m.Join, params: SampleParams) -> None:
-        """Into the batch, as if there were room: `stall` looks."""
+        """Adds a row to the batch, as if it had room for its next token: `stall` checks that."""
         row = len(self._handles)
         if row == self._columns.shape[1]:
             self._columns = np.concatenate((self._columns, np.zeros_like(self._columns)), axis=1)
@@ -67,7 +67,7 @@ class RunningRows:
         self.live += 1
 
     def grant(self, handle: int, pages: tuple[int, ...]) -> None:
-        """More room; nothing when the row has left."""
+        """Gives a row more pages; does nothing when the row has left."""
         row = self._at.get(handle)
         if row is None:
             return
@@ -78,7 +78,7 @@ class RunningRows:
             self.live += 1
 
     def leave(self, handle: int) -> None:
-        """Out of the batch, if it is there."""
+        """Takes a row out of the batch, if it is there."""
         row = self._at.get(handle)
         if row is None:
             return
@@ -108,7 +108,7 @@ class RunningRows:
     # ── steps ────────────────────────────────────────────────────────────────────────────────────
 
     def stall(self) -> list[int]:
-        """Handles of live rows whose next token has no room; they are not live any more."""
+        """Returns the handles of live rows that have no room for their next token; they are not live any more."""
         columns = self._columns
         full = np.flatnonzero(columns[POSITION, : self.live] >= columns[ROOM, : self.live]).tolist()
         handles = [self._handles[row] for row in full]
@@ -118,12 +118,13 @@ class RunningRows:
         return handles
 
     def batch(self) -> DecodeBatch:
-        """The live rows' next step, a copy."""
+        """Returns a copy of the inputs of the live rows' next step."""
         tokens, positions, indices = self._columns[: INDEX + 1, : self.live].copy()
         return DecodeBatch(tokens, positions, indices, self._pages[: self.live], self._params[: self.live])
 
     def advance(self, chosen: Chosen) -> tuple[Token, ...]:
-        """The live rows have made these tokens; those that end here are out of the batch."""
+        """Records the tokens that the live rows have made, takes rows that end out of the batch, and returns the
+        tokens."""
         live = self._columns[:, : self.live]
         indices: list[int] = live[LENGTH].tolist()
         live[TOKEN] = chosen.token_ids
@@ -148,5 +149,5 @@ class RunningRows:
 
 
 def logprobs(token: SampledToken) -> Logprobs | None:
-    """As the front is told."""
+    """Returns log probabilities in the form in which the front gets them."""
     return None if token.logprob is None else Logprobs(token.logprob, tuple(token.top))

@@ -1,6 +1,6 @@
-"""Copies of blocks between device pages and the host segment, slice by slice in the gaps between two steps.
+"""Blocks are copied between device pages and the host segment slice by slice, in the gaps between two steps.
 
-A prompt's KV is gigabytes: copied at once, it would keep every running row waiting. `Seals` are in no hurry, as the
+A prompt's KV is gigabytes: copied at once, it would keep every running row waiting. `Seals` are not urgent, as the
 front holds pages and extents until SealCopied; `Moves` are what somebody waits for. No step may touch what either of
 them copies, but for one promise: a PrefillStep finds all that was to be loaded before it (`Moves.loaded`).
 """
@@ -18,20 +18,20 @@ from kvmesh.ranks.worker.device import CopiesDone, DeviceMemory, Pair
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """`answer`: called once, when all blocks are copied."""
+    """Describes one order to copy blocks. `answer` is called once, when all blocks are copied."""
 
     pages: tuple[int, ...]
     extents: tuple[int, ...]
     into_pages: bool
     check: bool
     answer: Callable[[CopiesDone], None]
-    begun: int = 0  # blocks
-    under_way: int = 0  # copies
+    begun: int = 0  # blocks whose copy has begun
+    under_way: int = 0  # copies under way
     start_ns: int = 0
     bad: list[int] = field(default_factory=list)
 
     def pairs(self, memory: DeviceMemory, first: int, end: int) -> list[Pair]:
-        """Target and source of these blocks."""
+        """Returns target and source of these blocks."""
         both = zip(self.pages[first:end], self.extents[first:end], strict=True)
         if self.into_pages:
             return [(memory.pages[page], memory.extents[extent]) for page, extent in both]
@@ -39,8 +39,8 @@ class _Job:
 
 
 class Slices:
-    """Jobs in the order in which they came, `slice_bytes` of them in one gap. Where copies run beside the steps, the
-    next slice is begun once fewer than `depth` copies are under way."""
+    """Queues jobs in the order in which they came; `slice_bytes` of them are copied in one gap. Where copies run beside
+    the steps, the next slice is begun once fewer than `depth` copies are under way."""
 
     def __init__(self, memory: DeviceMemory, slice_bytes: int, depth: int) -> None:
         self._memory = memory
@@ -51,11 +51,11 @@ class Slices:
 
     @property
     def ready(self) -> bool:
-        """`advance` would begin something."""
+        """Whether `advance` would begin something."""
         return bool(self._waiting) and self._under_way < self._depth
 
     def advance(self) -> None:
-        """Begin the next slice, of as many jobs as it has room for."""
+        """Begins the next slice, of as many jobs as it has room for."""
         left = self._blocks if self.ready else 0
         while self._waiting and left > 0:
             job = self._waiting[0]
@@ -79,14 +79,14 @@ class Slices:
 
 
 class Seals(Slices):
-    """Full blocks on their way from `memory`'s pages to its extents."""
+    """Copies full blocks from `memory`'s pages to its extents."""
 
     def __init__(self, memory: DeviceMemory, send: Callable[[m.ToFront], None]) -> None:
         super().__init__(memory, memory.seal_bytes, depth=1)
         self._send = send
 
     def add(self, spec: m.SealCopy) -> None:
-        """Answered by SealCopied."""
+        """Takes an order, which SealCopied answers."""
         self._waiting.append(_Job(spec.pages, spec.extents, False, True, partial(self._done, spec)))
 
     def _done(self, spec: m.SealCopy, done: CopiesDone) -> None:
@@ -94,16 +94,16 @@ class Seals(Slices):
 
 
 class Moves(Slices):
-    """What requests wait for: prefixes on their way into pages, rows that are swapped out and in again."""
+    """Copies what requests wait for: prefixes into pages, and rows that are swapped out and in again."""
 
     def __init__(self, memory: DeviceMemory, send: Callable[[m.ToFront], None]) -> None:
-        super().__init__(memory, memory.move_bytes, depth=2)  # a device goes on with the second when the first is done
+        super().__init__(memory, memory.move_bytes, depth=2)  # with two a device is never without a copy
         self._send = send
-        self.loads = 0  # that were ever asked for
-        self._open: set[int] = set()  # of these, by number
+        self.loads = 0  # how many loads were ever asked for
+        self._open: set[int] = set()  # the numbers of loads that are not done
 
     def add(self, spec: m.CopyIn | m.CopyOut | m.LoadCopy) -> None:
-        """Answered by Copied or LoadCopied."""
+        """Takes an order, which Copied or LoadCopied answers."""
         if isinstance(spec, m.LoadCopy):
             self.loads += 1
             self._open.add(self.loads)
@@ -111,7 +111,7 @@ class Moves(Slices):
         self._waiting.append(_Job(spec.pages, spec.extents, not isinstance(spec, m.CopyOut), False, answer))
 
     def loaded(self, loads: int) -> bool:
-        """Whether the first so many loads are done."""
+        """Whether the first `loads` loads are done."""
         return min(self._open, default=loads + 1) > loads
 
     def _done(self, spec: m.CopyIn | m.CopyOut | m.LoadCopy, number: int, done: CopiesDone) -> None:

@@ -1,9 +1,10 @@
-"""Pushes out of pages that the transfer engine cannot read: through slots of registered memory.
+"""Pushes out of pages that the transfer engine cannot read go through slots of registered memory.
 
     pages ──copy, beside the steps──▶ slot ──posted once the copy is done──▶ landing ──acknowledged──▶ slot is free
 
 A handoff's pieces wait in the order in which they were asked for; no handoff holds more than half of the slots, so that
-a reader who is silent stops nobody else. Everything runs on the rank's main thread, but for slots that come back.
+a reader that does not answer stops no other. Everything runs on the rank's main thread, except that slots come back on
+others.
 """
 
 from __future__ import annotations
@@ -20,26 +21,27 @@ from kvmesh.transfer.groups import Copy, GroupWrite
 
 
 class StagedPushes(Protocol):
-    """How a pusher's bytes leave. `lock` guards it and every `GroupWrite` that is given to it."""
+    """Decides how a pusher's bytes leave. `lock` guards it and every `GroupWrite` that is given to it."""
 
     lock: threading.RLock
 
     def write(self, write: GroupWrite, segment: str, copies: Iterable[Copy]) -> None:
-        """To be posted as soon as may be: (address in pages, offset in `segment`, length)."""
+        """Posts copies as soon as may be: (address in pages, offset in `segment`, length)."""
 
     def mark(self, write: GroupWrite) -> None:
-        """All of it has been asked for: the end mark follows the last byte. May be said again."""
+        """Sends the end mark after the last byte, as all copies have been asked for. It may be called more than
+        once."""
 
     def pump(self) -> None:
         """Goes on with what waits."""
 
     @property
     def busy(self) -> bool:
-        """`pump` is to be called soon."""
+        """Whether `pump` is to be called soon."""
 
 
 class Direct:
-    """Out of pages that the engine reads itself."""
+    """Posts out of pages that the engine reads itself."""
 
     busy = False
 
@@ -53,13 +55,13 @@ class Direct:
         write.mark()
 
     def pump(self) -> None:
-        """Nothing waits."""
+        """Does nothing: nothing waits."""
 
 
 class _Piece(NamedTuple):
     segment: str
-    place: int  # in the pages' bytes
-    offset: int  # in the segment
+    place: int  # offset in the pages' bytes
+    offset: int  # offset in the segment
     length: int
 
 
@@ -68,12 +70,12 @@ class _Queue:
     write: GroupWrite
     pieces: deque[_Piece] = field(default_factory=deque)
     copying: int = 0  # copies under way
-    slots: int = 0  # held
+    slots: int = 0  # slots held
     mark: bool = False
 
 
 class Stager:
-    """Addresses of copies count from the first byte of the pages."""
+    """Posts out of a device's pages, through staging. Addresses of copies count from the first byte of the pages."""
 
     def __init__(self, memory: StagedMemory) -> None:
         self.lock = threading.RLock()
@@ -119,13 +121,13 @@ class Stager:
                     queue.write.mark()
 
     def _launch(self, queue: _Queue) -> None:
-        """Copy as many pieces as there is room for."""
+        """Copies as many pieces as there is room for into slots."""
         count = min(len(queue.pieces), len(self._free), self._most - queue.slots)
         pieces = [queue.pieces.popleft() for _ in range(count)]
         slots = [self._free.pop() for _ in range(count)]
         queue.slots += count
         queue.copying += 1
-        queue.write.hold()  # it has not ended while pages are read for it
+        queue.write.hold()  # so that the write does not end while pages are read for it
         pairs = []
         for slot, piece in zip(slots, pieces, strict=True):
             at = slot * self._slot_bytes
@@ -142,7 +144,7 @@ class Stager:
         self._memory.copy(pairs, copied, into_pages=False)
 
     def _post(self, queue: _Queue, slots: list[int], pieces: list[_Piece]) -> None:
-        """What lies in slots now. A write that is over posts nothing and gives them back."""
+        """Posts what lies in slots now. A write that is over posts nothing and gives the slots back."""
         base = self._memory.staging.address
         for segment, some in groupby(zip(slots, pieces, strict=True), lambda both: both[1].segment):
             group = list(some)

@@ -1,4 +1,4 @@
-"""The steps of one rank: prompt chunks and the rows of the batch, alone or both in one pass over the weights.
+"""A step of one rank computes prompt chunks or the rows of the batch, or both in one pass over the weights.
 
 `Steps.run` is the one place where a step's composition is decided: the chunks that the front has sent, and every row
 that has room for its next token.
@@ -23,7 +23,7 @@ log = logging.getLogger("kvmesh.rank")
 
 
 class Steps:
-    """The running rows, and what is computed. All methods run on the rank's main thread."""
+    """Keeps the running rows, and runs the steps. All methods run on the rank's main thread."""
 
     def __init__(self, runner: Runner, pusher: Pusher, block_tokens: int, send: Callable[[m.ToFront], None]) -> None:
         self.rows = RunningRows(block_tokens)
@@ -33,36 +33,36 @@ class Steps:
 
     @property
     def has_work(self) -> bool:
-        """Some row can go on."""
+        """Whether some row can go on."""
         return self.rows.live > 0
 
     # ── rows ─────────────────────────────────────────────────────────────────────────────────────
 
     def join(self, j: m.Join) -> None:
-        """Into the batch."""
+        """Adds a row to the batch."""
         self.rows.join(j, _params(j.sampling, j.history))
 
     def grant(self, grant: m.Grant) -> None:
-        """More room; nothing when the row has left."""
+        """Gives a row more pages; does nothing when the row has left."""
         self.rows.grant(grant.handle, grant.pages)
 
     def leave(self, handle: int) -> None:
-        """Out of the batch: no later step touches its pages."""
+        """Takes a row out of the batch: no later step touches its pages."""
         self.rows.leave(handle)
         self._send(m.Left(handle))
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────
 
     def run(self, prefill: m.PrefillStep | None, between_layers: Callable[[], None]) -> None:
-        """One step of what is there, if there is anything. `between_layers` is called while chunks are computed."""
+        """Runs one step of what there is, if anything. `between_layers` is called while chunks are computed."""
         for handle in self.rows.stall():
             self._send(m.Stalled(handle))
         if prefill is not None or self.rows.live:
             self._run(prefill, self.rows.live > 0, between_layers)
 
     def _run(self, step: m.PrefillStep | None, decode: bool, between_layers: Callable[[], None]) -> None:
-        """With the live rows if `decode`. What fails is told to its own side. The others have lost nothing: computing
-        them again writes the same bytes."""
+        """Runs one step, with the live rows if `decode`. A failure is reported to the side, prefill or decode, whose
+        requests failed. The others lose nothing: computing them again writes the same bytes."""
         items = step.items if step is not None else ()
         pushed = tuple(item for item in items if item.push)
 
@@ -87,8 +87,8 @@ class Steps:
             return
         except Exception as error:
             if self._runner.group.size > 1 and not isinstance(error, KvmeshError):
-                raise  # the other ranks may not have failed: nobody knows where they stand
-            if items and rows:  # whose fault it is shows when they run apart
+                raise  # the other ranks may not have failed, so it is unknown where they stand
+            if items and rows:  # which of the two fails shows when they run apart
                 self._run(step, False, between_layers)
                 self._run(None, True, between_layers)
                 return

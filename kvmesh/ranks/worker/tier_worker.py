@@ -1,8 +1,8 @@
-"""Tiers below DRAM at a rank: its blocks between the host region and the SSD.
+"""Tiers below DRAM at a rank move its blocks between the host region and SSD or object store.
 
-Nothing here blocks the rank's main thread: folders are opened (recovered) in threads of their own, and the tier has its
+Nothing here blocks the rank's main thread: folders are opened (recovered) in threads of their own, and a tier has its
 own threads for I/O, which also send the answers. Memory named by a TierPut or TierGet is the tier's until every inner
-future of it is done; only then TierDone is said.
+future of the operation is done; only then TierDone is sent.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Send = Callable[[m.ToFront], None]
 
 
 class TierWorker:
-    """All tiers of one rank. `handle`, `report` and `close` on the main thread."""
+    """Runs all tiers of one rank. `handle`, `report` and `close` run on the main thread."""
 
     def __init__(self, region: Region, send: Send) -> None:
         self._region = region
@@ -50,7 +50,7 @@ class TierWorker:
         self._closing = threading.Event()
 
     def handle(self, message: m.ToRank) -> bool:
-        """Whether it was for a tier; returns at once."""
+        """Takes a message; returns, at once, whether it was for a tier."""
         match message:
             case m.TierOpen():
                 below = self._parts[message.below, message.part] if message.below else None
@@ -72,13 +72,13 @@ class TierWorker:
         return True
 
     def report(self) -> None:
-        """Send TierStats for each part that is in use. O(buckets)."""
+        """Sends TierStats for each part that is in use. Its cost is O(buckets)."""
         for part in self._parts.values():
             if part.tier is not None:
                 self._send(part.stats(part.tier))
 
     def close(self) -> None:
-        """Every thread ends and every folder is whole; before the region goes."""
+        """Ends every thread, and leaves every folder whole. It must be called before the region is freed."""
         self._closing.set()
         for part in self._parts.values():
             part.close()
@@ -87,7 +87,7 @@ class TierWorker:
     # ── operations ───────────────────────────────────────────────────────────────────────────────
 
     def _memory(self, offset: int, nbytes: int) -> memoryview:
-        """Raises InvalidRequest: not in the host region."""
+        """Returns the memory at an offset of the segment. Raises InvalidRequest when it is not in the host region."""
         region = self._region
         at = offset - region.base_offset
         if region.memory is None or nbytes < 1 or not 0 <= at <= region.length - nbytes:
@@ -110,7 +110,7 @@ class TierWorker:
             done.end()
             return
         _used(tier, keys, put.uses)
-        done.wait(futures, fits, part.tell)  # who hears that they are stored knows that they are there
+        done.wait(futures, fits, part.tell)  # TierChanged comes before TierDone
 
     def _get(self, part: _Part | None, get: m.TierGet) -> None:
         keys = split(get.keys)
@@ -125,7 +125,7 @@ class TierWorker:
             views = [self._memory(get.offsets[at], lengths[at]) for at in here]
             blocks = [(keys[at], view) for at, view in zip(here, views, strict=True)]
             futures = tier.get_many_into(blocks, deadline_ns=get.deadline_ns)
-        except (InvalidRequest, IndexError) as error:  # also: put again meanwhile, with another length
+        except (InvalidRequest, IndexError) as error:  # also if a block was put again meanwhile, with another length
             log.error("get: %s", error)
             done.end()
             return
@@ -145,7 +145,7 @@ class TierWorker:
         tier = part.tier if part is not None else None
         if part is not None and part.demotion is not None:
             part.demotion.remove(keys)  # the tier above was told before
-            if tier is None:  # what it turns out to hold is looked through when it is open
+            if tier is None:  # the front looks through what the part holds when it is open
                 done.end(range(len(keys)))
                 return
         if part is None or tier is None:
@@ -159,7 +159,7 @@ class TierWorker:
                 return
 
         def removed(future: Future[bool]) -> None:
-            part.tell()  # before the answer: what was stored earlier must not be heard of later
+            part.tell()  # before the answer: an earlier put must not be reported after it
             done.end(range(len(keys)) if future.result() else ())
 
         tier.remove(there).add_done_callback(removed)
@@ -172,7 +172,7 @@ def _used(tier: SsdTier | ObjectTier | None, keys: Sequence[bytes], uses: bytes)
 
 
 class _Operation:
-    """Says TierDone once, when every future of it is done."""
+    """Sends TierDone once, when every future of the operation is done."""
 
     def __init__(self, ticket: int, sizes: Sequence[int], send: Send) -> None:
         self._ticket = ticket
@@ -211,12 +211,12 @@ class _Operation:
 
 
 class _Part:
-    """One folder. `tier` is None until it is recovered, and again from `close` on."""
+    """Is one part of a tier. `tier` is None until it is recovered, and again from `close` on."""
 
     def __init__(self, opening: m.TierOpen, send: Send, closing: threading.Event, below: _Part | None) -> None:
         self.tier: SsdTier | ObjectTier | None = None
         self.room = opening.room
-        self.demotion: Demotion | None = None  # into this part
+        self.demotion: Demotion | None = None  # moves blocks of the tier above into this part
         self._sink: DemotionSink | None = below.sink() if below is not None else None
         self._opening = opening
         self._send = send
@@ -228,7 +228,8 @@ class _Part:
         self._thread.start()
 
     def sink(self) -> DemotionSink | None:
-        """Takes what the tier above evicts; None: the library for that is missing, which `start` says."""
+        """Returns what takes the blocks that the tier above evicts; None if the library for that is missing, which
+        `start` reports."""
         try:
             from kvmesh.tiers.object_store import Demotion, ObjectTier
         except ImportError:
@@ -242,11 +243,11 @@ class _Part:
 
     def _moving(self, key: bytes, over: bool) -> None:
         if over:
-            self.tell()  # who hears that it is over knows whether the block is there
+            self.tell()  # TierChanged, if the block has arrived, comes before the end of its move
         self._send(m.TierMoving(self._opening.tier, self._opening.part, key, over))
 
     def tell(self) -> None:
-        """Send what has changed. Any thread."""
+        """Sends what has changed. It may be called in any thread."""
         with self._telling:
             if self.tier is not None:
                 self._say(self.tier, self.tier.take_changes())
@@ -274,10 +275,10 @@ class _Part:
             return
         self.tier = tier
         self.tell()
-        self._send(m.TierOpened(o.tier, o.part))  # last: who hears it knows all that is there
+        self._send(m.TierOpened(o.tier, o.part))  # last, after all TierChanged
 
     def _recover(self) -> SsdTier:
-        """Raises ConfigError, OSError."""
+        """Opens an SSD tier. Raises ConfigError or OSError."""
         config = ssd_config(self._opening)
         until = time.monotonic() + IN_USE_S
         while True:
@@ -288,7 +289,7 @@ class _Part:
                     raise
 
     def _objects(self) -> ObjectTier:
-        """Raises ConfigError, Unavailable."""
+        """Opens an object store. Raises ConfigError or Unavailable."""
         try:
             from kvmesh.tiers.object_store import ObjectConfig, ObjectTier
         except ImportError as error:

@@ -1,11 +1,12 @@
-"""A rank's host region in memory that outlives it, and the sums that tell the next life which bytes to believe.
+"""A rank's host region in memory that outlives it, and the checksums that tell the next incarnation which bytes to
+believe.
 
     <warm_segment>/rank-N.kv    the region (`kvmesh.transfer.segment_file`)
-    <warm_segment>/rank-N.sums  of its blocks (`warm_table`)
+    <warm_segment>/rank-N.sums  checksums of its blocks (`warm_table`)
 
-Sums are taken by a thread of its own, which is in nobody's way: hashing lets the GIL go and costs 0.1 s a GB. (It has
-no lower priority than others: it would keep the GIL, once taken, for as long as it waits for a core.) What it has not
-got to when its extent is sealed again is not summed at all: no more wait than there are extents.
+Checksums are made by a thread of its own, which holds up nobody: hashing releases the GIL and costs 0.1 s a GB. (It has
+no lower priority than others: it would keep the GIL, once taken, for as long as it waits for a core.) A block that the
+thread has not got to when its extent is sealed again is not summed at all, so no more wait than there are extents.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from kvmesh.transfer import Region, TransferEngine
 log = logging.getLogger("kvmesh.rank")
 
 POOL_SLOT_BYTES = (
-    4096  # a pool node's extents have many sizes, none smaller: a slot for each page that one may begin at
+    4096  # a pool node's extents have many sizes, none smaller: so a slot for each page at which one may begin
 )
 VERIFIERS = 4
-TELL_BYTES = 64 << 20  # what is verified is told so often, and served
+TELL_BYTES = 64 << 20  # verified blocks are reported, and so served, after so many bytes
 TELL_ROWS = 512
 CLOSE_S = 1.0
 
@@ -47,8 +48,9 @@ def host_region(
     slots: int,
     send: Callable[[m.ToFront], None],
 ) -> tuple[Region, WarmSegment | None]:
-    """The region of a rank: with `warm_segment`, in a file there, with what an earlier life of the same `identity` left
-    in it. ConfigError naming warm_segment: it cannot be used, or another living process has it."""
+    """Returns the host region of a rank. With `warm_segment` it is in a file there, with what an earlier incarnation of
+    the same `identity` left in it. Raises ConfigError naming warm_segment when that cannot be used, or another living
+    process has it."""
     if not configure.warm_segment:
         return engine.allocate(nbytes, location), None
     folder = Path(configure.warm_segment)
@@ -70,8 +72,8 @@ def host_region(
 
 
 class WarmSegment:
-    """Sums of one region. `handle` and `close` on the main thread. `until_ns`: before it (lease clock) readers of an
-    earlier life may still read what it gave them."""
+    """Makes and verifies the checksums of one region. `handle` and `close` run on the main thread. Before `until_ns`
+    (lease clock) readers of an earlier incarnation may still read what they were given."""
 
     def __init__(self, region: Region, sums: SumTable, send: Callable[[m.ToFront], None]) -> None:
         self.name = sums.segment
@@ -79,7 +81,7 @@ class WarmSegment:
         self._region = region
         self._sums = sums
         self._send = send
-        self._waiting: OrderedDict[int, m.WarmRow] = OrderedDict()  # by slot, of which only the last sealing counts
+        self._waiting: OrderedDict[int, m.WarmRow] = OrderedDict()  # by slot; only the last sealing of a slot counts
         self._changed = threading.Condition()
         self._ended = False
         self._closing = threading.Event()
@@ -87,7 +89,7 @@ class WarmSegment:
         self._spawn(self._summing, "warm sums")
 
     def handle(self, message: m.ToRank) -> bool:
-        """Whether it was for us; returns at once."""
+        """Takes a message; returns, at once, whether it was for the warm segment."""
         match message:
             case m.WarmSum(rows):
                 with self._changed:
@@ -103,7 +105,7 @@ class WarmSegment:
         return True
 
     def close(self) -> None:
-        """What waits is summed yet, for up to CLOSE_S."""
+        """Sums what still waits, for up to CLOSE_S, and ends the threads."""
         with self._changed:
             self._ended = True
             self._changed.notify()
@@ -135,7 +137,7 @@ class WarmSegment:
                 log.error("warm segment: %s", error)
 
     def _next(self) -> m.WarmRow | None:
-        """The one that waits longest; None: this is the end, and none is left."""
+        """Returns the row that waits longest; None if none is left and the segment is closing."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._ended)
             return self._waiting.popitem(last=False)[1] if self._waiting else None
@@ -159,7 +161,7 @@ class WarmSegment:
 
 
 def _cut(rows: Iterable[m.WarmRow]) -> Iterable[list[m.WarmRow]]:
-    """Pieces of about TELL_BYTES."""
+    """Yields pieces of about TELL_BYTES."""
     piece: list[m.WarmRow] = []
     nbytes = 0
     for row in rows:

@@ -1,4 +1,4 @@
-"""What a rank does: owns the memory, runs steps, copies between pages and extents, pushes, pulls and receives KV."""
+"""A rank with a model owns the memory, runs steps, copies between pages and extents, pushes, pulls and receives KV."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from kvmesh.transfer.transports.registry import described
 log = logging.getLogger("kvmesh.rank")
 
 FENCE_TIMEOUT_S = 10.0
-LOAD_PATIENCE_S = 1800.0  # for a rank that loads more slowly
+LOAD_PATIENCE_S = 1800.0  # the longest wait for a rank that loads more slowly
 
 
 class Worker:
-    """The rank's state. All methods run on the main thread unless they say otherwise."""
+    """Has the rank's state. All methods run on the main thread unless they say otherwise."""
 
     def __init__(self, configure: m.Configure, send: Callable[[m.ToFront], None]) -> None:
         started = time.monotonic()
@@ -57,7 +57,7 @@ class Worker:
             weights = weight_bytes(self._checkpoint, self.layout.itemsize) // world
             self.memory = open_memory(configure, self.layout, weights, self.engine, home)
             blocks = num_extents(configure, self.memory)
-            owner = self._layout_text() if configure.warm_segment else ""  # it waits for the fingerprint
+            owner = self._layout_text() if configure.warm_segment else ""  # this waits for the fingerprint
             self._extent_region, self.warm = host_region(
                 self.engine, blocks * self.layout.shard_bytes, home, configure, owner, blocks, send
             )
@@ -90,7 +90,8 @@ class Worker:
         self._load_ms = int((time.monotonic() - started) * 1000)
 
     def _warm_up(self) -> None:
-        """The first steps of a process take tens of milliseconds more than the others: no user should wait for them."""
+        """Runs two steps: the first steps of a process take tens of milliseconds more than the others, and no user
+        should wait for them."""
         count = min(4, len(self.memory.pages))
         pages = tuple(range(count))
         most = self._checkpoint.config.max_context_tokens
@@ -151,53 +152,53 @@ class Worker:
 
     @property
     def wants_step(self) -> bool:
-        """Some row of the batch can go on."""
+        """Whether some row of the batch can go on."""
         return self.steps.has_work
 
     @property
     def has_chores(self) -> bool:
-        """`tick` has something to do."""
+        """Whether `tick` has something to do."""
         return self.moves.ready or self.seals.ready
 
     @property
     def loads(self) -> int:
-        """That were asked for so far."""
+        """How many loads were asked for so far."""
         return self.moves.loads
 
     def loaded(self, loads: int) -> bool:
-        """Whether the first so many loads are done: a PrefillStep behind them may run."""
+        """Whether the first `loads` loads are done, so that a PrefillStep behind them may run."""
         return self.moves.loaded(loads)
 
     @property
     def copying(self) -> bool:
-        """`tick` should be called soon and often: copies are under way, or pushes that wait for them."""
+        """Whether `tick` should be called soon and often: copies are under way, or pushes that wait for them."""
         return self.memory.copying or self.pusher.waiting
 
     @property
     def rows(self) -> int:
-        """In the batch."""
+        """The number of rows in the batch."""
         return len(self.steps.rows)
 
     @property
     def needs_ticks(self) -> bool:
-        """Whether `tick` should be called now and then though nothing else happens."""
+        """Whether `tick` should be called regularly even when nothing else happens."""
         return self.pusher.active > 0
 
     def tick(self) -> None:
-        """Between steps and commands."""
+        """Begins copies and checks leases. It is called between steps and commands."""
         self.pusher.check_leases()
         self._attend_copies()
         self.moves.advance()
         self.seals.advance()
 
     def _attend_copies(self) -> None:
-        """What has been copied is answered, or goes on its way."""
+        """Answers what has been copied, and goes on with pushes."""
         if self.copying:
             self.memory.poll()
             self.pusher.pump()
 
     def step(self, prefill: m.PrefillStep | None, between_layers: Callable[[], None]) -> None:
-        """One step: the front's chunks and the rows of the batch, whichever there are."""
+        """Runs one step: the front's chunks and the rows of the batch, whichever there are."""
 
         def meanwhile() -> None:
             self.pusher.check_leases()
@@ -268,12 +269,12 @@ class Worker:
             return
 
     def _notified(self, note: Notification) -> None:
-        """An end mark (transfer engine thread)."""
+        """Reports an end mark (transfer engine thread)."""
         self._send(m.FillEnded(note.peer, note.handoff_epoch))
 
 
 def _group(configure: m.Configure, device: torch.device) -> Group:
-    """The ranks of this instance, not met yet."""
+    """Returns the group of this instance's ranks, not connected yet."""
     if configure.world_size == 1:
         return SOLO
     rank, size, timeout_s = configure.rank, configure.world_size, configure.group_timeout_ms / 1000
@@ -283,8 +284,8 @@ def _group(configure: m.Configure, device: torch.device) -> Group:
 def open_memory(
     configure: m.Configure, layout: ShardLayout, weight_bytes: int, engine: TransferEngine, home: str
 ) -> DeviceMemory:
-    """Pages of the kind that `configure.device` names, as many as it says. `weight_bytes`: what the model will take of
-    the device. ConfigError: no such device."""
+    """Returns pages of the kind that `configure.device` names, as many as it says. `weight_bytes` is what the model
+    will take of the device. Raises ConfigError when there is no such device."""
     name, asked = configure.device, configure.memory_bytes // layout.shard_bytes
     if name in ("cpu", STAGED_CPU):
         kind = CpuMemory if name == "cpu" else StagedCpuMemory

@@ -1,8 +1,8 @@
-"""Gets under leases: where the blocks are ─▶ lease at the best holder ─▶ READ one-sided ─▶ release; what one holder did
-not give, the next.
+"""Gets under leases: find the holders ─▶ lease at the best one ─▶ READ one-sided ─▶ release; what one holder did not
+give is asked of the next.
 
-A block counts as read when all of its bytes are here, and its checksum is right where that was asked for; else when the
-holder has confirmed that the lease was open until then.
+A block counts as read when all of its bytes are here, and either its checksum, where one was asked for, is right, or
+the holder has confirmed that the lease was open until then.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from kvmesh.transfer.memory import copy_runs
 
 log = logging.getLogger(__name__)
 
-CALL_S = 5.0  # a holder that has not answered by then is passed over; from SSD the answer takes a read
-HERE_BYTES = 1 << 20  # of mapped memory are copied sooner than two threads are woken
+CALL_S = 5.0  # a holder that has not answered by then is passed over; it may have to read from SSD first
+HERE_BYTES = 1 << 20  # so many bytes of mapped memory are copied sooner than two threads are woken
 HERE_S = 0.002
 LEASE_KEYS = 4096
 REBUILDING = "the store master has not heard from all nodes yet"
-REBUILD_S = 0.05  # a master that has not heard from all nodes is asked again so often
+REBUILD_S = 0.05  # between two calls to a master that does not know all nodes yet
 
 # ── which READs bring some blocks here: pure ─────────────────────────────────────────────────────────
 
 # Small blocks that lie side by side at their holder come in one READ into staging and are copied out from there: a
 # READ of its own costs each block some microseconds, the copy moves its bytes once more. On the machine of
 # benchmarks/results the two meet at 64 KiB a block, over shm and tcp alike (`benchmarks.store --only gather`).
-GATHER_BELOW = 64 << 10  # mean bytes of a block
+GATHER_BELOW = 64 << 10  # bytes of a block
 GATHER_LEAST = 4  # blocks; fewer are not worth a copy
-GATHER_MOST = 8 << 20  # bytes of one gathered READ
+GATHER_MOST = 8 << 20  # bytes in one gathered READ
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One block at its holder."""
+    """Is one block at its holder."""
 
     position: int  # in the caller's list
     offset: int  # in the holder's segment
@@ -63,7 +63,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class ReadRun:
-    """One READ: [offset, offset + nbytes) of the holder's segment, in which these shards lie."""
+    """Is one READ: [offset, offset + nbytes) of the holder's segment, in which these shards lie."""
 
     offset: int
     nbytes: int
@@ -71,8 +71,8 @@ class ReadRun:
 
 
 def runs(shards: Sequence[Shard], most: int = GATHER_MOST) -> list[ReadRun]:
-    """READs that bring all of them, in order of their offsets: neighbours together, also across gaps that are small
-    beside them (a block rarely fills its extent), up to `most` bytes each."""
+    """Returns READs that bring all shards, in order of their offsets. Neighbours come together, also across gaps that
+    are small beside them (a block rarely fills its extent), up to `most` bytes each."""
     found: list[list[Shard]] = []
     end = 0
     for shard in sorted(shards, key=lambda one: one.offset):
@@ -88,7 +88,7 @@ def runs(shards: Sequence[Shard], most: int = GATHER_MOST) -> list[ReadRun]:
 
 
 def plan(shards: Sequence[Shard]) -> tuple[list[Shard], list[ReadRun]]:
-    """(read straight to where they belong, read through staging)."""
+    """Returns the shards to read straight to where they belong, and the runs to read through staging."""
     direct: list[Shard] = []
     gathered: list[ReadRun] = []
     for run in runs([one for one in shards if one.nbytes < GATHER_BELOW]):
@@ -101,7 +101,7 @@ def plan(shards: Sequence[Shard]) -> tuple[list[Shard], list[ReadRun]]:
 
 
 def portions(runs_: Sequence[ReadRun], most: int) -> list[list[ReadRun]]:
-    """In groups of at most `most` bytes, each of at least one READ: what is staged at a time."""
+    """Groups READs into what is staged at a time: at most `most` bytes, and at least one READ."""
     groups: list[list[ReadRun]] = []
     room = 0
     for run in runs_:
@@ -118,8 +118,9 @@ def portions(runs_: Sequence[ReadRun], most: int) -> list[list[ReadRun]]:
 
 @dataclass(slots=True)
 class Got:
-    """One block of a get. `tier`: which served it, None: it was not read. `data`: unless it went to memory of the
-    caller. `cause`: why it was not read although somebody was said to hold it; "": nobody has it."""
+    """Is one block of a get. `tier` is the one that served it; None if it was not read. `data` is empty where the bytes
+    went to memory of the caller. `cause` says why it was not read although some node was said to hold it; "" if no node
+    has it."""
 
     key: bytes
     nbytes: int = 0
@@ -135,7 +136,7 @@ class Got:
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    """One call of `LeasedReader.read`."""
+    """Keeps one call of `LeasedReader.read`."""
 
     got: list[Got]
     targets: Sequence[Span] | None
@@ -144,15 +145,15 @@ class _Job:
     known: dict[int, Sequence[Replica]] = field(default_factory=dict)
     failed: dict[Holder, set[int]] = field(default_factory=dict)
     asked: set[int] = field(default_factory=set)  # positions that the master was asked about
-    # Until when a master that has not heard from all nodes is asked again, and the keys that it could not tell of.
+    # Until when a master that does not know all nodes is asked again, and the keys that it did not know the holders of.
     look_until: float = math.inf
     untold: set[bytes] = field(default_factory=set)
 
 
 @dataclass(eq=False, slots=True)
 class _Read:
-    """What is read under one lease. `checksums`: by position, when asked for; `landed`: read in time, which counts when
-    the lease is confirmed."""
+    """What is read under one lease. `checksums` are by position, when asked for; `landed` was read in time, and counts
+    when the lease is confirmed."""
 
     lease: ReaderLease
     checksums: dict[int, int]
@@ -164,15 +165,15 @@ class ReadStats:
     blocks: int = 0
     nbytes: int = 0
     misses: int = 0
-    failed_replicas: int = 0  # did not answer, lapsed, or gave wrong bytes
+    failed_replicas: int = 0  # replicas that did not answer, whose lease lapsed, or that gave wrong bytes
     gathered: int = 0  # blocks that came with others in one READ
 
 
 class LeasedReader:
-    """All gets of one client that ask holders. On the event loop."""
+    """Carries out all gets of one client that ask holders. It belongs to the event loop."""
 
     def __init__(self, context: ClientContext, met: Callable[[str], None]) -> None:
-        """`met`: hears the address of each node that gave something."""
+        """`met` is called with the address of each node that gave a block."""
         self.stats = ReadStats()
         self._config = context.config
         self._engine = context.engine
@@ -195,9 +196,10 @@ class LeasedReader:
         look_until: float = math.inf,
         untold: set[bytes] | None = None,
     ) -> list[Got]:
-        """Each key's block, into its target or as bytes. `look_until`: so long a master that has not heard from all
-        nodes is asked again; keys that it could not tell of come to `untold`. KvmeshError when no master can be asked;
-        InvalidRequest for a target that is too small; what is wrong with one holder or block is in its `Got`."""
+        """Reads each key's block, into its target or as bytes. Until `look_until` a master that does not know all nodes
+        is asked again; keys whose holders it did not know are added to `untold`. Raises KvmeshError when no master can
+        be asked, and InvalidRequest for a target that is too small; what is wrong with one holder or block is in its
+        `Got`."""
         job = _Job([Got(key) for key in keys], targets, deadline, verify, look_until=look_until)
         if untold is not None:
             job.untold = untold
@@ -220,8 +222,8 @@ class LeasedReader:
         return job.got
 
     async def _find(self, job: _Job, open_: Collection[int]) -> None:
-        """Ask the master about those for which nobody is left to ask: once when it has heard from everybody; until
-        then again, also when all that it knew of have been asked in vain."""
+        """Asks the master about the blocks for which no holder is left to ask: once when it knows all nodes; until then
+        again, also when all holders that it knew have been asked in vain."""
         while True:
             lost = [p for p in open_ if p not in job.asked and not self._askable(job, p)]
             if not lost:
@@ -252,7 +254,8 @@ class LeasedReader:
     # ── one holder ───────────────────────────────────────────────────────────────────────────────
 
     async def _from(self, job: _Job, holder: Holder, positions: list[int]) -> None:
-        """What it gives goes to `job.got`, all else to `job.failed`. Raises InvalidRequest alone."""
+        """Reads blocks from one holder. What it gives goes to `job.got`, all else to `job.failed`. Raises nothing but
+        InvalidRequest."""
         for at in range(0, len(positions), LEASE_KEYS):
             some = positions[at : at + LEASE_KEYS]
             cause = ""
@@ -283,7 +286,8 @@ class LeasedReader:
                 log.info("%d blocks not read from %s: %s", len(missing), holder.store_id, cause)
 
     async def _leased(self, job: _Job, holder: Holder, positions: list[int], peer: Peer) -> str:
-        """Why not all of `positions` came; "": the holder has no more of them. Raises KvmeshError."""
+        """Reads blocks under one lease. Returns why not all of `positions` came; "" if the holder has no more of them.
+        Raises KvmeshError."""
         keys = [job.got[p].key for p in positions]
         terms = LeaseTerms(self._engine.name, self._config.lease_ms, BYTES, checksums=job.verify)
         life = (holder.store_id, holder.incarnation)
@@ -338,7 +342,7 @@ class LeasedReader:
         return next(filter(None, causes), "")
 
     async def _staged(self, job: _Job, read: _Read, group: Sequence[ReadRun], targets: Sequence[Span] | None) -> str:
-        """Read these runs into staging and take the blocks out of it."""
+        """Reads these runs into staging and takes the blocks out of it."""
         staged = await self._memory.stage(sum(run.nbytes for run in group), job.deadline)
         cause = ""
         try:
@@ -365,7 +369,8 @@ class LeasedReader:
     def _take_out(
         self, job: _Job, read: _Read, run: ReadRun, span: Span, targets: Sequence[Span] | None
     ) -> tuple[str, list[Shard]]:
-        """(what is wrong with some, those that are good and where they belong now). Any thread: of a run of its own."""
+        """Takes the blocks of one run out of staging. Returns what is wrong with some, and the blocks that are good and
+        are where they belong now. It may run in any thread, once for each run."""
         cause, good = "", []
         for shard in run.shards:
             memory = span.part(shard.offset - run.offset, shard.nbytes).memory
@@ -394,13 +399,13 @@ class LeasedReader:
         return "wrong bytes: the checksum differs"
 
     async def _reads(self, job: _Job, read: _Read, landing: Sequence[tuple[int, int, int]]) -> list[str]:
-        """`landing`: (offset there, bytes, address here)."""
+        """Reads (offset at the holder, bytes, address here), and returns the error of each, or ""."""
         segment = read.lease.segments[0]
         requests = [TransferRequest(Opcode.READ, to, segment, at, n) for at, n, to in landing]
         return await read_under(self._engine, read.lease, requests, job.deadline, self._config.lease_ms)
 
     async def close(self) -> None:
-        """What was begun for nobody (releases) ends within a second."""
+        """Ends what was begun in the background (releases), within a second."""
         await self._releases.close()
 
 
@@ -410,8 +415,8 @@ class LeasedReader:
 async def read_under(
     engine: TransferEngine, lease: ReaderLease, requests: Sequence[TransferRequest], deadline: float, lease_ms: int
 ) -> list[str]:
-    """What went wrong with each READ, "" for those that are here and whose lease held. Returns (also when cancelled, by
-    raising) only when nothing of them can land any more."""
+    """Returns what went wrong with each READ; "" for those whose bytes are here and whose lease held. It returns (or
+    raises when cancelled) only when nothing of them can land any more."""
     left_s = deadline - time.monotonic()
     if left_s <= 0 or not requests:
         return ["not in time"] * len(requests)
@@ -420,7 +425,7 @@ async def read_under(
         here = sum(request.length for request in requests) <= HERE_BYTES and _mapped(engine, lease.segments[0])
         engine.submit(batch, requests, left_s)
         if here:
-            engine.wait_sync(batch, HERE_S)  # copies it here and now
+            engine.wait_sync(batch, HERE_S)  # this thread copies it
         await _landed(engine, batch, lease, deadline, lease_ms)
         lapsed = "" if lease.holds_at(lease_clock_ns()) else "the lease ran out before the last byte was here"
         return [lapsed or _wrong(one.state, one.cause) for one in engine.statuses(batch)]
@@ -429,7 +434,7 @@ async def read_under(
 
 
 def _mapped(engine: TransferEngine, segment: str) -> bool:
-    """Whether this process itself reads the segment's memory, as a rule."""
+    """Whether this process itself copies out of the segment's memory, as a rule."""
     return engine.rails(segment)[0].transport.name == "shm"
 
 
@@ -438,7 +443,7 @@ def _wrong(state: TransferState, cause: str) -> str:
 
 
 async def _landed(engine: TransferEngine, batch: BatchId, lease: ReaderLease, deadline: float, lease_ms: int) -> None:
-    """Until all of the batch is final; gives up when the lease or the time is over."""
+    """Waits until all requests of the batch are final; cancels them when the lease or the time is over."""
     loop, here = asyncio.get_running_loop(), threading.get_ident()
     final: asyncio.Future[None] = loop.create_future()
 

@@ -2,15 +2,16 @@
 
     the node's index says where it lies ─▶ copy out of the node's memory, mapped read-only ─▶ the index still says so
 
-What changed meanwhile, or is not in the index, goes the usual way. No message, no master; the node hears of reads a
-little later, many at once (`Touch`).
+A block that changed meanwhile, or is not in the index, is read under a lease. No message and no master are needed; the
+node is told of reads a little later, many at once (`Touch`).
 
-How a node's index and memory come to be mapped here:
+A node's index and memory come to be mapped here as follows:
 
     an address that answered ─▶ Doors ─▶ connect to the index's socket ─▶ hello and index ─▶ READ a little: the memory
                                          is mapped ─▶ LocalNode, until the connection ends
 
-Everything is looked for in the background and given up quietly: another machine, another user, no shm.
+All of it is tried in the background and given up without an error where it cannot work: another machine, another user,
+no shm.
 """
 
 from __future__ import annotations
@@ -53,17 +54,17 @@ from kvmesh.transfer.transports.wire import Gone, ProtocolBroken
 
 log = logging.getLogger(__name__)
 
-# More is copied by threads: the event loop has others to serve, and two cores move more than one.
+# More is copied by threads, as the event loop has others to serve, and two cores move more than one.
 INLINE_BYTES = 4 << 20
-GIL_BYTES = 128 << 10  # a copy of so many is worth the GIL's hand-over
+GIL_BYTES = 128 << 10  # for a copy of so many bytes releasing the GIL pays
 MAX_NODES = 16
 MAX_LOOKED = 4096
-OPEN_S = 2.0  # for each step of opening one
-AGAIN_S = 5.0  # after one that led to nothing, if the node still answers
+OPEN_S = 2.0  # the limit of each step of opening a node
+AGAIN_S = 5.0  # how long after a failed attempt a node that answers is tried again
 PROBE_BYTES = 8
 TOUCH_S = 0.05
-TOUCH_KEYS = 32_768  # of one call
-TOUCH_CALLS = 65_536  # remembered
+TOUCH_KEYS = 32_768  # keys in one call
+TOUCH_CALLS = 65_536  # reads that are remembered until they are told
 TOUCH_CALL_S = 2.0
 CLOSE_S = 1.0
 
@@ -71,14 +72,14 @@ CLOSE_S = 1.0
 
 
 class LocalNode:
-    """One life of one node. `memory`: where all of its blocks lie, by offset - `base`."""
+    """Is one incarnation of a node on this machine. Its blocks lie in `memory` at their offset less `base`."""
 
     __slots__ = ("address", "base", "index", "life", "memory", "sock", "start", "store_id", "touched")
 
     def __init__(
         self, address: str, sock: socket.socket, hello: IndexHello, index: Mapping, found: tuple[Mapping, int]
     ) -> None:
-        """ValueError: it is no index."""
+        """Raises ValueError when what the node gave is no index."""
         mapping, self.start = found
         inside = self.start - mapping.address
         self.address = address
@@ -91,17 +92,18 @@ class LocalNode:
         self.touched: deque[Sequence[bytes]] = deque(maxlen=TOUCH_CALLS)  # keys of each call; the oldest are dropped
 
     def lives(self) -> bool:
-        """Whether its connection has not ended. Any thread."""
+        """Whether the connection to the node has not ended. It may be called in any thread."""
         try:
             return bool(self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
         except BlockingIOError:
             return True
-        except OSError:  # closed by us
+        except OSError:  # closed at this end
             return False
 
 
 class LocalNodes:
-    """Of one client. `nodes` and `touch` are for any thread; all else belongs to the event loop."""
+    """Finds the nodes of this machine for one client. `nodes` and `touch` may be used in any thread; all else belongs
+    to the event loop."""
 
     def __init__(self, config: ClientConfig, engine: TransferEngine, memory: ClientMemory, peers: PeerPool) -> None:
         self.nodes: tuple[LocalNode, ...] = ()
@@ -116,7 +118,8 @@ class LocalNodes:
         self._closed = False
 
     def met(self, address: str) -> None:
-        """It has just answered. Returns at once."""
+        """Notes that a node has just answered, and looks in the background whether it is on this machine. It returns at
+        once."""
         now = time.monotonic()
         if self._able and self._looked.get(address, 0.0) <= now and len(self.nodes) < MAX_NODES and not self._closed:
             if len(self._looked) >= MAX_LOOKED:
@@ -125,7 +128,7 @@ class LocalNodes:
             self._spawn(self._find(address))
 
     async def close(self) -> None:
-        """What was read is told; ends within about CLOSE_S."""
+        """Tells nodes what was read, and ends within about CLOSE_S."""
         self._closed = True
         for task in self._tasks:
             task.cancel()
@@ -161,14 +164,16 @@ class LocalNodes:
         self.nodes = (*self.nodes, node)
 
     def _ended(self, node: LocalNode) -> None:
-        """Its connection has: nothing of it is believed any more. What is being copied out of its memory keeps that."""
+        """Forgets a node whose connection has ended: nothing that it said is believed any more. A copy out of its
+        memory keeps that memory mapped."""
         self.nodes = tuple(one for one in self.nodes if one is not node)
         asyncio.get_running_loop().remove_reader(node.sock)
         node.sock.close()
         self._looked.pop(node.address, None)
 
     async def _opened(self, address: str) -> LocalNode | None:
-        """None: it offers nothing, or is not near. Raises what an attempt can end with."""
+        """Returns the node, None if it offers no index or is not on this machine. Raises whatever an attempt can fail
+        with."""
         async with self._peers.use(address) as peer:
             told: pb.DoorsResponse = await peer.calls.over_grpc("Doors", pb.DoorsRequest(), OPEN_S)
             if not told.index_path or (told.machine, told.network) != this_machine():
@@ -185,7 +190,8 @@ class LocalNodes:
                 raise
 
     async def _memory_of(self, segment: str, hello: IndexHello) -> tuple[Mapping, int]:
-        """Mapped by reading a little of it. TransferError: it is not reached so."""
+        """Maps the node's memory by reading a little of it. Raises TransferError when the memory is not reached by
+        shm."""
         engine = self._engine
         staged = await self._memory.stage(PROBE_BYTES, time.monotonic() + OPEN_S)
         try:
@@ -211,7 +217,7 @@ class LocalNodes:
     # ── telling them ─────────────────────────────────────────────────────────────────────────────
 
     def touch(self, node: LocalNode, keys: Sequence[bytes]) -> None:
-        """These were read. Any thread."""
+        """Notes that these keys were read. It may be called in any thread."""
         node.touched.append(keys)
         if not self._armed and self._loop is not None:
             self._armed = True
@@ -228,19 +234,21 @@ class LocalNodes:
                 self._spawn(self._tell(node))
 
     async def _tell(self, node: LocalNode) -> None:
-        """The first key is to be the most recent: the last call first, and its own first key before all others."""
+        """Tells a node what was read. The first key is to become the most recently used: so the last call comes first,
+        and in it the first key before all others."""
         calls = [node.touched.popleft() for _ in range(len(node.touched))]
         keys = [key for call in reversed(calls) for key in call]
         async with self._peers.use(node.address) as peer:
             for start in reversed(range(0, len(keys), TOUCH_KEYS)):
                 some = b"".join(keys[start : start + TOUCH_KEYS])
                 request = pb.TouchBlocksRequest(keys=some, layout=BYTES, holder_incarnation=node.life)
-                with contextlib.suppress(KvmeshError):  # it is a cache: nothing but an order is lost
+                with contextlib.suppress(KvmeshError):  # only the order of eviction is lost
                     await peer.call("Touch", request, TOUCH_CALL_S)
 
 
 async def _hello(path: str) -> tuple[socket.socket, IndexHello, Mapping]:
-    """The connection, what the node says, its index. OSError, TransferError, ValueError."""
+    """Connects to the index's socket. Returns the connection, the node's hello and its index. Raises OSError,
+    TransferError or ValueError."""
     loop = asyncio.get_running_loop()
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
     try:
@@ -278,7 +286,8 @@ _Found = tuple[LocalNode, int, int, int, int]  # node, entry, version, where in 
 
 
 class LocalReadPlan:
-    """What one call can get without a lease. `places[i]`: of the key at i, None: not here. `nbytes`: of all."""
+    """Tells what one call can get without a lease. `places[i]` is that of the i-th key, None if it is not on this
+    machine; `nbytes` is the sum of all."""
 
     __slots__ = ("keys", "missing", "nbytes", "places", "targets")
 
@@ -291,7 +300,8 @@ class LocalReadPlan:
 
 
 class LocalReader:
-    """All of one client. Copies may be asked for by any thread; all else on the event loop. `close` it."""
+    """Carries out all local reads of one client. Copies may be made in any thread; all else belongs to the event loop.
+    `close` it."""
 
     def __init__(self, config: ClientConfig, engine: TransferEngine, memory: ClientMemory, peers: PeerPool) -> None:
         self.hits = 0
@@ -302,15 +312,16 @@ class LocalReader:
 
     @property
     def nodes(self) -> int:
-        """Whose indexes are here."""
+        """How many nodes' indexes are mapped here."""
         return len(self._nearby.nodes)
 
     def met(self, address: str) -> None:
-        """This node has just answered: it may be near. Returns at once."""
+        """Notes that this node has just answered: it may be on this machine. It returns at once."""
         self._nearby.met(address)
 
     def plan(self, refs: Sequence[Ref | None], targets: Sequence[Span] | None) -> LocalReadPlan | None:
-        """None: there is nothing of it here, or not all of `refs` are keys. Any thread."""
+        """Returns what can be read locally; None if nothing can, or not all of `refs` are keys. It may be called in any
+        thread."""
         nodes = self._nearby.nodes
         if not nodes:
             return None
@@ -333,8 +344,8 @@ class LocalReader:
         return plan if plan.missing < len(keys) else None
 
     async def read(self, plan: LocalReadPlan) -> list[Got | None]:
-        """Each block that is here; None: ask somebody. Large ones are copied by threads, which are done with the
-        caller's memory when this returns or raises."""
+        """Returns each block that is on this machine; None where a holder must be asked. Much data is copied by
+        threads, which are done with the caller's memory when this returns or raises."""
         if plan.nbytes <= INLINE_BYTES:
             return self.read_here(plan)
         if plan.targets is None:
@@ -353,7 +364,7 @@ class LocalReader:
         return self._result(plan, None) if error is None else [None] * len(plan.keys)
 
     def read_here(self, plan: LocalReadPlan) -> list[Got | None]:
-        """As `read`, by the thread that calls it, with another one's help for large ones."""
+        """Reads as `read` does, in the calling thread, with the help of other threads for much data."""
         if plan.targets is None:
             copies = [place and bytes_of(place[0].memory[place[3] : place[3] + place[4]]) for place in plan.places]
             return self._result(plan, copies)
@@ -369,7 +380,7 @@ class LocalReader:
         return self._result(plan, None)
 
     def _start(self, plan: LocalReadPlan, done: Callable[[BaseException | None], None], helpers: int) -> CopyJob:
-        """`done` is called by whoever copies the last byte."""
+        """Starts copying; `done` is called by whoever copies the last byte."""
         assert plan.targets is not None, "bytes are made by the thread that asks for them"
         to, of, lengths = [], [], []
         for place, target in zip(plan.places, plan.targets, strict=True):
@@ -386,7 +397,7 @@ class LocalReader:
         return job
 
     def _result(self, plan: LocalReadPlan, copies: Sequence[bytes | None] | None) -> list[Got | None]:
-        """What was copied counts if its entry has not changed since, and the node lives."""
+        """Returns what was copied, where the block's entry has not changed since and the node lives."""
         got: list[Got | None] = []
         read: dict[LocalNode, list[bytes]] = {}
         nbytes = 0
@@ -411,7 +422,7 @@ class LocalReader:
         return got
 
     async def close(self) -> None:
-        """Bounded."""
+        """Ends local reads, within a bounded time."""
         await self._nearby.close()
         if self._threads is not None:
             self._threads.shutdown(wait=False)
@@ -423,7 +434,7 @@ def _place(nodes: Sequence[LocalNode], key: bytes) -> _Found | None:
         if found is not None:
             entry, version, offset, nbytes = found
             at = offset - node.base
-            if 0 <= at <= len(node.memory) - nbytes:  # it may be half of one entry and half of another yet
+            if 0 <= at <= len(node.memory) - nbytes:  # the entry may have changed while it was read
                 return node, entry, version, at, nbytes
     return None
 

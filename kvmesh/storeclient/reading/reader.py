@@ -1,4 +1,4 @@
-"""The way of a get, by the shortest strategy that leads to each block:
+"""A get uses the cheapest strategy that reaches each block:
 
 shared index   the block lies in the memory of a node on this machine that is mapped here: no message (`local.py`)
 fast path      a lease from its holder over a socket beside gRPC, then one-sided READs (`leased.py`)
@@ -23,7 +23,8 @@ LOOK_S = 0.5  # a name whose block the master cannot find yet, because it is reb
 
 
 class BlockReader:
-    """All gets of one client. On the event loop, but for `read_at_hand`; `close` it."""
+    """Carries out all gets of one client. It belongs to the event loop, except `read_at_hand`; its owner must `close`
+    it."""
 
     def __init__(self, context: ClientContext, keys: OwnKeys) -> None:
         self.local = LocalReader(context.config, context.engine, context.memory, context.peers)
@@ -33,18 +34,19 @@ class BlockReader:
 
     @property
     def stats(self) -> ReadStats:
-        """Of what was read under leases; `local` counts the rest."""
+        """Counts of what was read under leases; `local` counts the rest."""
         return self._leased.stats
 
     async def read(
         self, refs: Sequence[Ref], targets: Sequence[Span] | None, verify: bool, deadline: float
     ) -> list[Got]:
-        """Each ref's block, into its target or as bytes. Raises KvmeshError when no master can be asked, InvalidRequest
-        for a target that is too small; what is wrong with one holder or block is in its `Got`.
+        """Reads each ref's block, into its target or as bytes. Raises KvmeshError when no master can be asked,
+        InvalidRequest for a target that is too small; what is wrong with one holder or block is in its `Got`.
 
         A name that has come to stand for another block while its old one was asked for is read again: whoever replaces
-        it may remove the old block at once. So a master that cannot tell yet whether a block is gone is asked for the
-        name again every LOOK_S."""
+        a name may remove the old block at once. So a master that does not know yet whether a block is gone is asked for
+        the name again every LOOK_S.
+        """
         untold: set[bytes] = set()
         named = any(isinstance(ref, str) for ref in refs)
         got = await self._read_once(refs, targets, verify, deadline, untold if named else None)
@@ -71,8 +73,8 @@ class BlockReader:
         return got
 
     def read_at_hand(self, refs: Sequence[Ref], targets: Sequence[Span] | None) -> list[Got] | None:
-        """Each block, if all of them lie in memory that is mapped here: read by the thread that calls this, which may
-        be any. None: call `read`."""
+        """Returns all blocks if all of them lie in memory that is mapped here; the calling thread, which may be any,
+        copies them. Returns None if `read` must be called."""
         plan = self.local.plan(refs, targets)
         if plan is None or plan.missing:
             return None
@@ -80,7 +82,7 @@ class BlockReader:
         return got if len(got) == len(refs) else None
 
     async def close(self) -> None:
-        """Ends what was begun in the background. Bounded."""
+        """Ends what was begun in the background, within a bounded time."""
         await self.local.close()
         await self._leased.close()
 
@@ -92,7 +94,8 @@ class BlockReader:
         deadline: float,
         untold: set[bytes] | None,
     ) -> list[Got]:
-        """`untold`: see `LeasedReader.read`; None: a master that cannot tell is asked until the deadline."""
+        """Reads each ref's block once. `untold` is as in `LeasedReader.read`; with None a master that does not know all
+        nodes is asked until the deadline."""
         plan = None if verify else self.local.plan(refs, targets)
         if plan is None:
             keys = await self._keys.resolved(refs, deadline)
@@ -117,7 +120,7 @@ class BlockReader:
         deadline: float,
         untold: set[bytes] | None,
     ) -> list[Got]:
-        """Read under leases; equal blocks once."""
+        """Reads blocks under leases, equal ones once."""
         first: dict[bytes, int] = {}
         for i, key in enumerate(keys):
             if key is not None:

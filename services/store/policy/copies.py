@@ -1,6 +1,5 @@
-"""What replicas and drains share: the members as they see them, what the master orders at nodes, and the copies under
-way with the room that is pledged for them.
-"""
+"""This module has what replicas and drains share: the members as policies see them, the orders that the master gives to
+nodes, and the copies under way with the room that is pledged for them."""
 
 from __future__ import annotations
 
@@ -13,13 +12,13 @@ from kvmesh.services.store.domain import Member, Role
 from kvmesh.services.store.policy.reconciliation import PendingChanges
 
 AVOID_S = 10.0  # a node that failed a call gets no copies for so long
-MAX_PULLS = 4  # under way at one receiver
+MAX_PULLS = 4  # pulls under way at one receiver
 
 
 @dataclass(slots=True)
 class MemberNode:
-    """One life as policies see it. `pledged` are bytes of pulls under way, `pulls` how many; `avoid_until`: it failed
-    lately."""
+    """Is one member as policies see it. `pulls` counts the pulls under way to it and `pledged` their bytes. Until
+    `avoid_until` it gets no copies, as a call to it has failed."""
 
     member: Member
     usage: StoreUsage | None = None
@@ -34,14 +33,14 @@ class MemberNode:
 
     @property
     def mean_block_bytes(self) -> int:
-        """The mean size of the blocks that it holds; 0 when nobody knows."""
+        """The mean size of the blocks that the node holds; 0 when it is not known."""
         if self.usage is None or not self.usage.blocks:
             return 0
         return (self.usage.capacity_bytes - self.usage.free_bytes) // self.usage.blocks
 
 
 class Nodes:
-    """All live members by instance id."""
+    """Keeps all live members by instance id."""
 
     def __init__(self) -> None:
         self._nodes: dict[str, MemberNode] = {}
@@ -56,23 +55,23 @@ class Nodes:
         return instance_id in self._nodes
 
     def get(self, instance_id: str) -> MemberNode | None:
-        """The node of that name; None when it is no member."""
+        """Returns the node of that name; None when it is no member."""
         return self._nodes.get(instance_id)
 
     def joined(self, member: Member, draining: bool) -> None:
-        """Take a life that begins; the same life may join again."""
+        """Adds a member. The same incarnation may join again."""
         known = self._nodes.get(member.instance_id)
         if known is None or known.member != member:
             self._nodes[member.instance_id] = MemberNode(member, draining=draining)
 
     def ended(self, instance_id: str) -> None:
-        """Forget a life that has ended."""
+        """Forgets a member that has ended."""
         self._nodes.pop(instance_id, None)
 
     def receiver(self, without: Collection[str], now: float, rng: random.Random) -> MemberNode | None:
-        """A pool node to take a copy: the one with more room of two drawn by lot, so that an empty one does not draw
-        everything. It is on another machine than those in `without` (instance ids), when there is one; never one of
-        them."""
+        """Returns a pool node to take a copy, or None: of two drawn at random the one with more free bytes, so that an
+        empty node does not get all copies. The nodes in `without` (instance ids) are never chosen, and a node on
+        another machine than theirs is preferred."""
         able = [
             node
             for node in self._nodes.values()
@@ -91,13 +90,14 @@ class Nodes:
 
 # ── orders ──────────────────────────────────────────────────────────────────────────────────────
 
-MAX_KEYS = 64  # of one order
+MAX_KEYS = 64  # keys in one order
 
 
 @dataclass(frozen=True)
 class PullOrder:
-    """`receiver` copies `keys`, about `nbytes`, from `holders`, tried in this order. `after`: the last tombstone when
-    it was ordered. `pins`: what is pinned hard there is pinned hard here too, or not copied."""
+    """Orders `receiver` to copy `keys`, about `nbytes`, from `holders`, tried in this order. `after` is the last
+    tombstone at the time of the order. With `pins` a block that is pinned hard at its holder is pinned hard at the
+    receiver too, or not copied."""
 
     receiver: Member
     holders: tuple[Member, ...]
@@ -109,8 +109,8 @@ class PullOrder:
 
 @dataclass(frozen=True)
 class TrimOrder:
-    """Remove `keys` at `holder`, those of them that each of `keepers` has. `spare`: what somebody has pinned hard there
-    stays, and is not done."""
+    """Orders to remove, at `holder`, those of `keys` that each of `keepers` has. With `spare`, blocks that somebody has
+    pinned hard at the holder stay, and do not count as done."""
 
     holder: Member
     keepers: tuple[Member, ...]
@@ -120,7 +120,7 @@ class TrimOrder:
 
 @dataclass(frozen=True)
 class PinOrder:
-    """Pin `keys` hard at `holder`, or unpin them."""
+    """Orders to pin `keys` hard at `holder`, or to unpin them."""
 
     holder: Member
     keys: tuple[bytes, ...]
@@ -129,7 +129,7 @@ class PinOrder:
 
 @dataclass(frozen=True)
 class DiscardOrder:
-    """Remove `keys` at `holder`: a copy of them was under way when they were removed everywhere."""
+    """Orders to remove `keys` at `holder`, which was copying them while they were removed everywhere."""
 
     holder: Member
     keys: tuple[bytes, ...]
@@ -141,8 +141,8 @@ Then = Callable[[frozenset[bytes], bool, float], None]
 
 @dataclass(frozen=True)
 class Order:
-    """Work for a node. `then(done, answered, now)` is to be called with the keys for which it was done, and whether the
-    node answered at all."""
+    """Is work for a node. `then(done, answered, now)` is to be called with the keys for which the work was done, and
+    whether the node answered at all."""
 
     work: Work
     then: Then
@@ -152,8 +152,8 @@ class Order:
 
 
 class Copying:
-    """Begins and ends copies, and keeps the room that they are pledged. `removed_since(key, seq)` is as in
-    Tombstones."""
+    """Begins and ends copies, and keeps account of the room that is pledged for them. `removed_since(key, seq)` is as
+    in Tombstones."""
 
     def __init__(self, nodes: Nodes, settling: PendingChanges, removed_since: Callable[[bytes, int], bool]) -> None:
         self._nodes = nodes
@@ -171,8 +171,8 @@ class Copying:
         *,
         pins: bool = False,
     ) -> PullOrder | None:
-        """Have a pool node that is none of `sources` pull the first MAX_KEYS of `keys` from them; None when nobody has
-        room. `after` is the last tombstone; `pins` is as in PullOrder."""
+        """Orders a pool node that is none of `sources` to pull the first MAX_KEYS of `keys` from them. Returns None
+        when no node has room. `after` is the last tombstone; `pins` is as in PullOrder."""
         receiver = self._nodes.receiver(sources, now, rng)
         holders = [node for name in sources if (node := self._nodes.get(name)) is not None]
         if receiver is None or not holders:
@@ -185,8 +185,8 @@ class Copying:
         return PullOrder(receiver.member, tuple(node.member for node in holders), some, nbytes, after, pins)
 
     def ended(self, work: PullOrder, done: frozenset[bytes], answered: bool, now: float) -> None:
-        """Note that a copy has ended. `done` are the keys that are there now. A receiver that did not answer gets
-        nothing for a while."""
+        """Notes that a copy has ended. `done` are the keys that the receiver has now. A receiver that did not answer
+        gets no copies for AVOID_S."""
         node = self._nodes.get(work.receiver.instance_id)
         if node is None or node.member != work.receiver:
             return
@@ -199,10 +199,10 @@ class Copying:
             self._discards.append(DiscardOrder(work.receiver, gone))
 
     def discards(self) -> list[DiscardOrder]:
-        """Orders to remove copies of what was removed while they were made."""
+        """Returns orders to remove copies of blocks that were removed while they were copied. Each is returned once."""
         found, self._discards = self._discards, []
         return found
 
     def members(self, names: Sequence[str]) -> tuple[Member, ...]:
-        """Those of these nodes that live."""
+        """Returns those of these nodes that live."""
         return tuple(node.member for name in names if (node := self._nodes.get(name)) is not None)

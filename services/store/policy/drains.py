@@ -1,9 +1,9 @@
-"""Moving away what only one node holds, before it leaves.
+"""Moves away the blocks that only one node holds, before that node leaves.
 
-The store of a draining node is read slice by slice, again and again; what no other node holds (in whichever tier) is
-pulled by pool nodes. It is drained when a whole reading has found nothing, and nothing is under way. Only readings
-count that have begun after the node knew that it drains, wrote nothing any more, and had announced in every tier since.
-Two nodes that drain at once do not count for each other.
+The store of a draining node is read slice by slice, again and again; what no other node holds (in any tier) is pulled
+by pool nodes. The node is drained when a whole reading has found nothing, and nothing is under way. Only readings count
+that have begun after the node knew that it drains, wrote nothing any more, and had announced in every tier since. Two
+nodes that drain at once do not count as holders for each other.
 """
 
 from __future__ import annotations
@@ -22,18 +22,24 @@ from kvmesh.services.store.policy.copies import MAX_KEYS, Copying, Nodes, Order,
 from kvmesh.services.store.policy.reconciliation import PendingChanges
 
 MAX_DRAINS = 256
-LOOK = 4096  # keys of one node in one tick
-MAX_FOUND = 4096  # keys that wait; then reading waits too
-MAX_ORDERS = 4  # of one node, under way
+LOOK = 4096  # keys of one node that are read in one tick
+MAX_FOUND = 4096  # keys that wait to be moved; with so many, reading waits too
+MAX_ORDERS = 4  # orders under way for one draining node
 RETRY_S = (1.0, 30.0)
 
 
 @dataclass
 class Drain:
-    """`moved`: blocks that others have taken. `unread`: keys of this reading still to come. `beats`: of the node since
-    it joined, each of which is told that it drains. `awaited`: tiers that have yet to announce since it wrote nothing
-    any more; None: it may still write. `counts`: whether this reading may say that it is done. `life`: the incarnation
-    that asked for it and with which it is forgotten; 0: an operator did."""
+    """Keeps the state of one drain.
+
+    - `kept`: it is written down for the next leader.
+    - `life`: the incarnation that asked for it, and with whose end it is forgotten; 0 where an operator asked.
+    - `beats`: heartbeats of the node since it joined; each is answered with the word that it drains.
+    - `awaited`: tiers that have yet to announce since the node wrote nothing any more; None while it may still write.
+    - `counts`: whether the present reading may find that the node is drained.
+    - `moved`: blocks that others have taken.
+    - `unread`: keys that the present reading has yet to look at.
+    """
 
     kept: bool = False
     life: int = 0
@@ -45,7 +51,7 @@ class Drain:
     why_not: str = ""
     found: dict[bytes, None] = field(default_factory=dict)
     busy: set[bytes] = field(default_factory=set)
-    clean: bool = True  # this reading has found nothing
+    clean: bool = True  # the present reading has found nothing
     slices: list[tuple[str, bytes]] = field(default_factory=list)
     reading: bool = False
     orders: int = 0
@@ -58,7 +64,8 @@ class Drain:
 
 
 class Drains:
-    """By instance id, whichever its life. `lacking(instance_id)`: why the map does not show all that it has, or ""."""
+    """Keeps all drains by instance id, for any incarnation. `lacking(instance_id)` returns why the map does not show
+    all that the node has, or ""."""
 
     def __init__(
         self,
@@ -79,13 +86,14 @@ class Drains:
         return instance_id in self._drains
 
     def load(self, instance_ids: Iterable[str]) -> None:
-        """What an earlier leader left."""
+        """Takes the drains that an earlier leader left."""
         self._drains.update((name, Drain(kept=True)) for name in instance_ids)
 
     def begin(self, instance_id: str, life: int = 0) -> bool:
-        """Whether that has yet to be `kept`. Raises Overloaded: too many drain."""
+        """Begins a drain. Returns whether it has yet to be written down (see `kept`). Raises Overloaded when too many
+        nodes drain."""
         if (asked := self._drains.get(instance_id)) is not None and asked.life and not life:
-            asked.life, asked.kept = 0, False  # an operator's word outlives that of the node
+            asked.life, asked.kept = 0, False  # an operator's order outlives the node's own wish
         if (known := self._drains.get(instance_id)) is not None:
             return not known.kept
         if len(self._drains) >= MAX_DRAINS:
@@ -95,19 +103,19 @@ class Drains:
         return not life
 
     def kept(self, instance_id: str) -> None:
-        """The next leader will know of it."""
+        """Notes that the drain is written down, so that the next leader will know of it."""
         if (drain := self._drains.get(instance_id)) is not None:
             drain.kept = True
 
     def cancel(self, instance_id: str) -> None:
-        """It stays. What is under way goes on."""
+        """Cancels a drain: the node stays. Copies under way go on."""
         self._mark(instance_id, False)
         self._drains.pop(instance_id, None)
 
     # ── what the node says ───────────────────────────────────────────────────────────────────────────
 
     def joined(self, instance_id: str, incarnation: int) -> None:
-        """It enters, or enters again: nobody knows whether it has been told."""
+        """Notes that a node joined, perhaps again: it is not known whether it has been told that it drains."""
         if (drain := self._drains.get(instance_id)) is not None:
             if drain.life not in (0, incarnation):
                 self.cancel(instance_id)
@@ -115,7 +123,8 @@ class Drains:
             drain.beats, drain.awaited = 0, None
 
     def beat(self, instance_id: str, usage: StoreUsage | None) -> None:
-        """It beats, and is told that it drains. The next beat says that it has heard."""
+        """Notes a heartbeat, whose answer tells the node that it drains. The node's next heartbeat shows that it
+        knows."""
         drain = self._drains.get(instance_id)
         if drain is None:
             return
@@ -126,13 +135,14 @@ class Drains:
             drain.awaited = {instance_id, *(store_name(instance_id, Tier(use.tier)) for use in usage.tiers)}
 
     def said(self, store_id: str) -> None:
-        """One of its tiers has announced all that it has."""
+        """Notes that a tier has announced all that it has."""
         drain = self._drains.get(split_name(store_id)[0])
         if drain is not None and drain.awaited:
             drain.awaited.discard(store_id)
 
     def ended(self, instance_id: str) -> bool:
-        """A life is over; whether its drain is too: it was drained, and the name is free for another."""
+        """Notes that an incarnation has ended. Returns whether a drain that was written down is over: the node was
+        drained, and its name is free for another."""
         drain = self._drains.get(instance_id)
         if drain is None or not (drain.done or drain.life):
             return False
@@ -140,11 +150,11 @@ class Drains:
         return not drain.life
 
     def get(self, instance_id: str) -> Drain | None:
-        """None: it does not drain."""
+        """Returns the drain of a node; None if it does not drain."""
         return self._drains.get(instance_id)
 
     def sole_blocks(self, instance_id: str) -> int:
-        """What still lies only there: at most so many, 0 only when it is known."""
+        """Returns an upper bound of the blocks that only this node has; 0 only when it is known that there are none."""
         drain = self._drains.get(instance_id)
         if drain is None or drain.done:
             return 0
@@ -154,7 +164,7 @@ class Drains:
         return max(1, min(max(here, known), known + unread))
 
     def tick(self, now: float, after: int, rng: random.Random) -> list[Order]:
-        """What to order now. `after`: the last tombstone."""
+        """Returns what to order now. `after` is the last tombstone."""
         orders: list[Order] = []
         for instance_id, drain in self._drains.items():
             if instance_id in self._nodes:
@@ -202,7 +212,8 @@ class Drains:
             orders.append(Order(pull, partial(self._pulled, drain, pull)))
 
     def _still(self, instance_id: str, drain: Drain, now: float) -> list[bytes]:
-        """MAX_KEYS of those that were found, without what somebody else has got since, or nobody has any more."""
+        """Returns up to MAX_KEYS of the keys that were found, without those that another node has got since, or that
+        are gone."""
         staying, keys = self._staying(), []
         for key in list(drain.found)[:MAX_KEYS]:
             here = any(self._map.held(name, key) for name in store_names(instance_id))
@@ -219,14 +230,14 @@ class Drains:
         drain.moved += len(done)
         if done:
             drain.failures, drain.why_not = 0, ""
-            return  # what did not come is found by the next reading, if it is still there
+            return  # blocks that were not copied are found by the next reading, if they are still there
         drain.not_before = now + min(RETRY_S[1], RETRY_S[0] * 2 ** min(drain.failures, 16))
         drain.failures += 1
         what = "could not take" if answered else "did not answer for"
         drain.why_not = f"{work.receiver.instance_id} {what} {len(work.keys)} blocks"
 
     def _staying(self) -> int:
-        """The slots of nodes that do not drain, in every tier."""
+        """Returns the bitset of the slots of nodes that do not drain, in every tier."""
         return sum(bit for name, bit in self._map.shown() if name.partition("#")[0] not in self._drains)
 
     def _is_sole(self, key: bytes, instance_id: str, staying: int, now: float) -> bool:

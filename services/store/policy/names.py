@@ -1,6 +1,6 @@
-"""Names of the public client: the first binding of a name stands, unless it is replaced.
+"""Of the public client's names the first binding stands, unless it is replaced.
 
-No operation looks at more entries than it has names, LOOK for each when the table is full.
+No operation looks at more entries than it has names, or at LOOK for each name when the table is full.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ LOOK = 8  # bindings looked at to make room for one
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """`at`: seconds on the master's clock; `after`: the last tombstone then."""
+    """Says what a name stands for. `at` is the time of binding in seconds on the master's clock, `after` the last
+    tombstone then."""
 
     key: bytes
     at: float
@@ -25,8 +26,9 @@ class Binding:
 
 
 class Names:
-    """At most `most` bindings. One stands while nobody has unbound it or removed its block, and its block is held by
-    somebody or was bound less than `grace_s` ago (its holder has yet to announce it; a new leader has yet to hear)."""
+    """Keeps at most `most` bindings. A binding stands while nobody has unbound it or removed its block, and its block
+    is held by some node or was bound less than `grace_s` ago (its holder has yet to announce it, or a new leader has
+    yet to be told)."""
 
     def __init__(
         self,
@@ -46,17 +48,17 @@ class Names:
         return len(self._bound)
 
     def load(self, bound: Iterable[tuple[Name, bytes, int]], now: float) -> None:
-        """What an earlier leader left: (name, key, the last tombstone then). Nobody has announced yet: the grace begins
-        anew."""
+        """Takes the bindings that an earlier leader left, as (name, key, the last tombstone then). No node has
+        announced yet, so the grace begins anew."""
         self._bound.update((name, Binding(key, now, after)) for name, key, after in bound)
 
     def bind(
         self, namespace: str, names: Sequence[tuple[str, bytes]], after: int, now: float, *, replace: bool = False
     ) -> tuple[list[bytes], dict[Name, bytes], list[Name]]:
-        """(what each name will stand for, those that are new, those that were let go for room). `replace`: each will
-        stand for the given key, whatever it stands for now; of a name that is given twice the last key counts. Nothing
-        is bound before `bound` is told of the new ones: until then a name stands for what it stood for. Raises
-        Overloaded when there is no room."""
+        """Returns what each name will stand for, the bindings that are new, and the names that were dropped for room.
+        With `replace` each name will stand for the given key, whatever it stands for now; the last key counts for a
+        name that is given twice. Nothing is bound before `bound` is called with the new ones: until then a name stands
+        for what it stood for. Raises Overloaded when there is no room."""
         fresh = {text for text, _ in names if (namespace, text) not in self._bound}
         dropped = self._make_room(len(fresh), now)
         if replace:
@@ -72,28 +74,28 @@ class Names:
         return keys, new, dropped
 
     def bound(self, new: Mapping[Name, bytes], after: int, now: float) -> None:
-        """From now on these names stand for these keys."""
+        """Binds these names to these keys."""
         for name, key in new.items():
             self._bound[name] = Binding(key, now, after)
             self._bound.move_to_end(name)
 
     def resolve(self, namespace: str, names: Sequence[str]) -> list[bytes | None]:
-        """What each name stands for."""
+        """Returns what each name stands for; None for an unknown name."""
         found = [self._bound.get((namespace, name)) for name in names]
         return [b.key if b is not None and not self._removed_since(b.key, b.after) else None for b in found]
 
     def ends(self, namespace: str, names: Sequence[str], keys: Sequence[bytes | None]) -> list[Name]:
-        """Those of `names` that stand for the key given, None: for nothing."""
+        """Returns those of `names` that stand for the given key; None means for nothing."""
         pairs = zip(names, self.resolve(namespace, names), keys, strict=True)
         return [(namespace, name) for name, key, wanted in pairs if key == wanted]
 
     def unbound(self, names: Iterable[Name]) -> None:
-        """Forget them."""
+        """Forgets these names."""
         for name in names:
             self._bound.pop(name, None)
 
     def _standing(self, name: Name, now: float) -> bytes | None:
-        """What it stands for such that nobody else may bind it; None: it is free."""
+        """Returns the key that the name stands for so that nobody else may bind it; None if the name is free."""
         known = self._bound.get(name)
         return known.key if known is not None and self._stands(known, now) else None
 
@@ -103,7 +105,8 @@ class Names:
         return now - binding.at < self._grace_s or self._held(binding.key)
 
     def _make_room(self, count: int, now: float) -> list[Name]:
-        """Lets go of the oldest ones that do not stand; looks at LOOK of them at most for each that is wanted."""
+        """Drops the oldest bindings that do not stand until `count` more fit, and looks at LOOK of them at most for
+        each. Returns the dropped names. Raises Overloaded when there is no room."""
         excess = len(self._bound) + count - self._most
         dropped: list[Name] = []
         for _ in range(LOOK * excess):

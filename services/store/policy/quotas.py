@@ -1,8 +1,8 @@
-"""How many blocks a tenant's tag may have in memory over all nodes, divided into an allowance for each node.
+"""Divides how many blocks a tenant's tag may have in memory over all nodes into an allowance for each node.
 
 A node may keep what it has and an equal share of what is left; when more is there than the quota, every node must give
-up the same part. So the allowances never make more than the quota (but one block for each node at least, as 0 means
-none), and a node that fills up gets more with every beat while there is any.
+up the same part. So the allowances never add up to more than the quota (but for one block at each node at least, as 0
+means no quota), and a node that fills up gets more with every heartbeat while there is any.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from kvmesh.services.store.block_map import MasterMap
 
 MAX_QUOTAS = 256
 AGAIN_S = 10.0
-NO_QUOTAS = {bytes(TAG_BYTES): 0}  # an empty list would say nothing, and leave what an earlier leader set
+NO_QUOTAS = {bytes(TAG_BYTES): 0}  # an empty list would change nothing, and leave what an earlier leader set
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """How many `blocks` a tag may have in DRAM, replicas counted; `name` is for people."""
+    """Says how many `blocks` a tag may have in DRAM, all replicas counted; `name` is for people."""
 
     tag: bytes
     blocks: int
@@ -29,23 +29,23 @@ class Quota:
 
 
 class Quotas:
-    """All quotas that are set. What is used is counted by the map, O(1) a change."""
+    """Keeps all quotas that are set. The map counts what is used, at O(1) for each change."""
 
     def __init__(self, blocks: MasterMap, known: Container[str]) -> None:
-        """`known` holds the instance ids of which all blocks are known."""
+        """`known` holds the instance ids of the nodes all of whose blocks are known."""
         self._map = blocks
         self._known = known
         self._set: dict[bytes, Quota] = {}
-        self._told: dict[str, tuple[dict[bytes, int], float]] = {}  # instance → what it was told last, and when
-        self._lifted: dict[bytes, int] = {}  # tags that have none any more: 0
+        self._told: dict[str, tuple[dict[bytes, int], float]] = {}  # instance → the allowances sent last, and when
+        self._lifted: dict[bytes, int] = {}  # tag → 0, for tags that have no quota any more
 
     def load(self, quotas: Iterable[Quota]) -> None:
-        """Take what an earlier leader left."""
+        """Takes the quotas that an earlier leader left."""
         for quota in quotas:
             self.set(quota)
 
     def set(self, quota: Quota) -> None:
-        """Set a quota; with `blocks` 0 there is none from now on. Raises Overloaded when there are too many."""
+        """Sets a quota; `blocks` 0 ends it. Raises Overloaded when there are too many."""
         if not quota.blocks:
             if self._set.pop(quota.tag, None) is not None:
                 self._map.unwatch(quota.tag)
@@ -60,13 +60,14 @@ class Quotas:
         self._map.watch(quota.tag)
 
     def all(self) -> list[tuple[Quota, int]]:
-        """Each quota with the blocks used now."""
+        """Returns each quota with the blocks used now."""
         return [(quota, self._map.tagged(tag)) for tag, quota in self._set.items()]
 
     def news(self, instance_id: str, members: int, now: float) -> Mapping[bytes, int]:
-        """Tag → allowance of this node, 0: none any more. All of them, when any has changed since it was told, and now
-        and then, as answers are lost. Nothing before all that it has is known: a new leader would take it for empty,
-        and have it evict what is there."""
+        """Returns the allowance of this node by tag (0: no quota any more), or {} if there is nothing to send. It
+        returns all of them when any has changed since they were sent, and again every AGAIN_S, as answers may be lost.
+        Nothing is sent before all blocks of the node are known: a new leader would take the node for empty and have it
+        evict what is there."""
         if instance_id not in self._known:
             return {}
         new = {tag: self._allowance(instance_id, quota, members) for tag, quota in self._set.items()} | self._lifted
@@ -78,7 +79,7 @@ class Quotas:
         return new
 
     def ended(self, instance_id: str) -> None:
-        """Forget what a life was told that is over; another has been told nothing."""
+        """Forgets what was sent to a member that has ended: its next incarnation has been told nothing."""
         self._told.pop(instance_id, None)
 
     def _allowance(self, instance_id: str, quota: Quota, members: int) -> int:

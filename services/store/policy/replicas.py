@@ -1,14 +1,16 @@
-"""How many nodes should hold a block: targets that somebody has set, and one copy more of what is asked for much.
+"""This module decides how many nodes should hold a block: by targets that somebody has set, and one copy more of blocks
+that are looked up much.
 
-Every tick looks at some of the keys that have a target, the newest wishes first, and orders what is missing (a pool
-node pulls a copy) or too much (the least useful copy goes, once all others are confirmed). One order at a time for a
-key; what failed is tried again after a time that doubles up to RETRY_S[1], at another node. What was acknowledged
-counts before the map shows it, and no longer than SETTLE_S.
+Every tick looks at some of the keys that have a target, the newest targets first, and orders what is missing (a pool
+node pulls a copy) or too much (the least useful copy goes, once all others are confirmed). There is one order at a time
+for a key; what failed is tried again after a time that doubles up to RETRY_S[1], at another node. What a node
+acknowledged counts before the map shows it, and no longer than SETTLE_S.
 
-A wish ends with its block's removal. One by prefix ends all in one step, which `sweep` clears away over many.
+A target ends with its block's removal. A removal by prefix ends all in one step, and `sweep` clears them away over
+many.
 
-Hard pins of the master that nobody wishes for any more are undone at each life that has them, or may have. They are
-kept where the next leader finds them: a pin that nobody remembers would hold memory as long as that life lasts.
+Hard pins of the master that no target asks for any more are undone at each incarnation that has them, or may have. They
+are written down for the next leader: a pin that nobody remembers would hold memory as long as that incarnation lives.
 """
 
 from __future__ import annotations
@@ -37,21 +39,21 @@ from kvmesh.services.store.policy.copies import (
 )
 from kvmesh.services.store.policy.reconciliation import PendingChanges
 
-LOOK = 1024  # keys in one tick
-MAX_ORDERS = 32  # under way
+LOOK = 1024  # keys that are looked at in one tick
+MAX_ORDERS = 32  # orders under way
 RETRY_S = (0.5, 60.0)
-PIN_AGAIN_S = 120.0  # a block that went and came again at a node has lost its pin there
+PIN_AGAIN_S = 120.0  # pins are renewed: a block that was evicted and came again at a node has lost its pin there
 MAX_HOT = 1024
 HOT_REPLICAS = 4  # a hot block gets no more copies than make so many
 HOT_S = 60.0
-MAX_UNPINS = 1 << 16  # yet to be undone, at nodes that are away too; past it the oldest are forgotten
+MAX_UNPINS = 1 << 16  # pins yet to be undone, also at nodes that are away; past it the oldest are forgotten
 
 Life = tuple[str, int]  # instance id, incarnation
 Pinned = tuple[Life, bytes]
 
 
 class Unpins:
-    """All pins that are to be undone, and which of them differ from what is kept."""
+    """Keeps all pins that are to be undone, and which of them differ from what is written down."""
 
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
@@ -65,11 +67,11 @@ class Unpins:
         return pinned in self._open
 
     def load(self, kept: Iterable[Pinned]) -> None:
-        """Take what an earlier leader left."""
+        """Takes what an earlier leader left."""
         self._open.update(dict.fromkeys(kept))
 
     def add(self, lives: Iterable[Life], key: bytes) -> None:
-        """Note that a block is pinned at these lives, and should not be."""
+        """Notes that a block is pinned at these incarnations, and should not be."""
         for life in lives:
             self._open[life, key] = None
             self._changed[life, key] = None
@@ -77,20 +79,21 @@ class Unpins:
             self._changed[self._open.popitem(last=False)[0]] = None
 
     def done(self, life: Life, keys: Iterable[bytes]) -> None:
-        """Note that this life has no pin of these keys any more, or that they are wished for again."""
+        """Notes that this incarnation has no pin of these keys any more, or that the pin is wanted again."""
         for key in keys:
             if (life, key) in self._open:
                 del self._open[life, key]
                 self._changed[life, key] = None
 
     def due(self, busy: Container[bytes], wished: Callable[[bytes], bool], now: float) -> dict[Life, list[bytes]]:
-        """What to ask for now, by life. One that is no member now may join again, the same life, and waits."""
+        """Returns which keys to unpin now, by incarnation. Where the node is no member now, its keys wait: the same
+        incarnation may join again."""
         found: dict[Life, list[bytes]] = {}
         for _ in range(min(LOOK, len(self._open))):
             life, key = pinned = next(iter(self._open))
             node = self._nodes.get(life[0])
             if wished(key) or (node is not None and node.member.incarnation != life[1]):
-                self.done(life, (key,))  # its pins ended with that life
+                self.done(life, (key,))  # pins end with their incarnation
                 continue
             self._open.move_to_end(pinned)
             keys = found.setdefault(life, [])
@@ -102,20 +105,18 @@ class Unpins:
 
     @property
     def owes(self) -> bool:
-        """Whether any came or went."""
+        """Whether any pin was added or undone since the last `take_changed`."""
         return bool(self._changed)
 
     def take_changed(self) -> list[Pinned]:
-        """Those that came or went since the last call; `in` tells which."""
+        """Returns the pins that were added or undone since the last call; `in` tells which of the two."""
         changed, self._changed = self._changed, {}
         return list(changed)
 
     def not_kept(self, changed: Iterable[Pinned]) -> None:
-        """These have changed still: they could not be written."""
+        """Takes changes back that could not be written."""
         self._changed.update(dict.fromkeys(changed))
 
-
-# Prefixes whose keys are void at once in a table that is gone through later, slice by slice.
 
 MAX_OPEN = 65_536  # with more, the table is gone through in one go
 
@@ -123,29 +124,31 @@ V = TypeVar("V")
 
 
 class LazyDelete:
-    """Prefixes whose keys are void at once in a table that is gone through later. The `seq` of a prefix is a moment, as
-    `after` of an entry is: entries with a later one are not meant."""
+    """Keeps prefixes whose keys are void at once in a table that is gone through later, slice by slice. The `seq` of a
+    prefix and the `after` of an entry are tombstone numbers: entries with an `after` of at least `seq` are newer and
+    not void."""
 
     def __init__(self) -> None:
-        self._open: dict[bytes, tuple[int, int]] = {}  # prefix → its seq, and at which look it has been through
+        self._open: dict[bytes, tuple[int, int]] = {}  # prefix → its seq, and the value of `_looks` at which it is done
         self._looks = 0
 
     def __len__(self) -> int:
-        """Prefixes that are not through."""
+        """Returns how many prefixes the table has not been gone through for."""
         return len(self._open)
 
     def begin(self, prefix: bytes, seq: int, size: int) -> None:
-        """Void what begins so in a table of `size` entries."""
+        """Makes the entries that begin with `prefix` void, in a table of `size` entries."""
         self._open[prefix] = (seq, self._looks + size)
 
     def covers(self, key: bytes, after: int) -> bool:
-        """Whether an entry of then is void. O(length of the key)."""
+        """Whether an entry with this `after` is void. Its cost is O(length of the key)."""
         found = self._open
         return bool(found) and any(found.get(key[:n], (0, 0))[0] > after for n in range(1, len(key) + 1))
 
     def step(self, table: OrderedDict[bytes, V], after: Callable[[V], int], most: int) -> list[bytes]:
-        """Look at `most` entries, all if too many prefixes are open; which of them are void. Entries that come to the
-        table go to its end, so those of then have been looked at when as many have as there were."""
+        """Looks at `most` entries, or at all if too many prefixes are open, and returns those that are void. New
+        entries go to the end of the table, so the old ones have been looked at when as many looks have been made as
+        there were entries."""
         void: list[bytes] = []
         left = len(table) if len(self._open) > MAX_OPEN else min(most, len(table))
         for _ in range(left if self._open else 0):
@@ -162,9 +165,10 @@ class LazyDelete:
 
 @dataclass(slots=True)
 class ReplicaTarget:
-    """`replicas` nodes, 1 or more. `after`: the last tombstone then; a later one that covers the block ends it.
-    `pinned`: the lives at which it is pinned hard for all we know; `ever`: at which it was pinned at any time, by this
-    leader; `inherited`: earlier leaders may have pinned it elsewhere."""
+    """Is a wish that a block have `replicas` nodes, 1 or more. `after` is the last tombstone then; a later one that
+    covers the block ends the wish. `pinned` are the incarnations at which the block is pinned hard as far as is known,
+    `ever` those at which this leader has ever pinned it; `inherited` says that earlier leaders may have pinned it
+    elsewhere."""
 
     replicas: int
     hard: bool = False
@@ -179,7 +183,7 @@ class ReplicaTarget:
 
 @dataclass
 class _Needs:
-    """Of one tick, together for keys that need the same."""
+    """Gathers what one tick orders, for keys that need the same."""
 
     pulls: dict[tuple[str, ...], list[bytes]] = field(default_factory=dict)
     trims: dict[tuple[str, tuple[str, ...], bool], list[bytes]] = field(default_factory=dict)
@@ -187,7 +191,8 @@ class _Needs:
 
 
 class Replicas:
-    """`holders(key)`: instance ids by the map, in whichever tier; `unheard()`: of those that may have anything."""
+    """Keeps all targets, and makes the orders that fulfil them. `holders(key)` returns the instance ids that hold a key
+    by the map, in any tier; `unheard()` those of members that have yet to announce all that they have."""
 
     def __init__(
         self,
@@ -207,9 +212,9 @@ class Replicas:
         self._unheard = unheard
         self._targets: OrderedDict[bytes, ReplicaTarget] = OrderedDict()
         self._swept = LazyDelete()
-        self._ended: dict[bytes, None] = {}  # targets that are over, and kept still
-        self._hot: OrderedDict[bytes, tuple[ReplicaTarget, float]] = OrderedDict()  # until when
-        self._queue: OrderedDict[bytes, None] = OrderedDict()  # every key of both
+        self._ended: dict[bytes, None] = {}  # targets that are over and still written down
+        self._hot: OrderedDict[bytes, tuple[ReplicaTarget, float]] = OrderedDict()  # with the time until which it holds
+        self._queue: OrderedDict[bytes, None] = OrderedDict()  # every key of `_targets` and `_hot`
         self.unpins = Unpins(nodes)
         self._busy: set[bytes] = set()
         self._orders = 0
@@ -222,7 +227,8 @@ class Replicas:
     def load(
         self, targets: Iterable[tuple[bytes, int, bool, int]], removed_since: Callable[[bytes, int], bool]
     ) -> None:
-        """Take what an earlier leader left. Of a removal by prefix it may not have got to forget all."""
+        """Takes the targets that an earlier leader left. Those of a block that was removed by prefix may still be among
+        them."""
         for key, replicas, hard, after in targets:
             if removed_since(key, after):
                 self._ended[key] = None
@@ -231,8 +237,8 @@ class Replicas:
             self._queue[key] = None
 
     def change(self, keys: Sequence[bytes], replicas: int, hard: bool, after: int = 0) -> None:
-        """`replicas` 0: no target any more; `after`: the last tombstone. Raises Overloaded: too many keys have one,
-        nothing is changed."""
+        """Sets the target of these keys; `replicas` 0 ends it. `after` is the last tombstone. Raises Overloaded, and
+        changes nothing, when too many keys would have a target."""
         fresh = sum(key not in self._targets for key in keys) if replicas else 0
         if len(self._targets) + fresh > self._most:
             raise Overloaded(f"{len(self._targets)} blocks have a target of replicas, at most {self._most}")
@@ -247,12 +253,13 @@ class Replicas:
                 self._soon(key)
 
     def _may_have(self, key: bytes) -> set[Life]:
-        """The lives that have it, or have yet to say what they have: what is pinned hard is where it was pinned."""
+        """Returns the incarnations that have the block, or have yet to announce what they have: a block that is pinned
+        hard is where it was pinned."""
         names = {*self._holders(key), *self._unheard()}
         return {(name, node.member.incarnation) for name in names if (node := self._nodes.get(name)) is not None}
 
     def hot(self, key: bytes, now: float) -> None:
-        """A block is asked for much: it gets one copy more than there are now, for HOT_S."""
+        """Notes that a block is looked up much: for HOT_S it gets one copy more than there are now."""
         if key in self._hot or len(self._hot) >= MAX_HOT:
             return
         wanted = len(self.now(key, now)) + 1
@@ -261,7 +268,7 @@ class Replicas:
             self._soon(key)
 
     def removed(self, keys: Iterable[bytes]) -> list[bytes]:
-        """These blocks are gone everywhere, and what was wished for them; those that had a target."""
+        """Ends the targets of these blocks, which are removed everywhere. Returns the keys that had one."""
         gone = []
         for key in keys:
             self._hot.pop(key, None)
@@ -270,48 +277,49 @@ class Replicas:
         return gone
 
     def removed_prefix(self, prefix: bytes, seq: int) -> None:
-        """As `removed`, of all that begin so and were wished for before this tombstone. The rest waits for `sweep`."""
+        """Ends the targets of all blocks that begin with `prefix` and were wished for before this tombstone. `sweep`
+        clears them away."""
         for key in [key for key in self._hot if key.startswith(prefix)]:
             del self._hot[key]
         self._swept.begin(prefix, seq, len(self._targets))
 
     def sweep(self, most: int) -> bool:
-        """Clear away up to `most` targets that are over; whether there is more."""
+        """Clears away up to `most` targets that are over. Returns whether there are more."""
         for key in self._swept.step(self._targets, lambda target: target.after, most):
             del self._targets[key]
             self._ended[key] = None
         return bool(self._swept)
 
     def target(self, key: bytes) -> ReplicaTarget | None:
-        """What is wished for of a block; None: nothing."""
+        """Returns the target of a block; None if it has none."""
         found = self._targets.get(key)
         return None if found is None or self._swept.covers(key, found.after) else found
 
     @property
     def owes(self) -> bool:
-        """Whether any target need not be kept any more."""
+        """Whether any target that is written down is over."""
         return bool(self._ended)
 
     def take_ended(self, most: int) -> list[bytes]:
-        """Keys of targets that need not be kept any more, up to `most`."""
+        """Returns keys of targets that need not be written down any more, up to `most`."""
         some = list(itertools.islice(self._ended, most))
         for key in some:
             del self._ended[key]
         return [key for key in some if self.target(key) is None]
 
     def not_kept(self, ended: Iterable[bytes]) -> None:
-        """These are kept still: they could not be dropped."""
+        """Takes keys back whose targets could not be dropped from what is written down."""
         self._ended.update(dict.fromkeys(ended))
 
     def now(self, key: bytes, now: float) -> set[str]:
-        """Live nodes that have it, or are about to."""
+        """Returns the live nodes that have the block, or are about to."""
         seen = self._pending.seen(key, set(self._holders(key)), now)
         return {name for name in seen if name in self._nodes}
 
     # ── work ─────────────────────────────────────────────────────────────────────────────────────────
 
     def tick(self, now: float, after: int, rng: random.Random) -> list[Order]:
-        """What to order now. `after`: the last tombstone."""
+        """Returns what to order now. `after` is the last tombstone."""
         while self._hot and next(iter(self._hot.values()))[1] <= now:
             self._hot.popitem(last=False)
         needs = _Needs()
@@ -340,7 +348,7 @@ class Replicas:
         return orders + self._unpins(now)
 
     def _look(self, key: bytes, now: float, needs: _Needs) -> None:
-        """What this key needs first."""
+        """Adds what this key needs first to `needs`."""
         target, hot = self.target(key), self._hot.get(key)
         state = target or (hot[0] if hot else None)
         assert state is not None, "a key with a wish"
@@ -354,17 +362,17 @@ class Replicas:
                 target.ever = {life for life in target.ever if not self._is_over(life)}
             target.pinned &= lives
             unpinned = sorted(lives - target.pinned)
-            if unpinned and target.failures % 2 == 0:  # a pin that cannot be must not keep copies from being made
+            if unpinned and target.failures % 2 == 0:  # a pin that always fails must not keep copies from being made
                 needs.pins.setdefault(unpinned[0][0], []).append(key)
                 return
         wanted = max(target.replicas if target else 0, hot[0].replicas if hot else 0)
-        # What a draining node has goes with it: that is no copy, only something to copy from.
+        # A draining node's blocks leave with it: they do not count as copies, and can only be copied from.
         staying = {name for name in holders if (n := self._nodes.get(name)) is not None and not n.draining}
         if len(staying) < wanted:
             needs.pulls.setdefault(tuple(sorted(holders)), []).append(key)
         elif target is not None and len(staying) > wanted:
-            # One that has not done it, as where somebody else has pinned the block, is followed by the next. A target
-            # that pins has pinned it everywhere by itself.
+            # After a node that did not remove the block (somebody else has pinned it there) the next one is asked.
+            # The pins of a hard target itself do not protect the block.
             victims = sorted(staying, key=self._uselessness, reverse=True)
             victim = victims[target.failures % len(victims)]
             trim = (victim, tuple(sorted(staying - {victim})), not target.hard)
@@ -373,12 +381,13 @@ class Replicas:
             target.failures = 0
 
     def _is_over(self, life: Life) -> bool:
-        """Another has taken its name. One that is no member now may join again."""
+        """Whether another incarnation has taken the name. One whose node is no member now may join again."""
         node = self._nodes.get(life[0])
         return node is not None and node.member.incarnation != life[1]
 
     def _uselessness(self, name: str) -> tuple[bool, int, str]:
-        """A copy where nobody computes, and where room is scarcest, goes first."""
+        """Returns the order in which copies go: first those at nodes that compute nothing, and there where room is
+        scarcest."""
         node = self._nodes.get(name)
         assert node is not None, "only live nodes are asked"
         return (node.member.role is Role.POOL, -node.free_bytes, name)
@@ -431,7 +440,7 @@ class Replicas:
         self._judge(work.keys, done, now)
 
     def _unpinned(self, work: PinOrder, done: frozenset[bytes], answered: bool, now: float) -> None:
-        """A node that did not answer is asked again, as long as it lives."""
+        """Handles the answer to an unpin order. A node that did not answer is asked again, as long as it lives."""
         node = self._nodes.get(work.holder.instance_id)
         if answered:
             self.unpins.done((work.holder.instance_id, work.holder.incarnation), work.keys)
@@ -439,7 +448,7 @@ class Replicas:
             node.avoid_until = now + AVOID_S
 
     def _judge(self, asked: Iterable[bytes], done: frozenset[bytes], now: float) -> None:
-        """Those that are done may need more at once, the others are tried again later."""
+        """Looks soon again at keys for which the order was done, as they may need more, and later at the others."""
         for key in asked:
             hot = self._hot.get(key)
             state = self.target(key) or (hot[0] if hot else None)

@@ -1,4 +1,4 @@
-"""All policies of one master together, as `MasterState` calls them. Pure."""
+"""This module joins all policies of one master, as `MasterState` calls them. Pure."""
 
 from __future__ import annotations
 
@@ -26,31 +26,32 @@ from kvmesh.services.store.policy.records import Write
 from kvmesh.services.store.policy.replicas import Replicas
 from kvmesh.services.store.policy.tombstones import Tombstone, Tombstones
 
-MAX_GRANT = 65_536  # in one range
+MAX_GRANT = 65_536  # numbers in one range
 
 
 class GrantNumbers:
-    """Numbers of one leader's term. A term is given to one leader only, where Redis gives it; where terms may come
-    again (no Redis, and no node that remembers), numbers that begin at the wall clock's nanoseconds keep two lives
-    apart, as nobody asks for 10⁹ of them in a second."""
+    """Gives each number once in one leader's term. Redis gives a term to one leader only. Where terms may come again
+    (no Redis, and no node that remembers), numbers begin at the wall clock's nanoseconds, which keeps two lives of a
+    master apart, as nobody asks for 10⁹ numbers in a second."""
 
     def __init__(self, wall_ns: int) -> None:
         self._next = wall_ns
 
     def take(self, count: int) -> int:
-        """The first of `count` numbers (1..MAX_GRANT)."""
+        """Returns the first of `count` new numbers (1..MAX_GRANT)."""
         first = self._next
         self._next += count
         return first
 
 
-EPOCH_NS = 1_577_836_800 * 10**9  # as terms of wall clocks count: see leadership
+EPOCH_NS = 1_577_836_800 * 10**9  # terms that come from the wall clock count from here: see kvmesh/leader
 MAX_OWED = 4096  # records in one write
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLimits:
-    """Bounds and times of the policies. `hot_lookups`: of a block in a window, 0: no block is ever hot."""
+    """Has the bounds and times of the policies. A block is hot after `hot_lookups` look-ups in a window; 0: no block
+    ever is."""
 
     names_grace_s: float = 30.0
     max_names: int = 1 << 20
@@ -64,7 +65,8 @@ class PolicyLimits:
 
 
 class StorePolicy:
-    """`blocks` is the master's map; `wall_ns`: of the wall clock, for numbers that no other life has given."""
+    """Joins all policies of one master. `blocks` is the master's map; `wall_ns` is the wall clock's time, for numbers
+    that no other life of a master has given."""
 
     def __init__(
         self, blocks: MasterMap, limits: PolicyLimits | None = None, *, wall_ns: int = 0, seed: int = 0
@@ -73,7 +75,7 @@ class StorePolicy:
         self._map = blocks
         self._rng = random.Random(seed)
         self._hot_lookups = limits.hot_lookups
-        self._left: set[str] = set()  # drained nodes that have gone, and whose drains are still kept
+        self._left: set[str] = set()  # drained nodes that have gone, and whose drains are still written down
         self.term = 1
         self.nodes = Nodes()
         self.known = KnownHolders()
@@ -111,11 +113,11 @@ class StorePolicy:
         return {split_name(name)[0] for name in self._map.holders(key)}
 
     def _somewhere(self, key: bytes) -> bool:
-        """Whether anybody holds it for all we know: what was left out for want of memory may be anything."""
+        """Whether any node may hold the block: a block that was left out of the map for want of memory may be any."""
         return self._map.mask(key) != 0 or self.memory.missing > 0
 
     def _lacking(self, instance_id: str) -> str:
-        """Why the map does not show all that this node has; "": it does."""
+        """Returns why the map does not show all that this node has; "" if it does."""
         if instance_id not in self.known:
             return "it has yet to announce all that it has"
         for name in store_names(instance_id):
@@ -126,7 +128,7 @@ class StorePolicy:
         return ""
 
     def lead(self, term: int, kept: Mapping[str, Mapping[bytes, bytes]], now: float) -> list[str]:
-        """This master leads under `term`, with what earlier leaders kept; what of it cannot be read."""
+        """Begins to lead under `term`, with what earlier leaders kept. Returns what of that cannot be read."""
         self.term = term
         bad: list[str] = []
         tombstones = records.readable(kept, durable.TOMBSTONE, partial(records.tombstone_in, now=now), bad)
@@ -143,14 +145,14 @@ class StorePolicy:
     # ── members ──────────────────────────────────────────────────────────────────────────────────────
 
     def joined(self, member: Member, removed_seq: int) -> None:
-        """A life begins, or enters again."""
+        """Adds a member. The same incarnation may join again."""
         self.tombstones.joined(member.instance_id, removed_seq)
         self.drains.joined(member.instance_id, member.incarnation)
         self.nodes.joined(member, member.instance_id in self.drains)
         self.known.joined(member.instance_id)
 
     def beat(self, instance_id: str, usage: StoreUsage | None, removed_seq: int) -> None:
-        """It lives, and has applied tombstones up to `removed_seq`."""
+        """Takes a member's heartbeat; it has applied tombstones up to `removed_seq`."""
         self.tombstones.reported(instance_id, removed_seq)
         node = self.nodes.get(instance_id)
         if node is not None:
@@ -159,7 +161,7 @@ class StorePolicy:
             self.drains.beat(instance_id, usage)
 
     def ended(self, instance_id: str, now: float) -> None:
-        """A life has ended."""
+        """Forgets a member that has ended."""
         self.tombstones.ended(instance_id, now)
         self.nodes.ended(instance_id)
         self.known.ended(instance_id)
@@ -172,13 +174,13 @@ class StorePolicy:
             self._left.add(instance_id)
 
     def allowances(self, instance_id: str, now: float) -> Mapping[bytes, int]:
-        """Of this node, when it is to be told: see Quotas.news."""
+        """Returns the allowances to send to this node now: see Quotas.news."""
         return self.quotas.news(instance_id, len(self.nodes), now)
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────────
 
     def tick(self, now: float) -> tuple[list[Order], list[Write]]:
-        """What nodes are to be asked for now, and what is to be kept or forgotten."""
+        """Returns what to order at nodes now, and the records to write."""
         self.heat.decay(now)
         after = self.tombstones.last
         orders = [*self.replicas.tick(now, after, self._rng), *self.drains.tick(now, after, self._rng)]
@@ -189,12 +191,12 @@ class StorePolicy:
 
     @property
     def owes(self) -> bool:
-        """Whether `owed` has anything."""
+        """Whether `owed` would return anything."""
         return self.replicas.owes or self.replicas.unpins.owes
 
     def owed(self) -> list[Write]:
-        """What is to be kept or forgotten besides, as of now: to be asked for in the turn in which it is written, as
-        somebody may wish for it again."""
+        """Returns further records to write, as of now. It must be called in the turn of the loop in which they are
+        written, as somebody may set a target again meanwhile."""
         found = []
         if ended := self.replicas.take_ended(MAX_OWED):
             found.append(Write(durable.TARGET, drops=tuple(ended)))
@@ -209,8 +211,9 @@ class StorePolicy:
         return Write(durable.UNPIN, puts, drops) if changed else None
 
     def not_kept(self, writes: Sequence[Write]) -> None:
-        """Of `tick`, `owed` and `change_replicas`: a drain that is over and still kept would begin again under the next
-        leader, a pin that is to be undone would stay."""
+        """Takes records of `tick`, `owed` and `change_replicas` back that could not be written. Otherwise a drain that
+        is over and still written down would begin again under the next leader, and a pin that is to be undone would
+        stay."""
         for write in writes:
             if write.kind == durable.DRAIN:
                 self._left.update(name.decode() for name in write.drops)
@@ -220,7 +223,7 @@ class StorePolicy:
                 self.replicas.unpins.not_kept(records.unpin_in(raw, b"") for raw in (*write.puts, *write.drops))
 
     def asked(self, keys: Sequence[bytes], now: float) -> None:
-        """Somebody wants to know where these are."""
+        """Counts a look-up of these keys."""
         for key in self.heat.note(keys):
             if self._hot_lookups and self.heat.of(key) >= self._hot_lookups:
                 self.replicas.hot(key, now)
@@ -228,7 +231,8 @@ class StorePolicy:
     # ── announcements ────────────────────────────────────────────────────────────────────────────────
 
     def take_announcement(self, said: Announcement) -> Announcement:
-        """`said` without what that member must not bring back. As removed the rest keeps a batch from being empty."""
+        """Returns `said` without the keys that the member must not bring back. A batch has them as removed instead, so
+        that it is not empty."""
         instance_id = split_name(said.store_id)[0]
         self.memory.said(said)
         masked = self.tombstones.masked(instance_id, said.sealed)
@@ -240,8 +244,8 @@ class StorePolicy:
         return replace(said, sealed=sealed, removed=removed)
 
     def took(self, said: Announcement, verdict: Verdict, cut: int = 0) -> int:
-        """What became of it in the map, but for `cut` of its keys; how many replicas had to be left out for want of
-        memory."""
+        """Notes what became of an announcement in the map; `cut` of its keys were not taken. Returns how many replicas
+        had to be left out for want of memory."""
         if said.snapshot and said.part == 0 and verdict in (Verdict.APPLIED, Verdict.PARTIAL):
             self.tombstones.began_snapshot(said.store_id)
             self.unconfirmed_removals.settled(said.store_id)
@@ -249,7 +253,7 @@ class StorePolicy:
             self.known.cut(said.store_id, False)
         if cut:
             self.known.cut(said.store_id, True)
-        # An old word that comes again says nothing of what became of a key since.
+        # An old announcement that comes again does not tell what became of a key since.
         news = verdict is Verdict.APPLIED or (verdict is Verdict.DUPLICATE and not (said.sealed or said.removed))
         if news and not said.snapshot:
             self.unconfirmed_removals.take_announcement(said, self.tombstones.is_behind(split_name(said.store_id)[0]))
@@ -265,7 +269,7 @@ class StorePolicy:
         return shed
 
     def wants_snapshot(self, store_id: str) -> bool:
-        """Whether that store should say all that it has, though nothing that it said is missing."""
+        """Whether that store should announce all that it has, although no announcement of it is missing."""
         return (
             self.tombstones.wants_snapshot(store_id)
             or self.unconfirmed_removals.wants_snapshot(store_id)
@@ -275,8 +279,8 @@ class StorePolicy:
     # ── removal ──────────────────────────────────────────────────────────────────────────────────────
 
     def remove(self, keys: Sequence[bytes], prefix: bytes, now: float) -> tuple[Tombstone, list[Write]]:
-        """From now on these keys are in no answer, until a node that has applied the tombstone announces them. Either
-        `keys` or a `prefix` of 1 to 16 bytes."""
+        """Removes `keys`, or all keys with a `prefix` of 1 to 16 bytes: from now on they are in no answer, until a node
+        that has applied the tombstone announces them. Returns the tombstone and the records to write."""
         made = self.tombstones.add(self.term, keys, prefix, now)
         if prefix:
             targets: list[bytes] = []
@@ -295,7 +299,7 @@ class StorePolicy:
             self.tombstones.owes(store_id)
 
     def retire(self, now: float) -> list[Write]:
-        """Tombstones that need not or cannot be kept any longer."""
+        """Drops tombstones that need not or cannot be kept any longer, and returns the records to write."""
         gone = self.tombstones.retire(now)
         if not gone:
             return []
@@ -307,8 +311,9 @@ class StorePolicy:
     def bind(
         self, namespace: str, names: Sequence[tuple[str, bytes]], now: float, *, replace: bool = False
     ) -> tuple[list[bytes], list[Write], Callable[[], None]]:
-        """What each name stands for as soon as what is to be kept is kept, in one write; then the last one is to be
-        called. `replace`: see `Names.bind`. Raises Overloaded when there is no room for so many."""
+        """Returns what each name will stand for, the records to write, and a function to be called once they are
+        written: only then are the names bound. `replace` is as in `Names.bind`. Raises Overloaded when there is no room
+        for so many."""
         after = self.tombstones.last
         keys, new, dropped = self.names.bind(namespace, names, after, now, replace=replace)
         puts = {records.name_out(name): records.binding_out(key, after) for name, key in new.items()}
@@ -320,7 +325,7 @@ class StorePolicy:
         )
 
     def sealed(self, keys: Sequence[bytes], instance_id: str, incarnation: int, now: float) -> None:
-        """A client says that this member has sealed these, which it has yet to announce."""
+        """Notes that, as a client says, this member has sealed these keys, which it has yet to announce."""
         masked = self.tombstones.masked(instance_id, keys)
         fresh = (key for key in keys if key not in masked)
         self.unannounced.sealed(fresh, instance_id, incarnation, self.tombstones.last, now)
@@ -328,8 +333,9 @@ class StorePolicy:
     def unbind(
         self, namespace: str, names: Sequence[str], keys: Sequence[bytes | None] | None = None
     ) -> tuple[list[Write], Callable[[], None]]:
-        """As `bind`, to forget these names, only those that stand for the key given (None: for nothing). Also those
-        that nobody here knows: an earlier try may have got halfway."""
+        """Forgets these names, or only those that stand for the given key (None: for nothing). Returns the records to
+        write and a function to be called once they are written. Unknown names are dropped from the records, too: an
+        earlier try may have failed halfway."""
         gone = [(namespace, name) for name in names] if keys is None else self.names.ends(namespace, names, keys)
         gone = list(dict.fromkeys(gone))
         writes = [Write(durable.NAME, drops=tuple(map(records.name_out, gone)))] if gone else []
@@ -340,19 +346,21 @@ class StorePolicy:
     def change_replicas(
         self, keys: Sequence[bytes], replicas: int, hard: bool, now: float
     ) -> tuple[list[int], list[Write]]:
-        """How many live nodes have each now. Raises Overloaded: too many targets."""
+        """Sets the target of these keys. Returns how many live nodes have each now, and the records to write. Raises
+        Overloaded when too many keys have a target."""
         after = self.tombstones.last
         self.replicas.change(keys, replicas, hard, after)
         counts = [len(self.replicas.now(key, now)) for key in keys]
         unpins = self._unpins()
-        writes = [unpins] if unpins is not None else []  # before the target goes: it must not be lost between
+        writes = [unpins] if unpins is not None else []  # written before the target goes: no pin may be lost in between
         if not replicas:
             return counts, [*writes, Write(durable.TARGET, drops=tuple(dict.fromkeys(keys)))]
         return counts, [*writes, Write(durable.TARGET, dict.fromkeys(keys, records.target_out(replicas, hard, after)))]
 
     def drain(self, instance_id: str, cancel: bool, life: int = 0) -> list[Write]:
-        """Begin, or cancel. Again as long as `drains` has not heard that it is kept; with a `life` (incarnation) it
-        need not be. Raises Overloaded: too many drain."""
+        """Begins or cancels a drain. Returns the records to write: again as long as `drains.kept` has not been
+        called, and none for a drain that an incarnation (`life`) asks for itself. Raises Overloaded when too many
+        nodes drain."""
         if cancel:
             self.drains.cancel(instance_id)
             return [Write(durable.DRAIN, drops=(instance_id.encode(),))]
@@ -361,7 +369,7 @@ class StorePolicy:
         return []
 
     def set_quota(self, quota: Quota) -> list[Write]:
-        """0 blocks: none from now on. Raises Overloaded: too many."""
+        """Sets a quota; 0 blocks end it. Returns the records to write. Raises Overloaded when there are too many."""
         self.quotas.set(quota)
         if not quota.blocks:
             return [Write(durable.QUOTA, drops=(quota.tag,))]

@@ -1,12 +1,12 @@
-"""What was removed, until every node has heard of it.
+"""Tombstones record what was removed, and are kept until every node has applied them.
 
 Tombstones have a growing seq (the leader's term in the upper half). A node applies them in that order; while it has not
 applied one, what it announces of the removed keys is masked. A node that is asked directly and answers has applied it.
-In any case it is told everything newer than what it reports when it joins or beats, and passes over what it was asked
-directly. What was masked may have been sealed anew after the tombstone was applied, so that node owes a snapshot as
-soon as nothing of it is masked any more.
+In any case a node is told all tombstones newer than what it reports when it joins or beats, and skips those that it was
+asked directly. What was masked may have been sealed anew after the tombstone was applied, so that node owes a snapshot
+as soon as nothing of it is masked any more.
 
-Bounded: a tombstone that all members have reported goes after `retention_s`, and the oldest go when more than
+Memory is bounded: a tombstone that all members have reported goes after `retention_s`, and the oldest go when more than
 `max_keys` keys are kept. `floor` is the highest that has gone: a node that comes with less, and was no member here that
 had applied it, may have missed some that nobody knows any more. It is told to remove everything it has.
 """
@@ -20,15 +20,16 @@ from dataclasses import dataclass
 
 TERM_SHIFT = 32
 MAX_ANSWER_KEYS = 65_536  # in one answer to a node: 1 MiB
-RECORD_KEYS = 8  # what a tombstone itself counts for, so that small ones are bounded too
-MAX_RETIRED = 16_384  # keys, by their age, in one step: some ten milliseconds
+RECORD_KEYS = 8  # a tombstone itself counts as so many keys, so that small ones are bounded too
+MAX_RETIRED = 16_384  # keys that are dropped for their age in one step: some ten milliseconds
 MAX_LEFT = 10_000  # names of earlier members
-MAX_AWAY = 1024  # of them, in the answer to a removal
+MAX_AWAY = 1024  # names of earlier members in the answer to a removal
 
 
 @dataclass(frozen=True, slots=True)
 class Tombstone:
-    """Either `keys` or a `prefix` of 1 to 16 bytes; neither: everything. `at`: seconds on the master's clock."""
+    """Records a removal of `keys`, or of all keys with a `prefix` of 1 to 16 bytes, or of everything if there is
+    neither. `at` is its time in seconds on the master's clock."""
 
     seq: int
     keys: tuple[bytes, ...] = ()
@@ -36,14 +37,14 @@ class Tombstone:
     at: float = 0.0
 
     def covers(self, key: bytes) -> bool:
-        """Whether it removes `key`. O(keys)."""
+        """Whether the tombstone removes `key`. Its cost is O(keys)."""
         return key in self.keys if self.keys else key.startswith(self.prefix)
 
 
 def first_seq(term: int, wall_ns: int) -> int:
-    """The first seq of a term. Where terms are seconds of the wall clock, two lives may have the same one: the lower
-    half is then the part of that second which was over, so that the later life's numbers are higher. Else what a node
-    has applied of one would count for the other's."""
+    """Returns the first seq of a term. Where terms are seconds of the wall clock, two lives of a master may have the
+    same one. Then the lower half of the seq is the elapsed fraction of that second, so that the later life's numbers
+    are higher; else what a node has applied of one life would count for the other's."""
     seconds, ns = divmod(wall_ns, 10**9)
     if seconds == term:
         return (term << TERM_SHIFT) + (ns << TERM_SHIFT) // 10**9
@@ -52,7 +53,7 @@ def first_seq(term: int, wall_ns: int) -> int:
 
 
 class Tombstones:
-    """All tombstones that are kept, and how far each member is."""
+    """Keeps all tombstones, and how far each member has applied them."""
 
     def __init__(self, *, retention_s: float = 3600.0, max_keys: int = 1 << 20, wall_ns: int = 0) -> None:
         """`wall_ns` are nanoseconds of the wall clock since the epoch of terms; see `first_seq`."""
@@ -61,15 +62,15 @@ class Tombstones:
         self._wall_ns = wall_ns
         self._kept: deque[Tombstone] = deque()
         self._size = 0
-        self._keys: dict[bytes, int] = {}  # → seq of the last one that names it
+        self._keys: dict[bytes, int] = {}  # key → seq of the last tombstone that names it
         self._prefixes: dict[bytes, int] = {}
         self._applied: dict[str, int] = {}
-        self._reported: dict[str, int] = {}  # never more than applied
-        self._asking: dict[str, int] = {}  # which one a member is being asked to apply
+        self._reported: dict[str, int] = {}  # never more than the same entry of `_applied`
+        self._asking: dict[str, int] = {}  # the tombstone that a member is being asked to apply
         self._left: OrderedDict[str, tuple[int, float]] = (
             OrderedDict()
         )  # what earlier members had applied, and since when
-        self._owing: set[str] = set()  # stores of which something was masked
+        self._owing: set[str] = set()  # stores of which keys were masked
         self.floor = 0
         self.last = 0
 
@@ -77,13 +78,13 @@ class Tombstones:
         return len(self._kept)
 
     def load(self, kept: Iterable[Tombstone], floor: int) -> None:
-        """Take what an earlier leader left."""
+        """Takes what an earlier leader left."""
         self.floor = self.last = floor
         for each in sorted(kept, key=lambda tombstone: tombstone.seq):
             self._keep(each)
 
     def add(self, term: int, keys: Sequence[bytes], prefix: bytes, now: float) -> Tombstone:
-        """Make a tombstone, of the highest seq there is."""
+        """Makes a tombstone with the highest seq so far."""
         made = Tombstone(max(self.last + 1, first_seq(term, self._wall_ns)), tuple(keys), prefix, now)
         self._keep(made)
         return made
@@ -99,14 +100,14 @@ class Tombstones:
     # ── members ──────────────────────────────────────────────────────────────────────────────────────
 
     def joined(self, instance_id: str, applied: int) -> None:
-        """A life begins and says what it has applied."""
+        """Adds a member that has applied all tombstones up to `applied`."""
         known = min(applied, self.last)
         if self._left.get(instance_id, (0, 0.0))[0] >= self.floor:
-            known = max(known, self.floor)  # an earlier life had applied what is forgotten
+            known = max(known, self.floor)  # an earlier incarnation had applied what is forgotten
         self._applied[instance_id] = self._reported[instance_id] = known
 
     def ended(self, instance_id: str, now: float) -> None:
-        """It is a member no more."""
+        """Notes that a node is a member no more."""
         self._left[instance_id] = (self._applied.pop(instance_id, 0), now)
         self._left.move_to_end(instance_id)
         if len(self._left) > MAX_LEFT:
@@ -115,8 +116,8 @@ class Tombstones:
         self._owing = {name for name in self._owing if _instance(name) != instance_id}
 
     def away(self, now: float) -> list[str]:
-        """Members of the last `retention_s` that are none now, and may come back with what they had: the last MAX_AWAY
-        of them. Those of an earlier leader are not known."""
+        """Returns the nodes that were members in the last `retention_s`, are none now, and may come back with what they
+        had: the last MAX_AWAY of them. Members of an earlier leader are not known."""
         found: list[str] = []
         for name, (_, since) in reversed(self._left.items()):
             if now - since > self._retention_s or len(found) == MAX_AWAY:
@@ -126,26 +127,26 @@ class Tombstones:
         return found
 
     def reported(self, instance_id: str, seq: int) -> None:
-        """A member says that it has applied all up to `seq`."""
+        """Notes that a member reports to have applied all up to `seq`."""
         if instance_id in self._reported:
             self._reported[instance_id] = max(self._reported[instance_id], min(seq, self.last))
             self.applied(instance_id, seq)
 
     def applied(self, instance_id: str, seq: int) -> None:
-        """A member has applied all up to `seq`."""
+        """Notes that a member has applied all up to `seq`."""
         if instance_id in self._applied:
             self._applied[instance_id] = max(self._applied[instance_id], min(seq, self.last))
 
     def asking(self, instance_id: str, seq: int) -> None:
-        """A member is being asked to apply this one (0: no more). It is told of it otherwise only afterwards: it could
-        take it for another one."""
+        """Notes that a member is being asked to apply this tombstone (0: no more). Until then heartbeats do not tell it
+        of this one, which it could take for another."""
         if seq:
             self._asking[instance_id] = seq
         else:
             self._asking.pop(instance_id, None)
 
     def is_next(self, instance_id: str, seq: int) -> bool:
-        """Whether that member has applied all but this one and later ones: only then may it be asked directly."""
+        """Whether that member has applied all but this tombstone and later ones: only then may it be asked directly."""
         applied = self._applied.get(instance_id)
         if applied is None or applied < self.floor:
             return False
@@ -153,15 +154,16 @@ class Tombstones:
         return at < len(self._kept) and self._kept[at].seq == seq
 
     def has_applied(self, instance_id: str, seq: int) -> bool:
-        """False also for one that is no member."""
+        """Whether that member has applied the tombstone. False for a node that is no member."""
         return self._applied.get(instance_id, -1) >= seq
 
     def is_behind(self, instance_id: str) -> bool:
-        """Whether that member has something yet to apply."""
+        """Whether that member has a tombstone yet to apply."""
         return self._applied.get(instance_id, self.last) < self.last
 
     def newer(self, instance_id: str, most: int = MAX_ANSWER_KEYS) -> list[Tombstone]:
-        """What that member has yet to report, in order: one if there is any, and more up to `most` keys."""
+        """Returns the tombstones that the member has yet to report, in order: one if there is any, and more up to
+        `most` keys."""
         reported = self._reported.get(instance_id, self.last)
         if reported >= self.last:
             return []
@@ -178,13 +180,14 @@ class Tombstones:
         return found
 
     def _after(self, seq: int) -> int:
-        """Where in `_kept` those begin that are newer."""
+        """Returns the index in `_kept` of the first tombstone above `seq`."""
         return bisect_right(self._kept, seq, key=lambda each: each.seq)
 
     # ── announcements ────────────────────────────────────────────────────────────────────────────────
 
     def masked(self, instance_id: str, keys: Sequence[bytes]) -> set[bytes]:
-        """Those of `keys` that this member must not bring back. O(1) when it is not behind."""
+        """Returns those of `keys` that this member must not bring back. Its cost is O(1) when the member is not
+        behind."""
         applied = self._applied.get(instance_id, self.last)
         if applied >= self.last:
             return set()
@@ -193,15 +196,15 @@ class Tombstones:
         return {key for key in keys if self._covered(key) > applied}
 
     def owes(self, store_id: str) -> None:
-        """Note that something that this store said was masked."""
+        """Notes that keys that this store announced were masked."""
         self._owing.add(store_id)
 
     def wants_snapshot(self, store_id: str) -> bool:
-        """Whether the store owes a snapshot and nothing of it would be masked now."""
+        """Whether the store owes a snapshot and none of its keys would be masked now."""
         return store_id in self._owing and not self.is_behind(_instance(store_id))
 
     def began_snapshot(self, store_id: str) -> None:
-        """The first part of a snapshot is here."""
+        """Notes that the first part of a snapshot has arrived."""
         if self.wants_snapshot(store_id):
             self._owing.discard(store_id)
 
@@ -212,7 +215,8 @@ class Tombstones:
         return self._covered(key) > seq
 
     def _covered(self, key: bytes) -> int:
-        """The last tombstone that removed `key`, 0: none that is known. O(its length), however many there are."""
+        """Returns the seq of the last tombstone that removed `key`; 0 if none that is known did. Its cost is O(length
+        of the key), however many tombstones there are."""
         last = self._keys.get(key, 0)
         if self._prefixes:
             last = max(last, *(self._prefixes.get(key[:size], 0) for size in range(1, len(key) + 1)))
@@ -221,7 +225,8 @@ class Tombstones:
     # ── bounds ───────────────────────────────────────────────────────────────────────────────────────
 
     def retire(self, now: float) -> list[Tombstone]:
-        """Let go of the oldest that need not (a bounded number; the next call goes on) or cannot be kept."""
+        """Drops and returns the oldest tombstones: those that need not be kept (a bounded number; the next call goes
+        on) and those for which there is no room."""
         slowest = min(self._reported.values(), default=self.last)
         gone = []
         left = MAX_RETIRED
