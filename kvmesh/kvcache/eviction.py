@@ -93,8 +93,8 @@ class EvictionOrder(ABC, Generic[K]):
         known. The place of the block in that prompt is not told."""
 
     def use(self, key: K, length: int = 1) -> None:
-        """Somebody used the block once, for a prompt of `length` blocks. In an instance the end of a request is a use of
-        each block of its prompt, also of those that it computed or pulled. The priority changes with the next
+        """Somebody used the block once, for a prompt of `length` blocks. In an instance the end of a request is a use
+        of each block of its prompt, also of those that it computed or pulled. The priority changes with the next
         `mark_idle`."""
 
     def forget(self, key: K) -> None:
