@@ -24,6 +24,7 @@ _PAIR = "pair"
 _KIND_TERMS = ("ttft_ms", "rows", "stall_ms", "line_ms", "answer_ms", "handoff_ms", "far_ms")
 _ENOUGH = 8  # requests that tell how sure a prediction is
 _AS_GOOD = "as good: "
+_TOOK_ANOTHER = " took another"  # after "the policy NAME"
 _NOTHING = 1e-6
 _NO_BLOCKS = "none of the prompt's blocks"
 
@@ -260,9 +261,13 @@ def _why(candidates: list[dict[str, Any]], prompt_blocks: int, word: str) -> str
     name, prefill = chosen["instance"]["instance_id"], word == "prefill"
     others = sorted((o for o in candidates if not o["chosen"] and o.get("terms")), key=lambda one: one["score_ms"])
     if not others:
-        reasons = [f"{o['instance']['instance_id']} {o['verdict']}" for o in candidates if not o["chosen"]]
-        rest = f" ({'; '.join(reasons)})" if reasons else ""
+        reasons = {o["instance"]["instance_id"]: o["verdict"] for o in candidates if not o["chosen"]}
         mine = _has(chosen, prompt_blocks, prefill)
+        passed_over = [one for one, why in reasons.items() if why.endswith(_TOOK_ANOTHER)]
+        if passed_over:
+            policy = reasons[passed_over[0]].removesuffix(_TOOK_ANOTHER)
+            return f"{word}: {policy} took {name}, not {', '.join(passed_over)}: it {mine}."
+        rest = f" ({'; '.join(f'{one} {why}' for one, why in reasons.items())})" if reasons else ""
         return f"{word}: {name} was the only one that could take it{rest}: it {mine}."
     second = others[0]
     lead = second["score_ms"] - chosen["score_ms"]

@@ -161,8 +161,13 @@ def find(run_dir: Path | None) -> Run:
 
 
 def find_running(run_dir: Path | None) -> Run:
-    """Finds a run as `find` does. ConfigError also when that mesh has stopped."""
+    """Finds a run as `find` does. ConfigError also when that mesh has stopped; it names one that runs, if there is."""
     run = find(run_dir)
     if not run.running:
-        raise ConfigError(f"the mesh of {run.run_dir} has stopped: start one with `kvmesh up`")
+        runs = [Run(path, _read(path)) for path in sorted((state_dir() / "runs").glob("*"), reverse=True)]
+        other = next((one for one in runs if run_dir is None and one.running), None)
+        hint = "start one with `kvmesh up`"
+        if other is not None:
+            hint = f"that of {other.run_dir} runs{other.url and f' at {other.url}'}: name it with --run-dir or --url"
+        raise ConfigError(f"the mesh of {run.run_dir} has stopped: {hint}")
     return run

@@ -90,10 +90,11 @@ class EvictionOrder(ABC, Generic[K]):
 
     def admit(self, key: K, length: int = 1) -> None:
         """A new block is sealed, not idle yet, never used. `length`: blocks of the prompt that it belongs to, as far as
-        known."""
+        known. The place of the block in that prompt is not told."""
 
     def use(self, key: K, length: int = 1) -> None:
-        """Somebody used the block once, for a prompt of `length` blocks. Its priority changes with the next
+        """Somebody used the block once, for a prompt of `length` blocks. In an instance the end of a request is a use
+        of each block of its prompt, also of those that it computed or pulled. The priority changes with the next
         `mark_idle`."""
 
     def forget(self, key: K) -> None:
@@ -444,15 +445,13 @@ class LengthOrder(EvictionOrder[K]):
         self._known.pop(key, None)
 
 
-POLICIES = ("lru", "lfu", "length")  # kvmesh's own
-ORDERS = Plugins(
-    "kvmesh.eviction_orders",
-    {
-        "lru": "kvmesh.kvcache.eviction:LruOrder",
-        "lfu": "kvmesh.kvcache.eviction:LfuOrder",
-        "length": "kvmesh.kvcache.eviction:LengthOrder",
-    },
-)
+BUILT_IN = {
+    "lru": "kvmesh.kvcache.eviction:LruOrder",
+    "lfu": "kvmesh.kvcache.eviction:LfuOrder",
+    "length": "kvmesh.kvcache.eviction:LengthOrder",
+}
+POLICIES = tuple(BUILT_IN)
+ORDERS = Plugins("kvmesh.eviction_orders", BUILT_IN)
 
 
 def make_order(policy: str, block_tokens: int = BLOCK_TOKENS, field: str = "eviction") -> EvictionOrder[Any]:

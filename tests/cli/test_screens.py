@@ -117,6 +117,10 @@ BELOW = candidate(
             ["prefill: prefill-1 was the only one that could take it (prefill-0 not ready: loading): it holds"],
         ),
         (
+            answer(HOLDS, candidate("prefill-0", 0, terms={}, verdict="the policy round_robin took another")),
+            ["prefill: the policy round_robin took prefill-1, not prefill-0: it holds"],
+        ),
+        (
             answer(
                 candidate("decode-0", 4.4, 10, chosen=True, terms={"tbt_ms": 4.0}),
                 candidate("decode-1", 15.0, terms={"tbt_ms": 10.0}),

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,10 +14,9 @@ from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.plugins import Plugins
 from kvmesh.pool.config import PoolConfig
 from tests.support.nodes import keys_of
-from tests.support.paths import ROOT
+from tests.support.page_package import files_of, install, its_test_passes
 
-HOWTO = (ROOT / "docs/howto/add-an-eviction-order.md").read_text()
-FILES = dict(re.findall(r"`([a-z_.]+)`\n\n```[a-z]+\n(.*?)```", HOWTO, re.DOTALL))
+FILES = files_of("add-an-eviction-order.md")
 BROKEN = """
 from kvmesh.kvcache.eviction import EvictionOrder
 
@@ -36,18 +32,10 @@ class NoOrder:
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The page's files, and what `pip` makes of them: a module and a dist-info folder on the path."""
-    for name, code in FILES.items():
-        (tmp_path / name).write_text(code)
+    """The page's package and broken ones on the path."""
     (tmp_path / "broken_orders.py").write_text(BROKEN)
-    points = re.search(r'entry-points."(.*)"\]\n(.*) = "(.*)"', FILES["pyproject.toml"])
-    assert points is not None
-    group, name, value = points.groups()
-    lines = [f"[{group}]", f"{name} = {value}", "costless = broken_orders:Costless", "none = broken_orders:NoOrder"]
-    info = tmp_path / "few_uses-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: few-uses\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("\n".join([*lines, "gone = broken_orders:Gone", ""]))
+    broken = ("costless = broken_orders:Costless", "none = broken_orders:NoOrder", "gone = broken_orders:Gone")
+    install(FILES, tmp_path, broken)
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
     monkeypatch.setattr(ORDERS, "_loaded", {})
@@ -55,14 +43,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_page_s_own_test_passes(package: Path) -> None:
-    """In a process of its own, which finds the package beside kvmesh."""
-    assert set(FILES) == {"few_uses.py", "pyproject.toml", "test_few_uses.py"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_few_uses.py"]
-    path = ":".join([str(package), str(ROOT)])
-    done = subprocess.run(
-        command, cwd=package, env={"PYTHONPATH": path, "PATH": ""}, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+    its_test_passes(FILES, package)
 
 
 def test_a_store_evicts_by_it(package: Path) -> None:
@@ -79,7 +60,7 @@ def test_a_store_evicts_by_it(package: Path) -> None:
 
 
 def test_an_unknown_name_is_answered_with_all_that_are_known(package: Path) -> None:
-    assert list(ORDERS)[:3] == list(POLICIES) and "few_uses" in ORDERS
+    assert list(ORDERS)[: len(POLICIES)] == list(POLICIES) and "few_uses" in ORDERS
     with pytest.raises(ConfigError, match=r"store_eviction='fifo' \(.*\): choose one of lru, lfu, length, .*few_uses"):
         load(PoolConfig, {"store_eviction": "fifo"}, toml=None, env={})
     with pytest.raises(ConfigError, match=r"eviction='fifo': choose one of lru, lfu, length, .*few_uses"):

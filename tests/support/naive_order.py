@@ -30,9 +30,11 @@ class NaiveOrder:
             full = 2
         elif self.policy == "lfu":
             full = 2 * entry.uses
-        else:
+        elif self.policy == "length":
             tokens = entry.length * self.block_tokens
             full = round(16 * min(max(entry.uses, 1), 8) * (1 + tokens / 2 / 32_768))
+        else:
+            raise ValueError(f"policy={self.policy!r}: NaiveOrder.cost has no rule for it: add its words here")
         return full // 2 if entry.replicated else full
 
     def now(self, entry: Entry) -> tuple[int, int]:

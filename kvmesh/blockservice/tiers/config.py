@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvmesh.blockservice.tiers.parts import TierSettings
 from kvmesh.errors import ConfigError
-from kvmesh.kvcache.eviction import ORDERS, make_order
+from kvmesh.kvcache.eviction import BUILT_IN, ORDERS, make_order
 from kvmesh.kvcache.tiers import MARK
 from kvmesh.ranks.transfer_config import TransferConfig
 
@@ -22,7 +22,12 @@ class TierConfig(TransferConfig):
     """Has the settings common to instances and pool nodes."""
 
     store_eviction: str = field(
-        default="lru", metadata={"help": "Which blocks of the host memory go first.", "choices": ORDERS}
+        default="lru",
+        metadata={
+            "help": f"Which blocks of the host memory go first: {', '.join(BUILT_IN)}, or an order from a package "
+            "(entry points kvmesh.eviction_orders).",
+            "choices": ORDERS,
+        },
     )
     evacuate_ms: int = field(
         default=0,

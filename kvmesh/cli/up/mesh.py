@@ -327,7 +327,8 @@ class Mesh:
         self._terminate(everyone, STOP_S)
         for one in everyone:
             if one._popen is not None:
-                log.warning("%s did not stop in time, killing it", one.name)
+                why = "was told twice to stop" if self._hurry.is_set() else "did not stop in time"
+                log.warning("%s %s, killing it", one.name, why)
                 _kill_group(one._popen.pid)
         while any(one._popen is not None for one in everyone):
             self._take(None)

@@ -106,7 +106,7 @@ class MeshSettings:
     )
     pool: int = field(default=0, metadata={"help": "Pool nodes: memory without an engine.", "min": 0, "max": 64})
     pool_memory_mb: int = field(default=256, metadata={"help": "KV memory of each pool node, MiB.", "min": 1})
-    store_eviction: str = same_as(TierConfig, "store_eviction", help="Which blocks of the nodes' memory go first.")
+    store_eviction: str = same_as(TierConfig, "store_eviction")
     ssd_path: str = same_as(
         TierConfig,
         "ssd_path",

@@ -95,6 +95,17 @@ def test_services_start_become_ready_and_stop_leaving_nothing(tmp_path: Path) ->
     mesh.stop()  # again: nothing happens
 
 
+def test_a_second_signal_is_not_taken_for_a_slow_stop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before, mesh = children(), make(tmp_path)
+    mesh.start()
+    mesh.stop_now()
+    mesh.stop()
+    assert [record.getMessage() for record in caplog.records if "killing it" in record.getMessage()] == [
+        f"{name} was told twice to stop, killing it" for name in mesh.processes
+    ]
+    assert children() == before
+
+
 def test_a_killed_service_comes_back_on_its_port_and_the_other_goes_on(tmp_path: Path) -> None:
     mesh = make(tmp_path)
     found = events(mesh)

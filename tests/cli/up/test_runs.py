@@ -40,8 +40,13 @@ def test_latest_names_the_run_that_started_last() -> None:
         runs.point_latest(folder)
         assert runs.find(None).run_dir == folder.resolve()
         assert runs.find(folder).running is bool(pid)
-    with pytest.raises(ConfigError, match="has stopped"):
+    running, stopped = sorted((runs.state_dir() / "runs").iterdir())
+    with pytest.raises(ConfigError, match=f"{stopped} has stopped: that of {running} runs at http://.*--run-dir"):
         runs.find_running(None)
+    for asked in (stopped, None):
+        (running / "mesh.json").write_text(json.dumps({"pid": 0 if asked is None else os.getpid()}))
+        with pytest.raises(ConfigError, match=f"{stopped} has stopped: start one with `kvmesh up`"):
+            runs.find_running(asked)
 
 
 def test_a_folder_without_a_mesh_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""A package outside the repository adds a placement policy; a broken one is told of once and costs no request."""
+"""A package outside the repository adds a placement policy (docs/howto/add-a-placement-policy.md, word for word); a
+broken one is told of once and costs no request."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ from kvmesh.services.conductor.policies.chooser import LOGGED_EVERY_S
 from kvmesh.services.conductor.policies.kvcache import KvCache
 from kvmesh.services.conductor.policies.policy import PlacementPolicy
 from tests.support.conductor.brain import Brain
+from tests.support.page_package import files_of, install, its_test_passes
 from tests.support.services import running
 
 CODE = """
@@ -86,6 +88,12 @@ def mesh(policy: str) -> Brain:
     for name in ("d0", "d1"):
         brain.add(name, Role.DECODE)
     return brain
+
+
+def test_the_page_s_own_test_passes(tmp_path: Path) -> None:
+    files = files_of("add-a-placement-policy.md")
+    install(files, tmp_path)
+    its_test_passes(files, tmp_path)
 
 
 def test_it_is_chosen_by_its_name_and_places(package: Path) -> None:
