@@ -401,10 +401,10 @@ class Configure(Message, frozen=True):
     rank: int
     world_size: int
     model_path: str
-    dtype: str  # "float32" | "bfloat16" | "float16"
+    dtype: str  # "float32" | "bfloat16" | "float16" | "auto"
     device: str  # "cpu" | "cuda" | "cuda:1": this rank's own
     block_tokens: int
-    num_pages: int  # device pages; 0 = as many as `memory_bytes` holds
+    num_pages: int  # device pages; 0 = as many as `memory_bytes` holds; both 0 = as many as fit
     num_extents: int  # host extents for landing and swap
     memory_bytes: int
     threads: int  # torch intra-op threads
@@ -425,6 +425,10 @@ class Configure(Message, frozen=True):
     group_timeout_ms: int = 0  # longest wait of one rank for another
     cache_dir: str = ""  # where digests of weights are kept when the model's folder cannot be written; "" = the user's
     weights_epoch: int = 0  # of weights that an operator changes under one fingerprint
+    room_bytes: int = 0  # what pages as many as fit may take of the host's memory, with the weights; 0 = a share
+    device_ranks: int = 1  # that share this rank's GPU, or where `room_bytes` is 0 the host's memory
+    # Sizes of a step by the key of the service's configuration; 0 = by device, not there = the role has no such size.
+    steps: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class OpenSegment(Message, frozen=True):
@@ -578,6 +582,9 @@ class Ready(Message, frozen=True):
     warm_segment: bytes = b""  # names the host region's memory, if it outlives this process
     warm_until_ns: int = 0  # ... of an earlier life, whose readers may still read until then
     transports: str = ""  # which its transfer engine uses and why not the others, for people
+    dtype: str = ""  # that it computes in
+    steps: dict[str, int] = msgspec.field(default_factory=dict)  # Configure's, chosen
+    settings: str = ""  # what was chosen and why, for people
 
 
 class InitFailed(Message, frozen=True):
