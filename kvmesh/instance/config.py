@@ -60,16 +60,16 @@ class InstanceConfig(TierConfig):
         default=0,
         metadata={
             "help": "Host memory that a rank on a CPU may take in all where memory_mb is 0, MiB; 0: 70% of what is "
-            "available, divided among device_ranks.",
+            "available, divided among device_instances.",
             "min": 0,
         },
     )
-    device_ranks: int = field(
-        default=1,
+    device_instances: int = field(
+        default=0,
         metadata={
-            "help": "Ranks of all instances that share one GPU, or this machine's memory: where memory_mb is 0 each "
-            "takes its part.",
-            "min": 1,
+            "help": "Instances that share one GPU, or this machine's (this container's) memory: where memory_mb is 0 "
+            "each takes its part. 0: not known; a GPU is then taken whole, of host memory 25%.",
+            "min": 0,
         },
     )
     threads: int = field(default=1, metadata={"help": "torch threads of a rank."})

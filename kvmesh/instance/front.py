@@ -139,7 +139,7 @@ class Front:
             cache_dir=c.cache_dir,
             weights_epoch=c.weights_epoch,
             room_bytes=c.room_mb << 20,
-            device_ranks=c.device_ranks,
+            device_instances=c.device_instances,
             steps={key: getattr(c, key) for key in STEP_KEYS if hasattr(c, key)},
         )
 
@@ -396,7 +396,7 @@ def check_config(config: InstanceConfig) -> None:
     config.check_transfer()
     check_device(config.device)
     device_of(config.device, 0, config.tensor_parallel)
-    for key in ("threads", "tensor_parallel", "device_ranks"):
+    for key in ("threads", "tensor_parallel"):
         if getattr(config, key) < 1:
             raise _bad(key, getattr(config, key), "at least 1")
     if not 1 <= config.store_high_percent <= 100:
@@ -405,7 +405,15 @@ def check_config(config: InstanceConfig) -> None:
         why = f"in 0..{config.store_high_percent} (store_high_percent)"
         raise _bad("store_low_percent", config.store_low_percent, why)
     config.check_tiers(config.store_low_percent)
-    for key in ("memory_mb", "room_mb", "num_pages", "num_extents", "max_context_tokens", "rank_silence_ms"):
+    for key in (
+        "memory_mb",
+        "room_mb",
+        "device_instances",
+        "num_pages",
+        "num_extents",
+        "max_context_tokens",
+        "rank_silence_ms",
+    ):
         if getattr(config, key) < 0:
             raise _bad(key, getattr(config, key), "not negative")
 

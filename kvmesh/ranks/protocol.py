@@ -426,7 +426,9 @@ class Configure(Message, frozen=True):
     cache_dir: str = ""  # where digests of weights are kept when the model's folder cannot be written; "" = the user's
     weights_epoch: int = 0  # of weights that an operator changes under one fingerprint
     room_bytes: int = 0  # what pages as many as fit may take of the host's memory, with the weights; 0 = a share
-    device_ranks: int = 1  # that share this rank's GPU, or where `room_bytes` is 0 the host's memory
+    device_instances: int = (
+        0  # instances that share this GPU, or where `room_bytes` is 0 the host's memory; 0 = not told
+    )
     # Sizes of a step by the key of the service's configuration; 0 = by device, not there = the role has no such size.
     steps: dict[str, int] = msgspec.field(default_factory=dict)
 

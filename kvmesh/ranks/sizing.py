@@ -17,6 +17,7 @@ STEP_KEYS = ("prefill_chunk_tokens", "max_batch_tokens", "mixed_chunk_tokens", "
 MIB, GIB = 1 << 20, 1 << 30
 
 CPU_SHARE = 0.7  # of the memory that is available, for all ranks of a machine; the rest is the user's and the services'
+UNKNOWN_SHARE = 0.25  # ... for one instance, where nobody says how many there are
 CUDA_SHARE = 0.9  # of a GPU's memory: the rest is for libraries' workspaces, fragments and what nobody counted
 RANK_BYTES = 384 * MIB  # of a rank without its model: torch, buffers of the transfer engine
 LIBRARY_BYTES = GIB  # of a process on a GPU beside torch's own, where others come and go while it measures
@@ -81,13 +82,17 @@ def cuda_room(total: int, free: int, ranks: int) -> tuple[int, str]:
     return part, whose + (f", for one of {ranks} ranks that share it" if ranks > 1 else "")
 
 
-def host_room(available: int, ranks: int, named: int) -> tuple[int, str]:
-    """Returns what one of `ranks` may take of the `available` host memory, and what that is; `named`: its operator, or
-    who divided the memory, names it."""
+def host_room(available: int, ranks: int, world: int, named: int) -> tuple[int, str]:
+    """Returns what a rank may take of the `available` host memory, and what that is: `ranks` instances of `world` ranks
+    each share it; 0: nobody said how many there are, and they may start at once. `named`: its operator, or who divided
+    the memory, names it."""
     if named:
         return named, "room_mb: this rank's part of the machine's available memory"
-    whose = f"{CPU_SHARE:.0%} of the available {available // MIB:,} MiB"
-    return int(available * CPU_SHARE) // ranks, whose + (f", for one of {ranks} ranks" if ranks > 1 else "")
+    share = CPU_SHARE if ranks else UNKNOWN_SHARE
+    whose = f"{share:.0%} of the available {available // MIB:,} MiB"
+    whose += "" if ranks else ", as device_instances is not set"
+    count = max(1, ranks) * world
+    return int(available * share) // count, whose + (f", for one of {count} ranks" if count > 1 else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,7 @@ def test_pages_of_a_gpu_are_what_the_largest_step_leaves(checkpoint: Path, monke
 def test_ranks_that_share_a_gpu_do_not_count_each_other(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that measures while the other loads sees its memory go."""
     total = 40 * GIB
-    setup = gpu(checkpoint, monkeypatch, total, total, steps={}, device_ranks=2)
+    setup = gpu(checkpoint, monkeypatch, total, total, steps={}, device_instances=2)
     layout = shard_layout(open_checkpoint(checkpoint).config, "float32", BLOCK)
     runner = Runner(open_checkpoint(checkpoint), "float32", "cpu", BLOCK, setup.trial_pages(layout))
     pages = setup.profiled(runner, layout, lambda: DeviceUse(total, total, GIB, GIB, 10 * GIB))

@@ -98,13 +98,14 @@ def test_pages_fit_beside_what_is_taken_and_hold_a_request(need: PageNeed, room:
 def test_parts_of_one_memory_never_come_to_more_than_there_is(ranks: int, total: int, free: int) -> None:
     room, _ = cuda_room(total, min(total, free), ranks)
     assert room <= min(total, free) and (ranks * room <= total or room < total // ranks)
-    assert ranks * host_room(total, ranks, 0)[0] <= CPU_SHARE * total + ranks
-    assert host_room(total, ranks, 5 * GIB)[0] == 5 * GIB
+    assert 2 * ranks * host_room(total, ranks, 2, 0)[0] <= CPU_SHARE * total + ranks
+    assert 4 * ranks * host_room(total, 0, ranks, 0)[0] <= total + ranks, "four may start and not know of each other"
+    assert host_room(total, ranks, 1, 5 * GIB)[0] == 5 * GIB
 
 
 def test_a_small_model_on_a_usual_machine_has_long_contexts() -> None:
     """Qwen3-0.6B, one prefill and one decode instance on a machine with 22 GiB available."""
-    room, source = host_room(22 * GIB, 2, 0)
+    room, source = host_room(22 * GIB, 2, 1, 0)
     taken = {"weights": 1137 * MIB, "a step": 200 * MIB, "the process": 384 * MIB}
     pages = choose_pages(room, taken, QWEN, source, MOST_CPU_BYTES)
     assert pages.count * 64 > 25_000

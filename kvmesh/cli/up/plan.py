@@ -309,7 +309,7 @@ def memory_parts(settings: MeshSettings, available: int) -> dict[str, int]:
     if settings.memory_mb or not settings.ranks:
         return {}
     if settings.device.startswith("cuda"):
-        return {"device_ranks": len(settings.served) * sum(getattr(settings, one) for one in INSTANCES)}
+        return {"device_instances": len(settings.served) * sum(getattr(settings, one) for one in INSTANCES)}
     room = int(available * CPU_SHARE) // MIB - settings.pool * settings.pool_memory_mb
     return {"room_mb": max(1, room // settings.ranks)}
 

@@ -246,7 +246,7 @@ def num_extents(configure: m.Configure, memory: DeviceMemory) -> int:
     pages = len(memory.pages)
     if memory.device.type == "cpu":
         return pages
-    ranks = configure.device_ranks * configure.world_size
+    ranks = max(1, configure.device_instances) * configure.world_size
     room = int(available_bytes() * min(EXTENTS_SHARE, 2 * EXTENTS_SHARE / ranks)) // memory.layout.shard_bytes
     return max(1, min(pages, room))
 

@@ -67,10 +67,10 @@ class RankSetup:
         weights = weight_bytes(checkpoint, layout.itemsize) // c.world_size
         step = sizing.step_bytes(self._config, self.tokens, self.rows, layout.itemsize)
         if self._kind == "cuda":
-            room, source = sizing.cuda_room(self._total, self._free, c.device_ranks)
+            room, source = sizing.cuda_room(self._total, self._free, max(1, c.device_instances))
             taken = {"weights": weights, "a step": step, "CUDA graphs": self._graph_bytes(layout)}
             return sizing.choose_pages(room, taken, self._need(layout, 1), source)
-        room, source = sizing.host_room(available_bytes(), c.device_ranks * c.world_size, c.room_bytes)
+        room, source = sizing.host_room(available_bytes(), c.device_instances, c.world_size, c.room_bytes)
         taken = {"weights": weights, "a step": step, "the process": sizing.RANK_BYTES}
         if c.num_extents:
             taken["host blocks"] = c.num_extents * layout.shard_bytes
@@ -96,8 +96,8 @@ class RankSetup:
         runner.use_pages(torch.zeros_like(runner.attention.pages[:1]), cuda_graphs=False)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        alone = self.configure.device_ranks == 1
-        room, source = sizing.cuda_room(found.total, found.free, self.configure.device_ranks)
+        alone = self.configure.device_instances <= 1
+        room, source = sizing.cuda_room(found.total, found.free, max(1, self.configure.device_instances))
         taken = {
             "weights and the largest step": found.peak - trial,
             "libraries": found.libraries if alone else min(found.libraries, sizing.LIBRARY_BYTES),

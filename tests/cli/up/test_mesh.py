@@ -264,14 +264,14 @@ def test_ranks_are_told_their_part_of_the_memory_where_nobody_names_it(tmp_path:
     assert plan.memory_parts(host, 0) == {"room_mb": 1}, "a rank then says what it needs"
     assert plan.segment_mb(host, 10_000 << 20) == 566
     assert plan.memory_parts(dataclasses.replace(host, memory_mb=7), 1 << 40) == {}
-    assert plan.memory_parts(dataclasses.replace(host, device="cuda"), 0) == {"device_ranks": 4}
+    assert plan.memory_parts(dataclasses.replace(host, device="cuda"), 0) == {"device_instances": 4}
     for made in (host, dataclasses.replace(host, device="cuda:1", decode_tp=1)):
         specs = plan.plan(dataclasses.replace(made, http_port=0, grpc_port=0), tmp_path, plan.Ports())
         for spec in specs:
             flags = [arg.partition("=")[0] for arg in spec.argv]
-            wanted = ["--device-ranks" if made.device != "cpu" else "--room-mb"]
+            wanted = ["--device-instances" if made.device != "cpu" else "--room-mb"]
             wanted = wanted if spec.service in ("prefill", "decode") else []
-            assert [flag for flag in flags if flag in ("--device-ranks", "--room-mb")] == wanted
+            assert [flag for flag in flags if flag in ("--device-instances", "--room-mb")] == wanted
 
 
 @needs_redis
