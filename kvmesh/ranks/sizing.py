@@ -116,14 +116,14 @@ class PageNeed:
 
 
 @dataclass(frozen=True, slots=True)
-class Pages:
+class ChosenPages:
     """How many pages a rank has, and why."""
 
     count: int
     why: str
 
 
-def choose_pages(room: int, taken: Mapping[str, int], need: PageNeed, source: str, most_bytes: int = 0) -> Pages:
+def choose_pages(room: int, taken: Mapping[str, int], need: PageNeed, source: str, most_bytes: int = 0) -> ChosenPages:
     """Returns as many pages as fit `room` bytes beside what is `taken` (bytes by what takes them), no more than every
     row at the longest context fills, and at most `most_bytes` of them, or one request of the longest context (0: no
     such bound). `source` says what the room is. Raises ConfigError, which names memory_mb and what would be needed,
@@ -153,4 +153,4 @@ def choose_pages(room: int, taken: Mapping[str, int], need: PageNeed, source: st
         why += ", half of it for host blocks"
     if count < need.pages_for(longest):
         why += f"; the model's {longest:,} tokens of context would need memory_mb={need.memory_mb(longest):,}"
-    return Pages(count, why)
+    return ChosenPages(count, why)

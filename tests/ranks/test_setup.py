@@ -12,7 +12,7 @@ from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.runner import DecodeInput, Runner, SampleParams, shard_layout
 from kvmesh.errors import ConfigError
 from kvmesh.ranks import protocol as m
-from kvmesh.ranks.sizing import CUDA_SHARE, GIB, MIB, STEP_KEYS, Pages
+from kvmesh.ranks.sizing import CUDA_SHARE, GIB, MIB, STEP_KEYS, ChosenPages
 from kvmesh.ranks.worker import setup as module
 from kvmesh.ranks.worker.setup import DeviceUse, RankSetup, largest_step
 from tests.support.checkpoints import make_checkpoint
@@ -57,7 +57,7 @@ def test_what_is_named_wins(checkpoint: Path) -> None:
     layout = shard_layout(opened.config, "float16", BLOCK)
     assert setup.choose_pages(layout, opened).count == 9
     few = RankSetup(told(checkpoint, dtype="float16", memory_bytes=10 * layout.shard_bytes + 1), opened)
-    assert few.choose_pages(layout, opened) == Pages(10, "as told")
+    assert few.choose_pages(layout, opened) == ChosenPages(10, "as told")
 
 
 @pytest.mark.parametrize("operators", [True, False])

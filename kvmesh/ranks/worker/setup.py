@@ -58,12 +58,12 @@ class RankSetup:
         by = f" ({', '.join(chosen) if len(chosen) < len(steps) else 'all'} by device)" if chosen else ""
         self.why = [f"{dtype} ({dtype_why})", *([f"{sizes}{by}"] if sizes else [])]
 
-    def choose_pages(self, layout: ShardLayout, checkpoint: Checkpoint) -> sizing.Pages:
+    def choose_pages(self, layout: ShardLayout, checkpoint: Checkpoint) -> sizing.ChosenPages:
         """Returns how many pages there can be, before anything is loaded. Of a GPU this is estimated, `profiled`
         measures it."""
         c = self.configure
         if c.num_pages or c.memory_bytes:
-            return sizing.Pages(c.num_pages or max(1, c.memory_bytes // layout.shard_bytes), "as told")
+            return sizing.ChosenPages(c.num_pages or max(1, c.memory_bytes // layout.shard_bytes), "as told")
         weights = weight_bytes(checkpoint, layout.itemsize) // c.world_size
         step = sizing.step_bytes(self._config, self.tokens, self.rows, layout.itemsize)
         if self._kind == "cuda":
@@ -87,7 +87,9 @@ class RankSetup:
         """Whether the number of pages is measured: on a GPU where nobody names it."""
         return self._kind == "cuda" and not self.configure.num_pages and not self.configure.memory_bytes
 
-    def profiled(self, runner: Runner, layout: ShardLayout, use: Callable[[], DeviceUse] | None = None) -> sizing.Pages:
+    def profiled(
+        self, runner: Runner, layout: ShardLayout, use: Callable[[], DeviceUse] | None = None
+    ) -> sizing.ChosenPages:
         """Runs the largest step that there can be over the trial pages, and returns how many pages fit beside what it
         took. The trial pages go. `use`: for tests, in place of the GPU's own numbers."""
         trial = runner.attention.pages.nbytes
@@ -105,7 +107,7 @@ class RankSetup:
         }
         return sizing.choose_pages(room, taken, self._need(layout, 1), source)
 
-    def settings(self, pages: sizing.Pages, layout: ShardLayout, runner: Runner) -> str:
+    def settings(self, pages: sizing.ChosenPages, layout: ShardLayout, runner: Runner) -> str:
         """Returns what was chosen and why, in one line for people."""
         tokens, nbytes = pages.count * layout.block_tokens, pages.count * layout.shard_bytes
         size = f"{pages.count:,} pages of {layout.block_tokens} tokens ({tokens:,} in all), {nbytes >> 20:,} MiB"
