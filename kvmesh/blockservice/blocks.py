@@ -362,6 +362,7 @@ class BlockService:
         answer.shard_bytes = self.partitions.all()[0].shard_bytes if answer.layout else 0
         answer.term = self.terms.highest
         answer.transports = self._ranks[0].ready.transports
+        answer.settings = self._ranks[0].ready.settings
         if self._tiering is not None:
             answer.tiers.extend(self._tiering.counters)
         return answer

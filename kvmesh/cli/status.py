@@ -331,17 +331,18 @@ def _stores(found: dict[str, Any], width: int) -> RenderableType:
             str(told["evicted"]),
             *(rest if wide else []),
         )
-    return Group(table, *errors, *_transports(found))
+    return Group(table, *errors, *_said(found, "transports"), *_said(found, "settings"))
 
 
-def _transports(found: dict[str, Any]) -> list[str]:
-    """What nodes move blocks by, and why not by the rest: a line for each answer that there is."""
+def _said(found: dict[str, Any], what: str) -> list[str]:
+    """What nodes move blocks by (`transports`) or compute with (`settings`), and why so: a line for each answer that
+    there is."""
     nodes: dict[str, list[str]] = {}
     for name, told in sorted(found["node_stores"].items()):
-        if told.get("transports"):
-            nodes.setdefault(told["transports"], []).append(name)
+        if told.get(what):
+            nodes.setdefault(told[what], []).append(name)
     return [
-        f"[dim]transports of {'all' if len(nodes) == 1 else escape(', '.join(names))}: {escape(text)}[/]"
+        f"[dim]{what} of {'all' if len(nodes) == 1 else escape(', '.join(names))}: {escape(text)}[/]"
         for text, names in nodes.items()
     ]
 

@@ -17,6 +17,7 @@ import torch
 from kvmesh.engine.attention.backend import StepPlan
 from kvmesh.engine.attention.triton_backend import DecodePlan, DecodeTables, TritonAttention
 from kvmesh.engine.batch import Integers
+from kvmesh.errors import InternalError
 
 log = logging.getLogger(__name__)
 
@@ -40,30 +41,38 @@ def bucket_for(rows: int, sizes: Sequence[int]) -> int | None:
 
 class DecodeGraphs:
     """Captures decode steps as CUDA graphs and replays them. `compute(token_ids [n], plan)` returns logits `[n, vocab]`
-    by launches alone: no wait, no look at values. `width` is the pages of the longest request; `max_rows` 0 means
-    MAX_ROWS. The constructor captures, which takes seconds."""
+    by launches alone: no wait, no look at values. `width` is the pages of the longest request; `max_rows` are the rows
+    that may run, of which at most MAX_ROWS are captured (0: so many). The constructor captures, which takes seconds.
+    `sizes` are the row counts captured, `failed` is why some were not: the smaller ones then are tried no more, since
+    what a failed capture took of the pool is lost."""
 
     def __init__(self, compute: Compute, backend: TritonAttention, width: int, max_rows: int = 0) -> None:
-        max_rows = max_rows or MAX_ROWS
+        max_rows = min(max_rows or MAX_ROWS, MAX_ROWS)
         self._compute = compute
         self._backend = backend
         self._tables = DecodeTables(backend, max_rows, width)
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._logits = torch.empty(0)
-        self._sizes: tuple[int, ...] = ()
+        self.failed = ""
+        wanted = buckets(max_rows)
+        if wanted[-1] != max_rows:
+            raise InternalError(f"graphs of {list(wanted)} rows do not hold the {max_rows} rows that may run")
         begun, before = time.monotonic(), torch.cuda.memory_reserved(backend.device)
         # The largest first: the others find room in what it leaves in the pool.
-        for rows in reversed(buckets(max_rows)):
+        for rows in reversed(wanted):
             try:
                 self._capture(rows)
             except RuntimeError as error:  # no memory, or something in the model that cannot be captured
-                why = str(error).partition("\n")[0]
-                log.warning("no CUDA graph for decode steps of %d rows, which are launched one by one: %s", rows, why)
+                self.failed = (
+                    f"the decode step of {rows} rows could not be captured: {str(error).partition(chr(10))[0]}"
+                )
+                log.warning("no CUDA graphs of %d rows or fewer: %s", rows, self.failed)
                 torch.cuda.empty_cache()
-        self._sizes = tuple(sorted(self._graphs))
+                break
+        self.sizes = tuple(sorted(self._graphs))
         took, used = time.monotonic() - begun, torch.cuda.memory_reserved(backend.device) - before
-        log.info("CUDA graphs for %s rows: %.1f s, %d MiB", list(self._sizes), took, used >> 20)
+        log.info("CUDA graphs for %s rows: %.1f s, %d MiB", list(self.sizes), took, used >> 20)
 
     def _capture(self, rows: int) -> None:
         log.info("capturing the decode step of %d rows", rows)
@@ -87,7 +96,7 @@ class DecodeGraphs:
     def logits(self, token_ids: Integers, pages: Sequence[Sequence[int]], positions: Integers) -> torch.Tensor | None:
         """Returns `[rows, vocab]` of one decode step, valid until the next; None when no graph is large enough. Raises
         as `DecodeTables.fill` does."""
-        size = bucket_for(len(token_ids), self._sizes)
+        size = bucket_for(len(token_ids), self.sizes)
         if size is None or max(len(row) for row in pages) > self._tables.width:
             return None
         self._tables.fill(pages, positions, token_ids, size)

@@ -79,8 +79,8 @@ NOBODY = DecodeBatch.of(())
 class Runner:
     """Loads `checkpoint` as `dtype` onto `device`; `pages [num_pages, layers, 2, kv_heads, block_tokens, head_dim]`
     must be on that device and of that dtype. In a `group` it loads and holds this rank's share; every rank must then
-    make the same calls in the same order, and gets the same answers. `cuda_graphs`: decode steps are captured at once
-    and replayed (on a CUDA device, in no group)."""
+    make the same calls in the same order, and gets the same answers. `cuda_graphs`: decode steps of up to `max_rows`
+    rows (0: as many as graphs are good for) are captured at once and replayed (on a CUDA device, in no group)."""
 
     def __init__(
         self,
@@ -91,29 +91,43 @@ class Runner:
         pages: torch.Tensor,
         group: Group = SOLO,
         cuda_graphs: bool = False,
+        max_rows: int = 0,
     ) -> None:
         self.config = checkpoint.config
         self.group = group
         own = share_of(self.config, group)
         self.layout = shard_layout(self.config, dtype, block_tokens, group.rank, group.size)
-        if tuple(pages.shape[1:]) != self.layout.shape or pages.dtype != torch_dtype(dtype):
-            raise InternalError(
-                f"pages are {list(pages.shape)} {pages.dtype}, expected [n, *{list(self.layout.shape)}] {dtype}"
-            )
+        self._dtype, self._heads = torch_dtype(dtype), own.heads
         self.device = pages.device
         if torch.device(device).type != self.device.type:
             raise InternalError(f"pages are on {self.device}, the runner on {device}")
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # where Triton launches
         self._sampler = Sampler()
-        self.attention = make_backend(pages, own.heads, self.config.attention)
+        self._check_pages(pages)
         with torch.inference_mode():
-            weights = Weights(checkpoint, torch_dtype(dtype), self.device, group)
+            weights = Weights(checkpoint, self._dtype, self.device, group)
             self.model = MODELS[self.config.architecture](own, weights)
-            self.graphs = self._captured() if cuda_graphs and group.size == 1 else None
+        self.use_pages(pages, cuda_graphs, max_rows)
         checkpoint.close()  # everything has been copied out of the file mappings
 
-    def _captured(self) -> DecodeGraphs | None:
+    def use_pages(self, pages: torch.Tensor, cuda_graphs: bool, max_rows: int = 0) -> None:
+        """Computes over these pages from here on, in place of those before; graphs are captured anew."""
+        self._check_pages(pages)
+        self.graphs: DecodeGraphs | None = None
+        self.attention = make_backend(pages, self._heads, self.config.attention)
+        if cuda_graphs and self.group.size == 1:
+            with torch.inference_mode():
+                self.graphs = self._captured(max_rows)
+
+    def _check_pages(self, pages: torch.Tensor) -> None:
+        if tuple(pages.shape[1:]) != self.layout.shape or pages.dtype != self._dtype or pages.device != self.device:
+            raise InternalError(
+                f"pages are {list(pages.shape)} {pages.dtype} on {pages.device}, expected "
+                f"[n, *{list(self.layout.shape)}] {self._dtype} on {self.device}"
+            )
+
+    def _captured(self, max_rows: int) -> DecodeGraphs | None:
         if not self.attention.capturable or self.device.type != "cuda":
             return None
         from kvmesh.engine.attention.triton_backend import TritonAttention
@@ -125,6 +139,7 @@ class Runner:
             lambda tokens, plan: self.model.logits(self.model.hidden(tokens, plan.positions, _attend(plan, None))),
             self.attention,
             -(-longest // self.layout.block_tokens),
+            max_rows,
         )
 
     def prefill(

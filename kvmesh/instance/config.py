@@ -33,18 +33,44 @@ class InstanceConfig(TierConfig):
             "cache folder."
         },
     )
-    dtype: str = field(default="float32", metadata={"help": "float32, bfloat16 or float16."})
+    dtype: str = field(
+        default="auto",
+        metadata={
+            "help": "float32, bfloat16 or float16; auto: the checkpoint's on a GPU, and bfloat16 on a CPU that "
+            "multiplies it (docs/internals/engine.md), else float32."
+        },
+    )
     device: str = field(
         default="cpu",
         metadata={"help": "Where ranks compute: cpu, cuda or cuda:N; see docs/reports/cuda.md."},
     )
     cuda_graphs: bool = field(default=True, metadata={"help": "On a GPU, replay decode steps as CUDA graphs."})
     block_tokens: int = field(default=64, metadata={"help": "Tokens a block: a power of two in 16..512."})
-    num_pages: int = field(default=0, metadata={"help": "Device pages; 0: as many as memory_mb holds."})
+    num_pages: int = field(default=0, metadata={"help": "Device pages of a rank; 0: as many as memory_mb holds."})
     num_extents: int = field(default=0, metadata={"help": "Blocks of the host segment; 0: as many as pages."})
     memory_mb: int = field(
-        default=512,
-        metadata={"help": "Device pages of a rank, MiB, when num_pages is 0; 0, on a GPU only: what it has free."},
+        default=0,
+        metadata={
+            "help": "Device pages of a rank, MiB, when num_pages is 0; 0: what is left beside the weights and the "
+            "largest step, of a GPU or of a share of this machine's available memory (docs/internals/engine.md).",
+            "min": 0,
+        },
+    )
+    room_mb: int = field(
+        default=0,
+        metadata={
+            "help": "Host memory that a rank on a CPU may take in all where memory_mb is 0, MiB; 0: 70% of what is "
+            "available, divided among device_instances.",
+            "min": 0,
+        },
+    )
+    device_instances: int = field(
+        default=0,
+        metadata={
+            "help": "Instances that share one GPU, or this machine's (this container's) memory: where memory_mb is 0 "
+            "each takes its part. 0: not known; a GPU is then taken whole, of host memory 25%.",
+            "min": 0,
+        },
     )
     threads: int = field(default=1, metadata={"help": "torch threads of a rank."})
     tensor_parallel: int = field(

@@ -4,6 +4,7 @@ end."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import secrets
 import socket
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 from kvmesh.blockservice.blocks import BlockService
 from kvmesh.blockservice.partitions import OnePartition, Partition, layout_tag
@@ -30,11 +31,14 @@ from kvmesh.membership.registrar import Registrar
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.client import RankClient
 from kvmesh.ranks.devices import check_device, device_of
+from kvmesh.ranks.sizing import STEP_KEYS
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2 as pb_conductor
 from kvmesh.rpc.server import Server
 
 log = logging.getLogger(__name__)
+
+Settled = TypeVar("Settled", bound=InstanceConfig)
 
 LOAD_TIMEOUT_S = 1800.0  # long enough for a large checkpoint from a slow disk
 PING_INTERVAL_S = 0.5
@@ -106,6 +110,8 @@ class Front:
             loaded.result()
         finally:
             stopping.cancel()
+        for rank in self.ranks:
+            log.info("rank %d: %s", rank.rank, rank.ready.settings)
         self._tasks.append(asyncio.create_task(self._watch_ranks(), name="ping ranks"))
 
     def _configure(self, rank: int) -> m.Configure:
@@ -139,7 +145,16 @@ class Front:
             group_timeout_ms=c.rank_timeout_ms,
             cache_dir=c.cache_dir,
             weights_epoch=c.weights_epoch,
+            room_bytes=c.room_mb << 20,
+            device_instances=c.device_instances,
+            steps={key: getattr(c, key) for key in STEP_KEYS if hasattr(c, key)},
         )
+
+    def settled(self, config: Settled) -> Settled:
+        """Returns `config` with those sizes of steps that it leaves to the device as the ranks have chosen them."""
+        steps = [rank.ready.steps for rank in self.ranks]
+        chosen: dict[str, Any] = {key: min(one[key] for one in steps) for key in steps[0]}
+        return dataclasses.replace(config, **chosen)
 
     async def _watch_ranks(self) -> None:
         while True:
@@ -243,7 +258,7 @@ class Front:
             name=c.served_name or ready.model_name,
             fingerprint=ready.fingerprint,
             block_tokens=c.block_tokens,
-            kv_dtype=c.dtype,
+            kv_dtype=ready.dtype,
             max_context_tokens=ready.max_context_tokens,
             vocab_size=ready.vocab_size,
             eos_token_ids=ready.eos_token_ids,
@@ -390,8 +405,8 @@ def check_config(config: InstanceConfig) -> None:
     config.check_transfer()
     check_device(config.device)
     device_of(config.device, 0, config.tensor_parallel)
-    for key in ("threads", "memory_mb", "tensor_parallel"):
-        if getattr(config, key) < (0 if key == "memory_mb" and config.device.startswith("cuda") else 1):
+    for key in ("threads", "tensor_parallel"):
+        if getattr(config, key) < 1:
             raise _bad(key, getattr(config, key), "at least 1")
     if not 1 <= config.store_high_percent <= 100:
         raise _bad("store_high_percent", config.store_high_percent, "in 1..100")
@@ -399,7 +414,15 @@ def check_config(config: InstanceConfig) -> None:
         why = f"in 0..{config.store_high_percent} (store_high_percent)"
         raise _bad("store_low_percent", config.store_low_percent, why)
     config.check_tiers(config.store_low_percent)
-    for key in ("num_pages", "num_extents", "max_context_tokens", "rank_silence_ms"):
+    for key in (
+        "memory_mb",
+        "room_mb",
+        "device_instances",
+        "num_pages",
+        "num_extents",
+        "max_context_tokens",
+        "rank_silence_ms",
+    ):
         if getattr(config, key) < 0:
             raise _bad(key, getattr(config, key), "not negative")
 

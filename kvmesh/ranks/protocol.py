@@ -416,10 +416,10 @@ class Configure(Message, frozen=True):
     rank: int
     world_size: int
     model_path: str
-    dtype: str  # "float32" | "bfloat16" | "float16"
+    dtype: str  # "float32" | "bfloat16" | "float16" | "auto"
     device: str  # "cpu" | "cuda" | "cuda:1": this rank's own
     block_tokens: int
-    num_pages: int  # device pages; 0 = as many as `memory_bytes` holds
+    num_pages: int  # device pages; 0 = as many as `memory_bytes` holds; both 0 = as many as fit
     num_extents: int  # host extents for landing and swap
     memory_bytes: int
     threads: int  # torch intra-op threads
@@ -440,6 +440,10 @@ class Configure(Message, frozen=True):
     group_timeout_ms: int = 0  # longest wait of one rank for another
     cache_dir: str = ""  # where digests of weights are kept when the model's folder cannot be written; "" = the user's
     weights_epoch: int = 0  # the operator's number of weights that change under one fingerprint
+    room_bytes: int = 0  # of the host's memory for weights and pages, where pages are as many as fit; 0 = a share
+    device_instances: int = 0  # instances that share this GPU, or, where `room_bytes` is 0, the host; 0 = not known
+    # Sizes of a step by the key of the service's configuration; 0 = by device, not there = the role has no such size.
+    steps: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class OpenSegment(Message, frozen=True):
@@ -595,6 +599,9 @@ class Ready(Message, frozen=True):
     warm_segment: bytes = b""  # names the host region's memory, if it outlives this process
     warm_until_ns: int = 0  # until when readers of an earlier incarnation may still read that memory; 0: it is new
     transports: str = ""  # for people: which transports its engine uses, and why not the others
+    dtype: str = ""  # that it computes in
+    steps: dict[str, int] = msgspec.field(default_factory=dict)  # Configure's, chosen
+    settings: str = ""  # for people: what was chosen and why
 
 
 class InitFailed(Message, frozen=True):

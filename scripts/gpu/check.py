@@ -83,7 +83,7 @@ STAGES = (
     Stage("kernels", "kernels against float64 oracles, outputs poisoned", 240,
           pytest_run(KERNELS, "tests/engine/test_sampling.py", dry=(f"{KERNELS}/test_write.py",)), alone=False),
     Stage("engine", "whole engines against transformers", 240,
-          pytest_run("tests/gpu/test_engine.py", "tests/gpu/test_memory.py"), alone=False),
+          pytest_run("tests/gpu/test_engine.py", "tests/gpu/test_memory.py", "tests/gpu/test_setup.py"), alone=False),
     Stage("sanitizer", "one small case of each kernel under memcheck", 180,
           under(SANITIZER, "small"), SANITIZER[0], alone=False),
     Stage("mesh", "whole meshes on this GPU against transformers", 300,

@@ -22,8 +22,12 @@ class CoupledConfig(DecodeConfig, PrefillConfig):
         metadata={"help": "What it does at first: both, prefill or decode (`kvmesh role`).", "choices": tuple(ROLES)},
     )
     mixed_chunk_tokens: int = field(
-        default=256,
-        metadata={"help": "Prompt tokens in one step at most while answers are generated in it.", "min": 16},
+        default=0,
+        metadata={
+            "help": "Prompt tokens in one step at most while answers are generated in it, at least 16; 0: by device, "
+            "256 on a CPU, 512 or 1,024 on a GPU by its memory.",
+            "min": 0,
+        },
     )
 
     @classmethod
@@ -34,5 +38,9 @@ class CoupledConfig(DecodeConfig, PrefillConfig):
     def check(self) -> None:
         """Raises ConfigError naming key and value."""
         super().check()
+        if 0 < self.mixed_chunk_tokens < 16:
+            raise ConfigError(
+                f"mixed_chunk_tokens={self.mixed_chunk_tokens}: must be at least 16", field="mixed_chunk_tokens"
+            )
         if self.role not in ROLES:
             raise ConfigError(f"role={self.role!r}: must be one of {', '.join(ROLES)}", field="role")

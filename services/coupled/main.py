@@ -50,7 +50,7 @@ class Instance:
     def __init__(self, config: CoupledConfig) -> None:
         config.check()
         self.config = config
-        self._limits = config.limits()
+        config.limits()  # what is wrong is told before anything starts
         self.front = Front(config, ROLES[config.role], self._on_message, self._on_rank_lost)
         self._halves: CoupledShell | None = None
         self._lost = asyncio.Event()
@@ -58,12 +58,13 @@ class Instance:
 
     async def run(self, stop: asyncio.Event, started: Callable[[dict[str, object]], None]) -> None:
         """Start ranks, serve, end in order."""
-        front, config = self.front, self.config
+        front = self.front
         try:
             await front.start_ranks(stop)
+            config = front.settled(self.config)
             shape = shape_of(front, config.landing == "host")
             brain = prefill.brain_config(front, config)
-            coupling = Coupling(brain, self._limits, shape, front.new_store(), config.mixed_chunk_tokens)
+            coupling = Coupling(brain, config.limits(), shape, front.new_store(), config.mixed_chunk_tokens)
             halves = self._halves = CoupledShell(front, coupling, config)
             try:
                 await front.serve(

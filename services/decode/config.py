@@ -18,7 +18,10 @@ _PERCENT = {"min": 0, "max": 90}
 class DecodeConfig(InstanceConfig):
     """Has the settings of a decode instance. docs/internals/handoff.md says what its timers bound."""
 
-    max_running: int = field(default=64, metadata={"help": "Requests in the batch at most.", "min": 1})
+    max_running: int = field(
+        default=0,
+        metadata={"help": "Requests in the batch at most; 0: by device, 64 on a CPU, 256 on a GPU.", **_COUNT},
+    )
     max_waiting: int = field(
         default=256, metadata={"help": "Requests admitted but not in the batch at most.", **_COUNT}
     )
@@ -75,8 +78,9 @@ class DecodeConfig(InstanceConfig):
     )
 
     def limits(self) -> Limits:
-        """Returns the settings that the brain decides by. Raises ConfigError naming key and value if a value is out of
-        its range (a config need not have come from a loader that checks it)."""
+        """Returns the settings that the brain decides by; `max_running` 0 is none yet (`Front.settled`). Raises
+        ConfigError naming key and value if a value is out of its range (a config need not have come from a loader that
+        checks it)."""
         for f in dataclasses.fields(self):
             value, meta = getattr(self, f.name), f.metadata
             if "min" in meta and not value >= meta["min"]:

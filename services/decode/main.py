@@ -28,7 +28,7 @@ DRAIN_S = 1.0  # the longest wait for cancelled writers
 async def run(config: DecodeConfig, stop: asyncio.Event, started: Callable[[dict[str, object]], None]) -> None:
     """Serves until `stop` is set. `started` is called with the addresses once the instance serves. Raises ConfigError
     or CheckpointError when it cannot begin, and InternalError when a rank dies."""
-    limits = config.limits()
+    config.limits()  # what is wrong is said before anything starts
     lost: list[str] = []
 
     def on_rank_lost(cause: str) -> None:
@@ -39,7 +39,8 @@ async def run(config: DecodeConfig, stop: asyncio.Event, started: Callable[[dict
     async with observed("decode", front.instance_id, config) as metrics:
         try:
             await front.start_ranks(stop)
-            core = _make_core(front, config, limits)
+            config = front.settled(config)
+            core = _make_core(front, config, config.limits())
             try:
                 servicer = DecodeServicer(core)
                 await front.serve(lambda server: add(server, servicer), core.observer.report, config.max_running)

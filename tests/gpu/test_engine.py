@@ -13,7 +13,7 @@ from kvmesh.engine.runner import DecodeInput, SampleParams
 from kvmesh.testing.local_engine import GenerateParams, LocalEngine
 from tests.gpu import NEEDS_GPU
 from tests.support.checkpoints import prompts
-from tests.support.reference import assert_matches_reference
+from tests.support.reference import assert_matches_reference, reference_logits
 
 pytestmark = NEEDS_GPU
 Zoo = Callable[[str], Path]
@@ -32,9 +32,26 @@ def test_greedy_tokens_equal_the_reference(zoo: Zoo, name: str, graphs: bool) ->
     """Chunks that end within tiles; batches that shrink through several buckets as answers end."""
     local = engine(zoo(name), prefill_chunk_tokens=53, cuda_graphs=graphs)
     assert (local.runner.graphs is not None) == graphs
+    if local.runner.graphs is not None:
+        from kvmesh.engine.graphs import MAX_ROWS, buckets  # imports triton
+
+        assert (local.runner.graphs.sizes, local.runner.graphs.failed) == (buckets(MAX_ROWS), "")
     asked = prompts(16, local.config.vocab_size, seed=3)
     for prompt, answer in zip(asked, local.generate(asked, GenerateParams(max_tokens=20)), strict=True):
         assert_matches_reference(zoo(name), prompt, answer.token_ids)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_half_precision_stays_near_the_reference(zoo: Zoo, name: str, dtype: str) -> None:
+    """What a GPU computes in when nobody names a dtype: each greedy token is nearly the likeliest in float32, too."""
+    path = zoo(name)
+    local = engine(path, dtype=dtype, prefill_chunk_tokens=53)
+    asked = prompts(4, local.config.vocab_size, seed=4)
+    for prompt, answer in zip(asked, local.generate(asked, GenerateParams(max_tokens=12)), strict=True):
+        logits = reference_logits(path, [*prompt, *answer.token_ids])[len(prompt) - 1 : -1].log_softmax(-1)
+        chosen = logits.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+        assert (logits.max(-1).values - chosen).max() < 0.6
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -24,9 +24,9 @@ BLOCKS = 64
 def memory() -> Iterator[Any]:
     from kvmesh.ranks.worker.device_cuda import CudaMemory
 
-    configure: Any = type("Configure", (), {"dtype": "bfloat16", "num_pages": BLOCKS, "memory_bytes": 0})
+    configure: Any = type("Configure", (), {"dtype": "bfloat16"})
     with TransferEngine("gpu@1", EngineConfig(transports=("shm",))) as engine:
-        made = CudaMemory(configure, LAYOUT, torch.device("cuda", 0), 0, engine, "cpu:0")
+        made = CudaMemory(configure, LAYOUT, torch.device("cuda", 0), BLOCKS, engine, "cpu:0")
         made.open_extents(engine.allocate(BLOCKS * LAYOUT.shard_bytes, "cpu:0"), BLOCKS)
         yield made
         made.close()

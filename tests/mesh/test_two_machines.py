@@ -44,7 +44,7 @@ class Up:
         self.env = {**os.environ, "XDG_STATE_HOME": str(folder / "state"), "COLUMNS": "160", "PYTHONUNBUFFERED": "1"}
         self.log = folder / "up.log"
         folder.mkdir(parents=True, exist_ok=True)
-        argv = self._argv("up", *args, "--memory-mb=64", "--no-prompt", f"--run-dir={self.run_dir}")
+        argv = self._argv("up", *args, "--dtype=float32", "--memory-mb=64", "--no-prompt", f"--run-dir={self.run_dir}")
         with self.log.open("w") as out:
             self.process = subprocess.Popen(argv, env=self.env, stdout=out, stderr=subprocess.STDOUT)
 

@@ -345,7 +345,7 @@ async def test_a_frozen_rank_fails_its_handoffs_and_serves_again_when_it_wakes(
 
 
 async def test_bad_config_is_refused_by_name(checkpoint: Path) -> None:
-    with pytest.raises(ConfigError, match="max_batch_tokens=0"):
-        await run(config(checkpoint, max_batch_tokens=0), asyncio.Event(), lambda _: None)
+    with pytest.raises(ConfigError, match="max_batch_tokens=-1"):
+        await run(config(checkpoint, max_batch_tokens=-1), asyncio.Event(), lambda _: None)
     with pytest.raises(ConfigError, match="store_low_percent=91: in "):
         await run(config(checkpoint, store_high_percent=90, store_low_percent=91), asyncio.Event(), lambda _: None)

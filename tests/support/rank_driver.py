@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import msgspec
 import psutil
 
 from kvmesh.ranks import protocol as m
@@ -72,8 +73,9 @@ async def rank(
     transports: tuple[str, ...] = ("shm",),
     pages: int = 24,
     device: str = "cpu",
+    **settings: Any,
 ) -> AsyncIterator[Driver]:
-    """A configured rank process (None: without an engine); on leaving, it is gone."""
+    """A configured rank process (None: without an engine), told `settings` as well; on leaving, it is gone."""
     driver = Driver()
     driver.client.spawn(threads=1)
     try:
@@ -93,7 +95,7 @@ async def rank(
             max_context_tokens=0,
             transports=transports,
         )
-        await driver.client.configure(configure, timeout_s=60)
+        await driver.client.configure(msgspec.structs.replace(configure, **settings), timeout_s=60)
         yield driver
     finally:
         await driver.client.close()

@@ -21,7 +21,9 @@ def findings(root: Path = Path("/")) -> list[Finding]:
     """Everything, most needed first."""
     from kvmesh.cli.doctor import checks as checks
     from kvmesh.cli.doctor import network as network
+    from kvmesh.cli.up.plan import segment_mb
     from kvmesh.cli.up.settings import MeshSettings
+    from kvmesh.ranks.host_memory import available_bytes
     from kvmesh.transfer.host import look
 
     settings = MeshSettings()
@@ -33,7 +35,7 @@ def findings(root: Path = Path("/")) -> list[Finding]:
             "memory",
             lambda: (
                 checks.shared_memory(),
-                checks.warm_segments(wanted_mb=settings.ranks * settings.memory_mb),
+                checks.warm_segments(wanted_mb=settings.ranks * segment_mb(settings, available_bytes())),
                 checks.huge_pages(root),
                 checks.locked_memory(),
             ),

@@ -11,9 +11,10 @@ from urllib.parse import urlsplit
 
 from kvmesh import extras
 from kvmesh.blockservice.tiers.config import check_object_url, make_ssd_folder
-from kvmesh.cli.up.plan import LOCALHOST, fixed_ports
+from kvmesh.cli.up.plan import LOCALHOST, fixed_ports, segment_mb
 from kvmesh.cli.up.settings import INSTANCES, MeshSettings
 from kvmesh.errors import ConfigError
+from kvmesh.ranks.host_memory import available_bytes
 from kvmesh.rpc.exposure import is_loopback
 from kvmesh.rpc.server import check_port, join
 from kvmesh.transfer.segment_file import check_folder
@@ -126,7 +127,7 @@ def check_tiers(settings: MeshSettings) -> None:
 
 def _check_warm(settings: MeshSettings) -> None:
     folder = Path(settings.warm_segment).absolute()
-    wanted = settings.ranks * settings.memory_mb + settings.pool * settings.pool_memory_mb
+    wanted = settings.ranks * segment_mb(settings, available_bytes()) + settings.pool * settings.pool_memory_mb
     try:
         folder.mkdir(parents=True, exist_ok=True)
         check_folder(str(folder))

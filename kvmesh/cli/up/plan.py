@@ -20,6 +20,8 @@ from kvmesh.cli.serve import config_class
 from kvmesh.cli.up.settings import CONDUCTOR_PORT, EVERY_ADDRESS, INSTANCES, STORE_PORT, MeshSettings, Served
 from kvmesh.config import ENV_PREFIX, checked, passed_on
 from kvmesh.errors import ConfigError
+from kvmesh.ranks.host_memory import available_bytes
+from kvmesh.ranks.sizing import CPU_SHARE, MIB
 from kvmesh.rpc.server import check_port, join
 
 # `kvmesh up --set PROCESS.KEY=VALUE`: anything that a service can be told, for a service, one process, or all.
@@ -283,11 +285,12 @@ def _own_flags(
     # A Redis of the mesh's own stays on this machine: it has no password, and no instance asks it.
     redis = f"redis://{join(LOCALHOST, port['redis'])}/0" if settings.redis == "auto" else settings.redis
     instance = {"conductor": conductor, "store": store}
+    parts = memory_parts(settings, available_bytes())
     return {
         "store": {"redis": redis},
         "conductor": {"store": store, "redis": redis, "peers": conductor},
         "pool": {"store": store, "memory_mb": settings.pool_memory_mb},
-        **{one: {**instance, "tensor_parallel": getattr(settings, f"{one}_tp")} for one in INSTANCES},
+        **{one: {**instance, **parts, "tensor_parallel": getattr(settings, f"{one}_tp")} for one in INSTANCES},
         "gateway": {
             "host": settings.host,
             "http_port": http_port,
@@ -297,6 +300,23 @@ def _own_flags(
             "conductor": conductor,
         },
     }
+
+
+def memory_parts(settings: MeshSettings, available: int) -> dict[str, int]:
+    """Returns what tells each rank its part of the memory where nobody names `memory_mb`: of a GPU, how many share it
+    (every instance may be on the same); of the `available` host memory, which all would find whole as they start at
+    once, so many MiB."""
+    if settings.memory_mb or not settings.ranks:
+        return {}
+    if settings.device.startswith("cuda"):
+        return {"device_instances": len(settings.served) * sum(getattr(settings, one) for one in INSTANCES)}
+    room = int(available * CPU_SHARE) // MIB - settings.pool * settings.pool_memory_mb
+    return {"room_mb": max(1, room // settings.ranks)}
+
+
+def segment_mb(settings: MeshSettings, available: int) -> int:
+    """Returns the most that a rank's host segment takes, MiB; 0 on a GPU, where it is known once the pages are."""
+    return settings.memory_mb or memory_parts(settings, available).get("room_mb", 0) // 2
 
 
 def _redis(settings: MeshSettings, port: int, run_dir: Path) -> ProcessSpec:

@@ -25,7 +25,7 @@ EVERY_ADDRESS = ("", "0.0.0.0", "::")  # to listen on
 
 INSTANCES = ("prefill", "decode", "coupled")  # services whose instances have ranks; KEY_tp: how many each
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +181,8 @@ class MeshSettings:
     memory_mb: int = same_as(
         InstanceConfig,
         "memory_mb",
-        default=256,
-        help="KV memory of each rank, MiB; 0, with --device cuda only: what the GPU has free.",
+        help="KV memory of each rank, MiB; 0: what is left beside the weights, of the GPU or of 70% of this machine's "
+        "available memory, divided among the ranks (docs/internals/engine.md).",
         min=0,
     )
     threads: int = same_as(InstanceConfig, "threads", help="Compute threads of each rank.", min=1)
@@ -291,8 +291,6 @@ class MeshSettings:
             if ranks > 1 and not getattr(self, service):
                 why = f"there are no {service} instances: give --{service} as well"
                 raise ConfigError(f"{service}_tp={ranks}: {why}", field=f"{service}_tp")
-        if not self.memory_mb and not self.device.startswith("cuda"):
-            raise ConfigError("memory_mb=0: at least 1, but for --device cuda", field="memory_mb")
         check(self.transports, self.nics)
         if self.tls and self.tls_cert:
             raise ConfigError(f"tls_cert={self.tls_cert!r}: --tls makes certificates of its own", field="tls_cert")

@@ -19,13 +19,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-import psutil
 import torch
 
 from kvmesh.engine.checkpoint import Checkpoint
 from kvmesh.engine.runner import pages_over, torch_dtype
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
+from kvmesh.ranks.host_memory import available_bytes
 from kvmesh.transfer import Region, TransferEngine
 
 EXTENTS_SHARE = 0.25  # of the host's free memory, for the extents of a device where the operator gives no number
@@ -241,13 +241,14 @@ def weight_bytes(checkpoint: Checkpoint, itemsize: int) -> int:
 
 def num_extents(configure: m.Configure, memory: DeviceMemory) -> int:
     """Returns the number of blocks of the host segment: as many as pages where the operator gives no number; beside a
-    device, no more than the host has room for."""
+    device, no more than the host has room for, beside other ranks too."""
     if configure.num_extents:
         return configure.num_extents
     pages = len(memory.pages)
     if memory.device.type == "cpu":
         return pages
-    room = int(psutil.virtual_memory().available * EXTENTS_SHARE) // memory.layout.shard_bytes
+    ranks = max(1, configure.device_instances) * configure.world_size
+    room = int(available_bytes() * min(EXTENTS_SHARE, 2 * EXTENTS_SHARE / ranks)) // memory.layout.shard_bytes
     return max(1, min(pages, room))
 
 

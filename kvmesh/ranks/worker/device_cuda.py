@@ -25,7 +25,6 @@ from kvmesh.transfer import Region, TransferEngine
 
 log = logging.getLogger("kvmesh.rank")
 
-PAGES_SHARE = 0.85  # of what the weights leave free, for pages where the operator gives no number
 LAYERS_AHEAD = 2  # layers that are launched and not done: enough to keep the device busy
 LOOK_S = 100e-6
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts
@@ -68,13 +67,12 @@ class CudaMemory(StagedMemory):
         configure: m.Configure,
         layout: ShardLayout,
         device: torch.device,
-        weight_bytes: int,
+        num_pages: int,
         engine: TransferEngine,
         home: str,
     ) -> None:
         torch.cuda.set_device(device)
-        pages = configure.num_pages or _pages(configure.memory_bytes, layout, device, weight_bytes)
-        super().__init__(configure, layout, device, pages, engine, home)
+        super().__init__(configure, layout, device, num_pages, engine, home)
         self._streams = {into: torch.cuda.Stream(device) for into in (True, False)}  # type: ignore[no-untyped-call]
         self._pinned: list[Region] = []
         self._layers: deque[torch.cuda.Event] = deque()
@@ -137,16 +135,3 @@ def _forget_error(device: torch.device) -> None:
     launch, would blame that launch."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device)
-
-
-def _pages(memory_bytes: int, layout: ShardLayout, device: torch.device, weight_bytes: int) -> int:
-    """Returns how many pages `memory_bytes` holds; 0 means as much as fits beside the weights. Raises ConfigError when
-    not one does."""
-    if not memory_bytes:
-        free, _ = torch.cuda.mem_get_info(device)
-        memory_bytes = int((free - weight_bytes) * PAGES_SHARE)
-    pages = memory_bytes // layout.shard_bytes
-    if pages < 1:
-        why = f"one page takes {layout.shard_bytes} bytes, {max(memory_bytes, 0)} are left for pages"
-        raise ConfigError(f"memory_mb on {device}: {why}", field="memory_mb")
-    return pages

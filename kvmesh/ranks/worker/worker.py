@@ -18,11 +18,12 @@ from kvmesh.ranks import protocol as m
 from kvmesh.ranks.devices import STAGED_CPU
 from kvmesh.ranks.transfer_config import own_location, start_engine
 from kvmesh.ranks.worker.checksums import Sums
-from kvmesh.ranks.worker.device import CpuMemory, DeviceMemory, StagedCpuMemory, StagedMemory, num_extents, weight_bytes
+from kvmesh.ranks.worker.device import CpuMemory, DeviceMemory, StagedCpuMemory, StagedMemory, num_extents
 from kvmesh.ranks.worker.device_cuda import CudaMemory, cuda_device
 from kvmesh.ranks.worker.prefault import touch
 from kvmesh.ranks.worker.puller import ShardPuller
 from kvmesh.ranks.worker.pusher import Pusher
+from kvmesh.ranks.worker.setup import RankSetup
 from kvmesh.ranks.worker.slices import Moves, Seals
 from kvmesh.ranks.worker.stager import Stager
 from kvmesh.ranks.worker.steps import Steps
@@ -42,38 +43,37 @@ class Worker:
 
     def __init__(self, configure: m.Configure, send: Callable[[m.ToFront], None]) -> None:
         started = time.monotonic()
-        self._configure = configure
         torch.set_num_threads(configure.threads)
         self._send = send
-        dtype = configure.dtype
         self._checkpoint = open_checkpoint(configure.model_path, configure.max_context_tokens, configure.cache_dir)
         fingerprinted = self._checkpoint.begin_fingerprint()  # beside loading, the first time
         config, rank, world = self._checkpoint.config, configure.rank, configure.world_size
-        self.layout = shard_layout(config, dtype, configure.block_tokens, rank, world)
+        setup = RankSetup(configure, self._checkpoint)
+        configure = self._configure = setup.configure
+        self.layout = shard_layout(config, configure.dtype, configure.block_tokens, rank, world)
+        pages = setup.choose_pages(self.layout, self._checkpoint)
         name = f"{configure.instance_id}/{configure.rank}@{configure.incarnation:x}"
         self.engine = start_engine(name, configure, self._notified)
         home = own_location()
         try:
-            weights = weight_bytes(self._checkpoint, self.layout.itemsize) // world
-            self.memory = open_memory(configure, self.layout, weights, self.engine, home)
+            trial = setup.trial_pages(self.layout)
+            self._group = _group(configure, trial.device)
+            self._runner = Runner(
+                self._checkpoint, configure.dtype, trial.device, configure.block_tokens, trial, self._group
+            )
+            del trial
+            fingerprinted.result().check()  # what was loaded is what was hashed
+            self._group.connect(LOAD_PATIENCE_S)
+            if setup.profiles:
+                pages = setup.profiled(self._runner, self.layout)
+            self.memory = open_memory(configure, self.layout, pages.count, self.engine, home)
             blocks = num_extents(configure, self.memory)
             owner = self._layout_text() if configure.warm_segment else ""  # this waits for the fingerprint
             self._extent_region, self.warm = host_region(
                 self.engine, blocks * self.layout.shard_bytes, home, configure, owner, blocks, send
             )
             self.memory.open_extents(self._extent_region, blocks)
-            self._group = _group(configure, self.memory.device)
-            self._runner = Runner(
-                self._checkpoint,
-                dtype,
-                self.memory.device,
-                configure.block_tokens,
-                self.memory.pages,
-                self._group,
-                configure.cuda_graphs,
-            )
-            fingerprinted.result().check()  # what was loaded is what was hashed
-            self._group.connect(LOAD_PATIENCE_S)
+            self._runner.use_pages(self.memory.pages, configure.cuda_graphs and setup.rows > 0, setup.rows)
             self._warm_up()
         except BaseException:
             self.engine.close()
@@ -87,6 +87,7 @@ class Worker:
         self.seals = Seals(memory, send)
         self.moves = Moves(memory, send)
         self.steps = Steps(self._runner, self.pusher, configure.block_tokens, send)
+        self._settings = setup.settings(pages, self.layout, self._runner)
         self._load_ms = int((time.monotonic() - started) * 1000)
 
     def _warm_up(self) -> None:
@@ -132,6 +133,9 @@ class Worker:
             warm_segment=self.warm.name if self.warm is not None else b"",
             warm_until_ns=self.warm.until_ns if self.warm is not None else 0,
             transports=described(self.engine.choices),
+            dtype=self._configure.dtype,
+            steps=self._configure.steps,
+            settings=self._settings,
         )
 
     def _layout_text(self) -> str:
@@ -282,13 +286,13 @@ def _group(configure: m.Configure, device: torch.device) -> Group:
 
 
 def open_memory(
-    configure: m.Configure, layout: ShardLayout, weight_bytes: int, engine: TransferEngine, home: str
+    configure: m.Configure, layout: ShardLayout, num_pages: int, engine: TransferEngine, home: str
 ) -> DeviceMemory:
-    """Returns pages of the kind that `configure.device` names, as many as it says. `weight_bytes` is what the model
-    will take of the device. Raises ConfigError when there is no such device."""
-    name, asked = configure.device, configure.memory_bytes // layout.shard_bytes
+    """Returns `num_pages` pages of the kind that `configure.device` names. Raises ConfigError when there is no such
+    device."""
+    name = configure.device
     if name in ("cpu", STAGED_CPU):
         kind = CpuMemory if name == "cpu" else StagedCpuMemory
-        return kind(configure, layout, configure.num_pages or max(asked, 1), engine, home)
+        return kind(configure, layout, num_pages, engine, home)
     device = cuda_device(name)
-    return CudaMemory(configure, layout, device, weight_bytes, engine, home)
+    return CudaMemory(configure, layout, device, num_pages, engine, home)

@@ -416,6 +416,7 @@ class GetNodeStoreResponse(_message.Message):
     FRAGMENTATION_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
+    SETTINGS_FIELD_NUMBER: _builtins.int
     capacity_bytes: _builtins.int
     block_hits: _builtins.int
     """blocks asked for and found, locally and by readers"""
@@ -439,6 +440,8 @@ class GetNodeStoreResponse(_message.Message):
     """the highest heard from a master"""
     transports: _builtins.str
     """that its ranks move blocks by, and why not the others; for people"""
+    settings: _builtins.str
+    """dtype, pages and sizes of steps of an instance's ranks, and why; for people"""
     @_builtins.property
     def instance(self) -> _common_pb2.InstanceRef: ...
     @_builtins.property
@@ -469,10 +472,11 @@ class GetNodeStoreResponse(_message.Message):
         fragmentation: _builtins.float = ...,
         term: _builtins.int = ...,
         transports: _builtins.str = ...,
+        settings: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "pools", b"pools"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hits", b"block_hits", "block_misses", b"block_misses", "capacity_bytes", b"capacity_bytes", "evicted", b"evicted", "fragmentation", b"fragmentation", "hard_pinned", b"hard_pinned", "instance", b"instance", "layout", b"layout", "leased_blocks", b"leased_blocks", "leases_given", b"leases_given", "offloaded_blocks", b"offloaded_blocks", "pools", b"pools", "pulled_blocks", b"pulled_blocks", "pulled_bytes", b"pulled_bytes", "shard_bytes", b"shard_bytes", "soft_pinned", b"soft_pinned", "term", b"term", "tiers", b"tiers", "transports", b"transports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hits", b"block_hits", "block_misses", b"block_misses", "capacity_bytes", b"capacity_bytes", "evicted", b"evicted", "fragmentation", b"fragmentation", "hard_pinned", b"hard_pinned", "instance", b"instance", "layout", b"layout", "leased_blocks", b"leased_blocks", "leases_given", b"leases_given", "offloaded_blocks", b"offloaded_blocks", "pools", b"pools", "pulled_blocks", b"pulled_blocks", "pulled_bytes", b"pulled_bytes", "settings", b"settings", "shard_bytes", b"shard_bytes", "soft_pinned", b"soft_pinned", "term", b"term", "tiers", b"tiers", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

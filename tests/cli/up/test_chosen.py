@@ -52,7 +52,7 @@ def test_switches_and_values_with_equals_signs_and_commas(tmp_path: Path) -> Non
         ("conductor.polcy=random", "did you mean policy?"),
         ("conductor.policy=rnd", "choose one of kvcache, cache_aware"),
         ("decode.max_running=many", "must be a whole number"),
-        ("decode.max_running=0", "must be at least 1"),
+        ("decode.max_running=-1", "must be at least 0"),
         ("gateway.port=3", "gateway has no key 'port' that can be set"),
     ],
 )

@@ -128,7 +128,7 @@ def test_it_takes_the_meshs_name_dtype_and_block_size() -> None:
     assert (settings.joined, settings.address, settings.node_id) == (MESH, "10.0.0.2", "ubuntu")
     empty = dataclasses.replace(found(), cards=())
     settings = fit(joiner(), empty)
-    assert (settings.model_name, settings.dtype) == ("folder", "float32"), "a mesh without instances takes any"
+    assert (settings.model_name, settings.dtype) == ("folder", "auto"), "a mesh without instances takes any"
     settings = fit(joiner(host="0.0.0.0"))
     assert (settings.host, settings.address) == ("0.0.0.0", "10.0.0.2")
 

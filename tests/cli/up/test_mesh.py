@@ -268,6 +268,23 @@ def test_the_plan_of_pool_nodes_and_several_models(tmp_path: Path) -> None:
     assert not [arg for spec in specs.values() for arg in spec.argv if arg.startswith("--tls-cert")]
 
 
+def test_ranks_are_told_their_part_of_the_memory_where_nobody_names_it(tmp_path: Path) -> None:
+    """All of them start at once and would find the same memory free."""
+    host = MeshSettings(model="/m", add_model=("a=/a",), decode_tp=2, pool=2, pool_memory_mb=100, run_dir="r")
+    assert plan.memory_parts(host, 10_000 << 20) == {"room_mb": (7_000 - 200) // 6}
+    assert plan.memory_parts(host, 0) == {"room_mb": 1}, "a rank then says what it needs"
+    assert plan.segment_mb(host, 10_000 << 20) == 566
+    assert plan.memory_parts(dataclasses.replace(host, memory_mb=7), 1 << 40) == {}
+    assert plan.memory_parts(dataclasses.replace(host, device="cuda"), 0) == {"device_instances": 4}
+    for made in (host, dataclasses.replace(host, device="cuda:1", decode_tp=1)):
+        specs = plan.plan(dataclasses.replace(made, http_port=0, grpc_port=0), tmp_path, plan.Ports())
+        for spec in specs:
+            flags = [arg.partition("=")[0] for arg in spec.argv]
+            wanted = ["--device-instances" if made.device != "cpu" else "--room-mb"]
+            wanted = wanted if spec.service in ("prefill", "decode") else []
+            assert [flag for flag in flags if flag in ("--device-instances", "--room-mb")] == wanted
+
+
 @needs_redis
 def test_several_masters_with_a_redis_of_their_own(tmp_path: Path) -> None:
     """All start and end together; a killed Redis comes back with what it held, and one leader goes on or follows."""

@@ -153,7 +153,7 @@ async def running_mesh(
             memory_mb=memory_mb,
             run_dir=str(run_dir),
             flags=flags or {},
-            **settings,
+            **{"dtype": "float32", **settings},  # what most are compared with
         )
     )
     mesh.start()

@@ -1,0 +1,184 @@
+"""What a rank chooses for its device before it serves: dtype, sizes of steps, pages. The rules are in
+`kvmesh.ranks.sizing`; here the device and the host are asked for their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from kvmesh.engine.batch import DecodeBatch
+from kvmesh.engine.checkpoint import Checkpoint
+from kvmesh.engine.config import ModelConfig
+from kvmesh.engine.cpu import native
+from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams
+from kvmesh.kvcache.layout import ShardLayout
+from kvmesh.ranks import protocol as m
+from kvmesh.ranks import sizing
+from kvmesh.ranks.host_memory import available_bytes
+from kvmesh.ranks.worker.device import weight_bytes
+from kvmesh.ranks.worker.device_cuda import cuda_device
+
+
+class DeviceUse(NamedTuple):
+    """Bytes of a GPU. `free`: when nothing of this process was there; `peak`: of what torch gave out at once, `held`:
+    of what it has from the driver; `free_now` at the same moment."""
+
+    total: int
+    free: int
+    peak: int
+    held: int
+    free_now: int
+
+    @property
+    def libraries(self) -> int:
+        """What this process has beside torch's: the context, kernels, libraries' workspaces."""
+        return max(0, self.free - self.free_now - self.held)
+
+
+class RankSetup:
+    """The settings of one rank. `configure` is what the front said, with what it left open chosen; `why` the reasons.
+    Raises ConfigError where the device has no room for the model and one request."""
+
+    def __init__(self, configure: m.Configure, checkpoint: Checkpoint) -> None:
+        self._kind = sizing.device_kind(configure.device)
+        self._device = cuda_device(configure.device) if self._kind == "cuda" else torch.device("cpu")
+        self._total, self._free = _device_memory(self._device)
+        self._config: ModelConfig = checkpoint.config
+        operators = self._kind == "cpu" and configure.dtype == sizing.AUTO and native.loaded()
+        dtype, dtype_why = sizing.choose_dtype(configure.dtype, self._config.dtype, self._kind, operators)
+        steps = sizing.choose_steps(configure.steps, self._kind, self._total)
+        self.configure = msgspec.structs.replace(configure, dtype=dtype, steps=steps)
+        self.rows = steps.get("max_running", 0)
+        self.tokens = sizing.step_tokens(steps, configure.block_tokens)
+        chosen = [key for key, value in configure.steps.items() if not value]
+        sizes = ", ".join(f"{key} {value:,}" for key, value in steps.items())
+        by = f" ({', '.join(chosen) if len(chosen) < len(steps) else 'all'} by device)" if chosen else ""
+        self.why = [f"{dtype} ({dtype_why})", *([f"{sizes}{by}"] if sizes else [])]
+
+    def choose_pages(self, layout: ShardLayout, checkpoint: Checkpoint) -> sizing.ChosenPages:
+        """Returns how many pages there can be, before anything is loaded. Of a GPU this is estimated, `profiled`
+        measures it."""
+        c = self.configure
+        if c.num_pages or c.memory_bytes:
+            return sizing.ChosenPages(c.num_pages or max(1, c.memory_bytes // layout.shard_bytes), "as told")
+        weights = weight_bytes(checkpoint, layout.itemsize) // c.world_size
+        step = sizing.step_bytes(self._config, self.tokens, self.rows, layout.itemsize)
+        if self._kind == "cuda":
+            room, source = sizing.cuda_room(self._total, self._free, max(1, c.device_instances))
+            taken = {"weights": weights, "a step": step, "CUDA graphs": self._graph_bytes(layout)}
+            return sizing.choose_pages(room, taken, self._need(layout, 1), source)
+        room, source = sizing.host_room(available_bytes(), c.device_instances, c.world_size, c.room_bytes)
+        taken = {"weights": weights, "a step": step, "the process": sizing.RANK_BYTES}
+        if c.num_extents:
+            taken["host blocks"] = c.num_extents * layout.shard_bytes
+        copies = 1 if c.num_extents else 2
+        return sizing.choose_pages(room, taken, self._need(layout, copies), source, sizing.MOST_CPU_BYTES)
+
+    def trial_pages(self, layout: ShardLayout) -> torch.Tensor:
+        """Returns pages for a runner that has no others yet: as many as `profiled` needs."""
+        count = max(1, -(-self.tokens // layout.block_tokens)) if self.profiles else 1
+        return torch.zeros((count, *layout.shape), dtype=getattr(torch, self.configure.dtype), device=self._device)
+
+    @property
+    def profiles(self) -> bool:
+        """Whether the number of pages is measured: on a GPU where nobody names it."""
+        return self._kind == "cuda" and not self.configure.num_pages and not self.configure.memory_bytes
+
+    def profiled(
+        self, runner: Runner, layout: ShardLayout, use: Callable[[], DeviceUse] | None = None
+    ) -> sizing.ChosenPages:
+        """Runs the largest step that there can be over the trial pages, and returns how many pages fit beside what it
+        took. The trial pages go. `use`: for tests, in place of the GPU's own numbers."""
+        trial = runner.attention.pages.nbytes
+        largest_step(runner, self.tokens, self.rows)
+        found = (use or self._used)()
+        runner.use_pages(torch.zeros_like(runner.attention.pages[:1]), cuda_graphs=False)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        alone = self.configure.device_instances <= 1
+        room, source = sizing.cuda_room(found.total, found.free, max(1, self.configure.device_instances))
+        taken = {
+            "weights and the largest step": found.peak - trial,
+            "libraries": found.libraries if alone else min(found.libraries, sizing.LIBRARY_BYTES),
+            "CUDA graphs": self._graph_bytes(layout),
+        }
+        return sizing.choose_pages(room, taken, self._need(layout, 1), source)
+
+    def settings(self, pages: sizing.ChosenPages, layout: ShardLayout, runner: Runner) -> str:
+        """Returns what was chosen and why, in one line for people."""
+        tokens, nbytes = pages.count * layout.block_tokens, pages.count * layout.shard_bytes
+        size = f"{pages.count:,} pages of {layout.block_tokens} tokens ({tokens:,} in all), {nbytes >> 20:,} MiB"
+        told = [*self.why, f"{size}: {pages.why}"]
+        if self._kind == "cuda" and self.rows:
+            told.append(self._graphs(runner))
+        return "; ".join(told)
+
+    def _graphs(self, runner: Runner) -> str:
+        graphs = runner.graphs
+        if graphs is None:
+            why = "several ranks" if runner.group.size > 1 else "no Triton"
+            why = why if self.configure.cuda_graphs else "as told"
+            return f"no CUDA graphs ({why})"
+        beyond = f"; more than {graphs.sizes[-1]} rows are launched one by one" if self._beyond(graphs.sizes) else ""
+        sizes = ", ".join(str(size) for size in graphs.sizes) or "no"
+        return f"CUDA graphs of {sizes} rows{beyond}" + (f"; {graphs.failed}" if graphs.failed else "")
+
+    def _beyond(self, sizes: tuple[int, ...]) -> bool:
+        return bool(sizes) and sizes[-1] < self.rows
+
+    def _graph_bytes(self, layout: ShardLayout) -> int:
+        """What captured steps keep: one step of all rows, whose memory they share, and the driver's of each."""
+        c = self.configure
+        if not (c.cuda_graphs and self.rows and c.world_size == 1):
+            return 0
+        from kvmesh.engine.graphs import MAX_ROWS, buckets  # imports triton
+
+        rows = min(self.rows, MAX_ROWS)
+        return sizing.step_bytes(self._config, 0, rows, layout.itemsize) + sizing.GRAPH_BYTES * len(buckets(rows))
+
+    def _need(self, layout: ShardLayout, copies: int) -> sizing.PageNeed:
+        c, most = self.configure, self._config.max_context_tokens
+        longest = min(c.max_context_tokens, most) if c.max_context_tokens else most
+        return sizing.PageNeed(
+            layout.shard_bytes,
+            c.block_tokens,
+            copies,
+            longest,
+            bool(c.max_context_tokens),
+            self.rows or sizing.PREFILL_ROWS,
+        )
+
+    def _used(self) -> DeviceUse:
+        torch.cuda.synchronize(self._device)
+        peak, held = torch.cuda.max_memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
+        free_now, total = torch.cuda.mem_get_info(self._device)
+        return DeviceUse(total, self._free, peak, held, free_now)
+
+
+def largest_step(runner: Runner, tokens: int, rows: int) -> None:
+    """Computes `tokens` of prompts beside `rows` rows over the runner's pages, sampled in the dearest way."""
+    block, most = runner.layout.block_tokens, runner.config.max_context_tokens
+    at, items = 0, []
+    longest = max(1, most // block) * block if most >= block else most
+    while at < tokens:
+        count = min(tokens - at, longest)
+        first = at // block
+        pages = tuple(range(first, first - (-count // block)))
+        items.append(PrefillInput((0,) * count, 0, pages, SampleParams(temperature=1.0, top_p=0.9)))
+        at += -(-count // block) * block
+    batch = [DecodeInput(0, 0, (0,), SampleParams(temperature=1.0, top_p=0.9)) for _ in range(rows)]
+    runner.step(items, DecodeBatch.of(batch), lambda _: None)
+
+
+def _device_memory(device: torch.device) -> tuple[int, int]:
+    """Returns a GPU's memory and what of it is free; zeros for a CPU."""
+    if device.type != "cuda":
+        return 0, 0
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    torch.cuda.set_device(device)
+    free, total = torch.cuda.mem_get_info(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return total, free
