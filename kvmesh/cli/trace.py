@@ -120,6 +120,8 @@ def trace(
 
         kvmesh trace --last --trace-dir /var/lib/kvmesh/traces
     """
+    if trace_dir is not None and not trace_dir.is_dir():
+        raise ConfigError(f"trace_dir={str(trace_dir)!r}: no such folder", field="trace_dir")
     if bool(request_id) == last:
         raise ConfigError("name a request id, or give --last")
     folder, written = _where(run_dir, trace_dir)
@@ -150,8 +152,6 @@ def _where(run_dir: Path | None, trace_dir: Path | None) -> tuple[Path, bool]:
     if trace_dir is not None:
         if run_dir is not None:
             raise ConfigError(f"trace_dir={str(trace_dir)!r}: not with --run-dir", field="trace_dir")
-        if not trace_dir.is_dir():
-            raise ConfigError(f"trace_dir={str(trace_dir)!r}: no such folder", field="trace_dir")
         return trace_dir, True
     run = runs.find(run_dir)
     if run_dir is None and not run.running:

@@ -132,7 +132,7 @@ class StepClock:
         if self._noise:
             work = work * self._factors(kind, number, len(usual_s))
         if len(self._from) == 1:
-            return now + np.cumsum(work)
+            return now + np.cumsum(work * float(self._slowness[0]))
         done = self._work_at(now) + np.cumsum(work)
         # A step that ends exactly where a phase begins does not wait for its end.
         at = np.maximum(np.searchsorted(self._done, done, side="left") - 1, 0)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from math import inf, nan
 
-from kvmesh.errors import Overloaded
+from kvmesh.errors import KvmeshError, Overloaded
 from kvmesh.kvcache.keys import Keys
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.services.conductor.domain import (
@@ -23,6 +23,8 @@ from kvmesh.services.conductor.domain import (
     Schedule,
     SwitchRole,
 )
+from kvmesh.services.gateway.config import GatewayConfig
+from kvmesh.services.gateway.recovery import AttemptRecovery, Failure
 from kvmesh.sim.brains import MODEL, Brains
 from kvmesh.sim.changes import ChangeNoticed, FreezePhase, KillEvent, LeaveEvent, noticed
 from kvmesh.sim.config import SimConfig, WireChange
@@ -87,6 +89,7 @@ class Orders:
 
 STILL = 1e-9  # of what a NIC carries: nothing, for links that must carry something
 ASK_AGAIN_S = 0.25
+PATIENCE = GatewayConfig().patience
 
 
 class Cluster:
@@ -221,6 +224,7 @@ class Cluster:
         self._end(life, FAILED if life.made_before else REFUSED, refuse.reason)
 
     def _come_again(self, life: Life) -> None:
+        life.avoid, life.recovery = (), None
         self.clients.comes(life)
         self._schedule(life)
 
@@ -233,11 +237,27 @@ class Cluster:
             if at.dead or at.node.ref != ref:  # nobody answers there
                 self._lose(life, ref.instance_id)
                 return
-        if not life.decoder.admit(life):
-            life.decoder.turned_away(life)
-            self._end(life, REFUSED, "decode")
+        error = life.decoder.admit(life)
+        if error is not None:
+            self._turned_away(life, error)
             return
         life.prefiller.expect(life, life.placed.pull_after_s)
+
+    def _turned_away(self, life: Life, error: KvmeshError) -> None:
+        """Decode has refused what the conductor placed there: the gateway has it placed anew, elsewhere, as long as its
+        patience goes."""
+        assert life.placed is not None
+        name = life.placed.decode.instance_id
+        life.recovery = life.recovery or AttemptRecovery(PATIENCE)
+        failure = Failure(error, name, answered=0, fresh=0, delivered=False, taken=True)
+        try:
+            plan = life.recovery.failed(failure, self._loop.now, chance=1.0)
+        except KvmeshError:
+            self._refused(life, Refuse(error, "decode"), nan)
+            return
+        life.avoid = tuple(dict.fromkeys((*life.avoid, name)))
+        life.attempt += 1
+        self._loop.after(plan.delay_s, lambda: self._schedule(life, life.avoid))
 
     # ── what instances say ───────────────────────────────────────────────────────────────────────
 

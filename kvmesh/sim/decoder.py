@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections.abc import Iterator
 from typing import Protocol
 
+from kvmesh.clock import NEVER
+from kvmesh.errors import ContextTooLong, KvmeshError, Overloaded
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.services.conductor.domain import DecodeSample, Load, Outcome, RequestOutcome
 from kvmesh.services.conductor.settings import Mode
 from kvmesh.services.decode import rules
+from kvmesh.services.decode.step_times import StepTimes
 from kvmesh.sim.config import SimConfig
 from kvmesh.sim.life import Life
 from kvmesh.sim.loop import Loop
@@ -73,28 +77,74 @@ class Decoder:
         self._loading: list[_Seat] = []  # KV complete in extents; in order
         self._seated: dict[int, _Seat] = {}  # have pages
         self._holding = 0  # requests with extents of their own, or held ones
-        self.rows = Rows(loop, node.spec.times.decode_s, self._border, self._block, node.clock)
+        self.step_times = StepTimes()
+        self.rows = Rows(loop, node.spec.times.decode_s, self._border, self._block, node.clock, self.step_times)
         self._joining: list[_Seat] = []  # have their pages, and wait for the next border
         self._unwanted: list[_Seat] = []  # leave the batch at the next border
         self._woken = False
+        self._request_ms = rules.MeanRequest()
         self._finished: list[str] = []
         self._outcomes: list[RequestOutcome] = []
         self._pulled_bytes = 0
         self.pulls = 0  # under way
-        self.preemptions = 0
+        self.preemptions = self.refusals = 0
         self.dead = False
 
     # ── in ───────────────────────────────────────────────────────────────────────────────────────
 
-    def admit(self, life: Life) -> bool:
-        """The second check, after the conductor's: whether it is taken."""
+    def admit(self, life: Life) -> KvmeshError | None:
+        """The second check, after the conductor's: why it is not taken."""
+        error = self._refusal(life)
+        if error is None:
+            life.admitted_s = self._loop.now
+            self.lives[life.handle] = life
+            self._begin_pull(life)
+        else:
+            self.refusals += 1
+            self._outcomes.append(RequestOutcome(life.name, life.attempt, Outcome.REFUSED, error=error.code))
+        return error
+
+    def _refusal(self, life: Life) -> KvmeshError | None:
         blocks = -(-life.tokens // self._block)
         most = -(-(life.tokens + life.left - 1) // self._block)
-        if not rules.admits(len(self.lives), self.limits) or blocks > self.store.total or most > self.pages:
-            return False
-        self.lives[life.handle] = life
-        self._begin_pull(life)
-        return True
+        if blocks > self.store.total or most > self.pages:
+            return ContextTooLong.of("prompt_tokens", life.tokens, f"its pages hold {self.pages * self._block} tokens")
+        if not rules.admits(len(self.lives), self.limits):
+            share = self.limits.max_running / (len(self.lives) - len(self._seated) + 1)
+            return Overloaded(
+                f"{len(self.lives)} requests here", retry_after_ms=rules.retry_after_ms(self._request_ms.mean, share)
+            )
+        slow = self._slow_step(life)
+        if slow is None:
+            return None
+        return Overloaded(str(slow), retry_after_ms=rules.retry_after_ms(self._request_ms.mean, slow.rows))
+
+    def _slow_step(self, life: Life) -> rules.SlowStep | None:
+        """What the service refuses by; times as it has them, from when each request was admitted."""
+        placed, now = life.placed, self._loop.now
+        assert placed is not None
+        if not (placed.tbt_slo_s and self.lives):
+            return None
+        self.rows.learn()
+        return rules.too_slow(
+            self.step_times,
+            life.tokens,
+            _ns(placed.tbt_slo_s),
+            _ns(now + placed.life.first_token_s),
+            self._claims(),
+            self.limits.max_running,
+            _ns(now),
+        )
+
+    def _claims(self) -> Iterator[rules.Claim]:
+        waiting = {seat.life.handle: seat.context for seat in self._loading}
+        for handle, life in self.lives.items():
+            seat, placed = self._seated.get(handle), life.placed
+            assert placed is not None
+            context = waiting.get(handle, life.tokens) if seat is None else self.rows.context_of(seat)
+            leaves_s = placed.life.end_s
+            leaves_ns = _ns(life.admitted_s + leaves_s) if leaves_s else NEVER
+            yield rules.Claim(context, _ns(placed.held_tbt_s), leaves_ns)
 
     def _begin_pull(self, life: Life) -> None:
         """What the placement has decode itself fetch."""
@@ -320,6 +370,7 @@ class Decoder:
 
     def _end(self, life: Life, outcome: str = DONE, reason: str = "") -> None:
         del self.lives[life.handle]
+        self._request_ms.add((self._loop.now - life.admitted_s) * 1000)
         self._finished.append(life.name)
         self._owner.ended(life, outcome, reason)
         self._outcomes.append(_outcome(life))
@@ -372,10 +423,6 @@ class Decoder:
         """Rows that leave at the next border."""
         return len(self._unwanted)
 
-    def turned_away(self, life: Life) -> None:
-        """Reports a request that was not admitted: conductors count it no longer."""
-        self._finished.append(life.name)
-
     def load(self) -> Load:
         """For heartbeats."""
         seats, store = len(self._seated), self.store
@@ -413,6 +460,10 @@ class Decoder:
         assert self.free_pages == self.pages, f"{self.node.name}: {self.free_pages} of {self.pages} pages came back"
         self.store.check_integrity()
         assert self.store.free == self.store.total, f"{self.node.name}: extents are held"
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
 
 
 def _order(waiting: Life | _Seat) -> tuple[int, int]:

@@ -6,6 +6,7 @@ from math import nan
 from typing import TYPE_CHECKING
 
 from kvmesh.services.conductor.domain import Placed
+from kvmesh.services.gateway.recovery import AttemptRecovery
 from kvmesh.services.prefill.compute_progress import ComputeProgress
 from kvmesh.sim.links import Flow
 from kvmesh.sim.report.records import Record
@@ -20,7 +21,9 @@ class Life:
     """`handle`: from 1 on, by arrival. Times in seconds of the loop."""
 
     __slots__ = (
+        "admitted_s",
         "attempt",
+        "avoid",
         "bytes_per_token",
         "cached_blocks",
         "chunks",
@@ -54,6 +57,7 @@ class Life:
         "pulls",
         "push_bytes",
         "record",
+        "recovery",
         "repeats",
         "request",
         "sent_to",
@@ -69,6 +73,8 @@ class Life:
         self.tokens = request.input_tokens + made_before  # of the prompt
         self.made_before = made_before
         self.attempt = 0
+        self.avoid: tuple[str, ...] = ()  # instances that have refused it since its client asked
+        self.recovery: AttemptRecovery | None = None  # of that
         self.repeats = 0  # attempts just before this one that brought no token
         self.lost = False  # an instance that had it is gone: another attempt has taken its place
         self.placed: Placed | None = None
@@ -101,6 +107,7 @@ class Life:
         self.push_bytes = 0
         self.over = False  # all is computed
         # at decode
+        self.admitted_s = 0.0
         self.decode_pulls = False  # it fetches blocks of the prompt for the landing
         self.held: list[int] = []  # extents of its store's blocks that lead the prompt
         self.extents: list[int] = []  # of the landing, behind those

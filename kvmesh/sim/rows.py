@@ -17,6 +17,7 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
+from kvmesh.services.decode.step_times import WINDOW, StepTimes
 from kvmesh.sim.changes import StepClock
 from kvmesh.sim.loop import Loop, Timer
 
@@ -70,10 +71,13 @@ class Rows:
         ended: Callable[[list[Row], int], None],
         block_tokens: int,
         clock: StepClock | None = None,
+        times: StepTimes | None = None,
     ) -> None:
+        """`times` hears how long steps took; the path of every step does nothing for that (see `learn`)."""
         self._loop, self._step_s, self._ended = loop, step_s, ended
         self._block = block_tokens
         self._clock = clock
+        self._times = times
         self.step = 0  # steps done since the start
         self.context = 0  # tokens of KV of all rows, at the last border
         self.rows: dict[Row, None] = {}
@@ -94,6 +98,7 @@ class Rows:
         self._cut = False
         self._ends: _Array | None = None  # when each step ends, where a clock times them
         self._told = 0  # steps of it that are among `measured`
+        self._learnt = 0  # ... that `times` has heard of
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -234,6 +239,11 @@ class Rows:
         if self._timer is not None and self._ends is not None:
             self._measure(int(np.searchsorted(self._ends[: self._steps], self._loop.now, side="right")))
 
+    def learn(self) -> None:
+        """Has `times` hear of the steps of the run under way that have ended."""
+        if self._timer is not None:
+            self._learn(min(max(0, self._passed() - 1), self._steps))
+
     def stop(self) -> None:
         """No step ends any more."""
         if self._timer is not None:
@@ -256,6 +266,16 @@ class Rows:
         assert self._ends is not None
         return float(self._ends[step] - (self._ends[step - 1] if step else self._start_s))
 
+    def _learn(self, steps: int) -> None:
+        """`times` has heard of the first `steps` of the run under way, or of as many as it keeps."""
+        times, size = self._times, len(self.rows)
+        if times is None:
+            return
+        for step in range(max(self._learnt, steps - WINDOW), steps):
+            seconds = self._took(step) if self._ends is not None else self._first + step * self._slope
+            times.add(size, self.context + step * size, round(seconds * 1e9))
+        self._learnt = steps
+
     def _measure(self, steps: int) -> None:
         """The first `steps` of the run under way are among `measured`."""
         size = len(self.rows)
@@ -273,6 +293,8 @@ class Rows:
         grown = self.growth(self._steps)
         if self._ends is not None:
             self._measure(self._steps)
+        self._learn(self._steps)
+        self._learnt = 0
         self._write(self._steps)
         self._ends = None
         self.step += self._steps

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import numpy as np
 from msgspec.structs import replace
 
 from kvmesh.errors import TransferError
 from kvmesh.transfer.api import Opcode, Range, TransferRequest
-
-LinkT = TypeVar("LinkT")
 
 MAX_NAME = 1024
 MAX_S = 1e9  # what clocks and locks take
@@ -134,13 +131,6 @@ def name(field: str, value: object) -> str:
             f"name={shown(value)}: an engine needs a name, printable, of at most {MAX_NAME} bytes", field="name"
         )
     return value
-
-
-def opened(links: Mapping[str, LinkT], segment: str) -> LinkT:
-    link = links.get(name("segment", segment))
-    if link is None:
-        raise TransferError(f"segment={segment!r}: not open", field="segment")
-    return link
 
 
 def payload(value: object, most: int) -> None:

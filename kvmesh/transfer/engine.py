@@ -68,8 +68,16 @@ def _no_nic(name: str, used: Sequence[str], config: EngineConfig) -> str:
     return f"nics={name!r}: {why} (transports: {kinds}; in use: {', '.join(used) or 'none'})"
 
 
-def why_unreachable(descriptor: SegmentDescriptor, transports: Sequence[Transport]) -> str:
-    """Why no transport reaches it, by transport."""
+NOTHING_LEAVES = (
+    ", and nothing may leave this one unencrypted: where the network between hosts may carry KV as it is, start every "
+    "service with --transfer-network trusted (transfer_network)"
+)
+
+
+def why_unreachable(descriptor: SegmentDescriptor, transports: Sequence[Transport], stays: bool) -> str:
+    """Why no transport reaches it, by transport, and what to do. `stays`: no byte may leave this host."""
+    if stays and descriptor.machine != machine_id():
+        return f"segment {descriptor.name!r} is on another host{NOTHING_LEAVES}"
     causes = []
     for transport in transports:
         name = transport.name
@@ -82,7 +90,8 @@ def why_unreachable(descriptor: SegmentDescriptor, transports: Sequence[Transpor
         else:
             causes.append("shm: it is in another network namespace, and no shm_dir is set")
     has = ", ".join(descriptor.endpoints) or "none"
-    return f"segment {descriptor.name!r} cannot be reached ({'; '.join(causes)}); its transports: {has}"
+    why = f"segment {descriptor.name!r} cannot be reached ({'; '.join(causes)}); its transports: {has}"
+    return f"{why}{NOTHING_LEAVES}" if stays else why
 
 
 def ways(
@@ -219,7 +228,7 @@ class TransferEngine:
     def open_segment(self, descriptor: SegmentDescriptor | bytes, only: Callable[[Rail], bool] | None = None) -> str:
         """Makes a peer's segment known and returns its name; connects on first use. Opening it again with a newer
         descriptor updates its regions. `only` leaves out the other rails (to try one pair of NICs). TransferError when
-        no transport can reach it."""
+        no transport can reach it; whoever uses the segment afterwards hears the same."""
         self._check_open()
         if isinstance(descriptor, bytes | bytearray | memoryview):
             descriptor = SegmentDescriptor.decode(bytes(descriptor))
@@ -227,13 +236,8 @@ class TransferEngine:
         inside = not self._stays or descriptor.machine == machine_id()
         transports = tuple(t for t in self._transports if inside and t.reaches(descriptor))
         if not transports:
-            raise TransferError(
-                why_unreachable(descriptor, self._transports)
-                if inside
-                else f"segment {descriptor.name!r} is on another host, and nothing may leave this one unencrypted "
-                "(transfer_network)",
-                field="segment",
-            )
+            why = why_unreachable(descriptor, self._transports, self._stays)
+            raise self._sender.refuse_segment(descriptor.name, why)
         with self._sender.lock:
             known = self._sender.links.get(descriptor.name)
             if known is not None and known.descriptor.token == descriptor.token:
@@ -251,12 +255,13 @@ class TransferEngine:
     def rails(self, segment: str) -> tuple[Rail, ...]:
         """Every way to an open segment. TransferError when it is not open."""
         with self._sender.lock:
-            return checks.opened(self._sender.links, segment).rails
+            return self._sender.opened(segment).rails
 
     def close_segment(self, name: str) -> None:
         """Its unfinished requests fail; its connections and maps go. Unknown names are ignored."""
         after = AfterUnlock()
         with self._sender.lock:
+            self._sender.refused.pop(name, None)
             link = self._sender.links.get(name)
             if link is None:
                 return
@@ -351,7 +356,7 @@ class TransferEngine:
         after = AfterUnlock()
         sender = self._sender
         with sender.lock:
-            link = checks.opened(sender.links, segment)
+            link = sender.opened(segment)
             deadline = time.monotonic() + self.config.request_timeout_s
             notice = EndMark(next(sender.serials), handoff_epoch, bytes(payload), on_done, deadline)
             sender.notify(link, notice, after)

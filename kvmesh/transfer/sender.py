@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.001  # time-outs are looked after no more often
 FAR_S = 60.0  # beyond it a flow does not wait for the clock, but for the rail that it is parked at
+MAX_REFUSED = 1024  # segments of which it is known why they were not opened
 HELP_S = 0.02  # a caller that waits longer sleeps: what took so long need not be sooner
 
 
@@ -63,6 +64,7 @@ class Sender:
         self.lock = threading.Lock()
         self.serials = count(1)
         self.links: dict[str, PeerLink] = {}
+        self.refused: dict[str, str] = {}  # why no transport reaches a segment, by its name
         self.batches: dict[BatchId, Batch] = {}
         self.counters: dict[str, int] = {}
         self.finals: dict[tuple[int, TransferState], int] = {}
@@ -85,8 +87,25 @@ class Sender:
 
     # ── links to peers ────────────────────────────────────────────────────────────────────────────
 
+    def opened(self, segment: str) -> PeerLink:
+        """The link of a segment that is open. TransferError when it is not, with the reason where no transport reaches
+        it. Lock held."""
+        link = self.links.get(checks.name("segment", segment))
+        if link is None:
+            raise TransferError(self.refused.get(segment, f"segment={segment!r}: not open"), field="segment")
+        return link
+
+    def refuse_segment(self, segment: str, why: str) -> TransferError:
+        """The error of a segment that no transport reaches. Lock not held."""
+        with self.lock:
+            self.refused[segment] = why
+            if len(self.refused) > MAX_REFUSED:
+                del self.refused[next(iter(self.refused))]
+        return TransferError(why, field="segment")
+
     def open_link(self, link: PeerLink) -> None:
         """Unless it is open. Lock held."""
+        self.refused.pop(link.name, None)
         if self.links.setdefault(link.name, link) is link:
             link.epochs.spoiled = self._closed.take(link.descriptor.token)
 
@@ -175,7 +194,7 @@ class Sender:
         groups: dict[tuple[object, ...], RequestGroup],
         deadline: float,
     ) -> RequestGroup:
-        link = checks.opened(self.links, request.segment)
+        link = self.opened(request.segment)
         epoch = checks.epoch_of(request)
         if request.length <= 0:
             raise TransferError(f"length={request.length}: must be positive", field="length")

@@ -6,10 +6,13 @@ The scheduler carries these decisions out with memory, the simulator (`kvmesh.si
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from kvmesh.clock import NEVER
-from kvmesh.services.decode.limits import Limits
+from kvmesh.services.decode.limits import NS_PER_MS, Limits
+from kvmesh.services.decode.step_times import StepTimes
+
+MAX_RETRY_AFTER_MS = 30_000
 
 
 class Ordered(Protocol):
@@ -40,6 +43,68 @@ def swap_reserve(num_extents: int, limits: Limits) -> int:
 def admits(live: int, limits: Limits) -> bool:
     """Whether one more request is taken beside `live` that have not ended."""
     return live < limits.max_running + limits.max_waiting
+
+
+class MeanRequest:
+    """How long requests take here, in ms; the last ones count most."""
+
+    def __init__(self) -> None:
+        self.mean = 1_000.0
+
+    def add(self, took_ms: float) -> None:
+        """One has ended."""
+        self.mean += 0.1 * (took_ms - self.mean)
+
+
+def retry_after_ms(mean_request_ms: float, leaving: float) -> int:
+    """When whoever is refused may come again: once one of `leaving` requests has gone."""
+    return max(100, min(int(mean_request_ms / leaving), MAX_RETRY_AFTER_MS))
+
+
+class Claim(NamedTuple):
+    """What a request that is here asks of the steps: the tokens of its KV, the TBT that is held for it (0: whatever it
+    becomes), and when the conductor expects it to leave."""
+
+    context: int
+    held_tbt_ns: int
+    leaves_ns: int
+
+
+class SlowStep(NamedTuple):
+    """A step that would be longer than somebody in it may have."""
+
+    predicted_ns: float
+    bound_ns: int
+    rows: int
+
+    def __str__(self) -> str:
+        predicted, bound = self.predicted_ns / NS_PER_MS, self.bound_ns / NS_PER_MS
+        return f"predicted TBT {predicted:.0f} ms with {self.rows} rows is over the SLO of {bound:.0f} ms"
+
+
+def too_slow(
+    times: StepTimes,
+    tokens: int,
+    slo_ns: int,
+    joins_ns: int,
+    claims: Iterable[Claim],
+    max_running: int,
+    now: int,
+) -> SlowStep | None:
+    """Why steps would become longer than a request of `tokens` tokens, or one beside it, may have. The conductor has
+    asked the same, of what it knew; this is what is here now. Beside it are those that will not have left when it joins
+    the batch, and those that should have left and have not. `slo_ns` 0: it does not ask. Alone it is taken in any case:
+    it shows how long steps are."""
+    if not slo_ns:
+        return None
+    beside = [one for one in claims if one.leaves_ns > joins_ns or one.leaves_ns <= now]
+    if not beside:
+        return None
+    rows = min(len(beside) + 1, max_running)
+    context = (sum(one.context for one in beside) + tokens) * rows // (len(beside) + 1)
+    bound_ns = min(slo_ns, *(one.held_tbt_ns or NEVER for one in beside))
+    predicted_ns = times.predict_ns(rows, context)
+    return SlowStep(predicted_ns, bound_ns, rows) if predicted_ns > bound_ns else None
 
 
 def has_seat(seats: int, limits: Limits) -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
-from kvmesh.clock import NEVER
 from kvmesh.errors import ContextTooLong, KvmeshError, Overloaded
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool, Pages
@@ -25,7 +24,6 @@ from kvmesh.services.decode.sealing import Sealing
 from kvmesh.services.decode.step_times import StepTimes
 
 Grant = tuple[Handoff, e.Event]
-MAX_RETRY_AFTER_MS = 30_000
 
 
 class Scheduler:
@@ -58,7 +56,7 @@ class Scheduler:
         self._seated: set[int] = set()
         self._epochs = itertools.count(first_epoch)
         self.step_times = StepTimes()
-        self._mean_request_ms = 1_000.0
+        self._request_ms = rules.MeanRequest()
         self._watermark = rules.watermark(shape.num_pages, limits)
         self._swap_reserve = rules.swap_reserve(shape.num_extents, limits)
 
@@ -78,45 +76,35 @@ class Scheduler:
             return ContextTooLong.of("prompt_tokens", spec.prompt_tokens, why)
         if not rules.admits(self.live, self.limits):
             room = self.limits.max_running + self.limits.max_waiting
-            wait = int(self._mean_request_ms * (self.live - self.seats + 1) / self.limits.max_running)
-            return Overloaded(
-                f"{self.live} requests here, room for {room}", retry_after_ms=max(100, min(wait, MAX_RETRY_AFTER_MS))
-            )
+            share = self.limits.max_running / (self.live - self.seats + 1)
+            retry_ms = rules.retry_after_ms(self._request_ms.mean, share)
+            return Overloaded(f"{self.live} requests here, room for {room}", retry_after_ms=retry_ms)
         return self._too_slow(spec, now)
 
     def _too_slow(self, spec: e.Spec, now: int) -> KvmeshError | None:
         """Returns the refusal of a request beside which steps would become longer than its own SLO, or that of a
-        request beside it, allows. The conductor made the same check by what it knew; this one uses what is here now.
-        The requests beside it are those that will not have left when it joins the batch, and those that should have
-        left and have not. A request that would be alone is always taken: it shows how long steps are."""
-        if not spec.tbt_slo_ns:
-            return None
-        beside = [
-            h
-            for h in self.requests.values()
-            if not h.ended and (h.spec.leaves_ns > spec.joins_ns or h.spec.leaves_ns <= now)
-        ]
-        if not beside:
-            return None
-        rows = min(len(beside) + 1, self.limits.max_running)
-        context = (sum(h.context for h in beside) + spec.prompt_tokens) * rows // (len(beside) + 1)
-        bound_ns = min(spec.tbt_slo_ns, *(h.spec.held_tbt_ns or NEVER for h in beside))
-        predicted_ns = self.step_times.predict_ns(rows, context)
-        if predicted_ns <= bound_ns:
-            return None
-        wait = int(self._mean_request_ms / rows)
-        return Overloaded(
-            f"predicted TBT {predicted_ns / NS_PER_MS:.0f} ms with {rows} rows is over the SLO of "
-            f"{bound_ns / NS_PER_MS:.0f} ms",
-            retry_after_ms=max(100, min(wait, MAX_RETRY_AFTER_MS)),
+        request beside it, allows (`rules.too_slow`, by what is here now)."""
+        claims = (
+            rules.Claim(h.context, h.spec.held_tbt_ns, h.spec.leaves_ns) for h in self.requests.values() if not h.ended
         )
+        slow = rules.too_slow(
+            self.step_times,
+            spec.prompt_tokens,
+            spec.tbt_slo_ns,
+            spec.joins_ns,
+            claims,
+            self.limits.max_running,
+            now,
+        )
+        if slow is None:
+            return None
+        return Overloaded(str(slow), retry_after_ms=rules.retry_after_ms(self._request_ms.mean, slow.rows))
 
     def note_ended(self, request: Handoff) -> None:
         """Records that the client has been told its end. The next refusal's retry_after is estimated from such
         durations."""
         self.live -= 1
-        took_ms = (request.times.ended - request.times.asked) / NS_PER_MS
-        self._mean_request_ms += 0.1 * (took_ms - self._mean_request_ms)
+        self._request_ms.add((request.times.ended - request.times.asked) / NS_PER_MS)
 
     # ── a pool that is shared with prompts being computed ─────────────────────────────────────────
 
@@ -228,7 +216,7 @@ class Scheduler:
         if self.extents.free >= len(victim.pages):
             return victim, e.Preempt(self.extents.allocate(len(victim.pages)))
         free = f"{self.pages.free} of {self.pages.total} pages and {self.extents.free} of {self.extents.total} extents"
-        retry_ms = int(min(self._mean_request_ms, MAX_RETRY_AFTER_MS))
+        retry_ms = rules.retry_after_ms(self._request_ms.mean, 1)
         return victim, e.Cancel(Overloaded(f"out of KV memory: {free} are free", retry_after_ms=retry_ms))
 
     def _batch(self) -> Grant | None:

@@ -116,6 +116,13 @@ def test_spans_of_services_that_were_not_started_by_up(run: Path, tmp_path: Path
         assert why in CliRunner().invoke(app, ["trace", "--last", "--trace-dir", *more]).output
 
 
+def test_a_folder_that_is_not_there_is_named_before_a_missing_id(run: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["trace", "--trace-dir", str(tmp_path / "nowhere")])
+    assert result.exit_code == 2 and "nowhere': no such folder" in "".join(result.output.splitlines())
+    result = CliRunner().invoke(app, ["trace", "--trace-dir", str(run / "traces")])
+    assert result.exit_code == 2 and "name a request id, or give --last" in result.output
+
+
 def test_it_is_said_that_the_mesh_has_stopped(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(run))
     (run / "kvmesh").mkdir()

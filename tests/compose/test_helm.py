@@ -268,11 +268,31 @@ def test_a_slip_in_the_values_is_refused(helm: Helm, slip: str) -> None:
         ({"decode": {"device": "cuda"}}, "each rank takes a GPU of its own"),
         ({"model": {"source": "pvc"}}, "model.claim"),
         ({"model": {"source": "hostPath"}}, "model.hostPath"),
+        ({"tls": {"secretName": "mesh-tls"}}, "tls.transferNetwork: TLS does not cover KV"),
+        (
+            {
+                "tls": {"secretName": "mesh-tls", "transferNetwork": "untrusted"},
+                "decode": {"rdma": {"resource": "rdma/hca"}},
+            },
+            'decode: rdma.resource="rdma/hca": RDMA carries KV unencrypted',
+        ),
     ],
 )
 def test_values_that_do_not_go_together_are_refused(helm: Helm, values: Manifest, says: str) -> None:
     done = helm.run("template", values)
     assert done.returncode != 0 and says in done.stderr
+
+
+@pytest.mark.parametrize("network", ["trusted", "untrusted"])
+def test_instances_are_told_whether_the_network_may_see_kv(helm: Helm, network: str) -> None:
+    manifests = helm.manifests({"tls": {"secretName": "mesh-tls", "transferNetwork": network}})
+    told = [environment(main_container(one)).get("KVMESH_TRANSFER_NETWORK") for one in workloads(manifests)]
+    assert set(told) == {None, network}, "of those that move KV, and of nobody else"
+
+
+def test_without_tls_nothing_is_said_of_the_network(helm: Helm) -> None:
+    manifests = helm.manifests({})
+    assert all("KVMESH_TRANSFER_NETWORK" not in environment(main_container(one)) for one in workloads(manifests))
 
 
 def test_alone_without_redis(helm: Helm) -> None:

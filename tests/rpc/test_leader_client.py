@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -21,11 +22,14 @@ from kvmesh.errors import (
     Unavailable,
 )
 from kvmesh.rpc.leader_client import LeaderClient, LeaderTracker
+from kvmesh.rpc.pb import doors_pb2_grpc
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
 from kvmesh.rpc.server import Server
 from kvmesh.rpc.terms import LeaderTerms
 from kvmesh.storeclient.directory import Directory
+from tests.support.fastpath_service import Swallows
+from tests.support.services import until
 
 STORE = pb.DESCRIPTOR.services_by_name["StoreMaster"]
 A, B, C = "a:1", "b:1", "c:1"
@@ -193,3 +197,26 @@ async def test_without_any_master_the_last_error_is_told_after_the_time_given() 
     async with LeaderClient(STORE, LeaderTracker(f"127.0.0.1:{dead.take()},127.0.0.1:{dead.take()}")) as caller:
         with pytest.raises(Unavailable):
             await grant(caller, 0.4)
+
+
+async def test_a_fast_path_that_falls_silent_leaves_time_for_grpc_in_the_same_call() -> None:
+    """As a firewall makes it that forgets idle connections: a look-up of a lone master on another host."""
+    only, swallows = Servicer(3), Swallows()
+    async with AsyncExitStack() as stack:
+        server = Server("127.0.0.1", 0)
+        pb_grpc.add_StoreMasterServicer_to_server(only, server.grpc)
+        doors_pb2_grpc.add_DoorsServicer_to_server(swallows, server.grpc)
+        listening = await asyncio.start_server(swallows.greet, "127.0.0.1", 0)
+        stack.callback(listening.close)
+        swallows.port = listening.sockets[0].getsockname()[1]
+        await server.start()
+        stack.push_async_callback(server.stop, 0)
+        caller = await stack.enter_async_context(LeaderClient(STORE, LeaderTracker(server.address), ("Grant",)))
+
+        async def by_fastpath() -> bool:
+            return caller.via_fastpath or await grant(caller) == 0  # which looks for it, over gRPC meanwhile
+
+        await until(by_fastpath)
+        answered = only.calls
+        assert await grant(caller, 4.0) == 3
+        assert only.calls == answered + 1 and swallows.greeted == 1 and not caller.via_fastpath

@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvmesh.errors import DeadlinePassed, KvmeshError, Overloaded
-from kvmesh.rpc.fastpath import frames
 from kvmesh.rpc.fastpath.control import ControlFastPath
 from kvmesh.rpc.leader_client import GRPC_ONLY_S, ServiceClient
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
-from kvmesh.rpc.pb import doors_pb2, doors_pb2_grpc
+from kvmesh.rpc.pb import doors_pb2_grpc
 from kvmesh.rpc.server import Server
-from tests.support.fastpath_service import SERVICE, Desk
+from tests.support.fastpath_service import SERVICE, Desk, Swallows
 from tests.support.services import until
 
 FAST = ("Lease", "Put")
@@ -89,28 +88,6 @@ async def test_it_follows_a_service_through_its_lives() -> None:
         await by_door(client, other.door)
     await client.close()
     await client.close()
-
-
-class Swallows(doors_pb2_grpc.DoorsServicer):
-    """Tells of a door that greets, and then hears without ever answering."""
-
-    life = 5
-
-    def __init__(self) -> None:
-        self.port = 0
-        self.greeted = 0
-
-    async def FindDoor(  # noqa: N802
-        self, request: doors_pb2.FindDoorRequest, context: object
-    ) -> doors_pb2.FindDoorResponse:
-        return doors_pb2.FindDoorResponse(life=self.life, port=self.port)
-
-    async def greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.greeted += 1
-        writer.write(frames.hello(self.life))
-        with contextlib.suppress(OSError):
-            await reader.read()
-        writer.close()
 
 
 async def test_a_door_that_swallows_calls_is_left_alone_for_a_while() -> None:

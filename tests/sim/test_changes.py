@@ -40,6 +40,8 @@ def test_a_step_goes_slower_in_a_slow_phase_and_stands_still_in_a_frozen_one() -
     assert clock.step_s(8.0, 4.0, "prefill", 0) == pytest.approx(2 + 2 * 3)
     assert clock.step_s(8.0, 6.0, "prefill", 0) == pytest.approx(2 + 10 + (4 - 10 / 3))
     assert (clock.times(9.9), clock.times(10.0), clock.times(20.0)) == (1, 3, 1)
+    always = StepClock("p0", 0, slow=[SlowPhase("p0", 0, inf, 2)])
+    assert always.step_s(4.0, 1.0, "prefill", 0) == pytest.approx(2.0), "a single phase is one, too"
     frozen = StepClock("p0", 0, slow=[SlowPhase("p0", 0, inf, 2)], freeze=[FreezePhase("p0", 5, 9)])
     assert frozen.step_s(4.0, 1.0, "prefill", 0) == pytest.approx(6.0)
     assert frozen.step_s(4.0, 0.5, "prefill", 0) == pytest.approx(1.0), "it ends as the freeze begins"

@@ -8,10 +8,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from kvmesh.errors import NotLeader, Overloaded
+from kvmesh.rpc.fastpath import frames
 from kvmesh.rpc.fastpath.client import FastChannel, Way, dial
 from kvmesh.rpc.fastpath.server import FastServer
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
+from kvmesh.rpc.pb import doors_pb2, doors_pb2_grpc
 
 SERVICE = pb.DESCRIPTOR.services_by_name["NodeStore"]
 LIFE = 0xFEED << 40
@@ -63,6 +65,28 @@ class Desk(pb_grpc.NodeStoreServicer):
 
     async def ListBlocks(self, request: Any, context: Any) -> AsyncIterator[pb.ListBlocksResponse]:  # noqa: N802
         yield pb.ListBlocksResponse()
+
+
+class Swallows(doors_pb2_grpc.DoorsServicer):
+    """Tells of a door that greets, and then hears without ever answering."""
+
+    life = 5
+
+    def __init__(self) -> None:
+        self.port = 0
+        self.greeted = 0
+
+    async def FindDoor(  # noqa: N802
+        self, request: doors_pb2.FindDoorRequest, context: object
+    ) -> doors_pb2.FindDoorResponse:
+        return doors_pb2.FindDoorResponse(life=self.life, port=self.port)
+
+    async def greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.greeted += 1
+        writer.write(frames.hello(self.life))
+        with contextlib.suppress(OSError):
+            await reader.read()
+        writer.close()
 
 
 @contextlib.asynccontextmanager

@@ -28,7 +28,7 @@ EVERYTHING: Manifest = {
     "priorityClassName": "high",
     "serviceAccount": {"annotations": {"role": "reader"}},
     "model": {"name": "Org/Chat 8B", "id": "org/chat-8b", "claim": "models", "tokenSecret": "hub"},
-    "tls": {"secretName": "mesh-tls", "serverName": "mesh"},
+    "tls": {"secretName": "mesh-tls", "serverName": "mesh", "transferNetwork": "trusted"},
     "objectStorage": {"url": "s3://bucket/kv", "secretName": "s3"},
     "gateway": {
         "apiKeysSecret": "keys",

@@ -72,13 +72,16 @@ class Direct:
         salt: str = "",
         timeout_s: float = 60.0,
         begun: asyncio.Event | None = None,
+        held_tbt_ms: int = 0,
         **sampling: Any,
     ) -> Answer:
         """One request, greedy but for `sampling`, at the named instances; a named error is returned, not raised.
-        `begun` is set when decode has made tokens of its own."""
+        `begun` is set when decode has made tokens of its own. `held_tbt_ms`: the TBT that decode holds for it."""
         self._serial += 1
         keys, digest = self._chain(prompt, salt)
-        placement = conductor_pb2.Placement(prefill=self.members[prefill], decode=self.members[decode])
+        placement = conductor_pb2.Placement(
+            prefill=self.members[prefill], decode=self.members[decode], held_tbt_ms=held_tbt_ms
+        )
         for given, ranges in ((pulls, placement.pulls), (decode_pulls, placement.decode_pulls)):
             for holder, first, count in given:
                 ranges.add(holder=self.members[holder], first_block=first, blocks=count)

@@ -192,7 +192,13 @@ def test_what_must_not_leave_the_host_opens_no_other_host_s_segment(no_rdma: Pat
         elsewhere = replace(far.local_descriptor(), machine="another")
         with pytest.raises(TransferError, match="'far' is on another host, and nothing may leave this one"):
             one.open_segment(elsewhere)
+        write = TransferRequest(Opcode.WRITE, 0, "far", 0, 1, 1)
+        with pytest.raises(TransferError, match=r"'far' is on another host.* --transfer-network trusted"):
+            one.submit(one.allocate_batch(1), [write])
         one.open_segment(far.local_descriptor())
+        one.close_segment("far")
+        with pytest.raises(TransferError, match="segment='far': not open"):
+            one.submit(one.allocate_batch(1), [write])
     named = EngineConfig(leave_host=False, transports=("tcp",))
     with TransferEngine("far", EngineConfig(transports=("tcp",))) as far, TransferEngine("one", named) as one:
         one.open_segment(replace(far.local_descriptor(), machine="another"))  # it was named
