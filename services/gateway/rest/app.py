@@ -52,7 +52,10 @@ class GatewayApi(FastAPI):
     def __init__(self, core: GatewayCore) -> None:
         super().__init__(title=openapi.TITLE, docs_url=None, redoc_url=None, openapi_url=None)
         self._core = core
-        self._answering = {CHAT: ChatRequest, COMPLETIONS: CompletionRequest}
+        self._answering: dict[str, type[ChatRequest] | type[CompletionRequest]] = {
+            CHAT: ChatRequest,
+            COMPLETIONS: CompletionRequest,
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # type: ignore[override]
         """Serves one request, as ASGI has it."""
@@ -70,6 +73,8 @@ def build(core: GatewayCore) -> FastAPI:
     app.router.redirect_slashes = False
 
     first = core.models.names[0]
+
+    # The routes of the two that GatewayApi answers: they document them, and refuse other methods.
 
     @app.post(
         CHAT,
