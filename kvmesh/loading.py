@@ -6,6 +6,7 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
+COLLECT_EVERY = 10_000  # objects made more than gone: between two collections of a service's process
 EVERY_S = 0.5  # of `LastingHeap.tick`
 PATIENCE_S = 5.0  # for a quiet moment
 
@@ -22,6 +23,12 @@ def lasting_imports() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def rare_collections() -> None:
+    """Look for cycles seldom, in this process from now on. Almost everything goes when nobody refers to it any more;
+    what a request leaves in cycles is small, and COLLECT_EVERY bounds how much of it lies about."""
+    gc.set_threshold(COLLECT_EVERY)
 
 
 class LastingHeap:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvmesh.loading import EVERY_S, PATIENCE_S, LastingHeap
+from kvmesh.loading import COLLECT_EVERY, EVERY_S, PATIENCE_S, LastingHeap, rare_collections
 
 
 class Node:
@@ -77,3 +77,19 @@ def test_collections_are_apart(heap: LastingHeap) -> None:
     assert young() is not None
     heap.tick(3, PATIENCE_S + EVERY_S)
     assert young() is None
+
+
+def test_rare_collections_bound_what_lies_about_in_cycles() -> None:
+    before = gc.get_threshold()
+    rare_collections()
+    try:
+        gc.collect()
+        nodes = [weakref.ref(Node()) for _ in range(COLLECT_EVERY // 4)]
+        assert all(node() is not None for node in nodes), "they are too few for a collection"
+        del nodes
+        first = weakref.ref(Node())
+        kept = [Node() for _ in range(2 * COLLECT_EVERY)]
+        assert first() is None
+        del kept
+    finally:
+        gc.set_threshold(*before)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -27,6 +27,52 @@ MOST_QUEUED = 1 << 14  # messages that the peer has not taken yet
 
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
+
+
+class WriteDeadline:
+    """The deadline of each write of one stream. One timer serves them all: a write only notes until when it may last,
+    and the timer looks now and then whether one is late. A timer a write costs as much as the message."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._until = 0.0  # of the write under way; 0: there is none
+        self._writer: asyncio.Task[Any] | None = None
+        self._late = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def wait(self, write: Awaitable[Any], timeout_s: float) -> None:
+        """Wait for `write`. Raises TimeoutError when it takes longer."""
+        self._until = self._loop.time() + timeout_s
+        self._writer = asyncio.current_task()
+        if self._timer is None:
+            self._timer = self._loop.call_at(self._until, self._look)
+        elif self._timer.when() > self._until:
+            self._timer.cancel()
+            self._timer = self._loop.call_at(self._until, self._look)
+        try:
+            await write
+        except asyncio.CancelledError:
+            if not self._late or (self._writer is not None and self._writer.uncancel()):
+                raise
+            raise TimeoutError from None
+        finally:
+            self._until, self._late, self._writer = 0.0, False, None
+
+    def _look(self) -> None:
+        self._timer = None
+        if not self._until or self._writer is None:
+            return  # the next write begins another
+        if self._loop.time() < self._until:
+            self._timer = self._loop.call_at(self._until, self._look)
+        else:
+            self._late = True
+            self._writer.cancel()
+
+    def close(self) -> None:
+        """No write follows."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 class ClientStream(Generic[RequestT, ResponseT]):
@@ -97,14 +143,14 @@ class ClientStream(Generic[RequestT, ResponseT]):
 
     async def _write(self, connect_s: float) -> None:
         timeout_s = connect_s + WRITE_TIMEOUT_S  # the first write waits for the connection
+        deadline = WriteDeadline()
         try:
             while True:
                 await self._news.wait()
                 self._news.clear()
                 while self._queue:
                     message, written = self._queue.popleft()
-                    async with asyncio.timeout(timeout_s):
-                        await self._call.write(message)
+                    await deadline.wait(self._call.write(message), timeout_s)
                     timeout_s = WRITE_TIMEOUT_S
                     if written is not None:
                         written()
@@ -113,6 +159,8 @@ class ClientStream(Generic[RequestT, ResponseT]):
             self._give_up()
         except (grpc.RpcError, asyncio.InvalidStateError):
             return  # the reader knows why
+        finally:
+            deadline.close()
 
     def _give_up(self) -> None:
         self._stuck = True
@@ -158,6 +206,7 @@ class ServerStream(Generic[RequestT, ResponseT]):
         self, requests: AsyncIterator[RequestT], context: Any, *, write_timeout_s: float = WRITE_TIMEOUT_S
     ) -> None:
         self.who = "the client"
+        self._deadline = WriteDeadline()
         self._write_timeout_s = write_timeout_s
         self._requests = requests
         self._context = context
@@ -178,8 +227,7 @@ class ServerStream(Generic[RequestT, ResponseT]):
     async def write(self, message: ResponseT) -> None:
         """Raises Unavailable when the client does not take it in time."""
         try:
-            async with asyncio.timeout(self._write_timeout_s):
-                await self._context.write(message)
+            await self._deadline.wait(self._context.write(message), self._write_timeout_s)
         except TimeoutError:
             raise Unavailable(f"{self.who} took no message for {self._write_timeout_s:g} s") from None
 
@@ -210,6 +258,7 @@ class ServerStream(Generic[RequestT, ResponseT]):
                 await news.wait()
                 news.clear()
         finally:
+            self._deadline.close()
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
 

@@ -13,6 +13,7 @@ from types import FrameType
 
 import uvloop
 
+from kvmesh.loading import rare_collections
 from kvmesh.telemetry import readiness
 
 # Set by a supervisor to its pid: the process dies with it, whatever kills it.
@@ -58,6 +59,7 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]], *, stop_s: float = 20.
     SIGINT or SIGTERM sets `stop`; a second one, or `stop_s` seconds without an end, exits at once."""
     faulthandler.enable()
     widen_descriptors()
+    rare_collections()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_until_stopped(main, stop_s))
 

@@ -116,13 +116,17 @@ def end_request(span: Span, h: Handoff, outcome: str, error: str) -> None:
     for name, start, end in stages:
         if start and end:
             spans.record(name, parent, start, end, {names.REQUEST_ID: h.spec.request_id})
-    span.set_attribute(names.OUTPUT_TOKENS, h.made)
-    span.set_attribute(names.CACHED_TOKENS, times.cached_tokens)
-    span.set_attribute(names.AT_DECODE_TOKENS, times.at_decode_tokens)
-    span.set_attribute(names.DECODE_PULLED_TOKENS, times.pulled_blocks * h.shape.block_tokens)
-    span.set_attribute(names.PREEMPTIONS, times.preemptions)
-    span.set_attribute(names.HANDOFF_EPOCH, h.epoch)
-    span.set_attribute(names.OUTCOME, outcome)
+    span.set_attributes(
+        {
+            names.OUTPUT_TOKENS: h.made,
+            names.CACHED_TOKENS: times.cached_tokens,
+            names.AT_DECODE_TOKENS: times.at_decode_tokens,
+            names.DECODE_PULLED_TOKENS: times.pulled_blocks * h.shape.block_tokens,
+            names.PREEMPTIONS: times.preemptions,
+            names.HANDOFF_EPOCH: h.epoch,
+            names.OUTCOME: outcome,
+        }
+    )
     spans.finish(span, end_ns=times.ended, error=error)
 
 

@@ -179,7 +179,7 @@ class Request:
         self._loop = asyncio.get_running_loop()
         self._timeout_s = min(core.config.timeout_s, generation.timeout_s or core.config.timeout_s)
         self._deadline = self._loop.time() + self._timeout_s - (time.monotonic_ns() - received_ns) / 1e9
-        self._event = asyncio.Event()
+        self._news: asyncio.Future[None] | None = None  # while a step waits for some
         self._dirty: list[AnswerAttempts] = []
         self._failure: KvmeshError | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -224,8 +224,9 @@ class Request:
         if not self.choices:
             await self._begin()
         while self._left:
-            await self._event.wait()
-            self._event.clear()
+            if not self._dirty and self._failure is None:
+                self._news = self._loop.create_future()
+                await self._news
             if self._failure is not None:
                 raise self._failure
             step = self._step()
@@ -342,7 +343,7 @@ class Request:
     def touch(self, choice: AnswerAttempts) -> None:
         """See AttemptOwner."""
         self._dirty.append(choice)
-        self._event.set()
+        self._wake()
 
     def new_answer(self, prompt: Prepared) -> Completion:
         """See AttemptOwner."""
@@ -466,7 +467,12 @@ class Request:
 
     def _fail(self, err: KvmeshError) -> None:
         self._failure = self._failure or err
-        self._event.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        news, self._news = self._news, None
+        if news is not None and not news.done():  # done: the step was cancelled
+            news.set_result(None)
 
     def _late(self) -> DeadlinePassed:
         return DeadlinePassed(f"the request was not done within its {self._timeout_s:g} s")

@@ -11,6 +11,7 @@ import pytest
 
 from kvmesh.errors import HandoffLost, InternalError, InvalidRequest, KvmeshError, Overloaded, Unavailable
 from kvmesh.rpc.pb import decode_pb2
+from kvmesh.services.gateway.rest import reply
 from tests.gateway.conftest import Mesh, MeshMaker, seen, until
 from tests.support.gateway.scripted import MODEL, BreakStream, Run, Script
 
@@ -293,4 +294,22 @@ async def test_tokens_come_once_and_in_order(mesh: Mesh) -> None:
         response = await mesh.http.post(URL, json=CHAT)
         assert response.status_code == 500
         assert words in response.json()["error"]["message"]
+    await mesh.quiet()
+
+
+# ── faults of the gateway itself ──────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_a_fault_of_the_gateway_is_an_error_object(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    def broken(prompts: Any) -> int:
+        raise RuntimeError("a secret of the code")
+
+    monkeypatch.setattr(reply, "prompts_bytes", broken)
+    answer = await mesh.http.post(path, json=CHAT if "chat" in path else {"model": MODEL, "prompt": "Hi"})
+    error = answer.json()["error"]
+    assert answer.status_code == 500 and error["code"] == "internal"
+    assert error["message"] == "the gateway failed: RuntimeError"
     await mesh.quiet()

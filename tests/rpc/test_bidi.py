@@ -159,3 +159,40 @@ async def test_a_message_that_cannot_be_read_ends_the_stream(server: tuple[Echo,
     why = await asyncio.wait_for(stream.read(lambda response: [][1]), 10)
     assert why.code == "internal" and "IndexError" in why.message
     await stream.close()
+
+
+async def test_a_write_that_nobody_takes_is_late_and_the_next_one_has_its_own_time() -> None:
+    deadline, loop = bidi.WriteDeadline(), asyncio.get_running_loop()
+    for _ in range(3):
+        await deadline.wait(asyncio.sleep(0), 60)  # its timer would come too late for the next one
+    start = loop.time()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(deadline.wait(loop.create_future(), 0.05), 60)
+    assert 0.05 <= loop.time() - start < 30
+    await deadline.wait(asyncio.sleep(0), 0.05)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(deadline.wait(loop.create_future(), 0.05), 60)
+    assert loop.time() - start < 30
+    task = asyncio.current_task()
+    assert task is not None and not task.cancelling()
+    deadline.close()
+
+
+async def test_many_writes_share_one_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    deadline, loop = bidi.WriteDeadline(), asyncio.get_running_loop()
+    timers, call_at = [], loop.call_at
+    monkeypatch.setattr(loop, "call_at", lambda when, *rest: timers.append(when) or call_at(when, *rest))
+    for _ in range(100):
+        await deadline.wait(asyncio.sleep(0), 60)
+    assert len(timers) == 1
+    deadline.close()
+
+
+async def test_a_writer_that_is_cancelled_is_not_late() -> None:
+    deadline, loop = bidi.WriteDeadline(), asyncio.get_running_loop()
+    writing = asyncio.create_task(deadline.wait(loop.create_future(), 60))
+    await asyncio.sleep(0)
+    writing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await writing
+    deadline.close()

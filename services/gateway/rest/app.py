@@ -20,9 +20,12 @@ from kvmesh.services.gateway.generation import brief
 from kvmesh.services.gateway.models import Model
 from kvmesh.services.gateway.rest import openapi
 from kvmesh.services.gateway.rest.frames import error_headers, error_json
+from kvmesh.services.gateway.rest.http import Receive, Scope, Send
 from kvmesh.services.gateway.rest.openai import ChatRequest, CompletionRequest
 from kvmesh.services.gateway.rest.reply import Reply
 from kvmesh.telemetry import names
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 class NotFound(KvmeshError):
@@ -42,16 +45,39 @@ def _failure(err: KvmeshError, status: int | None = None) -> Response:
     return _json(error_json(err), status or err.http_status, headers)
 
 
+class GatewayApi(FastAPI):
+    """FastAPI, but for the two calls that answer tokens: those reach their Reply without the layers in between, which
+    cost each request as much as its validation, and each chunk of its answer two calls."""
+
+    def __init__(self, core: GatewayCore) -> None:
+        super().__init__(title=openapi.TITLE, docs_url=None, redoc_url=None, openapi_url=None)
+        self._core = core
+        self._answering: dict[str, type[ChatRequest] | type[CompletionRequest]] = {
+            CHAT: ChatRequest,
+            COMPLETIONS: CompletionRequest,
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # type: ignore[override]
+        """Serves one request, as ASGI has it."""
+        kind = self._answering.get(scope.get("path", "")) if scope.get("method") == "POST" else None
+        if kind is None:
+            await super().__call__(scope, receive, send)  # type: ignore[arg-type]
+        else:
+            await Reply(self._core, kind)(scope, receive, send)
+
+
 def build(core: GatewayCore) -> FastAPI:
     """The application of one gateway."""
     created = int(time.time())
-    app = FastAPI(title=openapi.TITLE, docs_url=None, redoc_url=None, openapi_url=None)
+    app = GatewayApi(core)
     app.router.redirect_slashes = False
 
     first = core.models.names[0]
 
+    # The routes of the two that GatewayApi answers: they document them, and refuse other methods.
+
     @app.post(
-        "/v1/chat/completions",
+        CHAT,
         summary="Chat",
         tags=["OpenAI"],
         response_model=None,
@@ -61,7 +87,7 @@ def build(core: GatewayCore) -> FastAPI:
         return Reply(core, ChatRequest)
 
     @app.post(
-        "/v1/completions",
+        COMPLETIONS,
         summary="Complete",
         tags=["OpenAI"],
         response_model=None,

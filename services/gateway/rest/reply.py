@@ -62,6 +62,13 @@ class Reply(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # type: ignore[override]
         """Answer, or stop everything when the client goes away."""
+        try:
+            await self._serve(scope, receive, send)
+        except Exception as err:
+            log.exception("a request to %s failed", self._kind.route)
+            await self._error(send, InternalError(f"the gateway failed: {type(err).__name__}"))
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         received_ns = time.monotonic_ns()
         core = self._core
         try:
@@ -117,15 +124,26 @@ class Reply(Response):
         await self._unless_gone(receive, self._guarded(answer, request, frames, asked.timings, send))
 
     async def _unless_gone(self, receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work`; cancel it when the client has gone."""
-        working = asyncio.create_task(work)
-        watching = asyncio.create_task(gone(receive))
+        """Run `work` in this task; cancel it when the client has gone."""
+        working, watching = asyncio.current_task(), asyncio.create_task(gone(receive))
+        assert working is not None, "a coroutine runs in a task"
+        left = ended = False
+
+        def cancel(_: asyncio.Task[None]) -> None:
+            nonlocal left
+            if not ended:  # else the watcher has seen the end of the answer
+                left = True
+                working.cancel()
+
+        watching.add_done_callback(cancel)
         try:
-            await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+            await work
+        except asyncio.CancelledError:
+            if not left or working.uncancel():
+                raise
         finally:
-            working.cancel()
+            ended = True
             watching.cancel()
-            await asyncio.gather(working, watching, return_exceptions=True)
 
     async def _guarded(self, answer: Answering, request: Request, frames: Frames, timings: bool, send: Send) -> None:
         try:
@@ -140,9 +158,6 @@ class Reply(Response):
                 await answer(request, frames, timings, send)
         except KvmeshError as err:
             await self._error(send, err)
-        except Exception as err:
-            log.exception("request %s failed", request.request_id)
-            await self._error(send, InternalError(f"the gateway failed: {type(err).__name__}"))
 
     async def _error(self, send: Send, err: KvmeshError) -> None:
         if self._streaming:
