@@ -139,7 +139,8 @@ class RetryTurns:
         self._placed.add(prefill_s, now)
 
     def part(self, others_rate: float, now: float) -> float:
-        """Returns the share of the pool's prompts that this conductor places. `others_rate` is `OtherConductors.rate`."""
+        """Returns the share of the pool's prompts that this conductor places. `others_rate` is
+        `OtherConductors.rate`."""
         if others_rate <= 0:
             return 1.0
         rate = self._placed.at(now) * math.log(2) / PLACED_HALF_LIFE_S

@@ -21,7 +21,8 @@ MAX_PAUSE_S = 60.0
 
 
 def plausible_prefill(s: PrefillSample) -> bool:
-    """Whether a prompt can have been computed, handed over and fetched like that; a time of 0 is not measured."""
+    """Says whether a prompt can have been computed, handed over and fetched in these times; a time of 0 was not
+    measured."""
     pairs = attention_pairs(s.computed_tokens, s.cached_tokens) + s.beside_pairs
     return (
         s.chunks <= min(s.steps, max(1, s.computed_tokens))
@@ -32,7 +33,7 @@ def plausible_prefill(s: PrefillSample) -> bool:
 
 
 def plausible_decode(s: DecodeSample) -> bool:
-    """Whether a decode step can have been like that."""
+    """Says whether a decode step can have taken this time."""
     return _near(s.duration_s, DECODE_PRIOR.at(s.batch, s.context_tokens))
 
 

@@ -23,12 +23,12 @@ DRAIN_S = 3.0
 
 
 class ConductorLeadership:
-    """`deliver` hands an event to the brain, on the event loop."""
+    """What this conductor shares with others. `deliver` gives an event to the brain, on the event loop."""
 
     def __init__(
         self, config: ConductorConfig, deliver: Callable[[Event], object], clock: Callable[[], float] = lease_clock
     ) -> None:
-        """`clock`: see Leadership. Raises ConfigError: a setting of Redis is wrong."""
+        """`clock` is as in Leadership. Raises ConfigError when a Redis setting is wrong."""
         self._config = config
         self._deliver = deliver
         self._address = ""
@@ -45,13 +45,13 @@ class ConductorLeadership:
         self._leadership = Leadership(lease_s, self._lead, self._lead, lambda why: self._lead(0), clock, first)
 
     def begin(self) -> None:
-        """Without Redis: lead."""
+        """Leads at once if there is no Redis."""
         if self._redis is None:
             self._leadership.begin()
             self.opened = True
 
     async def open(self, address: str) -> None:
-        """Compete for the lease under `address`; read what operators have said."""
+        """Reads the cordons, and competes for the lease under `address`."""
         self._address = address
         if self._redis is not None and self._book is not None:
             await self._book.open()
@@ -59,7 +59,7 @@ class ConductorLeadership:
             self._leadership.start(RedisLease(self._redis, address, self._config.leader_lease_ms))
 
     async def close(self) -> None:
-        """Another may lead at once."""
+        """Gives the lease back, so that another may lead at once."""
         await self._leadership.close()
         if self._book is not None:
             await self._book.close()
@@ -69,16 +69,17 @@ class ConductorLeadership:
 
     @property
     def address(self) -> str:
-        """Of this conductor, as others reach it; "" before `open`."""
+        """This conductor's address as others reach it; "" before `open`."""
         return self._address
 
     def leads(self) -> bool:
-        """Now. Ask in the very turn in which something is ordered: a lease that has run out ends before it returns."""
+        """Whether this conductor leads now. Check it in the very turn in which something is ordered: a lease that has
+        run out ends the leadership before this returns."""
         return self._leadership.leads()
 
     @property
     def as_proto(self) -> pb.Leadership:
-        """For GetStatus."""
+        """The leadership as GetStatus shows it."""
         if self._redis is None:
             return pb.Leadership(role="alone", term=self._leadership.term, leader=self._address)
         if self.leads():

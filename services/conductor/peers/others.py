@@ -32,11 +32,11 @@ class OtherConductors:
 
     @property
     def rate(self) -> float:
-        """Predicted seconds of work that they place in one second."""
+        """The predicted seconds of work that they place in one second."""
         return self._seconds / FADE_S
 
     def computed(self, seconds: float, now: float) -> None:
-        """An instance has computed a prompt of theirs."""
+        """Notes that an instance has computed a prompt of theirs, of so many predicted seconds."""
         self._fade(now)
         self._seconds += seconds
 
@@ -45,7 +45,7 @@ class OtherConductors:
         self._as_of = now
 
     def due(self, now: float) -> bool:
-        """Whether `spread` would do something."""
+        """Says whether `spread` would do something."""
         if now < self._due or not self._seconds:
             return False
         self._fade(now)
@@ -53,8 +53,8 @@ class OtherConductors:
         return self._seconds > 0
 
     def spread(self, queues: Sequence[PrefillQueue], now: float) -> list[int]:
-        """Put what has come since the queues' reports where it would go. The places in `queues` of those that have
-        changed."""
+        """Adds the work that others have placed since the queues' reports where it would go. Returns the indices of the
+        queues that have changed."""
         self._fade(now)
         self._seconds = min(self._seconds, MAX_RATE * FADE_S * len(queues))
         self._due = now + max(PERIOD_S, PER_QUEUE_S * len(queues))
@@ -65,7 +65,7 @@ class OtherConductors:
 
 
 def water(heights: Iterable[float], volume: float) -> float:
-    """Up to which level `volume` fills vessels that are so high inside, all of width 1."""
+    """Returns the level up to which `volume` fills vessels of width 1 whose floors are at these heights."""
     sum_s, level = 0.0, 0.0
     for count, height in enumerate(sorted(heights)):
         if count and (volume + sum_s) / count <= height:

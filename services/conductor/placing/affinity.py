@@ -27,7 +27,7 @@ MAX_SESSIONS, MAX_ORIGINS, MAX_PLACES = 65_536, 8_192, 4
 
 
 class Affinity:
-    """Remembers where sessions and origins went lately; the least recently used are forgotten first."""
+    """Remembers where sessions and origins were placed lately; the least recently used are forgotten first."""
 
     def __init__(self, settings: AffinitySettings) -> None:
         self._settings = settings
@@ -36,11 +36,11 @@ class Affinity:
         self._origins: OrderedDict[Hashable, OrderedDict[str, float]] = OrderedDict()
 
     def __len__(self) -> int:
-        """Sessions and origins that are remembered."""
+        """Returns how many sessions and origins are remembered."""
         return len(self._sessions) + len(self._origins)
 
     def near(self, request: Schedule, now: float) -> Nearness:
-        """What its score is made of besides."""
+        """Returns the affinity terms of the request's score."""
         most = self._settings
         last = self._sessions.get(_session(request)) if most.session_s > 0 and request.session else None
         places = self._origins.get(_origin(request)) if most.origin_s > 0 and request.origin else None
@@ -57,7 +57,7 @@ class Affinity:
         return Nearness(prefill, decode, together)
 
     def placed(self, request: Schedule, choice: PlacementChoice, now: float) -> None:
-        """It went there."""
+        """Notes where a request was placed."""
         prefill, decode = choice.prefill.instance.ref.instance_id, choice.decode.instance.ref.instance_id
         if request.session and self._settings.session_s > 0:
             self._sessions[_session(request)] = prefill, decode, now

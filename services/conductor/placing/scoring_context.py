@@ -13,7 +13,7 @@ from kvmesh.services.conductor.placing.nearness import NOWHERE, Nearness
 
 @dataclass(slots=True)
 class ScoringContext:
-    """Of one request; seconds."""
+    """What one request is weighed by besides the instances. Times are in seconds."""
 
     ttft_slo_s: float
     tbt_slo_s: float

@@ -31,7 +31,7 @@ Crowd = float | tuple[float, ...]
 
 
 def as_good(best_s: float) -> float:
-    """Up to where a score is as good as the best one."""
+    """Returns the greatest score that counts as equal to `best_s`."""
     return best_s + min(TIE_CAP_S, max(TIE_FLOOR_S, TIE_SHARE * best_s))
 
 
@@ -42,8 +42,9 @@ def pick(
     rng: random.Random,
     floor: float = float("inf"),
 ) -> C:
-    """The least score, in seconds (whole numbers of anything else tie only when they are equal); of those that are as
-    good the least crowd, then chance. `floor`: no one else's score is below it."""
+    """Returns the choice with the least score, in seconds; among scores as good as that, the one with the least crowd,
+    then one by chance. (In another unit, whole numbers tie only when they are equal.) `floor` is a lower limit of the
+    scores of candidates that are not listed."""
     scores = list(map(score, choices))
     near = as_good(min(floor, *scores))
     tied = [c for c, found in zip(choices, scores, strict=True) if found <= near]
@@ -55,7 +56,7 @@ def pick(
 
 
 class TieCandidate(NamedTuple):
-    """One candidate of a few, as `even_out` looks at it. Seconds, but for `wait`."""
+    """One of a few candidates, as `even_out` sees it. All but `wait` are in seconds."""
 
     score_s: float
     wait: float  # its queue, or its rows
@@ -64,8 +65,9 @@ class TieCandidate(NamedTuple):
 
 
 def even_out(candidates: Sequence[TieCandidate]) -> list[float]:
-    """What each is handicapped by, in seconds: the best one, and who would be best then, by what it is better than
-    another one that waits no longer, if that is little and what it was given more outweighs it."""
+    """Returns each candidate's handicap in seconds. The best candidate is handicapped by its advantage over another one
+    that waits no longer, if the advantage is small and the best one was given more work lately; so is the candidate
+    that is best then, and so on."""
     handicaps = [0.0] * len(candidates)
     for _ in range(len(candidates) - 1):
         at = min(range(len(candidates)), key=lambda i: candidates[i].score_s + handicaps[i])
@@ -85,7 +87,7 @@ def even_out(candidates: Sequence[TieCandidate]) -> list[float]:
 
 
 class ComparedNumbers(NamedTuple):
-    """What a choice went by, in the order of its candidates."""
+    """The numbers that decided a choice, in the order of its candidates."""
 
     scores: list[float]  # seconds
     crowds: list[Crowd | None]  # None: it was not asked for, since it decides between scores that are as good alone
@@ -95,8 +97,8 @@ class ComparedNumbers(NamedTuple):
 
 @dataclass(slots=True)
 class Comparison(Generic[C]):
-    """A choice that was made. Scores are those of the candidates as they were weighed, so they are made again when
-    somebody asks; crowds change with the placement itself, so they are kept."""
+    """A choice that was made. Scores are computed again when asked for, since candidates do not change; crowds are
+    kept, since they change with the placement itself."""
 
     choices: Sequence[C]
     chosen: C
@@ -105,7 +107,7 @@ class Comparison(Generic[C]):
     _floor: float
 
     def numbers(self) -> ComparedNumbers:
-        """What decided."""
+        """Returns the numbers that decided."""
         scores, at, known = list(map(self._score, self.choices)), 0, self._crowds
         while self.choices[at] is not self.chosen:
             at += 1
@@ -120,8 +122,8 @@ def compare(
     rng: random.Random,
     floor: float = float("inf"),
 ) -> Comparison[C]:
-    """Picks one of `choices` as `pick` does, draws as much chance, and keeps what decided, so that `explain` tells the
-    very numbers."""
+    """Picks one of `choices` as `pick` does, with the same random draws, and keeps what decided, so that `explain`
+    shows exactly these numbers."""
     crowds: dict[int, Crowd] = {}
 
     def crowd_of(choice: C) -> Crowd:
