@@ -1,4 +1,4 @@
-"""What the conductor can be told."""
+"""The conductor's settings."""
 
 from __future__ import annotations
 

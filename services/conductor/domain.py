@@ -1,4 +1,4 @@
-"""What the conductor's brain hears and answers. Times in seconds, sizes in tokens, blocks or bytes."""
+"""The events, actions and values of the conductor's brain. Times are in seconds, sizes in tokens, blocks or bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The conductor as a service: wiring, the clock, and the end."""
+"""The conductor as a service: how its parts are connected, its clock, and its shutdown."""
 
 from __future__ import annotations
 

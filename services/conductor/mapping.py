@@ -1,6 +1,5 @@
-"""Protos to the conductor's domain, and back. Fields that have one name and one meaning on both sides are copied by
-name; what is said here field by field is checked, converted, or has another name.
-"""
+"""Conversion of protos to the conductor's domain, and back. Fields with one name and one meaning on both sides are
+copied by name; only fields that are checked, converted or named differently are listed here."""
 
 from __future__ import annotations
 

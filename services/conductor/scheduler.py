@@ -1,6 +1,5 @@
-"""One request from its arrival to its answer: `Scheduling.schedule` is the decision, step by step. Every question is
-answered by a part of its own (admission, policies, placing, threshold, affinity); this file says in which order. Pure.
-"""
+"""One request from its arrival to its answer: `Scheduling.schedule` is the decision, step by step. Each question has a
+part of its own that answers it (admission, policies, placing, threshold, affinity); this file gives the order. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conductor over gRPC: protos to the brain and back. Decides nothing."""
+"""The Conductor service over gRPC: it converts protos for the brain, and back. Nothing is decided here."""
 
 from __future__ import annotations
 

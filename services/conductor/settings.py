@@ -1,4 +1,5 @@
-"""Numbers the brain decides with. Each part of it keeps its own in its own file; a simulation sets the same ones."""
+"""The settings of the brain. Constants of a single part are in that part's file; a simulation uses the same
+settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What GetStatus tells. Times in seconds."""
+"""What GetStatus shows. Times are in seconds."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Among whom a request was weighed, and what one more such request would take of them: what admission needs to know
-when it refuses. Pure."""
+"""The instances among which a request was weighed, and what one more such request would take of them: what admission
+needs to know for a refusal. Pure."""
 
 from __future__ import annotations
 

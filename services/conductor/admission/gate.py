@@ -1,11 +1,12 @@
-"""Whether a request is taken at all, and what it is held to. Pure: time comes in as an argument.
+"""Admission: whether a request is taken, and which SLO it is held to. Pure: time is an argument.
 
-Before instances are weighed a request gets its SLO and its judge (judge.py); the weighing itself refuses what no
-instance can serve in time, before any prefill is paid for. What it chose is confirmed here: decode is judged again now
-that the first token's time is known, less urgent requests leave some room to others, and the batch lane takes what is
-idle (lanes.py). A request that goes on after its instance was lost was admitted then: nothing refuses it here.
+Before instances are weighed, a request gets its SLO and its judge (judge.py). Weighing itself refuses what no instance
+can serve in time, before any prefill is paid for. This module then confirms the choice: decode is judged again, now
+that the time of the first token is known; less urgent requests leave some room to others; and the batch lane takes only
+what is idle (lanes.py). A request that goes on after its instance was lost has been admitted before and is not refused
+here.
 
-The load of a pool is the paper's: the greatest predicted TTFT / SLO at prefill, TBT / SLO at decode.
+The load of a pool is defined as in the paper: the greatest predicted TTFT / SLO at prefill, TBT / SLO at decode.
 """
 
 from __future__ import annotations

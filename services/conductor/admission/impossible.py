@@ -1,9 +1,9 @@
-"""Requests whose SLO even an idle mesh could not meet: refused for that, not for load, with the least that it could
-meet. Waiting would not help them, nor would more instances of the same kind. Pure.
+"""Requests whose SLO even an idle mesh could not meet. They are refused for that reason and not for load, and are told
+the least that can be met. Waiting would not help them, nor would more instances of the same kind. Pure.
 
-Only measured figures say so (`Refuse.least_s`): a prior may be far slower than what is real. And it must be certain: by
-the best that was known of instances in the last minutes, by more than a little, and while no instance that gets no work
-now might do better. What is not certain is refused as for load.
+Only measured figures count (`Refuse.least_s`), because a prior may be far too slow. And the SLO must certainly be too
+short: by more than a little, compared with the best that instances showed in the last minutes, and while no instance
+that gets no work now might do better. An uncertain case is refused as for load.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""By which load of decode a request is judged, in each mode of admission. Pure: instances are only read here.
+"""Which load of a decode instance a request is judged by, in each mode of admission. Pure: instances are only read
+here.
 
     OFF, BASELINE   none: decode itself may refuse, once the KV is there
-    EARLY           the rows that run when the request arrives, and itself
-    PREDICTED       all rows that will be there from its own first token to its last: those that run and will not have
+    EARLY           the rows that run when the request arrives, and the request
+    PREDICTED       all rows that will be there between its first token and its last: those that run and will not have
                     left, those that are on their way and will have come (FAST'25, early rejection based on prediction,
-                    for each instance instead of the whole pool, and for the request's whole stay)
+                    here for each instance instead of the whole pool, and for the request's whole stay)
 
-The bound is the request's own TBT SLO; where that is laxer than what those have who are there already, theirs, but
-none tighter than their model's default: nobody may keep an instance for himself.
+The bound is the request's own TBT SLO. If rows that are already there have a tighter SLO, theirs is the bound, but
+never one tighter than their model's default: no request can keep an instance for itself.
 
-Rows of the batch lane yield: a request of the interactive lane is judged as if there were none.
+Rows of the batch lane yield: an interactive request is judged as if there were none.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Which prefixes are used much: a table of fixed size over chain ends. Pure.
+"""Which prefixes are used most: a table of fixed size over the ends of chains. Pure.
 
-Space-saving (Metwally et al. 2005) over decayed counts (forward decay, Cormode et al. 2009): a use at time t weighs
-2^((t - landmark) / half-life), so no count need be touched as time passes. A newcomer to a full table takes the place
-of the least one and inherits its count as *error*: what is left without the error was surely used.
+It is space-saving (Metwally et al. 2005) over decayed counts (forward decay, Cormode et al. 2009): a use at time t
+weighs 2^((t - landmark) / half-life), so no count need be changed as time passes. A new key in a full table replaces
+the key with the least count and inherits that count as *error*; count minus error is certainly real.
 
-A key of a chain says all before it, so one key stands for a prefix. Of each prompt a few are counted: those at depths
-that are powers of two, and those where its holders change (where a system prompt ends and a conversation begins).
+A key stands for its whole prefix. Of each prompt a few depths are counted: powers of two, and those where the holders
+change (where a system prompt ends and a conversation begins).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Carries out what a leading conductor's brain orders elsewhere: copies of blocks, roles of instances. Decides nothing.
+"""Carries out the orders of a leading conductor's brain: copies of blocks, roles of instances. Nothing is decided here.
 
-A copy is pulled by its receiver (`NodeStore.Pull`, in the background class: after all that somebody waits for), a role
-is taken by the instance itself (`Instance.SetRole`). Every order ends within its deadline, and the brain hears how.
+The receiver pulls a copy (`NodeStore.Pull`, in the background class, after everything that somebody waits for). The
+instance itself takes a role (`Instance.SetRole`). Every order ends within its deadline, and the brain gets its outcome.
 """
 
 from __future__ import annotations

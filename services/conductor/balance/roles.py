@@ -1,15 +1,15 @@
-"""Which instance takes which role, so that neither pool is at its limit while the other idles. Pure.
+"""Which instance takes which role, so that neither pool is at its limit while the other is idle. Pure.
 
-The load of a model is that of its busier pool (demand.py); a move of one instance changes it by a rule that knows no
-noise. An order is given when
+The load of a model is that of its busier pool (demand.py). A move of one instance changes it by a rule without noise.
+An order is given when all of this holds:
 
-    the load is HIGH, and some number of moves would lower it by the share GAIN (large pools move one by one)
-    this move lowers it, and what it lowers in one dwell is worth more than draining the instance
-    nobody of the model is switching, the model's last switch is a share PAUSE of the dwell ago (a whole dwell where it
-    went the other way), and this instance's own a whole dwell
+- The load is above HIGH, and some number of moves would lower it by the share GAIN (large pools move one by one).
+- This move lowers it, and what is gained in one dwell is worth more than draining the instance.
+- No instance of the model is switching. The model's last switch was a share PAUSE of the dwell ago, or a whole dwell
+  where it went the other way. This instance's own last switch was a whole dwell ago.
 
-So under constant demand each order lowers the load, and none can undo another. The last instance of a role takes BOTH
-instead of leaving it; BOTH counts on either side and is specialised again by the same rule.
+So under constant demand each order lowers the load, and none can undo another. The last instance of a role takes the
+role BOTH instead of leaving it; BOTH counts in either pool and is specialised again by the same rule.
 """
 
 from __future__ import annotations

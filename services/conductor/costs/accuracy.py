@@ -1,9 +1,9 @@
-"""What predictions were worth: each is kept beside what happened, before the models learn of it. Pure.
+"""How good predictions were: each is compared with what happened, before the models learn from it. Pure.
 
-A group is what shares models and load: the instances of one model that do one half of the work, and apart from them the
-coupled ones. Of each kind and group the last WINDOW predictions of the last AGE_S seconds count: what a mesh was worth
-an hour ago says nothing of a machine that is slow now. Errors are relative to the prediction: an error of 1 is a time
-twice as long as predicted.
+A group is a set of instances that share models and load: those of one model that do one half of the work, and
+separately its coupled ones. For each kind and group the last WINDOW predictions of the last AGE_S seconds count,
+because older ones say nothing about a machine that is slow now. Errors are relative to the prediction: an error of 1
+means that it took twice as long as predicted.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Least squares for times that cannot be negative: what every cost model stands on. Pure.
+"""Least squares for times that cannot be negative, on which every cost model is built. Pure.
 
     t = a·n + b·x1 + c·x2 + d·max(0, x1 - knee)        a, b, c, d >= 0
 
-`n` is how often the constant was paid (1, but for work that took several steps). Without a knee d is 0. With one the
-time is continuous and bends upwards there: a floor that is paid whatever is done, then a slope. The fit minimises the
-relative error, with Huber weights so that an outlier pulls no harder than a bounded error. A prior gives the shape
-until there are samples, and stays in as faint pseudo-samples so that a window of equal sizes still extrapolates.
+`n` is how often the constant was paid: 1, except for work that took several steps. Without a knee d is 0. With one the
+time is continuous and bends upwards at the knee: a floor that is always paid, then a slope. The fit minimises the
+relative error, with Huber weights so that an outlier has a bounded influence. A prior gives the shape until there are
+samples, and stays as pseudo-samples of little weight, so that a window of equal sizes still extrapolates.
 """
 
 from __future__ import annotations

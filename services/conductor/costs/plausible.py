@@ -1,8 +1,10 @@
-"""Which measurements of a heartbeat can be: the others are none, whoever sends them. Pure.
+"""Which measurements in a heartbeat are plausible; the others are ignored, whoever sends them. Pure.
 
-Every member's samples reach what all are judged by (the models of its kind, the work of other conductors), so one that
-miscounts, or lies, must not move that without bound. What took longer than MAX_SAMPLE_S, or MAX_SEEN times as long, or
-as short, as on a good device of this kind teaches nothing; a minute may always be a pause."""
+Every member's samples affect all instances (through the models of its kind, and the estimate of other conductors'
+work), so a member that miscounts or lies must not change these without bound. A time above MAX_SAMPLE_S, or more than
+MAX_SEEN times longer or shorter than on a good device of this kind, teaches nothing. Times up to a minute are always
+plausible, since a process may pause.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators' words: which instances get no new work whatever they say of themselves. Pure."""
+"""Cordons: operators keep instances from new work, whatever the instances report. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the store master has said about who lives."""
+"""What the store master has reported about living members."""
 
 from __future__ import annotations
 

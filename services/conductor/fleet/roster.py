@@ -1,4 +1,4 @@
-"""The registered instances: who they are, which model they serve, whom a new life replaces."""
+"""The registered instances: their models, their KV identities, and which incarnation replaces which."""
 
 from __future__ import annotations
 

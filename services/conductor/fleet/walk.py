@@ -1,6 +1,5 @@
-"""Looks at everybody, some at a time: what one tick may look at grows with the time since the last one, so that a tick
-that comes often is short, and one that comes rarely (the simulator's) still sees all. Pure: time is an argument.
-"""
+"""Visits all instances, some at a time. How many one tick may visit grows with the time since the last tick: frequent
+ticks are short, and the simulator's rare ones still visit all. Pure: time is an argument."""
 
 from __future__ import annotations
 

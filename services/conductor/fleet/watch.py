@@ -1,4 +1,4 @@
-"""Follows the store master's stream of members and blocks and hands what it says to the brain."""
+"""Follows the store master's stream of members and blocks, and gives its events to the brain."""
 
 from __future__ import annotations
 

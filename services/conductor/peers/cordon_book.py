@@ -1,7 +1,8 @@
-"""Operators' words in Redis, where all conductors of a mesh read them and the next one finds them. A version says when
-to read again. Every call has a deadline; decides nothing.
+"""Cordons in Redis, where all conductors of a mesh read them and a later conductor finds them. A version number tells
+when to read again. Every call has a deadline; nothing is decided here.
 
-A Redis that has forgotten is told again by whoever knows the later version: an operator's word must not end by itself.
+A Redis that has lost its data is told again by the conductor that knows the latest version, because only an operator
+may end a cordon.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What a conductor has in common with others through Redis: which of them orders replication and roles, and operators'
-words that all of them mind. Without Redis it is alone, and leads."""
+"""What conductors share through Redis: which of them leads, and so orders replication and roles, and the cordons that
+all of them obey. Without Redis a conductor is alone, and leads."""
 
 from __future__ import annotations
 
@@ -87,10 +87,12 @@ class ConductorLeadership:
         return pb.Leadership(role="standby", term=self._leadership.term, leader=self._leadership.leader)
 
     async def cordon(self, event: Cordon, was: CordonState) -> None:
-        """Keep a word that the brain would take, have the brain hear it, and the store master if replicas are to move.
+        """Stores a cordon that the brain would accept, gives it to the brain and, if replicas are to move, tells the
+        store master.
 
-        Raises Overloaded; Unavailable: Redis, where there is one, has not answered and nothing has changed, or the
-        store master could not be told and all else has."""
+        Raises Overloaded. Raises Unavailable when Redis, if there is one, has not answered, and nothing has changed; or
+        when the store master could not be told, and everything else is done.
+        """
         if self._book is not None:
             await self._book.put(event)
         else:

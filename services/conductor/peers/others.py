@@ -1,10 +1,11 @@
-"""What other conductors place, as far as no report has told of it yet. Pure.
+"""An estimate of what other conductors have placed since the last reports. Pure.
 
-Conductors that do not hear of each other see the same queues between two heartbeats and choose alike: the shortest one
-gets from every one of them what would fill it once. So each expects the others' work where it would go. How much comes,
-reports tell: of the prompts that instances say they have computed some are not of our placing. Where it goes: like
-water, over the shortest queues up to one level. Queues below that level are then as good as one another, ties are
-broken by chance, and what all conductors place together fills them evenly.
+Conductors that do not exchange placements see the same queues between two heartbeats, and all choose the shortest one.
+So each conductor expects the others' work where it would go.
+
+How much: instances report the prompts that they have computed, and some of these were placed by other conductors.
+Where: it is spread over the shortest queues up to one level, as water would be. Queues below that level then count as
+equal, ties are broken by chance, and all conductors together fill them evenly.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""What nearness is worth: requests of one session where the last one went, requests of one origin together. Terms of
-the score, never a router of its own. Pure.
+"""What it is worth to place requests of one session where the last one went, and requests of one origin together.
+Affinity is a term of the score, not a router of its own. Pure.
 
     session   The instances of its last request hold more of it than the index knows: decode has its answer sealed or
-              about to be, prefill the prompt's tail that no announcement has told of yet.
+              about to be, and prefill the end of the prompt, which no announcement has reported yet.
     origin    Requests that share much of their prompts and run in one batch share reads of the KV (cascade attention),
               so they gather at one decode instance, among those where they went lately.
 
-Each is a number of seconds that being *elsewhere* costs a request (nearness.py): at most what `AffinitySettings` says,
-less as time goes by. An instance whose load costs more than that is left, so nothing piles up.
+Each term is what it costs a request, in seconds, *not* to be placed there (nearness.py). It is at most what
+`AffinitySettings` says, and falls with time. Where an instance's load costs more than that, requests go elsewhere, so
+they do not accumulate at one instance.
 """
 
 from __future__ import annotations

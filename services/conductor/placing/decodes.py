@@ -1,9 +1,9 @@
-"""What a request would cost at each decode instance, and how far decode reads what its own lower tiers have of a
-prompt. Pure: instances are only read here.
+"""What a request would cost at each decode instance, and how much of its prompt decode reads from its own lower tiers.
+Pure: instances are only read here.
 
-Reading begins when the request is placed, beside the queue and the computing at prefill, and its landing waits for it;
-what decode does not read, prefill pushes. Reading pays as far as it hides there, or while the wires are slower than the
-device.
+Reading begins when the request is placed, beside the queue and the computing at prefill, and the landing waits for it.
+What decode does not read, prefill pushes. Reading pays as far as it is hidden there, or while the network is slower
+than the device.
 """
 
 from __future__ import annotations

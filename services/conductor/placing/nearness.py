@@ -1,4 +1,5 @@
-"""What being far from a request's session and origin costs at each instance: terms of the score (see affinity.py)."""
+"""What it costs at each instance not to be near a request's session and origin: terms of the score (see
+affinity.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a choice is made by, besides the instances. Pure."""
+"""What one request's choice depends on, besides the instances. Pure."""
 
 from __future__ import annotations
 

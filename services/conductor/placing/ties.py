@@ -1,14 +1,15 @@
-"""When two scores are equal, and who gets the request then. Pure.
+"""When two scores count as equal, and which instance then gets the request. Pure.
 
-Equal instances have equal predictions (costs/equals.py), so scores differ by load and by what is cached, and ties are
-common: of two idle ones neither is better. Then whoever has fewer requests gets it; of those, who was given the least
-work lately. So equals share what comes, one request at a time as well as many at once, and chance decides only between
-those that are alike in every respect.
+Equal instances have equal predictions (costs/equals.py), so scores differ only by load and by what is cached, and ties
+are common: of two idle instances neither is better. Among equal scores the instance with the fewest requests gets it,
+then the one that was given the least work lately. So equal instances share all load evenly, and chance decides only
+between those that are alike in every respect.
 
-A prefix that many prompts begin with (a system prompt) would undo that: whoever computed it first is a little better
-for all of them, for ever, and the others stay cold. So one that is better only a little, and was given more work
-lately, is handicapped by what it is better (`even_out`): the request warms another one, once, and then they are alike.
-It costs a request at most as much again as it would take, and never a place in a longer queue.
+A prefix that many prompts begin with (a system prompt) would undo that: the instance that computed it first is a little
+better for all of them for ever, and the others never get it. So an instance that is only a little better, and was given
+more work lately, is handicapped by its advantage (`even_out`). The request then computes the prefix at another instance
+once, after which they are alike. This costs the request at most as much again as it would take, and never a longer
+queue.
 """
 
 from __future__ import annotations

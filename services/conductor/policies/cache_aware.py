@@ -1,4 +1,4 @@
-"""Weighing without a shared cache, for comparison. Pure."""
+"""Placement by cost without a shared cache, for comparison. Pure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Asks the policy that was chosen who gets a request, and predicts what comes of its answer. Pure, but for its log.
+"""Asks the configured policy where a request goes, and predicts what follows from its answer. Pure, except for its log.
 
-Every policy chooses among the same instances, those that may get the request, and leaves out those to avoid. What is
-predicted for two instances that it picked is what weighing them would predict, without fetching from others.
+Every policy chooses among the same instances: those that may get the request, without those to avoid. For two instances
+that it picked, the prediction is what weighing them would predict, without fetching from others.
 """
 
 from __future__ import annotations

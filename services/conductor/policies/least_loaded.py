@@ -1,4 +1,4 @@
-"""Load alone, for comparison. Pure."""
+"""Placement by load alone, for comparison. Pure."""
 
 from __future__ import annotations
 

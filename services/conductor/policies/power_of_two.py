@@ -1,4 +1,4 @@
-"""Load among two, for comparison. Pure."""
+"""Placement by load among two instances, for comparison. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chance alone, for comparison. Pure."""
+"""Placement by chance, for comparison. Pure."""
 
 from __future__ import annotations
 

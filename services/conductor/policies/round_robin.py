@@ -1,4 +1,4 @@
-"""Turns, for comparison. Pure."""
+"""Placement in turns, for comparison. Pure."""
 
 from __future__ import annotations
 

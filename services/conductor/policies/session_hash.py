@@ -1,6 +1,5 @@
-"""Sessions, for comparison: consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam: SODA 2018). A key
-goes to the first name on the ring behind it that has not more than its share. Pure.
-"""
+"""Placement by session, for comparison: consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam: SODA
+2018). A key goes to the first name behind it on the ring that has at most its share of requests. Pure."""
 
 from __future__ import annotations
 

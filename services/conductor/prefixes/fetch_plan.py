@@ -1,4 +1,4 @@
-"""Which node stores blocks are fetched from, and out of which tier of them; what names them in a placement. Pure."""
+"""From which node stores, and which tiers of them, blocks are fetched; and how a placement describes that. Pure."""
 
 from __future__ import annotations
 

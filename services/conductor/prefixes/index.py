@@ -1,4 +1,5 @@
-"""The prefix index: what node stores have announced, and what placements will bring; both by an instance's life."""
+"""The prefix index: what node stores have announced, and what placements will bring, both by an instance's
+incarnation."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
-"""Blocks that are not announced yet, but will be at an instance: told by the conductor's own placements.
+"""Blocks that are not announced yet, but will be at an instance, as the conductor's own placements tell. Pure.
 
-A block counts from its placement on (the request before in the queue will have computed or fetched it), is confirmed
-by the worker's report and withdrawn when the request ended without one. It leaves when the node store announces it, or
-a bounded time after it was confirmed: a full store seals nothing. Each instance's share is an LRU list no longer than
-its device pool.
+A block counts from its placement on, because the request before it in the queue will have computed or fetched it. The
+worker's report confirms it; the end of a request without a report withdraws it. It is removed when the node store
+announces it, or a bounded time after it was confirmed, since a full store seals nothing. Each instance's part is an LRU
+list no longer than its device pool.
 
-Of a long prompt only some blocks are noted, its *marks*: the first 32, every 8th up to the 256th, every 32nd from there
-on, and the last one. A block's key names all before it, so who will have a mark will have what lies between it and the
-mark before. What is promised up to between two marks is rounded down to the first of them; announced blocks are exact.
+Of a long prompt only some blocks are stored, its *marks*: the first 32, every 8th up to the 256th, every 32nd from
+there on, and the last one. A block's key stands for all before it, so an instance that will have a mark will also have
+the blocks between that mark and the one before. A promise that ends between two marks is rounded down to the first of
+them; announced blocks are exact.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""How long lower tiers take to read, node by node: by their own word or, where a node has none (pool nodes do not
-report to conductors), by the pulls that waited for it. Pure."""
+"""How long lower tiers take to read, by node: by the node's own report, or by the pulls that waited for it where there
+is no report (pool nodes do not report to conductors). Pure."""
 
 from __future__ import annotations
 

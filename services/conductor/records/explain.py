@@ -1,6 +1,5 @@
-"""Why recent requests went where they went. Recording keeps the numbers that decided, as the choice itself had them
-(ties.py); words are made of them when somebody asks. No verdict is found anew from other numbers.
-"""
+"""Why recent requests were placed where they were. The numbers that decided are recorded as the choice itself had them
+(ties.py), and are put into words when somebody asks. No verdict is computed again from other numbers."""
 
 from __future__ import annotations
 
