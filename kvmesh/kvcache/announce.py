@@ -15,7 +15,7 @@ from typing import Protocol
 
 from kvmesh.kvcache.store_stats import Changes
 
-MAX_KEYS = 65_536  # in one announcement, whoever makes it: 1 MiB
+MAX_KEYS = 65_536  # in one announcement: 1 MiB
 BATCH_KEYS = 8_192  # what we put into one: some milliseconds of everybody's event loop
 
 

@@ -98,7 +98,7 @@ class BlockMap:
         self._retired: deque[StoreContent] = deque()
         self._gathering: dict[str, StoreContent] = {}
         self._shortening: dict[str, _Shortening] = {}
-        self.moved: dict[str, None] | None = None  # stores whose slots have changed: for whoever puts a dict here
+        self.moved: dict[str, None] | None = None  # stores whose slots have changed; None: the owner does not need them
 
     def __len__(self) -> int:
         """Returns the number of distinct keys. While `sweep` has work left it is an upper bound."""

@@ -37,7 +37,7 @@ class KeyKind(enum.IntEnum):
     """What a key promises. It is part of the root, so keys of two kinds never coincide."""
 
     PREFIX = 1  # these tokens after exactly those before them
-    POSITION_FREE = 2  # these tokens wherever they stand (CacheBlend); nobody makes such keys yet
+    POSITION_FREE = 2  # these tokens at any position (CacheBlend); no code makes such keys yet
 
 
 def tenant_tag(tenant: str) -> bytes:

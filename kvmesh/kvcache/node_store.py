@@ -76,7 +76,7 @@ class NodeStore:
         self._trimming = False  # the high watermark was passed, and `trim` has not come down to the low one yet
         self._sealed: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}  # sealed extents
-        self._tombs: set[int] = set()  # extents of removed blocks that somebody still holds or leases
+        self._tombs: set[int] = set()  # extents of removed blocks that are still held or leased
         self._order: EvictionOrder[bytes] = make_order(eviction, block_tokens)
         self._pins = PinBook(pinned_percent)
         self._coverage = Coverage()  # extents under lease or hard pin

@@ -24,7 +24,7 @@ class _Block:
         self.page = page
         self.parent = parent
         self.children = 0
-        self.held = False  # somebody besides the cache holds the page
+        self.held = False  # the page has a holder besides the cache
         self.pins = 0  # (1 if held) + children with pins; 0 = idle
 
 

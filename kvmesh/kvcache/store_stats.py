@@ -31,7 +31,7 @@ class StoreStats:
     leased_blocks: int  # in all leases given
     soft_pinned: int = 0
     hard_pinned: int = 0
-    tombstones: int = 0  # blocks found no more whose extents somebody still reads
+    tombstones: int = 0  # removed blocks whose extents are still being read
     sealed_bytes: int = 0
 
 

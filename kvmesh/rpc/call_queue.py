@@ -52,7 +52,7 @@ class CallQueue:
         self._waiting: deque[QueuedCall] = deque()
         self._spent_s = 0.0  # on calls, in this turn of the loop
         self._armed = False
-        self._refused = False  # somebody, since the last call ended
+        self._refused = False  # a caller was refused since the last call ended
         self._returning = ReturnTimes()
         self._turn_at = -1.0  # when this turn of the loop began
         self.turned_at = -1.0  # while it is busy: when the one before it began. What is read now came after that
@@ -153,7 +153,7 @@ class ReturnTimes:
         self.interval_s = FIRST_GUESS_S  # between two calls that end while there is no room
         self._known = False
         self._ended_at: float | None = None  # the last one that ended while there was no room
-        self._last_at = 0.0  # the latest time that somebody was told
+        self._last_at = 0.0  # the latest time given to a caller
 
     def ended(self, now: float, *, full: bool) -> None:
         """Notes that a call has left. `full` says that a caller was refused since the call before. Only then does the

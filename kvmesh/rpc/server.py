@@ -114,7 +114,7 @@ def _options(limits: CallLimits, *, public: bool) -> list[tuple[str, int]]:
         ("grpc.max_concurrent_streams", limits.streams),
         ("grpc.max_allowed_incoming_connections", limits.connections),
         # Calls that have come and that the event loop has not seen yet. From 1,000 on gRPC ends some of them, by
-        # default and at random, with a CANCELLED that tells nobody why.
+        # default and at random, with a CANCELLED without a reason.
         ("grpc.server.max_pending_requests", limits.calls),
         ("grpc.server.max_pending_requests_hard_limit", limits.calls),
         # And those that it has not seen for 30 s, likewise: a busy loop is slow, callers have deadlines of their own.

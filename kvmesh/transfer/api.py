@@ -39,7 +39,7 @@ class TrafficClass(enum.IntEnum):
     """What a transfer is for. Lower values go first; each of the others has a small guaranteed share, so that none
     starves."""
 
-    HANDOFF = 0  # somebody waits for it
+    HANDOFF = 0  # a request waits for it
     PREFETCH = 1  # a prefix that a queued request will want
     BACKGROUND = 2  # replication, offload
 

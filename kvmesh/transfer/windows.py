@@ -30,7 +30,7 @@ from kvmesh.errors import TransferError
 
 MAX_UNINVITED = 4096
 MAX_NOTIFICATIONS = 65536  # of one window
-MAX_FENCED = 65536  # epochs that are remembered, so that nobody opens them again
+MAX_FENCED = 65536  # fenced epochs that are remembered, so that they are not opened again
 
 HomeT = TypeVar("HomeT")
 

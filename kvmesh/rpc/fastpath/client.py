@@ -83,7 +83,7 @@ class FastChannel(asyncio.Protocol):
         except asyncio.CancelledError:
             self._drop(call)
             if answer.done() and not answer.cancelled():
-                answer.exception()  # it came too late: nobody hears it
+                answer.exception()  # it came too late for its caller
             raise
 
     def close(self, why: str = "the door was closed here") -> None:

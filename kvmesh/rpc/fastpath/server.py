@@ -31,7 +31,7 @@ from kvmesh.rpc.server import check_port
 
 log = logging.getLogger(__name__)
 
-MAX_STRANGERS = 64  # connections that have not greeted yet; whoever takes longer than so many others makes room
+MAX_STRANGERS = 64  # connections that have not greeted yet; the oldest is ended when there are more
 DESCRIPTOR_SHARE = 4  # connections take at most one of so many descriptors of this process
 MAX_CALLS = 1024  # under way on one connection
 GREETING_S = 5.0
@@ -96,7 +96,7 @@ class FastServer:
         self.on_call: Callable[[bytes], object] | None = None  # hears the name of each method that is called
         self.tasks: set[asyncio.Task[None]] = set()  # of calls that wait for something
         self._listening: list[asyncio.AbstractServer] = []
-        # Who has greeted, by when it was last heard, and who has not, by when it came; the oldest first.
+        # Connections that have greeted, by the time of their last bytes; others by arrival. The oldest is first.
         self._accepted: OrderedDict[_Accepted, None] = OrderedDict()
         self._strangers: OrderedDict[_Accepted, None] = OrderedDict()
         self._unfinished: dict[_Accepted, None] = {}  # whose frame is not complete, the oldest frame first

@@ -109,7 +109,7 @@ def open_store(url: str, timeout_s: float = 10.0, connect_s: float = 2.0, retrie
             client_options={
                 "timeout": limit,
                 "connect_timeout": timedelta(seconds=connect_s),
-                # The library reads this variable only where it is told of no options at all.
+                # The library reads this variable only when it gets no options at all.
                 "allow_http": os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"),
             },
             retry_config={"max_retries": retries, "retry_timeout": limit},

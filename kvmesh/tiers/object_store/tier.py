@@ -515,5 +515,5 @@ class Demotion:
                 self.dropped += 1
             self._removed.discard(key)
         tier = self._tier()
-        if stored or tier is None or not tier.doubtful(key):  # of a doubtful one nobody may forget that it may be there
+        if stored or tier is None or not tier.doubtful(key):  # a doubtful object may be there, so its key is kept
             self._moving(key, True)

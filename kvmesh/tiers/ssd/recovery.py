@@ -47,7 +47,7 @@ class RecoveryReport:
 
     blocks: int = 0
     buckets: int = 0
-    footers: int = 0  # buckets that told by their footer
+    footers: int = 0  # buckets that were read by their footer
     walked: int = 0  # buckets without a (valid) one, read from header to header
     records: int = 0  # entries of footers, headers walked over
     verified: int = 0  # payloads read and right

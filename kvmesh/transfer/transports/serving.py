@@ -22,7 +22,7 @@ from kvmesh.transfer.transports.wire import WIRE_VERSION, Gone, Hello, ProtocolB
 
 log = logging.getLogger(__name__)
 
-MAX_STRANGERS = 512  # a greeting takes a millisecond; whoever takes longer than 512 others makes room
+MAX_STRANGERS = 512  # a greeting takes a millisecond; a connection slower than 512 later ones is ended
 
 
 class Accepted(ABC):

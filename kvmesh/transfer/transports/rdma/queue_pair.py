@@ -59,7 +59,7 @@ class QueuePair:
         self._chains: dict[int, tuple[int, object]] = {}
         self._base = self._tag << TAG_SHIFT
         self._seq = 0
-        self._posted = 0  # by whoever posts
+        self._posted = 0  # written by the thread that posts
         self._ended = 0  # by the NIC's thread
         self._rows = np.zeros(depth, verbs.WORK_ROW)
         at = self._at = self._rows.ctypes.data

@@ -55,7 +55,7 @@ class Wiring(ABC):
         self._releasing: dict[int, int] = {}  # epoch → admission: given back as soon as all of it is flushed
         self._unclean = False  # something waits for a flush
         self._seqs = count(1)
-        self._generation = 0  # the target's, as it told last
+        self._generation = 0  # the target's, by its last message
         self._landed: dict[int, int] = {}
         self._told_at = 0.0
         self._telling = False

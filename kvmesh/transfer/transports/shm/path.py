@@ -85,7 +85,7 @@ class ShmPath:
         self._stranded: list[Frame] = []
         self._supersedes: tuple[int, ...] = ()
         self._met_at = ""  # where the target listened
-        self._gone = False  # nobody listens there any more
+        self._gone = False  # the peer does not listen there any more
         self._owner: threading.Thread | None = None
         self._answers: ShmAnswers | None = None  # while connected
 
