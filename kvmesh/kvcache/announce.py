@@ -1,4 +1,4 @@
-"""How a node store's contents become known: numbered batches of changes, and snapshots.
+"""How other processes learn what a node store holds: numbered batches of changes, and snapshots.
 
 Let state(n) of one incarnation be the sealed keys after batch n; state(0) is empty. A batch n leads from state(n-1) to
 state(n); a snapshot n *is* state(n), and takes a number of its own, so that no two states ever share one. Whoever

@@ -1,4 +1,4 @@
-"""Which node store holds which block: a bitset of store slots for every key. Kept by master and conductor alike.
+"""Which node store holds which block: a bitset of store slots for every key. Master and conductor both keep one.
 
 For every store the map shows state(seq) of one incarnation (see `announce`): batches are taken in order, snapshots when
 they are newer, anything else is refused with a verdict. So lost, repeated and reordered announcements leave it behind,

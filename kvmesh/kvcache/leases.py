@@ -1,4 +1,4 @@
-"""Leases on blocks: which extents may still be read, and until when. Bookkeeping; `NodeStore` holds the references.
+"""Leases on blocks: which extents may still be read, and until when. `NodeStore` holds the references.
 
 Ids are never used again within one life of the node, and those of two lives (two seeds) do not meet but by a chance of
 about one in 2^40: a reader who renews after its holder restarted must not meet somebody else's lease.

@@ -1,4 +1,4 @@
-"""The node store: what lies in one instance's host segment, and who may still touch it.
+"""The node store: which blocks lie in one instance's host segment, and who may still read or write them.
 
     allocate ──▶ raw extent ──────── adopt ───────┐
                                                   ▼       hold, lease        release, unlease, expire

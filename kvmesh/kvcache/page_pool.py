@@ -1,4 +1,4 @@
-"""Pages of one pool, counted by holders.
+"""A pool of pages with reference counts.
 
 A *page* is a block's slot; the pool knows only numbers 0..total-1. Whoever uses a page holds a reference;
 a page is free when nobody does. Pure Python, no locks: one owner (an instance's brain) on one thread.

@@ -1,4 +1,4 @@
-"""A table in shared memory that says where sealed blocks lie: one process writes it, others read it, nobody waits.
+"""A table in shared memory that says where sealed blocks lie: one process writes it, others read it without locks.
 
     header   magic, buckets, ended, beat
     bucket   │ entry │ entry │ ... 8 of them        entry: version, key, offset, nbytes (0: empty)

@@ -1,4 +1,4 @@
-"""Where prefix blocks lie that somebody wants to fetch: the brains' words for pulls. Pure data."""
+"""Where prefix blocks can be fetched from, and the pulls that brains order. Pure data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node store tells about itself: counts, whose its extents are, and why it has no room."""
+"""What a node store reports of itself: counts, how its extents are used, and why it has no room."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shell around a LeaderMachine: it asks Redis, and calls those who begin and end with a leadership."""
+"""The shell around a LeaderMachine: it asks Redis, and calls back when a leadership begins or ends."""
 
 from __future__ import annotations
 

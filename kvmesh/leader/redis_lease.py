@@ -1,4 +1,4 @@
-"""The lease of the leader in Redis. Every call has a deadline; decides nothing."""
+"""The lease of the leader in Redis. Every call has a deadline; nothing is decided here."""
 
 from __future__ import annotations
 

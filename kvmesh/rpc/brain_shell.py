@@ -1,4 +1,4 @@
-"""The shell around a pure machine: events go in one after another, actions are carried out, a timer brings the time.
+"""The shell around a pure machine: it feeds events one after another, carries actions out, and has a timer.
 
 A machine is two functions: `step(event, now_ns) -> actions`, and `next_due() -> now_ns`, when it wants a Tick at the
 latest. Times are CLOCK_MONOTONIC nanoseconds.

@@ -1,4 +1,4 @@
-"""Calls that take long, one after another in short slices of the event loop: what is more urgent is read between them.
+"""A queue that runs long calls in short slices of the event loop, so that more urgent messages are read between them.
 
 An event loop reads a socket and carries out all that was read before it looks at the next socket. A thousand calls that
 came at once would therefore be carried out before a heartbeat that came with them is seen. Here at most SLICE_S of them

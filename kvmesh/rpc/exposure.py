@@ -1,4 +1,4 @@
-"""What strangers reach of a service in plaintext or without a key: one line for its log, and what to set. Pure."""
+"""Which listeners of a service strangers can reach in plaintext or without a key: one line for the log. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who leads, whom to call next, and by which path.
+"""Calls to a service of which one process leads: which address to call next, and by which path.
 
 A mesh has several store masters, of which one leads, and several conductors. `LeaderTracker` is the pure book-keeping
 over their addresses; `ServiceClient` calls one address over gRPC, or over the fast path what is called often;

@@ -1,4 +1,4 @@
-"""One service process: an event loop, signals that stop it, and a death that follows its parent's."""
+"""One service process: an event loop, signals that stop it, and an end together with its parent."""
 
 from __future__ import annotations
 

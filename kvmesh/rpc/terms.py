@@ -1,4 +1,4 @@
-"""Terms of leaders: which of them are credible, and which one this process goes by.
+"""Terms of leaders: which of them are credible, and which one this process follows.
 
 A term numbers one leader: the next one has a higher number, and what is said or ordered under a lower one is void. A
 mesh's terms begin at the seconds of a wall clock (so that a new life of it begins above the last one) and grow by one

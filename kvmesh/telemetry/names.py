@@ -1,4 +1,4 @@
-"""Every span, attribute and metric name, once.
+"""The names of all spans, attributes and metrics.
 
 The spans of one request:
 

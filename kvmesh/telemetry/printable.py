@@ -1,4 +1,4 @@
-"""Text of others, safe to print: in a log, where a line is an event, and on a terminal, which obeys some characters."""
+"""Makes foreign text safe for a log, where a line is an event, and for a terminal, which obeys some characters."""
 
 from __future__ import annotations
 

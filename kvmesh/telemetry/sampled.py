@@ -1,4 +1,4 @@
-"""Metrics that other processes count: each source tells its totals now and then, scrapes show the last ones told."""
+"""Metrics that other processes count: each source reports its totals at times, and scrapes show the last ones."""
 
 from __future__ import annotations
 

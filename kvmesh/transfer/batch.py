@@ -1,4 +1,4 @@
-"""Requests and what became of them.
+"""The requests of a batch, and their states.
 
     Batch: the caller's handle. One slot per request, as plain lists: no object per request, none per slice.
     RequestGroup: requests of one submit that share (segment, opcode, epoch, memory); it is cut into frames.

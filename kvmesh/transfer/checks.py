@@ -1,4 +1,4 @@
-"""What callers hand in, checked: one TransferError that names the field and the value."""
+"""Checks of what callers pass in: each raises a TransferError that names the field and the value."""
 
 from __future__ import annotations
 

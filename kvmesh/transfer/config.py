@@ -1,4 +1,4 @@
-"""What a transfer engine can be told."""
+"""The settings of a transfer engine."""
 
 from __future__ import annotations
 

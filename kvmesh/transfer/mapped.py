@@ -1,4 +1,4 @@
-"""READs of what is mapped already, without a transfer: no batch, no frame, one copy.
+"""READs of peers' memory that is mapped here already: one copy, without a batch or a frame.
 
 Only over shm, where the peer's region is mapped read-only and its owner is connected. Whoever gets False or None reads
 with a batch, which connects, maps, and survives what goes wrong.

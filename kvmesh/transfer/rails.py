@@ -1,4 +1,4 @@
-"""Which rail a frame takes: what each is worth, which rest, and when a resting one is tried again. Pure: `now` (any
+"""Which rail a frame takes: how fast each is, which are at rest, and when these are tried again. Pure: `now` (any
 monotonic seconds) is an argument, the sender's lock is held around every call.
 
     READY ──3 losses in 10 s, or "down"──▶ RESTING ──rest over──▶ PROBED: one small frame at a time

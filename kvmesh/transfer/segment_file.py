@@ -1,4 +1,4 @@
-"""Memory in a named file of a memory file system, which the next life of its process finds again.
+"""Memory in a named file of a memory file system, which the next incarnation of its process finds again.
 
     owner: open ─▶ flock ─▶ reserve ─▶ mmap(read, write) ─▶ mode 0400 ─▶ reopen O_RDONLY
     peer:  fd over SCM_RIGHTS ─▶ check: of this user, read-only ─▶ mmap(read)

@@ -1,4 +1,4 @@
-"""Who may post next. Pure: no clock, no lock (the sender's is held around every call).
+"""The order in which flows post. Pure: no clock, no lock (the sender's is held around every call).
 
     flow = what waits for one peer in one traffic class
 

@@ -1,4 +1,4 @@
-"""Which NICs a memory location prefers, and which are there for when those fail.
+"""Which NICs a memory location prefers, and which are used when those fail.
 
     {"cpu:0":  (("mlx5_0", "mlx5_1"), ("mlx5_2", "mlx5_3")),
      "cuda:3": (("mlx5_3",),          ("mlx5_2", "mlx5_0", "mlx5_1"))}

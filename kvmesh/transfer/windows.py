@@ -1,4 +1,4 @@
-"""Who may write where, now: the target's side of the fence.
+"""The windows of a segment: which peer may write where now. It is the target's side of the fence.
 
     open(peer, epoch, ranges)                      fence(peer, epoch)
           │                                              │ no new slice is admitted

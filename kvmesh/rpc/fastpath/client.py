@@ -1,4 +1,4 @@
-"""The side that calls: one connection to one life, any number of calls on it."""
+"""The caller's side: one connection to one incarnation, with any number of calls on it."""
 
 from __future__ import annotations
 

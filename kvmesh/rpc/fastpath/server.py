@@ -1,4 +1,4 @@
-"""The side that answers: listens on a Unix socket and a TCP port, and carries calls to a gRPC servicer."""
+"""The server's side: it listens on a Unix socket and a TCP port, and carries calls to a gRPC servicer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a thread that waits for the other end looks again and again instead of going to sleep.
+"""When a thread that waits for its peer polls instead of going to sleep.
 
 Waking a thread takes longer than moving some KiB: 20 to 100 us in a VM. So whoever is about to get something small,
 soon, looks for it for `SPIN_S` before it sleeps; "soon" is what the last one was. Looking in vain is paid for from an

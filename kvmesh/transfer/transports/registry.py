@@ -1,4 +1,4 @@
-"""Which transports there are by name, and how an engine gets them.
+"""The transports by name, and how an engine starts them.
 
 A transport is an entry point of the group `kvmesh.transports`: its name is what `EngineConfig.transports` says, its
 value `module:factory`, and `factory(host, config)` makes a `Transport` of that name. kvmesh's own are such entry points

@@ -1,4 +1,4 @@
-"""What goes over the sockets of shm and tcp.
+"""The messages on the sockets of shm and tcp.
 
 A connection belongs to the engine that opened it: it asks, the acceptor answers.
 

@@ -1,4 +1,4 @@
-"""A control connection: one thread reads it and does what others ask of it; anybody may send, and nobody waits."""
+"""A control connection: one thread reads it and runs deferred actions; any thread may send, without waiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A queue pair: chains of work requests, each with one signalled completion, never more than its queue holds."""
+"""A queue pair: chains of work requests, each with one signalled completion, and never more than the queue holds."""
 
 from __future__ import annotations
 

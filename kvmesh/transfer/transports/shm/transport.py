@@ -1,4 +1,4 @@
-"""The shm transport: two processes of one machine, one copy, no byte through a socket.
+"""The shm transport: it moves bytes between two processes of one machine with one copy and without a socket.
 
     WRITE   opener ── (source offset, target offset, length) × n ──▶ copier of the target: admit, copy, leave
                    ◀───────────────── answer ──────────────────────

@@ -1,4 +1,4 @@
-"""How a tcp connection comes to be: where from, where to, its socket options, the greeting."""
+"""How a tcp connection is made: source, target, socket options, the greeting."""
 
 from __future__ import annotations
 
