@@ -1,4 +1,4 @@
-"""Block keys: names of the KV of `block_tokens` consecutive tokens; two keys are equal only when all tokens before are equal, too.
+"""Block keys: names of the KV of `block_tokens` consecutive tokens; equal keys mean equal tokens before, too.
 
     tag       = first 4 bytes of SHA-256(domain, tenant)
     root      = tag, then SHA-256(domain, kind, every field of the namespace, block_tokens) from its 5th byte on

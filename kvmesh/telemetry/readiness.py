@@ -1,4 +1,4 @@
-"""Whether the event loop of this process runs, and whether it takes work: what orchestrators ask at `/live` and `/ready`.
+"""Whether this process's event loop runs, and whether it takes work: what orchestrators ask at `/live` and `/ready`.
 
 Beside `/metrics`, from the metrics server's thread: it answers when the event loop hangs, and says so.
 """
