@@ -16,7 +16,8 @@ _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 def lease_clock() -> float:
-    """Seconds that go on while this process, or the whole machine, sleeps."""
+    """Returns seconds of CLOCK_BOOTTIME, which goes on while the machine sleeps (CLOCK_MONOTONIC where
+    there is none)."""
     return time.clock_gettime(_CLOCK)
 
 

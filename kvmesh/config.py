@@ -24,7 +24,7 @@ _PORT = {"min": 0, "max": 65535}
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceConfig:
-    """What every service can be told."""
+    """The settings that every service has; each service's configuration class adds its own."""
 
     host: str = field(default="127.0.0.1", metadata={"help": "Address to listen on."})
     port: int = field(default=0, metadata={"help": "gRPC port; 0 picks a free one.", **_PORT})
@@ -109,21 +109,22 @@ class ServiceConfig:
 
 
 def same_as(cls: type[Any], key: str, **changes: Any) -> Any:
-    """A field for what the field `key` of the service configuration `cls` says: with its default, limits and help but
-    for `changes`. Whoever starts such a service passes it on: see `passed_on`."""
+    """Returns a dataclass field with the default, limits and help of the field `key` of `cls`, except for `changes`. A
+    program that starts the service of `cls` has such fields and hands their values on with `passed_on`."""
     (origin,) = (one for one in dataclasses.fields(cls) if one.name == key)
     default = changes.pop("default", origin.default)
     return field(default=default, metadata={**origin.metadata, **changes, "of": cls})
 
 
 def passed_on(settings: Any, cls: type[Any]) -> dict[str, Any]:
-    """Values by key of those fields of `settings` that are the `same_as` fields of `cls`, or of a class above it."""
+    """Returns, by key, the values of those fields of `settings` that were made by `same_as` from `cls` or a base class
+    of it."""
     fields = dataclasses.fields(settings)
     return {one.name: getattr(settings, one.name) for one in fields if issubclass(cls, one.metadata.get("of", ()))}
 
 
 def without_password(url: str) -> str:
-    """As it may be shown: whatever stands before the last "@" is left out but for a user's name."""
+    """Returns `url` as it may be logged: the password before the last "@" is replaced by "***"."""
     credentials, at, rest = url.rpartition("@")
     scheme, sep, user = credentials.rpartition("://")
     return f"{scheme}{sep}{user.partition(':')[0]}:***@{rest}" if at and ":" in credentials else url
@@ -137,13 +138,12 @@ def load(
     env: Mapping[str, str],
     also_known: Collection[str] = (),
 ) -> T:
-    """Build the frozen dataclass `cls`: a flag over `KVMESH_<KEY>` over the TOML file over the default.
+    """Builds the frozen dataclass `cls`. Of a key's origins the first counts: flag, `KVMESH_<KEY>`, TOML file, default.
 
-    A flag that is None was not given. Field metadata may hold `min`, `max` and `choices`; an
-    `internal` field is no key. `also_known` names keys
-    that environment variables may hold though this class has no such field (an environment is shared by
-    all services of a machine). Raises ConfigError naming key, value and origin for an unknown key, a value of
-    the wrong type or out of range, and for whatever the class's `__post_init__` refuses.
+    A flag that is None was not given. Field metadata may hold `min`, `max` and `choices`; an `internal` field is not a
+    key. `also_known` are keys that environment variables may hold though `cls` has no such field, because all services
+    of a machine share its environment. Raises ConfigError, which names key, value and origin, for an unknown key, for a
+    value of the wrong type or out of range, and for what the class's `__post_init__` refuses.
     """
     hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init and not f.metadata.get("internal")}  # type: ignore[arg-type]
@@ -174,8 +174,8 @@ def flag_of(key: str, metadata: Mapping[str, Any]) -> str:
 
 
 def checked(cls: type[Any], key: str, value: Any, origin: str) -> Any:
-    """One value of a configuration class as its field's type, within its limits. `origin`: where it comes from, for
-    the ConfigError that says what is wrong."""
+    """Returns `value` converted to the type of the field `key` of `cls`. Raises ConfigError, which names `origin`, when
+    the value is of another type or beyond the field's limits."""
     (field,) = (field for field in dataclasses.fields(cls) if field.name == key)
     return _checked(key, value, typing.get_type_hints(cls)[key], field.metadata, origin)
 
@@ -238,7 +238,7 @@ _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 
 def _convert(value: Any, hint: Any, refuse: typing.Callable[[str], ConfigError]) -> Any:
-    """`value` as the annotated type `hint`: text is parsed, anything else must already be of the type."""
+    """Returns `value` as the annotated type `hint`: text is parsed, anything else must already be of that type."""
     origin = typing.get_origin(hint)
     if origin in (types.UnionType, typing.Union):
         options = [a for a in typing.get_args(hint) if a is not type(None)]
@@ -265,7 +265,7 @@ def _convert(value: Any, hint: Any, refuse: typing.Callable[[str], ConfigError])
 
 
 def _scalar(value: Any, hint: type) -> Any:
-    """The converted value, or None when it is of another type."""
+    """Returns the converted value, or None when it is of another type."""
     if hint is bool and isinstance(value, str):
         low = value.strip().lower()
         return True if low in _TRUE else False if low in _FALSE else None

@@ -34,7 +34,7 @@ from typing import Any, ClassVar
 
 
 class KvmeshError(Exception):
-    """Base of all named errors. `code` is the name on the wire."""
+    """The base of all named errors. `code` is the error's name in messages between processes."""
 
     code: ClassVar[str] = "internal"
     grpc_status: ClassVar[str] = "INTERNAL"
@@ -57,7 +57,8 @@ class InvalidRequest(KvmeshError):
 
     @classmethod
     def of(cls, field: str, value: Any, why: str) -> InvalidRequest:
-        """One clear line that names the field, the value (shortened) and what is wrong with it."""
+        """Returns an error whose message is one line: the field, the value (at most 80 characters) and what is wrong
+        with it."""
         shown = repr(value)
         if len(shown) > 80:
             shown = shown[:77] + "..."
@@ -111,7 +112,7 @@ class Overloaded(KvmeshError):
 
 
 class PinLimit(Overloaded):
-    """As much is pinned hard as may be: the same call succeeds only when something has been unpinned."""
+    """The limit of hard pins is reached; the same call succeeds only when something has been unpinned."""
 
     code = "pin_limit"
     retryable = False
@@ -168,7 +169,7 @@ class ProtocolMismatch(KvmeshError):
 
 
 class FixedRole(KvmeshError):
-    """The instance was started as one that does one thing."""
+    """The instance was started with one fixed role and cannot be switched to another."""
 
     code = "fixed_role"
     grpc_status = "FAILED_PRECONDITION"
@@ -196,7 +197,7 @@ class InternalError(KvmeshError):
 
 
 class NonFiniteLogits(InternalError):
-    """The model answered NaN or infinity for `rows` of the batch; the other rows may be run again without them."""
+    """The model's logits hold NaN or infinity in `rows` of the batch. The other rows may be run again without those."""
 
     code = "non_finite_logits"
 

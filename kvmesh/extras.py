@@ -8,7 +8,8 @@ from pathlib import Path
 
 
 def install(extra: str, *, package: Path = Path(__file__).parent) -> str:
-    """The command that adds it. `package`: where kvmesh runs from, a clone (`make`, `pip install -e .`) or a copy."""
+    """Returns the command that installs the extra. `package` is the folder that kvmesh runs from: inside a clone
+    (`make`, `pip install -e .`), or a copy."""
     clone = package.parent
     if (clone / "pyproject.toml").is_file():
         return f"{shlex.quote(sys.executable)} -m pip install -e {shlex.quote(f'{clone}[{extra}]')}"

@@ -13,10 +13,11 @@ PATIENCE_S = 5.0  # for a quiet moment
 
 @contextlib.contextmanager
 def lasting_imports() -> Iterator[None]:
-    """Around imports, and nothing else: the garbage collector rests meanwhile, and leaves alone for ever what is there.
+    """Switches the garbage collector off around imports, and exempts what they made from later collections.
 
-    Modules make hundreds of thousands of objects (torch) and next to no garbage. Looking them over again and again is a
-    third of the time that importing torch and ending the process take, and a pause in the middle of a step later on."""
+    Modules such as torch make hundreds of thousands of objects and next to no garbage. Collections that visit these
+    objects take a third of the time of importing torch and ending the process, and later pause steps.
+    """
     gc.disable()
     try:
         yield
@@ -32,25 +33,27 @@ def rare_collections() -> None:
 
 
 class LastingHeap:
-    """For a process whose state is large and changes little by little: what has outlived a full collection is not
-    looked over again. Collections are made often, each of what came since the last one: about a millisecond, where all
-    of an index of some hundred thousand blocks takes a third of a second.
+    """Keeps collections short in a process with a large state that changes slowly: objects that survived one full
+    collection are exempt from later ones (`gc.freeze`). Collecting what is new takes about a millisecond; visiting an
+    index of some hundred thousand blocks would take a third of a second.
 
-    Freed objects are freed all the same; garbage *cycles* of old objects are found only by `close`. A call in progress
-    is such a cycle later on, so collections wait for a moment with few of them."""
+    Exempt objects are still freed by their reference counts; only *cycles* of them are garbage until `close`. The
+    objects of a call in progress would become such cycles, so collections wait for a moment with few calls.
+    """
 
     def __init__(self, now: float = 0.0) -> None:
-        """`now`: seconds on the clock of `tick`."""
+        """`now` is in seconds on the clock that `tick` is given."""
         self._settled_at = now
         self._least = 1 << 30
 
     def due(self, now: float) -> bool:
-        """Whether a `tick` might do anything."""
+        """Says whether a `tick` at `now` might collect."""
         return now - self._settled_at >= EVERY_S
 
     def tick(self, under_way: int, now: float) -> None:
-        """Time passes. `under_way`: what grows and shrinks with the calls in progress, as the number of tasks does; the
-        fewest there have been lately count as none."""
+        """Collects and freezes when it is time and few calls are in progress. `under_way` is a number that rises and
+        falls with the calls in progress, such as the number of asyncio tasks; the least value seen lately stands for
+        none."""
         if not self.due(now):
             return
         self._least = min(self._least, under_way)
@@ -61,5 +64,5 @@ class LastingHeap:
         self._settled_at, self._least = now, under_way  # it follows when there are more for good
 
     def close(self) -> None:
-        """Everything is looked over again."""
+        """Ends the exemption: later collections visit all objects again."""
         gc.unfreeze()

@@ -18,22 +18,22 @@ BUSY_S = 0.05  # between two announcements of a busy store, by default
 
 
 class Stretch:
-    """How many `times` its base an interval is, while so many senders share so many messages a second. Grows at once
-    and in steps; shrinks when it may by a margin."""
+    """By what factor (`times`) an interval is longer than its base so that all senders together stay within a budget of
+    messages a second. The factor goes in steps; it grows at once, and shrinks only when a margin is kept."""
 
     def __init__(self, base_s: float, per_s: float) -> None:
-        """`base_s`: what it is where there are few. `per_s`: of all together at most; 0: it is never stretched."""
+        """`base_s` is the interval of a small mesh in seconds, `per_s` the budget of all senders together in messages a
+        second; 0 means no budget, and no stretching."""
         self._alone = base_s * per_s if per_s > 0 else math.inf
         self._level = 0
         self._senders = 0.0  # as of the last count
 
     @property
     def times(self) -> float:
-        """At least 1."""
         return float(STEP**self._level)
 
     def count(self, senders: float) -> bool:
-        """There are so many now, by what each counts; whether that has changed the interval."""
+        """Sets the number of senders (a sender may count as a fraction). Returns whether this changed the factor."""
         if senders == self._senders:
             return False
         self._senders = senders
@@ -43,12 +43,12 @@ class Stretch:
 
 
 def _level(wanted: float) -> int:
-    """Steps until an interval is so many times its base."""
+    """Returns the least n with STEP**n >= `wanted`."""
     return 0 if wanted <= 1 else math.ceil(math.log(wanted, STEP) - 1e-9)
 
 
 def stretched_s(base_s: float, per_s: float, senders: float) -> float:
-    """The interval of a mesh that has grown to so many senders."""
+    """Returns the interval, in seconds, of a mesh that grew to `senders` senders from none."""
     stretch = Stretch(base_s, per_s)
     stretch.count(senders)
     return base_s * stretch.times
@@ -56,8 +56,8 @@ def stretched_s(base_s: float, per_s: float, senders: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """What members are told. `number`: a higher one for each change, of one life of the teller. A member silent for
-    longer than `lease_s` counts as dead."""
+    """The heartbeat settings that members are told. `number` grows with each change during one life of the receiver. A
+    member that is silent for longer than `lease_s` counts as dead."""
 
     number: int
     interval_s: float
@@ -65,22 +65,21 @@ class Pulse:
 
     @property
     def interval_ms(self) -> int:
-        """As it is told."""
         return max(1, round(self.interval_s * 1000))
 
     @property
     def lease_ms(self) -> int:
-        """As it is told."""
         return max(self.interval_ms, round(self.lease_s * 1000))
 
 
 class Pacing:
-    """The pulse of this moment: the configured one while all beats fit into the budget, else both of its times grow
-    alike, so that as many beats may be lost as ever."""
+    """Sets how often members send heartbeats. The configured `Pulse` holds while all heartbeats fit into the budget;
+    beyond that, interval and lease grow by the same factor, so that as many heartbeats in a row may be lost as before.
+    """
 
     def __init__(self, interval_s: float, lease_s: float, per_s: float) -> None:
-        """`per_s`: heartbeats over gRPC of all members together (over the fast path: BY_DOOR each). 0: as many as there
-        are."""
+        """`per_s` is the budget for all members together, in gRPC heartbeats a second; one over the fast path counts as
+        BY_DOOR of one. 0 means no budget."""
         self._base = interval_s, lease_s
         self._stretch = Stretch(interval_s, per_s)
         # Whose last heartbeat came over gRPC, and whose last two did: while one looks for the fast path its first does.
@@ -91,11 +90,11 @@ class Pacing:
 
     @property
     def longer_s(self) -> float:
-        """By how much the lease is longer than the configured one."""
+        """The seconds by which the lease now exceeds the configured one."""
         return self.pulse.lease_s - self._base[1]
 
     def count_heartbeat(self, member: str, *, by_door: bool) -> Pulse:
-        """It has beaten that way; what it is answered."""
+        """Notes by which path the heartbeat of `member` came, and returns the pulse to answer it with."""
         if by_door:
             self.forget(member)
         elif member in self._once:
@@ -105,12 +104,12 @@ class Pacing:
         return self.pulse
 
     def forget(self, member: str) -> None:
-        """It has gone."""
+        """Removes a member that has left."""
         self._once.discard(member)
         self._over_grpc.discard(member)
 
     def count(self, members: int) -> None:
-        """So many are alive now."""
+        """Sets the number of live members, and makes a new pulse when the interval changes by that."""
         over_grpc = min(members, len(self._over_grpc))
         if self._stretch.count(over_grpc + BY_DOOR * (members - over_grpc)):
             interval_s, lease_s = (base * self._stretch.times for base in self._base)
@@ -118,51 +117,49 @@ class Pacing:
 
 
 class MembershipLease:
-    """How long one member may be silent: as long as the longest pulse that it may go by allows. It goes by one that it
-    was told, and which of them only its next beat says: until then no shorter lease counts."""
+    """How long one member may be silent. The member goes by one of the pulses that it was told, and only its next
+    heartbeat says which; until then the longest of their leases counts."""
 
     __slots__ = ("_told", "seconds")
 
     def __init__(self, pulse: Pulse) -> None:
-        """Somebody new, who is told that."""
+        """`pulse` is what a new member is told."""
         self._told, self.seconds = pulse, pulse.lease_s
 
     def tell(self, pulse: Pulse, heard: int = 0) -> None:
-        """It has spoken and is answered with `pulse`. `heard`: the number of the pulse it says it goes by; 0: it does
-        not say, or it enters once more."""
+        """Notes a heartbeat that is answered with `pulse`. `heard` is the number of the pulse that the member says it
+        goes by; 0 when it names none or has just registered again."""
         if heard == self._told.number:
             self.seconds = self._told.lease_s
         self._told, self.seconds = pulse, max(self.seconds, pulse.lease_s)
 
 
 class AnnouncementPacing:
-    """How often stores announce, as they are told."""
+    """Sets how often nodes announce their blocks."""
 
     def __init__(self, per_s: float) -> None:
-        """`per_s`: announcements of all stores together; 0: as many as come."""
+        """`per_s` is the budget in announcements a second of all nodes together; 0 means none."""
         self._idle, self._busy = Stretch(IDLE_S, per_s * IDLE_SHARE), Stretch(BUSY_S, per_s)
 
     def count(self, stores: int) -> None:
-        """So many announce."""
+        """Sets the number of nodes that announce."""
         self._idle.count(stores)
         self._busy.count(stores)
 
     @property
     def idle_s(self) -> float:
-        """Between two of a store with nothing to tell."""
+        """The interval, in seconds, at which a node without changes announces."""
         return IDLE_S * self._idle.times
 
     @property
     def gap_s(self) -> float:
-        """Between two of one store, at least; 0: its own interval counts."""
+        """The least time in seconds between two announcements of a node; 0 leaves it to the node's own interval."""
         return BUSY_S * self._busy.times if self._busy.times > 1 else 0.0
 
     @property
     def idle_ms(self) -> int:
-        """As it is told."""
         return round(self.idle_s * 1000)
 
     @property
     def gap_ms(self) -> int:
-        """As it is told."""
         return round(self.gap_s * 1000)

@@ -14,10 +14,10 @@ from kvmesh.errors import ConfigError
 
 
 class Plugins(Collection[str]):
-    """The names of one group, read anew whenever they are asked for, built-in ones first."""
+    """The names of one entry-point group, built-in ones first. Installed packages are looked up anew at each use."""
 
     def __init__(self, group: str, built_in: Mapping[str, str]) -> None:
-        """`built_in`: name → MODULE:ATTRIBUTE."""
+        """`built_in` maps a name to MODULE:ATTRIBUTE."""
         self.group = group
         self._loaded: dict[str, Any] = {}
         self._built_in = [EntryPoint(name, value, group) for name, value in built_in.items()]
@@ -32,9 +32,9 @@ class Plugins(Collection[str]):
         return any(name == point.name for point in self._built_in) or any(name == known for known in self)
 
     def load(self, name: str, field: str) -> Any:
-        """What the entry point of that name stands for. Raises ConfigError, which names `field`, when there is none (it
-        lists those that are known), when two packages offer one of this name, or when it does not load. What was loaded
-        once stays: looking through all installed packages costs tens of milliseconds."""
+        """Returns the object that the entry point `name` stands for, and keeps it: looking through all installed
+        packages costs tens of milliseconds. Raises ConfigError, which names `field`, when there is no such name (the
+        message lists the known ones), when two packages offer it, or when it does not load."""
         if name in self._loaded:
             return self._loaded[name]
         found = {point.value: point for point in self._points() if point.name == name}
@@ -51,5 +51,5 @@ class Plugins(Collection[str]):
         return self._loaded[name]
 
     def _points(self) -> list[EntryPoint]:
-        """Another package is not asked for its code."""
+        """Lists the entry points by their metadata alone; no other package is imported."""
         return [*self._built_in, *sorted(entry_points(group=self.group), key=lambda point: point.name)]

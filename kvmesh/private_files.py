@@ -7,7 +7,8 @@ from pathlib import Path
 
 
 def private_folder(path: Path) -> None:
-    """Makes `path`, or closes it to others if it exists and is ours. Raises OSError when it cannot be made."""
+    """Makes the folder `path` with mode 0700, or takes others' access away if it exists and is ours. Raises OSError
+    when it cannot be made."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.stat()
     if found.st_uid == os.geteuid() and found.st_mode & 0o077:
@@ -15,7 +16,8 @@ def private_folder(path: Path) -> None:
 
 
 def private_opener(path: str, flags: int) -> int:
-    """For `open(..., opener=private_opener)`: a file that is made, or was readable for others, is the owner's alone."""
+    """An opener for `open(..., opener=private_opener)`. The file gets mode 0600 if this user owns it, also where it
+    existed and others could read it."""
     fd = os.open(path, flags, 0o600)
     try:
         found = os.fstat(fd)

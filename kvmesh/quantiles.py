@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Returns the value of rank `share`, 0..1, of values that rise: linear between the two nearest ranks. There is at
-    least one value."""
+    """Returns the quantile `share` (0 to 1) of values in rising order, linear between the two nearest ranks. There must
+    be at least one value."""
     place = share * (len(ordered) - 1)
     low = min(int(place), len(ordered) - 2)
     if low < 0:

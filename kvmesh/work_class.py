@@ -1,8 +1,10 @@
-"""Sizes that are alike where the short go first: predictions do not tell a prompt from one a tenth longer.
+"""Work classes: sizes that count as equal where short requests go first, because predictions do not tell a prompt from
+one a tenth longer.
 
-A line that goes by size orders classes, half an octave wide, and within a class by arrival. Else of prompts that come
-together and are nearly alike each would be passed by the next that is a little shorter, none would know when its turn
-is, and whoever was promised its first token in time would be late."""
+A queue ordered by size orders classes half an octave wide, and goes by arrival within a class. Without classes, each of
+several similar prompts would be passed by the next one that is a little shorter: no request would know its turn, and
+one that was promised its first token in time would be late.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ _HALF = math.sqrt(0.5)
 
 
 def work_class(size: float) -> float:
-    """The greatest half power of two (2^(n/2)) that is not above `size`; 0 of 0, and inf of inf."""
+    """Returns the greatest half power of two (2^(n/2)) that is at most `size`; 0 for 0, and infinity for infinity."""
     if not math.isfinite(size):
         return size
     mantissa, exponent = math.frexp(size)
@@ -23,7 +25,7 @@ def work_class(size: float) -> float:
 
 
 def work_classes(sizes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """The same of many."""
+    """Returns `work_class` of each element."""
     mantissas, exponents = np.frexp(sizes)
     classes = np.ldexp(np.where(mantissas < _HALF, 0.5, _HALF) * (mantissas > 0), exponents)
     return np.where(np.isfinite(sizes), classes, sizes)

@@ -1,4 +1,4 @@
-"""How a node store's contents become known: numbered batches of changes, and snapshots.
+"""How other processes learn what a node store holds: numbered batches of changes, and snapshots.
 
 Let state(n) of one incarnation be the sealed keys after batch n; state(0) is empty. A batch n leads from state(n-1) to
 state(n); a snapshot n *is* state(n), and takes a number of its own, so that no two states ever share one. Whoever
@@ -15,25 +15,25 @@ from typing import Protocol
 
 from kvmesh.kvcache.store_stats import Changes
 
-MAX_KEYS = 65_536  # in one announcement, whoever makes it: 1 MiB
+MAX_KEYS = 65_536  # in one announcement: 1 MiB
 BATCH_KEYS = 8_192  # what we put into one: some milliseconds of everybody's event loop
 
 
 class Source(Protocol):
-    """What is announced: a node store, one of its lower tiers, or several stores as one."""
+    """What announces blocks: a node store, one of its lower tiers, or several stores taken as one."""
 
     def take_changes(self) -> Changes:
-        """How `keys` differs from what it was at the last call; the first call: from none."""
+        """Returns how `keys` differs from what it was at the last call; at the first call, from no keys."""
 
     def keys(self) -> Sequence[bytes]:
-        """All that is held now, each once."""
+        """Returns all keys held now, each once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """One message about one node store or one lower tier of it, by `tiers.store_name`; keys have 16 bytes. A batch:
-    remove `removed`, then add `sealed`. A part of a snapshot: `sealed` is some of what there is, `more` says whether
-    parts follow."""
+    """One message about one node store, or one lower tier of it (named by `tiers.store_name`). Keys have 16 bytes. A
+    batch means: remove `removed`, then add `sealed`. In a part of a snapshot `sealed` lists some of the keys held, and
+    `more` says whether parts follow."""
 
     store_id: str
     incarnation: int
@@ -48,7 +48,7 @@ class Announcement:
 def snapshot_parts(
     store_id: str, incarnation: int, seq: int, keys: Sequence[bytes], max_keys: int = BATCH_KEYS
 ) -> Iterator[Announcement]:
-    """The announcements that say: at `seq`, exactly `keys` are sealed. At least one."""
+    """Yields the announcements, at least one, that say: at `seq`, exactly `keys` are sealed."""
     for start in range(0, len(keys) or 1, max_keys):
         yield Announcement(
             store_id,
@@ -62,9 +62,11 @@ def snapshot_parts(
 
 
 class Announcer:
-    """What one life of one node store, or of one tier of it, says to the master, one announcement on its way at a time.
+    """What one incarnation of a node store, or of one tier, announces to the master, one announcement at a time.
 
-    `next` → send → `acked` or `failed`, again and again. It alone calls the store's `take_changes`."""
+    The owner calls `next`, sends the announcement, and calls `acked` or `failed`, again and again. Nothing else may
+    call the store's `take_changes`.
+    """
 
     def __init__(self, store_id: str, incarnation: int, store: Source, *, max_keys: int = BATCH_KEYS) -> None:
         self._blank = Announcement(store_id, incarnation, 0)
@@ -81,8 +83,8 @@ class Announcer:
         return self._seq
 
     def next(self, force: bool = False) -> Announcement | None:
-        """What to send now; None: one is on its way, or nothing has changed. `force`: then an empty batch with the
-        current number, so that whoever missed the last one notices."""
+        """Returns the announcement to send now, or None when one is on its way or nothing has changed. With `force` the
+        latter gives an empty batch with the current number, so that a receiver that missed a batch notices."""
         if self._on_its_way:
             return None
         if self._want_snapshot:
@@ -95,18 +97,20 @@ class Announcer:
         return self._waiting[0] if self._waiting else None
 
     def acked(self, want_snapshot: bool = False) -> None:
-        """It was heard. `want_snapshot`: but could not be used; a snapshot is next, whatever was to follow."""
+        """Notes that the announcement was received. `want_snapshot` says that the receiver could not apply it; a
+        snapshot is then next."""
         if self._on_its_way:  # else `restart` came in between: that answer is about something forgotten
             self._on_its_way = False
             self._waiting.popleft()
             self._want_snapshot = self._want_snapshot or want_snapshot
 
     def failed(self) -> None:
-        """Nobody knows whether it was heard: `next` says the same again."""
+        """Notes that nobody knows whether the announcement was received: `next` returns the same one again."""
         self._on_its_way = False
 
     def restart(self) -> None:
-        """The master has forgotten us: a snapshot is next. An answer still to come is to be ignored by the caller."""
+        """Makes a snapshot the next announcement, because the master has forgotten this store. The caller must ignore
+        an answer that is still to come."""
         self._on_its_way = False
         self._want_snapshot = True
 

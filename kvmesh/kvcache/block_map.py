@@ -1,4 +1,4 @@
-"""Which node store holds which block: a bitset of store slots for every key. Kept by master and conductor alike.
+"""Which node store holds which block: a bitset of store slots for every key. Master and conductor both keep one.
 
 For every store the map shows state(seq) of one incarnation (see `announce`): batches are taken in order, snapshots when
 they are newer, anything else is refused with a verdict. So lost, repeated and reordered announcements leave it behind,
@@ -47,7 +47,7 @@ class Verdict(enum.Enum):
 
 
 class StoreContent:
-    """What one store holds, under a slot: as it is shown, or hidden (gathered for a snapshot, or to be swept)."""
+    """The keys of one store under one slot: shown, or hidden (being gathered for a snapshot, or to be swept)."""
 
     __slots__ = "bit", "count", "incarnation", "log", "seq", "slot", "staged_parts", "staged_seq", "store_id"
 
@@ -69,7 +69,7 @@ class StoreContent:
 
 @dataclass(slots=True)
 class _Shortening:
-    """Of one log, in place: bytes up to `write` are what is kept of those up to `read`."""
+    """The compaction of one log, in place: bytes up to `write` are what is kept of those up to `read`."""
 
     log: bytearray
     read: int = 0
@@ -78,13 +78,13 @@ class _Shortening:
 
 
 class BlockMap:
-    """Key → bitset of slots. `apply` and `drop` cost O(keys of the announcement); the rest of the work waits for
-    `sweep`.
+    """Maps a key to a bitset of slots. `apply` and `drop` cost O(keys of the announcement); the remaining work waits
+    for `sweep`.
 
-    Every content lives under a slot, a small number, of its own. A snapshot is gathered under a hidden slot, which
-    takes the place of the store's with the last part; a dropped content's slot is hidden. Hidden slots are in no
-    answer. So a store's slot *changes* with a newer incarnation and with each snapshot: ask `slot` again after every
-    `apply`."""
+    Each content has a slot of its own, a small number. A snapshot is gathered under a hidden slot, which replaces the
+    store's slot with the last part; the slot of a dropped content is hidden. No answer contains hidden slots. A store's
+    slot therefore *changes* with a newer incarnation and with each snapshot: call `slot` again after every `apply`.
+    """
 
     def __init__(self) -> None:
         self._masks: dict[bytes, int] = {}
@@ -98,26 +98,27 @@ class BlockMap:
         self._retired: deque[StoreContent] = deque()
         self._gathering: dict[str, StoreContent] = {}
         self._shortening: dict[str, _Shortening] = {}
-        self.moved: dict[str, None] | None = None  # stores whose slots have changed: for whoever puts a dict here
+        self.moved: dict[str, None] | None = None  # stores whose slots have changed; None: the owner does not need them
 
     def __len__(self) -> int:
-        """Distinct keys; while `sweep` has work left at most so many, and no fewer than shown."""
+        """Returns the number of distinct keys. While `sweep` has work left it is an upper bound."""
         return min(len(self._masks), self.replicas)
 
     @property
     def replicas(self) -> int:
-        """Keys of all stores together. O(stores)."""
+        """The number of keys of all stores together. O(stores)."""
         return sum(store.count for store in self._stores.values())
 
     @property
     def unswept(self) -> int:
-        """Replicas that are no longer shown and still take memory."""
+        """The number of replicas that are no longer shown and still take memory."""
         return sum(store.count for store in self._retired)
 
     # ── changes ──────────────────────────────────────────────────────────────────────────────────────
 
     def apply(self, announcement: Announcement) -> Verdict:
-        """Take in what a store says. Numbers may be anything; ValueError if a key has not 16 bytes."""
+        """Applies an announcement and returns what became of it. Its numbers may be anything. Raises ValueError if a
+        key does not have 16 bytes."""
         _check(announcement.sealed)
         _check(announcement.removed)
         known = self._stores.get(announcement.store_id)
@@ -136,8 +137,8 @@ class BlockMap:
         return self._batch(store, announcement, known is not store or announcement.incarnation > last)
 
     def drop(self, store_id: str, incarnation: int | None = None) -> int:
-        """Forget all keys of a store; returns how many. With `incarnation`: unless it lives a newer life, and
-        announcements of lives before that one stay STALE. Without: nothing of it is remembered."""
+        """Forgets all keys of a store, and returns how many. With `incarnation` it does so unless the store has a newer
+        incarnation, and announcements of earlier ones stay STALE; without it nothing about the store is remembered."""
         self._moves(store_id)
         store = self._stores.get(store_id)
         if incarnation is None:
@@ -158,7 +159,7 @@ class BlockMap:
         return count
 
     def sweep(self, max_keys: int) -> bool:
-        """Clear away up to `max_keys` of what is no longer shown; whether there is more."""
+        """Frees up to `max_keys` replicas that are no longer shown. Returns whether more are left."""
         for store_id in [name for name in self._gathering if not self._gathers(name)]:
             self._retire(self._gathering.pop(store_id))
         for store_id in [name for name, job in self._shortening.items() if not self._is_shown(name, job.log)]:
@@ -182,34 +183,35 @@ class BlockMap:
     # ── questions ────────────────────────────────────────────────────────────────────────────────────
 
     def slot(self, store_id: str) -> int | None:
-        """The slot of a store; None: it never announced anything, or was dropped."""
+        """Returns the slot of a store, or None when it never announced anything or was dropped."""
         store = self._stores.get(store_id)
         return None if store is None else store.slot
 
     def store_of(self, slot: int) -> str:
-        """The store that a slot stands for. KeyError: none."""
+        """Returns the store of a slot. Raises KeyError when the slot has none."""
         store = self._slots[slot] if 0 <= slot < len(self._slots) else None
         if store is None:
             raise KeyError(f"slot {slot} stands for no store")
         return store.store_id
 
     def stores(self) -> list[str]:
-        """Every store that has announced anything and was not dropped since."""
+        """Returns every store that has announced anything and was not dropped since."""
         return list(self._stores)
 
     def mask(self, key: bytes) -> int:
-        """Bitset of the slots that hold `key`."""
+        """Returns the bitset of the slots that hold `key`."""
         return self._masks.get(key, 0) & ~self._hidden
 
     def masks(self, keys: Sequence[bytes]) -> list[int]:
-        """`mask` of each."""
+        """Returns `mask` of each key."""
         shown, get = ~self._hidden, self._masks.get
         return [get(key, 0) & shown for key in keys]
 
     def prefix(self, keys: Sequence[bytes], at_least: int = 0) -> list[tuple[int, int]]:
-        """Who holds the leading `keys`: runs (end, bitset) of keys with the same holders, up to the first key beyond
-        `at_least` that nobody holds, or to the last. What is before it and held by nobody has a run, too. O(keys) at
-        the speed of a dict's `get`, however many the holders: masks are compared by identity first."""
+        """Returns who holds the leading `keys`, as runs (end, bitset) of keys with the same holders. The last run ends
+        at the first key beyond `at_least` that nobody holds, or at the end; before it, keys that nobody holds have a
+        run, too. O(keys) at the speed of a dict's `get` whatever the number of holders, because masks are compared by
+        identity first."""
         get, shown = self._masks.get, ~self._hidden
         runs: list[tuple[int, int]] = []
         at, size, last = 0, FIRST_PIECE, -1
@@ -230,7 +232,7 @@ class BlockMap:
         return runs
 
     def holders(self, key: bytes) -> list[str]:
-        """The stores that hold `key`, by slot."""
+        """Returns the stores that hold `key`, in the order of their slots."""
         mask, found = self.mask(key), []
         while mask:  # written out: a master's look-ups are this loop
             low = mask & -mask
@@ -239,8 +241,8 @@ class BlockMap:
         return found
 
     def match(self, keys: Sequence[bytes], among: int) -> dict[int, int]:
-        """How many of `keys`, from the first on, each slot of the bitset `among` holds; slots without the first one
-        are left out. O(keys + slots), most blocks first or not: no order."""
+        """Returns how many leading `keys` each slot of the bitset `among` holds; slots without the first key are left
+        out. The order is arbitrary. O(keys + slots)."""
         leading: dict[int, int] = {}
         alive = among & ~self._hidden
         for index, key in enumerate(keys):
@@ -255,58 +257,59 @@ class BlockMap:
         return leading
 
     def run(self, keys: Sequence[bytes], start: int, among: int) -> tuple[int, int]:
-        """(slot, length) of the longest run of `keys[start:]` that one slot of `among` holds; the lowest such slot.
-        (-1, 0): nobody holds `keys[start]`."""
+        """Returns (slot, length) of the longest run of `keys[start:]` that one slot of `among` holds (the lowest such
+        slot), or (-1, 0) when none holds `keys[start]`."""
         alive, index = among & ~self._hidden, start
         while index < len(keys) and (still := alive & self._masks.get(keys[index], 0)):
             alive, index = still, index + 1
         return (-1, 0) if index <= start else ((alive & -alive).bit_length() - 1, index - start)
 
     def reach(self, keys: Sequence[bytes], start: int, among: int) -> int:
-        """Index of the first of `keys[start:]` that no slot of `among` holds; `len(keys)` if each has a holder."""
+        """Returns the index of the first of `keys[start:]` that no slot of `among` holds; `len(keys)` if each has a
+        holder."""
         index, among = start, among & ~self._hidden
         while index < len(keys) and among & self._masks.get(keys[index], 0):
             index += 1
         return index
 
     def count(self, store_id: str) -> int:
-        """Keys of a store; 0 for an unknown one."""
+        """Returns the number of keys of a store; 0 for an unknown one."""
         store = self._stores.get(store_id)
         return 0 if store is None else store.count
 
     def seq(self, store_id: str) -> int:
-        """Number of the last announcement that is included; 0: none."""
+        """Returns the number of the last announcement that was applied; 0 when there was none."""
         store = self._stores.get(store_id)
         return 0 if store is None else store.seq
 
     def incarnation(self, store_id: str) -> int:
-        """The life of a store whose keys are shown; 0: unknown store."""
+        """Returns the incarnation of a store whose keys are shown; 0 for an unknown store."""
         store = self._stores.get(store_id)
         return 0 if store is None else store.incarnation
 
     def keys_of(self, store_id: str) -> list[bytes]:
-        """Every key of a store. O(its keys)."""
+        """Returns every key of a store. O(its keys)."""
         store = self._stores.get(store_id)
         return [] if store is None else list(self._keys_of(store))
 
     def log_of(self, store_id: str) -> bytes:
-        """Packed keys: all that the store holds, also some that it no longer holds, and some twice. A copy of memory,
-        so that a big store can be read slice by slice; `held` tells which of a slice are true now."""
+        """Returns packed keys: all that the store holds, mixed with some that it no longer holds, some of them twice.
+        It is a memory copy, so a big store can be read in slices; `held` filters a slice."""
         store = self._stores.get(store_id)
         return b"" if store is None else bytes(store.log)
 
     def held(self, store_id: str, packed: bytes) -> list[bytes]:
-        """Those of `packed` that the store holds now."""
+        """Returns those of the packed keys that the store holds now."""
         store = self._stores.get(store_id)
         return [] if store is None else list(self._held(packed, store.bit))
 
     def memory_bytes(self) -> int:
-        """About what the map takes, what is not swept yet included. O(stores)."""
+        """Returns about how many bytes the map takes, unswept replicas included. O(stores)."""
         logs = sum(sys.getsizeof(s.log) + sys.getsizeof(s) for s in self._contents())
         return sys.getsizeof(self._masks) + len(self._masks) * KEY_OBJECT_BYTES + self._mask_bytes + logs
 
     def check_integrity(self) -> None:
-        """AssertionError unless bits, counts, logs and slots agree. O(replicas)."""
+        """Raises AssertionError unless bits, counts, logs and slots agree. O(replicas)."""
         counts = dict.fromkeys(range(len(self._slots)), 0)
         for mask in self._masks.values():
             assert mask, "a key without a holder"
@@ -377,7 +380,8 @@ class BlockMap:
         self._shorten(store, len(packed) // KEY_BYTES)
 
     def _put(self, keys: Iterable[bytes], bit: int) -> bytes:
-        """Set this bit, the store's own int, in the masks of `keys`; those that lacked it, packed."""
+        """Sets the bit in the masks of `keys`; returns, packed, the keys that lacked it. `bit` must be the int object
+        that the store shares among its keys."""
         masks, new = self._masks, []
         before, after, growth = 0, bit, 0  # keys of one chain have the same holders: they share the int that is made
         for key in keys:
@@ -396,7 +400,8 @@ class BlockMap:
         return b"".join(new)
 
     def _shorten(self, store: StoreContent, added: int) -> None:
-        """Some of it, faster than the log grows. At every moment the log names all that the store holds."""
+        """Compacts a part of the log, faster than the log grows. At every moment the log names all keys that the store
+        holds."""
         job = self._shortening.get(store.store_id)
         if job is None or job.log is not store.log:
             if not _is_long(store):
@@ -420,13 +425,13 @@ class BlockMap:
         self._changed(store, packed, sign)
 
     def _changed(self, store: StoreContent, packed: bytes, sign: int) -> None:
-        """These keys were added (`sign` 1) or removed (-1). For maps that count more."""
+        """Is called when these packed keys were added (`sign` 1) or removed (-1); subclasses count more by it."""
 
     def _remove(self, store: StoreContent, keys: Iterable[bytes]) -> None:
         self._count(store, self._take(keys, store.bit), -1)
 
     def _take(self, keys: Iterable[bytes], bit: int) -> bytes:
-        """Clear this bit in the masks of `keys`; those that had it, packed."""
+        """Clears the bit in the masks of `keys`; returns, packed, the keys that had it."""
         masks, gone = self._masks, []
         before, after, growth = 0, 0, 0
         for key in keys:
@@ -455,7 +460,7 @@ class BlockMap:
         store.unstage()
 
     def _contents(self) -> Iterator[StoreContent]:
-        """All of them, hidden ones included."""
+        """Yields all contents, hidden ones included."""
         yield from self._stores.values()
         yield from self._retired
         yield from self._gathering.values()
@@ -465,7 +470,8 @@ class BlockMap:
             self.moved[store_id] = None
 
     def _gathers(self, store_id: str) -> bool:
-        """Whether a snapshot of that store is still under way: it may have been overtaken, or its store dropped."""
+        """Says whether a snapshot of that store is still being gathered; it may have been overtaken, or its store
+        dropped."""
         store = self._stores.get(store_id)
         return store is not None and store.staged_parts > 0
 
@@ -474,7 +480,7 @@ class BlockMap:
         return store is not None and store.log is log
 
     def _gathered(self, store: StoreContent) -> StoreContent:
-        """Where the parts of the snapshot under way are gathered; empty for its first part."""
+        """Returns the content that gathers the current snapshot; for the first part it is empty."""
         found = self._gathering.get(store.store_id)
         if found is None or store.staged_parts == 1:
             if found is not None:
@@ -483,13 +489,13 @@ class BlockMap:
         return found
 
     def _aside(self, store: StoreContent) -> StoreContent:
-        """An empty content under a hidden slot."""
+        """Makes an empty content under a hidden slot."""
         aside = self._content(store.store_id, store.incarnation)
         self._hidden |= aside.bit
         return aside
 
     def _content(self, store_id: str, incarnation: int) -> StoreContent:
-        """An empty one, under a slot that was free."""
+        """Makes an empty content under a free slot."""
         slot = heapq.heappop(self._free_slots) if self._free_slots else len(self._slots)
         content = StoreContent(store_id, slot, incarnation)
         if slot == len(self._slots):
@@ -499,7 +505,7 @@ class BlockMap:
         return content
 
     def _swap(self, shown: StoreContent, other: StoreContent) -> None:
-        """The two change slots and contents; what was hidden is shown and the other way round."""
+        """Exchanges the slots and contents of the two, so that what was hidden is shown and the reverse."""
         shown.slot, other.slot = other.slot, shown.slot
         shown.bit, other.bit = other.bit, shown.bit
         shown.log, other.log = other.log, shown.log
@@ -509,19 +515,19 @@ class BlockMap:
         self._hidden = self._hidden & ~shown.bit | other.bit
 
     def _retire(self, ghost: StoreContent) -> None:
-        """A hidden content that nobody will show again."""
+        """Queues a hidden content that will never be shown again for `sweep`."""
         self._retired.append(ghost)
 
     def _keys_of(self, store: StoreContent) -> dict[bytes, None]:
         return dict.fromkeys(self._held(store.log, store.bit))
 
     def _held(self, packed: bytes | bytearray, bit: int) -> Iterable[bytes]:
-        """Those of `packed` whose masks have this bit, in their order."""
+        """Returns those of the packed keys whose masks have this bit, in their order."""
         masks = self._masks
         return (key for key in split(bytes(packed)) if masks.get(key, 0) & bit)
 
     def _only(self, bit: int) -> int:
-        """The shared int of the one slot that `bit` stands for."""
+        """Returns the int object that the store of this one-bit mask shares among its keys."""
         store = self._slots[bit.bit_length() - 1]
         assert store is not None
         return store.bit
@@ -544,7 +550,7 @@ def _is_long(store: StoreContent) -> bool:
 
 
 def int_size(mask: int) -> int:
-    """What a mask takes beyond the shared ones: 0 with one bit."""
+    """Returns the bytes that a mask takes; 0 with one bit, since such ints are shared."""
     return sys.getsizeof(mask) if mask & (mask - 1) else 0
 
 
@@ -556,7 +562,8 @@ def _bits(mask: int) -> Iterator[int]:
 
 
 def _runs(masks: list[int]) -> Iterator[tuple[int, int]]:
-    """Two neighbours may be equal ints: only the same object counts as the same here."""
+    """Yields (mask, length) for runs of the same mask object. Two neighbours may hold equal ints; only identical
+    objects count as the same here."""
     differs, at = bytes(map(is_not, masks, masks[1:])), 0
     while (last := differs.find(1, at)) >= 0:
         yield masks[at], last + 1 - at

@@ -56,14 +56,16 @@ _UNIT = 16  # of LengthOrder's cost: its resolution
 
 
 class EvictionOrder(ABC, Generic[K]):
-    """The order of one store's idle blocks. A policy says what losing a block costs (`cost`); one that learns from uses
-    also overrides `admit`, `use` and `forget`, and keeps what it knows of each key between the first and the last.
+    """The order in which one store's idle blocks are evicted. A policy defines what losing a block costs (`cost`). A
+    policy that learns from uses also overrides `admit`, `use` and `forget`, and keeps what it knows of a key from
+    `admit` to `forget`.
 
     A key is *admitted*, then marked idle (nobody reads the block) and busy (somebody does) again and again, and
-    *forgotten*. What is said of unknown keys is passed over, but for `mark_idle` and `admit`: their caller knows.
+    *forgotten*. Calls about unknown keys are ignored, except `mark_idle` and `admit`, whose caller knows the key.
 
-    `ages`: whether `age` grows, so that what has not been used for long goes whatever it cost. `counts_uses`: whether
-    `use` and lengths say anything to the policy; where not, they are not told."""
+    `ages` says whether `age` grows, so that a block that has long been unused is evicted whatever it cost.
+    `counts_uses` says whether the policy needs `use` and lengths; if not, they are not reported to it.
+    """
 
     ages: ClassVar[bool] = True
     counts_uses: ClassVar[bool] = True
@@ -83,29 +85,29 @@ class EvictionOrder(ABC, Generic[K]):
 
     @abstractmethod
     def cost(self, key: K) -> int:
-        """What losing the only copy of this block costs now, in the policy's own units: a whole number, at least 0. It
-        is asked when the block becomes idle or is touched, and may differ from one time to the next."""
+        """Returns what losing the only copy of this block costs now, in the policy's own units: a whole number, at
+        least 0. It is called when the block becomes idle or is touched, and may return another value each time."""
 
     # ── what is known of a block ─────────────────────────────────────────────────────────────────────
 
     def admit(self, key: K, length: int = 1) -> None:
-        """A new block is sealed, not idle yet, never used. `length`: blocks of the prompt that it belongs to, as far as
-        known. The place of the block in that prompt is not told."""
+        """Notes a new block, sealed, not idle yet and never used. `length` is the number of blocks of its prompt, if
+        known. The place of the block in that prompt is not given."""
 
     def use(self, key: K, length: int = 1) -> None:
-        """Somebody used the block once, for a prompt of `length` blocks. In an instance the end of a request is a use
-        of each block of its prompt, also of those that it computed or pulled. The priority changes with the next
+        """Notes one use of the block for a prompt of `length` blocks. In an instance the end of a request is a use of
+        each block of its prompt, also of those that it computed or pulled. The priority changes with the next
         `mark_idle`."""
 
     def forget(self, key: K) -> None:
-        """The block does not exist any more."""
+        """Notes that the block does not exist any more."""
         self.mark_busy(key)
         self._replicated.discard(key)
         self._protected.discard(key)
 
     def set_replicated(self, key: K, elsewhere: bool) -> None:
-        """Another node has a copy of the block, or no longer has. An idle block's priority is reckoned anew as of now,
-        and taken where it is lower (a copy) or in any case (none any more)."""
+        """Notes that another node has a copy of the block, or no longer has. The priority of an idle block is computed
+        anew as of now; with a copy it replaces the old one only if it is lower."""
         if elsewhere == (key in self._replicated):
             return
         (self._replicated.add if elsewhere else self._replicated.discard)(key)
@@ -117,11 +119,12 @@ class EvictionOrder(ABC, Generic[K]):
             self.mark_idle(key)
 
     def is_replicated(self, key: K) -> bool:
-        """Whether `set_replicated` has said so."""
+        """Says whether `set_replicated` last reported a copy."""
         return key in self._replicated
 
     def protect(self, key: K, protected: bool) -> None:
-        """The block goes when nothing else is left, or (no longer) in its turn, as if used now."""
+        """Sets whether the block is evicted only when no unprotected one is left. A block that loses protection counts
+        as used now."""
         if protected == (key in self._protected):
             return
         (self._protected.add if protected else self._protected.discard)(key)
@@ -131,16 +134,16 @@ class EvictionOrder(ABC, Generic[K]):
     # ── idle blocks ──────────────────────────────────────────────────────────────────────────────────
 
     def __len__(self) -> int:
-        """How many blocks are idle."""
+        """Returns how many blocks are idle."""
         return len(self._queue_of)
 
     def __contains__(self, key: K) -> bool:
-        """Whether the block is idle."""
+        """Says whether the block is idle."""
         return key in self._queue_of
 
     def priority(self, key: K) -> int | None:
-        """An idle block's priority: lower ones go earlier, of those of its class (those evicted first are alike). None:
-        the block is not idle."""
+        """Returns an idle block's priority, or None for one that is not idle. Among blocks of one protection lower ones
+        are evicted earlier; all blocks of `evict_first` have the same."""
         number = self._queue_of.get(key)
         if number is None:
             return None
@@ -152,7 +155,7 @@ class EvictionOrder(ABC, Generic[K]):
         return self._protected_idle
 
     def mark_idle(self, key: K) -> None:
-        """Nobody reads the block from now on: it stands last among those of its cost."""
+        """Notes that nobody reads the block any more; it becomes the last among those of its cost."""
         cost = self.cost(key)
         if key in self._replicated:
             cost //= 2
@@ -174,7 +177,7 @@ class EvictionOrder(ABC, Generic[K]):
         queue[key] = priority
 
     def mark_busy(self, key: K) -> None:
-        """Somebody reads the block, which cannot be evicted."""
+        """Notes that somebody reads the block, which therefore cannot be evicted."""
         number = self._queue_of.pop(key, None)
         if number is None:
             return
@@ -185,17 +188,18 @@ class EvictionOrder(ABC, Generic[K]):
             self._protected_idle -= number & 1
 
     def mark_all_idle(self, keys: Sequence[K]) -> None:
-        """`mark_idle` each, in this order."""
+        """Marks each key idle, in this order."""
         for key in keys:
             self.mark_idle(key)
 
     def mark_all_busy(self, keys: Sequence[K]) -> None:
-        """`mark_busy` each."""
+        """Marks each key busy, in this order."""
         for key in keys:
             self.mark_busy(key)
 
     def touch(self, keys: Sequence[K], *, use: bool = True) -> None:
-        """`mark_idle` those of `keys` that are idle, from the last to the first; with `use` each of `keys` is used."""
+        """Marks the idle ones of `keys` idle again, from the last to the first. With `use`, each of `keys` counts as
+        used."""
         use = use and self.counts_uses
         for key in reversed(keys):
             if use:
@@ -204,7 +208,7 @@ class EvictionOrder(ABC, Generic[K]):
                 self.mark_idle(key)
 
     def evict_first(self, key: K) -> None:
-        """If idle and not protected, the block goes before all others, until it is used again."""
+        """Makes the block, if idle and not protected, the first to be evicted until it is used again."""
         queue = self._queue_of.get(key)
         if queue is None or key in self._protected:
             return
@@ -214,8 +218,8 @@ class EvictionOrder(ABC, Generic[K]):
         self._preferred.move_to_end(key, last=False)
 
     def evict(self, n: int, *, protected: bool = True) -> list[K]:
-        """Returns up to `n` idle blocks in the order in which they go, and forgets them. Without `protected`, none of
-        those."""
+        """Forgets and returns up to `n` idle blocks, in the order of eviction; without `protected`, only unprotected
+        ones."""
         gone: list[K] = []
         while len(gone) < n and (key := self._first(protected)) is not None:
             queue = self._queue_of[key]
@@ -226,8 +230,8 @@ class EvictionOrder(ABC, Generic[K]):
         return gone
 
     def __iter__(self) -> Iterator[K]:
-        """Idle blocks in the order in which they would go, if nothing were used. Nothing may change meanwhile.
-        O(queues), and O(log queues) for each."""
+        """Yields idle blocks in the order in which they would be evicted if nothing were used. Nothing may change
+        meanwhile. O(queues), and O(log queues) for each block."""
         yield from self._preferred
         for heads in self._heads:
             if len(heads) == 1:
@@ -238,7 +242,7 @@ class EvictionOrder(ABC, Generic[K]):
                 yield key
 
     def check_integrity(self) -> None:
-        """AssertionError unless queues, priorities and heads agree. O(idle blocks)."""
+        """Raises AssertionError unless queues, priorities and heads agree. O(idle blocks)."""
         found = {key: number for number, queue in self._queues.items() for key in queue} | dict.fromkeys(
             self._preferred, _PREFERRED
         )
@@ -258,7 +262,7 @@ class EvictionOrder(ABC, Generic[K]):
     # ── inner ────────────────────────────────────────────────────────────────────────────────────────
 
     def _leave(self, key: K, number: int) -> None:
-        """Out of its queue; an empty one stays until its entry in the heap surfaces."""
+        """Removes a key from its queue; an empty queue stays until its entry in the heap comes up."""
         if number == _PREFERRED:
             del self._preferred[key]
         else:
@@ -287,16 +291,17 @@ class EvictionOrder(ABC, Generic[K]):
 
 
 class LruOrder(EvictionOrder[K]):
-    """The least recently used block goes first."""
+    """Evicts the least recently used block first."""
 
     counts_uses = False
 
     def cost(self, key: K) -> int:
-        """Every block costs 2."""
+        """Returns 2 for every block."""
         return _LRU_COST
 
     def mark_idle(self, key: K) -> None:
-        """See EvictionOrder. The most frequent case, of a block of which nothing was told, makes no further call."""
+        """Overrides EvictionOrder. The most frequent case, a block that is neither replicated nor protected, makes no
+        further call."""
         queue = self._queues.get(2 * _LRU_COST)
         if queue is None or key in self._queue_of or ((self._replicated or self._protected) and self._is_told(key)):
             super().mark_idle(key)
@@ -306,7 +311,6 @@ class LruOrder(EvictionOrder[K]):
         queue[key] = (self._age + _LRU_COST << TIME_BITS) + self._time
 
     def mark_all_idle(self, keys: Sequence[K]) -> None:
-        """See EvictionOrder."""
         queue, new = self._only_queue, dict.fromkeys(keys, 2 * _LRU_COST)
         if queue is None or len(new) < len(keys) or not self._queue_of.keys().isdisjoint(new):
             super().mark_all_idle(keys)
@@ -316,7 +320,6 @@ class LruOrder(EvictionOrder[K]):
             queue[key] = priority
 
     def mark_all_busy(self, keys: Sequence[K]) -> None:
-        """See EvictionOrder."""
         queue, queue_of = self._only_queue, self._queue_of
         if queue is None:
             super().mark_all_busy(keys)
@@ -326,7 +329,8 @@ class LruOrder(EvictionOrder[K]):
                 del queue[key]
 
     def touch(self, keys: Sequence[K], *, use: bool = True) -> None:
-        """See EvictionOrder. It is said of whole chains again and again: what stays in its queue costs no call."""
+        """Overrides EvictionOrder. Whole chains are touched again and again, so blocks that stay in their queue cost no
+        call."""
         queue = self._only_queue
         if queue is None:
             self._touch_each(keys)
@@ -337,7 +341,6 @@ class LruOrder(EvictionOrder[K]):
             queue[key] = priority
 
     def evict(self, n: int, *, protected: bool = True) -> list[K]:
-        """See EvictionOrder."""
         queue = self._only_queue
         if queue is None or n <= 0 or not queue:
             return super().evict(n, protected=protected)
@@ -349,13 +352,13 @@ class LruOrder(EvictionOrder[K]):
 
     @property
     def _only_queue(self) -> OrderedDict[K, int] | None:
-        """The queue of all idle blocks, where there is one and nothing was told of any block; None: there is not."""
+        """The queue of all idle blocks, if one queue holds them and no block is replicated or protected; else None."""
         queue = self._queues.get(2 * _LRU_COST)
         alike = queue is not None and len(queue) == len(self._queue_of) and not (self._replicated or self._protected)
         return queue if alike else None
 
     def _priorities(self, n: int) -> range:
-        """The next `n`, of blocks of which nothing was told."""
+        """Returns the next `n` priorities of blocks that are neither replicated nor protected."""
         first = (self._age + _LRU_COST << TIME_BITS) + self._time + 1
         self._time += n
         return range(first, first + n)
@@ -377,7 +380,7 @@ class LruOrder(EvictionOrder[K]):
 
 
 class LfuOrder(EvictionOrder[K]):
-    """The least often used block goes first, of those the least recently used."""
+    """Evicts the least often used block first, and among those the least recently used."""
 
     ages = False
 
@@ -386,36 +389,33 @@ class LfuOrder(EvictionOrder[K]):
         self._uses: dict[K, int] = {}
 
     def cost(self, key: K) -> int:
-        """A block costs twice its uses."""
+        """Returns twice the block's uses."""
         return 2 * self._uses[key]
 
     def admit(self, key: K, length: int = 1) -> None:
-        """See EvictionOrder."""
         self._uses[key] = 0
 
     def use(self, key: K, length: int = 1) -> None:
-        """See EvictionOrder."""
         if key in self._uses:
             self._uses[key] += 1
 
     def forget(self, key: K) -> None:
-        """See EvictionOrder."""
         super().forget(key)
         self._uses.pop(key, None)
 
 
 class LengthOrder(EvictionOrder[K]):
-    """Blocks of long prompts stay longer, as they are dear to recompute for each byte.
+    """Keeps blocks of long prompts longer, because they cost more to recompute for each byte.
 
-    A token costs the linear layers, and attention over all that stands before it: 1 + position / PARITY_TOKENS in
-    units of the former. A prompt of n blocks is of use from its head on, and what is missing is computed to its end;
-    so all of its blocks get the same cost, the mean of the prompt's:
+    A token costs the linear layers, and attention over all tokens before it: 1 + position / PARITY_TOKENS, in units of
+    the former. A prompt of n blocks is useful from its head on, and its missing end is computed; so all its blocks get
+    the same cost, the mean over the prompt:
 
         cost = uses x (1 + n x block_tokens / (2 x PARITY_TOKENS))
 
     with at most MOST_USES uses, and n of the longest prompt that used the block. A cost by the block's own position
-    would keep tails without their heads, which serve nobody. Uses multiply, since what was shared once is shared again;
-    without the growing `age` old favourites would never go.
+    would keep tails without their heads, which serve nobody. Uses multiply, since what was shared once is shared again.
+    `age` must grow, else blocks that were once used much would never be evicted.
     """
 
     def __init__(self, block_tokens: int = BLOCK_TOKENS) -> None:
@@ -424,23 +424,20 @@ class LengthOrder(EvictionOrder[K]):
         self._known: dict[K, int] = {}  # (uses, length) in one number
 
     def cost(self, key: K) -> int:
-        """See LengthOrder; in sixteenths."""
+        """Returns the cost that the class defines, in sixteenths."""
         length, uses = divmod(self._known[key], MOST_USES + 1)
         return round(_UNIT * max(uses, 1) * (1 + length / self._blocks))
 
     def admit(self, key: K, length: int = 1) -> None:
-        """See EvictionOrder."""
         self._known[key] = length * (MOST_USES + 1)
 
     def use(self, key: K, length: int = 1) -> None:
-        """See EvictionOrder."""
         known = self._known.get(key)
         if known is not None:
             before, uses = divmod(known, MOST_USES + 1)
             self._known[key] = max(before, length) * (MOST_USES + 1) + min(uses + 1, MOST_USES)
 
     def forget(self, key: K) -> None:
-        """See EvictionOrder."""
         super().forget(key)
         self._known.pop(key, None)
 
@@ -455,8 +452,9 @@ ORDERS = Plugins("kvmesh.eviction_orders", BUILT_IN)
 
 
 def make_order(policy: str, block_tokens: int = BLOCK_TOKENS, field: str = "eviction") -> EvictionOrder[Any]:
-    """An empty order of that name. `block_tokens`: of a block, what `length` reckons with. Raises ConfigError, which
-    names `field`, when there is no such order or what is there is none; see `Plugins.load`."""
+    """Returns an empty order of this policy. `block_tokens` is the number of tokens in a block, which `length` uses.
+    Raises ConfigError, which names `field`, when there is no such policy or what has the name is no EvictionOrder; see
+    `Plugins.load`."""
     found = ORDERS.load(policy, field)
     if not (isinstance(found, type) and issubclass(found, EvictionOrder)):
         raise ConfigError(f"{field}={policy!r}: {found!r} is no subclass of EvictionOrder", field=field)

@@ -32,7 +32,7 @@ MAX_CACHED = 4096
 
 @dataclass(frozen=True, slots=True)
 class WriterShare:
-    """`parts` of one reader's shard that `writer` sends of every block b with b % turns == turn."""
+    """The part of one reader's shard that one writer sends: `parts` of every block b with b % turns == turn."""
 
     writer: int
     turn: int
@@ -42,8 +42,8 @@ class WriterShare:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """Made by `plan_group`. `duties[reader]` covers each cell of that reader's shard once, for every block. Runs are
-    relative to the two shards' first bytes."""
+    """Which writer sends what to which reader; `plan_group` makes it. `duties[reader]` covers each cell of that
+    reader's shard once, for every block. Offsets of runs are relative to the beginning of the two shards."""
 
     writers: tuple[ShardLayout, ...]
     readers: tuple[ShardLayout, ...]
@@ -53,16 +53,16 @@ class GroupPlan:
     )
 
     def marks(self, reader: int) -> frozenset[int]:
-        """The writers whose end marks this reader waits for, and for whom it opens (and fences) windows."""
+        """Returns the writers whose end marks this reader waits for, and for which it opens and fences windows."""
         return frozenset(duty.writer for duty in self.duties[reader])
 
     def targets(self, writer: int) -> tuple[int, ...]:
-        """The readers that this writer sends to and marks."""
+        """Returns the readers that this writer sends bytes and an end mark to."""
         return tuple(reader for reader in range(len(self.readers)) if writer in self.marks(reader))
 
     def runs(self, writer: int, reader: int, block: int = 0, layer0: int = 0, layer1: int = -1) -> tuple[Run, ...]:
-        """What this writer sends to this reader of the `block`-th block, of its own local layers [layer0, layer1)
-        (-1: to the last), ascending, neighbours joined."""
+        """Returns what this writer sends to this reader of the `block`-th block, of the writer's local layers [layer0,
+        layer1) (-1: to the last); ascending, with neighbours joined."""
         source = self.writers[writer]
         layer1 = source.layers if layer1 < 0 else layer1
         turns = lcm(*(duty.turns for duty in self.duties[reader] if duty.writer == writer))
@@ -85,7 +85,8 @@ class GroupPlan:
 
 @lru_cache(maxsize=64)
 def plan_group(writers: tuple[ShardLayout, ...], readers: tuple[ShardLayout, ...]) -> GroupPlan:
-    """ConfigError when blocks differ (see `plan`), or when no writer holds something that a reader needs."""
+    """Plans the transfer between two rank groups. Raises ConfigError when block shapes differ (see `plan`), or when no
+    writer holds something that a reader needs."""
     if not writers or not readers:
         raise ConfigError("a group transfer needs writers and readers", field="writers" if not writers else "readers")
     for shard in (*writers, *readers):
@@ -105,8 +106,8 @@ def plan_group(writers: tuple[ShardLayout, ...], readers: tuple[ShardLayout, ...
 
 
 def _team(owners: Sequence[int], k: int, sharers: int) -> Sequence[int]:
-    """Owners that serve the k-th of so many readers: each owner in one team where there are enough of them, else each
-    reader with one owner, evenly."""
+    """Returns the owners that serve the k-th of `sharers` readers. With enough owners each is in one team; else each
+    reader has one owner, evenly distributed."""
     n = len(owners)
     if n <= sharers:
         at = k * n // sharers
@@ -117,7 +118,8 @@ def _team(owners: Sequence[int], k: int, sharers: int) -> Sequence[int]:
 def _needs(
     writers: tuple[ShardLayout, ...], readers: tuple[ShardLayout, ...], reader: int
 ) -> dict[tuple[int, ...], list[Part]]:
-    """The cells of one reader's shard by the writers that hold them; cells side by side in one layer range are one."""
+    """Returns the cells of one reader's shard by the writers that hold them; adjacent cells of one layer range are
+    joined."""
     target, held = part_of(readers[reader]), [part_of(shard) for shard in writers]
     layers = sorted({target.layer0, target.layer1} | {cut for p in held for cut in (p.layer0, p.layer1)})
     heads = sorted({target.head0, target.head1} | {cut for p in held for cut in (p.head0, p.head1)})

@@ -1,4 +1,4 @@
-"""Block keys: names of the KV of `block_tokens` consecutive tokens; equal only when all before is equal too.
+"""Block keys: names of the KV of `block_tokens` consecutive tokens; equal keys mean equal tokens before, too.
 
     tag       = first 4 bytes of SHA-256(domain, tenant)
     root      = tag, then SHA-256(domain, kind, every field of the namespace, block_tokens) from its 5th byte on
@@ -34,25 +34,27 @@ _TAG_DOMAIN = b"kvmesh.tenant-tag\x00"
 
 
 class KeyKind(enum.IntEnum):
-    """What a key promises; part of the root, so that keys of two kinds never meet."""
+    """What a key promises. It is part of the root, so keys of two kinds never coincide."""
 
     PREFIX = 1  # these tokens after exactly those before them
-    POSITION_FREE = 2  # these tokens wherever they stand (CacheBlend); nobody makes such keys yet
+    POSITION_FREE = 2  # these tokens at any position (CacheBlend); no code makes such keys yet
 
 
 def tenant_tag(tenant: str) -> bytes:
-    """The first 4 bytes of every key of this tenant ("": of those who named none). Two of 65,000 tenants share one by
-    chance with probability 0.4: then they share a quota and a removal by namespace, never a block."""
+    """Returns the first 4 bytes of every key of this tenant ("" for requests without one). With 65,000 tenants two
+    share a tag by chance with probability 0.4; they then share a quota and a removal by namespace, but never a block.
+    """
     return hashlib.sha256(_TAG_DOMAIN + tenant.encode("utf-8")).digest()[:TAG_BYTES]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Namespace:
-    """Everything besides tokens that KV depends on. Blocks are shared only within one namespace.
+    """Everything besides tokens that KV depends on; blocks are shared only within one namespace.
 
-    `fingerprint` names the weights, every byte of them (hex), `lora` the adapter ("" = none), `tenant_salt` whoever
-    must not share with others ("" = everybody), `weights_epoch` the step of weights that change while serving.
-    `tenant`: whose tag the keys bear; it need not be a secret."""
+    `fingerprint` (hex) is a hash of every byte of the weights, `lora` names the adapter ("" for none), `tenant_salt`
+    separates those who must not share blocks with others ("" is shared by all), `weights_epoch` is the version of
+    weights that change while serving. `tenant` is the tenant whose tag the keys have; it need not be secret.
+    """
 
     key_version: int = KEY_VERSION
     fingerprint: str
@@ -63,8 +65,8 @@ class Namespace:
     tenant: str = ""
 
     def root(self, block_tokens: int, kind: KeyKind = KeyKind.PREFIX) -> bytes:
-        """The 32-byte digest that chains of this namespace start from. Fields are length-prefixed: no two
-        namespaces write the same bytes."""
+        """Returns the 32-byte digest that chains of this namespace start from. Fields are length-prefixed, so no two
+        namespaces hash the same bytes."""
         parts = [_DOMAIN, struct.pack("<IIQI", self.key_version, kind, self.weights_epoch, block_tokens)]
         for text in (self.fingerprint, self.kv_dtype, self.lora, self.tenant_salt):
             raw = text.encode("utf-8")
@@ -73,7 +75,8 @@ class Namespace:
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """Token ids as little-endian u32, as they travel and are hashed. ValueError: an id is not a u32."""
+    """Returns token ids as little-endian u32, the form in which they are sent and hashed. Raises ValueError when an id
+    is not a u32."""
     try:
         packed = array("I", token_ids)
     except (OverflowError, TypeError) as err:
@@ -86,7 +89,7 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 def unpack_tokens(packed: bytes | bytearray | memoryview) -> list[int]:
-    """The inverse of `pack_tokens`. ValueError: not a whole number of ids."""
+    """Reverses `pack_tokens`. Raises ValueError when the length is not a whole number of ids."""
     if len(packed) % TOKEN_BYTES:
         raise ValueError(f"packed token ids have {len(packed)} bytes, not a multiple of {TOKEN_BYTES}")
     return list(struct.unpack(f"<{len(packed) // TOKEN_BYTES}I", packed))
@@ -99,11 +102,12 @@ def chain(
     *,
     extra: Mapping[int, bytes] | None = None,
 ) -> bytes:
-    """Keys of all full blocks, packed: 16 bytes each, in order; a trailing partial block has none.
+    """Returns the keys of all full blocks, packed: 16 bytes each, in order. A trailing partial block has no key.
 
-    `token_ids` are ints, or already packed as by `pack_tokens`. `extra` maps a block's index to bytes that
-    its KV depends on besides tokens (an image's digest); later blocks inherit them through the chain.
-    ValueError: an id is not a u32, or `block_tokens` is not positive."""
+    `token_ids` are ints, or bytes as of `pack_tokens`. `extra` maps a block's index to bytes that its KV depends on
+    besides tokens (an image's digest); later blocks inherit them through the chain. Raises ValueError when an id is not
+    a u32, or `block_tokens` is not positive.
+    """
     if block_tokens <= 0:
         raise ValueError(f"block_tokens={block_tokens}: must be positive")
     packed = token_ids if isinstance(token_ids, bytes | bytearray | memoryview) else pack_tokens(token_ids)
@@ -116,7 +120,7 @@ def chain(
 def chain_tip(
     namespace: Namespace, packed: bytes | memoryview, block_tokens: int, *, extra: Mapping[int, bytes] | None = None
 ) -> tuple[bytes, bytes]:
-    """(keys as of `chain`, the full 32-byte digest that the next block's would follow: see `extend`)."""
+    """Returns (the keys of `chain`, the full 32-byte digest of the last block, from which `extend` goes on)."""
     view = memoryview(packed)
     step = block_tokens * TOKEN_BYTES
     sha256, digest, keys = hashlib.sha256, namespace.root(block_tokens), []
@@ -132,8 +136,8 @@ def chain_tip(
 
 
 def extend(digest: bytes, packed_block: bytes | memoryview) -> tuple[bytes, bytes]:
-    """One more block after `digest` (32 bytes): (its key, its digest). `packed_block` holds exactly one block's tokens.
-    ValueError: the digest is none."""
+    """Returns (key, digest) of the block that follows `digest` (32 bytes). `packed_block` holds exactly one block's
+    tokens. Raises ValueError when the digest has another length."""
     if len(digest) != DIGEST_BYTES:
         raise ValueError(f"a chain digest has {DIGEST_BYTES} bytes, not {len(digest)}")
     hashed = hashlib.sha256(digest)
@@ -143,13 +147,13 @@ def extend(digest: bytes, packed_block: bytes | memoryview) -> tuple[bytes, byte
 
 
 class Keys(Sequence[bytes]):
-    """Keys of one chain as they travel, packed; a key becomes an object when somebody asks for it. What goes through
-    all of them (native walks) reads one piece of memory instead of an object a key."""
+    """The keys of one chain, packed as they are sent. A key becomes an object only when it is indexed, so native code
+    that goes through all of them reads one piece of memory."""
 
     __slots__ = ("_count", "packed")
 
     def __init__(self, packed: bytes) -> None:
-        """ValueError: not a whole number of keys."""
+        """Raises ValueError when `packed` is not a whole number of keys."""
         self._count, rest = divmod(len(packed), KEY_BYTES)
         if rest:
             raise ValueError(f"packed keys have {len(packed)} bytes, not a multiple of {KEY_BYTES}")
@@ -157,7 +161,7 @@ class Keys(Sequence[bytes]):
 
     @staticmethod
     def of(keys: Sequence[bytes]) -> Keys:
-        """These; ValueError: not every one is a key."""
+        """Returns the keys as `Keys`. Raises ValueError when one of them is no key."""
         if isinstance(keys, Keys):
             return keys
         packed = Keys(b"".join(keys))
@@ -175,7 +179,7 @@ class Keys(Sequence[bytes]):
     def __getitem__(self, at: slice) -> Keys: ...
 
     def __getitem__(self, at: int | slice) -> bytes | Keys:
-        """Slices are of neighbours."""
+        """Returns a key, or a slice, whose step must be 1."""
         if isinstance(at, slice):
             first, end, step = at.indices(self._count)
             if step != 1:
@@ -198,7 +202,7 @@ class Keys(Sequence[bytes]):
 
 
 def split(packed: bytes) -> list[bytes]:
-    """Packed keys one by one. ValueError: not a whole number of keys."""
+    """Returns packed keys one by one. Raises ValueError when the length is not a whole number of keys."""
     if len(packed) % KEY_BYTES:
         raise ValueError(f"packed keys have {len(packed)} bytes, not a multiple of {KEY_BYTES}")
     whole = len(packed) - len(packed) % _MANY.size

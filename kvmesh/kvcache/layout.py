@@ -23,7 +23,7 @@ Run = tuple[int, int, int]  # (offset at the source, offset at the destination, 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
     """One rank's part of a block: layers [first_layer, first_layer + layers) and KV heads [first_head, first_head +
-    kv_heads) of the model, `itemsize` bytes an element. Ranks that hold the same part are replicas."""
+    kv_heads) of the model, with `itemsize` bytes an element. Ranks that hold the same part are replicas."""
 
     layers: int
     kv_heads: int
@@ -44,12 +44,12 @@ class ShardLayout:
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
-        """`[layers, planes, kv_heads, block_tokens, head_dim]`."""
+        """The shape `[layers, planes, kv_heads, block_tokens, head_dim]`."""
         return (self.layers, self.planes, self.kv_heads, self.block_tokens, self.head_dim)
 
     @property
     def head_bytes(self) -> int:
-        """K or V of one head of one layer: the shortest run that a plan cuts."""
+        """The bytes of K or V of one head in one layer: the shortest run that a plan cuts."""
         return self.block_tokens * self.head_dim * self.itemsize
 
     @property
@@ -58,7 +58,7 @@ class ShardLayout:
 
     @property
     def shard_bytes(self) -> int:
-        """One block of this rank."""
+        """The bytes of one block at this rank."""
         return self.layers * self.layer_bytes
 
     @property
@@ -66,13 +66,15 @@ class ShardLayout:
         return self.shard_bytes // self.block_tokens
 
     def layer_slice(self, layer: int) -> tuple[int, int]:
-        """(offset, length) of local layer `layer` within the shard."""
+        """Returns (offset, length) in bytes of local layer `layer` within the shard. Raises IndexError when there is no
+        such layer."""
         if not 0 <= layer < self.layers:
             raise IndexError(f"layer {layer} is outside 0..{self.layers - 1}")
         return layer * self.layer_bytes, self.layer_bytes
 
     def run_offset(self, layer: int, plane: int, head: int) -> int:
-        """Offset of one plane of one head (0 its K, 1 its V); `layer` and `head` count over the whole model."""
+        """Returns the byte offset of one plane (0 for K, 1 for V) of one head; `layer` and `head` count over the whole
+        model."""
         local = ((layer - self.first_layer) * self.planes + plane) * self.kv_heads + head - self.first_head
         return local * self.head_bytes
 
@@ -87,7 +89,7 @@ class Part:
     head1: int
 
     def common(self, other: Part) -> Part:
-        """What lies in both; may be empty."""
+        """Returns the intersection, which may be empty."""
         return Part(
             max(self.layer0, other.layer0),
             min(self.layer1, other.layer1),
@@ -101,13 +103,13 @@ class Part:
 
 
 def part_of(shard: ShardLayout) -> Part:
-    """What of the model this shard holds."""
+    """Returns the part of the model that this shard holds."""
     layer, head = shard.first_layer, shard.first_head
     return Part(layer, layer + shard.layers, head, head + shard.kv_heads)
 
 
 def check_same_blocks(src: ShardLayout, dst: ShardLayout) -> None:
-    """ConfigError when the blocks themselves differ: those need conversion, not slices."""
+    """Raises ConfigError when the shapes of blocks differ, since such blocks need conversion and not slices."""
     for name in ("block_tokens", "head_dim", "itemsize", "planes"):
         if getattr(src, name) != getattr(dst, name):
             raise ConfigError(
@@ -117,16 +119,18 @@ def check_same_blocks(src: ShardLayout, dst: ShardLayout) -> None:
 
 
 def plan(src: ShardLayout, dst: ShardLayout) -> list[Run]:
-    """Slices `(src_offset, dst_offset, length)` that copy what both shards own, offsets ascending, neighbours joined.
+    """Returns the slices `(src_offset, dst_offset, length)`, in bytes, that copy what both shards hold; offsets ascend
+    and neighbours are joined.
 
     Equal layouts give one slice, the whole shard; shards with nothing in common give none. Raises ConfigError when
-    the blocks themselves differ (block_tokens, head_dim, itemsize or planes)."""
+    block shapes differ (block_tokens, head_dim, itemsize or planes).
+    """
     check_same_blocks(src, dst)
     return runs_of(src, dst, [part_of(src).common(part_of(dst))])
 
 
 def runs_of(src: ShardLayout, dst: ShardLayout, parts: Sequence[Part]) -> list[Run]:
-    """As `plan`, but of these parts only, which do not overlap and lie in both shards."""
+    """Plans as `plan` does, for these parts only, which must not overlap and must lie in both shards."""
     parts = [part for part in parts if not part.empty]
     if not parts:
         return []
@@ -146,8 +150,8 @@ def runs_of(src: ShardLayout, dst: ShardLayout, parts: Sequence[Part]) -> list[R
 
 
 def joined(runs: Iterable[Run], longest: int = 0) -> list[Run]:
-    """Runs that continue the one before on both sides become one, up to `longest` bytes (0: no limit): each run is a
-    work request, and few large ones cost less than many small ones."""
+    """Joins runs that are adjacent on both sides, up to `longest` bytes (0: no limit). Each run is a work request, and
+    few large ones cost less than many small ones."""
     out: list[Run] = []
     source = target = length = 0
     for a, b, more in runs:

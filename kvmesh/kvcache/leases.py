@@ -1,4 +1,4 @@
-"""Leases on blocks: which extents may still be read, and until when. Bookkeeping; `NodeStore` holds the references.
+"""Leases on blocks: which extents may still be read, and until when. `NodeStore` holds the references.
 
 Ids are never used again within one life of the node, and those of two lives (two seeds) do not meet but by a chance of
 about one in 2^40: a reader who renews after its holder restarted must not meet somebody else's lease.
@@ -22,8 +22,9 @@ _U64 = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """What a reader got: `extents[i]` of the key it asked for at i, None where nothing is sealed; monotonic ns until
-    which these extents stay as they are. `lease_id` 0: nothing is held, `until_ns` means nothing."""
+    """The answer to a reader: `extents[i]` is the extent of the i-th key, None where it is not sealed. The extents do
+    not change before `until_ns` (monotonic). `lease_id` 0 means that nothing is leased and `until_ns` has no meaning.
+    """
 
     lease_id: int
     extents: tuple[int | None, ...]
@@ -31,7 +32,8 @@ class Lease:
 
 
 class Deadlines(Generic[K]):
-    """Until when something lasts. Every operation O(log entries), amortised; ends only move to later."""
+    """The time until which each key's property lasts. A time can only be moved to later. Operations cost O(log
+    entries), amortised."""
 
     def __init__(self) -> None:
         self._ends: dict[K, tuple[int, int]] = {}  # key → (until_ns, serial)
@@ -47,13 +49,13 @@ class Deadlines(Generic[K]):
         return key in self._ends
 
     def get(self, key: K) -> int | None:
-        """Its end, monotonic ns; None: it has none."""
+        """Returns the key's end in monotonic ns, or None."""
         end = self._ends.get(key)
         return None if end is None else end[0]
 
     def extend(self, key: K, until_ns: int) -> int:
-        """It lasts until then, or until the end that it has, if that is later; returns which. Of equal ends the one
-        that was given first is due first."""
+        """Extends the key's end to `until_ns`, unless it is later already, and returns the end. Among equal ends the
+        one that was set first is due first."""
         end = self._ends.get(key)
         if end is None:
             self._serial += 1
@@ -64,7 +66,7 @@ class Deadlines(Generic[K]):
         return end[0]
 
     def drop(self, key: K) -> bool:
-        """It has no end any more. False: it had none."""
+        """Removes the key's end. Returns False when it had none."""
         if self._ends.pop(key, None) is None:
             return False
         if len(self._heap) > 2 * len(self._ends) + 64:
@@ -74,7 +76,7 @@ class Deadlines(Generic[K]):
 
     @property
     def next(self) -> int | None:
-        """The earliest end; None: there is none."""
+        """The earliest end, or None."""
         while self._heap:
             until_ns, serial, key = self._heap[0]
             end = self._ends.get(key)
@@ -87,7 +89,7 @@ class Deadlines(Generic[K]):
         return None
 
     def due(self, now: int, most: int | None = None) -> list[K]:
-        """Those whose end has come, in the order of their ends, at most so many: they have none any more."""
+        """Removes and returns at most `most` keys whose end has come, in the order of their ends."""
         over: list[K] = []
         while (most is None or len(over) < most) and (end := self.next) is not None and end <= now:
             key = heapq.heappop(self._heap)[2]
@@ -96,7 +98,7 @@ class Deadlines(Generic[K]):
         return over
 
     def check_integrity(self) -> None:
-        """AssertionError unless everything that has an end will come to it. O(entries)."""
+        """Raises AssertionError unless every end will be noticed. O(entries)."""
         entries = {(serial, key): until_ns for until_ns, serial, key in self._heap}
         assert len(entries) == len(self._heap), "two entries for one end"
         for key, (until_ns, serial) in self._ends.items():
@@ -104,26 +106,25 @@ class Deadlines(Generic[K]):
 
 
 class Coverage:
-    """How many leases and hard pins there are on each extent."""
+    """The number of leases and hard pins on each extent."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
 
     def __len__(self) -> int:
-        """Extents with one at least."""
+        """Returns how many extents have at least one."""
         return len(self._counts)
 
     def count(self, extent: int) -> int:
-        """On this one."""
         return self._counts.get(extent, 0)
 
     def add(self, extents: Iterable[int]) -> None:
-        """One more on each."""
+        """Counts one more on each extent."""
         for extent in extents:
             self._counts[extent] = self._counts.get(extent, 0) + 1
 
     def drop(self, extents: Iterable[int]) -> None:
-        """One less on each. KeyError: there is none."""
+        """Counts one less on each extent. Raises KeyError when an extent has none."""
         for extent in extents:
             if self._counts[extent] == 1:
                 del self._counts[extent]
@@ -131,7 +132,7 @@ class Coverage:
                 self._counts[extent] -= 1
 
     def check(self, counts: Counter[int]) -> None:
-        """AssertionError unless these are the counts."""
+        """Raises AssertionError unless these are the counts."""
         assert self._counts == counts, "leases and pins are counted wrong"
 
 
@@ -144,8 +145,8 @@ class _Open:
 
 
 class LeaseBook:
-    """Open leases by id and by end. Every operation O(log leases + extents of the lease), amortised. `seed`: new at
-    every process start. `coverage`: where they are counted."""
+    """The open leases, by id and by end. Operations cost O(log leases + extents of the lease), amortised. `seed` must
+    be new at every process start; `coverage` counts the leases of each extent."""
 
     def __init__(self, seed: int, coverage: Coverage | None = None) -> None:
         self._coverage = Coverage() if coverage is None else coverage
@@ -155,16 +156,16 @@ class LeaseBook:
         self._ends: Deadlines[int] = Deadlines()
 
     def __len__(self) -> int:
-        """Leases that are not over."""
+        """Returns how many leases are open."""
         return len(self._open)
 
     @property
     def next_expiry(self) -> int | None:
-        """When the next lease ends, monotonic ns; None: there is none."""
+        """When the next lease ends, in monotonic ns; None when none is open."""
         return self._ends.next
 
     def open(self, extents: tuple[int, ...], until_ns: int) -> int:
-        """A new lease; returns its id, never 0."""
+        """Opens a lease and returns its id, which is never 0."""
         lease_id = self._next_id()
         self._open[lease_id] = _Open(extents)
         self._ends.extend(lease_id, until_ns)
@@ -172,25 +173,26 @@ class LeaseBook:
         return lease_id
 
     def renew(self, lease_id: int, until_ns: int, now: int) -> int | None:
-        """Its new end, never earlier than the one already promised; None: it is over, unknown, or final."""
+        """Returns the new end, never earlier than the one already promised; None when the lease is over, unknown, or
+        final."""
         lease, end = self._open.get(lease_id), self._ends.get(lease_id)
         if lease is None or end is None or lease.final or end <= now:
             return None
         return self._ends.extend(lease_id, until_ns)
 
     def is_final(self, lease_id: int) -> bool:
-        """Whether it is open and cannot be renewed any more."""
+        """Says whether the lease is open and cannot be renewed any more."""
         lease = self._open.get(lease_id)
         return lease is not None and lease.final
 
     def close(self, lease_id: int) -> tuple[int, ...]:
-        """End it; returns its extents, () when it is unknown."""
+        """Ends a lease and returns its extents; () when it is unknown."""
         self._ends.drop(lease_id)
         return self._closed(lease_id)
 
     def expire(self, now: int, most: int | None = None) -> list[tuple[int, ...]]:
-        """End those whose time is over at `now`, at most so many, and no more once they have STEP_EXTENTS extents
-        together; returns the extents of each, in order of their ends. `most` none: all."""
+        """Ends leases whose time is over at `now`, and returns the extents of each, in the order of their ends. It ends
+        at most `most` of them (None: all), and stops when they have STEP_EXTENTS extents together."""
         if most is None:
             return [self._closed(lease_id) for lease_id in self._ends.due(now)]
         over: list[tuple[int, ...]] = []
@@ -201,17 +203,17 @@ class LeaseBook:
         return over
 
     def finalize(self) -> None:
-        """No lease that is open now can be renewed any more."""
+        """Makes all leases that are open now final, so that none can be renewed."""
         for lease in self._open.values():
             lease.final = True
 
     def check_integrity(self) -> None:
-        """AssertionError unless every open lease will end. O(leases)."""
+        """Raises AssertionError unless every open lease will end. O(leases)."""
         self._ends.check_integrity()
         assert len(self._ends) == len(self._open) and all(lease_id in self._ends for lease_id in self._open)
 
     def held(self) -> list[int]:
-        """Every extent under lease, once for each lease."""
+        """Returns every extent under lease, once for each lease."""
         return [extent for lease in self._open.values() for extent in lease.extents]
 
     def _closed(self, lease_id: int) -> tuple[int, ...]:
@@ -230,7 +232,7 @@ class LeaseBook:
 
 
 def _mix(x: int) -> int:
-    """A permutation of the 64-bit numbers (the finalizer of SplitMix64): ids do not repeat before the count does."""
+    """Permutes the 64-bit numbers (the finalizer of SplitMix64), so that ids repeat only when the counter does."""
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _U64
     x = (x ^ x >> 27) * 0x94D049BB133111EB & _U64
     return x ^ x >> 31
@@ -245,7 +247,7 @@ PINNED_PERCENT = 50
 
 
 class PinBook:
-    """Pins by key. Every operation O(log pins) a key, amortised. `percent`: of all extents may be pinned hard."""
+    """The pins, by key. Operations cost O(log pins) a key, amortised. `percent` of all extents may be pinned hard."""
 
     def __init__(self, percent: int = PINNED_PERCENT) -> None:
         if not 0 <= percent <= 100:
@@ -255,11 +257,11 @@ class PinBook:
         self.hard: dict[bytes, int] = {}  # key → its extent
 
     def limit(self, total: int) -> int:
-        """Blocks that may be pinned hard, of so many extents."""
+        """Returns how many of `total` extents may be pinned hard."""
         return total * self._percent // 100
 
     def check(self, new: Sequence[bytes], total: int) -> None:
-        """PinLimit, which names figures, unless so many more may be pinned hard."""
+        """Raises PinLimit, with figures, when the `new` keys would exceed the limit of hard pins."""
         limit = self.limit(total)
         if len(self.hard) + len(new) > limit:
             raise PinLimit(

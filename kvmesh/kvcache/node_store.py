@@ -1,4 +1,4 @@
-"""The node store: what lies in one instance's host segment, and who may still touch it.
+"""The node store: which blocks lie in one instance's host segment, and who may still read or write them.
 
     allocate ──▶ raw extent ──────── adopt ───────┐
                                                   ▼       hold, lease        release, unlease, expire
@@ -32,27 +32,27 @@ TRIM_STEP = 256  # blocks that one `trim` evicts at most: some hundred microseco
 
 
 class Journal(Protocol):
-    """Hears of every change in the turn in which it is made: before anybody can act on it."""
+    """Hears of every change of a node store in the same turn, before anyone can act on the change."""
 
     def sealed(self, key: bytes, extent: int, nbytes: int | None) -> None:
-        """`nbytes` none: it fills its extent."""
+        """Notes a sealed block; `nbytes` None means that it fills its extent."""
 
     def gone(self, key: bytes, extent: int, held: bool) -> None:
-        """It is found no more; `held`: somebody reads its extent yet."""
+        """Notes that a block cannot be found any more; `held` says that its extent is still being read."""
 
     def removed(self, keys: Sequence[bytes]) -> None:
-        """Nobody may find these any more, whether they were here or not."""
+        """Notes that these keys may not be found any more, whether they were here or not."""
 
 
 class NodeStore:
-    """Metadata of one host segment of `total` extents. One owner on one thread; times: monotonic ns, never decreasing.
+    """The metadata of one host segment of `total` extents. It has one owner on one thread. Times are monotonic ns and
+    never decrease.
 
-    Every operation costs O(1) a block, or O(log n), amortised. Above `high_percent` of extents in use (raw, written,
-    sealed) idle blocks go until `low_percent` are (`trim`). `eviction`: one of
-    `eviction.ORDERS` (ConfigError: another).
-    `pinned_percent` of all extents may be pinned hard. `block_bytes`: of one extent. `lease_seed` should be new at
-    every process start (the incarnation): see `leases`. `quotas`: one for all stores of a node. Misuse (sealing what
-    was never begun, releasing what nobody holds) is PageInvariantError: a bug.
+    Operations cost O(1) a block, or O(log n), amortised. When more than `high_percent` of the extents are in use (raw,
+    written or sealed), `trim` evicts idle blocks down to `low_percent`. `eviction` is one of `eviction.ORDERS`; another
+    raises ConfigError. At most `pinned_percent` of all extents may be pinned hard. `block_bytes` is the size of one
+    extent. `lease_seed` should be new at every process start (the incarnation): see `leases`. `quotas` is shared by all
+    stores of a node. Misuse, such as sealing what was never begun, raises PageInvariantError: it is a bug.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class NodeStore:
         self._trimming = False  # the high watermark was passed, and `trim` has not come down to the low one yet
         self._sealed: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}  # sealed extents
-        self._tombs: set[int] = set()  # extents of removed blocks that somebody still holds or leases
+        self._tombs: set[int] = set()  # extents of removed blocks that are still held or leased
         self._order: EvictionOrder[bytes] = make_order(eviction, block_tokens)
         self._pins = PinBook(pinned_percent)
         self._coverage = Coverage()  # extents under lease or hard pin
@@ -100,32 +100,31 @@ class NodeStore:
 
     @property
     def total(self) -> int:
-        """Extents there are."""
+        """The number of extents."""
         return self._pool.total
 
     @property
     def free(self) -> int:
-        """Extents that `allocate` can give now: unheld ones and those of idle blocks."""
+        """The number of extents that `allocate` can give now: unheld ones, and those of idle blocks."""
         return self._pool.free + len(self._order)
 
     @property
     def unheld(self) -> int:
-        """Extents that hold no block and that nobody writes or reads."""
+        """The number of extents that hold no block and that nobody writes or reads."""
         return self._pool.free
 
     @property
     def sealed_blocks(self) -> int:
-        """Blocks that can be found."""
+        """The number of blocks that can be found."""
         return len(self._sealed)
 
     @property
     def evicted(self) -> int:
-        """Blocks that have had to go so far."""
+        """The number of blocks evicted so far."""
         return self._evicted
 
     @property
     def stats(self) -> StoreStats:
-        """Counts, see `StoreStats`."""
         return StoreStats(
             sealed=len(self._sealed),
             idle=len(self._order),
@@ -144,7 +143,7 @@ class NodeStore:
 
     @property
     def usage(self) -> StoreUsage:
-        """Whose the extents are. O(1)."""
+        """How the extents are used now. O(1)."""
         unheld, idle, writing = self._pool.free, len(self._order), len(self._writing)
         pinned, covered = len(self._pins.hard), len(self._coverage)
         held = self.total - unheld - idle - writing - covered
@@ -153,29 +152,31 @@ class NodeStore:
     # ── extents ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def allocate(self, n: int) -> list[int]:
-        """`n` extents, one reference each, evicting idle blocks as needed. All or nothing: StoreExhausted."""
+        """Returns `n` extents with one reference each, after evicting idle blocks if needed. Raises StoreExhausted, and
+        takes none, when there are fewer."""
         if n > self.free:
             raise StoreExhausted(n, self.usage, self.next_expiry)
         self._evict(n - self._pool.free)
         return self._pool.allocate(n)
 
     def share(self, extents: Iterable[int]) -> None:
-        """One more reference to each."""
+        """Adds one reference to each extent."""
         self._pool.share(extents)
 
     def release(self, extents: Iterable[int]) -> None:
-        """Drop one reference of each, from the last to the first."""
+        """Drops one reference of each extent, from the last to the first."""
         given = list(extents)
         self._pool.release(reversed(given))
         if self._tombs:
             self._tombs.difference_update([extent for extent in given if not self._pool.refcount(extent)])
 
     def grow(self, n: int) -> int:
-        """`n` more extents, numbered on (there is more memory); returns the first one's number."""
+        """Adds `n` extents, because there is more memory; returns the number of the first."""
         return self._pool.grow(n)
 
     def withdrawable(self, extents: Iterable[int], *, spared: bool = False) -> bool:
-        """Whether nobody holds, leases or writes any of these, or has pinned it hard or (without `spared`) softly."""
+        """Says whether nobody holds, leases or writes any of these extents, or has pinned it hard; softly pinned blocks
+        count too unless `spared`."""
         for extent in extents:
             key = self._key_of.get(extent)
             if self._pool.refcount(extent) > (key is not None):
@@ -185,8 +186,8 @@ class NodeStore:
         return True
 
     def withdraw(self, extents: Sequence[int], *, spared: bool = False) -> bool:
-        """Take these extents out, with the idle blocks in them: their memory is to be somebody else's. False, and
-        nothing has changed, unless they are `withdrawable`."""
+        """Removes these extents and evicts the idle blocks in them, because their memory is given to someone else.
+        Returns False, and changes nothing, unless they are `withdrawable`."""
         if not self.withdrawable(extents, spared=spared):
             return False
         for extent in extents:
@@ -197,34 +198,34 @@ class NodeStore:
         return True
 
     def restore(self, extents: Iterable[int]) -> None:
-        """Withdrawn extents are here again, free."""
+        """Adds withdrawn extents again, free."""
         self._pool.restore(extents)
 
     # ── sealed blocks ─────────────────────────────────────────────────────────────────────────────────────────
 
     def peek(self, keys: Sequence[bytes]) -> int:
-        """How many of `keys`, from the first on, are sealed without a hole. Changes nothing."""
+        """Returns how many leading `keys` are sealed, without changing anything."""
         return len(list(itertools.takewhile(self._sealed.__contains__, keys)))
 
     def holds(self, key: bytes) -> bool:
-        """Whether `key` is sealed here."""
+        """Says whether `key` is sealed here."""
         return key in self._sealed
 
     def keys(self) -> list[bytes]:
-        """Every sealed key, in the order of sealing. O(blocks)."""
+        """Returns every sealed key, in the order of sealing. O(blocks)."""
         return list(self._sealed)
 
     def sizes(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Bytes of each; None: it is not sealed."""
+        """Returns the bytes of each block, None for one that is not sealed."""
         return [self._short.get(key, self._block_bytes) if key in self._sealed else None for key in keys]
 
     def extents_of(self, keys: Iterable[bytes]) -> list[int]:
-        """Where those of `keys` lie that are sealed here."""
+        """Returns the extents of those of `keys` that are sealed here."""
         return [self._sealed[key] for key in keys if key in self._sealed]
 
     def hold(self, keys: Sequence[bytes]) -> list[int]:
-        """Extents of the leading sealed ones of `keys`, with one reference each for the caller to `release`. It
-        is no use by itself: `touch` says it, at the end of the request."""
+        """Returns the extents of the leading sealed `keys`, with one reference each that the caller must `release`.
+        Holding does not count as a use; the caller calls `touch` at the end of the request."""
         extents = [self._sealed[key] for key in keys[: self.peek(keys)]]
         self._pool.share(extents)
         self._hits += len(extents)
@@ -232,23 +233,24 @@ class NodeStore:
         return extents
 
     def borrow(self, keys: Sequence[bytes]) -> list[int]:
-        """Extents of these sealed blocks, one reference each, to be copied elsewhere; counted nowhere. `release` gives
-        each the place of one used just now: `cool` says otherwise."""
+        """Returns the extents of these sealed blocks, with one reference each, to be copied elsewhere. It counts as no
+        hit. `release` makes each block the most recently used; `evict_first` undoes that."""
         extents = [self._sealed[key] for key in keys]
         self._pool.share(extents)
         return extents
 
     def touch(self, keys: Sequence[bytes], *, use: bool = True) -> None:
-        """These were used now; those not sealed are passed over. To be said of a whole chain at the end of its request:
-        its head is then the most recent. `use`: counts as one use of each (lfu, length), and tells the prompt's length;
-        False: only its place is meant. Held blocks need it for their counts alone: they get a place when let go."""
+        """Notes that these blocks were used now; those not sealed are ignored. It is called for a whole chain at the
+        end of its request, which makes the head the most recent. With `use` it counts one use of each block (for lfu
+        and length) and tells the prompt's length; without, only the recency changes. A held block becomes idle, with
+        its recency, when it is released."""
         self._order.touch(keys, use=use)
         if self.quotas.limits:
             self.quotas.used(self, reversed(keys))
 
     def read(self, keys: Iterable[bytes]) -> None:
-        """These were read without a lease, each for itself: hits, and used now, the first of them last. Those that are
-        not sealed are passed over."""
+        """Notes that these blocks were read without a lease, each by itself: they count as hits and as used now, the
+        first of them last. Those not sealed are ignored."""
         found = [key for key in keys if key in self._sealed]
         self._hits += len(found)
         if self._order.counts_uses:
@@ -258,7 +260,7 @@ class NodeStore:
             self.touch(found)
 
     def take_changes(self) -> Changes:
-        """How the sealed keys differ from what they were at the last call; the first call: from none."""
+        """Returns how the sealed keys differ from what they were at the last call; at the first call, from none."""
         changes = Changes(tuple(self._new), tuple(self._gone))
         self._new, self._gone = {}, {}
         return changes
@@ -266,17 +268,17 @@ class NodeStore:
     # ── writing and removing ──────────────────────────────────────────────────────────────────────────────────
 
     def writing(self, key: bytes) -> bool:
-        """Whether somebody has begun `key` and neither sealed nor abandoned it."""
+        """Says whether `key` was begun and neither sealed nor abandoned."""
         return key in self._writing
 
     def written(self) -> list[bytes]:
-        """Keys of all blocks that are being written. O(those)."""
+        """Returns the keys of all blocks that are being written. O(those)."""
         return list(self._writing)
 
     def begin(self, keys: Sequence[bytes]) -> list[int | None]:
-        """An extent for each block to be written, the caller's until `seal` or `abandon`. None: sealed or being written
-        already, or no room. Blocks of `keys` that are sealed are touched, and none of them makes room for the others;
-        when room is short, the first ones of `keys` get it."""
+        """Returns an extent for each block to be written, the caller's until `seal` or `abandon`; None for a block that
+        is sealed or being written already, or finds no room. Sealed blocks of `keys` are touched, and none of them is
+        evicted for the others. When room is short, the first of `keys` get it."""
         missing = dict.fromkeys([key for key in keys if key not in self._sealed and key not in self._writing])
         if len(missing) > self._pool.free:  # others have to go: not these
             own = [key for key in reversed(keys) if key in self._order]
@@ -297,9 +299,9 @@ class NodeStore:
         return [begun.pop(key, None) for key in keys]
 
     def seal(self, key: bytes, nbytes: int | None = None) -> bool:
-        """All bytes of a begun block are in its extent: from now on it can be found, and never changes. `nbytes`: so
-        many there are, if it does not fill the extent. False: given back instead, since it was sealed otherwise or
-        removed meanwhile."""
+        """Makes a begun block, whose bytes are all in its extent, findable and immutable. `nbytes` is its size if it
+        does not fill its extent. Returns False, and frees the extent, when the key was sealed otherwise or removed
+        meanwhile."""
         extent, length = self._end_writing(key)
         if key in self._orphans or key in self._sealed:
             self._orphans.discard(key)
@@ -310,8 +312,8 @@ class NodeStore:
         return True
 
     def seal_all(self, keys: Iterable[bytes]) -> None:
-        """`seal` each, in this order: they fill their extents. At a fraction of the cost where none of them makes
-        others go."""
+        """Seals each block, in this order; they fill their extents. It is much cheaper than single calls when no block
+        must be evicted meanwhile."""
         rest = deque(keys)
         while rest and self._is_high:
             self.seal(rest.popleft())
@@ -325,14 +327,14 @@ class NodeStore:
         self._add_all(blocks, [self._lengths.pop(key) for key in blocks])
 
     def abandon(self, key: bytes) -> None:
-        """A begun block will not be written: its extent goes back. The caller promises that nobody writes to it."""
+        """Frees the extent of a begun block that will not be written. The caller promises that nobody writes to it."""
         extent, _ = self._end_writing(key)
         self._orphans.discard(key)
         self._give_back(extent)
 
     def adopt(self, key: bytes, extent: int, nbytes: int | None = None) -> bool:
-        """A raw extent whose bytes are complete becomes this block; the caller's reference passes over (False: the
-        block exists, the reference was released)."""
+        """Makes a raw extent with complete bytes this block, and takes over the caller's reference. Returns False,
+        after releasing that reference, when the block exists."""
         if key in self._sealed:
             self.release((extent,))
             return False
@@ -342,8 +344,8 @@ class NodeStore:
         return True
 
     def adopt_all(self, keys: Sequence[bytes], extents: Sequence[int]) -> None:
-        """`adopt` each, in this order: they fill their extents. At a fraction of the cost where none of them makes
-        others go."""
+        """Adopts each block, in this order; they fill their extents. It is much cheaper than single calls when no block
+        must be evicted meanwhile."""
         rest = deque(zip(keys, extents, strict=True))
         while rest and self._is_high:
             self.adopt(*rest.popleft())
@@ -356,8 +358,8 @@ class NodeStore:
         self._add_all(blocks, [1] * len(blocks))
 
     def remove(self, keys: Iterable[bytes]) -> list[bool]:
-        """Whether each was here. None is found any more, pinned or not, and what is being written will not be sealed.
-        Extents that others hold, lease or write stay theirs until they let go."""
+        """Removes blocks, pinned or not; blocks that are being written will not be sealed. Returns whether each was
+        here. Extents that are held, leased or written stay in use until they are let go."""
         here, keys = [], list(keys)
         for journal in self.journals:
             journal.removed(keys)
@@ -370,8 +372,8 @@ class NodeStore:
         return here
 
     def drop_all(self) -> int:
-        """The memory is gone with its rank: no block is found any more. Returns how many were. Extents that others hold
-        or write stay theirs until they let go; leases run to their end and cannot be renewed."""
+        """Removes all blocks, because their memory is gone with its rank, and returns how many. Extents that are held
+        or written stay in use until they are let go; leases run to their end and cannot be renewed."""
         dropped = list(self._sealed)
         self.remove(dropped)
         self._orphans.update(self._writing)
@@ -381,8 +383,8 @@ class NodeStore:
     # ── leases ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def lease(self, keys: Sequence[bytes], duration_ns: int, now: int) -> Lease:
-        """Sealed ones of `keys` stay until `now + duration_ns`. Nothing sealed, no time, or as many leases open as
-        there may be: nothing is leased, the id is 0."""
+        """Leases the sealed ones of `keys` until `now + duration_ns`. Nothing is leased, and the id is 0, when none is
+        sealed, the duration is not positive, or the limit of open leases is reached."""
         found = tuple(self._sealed.get(key) for key in keys)
         extents = tuple(extent for extent in found if extent is not None)
         self._misses += len(found) - len(extents)
@@ -399,21 +401,22 @@ class NodeStore:
         return Lease(self._leases.open(extents, until_ns), found, until_ns)
 
     def renew(self, lease_id: int, duration_ns: int, now: int) -> int | None:
-        """Its new end: `now + duration_ns`, or the old one if that is later. None: that lease is over."""
+        """Returns the lease's new end, `now + duration_ns` or the old one if that is later; None when the lease is
+        over."""
         return self._leases.renew(lease_id, now + duration_ns, now)
 
     def unlease(self, lease_id: int) -> bool:
-        """The reader is done. True: its extents have not changed since the lease was given, and what it read of them is
-        right. False: unknown or over already, or the memory has gone (`drop_all`)."""
+        """Ends a lease. Returns True if its extents have not changed since it was given, so that what was read is
+        right; False when it is unknown, over already, or the memory is gone (`drop_all`)."""
         final = self._leases.is_final(lease_id)
         extents = self._leases.close(lease_id)
         self.release(extents)
         return bool(extents) and not final
 
     def expire(self, now: int, most: int | None = None) -> int:
-        """End leases and soft pins whose time is over, at most so many of each, and of leases that hold much fewer (see
-        `LeaseBook`); returns how many leases. Until it is called, their blocks stay. While there is more, `next_expiry`
-        lies in the past."""
+        """Ends leases and soft pins whose time is over, at most `most` of each (fewer of leases with many extents, see
+        `LeaseBook`), and returns the number of leases. Their blocks stay until it is called. While more are left,
+        `next_expiry` lies in the past."""
         over = self._leases.expire(now, most)
         for extents in over:
             self.release(extents)
@@ -423,20 +426,20 @@ class NodeStore:
 
     @property
     def next_expiry(self) -> int | None:
-        """When `expire` has something to do, monotonic ns; None: no lease and no soft pin is open."""
+        """When `expire` has something to do, in monotonic ns; None when no lease and no soft pin is open."""
         ends = [end for end in (self._leases.next_expiry, self._pins.soft.next) if end is not None]
         return min(ends, default=None)
 
     def leased(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether each is here and under a lease."""
+        """Returns whether each key is here and under a lease."""
         hard, sealed = self._pins.hard, self._sealed
         return [key in sealed and self._coverage.count(sealed[key]) > (key in hard) for key in keys]
 
     # ── pins ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def pin(self, keys: Sequence[bytes], duration_ns: int, now: int) -> list[bool]:
-        """Soft: those of `keys` that are sealed go after all others, until `now + duration_ns` or the end they have, if
-        that is later; the watermark spares them. Whether each is pinned."""
+        """Pins the sealed ones of `keys` softly until `now + duration_ns`, or the end they have if that is later: they
+        are evicted after all others, and not by the watermark. Returns whether each is pinned."""
         pinned = [key in self._sealed and duration_ns > 0 for key in keys]
         for key, yes in zip(reversed(keys), reversed(pinned), strict=True):
             if yes:
@@ -445,8 +448,8 @@ class NodeStore:
         return pinned
 
     def pin_hard(self, keys: Sequence[bytes]) -> list[bool]:
-        """Those of `keys` that are sealed are not evicted until `unpin`, `remove` or `drop_all`. Whether each is
-        pinned. Overloaded, and none is, when that would pass the limit."""
+        """Pins the sealed ones of `keys` until `unpin`, `remove` or `drop_all`; they are not evicted. Returns whether
+        each is pinned. Raises PinLimit, and pins none, when that would exceed the limit."""
         hard = self._pins.hard
         new = [key for key in dict.fromkeys(keys) if key in self._sealed and key not in hard]
         self._pins.check(new, self.total)
@@ -457,18 +460,18 @@ class NodeStore:
         return [key in hard for key in keys]
 
     def unpin(self, keys: Sequence[bytes]) -> list[bool]:
-        """Neither hard nor soft any more. Whether each was pinned."""
+        """Ends soft and hard pins. Returns whether each key was pinned."""
         return [any(self._unpin(key)) for key in reversed(keys)][::-1]
 
     def pinned_hard(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether each is here and pinned hard."""
+        """Returns whether each key is here and pinned hard."""
         return [key in self._pins.hard for key in keys]
 
     # ── eviction ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def trim(self) -> int:
-        """Evict idle blocks that no pin spares down to the low watermark if the high one is passed; returns how many
-        went. At most TRIM_STEP go at once: the next call, which every `seal` and `adopt` makes, goes on."""
+        """Evicts idle blocks without a pin down to the low watermark if the high one is exceeded, and returns how many.
+        At most TRIM_STEP are evicted at once; the next call, which every `seal` and `adopt` makes, goes on."""
         if not self._is_high:
             return 0
         total = self._pool.total
@@ -478,21 +481,21 @@ class NodeStore:
         return went
 
     def coldest(self, n: int) -> list[bytes]:
-        """Keys of the up to `n` blocks that will be evicted first, in that order."""
+        """Returns the keys of the up to `n` blocks that will be evicted first, in that order."""
         return list(itertools.islice(self._order, max(n, 0)))
 
     def place(self, key: bytes) -> int | None:
-        """See `quotas.Store`."""
+        """Returns the block's eviction priority; see `quotas.Store`."""
         return self._order.priority(key)
 
     def evict_first(self, keys: Sequence[bytes]) -> None:
-        """Idle ones of these, not pinned, go first from now on, in this order: a copy of them lies elsewhere. (To copy
-        them was a use, which had made them the last to go.)"""
+        """Makes the idle ones of these that are not pinned the next to be evicted, in this order, because a copy of
+        them lies elsewhere. (Copying them was a use, which had made them the last.)"""
         for key in reversed(keys):
             self._order.evict_first(key)
 
     def evict_one(self, key: bytes, *, spared: bool) -> bool | None:
-        """See `quotas.Store`."""
+        """Evicts one block; see `quotas.Store`."""
         if key not in self._order:
             return None
         if key in self._pins.soft and not spared:
@@ -501,19 +504,20 @@ class NodeStore:
         return True
 
     def replicated(self, keys: Iterable[bytes], elsewhere: bool = True) -> None:
-        """Copies of these lie elsewhere (or no longer do), as far as the owner knows: to lose one is cheaper, see
-        `eviction`. Forgotten with the block. It promises nothing: only a hard pin keeps a last copy."""
+        """Notes that copies of these blocks lie elsewhere (or no longer do) as far as the owner knows, which makes
+        losing them cheaper; see `eviction`. It is forgotten with the block, and promises nothing: only a hard pin keeps
+        a last copy."""
         for key in keys:
             if key in self._sealed:
                 self._order.set_replicated(key, elsewhere)
 
     def have_copies(self, extents: Iterable[int]) -> bool:
-        """Whether copies of all blocks in these lie elsewhere, as `replicated` has it."""
+        """Says whether all blocks in these extents have copies elsewhere, as last told by `replicated`."""
         keys = (self._key_of.get(extent) for extent in extents)
         return all(key is None or self._order.is_replicated(key) for key in keys)
 
     def check_integrity(self) -> None:
-        """AssertionError (PageInvariantError) unless owners, references and order agree. O(total)."""
+        """Raises AssertionError (PageInvariantError) unless owners, references and order agree. O(total)."""
         self._pool.check_integrity()
         self._order.check_integrity()
         if {extent: key for key, extent in self._sealed.items()} != self._key_of:
@@ -544,18 +548,18 @@ class NodeStore:
 
     @property
     def _is_high(self) -> bool:
-        """Whether `trim` has something to do, as far as watermarks tell."""
+        """Whether `trim` has something to do, judged by the watermarks."""
         total = self._pool.total
         return self._trimming or (total - self._pool.free) * 100 > self._high * total
 
     def _can_add_all(self, blocks: Mapping[bytes, int]) -> bool:
-        """Whether adding them one by one would come to the same as `_add_all`: none is here, nothing is evicted between
-        two of them, and nobody may act between two."""
+        """Says whether `_add_all` has the same effect as adding one by one: no key is here, and nothing is evicted or
+        called between two of them."""
         calm = not (self._is_high or self.quotas.limits or self.on_added is not None)
         return calm and self._sealed.keys().isdisjoint(blocks)
 
     def _add_all(self, blocks: Mapping[bytes, int], lengths: Sequence[int]) -> None:
-        """`_add` of each, in this order, where `_can_add_all`; they fill their extents."""
+        """Adds all blocks, in this order, when `_can_add_all` says so; they fill their extents."""
         extents = list(blocks.values())
         self._sealed.update(blocks)
         self._key_of.update(zip(extents, blocks, strict=True))
@@ -597,7 +601,8 @@ class NodeStore:
         self.quotas.added(self, key)
 
     def _end_writing(self, key: bytes) -> tuple[int, int]:
-        """Its extent, and blocks of its prompt."""
+        """Removes a begun block; returns its extent and the number of blocks of its prompt. Raises PageInvariantError
+        when it was not begun."""
         extent = self._writing.pop(key, None)
         if extent is None:
             raise PageInvariantError(f"block {key.hex()} was never begun, or has been sealed or abandoned already")
@@ -613,7 +618,7 @@ class NodeStore:
         self._erase((key,))
 
     def _erase(self, keys: Sequence[bytes]) -> None:
-        """Sealed blocks that are neither pinned nor in the order any more."""
+        """Removes sealed blocks that are neither pinned nor in the eviction order any more."""
         extents = [self._sealed.pop(key) for key in keys]
         for key, extent in zip(keys, extents, strict=True):
             del self._key_of[extent]
@@ -632,14 +637,14 @@ class NodeStore:
                 journal.gone(key, extent, read)
 
     def _go(self, key: bytes) -> None:
-        """One idle block is evicted, out of turn."""
+        """Evicts one idle block out of turn."""
         self._order.forget(key)
         self._pins.soft.drop(key)
         self._erase((key,))
         self._evicted += 1
 
     def _unpin(self, key: bytes) -> tuple[bool, bool]:
-        """Whether it was pinned softly, hard."""
+        """Removes both pins of a key; returns whether it was pinned softly, and hard."""
         soft, extent = self._pins.soft.drop(key), self._pins.hard.pop(key, None)
         if soft:
             self._order.protect(key, False)
@@ -649,7 +654,7 @@ class NodeStore:
         return soft, extent is not None
 
     def _evict(self, n: int, *, protected: bool = True) -> int:
-        """Up to `n` idle blocks go, in the order of the policy."""
+        """Evicts up to `n` idle blocks in the order of the policy; returns how many."""
         if n <= 0:
             return 0
         gone = self._order.evict(n, protected=protected)

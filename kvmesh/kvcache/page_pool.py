@@ -1,4 +1,4 @@
-"""Pages of one pool, counted by holders.
+"""A pool of pages with reference counts.
 
 A *page* is a block's slot; the pool knows only numbers 0..total-1. Whoever uses a page holds a reference;
 a page is free when nobody does. Pure Python, no locks: one owner (an instance's brain) on one thread.
@@ -16,7 +16,7 @@ Watcher = Callable[[list[int], bool], None]
 
 
 class PoolExhausted(Exception):
-    """Fewer pages are free than were asked for; nothing was taken."""
+    """Fewer pages are free than were asked for; none was taken."""
 
     def __init__(self, wanted: int, free: int, total: int) -> None:
         super().__init__(f"{wanted} pages wanted, {free} of {total} free")
@@ -26,11 +26,11 @@ class PoolExhausted(Exception):
 
 
 class PageInvariantError(AssertionError):
-    """Somebody counted wrong (a page was shared or released that nobody holds): a bug, never load."""
+    """A reference was counted wrong, such as a page released that nobody holds. It is a bug, never a matter of load."""
 
 
 class Pages(Protocol):
-    """What those who hold pages need of a pool; see `PagePool`."""
+    """What holders of pages need of a pool; see `PagePool`."""
 
     @property
     def total(self) -> int: ...
@@ -50,10 +50,10 @@ class Pages(Protocol):
 
 
 class PagePool:
-    """Reference-counted pages 0..num_pages-1; every operation costs O(1) a page.
+    """Reference-counted pages 0..num_pages-1. Every operation costs O(1) a page.
 
-    Deterministic: a fresh pool hands out 0, 1, 2, ...; a freed page is handed out again before
-    the ones that were freed earlier. Pages can be taken out of it and come back (`withdraw`, `restore`).
+    It is deterministic: a fresh pool gives out 0, 1, 2, ...; the page that was freed last is given out first. Pages can
+    be taken out of the pool and put back (`withdraw`, `restore`).
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -67,17 +67,17 @@ class PagePool:
 
     @property
     def total(self) -> int:
-        """Pages there are."""
+        """The number of pages."""
         return len(self._refs) - len(self._out)
 
     @property
     def free(self) -> int:
-        """Pages nobody holds."""
+        """The number of pages that nobody holds."""
         return len(self._free) - len(self._stale)
 
     def grow(self, n: int) -> int:
-        """Add `n` free pages, numbered on; handed out after the pages that are free now. Returns the first one's
-        number. O(free + n)."""
+        """Adds `n` free pages with the next numbers, which are given out after those that are free now. Returns the
+        first one's number. O(free + n)."""
         if n < 0:
             raise ValueError(f"n={n}: must not be negative")
         old = len(self._refs)
@@ -86,8 +86,8 @@ class PagePool:
         return old
 
     def withdraw(self, pages: Iterable[int]) -> None:
-        """Take free pages out: their memory is somebody else's. Their numbers stay theirs, for `restore`.
-        PageInvariantError, and none goes, if one is not free."""
+        """Takes free pages out, because their memory is given to someone else. They keep their numbers, for `restore`.
+        Raises PageInvariantError, and takes none, if one is not free."""
         gone = list(pages)
         for page in gone:
             if self._refs[self._known(page)] or page in self._out:
@@ -97,7 +97,7 @@ class PagePool:
         self._stale.update(gone)
 
     def restore(self, pages: Iterable[int]) -> None:
-        """Withdrawn pages are here again, free. PageInvariantError if one was not withdrawn."""
+        """Puts withdrawn pages back, free. Raises PageInvariantError if one was not withdrawn."""
         for page in pages:
             if page not in self._out:
                 raise PageInvariantError(f"page {page} restored, but it was never withdrawn")
@@ -108,15 +108,16 @@ class PagePool:
                 self._free.append(page)
 
     def refcount(self, page: int) -> int:
-        """References to `page`; 0 = free. PageInvariantError if there is no such page."""
+        """Returns the number of references to `page`, 0 if it is free. Raises PageInvariantError if there is no such
+        page."""
         return self._refs[self._known(page)]
 
     def refcounts(self, pages: Iterable[int]) -> list[int]:
-        """`refcount` of each."""
+        """Returns `refcount` of each page."""
         return list(map(self._refs.__getitem__, self._all_known(pages)))
 
     def allocate(self, n: int) -> list[int]:
-        """Take `n` free pages, one reference each. All or nothing: PoolExhausted when fewer are free."""
+        """Takes `n` free pages with one reference each. Raises PoolExhausted, and takes none, when fewer are free."""
         if n < 0:
             raise ValueError(f"n={n}: must not be negative")
         if n > self.free:
@@ -127,7 +128,7 @@ class PagePool:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """Add one reference to each page. PageInvariantError if one is free."""
+        """Adds one reference to each page. Raises PageInvariantError if one is free."""
         refs, watchers, turned = self._refs, self._watchers, list[int]()
         try:
             for page in self._all_known(pages):
@@ -141,7 +142,8 @@ class PagePool:
             self._tell(turned, True)
 
     def release(self, pages: Iterable[int]) -> None:
-        """Drop one reference of each page; without any it is free. PageInvariantError if it is already."""
+        """Drops one reference of each page; a page without any is free. Raises PageInvariantError if one is free
+        already."""
         refs, watchers, turned = self._refs, self._watchers, list[int]()
         try:
             for page in self._all_known(pages):
@@ -159,8 +161,8 @@ class PagePool:
             self._tell(turned, False)
 
     def watch(self, pages: Iterable[int], watcher: Watcher) -> None:
-        """Tell `watcher` when one of these goes from one holder to two and back; one watcher a page (a cache).
-        PageInvariantError, and none is watched, if one is already, or is free."""
+        """Has `watcher` told when one of these pages goes from one holder to two and back. A page has at most one
+        watcher, a cache. Raises PageInvariantError, and watches none, if one is watched already, or free."""
         new = self._all_known(pages)
         told = dict.fromkeys(new, watcher)
         if len(told) != len(new) or not self._watchers.keys().isdisjoint(told):
@@ -170,13 +172,13 @@ class PagePool:
         self._watchers.update(told)
 
     def unwatch(self, pages: Iterable[int]) -> None:
-        """End `watch`; PageInvariantError if nobody watches one of them."""
+        """Ends `watch`. Raises PageInvariantError if nobody watches one of them."""
         for page in pages:
             if self._watchers.pop(page, None) is None:
                 raise PageInvariantError(f"page {page} is not watched")
 
     def check_integrity(self) -> None:
-        """PageInvariantError unless free pages and unheld pages are the same set, once each. O(total)."""
+        """Raises PageInvariantError unless the free list is exactly the set of unheld pages. O(total)."""
         unheld = {page for page, refs in enumerate(self._refs) if refs == 0}
         listed = unheld - (self._out - self._stale)
         if len(self._free) != len(listed) or set(self._free) != listed or not self._stale <= self._out <= unheld:

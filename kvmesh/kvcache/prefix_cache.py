@@ -24,14 +24,14 @@ class _Block:
         self.page = page
         self.parent = parent
         self.children = 0
-        self.held = False  # somebody besides the cache holds the page
+        self.held = False  # the page has a holder besides the cache
         self.pins = 0  # (1 if held) + children with pins; 0 = idle
 
 
 class PrefixCache:
-    """Key → page over `pool`. Costs O(1) a block (amortised over share, release and insert).
+    """Maps keys to pages of `pool`. Operations cost O(1) a block (amortised over share, release and insert).
 
-    Register one cache per pool. `hits` and `misses` count the blocks asked of `match`.
+    A pool has at most one cache. `hits` and `misses` count the blocks passed to `match`.
     """
 
     def __init__(self, pool: PagePool) -> None:
@@ -43,29 +43,31 @@ class PrefixCache:
         self.misses = 0
 
     def __len__(self) -> int:
-        """Cached blocks, held or idle."""
+        """Returns the number of cached blocks, held or idle."""
         return len(self._blocks)
 
     @property
     def evictable(self) -> int:
-        """Idle blocks: exactly as many pages as `evict` can free now."""
+        """The number of idle blocks, which is how many pages `evict` can free now."""
         return len(self._idle)
 
     def holds_page(self, page: int) -> bool:
-        """Whether a cached block lies there."""
+        """Says whether a cached block lies in this page."""
         return page in self._by_page
 
     def pages(self) -> set[int]:
-        """Every cached page. O(blocks)."""
+        """Returns every cached page. O(blocks)."""
         return set(self._by_page)
 
     def peek(self, keys: Sequence[bytes]) -> int:
-        """How many of `keys`, a chain from its first block on, are cached. Changes nothing; O(log keys)."""
+        """Returns how many of `keys`, a chain from its first block on, are cached, without changing anything. O(log
+        keys)."""
         # No cached block lacks its parent, so the cached ones are a prefix of the chain.
         return bisect.bisect_left(keys, True, key=lambda key: key not in self._blocks)
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
-        """Pages of the longest cached prefix of `keys`, with one reference each for the caller to release."""
+        """Returns the pages of the longest cached prefix of `keys`, with one reference each that the caller must
+        release."""
         pages = [self._blocks[key].page for key in keys[: self.peek(keys)]]
         self._pool.share(pages)
         self.hits += len(pages)
@@ -73,11 +75,12 @@ class PrefixCache:
         return pages
 
     def insert(self, keys: Sequence[bytes], pages: Sequence[int], start: int = 0) -> int:
-        """Cache the chain `keys` (from the prompt's first block on), `pages[i]` holding the KV of `keys[i]`.
+        """Caches the chain `keys` (from the prompt's first block on), with `pages[i]` holding the KV of `keys[i]`.
+        Returns the number of new blocks.
 
-        The caller holds every page and keeps its references; the cache adds its own. A key that is
-        cached already keeps its first page. Blocks before `start` were inserted by an earlier call (a
-        hint: what was evicted since is inserted again). Returns the number of new blocks.
+        The caller holds every page and keeps its references; the cache adds its own. A key that is cached already keeps
+        its page. Blocks before `start` were inserted by an earlier call; this is a hint, and evicted ones are inserted
+        again.
         """
         if len(keys) != len(pages):
             raise PageInvariantError(f"{len(keys)} keys for {len(pages)} pages")
@@ -90,7 +93,7 @@ class PrefixCache:
         return len(self._blocks) - before
 
     def evict(self, n: int) -> int:
-        """Free up to `n` idle blocks' pages, least recently used first; returns how many were freed."""
+        """Frees the pages of up to `n` idle blocks, least recently used first; returns how many."""
         freed = 0
         while freed < n and self._idle:
             _, block = self._idle.popitem(last=False)
@@ -106,8 +109,8 @@ class PrefixCache:
         return freed
 
     def forget(self, keys: Sequence[bytes]) -> int:
-        """These, and whatever continues them, are not to be matched any more: their bytes are in doubt. Holders keep
-        their pages. Returns how many there were. O(blocks), unless none of `keys` is cached."""
+        """Removes these blocks and all that continue them, because their bytes are in doubt; returns how many. Holders
+        keep their pages. O(blocks), unless none of `keys` is cached."""
         doubted = {key: self._blocks[key] for key in keys if key in self._blocks}
         for key, block in self._blocks.items() if doubted else ():  # parents stand before their children
             if block.parent is not None and block.parent.key in doubted:
@@ -117,11 +120,11 @@ class PrefixCache:
         return len(doubted)
 
     def keys(self) -> list[bytes]:
-        """Of all cached blocks."""
+        """Returns the keys of all cached blocks."""
         return list(self._blocks)
 
     def _drop(self, block: _Block) -> None:
-        """One without children."""
+        """Removes a block without children."""
         del self._blocks[block.key], self._by_page[block.page]
         self._idle.pop(block.key, None)
         parent = block.parent
@@ -141,11 +144,11 @@ class PrefixCache:
             block = block.parent
 
     def clear(self) -> int:
-        """Evict everything idle; returns the number of pages freed."""
+        """Evicts everything idle; returns the number of pages freed."""
         return self.evict(len(self._idle))
 
     def check_integrity(self) -> None:
-        """PageInvariantError unless counts, holders and order agree, here and in the pool. O(blocks)."""
+        """Raises PageInvariantError unless counts, holders and order agree, here and in the pool. O(blocks)."""
         self._pool.check_integrity()
         children: dict[bytes, int] = {}
         pins = {key: int(block.held) for key, block in self._blocks.items()}
@@ -213,8 +216,8 @@ class PrefixCache:
 
 
 class CachedPages:
-    """The pool under `cache`: idle cached pages count as free and are evicted when somebody takes them, and the cache's
-    own references do not count. Pure, like both."""
+    """The view of `pool` with `cache` on top: idle cached pages count as free and are evicted when pages are taken, and
+    the cache's own references do not count. Pure, as both are."""
 
     def __init__(self, pool: PagePool, cache: PrefixCache) -> None:
         self._pool = pool
@@ -222,32 +225,33 @@ class CachedPages:
 
     @property
     def total(self) -> int:
-        """Pages there are."""
+        """The number of pages."""
         return self._pool.total
 
     @property
     def free(self) -> int:
-        """Pages that nobody but the cache holds."""
+        """The number of pages that nobody but the cache holds."""
         return self._pool.free + self._cache.evictable
 
     def refcount(self, page: int) -> int:
-        """References to `page`, the cache's own left out."""
+        """Returns the number of references to `page`, without the cache's own."""
         return self._pool.refcount(page) - self._cache.holds_page(page)
 
     def allocate(self, n: int) -> list[int]:
-        """Take `n` pages, one reference each; cached blocks make room. All or nothing: PoolExhausted."""
+        """Takes `n` pages with one reference each, after evicting cached blocks if needed. Raises PoolExhausted, and
+        takes none, when there are fewer."""
         if self._pool.free < n <= self.free:
             self._cache.evict(n - self._pool.free)
         return self._pool.allocate(n)
 
     def share(self, pages: Iterable[int]) -> None:
-        """Add one reference to each page."""
+        """Adds one reference to each page."""
         self._pool.share(pages)
 
     def release(self, pages: Iterable[int]) -> None:
-        """Drop one reference of each page."""
+        """Drops one reference of each page."""
         self._pool.release(pages)
 
     def check_integrity(self) -> None:
-        """PageInvariantError unless pool and cache agree. O(total)."""
+        """Raises PageInvariantError unless pool and cache agree. O(total)."""
         self._cache.check_integrity()

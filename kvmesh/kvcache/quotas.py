@@ -22,22 +22,23 @@ LOOK = 4096  # keys put in order in one call: some milliseconds
 
 
 class Store(Protocol):
-    """What is needed of a node store."""
+    """What quotas need of a node store."""
 
     def keys(self) -> list[bytes]: ...
 
     def holds(self, key: bytes) -> bool: ...
 
     def place(self, key: bytes) -> int | None:
-        """Lower: it would go earlier; None: it is in use, or not here."""
+        """Returns the block's priority (lower ones are evicted earlier), or None when it is in use or not here."""
 
     def evict_one(self, key: bytes, *, spared: bool) -> bool | None:
-        """Whether this block went: True; False: a soft pin spares it (and `spared` is not set); None: it is in use."""
+        """Evicts this block and returns True. Returns False when a soft pin keeps it (and `spared` is not set), None
+        when it is in use."""
 
 
 class TagQuotas:
-    """Of all stores of one node, on their thread. Counting costs O(1) a block; so does the order in which a limited
-    tag's blocks go, least recently used first, which is kept for limited tags alone."""
+    """The tag quotas of all stores of one node, on their thread. Counting costs O(1) a block. The order in which a
+    tag's blocks are evicted, least recently used first, costs the same and is kept for limited tags alone."""
 
     def __init__(self) -> None:
         self._counts: dict[bytes, int] = {}
@@ -49,15 +50,15 @@ class TagQuotas:
 
     @property
     def limits(self) -> Mapping[bytes, int]:
-        """Tag → blocks."""
+        """The limit of each tag, in blocks."""
         return self._limits
 
     def count(self, tag: bytes) -> int:
-        """Sealed blocks with this tag."""
+        """Returns the number of sealed blocks with this tag."""
         return self._counts.get(tag, 0)
 
     def limit(self, limits: Mapping[bytes, int], stores: Iterable[Store]) -> None:
-        """These and no others from now on; 0 or less: none. What is above goes with `enforce`. O(tags, stores)."""
+        """Replaces all limits; 0 or less means no limit. `enforce` then evicts what is above. O(tags, stores)."""
         self._limits = {tag: blocks for tag, blocks in limits.items() if blocks > 0}
         new = self._limits.keys() - self._lanes.keys()
         self._lanes = {tag: self._lanes.get(tag, OrderedDict()) for tag in self._limits}
@@ -67,7 +68,7 @@ class TagQuotas:
             self._listing = self._list(frozenset(self._unlisted))
 
     def added(self, store: Store, key: bytes) -> None:
-        """It was sealed: others of its tag may have to go."""
+        """Notes a sealed block; others of its tag may be evicted for it."""
         tag = key[:TAG_BYTES]
         self._counts[tag] = self._counts.get(tag, 0) + 1
         if tag in self._lanes:
@@ -76,13 +77,13 @@ class TagQuotas:
                 self._enforce(tag, (key, store))
 
     def added_all(self, keys: Iterable[bytes]) -> None:
-        """`added` of each, where no tag is limited."""
+        """Notes sealed blocks, in a cheaper way that is right only while no tag is limited."""
         counts = self._counts
         for key in keys:
             counts[key[:TAG_BYTES]] = counts.get(key[:TAG_BYTES], 0) + 1
 
     def gone(self, store: Store, key: bytes) -> None:
-        """It is sealed no more."""
+        """Notes that a block is not sealed any more."""
         tag = key[:TAG_BYTES]
         if self._counts[tag] == 1:
             del self._counts[tag]
@@ -92,7 +93,7 @@ class TagQuotas:
             self._lanes[tag].pop((key, store), None)
 
     def used(self, store: Store, keys: Iterable[bytes]) -> None:
-        """They were used now, the last of `keys` first; those that are not sealed there are passed over."""
+        """Notes that blocks were used now, the last of `keys` first; those not sealed there are ignored."""
         for key in keys:
             lane, entry = self._lanes.get(key[:TAG_BYTES]), (key, store)
             if lane is None:
@@ -103,8 +104,8 @@ class TagQuotas:
                 lane[entry] = None
 
     def enforce(self) -> bool:
-        """Put some blocks in order, and evict what is above an allowance, a few blocks of each tag; whether the next
-        call would go on."""
+        """Orders some blocks of newly limited tags, and evicts a few blocks of each tag above its limit. Returns
+        whether more is left to do."""
         looked = 0
         while self._listing is not None and looked < LOOK:
             count = next(self._listing, None)
@@ -117,7 +118,7 @@ class TagQuotas:
         return any(more) or self._listing is not None
 
     def check_integrity(self, stores: Iterable[Store]) -> None:
-        """AssertionError unless these stores hold what is counted. O(all blocks)."""
+        """Raises AssertionError unless these stores hold what is counted. O(all blocks)."""
         held = [(key, store) for store in stores for key in store.keys()]  # noqa: SIM118
         counts: dict[bytes, int] = {}
         for key, _ in held:
@@ -128,8 +129,8 @@ class TagQuotas:
             assert set(lane) == there or (tag in self._unlisted and set(lane) < there), "a lane and what is sealed"
 
     def _list(self, tags: frozenset[bytes]) -> Iterator[int]:
-        """Put all blocks of these tags where they belong, before those that their lanes have already; yields how many
-        it has looked at since."""
+        """Puts all blocks of these tags into their order, before those that are in it already. Yields how many blocks
+        it has looked at since the last time."""
         for store in reversed(self._stores):  # one after the other: places of two stores cannot be compared
             keys, runs = store.keys(), dict[bytes, list[list[bytes]]]()
 
@@ -155,8 +156,8 @@ class TagQuotas:
                         yield STEP
 
     def _enforce(self, tag: bytes, spare: tuple[bytes, Store] | None) -> bool:
-        """At most STEP blocks are looked at; those that cannot go now stand last from then on. Whether some went, and
-        more have to."""
+        """Evicts blocks of a tag above its limit, looking at STEP of them at most; those that cannot be evicted now
+        become the last. Returns whether some were evicted and more have to be."""
         lane, limit, before, spared = self._lanes[tag], self._limits[tag], self.count(tag), []
         for _ in range(min(STEP, len(lane))):
             if self.count(tag) <= limit:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 
 class SegmentAllocator:
-    """Units 0..total-1, all free at first. The lowest run that is long enough is taken: the upper end stays whole."""
+    """Runs of units 0..total-1, all free at first. The lowest run that is long enough is taken, so that the upper end
+    stays whole."""
 
     def __init__(self, total: int) -> None:
         if total < 0:
@@ -27,27 +28,28 @@ class SegmentAllocator:
 
     @property
     def total(self) -> int:
-        """Units there are."""
+        """The number of units."""
         return self._total
 
     @property
     def free(self) -> int:
-        """Units in no run."""
+        """The number of units in no run."""
         return self._free
 
     @property
     def largest(self) -> int:
-        """Units of the longest free run."""
+        """The length of the longest free run, in units."""
         return self._best[1]
 
     @property
     def fragmentation(self) -> float:
-        """1 - largest / free: what share of the free units one request could not have; 0 when none is free."""
+        """1 - largest / free: the share of the free units that one request could not have; 0 when none is free."""
         return 1 - self.largest / self._free if self._free else 0.0
 
     def allocate(self, n: int, align: int = 1) -> int | None:
-        """The first of `n` units in a row, a multiple of `align` (a power of two); None: there is no such run. One of
-        n + align - 1 free units always serves; a shorter one if the first that is long enough begins right."""
+        """Returns the first of `n` consecutive units, a multiple of `align` (a power of two), or None when there is no
+        such run. A free run of n + align - 1 units always suffices; the lowest run of `n` is used if it begins aligned.
+        """
         if n < 1 or align < 1 or align & (align - 1):
             raise ValueError(f"n={n}, align={align}: at least one unit, aligned to a power of two")
         first = self._find(n)
@@ -60,7 +62,7 @@ class SegmentAllocator:
         return first
 
     def take(self, first: int, n: int) -> None:
-        """These very units. ValueError: not all of them are free."""
+        """Takes exactly these units. Raises ValueError when not all of them are free."""
         if n < 1 or not 0 <= first <= self._total - n or self._run_at(first) < n:
             raise ValueError(f"units {first}..{first + n - 1}: not free, or not of 0..{self._total - 1}")
         self._set(first, n, 0)
@@ -68,7 +70,7 @@ class SegmentAllocator:
         self._free -= n
 
     def release(self, first: int) -> int:
-        """Give a run back, by its first unit; returns its length. ValueError: no run begins there."""
+        """Frees the run that begins at this unit; returns its length. Raises ValueError when no run begins there."""
         n = self._runs.pop(first, None)
         if n is None:
             raise ValueError(f"unit {first}: no run begins there")
@@ -77,8 +79,8 @@ class SegmentAllocator:
         return n
 
     def divide(self, first: int, n: int) -> None:
-        """The run that begins there becomes runs of `n` units each. ValueError: no run begins there, or its length is
-        no multiple of n."""
+        """Divides the run that begins at `first` into runs of `n` units. Raises ValueError when no run begins there, or
+        its length is no multiple of n."""
         length = self._runs.get(first)
         if length is None or n < 1 or length % n:
             raise ValueError(f"unit {first}: no run of a multiple of {n} units begins there")
@@ -92,7 +94,7 @@ class SegmentAllocator:
                 self._fill(node, 0)
 
     def check_integrity(self) -> None:
-        """AssertionError unless the tree agrees with the runs. O(total)."""
+        """Raises AssertionError unless the tree agrees with the runs. O(total)."""
         taken = bytearray(self._total)
         for first, n in self._runs.items():
             assert not any(taken[first : first + n]), "two runs share a unit"
@@ -103,7 +105,7 @@ class SegmentAllocator:
     # ── inner ────────────────────────────────────────────────────────────────────────────────────────
 
     def _find(self, n: int) -> int | None:
-        """The first unit of the lowest free run of at least `n`."""
+        """Returns the first unit of the lowest free run of at least `n` units, or None."""
         if self._best[1] < n:
             return None
         node, first, span = 1, 0, self._leaves
@@ -119,7 +121,7 @@ class SegmentAllocator:
         return first
 
     def _run_at(self, first: int) -> int:
-        """Free units from this one on."""
+        """Returns how many units are free from this one on."""
         node, start, span = 1, 0, self._leaves
         right: list[tuple[int, int]] = []  # parts to the right of the way down, and their units
         while 0 < self._best[node] < span:
@@ -140,8 +142,8 @@ class SegmentAllocator:
         return run
 
     def _set(self, first: int, n: int, free: int) -> None:
-        """Mark units: whole parts at once, from the outside in, then what stands above them. What is below a part that
-        is taken as one is left as it was: nobody looks there until all of it is free again."""
+        """Marks units: first the largest parts that they consist of, then the parts above. Below a part that is taken
+        as a whole nothing is updated, since nobody looks there until all of it is free again."""
         for node in self._parts(first, n):
             self._fill(node, (self._leaves >> node.bit_length() - 1) * free)
         low, high = self._leaves + first, self._leaves + first + n - 1
@@ -151,7 +153,7 @@ class SegmentAllocator:
                     self._join(node, 1 << shift - 1)
 
     def _parts(self, first: int, n: int) -> list[int]:
-        """The largest parts that make up these units."""
+        """Returns the largest parts that these units consist of."""
         found = []
         low, high = self._leaves + first, self._leaves + first + n
         while low < high:
@@ -165,7 +167,7 @@ class SegmentAllocator:
         return found
 
     def _within(self, node: int, first: int, n: int) -> bool:
-        """Whether all of a part is among these units."""
+        """Says whether all of a part is among these units."""
         shift = self._leaves.bit_length() - node.bit_length()
         start = (node << shift) - self._leaves
         return first <= start <= start + (1 << shift) <= first + n
@@ -174,7 +176,7 @@ class SegmentAllocator:
         self._left[node] = self._right[node] = self._best[node] = length
 
     def _join(self, node: int, half: int) -> None:
-        """What a node knows, from its two parts of so many units."""
+        """Computes a node from its two children of `half` units each."""
         low, high = 2 * node, 2 * node + 1
         left, right = self._left, self._right
         left[node] = left[low] if left[low] < half else half + left[high]

@@ -1,4 +1,4 @@
-"""A table in shared memory that says where sealed blocks lie: one process writes it, others read it, nobody waits.
+"""A table in shared memory that says where sealed blocks lie: one process writes it, others read it without locks.
 
     header   magic, buckets, ended, beat
     bucket   │ entry │ entry │ ... 8 of them        entry: version, key, offset, nbytes (0: empty)
@@ -50,7 +50,8 @@ Found = tuple[int, int, int, int]  # where the entry stands, its version, offset
 
 
 def index_bytes(blocks: int) -> int:
-    """Of a table that has room for so many, as a rule: when so many are in it, a few in a thousand are not."""
+    """Returns the size of a table for this many blocks. With so many in it, a few in a thousand usually find no
+    place."""
     return _HEAD_BYTES + -(-blocks * 5 // (4 * _WIDTH)) * _BUCKET_BYTES
 
 
@@ -60,7 +61,7 @@ class _Table:
         self._buckets = buckets
 
     def _place(self, key: bytes) -> tuple[int, int]:
-        """(where its entry stands, 0); or, when it has none, (0, its number)."""
+        """Returns (offset of the key's entry, 0), or (0, the key's number) when it has none."""
         number = int.from_bytes(key[8:], "big")
         at = _HEAD_BYTES + number % self._buckets * _BUCKET_BYTES
         bucket = self._memory[at : at + _BUCKET_BYTES].tobytes()
@@ -81,7 +82,8 @@ def _second(number: int, buckets: int) -> int:
 
 
 def _aligned(bucket: bytes, key: bytes, start: int) -> int:
-    """The entry of this key, -1: none. Its bytes may stand across others' fields too."""
+    """Returns the offset of this key's entry in the bucket, or -1. The key's bytes may also occur across other
+    fields."""
     found = bucket.find(key, start)
     while found >= 0 and found % _ENTRY.size != 8:
         found = bucket.find(key, found + 1)
@@ -89,8 +91,8 @@ def _aligned(bucket: bytes, key: bytes, start: int) -> int:
 
 
 class IndexWriter(_Table):
-    """The one writer of a table in `memory` (zeroed, writable, aligned to 8 bytes), on one thread. `blocks`: that are
-    in it; `refused`: those for which there was no room, since the start."""
+    """The one writer of a table in `memory` (zeroed, writable, aligned to 8 bytes), on one thread. `blocks` counts the
+    blocks in it, `refused` those that found no room since the start."""
 
     def __init__(self, memory: memoryview) -> None:
         buckets = (len(memory) - _HEAD_BYTES) // _BUCKET_BYTES
@@ -102,7 +104,8 @@ class IndexWriter(_Table):
         _HEAD.pack_into(memory, 0, _MAGIC, buckets, 0, 0)
 
     def put(self, key: bytes, offset: int, nbytes: int) -> bool:
-        """This block is sealed there; in the place of what was known of it. False: no room for it."""
+        """Enters where a sealed block lies, in the place of an older entry. Returns False when there is no room
+        for it."""
         at, number = self._place(key) if key != _NOTHING else (0, -1)
         if not at:
             at = self._free(number) if number >= 0 else 0
@@ -114,8 +117,8 @@ class IndexWriter(_Table):
         return True
 
     def drop(self, key: bytes, offset: int) -> bool:
-        """It lies no more at `offset`: whoever reads there from now on finds out. False: it was not in the table, or
-        lies elsewhere."""
+        """Removes the entry of a block that no longer lies at `offset`, so that readers of it find out. Returns False
+        when the block is not in the table or lies elsewhere."""
         at = self._place(key)[0] if key != _NOTHING else 0
         if not at or _WORD.unpack_from(self._memory, at + 24)[0] != offset:
             return False
@@ -124,15 +127,15 @@ class IndexWriter(_Table):
         return True
 
     def beat(self, now_ns: int) -> None:
-        """The writer lives, at this time (ns of the lease clock)."""
+        """Notes that the writer is alive at this time (ns of the lease clock)."""
         _WORD.pack_into(self._memory, _BEAT, now_ns)
 
     def end(self) -> None:
-        """Nobody is to believe anything in it any more."""
+        """Ends the table: readers must not believe it any more."""
         _WORD.pack_into(self._memory, _ENDED, 1)
 
     def _free(self, number: int) -> int:
-        """An empty entry in the first bucket, else in the second; 0: none."""
+        """Returns the offset of an empty entry in the first bucket, else in the second; 0 when there is none."""
         for at in (_HEAD_BYTES + number % self._buckets * _BUCKET_BYTES, _second(number, self._buckets)):
             sizes = _SIZES.unpack_from(self._memory, at)
             if 0 in sizes:
@@ -148,7 +151,7 @@ class IndexWriter(_Table):
 
 
 class IndexReader(_Table):
-    """Reads somebody else's table; any thread. ValueError: it is none."""
+    """Reads another process's table, on any thread. Raises ValueError when the memory is no table."""
 
     def __init__(self, memory: memoryview) -> None:
         magic, buckets = _HEAD.unpack_from(memory, 0)[:2] if len(memory) >= _HEAD_BYTES else (b"", 0)
@@ -157,13 +160,13 @@ class IndexReader(_Table):
         super().__init__(memory, buckets)
 
     def current(self, now_ns: int) -> bool:
-        """Whether its writer was at work just now (ns of the lease clock), and has not ended it."""
+        """Says whether the writer was alive just now (ns of the lease clock) and has not ended the table."""
         ended, beat = _WORDS.unpack_from(self._memory, _ENDED)
         return not ended and -STALE_NS < now_ns - beat < STALE_NS
 
     def look(self, key: bytes) -> Found | None:
-        """Where this block lies, if it is in the table. Offset and size may be wrong as long as nobody has asked
-        whether it is `still` so."""
+        """Returns where this block lies, or None when it is not in the table. Offset and size may be wrong until
+        `still` has confirmed them."""
         at = self._place(key)[0]
         if not at:
             return None
@@ -173,8 +176,7 @@ class IndexReader(_Table):
         return at, version, offset, nbytes
 
     def still(self, at: int, version: int) -> bool:
-        """Whether nothing has happened to this entry since it was looked up: what was read of the block meanwhile is
-        the block."""
+        """Says whether this entry is unchanged since it was looked up, so that what was read meanwhile is the block."""
         return bool(_WORD.unpack_from(self._memory, at)[0] == version)
 
 
@@ -182,8 +184,8 @@ class IndexReader(_Table):
 
 
 class IndexHello(msgspec.Struct, frozen=True):
-    """What a node says to a reader of its index when it hands the index over. `base`, `nbytes`: where all blocks of
-    this life of the node lie, in the segment of `descriptor`. `index_bytes`: of the index itself."""
+    """What a node sends to a reader of its index with the index itself. All blocks of this incarnation lie in `nbytes`
+    bytes from `base` on in the segment of `descriptor`; `index_bytes` is the size of the index."""
 
     store_id: str
     incarnation: int
@@ -197,7 +199,7 @@ class IndexHello(msgspec.Struct, frozen=True):
 
     @classmethod
     def decode(cls, packet: bytes) -> IndexHello:
-        """ValueError: it is none."""
+        """Decodes a hello. Raises ValueError when it is malformed."""
         try:
             found = msgspec.msgpack.decode(packet, type=cls)
         except UNREADABLE as error:
@@ -208,6 +210,6 @@ class IndexHello(msgspec.Struct, frozen=True):
 
 
 def same_user(sock: socket.socket) -> bool:
-    """Whether the process at the other end of this unix-domain socket runs as the user that we are."""
+    """Says whether the process at the other end of this unix-domain socket runs as our user."""
     told = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(told)[1] == os.geteuid())

@@ -12,7 +12,7 @@ BYTES = "bytes"  # the layout
 
 
 def size_class(nbytes: int) -> int:
-    """Bytes of the smallest extent that holds `nbytes`. ValueError: not one byte."""
+    """Returns the bytes of the smallest extent that holds `nbytes`. Raises ValueError when `nbytes` is less than 1."""
     if nbytes < 1:
         raise ValueError(f"nbytes={nbytes}: must be at least 1")
     pages = -(-nbytes // PAGE)

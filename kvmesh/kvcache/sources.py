@@ -1,4 +1,4 @@
-"""Where prefix blocks lie that somebody wants to fetch: the brains' words for pulls. Pure data."""
+"""Where prefix blocks can be fetched from, and the pulls that brains order. Pure data."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ PREFETCH = 1
 
 @dataclass(frozen=True, slots=True)
 class PullRange:
-    """Prompt blocks [first_block, first_block + blocks) lie sealed in the node store of this life of this instance, in
-    this tier of it. Where that is the very instance that is told, they are to be read from its own lower tier."""
+    """A pull range: prompt blocks [first_block, first_block + blocks) lie sealed in one tier of one incarnation of an
+    instance. If that is the instance which gets the range, it reads the blocks from its own lower tier."""
 
     instance_id: str
     address: str  # host:port of its gRPC server
@@ -27,10 +27,9 @@ class PullRange:
 
 @dataclass(frozen=True, slots=True)
 class PullJob:
-    """Fetch blocks into host extents that the node store has begun (`NodeStore.begin`) for them. `blocks[i]` is the
-    prompt's block of `keys[i]`, which goes to `extents[i]`. `ranges` are tried in order for what they cover.
-    `traffic_class`: how it stands beside the handoffs that use the same wires. `sizes`: bytes of each, where they do
-    not fill their extents."""
+    """A pull into host extents that `NodeStore.begin` gave: the prompt's block `blocks[i]` with key `keys[i]` goes to
+    `extents[i]`. `ranges` are tried in order for the blocks they cover. `traffic_class` ranks it against handoffs on
+    the same network. `sizes` are bytes, for blocks that do not fill their extents."""
 
     ticket: int
     blocks: tuple[int, ...]
@@ -46,9 +45,9 @@ class PullJob:
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """How a job ended: said once for each, when no byte of it can land any more. `arrived`: positions in the job whose
-    bytes were read under a lease that held to the end; the others are to be abandoned. `lower`: those of them that came
-    from a tier below DRAM of this node itself; `bytes_done` does not count them."""
+    """How a pull ended; it is reported once, when no byte of it can land any more. `arrived` are positions in the job
+    whose bytes were read under a lease that lasted to the end; the others must be abandoned. `lower` are those of them
+    that came from a lower tier of this node itself; `bytes_done` does not count these."""
 
     ticket: int
     arrived: tuple[int, ...]
@@ -59,21 +58,21 @@ class Pulled:
 
 
 class LowerTiers(Protocol):
-    """What a brain may ask of the tiers below its node store. Answers are hints, and cost O(1) a key."""
+    """What a brain may ask about the tiers below its node store. Answers are hints, and cost O(1) a key."""
 
     def holds(self, key: bytes) -> bool:
-        """Whether a lower tier of this node has it."""
+        """Says whether a lower tier of this node has the block."""
 
     def ranges(self, keys: Sequence[bytes]) -> tuple[PullRange, ...]:
-        """Where a prompt with these blocks, from its first on, can be pulled from within this node."""
+        """Returns where within this node a prompt with these blocks, from its first on, can be pulled from."""
 
     def note(self, keys: Sequence[bytes]) -> None:
-        """A request uses these, wherever they lie: what is used often deserves DRAM."""
+        """Notes that a request uses these blocks, wherever they lie, because frequently used blocks deserve DRAM."""
 
 
 def ranges_with(hints: tuple[PullRange, ...], lower: LowerTiers | None, keys: Sequence[bytes]) -> tuple[PullRange, ...]:
-    """Who is asked, in order, for a prompt with these blocks: others' DRAM, then tier by tier what lies here below and
-    the other hints."""
+    """Returns the sources to try for a prompt with these blocks, in order: DRAM of others first, then by tier both this
+    node's lower tiers and the other hints."""
     if lower is None:
         return hints
     return tuple(sorted((*lower.ranges(keys), *hints), key=lambda source: source.tier))

@@ -1,4 +1,4 @@
-"""What a node store tells about itself: counts, whose its extents are, and why it has no room."""
+"""What a node store reports of itself: counts, how its extents are used, and why it has no room."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvmesh.kvcache.page_pool import PoolExhausted
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """How the sealed keys differ from what they were: removing `removed`, then adding `sealed` gives what is now."""
+    """How the sealed keys changed: removing `removed` and then adding `sealed` gives the present state."""
 
     sealed: tuple[bytes, ...] = ()
     removed: tuple[bytes, ...] = ()
@@ -17,8 +17,8 @@ class Changes:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """Counts of now: `sealed`, `idle` (of those), `writing`, `leases`, and the last four. Counts since the start: the
-    others."""
+    """Counts of a node store. `sealed`, `idle` (of those), `writing`, `leases` and the last four are present values;
+    the others count since the start."""
 
     sealed: int
     idle: int
@@ -31,13 +31,14 @@ class StoreStats:
     leased_blocks: int  # in all leases given
     soft_pinned: int = 0
     hard_pinned: int = 0
-    tombstones: int = 0  # blocks found no more whose extents somebody still reads
+    tombstones: int = 0  # removed blocks whose extents are still being read
     sealed_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StoreUsage:
-    """Whose the extents are: every one is counted once, so that the six add up to `total`."""
+    """How the extents are used. Each is counted once: unheld, idle, writing, pinned, leased and held add up to
+    `total`."""
 
     total: int
     unheld: int
@@ -56,8 +57,8 @@ class StoreUsage:
 
 
 class StoreExhausted(PoolExhausted):
-    """More extents were asked for than are unheld or idle; nothing was taken, nothing evicted. `next_expiry`: when a
-    lease or soft pin ends, monotonic ns, None: none is open. Waiting is the caller's."""
+    """More extents were asked for than are unheld or idle; none was taken and none evicted. `next_expiry` is when a
+    lease or soft pin ends (monotonic ns, None if none is open). Waiting is up to the caller."""
 
     def __init__(self, wanted: int, usage: StoreUsage, next_expiry: int | None) -> None:
         super().__init__(wanted, usage.unheld + usage.idle, usage.total)

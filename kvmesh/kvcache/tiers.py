@@ -11,7 +11,7 @@ MARK = "#"  # in no store id
 
 
 class Tier(enum.IntEnum):
-    """The fastest first; numbers as in `kvmesh.v1.Tier`."""
+    """A kind of memory, fastest first. The numbers are those of `kvmesh.v1.Tier`."""
 
     DRAM = 1
     SSD = 2
@@ -20,8 +20,8 @@ class Tier(enum.IntEnum):
 
 @dataclass(frozen=True)
 class TierUse:
-    """A lower tier of a node, by its own word; see `TierUsage` in store.proto. `read_ns` until the first byte and
-    `bytes_per_s` from then on; 0: not measured."""
+    """What a node reports of one lower tier; see `TierUsage` in store.proto. `read_ns` is the time to the first byte
+    and `bytes_per_s` the rate after it; 0 means not measured."""
 
     tier: Tier
     capacity_bytes: int
@@ -32,18 +32,18 @@ class TierUse:
 
 
 def store_name(store_id: str, tier: Tier) -> str:
-    """The name in block maps of one tier of a node: DRAM's is the node's own."""
+    """Returns the name in block maps of one tier of a node; DRAM has the node's own name."""
     return store_id if tier is Tier.DRAM else f"{store_id}{MARK}{tier.name.lower()}"
 
 
 def store_names(store_id: str) -> tuple[str, ...]:
-    """Of all tiers of a node, the fastest first."""
+    """Returns the names of all tiers of a node, fastest first."""
     return tuple(store_name(store_id, tier) for tier in Tier)
 
 
 @functools.lru_cache(maxsize=16_384)
 def split_name(name: str) -> tuple[str, Tier]:
-    """The inverse of `store_name`. ValueError: no such tier."""
+    """Reverses `store_name`. Raises ValueError when there is no such tier."""
     store_id, mark, tier = name.partition(MARK)
     if not mark:
         return store_id, Tier.DRAM
@@ -57,5 +57,5 @@ _BY_NUMBER = {0: Tier.DRAM, **{tier.value: tier for tier in Tier}}
 
 
 def tier_of(number: int) -> Tier | None:
-    """What a number of `kvmesh.v1.Tier` says; 0 is DRAM. None: it names no tier."""
+    """Returns the tier of a number of `kvmesh.v1.Tier` (0 is DRAM), or None when it names none."""
     return _BY_NUMBER.get(number)

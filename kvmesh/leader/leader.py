@@ -43,8 +43,8 @@ class Tick:
 
 @dataclass(frozen=True)
 class LeaseGranted:
-    """The lease is ours, from the request `number`. `unsure`: Redis has been started anew since it gave the last term,
-    and may have forgotten some."""
+    """The lease is ours, by the request `number`. `unsure` says that Redis was restarted since it gave the last term,
+    and may have forgotten leases."""
 
     number: int
     term: int
@@ -53,7 +53,7 @@ class LeaseGranted:
 
 @dataclass(frozen=True)
 class LeaseHeld:
-    """Another has the lease for `left_s` more."""
+    """Another process has the lease, for `left_s` more seconds."""
 
     number: int
     term: int
@@ -63,7 +63,7 @@ class LeaseHeld:
 
 @dataclass(frozen=True)
 class LeaseSilent:
-    """Nobody knows what became of the request."""
+    """The outcome of the request is unknown."""
 
     number: int
     why: str
@@ -71,7 +71,7 @@ class LeaseSilent:
 
 @dataclass(frozen=True)
 class LeaseRefused:
-    """Redis holds the floor of the request for made up: it is far above `term`, the highest that it knows."""
+    """Redis does not believe the request's floor, which is far above `term`, the highest that it knows."""
 
     number: int
     term: int
@@ -79,8 +79,8 @@ class LeaseRefused:
 
 @dataclass(frozen=True)
 class TermHeard:
-    """A member has heard of `term`. `stranger`: it was none until just now, so not from us. `most`: no higher term is
-    credible."""
+    """A member has heard of `term`. `stranger` says that it was no member until just now, so the term is not from us.
+    No term above `most` is credible."""
 
     term: int
     stranger: bool = False
@@ -100,9 +100,9 @@ Event = Tick | LeaseGranted | LeaseHeld | LeaseSilent | LeaseRefused | TermHeard
 
 @dataclass(frozen=True)
 class Ask:
-    """Get the lease (`term` 0), or renew the one of `term`. A new term must be above `floor`, and at least `first` if
-    Redis knows none; that of a renewal becomes `floor` if that is higher. The answer is an event with this number.
-    `life`: leases are told apart by it; each is for one continuous leadership at most."""
+    """Asks for the lease (`term` 0), or renews the one of `term`. A new term must be above `floor`, and at least
+    `first` if Redis knows none; a renewal raises its term to `floor`. The answer is an event with this number. `life`
+    distinguishes leases; each is for at most one continuous leadership."""
 
     number: int
     life: int
@@ -113,28 +113,28 @@ class Ask:
 
 @dataclass(frozen=True)
 class Release:
-    """Give the lease of `life` back, if it is still held."""
+    """Gives the lease of `life` back, if it is still held."""
 
     life: int
 
 
 @dataclass(frozen=True)
 class BeginLead:
-    """From now on this one leads, with an empty map."""
+    """This process leads from now on, with an empty map."""
 
     term: int
 
 
 @dataclass(frozen=True)
 class Rise:
-    """It goes on leading under a higher term: members had heard of one of earlier."""
+    """This process goes on leading under a higher term, because members had heard of an earlier one."""
 
     term: int
 
 
 @dataclass(frozen=True)
 class StepDown:
-    """It leads no more: everything that it knew is void."""
+    """This process does not lead any more, and all that it knew is void."""
 
     why: str
 
@@ -143,7 +143,8 @@ Action = Ask | Release | BeginLead | Rise | StepDown
 
 
 class LeaderMachine:
-    """Who leads, as one master sees it. `now` is monotonic in seconds and goes on while the process is stopped."""
+    """Decides who leads, as one master sees it. `now` is in seconds of a monotonic clock that goes on while the process
+    is stopped."""
 
     def __init__(self, lease_s: float | None, first: int = 1) -> None:
         """`first` is the least term to begin with where no other is known. Raises ValueError when it is no term."""
@@ -169,16 +170,16 @@ class LeaderMachine:
     # ── questions ────────────────────────────────────────────────────────────────────────────────────
 
     def leads(self, now: float) -> bool:
-        """Whether it may answer and order at this moment."""
+        """Says whether this process may answer and order at this moment."""
         return self.role is LeaderRole.LEADING and now < self._until
 
     def leader_at(self, now: float) -> str:
-        """The address of another that leads, "" when that is not known."""
+        """Returns the address of another process that leads, "" when it is unknown."""
         return self.leader if now < self._leader_until else ""
 
     @property
     def next_at(self) -> float:
-        """When to step again, whatever happens until then."""
+        """The time of the next step if no event comes before."""
         held = self._until if self.role in (LeaderRole.WAITING, LeaderRole.LEADING) else FOREVER
         ready = self._leads_from if self.role is LeaderRole.WAITING else FOREVER
         return min(self._ask_at, held, ready)
@@ -186,7 +187,8 @@ class LeaderMachine:
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────
 
     def step(self, event: Event, now: float) -> Sequence[Action]:
-        """Apply one event at `now` (never decreasing). A lease that has run out is noticed first, whatever it is."""
+        """Applies one event at `now`, which never decreases. A lease that has run out is noticed first, whatever the
+        event."""
         actions: list[Action] = []
         if self.role is LeaderRole.ENDED:
             return actions
@@ -263,7 +265,7 @@ class LeaderMachine:
         self._leads_from = now + self._lease_s if said.unsure else now
 
     def _counted_from(self, asked: float, answered: float) -> float:
-        """The moment from which our lease counts: Redis may have given it as soon as it was asked."""
+        """Returns the moment from which our lease counts: Redis may have given it as soon as it was asked."""
         return asked
 
     def _held(self, said: LeaseHeld, now: float, actions: list[Action]) -> None:
@@ -281,7 +283,7 @@ class LeaderMachine:
         self._ask_at = min(self._ask_at, now + max(said.left_s, self._lease_s * SOONEST))
 
     def _refused(self, said: LeaseRefused) -> None:
-        """Redis knows better than whoever told us the highest term."""
+        """Forgets the floor, because Redis knows the highest term better than the member that reported it."""
         if self._asked.pop(said.number, None) is None:
             return
         self._silent = ""
@@ -319,8 +321,8 @@ class LeaderMachine:
         return True
 
     def _fall(self, why: str, actions: list[Action], now: float, *, unsure: bool = False) -> None:
-        """`unsure`: what it gives up is such a lease. Redis would give a sure one after it at once, and others whom it
-        has forgotten may lead until this one has run out: it is not given back."""
+        """Gives up the lease. `unsure` says that it is an unsure one: it is not given back then, because Redis would
+        give a sure one after it at once, and others that Redis has forgotten may lead until it has run out."""
         if self.role is LeaderRole.LEADING:
             actions.append(StepDown(why))
         if not (unsure or self._waits_unsure):

@@ -1,4 +1,4 @@
-"""The shell around a LeaderMachine: it asks Redis, and calls those who begin and end with a leadership."""
+"""The shell around a LeaderMachine: it asks Redis, and calls back when a leadership begins or ends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ COMPLAIN_S = 60.0  # a line about terms that are not believed
 
 class Leadership:
     """The shell of one process. `on_lead`, `on_rise` (another term, still leading) and `on_end` are called on the loop,
-    in turns; they must not block. Ask `leads` in the very turn in which something is answered, published or ordered."""
+    in turns, and must not block. Check `leads` in the very turn in which something is answered, published or ordered.
+    """
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class Leadership:
 
     @property
     def leader(self) -> str:
-        """The address of another that leads; "" when it is not known."""
+        """The address of another process that leads, "" when it is unknown."""
         return self._leader.leader_at(self._clock())
 
     def leads(self) -> bool:
@@ -84,16 +85,16 @@ class Leadership:
     # ── what happens ─────────────────────────────────────────────────────────────────────────────────
 
     def begin(self) -> None:
-        """Take the first step, without Redis the only one that matters."""
+        """Takes the first step; without Redis it is the only one that matters."""
         self._step(Tick())
 
     def start(self, lease: RedisLease) -> None:
-        """Compete for `lease` from now on."""
+        """Competes for `lease` from now on."""
         self._lease = lease
         self._running = asyncio.create_task(self._run(), name="leadership")
 
     def hear(self, term: int, *, stranger: bool, who: str) -> bool:
-        """Take note that the member `who` has heard of `term` (see leader.TermHeard); whether that is credible."""
+        """Notes that the member `who` has heard of `term` (see leader.TermHeard); returns whether that is credible."""
         most = most_credible()
         if term > most:
             now = self._clock()
@@ -106,7 +107,7 @@ class Leadership:
         return True
 
     async def close(self) -> None:
-        """Lead no more, give the lease back, end all tasks."""
+        """Ends the leadership, gives the lease back, and ends all tasks."""
         self._step(StopCompeting())
         if self._running is not None:
             self._running.cancel()

@@ -1,4 +1,4 @@
-"""The lease of the leader in Redis. Every call has a deadline; decides nothing."""
+"""The lease of the leader in Redis. Every call has a deadline; nothing is decided here."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ end
 
 
 def check_url(url: str) -> None:
-    """Raises ConfigError naming `redis` when the URL cannot be one."""
+    """Raises ConfigError, which names `redis`, when the URL is malformed."""
     parts = urlsplit(url)
     if parts.scheme not in ("redis", "rediss", "unix"):
         raise ConfigError(
@@ -111,10 +111,10 @@ def check_url(url: str) -> None:
 
 
 class Redis:
-    """One connection pool. `mesh` keeps several meshes apart in one Redis, `part` kinds of leaders in a mesh."""
+    """One connection pool. `mesh` separates several meshes in one Redis, `part` the kinds of leaders in a mesh."""
 
     def __init__(self, url: str, mesh: str, timeout_s: float, part: str = "") -> None:
-        """Raises ConfigError for a bad URL, or when the client library is missing."""
+        """Raises ConfigError for a malformed URL, or when the client library is missing."""
         check_url(url)
         try:
             from redis import asyncio as client
@@ -132,11 +132,11 @@ class Redis:
         self._prefix = f"kvmesh:{mesh}:{part}:" if part else f"kvmesh:{mesh}:"
 
     def key(self, name: str) -> str:
-        """The name that `name` has in Redis."""
+        """Returns the key in Redis for `name`."""
         return self._prefix + name
 
     async def within(self, call: Awaitable[Any], timeout_s: float) -> Any:
-        """The answer of `call`. Raises Unavailable when it fails or takes longer than `timeout_s`."""
+        """Returns the answer of `call`. Raises Unavailable when it fails or takes longer than `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await call
@@ -144,14 +144,14 @@ class Redis:
             raise Unavailable(f"redis: {str(err) or f'no answer within {timeout_s:.1f} s'}") from None
 
     async def close(self) -> None:
-        """Close every connection."""
+        """Closes every connection."""
         with contextlib.suppress(*self.failures):
             async with asyncio.timeout(self.timeout_s):
                 await self.client.aclose()
 
 
 class RedisLease:
-    """The lease of one process, which others reach at `address`. What Redis holds and no leader can have written is
+    """The lease of one process, which others reach at `address`. Values in Redis that no leader can have written are
     logged, once each."""
 
     def __init__(self, redis: Redis, address: str, lease_ms: int) -> None:
@@ -164,7 +164,7 @@ class RedisLease:
         self._odd = ""  # what was told last
 
     async def ask(self, ask: Ask) -> LeaseGranted | LeaseHeld | LeaseSilent | LeaseRefused:
-        """Ask Redis for the lease. Raises nothing but CancelledError."""
+        """Asks Redis for the lease. Raises nothing but CancelledError."""
         keys = [self._redis.key("leader"), self._redis.key("terms")]
         args = [self._token(ask.life), self._address, self._lease_ms, ask.term, ask.floor, ask.first]
         args += [MAX_TERM, MAX_JUMP, EPOCH_S, EARLIEST, LATEST]
@@ -190,8 +190,8 @@ class RedisLease:
         self._odd = odd
 
     async def release(self, life: int) -> None:
-        """Give the lease back if it is that life's. Raises nothing but CancelledError; a lost call costs others a
-        lease."""
+        """Gives the lease back if it is still that life's; a lost call costs others the rest of the lease. Raises
+        nothing but CancelledError."""
         with contextlib.suppress(Unavailable):
             keys = [self._redis.key("leader")]
             await self._redis.within(self._release(keys, [self._token(life)]), self._redis.timeout_s)

@@ -6,7 +6,8 @@ from kvmesh.errors import ConfigError
 
 
 def split(addresses: str, field: str = "store") -> tuple[str, ...]:
-    """The addresses of a list with commas, each once. Raises ConfigError naming `field`."""
+    """Returns the addresses of a comma-separated list, each once. Raises ConfigError, which names `field`, when there
+    is none."""
     found = tuple(dict.fromkeys(part.strip() for part in addresses.split(",") if part.strip()))
     if not found:
         raise ConfigError(f"{field}={addresses!r}: names no address (host:port,host:port,...)", field=field)
@@ -14,14 +15,14 @@ def split(addresses: str, field: str = "store") -> tuple[str, ...]:
 
 
 def check_addresses(addresses: str, field: str = "store") -> None:
-    """Raises ConfigError naming `field` unless each can be dialled: a host and a port."""
+    """Raises ConfigError, which names `field`, unless each address has a host and a port."""
     for one in split(addresses, field):
         if why := _wrong(one):
             raise ConfigError(f"{field}={one!r}: {why}", field=field)
 
 
 def _wrong(address: str) -> str:
-    """Why this is no HOST:PORT; "": it is one."""
+    """Returns why this is no HOST:PORT, or ""."""
     if "/" in address:
         return "must be HOST:PORT, without a scheme or a path"
     host, colon, port = address.rpartition(":")

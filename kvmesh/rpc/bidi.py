@@ -77,7 +77,7 @@ class WriteDeadline:
 
 class ClientStream(Generic[RequestT, ResponseT]):
     """One stream to one server, and its channel. `who` names the server in errors. `send` may be called before `open`
-    has ended, so that no round trip is lost: the hello goes first all the same."""
+    has returned, which saves a round trip; the hello is sent first all the same."""
 
     def __init__(self, who: str, address: str, method: Callable[[grpc.aio.Channel], Any]) -> None:
         self.who = who
@@ -90,7 +90,7 @@ class ClientStream(Generic[RequestT, ResponseT]):
         self._stuck = False  # the peer takes no messages
 
     def send(self, message: RequestT, written: Callable[[], None] | None = None) -> None:
-        """Queue a message; `written` is called when gRPC has taken it. Never blocks; a queue that is full ends the
+        """Queues a message without blocking; `written` is called when gRPC has taken it. A full queue ends the
         stream."""
         if len(self._queue) < MOST_QUEUED:
             self._queue.append((message, written))
@@ -99,7 +99,7 @@ class ClientStream(Generic[RequestT, ResponseT]):
             self._give_up()
 
     async def open(self, hello: RequestT, timeout_s: float) -> ResponseT:
-        """Dial and exchange hellos; returns the server's. Raises Unavailable when nobody answers in time, HandoffLost
+        """Dials, exchanges hellos and returns the server's. Raises Unavailable when nobody answers in time, HandoffLost
         or ProtocolMismatch when the stream ends instead."""
         self._queue.appendleft((hello, None))
         self._news.set()
@@ -125,8 +125,8 @@ class ClientStream(Generic[RequestT, ResponseT]):
         return welcome
 
     async def read(self, take: Callable[[ResponseT], None]) -> KvmeshError:
-        """Give every message to `take` until the stream ends; returns why it did. A message that `take` cannot read
-        ends it, too."""
+        """Gives every message to `take` until the stream ends, and returns why it ended. A message that `take` cannot
+        read ends it, too."""
         try:
             while (message := await self._call.read()) is not grpc.aio.EOF:
                 take(message)
@@ -168,12 +168,13 @@ class ClientStream(Generic[RequestT, ResponseT]):
             self._call.cancel()  # the reader ends, and with it the stream
 
     def _was_cancelled_by_us(self) -> bool:
-        """A call that `_give_up` has cancelled raises CancelledError in its reader, as if the task were cancelled."""
+        """Says whether `_give_up` cancelled the call. The reader then gets a CancelledError as if its task were
+        cancelled."""
         task = asyncio.current_task()
         return self._stuck and task is not None and not task.cancelling()
 
     async def _why(self, err: BaseException | None) -> KvmeshError:
-        """The named error of a stream that ended: what the peer said, if it said anything."""
+        """Returns the named error of a stream that ended: what the peer said, if it said anything."""
         if self._stuck:
             return HandoffLost(f"{self.who} takes no messages")
         if isinstance(err, grpc.RpcError):
@@ -189,7 +190,7 @@ class ClientStream(Generic[RequestT, ResponseT]):
         return HandoffLost(f"{self.who} is lost: {details or code.name}")
 
     async def close(self) -> None:
-        """End the stream if it lives; afterwards no task nor socket of it is left."""
+        """Ends the stream if it is alive; no task or socket of it is left afterwards."""
         if self._call is not None:
             self._call.cancel()
         if self._writer is not None:
@@ -199,8 +200,8 @@ class ClientStream(Generic[RequestT, ResponseT]):
 
 
 class ServerStream(Generic[RequestT, ResponseT]):
-    """One stream of one client, for a servicer's method that is a coroutine and writes to its context: only so can a
-    write have a deadline."""
+    """One stream of one client. The servicer's method must be a coroutine that writes to its context, because only then
+    can a write have a deadline."""
 
     def __init__(
         self, requests: AsyncIterator[RequestT], context: Any, *, write_timeout_s: float = WRITE_TIMEOUT_S
@@ -212,7 +213,7 @@ class ServerStream(Generic[RequestT, ResponseT]):
         self._context = context
 
     async def hello(self) -> Any:
-        """The client's first message, which must be a hello; raises InvalidRequest when it is none."""
+        """Returns the client's first message. Raises InvalidRequest when that is no hello or does not come in time."""
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 first: Any = await anext(aiter(self._requests))
@@ -225,7 +226,7 @@ class ServerStream(Generic[RequestT, ResponseT]):
         return first.hello
 
     async def write(self, message: ResponseT) -> None:
-        """Raises Unavailable when the client does not take it in time."""
+        """Writes a message. Raises Unavailable when the client does not take it in time."""
         try:
             await self._deadline.wait(self._context.write(message), self._write_timeout_s)
         except TimeoutError:
@@ -238,9 +239,9 @@ class ServerStream(Generic[RequestT, ResponseT]):
         news: asyncio.Event,
         over: Callable[[], bool],
     ) -> bool:
-        """Give every request to `read`, and write what `outgoing` has whenever `news` is set; what gathers while it is
-        written goes out next. Returns False when the client ends the stream or it breaks, and True when `over` says
-        so; both only when nothing is left to write. What `read` raises ends the stream, too."""
+        """Gives every request to `read`, and writes what `outgoing` returns whenever `news` is set; what accumulates
+        during a write is written next. Returns False when the client ends the stream or it breaks, True when `over`
+        says so; both only when nothing is left to write. An exception of `read` ends the stream, too."""
         reader = asyncio.create_task(self._read(read), name=f"read from {self.who}")
         reader.add_done_callback(lambda _: news.set())
         try:

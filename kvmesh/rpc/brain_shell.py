@@ -1,4 +1,4 @@
-"""The shell around a pure machine: events go in one after another, actions are carried out, a timer brings the time.
+"""The shell around a pure machine: it feeds events one after another, carries actions out, and has a timer.
 
 A machine is two functions: `step(event, now_ns) -> actions`, and `next_due() -> now_ns`, when it wants a Tick at the
 latest. Times are CLOCK_MONOTONIC nanoseconds.
@@ -20,7 +20,7 @@ MIN_WAIT_NS = 1_000_000  # a machine that stays due is looked at this often, and
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed: act on what is due."""
+    """Time has passed: the machine acts on what is due."""
 
 
 EventT = TypeVar("EventT")
@@ -30,7 +30,9 @@ ActionT = TypeVar("ActionT")
 class BrainShell(Generic[EventT, ActionT]):
     """The one owner of a machine. It belongs to one event loop, and `feed` never waits.
 
-    `do` carries one action out; `now` is what the machine was told. `fed` is called whenever no event is left."""
+    `do` carries one action out; its `now` is the time that the machine was given. `fed` is called whenever no event is
+    left.
+    """
 
     def __init__(
         self,
@@ -51,9 +53,9 @@ class BrainShell(Generic[EventT, ActionT]):
         self._closed = False
 
     def feed(self, event: EventT | Tick) -> None:
-        """Let the machine take one event, and carry out what it says. An event that comes up meanwhile (a rank is found
-        dead when it is written to) waits its turn. What the machine or an action raises goes to whoever fed; events
-        that wait are taken with the next one."""
+        """Gives the machine one event and carries its actions out. An event that occurs meanwhile (a rank is found dead
+        when it is written to) is queued. Exceptions of the machine or an action are raised here; queued events are
+        taken with the next one."""
         self._events.append(event)
         if self._feeding:
             return
@@ -85,7 +87,7 @@ class BrainShell(Generic[EventT, ActionT]):
         self.feed(Tick())
 
     def close(self) -> None:
-        """No timer from here on. Events are taken as ever: what ends after this is still told."""
+        """Stops the timer. Events are still taken, so that what ends later is still handled."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()

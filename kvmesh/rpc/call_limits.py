@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class CallLimits:
-    """Bounds of a server. The defaults are those of one that members of the mesh call."""
+    """The bounds of a gRPC server. The defaults suit a server that members of the mesh call."""
 
     message_bytes: int = 64 << 20
     calls: int = 65_536  # at once, of all methods

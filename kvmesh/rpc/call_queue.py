@@ -1,4 +1,4 @@
-"""Calls that take long, one after another in short slices of the event loop: what is more urgent is read between them.
+"""A queue that runs long calls in short slices of the event loop, so that more urgent messages are read between them.
 
 An event loop reads a socket and carries out all that was read before it looks at the next socket. A thousand calls that
 came at once would therefore be carried out before a heartbeat that came with them is seen. Here at most SLICE_S of them
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class QueuedCall:
-    """One call that waits. `drop` it when nobody waits for its answer any more."""
+    """One waiting call. `drop` it when nobody waits for its answer any more."""
 
     __slots__ = ("nbytes", "since", "work")
 
@@ -35,8 +35,8 @@ class QueuedCall:
 
 
 class CallQueue:
-    """Lets calls wait for their turn, `most` at a time; `name` is the configuration field that says so. `on_wait` is
-    called with the seconds that each one waited. It lives on one event loop."""
+    """Queues at most `most` calls; `name` is the configuration field that sets this. `on_wait` is called with the
+    seconds that each call waited. It lives on one event loop."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class CallQueue:
         self._waiting: deque[QueuedCall] = deque()
         self._spent_s = 0.0  # on calls, in this turn of the loop
         self._armed = False
-        self._refused = False  # somebody, since the last call ended
+        self._refused = False  # a caller was refused since the last call ended
         self._returning = ReturnTimes()
         self._turn_at = -1.0  # when this turn of the loop began
         self.turned_at = -1.0  # while it is busy: when the one before it began. What is read now came after that
@@ -61,8 +61,8 @@ class CallQueue:
         return len(self._waiting)
 
     def submit(self, work: Callable[[], object], nbytes: int = 0) -> QueuedCall | None:
-        """Carries `work` out now when this turn of the loop has time left for it (then None), else later. `work` must
-        not raise. `nbytes`: what the call holds while it waits. Raises Overloaded when too many wait."""
+        """Runs `work` now if this turn of the loop has time left (and returns None), else later. `work` must not raise.
+        `nbytes` is what the call holds while it waits. Raises Overloaded when too many calls wait."""
         now = self._clock()
         if not self._waiting and self._spent_s < SLICE_S:
             self._arm()
@@ -79,7 +79,8 @@ class CallQueue:
         return queued
 
     async def call(self, work: Callable[[], T]) -> T:
-        """The result of `work`, carried out when it is its turn; what it raises is raised here. Raises Overloaded."""
+        """Runs `work` when its turn comes, and returns its result or raises its exception. Raises Overloaded when too
+        many calls wait."""
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def carry_out() -> None:
@@ -98,7 +99,7 @@ class CallQueue:
                 queued.drop()
 
     def _carry_out(self, work: Callable[[], object], since: float, began: float) -> float:
-        """Carry out one call; the time at which it ended."""
+        """Runs one call; returns the time at which it ended."""
         if self._on_wait is not None:
             self._on_wait(began - since)
         work()
@@ -117,7 +118,8 @@ class CallQueue:
             asyncio.get_running_loop().call_soon(self._turn)
 
     def _turn(self) -> None:
-        """Run once in each turn of the loop in which calls wait, and in the one after it."""
+        """Runs waiting calls; it is scheduled once in each turn of the loop in which calls wait, and in the one
+        after."""
         self._armed = False
         self._spent_s = 0.0
         if not self._waiting:
@@ -145,18 +147,17 @@ LEAST_S = 0.05
 
 
 class ReturnTimes:
-    """The times at which those may return that one place, which holds a bounded number of calls, has refused. Times are
-    seconds of one monotonic clock."""
+    """The times at which callers that a full queue refused may come again. Times are seconds of one monotonic clock."""
 
     def __init__(self) -> None:
         self.interval_s = FIRST_GUESS_S  # between two calls that end while there is no room
         self._known = False
         self._ended_at: float | None = None  # the last one that ended while there was no room
-        self._last_at = 0.0  # the latest time that somebody was told
+        self._last_at = 0.0  # the latest time given to a caller
 
     def ended(self, now: float, *, full: bool) -> None:
-        """Note that a call has left. `full` says that somebody had been refused since the one before it: else the time
-        between the two tells how many came, not how fast they are served."""
+        """Notes that a call has left. `full` says that a caller was refused since the call before. Only then does the
+        time between the two tell how fast calls are served; else it tells how many came."""
         if full and self._ended_at is not None:
             gap_s = min(MOST_INTERVAL_S, now - self._ended_at)
             self.interval_s += (NEW_SHARE if self._known else 1.0) * (gap_s - self.interval_s)
@@ -164,8 +165,8 @@ class ReturnTimes:
         self._ended_at = now
 
     def wait_s(self, now: float, ahead: int = 0) -> float:
-        """Seconds after which one that is refused now finds room, if those who were told earlier times took theirs.
-        `ahead`: calls that end before there is any."""
+        """Returns the seconds after which a caller refused now finds room, if those refused before come at their times.
+        `ahead` calls must end before there is any."""
         soonest = now + max(LEAST_S, (ahead + 1) * self.interval_s)
         self._last_at = max(soonest, self._last_at + self.interval_s)
         return soonest - now + (self._last_at - soonest) % MOST_S
@@ -181,7 +182,8 @@ PAUSE_S = 0.005  # some turns of the loop; time for gRPC's own threads
 
 
 async def caught_up(calls: Callable[[], int], clock: Callable[[], float]) -> float:
-    """The time of `clock` up to when all has been heard. `calls` tells how many have been taken over gRPC so far."""
+    """Returns a time of `clock` up to which all calls have been received. `calls` counts the calls taken over gRPC so
+    far."""
     while True:
         began, before = clock(), calls()
         await asyncio.sleep(PAUSE_S)

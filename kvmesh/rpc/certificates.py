@@ -37,16 +37,17 @@ class Certificates:
 
     @property
     def files(self) -> TlsFiles:
-        """What a configuration for mTLS says of them."""
+        """Returns the files as a configuration for mTLS names them."""
         return TlsFiles(tls_cert=str(self.cert), tls_key=str(self.key), tls_ca=str(self.ca))
 
 
 def make_certificates(folder: Path, hosts: Sequence[str] = (), *, days: int = VALID_DAYS) -> Certificates:
-    """Write ca.pem, cert.pem and key.pem for servers and clients at `hosts` (names or addresses; this machine's
-    localhost is always among them). Files that are there are replaced.
+    """Writes ca.pem, cert.pem and key.pem for servers and clients at `hosts` (names or addresses; localhost is always
+    included). Existing files are replaced.
 
-    Made by the `cryptography` package (extra `tls`), else by the openssl program. ConfigError: neither is there, the
-    folder cannot be written, a host is no name."""
+    The `cryptography` package (extra `tls`) makes them, else the openssl program. Raises ConfigError when neither is
+    there, the folder cannot be written, or a host is no name.
+    """
     names = list(dict.fromkeys([*LOCAL_HOSTS, *hosts]))
     for host in names:
         _is_address(host)
@@ -63,7 +64,7 @@ def make_certificates(folder: Path, hosts: Sequence[str] = (), *, days: int = VA
 
 
 def _write(path: Path, pem: bytes, mode: int) -> None:
-    """Never readable by others for a moment, and all of it or nothing."""
+    """Writes a file atomically, and never readable by others."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     part.unlink(missing_ok=True)
     with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
@@ -72,7 +73,7 @@ def _write(path: Path, pem: bytes, mode: int) -> None:
 
 
 def _is_address(host: str) -> bool:
-    """Whether `host` is an IP address, not a name. ConfigError: it is neither."""
+    """Says whether `host` is an IP address and not a name. Raises ConfigError when it is neither."""
     try:
         ipaddress.ip_address(host)
         return True
@@ -86,7 +87,7 @@ def _is_address(host: str) -> bool:
 
 
 def _with_cryptography(hosts: Sequence[str], days: int) -> tuple[bytes, bytes, bytes]:
-    """(authority, certificate, key), PEM."""
+    """Returns (authority, certificate, key) as PEM."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -153,7 +154,8 @@ subjectAltName = {alternatives}
 
 
 def _with_openssl(hosts: Sequence[str], days: int) -> tuple[bytes, bytes, bytes]:
-    """(authority, certificate, key), PEM. ConfigError: there is no openssl program, or it fails."""
+    """Returns (authority, certificate, key) as PEM. Raises ConfigError when there is no openssl program, or it
+    fails."""
     program = shutil.which("openssl")
     if program is None:
         why = f"needs the openssl program, or the cryptography package ({extras.install('tls')})"

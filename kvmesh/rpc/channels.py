@@ -32,9 +32,10 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 def connect(address: str, *, tls: security.Security | None = None) -> grpc.aio.Channel:
-    """Open a channel to `host:port`. It connects on the first call; the caller owns and closes it.
+    """Opens a channel to `host:port`. It connects at the first call; the caller owns and closes it.
 
-    Over TLS when this process was configured so (`security.configure`); `tls` instead of that."""
+    It uses TLS when this process was configured so (`security.configure`); `tls` overrides that.
+    """
     tls = security.current() if tls is None else tls
     credentials = tls.channel_credentials()
     if credentials is None:

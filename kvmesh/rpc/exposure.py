@@ -1,4 +1,4 @@
-"""What strangers reach of a service in plaintext or without a key: one line for its log, and what to set. Pure."""
+"""Which listeners of a service strangers can reach in plaintext or without a key: one line for the log. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from kvmesh.config import ServiceConfig
 
 
 def is_loopback(host: str) -> bool:
-    """Does this address mean the machine alone? Names other than localhost are not resolved, and count as others."""
+    """Says whether this address is reached from this machine alone. Names other than localhost are not resolved, and
+    count as reachable from others."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -17,7 +18,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _kv_leaves_in_plaintext(config: Any) -> bool:
-    """Whether KV may go to other hosts over tcp, which encrypts nothing: "auto" keeps it here under TLS, unless the
+    """Says whether KV may go to other hosts over tcp, which does not encrypt. "auto" prevents that under TLS unless the
     network is trusted."""
     transports = getattr(config, "transports", "")
     return "tcp" in transports or (
@@ -26,7 +27,7 @@ def _kv_leaves_in_plaintext(config: Any) -> bool:
 
 
 def warning(config: ServiceConfig) -> str:
-    """One line about every listener of a service that is open beyond loopback; "" where there is none."""
+    """Returns one line about every listener of a service that is open beyond loopback, or ""."""
     told: Any = config  # services have further fields
     found: list[str] = []
     beyond = not is_loopback(config.host)

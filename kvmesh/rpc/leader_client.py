@@ -1,4 +1,4 @@
-"""Who leads, whom to call next, and by which path.
+"""Calls to a service of which one process leads: which address to call next, and by which path.
 
 A mesh has several store masters, of which one leads, and several conductors. `LeaderTracker` is the pure book-keeping
 over their addresses; `ServiceClient` calls one address over gRPC, or over the fast path what is called often;
@@ -35,11 +35,11 @@ GRPC_ONLY_S = 30.0  # after a fast path that swallowed a call: something on the 
 
 
 class LeaderTracker:
-    """Keeps the book over a list of addresses, of which one leads: whom to ask next. It is pure. `terms` are shared by
-    all that listen to leaders in this process."""
+    """Knows which of several addresses to ask next, of which one leads. Pure. `terms` is shared by everything in this
+    process that listens to leaders."""
 
     def __init__(self, addresses: str, terms: LeaderTerms | None = None, *, field: str = "store") -> None:
-        """`addresses` is a list, "a:1,b:2". Raises ConfigError naming `field` when it holds none."""
+        """`addresses` is a list, "a:1,b:2". Raises ConfigError, which names `field`, when it holds none."""
         self.addresses = split(addresses, field)
         self.field = field
         self.terms = terms or LeaderTerms()
@@ -52,13 +52,14 @@ class LeaderTracker:
 
     @property
     def current(self) -> str:
-        """Whom to ask now."""
+        """The address to ask now."""
         return self._elsewhere or self.addresses[self._at]
 
     def succeeded(self, term: int = 0) -> None:
-        """Note that `current` has answered. `term` is what it said of its own, 0 where answers do not tell.
+        """Notes that `current` has answered. `term` is its own by its answer, 0 where answers do not say.
 
-        Raises StaleTerm, having gone on to the next, when the answer is that of an earlier leader."""
+        Raises StaleTerm, after going on to the next address, when the answer is that of an earlier leader.
+        """
         if term:
             try:
                 self.terms.hear(term)
@@ -68,8 +69,8 @@ class LeaderTracker:
         self._failed.clear()
 
     def failed(self) -> bool:
-        """Go on to the next address: `current` does not answer, or cannot. Returns True when all have been tried since
-        the last success, so that the caller waits before it asks again."""
+        """Goes on to the next address, because `current` does not answer or cannot. Returns True when all have been
+        tried since the last success, so that the caller waits before it asks again."""
         self._failed.add(self.current)
         if self._elsewhere:
             self._elsewhere = ""
@@ -83,9 +84,9 @@ class LeaderTracker:
         return True
 
     def redirected(self, leader: str) -> bool:
-        """Go on to `leader`, which `current`, that does not lead, takes for the leader ("": it does not know). Returns
-        as `failed` does. A leader that has failed since the last success is not believed in, so that two masters cannot
-        send a caller round for ever."""
+        """Goes on to `leader`, which `current` named as the leader ("" if it does not know). Returns what `failed`
+        does. A leader that has failed since the last success is not tried again, so that two masters cannot send a
+        caller back and forth for ever."""
         before = self.current
         if not leader or leader == before or leader in self._failed:
             return self.failed()
@@ -97,19 +98,19 @@ class LeaderTracker:
         return False
 
     def move_on(self, error: KvmeshError) -> bool:
-        """Do as `failed` or `redirected` do, whichever `error` says."""
+        """Does what `failed` or `redirected` does, depending on `error`."""
         return self.redirected(error.leader) if isinstance(error, NotLeader) else self.failed()
 
 
 def moves_on(error: KvmeshError) -> bool:
-    """Whether another master, or the same a little later, may answer what this one refused."""
+    """Says whether another master, or the same one a little later, may answer what this one refused."""
     return isinstance(error, NotLeader | StaleTerm | Unavailable | DeadlinePassed)
 
 
 class ServiceClient:
-    """Calls of one service at one address at a time. It is open from `connect` to `close`, any number of times; what
-    was learnt of fast paths stays. Methods in `fast`, which are called often, go over the fast path while there is one;
-    all others go over gRPC. On one event loop."""
+    """Calls one service at one address at a time. It is open from `connect` to `close`, any number of times, and keeps
+    what it learnt of fast paths. Methods in `fast`, which are called often, use the fast path while there is one; the
+    others use gRPC. It lives on one event loop."""
 
     def __init__(
         self, service: ServiceDescriptor, fast: Collection[str] = (), clock: Callable[[], float] = time.monotonic
@@ -124,11 +125,11 @@ class ServiceClient:
 
     @property
     def address(self) -> str:
-        """The address that it is connected to; "" when it is not open."""
+        """The address that it is connected to, "" while it is closed."""
         return self._address
 
     def connect(self, address: str) -> None:
-        """Open it; it must not be open. The connection itself is made by the first call."""
+        """Opens the client, which must be closed. The first call makes the connection itself."""
         assert self._channel is None, f"it is connected to {self._address}"
         self._address = address
         self._channel = channels.connect(address)
@@ -136,16 +137,17 @@ class ServiceClient:
 
     @property
     def via_fastpath(self) -> bool:
-        """Whether a call of now, of a method in `fast`, would go over the fast path."""
+        """Whether a call of a method in `fast` would use the fast path now."""
         return self._calls is not None and self._calls.by_door and self._clock() >= self._grpc_only_until
 
     def seek_fastpath(self) -> None:
-        """Look for a fast path before the first call has to do without."""
+        """Looks for a fast path, before a call needs it."""
         if self._calls is not None and self._clock() >= self._grpc_only_until:
             self._calls.seek()
 
     async def call(self, name: str, request: Message, timeout_s: float) -> Any:
-        """The answer; it must be open. Raises KvmeshError: the service's own, or what became of the call."""
+        """Returns the answer; the client must be open. Raises KvmeshError: the service's own, or what became of the
+        call."""
         calls = self._calls
         assert calls is not None, "it is not connected"
         if name not in self._fast or self._clock() < self._grpc_only_until:
@@ -159,8 +161,8 @@ class ServiceClient:
             raise
 
     async def close(self) -> None:
-        """Close it; idempotent. The next `connect` begins afresh: gRPC's own reconnect back-off must not delay its
-        caller's."""
+        """Closes the client; it is idempotent. The next `connect` begins afresh, so that gRPC's reconnect back-off
+        cannot delay it."""
         calls, self._calls = self._calls, None
         channel, self._channel = self._channel, None
         self._address = ""
@@ -171,8 +173,8 @@ class ServiceClient:
 
 
 class LeaderClient:
-    """Calls whichever of several addresses leads. Several calls may run at once. It owns its connections; `close`
-    it."""
+    """Calls whichever of several addresses leads. Several calls may run at once. It owns its connections and must be
+    closed."""
 
     def __init__(self, service: ServiceDescriptor, leaders: LeaderTracker, fast: Collection[str] = ()) -> None:
         """`fast` is as in ServiceClient."""
@@ -184,9 +186,9 @@ class LeaderClient:
     async def call(
         self, name: str, request: Message, timeout_s: float, check: Callable[[Any], None] | None = None
     ) -> Any:
-        """The answer of the leader; others are asked while it is unreachable or leads no more, which `check` may find
-        out of an answer (it raises NotLeader). What is asked must be harmless when done twice. Raises the leader's own
-        refusal, or after `timeout_s` the last error."""
+        """Returns the leader's answer. Others are asked while it cannot be reached or does not lead any more, which
+        `check` may conclude from an answer (it raises NotLeader). The call must be harmless when executed twice. Raises
+        the leader's own refusal, or after `timeout_s` the last error."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         pause_s = RETRY_S[0]
@@ -222,7 +224,7 @@ class LeaderClient:
 
     @property
     def via_fastpath(self) -> bool:
-        """Whether the leader, as far as it is known, would be called over the fast path now."""
+        """Whether the leader, if known, would be called over the fast path now."""
         client = self._clients.get(self.leaders.current)
         return client is not None and client.via_fastpath
 
@@ -233,7 +235,7 @@ class LeaderClient:
             self.leaders.terms.hear(term)
 
     def _named(self, asked: str, error: KvmeshError) -> KvmeshError:
-        """The error of a call; of a process that is no leader at all, one that says so."""
+        """Returns the error of a call; if the process is no leader at all, an error that says so."""
         if isinstance(error, NotServed):
             field = self.leaders.field
             what = f"what answers there is not what {field} must name, but another service, or of another version"
@@ -248,7 +250,7 @@ class LeaderClient:
         return client
 
     async def close(self) -> None:
-        """Close the connections; the client may be used again."""
+        """Closes the connections; the client may be used again."""
         open_, self._clients = self._clients, {}
         await asyncio.gather(*(client.close() for client in open_.values()))
 

@@ -1,4 +1,4 @@
-"""One service process: an event loop, signals that stop it, and a death that follows its parent's."""
+"""One service process: an event loop, signals that stop it, and an end together with its parent."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """Have the kernel SIGKILL this process when the thread that started it ends (Linux; elsewhere nothing).
+    """Has the kernel SIGKILL this process when the thread that started it ends (on Linux; elsewhere it does nothing).
 
-    `parent_pid`: who the parent should be; when it is already gone the process exits at once."""
+    `parent_pid` is the expected parent; when it is already gone the process exits at once.
+    """
     try:
         prctl = ctypes.CDLL(None, use_errno=True).prctl
     except (OSError, AttributeError):
@@ -38,15 +39,15 @@ def die_with_parent(parent_pid: int | None = None) -> None:
 
 
 def follow_supervisor() -> None:
-    """`die_with_parent` when a supervisor started this process (environment `KVMESH_PARENT_PID`)."""
+    """Calls `die_with_parent` if a supervisor started this process (environment `KVMESH_PARENT_PID`)."""
     pid = os.environ.pop(PARENT_ENV, "")
     if pid.isdigit():
         die_with_parent(int(pid))
 
 
 def widen_descriptors() -> None:
-    """As many open files as this user may have, up to MAX_DESCRIPTORS: a thousand instances keep four connections each
-    to the store master, where shells allow 1,024 files."""
+    """Raises the limit of open files to what this user may have, MAX_DESCRIPTORS at most. A thousand instances hold
+    four connections each to the store master, where shells allow 1,024 files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -54,9 +55,10 @@ def widen_descriptors() -> None:
 
 
 def run(main: Callable[[asyncio.Event], Awaitable[None]], *, stop_s: float = 20.0) -> None:
-    """Run `main(stop)` on uvloop to its end.
+    """Runs `main(stop)` on uvloop to its end.
 
-    SIGINT or SIGTERM sets `stop`; a second one, or `stop_s` seconds without an end, exits at once."""
+    SIGINT or SIGTERM sets `stop`; a second signal, or `stop_s` seconds without an end, exits at once.
+    """
     faulthandler.enable()
     widen_descriptors()
     rare_collections()

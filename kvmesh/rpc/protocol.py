@@ -12,7 +12,7 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
 
 def check(version: int, who: str) -> None:
-    """Raise `ProtocolMismatch` unless the peer named `who` speaks this build's protocol version."""
+    """Raises `ProtocolMismatch` unless the peer named `who` speaks this build's protocol version."""
     if version != PROTOCOL_VERSION:
         spoken = f"protocol version {version}" if version else "no protocol version"
         raise ProtocolMismatch(

@@ -35,25 +35,26 @@ class HeldMemory(Protocol):
 
 
 class CallPolicy(Protocol):
-    """What a public server asks of its service."""
+    """What a public server asks its service before and after it receives a call's message."""
 
     keys_required: bool
 
     def authorize(self, method: str, metadata: Metadata) -> str:
-        """Returns who calls, "" when nobody has a name. Raises Unauthorized. Called before the call's message is
-        received."""
+        """Returns the caller's name, "" for one without. It is called before the call's message is received. Raises
+        Unauthorized."""
 
     def hold(self, method: str, message: bytes) -> HeldMemory:
-        """Takes room for a message that was received. Raises Overloaded, BodyTooLarge, or InvalidRequest for a message
-        that must not be parsed."""
+        """Reserves memory for a message that was received. Raises Overloaded, BodyTooLarge, or InvalidRequest for a
+        message that must not be parsed."""
 
 
 class ReceivePlaces:
-    """At most `places` messages are received at once. Calls that come then wait; callers (tenants, or addresses where
-    nobody has a key) take turns, so one that opens many calls delays its own.
+    """Lets at most `places` messages be received at once; further calls wait. Callers (tenants, or addresses where no
+    key is required) take turns, so one that opens many calls delays its own.
 
-    A message has `receive_s`; while others wait it has `give_way_s`, so a caller that sends slowly or not at all
-    delays the others for no longer."""
+    A message has `receive_s` seconds; while others wait it has `give_way_s`, so a caller that sends slowly or not at
+    all delays the others for no longer.
+    """
 
     def __init__(self, places: int, *, waiting: int, wait_s: float, receive_s: float, give_way_s: float) -> None:
         self._places = places
@@ -68,12 +69,12 @@ class ReceivePlaces:
 
     @property
     def taken(self) -> int:
-        """Places that are in use."""
+        """The number of places in use."""
         return self._taken
 
     async def receive(self, read: Callable[[], Awaitable[Any]], caller: str = "") -> Any:
         """Returns what `read` returns. Raises Overloaded when no place became free in time, DeadlinePassed when the
-        message was not there in time."""
+        message did not arrive in time."""
         await self._enter(caller)
         loop = asyncio.get_running_loop()
         try:
@@ -133,7 +134,7 @@ class ReceivePlaces:
                 del self._waiting[caller]
 
     def _press(self) -> None:
-        """As many of the oldest messages as calls wait must come to their end."""
+        """Shortens the time of as many of the oldest messages as calls wait."""
         for deadline, start in list(self._receiving.items())[: self.waiting]:
             last, when = start + self._give_way_s, deadline.when()
             if not deadline.expired() and when is not None and last < when:
@@ -259,7 +260,7 @@ class PublicCalls(grpc.aio.ServerInterceptor):
         return serve
 
     def _stream(self, handler: Any, method: str) -> Callable[[Any, Any], Awaitable[None]]:
-        """Only reflection streams requests; a call of it ends after `receive_s`."""
+        """Serves a stream of requests. Only reflection has one; a call of it ends after `receive_s`."""
         behavior = handler.stream_stream
 
         async def serve(messages: Any, context: Any) -> None:
@@ -282,14 +283,14 @@ class PublicCalls(grpc.aio.ServerInterceptor):
 
 
 def few_fields(message: bytes, most: int, nested: Collection[int] = ()) -> bool:
-    """Whether a protobuf message, and what its fields with numbers in `nested` hold, have at most `most` fields
-    together, counted without parsing: a field of two bytes becomes an object of a hundred. Bytes that are no message
-    are left to the parser, which refuses them."""
+    """Says whether a protobuf message, with what its fields numbered in `nested` hold, has at most `most` fields,
+    without parsing it: a field of two bytes can become an object of a hundred. Bytes that are no message are left to
+    the parser, which refuses them."""
     return _fields(message, 0, len(message), most, frozenset(nested)) is not None
 
 
 def _fields(message: bytes, at: int, end: int, left: int, nested: frozenset[int] | None) -> int | None:
-    """How many of `left` fields are still allowed after message[at:end]; None: more than that are there."""
+    """Returns how many of `left` fields are still allowed after message[at:end], or None when there are more."""
     while at < end:
         if left <= 0:
             return None

@@ -21,7 +21,8 @@ MIN_TICK_S = 0.01
 
 
 class ServiceRunner(ABC):
-    """What one service adds to the common run. `name` is its short name ("store"), `tick_s` the pause between ticks."""
+    """What one service adds to the common run. `name` is its short name ("store"), `tick_s` the seconds between
+    ticks."""
 
     def __init__(self, name: str, *, tick_s: float) -> None:
         self.name = name
@@ -29,27 +30,30 @@ class ServiceRunner(ABC):
 
     @abstractmethod
     def add_to(self, server: Server) -> None:
-        """Add servicers to `server.grpc` and name them with `server.serves`. It does not listen yet."""
+        """Adds servicers to `server.grpc` and names them with `server.serves`. The server does not listen yet."""
 
     async def start(self) -> None:  # noqa: B027
-        """The server listens and nobody was told: begin background tasks. Must return soon."""
+        """Begins background tasks. The server listens, and nobody has been told yet. It must return soon."""
 
     def door(self) -> ControlFastPath | None:
-        """Beside gRPC, for the calls that come most often. Asked once, after `add_to`."""
+        """Returns the fast path for the calls that come most often, or None. It is called once, after `add_to`."""
         return None
 
     @abstractmethod
     def tick(self) -> None:
-        """Time passes: once after `start`, then every `tick_s`. What it raises ends the service."""
+        """Handles the passing of time: it is called once after `start`, then every `tick_s`. An exception ends the
+        service."""
 
     async def close(self) -> None:  # noqa: B027
-        """End streams and tasks: the server is about to stop. Called once after `start`, also when that failed."""
+        """Ends streams and tasks, because the server is about to stop. It is called once after `start`, also when that
+        failed."""
 
 
 def serve_metrics(config: ServiceConfig) -> tuple[str, Callable[[], None]]:
-    """Serve the metrics and probe port as `config` says; returns its address and what closes it.
+    """Serves the metrics and probe port as `config` says; returns its address and a function that closes it.
 
-    Raises ConfigError when the port is in use or the certificate cannot be used."""
+    Raises ConfigError when the port is in use or the certificate cannot be used.
+    """
     host = config.metrics_host or config.host
     tls = None
     if config.metrics_tls == "auto" and config.tls_cert:
@@ -63,9 +67,10 @@ def serve_metrics(config: ServiceConfig) -> tuple[str, Callable[[], None]]:
 
 @contextlib.asynccontextmanager
 async def observed(service: str, instance_id: str, config: ServiceConfig) -> AsyncIterator[str]:
-    """Logs, traces and metrics of a service while it lives; gives the address of its metrics.
+    """Runs logs, traces and metrics of a service inside the context; yields the address of the metrics.
 
-    Raises ConfigError when their port is in use or a setting of the telemetry is wrong."""
+    Raises ConfigError when the port is in use or a telemetry setting is wrong.
+    """
     telemetry = setup.start(
         service,
         instance_id,
@@ -88,9 +93,10 @@ async def observed(service: str, instance_id: str, config: ServiceConfig) -> Asy
 async def run(
     service: ServiceRunner, config: ServiceConfig, stop: asyncio.Event, started: Callable[[dict[str, object]], None]
 ) -> None:
-    """Serve until `stop`; `started` hears {"address", "metrics"}. Nothing is left running.
+    """Serves until `stop` and leaves nothing running; `started` is called with {"address", "metrics"}.
 
-    Raises ConfigError when a port is in use or a setting of the telemetry is wrong."""
+    Raises ConfigError when a port is in use or a telemetry setting is wrong.
+    """
     async with observed(service.name, service.name, config) as metrics:
         await _serve(service, config, stop, started, metrics)
 

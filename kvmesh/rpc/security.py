@@ -27,7 +27,7 @@ _MOST_BYTES = 4 << 20  # of a PEM file; a bundle of all public authorities has a
 
 
 class Files(Protocol):
-    """What a configuration says of TLS: paths of PEM files ("" = none) and the name override."""
+    """The TLS settings of a configuration: paths of PEM files ("" for none) and the name override."""
 
     @property
     def tls_cert(self) -> str: ...
@@ -41,7 +41,7 @@ class Files(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TlsFiles:
-    """`Files` of a program that is no service: a command line tool, a benchmark, a test."""
+    """The `Files` of a program that is no service: a command line tool, a benchmark, a test."""
 
     tls_cert: str = ""
     tls_key: str = ""
@@ -50,13 +50,13 @@ class TlsFiles:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> TlsFiles:
-        """From KVMESH_TLS_CERT and so on, as services read them."""
+        """Reads KVMESH_TLS_CERT and so on, as services do."""
         return cls(**{name: env.get(f"KVMESH_{name.upper()}", "") for name in FIELDS})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Security:
-    """PEM bytes, checked; empty: none."""
+    """The checked PEM bytes; empty for none."""
 
     cert: bytes = field(default=b"", repr=False)
     key: bytes = field(default=b"", repr=False)
@@ -65,8 +65,8 @@ class Security:
 
     @classmethod
     def load(cls, files: Files) -> Security:
-        """Read and check the files. ConfigError names field and path: one is missing, unreadable, not PEM, encrypted,
-        does not match the other, or makes no sense alone."""
+        """Reads and checks the files. Raises ConfigError, which names field and path, when one is missing, unreadable,
+        not PEM or encrypted, does not match the other, or makes no sense alone."""
         cert, key = load_pair(files.tls_cert, files.tls_key, "tls_cert", "tls_key")
         ca = b""
         if files.tls_ca:
@@ -77,13 +77,14 @@ class Security:
         return cls(cert=cert, key=key, ca=ca, server_name=files.tls_server_name)
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
-        """For client channels; None: plaintext."""
+        """Returns credentials for client channels; None means plaintext."""
         if not self.ca:
             return None
         return grpc.ssl_channel_credentials(self.ca, self.key or None, self.cert or None)
 
     def server_credentials(self, *, public: bool = False) -> grpc.ServerCredentials | None:
-        """For listening servers; None: plaintext. A `public` one asks nobody for a certificate."""
+        """Returns credentials for listening servers; None means plaintext. A `public` server asks for no client
+        certificate."""
         if not self.cert:
             return None
         pairs = [(self.key, self.cert)]
@@ -98,22 +99,22 @@ _current = PLAINTEXT
 
 
 def configure(files: Files) -> Security:
-    """From here on channels and servers of this process use `files`. ConfigError as `Security.load`; then nothing has
-    changed."""
+    """Makes channels and servers of this process use `files` from here on. Raises ConfigError as `Security.load` does;
+    then nothing has changed."""
     global _current
     _current = Security.load(files)
     return _current
 
 
 def use(security: Security) -> Security:
-    """Use `security` in this process; returns what was used before."""
+    """Makes this process use `security`; returns what it used before."""
     global _current
     before, _current = _current, security
     return before
 
 
 def current() -> Security:
-    """What this process was configured with; plaintext when it was not."""
+    """Returns what this process was configured with; plaintext when it was not configured."""
     return _current
 
 
@@ -121,7 +122,7 @@ def current() -> Security:
 
 
 def load_pair(cert_path: str, key_path: str, cert_field: str, key_field: str) -> tuple[bytes, bytes]:
-    """Certificate (chain) and private key, both or neither. ConfigError names field and path."""
+    """Returns certificate (chain) and private key, both or neither. Raises ConfigError, which names field and path."""
     if not cert_path and not key_path:
         return b"", b""
     for name, path, other in ((cert_field, cert_path, key_field), (key_field, key_path, cert_field)):
@@ -184,10 +185,12 @@ _PEER = re.compile(r"ipv[46]:(\S+?): |unix:(\S+?): ")
 
 
 def explain(details: str) -> Unavailable | None:
-    """What gRPC's account of a connection that could not be made means in terms of TLS; None when it is not about that.
+    """Returns what gRPC's error text about a failed connection means in terms of TLS, or None when it is not about
+    that.
 
-    TlsFailed where gRPC says so. A TLS server that meets plaintext, or no certificate, closes the connection without
-    a word, before any HTTP/2, and so does a process that dies: then the message says what it may be."""
+    The result is TlsFailed where gRPC is certain. A TLS server that meets plaintext or no certificate closes the
+    connection silently before any HTTP/2, and so does a process that dies; the message then names the possible reasons.
+    """
     if "failed to connect" not in details:
         return None
     peer = _PEER.search(details)

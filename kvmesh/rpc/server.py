@@ -28,7 +28,8 @@ _STATES = health_pb2.HealthCheckResponse
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Answers for the services that it was told of, and keeps nothing of a caller that asks for another one."""
+    """Answers health checks for the services that it knows, and keeps no state for callers that ask about
+    another one."""
 
     def __init__(self, max_watchers: int) -> None:
         self._max_watchers = max_watchers
@@ -38,13 +39,13 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self.watchers = 0
 
     def set(self, service: str, serving: bool) -> None:
-        """Tells whoever watches `service`. After `shut_down` it does nothing."""
+        """Sets the state of a service and tells its watchers. After `shut_down` it does nothing."""
         if not self._shut_down:
             self._states[service] = _STATES.SERVING if serving else _STATES.NOT_SERVING
             self._wake()
 
     def shut_down(self) -> None:
-        """Nothing is served from now on, for ever."""
+        """Reports every service as not serving from now on."""
         self._shut_down = True
         self._states = dict.fromkeys(self._states, int(_STATES.NOT_SERVING))
         self._wake()
@@ -54,15 +55,15 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         changed.set()
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> Any:  # noqa: N802
-        """The state of one service; NOT_FOUND when it is not served here."""
+        """Returns the state of one service; NOT_FOUND when it is not served here."""
         state = self._states.get(request.service)
         if state is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such service here")
         return _STATES(status=state)
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:  # noqa: N802
-        """The state of one service whenever it changes. A service that is not served here is SERVICE_UNKNOWN, once.
-        Raises Overloaded when as many callers watch already as may."""
+        """Writes the state of one service whenever it changes; for a service not served here SERVICE_UNKNOWN, once.
+        Raises Overloaded when there are too many watchers."""
         service = request.service
         if service not in self._states:
             await context.write(_STATES(status=_STATES.SERVICE_UNKNOWN))
@@ -113,7 +114,7 @@ def _options(limits: CallLimits, *, public: bool) -> list[tuple[str, int]]:
         ("grpc.max_concurrent_streams", limits.streams),
         ("grpc.max_allowed_incoming_connections", limits.connections),
         # Calls that have come and that the event loop has not seen yet. From 1,000 on gRPC ends some of them, by
-        # default and at random, with a CANCELLED that tells nobody why.
+        # default and at random, with a CANCELLED without a reason.
         ("grpc.server.max_pending_requests", limits.calls),
         ("grpc.server.max_pending_requests_hard_limit", limits.calls),
         # And those that it has not seen for 30 s, likewise: a busy loop is slow, callers have deadlines of their own.
@@ -128,7 +129,7 @@ UNSEEN_S = 600
 
 
 def join(host: str, port: int) -> str:
-    """`host:port`, with brackets around an IPv6 address."""
+    """Returns `host:port`, with brackets around an IPv6 address."""
     try:
         return f"[{host}]:{port}" if ipaddress.ip_address(host).version == 6 else f"{host}:{port}"
     except ValueError:
@@ -136,7 +137,7 @@ def join(host: str, port: int) -> str:
 
 
 def check_port(host: str, port: int, key: str = "port") -> None:
-    """Raise `ConfigError` naming `key` unless a server could listen on `host:port` now. Port 0 always can."""
+    """Raises ConfigError, which names `key`, unless a server could listen on `host:port` now. Port 0 always can."""
     try:
         infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as err:
@@ -164,9 +165,10 @@ def _why(err: OSError) -> str:
 class Server:
     """One listening gRPC server. Add servicers to `.grpc` and name them with `.serves` before `start`.
 
-    It speaks TLS when this process was configured so (`security.configure`; `tls` instead of that), and then asks
-    clients for certificates, unless it is `public`: then strangers may call, and their calls are bounded as
-    `public_calls` says. Reflection is not for strangers where keys are required."""
+    It speaks TLS when this process was configured so (`security.configure`; `tls` overrides that), and then asks
+    clients for certificates unless it is `public`. A public server may be called by strangers; `public_calls` bounds
+    their calls, and reflection is off where keys are required.
+    """
 
     def __init__(
         self,
@@ -193,16 +195,17 @@ class Server:
         self._ready = False
 
     def serves(self, full_service_name: str) -> None:
-        """Tell health and reflection of a service, e.g. "kvmesh.v1.Gateway"."""
+        """Registers a service, e.g. "kvmesh.v1.Gateway", with health and reflection."""
         self._services.append(full_service_name)
 
     @property
     def address(self) -> str:
-        """`host:port` once started."""
+        """`host:port`, once started."""
         return join(self.host, self.port)
 
     async def start(self) -> int:
-        """Listen; returns the bound port. NOT_SERVING until `set_ready(True)`. ConfigError: port in use."""
+        """Listens and returns the bound port. Health is NOT_SERVING until `set_ready(True)`. Raises ConfigError when
+        the port is in use."""
         check_port(self.host, self.port)  # before gRPC, which would log its own account first
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         self._publish(False)
@@ -223,7 +226,7 @@ class Server:
         return self.grpc.add_secure_port(self.address, credentials)
 
     def set_ready(self, ready: bool, why_not: str = "not ready") -> None:
-        """Answer health checks with SERVING or NOT_SERVING, and `/ready` of the metrics port with `why_not`."""
+        """Answers health checks with SERVING or NOT_SERVING, and `/ready` of the metrics port with `why_not`."""
         readiness.PROCESS.why_not = "" if ready else why_not
         if ready != self._ready:
             self._ready = ready
@@ -234,7 +237,7 @@ class Server:
             self._health.set(name, ready)
 
     async def stop(self, grace_s: float) -> None:
-        """NOT_SERVING, no new calls, `grace_s` seconds for running ones; what is left then is cancelled."""
+        """Reports NOT_SERVING, takes no new calls, gives running ones `grace_s` seconds, and cancels what is left."""
         readiness.PROCESS.why_not = "shutting down"
         self._health.shut_down()
         await self.grpc.stop(grace_s)

@@ -39,8 +39,8 @@ MAX_TEXT = 1_500
 
 
 class Unreachable(Unavailable):
-    """The connection cannot be made, or broke: the peer itself has said nothing. Whether a call that was under way was
-    carried out is not known. `why`: what is wrong with TLS there; "": nothing that is known of."""
+    """The connection cannot be made, or broke; the peer itself has said nothing. Whether a call under way was executed
+    is unknown. `why` is what is wrong with TLS, "" if nothing is known to be."""
 
     def __init__(self, message: str, *, field: str | None = None, retry_after_ms: int = 0, why: str = "") -> None:
         super().__init__(message, field=field, retry_after_ms=retry_after_ms)
@@ -48,7 +48,7 @@ class Unreachable(Unavailable):
 
 
 class NotServed(ProtocolMismatch):
-    """What answers does not know the method: another service, or another version, listens there."""
+    """The peer does not know the method: another service, or another version, listens there."""
 
 
 _BY_STATUS: dict[grpc.StatusCode, type[KvmeshError]] = {
@@ -65,13 +65,13 @@ _BY_STATUS: dict[grpc.StatusCode, type[KvmeshError]] = {
 
 
 def _clean(text: str) -> str:
-    """Valid UTF-8 of at most MAX_TEXT characters: user text may hold lone surrogates."""
+    """Returns valid UTF-8 of at most MAX_TEXT characters, because user text may hold lone surrogates."""
     text = text.encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 3] + "..."
 
 
 def to_detail(err: KvmeshError) -> common_pb2.ErrorDetail:
-    """The wire form of `err`."""
+    """Returns the wire form of `err`."""
     return common_pb2.ErrorDetail(
         code=err.code,
         message=_clean(err.message),
@@ -83,7 +83,8 @@ def to_detail(err: KvmeshError) -> common_pb2.ErrorDetail:
 
 
 def from_detail(detail: common_pb2.ErrorDetail) -> KvmeshError:
-    """The named error of `detail`; a code this build does not know becomes Unavailable or InternalError."""
+    """Returns the named error of `detail`; a code that this build does not know becomes Unavailable or
+    InternalError."""
     cls = BY_CODE.get(detail.code) or (Unavailable if detail.retryable else InternalError)
     if cls is NotLeader:
         return NotLeader(
@@ -93,7 +94,7 @@ def from_detail(detail: common_pb2.ErrorDetail) -> KvmeshError:
 
 
 def from_rpc_error(err: grpc.RpcError) -> KvmeshError:
-    """The named error of a failed call: the peer's own when it sent one, else the nearest to its status."""
+    """Returns the named error of a failed call: the peer's own when it sent one, else the nearest to its status."""
     trailing = getattr(err, "trailing_metadata", lambda: None)()
     for key, value in trailing or ():
         if key == DETAIL_KEY:
@@ -108,19 +109,19 @@ def from_rpc_error(err: grpc.RpcError) -> KvmeshError:
 
 
 def trailing_metadata(err: KvmeshError) -> tuple[tuple[str, bytes], ...]:
-    """Metadata that lets `from_rpc_error` rebuild `err` at the caller."""
+    """Returns metadata from which `from_rpc_error` rebuilds `err` at the caller."""
     return ((DETAIL_KEY, to_detail(err).SerializeToString()),)
 
 
 async def abort(context: Any, err: KvmeshError) -> NoReturn:
-    """End the call of a servicer `context` with the status of `err`."""
+    """Ends the call of a servicer `context` with the status of `err`."""
     code = grpc.StatusCode[err.grpc_status]
     await context.abort(code, _clean(err.message), trailing_metadata=trailing_metadata(err))
     raise AssertionError("abort returned")
 
 
 def named(method: str, err: Exception) -> KvmeshError:
-    """What a caller of `method` is told of what its handler raised; a defect is logged."""
+    """Returns the error that a caller of `method` gets for what its handler raised; a defect is logged."""
     if isinstance(err, grpc.RpcError):
         err = from_rpc_error(err)
     if isinstance(err, DecodeError):  # not the service's fault: wrong bytes, or text that is not UTF-8
@@ -141,7 +142,7 @@ _Behavior = Callable[[Any, Any], Any]
 
 
 def _readable(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """`parse` that returns its DecodeError: gRPC would answer what it raises with UNKNOWN and a traceback."""
+    """Wraps `parse` so that it returns its DecodeError: gRPC would answer a raised one with UNKNOWN and a traceback."""
 
     def read(data: bytes) -> Any:
         try:
@@ -182,10 +183,12 @@ def _guard_stream(behavior: _Behavior, method: str) -> Callable[[Any, Any], Asyn
 
 
 class errors_to_status(grpc.aio.ServerInterceptor):  # noqa: N801
-    """Server interceptor: a raised KvmeshError becomes its status and detail; anything else INTERNAL, logged.
+    """A server interceptor that turns a raised KvmeshError into its status and detail, and anything else into INTERNAL,
+    logged.
 
-    Covers unary-unary, unary-stream and stream-stream (and stream-unary) handlers, written as coroutines or
-    as asynchronous generators."""
+    It covers unary-unary, unary-stream, stream-stream and stream-unary handlers, written as coroutines or as
+    asynchronous generators.
+    """
 
     def __init__(self) -> None:
         self._wrapped: dict[str, tuple[Any, Any]] = {}  # method → (its handler, the same guarded)
@@ -195,7 +198,7 @@ class errors_to_status(grpc.aio.ServerInterceptor):  # noqa: N801
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Wrap the handler that `continuation` finds."""
+        """Wraps the handler that `continuation` finds."""
         handler: Any = await continuation(handler_call_details)
         if handler is None:
             return None  # gRPC answers UNIMPLEMENTED

@@ -1,4 +1,4 @@
-"""Terms of leaders: which of them are credible, and which one this process goes by.
+"""Terms of leaders: which of them are credible, and which one this process follows.
 
 A term numbers one leader: the next one has a higher number, and what is said or ordered under a lower one is void. A
 mesh's terms begin at the seconds of a wall clock (so that a new life of it begins above the last one) and grow by one
@@ -26,34 +26,35 @@ FORGIVE_TIMES = 3  # so often, while none has answered under the higher one
 
 
 def wall_clock() -> float:
-    """Seconds since 1970, as this machine believes."""
+    """Returns seconds since 1970 by this machine's clock."""
     return time.time()
 
 
 def first_term(now: float | None = None) -> int:
-    """The term to begin with when nobody tells an earlier one: above those of earlier lives if the wall clock is right,
-    so that those who have heard of them and cannot say so, as watchers, listen to it. In EARLIEST..LATEST, whatever the
-    clock says."""
+    """Returns the term to begin with when nobody names an earlier one, in EARLIEST..LATEST. If the wall clock is right
+    it is above the terms of earlier lives of the mesh, so that watchers, which know of those and cannot say so, follow
+    it."""
     seconds = (wall_clock() if now is None else now) - EPOCH_S
     return int(min(max(seconds, EARLIEST), LATEST))
 
 
 def clock_is_off(now: float | None = None) -> bool:
-    """Whether the wall clock shows a time at which this program did not exist, or will not."""
+    """Says whether the wall clock shows a time at which this program did not exist, or will not."""
     return not EARLIEST <= (wall_clock() if now is None else now) - EPOCH_S <= LATEST
 
 
 def most_credible(now: float | None = None) -> int:
-    """The highest term that is believed when a member tells of it."""
+    """Returns the highest term that is believed when a member reports it."""
     return first_term(now) + MAX_JUMP
 
 
 class LeaderTerms:
-    """The highest term that this process has heard in answers of masters. One object for all that it hears from them.
+    """The highest term that this process has heard in answers of masters. A process has one such object.
 
-    Answers are to calls of this process, so a master that answers has led meanwhile. When masters go on answering under
-    a lower term and none under the higher one, the higher one was a lie, or a Redis or a clock has gone back: the lower
-    one is believed after FORGIVE_S. No single answer, however late it comes, brings that about."""
+    Only answers to calls of this process count, so a master that answers has led meanwhile. When masters go on
+    answering under a lower term and none under the higher one, the higher one was a lie, or a Redis or a clock was set
+    back; the lower one is believed after FORGIVE_S. A single answer, however late, cannot cause that.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.highest = 0
@@ -62,7 +63,8 @@ class LeaderTerms:
         self._lower_times = 0
 
     def hear(self, term: int) -> None:
-        """An answer of a master. Raises StaleTerm: a later one has spoken, or it is no master's; the answer is void."""
+        """Takes the term of a master's answer. Raises StaleTerm, which makes the answer void, when a later master has
+        answered or no master can have this term."""
         if not 0 <= term < MAX_TERM:
             raise StaleTerm(f"term={term}: no master has led under it, so this answer is void", field="term")
         if term < self.highest and not self._forgiven():
@@ -73,15 +75,15 @@ class LeaderTerms:
         self._lower_since, self._lower_times = None, 0
 
     def check(self, term: int) -> None:
-        """An order that names `term` has come. It is only compared: whoever gives orders need not be a master. Raises
-        StaleTerm when it is lower than one heard; InvalidRequest: no master has led under it."""
+        """Compares the term of an order with the highest heard, without learning from it, because whoever gives orders
+        need not be a master. Raises StaleTerm when it is lower, InvalidRequest when no master can have it."""
         if not 0 <= term < MAX_TERM:
             raise InvalidRequest.of("term", term, f"must be in 0..{MAX_TERM - 1}")
         if term < self.highest:
             raise self._stale(term)
 
     def _forgiven(self) -> bool:
-        """Counts one more answer under a lower term; whether there have been enough."""
+        """Counts one more answer under a lower term; returns whether there have been enough."""
         now = self._clock()
         if self._lower_since is None:
             self._lower_since = now

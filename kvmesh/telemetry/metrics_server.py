@@ -42,7 +42,7 @@ _REASONS |= {500: "Internal Server Error", 503: "Service Unavailable"}
 
 @dataclass(frozen=True)
 class MetricsLimits:
-    """Bounds of the metrics port: connections at once, and seconds for a request and again for its answer."""
+    """The bounds of the metrics port: connections at once, and seconds for a request and again for its answer."""
 
     connections: int = 128
     timeout_s: float = 5.0
@@ -50,7 +50,7 @@ class MetricsLimits:
 
 @dataclass(eq=False)
 class _Connection:
-    """One client. `head`: what came so far; `out`: what it is still to be sent."""
+    """One client: `head` is what came so far, `out` what is still to be sent."""
 
     sock: socket.socket
     deadline: float
@@ -74,9 +74,10 @@ def serve(
     limits: MetricsLimits | None = None,
     tls: ssl.SSLContext | None = None,
 ) -> tuple[int, Callable[[], None]]:
-    """Listen; returns the bound port and what closes it. Every path that is no probe's shows `registry`.
+    """Listens; returns the bound port and a function that closes it. Every path that is no probe's shows `registry`.
 
-    Raises ConfigError naming the port when it is in use."""
+    Raises ConfigError, which names the port, when it is in use.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -120,7 +121,7 @@ class _MetricsServer:
             thread.start()
 
     def close(self) -> None:
-        """Close every connection and end both threads. Blocking."""
+        """Closes every connection and ends both threads. It blocks."""
         self._stop.set()
         self._scrapes.put(None)
         self._wake()
@@ -194,7 +195,7 @@ class _MetricsServer:
         self._step(connection)  # its request is often there already
 
     def _make_room(self) -> None:
-        """Close the connection that has been idle longest; without an idle one the oldest."""
+        """Closes the connection that has been idle longest, or the oldest when none is idle."""
         if self._open:
             idle = (one for one in self._open if one.state in ("reading", "closing"))
             self._drop(next(idle, next(iter(self._open))))
@@ -207,7 +208,7 @@ class _MetricsServer:
             connection.sock.close()
 
     def _step(self, connection: _Connection) -> None:
-        """Go on with a connection as far as that goes without waiting."""
+        """Continues with a connection as far as possible without waiting."""
         events = selectors.EVENT_READ
         try:
             if not connection.shaken:

@@ -1,4 +1,4 @@
-"""Every span, attribute and metric name, once.
+"""The names of all spans, attributes and metrics.
 
 The spans of one request:
 
@@ -137,7 +137,8 @@ MAX_RAILS = 16  # named in one span
 def transfer_attributes(
     operation: str, nbytes: int, rails: Sequence[tuple[str, int]], retries: int
 ) -> dict[str, str | bool | int | float]:
-    """Of a `kvmesh.transfer` span. `rails`: ("transport" or "transport local→remote", bytes), most first."""
+    """Returns the attributes of a `kvmesh.transfer` span. `rails` are pairs ("transport" or "transport local→remote",
+    bytes), most bytes first."""
     return {
         TRANSFER_OPERATION: operation,
         TRANSFER_BYTES: nbytes,
@@ -379,14 +380,14 @@ _active: list[str] = []
 
 
 def activate(service: str) -> None:
-    """This process is `service` (a process may be several): its metrics are the ones served."""
+    """Marks this process as `service` (it may be several), so that the service's metrics are served."""
     if service in SERVICES and service not in _active:
         _active.append(service)
         BUILD_INFO[service].labels(version=kvmesh_version()).set(1)
 
 
 class _Active(Collector):
-    """The metrics of the process and of its active services, so that idle families of others are not shown."""
+    """Collects the metrics of the process and of its active services, so that idle families of others are not shown."""
 
     def collect(self) -> Iterator[Metric]:
         yield from _PROCESS.collect()
@@ -395,7 +396,7 @@ class _Active(Collector):
 
 
 def render() -> tuple[bytes, str]:
-    """Metrics of this process in Prometheus' text format, and its content type."""
+    """Returns the metrics of this process in Prometheus' text format, and the content type."""
     # generate_latest wants only `collect`.
     registry: Any = _Active()
     return generate_latest(registry), CONTENT_TYPE_LATEST
@@ -407,8 +408,10 @@ def serve_metrics(
     limits: metrics_server.MetricsLimits | None = None,
     tls: ssl.SSLContext | None = None,
 ) -> tuple[int, Callable[[], None]]:
-    """Serve `/metrics`, `/live` and `/ready` from threads of their own; returns the bound port and what closes it.
+    """Serves `/metrics`, `/live` and `/ready` from threads of their own; returns the bound port and a function that
+    closes it.
 
-    Raises ConfigError naming the port when it is in use."""
+    Raises ConfigError, which names the port, when it is in use.
+    """
     registry: Any = _Active()
     return metrics_server.serve(host, port, registry, limits, tls)

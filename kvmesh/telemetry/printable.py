@@ -1,4 +1,4 @@
-"""Text of others, safe to print: in a log, where a line is an event, and on a terminal, which obeys some characters."""
+"""Makes foreign text safe for a log, where a line is an event, and for a terminal, which obeys some characters."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202
 
 
 def printable(text: str) -> str:
-    """`text` with control characters as Python writes them (`\\x1b`). Tabs and line feeds stay."""
+    r"""Returns `text` with control characters as Python writes them (`\x1b`). Tabs and line feeds stay."""
     return _UNSAFE.sub(lambda found: repr(found[0])[1:-1], text)

@@ -1,4 +1,4 @@
-"""Whether this process turns, and whether it can be given work: what orchestrators ask at `/live` and `/ready`.
+"""Whether this process's event loop runs, and whether it takes work: what orchestrators ask at `/live` and `/ready`.
 
 Beside `/metrics`, from the metrics server's thread: it answers when the event loop hangs, and says so.
 """
@@ -14,25 +14,27 @@ SILENT_S = 15.0
 
 
 class Readiness:
-    """Of one process. Written by its event loop, read by other threads: single attributes only.
+    """The readiness of one process. Its event loop writes it and other threads read it, so only single attributes
+    change.
 
-    `why_not` is "" while the service takes work, else one line for people."""
+    `why_not` is "" while the service takes work, else one line for people.
+    """
 
     def __init__(self) -> None:
         self.why_not = "starting"
         self._beat_at: float | None = None  # monotonic seconds; None: nobody beats here
 
     def beat(self, now: float) -> None:
-        """The event loop turns at `now` (monotonic seconds)."""
+        """Notes that the event loop turns at `now` (monotonic seconds)."""
         self._beat_at = now
 
     def hung_s(self, now: float) -> float:
-        """Seconds that the event loop has been silent for, once that is too long; else 0."""
+        """Returns for how many seconds the event loop has been silent, once that is too long; else 0."""
         silent = 0.0 if self._beat_at is None else now - self._beat_at
         return silent if silent > SILENT_S else 0.0
 
     def answer(self, path: str, now: float) -> tuple[int, str] | None:
-        """(HTTP status, one line) for a probe's path; None: no probe's path."""
+        """Returns (HTTP status, one line) for a probe's path, None for another path."""
         if path not in ("/live", "/ready"):
             return None
         if hung := self.hung_s(now):
@@ -46,7 +48,7 @@ PROCESS = Readiness()
 
 
 async def beats() -> None:
-    """Tell PROCESS that the loop turns, until cancelled."""
+    """Notes in PROCESS that the loop turns, until cancelled."""
     while True:
         PROCESS.beat(time.monotonic())
         await asyncio.sleep(BEAT_S)

@@ -1,4 +1,4 @@
-"""Metrics that other processes count: each source tells its totals now and then, scrapes show the last ones told."""
+"""Metrics that other processes count: each source reports its totals at times, and scrapes show the last ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from prometheus_client.registry import Collector
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`kind`: "counter" (name without the _total it is shown with), "gauge" or "histogram"."""
+    """A family of metrics. `kind` is "counter" (its name is without the _total that is shown), "gauge" or
+    "histogram"."""
 
     name: str
     text: str
@@ -22,7 +23,8 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """A histogram's state: `counts[i]` observations up to `bounds[i]`, the last one above all; their sum."""
+    """The state of a histogram: `counts[i]` observations up to `bounds[i]`, the last entry above all bounds; `total` is
+    their sum."""
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
@@ -39,7 +41,8 @@ Rows = Mapping[Family, Mapping[tuple[str, ...], Value]]
 
 
 class Sampled(Collector):
-    """`families` in the order in which they are shown. Sources with equal labels are added up. Thread-safe."""
+    """Metrics that other processes count; `families` are in the order shown. Sources with equal labels are added up. It
+    is thread-safe."""
 
     def __init__(self, families: Sequence[Family]) -> None:
         self._families = tuple(families)
@@ -47,7 +50,7 @@ class Sampled(Collector):
         self._lock = threading.Lock()
 
     def tell(self, source: Hashable, rows: Rows) -> None:
-        """All of what this source has counted so far, instead of what it told before."""
+        """Replaces what this source has reported by its present totals."""
         with self._lock:
             self._told[source] = rows
 

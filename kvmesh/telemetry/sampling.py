@@ -21,28 +21,27 @@ MOST_ROOTS = 4_096
 
 
 class HeadSampler(Sampler):
-    """Keeps `ratio` of new traces, by their id, and of the others what the parent says. What is not kept is recorded
-    all the same, for UnsampledSpans."""
+    """Keeps `ratio` of new traces, chosen by their id, and otherwise does as the parent says. What is not kept is
+    recorded all the same, for UnsampledSpans."""
 
     def __init__(self, ratio: float) -> None:
         self._ratio = ratio
         self._inner = ParentBased(TraceIdRatioBased(ratio))
 
     def should_sample(self, *args: Any, **kwargs: Any) -> SamplingResult:
-        """The inner sampler's answer, with RECORD_ONLY in place of DROP."""
+        """Returns the inner sampler's answer, with RECORD_ONLY in place of DROP."""
         found = self._inner.should_sample(*args, **kwargs)
         if found.decision is not Decision.DROP:
             return found
         return SamplingResult(Decision.RECORD_ONLY, found.attributes, found.trace_state)
 
     def get_description(self) -> str:
-        """Its name in traces of the SDK."""
         return f"HeadSampler({self._ratio})"
 
 
 @dataclass
 class _Root:
-    """A span whose parent is not of this process, and what belongs to it."""
+    """A span whose parent is not of this process, and the spans below it."""
 
     members: set[int] = field(default_factory=set)
     spans: list[ReadableSpan] = field(default_factory=list)
@@ -50,8 +49,8 @@ class _Root:
 
 
 class UnsampledSpans(SpanProcessor):
-    """Holds the spans of traces that are not kept until their local root ends, and hands them to `out` if that failed
-    or took longer than `slow_ms` (0: however long). Bounded: the oldest are forgotten first."""
+    """Holds the spans of traces that are not kept until their local root ends, and hands them to `out` if the root
+    failed or took longer than `slow_ms` (0: only if it failed). It is bounded: the oldest are forgotten first."""
 
     def __init__(self, out: Sequence[SpanProcessor], slow_ms: int) -> None:
         self._out = out
@@ -62,7 +61,7 @@ class UnsampledSpans(SpanProcessor):
         self._lock = threading.Lock()
 
     def on_start(self, span: Span, parent_context: Context | None = None) -> None:
-        """Note which local root the span belongs to."""
+        """Notes which local root the span belongs to."""
         own = span.get_span_context()
         if own is None or own.trace_flags.sampled:
             return
@@ -81,7 +80,7 @@ class UnsampledSpans(SpanProcessor):
                 self._forget()
 
     def on_end(self, span: ReadableSpan) -> None:
-        """Hold the span, or decide over all of its root's."""
+        """Holds the span, or decides about all spans of its root."""
         own = span.get_span_context()
         if own is None or own.trace_flags.sampled:
             return
@@ -115,10 +114,10 @@ class UnsampledSpans(SpanProcessor):
             self._root_of.pop(member, None)
 
     def shutdown(self) -> None:
-        """Forget what is held: it has not failed."""
+        """Forgets the spans held, whose roots have not failed."""
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """Nothing waits here that is to be written."""
+        """Returns True, because nothing held here is to be written."""
         return True
 
 

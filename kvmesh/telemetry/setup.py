@@ -35,8 +35,8 @@ Statvfs = Callable[[str], os.statvfs_result]
 
 
 class FreeSpace:
-    """Whether the file system of `folder` has less than `min_free_mb` MiB free, or than a tenth of its size where
-    that is less; with 0 it never has."""
+    """Watches the free space of the file system of `folder`: it is `low` below `min_free_mb` MiB, or below a tenth of
+    the size where that is less; with 0 it never is."""
 
     def __init__(self, folder: Path, min_free_mb: int, statvfs: Statvfs = os.statvfs) -> None:
         self._folder = str(folder)
@@ -47,7 +47,7 @@ class FreeSpace:
         self.free = 0
 
     def look(self, now: float) -> bool:
-        """Look again if the last look is a second old (`now`: monotonic seconds). True: `low` has changed."""
+        """Looks again if the last look is a second old (`now` in monotonic seconds). Returns whether `low` changed."""
         if not self._floor or now < self._look_at:
             return False
         self._look_at = now + LOOK_S
@@ -74,7 +74,7 @@ _OTLP_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class TelemetryLimits:
-    """Bounds of what telemetry writes, and which traces are kept; the fields are those of ServiceConfig."""
+    """Bounds what telemetry writes, and says which traces are kept; the fields are those of ServiceConfig."""
 
     trace_max_mb: int = 256
     trace_sample: float = 1.0
@@ -97,11 +97,11 @@ class Telemetry:
         self._handler = handler  # None: a handle on what somebody else started and shuts down
 
     def flush(self, timeout_s: float = 5.0) -> bool:
-        """Export every ended span now. Blocking."""
+        """Exports every ended span now. It blocks."""
         return self._provider.force_flush(int(timeout_s * 1000)) if self._provider else True
 
     def shutdown(self) -> None:
-        """Export what has ended and stop the exporters. Blocking, bounded by the collector's timeout."""
+        """Exports what has ended and stops the exporters. It blocks, at most for the collector's timeout."""
         global _running
         if self._handler is None:
             return
@@ -129,10 +129,11 @@ def start(
     log_file: str = "",
     limits: TelemetryLimits | None = None,
 ) -> Telemetry:
-    """Begin logging (standard error, or `log_file`) and, where asked, tracing to files or an OTLP collector.
+    """Begins logging (to standard error or `log_file`) and, where asked for, tracing to files or an OTLP collector.
 
-    A process has one telemetry: while it runs, a further `start` returns a handle on it, whose shutdown does
-    nothing. Raises ConfigError for an unknown level or a folder that cannot be written."""
+    A process has one telemetry: while it runs, a further `start` returns a handle on it, whose shutdown does nothing.
+    Raises ConfigError for an unknown level or a folder that cannot be written.
+    """
     global _running
     names.activate(service)
     if _running:
@@ -234,11 +235,12 @@ def _file_exporter(service: str, instance_id: str, trace_dir: str, limits: Telem
 
 
 class JsonLinesExporter:
-    """Writes one JSON object a span and line: name, trace_id, span_id, parent, start_ns, end_ns (Unix time),
-    service, instance, attributes, status ("" or the error).
+    """Writes one JSON object a span and line: name, trace_id, span_id, parent, start_ns, end_ns (Unix time), service,
+    instance, attributes, status ("" or the error).
 
-    A file that has half of `max_bytes` becomes NAME.1.jsonl, in place of the one before. While `space` is low nothing
-    is written."""
+    A file that reaches half of `max_bytes` becomes NAME.1.jsonl, which replaces the one before. While `space` is low
+    nothing is written.
+    """
 
     def __init__(self, path: Path, service: str, instance_id: str, max_bytes: int, space: FreeSpace) -> None:
         self._path = path
@@ -248,7 +250,7 @@ class JsonLinesExporter:
         self._origin = {"service": service, "instance": instance_id}
 
     def export(self, spans: Sequence[ReadableSpan]) -> object:
-        """Append `spans`."""
+        """Appends `spans`."""
         from opentelemetry.sdk.trace.export import SpanExportResult
 
         if self._space.look(time.monotonic()):
@@ -290,23 +292,23 @@ class JsonLinesExporter:
         return json.dumps(found, default=str) + "\n"
 
     def shutdown(self) -> None:
-        """Close the file."""
+        """Closes the file."""
         self._file.close()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """Every `export` has flushed already."""
+        """Returns True, because every `export` flushes."""
         return True
 
 
 class LineFormatter(logging.Formatter):
-    """One line an event: time, level, service, instance, message, request_id; an exception shortened to its frames."""
+    """Formats an event as one line: time, level, service, instance, message, request_id; an exception is shortened to
+    its frames."""
 
     def __init__(self, service: str, instance_id: str) -> None:
         super().__init__()
         self._who = service if instance_id in ("", service) else instance_id
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line of `record`."""
         clock = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(record.created))
         line = f"{clock}.{int(record.msecs):03d} {record.levelname:<7} {self._who} {record.getMessage()}"
         request_id = getattr(record, "request_id", "")
@@ -324,14 +326,13 @@ def _short_traceback(err: BaseException, frames: int = 8) -> str:
 
 
 class _RoomFilter(logging.Filter):
-    """Lets warnings alone through while the disk of the log is nearly full, and says so once."""
+    """Lets only warnings through while the disk of the log is nearly full, and logs that once."""
 
     def __init__(self, space: FreeSpace) -> None:
         super().__init__()
         self._space = space
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Is there room for `record`?"""
         if self._space.look(time.monotonic()):
             text = "only warnings are logged" if self._space.low else "everything is logged again"
             log.warning("%s: %d MiB are free on the log's disk", text, self._space.free >> 20)

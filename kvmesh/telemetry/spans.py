@@ -41,14 +41,14 @@ _emit: Emit | None = None
 
 
 def use(tracer: Tracer | None, emit: Emit | None = None) -> None:
-    """Make `tracer` the one that `begin` and `record` use; None turns them into no-ops. `emit`: a shorter way for
+    """Makes `tracer` the one that `begin` and `record` use; None turns them into no-ops. `emit` is a shorter path for
     finished spans of a trace that is kept."""
     global _tracer, _emit
     _tracer, _emit = tracer or NoOpTracer(), emit
 
 
 def wall_ns(monotonic_ns: int) -> int:
-    """Unix time in nanoseconds of a CLOCK_MONOTONIC time in nanoseconds."""
+    """Returns the Unix time in nanoseconds of a CLOCK_MONOTONIC time in nanoseconds."""
     return monotonic_ns + _WALL_OFFSET_NS
 
 
@@ -60,7 +60,7 @@ def _span_context(source: Traceable) -> SpanContext:
 
 
 def traceparent(source: Traceable) -> str:
-    """The W3C `traceparent` of a span, a context or a span context; "" when there is no valid span."""
+    """Returns the W3C `traceparent` of a span, a context or a span context; "" when there is no valid span."""
     found = _span_context(source)
     if not found.is_valid:
         return ""
@@ -68,7 +68,7 @@ def traceparent(source: Traceable) -> str:
 
 
 def context_of(source: Traceable) -> Context:
-    """A context whose current span is `source`, to be the parent of further spans."""
+    """Returns a context whose current span is `source`, to be the parent of further spans."""
     if isinstance(source, Context):
         return source
     span = source if isinstance(source, Span) else NonRecordingSpan(source)
@@ -76,7 +76,7 @@ def context_of(source: Traceable) -> Context:
 
 
 def context_from(traceparent: str) -> Context:
-    """The context of a W3C `traceparent` header; an empty one (a new trace) when it is missing or malformed."""
+    """Returns the context of a W3C `traceparent` header; an empty one (a new trace) when it is missing or malformed."""
     found = _TRACEPARENT.fullmatch(traceparent)
     if not found or found[1] == "ff" or (found[1] == "00" and found[5]):
         return Context()
@@ -88,13 +88,13 @@ def context_from(traceparent: str) -> Context:
 def begin(
     name: str, parent: Context, attributes: Mapping[str, Value] | None = None, *, start_ns: int | None = None
 ) -> Span:
-    """Start a span now, or at `start_ns` (monotonic ns). The caller ends it, see `finish`."""
+    """Starts a span now, or at `start_ns` (monotonic ns). The caller ends it with `finish`."""
     start = wall_ns(time.monotonic_ns() if start_ns is None else start_ns)
     return _tracer.start_span(name, context=parent, attributes=attributes, start_time=start)
 
 
 def finish(span: Span, *, end_ns: int | None = None, error: str = "") -> None:
-    """End a span now, or at `end_ns` (monotonic ns); a non-empty `error` marks it failed."""
+    """Ends a span now, or at `end_ns` (monotonic ns); a non-empty `error` marks it as failed."""
     if error:
         span.set_status(Status(StatusCode.ERROR, error))
     span.end(wall_ns(time.monotonic_ns() if end_ns is None else end_ns))
@@ -109,7 +109,7 @@ def record(
     *,
     error: str = "",
 ) -> Context:
-    """Make a finished span from monotonic nanoseconds; returns its context, a parent for its children."""
+    """Makes a finished span from monotonic nanoseconds; returns its context, to be the parent of its children."""
     above = get_current_span(parent).get_span_context()
     if _emit is not None and above.trace_flags.sampled and above.is_valid:
         # A request has a handful of these, and the SDK's way (sampler, attributes' checks, a span that could still
@@ -128,13 +128,13 @@ TRACEPARENT = "traceparent"
 
 
 def metadata(parent: Traceable) -> tuple[tuple[str, str], ...]:
-    """Call metadata that makes the server's spans children of `parent`; empty when there is no span."""
+    """Returns call metadata that makes the server's spans children of `parent`; empty when there is no span."""
     value = traceparent(parent)
     return ((TRACEPARENT, value),) if value else ()
 
 
 def context_from_metadata(pairs: Iterable[tuple[str, str | bytes]] | None) -> Context:
-    """The caller's context from `context.invocation_metadata()`; an empty one when it sent none."""
+    """Returns the caller's context from `context.invocation_metadata()`; an empty one when the caller sent none."""
     for key, value in pairs or ():
         if key == TRACEPARENT and isinstance(value, str):
             return context_from(value)

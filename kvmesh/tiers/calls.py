@@ -20,21 +20,21 @@ Buffer = bytes | bytearray | memoryview
 
 
 class DemotionSink(Protocol):
-    """Takes what a tier evicts, as far as it has room; thread-safe, never waits. Each block is `admit`ted, then read
-    (if it was not removed meanwhile), then offered or withdrawn."""
+    """Takes what a tier evicts, as far as it has room. It is thread-safe and never waits. Each block is first
+    `admit`ted, then read (if it was not removed meanwhile), then offered or withdrawn."""
 
     def admit(self, key: bytes, nbytes: int) -> bool:
-        """Whether this block is to be offered; a removal of it that comes from now on is heard here too."""
+        """Returns whether this block is to be offered. A removal of the block from now on is reported here, too."""
 
     def offer(self, key: bytes, data: bytearray) -> None:
-        """An admitted block's bytes, verified; nobody changes them from now on."""
+        """Takes an admitted block's verified bytes, which nobody changes from now on."""
 
     def withdraw(self, key: bytes) -> None:
-        """An admitted block is not offered after all."""
+        """Notes that an admitted block is not offered after all."""
 
 
 class NetChanges:
-    """Which keys came and went since they were last taken. Pure; no key is in both."""
+    """Which keys came and went since the changes were last taken; no key is in both sets. Pure."""
 
     def __init__(self) -> None:
         self._new: dict[bytes, None] = {}
@@ -44,32 +44,32 @@ class NetChanges:
         return bool(self._new or self._gone)
 
     def came(self, key: bytes) -> None:
-        """It can be found, and could not before."""
+        """Notes that the key can be found now, and could not before."""
         if key in self._gone:
             del self._gone[key]
         else:
             self._new[key] = None
 
     def went(self, key: bytes) -> None:
-        """It could be found, and cannot any more."""
+        """Notes that the key cannot be found any more, and could before."""
         if key in self._new:
             del self._new[key]
         else:
             self._gone[key] = None
 
     def take(self) -> Changes:
-        """Everything since the last call; the first call: since there was nothing."""
+        """Returns the changes since the last call; at the first call, from nothing."""
         changes = Changes(tuple(self._new), tuple(self._gone))
         self._new, self._gone = {}, {}
         return changes
 
     def check(self) -> None:
-        """AssertionError: a key is in both."""
+        """Raises AssertionError when a key is in both sets."""
         assert not self._new.keys() & self._gone.keys()
 
 
 class ChangeNotifier:
-    """Says that there are changes, once until they are taken. `lock`: the tier's."""
+    """Calls `on_changes` once for the changes until they are taken. `lock` is the tier's."""
 
     def __init__(self, lock: threading.Lock | threading.RLock, on_changes: Callable[[], None] | None) -> None:
         self._lock = lock
@@ -77,11 +77,12 @@ class ChangeNotifier:
         self._said = False
 
     def taken(self) -> None:
-        """With the lock: the next change is to be said again."""
+        """Notes that the changes were taken, so that the next one is reported. The caller holds the lock."""
         self._said = False
 
     def tell(self, changed: Callable[[], bool]) -> None:
-        """Without the lock, from any thread; `changed` is asked with it."""
+        """Reports changes unless that was done already. Any thread may call it, without the lock; `changed` is called
+        with it."""
         with self._lock:
             news = not self._said and changed()
             self._said = self._said or news
@@ -93,14 +94,14 @@ class ChangeNotifier:
 
 
 def checked_key(key: bytes) -> bytes:
-    """InvalidRequest: it is none."""
+    """Returns the key. Raises InvalidRequest when it does not have 16 bytes."""
     if len(key) != KEY_BYTES:
         raise InvalidRequest.of("key", key.hex(), f"must be {KEY_BYTES} bytes")
     return bytes(key)
 
 
 def payload(field: str, data: Buffer, most: int | None = None) -> memoryview:
-    """A block's bytes, 1..most of them. InvalidRequest."""
+    """Returns a block's bytes as a flat view. Raises InvalidRequest unless they are contiguous and 1..`most` bytes."""
     view = memoryview(data)
     if not view.c_contiguous:
         raise InvalidRequest.of(field, view.strides, "must be contiguous")
@@ -111,25 +112,26 @@ def payload(field: str, data: Buffer, most: int | None = None) -> memoryview:
 
 
 def target(into: memoryview, most: int | None = None) -> memoryview:
-    """Memory for a block's bytes. InvalidRequest."""
+    """Returns memory for a block's bytes as a flat view. Raises InvalidRequest when it is read-only, not contiguous, or
+    too long."""
     if memoryview(into).readonly:
         raise InvalidRequest.of("into", "read-only memory", "must be writable")
     return payload("into", into, most)
 
 
 def right_length(into: memoryview, length: int | None) -> None:
-    """InvalidRequest: the block (None: it is not here) has another one."""
+    """Raises InvalidRequest when the block has another length than `into`. `length` None means that it is not here."""
     if length is not None and length != len(into):
         raise InvalidRequest.of("into", f"{len(into)} bytes", f"the block has {length}")
 
 
 def expired(deadline_ns: int | None, now: int) -> bool:
-    """Whether it is too late to begin."""
+    """Says whether it is too late to begin."""
     return deadline_ns is not None and deadline_ns <= now
 
 
 def resolve(future: Future[bool], value: bool) -> None:
-    """One that its owner cancelled stays so."""
+    """Sets the result of a future, unless its owner has cancelled it."""
     try:
         future.set_result(value)
     except InvalidStateError:
@@ -137,14 +139,14 @@ def resolve(future: Future[bool], value: bool) -> None:
 
 
 def answered(value: bool) -> Future[bool]:
-    """One that is over."""
+    """Returns a future with this result."""
     future: Future[bool] = Future()
     future.set_result(value)
     return future
 
 
 def follow(first: Future[bool], future: Future[bool]) -> Future[bool]:
-    """`future` ends as another put of the same block does; it cannot be cancelled any more."""
+    """Gives `future` the outcome of `first`, another put of the same block. It cannot be cancelled from then on."""
     future.set_running_or_notify_cancel()
     first.add_done_callback(lambda done: resolve(future, not done.cancelled() and done.result()))
     return future

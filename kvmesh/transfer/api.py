@@ -36,9 +36,10 @@ class Opcode(enum.Enum):
 
 
 class TrafficClass(enum.IntEnum):
-    """Lower goes first; each of the others keeps a small share of its own, so that none starves."""
+    """What a transfer is for. Lower values go first; each of the others has a small guaranteed share, so that none
+    starves."""
 
-    HANDOFF = 0  # somebody waits for it
+    HANDOFF = 0  # a request waits for it
     PREFETCH = 1  # a prefix that a queued request will want
     BACKGROUND = 2  # replication, offload
 
@@ -59,10 +60,10 @@ class TransferState(enum.Enum):
 
 
 class TransferRequest(msgspec.Struct, frozen=True, gc=False):
-    """One contiguous copy. `local_address` is a virtual address inside a registered region; `remote_offset`
-    an offset in the remote segment. `handoff_epoch` names the target's window (writes only; 0 for reads).
-    `verify`: once landed, the checksum of the receiver's memory is compared with the sender's; a slice that differs
-    is sent again, and FAILED with cause "checksum" if it goes on differing."""
+    """One contiguous copy. `local_address` is a virtual address inside a registered region, `remote_offset` an offset
+    in the remote segment, `length` is in bytes. `handoff_epoch` names the target's window (for writes; 0 for reads).
+    With `verify`, the checksum of the receiver's memory is compared with the sender's after landing; a slice that
+    differs is sent again, and fails with cause "checksum" if it goes on differing."""
 
     opcode: Opcode
     local_address: int
@@ -75,8 +76,9 @@ class TransferRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 class TransferStatus(msgspec.Struct, frozen=True, gc=False):
-    """`drained`: nothing of this request can still be on its way. Always true for COMPLETED and CANCELLED;
-    false for a FAILED or TIMEOUT whose last path the target has not confirmed to be dead: it must fence."""
+    """The state of one request. `drained` says that none of its bytes can still land: always true for COMPLETED and
+    CANCELLED, false for FAILED and TIMEOUT where the target has not confirmed that the last path is dead; then only the
+    target's fence makes the memory safe."""
 
     state: TransferState
     bytes_done: int
@@ -86,8 +88,8 @@ class TransferStatus(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """How the bytes of something went: (rail, bytes acknowledged on it), most first, and how many frames had to be sent
-    again."""
+    """How the bytes of a batch travelled: `rails` are pairs (rail, bytes acknowledged on it), most bytes first;
+    `resent` counts the frames that were sent again."""
 
     rails: tuple[tuple[str, int], ...] = ()
     resent: int = 0
@@ -101,8 +103,8 @@ class Carried:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Registered memory. `address` is where this process sees it, `base_offset` where the segment does. `kept`: its
-    bytes are those that an earlier process left in its file."""
+    """A range of registered memory. `address` is its address in this process, `base_offset` its offset in the segment,
+    `length` is in bytes. `kept` says that it holds the bytes that an earlier process left in its file."""
 
     address: int
     length: int
@@ -120,7 +122,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Notification:
-    """What `notify` delivered: the sender's engine name, its epoch, a small payload."""
+    """What a peer's `notify` delivered: the peer's engine name, the epoch, and a payload of at most 32 KiB."""
 
     peer: str
     handoff_epoch: int

@@ -1,4 +1,4 @@
-"""Requests and what became of them.
+"""The requests of a batch, and their states.
 
     Batch: the caller's handle. One slot per request, as plain lists: no object per request, none per slice.
     RequestGroup: requests of one submit that share (segment, opcode, epoch, memory); it is cut into frames.
@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class Batch:
-    """`left` bytes not yet acknowledged, `flight` parts on paths, `doom` the outcome that awaits flight == 0."""
+    """The requests of one batch, one slot each. By slot: `left` are bytes not yet acknowledged, `flight` counts parts
+    that are on a path, and `doom` holds the outcome that the slot gets once its `flight` is 0. `open` counts slots that
+    are not final."""
 
     id: BatchId
     capacity: int
@@ -50,7 +52,7 @@ class Batch:
     resent: int = 0  # frames
 
     def add(self, requests: Sequence[TransferRequest]) -> int:
-        """Slot of the first of them."""
+        """Appends a slot for each request, and returns the first slot's number."""
         first = len(self.states)
         lengths = [r.length for r in requests]
         count = len(lengths)
@@ -62,7 +64,7 @@ class Batch:
         return first
 
     def frame(self) -> Frame | None:
-        """One that is on its way."""
+        """Returns some frame of this batch that is on its way, or None."""
         for group in self.groups.values():
             for frame in group.frames.values():
                 return frame
@@ -74,8 +76,9 @@ class Batch:
 
 
 class RequestGroup(msgspec.Struct, eq=False):
-    """`at` slots are wholly cut, `skip` bytes of the slot at `at`; `todo` bytes are not cut; `open` slots are not
-    final; `spoilt`: why the first that did not complete did not; `frames` are those on their way."""
+    """Requests of one submit that share peer, direction, epoch, class and regions. The first `at` slots are wholly cut
+    into frames, and `skip` bytes of the slot at `at`; `todo` bytes are not cut yet; `open` slots are not final.
+    `spoilt` is the cause of the first slot that did not complete. `frames` are those on their way."""
 
     serial: int
     link: PeerLink
@@ -99,7 +102,7 @@ class RequestGroup(msgspec.Struct, eq=False):
     frames: dict[int, Frame] = {}
 
     def finish(self, slot: int, state: TransferState, cause: str, after: AfterUnlock, *, drained: bool = True) -> None:
-        """Makes a slot final. The caller looks after `self.open == 0`."""
+        """Makes a slot final. The caller handles `self.open == 0`."""
         batch = self.batch
         batch.states[slot] = state
         if cause:
@@ -118,7 +121,8 @@ class RequestGroup(msgspec.Struct, eq=False):
             batch.callbacks = []
 
     def doom(self, slot: int, state: TransferState, cause: str, after: AfterUnlock) -> None:
-        """Stops a slot: final now when nothing of it is on a path, else as soon as that is so."""
+        """Stops a slot: it becomes final now if none of its parts is on a path, else when the last of them
+        is answered."""
         batch = self.batch
         if batch.states[slot].final:
             return
@@ -131,7 +135,8 @@ class RequestGroup(msgspec.Struct, eq=False):
     def landed(
         self, frame: Frame, refused: Sequence[int], cause: str, after: AfterUnlock
     ) -> tuple[int, int, list[Part]]:
-        """Every part arrived but the refused. Returns bytes that count, parts that were refused, parts to verify."""
+        """Notes the answer to a frame: all its parts landed except `refused`. Returns the bytes that landed, the number
+        of parts refused, and the parts whose checksums are to be compared."""
         batch = self.batch
         refusals = frozenset(refused)
         states, flight, left, dooms = batch.states, batch.flight, batch.left, batch.doom
@@ -160,8 +165,9 @@ class RequestGroup(msgspec.Struct, eq=False):
         return carried, turned_away, to_verify
 
     def strayed(self, frame: Frame, cause: str, *, settled: bool, again: bool, after: AfterUnlock) -> bool:
-        """The frame is lost. What may still land has failed, undrained; true when some of the rest should go `again`. A
-        CHECKSUM changes no memory: wherever it is, it does no harm."""
+        """Notes that a frame was lost. If it is not `settled` its parts may still land, so their slots fail undrained.
+        Returns whether some of its parts are to be sent again. A CHECKSUM frame writes no memory, so it never leaves a
+        slot undrained."""
         batch = self.batch
         wanted = False
         for slot, _, _, _ in frame.parts:
@@ -179,7 +185,8 @@ class RequestGroup(msgspec.Struct, eq=False):
     def verified(
         self, frame: Frame, refused: Sequence[int], cause: str, sums: Sequence[int], after: AfterUnlock
     ) -> list[Part]:
-        """A CHECKSUM was answered; `sums` are those of the memory here. Returns the parts that differ."""
+        """Compares the peer's checksums (in `frame`) with `sums`, those of the memory here. Returns the parts that
+        differ."""
         batch = self.batch
         refusals = frozenset(refused)
         differ: list[Part] = []
@@ -207,8 +214,8 @@ Part = tuple[int, int, int, int]
 
 @dataclass(eq=False, slots=True)
 class RetriedParts:
-    """Parts of a lost frame, which go again as a frame of `kind`; or parts that have landed, to be verified (kind
-    CHECKSUM). `at` of them have been taken. `avoid`: the rail that lost them, or brought them."""
+    """Parts that go out once more in frames of `kind`: those of a lost frame, or landed parts to be verified (kind
+    CHECKSUM). The first `at` of them have been taken. `avoid` is the rail that lost or brought them."""
 
     group: RequestGroup
     kind: FrameKind
@@ -220,14 +227,14 @@ class RetriedParts:
 
 
 class AfterUnlock(msgspec.Struct, eq=False):
-    """What must be done once the sender's lock is released: user's callbacks, and frames to post."""
+    """What is done once the sender's lock is released: callbacks to call, and frames to hand to their transports."""
 
     callbacks: list[Callable[[], None]] = []
     frames: list[Frame] = []
 
 
 def local_sums(frame: Frame) -> list[int]:
-    """CRC-32 of each part's local memory. Takes its time, without the GIL: no lock may be held."""
+    """Returns the CRC-32 of each part's local memory. It is slow and releases the GIL: the caller must hold no lock."""
     region = frame.local
     base, view = region.address, region.view
     return [zlib.crc32(view[at - base : at - base + length]) for _, at, _, length in frame.parts]

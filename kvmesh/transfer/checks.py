@@ -1,4 +1,4 @@
-"""What callers hand in, checked: one TransferError that names the field and the value."""
+"""Checks of what callers pass in: each raises a TransferError that names the field and the value."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def shown(value: object) -> str:
 
 
 def whole(field: str, value: object, least: int = 0, most: int = MAX_U64) -> int:
-    """An int, or what stands for one (numpy's), within these bounds."""
+    """Returns `value` as an int. Raises TransferError when it is no integer (numpy's count as one) or not in
+    `least`..`most`."""
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -37,7 +38,7 @@ def whole(field: str, value: object, least: int = 0, most: int = MAX_U64) -> int
 
 
 def seconds(field: str, value: object) -> float:
-    """A finite time, not negative."""
+    """Returns `value` as a float. Raises TransferError when it is no number, negative, or above MAX_S."""
     if not isinstance(value, int | float | np.integer | np.floating) or not 0 <= value <= MAX_S:
         raise TransferError(f"{field}={shown(value)}: must be a number of seconds in 0..{MAX_S:.0e}", field=field)
     return float(value)
@@ -50,7 +51,8 @@ def instance(field: str, value: object, *kinds: type) -> None:
 
 
 def setting(field: str, kind: str, value: object) -> object:
-    """A value of EngineConfig, by the type of its field: a list of names becomes a tuple, numpy's numbers Python's."""
+    """Returns a value of EngineConfig as the type that its field declares: a list of names becomes a tuple, a number of
+    numpy one of Python. Raises TransferError for a value of another type."""
     if kind == "int":
         return whole(field, value, -MAX_U64)
     if kind == "float":
@@ -69,7 +71,7 @@ def setting(field: str, kind: str, value: object) -> object:
 
 
 def location(value: object) -> str:
-    """ "cpu:0", "cuda:1"."""
+    """Returns `value` if it names a memory location ("cpu:0", "cuda:1"). Raises TransferError otherwise."""
     if not isinstance(value, str) or not _LOCATION.fullmatch(value):
         raise TransferError(
             f'location={shown(value)}: must be "cpu:N", memory of NUMA node N, or "cuda:N"', field="location"
@@ -78,7 +80,8 @@ def location(value: object) -> str:
 
 
 def plain(requests: Sequence[TransferRequest]) -> Sequence[TransferRequest]:
-    """The same, when their addresses, offsets and lengths are ints, as a rule; else with ints in their places."""
+    """Returns requests whose addresses, offsets and lengths are Python ints: `requests` itself if they already are.
+    Raises TransferError for what is no TransferRequest."""
     try:
         if {(r.local_address + r.remote_offset + r.length).__class__ for r in requests} <= {int}:
             len(requests)
@@ -102,7 +105,8 @@ def _plain(i: int, request: object) -> TransferRequest:
 
 
 def epoch_of(request: TransferRequest) -> int:
-    """And looks at the other things that requests of one group share."""
+    """Returns the epoch of a request after checking opcode and traffic class. Raises TransferError when one is
+    malformed."""
     if not isinstance(request.opcode, Opcode):
         raise TransferError(f"opcode={shown(request.opcode)}: must be Opcode.READ or Opcode.WRITE", field="opcode")
     if not isinstance(request.traffic_class, int):
@@ -115,14 +119,14 @@ def epoch_of(request: TransferRequest) -> int:
 
 
 def window_epoch(value: object) -> int:
-    """0 is that of no window: of reads, and of notifications that need none."""
+    """Returns the epoch of a write. Raises TransferError for 0, which stands for "no window"."""
     if value == 0:
         raise TransferError("handoff_epoch=0: a write needs the epoch of its window, 1 or more", field="handoff_epoch")
     return whole("handoff_epoch", value)
 
 
 def name(field: str, value: object) -> str:
-    """Of an engine, a segment or a peer."""
+    """Returns the name of an engine, segment or peer. Raises TransferError when it is malformed."""
     if not isinstance(value, str):
         hint = " (the name that open_segment returns)" if field == "segment" else ""
         raise TransferError(f"{field}={shown(value)}: must be a name{hint}", field=field)
@@ -134,14 +138,15 @@ def name(field: str, value: object) -> str:
 
 
 def payload(value: object, most: int) -> None:
-    """Of a notification, `most` bytes."""
+    """Raises TransferError unless a notification's payload is bytes, at most `most` of them."""
     instance("payload", value, bytes, bytearray, memoryview)
     if isinstance(value, bytes | bytearray | memoryview) and len(value) > most:
         raise TransferError(f"payload of {len(value)} bytes is over {most}", field="payload")
 
 
 def window(peer: object, epoch: object, ranges: object) -> None:
-    """What `open_window` is told. Whether the memory is there is looked at where regions are known."""
+    """Checks the arguments of `open_window`, and raises TransferError. Whether the ranges are registered is checked
+    elsewhere."""
     name("peer", peer)
     window_epoch(epoch)
     if not isinstance(ranges, Sequence) or not all(isinstance(one, Range) for one in ranges):

@@ -1,4 +1,4 @@
-"""What a transfer engine can be told."""
+"""The settings of a transfer engine."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from kvmesh.transfer.transports.registry import AUTO
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Sizes in bytes, times in seconds.
+    """The settings of a transfer engine. Sizes are in bytes, times in seconds.
 
-    `transports` in order of preference; the next is taken when one cannot reach a peer or fails. "auto", alone: rdma
-    where pyverbs and a usable device are, then shm, then tcp; without `leave_host` none that would carry bytes to
-    another host, as no transport encrypts them. `TransferEngine.choices` says what was chosen and why.
+    `transports` are in order of preference; the next one is used when one cannot reach a peer or fails. The single word
+    "auto" chooses rdma where pyverbs and a usable device are found, then shm, then tcp. No transport encrypts, so with
+    "auto" and without `leave_host` no bytes leave this host. `TransferEngine.choices` says what was chosen and why.
 
-    A request is TIMEOUT after `request_timeout_s`; a path on which nothing was acknowledged for `ack_timeout_s` is
-    given up and its slices go over another.
+    A request becomes TIMEOUT after `request_timeout_s`. A path that acknowledged nothing for `ack_timeout_s` is given
+    up, and its slices are sent over another.
 
     `wrapper` is for tests: where `fault` is not empty, the engine imports this `module:factory` and calls
-    `factory(fault)`. The result is `TransferEngine.fault`, and its `wrap(transport, host)` is what the engine uses in
-    the place of each transport.
+    `factory(fault)`. The result is `TransferEngine.fault`, and the engine uses what its `wrap(transport, host)` returns
+    instead of each transport.
     """
 
     transports: tuple[str, ...] = (AUTO,)

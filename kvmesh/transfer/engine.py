@@ -45,7 +45,8 @@ from kvmesh.transfer.windows import Windows
 
 
 def placed(transports: Sequence[Transport], config: EngineConfig) -> topology.Topology:
-    """Which NICs each memory location of this host prefers. TransferError: the config names others."""
+    """Returns which NICs each memory location of this host prefers. Raises TransferError when `config.nics` names a NIC
+    that no transport uses."""
     nics = [nic for transport in transports for nic in transport.nics()]
     names = [nic.name for nic in nics]
     for name in config.nics:
@@ -57,7 +58,7 @@ def placed(transports: Sequence[Transport], config: EngineConfig) -> topology.To
 
 
 def _no_nic(name: str, used: Sequence[str], config: EngineConfig) -> str:
-    """As a user is told: what it could have named instead."""
+    """Returns the error message for a NIC that cannot be used, with the names that could be."""
     here = this_host.look()
     devices, nets = [d.name for d in here.rdma], [n.name for n in here.nets]
     kinds = ", ".join(config.transports)
@@ -75,7 +76,8 @@ NOTHING_LEAVES = (
 
 
 def why_unreachable(descriptor: SegmentDescriptor, transports: Sequence[Transport], stays: bool) -> str:
-    """Why no transport reaches it, by transport, and what to do. `stays`: no byte may leave this host."""
+    """Returns an error message that says for each transport why it does not reach the segment, and what to do. `stays`
+    says that no byte may leave this host."""
     if stays and descriptor.machine != machine_id():
         return f"segment {descriptor.name!r} is on another host{NOTHING_LEAVES}"
     causes = []
@@ -97,7 +99,7 @@ def why_unreachable(descriptor: SegmentDescriptor, transports: Sequence[Transpor
 def ways(
     descriptor: SegmentDescriptor, transports: Sequence[Transport], only: Callable[[Rail], bool] | None
 ) -> tuple[Rail, ...]:
-    """Every rail to this segment, by transport; those that `only` takes."""
+    """Returns the rails to a segment, in the order of `transports`; `only` filters them."""
     rails = tuple(rail for transport in transports for rail in transport.rails(descriptor))
     return rails if only is None else tuple(rail for rail in rails if only(rail))
 
@@ -106,9 +108,9 @@ log = logging.getLogger(__name__)
 
 
 class TransferEngine:
-    """One per process, as a rule. Thread-safe. `name` is what targets see as the writer's name: it must hold the
-    process's incarnation. `choices` says which transports it uses and why. `on_notify` runs on an engine thread and
-    must return soon."""
+    """Moves bytes between this process's registered memory and that of its peers. A process usually has one; all
+    methods are thread-safe. Targets know the writer by `name`, which must therefore contain the process's incarnation.
+    `choices` says which transports are used and why. `on_notify` runs on an engine thread and must return soon."""
 
     def __init__(
         self,
@@ -147,10 +149,13 @@ class TransferEngine:
     # ── memory ────────────────────────────────────────────────────────────────────────────────────
 
     def allocate(self, nbytes: int, location: str = "cpu:0", *, path: str = "", keep: bool = True) -> Region:
-        """Zeroed, page-aligned memory of at least `nbytes`, registered; shared memory when shm is on.
-        It lives until `unregister_memory` or `close`, and then as long as somebody holds a view of it. `path`: in this
-        file of a tmpfs, this process's alone (ConfigError: it is not), with the bytes that an earlier process left
-        there, if it had this size and `keep` (then `Region.kept`): see `segment_file`."""
+        """Allocates at least `nbytes` of zeroed, page-aligned memory and registers it; it is shared memory when shm is
+        on. It lives until `unregister_memory` or `close`, and after that as long as a view of it is held.
+
+        With `path` the memory is this file in a tmpfs. If `keep` is set and an earlier process left the file with the
+        same size, its bytes stay and `Region.kept` is true (see `segment_file`). Raises ConfigError when another
+        process holds the file or it cannot be used.
+        """
         self._check_open()
         nbytes, c = checks.whole("nbytes", nbytes, 1), self.config
         checks.location(location)
@@ -163,12 +168,14 @@ class TransferEngine:
         return self._register(mapping.address, mapping.length, location, mapping.view, mapping, fd)
 
     def register_memory(self, buffer: object, location: str = "cpu:0") -> Region:
-        """Registers memory of the caller: a writable contiguous buffer (bytearray, numpy), an (address, length) pair
-        or anything with `data_ptr()` and `nbytes` (a contiguous torch tensor). The caller keeps it alive. Peers reach
-        it over tcp; it can be the target of shm writes, not the source of them nor of shm reads. Memory of a GPU
-        ("cuda:1") needs an engine with rdma alone, and a driver that exports it as a dmabuf. Exactly the same memory
-        registered again is the same region, which lives until it was unregistered as often; memory that overlaps
-        otherwise is refused."""
+        """Registers memory of the caller, which must keep it alive: a writable contiguous buffer (bytearray, numpy), an
+        (address, length) pair, or an object with `data_ptr()` and `nbytes` (a contiguous torch tensor).
+
+        Peers reach such memory over tcp. Over shm it can be the target of writes, but neither the source of writes nor
+        the source of reads. GPU memory ("cuda:1") needs an engine with rdma alone and a driver that exports it as a
+        dmabuf. Registering exactly the same memory again returns the same region, which then needs as many
+        unregistrations. Raises TransferError when the buffer is unfit, or overlaps a registered region in another way.
+        """
         self._check_open()
         checks.location(location)
         address, length, view = memory.writable(buffer)
@@ -199,7 +206,8 @@ class TransferEngine:
         return region.public
 
     def unregister_memory(self, region: Region) -> None:
-        """TransferError when a window or an unfinished request needs it, or a frame of an overdue one, for a while."""
+        """Ends a registration. Raises TransferError while the region has an open window, or an unfinished request, or a
+        frame of one that timed out, uses it; also when a peer still reads it after `close_timeout_s`."""
         checks.instance("region", region, Region)
         mine = self.segment.by_offset(region.base_offset, region.length)
         if mine is None:
@@ -220,15 +228,16 @@ class TransferEngine:
     # ── segments ──────────────────────────────────────────────────────────────────────────────────
 
     def local_descriptor(self) -> SegmentDescriptor:
-        """Of all memory registered so far. A peer that is to reach memory registered later needs a new one."""
+        """Describes all memory registered so far. Memory that is registered later is reached only with a newer
+        descriptor."""
         endpoints = {transport.name: transport.endpoint() for transport in self._transports}
         nics = tuple(nic for transport in self._transports for nic in transport.nics())
         return describe(self.name, self.token, self.segment, endpoints, nics, self.topology)
 
     def open_segment(self, descriptor: SegmentDescriptor | bytes, only: Callable[[Rail], bool] | None = None) -> str:
-        """Makes a peer's segment known and returns its name; connects on first use. Opening it again with a newer
-        descriptor updates its regions. `only` leaves out the other rails (to try one pair of NICs). TransferError when
-        no transport can reach it; whoever uses the segment afterwards hears the same."""
+        """Makes a peer's segment known and returns its name; connections are made at first use. Opening it again with a
+        newer descriptor updates its regions. `only` selects rails, for example to test one pair of NICs. Raises
+        TransferError when no transport reaches the segment; later uses of the segment raise it, too."""
         self._check_open()
         if isinstance(descriptor, bytes | bytearray | memoryview):
             descriptor = SegmentDescriptor.decode(bytes(descriptor))
@@ -253,12 +262,13 @@ class TransferEngine:
         return descriptor.name
 
     def rails(self, segment: str) -> tuple[Rail, ...]:
-        """Every way to an open segment. TransferError when it is not open."""
+        """Returns the rails to an open segment. Raises TransferError when it is not open."""
         with self._sender.lock:
             return self._sender.opened(segment).rails
 
     def close_segment(self, name: str) -> None:
-        """Its unfinished requests fail; its connections and maps go. Unknown names are ignored."""
+        """Closes a segment: its unfinished requests fail, its connections and maps are closed. Unknown names are
+        ignored."""
         after = AfterUnlock()
         with self._sender.lock:
             self._sender.refused.pop(name, None)
@@ -273,13 +283,13 @@ class TransferEngine:
     # ── batches ───────────────────────────────────────────────────────────────────────────────────
 
     def allocate_batch(self, n: int) -> BatchId:
-        """A batch that takes up to `n` requests, in one or more submits."""
+        """Returns a new batch that takes up to `n` requests, in one or more calls of `submit`."""
         self._check_open()
         return self._sender.new_batch(checks.whole("n", n, 1))
 
     def submit(self, batch: BatchId, requests: Sequence[TransferRequest], timeout_s: float | None = None) -> None:
-        """Queues requests and returns. TransferError, and nothing queued, when one of them is malformed; what goes
-        wrong later is in its status. `timeout_s` defaults to the config's request_timeout_s."""
+        """Queues requests and returns. Raises TransferError, and queues nothing, when one is malformed; later failures
+        are in the requests' statuses. `timeout_s` defaults to the configuration's `request_timeout_s`."""
         requests = checks.plain(requests)
         if not requests:
             return
@@ -288,7 +298,7 @@ class TransferEngine:
         self._sender.submit(batch, requests, time.monotonic() + timeout_s)
 
     def status(self, batch: BatchId, i: int) -> TransferStatus:
-        """Of the i-th request submitted to this batch."""
+        """Returns the status of the i-th request submitted to this batch. Raises TransferError when there is none."""
         with self._sender.lock:
             known = self._sender.batch(batch)
             if not 0 <= i < len(known.states):
@@ -296,41 +306,42 @@ class TransferEngine:
             return known.status(i)
 
     def statuses(self, batch: BatchId) -> list[TransferStatus]:
-        """Of all requests, in order of submission."""
+        """Returns the statuses of all requests of this batch, in the order of submission."""
         with self._sender.lock:
             known = self._sender.batch(batch)
             return [known.status(i) for i in range(len(known.states))]
 
     def carried(self, batch: BatchId) -> Carried:
-        """By which rails the bytes of this batch went, so far."""
+        """Returns by which rails the bytes of this batch have travelled so far."""
         with self._sender.lock:
             known = self._sender.batch(batch)
             rails = tuple((str(rail), nbytes) for rail, nbytes in known.rails.items() if nbytes)
             return Carried(rails, known.resent)
 
     async def wait(self, batch: BatchId) -> None:
-        """Until every request submitted so far is final: bounded by their time-outs."""
+        """Waits until every request submitted so far is final, which the requests' time-outs bound."""
         await self._sender.wait(batch)
 
     def wait_sync(self, batch: BatchId, timeout_s: float) -> bool:
-        """As `wait`, blocking; false when `timeout_s` passed first."""
+        """Blocks as `wait` does, and returns False when `timeout_s` passes first."""
         return self._sender.wait_sync(batch, checks.seconds("timeout_s", timeout_s))
 
     def on_done(self, batch: BatchId, callback: Callable[[], None]) -> None:
-        """Calls back once every request submitted so far is final, on an engine thread, on one that is in `wait_sync`
-        or, when that is so already, here and now. It must return soon; it may call the engine."""
+        """Calls `callback` once every request submitted so far is final: at once if they already are, else on an engine
+        thread or on a thread inside `wait_sync`. The callback must return soon; it may call the engine."""
         self._sender.on_final(batch, callback)
 
     def cancel(self, batch: BatchId) -> None:
-        """Stops posting. A request of which nothing is on its way is CANCELLED at once, the others as soon as their
-        last slice is answered for (COMPLETED when that was all of it), or TIMEOUT when the target keeps silent."""
+        """Stops posting the batch's requests. A request with nothing on its way becomes CANCELLED at once. The others
+        become final when their last slice is answered: COMPLETED if that was all of the request, else CANCELLED; or
+        TIMEOUT when the target stays silent."""
         after = AfterUnlock()
         with self._sender.lock:
             self._sender.cancel(self._sender.batch(batch), TransferState.CANCELLED, "cancelled", after)
         self._sender.conclude(after)
 
     def free_batch(self, batch: BatchId) -> None:
-        """TransferError while a request of it is not final."""
+        """Forgets a batch. Raises TransferError while one of its requests is not final."""
         with self._sender.lock:
             known = self._sender.batch(batch)
             if known.open:
@@ -346,10 +357,10 @@ class TransferEngine:
         payload: bytes,
         on_done: Callable[[TransferStatus], None] | None = None,
     ) -> None:
-        """Delivers `payload` (at most 32 KiB) to the target's `on_notify`, once, after every write submitted before to
-        that segment and epoch is acknowledged. When one of those failed or was cancelled, or the target's window is
-        closed, it is not delivered. `on_done` gets COMPLETED or the reason, on an engine thread. Epoch 0 needs no
-        window."""
+        """Delivers `payload` (at most 32 KiB) to the target's `on_notify` once, after every write submitted before to
+        that segment and epoch has been acknowledged. It is not delivered when one of those writes failed or was
+        cancelled, or when the target's window is closed. Epoch 0 needs no window. `on_done` gets COMPLETED or the
+        reason, on an engine thread."""
         checks.payload(payload, wire.MAX_NOTIFY_BYTES)
         handoff_epoch = checks.whole("handoff_epoch", handoff_epoch)
         self._check_open()
@@ -363,7 +374,7 @@ class TransferEngine:
         sender.conclude(after)
 
     def deliver(self, peer: str, epoch: int, serial: int, payload: bytes) -> int:
-        """Called by transports."""
+        """Passes a peer's notification to `on_notify`. Returns 0, or the wire code of a refusal. Transports call it."""
         callback = self.on_notify
         if callback is None:
             return wire.NO_LISTENER
@@ -381,8 +392,9 @@ class TransferEngine:
     # ── windows and fences ────────────────────────────────────────────────────────────────────────
 
     def open_window(self, peer: str, handoff_epoch: int, ranges: Sequence[Range]) -> None:
-        """Invites `peer` to write into these ranges of this segment in this epoch; a second call adds ranges.
-        Each window must end in a fence."""
+        """Allows `peer` to write into these ranges of this segment in this epoch; a second call adds ranges. Each
+        window must end in a fence. Raises TransferError for a range that is not inside one registered region, and for
+        an epoch that is being or was fenced."""
         self._check_open()
         checks.window(peer, handoff_epoch, ranges)
         homes = []
@@ -395,10 +407,10 @@ class TransferEngine:
             self.windows.open(peer, handoff_epoch, homes)
 
     def fence(self, peer: str, handoff_epoch: int, timeout_s: float = 5.0) -> None:
-        """Closes the window and returns when no byte of that epoch can land any more. Blocks: as a rule
-        microseconds, at most two frames, or `fence_grace_s` when the writer is frozen in the middle of one.
-        Idempotent. TransferError when it takes more than `timeout_s`, or when a driver fails to end what may still
-        land (rdma); the window stays closed then: call it again."""
+        """Closes the window, and returns when no byte of that epoch can land any more. It usually blocks for
+        microseconds; at most for two frames, or for `fence_grace_s` when the writer froze inside a frame. It is
+        idempotent. Raises TransferError after `timeout_s`, or when a driver does not end writes that may still land
+        (rdma): the window then stays closed, and the fence must be repeated."""
         checks.window(peer, handoff_epoch, ())
         timeout_s = checks.seconds("timeout_s", timeout_s)
         if self.windows.shut(peer, handoff_epoch):
@@ -407,13 +419,13 @@ class TransferEngine:
         self.windows.fence(peer, handoff_epoch, timeout_s, self.config.fence_grace_s)
 
     def fence_peer(self, peer: str, timeout_s: float = 5.0) -> None:
-        """Fences every epoch of this peer that has a window."""
+        """Fences every epoch of this peer that has a window, all within `timeout_s`. Raises as `fence` does."""
         deadline = time.monotonic() + checks.seconds("timeout_s", timeout_s)
         for epoch in self.windows.epochs(peer):
             self.fence(peer, epoch, max(0.0, deadline - time.monotonic()))
 
     def landed_bytes(self, peer: str, handoff_epoch: int) -> int:
-        """Progress of a writer: bytes of whole slices that landed in its window."""
+        """Returns how many bytes of whole slices have landed in the window of this peer and epoch."""
         return self.windows.landed_bytes(peer, handoff_epoch)
 
     # ── life ──────────────────────────────────────────────────────────────────────────────────────
@@ -425,13 +437,13 @@ class TransferEngine:
         return dict(self._sender.counters)
 
     def stats(self) -> EngineStats:
-        """What it has done and is doing: per local NIC, per rail, per class."""
+        """Returns the engine's counters and present state: per local NIC, per rail, per traffic class."""
         return self._sender.stats()
 
     def close(self) -> None:
-        """Fails what is unfinished, closes every window, socket and descriptor, ends every thread. Idempotent and
-        bounded by close_timeout_s even beside frozen peers. Views of allocated memory stay valid. Not to be called
-        from an engine's callback."""
+        """Fails what is unfinished, closes every window, socket and descriptor, and ends every thread. It is idempotent
+        and takes at most `close_timeout_s` a step, even with frozen peers. Views of allocated memory stay valid. It
+        must not be called from an engine's callback."""
         with self._close_lock:
             if self._closed.is_set():
                 return
@@ -471,7 +483,8 @@ _inherited: weakref.WeakSet[TransferEngine] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """Called in the child. Nobody else runs here yet; locks may be held by threads that are not here."""
+    """Marks the engines that a forked child inherited as closed. It runs in the child, where no other thread exists
+    yet; locks may be held by threads that are not there."""
     for engine in list(_engines):
         _inherited.add(engine)
         engine._closed = threading.Event()

@@ -16,7 +16,8 @@ MAX_CLOSED = 64
 
 @dataclass(eq=False, slots=True)
 class EndMark:
-    """An end mark: it travels as a frame once every older write of its epoch is final. `serial` orders the two."""
+    """A notification that waits for the writes of its epoch. It is sent as a frame once all of them with a lower serial
+    are final."""
 
     serial: int
     epoch: int
@@ -25,7 +26,7 @@ class EndMark:
     deadline: float
 
     def end(self, state: TransferState, cause: str, after: AfterUnlock) -> None:
-        """Once: what comes later is not heard."""
+        """Reports the outcome to `on_done`, once; later calls do nothing."""
         on_done, self.on_done = self.on_done, None
         if on_done is not None:
             status = TransferStatus(state, len(self.payload) if state is TransferState.COMPLETED else 0, cause)
@@ -40,7 +41,8 @@ class _Epoch:
 
 @dataclass(eq=False, slots=True)
 class Epochs:
-    """`spoiled`: epochs with a write that did not complete, and why: they get no end mark."""
+    """The write groups and end marks of one link, by epoch. `spoiled` maps an epoch in which a write did not complete
+    to the cause; such an epoch gets no end mark."""
 
     spoiled: dict[int, str] = field(default_factory=dict)
     _open: dict[int, _Epoch] = field(default_factory=dict)
@@ -49,7 +51,7 @@ class Epochs:
         self._open.setdefault(group.epoch, _Epoch()).groups[group.serial] = None
 
     def ended(self, group: RequestGroup) -> list[EndMark]:
-        """The group is final; returns the end marks that need wait no longer."""
+        """Notes that a group is final, and returns the end marks that wait for nothing any more."""
         epoch = self._open[group.epoch]
         del epoch.groups[group.serial]
         oldest = next(iter(epoch.groups), None)
@@ -61,7 +63,7 @@ class Epochs:
         return ready
 
     def add(self, notice: EndMark) -> bool:
-        """False: it need not wait."""
+        """Queues an end mark. Returns False when there is nothing that it must wait for."""
         epoch = self._open.get(notice.epoch)
         if epoch is None:
             return False
@@ -75,18 +77,19 @@ class Epochs:
             self.spoiled[epoch] = cause
 
     def close(self, cause: str) -> None:
-        """The segment is closed: what is not final by now gets no end mark either, should it be opened again."""
+        """Marks every epoch with unfinished writes as spoiled, so that none gets an end mark if the segment is opened
+        again."""
         for epoch in self._open:
             self.spoil(epoch, cause)
 
     def why_spoiled(self, epoch: int) -> str:
-        """ "": it is not."""
+        """Returns why the epoch gets no end mark, or ""."""
         cause = self.spoiled.get(epoch)
         return "" if cause is None else f"an earlier write of this epoch failed: {cause}"
 
 
 class Closed:
-    """Spoiled epochs of the last closed segments, by token."""
+    """The spoiled epochs of recently closed segments, by the segment's token."""
 
     def __init__(self) -> None:
         self._spoiled: OrderedDict[str, dict[int, str]] = OrderedDict()

@@ -39,7 +39,7 @@ POLL_S = 0.05
 
 
 class _Tally:
-    """Batches of one call of `write` that are not final, and one for the call itself."""
+    """Counts the batches of one call of `write` that are not final, and one more for the call itself."""
 
     __slots__ = ("_on_final", "left")
 
@@ -54,12 +54,13 @@ class _Tally:
 
 
 class GroupWrite:
-    """One writer rank's bytes for the readers `segments` in one epoch, ended by a mark to each of them.
+    """The writes of one rank to the readers `segments` in one epoch, ended by an end mark to each reader.
 
-    `on_acked(nbytes)` hears of progress; `on_ended()` is called once, when it was marked, failed or cancelled and
-    nothing of it is on its way as far as the engine knows (`certain` tells whether it knows). Both run with `lock`
-    held, on the caller's thread or an engine's; the owner may pass a lock of its own and then holds it around its
-    calls. Times are monotonic nanoseconds, 0: never."""
+    `on_acked(nbytes)` reports progress. `on_ended()` is called once, after `mark`, `fail` or `cancel`, when as far as
+    the engine knows none of the writes is on its way any more; `certain` is false where the engine does not know. Both
+    run with `lock` held, on the caller's thread or an engine's. An owner that passes its own lock must hold it around
+    its calls. Times are monotonic nanoseconds; 0 means never.
+    """
 
     def __init__(
         self,
@@ -102,11 +103,11 @@ class GroupWrite:
 
     @property
     def over(self) -> bool:
-        """Nothing more will be posted."""
+        """Whether nothing more will be posted."""
         return bool(self.cause) or self.cancelled or self.marked
 
     def hold(self) -> None:
-        """It does not end before `release`: something beside it is still under way for it."""
+        """Delays `on_ended` until `release`, for work of the owner that belongs to this write."""
         with self._lock:
             self._held += 1
 
@@ -116,8 +117,8 @@ class GroupWrite:
             self._settle()
 
     def write(self, segment: str, copies: Iterable[Copy], on_final: Callable[[], None] = lambda: None) -> None:
-        """Posts all of them, in batches. Not after `mark`; nothing is posted after a failure or a cancel. `on_final()`
-        is called once no transfer will read these addresses any more, as far as the engine knows."""
+        """Posts the copies in batches; it must not follow `mark`, and posts nothing after a failure or `cancel`.
+        `on_final()` is called once no transfer will read these addresses any more, as far as the engine knows."""
         with self._lock:
             assert not self.marked, "the end mark has the last word"
             tally = _Tally(on_final)
@@ -129,7 +130,7 @@ class GroupWrite:
             tally.less()
 
     def mark(self, payload: bytes = END_MARK) -> None:
-        """All is posted: each reader hears `payload` once all of it is there."""
+        """Ends the writes: each reader gets `payload` as an end mark once everything for it has landed."""
         with self._lock:
             if self.cause or self.cancelled or self.marked:
                 return
@@ -147,21 +148,22 @@ class GroupWrite:
             self._settle()
 
     def fail(self, cause: str) -> None:
-        """Stops posting; `on_ended` follows once nothing is in flight."""
+        """Stops posting and keeps the first cause; `on_ended` follows once nothing is in flight."""
         with self._lock:
             self.cause = self.cause or cause
             self._stop()
             self._settle()
 
     def cancel(self) -> None:
-        """As `fail`, at the owner's own wish."""
+        """Stops posting because the owner wishes so; `on_ended` follows once nothing is in flight."""
         with self._lock:
             self.cancelled = True
             self._stop()
             self._settle()
 
     def _cut(self, segment: str, copies: Iterable[Copy]) -> Iterator[list[TransferRequest]]:
-        """Batches of about `batch_bytes`; a longer copy is cut, as each batch tells of progress."""
+        """Yields batches of about `batch_bytes` bytes. A longer copy is cut, because progress is reported
+        by the batch."""
         requests: list[TransferRequest] = []
         room = self._batch_bytes
         for address, offset, length in copies:
@@ -196,7 +198,7 @@ class GroupWrite:
         self._engine.on_done(batch, lambda: self._acknowledged(batch))
 
     def _acknowledged(self, batch: BatchId) -> None:
-        """A batch is final (any thread)."""
+        """Handles a batch that became final. It runs on any thread."""
         with self._lock:
             nbytes, tally = self._batches.pop(batch)
             if not self._batches:
@@ -219,7 +221,7 @@ class GroupWrite:
             self._settle()
 
     def _mark_answered(self, status: TransferStatus) -> None:
-        """An end mark was delivered, or could not be (any thread)."""
+        """Handles the outcome of one end mark. It runs on any thread."""
         with self._lock:
             self._marking -= 1
             if status.state is not TransferState.COMPLETED:
@@ -241,8 +243,8 @@ class GroupWrite:
 
 
 class GroupLanding:
-    """One reader rank's side of one epoch. `writers` are the engine names of those whose marks are to come, `ranges`
-    where each of them may write. Thread-safe."""
+    """One reader rank's side of one epoch. `writers` are the engine names of those that write and send end marks,
+    `ranges` is where each of them may write. It is thread-safe."""
 
     def __init__(self, engine: TransferEngine, epoch: int, writers: Iterable[str], ranges: Sequence[Range]) -> None:
         self.epoch = epoch
@@ -253,12 +255,13 @@ class GroupLanding:
         self._changed = threading.Condition()
 
     def open(self) -> None:
-        """Invites every writer. To be followed by `fence`, whatever comes between. TransferError: see `open_window`."""
+        """Opens a window for every writer. `fence` must follow, whatever happens between. Raises TransferError as
+        `open_window` does."""
         for writer in sorted(self.writers):
             self._engine.open_window(writer, self.epoch, self._ranges)
 
     def heard(self, note: Notification) -> bool:
-        """What `on_notify` brings; whether it was a mark of this landing."""
+        """Takes a notification from `on_notify`, and returns whether it was an end mark of this landing."""
         if note.handoff_epoch != self.epoch or note.peer not in self.writers:
             return False
         with self._changed:
@@ -268,17 +271,18 @@ class GroupLanding:
 
     @property
     def missing(self) -> frozenset[str]:
-        """Writers whose marks are not here; none: every byte is."""
+        """The writers whose end marks have not come. When it is empty, every byte has landed."""
         with self._changed:
             return frozenset(self._missing)
 
     def landed_bytes(self) -> int:
-        """Of all writers, as far as the target sees it: one-sided writes (rdma) are not seen before the mark."""
+        """Returns the bytes landed from all writers that the target sees; rdma writes are seen only with
+        the end mark."""
         return sum(self._engine.landed_bytes(writer, self.epoch) for writer in self.writers)
 
     def wait(self, idle_s: float, timeout_s: float) -> None:
-        """Until every mark is here. TransferError naming the writers that are missing when `idle_s` passed without a
-        mark or a byte, or `timeout_s` altogether."""
+        """Waits for every writer's end mark. Raises TransferError, which names the missing writers, when neither a mark
+        nor a byte came for `idle_s`, or after `timeout_s` altogether."""
         begun = progress_at = time.monotonic()
         seen: tuple[int, int] = (-1, -1)
         with self._changed:
@@ -297,8 +301,8 @@ class GroupLanding:
                 self._changed.wait(min(left_s, POLL_S))
 
     def fence(self, timeout_s: float = 5.0) -> None:
-        """Closes every writer's window; when it returns no byte of the epoch can land any more, from nobody. Tries all
-        of them before it raises the TransferError that names those that did not let go; call it again then."""
+        """Closes every writer's window, and returns when no byte of the epoch can land any more. It tries all writers
+        before it raises a TransferError that names those whose fence failed; then it must be called again."""
         deadline = time.monotonic() + timeout_s
         failed: list[str] = []
         for writer in sorted(self.writers):

@@ -21,7 +21,8 @@ _ROCE_HEADERS = 96
 
 @dataclass(frozen=True, slots=True)
 class PcieLink:
-    """A PCIe link as trained, and the most that the device can. Speeds in GT/s a lane; 0: unknown."""
+    """A PCIe link: its present speed and width, and the most that the device supports. Speeds are in GT/s a lane; 0
+    means unknown."""
 
     speed: float = 0.0
     width: int = 0
@@ -30,14 +31,14 @@ class PcieLink:
 
     @property
     def gbps(self) -> float:
-        """Payload bits per second / 1e9, before packet headers. Encoding: 8b/10b up to 5 GT/s, 128b/130b up to 32,
-        FLITs of 242 in 256 bytes at 64 (PCI Express Base Specification)."""
+        """The payload bandwidth in 10^9 bits a second, before packet headers. The line code is 8b/10b up to 5 GT/s,
+        128b/130b up to 32 GT/s, and FLITs with 242 of 256 bytes at 64 GT/s (PCI Express Base Specification)."""
         coding = 0.8 if self.speed <= 5 else 128 / 130 if self.speed <= 32 else 242 / 256
         return self.speed * self.width * coding
 
     @property
     def narrowed(self) -> bool:
-        """It runs with fewer lanes or slower than the device could."""
+        """Whether the link runs with fewer lanes or slower than the device supports."""
         return 0 < self.width < self.max_width or 0 < self.speed < self.max_speed
 
     def __str__(self) -> str:
@@ -46,8 +47,8 @@ class PcieLink:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a device is plugged in. `chain`: the PCI root complex, then every bridge, then the device itself; empty
-    for what is not on PCI. `numa` -1: unknown."""
+    """Where a device is plugged in. `chain` is the PCI root complex, then every bridge, then the device itself; it is
+    empty for what is not on PCI. `numa` is the NUMA node, -1 if unknown."""
 
     chain: tuple[str, ...] = ()
     numa: int = -1
@@ -55,13 +56,13 @@ class Place:
 
     @property
     def address(self) -> str:
-        """PCI address of the device, or ""."""
+        """The PCI address of the device, or ""."""
         return self.chain[-1] if len(self.chain) > 1 else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """`location` is torch's name of it as this process would see it."""
+    """A GPU. `location` is its torch name as this process sees it ("cuda:0")."""
 
     location: str
     vendor: str
@@ -70,7 +71,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class HostGid:
-    """`kind` as the kernel names it: "IB/RoCE v1", "RoCE v2"."""
+    """An entry of a port's GID table. `kind` is the kernel's name of its type: "IB/RoCE v1" or "RoCE v2"."""
 
     index: int
     value: str
@@ -79,7 +80,7 @@ class HostGid:
 
     @property
     def family(self) -> str:
-        """ "IPv4", "IPv6", or "link-local" (of one wire only)."""
+        """ "IPv4", "IPv6" or "link-local" (which only reaches its own link)."""
         address = ipaddress.IPv6Address(self.value)
         if address.ipv4_mapped:
             return "IPv4"
@@ -88,7 +89,8 @@ class HostGid:
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """`state` "ACTIVE", "DOWN"; `layer` "InfiniBand" or "Ethernet" (RoCE); `rate` in the kernel's words."""
+    """A port of an RDMA device. `state` is for example "ACTIVE" or "DOWN", `layer` "InfiniBand" or "Ethernet" (RoCE),
+    `rate` the kernel's text ("100 Gb/sec (4X EDR)")."""
 
     number: int
     state: str
@@ -126,7 +128,8 @@ class RdmaDevice:
 
 @dataclass(frozen=True, slots=True)
 class NetDevice:
-    """`gbps` 0: unknown, as of virtual ones. `physical`: it is no bridge, veth, tunnel ..."""
+    """A network interface. `gbps` 0 means unknown, as for virtual ones; `physical` is false for bridges, veths and
+    tunnels."""
 
     name: str
     place: Place
@@ -139,7 +142,8 @@ class NetDevice:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """`nodes` have memory. `distances`: (from, to) → the firmware's figure, 10 = local."""
+    """The hardware of a host. `nodes` are the NUMA nodes with memory; `distances` maps (from, to) to the firmware's
+    figure, where 10 is local."""
 
     nodes: tuple[int, ...] = (0,)
     distances: Mapping[tuple[int, int], int] = field(default_factory=dict)
@@ -149,11 +153,11 @@ class Host:
 
     @property
     def locations(self) -> tuple[str, ...]:
-        """ "cpu:0" ... for each NUMA node, "cuda:0" ... for each GPU."""
+        """The memory locations: "cpu:N" for each NUMA node N with memory, "cuda:N" for each GPU."""
         return (*(f"cpu:{node}" for node in self.nodes), *(gpu.location for gpu in self.gpus))
 
     def place_of(self, nic: str) -> Place | None:
-        """Of an RDMA device or network interface; none when there is no such thing."""
+        """Returns where an RDMA device or network interface is plugged in, or None when there is none of that name."""
         places = {net.name: net.place for net in self.nets} | {device.name: device.place for device in self.rdma}
         return places.get(nic)
 
@@ -162,7 +166,7 @@ class Host:
 
 
 def look(root: Path = Path("/"), env: Mapping[str, str] | None = None) -> Host:
-    """The host whose /sys and /proc lie under `root`. `env` holds CUDA_VISIBLE_DEVICES where it narrows the GPUs."""
+    """Returns the host whose /sys and /proc lie under `root`. CUDA_VISIBLE_DEVICES in `env` restricts the GPUs."""
     sys = root / "sys"
     nodes, distances = _numa(sys)
     return Host(
@@ -175,8 +179,8 @@ def look(root: Path = Path("/"), env: Mapping[str, str] | None = None) -> Host:
 
 
 def memory_location(cpus: Collection[int], root: Path = Path("/")) -> str:
-    """Of memory that a process bound to these CPUs touches first: "cpu:1" when all are of node 1. Of one that may run
-    on several nodes: the first of them."""
+    """Returns the location of memory that a process bound to these CPUs touches first, such as "cpu:1". If the CPUs
+    belong to several nodes it is the first of them."""
     base = root / "sys/devices/system/node"
     for node in _numa(root / "sys")[0]:
         if not _ranges(_text(base / f"node{node}/cpulist")).isdisjoint(cpus):
@@ -201,7 +205,7 @@ def _numa(sys: Path) -> tuple[tuple[int, ...], dict[tuple[int, int], int]]:
 
 
 def _ranges(text: str) -> set[int]:
-    """ "0-2,5" → {0, 1, 2, 5}."""
+    """Parses a list of ranges: "0-2,5" gives {0, 1, 2, 5}."""
     found: set[int] = set()
     for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
         found.update(range(int(first), int(last or first) + 1))
@@ -209,7 +213,8 @@ def _ranges(text: str) -> set[int]:
 
 
 def _place(device: Path) -> Place:
-    """Of a link like /sys/class/net/eth0/device: the nearest PCI device above it (a virtio NIC lies below one)."""
+    """Returns the place of the nearest PCI device above a link such as /sys/class/net/eth0/device (a virtio NIC lies
+    below one)."""
     try:
         real = device.resolve(strict=True)
     except (OSError, RuntimeError):
@@ -230,7 +235,8 @@ def _place(device: Path) -> Place:
 
 
 def _gpus(root: Path, env: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """In the order of PCI addresses, which is CUDA's for GPUs of one kind (CUDA_DEVICE_ORDER=PCI_BUS_ID for others)."""
+    """Lists GPUs by PCI address, which is CUDA's order for GPUs of one kind (for others with
+    CUDA_DEVICE_ORDER=PCI_BUS_ID)."""
     found: dict[str, list[tuple[str, Place]]] = {NVIDIA: [], AMD: []}
     for path in _entries(root / "sys/bus/pci/devices"):
         vendor, kind = _text(path / "vendor"), _text(path / "class")
@@ -250,7 +256,8 @@ def _gpus(root: Path, env: Mapping[str, str]) -> tuple[Gpu, ...]:
 
 
 def _visible(root: Path, places: list[Place], wanted: str | None) -> list[Place]:
-    """As CUDA takes the variable: numbers or UUIDs (or beginnings of them), up to the first that is neither."""
+    """Applies CUDA_VISIBLE_DEVICES as CUDA does: numbers, UUIDs or beginnings of UUIDs, up to the first entry that is
+    neither."""
     if wanted is None:
         return places
     chosen = []
@@ -299,7 +306,8 @@ def _rdma(sys: Path, path: Path) -> RdmaDevice:
 
 
 def gids(root: Path, device: str, port: int = 1) -> tuple[HostGid, ...]:
-    """Those that are set; hundreds of small reads, so on demand only."""
+    """Returns the GIDs of a port that are set. It takes hundreds of small reads, so callers do this only
+    when needed."""
     base = root / "sys/class/infiniband" / device / "ports" / str(port)
     found = []
     for path in sorted(_entries(base / "gids"), key=lambda one: _leading(one.name)):
@@ -316,7 +324,7 @@ def gids(root: Path, device: str, port: int = 1) -> tuple[HostGid, ...]:
 
 
 def roce_mtu(netdev_mtu: int) -> int:
-    """The largest RDMA MTU (256 to 4096 bytes) that fits an interface's; 0 when none does."""
+    """Returns the largest RDMA MTU (256 to 4096 bytes) that fits an interface's MTU; 0 when none does."""
     return max((mtu for mtu in (256, 512, 1024, 2048, 4096) if mtu + _ROCE_HEADERS <= netdev_mtu), default=0)
 
 
@@ -337,7 +345,7 @@ def _net(sys: Path, path: Path) -> NetDevice:
 
 
 def _net_place(sys: Path, path: Path) -> Place:
-    """Of what it stands on, for a bond or VLAN."""
+    """Returns the place of an interface, or of the one below it for a bond or VLAN."""
     for _ in range(4):
         if (path / "device").exists():
             return _place(path / "device")

@@ -1,4 +1,4 @@
-"""READs of what is mapped already, without a transfer: no batch, no frame, one copy.
+"""READs of peers' memory that is mapped here already: one copy, without a batch or a frame.
 
 Only over shm, where the peer's region is mapped read-only and its owner is connected. Whoever gets False or None reads
 with a batch, which connects, maps, and survives what goes wrong.
@@ -28,9 +28,9 @@ MAX_PEEK_BYTES = 4096
 
 
 def peek(engine: TransferEngine, segment: str, offset: int, nbytes: int) -> bytes | None:
-    """A few bytes of an open segment as they are now: read after all that this thread, or one whose word it has, has
-    read before. None: they are not mapped. TransferError: the segment is not open, or these are more than
-    MAX_PEEK_BYTES."""
+    """Returns at most MAX_PEEK_BYTES bytes of an open segment as they are now, or None when they are not mapped here.
+    They are read after everything that this thread, or a thread it synchronized with, has read before. Raises
+    TransferError when the segment is not open or `nbytes` is out of range."""
     if not 0 < nbytes <= MAX_PEEK_BYTES:
         raise TransferError(f"nbytes={nbytes}: not in 1..{MAX_PEEK_BYTES}", field="nbytes")
     found = _mapped(engine, segment, offset, nbytes)
@@ -47,10 +47,11 @@ def copy_mapped(
     traffic_class: int,
     done: Callable[[str, Carried], None],
 ) -> bool:
-    """Copies from a peer's `offsets` to `addresses` in the own region `local`, in this thread; large ones with others'
-    help. `done(cause, how)` is called once, when nothing touches the memory any more, on one of them: cause "" when
-    every byte is there. False: not all of it lies in one mapped region, and nothing was or will be touched.
-    TransferError: the segment is not open, an address is not in `local`, a length is not positive."""
+    """Copies from a peer's `offsets` to `addresses` in the local region, in this thread, with helper threads for large
+    copies. Returns False, and copies nothing, when the source is not all in one mapped region. Otherwise `done(cause,
+    how)` is called once, on one of these threads, when nothing touches the memory any more; cause "" means that every
+    byte is there. Raises TransferError when the segment is not open, an address is not in `local`, or a length is not
+    positive."""
     if not addresses or min(lengths) < 1:
         raise TransferError(f"lengths={list(lengths)!r}: at least one, each positive", field="length")
     ends = map(sum, zip(addresses, lengths, strict=True))
@@ -94,7 +95,7 @@ class _Found(NamedTuple):
 
 
 def _mapped(engine: TransferEngine, segment: str, offset: int, nbytes: int) -> _Found | None:
-    """Over the preferred way, if that is shm."""
+    """Looks in the peer's map over the preferred rail, if that is shm."""
     rails = engine.rails(segment)
     transport = rails[0].transport if rails else None
     if not isinstance(transport, ShmTransport):
@@ -106,7 +107,7 @@ def _mapped(engine: TransferEngine, segment: str, offset: int, nbytes: int) -> _
 def _count(
     engine: TransferEngine, segment: str, rail: Rail, rank: int, parts: int, nbytes: int, seconds: float
 ) -> None:
-    """In the engine's figures it is one frame that was answered."""
+    """Counts the copy in the engine's statistics as one frame that was answered."""
     sender = engine._sender
     with sender.lock:
         link = sender.links.get(segment)

@@ -60,9 +60,10 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class Mapping:
-    """`length` mapped bytes at `address`, unmapped when this object and every view of it are gone. From the size of a
-    huge page on, `address` is aligned to one: the kernel would map huge pages of the file as small ones otherwise.
-    `lock`: a descriptor to be closed then. `kept`: the bytes are those of an earlier life (`segment_file`)."""
+    """`length` mapped bytes at `address`, unmapped when this object and every view of it are gone. Mappings of at least
+    a huge page are aligned to one, because the kernel would otherwise map a file's huge pages as small ones. `lock` is
+    a descriptor that is closed after unmapping. `kept` says that the bytes are those of an earlier process
+    (`segment_file`)."""
 
     def __init__(self, fd: int, length: int, *, writable: bool, lock: int = -1, kept: bool = False) -> None:
         prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
@@ -92,7 +93,7 @@ def _map(at: int | None, length: int, prot: int, flags: int, fd: int) -> int:
 
 
 def _map_aligned(length: int, prot: int, flags: int, fd: int) -> int:
-    """Reserves one huge page more than needed, maps over the aligned part, and gives the rest back."""
+    """Reserves one huge page more than needed, maps over the aligned part, and unmaps the rest."""
     reserved = _map(None, length + HUGE_PAGE, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
     address = -(-reserved // HUGE_PAGE) * HUGE_PAGE
     end = -(-(address + length) // PAGE) * PAGE
@@ -111,11 +112,12 @@ def _map_aligned(length: int, prot: int, flags: int, fd: int) -> int:
 def allocate(
     nbytes: int, label: str, *, shared: bool, huge_pages: str = "auto", prefault: bool = False
 ) -> tuple[Mapping, int]:
-    """Zeroed memory and a read-only descriptor of it, or -1 when it cannot be shared (no memfd here).
+    """Returns zeroed memory and a read-only descriptor of it, or -1 where it cannot be shared (no memfd).
 
-    `huge_pages`: "auto" asks for transparent ones, "hugetlb" takes reserved ones where there are enough (else as
-    "auto", with a line in the log), "never". `prefault` touches every page now, and makes them huge ones as far as
-    the kernel can: later is dearer."""
+    `huge_pages` "auto" asks for transparent huge pages; "hugetlb" takes reserved ones where there are enough (else it
+    logs a warning and does as "auto"); "never" asks for none. `prefault` touches every page now and has the kernel
+    collapse them to huge pages where it can.
+    """
     length = -(-nbytes // PAGE) * PAGE
     found: tuple[Mapping, int] | None = None
     if shared and hasattr(os, "memfd_create"):
@@ -141,7 +143,7 @@ def _hugetlb(nbytes: int, label: str) -> tuple[Mapping, int] | None:
 
 
 def advise(mapping: Mapping, huge_pages: str, prefault: bool) -> None:
-    """What the kernel does not know or does not do is left out: it is advice."""
+    """Applies huge-page advice and prefault to a mapping. What the kernel does not support is left out."""
     huge = huge_pages != "never" and mapping.length >= HUGE_PAGE
     if huge:
         _libc.madvise(mapping.address, mapping.length, mmap.MADV_HUGEPAGE)
@@ -153,8 +155,8 @@ def advise(mapping: Mapping, huge_pages: str, prefault: bool) -> None:
 
 
 def populate(address: int, length: int) -> bool:
-    """Has the kernel give all pages of this part of an own, writable map now, with the bytes that they have. False: it
-    cannot, or has no memory."""
+    """Has the kernel allocate all pages of a part of a writable map of ours now, without changing their bytes. Returns
+    False when the kernel cannot, or has no memory."""
     done: int = _libc.madvise(address, length, _MADV_POPULATE_WRITE)
     return done == 0
 
@@ -173,8 +175,9 @@ def _sealed(length: int, label: str, flags: int) -> tuple[Mapping, int]:
 
 
 def map_peer(fd: int, length: int) -> Mapping:
-    """Maps a peer's memfd read-only, once it is sure that the peer cannot shrink it; or a file that nobody but its
-    owner could (`peers_file`). Does not close `fd`."""
+    """Maps a peer's memory read-only, after checking that the peer cannot shrink it: a memfd must be sealed, a file
+    must pass `peers_file`. It does not close `fd`. Raises TransferError when the check fails or the memory is too
+    short."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as err:
@@ -188,20 +191,20 @@ def map_peer(fd: int, length: int) -> Mapping:
 
 
 def peers_file(fd: int) -> bool:
-    """Whether it is of a file as `segment_file` makes them: of the user that we are, read-only. (Only files in memory
-    know seals; these can have none.)"""
+    """Says whether `fd` is a file as `segment_file` makes them: a regular file of our user, opened read-only. Only
+    memfds have seals; these files can have none."""
     found, mode = os.fstat(fd), fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
     return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and mode == os.O_RDONLY
 
 
 def foreign_view(address: int, length: int) -> memoryview:
-    """A view of memory that somebody else keeps alive."""
+    """Returns a view of memory that the caller keeps alive."""
     return memoryview((ctypes.c_ubyte * length).from_address(address)).cast("B")
 
 
 def writable(buffer: object) -> tuple[int, int, memoryview]:
-    """Address, length and view of a writable contiguous buffer, of an (address, length) pair, or of anything with
-    `data_ptr()` and `nbytes` (a contiguous torch tensor). TransferError for anything else."""
+    """Returns address, length and view of a writable contiguous buffer, an (address, length) pair, or an object with
+    `data_ptr()` and `nbytes` (a contiguous torch tensor). Raises TransferError for anything else."""
     if isinstance(buffer, tuple):
         if len(buffer) != 2:
             raise TransferError(f"buffer={checks.shown(buffer)}: a pair must be (address, length)", field="buffer")
@@ -255,13 +258,14 @@ def _has_nbytes(buffer: object) -> bool:
 
 
 def _kind(buffer: object) -> str:
-    """What a user calls it: "buffer: ndarray (4, 5)"."""
+    """Returns a user's name for a buffer, such as "buffer: ndarray (4, 5)"."""
     shape = getattr(buffer, "shape", None)
     return f"buffer: {type(buffer).__name__}{f' {tuple(shape)}' if shape is not None else ''}"
 
 
 def check_mapped(address: int, length: int) -> None:
-    """TransferError when this process has no memory at some of these addresses: a copy there would end it."""
+    """Raises TransferError when this process has no memory at some of these addresses: a copy there would end the
+    process."""
     start = address // PAGE * PAGE
     if _libc.msync(start, address + length - start, _MS_ASYNC) != 0 and ctypes.get_errno() == errno.ENOMEM:
         raise TransferError(
@@ -278,7 +282,7 @@ if _gather is not None:
 
 
 class _Gil:
-    """Whether the GIL comes back at once after it was released: if not, many runs go in one system call."""
+    """Remembers until when the GIL is contended: while it is, many runs are copied in one system call."""
 
     busy_until = 0.0
 
@@ -286,9 +290,9 @@ class _Gil:
 def copy_runs(targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int]) -> None:
     """Copies run by run between addresses of this process, with the GIL released.
 
-    memmove is fastest, yet gives the GIL back and takes it again with every run, which beside a busy Python thread is
-    5 ms each. So runs of one length at even distances (pages in a row of every layer) go as one numpy copy; many small
-    ones, and larger ones for a second after the GIL was waited for, in one system call: process_vm_readv on ourselves.
+    memmove is fastest, but releases and takes the GIL for every run, which costs 5 ms each beside a busy Python thread.
+    So runs of one length at equal distances (consecutive pages in every layer) are one numpy copy. Many small runs, and
+    larger ones during a second after a wait for the GIL, are one system call: process_vm_readv on this process itself.
     """
     targets, sources, lengths = merged(targets, sources, lengths)
     count = len(lengths)
@@ -308,7 +312,7 @@ def copy_runs(targets: Sequence[int], sources: Sequence[int], lengths: Sequence[
 
 
 def _while_free(targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int]) -> int:
-    """Runs one by one until one had to wait for the GIL; how many."""
+    """Copies runs one by one until one waited for the GIL; returns how many were copied."""
     move, clock = ctypes.memmove, _clock
     before = clock()
     for i, length in enumerate(lengths):
@@ -322,7 +326,7 @@ def _while_free(targets: Sequence[int], sources: Sequence[int], lengths: Sequenc
 
 
 class _Rows:
-    """`count` runs of `length` bytes, `stride` apart, to numpy."""
+    """Lets numpy see `count` runs of `length` bytes, `stride` bytes apart."""
 
     def __init__(self, address: int, count: int, length: int, stride: int) -> None:
         self.__array_interface__ = {
@@ -335,7 +339,7 @@ class _Rows:
 
 
 def _evenly(targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int]) -> bool:
-    """Copies runs of one length whose distances are the same throughout; false: they are not."""
+    """Copies runs of one length at equal distances. Returns False, and copies nothing, when they are not such runs."""
     count, length = len(lengths), lengths[0]
     to, of = targets[1] - targets[0], sources[1] - sources[0]
     if abs(to) < length or lengths.count(length) != count:
@@ -369,7 +373,7 @@ def _gathered(targets: Sequence[int], sources: Sequence[int], lengths: Sequence[
 def merged(
     targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int]
 ) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
-    """Joins runs that continue each other on both sides."""
+    """Joins runs that are adjacent on both sides."""
     if not any(map(eq, map(add, targets, lengths), islice(targets, 1, None))):
         return targets, sources, lengths
     out_t: list[int] = []

@@ -26,7 +26,7 @@ MAX_PAIRS = 1024
 
 @dataclass(eq=False, slots=True)
 class PeerLink:
-    """`rails` are the ways to the segment, in order of preference of their transports."""
+    """One open segment. `rails` are the paths to it, in the order of preference of their transports."""
 
     descriptor: SegmentDescriptor
     rails: tuple[Rail, ...]
@@ -53,7 +53,7 @@ class PeerLink:
         return self.descriptor.name
 
     def renew(self, descriptor: SegmentDescriptor, rails: tuple[Rail, ...]) -> None:
-        """A newer descriptor of the same process: what is known of a rail is kept."""
+        """Takes a newer descriptor of the same process; measurements of rails that stay are kept."""
         self.descriptor, self.rails = descriptor, rails
         self._routes.clear()
         self._pairs.clear()
@@ -68,7 +68,7 @@ class PeerLink:
         return tuple(dict.fromkeys(rail.transport for rail in self.rails))
 
     def routes(self, kind: FrameKind, local: LocalRegion, remote: RegionInfo, topology: Topology) -> Tiers:
-        """The ways between these two memories, by preference."""
+        """Returns the rails between two memory regions, in tiers of preference."""
         pair = (kind, local.public.base_offset, remote.base_offset)
         found = self._pairs.get(pair)
         if found is not None:
@@ -86,14 +86,14 @@ class PeerLink:
         return found
 
     def notice_routes(self) -> Tiers:
-        """For end marks: any memory will do."""
+        """Returns the rails for end marks, which depend on no memory."""
         found = self._routes.get(())
         if found is None:
             found = self._routes[()] = tuple(tuple(self.ways[rail] for rail in tier) for tier in tiers(self.rails))
         return found
 
     def why_none(self, routes: Tiers) -> str:
-        """For the user: why nothing goes that way."""
+        """Returns the reason, for a user, why none of these rails can be used."""
         if routes or not self.rails:
             return self.board.why_none(routes) or f"no transport reaches {self.name}"
         names = ", ".join(transport.name for transport in self.transports)
@@ -115,12 +115,13 @@ class PeerLink:
         self.dealer.place(flow)
 
     def unqueue(self, group: RequestGroup) -> None:
-        """Stops cutting it. What of it waits in `retry` is dropped when its turn comes: its slots are doomed."""
+        """Stops cutting frames of a group. Parts of it in `retry` are dropped when their turn comes, since their slots
+        are doomed."""
         group.at, group.todo = len(group.slots), 0
         self.flows[group.rank].queue.pop(group.serial, None)
 
     def drop(self, group: RequestGroup, cause: str, after: AfterUnlock) -> None:
-        """Nothing more of this group is posted; its unfinished slots fail."""
+        """Stops posting a group and fails its unfinished slots."""
         self.unqueue(group)
         for slot in group.slots:
             group.doom(slot, TransferState.FAILED, cause, after)
@@ -130,8 +131,8 @@ class PeerLink:
     def cut(
         self, flow: SendFlow, now: float, dropped: Callable[[RequestGroup, str], None]
     ) -> Frame | RailChoice | Nic | None:
-        """The next frame of a flow; or where it has to wait; or None: it has nothing. `dropped` hears of groups that
-        no way is left for."""
+        """Returns the next frame of a flow; or the rail choice or NIC that it has to wait for; or None when the flow
+        has nothing. `dropped` is called for each group that no rail can carry."""
         while True:
             again = flow.retry[0] if flow.retry else None
             group = again.group if again is not None else next(iter(flow.queue.values()), None)
@@ -158,7 +159,7 @@ class PeerLink:
 
     @staticmethod
     def _alive(again: RetriedParts) -> bool:
-        """Whether its next part is still wanted; skips those that are not."""
+        """Skips parts that are not wanted any more, and says whether one is left."""
         batch, parts = again.group.batch, again.parts
         while again.at < len(parts):
             slot = parts[again.at][0]
@@ -201,7 +202,8 @@ class PeerLink:
         return min(frame_bytes, self.board.config.probe_bytes) if choice.way.rest_until else frame_bytes
 
     def _next(self, group: RequestGroup, choice: RailChoice, wanted: int) -> Frame | None:
-        """Where several ways share the work, frames shrink towards its end, so that all end together."""
+        """Cuts the next frame of a group. Where several rails share the work, frames shrink towards its end, so that
+        all rails finish together."""
         limits, batch = choice.way.rail.transport.limits, group.batch
         cap = self._cap(choice, limits.frame_bytes)
         slice_bytes = min(limits.slice_bytes, cap)

@@ -1,4 +1,4 @@
-"""Which rail a frame takes: what each is worth, which rest, and when a resting one is tried again. Pure: `now` (any
+"""Which rail a frame takes: how fast each is, which are at rest, and when these are tried again. Pure: `now` (any
 monotonic seconds) is an argument, the sender's lock is held around every call.
 
     READY ──3 losses in 10 s, or "down"──▶ RESTING ──rest over──▶ PROBED: one small frame at a time
@@ -39,7 +39,8 @@ Topology = Mapping[str, tuple[Sequence[str], Sequence[str]]]
 
 @dataclass(eq=False, slots=True)
 class Nic:
-    """A local NIC (name "": where the transport has no choice). `inflight` leaves out the bytes of stalled ways."""
+    """A local NIC (name "": the transport has no choice). `inflight` counts bytes on their way, without those on
+    stalled rails."""
 
     transport: str
     name: str
@@ -52,7 +53,7 @@ class Nic:
 
 @dataclass(eq=False, slots=True)
 class RailState:
-    """A rail to one peer, and what is known of it. `rest_until` 0: it does not rest."""
+    """A rail to one peer with its measurements. `rest_until` is 0 while it does not rest."""
 
     rail: Rail
     nic: Nic
@@ -82,7 +83,7 @@ class RailState:
 
     @property
     def capacity(self) -> int:
-        """Frames that it may carry now."""
+        """How many frames may be on the rail now."""
         return 1 if self.rest_until else self.rail.transport.limits.inflight_frames
 
     @property
@@ -94,8 +95,8 @@ Tiers = tuple[tuple[RailState, ...], ...]
 
 
 class RailChoice(NamedTuple):
-    """`width`: how many ways share the work. `again_at`: `way` has no room, and if it gets none until then another one
-    is better."""
+    """The rail for a frame. `width` is how many rails share the work. When the rail has no room (`open` is false),
+    another one is better if it has none until `again_at`."""
 
     way: RailState
     width: int = 1
@@ -110,9 +111,9 @@ def tiers(
     own_topology: Topology | None = None,
     peer_topology: Topology | None = None,
 ) -> tuple[tuple[Rail, ...], ...]:
-    """Rails by preference: transports in the given order; within one, those whose NICs both memories prefer, then the
-    rest; at last detours. A location or rail without topology prefers everything. Within a tier, neighbours share no
-    NIC."""
+    """Orders rails in tiers of preference: by transport in the given order; within a transport first those whose NICs
+    both memory locations prefer, then the rest; detours last. A location or rail without topology prefers everything.
+    Neighbours in a tier share no NIC where possible."""
     found: list[tuple[Rail, ...]] = []
     by_transport: dict[int, list[Rail]] = {}
     for rail in rails:
@@ -134,7 +135,7 @@ def _preferred(name: str, preferred: Sequence[str]) -> bool:
 
 
 def _diagonally(rails: Sequence[Rail]) -> list[Rail]:
-    """a→x, b→y, a→y, b→x: so that the first frames load every NIC on both sides."""
+    """Orders rails as a→x, b→y, a→y, b→x, so that the first frames load every NIC on both sides."""
     near = list(dict.fromkeys(r.local for r in rails))
     far = list(dict.fromkeys(r.remote for r in rails))
     width = max(len(near), len(far))
@@ -142,14 +143,14 @@ def _diagonally(rails: Sequence[Rail]) -> list[Rail]:
 
 
 class RailBoard:
-    """The ways and NICs of one engine."""
+    """The rails and NICs of one engine."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.nics: dict[tuple[str, str], Nic] = {}
 
     def way(self, rail: Rail, gbps: float = 0.0, segment: str = "") -> RailState:
-        """A new one. `gbps`: of the slower NIC, 0 unknown."""
+        """Makes the state of a new rail. `gbps` is the speed of the slower NIC, 0 if unknown."""
         key = (rail.transport.name, rail.local)
         nic = self.nics.get(key)
         if nic is None:
@@ -160,8 +161,9 @@ class RailBoard:
     # ── choosing ──────────────────────────────────────────────────────────────────────────────────
 
     def choose(self, tiers: Tiers, nbytes: int, now: float, avoid: Rail | None = None) -> RailChoice | None:
-        """The way for a frame of about `nbytes`, perhaps one that has no room yet; None: all rest. A later tier is
-        used when every way of the earlier ones rests. A way whose rest is over gets the next frame, as its probe."""
+        """Chooses the rail for a frame of about `nbytes` bytes, which may have no room yet; None when all rails are at
+        rest. A later tier is used when every rail of the earlier ones rests. A rail whose rest is over gets the next
+        frame as a probe."""
         for tier in tiers:
             if len(tier) == 1:
                 way = tier[0]
@@ -204,7 +206,7 @@ class RailBoard:
         return RailChoice(best, width, again_at, room)
 
     def expected_s(self, way: RailState, nbytes: int, now: float) -> float:
-        """Seconds until a frame posted now has arrived, by what is known."""
+        """Returns the expected seconds until a frame posted now has arrived."""
         bandwidth = way.bandwidth or way.nominal
         ahead = way.nic.inflight
         if way.frames:
@@ -220,7 +222,8 @@ class RailBoard:
 
     @staticmethod
     def _last_resort(tiers: Tiers, now: float) -> RailChoice | None:
-        """Every way rests or is being probed. A tripped one is still better than none; one that is down is not."""
+        """Chooses among rails that rest or are being probed. One that was put to rest for its losses is better than
+        none; one that is down is not."""
         waiting: RailState | None = None
         for tier in tiers:
             for way in tier:
@@ -233,7 +236,7 @@ class RailBoard:
 
     @staticmethod
     def why_none(tiers: Tiers) -> str:
-        """The causes of the rests; rails of one cause share it."""
+        """Returns the causes for which rails rest, with the rails of each cause."""
         rails: dict[str, list[str]] = {}
         for way in (way for tier in tiers for way in tier if way.rest_until):
             rails.setdefault(way.cause.removeprefix(f"{way.rail}: "), []).append(str(way.rail))
@@ -254,7 +257,7 @@ class RailBoard:
             nic.inflight += nbytes
 
     def answered(self, way: RailState, nbytes: int, now: float) -> None:
-        """A frame is no longer on its way, whatever became of it."""
+        """Notes that a frame is not on its way any more, whatever became of it."""
         nic = way.nic
         way.frames -= 1
         way.inflight -= nbytes
@@ -268,8 +271,8 @@ class RailBoard:
             del nic.busy[way]
 
     def landed(self, way: RailState, nbytes: int, posted_at: float, now: float) -> None:
-        """After `answered`: the target has acknowledged it. Only a frame posted after the failure shows that it is
-        over."""
+        """Notes that the target acknowledged a frame; it follows `answered`. Only a frame posted after a failure shows
+        that the failure is over."""
         if way.rest_until and posted_at >= way.failed_at:
             way.rest_until, way.back_at, way.down = 0.0, now, False
             way.losses.clear()
@@ -282,7 +285,8 @@ class RailBoard:
 
     @staticmethod
     def _sample(way: RailState, now: float) -> None:
-        """Bytes of a busy period by its length; small ones weigh little, as they measure the latency."""
+        """Measures the bandwidth of a busy period: its bytes by its length. Small ones weigh little, since they measure
+        latency."""
         nbytes, elapsed = way.window_bytes, now - way.window_at
         way.window_at, way.window_bytes = now, 0
         if elapsed <= 0.0 or not nbytes:
@@ -296,8 +300,8 @@ class RailBoard:
         way.sampled_at = now
 
     def lost(self, way: RailState, posted_at: float, cause: str, now: float, *, down: bool) -> bool:
-        """After `answered`: it did not arrive. Frames that were posted before an earlier loss was known are part of the
-        same misfortune. True: the way goes to rest."""
+        """Notes that a frame did not arrive; it follows `answered`. Frames posted before an earlier loss was known
+        count with that loss. Returns True when the rail goes to rest."""
         way.lost += 1
         if down or (way.rest_until and way.rest_until <= now):
             return self._rest(way, cause, now, down=down)
@@ -322,7 +326,8 @@ class RailBoard:
         return True
 
     def stalls(self, nic: Nic, now: float) -> None:
-        """Takes ways that show no sign of life out of the NIC's budget: a frozen peer must not keep others waiting."""
+        """Takes the bytes of rails without a sign of life out of the NIC's budget, so that a frozen peer does not keep
+        others waiting."""
         for way in nic.busy:
             if not way.stalled and now - way.progress_at >= STALL_S:
                 way.stalled = True
@@ -333,8 +338,8 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 class LruSieve(Generic[KeyT]):
-    """At most `capacity` keys, unless more than that are busy: SIEVE eviction (Zhang et al., NSDI 2024), with one
-    visited bit a key and one hand that sweeps from old to new. An engine keeps its connections by it."""
+    """A set of at most `capacity` keys, or more while they are busy, with SIEVE eviction (Zhang et al., NSDI 2024): one
+    visited bit a key, and one hand that sweeps from old to new. The engine limits its connections with it."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -345,7 +350,7 @@ class LruSieve(Generic[KeyT]):
         return len(self._visited)
 
     def touch(self, key: KeyT, may_evict: Callable[[KeyT], bool]) -> list[KeyT]:
-        """Notes a use; returns keys evicted to make room for a new one."""
+        """Notes a use of `key`, and returns the keys evicted to make room for it."""
         if key in self._visited:
             self._visited[key] = True
             return []

@@ -28,7 +28,7 @@ MAX_OFFSET = 1 << 62  # so that sums of offsets and addresses fit 64 bits
 
 @dataclass(frozen=True, slots=True)
 class RegionInfo:
-    """A region as peers see it. `shared`: its owner can hand out a read-only descriptor of it."""
+    """A region as peers see it. `shared` says that its owner can hand out a read-only descriptor of the memory."""
 
     base_offset: int
     length: int
@@ -38,8 +38,9 @@ class RegionInfo:
 
 @dataclass(frozen=True, slots=True)
 class NicInfo:
-    """A NIC that a transport of its owner uses. `name` is unique in the descriptor ("mlx5_0", "eth1"), `address` what
-    the transport dials or routes to (an IP address, a GID). `numa`: -1 unknown. `gbps`: 0 unknown."""
+    """A NIC that a transport of the segment's owner uses. `name` is unique in the descriptor ("mlx5_0", "eth1");
+    `address` is what the transport dials or routes to (an IP address, a GID). `numa` is -1 and `gbps` 0 where unknown.
+    """
 
     transport: str
     name: str
@@ -50,9 +51,9 @@ class NicInfo:
 
 @dataclass(frozen=True, slots=True)
 class SegmentDescriptor:
-    """What a peer needs to open a segment. `endpoints`: transport → its address fields. `token` is quoted in every
-    greeting, so that a connection to a restarted or foreign process is refused, never taken for this one. `topology`:
-    memory location → (names of preferred NICs, of secondary ones)."""
+    """What a peer needs to open a segment. `endpoints` maps a transport to its address fields. `token` is quoted in
+    every greeting, so that a connection to a restarted or foreign process is refused instead of being taken for this
+    one. `topology` maps a memory location to the names of (preferred, secondary) NICs."""
 
     name: str
     machine: str
@@ -68,7 +69,7 @@ class SegmentDescriptor:
 
     @classmethod
     def decode(cls, data: bytes) -> SegmentDescriptor:
-        """TransferError when it is malformed or of an unknown version."""
+        """Decodes a descriptor. Raises TransferError when it is malformed or of an unknown version."""
         if len(data) > MAX_DESCRIPTOR_BYTES:
             why = f"segment descriptor of {len(data)} bytes is over {MAX_DESCRIPTOR_BYTES}"
             raise TransferError(why, field="descriptor")
@@ -89,7 +90,7 @@ class SegmentDescriptor:
         return found
 
     def region_at(self, offset: int, length: int) -> RegionInfo | None:
-        """The region that holds all of [offset, offset + length)."""
+        """Returns the region that holds all of [offset, offset + length), or None."""
         for region in self.regions:
             if region.base_offset <= offset and offset + length <= region.base_offset + region.length:
                 return region
@@ -101,7 +102,8 @@ class _Versioned(msgspec.Struct):
 
 
 def network_id() -> str:
-    """Equal for two processes that see the same network, abstract unix-domain sockets among it."""
+    """Returns a value that is equal for two processes of one network namespace, in which abstract unix-domain sockets
+    are found too."""
     try:
         return os.readlink("/proc/self/ns/net")
     except OSError:
@@ -109,7 +111,7 @@ def network_id() -> str:
 
 
 def machine_id() -> str:
-    """Equal for two processes that may share memory: one boot, and one user namespace."""
+    """Returns a value that is equal for two processes that may share memory: same boot, same user namespace."""
     parts = []
     for path in ("/proc/sys/kernel/random/boot_id",):
         try:
@@ -127,7 +129,7 @@ def machine_id() -> str:
 
 @dataclass(eq=False, slots=True)
 class LocalRegion:
-    """A registered region of this process. `fd` is its read-only descriptor or -1; `keep` holds the memory."""
+    """A registered region of this process. `fd` is its read-only descriptor or -1; `keep` keeps the memory alive."""
 
     public: Region
     view: memoryview
@@ -149,14 +151,14 @@ class LocalRegion:
         return self.public.length
 
     def slice_at(self, offset: int, length: int) -> memoryview:
-        """`offset` counts in the segment."""
+        """Returns the memory at `offset` of the segment."""
         start = offset - self.public.base_offset
         return self.view[start : start + length]
 
 
 @dataclass(eq=False, slots=True)
 class LocalSegment:
-    """The regions of this engine. Thread-safe; look-ups read immutable snapshots and take no lock."""
+    """The regions of this engine. It is thread-safe; look-ups read immutable snapshots and take no lock."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     _next_base: int = PAGE
@@ -170,7 +172,7 @@ class LocalSegment:
         return self._by_base
 
     def add(self, address: int, length: int, location: str, view: memoryview, keep: object, fd: int) -> LocalRegion:
-        """TransferError when it overlaps a registered region."""
+        """Registers a region. Raises TransferError when it overlaps a registered one."""
         with self.changed:
             for other in self._by_base:
                 if address < other.address + other.length and other.address < address + length:
@@ -183,8 +185,7 @@ class LocalSegment:
             return region
 
     def again(self, address: int, length: int, location: str, keep: object) -> LocalRegion | None:
-        """The region that exactly this memory of the caller was registered as before, which then takes one more
-        `remove`; None when there is none."""
+        """Counts one more registration of exactly the same memory and returns its region; None when there is none."""
         with self.changed:
             region = self.by_address(address, length)
             if region is None or (region.address, region.length) != (address, length):
@@ -196,7 +197,7 @@ class LocalSegment:
             return region
 
     def let_go(self, region: LocalRegion) -> bool:
-        """Takes back one registration of several; false when it is the last."""
+        """Takes back one of several registrations. Returns False, and changes nothing, when it is the last."""
         with self.changed:
             if region.registrations == 1:
                 return False
@@ -204,7 +205,8 @@ class LocalSegment:
             return True
 
     def hide(self, region: LocalRegion) -> None:
-        """Nobody finds it any more; `remove` must follow. TransferError when it is not (the caller's alone) to hide."""
+        """Makes a region impossible to find; `remove` must follow. Raises TransferError when it is not registered, or
+        was registered again meanwhile."""
         with self.changed:
             if region not in self._by_base:
                 raise TransferError(f"region at offset {region.base} is not registered")
@@ -213,8 +215,8 @@ class LocalSegment:
             self._publish(tuple(r for r in self._by_base if r is not region))
 
     def remove(self, region: LocalRegion, timeout_s: float) -> None:
-        """Hides it, unless that is done, and waits until no peer's READ is being served from it. TransferError after
-        `timeout_s`: it stays registered."""
+        """Hides a region if it is not hidden yet, and waits until no peer's READ is served from it. Raises
+        TransferError after `timeout_s`; the region then stays registered."""
         with self.changed:
             if region in self._by_base:
                 self.hide(region)
@@ -249,7 +251,7 @@ class LocalSegment:
         return None
 
     def use(self, offset: int, length: int) -> LocalRegion | None:
-        """As by_offset, and keeps the region from being removed until `unuse`."""
+        """Finds a region as `by_offset` does, and keeps it from being removed until `unuse`."""
         with self.changed:
             region = self.by_offset(offset, length)
             if region is not None:

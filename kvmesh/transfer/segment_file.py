@@ -1,4 +1,4 @@
-"""Memory in a named file of a memory file system, which the next life of its process finds again.
+"""Memory in a named file of a memory file system, which the next incarnation of its process finds again.
 
     owner: open ─▶ flock ─▶ reserve ─▶ mmap(read, write) ─▶ mode 0400 ─▶ reopen O_RDONLY
     peer:  fd over SCM_RIGHTS ─▶ check: of this user, read-only ─▶ mmap(read)
@@ -35,8 +35,9 @@ _libc.fstatfs.argtypes = [ctypes.c_int, ctypes.c_void_p]
 
 
 def lock(path: str) -> int:
-    """A read-only descriptor of the file at `path`, made if there is none, under a lock that ends with it. ConfigError:
-    it is somebody else's, no plain file, on a disk, or its owner still lives after PATIENCE_S."""
+    """Opens or makes the file at `path`, locks it, and returns a read-only descriptor that holds the lock. Raises
+    ConfigError when the file is another user's, no plain file, not in a tmpfs, or still locked by a living process
+    after PATIENCE_S."""
     until = time.monotonic() + PATIENCE_S
     while True:
         try:
@@ -62,8 +63,8 @@ def lock(path: str) -> int:
 
 
 def replace(path: str, locked: int) -> int:
-    """A new, empty, locked file in the place of the one that `locked` is a descriptor of, which is closed. Whoever has
-    the old one mapped keeps the old bytes."""
+    """Puts a new, empty, locked file in the place of the one behind `locked`, closes `locked`, and returns the new
+    descriptor. Processes that have the old file mapped keep the old bytes."""
     fresh = f"{path}.new"
     try:
         os.unlink(fresh)
@@ -85,9 +86,9 @@ def replace(path: str, locked: int) -> int:
 
 
 def allocate(path: str, nbytes: int, *, keep: bool, huge_pages: str, prefault: bool) -> tuple[Mapping, int]:
-    """As `memory.allocate`, in the file at `path`. `Mapping.kept`: it was there, has this length, and was not to be
-    made anew (`keep`): its bytes are those of an earlier life. Otherwise they are zero. ConfigError, see `lock`; also
-    when the file system has no room for it."""
+    """Allocates memory as `memory.allocate` does, in the file at `path`. With `keep`, a file of the same length keeps
+    its bytes, and `Mapping.kept` is true; else they are zero. Raises ConfigError as `lock` does, and when the file
+    system has no room."""
     length = -(-nbytes // PAGE) * PAGE
     locked = lock(path)
     try:
@@ -117,8 +118,8 @@ def allocate(path: str, nbytes: int, *, keep: bool, huge_pages: str, prefault: b
 
 
 def open_writable(path: str, locked: int, length: int) -> int:
-    """The file that `locked` is a descriptor of, opened to be written, with `length` reserved bytes; zeros where there
-    was nothing. Its mode is 0400 afterwards."""
+    """Opens the file behind `locked` for writing and reserves `length` bytes; what was not there reads as zero. The
+    file's mode is 0400 afterwards."""
     os.fchmod(locked, 0o600)
     fd = os.open(f"/proc/self/fd/{locked}", os.O_RDWR | os.O_CLOEXEC)
     fresh = os.fstat(fd).st_size == 0
@@ -148,7 +149,7 @@ def _check(fd: int, path: str) -> None:
 
 
 def check_folder(path: str) -> None:
-    """ConfigError, OSError: no segment can lie in this folder."""
+    """Raises ConfigError or OSError unless segment files can lie in the folder `path`."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         if not _in_memory(fd):

@@ -1,4 +1,4 @@
-"""Who may post next. Pure: no clock, no lock (the sender's is held around every call).
+"""The order in which flows post. Pure: no clock, no lock (the sender's is held around every call).
 
     flow = what waits for one peer in one traffic class
 
@@ -31,15 +31,17 @@ RANKS = len(TrafficClass)
 
 
 def rank_of(traffic_class: int) -> int:
-    """Classes beyond the known ones are as patient as the last, or as urgent as the first."""
+    """Returns the rank of a traffic class. Unknown higher numbers count as the least urgent, negative ones as the most
+    urgent."""
     return min(max(traffic_class, 0), RANKS - 1)
 
 
 @dataclass(eq=False, slots=True)
 class SendFlow:
-    """`queue`: groups not wholly cut, by serial; `retry`: what must go again, and what is to be verified; it goes
-    first. `placed`: it waits in some turns, or is parked. `woken_by`: the NIC whose room it was woken to take.
-    `amid`: its turn has begun, and is not over while it has a deficit left."""
+    """What waits for one peer in one traffic class. `queue` holds groups that are not wholly cut, by serial; `retry`
+    holds parts to be sent again or verified, and goes first. `placed` says that the flow is in a ring or parked.
+    `woken_by` is the NIC whose room it was woken for. `amid` says that its turn has begun and lasts while it has a
+    deficit left."""
 
     link: PeerLink
     rank: int
@@ -56,7 +58,7 @@ class SendFlow:
 
 
 class Waiting(Protocol):
-    """What can take turns."""
+    """What a ring of turns needs to know of a flow."""
 
     rank: int
     deficit: int
@@ -76,7 +78,7 @@ class SendTurns(Generic[FlowT]):
         self.count = 0
 
     def put(self, flow: FlowT) -> None:
-        """A flow amid its turn is the next of its class again."""
+        """Appends a flow to the ring of its class; one whose turn has begun stays first."""
         ring = self.rings[flow.rank]
         flow.amid = flow.amid and flow.deficit > 0
         if flow.amid:
@@ -98,7 +100,8 @@ class SendTurns(Generic[FlowT]):
 
 
 class Shares:
-    """Token buckets: class `rank` earns `shares[rank]` of the bytes of more urgent classes while it waits."""
+    """Token buckets that keep less urgent classes from starving: while it waits, class `rank` earns `shares[rank]` of
+    the bytes of more urgent classes."""
 
     def __init__(self, shares: Sequence[float]) -> None:
         assert len(shares) == RANKS, "one share a class"
@@ -106,7 +109,7 @@ class Shares:
         self.tokens = [0.0] * RANKS
 
     def pick(self, rings: Sequence[Sequence[object]]) -> int:
-        """The class whose turn it is among those that wait; -1: none does."""
+        """Returns the class whose turn it is among those that wait, or -1."""
         first = -1
         for rank, ring in enumerate(rings):
             if ring:
@@ -117,7 +120,8 @@ class Shares:
         return first
 
     def spend(self, rank: int, nbytes: int, backlog: Sequence[int]) -> None:
-        """`backlog[r]`: how many flows of class r wait."""
+        """Charges bytes posted by class `rank`, and credits the classes below that wait. `backlog[r]` is the number of
+        waiting flows of class r."""
         if self.tokens[rank] > 0 and any(backlog[:rank]):
             self.tokens[rank] -= nbytes
         for lower in range(rank + 1, RANKS):
@@ -126,7 +130,8 @@ class Shares:
 
 
 class Budgeted(Protocol):
-    """A local NIC as the dealer sees it: bytes on their way, how many may be, and who waits for room."""
+    """A local NIC as the scheduler of sends sees it: bytes on their way, their limit, and the flows that wait
+    for room."""
 
     inflight: int
     budget: int
@@ -134,7 +139,7 @@ class Budgeted(Protocol):
 
 
 class DeficitRoundRobin:
-    """The flows of an engine that have something to post."""
+    """Chooses which of an engine's flows posts next."""
 
     def __init__(self, shares: Sequence[float]) -> None:
         self.shares = Shares(shares)
@@ -142,14 +147,15 @@ class DeficitRoundRobin:
         self.backlog = [0] * RANKS
 
     def place(self, flow: SendFlow) -> None:
-        """It has something to post; nothing happens when it waits already."""
+        """Adds a flow that has something to post, unless it waits already."""
         if not flow.placed:
             flow.placed = True
             self.backlog[flow.rank] += 1
             self.ready.put(flow)
 
     def take(self) -> SendFlow | None:
-        """The next to post a frame; the caller then places it again, parks it, or finds it empty."""
+        """Removes and returns the flow that posts next, or None. The caller then calls `spent` or `park_at`, or finds
+        that it has nothing."""
         if not self.ready.count:
             return None
         flow = self.ready.take(self.shares.pick(self.ready.rings))
@@ -158,7 +164,8 @@ class DeficitRoundRobin:
         return flow
 
     def spent(self, flow: SendFlow, nbytes: int, parked: list[SendFlow] | None = None) -> None:
-        """It posted a frame; with `parked` it waits there for room to post the next."""
+        """Charges a flow for a frame that it posted. With `parked`, the flow waits in that list for room for the next
+        one."""
         flow.deficit -= nbytes
         flow.amid = flow.busy
         if flow.rank < RANKS - 1 or any(self.backlog[: flow.rank]):
@@ -171,12 +178,13 @@ class DeficitRoundRobin:
             flow.deficit = min(flow.deficit, 0)  # an unused turn is not saved up
 
     def room(self, nic: Budgeted, rank: int) -> bool:
-        """Less urgent classes leave half of the budget free, so that an urgent frame never waits for a full one."""
+        """Says whether a class may post over a NIC. Less urgent classes may fill half of the budget only, so that an
+        urgent frame never waits for a full one."""
         urgent = rank == 0 or self.shares.tokens[rank] > 0
         return nic.inflight < (nic.budget if urgent else max(1, nic.budget // 2))
 
     def park_at(self, flow: SendFlow, parked: list[SendFlow] | SendTurns[SendFlow]) -> None:
-        """It waits for room there."""
+        """Lets a flow wait for room at a rail or NIC."""
         flow.placed = True
         self.backlog[flow.rank] += 1
         if isinstance(parked, SendTurns):
@@ -185,14 +193,15 @@ class DeficitRoundRobin:
             parked.append(flow)
 
     def wake_all(self, parked: list[SendFlow]) -> None:
-        """At a way: at most one flow a class waits there."""
+        """Wakes the flows parked at a rail, of which there is at most one a class."""
         for flow in parked:
             self.ready.put(flow)
         parked.clear()
 
     def wake_one(self, nic: Budgeted) -> None:
-        """Lets the next flow try, when the NIC has room for it. Called again once that one has taken it, or has not
-        (`woken_by`), so that no room is left unused, and the cost is by frames and not by flows that wait."""
+        """Wakes the next flow parked at a NIC, if the NIC has room for it. It is called again when that flow has taken
+        the room or left it (`woken_by`), so that no room stays unused and the cost goes by frames, not by waiting
+        flows."""
         if nic.parked.count:
             rank = self.shares.pick(nic.parked.rings)
             if self.room(nic, rank):

@@ -52,8 +52,9 @@ HELP_S = 0.02  # a caller that waits longer sleeps: what took so long need not b
 
 
 class Sender:
-    """Links to peers, batches, time-outs. `run` is the body of the engine's timer thread. Unless its docstring says
-    otherwise, a method that takes `after` is called with the lock held, and `conclude(after)` must follow without."""
+    """The links to peers, the batches and their time-outs. `run` is the body of the engine's timer thread. Unless its
+    docstring says otherwise, a method that takes `after` is called with the lock held, and `conclude(after)` must
+    follow once it is released."""
 
     def __init__(
         self, config: EngineConfig, segment: LocalSegment, clock: Callable[[], float] = time.monotonic
@@ -88,15 +89,16 @@ class Sender:
     # ── links to peers ────────────────────────────────────────────────────────────────────────────
 
     def opened(self, segment: str) -> PeerLink:
-        """The link of a segment that is open. TransferError when it is not, with the reason where no transport reaches
-        it. Lock held."""
+        """Returns the link of an open segment. Raises TransferError when it is not open, with the reason where no
+        transport reaches it. The caller holds the lock."""
         link = self.links.get(checks.name("segment", segment))
         if link is None:
             raise TransferError(self.refused.get(segment, f"segment={segment!r}: not open"), field="segment")
         return link
 
     def refuse_segment(self, segment: str, why: str) -> TransferError:
-        """The error of a segment that no transport reaches. Lock not held."""
+        """Returns the error of a segment that no transport reaches, and keeps the reason. The caller does not hold the
+        lock."""
         with self.lock:
             self.refused[segment] = why
             if len(self.refused) > MAX_REFUSED:
@@ -104,13 +106,14 @@ class Sender:
         return TransferError(why, field="segment")
 
     def open_link(self, link: PeerLink) -> None:
-        """Unless it is open. Lock held."""
+        """Adds a link unless one of its name is open. The caller holds the lock."""
         self.refused.pop(link.name, None)
         if self.links.setdefault(link.name, link) is link:
             link.epochs.spoiled = self._closed.take(link.descriptor.token)
 
     def close_link(self, link: PeerLink, cause: str, after: AfterUnlock) -> None:
-        """Fails what is queued; the caller then has the transports forget the segment. Lock held."""
+        """Fails what is queued on a link; the caller then has the transports forget the segment. The caller holds the
+        lock."""
         now = self.clock()
         link.closed = cause
         link.epochs.close(cause)
@@ -136,15 +139,16 @@ class Sender:
             return batch.id
 
     def batch(self, batch_id: BatchId) -> Batch:
-        """TransferError when it is unknown or freed. Lock held."""
+        """Returns the batch of this id. Raises TransferError when it is unknown or was freed. The caller holds the
+        lock."""
         batch = self.batches.get(batch_id)
         if batch is None:
             raise TransferError(f"batch={batch_id}: unknown or freed", field="batch")
         return batch
 
     def submit(self, batch_id: BatchId, requests: Sequence[TransferRequest], deadline: float) -> None:
-        """Queues requests, and posts what may be posted now. TransferError, and nothing queued, when one of them is
-        malformed, or the batch has no room for all. Lock not held."""
+        """Queues requests, and posts what may be posted now. Raises TransferError, and queues nothing, when a request
+        is malformed or the batch has no room for all. The caller must not hold the lock."""
         after = AfterUnlock()
         with self.lock:
             batch = self.batch(batch_id)
@@ -156,7 +160,8 @@ class Sender:
         self.conclude(after)
 
     def _grouped(self, batch: Batch, requests: Sequence[TransferRequest], deadline: float) -> list[RequestGroup]:
-        """Requests that share everything but addresses, in order; checks each: TransferError for a malformed one."""
+        """Checks the requests and groups those that differ in their addresses alone, in order. Raises TransferError for
+        a malformed one."""
         groups: dict[tuple[object, ...], RequestGroup] = {}
         group: RequestGroup | None = None
         slot = len(batch.states)
@@ -251,12 +256,12 @@ class Sender:
         self._pump(after, now)
 
     def notify(self, link: PeerLink, notice: EndMark, after: AfterUnlock) -> None:
-        """Sends the end mark once the writes before it are final."""
+        """Sends an end mark once the writes before it are final."""
         if not link.epochs.add(notice):
             self._send_notice(link, notice, after, self.clock())
 
     def cancel(self, batch: Batch, state: TransferState, cause: str, after: AfterUnlock) -> None:
-        """Stops what is not final of this batch."""
+        """Stops the requests of a batch that are not final."""
         now = self.clock()
         for group in list(batch.groups.values()):
             self._stop(group, state, cause, after, now)
@@ -264,12 +269,13 @@ class Sender:
         self._pump(after, now)
 
     def in_use(self, region: LocalRegion) -> bool:
-        """Whether an unfinished request uses it, or a frame of an overdue one that is still on its way. Lock held."""
+        """Says whether an unfinished request uses the region, or a frame that is still on its way for one that timed
+        out. The caller holds the lock."""
         flying = (frame.group for frame in self.inflight.values() if frame.group is not None)
         return region in {group.local for group in (*self._live.values(), *flying)} | set(self._comparing.values())
 
     def count(self, what: str, n: int = 1) -> None:
-        """Not exact under races: for people, not for decisions."""
+        """Adds to a counter of the statistics. Updates that race may be lost, so no decision may rest on it."""
         self.counters[what] = self.counters.get(what, 0) + n
 
     def stats(self) -> EngineStats:
@@ -316,7 +322,7 @@ class Sender:
                 dealer.wake_one(woken_by)
 
     def _launch(self, frame: Frame, after: AfterUnlock, now: float) -> RailState:
-        """Puts it on its way; the transport gets it once the lock is released."""
+        """Notes that a frame is on its way; its transport gets it once the lock is released."""
         frame.posted_at = now
         self.inflight[frame.serial] = frame
         way = frame.way
@@ -333,7 +339,7 @@ class Sender:
         return way
 
     def conclude(self, after: AfterUnlock) -> None:
-        """Does what had to wait for the lock's release."""
+        """Hands frames to their transports and calls callbacks. The lock must not be held."""
         while after.frames or after.callbacks:
             frames, after.frames = after.frames, []
             for frame in frames:
@@ -350,7 +356,8 @@ class Sender:
                     log.exception("callback of a transfer raised")
 
     def _answered(self, frame: Frame, now: float) -> RailState | None:
-        """Takes it off its way and wakes who waited for the room; None: it was answered for before."""
+        """Notes that a frame is not on its way any more, and wakes flows that waited for its room. Returns None when it
+        was answered before."""
         if frame.answered:
             return None
         frame.answered = True
@@ -440,7 +447,8 @@ class Sender:
             frame.link.again(group, resend)
 
     def _compare(self, frame: Frame, group: RequestGroup, refused: Sequence[int], cause: str) -> None:
-        """A CHECKSUM was answered. The memory here is read without the lock, and kept registered meanwhile."""
+        """Compares checksums after a CHECKSUM frame was answered. The local memory is read without the lock, and stays
+        registered meanwhile."""
         with self.lock:
             if frame.answered:
                 return
@@ -462,7 +470,8 @@ class Sender:
             self.conclude(after)
 
     def _compared(self, frame: Frame, group: RequestGroup, differ: list[Part], after: AfterUnlock, now: float) -> None:
-        """What differs is sent again, a few times; the rail that brought it has erred."""
+        """Sends parts that differ again, at most `verify_attempts` times, and counts a loss of the rail that brought
+        them."""
         if not differ:
             return
         self.count("checksums_differ", len(differ))
@@ -479,12 +488,12 @@ class Sender:
         frame.link.again(group, RetriedParts(group, kind, differ, 1, checks, frame.avoid))
 
     def _dropped(self, group: RequestGroup, cause: str, after: AfterUnlock, now: float) -> None:
-        """No way is left for it."""
+        """Fails a group that no rail can carry any more."""
         group.link.drop(group, cause, after)
         self._settle(group, after, now)
 
     def _settle(self, group: RequestGroup, after: AfterUnlock, now: float) -> None:
-        """After slots of a group may have become final."""
+        """Notes slots of a group that became final, and sends end marks that waited for it."""
         writes = group.opcode is Opcode.WRITE
         if writes and group.spoilt is not None:
             group.link.epochs.spoil(group.epoch, group.spoilt)
@@ -520,7 +529,7 @@ class Sender:
             self._launch(frame, after, now)
 
     def _stop(self, group: RequestGroup, state: TransferState, cause: str, after: AfterUnlock, now: float) -> None:
-        """Nothing more of it is posted, and what has not left yet is taken back."""
+        """Stops posting a group, and recalls frames that have not left yet."""
         group.link.unqueue(group)
         for frame in list(group.frames.values()):
             if frame.transport.recall(frame) and self._answered(frame, now) is not None:
@@ -532,7 +541,7 @@ class Sender:
     # ── waiting for a batch ──────────────────────────────────────────────────────────────────────────
 
     def on_final(self, batch_id: BatchId, callback: Callable[[], None]) -> None:
-        """Calls back once every request submitted so far is final; now, when it is."""
+        """Calls `callback` once every request submitted so far is final, or now if they are."""
         with self.lock:
             batch = self.batch(batch_id)
             if batch.open:
@@ -541,7 +550,7 @@ class Sender:
         callback()
 
     async def wait(self, batch_id: BatchId) -> None:
-        """Until every request submitted so far is final: bounded by their time-outs."""
+        """Waits until every request submitted so far is final, which their time-outs bound."""
         loop = asyncio.get_running_loop()
         done = loop.create_future()
 
@@ -559,8 +568,9 @@ class Sender:
         await done
 
     def wait_sync(self, batch_id: BatchId, timeout_s: float) -> bool:
-        """False when `timeout_s` passed first. While a frame of the batch is on its way the calling thread takes part
-        in reading its answer, which is sooner than being woken by the thread that reads it."""
+        """Blocks until every request submitted so far is final; returns False when `timeout_s` passes first. While a
+        frame of the batch is on its way the calling thread itself reads the answer, which is sooner than being woken by
+        the thread that reads it."""
         deadline = time.monotonic() + timeout_s
         gate = threading.Lock()  # much cheaper than an Event
         gate.acquire()
@@ -594,7 +604,8 @@ class Sender:
             self._timer_changed.notify()
 
     def run(self) -> None:
-        """Until `stop`. Sleeps until the earliest time-out that may be due, so an idle engine never wakes."""
+        """Runs time-outs until `stop`. It sleeps until the earliest time-out that may be due, so an idle engine never
+        wakes."""
         while True:
             with self.lock:
                 now = self.clock()
@@ -609,7 +620,7 @@ class Sender:
                 log.exception("time-outs")  # and on: without a timer nothing would ever be overdue again
 
     def tick(self) -> None:
-        """Does what is due."""
+        """Handles time-outs that are due."""
         after = AfterUnlock()
         overdue: list[tuple[Frame, float]] = []
         with self.lock:
@@ -624,7 +635,7 @@ class Sender:
         self.conclude(after)
 
     def stop(self) -> None:
-        """After the transports are closed: ends the timer, and whatever a transport still owes an answer for."""
+        """Ends the timer, and every request that a transport has not answered. The transports are closed by then."""
         after = AfterUnlock()
         with self.lock:
             self._stopped = True
@@ -639,7 +650,7 @@ class Sender:
         self.conclude(after)
 
     def _silent(self, now: float) -> Iterator[Frame]:
-        """Frames without an answer for `ack_timeout_s`, each so often again."""
+        """Yields the frames that have had no answer for `ack_timeout_s`; each comes up again after as long."""
         while self.inflight:
             frame = next(iter(self.inflight.values()))
             if frame.posted_at + self.config.ack_timeout_s > now:
@@ -649,7 +660,8 @@ class Sender:
             yield frame
 
     def _reconsider(self, now: float) -> None:
-        """Before a `pump`: flows that wait for a way look for another; NICs no longer count bytes that do not move."""
+        """Lets flows that wait for a rail choose again, and takes stalled bytes out of NIC budgets. `_pump` must
+        follow."""
         while self._alarms and self._alarms[0][0] <= now:
             _, _, flow, way = heapq.heappop(self._alarms)
             if flow in way.parked:
@@ -691,7 +703,8 @@ class Sender:
 
 
 def _must_wait(flow: SendFlow, way: RailState) -> bool:
-    """Whether its next frame could only find this way, without room: what `cut` would find out, for less."""
+    """Says whether the flow's next frame could use only this rail, which has no room. `cut` would find out the same at
+    a higher cost."""
     if way.frames < way.rail.transport.limits.inflight_frames or way.rest_until or flow.retry:
         return False
     group = next(iter(flow.queue.values()), None)

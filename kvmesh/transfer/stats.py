@@ -24,7 +24,8 @@ MAX_CAUSES = 32
 
 @dataclass(frozen=True, slots=True)
 class HistogramStats:
-    """`counts[i]` observations ≤ `bounds[i]`, and one more entry for those above all; not cumulative."""
+    """A histogram. `counts[i]` counts observations <= `bounds[i]` that are above the bound before; one more entry
+    counts those above all bounds."""
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
@@ -35,13 +36,13 @@ class HistogramStats:
         return sum(self.counts)
 
     def cumulative(self) -> tuple[int, ...]:
-        """As Prometheus wants them; the last is all."""
+        """Returns cumulative counts, as Prometheus wants them; the last is the total."""
         return tuple(accumulate(self.counts))
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficStats:
-    """Frames that the target answered. `operation`: write, read, notify, checksum."""
+    """Frames that targets answered, by operation (write, read, notify, checksum) and traffic class."""
 
     operation: str
     traffic_class: TrafficClass
@@ -52,9 +53,9 @@ class TrafficStats:
 
 @dataclass(frozen=True, slots=True)
 class NicStats:
-    """Everything over one local NIC (name "": the transport has no choice). `errors` by cause: "lost", "down",
-    "unsettled", "checksum", "refused: …". `latency` in seconds from post to answer, `bandwidth` in bytes per second of
-    a rail's busy periods. `waiting`: peers and classes that wait for room in its budget."""
+    """Counters and state of one local NIC (name "": the transport has no choice of NICs). `errors` counts by cause:
+    "lost", "down", "unsettled", "checksum", "refused: ...". `latency` is in seconds from post to answer, `bandwidth` in
+    bytes per second of busy periods. `waiting` counts flows that wait for room in the NIC's budget."""
 
     transport: str
     nic: str
@@ -69,8 +70,9 @@ class NicStats:
 
 @dataclass(frozen=True, slots=True)
 class RailStats:
-    """One rail to one peer, now. `bandwidth` in bytes per second (0: not known yet), `latency` in seconds: averages.
-    `class_bytes` by traffic class, since the segment was opened. `cause`: of the last rest, "" none yet."""
+    """The present state of one rail. `bandwidth` (bytes per second, 0 unknown) and `latency` (seconds) are averages.
+    `class_bytes` counts bytes by traffic class since the segment was opened. `cause` is why the rail last went to rest,
+    "" if it never did."""
 
     segment: str
     transport: str
@@ -91,7 +93,8 @@ class RailStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """`requests`: how many became final, by class and state. `waiting`: peers with something to post, by class."""
+    """The statistics of an engine. `requests` counts those that became final by class and state; `waiting` counts flows
+    with something to post, by class."""
 
     nics: tuple[NicStats, ...]
     rails: tuple[RailStats, ...]
@@ -102,7 +105,7 @@ class EngineStats:
 
 
 class Histogram:
-    """The growing one."""
+    """A histogram that observations are added to."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -138,7 +141,7 @@ class Meter:
         self.latency.observe(took_s)
 
     def erred(self, cause: str, n: int = 1) -> None:
-        """Causes beyond the first few are "other": their number is bounded."""
+        """Counts an error. Causes beyond MAX_CAUSES count as "other", so that their number is bounded."""
         if cause not in self.errors and len(self.errors) >= MAX_CAUSES:
             cause = "other"
         self.errors[cause] = self.errors.get(cause, 0) + n
@@ -146,12 +149,12 @@ class Meter:
 
 @lru_cache
 def bytes_counter(transport: str, kind: FrameKind) -> str:
-    """The name of an engine's counter: "tcp.write_bytes"."""
+    """Returns the name of an engine's byte counter, such as "tcp.write_bytes"."""
     return f"{transport}.{kind.name.lower()}_bytes"
 
 
 def nic_stats(nic: Nic) -> NicStats:
-    """Lock held."""
+    """Returns the statistics of a NIC. The caller holds the sender's lock."""
     traffic = tuple(
         TrafficStats(kind.name.lower(), TrafficClass(rank), *row) for (kind, rank), row in nic.meter.traffic.items()
     )
@@ -172,7 +175,7 @@ def nic_stats(nic: Nic) -> NicStats:
 
 
 def rail_stats(links: Iterable[PeerLink], now: float) -> tuple[RailStats, ...]:
-    """Lock held."""
+    """Returns the statistics of all rails of these links. The caller holds the sender's lock."""
     return tuple(_rail(link.name, way, now) for link in links for way in link.ways.values())
 
 

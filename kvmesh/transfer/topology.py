@@ -1,4 +1,4 @@
-"""Which NICs a memory location prefers, and which are there for when those fail.
+"""Which NICs a memory location prefers, and which are used when those fail.
 
     {"cpu:0":  (("mlx5_0", "mlx5_1"), ("mlx5_2", "mlx5_3")),
      "cuda:3": (("mlx5_3",),          ("mlx5_2", "mlx5_0", "mlx5_1"))}
@@ -30,7 +30,7 @@ _LOCAL, _REMOTE = 10, 20  # NUMA distances where the firmware tells none
 
 
 class Distance(enum.IntEnum):
-    """Between memory and a NIC, by what the bytes must cross."""
+    """What lies between memory and a NIC, nearest first."""
 
     SWITCH = 0  # one PCIe switch (or root port)
     ROOT = 1  # one root complex
@@ -43,8 +43,9 @@ class Distance(enum.IntEnum):
 
 
 def distance(host: Host, location: str, nic: Place) -> tuple[Distance, int]:
-    """And how far within that: bridges between a GPU and the NIC, or the firmware's NUMA distance. Memory or a NIC of
-    which the node is unknown is taken as near, as on a machine of one node."""
+    """Returns the distance between a memory location and a NIC, and a finer one within that: bridges between a GPU and
+    the NIC, or the firmware's NUMA distance. Where a node is unknown it counts as near, as on a machine with one node.
+    """
     place = next((gpu.place for gpu in host.gpus if gpu.location == location), None)
     if place is None:
         node = int(location.partition(":")[2])
@@ -62,7 +63,7 @@ def distance(host: Host, location: str, nic: Place) -> tuple[Distance, int]:
 
 
 def discover(host: Host, nics: Sequence[NicInfo]) -> Topology:
-    """For every memory location of this host; empty where no transport has a choice of NICs."""
+    """Returns the ranked NICs of every memory location of this host; empty where no transport has a choice of NICs."""
     if not nics:
         return {}
     return {location: _ranked(host, location, nics) for location in host.locations}
@@ -84,7 +85,8 @@ def _ranked(host: Host, location: str, nics: Sequence[NicInfo]) -> tuple[tuple[s
 
 
 def place_of(host: Host, nic: NicInfo) -> Place:
-    """By the name of the device; what the transport says of its node where /sys knows no such device."""
+    """Returns where a NIC is plugged in, by its device name; for a device that /sys does not know, by the NUMA node
+    that its transport names."""
     found = host.place_of(nic.name)
     return found if found is not None else Place(numa=nic.numa)
 
@@ -93,9 +95,9 @@ def place_of(host: Host, nic: NicInfo) -> Place:
 
 
 def resolve(override: str, host: Host, nics: Sequence[NicInfo]) -> Topology:
-    """As found, and as `override` says for the locations that it names: {"cpu:0": [["eth0"], ["eth1"]]}, inline or in
-    a file. NICs that it leaves out for a location come last there. TransferError (field "topology") names what is
-    wrong: a file that cannot be read, no JSON, another form, a location or NIC that is not here."""
+    """Returns the discovered topology, changed by `override`: JSON such as {"cpu:0": [["eth0"], ["eth1"]]}, or the path
+    of a file of it. NICs that `override` leaves out for a location come last there. Raises TransferError (field
+    "topology") for an unreadable file, malformed JSON, another form, or a location or NIC that this host lacks."""
     found = discover(host, nics)
     if override.strip():
         found.update(parse(override, host.locations, [nic.name for nic in nics]))
@@ -103,7 +105,7 @@ def resolve(override: str, host: Host, nics: Sequence[NicInfo]) -> Topology:
 
 
 def parse(override: str, locations: Sequence[str], nics: Sequence[str]) -> Topology:
-    """What `override` says, checked. Raises as `resolve`."""
+    """Returns the topology that `override` describes. Raises TransferError as `resolve` does."""
     text, where = _load(override)
     try:
         told = json.loads(text, object_pairs_hook=_unique)
@@ -122,7 +124,7 @@ def parse(override: str, locations: Sequence[str], nics: Sequence[str]) -> Topol
 
 
 def _load(override: str) -> tuple[str, str]:
-    """The JSON, and what to call it in an error."""
+    """Returns the JSON text, and its name for error messages."""
     if override.lstrip().startswith(("{", "[")):
         if len(override) > MAX_BYTES:
             raise _bad("topology", f"is over {MAX_BYTES} bytes")

@@ -1,4 +1,4 @@
-"""Who may write where, now: the target's side of the fence.
+"""The windows of a segment: which peer may write where now. It is the target's side of the fence.
 
     open(peer, epoch, ranges)                      fence(peer, epoch)
           │                                              │ no new slice is admitted
@@ -30,13 +30,13 @@ from kvmesh.errors import TransferError
 
 MAX_UNINVITED = 4096
 MAX_NOTIFICATIONS = 65536  # of one window
-MAX_FENCED = 65536  # epochs that are remembered, so that nobody opens them again
+MAX_FENCED = 65536  # fenced epochs that are remembered, so that they are not opened again
 
 HomeT = TypeVar("HomeT")
 
 
 class WindowHolder(Protocol):
-    """A thread that lands bytes. `interrupt` makes it leave its slice soon; called from other threads."""
+    """A thread that lands bytes. Other threads call `interrupt` to make it leave its slice soon."""
 
     def interrupt(self) -> None: ...
 
@@ -54,8 +54,8 @@ class _Window(Generic[HomeT]):
 
 @dataclass(eq=False, slots=True)
 class WindowAdmission(Generic[HomeT]):
-    """Slices that may be landed now: `homes[i]` is where slice i lies, None when that slice is refused.
-    Must be given back with `Windows.leave`."""
+    """The right to land slices now: `homes[i]` is where slice i lies, None if slice i is refused. It must be given back
+    with `Windows.leave`."""
 
     homes: list[HomeT | None]
     refused: list[int]
@@ -64,7 +64,7 @@ class WindowAdmission(Generic[HomeT]):
 
 
 class Windows(Generic[HomeT]):
-    """All windows of one segment. `HomeT` is whatever the caller attaches to a range (the region it lies in)."""
+    """All windows of one segment. `HomeT` is what the caller attaches to a range (the region that it lies in)."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._changed = threading.Condition(threading.Lock())
@@ -74,9 +74,9 @@ class Windows(Generic[HomeT]):
         self._clock = clock
 
     def open(self, peer: str, epoch: int, ranges: Iterable[tuple[int, int, HomeT]]) -> None:
-        """Invites `peer` to write (offset, length) ranges in this epoch; adds to a window that is open already.
-        TransferError for an empty range, a peer without a name, while the window is being fenced, and after: a slice of
-        an epoch that was fenced may come late, and must never land."""
+        """Allows `peer` to write (offset, length) ranges in this epoch; a window that is already open grows. Raises
+        TransferError for an empty range, for a peer without a name, and for an epoch that is being or was fenced: a
+        slice of such an epoch may still arrive and must never land."""
         if not peer:
             raise TransferError("peer='': a window needs the writer's name", field="peer")
         fresh = [(offset, offset + length, home) for offset, length, home in ranges]
@@ -98,7 +98,8 @@ class Windows(Generic[HomeT]):
     def admit(
         self, peer: str, epoch: int, offsets: Sequence[int], lengths: Sequence[int], holder: WindowHolder
     ) -> WindowAdmission[HomeT] | None:
-        """None: no such window is open, or it has none of the slices. Otherwise the caller is inside until `leave`."""
+        """Admits slices that lie in an open window; the caller is then inside the window until `leave`. Returns None
+        when no such window is open or it holds none of the slices."""
         homes: list[HomeT | None] = []
         refused: list[int] = []
         with self._changed:
@@ -124,7 +125,8 @@ class Windows(Generic[HomeT]):
         return WindowAdmission(homes, refused, window, holder)
 
     def leave(self, admission: WindowAdmission[HomeT], landed_bytes: int) -> None:
-        """The caller can no longer touch the memory; `landed_bytes` of the slices are whole."""
+        """Ends an admission: the caller cannot touch the memory any more, and `landed_bytes` of its slices are
+        whole."""
         with self._changed:
             window = admission.window
             window.inside.remove(admission.holder)
@@ -133,8 +135,8 @@ class Windows(Generic[HomeT]):
                 self._changed.notify_all()
 
     def ranges(self, peer: str, epoch: int) -> tuple[list[int], list[int]] | None:
-        """Starts and ends of what it may write now, sorted; None while the window is not open. For a transport whose
-        hardware lands bytes: it must make sure by itself that they stop at a fence."""
+        """Returns the sorted starts and ends of the window's ranges, or None while it is not open. It is for transports
+        whose hardware lands bytes; these must make sure themselves that landing stops at a fence."""
         with self._changed:
             window = self._windows.get((peer, epoch))
             if window is None or window.closing:
@@ -142,15 +144,16 @@ class Windows(Generic[HomeT]):
             return list(window.starts), list(window.ends)
 
     def landed(self, peer: str, epoch: int, nbytes: int) -> None:
-        """As `leave` counts them, for bytes that hardware landed and the writer tells of."""
+        """Counts bytes that hardware landed and the writer reported."""
         with self._changed:
             window = self._windows.get((peer, epoch))
             if window is not None:
                 window.landed_bytes += nbytes
 
     def take_notification(self, peer: str, epoch: int, serial: int) -> bool | None:
-        """True: deliver it; False: it was delivered before (a re-sent one); None: the window is not open. Epoch 0 needs
-        none: of those the last ones of all peers are remembered."""
+        """Says what to do with a notification: True to deliver it, False when it was delivered before (it was sent
+        again), None when the window is not open. Epoch 0 needs no window; its most recent serials of all peers are
+        remembered."""
         with self._changed:
             if epoch == 0:
                 if (peer, serial) in self._uninvited:
@@ -170,7 +173,7 @@ class Windows(Generic[HomeT]):
             return True
 
     def shut(self, peer: str, epoch: int) -> bool:
-        """Refuses every further slice of it, without waiting. False: there is no such window."""
+        """Refuses all further slices of a window, without waiting. Returns False when there is no such window."""
         with self._changed:
             window = self._windows.get((peer, epoch))
             if window is not None:
@@ -178,8 +181,9 @@ class Windows(Generic[HomeT]):
             return window is not None
 
     def fence(self, peer: str, epoch: int, timeout_s: float, grace_s: float) -> None:
-        """Returns when no byte of (peer, epoch) can land any more; at once when there is no such window.
-        TransferError when a thread is still inside after `timeout_s`: the window stays closed, call it again."""
+        """Returns when no byte of (peer, epoch) can land any more; at once when there is no such window. Raises
+        TransferError when a thread is still inside after `timeout_s`; the window stays closed, and the fence must be
+        repeated."""
         started = self._clock()
         with self._changed:
             window = self._windows.get((peer, epoch))
@@ -200,7 +204,7 @@ class Windows(Generic[HomeT]):
                     self._fenced.popitem(last=False)
 
     def epochs(self, peer: str) -> list[int]:
-        """Every epoch of this peer that has a window, open or closing."""
+        """Returns every epoch of this peer that has a window, open or closing."""
         with self._changed:
             return [epoch for name, epoch in self._windows if name == peer]
 
@@ -211,13 +215,14 @@ class Windows(Generic[HomeT]):
                 window.closing = True
 
     def landed_bytes(self, peer: str, epoch: int) -> int:
-        """Bytes of whole slices landed in this window; slices sent twice count twice. 0 when there is none."""
+        """Returns the bytes of whole slices that landed in this window, 0 when there is none. A slice that was sent
+        twice counts twice."""
         with self._changed:
             window = self._windows.get((peer, epoch))
             return 0 if window is None else window.landed_bytes
 
     def overlapping(self, offset: int, length: int) -> tuple[str, int] | None:
-        """(peer, epoch) of some window with a range in here, or None."""
+        """Returns (peer, epoch) of a window that has a range overlapping these bytes, or None."""
         with self._changed:
             for key, window in self._windows.items():
                 at = bisect_right(window.starts, offset + length - 1) - 1

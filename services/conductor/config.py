@@ -1,4 +1,4 @@
-"""What the conductor can be told."""
+"""The conductor's settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvmesh.services.conductor.settings import Mode
 
 @dataclass(frozen=True, kw_only=True)
 class ConductorConfig(ServiceConfig):
-    """Raises ConfigError naming the field when a value cannot be."""
+    """The conductor's settings. Raises ConfigError, which names the field, when a value is out of range."""
 
     store: str = field(default="127.0.0.1:0", metadata={"help": "Store masters, host:port,host:port,..."})
     slo_ttft_ms: int = field(
@@ -243,7 +243,8 @@ class ConductorConfig(ServiceConfig):
 
     @property
     def slos(self) -> tuple[tuple[str, float, float], ...]:
-        """`slo_by_model`: names, TTFT and TBT in seconds. ConfigError: not NAME=TTFT_MS:TBT_MS, a name twice."""
+        """`slo_by_model` as names with TTFT and TBT in seconds. Raises ConfigError when an entry is not
+        NAME=TTFT_MS:TBT_MS, or a name occurs twice."""
         found: dict[str, tuple[str, float, float]] = {}
         for text in self.slo_by_model:
             name, _, values = text.rpartition("=")

@@ -1,4 +1,4 @@
-"""What the conductor's brain hears and answers. Times in seconds, sizes in tokens, blocks or bytes."""
+"""The events, actions and values of the conductor's brain. Times are in seconds, sizes in tokens, blocks or bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Role(Enum):
 
     @property
     def decodes(self) -> bool:
-        """Whether an instance of this role runs the batch."""
+        """Whether an instance of this role decodes answers."""
         return self is not Role.PREFILL
 
 
@@ -42,7 +42,7 @@ class Fetch(Enum):
 
 @dataclass(frozen=True)
 class Ref:
-    """One life of one instance."""
+    """One incarnation of one instance."""
 
     instance_id: str
     address: str
@@ -50,13 +50,13 @@ class Ref:
 
     @cached_property
     def life(self) -> Life:
-        """Without the address."""
+        """The instance's id and incarnation, without the address."""
         return self.instance_id, self.incarnation
 
 
 @dataclass(frozen=True)
 class Member:
-    """A node store's owner as the store master knows it: an instance, or a pool node without an engine."""
+    """The owner of a node store as the store master knows it: an instance, or a pool node without an engine."""
 
     ref: Ref
     node_id: str = ""
@@ -78,7 +78,7 @@ class ModelCard:
 
     @cached_property
     def kv_identity(self) -> tuple[object, ...]:
-        """Two instances can exchange KV only when these are equal."""
+        """Two instances can exchange KV only when these values are equal."""
         return self.fingerprint, self.block_tokens, self.kv_dtype, self.weights_epoch
 
 
@@ -135,7 +135,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class RequestOutcome:
-    """How a request really went, seen from decode; see conductor.proto. Seconds; 0 where there is none."""
+    """How a request ended, as decode saw it; see conductor.proto. Times are in seconds, 0 where there is none."""
 
     request_id: str
     attempt: int
@@ -195,8 +195,8 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Schedule:
-    """One request to place. `keys`: its full prompt blocks, 16 bytes each, packed where they are many. An SLO of 0 is
-    the default."""
+    """One request to place. `keys` are those of its full prompt blocks, 16 bytes each, packed where they are many. An
+    SLO of 0 stands for the default."""
 
     request_id: str
     attempt: int
@@ -219,8 +219,8 @@ class Schedule:
 
 @dataclass(frozen=True)
 class MembersReset:
-    """A snapshot of the store master's members, said when its announcements have been said: everything before it is
-    superseded."""
+    """A snapshot of the store master's members. It follows the announcements of the same snapshot, and replaces all
+    that was known before."""
 
     master_incarnation: int
     members: tuple[Member, ...]
@@ -233,7 +233,7 @@ class MemberJoined:
 
 @dataclass(frozen=True)
 class MemberGone:
-    """`how`: "left" or "died"."""
+    """A member left or died, as `how` says."""
 
     life: Life
     how: str
@@ -241,20 +241,20 @@ class MemberGone:
 
 @dataclass(frozen=True)
 class Blocks:
-    """What a node store has announced, relayed by the master."""
+    """An announcement of a node store, relayed by the master."""
 
     announcement: Announcement
 
 
 @dataclass(frozen=True)
 class StoreLost:
-    """The master's stream is broken: until the next MembersReset only heartbeats tell who lives."""
+    """The master's stream broke: until the next MembersReset only heartbeats show who is alive."""
 
 
 @dataclass(frozen=True)
 class Cordon:
-    """An operator keeps new work away from an instance. `kept`: this was read from what Redis keeps of operators'
-    words, so it holds whether or not that instance is known here."""
+    """An operator keeps new work away from an instance. `kept` says that it was read from Redis, so that it holds
+    whether or not the instance is known here."""
 
     instance_id: str
     state: CordonState
@@ -271,8 +271,8 @@ class Lead:
 
 @dataclass(frozen=True)
 class OrderEnded:
-    """What became of the order of that number. `error`: why it was not carried out, "" when it was. `held`: blocks of a
-    `Replicate` that its target has now."""
+    """What became of the order of that number. `error` is why it was not carried out, "" when it was. `held` is how
+    many blocks of a `Replicate` its target has now."""
 
     number: int
     held: int = 0
@@ -281,8 +281,8 @@ class OrderEnded:
 
 @dataclass(frozen=True)
 class CaughtUp:
-    """All that had arrived by `until` has been heard: silence is judged up to that time. Before it is said once, up to
-    the present."""
+    """All messages that arrived before `until` have been handled, so silence is judged up to that time. Before the
+    first such event it is judged up to the present."""
 
     until: float
 
@@ -313,7 +313,7 @@ Event = (
 
 @dataclass(frozen=True)
 class PredictedLife:
-    """What a placement expects, in seconds from the decision; see conductor.proto."""
+    """When a placement expects what, in seconds from the decision; see conductor.proto."""
 
     pull_start_s: float = 0.0
     fetched_s: float = 0.0
@@ -325,13 +325,13 @@ class PredictedLife:
 
     @property
     def prefill_s(self) -> float:
-        """Computing what is not cached: the size by which a prefill queue may go."""
+        """The predicted seconds of computing what is not cached; a prefill queue may order requests by it."""
         return self.prefill_end_s - self.prefill_start_s
 
 
 @dataclass(frozen=True)
 class Placed:
-    """The answer to Schedule. `terms`: what the prediction is made of, in ms, for traces."""
+    """The answer to Schedule. `terms` are the parts of the prediction in ms, for traces."""
 
     prefill: Ref
     decode: Ref
@@ -356,8 +356,8 @@ class Placed:
 
 @dataclass(frozen=True)
 class Refuse:
-    """The answer to the event is this error. `reason` of a refused Schedule: "ttft", "tbt", "impossible", "busy",
-    "capacity", "no_instance", "unknown_model", "invalid"."""
+    """The answer to the event is this error. The `reason` of a refused Schedule is one of "ttft", "tbt", "impossible",
+    "busy", "capacity", "no_instance", "unknown_model", "invalid"."""
 
     error: KvmeshError
     reason: str = ""
@@ -375,14 +375,14 @@ class Measured:
 
 @dataclass(frozen=True)
 class OutOfStep:
-    """An announcement of that store does not follow what is known of it: the master's stream must start over."""
+    """An announcement of that store does not follow what is known of it, so the master's stream must start over."""
 
     store_id: str
 
 
 @dataclass(frozen=True)
 class SwitchRole:
-    """Order: that instance takes another role. Only a leader's brain says so. `number`: what `OrderEnded` calls it."""
+    """An order: that instance takes another role. Only a leader's brain gives it. `OrderEnded` refers to `number`."""
 
     ref: Ref
     role: Role
@@ -392,8 +392,8 @@ class SwitchRole:
 
 @dataclass(frozen=True)
 class Replicate:
-    """Order: `target` copies these blocks (of one chain, in its order) from `source`. Only a leader's brain says so.
-    `number`: what `OrderEnded` calls it."""
+    """An order: `target` copies these blocks (of one chain, in its order) from `source`. Only a leader's brain gives
+    it. `OrderEnded` refers to `number`."""
 
     keys: tuple[bytes, ...]
     source: Ref
@@ -406,7 +406,7 @@ Action = Placed | Refuse | Measured | OutOfStep | SwitchRole | Replicate
 
 
 class Source(IntEnum):
-    """`BlockSource` of conductor.proto."""
+    """Mirrors `BlockSource` of conductor.proto."""
 
     PREFILL_PUSHES = 1
     AT_DECODE = 2

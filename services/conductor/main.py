@@ -1,4 +1,4 @@
-"""The conductor as a service: wiring, the clock, and the end."""
+"""The conductor as a service: how its parts are connected, its clock, and its shutdown."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ TICK_INSTANCES = 100  # rounds over all instances are spread over ticks, the mor
 
 
 async def run(config: ConductorConfig, stop: asyncio.Event, started: Callable[[dict[str, object]], None]) -> None:
-    """Serve until `stop`; `started` hears the addresses. Raises ConfigError when a port is in use."""
+    """Serves until `stop`; `started` is called with the addresses. Raises ConfigError when a port is in use."""
     await runner.run(ConductorService(config), config, stop, started)
 
 
 class ConductorService(runner.ServiceRunner):
-    """One life of the conductor in this process."""
+    """One run of the conductor in this process."""
 
     def __init__(self, config: ConductorConfig) -> None:
         library.tell()
@@ -87,13 +87,13 @@ class ConductorService(runner.ServiceRunner):
         self._heap = LastingHeap(time.monotonic())
 
     def add_to(self, server: Server) -> None:
-        """Conductor on `server`."""
+        """Adds the Conductor service to `server`."""
         self._server = server
         pb_grpc.add_ConductorServicer_to_server(self._servicer, server.grpc)
         server.serves(SERVICE)
 
     def door(self) -> ControlFastPath:
-        """For what instances and gateways ask most often."""
+        """Returns the fast path for what instances and gateways call most often."""
         service = pb.DESCRIPTOR.services_by_name["Conductor"]
         methods = ("Heartbeat", "Schedule")
         return ControlFastPath(
@@ -108,7 +108,7 @@ class ConductorService(runner.ServiceRunner):
         )
 
     async def start(self) -> None:
-        """Follow the store master; compete with other conductors, if there are any."""
+        """Follows the store master, and competes with other conductors if there are any."""
         await self.leadership.open(self._advertised or (self._server.address if self._server is not None else ""))
         self._following = asyncio.create_task(self._watch.run(self._stop))
 
@@ -116,7 +116,7 @@ class ConductorService(runner.ServiceRunner):
         self._servicer.deliver(event)
 
     def tick(self) -> None:
-        """Leases and placements run out; gauges are set."""
+        """Ends leases and placements whose time is over, and sets gauges."""
         self.tick_s = min(self._tick_s, max(LEAST_TICK_S, TICK_S * TICK_INSTANCES / max(1, self._servicer.instances)))
         self.leadership.leads()  # the brain orders nothing once the lease has run out
         self._servicer.tick()
@@ -132,7 +132,7 @@ class ConductorService(runner.ServiceRunner):
         self._deliver(CaughtUp(await caught_up(lambda: self._servicer.grpc_calls, time.monotonic)))
 
     async def close(self) -> None:
-        """Leave the store master's stream; another may lead at once."""
+        """Leaves the store master's stream, and lets another conductor lead at once."""
         self._heap.close()
         self._stop.set()
         await self._orders.close()
@@ -146,7 +146,7 @@ class ConductorService(runner.ServiceRunner):
 
 
 def settings_of(config: ConductorConfig) -> Settings:
-    """The brain's numbers."""
+    """Returns the brain's settings."""
     lease_s = config.lease_ms / 1000
     return Settings(
         lease_s=lease_s,

@@ -1,6 +1,5 @@
-"""Protos to the conductor's domain, and back. Fields that have one name and one meaning on both sides are copied by
-name; what is said here field by field is checked, converted, or has another name.
-"""
+"""Conversion of protos to the conductor's domain, and back. Fields with one name and one meaning on both sides are
+copied by name; only fields that are checked, converted or named differently are listed here."""
 
 from __future__ import annotations
 
@@ -76,28 +75,24 @@ ROLES_OUT = {role: number for number, role in _ROLES.items()}
 
 
 def ref_in(ref: pb_common.InstanceRef) -> Ref:
-    """One life of one instance."""
     return Ref(ref.instance_id, ref.address, ref.incarnation)
 
 
 def ref_out(ref: Ref) -> pb_common.InstanceRef:
-    """As `ref_in`, back."""
     return pb_common.InstanceRef(instance_id=ref.instance_id, address=ref.address, incarnation=ref.incarnation)
 
 
 def card_in(card: pb_common.ModelCard) -> ModelCard:
-    """A model as an instance serves it."""
     values = dict(zip(_CARD, _card_values(card), strict=True))
     return ModelCard(**(values | {"eos_token_ids": tuple(card.eos_token_ids)}))
 
 
 def card_out(card: ModelCard) -> pb_common.ModelCard:
-    """As `card_in`, back."""
     return pb_common.ModelCard(**dict(zip(_CARD, _card_values(card), strict=True)))
 
 
 def register_in(request: pb.RegisterInstanceRequest) -> Register:
-    """Raises InvalidRequest for an unknown role, a weight that is none."""
+    """Raises InvalidRequest for an unknown role, or a size weight that is no finite number of at least 0."""
     role = _ROLES.get(request.role)
     if role is None:
         raise InvalidRequest.of("role", request.role, "must be prefill, decode or both")
@@ -118,7 +113,7 @@ def register_in(request: pb.RegisterInstanceRequest) -> Register:
 
 
 def heartbeat_in(request: pb.HeartbeatRequest, *, by_door: bool = False) -> Heartbeat:
-    """Microseconds become seconds."""
+    """Converts a heartbeat; microseconds become seconds."""
     return Heartbeat(
         ref=ref_in(request.instance),
         seq=request.seq,
@@ -159,7 +154,6 @@ def heartbeat_in(request: pb.HeartbeatRequest, *, by_door: bool = False) -> Hear
 
 
 def outcome_in(told: pb.RequestOutcome) -> RequestOutcome:
-    """How a request ended."""
     return RequestOutcome(
         told.request_id,
         told.attempt,
@@ -175,17 +169,16 @@ def outcome_in(told: pb.RequestOutcome) -> RequestOutcome:
 
 
 def load_in(load: pb.Load) -> Load:
-    """What an instance says of itself in each heartbeat."""
     return Load(*_load_values(load))
 
 
 def load_out(load: Load) -> pb.Load:
-    """As `load_in`, back."""
     return pb.Load(**dict(zip(_LOAD, _load_values(load), strict=True)))
 
 
 def schedule_in(request: pb.ScheduleRequest) -> Schedule:
-    """Raises InvalidRequest when the keys are not whole or too many, or the request has no name or a very long one."""
+    """Raises InvalidRequest when the keys are not whole or too many, or the request has no id or one that is
+    too long."""
     packed = request.block_keys
     if len(packed) % KEY_BYTES:
         raise InvalidRequest.of("block_keys", len(packed), f"its length must be a multiple of {KEY_BYTES} bytes")
@@ -225,12 +218,10 @@ def schedule_in(request: pb.ScheduleRequest) -> Schedule:
 
 
 def member_in(member: pb_store.Member) -> Member:
-    """A node store's owner."""
     return Member(ref_in(member.instance), member.node_id)
 
 
 def member_event_in(event: pb_store.MemberEvent) -> MemberJoined | MemberGone:
-    """Who came, left or died."""
     member = member_in(event.member)
     if event.change == pb_store.MEMBER_CHANGE_JOINED:
         return MemberJoined(member)
@@ -238,8 +229,8 @@ def member_event_in(event: pb_store.MemberEvent) -> MemberJoined | MemberGone:
 
 
 def blocks_in(told: pb_store.Announcement) -> Blocks | None:
-    """A relayed announcement; None: of a tier that is not known here. Raises InvalidRequest when its keys are not
-    whole."""
+    """Converts a relayed announcement; None for one of a tier that is unknown here. Raises InvalidRequest when its keys
+    are not whole."""
     tier = tier_of(told.tier)
     if tier is None:
         return None
@@ -265,7 +256,7 @@ def blocks_in(told: pb_store.Announcement) -> Blocks | None:
 
 
 def placement_out(placed: Placed) -> pb.Placement:
-    """As the gateway carries it to decode, and decode to prefill."""
+    """Converts a placement, which the gateway passes on to decode, and decode to prefill."""
     return pb.Placement(
         prefill=ref_out(placed.prefill),
         decode=ref_out(placed.decode),
@@ -295,14 +286,13 @@ def placement_out(placed: Placed) -> pb.Placement:
 
 
 def range_out(r: PullRange) -> pb_common.PullRange:
-    """Blocks and their holder."""
     holder = pb_common.InstanceRef(instance_id=r.instance_id, address=r.address, incarnation=r.incarnation)
     tier: Any = r.tier.value
     return pb_common.PullRange(holder=holder, first_block=r.first_block, blocks=r.blocks, tier=tier)
 
 
 def decision_out(decision: Decision, now: float) -> pb.ExplainResponse:
-    """What Explain answers."""
+    """Converts an explanation to the answer of Explain."""
     answer = pb.ExplainResponse(
         request_id=decision.request_id,
         attempt=decision.attempt,
@@ -337,7 +327,6 @@ def _range_out(seconds: float, spread: Spread) -> pb.PredictedRange:
 
 
 def outcome_out(outcome: RequestOutcome) -> pb.RequestOutcome:
-    """As `outcome_in`, back."""
     return pb.RequestOutcome(
         request_id=outcome.request_id,
         attempt=outcome.attempt,
@@ -353,7 +342,6 @@ def outcome_out(outcome: RequestOutcome) -> pb.RequestOutcome:
 
 
 def error_out(error: PredictionError) -> pb.PredictionError:
-    """One kind of predictions."""
     told: dict[str, Any] = {name: getattr(error, name) for name in _ERROR}
     return pb.PredictionError(**(told | {"what": error.what.value}))
 
@@ -392,7 +380,6 @@ def _candidate_out(decision: Decision, candidate: Candidate) -> pb.Candidate:
 
 
 def hint_out(hint: Hint) -> pb.ScaleHint:
-    """What a pool wants."""
     return pb.ScaleHint(
         model=hint.model,
         role=ROLES_OUT[hint.role],
@@ -404,7 +391,6 @@ def hint_out(hint: Hint) -> pb.ScaleHint:
 
 
 def view_out(view: InstanceView) -> pb.InstanceStatus:
-    """One line of GetStatus."""
     return pb.InstanceStatus(
         instance=ref_out(view.ref),
         role=ROLES_OUT[view.role],
@@ -434,5 +420,5 @@ def _tier_out(view: TierView) -> pb.IndexedTier:
 
 
 def _ms(seconds: float) -> int:
-    """Rounded up: a prediction of 0 ms would read as none."""
+    """Returns milliseconds, rounded up, because a prediction of 0 ms would read as none."""
     return min(MAX_UINT32, -int(-seconds * 1000 // 1))

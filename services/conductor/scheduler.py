@@ -1,6 +1,5 @@
-"""One request from its arrival to its answer: `Scheduling.schedule` is the decision, step by step. Every question is
-answered by a part of its own (admission, policies, placing, threshold, affinity); this file says in which order. Pure.
-"""
+"""One request from its arrival to its answer: `Scheduling.schedule` is the decision, step by step. Each question has a
+part of its own that answers it (admission, policies, placing, threshold, affinity); this file gives the order. Pure."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ MAX_TOLD = 16  # instances that get no work, of many: in an explanation
 
 
 class LazyMapping(dict[K, V]):
-    """A mapping that finds a value when it is asked for it by `[]`: of thousands a decision asks for a few."""
+    """A mapping that computes a value when `[]` asks for it: of thousands of instances a decision asks for few."""
 
     def __init__(self, find: Callable[[K], V]) -> None:
         super().__init__()
@@ -62,7 +61,8 @@ class LazyMapping(dict[K, V]):
 
 @dataclass(frozen=True)
 class SharedState:
-    """What the brain's other half keeps up to date; read here, but for the ledger and the explanations."""
+    """What the rest of the brain keeps up to date; the scheduler only reads it, except for the ledger and the
+    explanations."""
 
     fleet: Fleet
     members: Members
@@ -76,7 +76,7 @@ class SharedState:
 
 
 class Scheduling:
-    """Answers requests."""
+    """Decides where requests run."""
 
     def __init__(self, settings: Settings, rng: random.Random, known: SharedState, now: float) -> None:
         self._settings = settings
@@ -93,12 +93,12 @@ class Scheduling:
         self._lines = ShortestFirst(settings.sizes)
 
     def ended(self, outcome: RequestOutcome, now: float) -> None:
-        """How a request went."""
+        """Notes how a request went, from which admission and length predictions learn."""
         self.admission.ended(outcome, now)
 
     def schedule(self, request: Schedule, now: float) -> Placed | Refuse:
-        """Places a request or says why not: Algorithm 1 of the Mooncake paper (FAST'25) with what was added to it.
-        The order of the steps is this file's; what each one goes by is said where it is called."""
+        """Places a request, or says why it cannot be placed: Algorithm 1 of the Mooncake paper (FAST'25) with what was
+        added to it. The order of the steps is in this method; what each step goes by is said where it is called."""
         self._ledger.wires.expire(now)
         # Candidates: the instances that serve this model, those of them that may get work, and for which half.
         view = self._known.columns.view(now, self.why_not, self._known.breakers.tripped)
@@ -142,7 +142,7 @@ class Scheduling:
     def _admitted(
         self, request: Schedule, among: AdmissionContext, judge: Judge, now: float
     ) -> PlacementChoice | Refuse:
-        """What was found, if admission takes it."""
+        """Returns the choice if admission takes it, else the refusal, with a time for the next attempt."""
         choice = among.found.answer
         if isinstance(choice, PlacementChoice):
             choice = self.admission.confirm(choice, judge, among)
@@ -154,7 +154,7 @@ class Scheduling:
         return choice
 
     def _commit(self, request: Schedule, choice: PlacementChoice, judge: Judge, now: float) -> None:
-        """Tells all who keep count that the request went there."""
+        """Tells ledger, admission, balancing and queues that the request was placed there."""
         self._ledger.commit(request, choice, now, judge.slo, judge.answer_tokens)
         self.admission.placed(choice, judge)
         self.balance.placed(request, choice, now)
@@ -174,8 +174,8 @@ class Scheduling:
         found: WeighedModes | None = None,
         planner: FetchPlanner | None = None,
     ) -> Placed | Refuse:
-        """The answer, after why it was given has been kept for who asks. `found`, `planner`: None where nobody was
-        weighed."""
+        """Records why the answer was given, for `kvmesh explain`, and returns the answer. `found` and `planner` are
+        None where no instance was weighed."""
         if self._settings.max_explained:
             best = planner.survey.reach(planner.anywhere) if planner is not None else 0
             self._explain(request, answer, serving, found, best, scoring)
@@ -190,7 +190,7 @@ class Scheduling:
         best: int,
         scoring: ScoringContext,
     ) -> None:
-        """Keep why, for who asks. `best`: leading blocks that lie anywhere."""
+        """Keeps the explanation of an answer. `best` is the number of leading blocks that are held anywhere."""
         self._known.explanations.keep(
             explain.decided(
                 request,
@@ -206,7 +206,7 @@ class Scheduling:
         )
 
     def _expected(self, placed: Placed) -> Expected:
-        """What the placement is to bring, and how sure that is."""
+        """Returns what the placement is predicted to bring, and how far such predictions were off lately."""
         decode = self._fleet.of(placed.decode.life)
         assert decode is not None, "the request was placed there in this very step"
         group, crowd, known = group_of(decode.model.name, decode.role), len(self._ledger), self._ledger.calibration
@@ -216,7 +216,7 @@ class Scheduling:
     def _refused(
         self, request: Schedule, serving: Selection, prefills: Selection, decodes: Selection, now: float
     ) -> Refuse | None:
-        """Why this request can be weighed nowhere."""
+        """Returns the refusal of a request that no instance could take, or None."""
         if refused := _bad_keys(request, serving):
             return refused
         if prefills and decodes:
@@ -230,7 +230,7 @@ class Scheduling:
         return refuse_unplaceable(request, serving, self._why(now), known or fresh, self._fleet.known_models)
 
     def _why(self, now: float) -> LazyMapping[str, str]:
-        """Why instances may get no work, by name."""
+        """Returns a mapping from an instance's name to why it may get no work ("" when it may)."""
 
         def why_not(name: str) -> str:
             instance = self._fleet.named(name)
@@ -244,7 +244,7 @@ class Scheduling:
         return self._index.place_of(instance.ref.life, instance.slot)
 
     def _planner(self, survey: PrefixSurvey, request: Schedule, view: View) -> FetchPlanner:
-        """Who among the holders of these blocks may be asked for them."""
+        """Returns a fetch planner over the holders of these blocks that may be asked for them."""
         found = view.columns.asked(survey.everyone, view.able, request.avoid)
         lower = tuple((tier, slots) for tier, slots in found.items() if slots and tier is not Tier.DRAM)
 
@@ -258,8 +258,8 @@ class Scheduling:
 
 
 def _placed(request: Schedule, choice: PlacementChoice, answer_tokens: float, held: dict[str, float]) -> Placed:
-    """Returns the answer: whom to ask, what to fetch from whom and when, what is predicted, and what decode is `held`
-    to (`Admission.held_at_decode`)."""
+    """Returns the answer: which instances serve the request, what they fetch from whom and when, what is predicted, and
+    the bounds that decode is `held` to (`Admission.held_at_decode`)."""
     p, d = choice.prefill, choice.decode
     delay_s = pull_after_s(choice)
     terms = {

@@ -1,4 +1,4 @@
-"""Conductor over gRPC: protos to the brain and back. Decides nothing."""
+"""The Conductor service over gRPC: it converts protos for the brain, and back. Nothing is decided here."""
 
 from __future__ import annotations
 
@@ -45,9 +45,10 @@ Step = Callable[[Event, float], Sequence[Action]]
 
 
 class ConductorServicer(pb_grpc.ConductorServicer):
-    """`clock` gives monotonic seconds; `store_status` what GetStatus says of the store master; `step` is the brain's,
-    or that of a Recorder around it. `store`, `peers`: addresses of the store masters and of other conductors. `queue`:
-    where Schedules over gRPC wait for their turn; over the fast path they have waited there before."""
+    """`clock` gives monotonic seconds. `store_status` is what GetStatus shows of the store master. `step` is the
+    brain's, or that of a Recorder around it. `store` and `peers` are the addresses of the store masters and of other
+    conductors. `queue` holds Schedules over gRPC until their turn; over the fast path they have waited before they come
+    here."""
 
     def __init__(
         self,
@@ -79,12 +80,12 @@ class ConductorServicer(pb_grpc.ConductorServicer):
 
     @property
     def instances(self) -> int:
-        """How many are known."""
+        """How many instances are known."""
         return len(self._state.instances)
 
     def deliver(self, event: Event) -> Placed | None:
-        """Hand an event to the brain; raises the error that answers it (Unavailable: the master's stream must start
-        over)."""
+        """Gives an event to the brain and returns the placement, if it is one. Raises the error that answers the event
+        (Unavailable: the master's stream must start over)."""
         placed = None
         for action in self._step(event, self._clock()):
             match action:
@@ -101,12 +102,12 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         return placed
 
     def take_orders(self) -> list[Action]:
-        """What the brain wants done elsewhere: it is the caller's to carry out."""
+        """Returns the brain's orders to other processes, which the caller carries out."""
         orders, self._orders = self._orders, []
         return orders
 
     def tick(self) -> None:
-        """Let time pass, and show what is known."""
+        """Lets time pass in the brain, and updates the metrics."""
         self.deliver(Tick())
         now = self._clock()
         passed_s, self._ticked_at = now - self._ticked_at, now
@@ -131,13 +132,14 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         names.CONDUCTOR_HEARTBEAT_INTERVAL.set(self._state.pacing.pulse.interval_s)
 
     def _show_hints(self) -> None:
-        """The leader's alone: an autoscaler would take another's, who knows less of the load, for as good."""
+        """Shows scale hints if this conductor leads. Another knows less of the load, and an autoscaler would believe
+        its hints as much."""
         self._gauges.show(self._state.hints(self._clock()) if self._leadership.leads() else ())
 
     async def Register(  # noqa: N802
         self, request: pb.RegisterInstanceRequest, context: Any
     ) -> pb.RegisterInstanceResponse:
-        """Raises ProtocolMismatch, InvalidRequest."""
+        """Raises ProtocolMismatch, or InvalidRequest."""
         self.grpc_calls += 1
         who = request.instance.instance_id or "a nameless instance"
         protocol.check(request.protocol_version, f"{who} at {request.instance.address}")
@@ -162,7 +164,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         return pb.HeartbeatResponse(heartbeat_interval_ms=pulse.interval_ms, lease_ms=pulse.lease_ms, pace=pulse.number)
 
     async def Schedule(self, request: pb.ScheduleRequest, context: Any) -> pb.ScheduleResponse:  # noqa: N802
-        """Raises Overloaded, Unavailable, ModelNotFound, ContextTooLong, InvalidRequest."""
+        """Raises Overloaded, Unavailable, ModelNotFound, ContextTooLong or InvalidRequest."""
         if isinstance(context, FastContext):
             return self._schedule(request, context)
         self.grpc_calls += 1
@@ -214,11 +216,11 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         return answer
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:  # noqa: N802
-        """One card per model name."""
+        """Returns one card per model name."""
         return pb.ListModelsResponse(models=[mapping.card_out(c) for c in self._state.models(self._clock())])
 
     async def Explain(self, request: pb.ExplainRequest, context: Any) -> pb.ExplainResponse:  # noqa: N802
-        """Raises InvalidRequest, UnknownRequest."""
+        """Raises InvalidRequest, or UnknownRequest."""
         if not request.request_id:
             raise InvalidRequest.of("request_id", request.request_id, "must not be empty")
         decision = self._state.explain(request.request_id)
@@ -230,7 +232,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
     async def GetStatus(  # noqa: N802
         self, request: pb.GetConductorStatusRequest, context: Any
     ) -> pb.GetConductorStatusResponse:
-        """Every instance known here, and how the store master is reached."""
+        """Returns every instance known here, and how the store master is reached."""
         everybody, told = self._state.instances, []
         for first in range(0, len(everybody), VIEWED):
             views = self._state.views(self._clock(), everybody[first : first + VIEWED])
@@ -254,7 +256,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         )
 
     async def Cordon(self, request: pb.CordonRequest, context: Any) -> pb.CordonResponse:  # noqa: N802
-        """Raises InvalidRequest, UnknownInstance, Overloaded, Unavailable (see ConductorLeadership.cordon)."""
+        """Raises InvalidRequest, UnknownInstance, Overloaded or Unavailable (see ConductorLeadership.cordon)."""
         if request.state not in mapping.CORDONS:
             raise InvalidRequest.of("state", request.state, "must be open (0), cordoned or draining")
         was = self._state.cordon_of(request.instance_id)
@@ -267,7 +269,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
     async def GetScaleHints(  # noqa: N802
         self, request: pb.GetScaleHintsRequest, context: Any
     ) -> pb.GetScaleHintsResponse:
-        """What each pool wants, by the conductor that leads; the others say who does."""
+        """Returns what each pool wants if this conductor leads, else who leads."""
         hints = self._state.hints(self._clock()) if self._leadership.leads() else ()
         told = [mapping.hint_out(hint) for hint in hints]
         return pb.GetScaleHintsResponse(hints=told, leadership=self._leadership.as_proto)

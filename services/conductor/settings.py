@@ -1,4 +1,5 @@
-"""Numbers the brain decides with. Each part of it keeps its own in its own file; a simulation sets the same ones."""
+"""The settings of the brain. Constants of a single part are in that part's file; a simulation uses the same
+settings."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class ThresholdMode(Enum):
 
 @dataclass(frozen=True)
 class AdmissionSettings:
-    """See admission/: gate.py, margins.py and lanes.py. `by_model`: model name, TTFT and TBT SLO in seconds."""
+    """The settings of admission/ (gate.py, margins.py, lanes.py). `by_model` holds model name, TTFT SLO and TBT SLO in
+    seconds."""
 
     mode: Mode = Mode.PREDICTED
     by_model: tuple[tuple[str, float, float], ...] = ()
@@ -37,7 +39,7 @@ class AdmissionSettings:
 
 @dataclass(frozen=True)
 class AffinitySettings:
-    """See affinity.py: what nearness is worth at most, in seconds of a whole request."""
+    """What affinity is worth at most, in seconds of a whole request (see placing/affinity.py)."""
 
     session_s: float = 0.0
     origin_s: float = 0.0
@@ -45,7 +47,7 @@ class AffinitySettings:
 
 @dataclass(frozen=True)
 class BalanceSettings:
-    """See balance/rounds.py; only a leader orders."""
+    """The settings of balance/ (see rounds.py). Only a leader gives orders."""
 
     replicate: bool = True
     switch_roles: bool = False
@@ -58,7 +60,7 @@ class BalanceSettings:
 
 @dataclass(frozen=True)
 class BreakerSettings:
-    """See breaker.py and health.py."""
+    """The settings of circuit breakers (see fleet/breaker.py and fleet/health.py)."""
 
     failures: int = 5  # so many within `window_s`,
     share: float = 0.5  # and this share of its requests: an instance rests
@@ -70,7 +72,7 @@ class BreakerSettings:
 
 @dataclass(frozen=True)
 class SizeSettings:
-    """See shortest_first.py: of instances whose queue goes by size."""
+    """The weights used for instances whose queue goes by size (see loads/shortest_first.py)."""
 
     others: float = 1.0  # of what others wait longer, in the cost of a placement
     later: float = 0.2  # of the work that is behind, likewise
@@ -79,7 +81,7 @@ class SizeSettings:
 
 @dataclass(frozen=True)
 class Settings:
-    """Of one conductor."""
+    """The settings of one conductor's brain."""
 
     lease_s: float = 1.5  # of few instances, as the next; see kvmesh/pacing.py
     heartbeat_s: float = 0.2

@@ -60,7 +60,7 @@ SURVEYED = Pace(2000, 40)
 
 
 class ConductorState:
-    """`rng` breaks ties; `now` is seconds on one monotonic clock, never decreasing."""
+    """The conductor's brain. `rng` breaks ties; `now` is in seconds of one monotonic clock and never decreases."""
 
     def __init__(self, settings: Settings, rng: random.Random, now: float) -> None:
         self._settings = settings
@@ -87,16 +87,16 @@ class ConductorState:
     # ── what the outside may ask ──────────────────────────────────────────────────────────────────
 
     def models(self, now: float) -> list[ModelCard]:
-        """One card per model name: of the KV identity that Schedule would place on."""
+        """Returns one card per model name, of the KV identity on which Schedule would place."""
         return self._fleet.models(lambda i: self.why_not(i, now))
 
     @property
     def instances(self) -> list[Instance]:
-        """All known instances, in the order in which they came."""
+        """All known instances, in the order in which they registered."""
         return list(self._fleet)
 
     def views(self, now: float, among: Iterable[Instance] | None = None) -> list[InstanceView]:
-        """Of all of them, or of those `among` some that are still there."""
+        """Returns what GetStatus shows of all instances, or of those `among` the given ones that are still known."""
         known = self._fleet if among is None else (i for i in among if self._is_known(i))
         return [self._view(i, now) for i in known]
 
@@ -105,12 +105,12 @@ class ConductorState:
 
     @property
     def indexed_blocks(self) -> int:
-        """Distinct blocks that node stores have announced."""
+        """The number of distinct blocks that node stores have announced."""
         return len(self._index.truth)
 
     @property
     def policy(self) -> str:
-        """The name of who chooses."""
+        """The name of the placement policy."""
         return self._settings.policy
 
     @property
@@ -119,23 +119,24 @@ class ConductorState:
         return self._settings.admission.mode
 
     def balancing_threshold(self, now: float) -> float:
-        """As it is now."""
+        """Returns the present balancing threshold."""
         return self.scheduling.threshold.value(now)
 
     def prediction_errors(self, now: float) -> Sequence[PredictionError]:
-        """Of what was predicted lately, kind by kind."""
+        """Returns how far recent predictions were off, by kind."""
         return self._ledger.accuracy.errors(now)
 
     def group_errors(self, now: float) -> Sequence[PredictionError]:
-        """The same of each group of instances (accuracy.py)."""
+        """Returns how far recent predictions were off, by kind and group of instances (accuracy.py)."""
         return self._ledger.accuracy.group_errors(now)
 
     def explain(self, request_id: str) -> Decision | None:
-        """The last decision on that request; None: unknown or forgotten."""
+        """Returns the last decision about that request, or None when it is unknown or was forgotten."""
         return self._explanations.get(request_id)
 
     def stranded(self, instance_id: str) -> str:
-        """Why nobody of its model can work with that instance (see `Fleet.stranded`); "" for an unknown one."""
+        """Returns why no instance of its model can work with that instance (see `Fleet.stranded`); "" for an unknown
+        one."""
         instance = self._fleet.named(instance_id)
         return self._fleet.stranded(instance) if instance is not None else ""
 
@@ -162,7 +163,8 @@ class ConductorState:
         )
 
     def readiness(self, now: float) -> tuple[Mapping[tuple[Role, bool], int], float]:
-        """How many instances of each role may get work and may not, and the longest silence of one that may."""
+        """Returns how many instances of each role may and may not get work, and the longest silence, in seconds, of one
+        that may."""
         return self._view_of_all(now).readiness()
 
     def _view_of_all(self, now: float) -> View:
@@ -176,16 +178,16 @@ class ConductorState:
         )
 
     def why_not(self, instance: Instance, now: float) -> str:
-        """Why an instance may get no work now; "" when it may."""
+        """Returns why an instance may get no work now, or ""."""
         return self._why_unable(instance, now) or self._breakers.why_not(instance.ref.life, now)
 
     def _is_open(self, instance: Instance) -> bool:
-        """Whether it may get work, but for silence and its breaker."""
+        """Says whether it may get work, apart from its silence and its breaker."""
         verdict = self._members.verdict(instance.ref.life)
         return not verdict and instance.ready and not self._cordons.why_not(instance.ref.instance_id)
 
     def _why_unable(self, instance: Instance, now: float) -> str:
-        """The same, whatever its breaker says."""
+        """Returns why an instance may get no work, apart from its breaker."""
         verdict = self._members.verdict(instance.ref.life)
         silent_s = self._silent_s(instance, now)
         if verdict:
@@ -197,31 +199,32 @@ class ConductorState:
         return self._cordons.why_not(instance.ref.instance_id)
 
     def _silent_s(self, instance: Instance, now: float) -> float:
-        """How long nothing has come from it: what has arrived and is yet to be heard may be its heartbeat."""
+        """Returns for how many seconds nothing has come from the instance. Messages that have arrived and are not
+        handled yet may include its heartbeat, so silence counts up to `heard_until` only."""
         return min(now, self._columns.heard_until) - instance.last_seen
 
     def cordon_of(self, instance_id: str) -> CordonState:
-        """What an operator has said of it."""
+        """Returns the state that an operator has set for the instance."""
         return self._cordons.of(instance_id)[0]
 
     def cordon_refusal(self, event: Cordon) -> KvmeshError | None:
-        """Why an operator's word would not be taken."""
+        """Returns why an operator's cordon would be refused, or None."""
         return self._cordons.refusal(event, known=self._fleet.named(event.instance_id) is not None)
 
     def loads(self, among: Iterable[Instance], now: float) -> dict[str, Loads]:
-        """Of these instances, by model, as admission sees them."""
+        """Returns the loads of these instances by model, as admission sees them."""
         able = (i for i in among if self._is_known(i) and not self.why_not(i, now))
         return self.scheduling.admission.loads(able, now)
 
     def hints(self, now: float) -> Sequence[Hint]:
-        """How many instances each pool wanted at the last look."""
+        """Returns the scale hints of the last round."""
         return self.scheduling.balance.hints
 
     # ── events ────────────────────────────────────────────────────────────────────────────────────
 
     def step(self, event: Event, now: float) -> Sequence[Action]:
-        """Apply one event. At most one Placed or Refuse is among the actions: the answer to this event.
-        ValueError: an announced key has not 16 bytes."""
+        """Applies one event. At most one Placed or Refuse is among the actions, which answers this event. Raises
+        ValueError when an announced key does not have 16 bytes."""
         self._forgive_own_stall(now)
         match event:
             case Schedule():
@@ -272,7 +275,7 @@ class ConductorState:
         return []
 
     def _forgive_own_stall(self, now: float) -> None:
-        """While this process stood still it heard nobody: that time counts against no lease."""
+        """Extends all leases by a time in which this process itself stood still, and so heard nobody."""
         gap, self._stepped_at = now - self._stepped_at, now
         if gap > self._settings.stall_s:
             for instance in self._fleet:
@@ -381,8 +384,8 @@ class ConductorState:
     # ── forgetting ────────────────────────────────────────────────────────────────────────────────
 
     def _lose(self, lives: Iterable[Life]) -> None:
-        """Dead: its blocks, its queue and what it expected are gone. The record stays for the status, and in case it
-        comes back."""
+        """Drops the blocks, queue and expectations of dead incarnations. Their records stay for the status, and in case
+        they come back."""
         for life in lives:
             self._index.drop(life)
             self._tiers.drop(life)
@@ -393,7 +396,7 @@ class ConductorState:
                 instance.slot = self._index.pending.open(instance.capacity_blocks)
 
     def _drop_strangers(self) -> None:
-        """Blocks of stores that are no members, or of another life than the member: whoever announced them is gone."""
+        """Drops the blocks of stores that are no members, or of another incarnation than the member."""
         for name in self._index.truth.stores():
             store_id, life = split_name(name)[0], self._index.truth.incarnation(name)
             member = self._members.member(store_id)

@@ -1,4 +1,4 @@
-"""What GetStatus tells. Times in seconds."""
+"""What GetStatus shows. Times are in seconds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvmesh.services.conductor.domain import CordonState, Load, ModelCard, Ref, 
 
 @dataclass(frozen=True)
 class TierView:
-    """What GetStatus tells of a lower tier of one instance."""
+    """What GetStatus shows of a lower tier of one instance."""
 
     use: TierUse
     indexed_blocks: int
@@ -19,7 +19,7 @@ class TierView:
 
 @dataclass(frozen=True)
 class InstanceView:
-    """What GetStatus tells of one instance."""
+    """What GetStatus shows of one instance."""
 
     ref: Ref
     role: Role
@@ -41,5 +41,5 @@ class InstanceView:
 
     @property
     def model(self) -> str:
-        """Its name."""
+        """The model's name."""
         return self.card.name

@@ -33,8 +33,8 @@ FIND_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class FoundPaths:
-    """The fast paths to the process that answers at an address now, the best first. `methods` are those that can be
-    called there; None: all of them."""
+    """The fast paths to the process that answers at an address now, the best first. `life` is its incarnation;
+    `methods` are those that can be called there, None for all."""
 
     life: int
     ways: tuple[Way, ...]
@@ -43,8 +43,8 @@ class FoundPaths:
 
 class FastCaller:
     """Calls one service at one address over the fast path, else over gRPC. The first calls go over `channel` (which its
-    owner closes), while a fast path is looked for in the background; later ones too whenever none is open. `find` asks,
-    over gRPC, where the fast paths are; it raises KvmeshError. It lives on one event loop; `close` it."""
+    owner closes) while a fast path is looked for in the background, and so do later ones whenever none is open. `find`
+    asks over gRPC where the fast paths are, and raises KvmeshError. It lives on one event loop and must be closed."""
 
     def __init__(
         self, channel: grpc.aio.Channel, service: ServiceDescriptor, find: Callable[[FastCaller], Awaitable[FoundPaths]]
@@ -62,11 +62,11 @@ class FastCaller:
 
     @property
     def by_door(self) -> bool:
-        """Whether a call of now would go over the fast path."""
+        """Whether a call made now would go over the fast path."""
         return self._fast_path is not None and self._fast_path.usable
 
     async def call(self, name: str, request: Message, timeout_s: float) -> Any:
-        """The answer, whichever way the call went. Raises KvmeshError: the service's own, Unavailable or
+        """Returns the answer, by whichever path. Raises KvmeshError: the service's own, Unavailable or
         DeadlinePassed."""
         door = self._fast_path
         if door is None or not door.usable:
@@ -83,7 +83,7 @@ class FastCaller:
             raise InternalError(f"{name}: an answer that cannot be read: {error}") from None
 
     async def over_grpc(self, name: str, request: Message, timeout_s: float) -> Any:
-        """The answer, as of `call`, of a call that goes over gRPC."""
+        """Does what `call` does, over gRPC in any case."""
         stub = self._stubs.get(name)
         if stub is None:
             method = self._methods[name]
@@ -98,7 +98,7 @@ class FastCaller:
             raise status.from_rpc_error(error) from None
 
     async def close(self) -> None:
-        """Close the fast path; calls that wait at it raise Unavailable. Idempotent."""
+        """Closes the fast path; calls that wait on it raise Unavailable. It is idempotent."""
         self._closed = True
         if self._seeking is not None:
             self._seeking.cancel()
@@ -107,7 +107,7 @@ class FastCaller:
             self._fast_path.close()
 
     def seek(self) -> None:
-        """Look for a fast path, unless that is being done or was in vain a moment ago. `call` does it by itself."""
+        """Looks for a fast path, unless that is under way or failed a moment ago. `call` does it by itself."""
         if self._closed or (self._seeking is not None and not self._seeking.done()):
             return
         door, now = self._fast_path, time.monotonic()
@@ -138,7 +138,7 @@ class FastCaller:
 
 
 def control_calls(address: str, channel: grpc.aio.Channel, service: ServiceDescriptor) -> FastCaller:
-    """A FastCaller of the control service whose gRPC is at `address`, HOST:PORT."""
+    """Returns a FastCaller of the control service whose gRPC is at `address` (HOST:PORT)."""
 
     async def find(caller: FastCaller) -> FoundPaths:
         request = pb.FindDoorRequest(service=service.full_name)

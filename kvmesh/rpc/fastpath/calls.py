@@ -19,7 +19,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One unary method. `wire` is its name in frames, `path` the one over gRPC."""
+    """One unary method. `wire` is its name in frames, `path` its gRPC path."""
 
     name: str
     wire: bytes
@@ -30,7 +30,7 @@ class Method:
 
 @cache
 def unary(service: ServiceDescriptor) -> dict[str, Method]:
-    """The unary methods of a service by name."""
+    """Returns the unary methods of a service by name."""
     return {
         one.name: Method(
             one.name,
@@ -46,7 +46,7 @@ def unary(service: ServiceDescriptor) -> dict[str, Method]:
 
 @dataclass(frozen=True, slots=True)
 class ServedMethod:
-    """A method and what carries it out: `behave(request, context)`, as a gRPC servicer's."""
+    """A method and its implementation: `behave(request, context)`, as in a gRPC servicer."""
 
     method: Method
     behave: Callable[[Any, Any], Awaitable[Message]]
@@ -55,7 +55,8 @@ class ServedMethod:
 def served(
     service: ServiceDescriptor, servicer: object, only: Collection[str] | None = None
 ) -> dict[bytes, ServedMethod]:
-    """The methods of a servicer, all or `only` these, by their names in frames. Raises KeyError when it lacks one."""
+    """Returns the methods of a servicer, all or `only` these, by their names in frames. Raises KeyError when one is
+    missing."""
     methods = unary(service)
     chosen = methods.values() if only is None else [methods[name] for name in only]
     return {one.wire: ServedMethod(one, getattr(servicer, one.name)) for one in chosen}
@@ -65,8 +66,8 @@ MIN_S = 0.001  # what is due a moment from now is not looked for in every turn
 
 
 class Sweep:
-    """A timer that is armed for the earliest deadline that it was told of: calls that end in time cost it nothing.
-    `due(now)` ends what is over and returns the next deadline, inf when there is none. Times are monotonic seconds."""
+    """A timer for the earliest of many deadlines, which calls that end in time never trigger. `due(now)` ends what is
+    over and returns the next deadline, infinity when there is none. Times are monotonic seconds."""
 
     def __init__(self, due: Callable[[float], float]) -> None:
         self._due = due

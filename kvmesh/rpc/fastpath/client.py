@@ -1,4 +1,4 @@
-"""The side that calls: one connection to one life, any number of calls on it."""
+"""The caller's side: one connection to one incarnation, with any number of calls on it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Way = str | tuple[str, int]  # "@name" of a Unix socket, or (host, port)
 
 
 class FastChannelClosed(status.Unreachable):
-    """The connection is not there, or has gone: whether a call that was under way was carried out is not known."""
+    """The connection does not exist or broke: whether a call under way was executed is unknown."""
 
 
 class _Pending:
@@ -42,7 +42,7 @@ class _Pending:
 
 
 class FastChannel(asyncio.Protocol):
-    """One connection over a fast path. It is made by `dial` and lives on one event loop; `close` it."""
+    """One connection over a fast path. `dial` makes it; it lives on one event loop and must be closed."""
 
     def __init__(self, life: int) -> None:
         self.answered = False  # it has kept its promise once
@@ -59,18 +59,18 @@ class FastChannel(asyncio.Protocol):
 
     @property
     def open(self) -> bool:
-        """Whether the connection lives, as far as is known."""
+        """Whether the connection is alive, as far as is known."""
         return self._transport is not None
 
     @property
     def usable(self) -> bool:
-        """Whether a call that is sent now may be hoped to be answered: it is open, has not let a call's whole time pass
-        without a word, and is not full."""
+        """Whether a call sent now is likely to be answered: the connection is open and not full, and no call's whole
+        time has passed on it without a byte."""
         return self._open and not self._silent and not self._full and len(self._pending) < MAX_CALLS
 
     async def call(self, method: bytes, body: bytes, timeout_s: float) -> bytes:
-        """The answer's bytes. Raises what the servicer raised; DeadlinePassed; FastChannelClosed when the connection
-        breaks meanwhile, or is not open."""
+        """Returns the answer's bytes. Raises what the servicer raised; DeadlinePassed; FastChannelClosed when the
+        connection breaks meanwhile, or is not open."""
         if not self._open or self._transport is None:
             raise FastChannelClosed("the door is closed")
         call = next(self._ids) % _MAX_ID
@@ -83,11 +83,11 @@ class FastChannel(asyncio.Protocol):
         except asyncio.CancelledError:
             self._drop(call)
             if answer.done() and not answer.cancelled():
-                answer.exception()  # it came too late: nobody hears it
+                answer.exception()  # it came too late for its caller
             raise
 
     def close(self, why: str = "the door was closed here") -> None:
-        """Close the connection; calls that wait raise Unavailable. Idempotent."""
+        """Closes the connection; waiting calls raise Unavailable. It is idempotent."""
         transport, self._transport = self._transport, None
         self._open = False
         if transport is not None:
@@ -146,7 +146,7 @@ class FastChannel(asyncio.Protocol):
             pending.answer.set_exception(_error(frame.body))
 
     def _drop(self, call: int) -> None:
-        """Forget a call for which nobody waits any more, and tell the server so."""
+        """Forgets a call that nobody waits for any more, and tells the server."""
         if self._pending.pop(call, None) is not None and self._transport is not None:
             self._transport.write(frames.encode(frames.CANCEL, call))
 
@@ -165,13 +165,13 @@ class FastChannel(asyncio.Protocol):
 
 
 def _error(body: bytes) -> KvmeshError:
-    """The error that an ERROR frame carries. Raises DecodeError when it carries none."""
+    """Returns the error in an ERROR frame. Raises DecodeError when there is none."""
     return status.from_detail(common_pb2.ErrorDetail.FromString(body))
 
 
 async def dial(ways: Sequence[Way], life: int, timeout_s: float) -> FastChannel:
-    """A connection by the first of these ways that leads to that life, each within the time. Raises Unavailable when
-    none does."""
+    """Returns a connection by the first of these paths that leads to incarnation `life`; each is tried for `timeout_s`.
+    Raises Unavailable when none does."""
     why = "there is none"
     for way in ways:
         door = FastChannel(life)

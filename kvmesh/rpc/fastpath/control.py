@@ -1,4 +1,4 @@
-"""The fast path of a control service: heartbeats and announcements of a thousand instances past gRPC.
+"""The fast path of a control service: it carries heartbeats and announcements of a thousand instances.
 
 One call of `grpc.aio` takes some 0.4 ms of the service's core, a call over the fast path a fifth of that. Entering a
 service, and everything that is rare, stays with gRPC.
@@ -28,9 +28,9 @@ CONNECTIONS = 4096  # one or two of each instance
 
 
 class ControlFastPath(pb_grpc.DoorsServicer):
-    """The fast path of one servicer, for some of its unary methods: those that do not wait, or wait without
-    `asyncio.timeout` before they have waited once. `port` 0 is any free one, -1 none. `counter` counts calls by
-    `method`; those in `queued` take turns in `queue`."""
+    """The fast path of some unary methods of one servicer: methods that do not wait, or use `asyncio.timeout` only
+    after they have waited once. `port` 0 is any free one, -1 means no fast path. `counter` counts calls by `method`;
+    the methods in `queued` go through `queue`."""
 
     def __init__(
         self,
@@ -55,14 +55,15 @@ class ControlFastPath(pb_grpc.DoorsServicer):
         self._told = pb.FindDoorResponse(life=life, methods=sorted(methods))
 
     def add_to(self, server: Server) -> None:
-        """Serve FindDoor on `server`, where callers ask for the port."""
+        """Serves FindDoor on `server`, where callers ask for the port."""
         pb_grpc.add_DoorsServicer_to_server(self, server.grpc)
         server.serves(pb.DESCRIPTOR.services_by_name["Doors"].full_name)
 
     async def open(self, host: str) -> None:
-        """Listen. Raises ConfigError when door_port is in use.
+        """Listens. Raises ConfigError when door_port is in use.
 
-        Where TLS is configured there is no fast path: nothing that gRPC would hide goes by it in the clear."""
+        Where TLS is configured there is no fast path, because it would send in plaintext what gRPC encrypts.
+        """
         if self._port < 0 or security.current().server_credentials() is not None:
             return
         try:
@@ -73,16 +74,16 @@ class ControlFastPath(pb_grpc.DoorsServicer):
             log.warning("no door for heartbeats: they come over gRPC", exc_info=True)
 
     async def FindDoor(self, request: pb.FindDoorRequest, context: Any) -> pb.FindDoorResponse:  # noqa: N802
-        """Where the fast path is. Raises InvalidRequest when another service is asked for."""
+        """Returns where the fast path is. Raises InvalidRequest when another service is asked for."""
         if request.service != self._service.full_name:
             raise InvalidRequest.of("service", request.service, f"{self._service.full_name} stands here")
         return self._told
 
     def __len__(self) -> int:
-        """How many connections are open."""
+        """Returns the number of open connections."""
         return len(self._server)
 
     async def close(self) -> None:
-        """Stop listening and end all connections; bounded and idempotent."""
+        """Stops listening and ends all connections, within a bound. It is idempotent."""
         self._told.port = 0
         await self._server.close()

@@ -25,7 +25,7 @@ _MAX_MS = (1 << 32) - 1
 
 
 class BadFrame(Exception):
-    """What came is no frame. The connection ends, and those who wait on it raise `Unavailable`."""
+    """What came is no frame. The connection ends, and calls that wait on it raise `Unavailable`."""
 
 
 class CallFrame(NamedTuple):
@@ -37,19 +37,19 @@ class CallFrame(NamedTuple):
 
 
 def encode(kind: int, call: int, body: bytes = b"", name: bytes = b"", ms: int = 0) -> bytes:
-    """The bytes of a frame; `ms` beyond 49 days are cut to that."""
+    """Returns the bytes of a frame; `ms` is cut to 49 days."""
     return b"".join(
         (_HEADER.pack(len(name) + len(body), call, kind, len(name), 0, min(ms, _MAX_MS)), name, body),
     )
 
 
 def hello(life: int) -> bytes:
-    """The frame that each side sends first. `life` is that of the process behind the fast path."""
+    """Returns the frame that each side sends first. `life` is the incarnation of the process behind the fast path."""
     return encode(HELLO, 0, _MAGIC + _LIFE.pack(life))
 
 
 def life_of(frame: CallFrame) -> int:
-    """The life that a HELLO means. Raises BadFrame when it is none."""
+    """Returns the incarnation that a HELLO names. Raises BadFrame when the frame is no HELLO."""
     if frame.kind != HELLO or len(frame.body) != HELLO_BYTES or not frame.body.startswith(_MAGIC):
         raise BadFrame(f"a greeting of kind {frame.kind} with {len(frame.body)} bytes")
     life: int = _LIFE.unpack_from(frame.body, len(_MAGIC))[0]
@@ -57,8 +57,8 @@ def life_of(frame: CallFrame) -> int:
 
 
 class FrameReader:
-    """Cuts the bytes of a stream into frames, of which the first is a HELLO. `most` bounds the bytes after a header of
-    the others."""
+    """Cuts a byte stream into frames, the first of which is a HELLO. `most` bounds the bytes after the header of the
+    others."""
 
     def __init__(self, most: int = MAX_FRAME) -> None:
         self._most = HELLO_BYTES  # of the next one: a stranger makes nobody keep more
@@ -68,11 +68,11 @@ class FrameReader:
 
     @property
     def held(self) -> int:
-        """How many bytes of a frame that is not complete it keeps."""
+        """The bytes kept of an incomplete frame."""
         return len(self._kept)
 
     def feed(self, data: bytes) -> list[CallFrame]:
-        """The frames that are complete now. Raises BadFrame when there can be no more."""
+        """Returns the frames that are complete now. Raises BadFrame when the stream holds no frame."""
         if not self._kept:
             frames, used = self._cut(data)
             if used < len(data):
@@ -86,7 +86,7 @@ class FrameReader:
         return frames
 
     def _cut(self, data: bytes) -> tuple[list[CallFrame], int]:
-        """The whole frames of `data`, and where the first one begins that is not whole."""
+        """Returns the whole frames of `data`, and where the first incomplete one begins."""
         frames: list[CallFrame] = []
         at, size, end = 0, _HEADER.size, len(data)
         while end - at >= size:

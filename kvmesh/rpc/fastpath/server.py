@@ -1,4 +1,4 @@
-"""The side that answers: listens on a Unix socket and a TCP port, and carries calls to a gRPC servicer."""
+"""The server's side: it listens on a Unix socket and a TCP port, and carries calls to a gRPC servicer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from kvmesh.rpc.server import check_port
 
 log = logging.getLogger(__name__)
 
-MAX_STRANGERS = 64  # connections that have not greeted yet; whoever takes longer than so many others makes room
+MAX_STRANGERS = 64  # connections that have not greeted yet; the oldest is ended when there are more
 DESCRIPTOR_SHARE = 4  # connections take at most one of so many descriptors of this process
 MAX_CALLS = 1024  # under way on one connection
 GREETING_S = 5.0
@@ -43,8 +43,8 @@ _KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))  #
 
 @dataclass(frozen=True, slots=True)
 class FastPathLimits:
-    """What callers may take of a process. `memory_bytes`: of all connections together, for frames that are not
-    complete; calls that are under way have as much, and answers that nobody reads, with room for one more."""
+    """What callers may use of a process. `memory_bytes` bounds incomplete frames of all connections together; calls
+    under way may use as much again, and so may answers that nobody reads, plus one answer."""
 
     connections: int = 512
     frame_s: float = 10.0
@@ -52,7 +52,7 @@ class FastPathLimits:
 
 
 class FastContext:
-    """What a servicer may ask of a call. Its bytes came at `arrived` (monotonic seconds) or later."""
+    """The call's context for a servicer. The call's bytes came at `arrived` (monotonic seconds) or later."""
 
     __slots__ = ("_deadline", "arrived")
 
@@ -61,18 +61,18 @@ class FastContext:
         self.arrived = arrived
 
     def time_remaining(self) -> float:
-        """Seconds that the caller still waits; never negative."""
+        """Returns the seconds for which the caller still waits, at least 0."""
         return max(0.0, self._deadline - time.monotonic())
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
-        """None: what a call must bring along is in its message."""
+        """Returns no metadata: a call's message holds all that it needs."""
         return ()
 
 
 class FastServer:
-    """Serves one servicer over all fast paths of one life. `life` is what callers must mean when they come. `methods`
-    can be called, by default all; those in `queued` take their turns in `queue`, the others are carried out as soon as
-    their bytes are read. It lives on one event loop."""
+    """Serves one servicer over all fast paths of one incarnation. `life` is the incarnation that callers must name.
+    `methods` can be called, by default all; those in `queued` go through `queue`, the others run as soon as their bytes
+    are read. It lives on one event loop."""
 
     def __init__(
         self,
@@ -96,15 +96,15 @@ class FastServer:
         self.on_call: Callable[[bytes], object] | None = None  # hears the name of each method that is called
         self.tasks: set[asyncio.Task[None]] = set()  # of calls that wait for something
         self._listening: list[asyncio.AbstractServer] = []
-        # Who has greeted, by when it was last heard, and who has not, by when it came; the oldest first.
+        # Connections that have greeted, by the time of their last bytes; others by arrival. The oldest is first.
         self._accepted: OrderedDict[_Accepted, None] = OrderedDict()
         self._strangers: OrderedDict[_Accepted, None] = OrderedDict()
         self._unfinished: dict[_Accepted, None] = {}  # whose frame is not complete, the oldest frame first
         self._unread: set[_Accepted] = set()  # who does not read its answers
 
     async def listen_unix(self) -> str:
-        """Listen at a name in the abstract namespace, "@...", which is returned: it is found in this network namespace
-        alone, and by this user. Raises OSError where there are no such sockets."""
+        """Listens in the abstract namespace and returns the name, "@...", which is found in this network namespace
+        alone and only by this user. Raises OSError where there are no such sockets."""
         name = f"@kvmesh-door-{os.getpid()}-{secrets.token_hex(8)}"
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -117,7 +117,8 @@ class FastServer:
         return name
 
     async def listen_tcp(self, host: str, port: int, key: str) -> int:
-        """Listen at `port`, 0 for any free one; the port. Raises ConfigError naming `key` when it cannot be had."""
+        """Listens at `port` (0: any free one) and returns the port. Raises ConfigError, which names `key`, when it is
+        not available."""
         check_port(host, port, key)
         try:
             server = await asyncio.get_running_loop().create_server(self._accept, sock=_bound(host, port))
@@ -128,7 +129,7 @@ class FastServer:
         return found
 
     async def close(self) -> None:
-        """Break all connections and cancel what is under way, which has ended then; bounded and idempotent."""
+        """Breaks all connections and cancels and awaits what is under way, within a bound. It is idempotent."""
         listening, self._listening = self._listening, []
         for server in listening:
             server.close()
@@ -141,21 +142,21 @@ class FastServer:
                 await asyncio.wait_for(server.wait_closed(), CLOSE_S)
 
     def __len__(self) -> int:
-        """How many connections there are."""
+        """Returns the number of connections."""
         return len(self._accepted) + len(self._strangers)
 
     def _accept(self) -> _Accepted:
         return _Accepted(self)
 
     def came(self, accepted: _Accepted) -> None:
-        """Note a connection that has not greeted. When there are too many such, the oldest makes room."""
+        """Notes a connection that has not greeted yet. When there are too many, the oldest is ended."""
         self._strangers[accepted] = None
         if len(self._strangers) > MAX_STRANGERS:
             next(iter(self._strangers)).end("others came, and it has not greeted")
 
     def admits(self, accepted: _Accepted) -> bool:
-        """Whether there is room for a connection that has greeted. When there are too many, the one that was idle
-        longest makes room; False when none is idle."""
+        """Says whether there is room for a connection that has greeted. When there are too many, the one idle longest
+        is ended; with no idle one the answer is False."""
         self._strangers.pop(accepted, None)
         if len(self._accepted) >= self.connections:
             idle = next((one for one in self._accepted if one.idle), None)
@@ -166,7 +167,7 @@ class FastServer:
         return True
 
     def mark_active(self, accepted: _Accepted) -> None:
-        """Note that a connection has said something."""
+        """Notes that something came on a connection."""
         if accepted in self._accepted:
             self._accepted.move_to_end(accepted)
 
@@ -177,8 +178,8 @@ class FastServer:
         self._unread.discard(accepted)
 
     def hold(self, accepted: _Accepted, more: int, *, unfinished: bool, begun: bool) -> None:
-        """Count `more` bytes that a connection holds of a frame; `begun` when it is another frame than before. While
-        all hold too much, the connection that has been at one frame longest is ended."""
+        """Adds `more` bytes that a connection holds of an incomplete frame; `begun` says that it is another frame than
+        before. While all hold too much, the connection that has been at one frame longest is ended."""
         self.held_bytes += more
         if begun or not unfinished:
             self._unfinished.pop(accepted, None)
@@ -188,22 +189,22 @@ class FastServer:
             next(iter(self._unfinished)).end("a frame is not finished, and others need its room")
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether a call of that size may begin."""
+        """Says whether a call of that size may begin."""
         return self.call_bytes + nbytes <= self.limits.memory_bytes
 
     def release(self, nbytes: int) -> None:
-        """Count a call that held so much as over."""
+        """Notes the end of a call that held so many bytes."""
         self.call_bytes -= nbytes
 
     def unread(self, accepted: _Accepted, *, waits: bool) -> None:
-        """Note whether answers wait for a caller that does not read."""
+        """Notes whether answers wait for a caller that does not read."""
         if waits:
             self._unread.add(accepted)
         else:
             self._unread.discard(accepted)
 
     def check_unread(self) -> None:
-        """Ends the connection with most of them while answers that nobody reads take too much."""
+        """Ends the connection with the most unread answers while these take too much memory."""
         sizes = {one: one.unread_bytes for one in self._unread}
         while sum(sizes.values()) > self.limits.memory_bytes + frames.MAX_FRAME:
             most = max(sizes, key=lambda one: sizes[one])
@@ -241,7 +242,7 @@ class _Accepted(asyncio.Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether nothing of it is under way."""
+        """Whether nothing is under way on the connection."""
         return not (self._calls or self._queued or self._held)
 
     @property
@@ -267,7 +268,7 @@ class _Accepted(asyncio.Protocol):
         self._server.mark_active(self)
 
     def _count(self, now: float, *, begun: bool) -> None:
-        """Count what is kept of a frame that is not complete; `begun` when it is another one than before."""
+        """Counts the bytes kept of an incomplete frame; `begun` says that it is another frame than before."""
         held = self._reader.held
         if not held and not self._held:
             return
@@ -281,7 +282,7 @@ class _Accepted(asyncio.Protocol):
         self._server.hold(self, more, unfinished=held > 0, begun=begun)
 
     def pause_writing(self) -> None:
-        """The caller does not read its answers: nothing new is taken from it."""
+        """Takes nothing new from a caller that does not read its answers."""
         self._paused = True
         self._server.unread(self, waits=True)
         if self._transport is not None:
@@ -297,8 +298,7 @@ class _Accepted(asyncio.Protocol):
         self.end("")
 
     def end(self, why: str) -> None:
-        """Break the connection and cancel what is under way. `why` goes to the log; "" when nothing is wrong.
-        Idempotent."""
+        """Breaks the connection and cancels what is under way. `why` is logged unless it is "". It is idempotent."""
         transport, self._transport = self._transport, None
         if transport is not None:
             if why:
@@ -399,7 +399,7 @@ class _Accepted(asyncio.Protocol):
         self._server.release(nbytes)
 
     async def _run(self, method: ServedMethod, call: int, body: bytes, context: FastContext) -> None:
-        """Carry out a call and send what became of it. Raises CancelledError alone."""
+        """Runs a call and sends its outcome. Raises nothing but CancelledError."""
         try:
             answer = await method.behave(method.method.request.FromString(body), context)
             told = answer.SerializeToString()
@@ -435,7 +435,8 @@ class _Accepted(asyncio.Protocol):
                 self._server.check_unread()
 
     def _due(self, now: float) -> float:
-        """Ends the calls for which nobody waits any more, and a caller that does not finish its frame."""
+        """Ends calls that nobody waits for any more, and the connection if its frame took too long. Returns the next
+        deadline."""
         if self._frame_ends <= now:
             self.end(f"a frame was not finished within {self._server.limits.frame_s:g} s")
             return math.inf
@@ -452,13 +453,13 @@ class _Accepted(asyncio.Protocol):
 
 
 def _descriptors() -> int:
-    """How many descriptors this process may have."""
+    """Returns how many descriptors this process may have."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return 1 << 20 if soft == resource.RLIM_INFINITY else soft
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A socket bound where the first address of `host` says, to all addresses for "::". Raises OSError."""
+    """Returns a socket bound to the first address of `host`, to all addresses for "::". Raises OSError."""
     infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, _, _, _, address = infos[0]
     both = family == socket.AF_INET6 and address[0] == "::" and socket.has_dualstack_ipv6()
@@ -466,7 +467,8 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 def _same_user(transport: asyncio.Transport) -> bool:
-    """Whether the caller runs as this process's user. Over TCP nobody knows, and all are taken, as by gRPC."""
+    """Says whether the caller runs as this process's user. Over TCP that is unknown, and all are accepted, as
+    by gRPC."""
     sock = transport.get_extra_info("socket")
     if sock is None or sock.family != socket.AF_UNIX:
         return True
@@ -491,9 +493,9 @@ def _keep_alive(transport: asyncio.Transport) -> None:
 
 
 def start_call(work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
-    """Run `work` to its end or to its first wait, in a context of its own; the task of the rest, None: it has ended.
-    Cancel the task with `cancel_call` alone. What else than CancelledError `work` raises before its first wait, this
-    raises."""
+    """Runs `work` to its end or to its first wait, in a context of its own. Returns the task of the rest, None when it
+    has ended. Only `cancel_call` may cancel the task. What `work` raises before its first wait, except CancelledError,
+    is raised here."""
     context = contextvars.copy_context()
     try:
         waits_for = context.run(work.send, None)
@@ -503,7 +505,8 @@ def start_call(work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
 
 
 def cancel_call(task: asyncio.Task[None]) -> None:
-    """Cancel the task in the next turn: one that is cancelled before its first step would never tell its coroutine."""
+    """Cancels the task in the next turn of the loop, because a task cancelled before its first step would never tell
+    its coroutine."""
     asyncio.get_running_loop().call_soon(task.cancel)
 
 
@@ -513,8 +516,8 @@ async def _rest(work: Coroutine[Any, Any, None], waits_for: Any) -> None:
 
 @coroutine
 def _driven(work: Coroutine[Any, Any, None], waits_for: Any) -> Generator[Any, Any, None]:
-    """Hand on what `work` waits for, and what it is sent. The first step yields: it must be reached, see
-    `cancel_call`."""
+    """Passes on what `work` waits for, and what it is sent. The first step only yields; it must have been reached
+    before a cancellation, see `cancel_call`."""
     while True:
         try:
             told = yield waits_for

@@ -32,11 +32,12 @@ MAX_IDENTITY = 4096
 
 
 class Damaged(Exception):
-    """An object that does not hold the block of its name."""
+    """An object does not hold the block of its name."""
 
 
 class Client:
-    """Thread-safe. ConfigError: a URL that cannot be, no such bucket, no access; Unavailable: nobody answers."""
+    """A thread-safe client of one folder in object storage. Raises ConfigError for an unusable URL, a missing bucket or
+    no access, and Unavailable when nothing answers."""
 
     def __init__(self, config: ObjectConfig) -> None:
         self._url = config.url
@@ -47,7 +48,7 @@ class Client:
         self.said = False  # whose folder it is
 
     def list(self) -> Iterator[tuple[bytes, int]]:
-        """Every block there: its key and bytes. Objects of other names are passed over."""
+        """Yields (key, bytes) of every block stored; objects with other names are skipped."""
         try:
             for found in obstore.list(self._store):
                 for meta in found:
@@ -59,20 +60,20 @@ class Client:
             raise named_error(self._url, error) from None
 
     def say(self) -> None:
-        """Write down whose folder it is, where nobody has. Raises what the library raises."""
+        """Writes the folder's identity down unless that was done. Raises the library's errors."""
         if not self.said:
             obstore.put(self._store, IDENTITY, self._identity.encode()[:MAX_IDENTITY], use_multipart=False)
             self.said = True
 
     def put(self, key: bytes, data: memoryview) -> None:
-        """Raises what the library raises."""
+        """Stores a block. Raises the library's errors."""
         body = bytearray(HEAD.size + len(data))
         HEAD.pack_into(body, 0, MAGIC, key, len(data), xxhash.xxh3_64_intdigest(data))
         body[HEAD.size :] = data
         obstore.put(self._store, key.hex(), body, use_multipart=False)
 
     def get_into(self, key: bytes, into: memoryview) -> None:
-        """Exactly that block's bytes. FileNotFoundError; Damaged; else what the library raises."""
+        """Reads exactly this block into `into`. Raises FileNotFoundError, Damaged, or the library's errors."""
         body = memoryview(obstore.get(self._store, key.hex()).bytes())
         if len(body) != HEAD.size + len(into):
             raise Damaged(f"{len(body)} bytes, not {HEAD.size + len(into)}")
@@ -82,7 +83,7 @@ class Client:
         into[:] = data
 
     def delete(self, keys: Iterable[bytes]) -> None:
-        """Missing ones too. Raises what the library raises."""
+        """Deletes blocks; missing ones are no error. Raises the library's other errors."""
         names = [key.hex() for key in keys]
         for at in range(0, len(names), DELETE_KEYS):
             try:
@@ -99,7 +100,8 @@ class Client:
 
 
 def open_store(url: str, timeout_s: float = 10.0, connect_s: float = 2.0, retries: int = 3, told: str = "") -> Any:
-    """The library's store at `url`. ConfigError: it cannot be one; `told`: what the user calls it."""
+    """Returns the library's store at `url`. Raises ConfigError when there can be none; `told` is the user's name for
+    the URL."""
     limit = timedelta(seconds=timeout_s)
     try:
         return obstore.store.from_url(
@@ -107,7 +109,7 @@ def open_store(url: str, timeout_s: float = 10.0, connect_s: float = 2.0, retrie
             client_options={
                 "timeout": limit,
                 "connect_timeout": timedelta(seconds=connect_s),
-                # The library reads this variable only where it is told of no options at all.
+                # The library reads this variable only when it gets no options at all.
                 "allow_http": os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"),
             },
             retry_config={"max_retries": retries, "retry_timeout": limit},
@@ -117,7 +119,8 @@ def open_store(url: str, timeout_s: float = 10.0, connect_s: float = 2.0, retrie
 
 
 def named_error(url: str, error: Exception) -> ConfigError | Unavailable:
-    """What a request that failed means: no such bucket and no access are for people to mend."""
+    """Returns the named error for a failed request: ConfigError for a missing bucket or no access, which people must
+    mend, else Unavailable."""
     denied = isinstance(error, PermissionError | PermissionDeniedError | UnauthenticatedError)
     if denied or "status code: 4" in _line(error):  # the library has no class for a bucket that is not there
         return ConfigError(f"url={url!r}: {_line(error)}", field="url")
@@ -133,5 +136,5 @@ def _key(path: str) -> bytes | None:
 
 
 def _line(error: Exception) -> str:
-    """The first line of what the library says at length."""
+    """Returns the first line of the library's message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -9,12 +9,13 @@ from kvmesh.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectConfig:
-    """One tier. ConfigError names the field and its value.
+    """The settings of one object tier. Raises ConfigError, which names the field and its value.
 
-    `url`: "s3://bucket/prefix"; also what else obstore knows (gs, az, file). Credentials and endpoint come from the
-    usual environment variables (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL, and
-    AWS_ALLOW_HTTP=true for one without TLS). `identity`: what its blocks belong to, beyond what their keys say (the
-    layout of the shards): those of another one are never seen."""
+    `url` is "s3://bucket/prefix", or another kind that obstore knows (gs, az, file). Credentials and endpoint come from
+    the usual environment variables (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL, and
+    AWS_ALLOW_HTTP=true for an endpoint without TLS). `identity` is what the blocks belong to beyond what their keys say
+    (the layout of the shards); blocks of another identity are never seen.
+    """
 
     url: str
     identity: str

@@ -26,8 +26,8 @@ Weights = tuple[str, int]  # first 16 digits of a fingerprint, and the epoch
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """Objects of one layout, of one rank. `identity`: what they belong to; "": an older version put them, which did not
-    say."""
+    """The objects of one layout of one rank. `identity` is what they belong to; "" for objects of an older version,
+    which did not write it down."""
 
     name: str
     identity: str
@@ -37,15 +37,14 @@ class Folder:
 
     @property
     def weights(self) -> Weights | None:
-        """Whose KV it is; None: nobody's, or not known."""
+        """Whose KV it is; None if it is no KV or the weights are unknown."""
         found = _WEIGHTS.search(self.identity)
         return (found[1], int(found[2] or 0)) if found else None
 
 
 def folders(url: str) -> list[Folder]:
-    """Every layout below `url`, the least recently written first; objects of other names are passed over.
-
-    ConfigError: a URL that cannot be, no such bucket, no access; Unavailable: nobody answers."""
+    """Returns every layout below `url`, the least recently written first; objects with other names are skipped. Raises
+    ConfigError for an unusable URL, a missing bucket or no access, and Unavailable when nothing answers."""
     store = open_store(url)
     sums: dict[str, tuple[int, int, datetime]] = {}
     try:
@@ -69,9 +68,9 @@ def chosen(
     served: Collection[Weights],
     now: datetime,
 ) -> list[Folder]:
-    """Those that go: named, or (of known weights that are not served) written last so long ago. Pure.
-
-    Raises InvalidRequest naming one that does not exist, is of weights that are served, or holds clients' data."""
+    """Returns the folders to remove: those named, and those of known weights that are not served and were last written
+    `older_than` ago. Pure. Raises InvalidRequest, which names the folder, when a named one does not exist, is of
+    weights that are served, or holds clients' data."""
     known = {one.name: one for one in found}
     for name in names:
         one = known.get(name)
@@ -90,8 +89,8 @@ def _old(one: Folder, older_than: timedelta | None, served: Collection[Weights],
 
 
 def remove(url: str, name: str, on_progress: Callable[[int], None] = lambda _: None) -> int:
-    """All objects of one folder; how many. `on_progress(removed)`. ConfigError, Unavailable: as `folders`; what is
-    left then goes with the next call."""
+    """Removes all objects of one folder and returns how many; it calls `on_progress(removed)`. Raises as `folders`
+    does; the next call then removes the rest."""
     if not _FOLDER.fullmatch(name):
         raise InvalidRequest.of("folder", name, "32 hex digits")
     store, removed = open_store(f"{url.rstrip('/')}/{name}"), 0
@@ -108,7 +107,7 @@ def remove(url: str, name: str, on_progress: Callable[[int], None] = lambda _: N
 
 
 def _gone(store: Any, paths: list[str]) -> list[str]:
-    """Delete them; those to be asked for one by one."""
+    """Deletes objects; returns those that must be deleted one by one."""
     try:
         obstore.delete(store, paths)
     except FileNotFoundError:
@@ -117,7 +116,7 @@ def _gone(store: Any, paths: list[str]) -> list[str]:
 
 
 def _identity(store: Any, name: str) -> str:
-    """What the folder says of itself; "": nothing that can be read."""
+    """Returns the folder's identity as written down, or "" when it cannot be read."""
     try:
         path = f"{name}/{IDENTITY}"
         if obstore.head(store, path)["size"] > MAX_IDENTITY:

@@ -52,7 +52,7 @@ MAX_DOUBTFUL = 1 << 16
 
 @dataclass(slots=True)
 class ObjectCounts:
-    """Since the start; operations, but for `*_bytes`."""
+    """Counts since the start, of operations, except `*_bytes`."""
 
     hits: int = 0
     misses: int = 0  # not here
@@ -70,7 +70,7 @@ class ObjectCounts:
 
 @dataclass(frozen=True, slots=True)
 class ObjectStats:
-    """Now; `counts` since the start."""
+    """Present values; `counts` has those since the start."""
 
     blocks: int
     live_bytes: int
@@ -81,7 +81,7 @@ class ObjectStats:
 
 
 class WorkQueue:
-    """Work for some threads, bounded in number and bytes."""
+    """Work for a pool of threads, bounded in number and bytes."""
 
     def __init__(self, threads: int, name: str, config: ObjectConfig) -> None:
         self.pool = ThreadPoolExecutor(threads, name)
@@ -90,7 +90,7 @@ class WorkQueue:
         self._most = (config.queue_ops + threads, config.queue_bytes)
 
     def full(self, nbytes: int) -> bool:
-        """Whether no more work with so many bytes is taken."""
+        """Says whether no more work with `nbytes` bytes is taken."""
         ops, limit = self._most
         return len(self.open) >= ops or (self.nbytes + nbytes > limit and bool(self.open))
 
@@ -99,8 +99,9 @@ class WorkQueue:
 
 
 class ObjectTier:
-    """See above. Thread-safe. ConfigError, Unavailable: see `Client`. `on_changes()` is called from a thread of the
-    tier or of a caller when `take_changes` has news, once until that is called."""
+    """The object tier of one node's store; it is thread-safe. Raises ConfigError and Unavailable as `Client` does.
+    `on_changes()` is called, on a thread of the tier or of a caller, when `take_changes` has something to return, once
+    until that is called."""
 
     def __init__(
         self,
@@ -139,44 +140,47 @@ class ObjectTier:
     # ── blocks ───────────────────────────────────────────────────────────────────────────────────────
 
     def put(self, key: bytes, data: Buffer, *, deadline_ns: int | None = None) -> Future[bool]:
-        """Store a block. True: it can be read, by any node; also if it was here before, as a block's bytes follow from
-        its key. False: queue full, store failed, too late, removed meanwhile, closed. InvalidRequest: key or data."""
+        """Stores a block. The result is True when any node can read it; also when it was here before, because a block's
+        bytes follow from its key. It is False when the queue is full, the store failed, the deadline has passed, the
+        block was removed meanwhile, or the tier is closed. Raises InvalidRequest for a malformed key or data."""
         return self.put_many([(key, data)], deadline_ns=deadline_ns)[0]
 
     def put_many(self, blocks: Sequence[tuple[bytes, Buffer]], *, deadline_ns: int | None = None) -> list[Future[bool]]:
-        """As many futures, in order."""
+        """Stores blocks as `put` does; returns as many futures, in order."""
         checked = [(checked_key(key), payload("data", data)) for key, data in blocks]
         return [self._put_one(key, view, deadline_ns) for key, view in checked]
 
     def get_into(self, key: bytes, into: memoryview, *, deadline_ns: int | None = None) -> Future[bool]:
-        """Read a block into memory of exactly its length. True: `into` holds the bytes that were put, verified now.
-        InvalidRequest: key, read-only memory, or another length than the block's (see `length`)."""
+        """Reads a block into memory of exactly its length. The result is True when `into` holds the bytes that were
+        put, verified now. Raises InvalidRequest for a malformed key, read-only memory, or a length other than the
+        block's (see `length`)."""
         return self.get_many_into([(key, into)], deadline_ns=deadline_ns)[0]
 
     def get_many_into(
         self, blocks: Sequence[tuple[bytes, memoryview]], *, deadline_ns: int | None = None
     ) -> list[Future[bool]]:
-        """As many futures, in order."""
+        """Reads blocks as `get_into` does; returns as many futures, in order."""
         checked = [(checked_key(key), target(into)) for key, into in blocks]
         for key, view in checked:
             right_length(view, self.length(key))
         return [self._get_one(key, view, deadline_ns) for key, view in checked]
 
     def contains(self, key: bytes) -> bool:
-        """Whether it can be found, as far as is known here."""
+        """Says whether the block can be found, as far as this node knows."""
         return key in self._index
 
     def length(self, key: bytes) -> int | None:
-        """Bytes of the block; None: it is not here."""
+        """Returns the block's bytes, or None when it is not here."""
         return self._index.get(key)
 
     def may_hold(self, key: bytes) -> bool:
-        """Whether a removal has anything to do: the object is here, is being written or deleted, or may be there."""
+        """Says whether a removal has anything to do: the object is here, is being written or deleted, or may be
+        there."""
         with self._lock:
             return any(key in known for known in (self._index, self._writing, self._removing, self._doubtful))
 
     def doubtful(self, key: bytes) -> bool:
-        """Whether a put or a deletion of it has failed, so that the object may be there, now or later."""
+        """Says whether a put or deletion of the block failed, so that the object may be there, now or later."""
         with self._lock:
             return key in self._doubtful
 
@@ -186,13 +190,13 @@ class ObjectTier:
         return self._clock() < self._rest_until
 
     def keys(self) -> list[bytes]:
-        """Of all blocks. O(blocks)."""
+        """Returns the keys of all blocks. O(blocks)."""
         with self._lock:
             return list(self._index)
 
     def remove(self, keys: Iterable[bytes]) -> Future[bool]:
-        """None of them is found here from now on. True: they are deleted, nobody finds them after a start; False: that
-        failed, say it again."""
+        """Removes blocks, so that none of them is found here from now on. The result is True when they are deleted, so
+        that nobody finds them after a restart either; False when that failed and must be repeated."""
         checked = [checked_key(key) for key in keys]
         with self._lock:
             if self._closed:
@@ -207,7 +211,7 @@ class ObjectTier:
         return future
 
     def take_changes(self) -> Changes:
-        """How `keys` differs from what it was at the last call; the first call: from none."""
+        """Returns how `keys` differs from what it was at the last call; at the first call, from none."""
         with self._lock:
             self._teller.taken()
             return self._changes.take()
@@ -215,7 +219,8 @@ class ObjectTier:
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────
 
     def flush(self, *, sync: bool = False) -> Future[bool]:
-        """True when everything put or removed before is answered: what was stored survives anything (`sync` too)."""
+        """The result is True when everything put or removed before is answered. What was stored is then safe (`sync`
+        changes nothing)."""
         with self._lock:
             waiting = [*self._puts.open, *self._removed]
             if self._closed:
@@ -223,7 +228,6 @@ class ObjectTier:
             return self._later(lambda: not wait(waiting, self._patience_s).not_done)
 
     def stats(self) -> ObjectStats:
-        """See `ObjectStats`."""
         with self._lock:
             return ObjectStats(
                 blocks=len(self._index),
@@ -235,8 +239,8 @@ class ObjectTier:
             )
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """What waits is answered False, what runs ends; no thread of the tier is left. Unavailable: the store has not
-        answered for so long. Safe to repeat."""
+        """Answers waiting operations with False and ends running ones and all threads. It may be repeated. Raises
+        Unavailable when the store does not answer within `timeout_s`."""
         with self._lock:
             self._closed = True
             waiting = [*self._gets.open, *self._puts.open, *self._removed]
@@ -252,7 +256,7 @@ class ObjectTier:
 
     @property
     def _patience_s(self) -> float:
-        """By then any request has ended, with its retries."""
+        """The seconds within which any request ends, retries included."""
         return 2 * self.config.timeout_s + 1
 
     def _put_one(self, key: bytes, data: memoryview, deadline_ns: int | None) -> Future[bool]:
@@ -281,7 +285,7 @@ class ObjectTier:
             return self._submit(self._gets, len(into), lambda: self._download(key, into, deadline_ns))
 
     def _refused(self, line: WorkQueue, nbytes: int) -> bool:
-        """With the lock."""
+        """Counts and says whether an operation is refused. The caller holds the lock."""
         if self._closed:
             return True
         if self.resting:
@@ -293,7 +297,7 @@ class ObjectTier:
         return True
 
     def _submit(self, line: WorkQueue, nbytes: int, run: Callable[[], bool]) -> Future[bool]:
-        """With the lock."""
+        """Runs an operation on the queue's threads. The caller holds the lock."""
         future = line.pool.submit(run)
         line.open[future] = nbytes
         line.nbytes += nbytes
@@ -373,14 +377,14 @@ class ObjectTier:
                 del self._doubtful[next(iter(self._doubtful))]
 
     def _later(self, run: Callable[[], bool]) -> Future[bool]:
-        """With the lock: after all removals asked for before."""
+        """Runs after all removals requested before. The caller holds the lock."""
         future = self._removals.submit(run)
         self._removed.add(future)
         future.add_done_callback(self._removed.discard)
         return future
 
     def _begin(self, deadline_ns: int | None) -> bool:
-        """Whether a request may begin now."""
+        """Says whether a request may begin now."""
         with self._lock:
             now = self._clock()
             if self._closed:
@@ -409,7 +413,7 @@ class ObjectTier:
         self._tell()
 
     def _forget(self, key: bytes) -> None:
-        """With the lock."""
+        """Removes a key from the index. The caller holds the lock."""
         nbytes = self._index.pop(key, None)
         if nbytes is None:
             return
@@ -437,9 +441,10 @@ QUEUE_BYTES = 128 << 20  # copies in memory
 
 
 class Demotion:
-    """A `calls.DemotionSink`. `tier()`: where it goes; None: not in use now. `moving(key, over)`: said when a block is
-    admitted, before the tier above lets go of it, and, `over`, when it lies here or never will: whoever keeps books of
-    keys that may have to be removed misses none. Called from any thread, without a lock."""
+    """A `calls.DemotionSink` into the object tier. `tier()` returns that tier, or None while it is not in use.
+    `moving(key, over)` is called when a block is admitted, before the tier above lets go of it, and with `over` when it
+    is stored or never will be; so whoever tracks keys for removal misses none. It is called on any thread, without a
+    lock."""
 
     def __init__(
         self,
@@ -459,11 +464,11 @@ class Demotion:
 
     @property
     def waiting_bytes(self) -> int:
-        """Of blocks on their way."""
+        """The bytes of blocks on their way."""
         return self._bytes
 
     def admit(self, key: bytes, nbytes: int) -> bool:
-        """See `DemotionSink`. What lies below already is not wanted."""
+        """Implements DemotionSink. A block that the tier has already is not admitted."""
         tier = self._tier()
         with self._lock:
             if tier is not None and tier.contains(key):
@@ -478,7 +483,6 @@ class Demotion:
         return True
 
     def offer(self, key: bytes, data: bytearray) -> None:
-        """See `DemotionSink`."""
         tier = self._tier()
         put: Future[bool] | None = None
         with self._lock:
@@ -491,11 +495,11 @@ class Demotion:
             put.add_done_callback(partial(self._put_ended, key))
 
     def withdraw(self, key: bytes) -> None:
-        """See `DemotionSink`."""
         self._end(key, False)
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        """They are not put any more: to be said after the tier above has let go of them, before the tier's `remove`."""
+        """Keeps these blocks from being put. It must follow the removal in the tier above, and precede this tier's
+        `remove`."""
         with self._lock:
             self._removed.update(key for key in keys if key in self._held)
 
@@ -511,5 +515,5 @@ class Demotion:
                 self.dropped += 1
             self._removed.discard(key)
         tier = self._tier()
-        if stored or tier is None or not tier.doubtful(key):  # of a doubtful one nobody may forget that it may be there
+        if stored or tier is None or not tier.doubtful(key):  # a doubtful object may be there, so its key is kept
             self._moving(key, True)

@@ -28,9 +28,10 @@ from kvmesh.tiers.ssd.format import MAX_PAYLOAD, PAGE, FooterEntry, footer_bytes
 
 @dataclass(frozen=True, slots=True)
 class SsdLimits:
-    """`capacity_bytes`: of all files, never exceeded. Eviction begins when one more bucket would not fit into
-    `high_percent` of it and goes on until it would fit into `low_percent`. A record goes into the next round when it
-    was read `reinsert_hits` times, hottest first, up to `reinsert_percent` of a bucket's bytes."""
+    """`capacity_bytes` limits all files together and is never exceeded. Eviction begins when one more bucket would not
+    fit into `high_percent` of it, and ends when it would fit into `low_percent`. A record of the oldest bucket is
+    appended anew when it was read `reinsert_hits` times, hottest first, up to `reinsert_percent` of a bucket's bytes.
+    """
 
     capacity_bytes: int
     bucket_bytes: int
@@ -58,17 +59,18 @@ class SsdLimits:
 
     @property
     def max_length(self) -> int:
-        """Of a payload: one record, its bucket's header and footer fill a bucket."""
+        """The largest payload in bytes: one record fills a bucket together with the bucket's header and footer."""
         return min(self.bucket_bytes - 2 * PAGE - footer_bytes(1, 0), MAX_PAYLOAD)
 
     @property
     def max_removed(self) -> int:
-        """Keys that one record says are removed: with its footer it takes about half a bucket at most."""
+        """How many removed keys one record can hold; with its footer it takes at most about half a bucket."""
         return min(4096, self.bucket_bytes // 64)
 
 
 class RecordPlace(NamedTuple):
-    """Where a block lies: the `ordinal`-th record of a bucket; `offset` of its header page, `length` of its payload."""
+    """Where a block lies: it is the `ordinal`-th record of a bucket. `offset` is that of its header page, `length` the
+    bytes of its payload."""
 
     bucket: int
     ordinal: int
@@ -78,7 +80,7 @@ class RecordPlace(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """Room for one record in the open bucket, `size` bytes from `offset` on."""
+    """Room for one record in the open bucket: `size` bytes from `offset` on."""
 
     bucket: int
     offset: int
@@ -88,7 +90,8 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Closing:
-    """What the footer of a bucket says; it goes to `offset`, its bucket's tail. `seq`: the highest written."""
+    """What a bucket's footer says; it is written at `offset`, the bucket's tail. `seq` is the highest sequence number
+    in the bucket."""
 
     bucket: int
     offset: int
@@ -99,21 +102,23 @@ class Closing:
 
 @dataclass(frozen=True, slots=True)
 class Reinsert:
-    """Append these again (in order of offset) and say `move`; those that are elsewhere by then are passed over."""
+    """A step: append these blocks again, in order of offset, and call `move`; those that lie elsewhere by then are
+    skipped."""
 
     blocks: tuple[tuple[bytes, RecordPlace, int], ...]  # with the hits to say to `move`
 
 
 @dataclass(frozen=True, slots=True)
 class Demote:
-    """These go with their bucket: offer them to the tier below first, those that are still where it says."""
+    """A step: offer these blocks, which are evicted with their bucket, to the tier below if they are still at the given
+    place."""
 
     blocks: tuple[tuple[bytes, RecordPlace], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """The file of this bucket goes; say `gone` when its space is free."""
+    """A step: delete this bucket's file, and call `gone` when its space is free."""
 
     bucket: int
 
@@ -124,7 +129,8 @@ class Drop:
 
 
 class Bucket:
-    """`ordinal`: a record's number in the order of writing. Whether it is alive only the index knows."""
+    """The records of one file; a record's `ordinal` is its number in the order of writing. Only the index knows whether
+    a record is alive."""
 
     __slots__ = (
         "checksums",
@@ -161,7 +167,7 @@ class Bucket:
         self.hits = bytearray()
 
     def add(self, entry: FooterEntry, hits: int) -> int:
-        """A live record; its ordinal."""
+        """Adds a live record and returns its ordinal."""
         self.keys.append(entry.key)
         self.pages.append(entry.offset // PAGE)
         self.lengths.append(entry.length)
@@ -173,7 +179,7 @@ class Bucket:
         return len(self.keys) - 1
 
     def entry(self, ordinal: int) -> FooterEntry:
-        """What a footer says of it."""
+        """Returns the record's entry in the footer."""
         return FooterEntry(
             self.keys[ordinal], self.pages[ordinal] * PAGE, self.lengths[ordinal], self.checksums[ordinal]
         )
@@ -183,9 +189,9 @@ HITS_KEPT = 3  # of a re-inserted record: it may survive so many more rounds wit
 
 
 class Brain:
-    """One tier's index and log. One owner, or a lock around each call. Every call O(1) a key, but for `next_step`,
-    `force` and `discard`: O(records of one bucket). `worth`: whether a block that goes is to be offered to the tier
-    below; None: there is none."""
+    """One tier's index and log. It has one owner, or a lock around each call. Calls cost O(1) a key, except
+    `next_step`, `force` and `discard`: O(records of one bucket). `worth` says whether an evicted block is to be offered
+    to the tier below; None means that there is none."""
 
     def __init__(self, limits: SsdLimits, worth: Callable[[bytes], bool] | None = None) -> None:
         self.limits = limits
@@ -208,23 +214,23 @@ class Brain:
     # ── look-up ──────────────────────────────────────────────────────────────────────────────────────
 
     def __len__(self) -> int:
-        """Blocks that can be found."""
+        """Returns the number of blocks that can be found."""
         return len(self._index)
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._index
 
     def keys(self) -> list[bytes]:
-        """Of every block. O(blocks)."""
+        """Returns the keys of all blocks. O(blocks)."""
         return list(self._index)
 
     def lookup(self, key: bytes) -> RecordPlace | None:
-        """Where it lies now. Changes nothing: say `hit` when it was read."""
+        """Returns where the block lies now, or None. It changes nothing; call `hit` when the block was read."""
         at = self._index.get(key)
         return None if at is None else self._place(at >> 32, at & 0xFFFFFFFF)
 
     def hit(self, key: bytes) -> None:
-        """It was read: it has better chances to be re-inserted."""
+        """Notes that the block was read, which makes it more likely to be appended anew."""
         at = self._index.get(key)
         if at is not None:
             hits, ordinal = self._buckets[at >> 32].hits, at & 0xFFFFFFFF
@@ -232,32 +238,32 @@ class Brain:
 
     @property
     def used_bytes(self) -> int:
-        """Of all files: an open bucket counts in full, one that is going until it is gone."""
+        """The bytes of all files. An open bucket counts in full, a dropped one until its file is gone."""
         return self._used + sum(self._going.values())
 
     @property
     def live_bytes(self) -> int:
-        """Payload of blocks that can be found. O(buckets)."""
+        """The payload bytes of blocks that can be found. O(buckets)."""
         return sum(bucket.live_bytes for bucket in self._buckets.values())
 
     @property
     def buckets(self) -> int:
-        """Files, without those that are going."""
+        """The number of files, without dropped ones."""
         return len(self._buckets)
 
     def knows(self, number: int) -> bool:
-        """Whether this bucket is neither dropped nor lost."""
+        """Says whether this bucket is neither dropped nor lost."""
         return number in self._buckets
 
     @property
     def open_bucket(self) -> int | None:
-        """Which one takes records."""
+        """The number of the bucket that takes records, or None."""
         return None if self._open is None else self._open.number
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────
 
     def claim(self, key: bytes) -> int | None:
-        """A ticket to write this block. None: it is here, or being written."""
+        """Returns a ticket to write this block, or None when it is here or being written."""
         if key in self._index or key in self._pending:
             return None
         self._tickets += 1
@@ -265,16 +271,17 @@ class Brain:
         return self._tickets
 
     def claimed(self, key: bytes, ticket: int) -> bool:
-        """Whether the ticket holds still: the block was not removed since."""
+        """Says whether the ticket is still valid: the block was not removed since."""
         return self._pending.get(key) == ticket
 
     def unclaim(self, key: bytes, ticket: int) -> None:
-        """It will not be written, or was not."""
+        """Gives a ticket back, because the block will not be written or was not."""
         if self.claimed(key, ticket):
             del self._pending[key]
 
     def fits(self, length: int, *, removed: int = 0) -> bool:
-        """Whether the open bucket (if any) can take a payload of so many bytes, which holds so many removed keys."""
+        """Says whether there is an open bucket that can take a payload of `length` bytes, which lists `removed` removed
+        keys."""
         bucket = self._open
         if bucket is None:
             return False
@@ -282,8 +289,8 @@ class Brain:
         return bucket.tail + record_bytes(length) + footer_bytes(entries, gone) <= bucket.size
 
     def append(self, length: int, *, removed: int = 0) -> Slot:
-        """Room at the open bucket's tail, to be ended by `commit`, `move` or `bury`, or by closing or losing the bucket
-        when the write failed. `fits` must hold."""
+        """Reserves room at the open bucket's tail; `fits` must hold. `commit`, `move` or `bury` ends the append; after
+        a failed write the bucket must be closed or lost instead."""
         bucket = self._open
         assert bucket is not None and bucket.tail + record_bytes(length) < bucket.size
         slot = Slot(bucket.number, bucket.tail, record_bytes(length), self._next_seq)
@@ -294,7 +301,8 @@ class Brain:
         return slot
 
     def commit(self, key: bytes, ticket: int, slot: Slot, length: int, checksum: int) -> bool:
-        """Its record is written: it is found from now on. False: it was removed, or its bucket lost, meanwhile."""
+        """Notes that the block's record is written, so that the block is found. Returns False when the block was
+        removed, or its bucket lost, meanwhile."""
         bucket = self._ended(slot)
         wanted = self.claimed(key, ticket)
         self.unclaim(key, ticket)
@@ -305,11 +313,12 @@ class Brain:
         return True
 
     def is_at(self, key: bytes, place: RecordPlace) -> bool:
-        """Whether the block lies there still."""
+        """Says whether the block still lies at this place."""
         return self._index.get(key) == place.bucket << 32 | place.ordinal
 
     def move(self, key: bytes, place: RecordPlace, slot: Slot, hits: int) -> bool:
-        """A copy of the block at `place` is written: it lies there from now on. False: as with `commit`."""
+        """Notes that a copy of the block at `place` is written, where the block lies from now on. Returns False as
+        `commit` does."""
         bucket, here = self._ended(slot), self.is_at(key, place)
         if bucket is None or not here:
             return False
@@ -321,7 +330,7 @@ class Brain:
     # ── removing ─────────────────────────────────────────────────────────────────────────────────────
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        """None of them is found from now on, also those being written. To survive a restart, a record with the keys
+        """Removes blocks from the index, those being written included. To survive a restart, a record with the keys
         must follow: `append(KEY_BYTES * n, removed=n)`, then `bury`."""
         for key in keys:
             self._pending.pop(key, None)
@@ -331,7 +340,8 @@ class Brain:
                 self._changes.went(key)
 
     def bury(self, slot: Slot, keys: Sequence[bytes]) -> bool:
-        """The record that says they are removed is written. False: its bucket was lost meanwhile, say it again."""
+        """Notes that the record of removed keys is written. Returns False when its bucket was lost meanwhile; then it
+        must be repeated."""
         bucket = self._ended(slot, len(keys))
         if bucket is not None:
             bucket.removed.extend(keys)
@@ -342,8 +352,9 @@ class Brain:
     def restore(
         self, number: int, size: int, entries: Sequence[FooterEntry], removed: Sequence[bytes], seq: int
     ) -> None:
-        """A closed bucket found at start, its file `size` bytes; in ascending order of numbers, before anything else.
-        `removed`: keys that lie dead in older buckets; `seq`: its highest, 0 when unknown."""
+        """Adds a closed bucket found at the start, whose file has `size` bytes; buckets come in ascending order, before
+        all other calls. `removed` are keys that are dead in older buckets; `seq` is the bucket's highest sequence
+        number, 0 when unknown."""
         assert self._open is None and number >= self._next_bucket
         self.remove(removed)
         bucket = Bucket(number, size)
@@ -362,28 +373,28 @@ class Brain:
         self._next_seq = max(self._next_seq, seq + 1)
 
     def start_after(self, number: int, seq: int) -> None:
-        """Numbers up to these were used in former lives."""
+        """Notes that bucket and sequence numbers up to these were used by earlier processes."""
         self._next_bucket = max(self._next_bucket, number + 1)
         self._next_seq = max(self._next_seq, seq + 1)
 
     def may_open(self) -> bool:
-        """Whether one more bucket fits into the capacity. If not: `force`."""
+        """Says whether one more bucket fits into the capacity; if not, call `force`."""
         return self.used_bytes + self.limits.bucket_bytes <= self.limits.capacity_bytes
 
     def reserve(self) -> int:
-        """The number for the next bucket, never given again."""
+        """Returns the number of the next bucket, which is never given again."""
         self._next_bucket += 1
         return self._next_bucket - 1
 
     def opened(self, number: int) -> None:
-        """Its file is there and takes `bucket_bytes`: records go into it. There must be no open one."""
+        """Notes that a bucket's file exists with `bucket_bytes`, and makes it the open one; there must be none."""
         assert self._open is None
         self._open = self._buckets[number] = Bucket(number, self.limits.bucket_bytes)
         self._used += self.limits.bucket_bytes
 
     def close_open(self) -> Closing | None:
-        """No more records for the open bucket: what its footer must say. Say `closed` when that is written, or cannot
-        be. All appends must have ended, or failed: what failed is overwritten where it is at the tail."""
+        """Closes the open bucket to records and returns what its footer says. All appends must have ended or failed; a
+        failed record at the tail is overwritten. Call `closed` when the footer is written, or cannot be."""
         bucket, self._open = self._open, None
         if bucket is None:
             return None
@@ -392,7 +403,7 @@ class Brain:
         return Closing(bucket.number, bucket.tail, entries, list(bucket.removed), bucket.seq)
 
     def closed(self, number: int, size: int) -> None:
-        """Its file ends at `size` bytes."""
+        """Notes that the bucket's file ends at `size` bytes."""
         bucket = self._buckets.get(number)
         if bucket is not None:
             self._used += size - bucket.size
@@ -401,7 +412,7 @@ class Brain:
                 self._empty.append(number)
 
     def next_step(self, max_bytes: int) -> Reinsert | Demote | Drop | None:
-        """What to do next to make room; a `Reinsert` holds at most `max_bytes` of payload, or one block."""
+        """Returns what to do next to make room. A `Reinsert` holds at most `max_bytes` of payload, or one block."""
         if self._victim is None:
             if (empty := self._next_empty()) is not None:
                 return self.discard(empty)
@@ -418,13 +429,13 @@ class Brain:
         return Reinsert(tuple(blocks)) if blocks else self._leave(self._victim)
 
     def force(self) -> Demote | Drop | None:
-        """No room for the next bucket: the oldest goes, hot or not, with this step or the next one. None: there is
-        none that could."""
+        """Evicts the oldest bucket, hot or not, because there is no room for the next one; it takes this step or this
+        and the next. Returns None when no bucket can be evicted."""
         oldest = next((bucket.number for bucket in self._buckets.values() if bucket.closed), None)
         return None if oldest is None else self._leave(oldest)
 
     def discard(self, number: int) -> Drop:
-        """All blocks of this bucket are lost or evicted now; its bytes count until `gone`."""
+        """Removes all blocks of this bucket, lost or evicted; its bytes count until `gone`."""
         bucket = self._buckets.pop(number)
         self._used -= bucket.size
         self._going[number] = bucket.size
@@ -440,28 +451,29 @@ class Brain:
         return Drop(number)
 
     def removed_in(self, number: int) -> list[bytes]:
-        """Keys that this bucket's records say are removed, and that older buckets may still hold: what must be said
-        again when the bucket is lost out of turn."""
+        """Returns keys that this bucket's records list as removed and older buckets may still hold. They must be
+        written again when the bucket is lost out of turn."""
         bucket = self._buckets.get(number)
         if bucket is None or next(iter(self._buckets)) == number:
             return []
         return [key for key in bucket.removed if key not in self._index]
 
     def gone(self, number: int) -> None:
-        """The space of a dropped bucket is free."""
+        """Notes that the space of a dropped bucket is free."""
         self._going.pop(number, None)
 
     def take_changes(self) -> Changes:
-        """How the keys that can be found differ from what they were at the last call; the first call: from none."""
+        """Returns how the keys that can be found differ from what they were at the last call; at the first call, from
+        none."""
         return self._changes.take()
 
     @property
     def changed(self) -> bool:
-        """Whether `take_changes` has something to tell."""
+        """Whether `take_changes` has something to return."""
         return bool(self._changes)
 
     def check_integrity(self) -> None:
-        """AssertionError unless index, buckets and accounts agree. O(blocks)."""
+        """Raises AssertionError unless index, buckets and accounts agree. O(blocks)."""
         assert self._used == sum(bucket.size for bucket in self._buckets.values())
         assert self.used_bytes <= self.limits.capacity_bytes, (self.used_bytes, self.limits.capacity_bytes)
         assert list(self._buckets) == sorted(self._buckets) and not self._buckets.keys() & self._going.keys()
@@ -488,7 +500,7 @@ class Brain:
         return [ordinal for ordinal, key in enumerate(bucket.keys) if index.get(key) == first | ordinal]
 
     def _ended(self, slot: Slot, removed: int = 0) -> Bucket | None:
-        """The append is over and its record written; its bucket, None: that was lost meanwhile."""
+        """Ends an append whose record is written. Returns its bucket, or None when that was lost meanwhile."""
         bucket = self._buckets.get(slot.bucket)
         if bucket is not None:
             bucket.reserved -= 1
@@ -498,7 +510,7 @@ class Brain:
         return bucket
 
     def _forget(self, key: bytes) -> None:
-        """The record that the index names for `key` is dead."""
+        """Marks the record that the index names for `key` as dead."""
         at = self._index[key]
         bucket = self._buckets[at >> 32]
         bucket.live -= 1
@@ -507,7 +519,7 @@ class Brain:
             self._empty.append(bucket.number)
 
     def _next_empty(self) -> int | None:
-        """A closed bucket without a block, whose removed keys lie in no older one."""
+        """Returns a closed bucket without live blocks whose removed keys lie in no older bucket, or None."""
         oldest = next(iter(self._buckets.values()), None)
         if oldest is not None and oldest.closed and not oldest.live:
             return oldest.number
@@ -518,7 +530,8 @@ class Brain:
         return None
 
     def _pick_victim(self) -> bool:
-        """The oldest closed bucket, when room is short; and which of its blocks are hot."""
+        """Chooses the oldest closed bucket when room is short, and which of its blocks are hot. Returns whether
+        it did."""
         percent = self.limits.low_percent if self._evicting else self.limits.high_percent
         self._evicting = (self._used + self.limits.bucket_bytes) * 100 > self.limits.capacity_bytes * percent
         victim = next((bucket for bucket in self._buckets.values() if bucket.closed), None)
@@ -540,7 +553,7 @@ class Brain:
         return True
 
     def _leave(self, number: int) -> Demote | Drop:
-        """What a bucket ends with: once an offer of what is worth it, then its end."""
+        """Returns a bucket's last steps: once an offer of the blocks worth it, then its end."""
         if self._worth is not None and self._offered != number:
             self._offered, bucket = number, self._buckets[number]
             going = [ordinal for ordinal in self._alive(bucket) if self._worth(bucket.keys[ordinal])]

@@ -15,12 +15,13 @@ from kvmesh.tiers.ssd.recovery import Verify
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SsdConfig:
-    """One tier. ConfigError names the field and its value.
+    """The settings of one SSD tier. Raises ConfigError, which names the field and its value.
 
-    `identity`: what its blocks belong to, beyond what their keys say (the layout of the shards): a folder of another
-    one is refused, or with `on_mismatch="set_aside"` its files are moved into a folder of their own inside;
-    with "other_weights" they are when nothing but the weights differs, and are removed then, at most `purge_bytes_s`.
-    `direct`: O_DIRECT, where the file system has it ("auto"), always ("on": ConfigError where not), never ("off").
+    `identity` is what the blocks belong to beyond what their keys say (the layout of the shards). A folder of another
+    identity is refused; with `on_mismatch="set_aside"` its files are moved into a folder inside; with "other_weights"
+    that happens when nothing but the weights differs, and the files are then removed at `purge_bytes_s` at most.
+    `direct` uses O_DIRECT where the file system has it ("auto"), always ("on"; ConfigError where it does not), or never
+    ("off").
     """
 
     path: Path
@@ -67,7 +68,6 @@ class SsdConfig:
 
     @property
     def limits(self) -> SsdLimits:
-        """For the brain."""
         return SsdLimits(
             capacity_bytes=self.capacity_bytes,
             bucket_bytes=self.bucket_bytes,

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class SsdCounts:
-    """Since the start; operations, but for `*_bytes` and where it says blocks or buckets."""
+    """Counts since the start, of operations, except `*_bytes` and where a comment says blocks or buckets."""
 
     hits: int = 0
     misses: int = 0  # not here
@@ -39,13 +39,13 @@ class SsdCounts:
     read_bytes: int = 0  # payloads, for gets and re-insertion
 
     def add(self, name: str, n: int = 1) -> None:
-        """One of the above, by name."""
+        """Adds to the count of this name."""
         setattr(self, name, getattr(self, name) + n)
 
 
 @dataclass(slots=True, eq=False)
 class GetOp:
-    """Not yet begun; `future` is resolved when nobody touches `into` any more."""
+    """A get that has not begun. `future` is resolved when nothing touches `into` any more."""
 
     key: bytes
     into: memoryview
@@ -55,7 +55,7 @@ class GetOp:
 
 @dataclass(slots=True, eq=False)
 class PutOp:
-    """See Get; `ticket` is the brain's."""
+    """A put that has not begun; `ticket` is the brain's."""
 
     key: bytes
     data: memoryview
@@ -66,7 +66,8 @@ class PutOp:
 
 @dataclass(slots=True, eq=False)
 class RemoveOp:
-    """Keys that are found no more: to be written. `future` None: the tier's own wish."""
+    """Keys that are already removed from the index, to be written down. `future` is None when the tier itself
+    wants it."""
 
     keys: Sequence[bytes]
     future: Future[bool] | None = None
@@ -74,7 +75,7 @@ class RemoveOp:
 
 @dataclass(slots=True, eq=False)
 class FlushOp:
-    """Everything before it is written, and room made; `sync`: it survives a power loss."""
+    """Asks that everything before it be written and room be made; with `sync` it must survive a power loss."""
 
     sync: bool
     future: Future[bool]
@@ -82,8 +83,8 @@ class FlushOp:
 
 @dataclass(slots=True, eq=False)
 class SsdCore:
-    """`lock` is held around the brain and the counts, never around I/O: for microseconds, but where a bucket is closed
-    or dropped (about half a microsecond for each of its records)."""
+    """What the tier's threads share. `lock` is held around the brain and the counts, never around I/O: for
+    microseconds, or about half a microsecond a record where a bucket is closed or dropped."""
 
     brain: Brain
     sketch: FrequencySketch
@@ -100,22 +101,22 @@ class SsdCore:
         self.teller = ChangeNotifier(self.lock, self.on_changes)
 
     def tell(self) -> None:
-        """Say that the keys have changed, once until they are taken. Without the lock."""
+        """Reports that the keys have changed, once until they are taken. The caller must not hold the lock."""
         self.teller.tell(lambda: self.brain.changed)
 
     def gone(self, number: int) -> None:
-        """The space of a dropped bucket is free."""
+        """Notes that the space of a dropped bucket is free."""
         with self.lock:
             self.brain.gone(number)
 
     def drop(self, step: Drop) -> None:
-        """The brain has let go of a bucket: its file goes."""
+        """Deletes the file of a bucket that the brain has dropped."""
         self.files.drop(step.bucket)
         self.tell()
 
     def lose(self, number: int, error: OSError) -> None:
-        """An I/O error: the bucket is retired, its blocks are misses from now on. What its records said is removed
-        from older buckets is said again."""
+        """Retires a bucket after an I/O error: its blocks are misses from now on. Keys that its records list as removed
+        from older buckets are written again."""
         with self.lock:
             self.counts.io_errors += 1
             before = len(self.brain)
@@ -131,7 +132,7 @@ class SsdCore:
             self.drop(step)
 
     def corrupt(self, key: bytes, place: RecordPlace) -> None:
-        """What lies there is not what was put: it is found no more, here or after a restart."""
+        """Removes a block whose bytes are not those put, so that it is not found here, nor after a restart."""
         with self.lock:
             self.counts.corrupt += 1
             here = self.brain.is_at(key, place)

@@ -23,10 +23,10 @@ _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 
 class Disk:
-    """Thin: each method is one call. All raise OSError."""
+    """The system calls: each method is one call, and all raise OSError."""
 
     def open(self, path: Path, flags: int) -> int:
-        """A descriptor that children do not inherit; new files are the owner's alone."""
+        """Returns a descriptor that children do not inherit; new files have mode 0600."""
         return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
     def close(self, fd: int) -> None:
@@ -42,8 +42,8 @@ class Disk:
         return os.pwritev(fd, data, offset)
 
     def reserve(self, fd: int, size: int) -> None:
-        """Space for `size` bytes, so that a full disk is met here and not in the middle of a record. File systems that
-        cannot do that are written as they come."""
+        """Reserves space for `size` bytes, so that a full disk is noticed here and not in the middle of a record. File
+        systems without that call get no reservation."""
         try:
             os.posix_fallocate(fd, 0, size)
         except OSError as error:
@@ -60,7 +60,7 @@ class Disk:
         path.unlink(missing_ok=True)
 
     def sync_folder(self, path: Path) -> None:
-        """Names made and removed in it survive a power loss."""
+        """Makes names added to and removed from the folder survive a power loss."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -69,7 +69,7 @@ class Disk:
 
 
 def read_whole(disk: Disk, fd: int, into: Sequence[memoryview], offset: int) -> None:
-    """Fill all of `into` from `offset` on. OSError (EIO) when the file ends before."""
+    """Fills all of `into` from `offset` on. Raises OSError (EIO) when the file ends before."""
     rest = list(into)
     while rest:
         got = disk.read(fd, rest, offset)
@@ -80,7 +80,8 @@ def read_whole(disk: Disk, fd: int, into: Sequence[memoryview], offset: int) -> 
 
 
 def write_whole(disk: Disk, fd: int, data: Sequence[memoryview], offset: int) -> None:
-    """Write all of `data` at `offset`, which are whole pages; after a part of it, on from the last whole page."""
+    """Writes all of `data`, which are whole pages, at `offset`. After a partial write it goes on from the last whole
+    page. Raises OSError."""
     rest, stuck = list(data), 0
     while rest:
         wrote = disk.write(fd, rest, offset)
@@ -94,7 +95,7 @@ def write_whole(disk: Disk, fd: int, data: Sequence[memoryview], offset: int) ->
 
 
 def _after(views: list[memoryview], n: int) -> list[memoryview]:
-    """What is left of them behind the first `n` bytes."""
+    """Returns what is left of the views behind the first `n` bytes."""
     for at, view in enumerate(views):
         if n < len(view):
             return [view[n:], *views[at + 1 :]]
@@ -103,20 +104,20 @@ def _after(views: list[memoryview], n: int) -> list[memoryview]:
 
 
 def is_aligned(view: memoryview) -> bool:
-    """Whether it starts on a page in memory, as O_DIRECT wants it."""
+    """Says whether the view starts on a page in memory, as O_DIRECT requires."""
     if view.readonly:
         return int(np.frombuffer(view, np.uint8).ctypes.data) % PAGE == 0
     return ctypes.addressof(ctypes.c_char.from_buffer(view)) % PAGE == 0
 
 
 class Scratch:
-    """Page-aligned memory of one thread, grown as needed and used again."""
+    """Page-aligned memory of one thread, grown as needed and reused."""
 
     def __init__(self) -> None:
         self._map = mmap.mmap(-1, 64 * PAGE)
 
     def take(self, size: int) -> memoryview:
-        """`size` bytes; what was taken before must not be used any more."""
+        """Returns `size` bytes; what was taken before must not be used any more."""
         if size > len(self._map):
             # The old one goes with its last view.
             self._map = mmap.mmap(-1, 1 << (size - 1).bit_length())
@@ -124,7 +125,7 @@ class Scratch:
 
 
 def why_not_direct(disk: Disk, folder: Path) -> str:
-    """Tries O_DIRECT in this folder with a file of its own; "" when it works, else what was said."""
+    """Tries O_DIRECT in this folder with a file of its own. Returns "" when it works, else the error."""
     probe, page = folder / "probe", Scratch().take(PAGE)
     fd = -1
     try:
@@ -152,19 +153,20 @@ _ZEROS = bytes(PAGE)
 
 
 class VectorRead(NamedTuple):
-    """`pieces` to fill from the first payload's offset on; then `copies`: (to, from)."""
+    """A vectored read: `pieces` are filled from the first payload's offset on, then the `copies` (to, from) are
+    made."""
 
     pieces: list[memoryview]
     copies: list[tuple[memoryview, memoryview]]
 
     def finish(self) -> None:
-        """The pieces are filled."""
+        """Copies staged payloads, once the pieces are filled."""
         for to, source in self.copies:
             to[:] = source
 
 
 def write_vector(records: Sequence[tuple[bytes, memoryview]], scratch: Scratch, *, direct: bool) -> list[memoryview]:
-    """Records (header, payload), back to back. At most three pieces each."""
+    """Returns the pieces that write these records (header, payload) back to back: at most three each."""
     staged = [direct and not is_aligned(payload) for _, payload in records]
     sizes = [PAGE + (pages(len(payload)) if copy else PAGE) for copy, (_, payload) in zip(staged, records, strict=True)]
     room, at = scratch.take(sum(sizes)), 0
@@ -182,7 +184,8 @@ def write_vector(records: Sequence[tuple[bytes, memoryview]], scratch: Scratch, 
 
 
 def read_vector(into: Sequence[memoryview], scratch: Scratch, *, direct: bool) -> VectorRead:
-    """Payloads of records that lie back to back; headers between them are skipped. At most three pieces each."""
+    """Returns the pieces that read the payloads of adjacent records, skipping the headers between them: at most three
+    each."""
     staged = [direct and not is_aligned(view) for view in into]
     sizes = [pages(len(view)) if copy else PAGE for copy, view in zip(staged, into, strict=True)]
     room, at = scratch.take(PAGE + sum(sizes)), PAGE

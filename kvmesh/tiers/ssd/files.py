@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class BucketFile:
-    """One open file; `direct`: every piece, its place in memory and its offset must be whole pages."""
+    """One open file. With `direct`, every piece, its place in memory and its offset must be whole pages."""
 
     def __init__(self, disk: Disk, number: int, fd: int, *, direct: bool) -> None:
         self.number = number
@@ -31,27 +31,27 @@ class BucketFile:
         self._fd = fd
 
     def read(self, into: Sequence[memoryview], offset: int) -> None:
-        """Fill all of it. OSError, also when the file is too short."""
+        """Fills all of `into`. Raises OSError, also when the file is too short."""
         read_whole(self._disk, self._fd, into, offset)
 
     def write(self, data: Sequence[memoryview], offset: int) -> None:
-        """All of it, whole pages. OSError."""
+        """Writes all of `data`, which are whole pages. Raises OSError."""
         write_whole(self._disk, self._fd, data, offset)
 
     def sync(self) -> None:
-        """What was written survives a power loss. OSError."""
+        """Makes what was written survive a power loss. Raises OSError."""
         self._disk.sync(self._fd)
 
     def truncate(self, size: int) -> None:
-        """It ends at `size` bytes. OSError."""
+        """Ends the file at `size` bytes. Raises OSError."""
         self._disk.truncate(self._fd, size)
 
     def reserve(self, size: int) -> None:
-        """See `Disk.reserve`."""
+        """Reserves space as `Disk.reserve` does."""
         self._disk.reserve(self._fd, size)
 
     def size(self) -> int:
-        """Bytes."""
+        """Returns the file's size in bytes."""
         return self._disk.size(self._fd)
 
     def close(self) -> None:
@@ -59,7 +59,8 @@ class BucketFile:
 
 
 class BucketFiles:
-    """`on_gone(number)`: the space of a dropped file is free; called from whichever thread let it go."""
+    """The open bucket files. `on_gone(number)` is called when the space of a dropped file is free, on the thread that
+    released it last."""
 
     def __init__(
         self, folder: TierFolder, disk: Disk, on_gone: Callable[[int], None], *, direct: bool, max_open: int
@@ -74,8 +75,8 @@ class BucketFiles:
         self._leaving: set[BucketFile] = set()  # dropped, and in use
 
     def create(self, number: int, size: int) -> tuple[BucketFile, bytes]:
-        """A new bucket with room for `size` bytes and its header written, in use by the caller; and its nonce.
-        OSError: there is none."""
+        """Makes a bucket with room for `size` bytes and its header written. Returns its file, in use by the caller, and
+        its nonce. Raises OSError."""
         nonce = os.urandom(NONCE_BYTES)
         page = Scratch().take(PAGE)
         page[:] = pack_bucket(number, self._folder.identity, nonce)
@@ -94,7 +95,8 @@ class BucketFiles:
         return file, nonce
 
     def acquire(self, number: int) -> BucketFile:
-        """To be used until `release`. OSError (FileNotFoundError: it was dropped)."""
+        """Returns a bucket's file, to be used until `release`. Raises OSError (FileNotFoundError when it was
+        dropped)."""
         with self._lock:
             file = self._files.get(number)
             if file is None:
@@ -105,7 +107,7 @@ class BucketFiles:
             return file
 
     def release(self, file: BucketFile) -> None:
-        """The caller is done with it."""
+        """Ends the caller's use of a file."""
         with self._lock:
             file.users -= 1
             last = file.dropped and not file.users
@@ -117,7 +119,8 @@ class BucketFiles:
             self._on_gone(file.number)
 
     def drop(self, number: int) -> bool:
-        """Its name goes now, its space as soon as nobody uses it. False: it could not be removed."""
+        """Deletes a bucket's name now; its space is freed once nobody uses it. Returns False when it could not be
+        deleted."""
         if not self._unlink(number):
             return False
         with self._lock:
@@ -133,7 +136,7 @@ class BucketFiles:
         return True
 
     def close(self) -> None:
-        """Nobody uses any of them any more."""
+        """Closes all files, which nobody may use any more."""
         with self._lock:
             for file in (*self._files.values(), *self._leaving):
                 file.close()
@@ -142,7 +145,7 @@ class BucketFiles:
 
     @property
     def open_files(self) -> int:
-        """Descriptors that are open."""
+        """The number of open descriptors."""
         with self._lock:
             return len(self._files) + len(self._leaving)
 

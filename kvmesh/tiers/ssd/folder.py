@@ -31,12 +31,12 @@ OnMismatch = Literal["refuse", "set_aside", "other_weights"]
 
 
 class FolderInUse(ConfigError):
-    """Another process has it, or the one that was killed a moment ago still does."""
+    """Another process holds the folder, possibly one that was killed a moment ago."""
 
 
 class TierFolder:
-    """Opened and locked, until `close`. FolderInUse; ConfigError: not ours, or of another format or identity (unless it
-    is set aside); OSError: the file system's word."""
+    """The folder of one tier, open and locked until `close`. Raises FolderInUse; ConfigError when it is not a tier's,
+    or of another format or identity (unless that is set aside); OSError from the file system."""
 
     def __init__(self, path: Path, identity: str, on_mismatch: OnMismatch = "refuse") -> None:
         self.path = path
@@ -55,15 +55,15 @@ class TierFolder:
         self.identity = checksum(f"{FORMAT} {identity}".encode())
 
     def bucket(self, number: int) -> Path:
-        """Where that bucket's file is."""
+        """Returns the path of the bucket's file."""
         return self.path / f"bucket-{number:012}.kv"
 
     def buckets(self) -> list[int]:
-        """Numbers of the files there are, ascending."""
+        """Returns the numbers of the bucket files, ascending."""
         return sorted(int(found[1]) for name in os.listdir(self.path) if (found := _BUCKET.fullmatch(name)))
 
     def close(self) -> None:
-        """Another process may have it."""
+        """Unlocks the folder for other processes."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -96,7 +96,7 @@ class TierFolder:
         _write(said, wanted)
 
     def asides(self) -> list[Path]:
-        """Folders of what was moved aside, now or by an earlier life."""
+        """Returns the folders of files that were set aside, now or by an earlier process."""
         return sorted(path for path in self.path.iterdir() if _ASIDE.fullmatch(path.name) and path.is_dir())
 
     def _move_aside(self) -> Path:
@@ -112,8 +112,8 @@ class TierFolder:
 
 
 class Purge:
-    """Removes what was moved aside, file by file, at most `bytes_per_s` on average; what `close` leaves, the next life
-    goes on with."""
+    """Removes what was set aside, file by file, at `bytes_per_s` on average; the next process goes on with what `close`
+    leaves."""
 
     def __init__(self, folder: TierFolder, bytes_per_s: int) -> None:
         self.removed_bytes = 0
@@ -125,13 +125,13 @@ class Purge:
             self._thread.start()
 
     def close(self) -> None:
-        """It ends after the file that it is at."""
+        """Ends the removal after the present file."""
         self._closing.set()
         if self._asides:
             self._thread.join()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether nothing is left to remove."""
+        """Waits, and returns whether nothing is left to remove."""
         if self._asides:
             self._thread.join(timeout_s)
         return not self._thread.is_alive() and not any(aside.exists() for aside in self._asides)
@@ -152,7 +152,7 @@ class Purge:
 
 
 def identity_of(path: Path) -> str | None:
-    """Whose blocks a tier's folder holds; None: it is no such folder, or not of this format."""
+    """Returns the identity of a tier's folder, or None when it is no such folder or of another format."""
     found = _read(path / "tier.json") or {}
     identity = found.get("identity")
     return identity if isinstance(identity, str) and found.get("format") == FORMAT else None
@@ -175,7 +175,7 @@ def _lock(path: Path) -> int:
 
 
 def _read(said: Path) -> dict[str, object] | None:
-    """None: there is none. {}: nothing that we wrote."""
+    """Returns the content of tier.json: None when there is none, {} when this tier did not write it."""
     try:
         found = json.loads(said.read_bytes())
     except FileNotFoundError:
@@ -186,7 +186,8 @@ def _read(said: Path) -> dict[str, object] | None:
 
 
 def _other_weights(found: dict[str, object] | None, wanted: dict[str, object]) -> bool:
-    """Whether these are blocks of the same shape, of other weights or another epoch of them, which nobody reads."""
+    """Says whether the folder holds blocks of the same shape but of other weights (or another epoch of them), which
+    nobody reads."""
     theirs, ours = (found or {}).get("identity"), wanted["identity"]
     if (found or {}).get("format") != wanted["format"] or not isinstance(theirs, str) or not isinstance(ours, str):
         return False
@@ -203,7 +204,7 @@ def _difference(found: dict[str, object] | None, wanted: dict[str, object]) -> s
 
 
 def _write(said: Path, wanted: dict[str, object]) -> None:
-    """Whole or not at all, also after a power loss."""
+    """Writes tier.json atomically, also with respect to a power loss."""
     new = said.with_name("tier.json.new")
     with new.open("w") as file:
         json.dump(wanted, file)

@@ -37,7 +37,7 @@ MAX_PAYLOAD = (1 << 32) - 1
 
 
 class FooterEntry(NamedTuple):
-    """A block in its bucket: `offset` is its header page's, `length` its payload's, both bytes."""
+    """A block in its bucket: `offset` of its header page and `length` of its payload, in bytes."""
 
     key: bytes
     offset: int
@@ -46,7 +46,7 @@ class FooterEntry(NamedTuple):
 
 
 class RecordHeader(NamedTuple):
-    """`seq` grows with every record of a folder."""
+    """The header of a record; `seq` grows with every record of a folder."""
 
     kind: int
     key: bytes
@@ -57,7 +57,8 @@ class RecordHeader(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trailer:
-    """Where a footer's body lies, and what it must hold. `seq`: the highest of its bucket's records."""
+    """The end of a footer: where the footer's body lies and what it must hold. `seq` is the highest of the bucket's
+    records."""
 
     body_offset: int
     entries: int
@@ -67,37 +68,37 @@ class Trailer:
 
     @property
     def body_bytes(self) -> int:
-        """Without the zeros behind it."""
+        """The bytes of the body, without the zeros behind it."""
         return _ENTRY.size * self.entries + KEY_BYTES * self.removed
 
 
 def checksum(data: bytes | bytearray | memoryview) -> int:
-    """xxh3_64 of a buffer."""
+    """Returns the xxh3_64 of a buffer."""
     return xxhash.xxh3_64_intdigest(data)
 
 
 def pages(n: int) -> int:
-    """`n` bytes rounded up to whole pages."""
+    """Returns `n` bytes rounded up to whole pages."""
     return (n + PAGE - 1) // PAGE * PAGE
 
 
 def record_bytes(length: int) -> int:
-    """What a payload of `length` bytes takes in a bucket."""
+    """Returns the bytes that a record with a payload of `length` bytes takes in a bucket."""
     return PAGE + pages(length)
 
 
 def footer_bytes(entries: int, removed: int) -> int:
-    """What a footer of so many takes in a bucket."""
+    """Returns the bytes that a footer with so many entries and removed keys takes in a bucket."""
     return pages(_ENTRY.size * entries + KEY_BYTES * removed) + PAGE
 
 
 def pack_bucket(number: int, identity: int, nonce: bytes) -> bytes:
-    """The header page of a new bucket. `identity`: checksum of what the folder says of itself."""
+    """Returns the header page of a new bucket. `identity` is the checksum of the folder's identity."""
     return _page(_BUCKET.pack(_BUCKET_MAGIC, FORMAT, 0, 0, number, identity, nonce))
 
 
 def parse_bucket(page: bytes | memoryview, number: int, identity: int) -> bytes | None:
-    """The nonce of bucket `number`; None: this page is not its header."""
+    """Returns the nonce of bucket `number`, or None when this page is not its header."""
     found = _checked(_BUCKET, page)
     if found is None:
         return None
@@ -106,14 +107,14 @@ def parse_bucket(page: bytes | memoryview, number: int, identity: int) -> bytes 
 
 
 def pack_record(header: RecordHeader, bucket: int, nonce: bytes, offset: int) -> bytes:
-    """The first bytes of a record's header page; what follows them in it says nothing."""
+    """Returns the first bytes of a record's header page; the rest of the page has no meaning."""
     kind, key, seq, length, payload_sum = header
     packed = _RECORD.pack(_RECORD_MAGIC, FORMAT, kind, key, seq, bucket, offset, length, payload_sum, nonce)
     return packed + _SUM.pack(checksum(packed))
 
 
 def parse_record(page: bytes | memoryview, bucket: int, nonce: bytes, offset: int) -> RecordHeader | None:
-    """The header at `offset` of that bucket; None: there is none."""
+    """Returns the record header at `offset` of that bucket, or None when there is none."""
     found = _checked(_RECORD, page)
     if found is None:
         return None
@@ -128,7 +129,7 @@ def parse_record(page: bytes | memoryview, bucket: int, nonce: bytes, offset: in
 def pack_footer(
     entries: Sequence[FooterEntry], removed: Sequence[bytes], seq: int, bucket: int, nonce: bytes, offset: int
 ) -> bytes:
-    """A footer that starts at `offset`: whole pages, the trailer the last of them."""
+    """Returns a footer that starts at `offset`: whole pages, the last of which is the trailer."""
     pack = _ENTRY.pack
     body = b"".join([pack(e.key, e.checksum, e.offset // PAGE, e.length) for e in entries]) + b"".join(removed)
     trailer = _TRAILER.pack(
@@ -138,7 +139,8 @@ def pack_footer(
 
 
 def parse_trailer(page: bytes | memoryview, bucket: int, nonce: bytes, size: int) -> Trailer | None:
-    """The trailer that ends a file of `size` bytes; None: this page is none, and the bucket was not closed."""
+    """Returns the trailer that ends a file of `size` bytes, or None when this page is none: the bucket was not
+    closed."""
     found = _checked(_TRAILER, page)
     if found is None:
         return None
@@ -151,7 +153,8 @@ def parse_trailer(page: bytes | memoryview, bucket: int, nonce: bytes, size: int
 
 
 def parse_footer(body: bytes | memoryview, trailer: Trailer) -> tuple[list[FooterEntry], list[bytes]] | None:
-    """Entries and removed keys of a footer's body (`trailer.body_bytes` of it); None: it is damaged."""
+    """Returns entries and removed keys from a footer's body (`trailer.body_bytes` bytes), or None when it is
+    damaged."""
     if len(body) != trailer.body_bytes or checksum(body) != trailer.checksum:
         return None
     split = _ENTRY.size * trailer.entries
@@ -163,7 +166,7 @@ def parse_footer(body: bytes | memoryview, trailer: Trailer) -> tuple[list[Foote
 
 
 def split_keys(packed: bytes | memoryview) -> list[bytes]:
-    """Keys that lie back to back."""
+    """Returns the keys that lie back to back."""
     packed = bytes(packed)
     return [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
 

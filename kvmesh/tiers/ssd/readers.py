@@ -21,7 +21,7 @@ TRIES = 3  # a block moves at most once an eviction; the file may go between loo
 
 
 def runs(found: Sequence[tuple[GetOp, RecordPlace]]) -> list[list[tuple[GetOp, RecordPlace]]]:
-    """Blocks that lie back to back, each run one call, in order of place."""
+    """Groups blocks that lie back to back into runs, each for one read, in order of place."""
     ordered = sorted(found, key=lambda one: (one[1].bucket, one[1].offset))
     parted: list[list[tuple[GetOp, RecordPlace]]] = []
     end, size = (0, 0), 0
@@ -36,7 +36,7 @@ def runs(found: Sequence[tuple[GetOp, RecordPlace]]) -> list[list[tuple[GetOp, R
 
 
 def read_run(files: BucketFiles, places: Sequence[RecordPlace], into: Sequence[memoryview], scratch: Scratch) -> None:
-    """Payloads of neighbours. OSError (FileNotFoundError: their bucket was dropped)."""
+    """Reads the payloads of adjacent records. Raises OSError (FileNotFoundError when their bucket was dropped)."""
     file = files.acquire(places[0].bucket)
     try:
         reading = read_vector(into, scratch, direct=file.direct)
@@ -47,7 +47,8 @@ def read_run(files: BucketFiles, places: Sequence[RecordPlace], into: Sequence[m
 
 
 class Readers:
-    """A pool of threads and its bounded queue. `stop` ends it: what waits is answered False, what runs ends first."""
+    """A pool of reading threads and its bounded queue. `stop` ends it: waiting gets are answered with False, running
+    ones end first."""
 
     def __init__(self, core: SsdCore, threads: int, max_ops: int, max_bytes: int) -> None:
         self._core = core
@@ -62,11 +63,11 @@ class Readers:
 
     @property
     def waiting(self) -> int:
-        """Gets whose I/O has not begun."""
+        """The number of gets whose I/O has not begun."""
         return self._ops
 
     def submit(self, gets: list[GetOp]) -> bool:
-        """One job. False: the queue is full, or over."""
+        """Queues one job of gets. Returns False when the queue is full or stopped."""
         size = sum(len(get.into) for get in gets)
         with self._cond:
             over = self._ops + len(gets) > self._max_ops or self._bytes + size > self._max_bytes
@@ -79,7 +80,7 @@ class Readers:
         return True
 
     def stop(self) -> None:
-        """Begin no more I/O."""
+        """Begins no more I/O."""
         with self._cond:
             self._stopping = True
             left = [get for gets in self._queue for get in gets]
@@ -90,7 +91,7 @@ class Readers:
             resolve(get.future, False)
 
     def join(self, timeout_s: float) -> bool:
-        """Whether all threads have ended."""
+        """Waits for all threads, at most `timeout_s` each; returns whether they have ended."""
         for thread in self._threads:
             thread.join(timeout_s)
         return not any(thread.is_alive() for thread in self._threads)
@@ -120,14 +121,15 @@ class Readers:
         self._answer(gets, "misses")
 
     def _begun(self, gets: list[GetOp]) -> list[GetOp]:
-        """Those whose owners still want them."""
+        """Returns the gets that their owners still want."""
         now = self._core.clock()
         gets = [get for get in gets if get.future.set_running_or_notify_cancel()]
         self._answer([get for get in gets if expired(get.deadline_ns, now)], "expired")
         return [get for get in gets if not expired(get.deadline_ns, now)]
 
     def _serve(self, gets: list[GetOp], scratch: Scratch) -> list[GetOp]:
-        """Returns those whose bucket went before it was opened: to be looked up again."""
+        """Reads the blocks; returns the gets whose bucket was dropped before it was opened, which must be looked up
+        again."""
         brain = self._core.brain
         with self._core.lock:
             found = [(get, place) for get in gets if (place := brain.lookup(get.key)) is not None]

@@ -43,11 +43,11 @@ Verify = Literal["open", "all"]
 
 @dataclass(slots=True)
 class RecoveryReport:
-    """What a start found and did. `blocks` can be found now; the others count what was met on the way."""
+    """What a start found and did. `blocks` can be found now; the other fields count what was met on the way."""
 
     blocks: int = 0
     buckets: int = 0
-    footers: int = 0  # buckets that told by their footer
+    footers: int = 0  # buckets that were read by their footer
     walked: int = 0  # buckets without a (valid) one, read from header to header
     records: int = 0  # entries of footers, headers walked over
     verified: int = 0  # payloads read and right
@@ -68,8 +68,8 @@ class _Found:
 
 
 class Recovery:
-    """One start: `run` fills the brain. `verify`: "open" reads the payloads of buckets that were not closed, "all" of
-    all. Blocking; needs the folder to itself."""
+    """Reads a folder at the start: `run` fills the brain. `verify` "open" reads the payloads of buckets that were not
+    closed, "all" those of all buckets. It blocks, and needs the folder for itself."""
 
     def __init__(self, folder: TierFolder, files: BucketFiles, brain: Brain, verify: Verify = "open") -> None:
         self.report = RecoveryReport()
@@ -81,8 +81,9 @@ class Recovery:
         self._scratch = Scratch()
 
     def run(self) -> RecoveryReport:
-        """All buckets, oldest first. A bucket that the medium does not give is removed and counted. OSError: what is
-        not its fault (no descriptors): nothing is lost, another start may find it."""
+        """Restores all buckets, oldest first. A bucket that the medium cannot read is removed and counted. Raises
+        OSError for failures that are not the medium's (no descriptors left): nothing is lost then, another start may
+        find it."""
         report = self.report
         for number in self._folder.buckets():
             try:
@@ -143,7 +144,8 @@ class Recovery:
     # ── one that was being written ───────────────────────────────────────────────────────────────────
 
     def _walk(self, file: BucketFile, nonce: bytes, size: int) -> _Found:
-        """Later records of a key stand for earlier ones, and records that say it is removed kill those before."""
+        """Reads a bucket record by record. Later records of a key replace earlier ones, and records of removed keys end
+        those before."""
         alive: dict[bytes, FooterEntry] = {}
         removed: dict[bytes, None] = {}
         seq, end = 0, PAGE
@@ -161,8 +163,8 @@ class Recovery:
         return _Found(list(alive.values()), list(removed), seq, end)
 
     def _headers(self, file: BucketFile, nonce: bytes, size: int) -> Iterator[tuple[int, RecordHeader]]:
-        """Every header there is, in order. Zeros where the next one should be: nothing was written there yet, and as
-        records are acknowledged in order, none behind counts. Anything else is damage, and the next is looked for."""
+        """Yields every header, in order. Zeros in the place of a header end the bucket: records are acknowledged in
+        order, so none behind counts. Anything else is damage, after which the next header is searched for."""
         offset, damaged = PAGE, False
         while offset < size:
             page = self._read(file, offset, PAGE)
@@ -181,7 +183,8 @@ class Recovery:
             offset += record_bytes(header.length)
 
     def _close(self, file: BucketFile, nonce: bytes, found: _Found) -> None:
-        """Cut what is torn, write the footer. A disk too full for it: the bucket is walked again next time."""
+        """Cuts off what is torn and writes the footer. When the disk is too full for it, the bucket is walked again
+        next time."""
         end = found.size
         self.report.torn_bytes += file.size() - end
         file.truncate(end)
@@ -198,7 +201,7 @@ class Recovery:
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────
 
     def _read(self, file: BucketFile, offset: int, size: int) -> memoryview:
-        """Good until the next read."""
+        """Returns bytes of the file; the view is valid until the next read."""
         view = self._scratch.take(size)
         file.read([view], offset)
         self.report.bytes_read += size

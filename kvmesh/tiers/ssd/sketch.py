@@ -16,7 +16,7 @@ _MASK = (1 << 32) - 1
 
 
 class FrequencySketch:
-    """For about `capacity` keys; halves itself every `10 * capacity` uses. Memory: 4 to 8 bytes a key of capacity."""
+    """Counts for about `capacity` keys, halved every `10 * capacity` uses. It takes 4 to 8 bytes a key of capacity."""
 
     def __init__(self, capacity: int, *, seed: int = 0) -> None:
         if capacity < 1:
@@ -28,7 +28,7 @@ class FrequencySketch:
         self._seed = seed
 
     def add(self, key: bytes) -> None:
-        """`key` was used. O(1), but for the halving: one pass over the counters every so many uses."""
+        """Notes a use of `key`. O(1), except for the halving, which is one pass over the counters."""
         cells, counts = self._cells(key), self._counts
         least = min(counts[cell] for cell in cells)
         if least < CAP:
@@ -40,17 +40,18 @@ class FrequencySketch:
             self._halve()
 
     def at_least(self, key: bytes, uses: int) -> None:
-        """Elsewhere `key` was seen in use so often lately: no fewer are known here from now on. No use by itself."""
+        """Raises the estimate of `key` to `uses`, which were counted elsewhere. It is no use by itself."""
         for cell in self._cells(key):
             self._counts[cell] = max(self._counts[cell], min(uses, CAP))
 
     def estimate(self, key: bytes) -> int:
-        """About how often `key` was used lately, 0..15."""
+        """Returns about how often `key` was used lately, 0..15."""
         counts = self._counts
         return min(counts[cell] for cell in self._cells(key))
 
     def prefers(self, candidate: bytes, victim: bytes) -> bool:
-        """Whether the first is used more often than the second, which would make room for it. A tie keeps what is."""
+        """Says whether `candidate` is used more often than `victim`, which would be evicted for it. A tie keeps the
+        victim."""
         return self.estimate(candidate) > self.estimate(victim)
 
     def _cells(self, key: bytes) -> tuple[int, ...]:

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SsdStats:
-    """Now; `counts` since the start."""
+    """Present values; `counts` has those since the start."""
 
     blocks: int
     live_bytes: int  # payloads of these blocks
@@ -59,9 +59,10 @@ class SsdStats:
 
 
 class SsdTier:
-    """See above. Thread-safe. ConfigError: see `SsdConfig` and `TierFolder`; OSError: the folder cannot be read.
-    `on_changes()` is called from a thread of the tier when `take_changes` has news, once until that is called. `below`:
-    is offered what is evicted and was used `demote_uses` times beside having been put."""
+    """The SSD tier of one node's store; it is thread-safe. Raises ConfigError as `SsdConfig` and `TierFolder` do,
+    OSError when the folder cannot be read. `on_changes()` is called on a thread of the tier when `take_changes` has
+    something to return, once until that is called. `below` is offered what is evicted and was used `demote_uses` times
+    besides having been put."""
 
     def __init__(
         self,
@@ -109,13 +110,15 @@ class SsdTier:
     # ── blocks ───────────────────────────────────────────────────────────────────────────────────────
 
     def put(self, key: bytes, data: Buffer, *, deadline_ns: int | None = None) -> Future[bool]:
-        """Store a block. True: it can be read, and survives the death of this process; also if it was here before, as
-        a block's bytes follow from its key. False: not admitted, queue full, no room, I/O error, too late, removed
-        meanwhile, or closed. InvalidRequest: key or length."""
+        """Stores a block. The result is True when it can be read and survives the death of this process; also when it
+        was here before, because a block's bytes follow from its key. It is False when the block is not admitted, the
+        queue is full, there is no room, I/O failed, the deadline has passed, the block was removed meanwhile, or the
+        tier is closed. Raises InvalidRequest for a malformed key or length."""
         return self.put_many([(key, data)], deadline_ns=deadline_ns)[0]
 
     def put_many(self, blocks: Sequence[tuple[bytes, Buffer]], *, deadline_ns: int | None = None) -> list[Future[bool]]:
-        """As many futures, in order. Side by side they lie best for `get_many_into`: put a chain in its order."""
+        """Stores blocks as `put` does; returns as many futures, in order. Put a chain in its order: adjacent blocks are
+        read fastest by `get_many_into`."""
         checked = [(checked_key(key), payload("data", data, self._max_length)) for key, data in blocks]
         futures: list[Future[bool]] = []
         puts: list[PutOp] = []
@@ -132,14 +135,15 @@ class SsdTier:
         return futures
 
     def get_into(self, key: bytes, into: memoryview, *, deadline_ns: int | None = None) -> Future[bool]:
-        """Read a block into memory of exactly its length. True: `into` holds the bytes that were put, verified now.
-        InvalidRequest: key, read-only memory, or another length than the block's (see `length`)."""
+        """Reads a block into memory of exactly its length. The result is True when `into` holds the bytes that were
+        put, verified now. Raises InvalidRequest for a malformed key, read-only memory, or a length other than the
+        block's (see `length`)."""
         return self.get_many_into([(key, into)], deadline_ns=deadline_ns)[0]
 
     def get_many_into(
         self, blocks: Sequence[tuple[bytes, memoryview]], *, deadline_ns: int | None = None
     ) -> list[Future[bool]]:
-        """As many futures, in order; what lies side by side is read in one call."""
+        """Reads blocks as `get_into` does; returns as many futures, in order. Adjacent blocks are read in one call."""
         checked = [(checked_key(key), target(into, self._max_length)) for key, into in blocks]
         gets: list[GetOp] = []
         misses: list[Future[bool]] = []
@@ -163,23 +167,23 @@ class SsdTier:
         return futures
 
     def contains(self, key: bytes) -> bool:
-        """Whether it can be found; its bytes are verified when they are read."""
+        """Says whether the block can be found; its bytes are verified when they are read."""
         return key in self._core.brain
 
     def length(self, key: bytes) -> int | None:
-        """Bytes of the block; None: it is not here."""
+        """Returns the block's bytes, or None when it is not here."""
         with self._core.lock:
             place = self._core.brain.lookup(key)
         return None if place is None else place.length
 
     def keys(self) -> list[bytes]:
-        """Of all blocks. O(blocks)."""
+        """Returns the keys of all blocks. O(blocks)."""
         with self._core.lock:
             return self._core.brain.keys()
 
     def remove(self, keys: Iterable[bytes]) -> Future[bool]:
-        """None of them is found from now on (reads that have begun end). True: nor after a restart or a power loss;
-        False: that could not be written, say it again."""
+        """Removes blocks, so that none is found from now on; reads that have begun end. The result is True when they
+        stay removed after a restart or power loss; False when that could not be written and must be repeated."""
         checked = [checked_key(key) for key in keys]
         future: Future[bool] = Future()
         future.set_running_or_notify_cancel()
@@ -195,7 +199,7 @@ class SsdTier:
         return future
 
     def take_changes(self) -> Changes:
-        """How `keys` differs from what it was at the last call; the first call: from none."""
+        """Returns how `keys` differs from what it was at the last call; at the first call, from none."""
         with self._core.lock:
             self._core.teller.taken()
             return self._core.brain.take_changes()
@@ -203,38 +207,38 @@ class SsdTier:
     # ── advice: how often keys were used lately ──────────────────────────────────────────────────────
 
     def note(self, keys: Iterable[bytes]) -> None:
-        """They were used elsewhere (from DRAM). Gets from here are noted by themselves."""
+        """Notes that blocks were used elsewhere (from DRAM). Gets from this tier are noted automatically."""
         with self._core.lock:
             for key in keys:
                 self._core.sketch.add(key)
 
     def used(self, key: bytes, uses: int) -> None:
-        """It was seen in use so often elsewhere: what is put here now is no stranger."""
+        """Notes that the block was used `uses` times elsewhere, which counts for admission."""
         with self._core.lock:
             self._core.sketch.at_least(key, uses)
 
     def uses(self, key: bytes) -> int:
-        """About how often it was used lately, 0..15."""
+        """Returns about how often the block was used lately, 0..15."""
         with self._core.lock:
             return self._core.sketch.estimate(key)
 
     def promote(self, key: bytes, victim: bytes) -> bool:
-        """Whether a block read from here deserves `victim`'s place in DRAM, for longer than this read."""
+        """Says whether a block read from here deserves `victim`'s place in DRAM beyond this read."""
         with self._core.lock:
             return self._core.sketch.prefers(key, victim)
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────
 
     def flush(self, *, sync: bool = False) -> Future[bool]:
-        """True when everything put or removed before is written and room is made; with `sync` it also survives a
-        power loss."""
+        """The result is True when everything put or removed before is written and room is made; with `sync` it also
+        survives a power loss."""
         future: Future[bool] = Future()
         future.set_running_or_notify_cancel()
         self._writer.enqueue(FlushOp(sync, future))
         return future
 
     def stats(self) -> SsdStats:
-        """See `SsdStats`. O(buckets)."""
+        """Returns the tier's statistics. O(buckets)."""
         core = self._core
         with core.lock:
             return SsdStats(
@@ -254,8 +258,9 @@ class SsdTier:
             )
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """What waits is answered False, what runs ends, the open bucket is closed, the folder unlocked; no thread and
-        no descriptor is left. Unavailable: a thread hangs in the disk; the folder stays locked. Safe to repeat."""
+        """Answers waiting operations with False, ends running ones, closes the open bucket and all threads and
+        descriptors, and unlocks the folder. It may be repeated. Raises Unavailable when a thread hangs in the disk; the
+        folder then stays locked."""
         if self._closed:
             return
         self._readers.stop()
@@ -269,14 +274,15 @@ class SsdTier:
         self._folder.close()
 
     def check_integrity(self) -> None:
-        """AssertionError unless the index, buckets and accounts agree. O(blocks)."""
+        """Raises AssertionError unless the index, buckets and accounts agree. O(blocks)."""
         with self._core.lock:
             self._core.brain.check_integrity()
 
     # ── inner ────────────────────────────────────────────────────────────────────────────────────────
 
     def _recover(self) -> tuple[RecoveryReport, list[bytes]]:
-        """Also the keys of blocks that were found damaged: the next start must not find them."""
+        """Returns the report of the recovery, and the keys of blocks found damaged, which the next start must
+        not find."""
         brain, files = self._core.brain, self._core.files
         recovery = Recovery(self._folder, files, brain, self.config.verify)
         report = recovery.run()
@@ -289,7 +295,8 @@ class SsdTier:
         return report, recovery.bad
 
     def _claim(self, key: bytes, future: Future[bool]) -> int | None:
-        """With the lock. None: the future is, or will be, resolved otherwise."""
+        """Returns the brain's ticket, or None when the future is, or will be, resolved in another way. The caller holds
+        the lock."""
         core = self._core
         core.sketch.add(key)
         if key in core.brain:
@@ -324,7 +331,8 @@ class SsdTier:
                 del self._writing[key]
 
     def _submit(self, gets: list[GetOp]) -> None:
-        """One job for each thread at most: neighbours stay together, a single job does not leave threads idle."""
+        """Queues at most one job for each thread: adjacent blocks stay together, and no thread stays idle beside one
+        big job."""
         if not gets:
             return
         each = -(-len(gets) // self.config.threads)
@@ -338,7 +346,7 @@ class SsdTier:
 
 
 def _direct(config: SsdConfig, disk: Disk) -> str:
-    """Why O_DIRECT is not used; "": it is."""
+    """Returns why O_DIRECT is not used, or "" when it is. Raises ConfigError when it was demanded."""
     if config.direct == "off":
         return "direct=off"
     why = why_not_direct(disk, config.path)

@@ -39,7 +39,8 @@ Outcome = Literal["", "stored", "unwanted", "no_room", "failed"]
 
 @dataclass(slots=True, eq=False)
 class LogRecord:
-    """To be appended. `put`: for whom; `keys`: what it removes; `place`, `hits`: where from it is re-inserted."""
+    """A record to be appended. `put` is the operation it serves, `keys` are the keys that it removes; `place` and
+    `hits` are set for a block that is appended anew."""
 
     key: bytes
     data: memoryview
@@ -52,7 +53,7 @@ class LogRecord:
 
 
 class Appender:
-    """`on_end(records)`: their outcomes are known; called without the lock."""
+    """Writes records into buckets. `on_end(records)` is called without the lock when their outcomes are known."""
 
     def __init__(self, core: SsdCore, on_end: Callable[[Sequence[LogRecord]], None]) -> None:
         self._core = core
@@ -68,7 +69,7 @@ class Appender:
         return self._core.clock() < self._resting_until
 
     def append(self, records: Sequence[LogRecord]) -> None:
-        """All of them, in order, into as many buckets as it takes; at most BATCH_RECORDS."""
+        """Appends all records (at most BATCH_RECORDS), in order, into as many buckets as they need."""
         while records:
             with self._core.lock:
                 wanted = [record for record in records if self._wanted(record)]
@@ -84,7 +85,7 @@ class Appender:
             records = wanted[len(slots) :]
 
     def sync(self) -> bool:
-        """Whether all that was appended survives a power loss; closed buckets were synced."""
+        """Returns whether all that was appended survives a power loss; closed buckets are synced already."""
         if self._file is None:
             return True
         try:
@@ -95,7 +96,7 @@ class Appender:
         return True
 
     def make_room(self) -> bool:
-        """One step. Whether there may be more to do."""
+        """Does one step of making room. Returns whether there may be more to do."""
         with self._core.lock:
             step = self._core.brain.next_step(BATCH_BYTES)
         if step is None:
@@ -109,7 +110,7 @@ class Appender:
         return True
 
     def close(self) -> None:
-        """Sync, then the footer, then give back what is left of the reserved space."""
+        """Syncs the open bucket, writes its footer, and gives back what is left of its reserved space."""
         file, self._file = self._file, None
         if file is None:
             return
@@ -166,7 +167,7 @@ class Appender:
         return brain.bury(slot, record.keys)
 
     def _write_failed(self, records: Sequence[LogRecord], error: OSError) -> None:
-        """A full disk ends the bucket where it is good; anything else retires it."""
+        """Handles a failed write: a full disk ends the bucket at its last good record, anything else retires it."""
         assert self._file is not None
         log.warning("bucket %d: %s", self._file.number, error)
         self._rest()
@@ -184,7 +185,7 @@ class Appender:
         self._resting_until = self._core.clock() + REST_NS
 
     def _roll(self) -> bool:
-        """Close the open bucket, open the next. False: there is no room, or the disk fails."""
+        """Closes the open bucket and opens the next. Returns False when there is no room, or the disk fails."""
         self.close()
         for last in (False, True):
             while not self._may_open():
@@ -244,7 +245,7 @@ class Appender:
                 self._core.counts.written_bytes += len(footer)
 
     def _cut(self, file: BucketFile, size: int) -> int:
-        """Its size afterwards."""
+        """Truncates a file; returns the size that it has then."""
         try:
             file.truncate(size)
         except OSError as error:
@@ -273,7 +274,7 @@ class Appender:
             self.append(records[first : first + BATCH_RECORDS])
 
     def _demote(self, step: Demote) -> None:
-        """Read what goes and offer it to the tier below, as long as that has room."""
+        """Reads evicted blocks and offers them to the tier below, as long as that has room."""
         core, sink = self._core, self._core.below
         assert sink is not None
         for key, place in step.blocks:
@@ -289,7 +290,7 @@ class Appender:
                 sink.offer(key, data)
 
     def _read_whole(self, key: bytes, place: RecordPlace) -> bytearray | None:
-        """Its bytes, verified; None: the disk, or what is on it, has failed."""
+        """Returns a block's verified bytes, or None when the disk failed or the bytes are damaged."""
         data = bytearray(place.length)
         view = memoryview(data)
         try:
@@ -317,7 +318,8 @@ Op = PutOp | RemoveOp | FlushOp
 
 
 class LogWriter:
-    """See above. `stop` ends it: what waits is answered False, what is being written ends, the bucket is closed."""
+    """The writing thread and its queue. `stop` ends it: waiting puts are answered with False, what is being written
+    ends, the bucket is closed."""
 
     def __init__(self, core: SsdCore, max_ops: int, max_bytes: int) -> None:
         self._core = core
@@ -334,7 +336,7 @@ class LogWriter:
 
     @property
     def waiting(self) -> int:
-        """Operations that have not begun."""
+        """The number of operations that have not begun."""
         return len(self._queue)
 
     @property
@@ -343,7 +345,8 @@ class LogWriter:
         return self._log.resting
 
     def submit(self, puts: Sequence[PutOp]) -> int:
-        """How many, from the first on, were taken; the queue is full for the others, or over."""
+        """Queues puts and returns how many, from the first on, were taken; the queue is full, or stopped, for the
+        others."""
         with self._cond:
             taken = 0
             for put in puts:
@@ -357,7 +360,7 @@ class LogWriter:
         return taken
 
     def enqueue(self, op: RemoveOp | FlushOp) -> None:
-        """Taken however full the queue is; False at once when it is over."""
+        """Queues an operation however full the queue is; its result is False at once when the queue is stopped."""
         with self._cond:
             if not self._stopping:
                 self._queue.append(op)
@@ -367,7 +370,7 @@ class LogWriter:
             resolve(op.future, False)
 
     def stop(self) -> None:
-        """Begin no more puts; removals that wait are still written."""
+        """Begins no more puts; waiting removals are still written."""
         with self._cond:
             self._stopping = True
             left = [op for op in self._queue if isinstance(op, PutOp)]
@@ -378,12 +381,12 @@ class LogWriter:
             self.refuse(put)
 
     def join(self, timeout_s: float) -> bool:
-        """Whether the thread has ended."""
+        """Waits for the thread; returns whether it has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def refuse(self, put: PutOp, count: str = "") -> None:
-        """It is not stored, for the reason that is counted."""
+        """Answers a put with False and counts the reason."""
         with self._core.lock:
             self._core.brain.unclaim(put.key, put.ticket)
             if count:
@@ -416,7 +419,8 @@ class LogWriter:
             log.exception("a bucket could not be closed")
 
     def _take(self, *, wait: bool) -> list[Op] | None:
-        """The next batch, [] when there is none and `wait` is not set; a Flush ends one. None: it is over."""
+        """Returns the next batch, which a FlushOp ends; [] when nothing waits and `wait` is not set; None when
+        stopped."""
         with self._cond:
             while wait and not self._queue and not self._stopping:
                 self._cond.wait()

@@ -1,4 +1,4 @@
-"""When a thread that waits for the other end looks again and again instead of going to sleep.
+"""When a thread that waits for its peer polls instead of going to sleep.
 
 Waking a thread takes longer than moving some KiB: 20 to 100 us in a VM. So whoever is about to get something small,
 soon, looks for it for `SPIN_S` before it sleeps; "soon" is what the last one was. Looking in vain is paid for from an
@@ -20,8 +20,9 @@ _CORES = len(os.sched_getaffinity(0))  # on one core the other end runs only whi
 
 @dataclass
 class Allowance:
-    """Seconds that may be spent in vain: grows by `share` of the time, and by `reward` for each look that was not in
-    vain, up to `most`. So where others want the cores hardly anybody looks. Races may lose some."""
+    """The process-wide seconds that polling may waste. They grow by `share` of the time that passes, and by `reward`
+    for each poll that paid, up to `most`; so threads hardly poll where others want the cores. Updates that race may be
+    lost."""
 
     share: float = 0.03
     reward: float = SPIN_S / 4
@@ -42,7 +43,7 @@ ALLOWANCE = Allowance()  # of this process
 
 
 class AdaptiveSpin:
-    """Of one waiting thread."""
+    """Decides when one waiting thread polls before it sleeps."""
 
     __slots__ = ("_looked", "_since", "eager")
 
@@ -52,20 +53,20 @@ class AdaptiveSpin:
         self._looked = False
 
     def begin(self) -> float:
-        """It waits from now on; until when it looks before it sleeps."""
+        """Starts a wait, and returns the monotonic time until which the thread polls before it sleeps."""
         self._since = now = time.monotonic()
         self._looked = self.eager and ALLOWANCE.grows(now) > 0
         return now + SPIN_S if self._looked else now
 
     def met(self, nbytes: int) -> None:
-        """It came, after all."""
+        """Notes that what was waited for came, with `nbytes` bytes."""
         took = time.monotonic() - self._since
         if self._looked:
             ALLOWANCE.looked(took)
         self.eager = took < _SOON_S and nbytes <= SMALL_BYTES and _CORES > 1
 
     def await_first(self, sock: socket.socket, view: memoryview) -> int:
-        """Looks for the first bytes; 0: go to sleep for them."""
+        """Polls for the first bytes, and returns how many came; 0 means that the caller should sleep."""
         until = self.begin()
         while self._looked:
             try:

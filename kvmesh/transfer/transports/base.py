@@ -41,8 +41,8 @@ class FrameKind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class FrameLimits:
-    """How the engine cuts for a transport: the largest slice, the largest frame, and how much may be posted to one
-    peer before it answers."""
+    """How the engine cuts for a transport: the largest slice, the largest frame (in bytes and parts), and how many
+    frames may be on their way to one peer."""
 
     slice_bytes: int
     frame_bytes: int
@@ -51,7 +51,7 @@ class FrameLimits:
 
 
 class FrameOwner(Protocol):
-    """Who posted a frame."""
+    """The one who posted a frame, and hears of its end."""
 
     def frame_done(self, frame: Frame, refused: Sequence[int], cause: str) -> None: ...
 
@@ -60,9 +60,9 @@ class FrameOwner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rail:
-    """One way to one peer: a transport, a NIC of this host, a NIC of the peer's. The names are those of the
-    descriptor's topology; "" where the transport has no choice (shm, tcp on one address). `detour`: the two are not on
-    one network; such a rail is for when all the transport's straight ones rest."""
+    """One path to one peer: a transport, a local NIC and a remote NIC. The names are those of the descriptor's
+    topology; "" where the transport has no choice (shm, tcp on one address). `detour` marks NICs on different networks;
+    such a rail is used when all direct rails of its transport rest."""
 
     transport: Transport
     local: str = ""
@@ -74,8 +74,8 @@ class Rail:
 
 
 class Frame(msgspec.Struct, eq=False):
-    """`parts[i]` is (slot, local address, remote offset, length), all in one local region. `serial` is unique in the
-    engine. `sendings` counts this one."""
+    """The unit that a transport carries. `parts[i]` is (slot, local address, remote offset, length), all of one local
+    region. `serial` is unique in the engine; `sendings` counts how often its parts were sent, this time included."""
 
     serial: int
     owner: FrameOwner
@@ -109,12 +109,12 @@ class Frame(msgspec.Struct, eq=False):
         return self.group.local
 
     def done(self, refused: Sequence[int] = (), cause: str = "") -> None:
-        """Every part has landed (or was read), except the refused ones, of which no byte has."""
+        """Reports that every part landed (or was read) except the refused ones, of which no byte did."""
         self.owner.frame_done(self, refused, cause)
 
     def lost(self, cause: str, *, settled: bool, down: bool = False) -> None:
-        """No answer will come. `settled`: nothing of it can land any more. `down`: this rail cannot reach the peer
-        at all for now."""
+        """Reports that no answer will come. `settled` says that none of its bytes can land any more, `down` that this
+        rail cannot reach the peer at all for now."""
         self.owner.frame_lost(self, cause, settled=settled, down=down)
 
 
@@ -127,83 +127,84 @@ class TransportHost(Protocol):
     windows: Windows[LocalRegion]
 
     def deliver(self, peer: str, epoch: int, serial: int, payload: bytes) -> int:
-        """Hands a notification to the engine's user; 0 or a cause (index in `wire.CAUSES`)."""
+        """Hands a notification to the engine's user; returns 0, or a cause as an index of `wire.CAUSES`."""
         ...
 
     def count(self, what: str, n: int = 1) -> None: ...
 
 
 class Transport(ABC):
-    """Thread-safe. `limits` may be read before `start`."""
+    """One way to move bytes. Implementations are thread-safe; `limits` may be read before `start`."""
 
     name: str
     limits: FrameLimits
 
     @abstractmethod
     def start(self) -> None:
-        """Listens. TransferError when it cannot be had on this machine."""
+        """Listens. Raises TransferError when the transport cannot be used on this machine."""
 
     @abstractmethod
     def endpoint(self) -> dict[str, str]:
-        """The fields that peers need to connect, for the segment descriptor."""
+        """Returns the address fields that peers need to connect, for the segment descriptor."""
 
     @abstractmethod
     def reaches(self, descriptor: SegmentDescriptor) -> bool:
-        """Whether it is worth trying; no I/O."""
+        """Says whether connecting is worth a try; it does no I/O."""
 
     def nics(self) -> tuple[NicInfo, ...]:
-        """The NICs that it uses here, once started; none where it has no choice."""
+        """Returns the local NICs in use, once started; empty where the transport has no choice."""
         return ()
 
     def rails(self, descriptor: SegmentDescriptor) -> tuple[Rail, ...]:
-        """Every way to this peer, by pairs of NICs; no I/O. Asked again when its descriptor changes."""
+        """Returns the rails to this peer, one for each usable pair of NICs. It does no I/O, and is asked again when the
+        descriptor changes."""
         return (Rail(self),)
 
     @abstractmethod
     def carries(self, kind: FrameKind, local: LocalRegion, remote: RegionInfo) -> bool:
-        """Whether it can move bytes between these two memories."""
+        """Says whether the transport can move bytes between these two memories."""
 
     @abstractmethod
     def post(self, frame: Frame) -> None:
-        """Takes the frame and carries it over its rail; never blocks on the network; connects when need be."""
+        """Takes a frame and carries it over its rail. It connects when needed, and never blocks on the network."""
 
     @abstractmethod
     def recall(self, frame: Frame) -> bool:
-        """Takes a frame back of which nothing has been sent; true: neither done nor lost will be called."""
+        """Takes a frame back. Returns True if nothing of it was sent; neither `done` nor `lost` is called then."""
 
     def assist(self, frame: Frame, seconds: float) -> None:
-        """The caller has nothing to do but wait for this frame, at most so long: the transport may use its thread to
-        have it answered sooner. Called without the sender's lock."""
+        """Lets the transport use the caller's thread, which only waits for this frame, to get its answer sooner; it
+        returns after at most `seconds`. It is called without the sender's lock."""
         return
 
     @abstractmethod
     def expire(self, frame: Frame, idle_s: float) -> None:
-        """The frame is overdue: give up its path if nothing was acknowledged on it for `idle_s` (0: at once), which
-        ends in `lost` for everything that was on it. Called without the sender's lock."""
+        """Gives up the path of an overdue frame if nothing was acknowledged on it for `idle_s` seconds (0: in any
+        case); everything on the path is then lost. It is called without the sender's lock."""
 
     @abstractmethod
     def forget(self, segment: str, cause: str, rail: Rail | None = None) -> None:
-        """Closes every connection to this segment (on this rail); its frames are lost, reported from the transport's
-        own threads (the sender's lock may be held by the caller)."""
+        """Closes every connection to this segment, or those on `rail`. Their frames are lost, which the transport's own
+        threads report, since the caller may hold the sender's lock."""
 
     @abstractmethod
     def idle(self, segment: str, rail: Rail) -> bool:
-        """Whether its connections on this rail carry nothing and may be closed to make room."""
+        """Says whether the connections on this rail carry nothing and may be closed to make room."""
 
     @abstractmethod
     def close(self, timeout_s: float) -> None:
-        """Ends all threads and sockets. Idempotent."""
+        """Ends all threads and closes all sockets. It is idempotent."""
 
     def fence(self, peer: str, epoch: int) -> None:
-        """The window is closed, and the engine is about to wait for its own threads: make sure that nothing posted by
-        the peer's hardware can land. Software receivers check windows themselves and need nothing. TransferError when
-        that cannot be made sure; called again then."""
+        """Makes sure that nothing posted by the peer's hardware can land; the window is already closed. Transports that
+        land bytes in software check windows themselves and need nothing. Raises TransferError when this cannot be made
+        sure; it is then called again."""
         return
 
     def registered(self, region: LocalRegion) -> None:
-        """A region was added (rdma: register it with the NICs)."""
+        """Notes a new region (rdma registers it with the NICs). Raises TransferError when the region cannot be used."""
         return
 
     def unregistered(self, region: LocalRegion) -> None:
-        """A region is about to go."""
+        """Notes that a region is about to be freed."""
         return

@@ -29,7 +29,7 @@ class Path(Protocol):
     descriptor: SegmentDescriptor
 
     def take(self, frame: Frame) -> bool:
-        """False: the path is closed."""
+        """Takes a frame. Returns False when the path is closed."""
         ...
 
     def recall(self, frame: Frame) -> bool: ...
@@ -37,19 +37,19 @@ class Path(Protocol):
     def assist(self, frame: Frame, seconds: float) -> None: ...
 
     def expire(self, frame: Frame, idle_s: float) -> None:
-        """Breaks the connection that carries it. A frame that waits for a connection goes on waiting: connecting has
-        its own limits, and reports it when they are reached."""
+        """Breaks the connection that carries the frame. A frame that waits for a connection goes on waiting, because
+        connecting has limits of its own and reports when they are reached."""
         ...
 
     def idle(self) -> bool: ...
 
     def close(self, cause: str) -> None:
-        """Its threads report every frame that it holds as lost, and end."""
+        """Closes the path: its threads report every frame that it holds as lost, and end."""
         ...
 
 
 class DialingTransport(Transport):
-    """A transport of sockets: `_paths` to others, one `AcceptingServer` for others."""
+    """A transport over sockets: `_paths` lead to peers, one `AcceptingServer` serves peers."""
 
     def __init__(self, host: TransportHost, config: EngineConfig) -> None:
         self.host = host
@@ -102,7 +102,7 @@ class DialingTransport(Transport):
         return path is None or path.idle()
 
     def spawn(self, thread: threading.Thread) -> None:
-        """Starts a thread that `close` will wait for. OSError when there can be no more of them."""
+        """Starts a thread that `close` waits for. Raises OSError when the system allows no more threads."""
         with self._lock:
             begin(thread)
             self._threads = {t for t in self._threads if t.is_alive()} | {thread}
@@ -127,18 +127,19 @@ _ARMED = select.EPOLLIN | select.EPOLLONESHOT
 
 
 class AnswerReader(ABC):
-    """What comes back on one connection, and who reads it: one thread at a time, whoever has the `turn`.
+    """Reads the answers on one connection: one thread at a time, the one that holds `turn`.
 
-    nothing to read     the owner thread sleeps in epoll, without the turn
-    an answer comes     it wakes, takes the turn and reads
-    a caller waits      for a frame of its own: it takes the turn before the answer comes and reads it itself, so that
-                        one thread less is woken. The owner sleeps on: epoll is armed only while nobody reads
+        nothing to read     the owner thread sleeps in epoll, without the turn
+        an answer comes     the owner wakes, takes the turn and reads
+        a caller waits      for a frame of its own: it takes the turn before the answer comes and reads it itself,
+                            which wakes one thread less; the owner sleeps on, as epoll is armed only while nobody reads
 
-    How far an answer has been read is kept here, so the next thread goes on where the last one left. `broke(err)` hears
-    of the connection's end, from any reader. OSError when there are no descriptors left."""
+    How far an answer has been read is kept here, so the next thread goes on from there. `broke(err)` is called, by any
+    reader, when the connection ends. Raises OSError when no descriptors are left.
+    """
 
     def __init__(self, sock: socket.socket, broke: Callable[[Exception], None], quiet_s: float = 0.0) -> None:
-        """`quiet_s`: how long nothing may come before `quiet` is called; 0: for ever."""
+        """`quiet_s` is how long nothing may come before `quiet` is called; 0 means for ever."""
         self.sock = sock
         self._broke = broke
         self._quiet_s = quiet_s or None
@@ -152,20 +153,20 @@ class AnswerReader(ABC):
 
     @abstractmethod
     def advance(self) -> bool:
-        """Reads, without waiting, until an answer is whole, and reports it. False: nothing more has come. Gone, OSError
-        or ProtocolBroken at the end of the connection. The turn is held."""
+        """Reads without waiting until one answer is whole, and reports it. Returns False when nothing more has come.
+        Raises Gone, OSError or ProtocolBroken at the end of the connection. The caller holds the turn."""
 
     def drain(self) -> None:
-        """Reads what has come; the owner thread has the turn."""
+        """Reads all answers that have come; the owner thread holds the turn."""
         while self.advance():
             pass
 
     def quiet(self) -> None:
-        """Called when nothing has come for `quiet_s`."""
+        """Is called when nothing has come for `quiet_s`; subclasses may ping the peer."""
         return
 
     def run(self) -> None:
-        """The body of the owner thread: until the connection ends."""
+        """Reads answers until the connection ends; it is the body of the owner thread."""
         try:
             while True:
                 if not self._epoll.poll(self._quiet_s):
@@ -178,8 +179,8 @@ class AnswerReader(ABC):
             self._broke(err)
 
     def help(self, frame: Frame, seconds: float) -> None:
-        """The caller reads until this frame is answered; returns earlier when another thread reads, after `seconds`, or
-        when the connection ends."""
+        """Reads in the caller's thread until this frame is answered. It returns earlier when another thread reads,
+        after `seconds`, or when the connection ends."""
         if not self._turn.acquire(blocking=False):
             return
         try:
@@ -205,18 +206,19 @@ class AnswerReader(ABC):
         self._patience.met(frame.nbytes)
 
     def close(self) -> None:
-        """After `run` has ended and the socket is shut down: returns when no caller reads any more."""
+        """Returns when no caller reads any more. It follows the end of `run` and the socket's shutdown."""
         self._turn.acquire()  # for ever
         self._epoll.close()
 
 
 def conn_ids() -> count[int]:
-    """Numbers for connections that no engine of the same name, before or after, takes."""
+    """Returns connection numbers that no other engine of the same name uses, before or after."""
     return count(1 + secrets.randbits(60))
 
 
 def begin(thread: threading.Thread) -> None:
-    """Starts it. OSError when there can be no more threads: whoever counts on it must say so, or others wait on."""
+    """Starts a thread. Raises OSError when the system allows no more, so that whoever counts on the thread can
+    say so."""
     try:
         thread.start()
     except RuntimeError as err:
@@ -226,8 +228,8 @@ def begin(thread: threading.Thread) -> None:
 def connect_patiently(
     dial: Callable[[], SockT], config: EngineConfig, closed: Callable[[], str], pause: Callable[[float], None]
 ) -> tuple[SockT | None, str]:
-    """What `dial` returns, or None and why: after `max_attempts` with growing pauses, a refusal for good, or once
-    `closed()` says so."""
+    """Returns (what `dial` returns, ""), or (None, the cause). It gives up after `max_attempts` with growing pauses,
+    after a final refusal, or once `closed()` returns a cause."""
     cause = "closed"
     for attempt in range(config.max_attempts):
         if attempt:

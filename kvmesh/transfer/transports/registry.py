@@ -1,4 +1,4 @@
-"""Which transports there are by name, and how an engine gets them.
+"""The transports by name, and how an engine starts them.
 
 A transport is an entry point of the group `kvmesh.transports`: its name is what `EngineConfig.transports` says, its
 value `module:factory`, and `factory(host, config)` makes a `Transport` of that name. kvmesh's own are such entry points
@@ -37,12 +37,13 @@ _OWN = {
 
 
 def known() -> tuple[str, ...]:
-    """Every name: kvmesh's own, then those of installed distributions."""
+    """Returns every name: kvmesh's own transports, then those of installed distributions."""
     return (*KNOWN_TRANSPORTS, *sorted(entry_points(group=GROUP).names - set(KNOWN_TRANSPORTS)))
 
 
 def find(name: str) -> EntryPoint:
-    """The transport of this name. kvmesh's own go first: nobody can stand in for them. TransferError: there is none."""
+    """Returns the transport of this name; kvmesh's own come first, so nothing can replace them. Raises TransferError
+    when there is none."""
     if name in _OWN:
         return _OWN[name]
     for point in entry_points(group=GROUP, name=name):
@@ -52,7 +53,7 @@ def find(name: str) -> EntryPoint:
 
 @dataclass(frozen=True, slots=True)
 class TransportChoice:
-    """Whether an engine uses a transport, and why, or why not."""
+    """Whether an engine uses a transport, and the reason."""
 
     name: str
     used: bool
@@ -60,8 +61,9 @@ class TransportChoice:
 
 
 def started(host: TransportHost, config: EngineConfig, wrapper: Any, choices: list[TransportChoice]) -> list[Transport]:
-    """Each transport of the config, listening; with a wrapper, what its `wrap` made of it. `choices` tells of each that
-    was thought of. TransferError when one cannot be had that the config names, or that is always there."""
+    """Starts each transport of the configuration, through the wrapper's `wrap` if there is one. `choices` gets an entry
+    for each transport considered. Raises TransferError when one cannot start that the configuration names, or that is
+    always available."""
     found: list[Transport] = []
     auto = config.transports == (AUTO,)
     try:
@@ -99,8 +101,8 @@ _WHY = {
 
 
 def why_not_chosen(name: str, config: EngineConfig) -> str:
-    """Why "auto" leaves this one out, by what can be seen without starting it; "" when it is worth a try. Where bytes
-    must not leave this host unencrypted, there is shm, and tcp on loopback."""
+    """Returns why "auto" leaves this transport out, judged without starting it; "" when it is worth a try. Where bytes
+    must not leave this host unencrypted, only shm and tcp on loopback remain."""
     inside = name == "shm" or (name == "tcp" and _on_loopback(config))
     if not (config.leave_host or inside):
         return f"calls go over TLS, and {name} would carry bytes to other hosts unencrypted (transfer_network=trusted)"
@@ -130,25 +132,25 @@ def _is_loopback(host: str) -> bool:
 
 
 def described(choices: Sequence[TransportChoice]) -> str:
-    """For people, in one line: "shm, tcp; not rdma: pyverbs is not installed"."""
+    """Returns one line for people: "shm, tcp; not rdma: pyverbs is not installed"."""
     used = ", ".join(choice.name for choice in choices if choice.used)
     return "; ".join([used, *(f"not {choice.name}: {choice.why}" for choice in choices if not choice.used)])
 
 
 def may_use(transports: Sequence[str], name: str) -> bool:
-    """Whether an engine of such a configuration can have this transport."""
+    """Says whether an engine of such a configuration can have this transport."""
     return name in transports or AUTO in transports
 
 
 def wrapper(config: EngineConfig) -> Any:
-    """What `config.wrapper` names, made of the text in `config.fault`; None when that is empty, which is the rule."""
+    """Calls what `config.wrapper` names with the text in `config.fault`; returns None when that text is empty."""
     if not config.fault:
         return None
     return _load(EntryPoint("wrapper", config.wrapper, ""), "wrapper")(config.fault)
 
 
 def _load(point: EntryPoint, field: str) -> Any:
-    """TransferError when the module or the name in it is not there, or the module raises as it is imported."""
+    """Loads an entry point. Raises TransferError when its module or name does not exist, or the import raises."""
     try:
         return point.load()
     except Exception as err:

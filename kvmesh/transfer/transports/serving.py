@@ -22,11 +22,11 @@ from kvmesh.transfer.transports.wire import WIRE_VERSION, Gone, Hello, ProtocolB
 
 log = logging.getLogger(__name__)
 
-MAX_STRANGERS = 512  # a greeting takes a millisecond; whoever takes longer than 512 others makes room
+MAX_STRANGERS = 512  # a greeting takes a millisecond; a connection slower than 512 later ones is ended
 
 
 class Accepted(ABC):
-    """One accepted connection, a `windows.WindowHolder`. Subclasses speak the transport's bytes."""
+    """One accepted connection (a `windows.WindowHolder`). Subclasses speak the transport's protocol."""
 
     def __init__(self, server: AcceptingServer, sock: socket.socket) -> None:
         self.server = server
@@ -39,7 +39,7 @@ class Accepted(ABC):
         self.thread = threading.Thread(target=self._run, name=f"kvmesh-{server.label}-serve", daemon=True)
 
     def interrupt(self) -> None:
-        """Makes the thread leave; does not wait."""
+        """Makes the connection's thread leave, without waiting for it."""
         self.dead = True
         try:
             self.sock.shutdown(socket.SHUT_RDWR)
@@ -77,10 +77,12 @@ class Accepted(ABC):
 
     @abstractmethod
     def serve(self) -> None:
-        """Until Gone, OSError or ProtocolBroken. Must be outside every admission when it returns or raises."""
+        """Serves until it raises Gone, OSError or ProtocolBroken. The thread is outside every admission when it returns
+        or raises."""
 
     def sums(self, offsets: Sequence[int], lengths: Sequence[int]) -> bytes | None:
-        """The payload of the answer to a CHECKSUM of these ranges; None when one is in no registered region."""
+        """Returns the payload of the answer to a CHECKSUM of these ranges, or None when one is in no registered
+        region."""
         segment = self.host.segment
         sums: list[int] = []
         for offset, length in zip(offsets, lengths, strict=True):
@@ -94,13 +96,13 @@ class Accepted(ABC):
         return wire.pack_sums(sums)
 
     def release(self) -> None:
-        """Drops what the connection held (maps)."""
+        """Frees what the connection held (maps)."""
         return
 
 
 class AcceptingServer:
-    """Listens on `sock` and owns every accepted connection. `also` adds sockets: one table of connections for all, so
-    that a greeting on one NIC can supersede what came over another."""
+    """Listens on `sock` and owns every accepted connection. `also` adds sockets; one table of connections serves them
+    all, so that a greeting on one NIC can supersede what came over another."""
 
     def __init__(
         self,
@@ -126,11 +128,11 @@ class AcceptingServer:
         self._acceptors: list[threading.Thread] = []
 
     def also(self, sock: socket.socket) -> None:
-        """Before `start`."""
+        """Adds a socket before `start`."""
         self._socks.append(sock)
 
     def start(self) -> None:
-        """OSError when a socket cannot listen; the sockets are the caller's to close then."""
+        """Listens. Raises OSError when a socket cannot; the caller then closes the sockets."""
         for sock in self._socks:
             sock.listen(128)
         for sock in self._socks:
@@ -140,7 +142,7 @@ class AcceptingServer:
             thread.start()
 
     def greet(self, connection: Accepted, hello: Hello) -> Welcome:
-        """When it may speak, every superseded connection of the peer can land nothing more."""
+        """Answers a greeting. When it returns, superseded connections of the peer can land nothing more."""
         if hello.version != WIRE_VERSION:
             return Welcome(WIRE_VERSION, f"wire version {hello.version} is not {WIRE_VERSION}")
         known = hmac.compare_digest(hello.token.encode(), self.host.token.encode())
@@ -235,7 +237,8 @@ class AcceptingServer:
             self._end(max(0.1, deadline - time.monotonic()))
 
     def _end(self, timeout_s: float) -> None:
-        """After the last connection's thread has left memory alone: "nobody listens" says so to openers."""
+        """Closes the listeners, once the last connection's thread has left the memory: to openers "nobody listens"
+        means that."""
         self._ended.set()
         for listener in self._socks:
             try:

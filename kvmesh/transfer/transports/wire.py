@@ -1,4 +1,4 @@
-"""What goes over the sockets of shm and tcp.
+"""The messages on the sockets of shm and tcp.
 
 A connection belongs to the engine that opened it: it asks, the acceptor answers.
 
@@ -63,7 +63,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ProtocolBroken(Exception):
-    """The other side sent what it must not; its connection is closed."""
+    """The peer violated the protocol; its connection is closed."""
 
 
 class Gone(Exception):
@@ -97,7 +97,8 @@ class Asked(msgspec.Struct, frozen=True, gc=False):
 
     @classmethod
     def parse_packet(cls, data: bytearray, got: int, fd: int) -> Asked:
-        """Of a packet of `got` bytes; only a REGION may come with a descriptor, any other's is closed."""
+        """Parses the head of a packet of `got` bytes. Only a REGION may come with a descriptor; any other's is closed.
+        Raises ProtocolBroken when the packet is malformed."""
         try:
             if got < HEAD_BYTES:
                 raise ProtocolBroken(f"packet of {got} bytes")
@@ -127,7 +128,7 @@ def decode_hello(data: bytes) -> Hello:
 
 
 def decode_welcome(data: bytes) -> None:
-    """Refused when the peer does not take us."""
+    """Raises Refused when the Welcome carries a cause, and ProtocolBroken when it is malformed."""
     try:
         welcome = msgspec.msgpack.decode(data, type=Welcome)
     except UNREADABLE as err:
@@ -137,7 +138,7 @@ def decode_welcome(data: bytes) -> None:
 
 
 def encode_question(seq: int, frame: Frame) -> bytes:
-    """A NOTIFY whole; of a READ, a CHECKSUM, and of a WRITE whose bytes follow, the head and the rows."""
+    """Returns a NOTIFY whole; for a READ, a CHECKSUM and a WRITE (whose bytes follow) the head and the rows."""
     if frame.notice is not None:
         payload = frame.notice.payload
         head = HEAD.pack(NOTIFY, 0, 0, 0, seq, frame.epoch, len(payload))
@@ -148,14 +149,14 @@ def encode_question(seq: int, frame: Frame) -> bytes:
 
 
 def encode_answer(seq: int, refused: Sequence[int], code: int) -> bytes:
-    """Of an answer without payload: `code` is an index in CAUSES, `refused` are the parts that it concerns."""
+    """Returns an answer without payload. `code` is an index of CAUSES, `refused` are the parts that it concerns."""
     count = len(refused)
     head = HEAD.pack(ANSWER, code, 0, count, seq, 0, 0)
     return head + struct.pack(f"<{count}I", *refused) if count else head
 
 
 def pack_sums(sums: Iterable[int]) -> bytes:
-    """The payload of the answer to a CHECKSUM."""
+    """Returns the payload of the answer to a CHECKSUM."""
     numbers = tuple(sums)
     return struct.pack(f"<{len(numbers)}I", *numbers)
 
@@ -168,7 +169,7 @@ def unpack_sums(data: bytes | bytearray) -> tuple[int, ...]:
 
 
 def recv_exact(sock: socket.socket, nbytes: int, silent: Callable[[], None] | None = None) -> bytearray:
-    """As recv_views."""
+    """Receives exactly `nbytes` bytes, as `recv_views` does."""
     data = bytearray(nbytes)
     recv_views(sock, [memoryview(data)], nbytes, silent)
     return data
@@ -177,8 +178,8 @@ def recv_exact(sock: socket.socket, nbytes: int, silent: Callable[[], None] | No
 def recv_views(
     sock: socket.socket, views: list[memoryview], nbytes: int, silent: Callable[[], None] | None = None
 ) -> None:
-    """Fills all views in order: as a rule with one system call. Gone at the end of the stream. `silent` is called
-    whenever nothing has come for the socket's SO_RCVTIMEO."""
+    """Fills all views in order, usually with one system call. `silent` is called whenever nothing has come for the
+    socket's SO_RCVTIMEO. Raises Gone at the end of the stream."""
     while nbytes > 0:
         try:
             got = sock.recvmsg_into(views[:IOV_MAX], 0, socket.MSG_WAITALL)[0]
@@ -195,7 +196,7 @@ def recv_views(
 
 
 def send_views(sock: socket.socket, views: list[memoryview], nbytes: int) -> None:
-    """Sends all views in order: as a rule with one system call."""
+    """Sends all views in order, usually with one system call."""
     while nbytes > 0:
         sent = sock.sendmsg(views[:IOV_MAX])
         nbytes -= sent
@@ -204,7 +205,7 @@ def send_views(sock: socket.socket, views: list[memoryview], nbytes: int) -> Non
 
 
 def advanced(views: Sequence[memoryview], done: int) -> list[memoryview]:
-    """What is left of `views` after their first `done` bytes."""
+    """Returns what is left of `views` after their first `done` bytes."""
     at = 0
     while at < len(views) and done >= len(views[at]):
         done -= len(views[at])

@@ -1,5 +1,5 @@
-"""Among whom a request was weighed, and what one more such request would take of them: what admission needs to know
-when it refuses. Pure."""
+"""The instances among which a request was weighed, and what one more such request would take of them: what admission
+needs to know for a refusal. Pure."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kvmesh.services.conductor.placing.prefills import PrefillChoice
 
 @dataclass(slots=True)
 class AdmissionContext:
-    """Instances: all that are `serving` the model of the request, those that are `usable` now, and which of these may
-    be its `prefills` and its `decodes`. `others_rate`: see `Others.rate`."""
+    """The instances that a request was weighed among: all that are `serving` its model, those that are `usable` now,
+    and which of these may be its `prefills` and its `decodes`. `others_rate` is `OtherConductors.rate`."""
 
     found: WeighedModes
     serving: Selection
@@ -32,7 +32,7 @@ class AdmissionContext:
         return Selection(self.serving.view, self.serving.mask & ~self.usable.mask)
 
     def prompts(self) -> Iterator[PrefillChoice]:
-        """Every way to compute the prompt that was weighed."""
+        """Yields every way to compute the prompt that was weighed."""
         yield from (
             o.choice.prefill for o in self.found.options if o.kind is not ServingMode.PAIR and o.choice is not None
         )
@@ -40,7 +40,7 @@ class AdmissionContext:
             yield from (option for c in self.found.pair.prefills for option in c.options)
 
     def answers(self) -> Iterator[DecodeChoice]:
-        """Every instance that was weighed for the answer."""
+        """Yields every instance that was weighed for decoding."""
         yield from (
             o.choice.decode for o in self.found.options if o.kind is not ServingMode.PAIR and o.choice is not None
         )
@@ -48,8 +48,8 @@ class AdmissionContext:
             yield from self.found.pair.decodes
 
     def pool_work(self, request: Schedule, answer_tokens: float) -> PoolWork:
-        """How far apart those who wait can be let in. `answer_tokens`: predicted. Instances that were not weighed are
-        taken to be like those that were."""
+        """Returns what such a request takes of the pools, from which the distance of turns follows. `answer_tokens` is
+        the predicted length. Instances that were not weighed count as equal to those that were."""
         prompts_s: dict[str, float] = {}
         for way in self.prompts():
             name, seconds = way.instance.ref.instance_id, way.prefill_s / way.instance.queue.speedup
@@ -65,6 +65,7 @@ class AdmissionContext:
 
 
 def _each_s(rates: list[float], instances: int) -> float:
-    """Seconds between two, where each of some instances has such a rate; 0: nothing is known."""
+    """Returns the mean seconds between requests of `instances` instances, of which some have these rates (per second);
+    0 when no rate is known."""
     rate = sum(rates) * max(1.0, instances / len(rates)) if rates else 0.0
     return 1 / rate if rate > 0 else 0.0

@@ -1,11 +1,12 @@
-"""Whether a request is taken at all, and what it is held to. Pure: time comes in as an argument.
+"""Admission: whether a request is taken, and which SLO it is held to. Pure: time is an argument.
 
-Before instances are weighed a request gets its SLO and its judge (judge.py); the weighing itself refuses what no
-instance can serve in time, before any prefill is paid for. What it chose is confirmed here: decode is judged again now
-that the first token's time is known, less urgent requests leave some room to others, and the batch lane takes what is
-idle (lanes.py). A request that goes on after its instance was lost was admitted then: nothing refuses it here.
+Before instances are weighed, a request gets its SLO and its judge (judge.py). Weighing itself refuses what no instance
+can serve in time, before any prefill is paid for. This module then confirms the choice: decode is judged again, now
+that the time of the first token is known; less urgent requests leave some room to others; and the batch lane takes only
+what is idle (lanes.py). A request that goes on after its instance was lost has been admitted before and is not refused
+here.
 
-The load of a pool is the paper's: the greatest predicted TTFT / SLO at prefill, TBT / SLO at decode.
+The load of a pool is defined as in the paper: the greatest predicted TTFT / SLO at prefill, TBT / SLO at decode.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ MAX_WATCHED = 8192
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """Of the pools of one model; 1: at the SLO."""
+    """The loads of a model's two pools; 1 means at the SLO."""
 
     prefill: float
     decode: float
@@ -51,7 +52,8 @@ class Loads:
 
 @dataclass(slots=True)
 class _Seen:
-    """Of one model's last placements, seconds: the queue that the last one met, and the usual time of a prompt."""
+    """What the last placements of one model showed, in seconds: the queue that the last one met, and the usual time of
+    a prompt."""
 
     queue_s: float = 0.0
     at: float = -math.inf
@@ -68,7 +70,7 @@ class _OfModel:
 
 
 class Admission:
-    """One conductor's gate."""
+    """Decides for one conductor which requests are taken."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -81,31 +83,32 @@ class Admission:
         self._watched: dict[str, tuple[int, Undisturbed]] = {}  # interactive requests under way, with their attempts
 
     def default(self, model: str) -> Slo:
-        """Of requests that ask for nothing else."""
+        """Returns the SLO of requests of this model that name none."""
         return self._defaults.get(model) or Slo(self._settings.slo_ttft_s, self._settings.slo_tbt_s)
 
     def slo(self, request: Schedule) -> Slo:
-        """Its own, else its model's, else everybody's. The batch lane has its model's: what it leaves to others."""
+        """Returns the request's SLO: its own, else its model's, else the general one. A batch request has its model's,
+        which it must leave to others."""
         default = self.default(request.model)
         if request.lane is Lane.BATCH:
             return default
         return Slo(request.ttft_slo_s or default.ttft_s, request.tbt_slo_s or default.tbt_s)
 
     def bounds(self, request: Schedule, slo: Slo) -> Slo:
-        """What the weighing may refuse by."""
+        """Returns the SLO by which weighing may refuse the request; infinite where it may not."""
         if self._mode is Mode.OFF or request.lane is Lane.BATCH or request.answered_tokens:
             return Slo(math.inf, math.inf)
         return Slo(slo.ttft_s, math.inf) if self._mode is Mode.BASELINE else slo
 
     def held_at_decode(self, request: Schedule, judge: Judge) -> dict[str, float]:
-        """What decode's own check goes by (see `Placed`): nothing where decode refuses nobody here either."""
+        """Returns the bounds for decode's own check (see `Placed`); empty where decode is to refuse nothing."""
         bound_s = self.bounds(request, judge.slo).tbt_s
         if math.isinf(bound_s):
             return {}
         return {"tbt_slo_s": bound_s, "held_tbt_s": max(bound_s, self.default(request.model).tbt_s)}
 
     def judge(self, request: Schedule, slo: Slo, now: float) -> Judge:
-        """Who says whether decode may have it."""
+        """Returns the judge that says whether a decode instance may have the request."""
         seen = self._seen.get(request.model) or _Seen()
         queue_s = max(0.0, seen.queue_s - (now - seen.at))
         tokens = self.lengths.predict(request).mean
@@ -113,7 +116,7 @@ class Admission:
         return Judge(mode, request, slo, self.default(request.model).tbt_s, queue_s, tokens, now)
 
     def confirm(self, choice: PlacementChoice, judge: Judge, among: AdmissionContext) -> PlacementChoice | Refuse:
-        """The choice that policy made, or why it is refused all the same."""
+        """Returns the choice, or the reason why it is refused after all."""
         if judge.mode is Mode.OFF:
             return choice
         if judge.request.lane is Lane.BATCH:
@@ -121,7 +124,7 @@ class Admission:
         return self._interactive(choice, judge, among) or choice
 
     def placed(self, choice: PlacementChoice, judge: Judge) -> None:
-        """The request went there."""
+        """Notes a placement."""
         request, p = judge.request, choice.prefill
         seen = self._seen.setdefault(request.model, _Seen())
         seen.queue_s, seen.at = p.queue_s, judge.now
@@ -136,8 +139,8 @@ class Admission:
             self._watch(choice, judge, of.slowdown)
 
     def refused(self, request: Schedule, refuse: Refuse, among: AdmissionContext, now: float) -> Refuse:
-        """The same, with a turn of its own for coming again, if it is for load that it is refused. A request that asks
-        for what nobody could do is told so, and not to come again."""
+        """Returns the refusal with a turn of the request's own for the next attempt, if it was refused for load. A
+        request that no instance could ever serve within its SLO is told so, and gets no turn."""
         error = refuse.error
         if not isinstance(error, Overloaded) or refuse.reason not in LOADS or request.lane is Lane.BATCH:
             return refuse
@@ -168,7 +171,7 @@ class Admission:
         return found
 
     def _watch(self, choice: PlacementChoice, judge: Judge, slowdown: Slowdown) -> None:
-        """An interactive request was placed: how it goes will tell what the batch lane does to it."""
+        """Remembers an interactive placement; its outcome will show what the batch lane does to it."""
         request = judge.request
         slowdown.came(judge.now)
         if request.answered_tokens:
@@ -178,7 +181,7 @@ class Admission:
             del self._watched[next(iter(self._watched))]
 
     def ended(self, outcome: RequestOutcome, now: float) -> None:
-        """How a request went."""
+        """Notes how a request went."""
         self.lengths.ended(outcome)
         attempt, watched = self._watched.get(outcome.request_id) or (0, None)
         if watched is not None and attempt == outcome.attempt:
@@ -189,8 +192,8 @@ class Admission:
                 of.slowdown.left(outcome.request_id)
 
     def loads(self, instances: Iterable[Instance], now: float) -> dict[str, Loads]:
-        """Of every model's pools. `instances`: those that may get work. A prefill instance's TTFT is that of a usual
-        prompt that came now; a decode instance's TBT is that of its batch now."""
+        """Returns the loads of every model's pools. `instances` are those that may get work. The TTFT of a prefill
+        instance is that of a usual prompt arriving now; the TBT of a decode instance is that of its present batch."""
         found: dict[str, Loads] = {}
         for i in instances:
             slo, seen = self.default(i.model.name), self._seen.get(i.model.name) or _Seen()
@@ -262,6 +265,7 @@ class Admission:
 
 
 def _machine_s(choice: PlacementChoice, judge: Judge) -> float:
-    """What it takes of the instances' time: its prompt, and its share of the steps of its answer."""
+    """Returns the machine time that a request takes, in seconds: its prompt, and its share of the steps of its
+    answer."""
     rows = max(1, choice.decode.instance.batch.requests)
     return choice.prefill.prefill_s + judge.answer_tokens * choice.decode.tbt_s / rows

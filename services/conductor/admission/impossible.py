@@ -1,9 +1,9 @@
-"""Requests whose SLO even an idle mesh could not meet: refused for that, not for load, with the least that it could
-meet. Waiting would not help them, nor would more instances of the same kind. Pure.
+"""Requests whose SLO even an idle mesh could not meet. They are refused for that reason and not for load, and are told
+the least that can be met. Waiting would not help them, nor would more instances of the same kind. Pure.
 
-Only measured figures say so (`Refuse.least_s`): a prior may be far slower than what is real. And it must be certain: by
-the best that was known of instances in the last minutes, by more than a little, and while no instance that gets no work
-now might do better. What is not certain is refused as for load.
+Only measured figures count (`Refuse.least_s`), because a prior may be far too slow. And the SLO must certainly be too
+short: by more than a little, compared with the best that instances showed in the last minutes, and while no instance
+that gets no work now might do better. An uncertain case is refused as for load.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ WORDS = {
 
 
 class BestSeen:
-    """What instances of one model have been known to do, lately and at their best: a mesh whose instances share a
-    machine is slow while it is busy, and takes that for the way things are."""
+    """The best that instances of one model were known to do lately. A mesh whose instances share a machine is slow
+    while it is busy, and its models take that for normal."""
 
     def __init__(self) -> None:
         self._known: deque[tuple[Coefficients, Coefficients]] = deque(maxlen=KEPT)
         self._seen_at = -math.inf
 
     def see(self, prefill: Instance, decode: Instance, now: float) -> None:
-        """These two are as well known as they are now."""
+        """Remembers what is now known of these two instances."""
         if now - self._seen_at >= EVERY_S and _measured(prefill, "ttft") and _measured(decode, "tbt"):
             self._seen_at = now
             self._known.append((prefill.prefill.coefficients, decode.decode.coefficients))
 
     def prefill_s(self, computed: int, cached: int) -> float:
-        """Of such a prompt; inf when nothing is known."""
+        """Returns the least known seconds of such a prompt; infinity when nothing is known."""
         pairs = attention_pairs(computed, cached)
         return min((prefill.at(computed, pairs) for prefill, _ in self._known), default=math.inf)
 
     def step_s(self, context_tokens: int) -> float:
-        """Of one row; inf when nothing is known."""
+        """Returns the least known seconds of a step with one row; infinity when nothing is known."""
         return min((decode.at(1, context_tokens) for _, decode in self._known), default=math.inf)
 
 
 def least_s(
     request: Schedule, slo_s: float, refuse: Refuse, among: AdmissionContext, fastest: BestSeen, now: float
 ) -> float:
-    """The least that any instance could do, where `slo_s` is beyond it for certain; else 0. Not of a further attempt:
-    whoever could do it may just have been lost."""
+    """Returns the least that any instance could do, in seconds, if `slo_s` is certainly below it; else 0. For a further
+    attempt it is 0, because the instance that could do it may just have been lost."""
     unable = among.unable
     if request.attempt or len(unable) > MAX_UNABLE:
         return 0.0
@@ -76,8 +76,8 @@ def least_s(
 
 
 def _least_of_many_s(request: Schedule, reason: str, among: AdmissionContext) -> float:
-    """Only those of many were weighed that are the best as they are now: what any of them could do when idle, with the
-    longest prefix that was found."""
+    """Returns the least that any of many instances could do when idle, with the longest prefix that was found. Only the
+    best of many were weighed, and only as they are now."""
     view = among.serving.view
     view.columns.settle()
     if reason == "ttft":
@@ -91,8 +91,9 @@ def _least_of_many_s(request: Schedule, reason: str, among: AdmissionContext) ->
 
 
 def refusal(request: Schedule, refuse: Refuse, least_s: float) -> Refuse:
-    """Where the SLO is the request's own: it names the field, its value and the least. Where it is the operator's, who
-    asked for nothing cannot ask for less: as before, without a turn."""
+    """Returns the refusal of an impossible SLO. If the SLO is the request's own, the error names the field, its value
+    and the least possible; if it is the operator's, the request cannot ask for less and is refused as for load, without
+    a turn."""
     slo_s = request.ttft_slo_s if refuse.reason == "ttft" else request.tbt_slo_s
     least_ms = math.ceil(least_s * 1000)
     if not slo_s:

@@ -1,15 +1,16 @@
-"""By which load of decode a request is judged, in each mode of admission. Pure: instances are only read here.
+"""Which load of a decode instance a request is judged by, in each mode of admission. Pure: instances are only read
+here.
 
     OFF, BASELINE   none: decode itself may refuse, once the KV is there
-    EARLY           the rows that run when the request arrives, and itself
-    PREDICTED       all rows that will be there from its own first token to its last: those that run and will not have
+    EARLY           the rows that run when the request arrives, and the request
+    PREDICTED       all rows that will be there between its first token and its last: those that run and will not have
                     left, those that are on their way and will have come (FAST'25, early rejection based on prediction,
-                    for each instance instead of the whole pool, and for the request's whole stay)
+                    here for each instance instead of the whole pool, and for the request's whole stay)
 
-The bound is the request's own TBT SLO; where that is laxer than what those have who are there already, theirs, but
-none tighter than their model's default: nobody may keep an instance for himself.
+The bound is the request's own TBT SLO. If rows that are already there have a tighter SLO, theirs is the bound, but
+never one tighter than their model's default: no request can keep an instance for itself.
 
-Rows of the batch lane yield: a request of the interactive lane is judged as if there were none.
+Rows of the batch lane yield: an interactive request is judged as if there were none.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Slo:
 
 @dataclass(slots=True)
 class Verdict:
-    """On one decode instance: the TBT that is judged, and what it may be at most. Seconds."""
+    """The judgement on one decode instance: the TBT that is judged, and the most that it may be, in seconds."""
 
     tbt_s: float
     slo_s: float
@@ -49,8 +50,8 @@ class Verdict:
 
 @dataclass(slots=True)
 class Judge:
-    """Of one request, at one moment. `default_tbt_s`: its model's SLO; `queue_s`: the wait for a prefill instance, as
-    far as it is known before one was chosen; `answer_tokens`: predicted."""
+    """Judges decode instances for one request at one moment. `default_tbt_s` is the SLO of its model; `queue_s` is the
+    expected wait for a prefill instance before one is chosen; `answer_tokens` is the predicted length."""
 
     mode: Mode
     request: Schedule
@@ -61,8 +62,9 @@ class Judge:
     now: float
 
     def decode(self, choice: DecodeChoice, first_token_s: float | None = None) -> Verdict:
-        """`first_token_s`: predicted TTFT. None: no prefill instance was chosen yet; then it passes if it would after
-        the queue that the last request met, or after none."""
+        """Returns the verdict on a decode instance. `first_token_s` is the predicted TTFT. None means that no prefill
+        instance is chosen yet; the request then passes if it would pass after the queue that the last request met, or
+        after none."""
         if first_token_s is not None:
             return self._decode(choice, first_token_s)
         if choice.judged is None or choice.judged[0] is not self:
@@ -84,15 +86,15 @@ class Judge:
         return Verdict(min(self.tbt_s(choice, lead_s) for lead_s in leads), bound_s)
 
     def tbt_s(self, choice: DecodeChoice, lead_s: float, *, everybody: bool = False, more: float = 0.0) -> float:
-        """TBT there with this request in the batch in `lead_s`, and so many `more` like it; `everybody`: what yields
-        counts, too."""
+        """Returns the TBT there if the request, and `more` like it, join the batch in `lead_s` seconds. `everybody`
+        includes rows that yield."""
         rows = self._rows(choice, lead_s, everybody=everybody)
         with_it = rows.requests + 1 + more, rows.context_tokens + (1 + more) * self.request.prompt_tokens
         return steps(choice.instance, *with_it, self.now)[1] + self._late_s(choice, lead_s)
 
     def beside_s(self, choice: DecodeChoice, lead_s: float) -> tuple[float, float]:
-        """What the batch lane does to interactive rows there: their TBT without it, and with it and this request. Where
-        none are there, to one as long as this request."""
+        """Returns the TBT of interactive rows there without the batch lane, and with it and this request. Where there
+        are no such rows, one as long as this request is assumed."""
         everybody = self._rows(choice, lead_s, everybody=True)
         others = self._rows(choice, lead_s, everybody=False)
         lane = max(0.0, everybody.requests - others.requests), everybody.context_tokens - others.context_tokens
@@ -102,8 +104,8 @@ class Judge:
         return steps(choice.instance, *others, self.now)[0], steps(choice.instance, *with_it, self.now)[0]
 
     def undisturbed_s(self, choice: DecodeChoice, lead_s: float) -> float:
-        """The TBT that is predicted for this request, which has just been placed there, as if nothing of the batch lane
-        were there."""
+        """Returns the TBT predicted for this request, which was just placed there, as if nothing of the batch lane were
+        there."""
         batch = choice.instance.batch
         lane = batch.stays.yielding(self.now, self.now + lead_s)
         if not lane.requests:
@@ -119,15 +121,16 @@ class Judge:
         return seconds
 
     def _late_s(self, choice: DecodeChoice, lead_s: float) -> float:
-        """What waiting for pages adds to its TBT: one interval, the first, of the slowest tenth."""
+        """Returns what waiting for pages adds to the request's TBT: it lengthens one interval, the first, of the
+        slowest tenth."""
         return max(0.0, choice.page_wait_s - lead_s) / max(1.0, SLOWEST * self.answer_tokens)
 
     def alone_s(self, instance: Instance) -> float:
-        """TBT there if it had the instance for itself."""
+        """Returns the request's TBT on this instance if nothing else ran there."""
         return instance.decode.admission_s(1, self.request.prompt_tokens, self.now)
 
     def wait_s(self, choice: DecodeChoice, bound_s: float, *, everybody: bool = False) -> float:
-        """Seconds after which it would be within `bound_s` if nobody else came; inf: never."""
+        """Returns the seconds after which the request would be within `bound_s` if no other came; infinity if never."""
         batch = choice.instance.batch
         if self.alone_s(choice.instance) > bound_s:
             return math.inf
@@ -151,7 +154,7 @@ class Judge:
         return high * _slower(choice)
 
     def _theirs_s(self, choice: DecodeChoice) -> float:
-        """The tightest SLO of those who are there: the default of whom nothing is known."""
+        """Returns the tightest TBT SLO of the rows there; the default where some are unknown."""
         batch = choice.instance.batch
         return choice.tightest_slo_s if batch.requests <= len(batch.stays) else self.default_tbt_s
 
@@ -159,7 +162,7 @@ class Judge:
         return self.queue_s + choice.instance.fits.prefill.predict(self.request.prompt_tokens, 0)
 
     def _rows(self, choice: DecodeChoice, lead_s: float, *, everybody: bool) -> BatchAt:
-        """The others."""
+        """Returns the other rows that count."""
         batch, now = choice.instance.batch, self.now
         if self.mode is Mode.EARLY and not everybody:
             rows, at = BatchAt(*batch.running), now
@@ -173,7 +176,7 @@ class Judge:
 
 
 def _slower(choice: DecodeChoice) -> float:
-    """How many times as slow rows there are now as was predicted when they were placed: fewer were there then, and they
+    """Returns how many times as slow the present rows are as was predicted when they were placed among fewer rows; they
     leave so much later."""
     works = choice.instance.batch.works.values()
     stays_s = [work.leaves_at - work.joins_at for work in works]

@@ -44,15 +44,15 @@ MAX_SAVED_S = 60.0  # of machine time that the lane may have earned and not used
 
 
 def share_of(priority: int) -> float:
-    """Of the room, that a request of that priority may use."""
+    """Returns the share of the room that a request of this priority may use."""
     return min(1.0, max(LEAST_SHARE, 1.0 - SHARE_STEP * priority))
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """A request of the batch lane with the best choice for it, in seconds. `tbt_s`, `idle_tbt_s`: of all rows with it,
-    and of itself alone. `slower`: by which fraction it would make interactive rows slower, of which it may `allowed`
-    (inf: there are none); `early_s`: so much too early for their TTFT."""
+    """A request of the batch lane with its best choice; times are in seconds. `tbt_s` is the TBT of all rows with it,
+    `idle_tbt_s` that of the request alone. `slower` is the fraction by which it would slow interactive rows down, of
+    which `allowed` is the limit (infinite if there are none). `early_s` is how much too early it is for their TTFT."""
 
     request_id: str
     ttft_slo_s: float
@@ -68,8 +68,8 @@ class BatchRequest:
 
 
 def pause_s(prompt_s: float, chunk_s: float, ttft_s: float, allowed: float, instances: int) -> float:
-    """From one prompt of the batch lane to the next, so that at `instances` alike the mean TTFT of interactive requests
-    (`ttft_s` without it) grows by no more than the fraction `allowed`."""
+    """Returns the seconds from one prompt of the batch lane to the next, so that with `instances` equal instances the
+    mean TTFT of interactive requests (`ttft_s` without the lane) grows by at most the fraction `allowed`."""
     if allowed == math.inf:
         return 0.0
     busy = min(1.0, allowed * 2 * ttft_s / max(chunk_s, 1e-9)) if ttft_s > 0 else min(1.0, allowed)
@@ -77,7 +77,7 @@ def pause_s(prompt_s: float, chunk_s: float, ttft_s: float, allowed: float, inst
 
 
 class BatchLane:
-    """Who waits since when, and what the lane has earned."""
+    """Remembers since when each request of the batch lane waits, and how much machine time the lane has earned."""
 
     def __init__(self, settings: AdmissionSettings) -> None:
         self._settings = settings
@@ -88,11 +88,11 @@ class BatchLane:
         return len(self._waiting)
 
     def earn(self, machine_s: float) -> None:
-        """An interactive request was placed that takes so much machine time."""
+        """Credits the lane with its share of `machine_s` seconds that an interactive request takes."""
         self._saved_s = min(MAX_SAVED_S, self._saved_s + self._settings.batch_share * machine_s)
 
     def way_in(self, asked: BatchRequest, now: float) -> str:
-        """ "idle" or "turn"; "" when it must wait."""
+        """Returns "idle" or "turn" when the request may enter, "" when it must wait."""
         waited = now - self._since(asked.request_id, now) >= self._settings.patience_s
         if not asked.room:
             return ""
@@ -102,24 +102,24 @@ class BatchLane:
         return "turn" if turn and asked.tbt_s <= max(asked.tbt_slo_s, asked.idle_tbt_s) else ""
 
     def taken(self, request_id: str, way: str, machine_s: float) -> None:
-        """It was placed, `way` as told by `way_in`."""
+        """Notes a placement; `way` is what `way_in` returned."""
         self._waiting.pop(request_id, None)
         if way == "turn":
             self._saved_s -= machine_s
 
     def told_to_wait(self, request_id: str, retry_s: float, now: float) -> None:
-        """It was refused; it waits until it asks again, or has been silent for long."""
+        """Notes a refusal: the request waits until it asks again, or has been silent for long."""
         first = self._since(request_id, now)
         self._waiting[request_id] = first, now + GONE_FACTOR * retry_s + GONE_S
         if len(self._waiting) > MAX_WAITING:
             self._waiting.popitem()  # the newest: whoever waits is not forgotten for newcomers
 
     def queue_bound_s(self, ttft_slo_s: float) -> float:
-        """The longest queue that counts as idle."""
+        """Returns the longest queue, in seconds, that counts as idle."""
         return QUEUE_SHARE * ttft_slo_s
 
     def tbt_bound_s(self, asked: BatchRequest) -> float:
-        """The greatest TBT that counts as idle."""
+        """Returns the greatest TBT that counts as idle."""
         return asked.idle_tbt_s + self._settings.head_room * max(0.0, asked.tbt_slo_s - asked.idle_tbt_s)
 
     def _idle(self, asked: BatchRequest, *, waited: bool) -> bool:
@@ -131,7 +131,7 @@ class BatchLane:
         return fits or (waited and asked.queue_s <= 0)
 
     def _since(self, request_id: str, now: float) -> float:
-        """When it came; it begins anew if it was gone."""
+        """Returns when the request first came; it counts as new if it had been silent for too long."""
         first, gone_at = self._waiting.get(request_id, (now, now))
         if gone_at <= now:
             self._waiting.pop(request_id, None)

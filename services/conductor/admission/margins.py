@@ -25,17 +25,17 @@ MOST = 8.0  # times the prediction: what is worse is no matter of trust
 
 
 class Margin:
-    """Of one kind of prediction at one instance."""
+    """The margin of one kind of prediction at one instance."""
 
     def __init__(self, confidence: float) -> None:
-        """`confidence`: the share of requests within their SLO beyond which no room is given up; 0: predictions are
-        taken at their word."""
+        """`confidence` is the share of requests within their SLO beyond which no room is given up; 0 takes predictions
+        at their word."""
         self._confidence = confidence
         self._seen: deque[tuple[float, float]] = deque(maxlen=KEPT)  # measured / predicted, predicted
         self.factor = 1.0  # of a prediction, by which work is refused
 
     def add(self, predicted_s: float, measured_s: float) -> None:
-        """One of each; nonsense (not positive, not finite) is ignored."""
+        """Adds one prediction with its measurement; values that are not positive and finite are ignored."""
         if not self._confidence or not 0 < predicted_s < math.inf or not 0 < measured_s < math.inf:
             return
         self._seen.append((measured_s / predicted_s, predicted_s))
@@ -55,14 +55,15 @@ class Margin:
         return best
 
     def of(self, seconds: float, others: float) -> float:
-        """What is judged where `seconds` are predicted. `others`: 0: alone, 1 and above: among others."""
+        """Returns what is judged where `seconds` are predicted. `others` is 0 for work alone on the instance, 1 and
+        above among others."""
         if self.factor == 1.0:
             return seconds
         return seconds * (1 + (self.factor - 1) * min(1.0, max(0.0, others)))
 
 
 class Margins:
-    """Of one instance: of what its prefill foretells, and its decode."""
+    """The margins of one instance's TTFT and TBT predictions."""
 
     def __init__(self, confidence: float = 0.0) -> None:
         self.ttft, self.tbt = Margin(confidence), Margin(confidence)

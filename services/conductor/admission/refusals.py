@@ -14,8 +14,9 @@ MAX_NAMED = 8
 def refuse_unplaceable(
     request: Schedule, serving: Sequence[Instance], why: Mapping[str, str], expected: bool, models: Iterable[str]
 ) -> Refuse:
-    """`serving`: registered instances of the model; `why` they may get no work ("" when they may); `expected`:
-    the model has been served here, or may be soon."""
+    """Returns the refusal of a request for which no usable instances exist. `serving` are the registered instances of
+    the model, `why` says why they may get no work ("" when they may), `expected` that the model was served here or may
+    be soon."""
     if not serving:
         if expected:
             missing = f"no prefill and no decode instance of model {request.model!r} is registered"
@@ -48,7 +49,7 @@ def refuse_unplaceable(
 
 
 def idle_only(retry_s: float) -> Refuse:
-    """A request of the batch lane has to wait."""
+    """Returns the refusal of a batch request that has to wait."""
     retry_ms = round(1000 * retry_s)
     text = f"the batch lane takes only what is idle, and nothing is; try again in {retry_ms} ms"
     return Refuse(Overloaded(text, retry_after_ms=retry_ms), "busy")

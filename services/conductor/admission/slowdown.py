@@ -46,14 +46,14 @@ MOST_DRIFT = 2.0  # of what is known of an instance
 
 
 class _Felt:
-    """Ratios of one kind, TTFT or TBT."""
+    """The ratios of one kind, TTFT or TBT."""
 
     def __init__(self) -> None:
         self.clear: deque[float] = deque(maxlen=KEPT_CLEAR)
         self.beside: list[float] = []  # since the factor was changed
 
     def slower(self) -> float | None:
-        """By which fraction the lane makes them slower; None: not known."""
+        """Returns the fraction by which the lane slows requests down, or None when it is not known."""
         if len(self.beside) < ENOUGH:
             return None
         beside = trimmed_mean(self.beside)
@@ -63,14 +63,15 @@ class _Felt:
 
 
 def trimmed_mean(ratios: deque[float] | list[float]) -> float:
-    """Of all but the greatest and the least eighth; of fewer than TRIMMED but the greatest."""
+    """Returns the mean without the greatest and the least eighth; of fewer than TRIMMED values, without the
+    greatest."""
     ordered, out = sorted(ratios), len(ratios) // TRIMMED
     kept = ordered[out : len(ordered) - max(1, out)] or ordered
     return sum(kept) / len(kept)
 
 
 class Slowdown:
-    """Of one model at one conductor. `most`: the fraction by which the lane may make interactive requests slower."""
+    """The slowdown of one model's interactive requests at one conductor. `most` is the fraction that is allowed."""
 
     def __init__(self, most: float) -> None:
         self._most = most
@@ -88,13 +89,13 @@ class Slowdown:
         self.ttft_s = 0.0  # that interactive requests have usually had without the lane; 0: none came
 
     def came(self, now: float) -> None:
-        """An interactive request."""
+        """Notes that an interactive request came."""
         if now - self._came_at > QUIET_S:
             self._since = None
         self._came_at = now
 
     def placed(self, choice: PlacementChoice, judge: Judge) -> Undisturbed:
-        """One found that place. What is returned is for `ended`."""
+        """Notes that an interactive request was placed. Pass the result to `ended`."""
         p, d, now = choice.prefill, choice.decode, judge.now
         pairs, computed = attention_pairs(p.computed_tokens, p.cached_tokens), p.computed_tokens
         ttft_s = max(p.queue_s - p.yielding_s, p.fetch_s) + p.prefill_s
@@ -106,7 +107,8 @@ class Slowdown:
         return Undisturbed(self, ttft_s, tbt_s, now, -1 if self._busy(now) else self._entered)
 
     def entered(self, request_id: str, until: float, next_at: float) -> None:
-        """One of the lane was placed; if nothing is heard of it, it is over at `until`. `next_at`: of the next one."""
+        """Notes that a request of the lane was placed; without further news it counts as over at `until`. The next one
+        may enter at `next_at`."""
         self._entered += 1
         self.next_at = next_at
         self._running[request_id] = until
@@ -114,12 +116,12 @@ class Slowdown:
             del self._running[next(iter(self._running))]
 
     def left(self, request_id: str) -> None:
-        """One of the lane is over, if it is one."""
+        """Notes that a request has ended, if it is one of the lane."""
         self._running.pop(request_id, None)
 
     def allowed(self, now: float) -> float:
-        """By which fraction the lane may make interactive requests slower, as predictions tell it; inf: there is nobody
-        whom it could disturb. It is asked because the lane wants in."""
+        """Returns the fraction, in terms of predictions, by which the lane may slow interactive requests down; infinity
+        when there are none. It is called when the lane wants to enter."""
         if now - self._came_at > QUIET_S:
             return math.inf
         if self._since is None:
@@ -133,7 +135,7 @@ class Slowdown:
         return self._most * self._factor
 
     def ended(self, request: Undisturbed, outcome: RequestOutcome, now: float) -> None:
-        """How an interactive request went."""
+        """Notes how an interactive request went."""
         clear = request.entered == self._entered
         tbt_s = outcome.mean_tbt_s or outcome.tbt_s
         for felt, measured_s, expected_s in (
@@ -169,7 +171,8 @@ class Slowdown:
     def _at_first(
         self, instance: Instance, known: Coefficients, x1: float, x2: float, seconds: float, *, decode: bool = False
     ) -> float:
-        """`seconds`, which are predicted by what is `known` of the instance now, by what was known of it at first."""
+        """Converts `seconds`, predicted by what is `known` of the instance now, to what its first known model would
+        predict."""
         key = instance.ref.instance_id, decode
         first = self._first.get(key)
         if first is None:
@@ -194,8 +197,8 @@ class Slowdown:
 
 
 class Undisturbed:
-    """An interactive request under way. `entered`: how many of the lane had been placed before it if none of them was
-    there still, else -1."""
+    """An interactive request under way. `entered` is how many requests of the lane were placed before it if none of
+    them was still there, else -1."""
 
     __slots__ = ("at", "entered", "of", "tbt_s", "ttft_s")
 

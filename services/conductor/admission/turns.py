@@ -57,7 +57,7 @@ class PoolWork(NamedTuple):
 
 
 class DueBefore(NamedTuple):
-    """Those whose turn is now and who are not here yet, as far as they are expected to come."""
+    """The requests whose turn is now and that are not here yet, weighted by how likely they are to come."""
 
     prefill_s: float
     requests: float
@@ -67,7 +67,8 @@ NOBODY = DueBefore(0.0, 0.0)
 
 
 class RetryTurn(NamedTuple):
-    """One that was given, ordered by its time. `slot` counts from zero of the clock; `claims`: others make room."""
+    """One turn that was given, ordered by its time. `slot` counts from time 0 of the clock; `claims` says that others
+    leave room for it."""
 
     slot: int
     kind: int
@@ -77,7 +78,7 @@ class RetryTurn(NamedTuple):
 
 @dataclass(slots=True)
 class _Slot:
-    """All turns within SLOT_S. `owned`: those whose owners would be recognised."""
+    """All turns within SLOT_S seconds. `owned` counts those whose owners would be recognised."""
 
     work: tuple[list[float], list[float]] = field(default_factory=lambda: ([0.0, 0.0], [0.0, 0.0]))  # by kind, by pool
     claimed_s: float = 0.0
@@ -95,7 +96,7 @@ class _Slot:
 
 @dataclass(slots=True)
 class _Come:
-    """How many of the last turns that ended somebody came for."""
+    """How many of the last turns were used."""
 
     come: float = FIRST
     ended: float = FIRST
@@ -111,13 +112,13 @@ class _Come:
 
 
 def content(request: Schedule) -> Hashable:
-    """What is the same when a client asks again."""
+    """Returns what stays the same when a client repeats its request."""
     last = bytes(request.keys[-1]) if request.keys else b""
     return request.tenant, request.prompt_tokens, request.max_tokens, last
 
 
 class RetryTurns:
-    """Of one model's requests, at one conductor."""
+    """The turns of one model's refused requests, at one conductor."""
 
     def __init__(self) -> None:
         self._slots: dict[int, _Slot] = {}
@@ -130,22 +131,23 @@ class RetryTurns:
         self._placed = DecayedSum(PLACED_HALF_LIFE_S)  # seconds of prompts
 
     def __len__(self) -> int:
-        """Owners that would be recognised."""
+        """Returns how many owners would be recognised."""
         return self._count
 
     def placed(self, prefill_s: float, now: float) -> None:
-        """Such a prompt found a place here."""
+        """Notes that such a prompt was placed by this conductor."""
         self._placed.add(prefill_s, now)
 
     def part(self, others_rate: float, now: float) -> float:
-        """Of what the pool computes, that was placed here. `others_rate`: see `Others.rate`."""
+        """Returns the share of the pool's prompts that this conductor places. `others_rate` is
+        `OtherConductors.rate`."""
         if others_rate <= 0:
             return 1.0
         rate = self._placed.at(now) * math.log(2) / PLACED_HALF_LIFE_S
         return max(LEAST_PART, rate / (rate + others_rate))
 
     def came(self, request: Schedule, now: float) -> RetryTurn | None:
-        """A request is here: if its turn is now, that turn is over. None: it had none."""
+        """Ends the turn of a request that has come in time, and returns it; None when the request had none."""
         if not self._held:
             return None
         self._pass(now)
@@ -163,7 +165,7 @@ class RetryTurns:
         return turn
 
     def before(self, request: Schedule, now: float) -> DueBefore:
-        """Who comes before a request that is here now: nobody, if its own turn is now."""
+        """Returns the work that is due before this request; none when its own turn is now."""
         if not self._held or request.priority < 0:
             return NOBODY
         self._pass(now)
@@ -178,8 +180,9 @@ class RetryTurns:
     def wait_s(
         self, request: Schedule, alone_s: float, work: PoolWork, pool: int, now: float, had: RetryTurn | None = None
     ) -> float:
-        """Seconds until the turn of a request that was refused now. `alone_s`: until it would pass if nobody else came;
-        `pool`: which of PoolWork's it waits for; `had`: its turn, if it came at one."""
+        """Returns the seconds until the turn of a request that is refused now. `alone_s` is when it would pass if no
+        other came, `pool` is the index in PoolWork of the pool that it waits for, `had` is its turn if it came at one.
+        """
         self._pass(now)
         wait_s = self._earliest_s(alone_s, pool, now, again=had is not None)
         if wait_s > MOST_S:
@@ -229,7 +232,7 @@ class RetryTurns:
             self._count += 1
 
     def _pass(self, now: float) -> None:
-        """Turns of long ago are forgotten."""
+        """Forgets turns of long ago."""
         first = math.floor((now - GRACE_S) / SLOT_S)
         gone = 0
         while gone < len(self._order) and self._order[gone] < first:
@@ -242,7 +245,7 @@ class RetryTurns:
             self._count = 0
 
     def _sweep(self) -> None:
-        """Owners whose turns are forgotten go."""
+        """Forgets the owners of forgotten turns."""
         self._swept = self._order[0]
         for key in list(self._held):
             left = [turn for turn in self._held[key] if turn.slot in self._slots]

@@ -29,13 +29,14 @@ MAX_MODELS = 64
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """In instances, see above."""
+    """The demand of one model in instances, as the module's docstring defines it."""
 
     prefill: float = 0.0
     decode: float = 0.0
 
     def loads(self, pools: TallyCounts) -> tuple[float, float]:
-        """Of both pools; 1: wholly busy. Coupled instances help where they make the two most alike."""
+        """Returns the loads of both pools; 1 means wholly busy. Coupled instances are counted where they make the two
+        most alike."""
         flexible, whole = MIXED * pools.boths, self.prefill + self.decode
         to_prefill = 0.0
         if flexible and whole:
@@ -47,7 +48,7 @@ class Demand:
         return _over(self.prefill, pools.prefills + to_prefill), _over(self.decode, pools.decodes + to_decode)
 
     def load(self, pools: TallyCounts) -> float:
-        """Of the busier pool."""
+        """Returns the load of the busier pool."""
         return max(self.loads(pools))
 
 
@@ -57,7 +58,7 @@ def _over(demand: float, capacity: float) -> float:
 
 @dataclass
 class _Asked:
-    """Of one model."""
+    """What requests for one model ask for."""
 
     half_life_s: float
     since: float
@@ -79,13 +80,13 @@ class _Asked:
         self.elsewhere_s = DecayedSum(self.half_life_s)
 
     def per_s(self, summed: DecayedSum, now: float) -> float:
-        """The rate behind a sum that has grown since `since`."""
+        """Returns the rate, per second, behind a sum that has grown since `since`."""
         grown = 1 - 0.5 ** ((now - self.since) / self.half_life_s)
         return summed.at(now) * math.log(2) / self.half_life_s / grown if grown > 0 else 0.0
 
 
 class Demands:
-    """Of all models: at most MAX_MODELS, of which those nobody serves are forgotten."""
+    """The demands of all models, at most MAX_MODELS; those that nobody serves any more are forgotten."""
 
     def __init__(self, settings: Settings) -> None:
         self._half_life_s = settings.balance.window_s
@@ -94,26 +95,27 @@ class Demands:
         self._asked: dict[str, _Asked] = {}
 
     def asked(self, request: Schedule, now: float) -> None:
-        """Somebody wants it, and it could be done; further attempts at it count no more. Its model is served here."""
+        """Notes a request that could be served, for a model that is served here; further attempts are not counted
+        again."""
         if _uncounted(request) or (asked := self._of(request.model, now)) is None:
             return
         asked.tokens.add(request.prompt_tokens, now)
         asked.requests.add(1, now)
 
     def _of(self, model: str, now: float) -> _Asked | None:
-        """None: there are too many others."""
+        """Returns the model's record, or None when there are too many."""
         asked = self._asked.get(model)
         if asked is None and len(self._asked) < MAX_MODELS:
             asked = self._asked[model] = _Asked(self._half_life_s, now)
         return asked
 
     def computed_elsewhere(self, model: str, seconds: float, now: float) -> None:
-        """An instance has computed a prompt that another conductor placed: so much work it was."""
+        """Notes that an instance has computed a prompt, worth so many seconds, that another conductor placed."""
         if (asked := self._of(model, now)) is not None:
             asked.elsewhere_s.add(seconds, now)
 
     def placed(self, request: Schedule, choice: PlacementChoice, now: float) -> None:
-        """It got a place."""
+        """Notes a placement."""
         asked = self._asked.get(request.model)
         if asked is not None and request.lane is Lane.BATCH:
             asked.batch.add(1, now)
@@ -123,11 +125,12 @@ class Demands:
             asked.placed_s.add(choice.prefill.prefill_s / choice.prefill.instance.queue.speedup, now)
 
     def tally(self, model: str) -> Tally:
-        """To be filled with that model's instances for `look`."""
+        """Returns an empty tally of that model's instances, to be filled for `look`."""
         return Tally(self._slos.get(model, self._slo)[1])
 
     def look(self, tallies: Mapping[str, Tally], now: float) -> dict[str, tuple[Demand, float]]:
-        """What instances show now is taken in. By model: its demand, and for how many seconds it has been watched."""
+        """Takes in what instances show now. Returns, by model, its demand and for how many seconds it has been
+        observed."""
         for gone in [name for name in self._asked if name not in tallies]:
             del self._asked[gone]
         return {

@@ -26,13 +26,13 @@ _GAUGES = names.CONDUCTOR_SCALE_HINT, names.CONDUCTOR_SCALE_WANTED, names.CONDUC
 
 
 class ScaleGauges:
-    """Pools that are no more are shown no more."""
+    """Shows scale hints; pools that no longer exist are removed."""
 
     def __init__(self) -> None:
         self._shown: set[tuple[str, str]] = set()
 
     def show(self, hints: Sequence[Hint]) -> None:
-        """These are all there are."""
+        """Shows these hints, which are all there are."""
         found = {(hint.model, hint.role.value): hint for hint in hints}
         for labels in self._shown - found.keys():
             for gauge in _GAUGES:
@@ -45,13 +45,13 @@ class ScaleGauges:
 
 
 class ErrorGauges:
-    """Groups and kinds of which nothing was measured lately are shown no more."""
+    """Shows prediction errors; groups and kinds without recent measurements are removed."""
 
     def __init__(self) -> None:
         self._shown: set[tuple[str, str, str]] = set()
 
     def show(self, errors: Sequence[PredictionError]) -> None:
-        """These are all there are."""
+        """Shows these errors, which are all there are."""
         found = {}
         for error in errors:
             shares = (("bias", error.bias), ("p50", error.p50), ("p90", error.p90), ("p99", error.p99))
@@ -64,7 +64,7 @@ class ErrorGauges:
 
 
 class LoadGauges:
-    """Pools' loads, added up while the instances are met some at a time."""
+    """Shows the loads of pools, which are added up while the instances are visited some at a time."""
 
     def __init__(self, loads: Callable[[Iterable[Instance]], dict[str, Loads]]) -> None:
         self._loads = loads
@@ -72,12 +72,12 @@ class LoadGauges:
         self._found: dict[str, Loads] = {}
 
     def begin(self, everybody: Sequence[Instance]) -> None:
-        """Look at these, unless the last look is still under way."""
+        """Starts to visit these instances, unless a visit is under way."""
         if not self._walk.under_way:
             self._walk.begin(everybody)
 
     def tick(self, passed_s: float) -> None:
-        """The next ones; when all are met, their loads are shown."""
+        """Visits the next instances, and shows the loads when all were visited."""
         if self._walk.under_way:
             self._meet(self._walk.next(passed_s))
 

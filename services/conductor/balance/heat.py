@@ -1,11 +1,11 @@
-"""Which prefixes are used much: a table of fixed size over chain ends. Pure.
+"""Which prefixes are used most: a table of fixed size over the ends of chains. Pure.
 
-Space-saving (Metwally et al. 2005) over decayed counts (forward decay, Cormode et al. 2009): a use at time t weighs
-2^((t - landmark) / half-life), so no count need be touched as time passes. A newcomer to a full table takes the place
-of the least one and inherits its count as *error*: what is left without the error was surely used.
+It is space-saving (Metwally et al. 2005) over decayed counts (forward decay, Cormode et al. 2009): a use at time t
+weighs 2^((t - landmark) / half-life), so no count need be changed as time passes. A new key in a full table replaces
+the key with the least count and inherits that count as *error*; count minus error is certainly real.
 
-A key of a chain says all before it, so one key stands for a prefix. Of each prompt a few are counted: those at depths
-that are powers of two, and those where its holders change (where a system prompt ends and a conversation begins).
+A key stands for its whole prefix. Of each prompt a few depths are counted: powers of two, and those where the holders
+change (where a system prompt ends and a conversation begins).
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class _Chain:
 
 @dataclass(frozen=True, slots=True)
 class Hot:
-    """A prefix: `rate` uses a second at least, by prompts of `prompt_tokens` on the average. `packed`: its keys."""
+    """A hot prefix: it is used at least `rate` times a second, by prompts of `prompt_tokens` on average. `packed` are
+    its keys."""
 
     model: str
     packed: bytes
@@ -49,21 +50,22 @@ class Hot:
 
     @property
     def blocks(self) -> int:
-        """How many keys it has."""
+        """The number of its keys."""
         return len(self.packed) // KEY_BYTES
 
     @property
     def keys(self) -> Keys:
-        """All of them."""
+        """Its keys."""
         return Keys(self.packed)
 
     def begins_with(self, chain: _Chain) -> bool:
-        """Whether that is a beginning of it: a key says all before it."""
+        """Says whether that chain is a beginning of this prefix. One key decides, as it names all before it."""
         return self.packed[(chain.depth - 1) * KEY_BYTES : chain.depth * KEY_BYTES] == chain.key
 
 
 class PrefixHeat:
-    """At most `capacity` prefixes, O(log capacity) a use. The keys of prefixes take at most `max_packed_bytes`."""
+    """Counts uses of at most `capacity` prefixes, O(log capacity) a use. The keys of prefixes take at most
+    `max_packed_bytes`."""
 
     def __init__(
         self, half_life_s: float, *, capacity: int = CAPACITY, max_packed_bytes: int = MAX_PACKED_BYTES
@@ -80,7 +82,8 @@ class PrefixHeat:
         return len(self._chains)
 
     def use(self, request: Schedule, survey: PrefixSurvey, now: float) -> None:
-        """A prompt was weighed; `survey`: who holds its blocks. What nobody holds counts for nothing."""
+        """Counts a prompt that was weighed. `survey` says who holds its blocks; blocks that nobody holds are not
+        counted."""
         weight, keys, chains = self._weight(now), Keys.of(request.keys), self._chains
         tokens = weight * request.prompt_tokens
         for depth in depths(survey, len(keys)):
@@ -96,8 +99,8 @@ class PrefixHeat:
                 self.packed_bytes += len(chain.packed)
 
     def hottest(self, now: float, *, most: int, least_rate: float) -> list[Hot]:
-        """The `most` with the most block reads a second among those used `least_rate` times a second or more. Of two
-        that begin alike the longer one alone, unless the shorter is used much more."""
+        """Returns the `most` prefixes with the most block reads a second, among those used at least `least_rate` times
+        a second. Of two with a common beginning only the longer is returned, unless the shorter is used much more."""
         per_s = math.log(2) / self._half_life_s / self._weight(now)
         found = [
             (rate * chain.depth, chain)
@@ -142,7 +145,7 @@ class PrefixHeat:
         return chain
 
     def _evict(self) -> float:
-        """The least one goes, but for its place in the heap, the first; its count."""
+        """Removes the least used chain, except for its place as the first in the heap; returns its count."""
         least, chains = self._least, self._chains
         while True:
             noted, key = least[0]
@@ -155,7 +158,8 @@ class PrefixHeat:
 
 
 def depths(survey: PrefixSurvey, blocks: int) -> Sequence[int]:
-    """Prefix lengths of one prompt that are counted, in blocks; the deepest is what somebody holds of it."""
+    """Returns the prefix lengths, in blocks, that are counted of one prompt; the greatest is what somebody
+    holds of it."""
     if not survey.runs:
         return ()
     reach = min(survey.runs[-1].end, blocks)

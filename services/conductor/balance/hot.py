@@ -46,8 +46,9 @@ REST_S, MAX_REST_S = 2.0, 120.0
 
 @dataclass(frozen=True)
 class ReplicationContext:
-    """What there is to order by. `passed_s`: since the last tick; `everybody`: all instances; `may`: whether one of
-    them is still there and may get work; `leaving`: those being drained; `member`: who bears a name at the master."""
+    """What orders are based on. `passed_s` is the time since the last tick, `everybody` returns all instances, `may`
+    says whether one of them is still there and may get work, `leaving` are those being drained, `member` returns the
+    member of that name."""
 
     now: float
     passed_s: float
@@ -75,7 +76,7 @@ class _Rest:
 
 @dataclass(slots=True)
 class FleetSurvey:
-    """The instances as one walk over them has met them, `add` by `add`."""
+    """The instances as one round has visited them, `add` by `add`."""
 
     by_slot: dict[int, Instance] = field(default_factory=dict)  # prefill instances, by their slot in the block map
     mask: int = 0  # of these slots
@@ -84,7 +85,7 @@ class FleetSurvey:
     _sorted: bool = False
 
     def add(self, instance: Instance, index: Index, now: float) -> None:
-        """One that may get work, as it is now."""
+        """Adds an instance that may get work, as it is now."""
         life, queue = instance.ref.life, instance.queue
         self.known[life] = instance
         if not instance.role.prefills:
@@ -96,7 +97,7 @@ class FleetSurvey:
             self.mask |= sealed
 
     def idlest(self, model: str) -> Sequence[tuple[float, int, Life, Instance]]:
-        """Its prefill instances, who had the least to do first."""
+        """Returns the model's prefill instances, those with the shortest queue first."""
         if not self._sorted:
             for ranked in self._ranked.values():
                 ranked.sort(key=lambda one: one[:3])
@@ -105,7 +106,7 @@ class FleetSurvey:
 
 
 class Replication:
-    """Gives orders and hears what became of them. `number` gives each order its own."""
+    """Orders copies of hot prefixes and handles their outcomes. `number` returns a new number for each order."""
 
     def __init__(self, settings: BalanceSettings, number: Callable[[], int]) -> None:
         self._settings = settings
@@ -117,7 +118,7 @@ class Replication:
         self._spent = 0  # of this tick's `KEYS`
 
     def stop(self) -> None:
-        """This conductor leads no more: what it ordered is another's business."""
+        """Forgets all orders, because this conductor does not lead any more."""
         self._flights.clear()
         self._left.clear()
 
@@ -127,7 +128,7 @@ class Replication:
         return bool(self._left)
 
     def ended(self, event: OrderEnded, now: float) -> bool:
-        """An order came to its end; False: it was none of these."""
+        """Notes the end of an order; returns False when it was no copy."""
         flight = self._flights.pop(event.number, None)
         if flight is None:
             return False
@@ -140,7 +141,8 @@ class Replication:
         return True
 
     def begin(self, heat: PrefixHeat, field: FleetSurvey, now: float) -> None:
-        """Look at what is hot, with the instances met. What is left of the last look comes first, instead of it."""
+        """Starts to look at hot prefixes, with the instances visited. If some are left from the last time, these are
+        looked at instead."""
         self._expire(now)
         self._field = field
         if not self._left:
@@ -148,7 +150,7 @@ class Replication:
             self._left.extend(heat.hottest(now, most=MOST_HOT, least_rate=LEAST_RATE))
 
     def look(self, moment: ReplicationContext) -> list[Replicate]:
-        """Orders for the next prefixes."""
+        """Returns orders for the next prefixes."""
         orders: list[Replicate] = []
         most, keys, self._spent = KEYS.count(moment.passed_s), self._spent, 0
         leaving = {i.ref.life: i for i in moment.leaving}
@@ -204,8 +206,8 @@ class Replication:
         source: _Source,
         moment: ReplicationContext,
     ) -> list[tuple[Instance, int]]:
-        """Who of the others (the idlest first) could take a copy, the best first, and how many leading blocks each has.
-        What was begun is ended first, then the idlest takes it."""
+        """Returns which of the others (the idlest first) could take a copy, the best first, and how many leading blocks
+        each has. Copies that were begun are finished first; then the idlest instance takes one."""
         busy = {f.order.target.life for f in self._flights.values()}
         resting = {life for life, rest in self._rests.items() if rest.until > moment.now}
         needed = STORE_SHARE * hot.blocks
@@ -227,7 +229,7 @@ class Replication:
     def _order(
         self, keys: Keys, source: _Source, target: Instance, depth: int, why: str, now: float
     ) -> Replicate | None:
-        """What the limits leave room for; None: nothing."""
+        """Returns an order within the limits, or None when they leave no room."""
         under_way = [f for f in self._flights.values() if not f.done]
         if len(under_way) >= self._settings.copy_orders:
             return None
@@ -245,7 +247,8 @@ class Replication:
 def _wanted(
     hot: Hot, holders: Sequence[Instance], idlest: Instance | None, moment: ReplicationContext
 ) -> tuple[int, str]:
-    """How many prefill instances should hold it, and why; see above. `idlest`: of the others."""
+    """Returns how many prefill instances should hold the prefix (see the module's docstring), and why. `idlest` is the
+    idlest of the others."""
     about = holders[0] if holders else idlest
     if about is None:
         return 0, ""
@@ -267,7 +270,7 @@ def _wanted(
 
 
 def _everywhere(survey: PrefixSurvey, blocks: int) -> tuple[int, int]:
-    """Slots of stores that hold all of the chain, and pending slots to which all of it is coming."""
+    """Returns the slots of stores that hold all of the chain, and the pending slots to which all of it is coming."""
     if not survey.runs or survey.runs[-1].end < blocks:
         return 0, 0
     whole = coming = -1
@@ -288,7 +291,8 @@ class _Source:
 def _source(
     survey: PrefixSurvey, known: Mapping[Life, Instance], leaving: Mapping[Life, Instance], moment: ReplicationContext
 ) -> _Source | None:
-    """Who has the most of it in memory; somebody who is leaving before anybody else, then who has the least to do."""
+    """Returns which store in memory holds the most of the chain: preferably one that is leaving, then the one with the
+    least to do."""
     best: tuple[tuple[int, bool, float, str], _Source] | None = None
     for slot in bits(survey.runs[0].sealed)[:MAX_LISTED] if survey.runs else ():
         store_id, tier = split_name(moment.index.truth.store_of(slot))

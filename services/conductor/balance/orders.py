@@ -1,7 +1,7 @@
-"""Carries out what a leading conductor's brain orders elsewhere: copies of blocks, roles of instances. Decides nothing.
+"""Carries out the orders of a leading conductor's brain: copies of blocks, roles of instances. Nothing is decided here.
 
-A copy is pulled by its receiver (`NodeStore.Pull`, in the background class: after all that somebody waits for), a role
-is taken by the instance itself (`Instance.SetRole`). Every order ends within its deadline, and the brain hears how.
+The receiver pulls a copy (`NodeStore.Pull`, in the background class, after everything that somebody waits for). The
+instance itself takes a role (`Instance.SetRole`). Every order ends within its deadline, and the brain gets its outcome.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Order = SwitchRole | Replicate
 
 
 class BalanceOrders:
-    """Owns its tasks. `leads()` is asked right before each call: who leads no more orders nothing. `ended` hears what
-    became of each order."""
+    """Carries orders out in tasks of its own. `leads()` is checked right before each call, because a conductor that
+    does not lead must order nothing. `ended` gets the outcome of each order."""
 
     def __init__(self, leads: Callable[[], bool], ended: Callable[[OrderEnded], None]) -> None:
         self._leads = leads
@@ -42,7 +42,7 @@ class BalanceOrders:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def carry_out(self, orders: Sequence[Action]) -> None:
-        """Begin with these; on the event loop."""
+        """Begins these orders, on the event loop."""
         for order in orders:
             assert isinstance(order, SwitchRole | Replicate), "nothing else is to be carried out"
             if len(self._tasks) >= MAX_ORDERS:
@@ -53,7 +53,7 @@ class BalanceOrders:
             task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Nothing is called any more, and nobody hears of an end."""
+        """Cancels all orders, without reporting their end."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -84,7 +84,7 @@ class BalanceOrders:
         self._ended(OrderEnded(order.number, held, error))
 
     async def _switch(self, order: SwitchRole) -> int | None:
-        """None: not ours to order any more. KvmeshError."""
+        """Returns None when this conductor does not lead any more. Raises KvmeshError."""
         if not self._leads():
             return None
         request = instance_pb2.SetRoleRequest(role=ROLES_OUT[order.role], incarnation=order.ref.incarnation)
@@ -93,8 +93,8 @@ class BalanceOrders:
         return 0
 
     async def _copy(self, order: Replicate) -> int | None:
-        """How many of the blocks the target has; None: not ours to order any more. KvmeshError: it has none of those
-        that were asked for last."""
+        """Returns how many of the blocks the target has; None when this conductor does not lead any more. Raises
+        KvmeshError when the target has none of those requested last."""
         until, held = time.monotonic() + COPY_S, 0
         async with channels.connect(order.target.address) as channel:
             stub = blocks_pb2_grpc.NodeStoreStub(channel)
@@ -118,7 +118,7 @@ class BalanceOrders:
 
 
 async def _called(call: Any) -> Any:
-    """Its answer. KvmeshError."""
+    """Returns the call's answer. Raises KvmeshError."""
     try:
         return await call
     except grpc.aio.AioRpcError as error:

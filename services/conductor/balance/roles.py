@@ -1,15 +1,15 @@
-"""Which instance takes which role, so that neither pool is at its limit while the other idles. Pure.
+"""Which instance takes which role, so that neither pool is at its limit while the other is idle. Pure.
 
-The load of a model is that of its busier pool (demand.py); a move of one instance changes it by a rule that knows no
-noise. An order is given when
+The load of a model is that of its busier pool (demand.py). A move of one instance changes it by a rule without noise.
+An order is given when all of this holds:
 
-    the load is HIGH, and some number of moves would lower it by the share GAIN (large pools move one by one)
-    this move lowers it, and what it lowers in one dwell is worth more than draining the instance
-    nobody of the model is switching, the model's last switch is a share PAUSE of the dwell ago (a whole dwell where it
-    went the other way), and this instance's own a whole dwell
+- The load is above HIGH, and some number of moves would lower it by the share GAIN (large pools move one by one).
+- This move lowers it, and what is gained in one dwell is worth more than draining the instance.
+- No instance of the model is switching. The model's last switch was a share PAUSE of the dwell ago, or a whole dwell
+  where it went the other way. This instance's own last switch was a whole dwell ago.
 
-So under constant demand each order lowers the load, and none can undo another. The last instance of a role takes BOTH
-instead of leaving it; BOTH counts on either side and is specialised again by the same rule.
+So under constant demand each order lowers the load, and none can undo another. The last instance of a role takes the
+role BOTH instead of leaving it; BOTH counts in either pool and is specialised again by the same rule.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_KEPT = 4096
 
 @dataclass(frozen=True, slots=True)
 class _Switch:
-    """An order; `towards`: +1 to prefill, -1 to decode."""
+    """An order to switch; `towards` is +1 for prefill, -1 for decode."""
 
     order: SwitchRole
     model: str
@@ -47,7 +47,7 @@ class _Model:
 
 
 class Roles:
-    """Gives orders and hears what became of them. `number` gives each order its own."""
+    """Orders role switches and handles their outcomes. `number` returns a new number for each order."""
 
     def __init__(self, settings: BalanceSettings, number: Callable[[], int]) -> None:
         self._dwell_s = settings.dwell_s
@@ -57,11 +57,11 @@ class Roles:
         self._switched: dict[Life, float] = {}  # when each was last told, or failed
 
     def stop(self) -> None:
-        """This conductor leads no more."""
+        """Forgets all orders, because this conductor does not lead any more."""
         self._models.clear()
 
     def ended(self, event: OrderEnded, now: float) -> None:
-        """An order came to its end; when it was carried out, the instance registers again."""
+        """Notes the end of an order. If it was carried out, the instance registers again."""
         for model in self._models.values():
             if event.error and model.under_way is not None and model.under_way.order.number == event.number:
                 self._give_up(model, now)
@@ -74,7 +74,7 @@ class Roles:
     def look(
         self, tallies: Mapping[str, Tally], demands: Mapping[str, tuple[Demand, float]], now: float
     ) -> list[SwitchRole]:
-        """Orders of this moment; at most one a model."""
+        """Returns the orders of this moment, at most one a model."""
         for gone in [name for name in self._models if name not in tallies]:
             del self._models[gone]
         for life in [life for life, at in self._switched.items() if now - at >= self._dwell_s]:
@@ -130,7 +130,8 @@ class Roles:
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """One instance of role `was` becomes another: the load after it, and after all moves that follow the same way."""
+    """One instance of role `was` becomes another: the load `after` that, and the load `reached` after all moves that
+    follow in the same direction."""
 
     was: Role
     becomes: Role
@@ -146,13 +147,14 @@ _STEPS = {
 
 
 def _best(demand: Demand, pools: TallyCounts, free: Mapping[Role, int]) -> _Move | None:
-    """The way that lowers the load most, by its first move. `free`: how many of each role may be switched."""
+    """Returns the first move of the direction that lowers the load most, or None. `free` says how many of each role may
+    be switched."""
     found = [move for towards in _STEPS if (move := _way(demand, pools, free, towards)) is not None]
     return min(found, key=lambda move: (move.reached, move.after), default=None)
 
 
 def _way(demand: Demand, pools: TallyCounts, free: Mapping[Role, int], towards: int) -> _Move | None:
-    """Moves in one direction, each the best one, while each lowers the load."""
+    """Makes moves in one direction, each the best one, as long as each lowers the load."""
     left = Counter(free)
     first: tuple[Role, Role, float] | None = None
     load = demand.load(pools)
@@ -172,7 +174,8 @@ def _way(demand: Demand, pools: TallyCounts, free: Mapping[Role, int], towards: 
 
 
 def _may(pools: TallyCounts, was: Role, becomes: Role) -> bool:
-    """Requests can still be answered; nobody takes BOTH but the last of a role."""
+    """Says whether requests can still be served after the move. An instance takes the role BOTH only if it is the last
+    of its role."""
     if becomes is Role.BOTH:
         return not pools.moved(was, Role.DECODE if was is Role.PREFILL else Role.PREFILL).serves
     return pools.moved(was, becomes).serves

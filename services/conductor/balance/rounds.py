@@ -34,7 +34,7 @@ INSTANCES = Pace(2000, 40)  # looked at: one takes some 10 us
 
 
 class Balance:
-    """Watches placements; `tick` gives orders while this conductor leads."""
+    """Observes placements; `tick` gives orders while this conductor leads."""
 
     def __init__(self, settings: Settings) -> None:
         numbers = itertools.count(1)
@@ -51,32 +51,33 @@ class Balance:
         self._scale = Scale(settings.balance)
 
     def asked(self, request: Schedule, now: float) -> None:
-        """A request for a model that is served here has come, and more instances might serve it."""
+        """Notes a request for a model that is served here, which more instances might have served."""
         self._demands.asked(request, now)
 
     def saw(self, request: Schedule, survey: PrefixSurvey, now: float) -> None:
-        """A request was weighed; `survey`: who holds its blocks."""
+        """Notes that a request was weighed. `survey` says who holds its blocks."""
         self._heat.use(request, survey, now)
 
     def placed(self, request: Schedule, choice: PlacementChoice, now: float) -> None:
-        """It got a place."""
+        """Notes a placement."""
         self._demands.placed(request, choice, now)
 
     def computed_elsewhere(self, instance: Instance, seconds: float, now: float) -> None:
-        """The instance has computed a prompt that another conductor placed; `seconds`: predicted for it alone."""
+        """Notes that the instance has computed a prompt that another conductor placed; `seconds` is the prediction for
+        that prompt alone."""
         self._demands.computed_elsewhere(instance.model.name, seconds / instance.queue.speedup, now)
 
     def ended(self, event: OrderEnded, now: float) -> None:
-        """An order has come to its end."""
+        """Notes the end of an order."""
         if not self._replication.ended(event, now):
             self._roles.ended(event, now)
 
     def due(self, now: float) -> bool:
-        """Whether it is time for a `tick`."""
+        """Says whether it is time for a `tick`."""
         return self._walk.under_way or self._replication.under_way or now - self._began_at >= self._every_s
 
     def tick(self, moment: ReplicationContext, *, leads: bool) -> Sequence[Action]:
-        """Orders of this moment."""
+        """Returns the orders of this moment."""
         if not leads:
             self._replication.stop()
             self._roles.stop()
@@ -91,7 +92,7 @@ class Balance:
         return orders
 
     def _meet(self, moment: ReplicationContext, *, leads: bool) -> bool:
-        """The next instances of the round; whether it is over with them."""
+        """Visits the next instances of the round; returns whether the round is over."""
         now = moment.now
         if not self._walk.under_way:
             if now - self._began_at < self._every_s:

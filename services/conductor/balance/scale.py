@@ -26,7 +26,7 @@ MAX_WANTED = 4096
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """See `ScaleHint` in conductor.proto."""
+    """The wish of one pool; see `ScaleHint` in conductor.proto."""
 
     model: str
     role: Role
@@ -43,7 +43,7 @@ class _Pool:
 
 
 class Scale:
-    """Keeps what was wanted before."""
+    """Computes scale hints; what was wanted before is kept, so that noise changes nothing."""
 
     def __init__(self, settings: BalanceSettings) -> None:
         self._target = settings.target_load
@@ -54,7 +54,7 @@ class Scale:
         self.hints: tuple[Hint, ...] = ()
 
     def look(self, tallies: Mapping[str, Tally], demands: Mapping[str, tuple[Demand, float]], now: float) -> None:
-        """`hints` are of this moment."""
+        """Updates `hints`."""
         self._pools = {key: pool for key, pool in self._pools.items() if key[0] in tallies}
         self.hints = tuple(
             hint
@@ -85,7 +85,7 @@ class Scale:
         return f"{wants}; {wanted} stay {until}" if wanted == there else f"{wants}; {wanted} were, and are {until}"
 
     def _enough(self, demand: float) -> int:
-        """Instances that carry it at the target."""
+        """Returns how many instances carry the demand at the target load."""
         return min(MAX_WANTED, max(1, math.ceil(demand / self._target)))
 
     def _wanted(self, key: tuple[str, Role], there: int, demand: float, now: float) -> int:
@@ -105,7 +105,8 @@ class Scale:
 
 
 def _shares(demand: Demand, pools: TallyCounts) -> list[tuple[Role, int, float, float]]:
-    """Of each pool that there is, or must be: its role, instances, what they carry in instances, and their load."""
+    """Returns, for each pool that exists or must exist, its role, its instances, its demand in instances, and
+    its load."""
     to_prefill, to_decode = demand.loads(pools)
     if not pools.boths:
         return [

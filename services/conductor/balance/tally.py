@@ -13,14 +13,14 @@ MAX_ROWS = 4096  # of one instance, where it names no limit
 
 @dataclass(frozen=True, slots=True)
 class TallyCounts:
-    """Instances of one model by role; fractions are those in mind."""
+    """How many instances of one model have each role; fractions occur in hypothetical counts."""
 
     prefills: float
     decodes: float
     boths: float = 0.0
 
     def moved(self, was: Role, becomes: Role) -> TallyCounts:
-        """One of them in another role."""
+        """Returns the counts after one instance has changed its role."""
         change = {was: -1, becomes: 1}
         return TallyCounts(
             self.prefills + change.get(Role.PREFILL, 0),
@@ -30,7 +30,7 @@ class TallyCounts:
 
     @property
     def serves(self) -> bool:
-        """Whether requests can be answered."""
+        """Whether requests can be served."""
         return self.boths >= 1 or (self.prefills >= 1 and self.decodes >= 1)
 
 
@@ -40,7 +40,7 @@ def _by_role() -> dict[Role, int]:
 
 @dataclass(slots=True)
 class Tally:
-    """Of the instances of one model. `tbt_slo_s`: its own. Seconds, rows."""
+    """Sums over the instances of one model, in seconds and rows. `tbt_slo_s` is the model's TBT SLO."""
 
     tbt_slo_s: float
     roles: dict[Life, Role] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Tally:
     _computing: int = 0
 
     def add(self, i: Instance, now: float) -> None:
-        """One that may get work, as it is now."""
+        """Adds an instance that may get work, as it is now."""
         self.first = self.first or i
         self.roles[i.ref.life] = i.role
         self.count[i.role] += 1
@@ -75,17 +75,18 @@ class Tally:
 
     @property
     def counts(self) -> TallyCounts:
-        """By role."""
+        """The number of instances by role."""
         return TallyCounts(self.count[Role.PREFILL], self.count[Role.DECODE], self.count[Role.BOTH])
 
     @property
     def rows(self) -> int:
-        """Requests whose prompts are computed and whose answers are not over: decode also counts those it waits for."""
+        """The number of requests whose prompt is computed and whose answer is not over; decode also reports those that
+        it waits for."""
         return max(self._running, self._present - self._computing)
 
 
 def _carried(instance: Instance, tbt_slo_s: float) -> float:
-    """How many rows of the present length it answers within the SLO at once; at least 1."""
+    """Returns how many rows of the present length the instance answers at once within the SLO; at least 1."""
     load = instance.load
     context = load.context_tokens / load.running_requests if load.running_requests else instance.model.block_tokens
     room = instance.capacity_blocks / max(1.0, context / instance.model.block_tokens + 0.5)
@@ -100,6 +101,6 @@ def _carried(instance: Instance, tbt_slo_s: float) -> float:
 
 
 def drain_s(instance: Instance, now: float) -> float:
-    """Until it has done what it has: while that runs it is neither the one nor the other."""
+    """Returns the seconds until the instance has done what it has; it takes no new role before."""
     rows = instance.batch.residence_s if instance.role.decodes and instance.batch.requests else 0.0
     return max(rows, instance.queue.wait_s(now))

@@ -36,7 +36,8 @@ _NOBODY = PrefixPlace(0)
 
 @dataclass(slots=True)
 class Fetching:
-    """One way to fetch, for all instances that have the same blocks: up to block `until`, `blocks` of them by wire."""
+    """One way to fetch, for all instances that have the same blocks: up to block `until`, of which `blocks` come over
+    the network."""
 
     until: int
     blocks: int
@@ -48,7 +49,8 @@ class Fetching:
 
 @dataclass(slots=True)
 class PromptBound:
-    """One way to compute the prompt, at each. Seconds but for `computed`, `pairs`, `steps`. A plain 0 is 0 at each."""
+    """One way to compute the prompt, with a value for each instance. All but `computed`, `pairs` and `steps` are in
+    seconds. A plain 0 stands for 0 at each instance."""
 
     ttft: Floats
     cost: Floats
@@ -63,15 +65,15 @@ class PromptBound:
 
 
 class PromptBounds:
-    """Of the ways of each instance: the least cost of those that may pass (inf: none does), the least TTFT by which
-    they are judged, and the same of those whose queue can drain for long enough."""
+    """The best of each instance's options: the least cost among those that may pass (infinity if none does), the least
+    TTFT by which they are judged, and the same among options whose queue can drain for long enough."""
 
     def __init__(self, count: int) -> None:
         self.kept = np.full((3, count), np.inf)
         self.cost, self.least, self.draining = self.kept
 
     def offer(self, cost: Floats, least: Floats, drains: Mask | None, here: Mask, *, instead: bool) -> None:
-        """One way more, for those `here`. `drains`: whose queue can drain for long enough."""
+        """Adds an option for the instances `here`. `drains` marks those whose queue can drain for long enough."""
         if instead:
             self.kept[:, here] = np.inf
         np.minimum(self.cost, cost, out=self.cost, where=here)
@@ -80,14 +82,15 @@ class PromptBounds:
             np.minimum(self.draining, least, out=self.draining, where=drains & here)
 
     def free(self, here: Mask, cost: Floats) -> None:
-        """Those `here` may have a way that costs no less than this, in time whatever is asked."""
+        """Notes that the instances `here` may have an option that costs no less than this and passes in any case."""
         np.minimum(self.cost, cost, out=self.cost, where=here)
         self.least[here] = -np.inf
 
 
 @dataclass(slots=True)
 class AnswerBounds:
-    """Terms of the TBT at each, seconds. `short`: of pages for prompt and answer together."""
+    """The terms of each instance's decode score, in seconds. `short` marks those that lack pages for prompt and answer
+    together."""
 
     tbt: Floats
     landing: Floats | float
@@ -98,7 +101,7 @@ class AnswerBounds:
 
     @property
     def score(self) -> Floats:
-        """As `DecodeChoice.score_s`."""
+        """The score as `DecodeChoice.score_s` computes it."""
         if self.sum is not None:
             return self.sum
         found: Floats = score.token_cost_s(self.tbt, self.landing, self.slot, 0.0, self.tail)
@@ -117,13 +120,13 @@ class FittedColumns:
 
 
 def fitted(view: View, model: int, x1: Floats | float, x2: Floats | float, n: Floats | float = 1.0) -> Floats:
-    """As `FittedModel.predict`."""
+    """Returns `Estimate.predict` for every instance."""
     seconds: Floats = score.fitted_s(_known(view, model), x1, x2, n)
     return seconds
 
 
 def admitted(view: View, model: int, x1: Floats | float, x2: Floats | float, n: Floats | float = 1.0) -> Floats:
-    """As `FittedModel.admission_s`."""
+    """Returns `Estimate.admission_s` for every instance."""
     seconds, before = fitted(view, model, x1, x2, n), score.fitted_s(_known(view, model, prior=True), x1, x2, n)
     if (seconds <= before).all():  # nothing to fade
         return seconds
@@ -138,13 +141,13 @@ def _known(view: View, model: int, *, prior: bool = False) -> FittedColumns:
 
 
 def left(view: View, model: int) -> Floats:
-    """What counts of a fit to which nothing was added for a while, 0 to 1."""
+    """Returns what still counts (0 to 1) of each fit, to which nothing was added for a while."""
     age_s = np.maximum(0.0, view.now - view.columns[model + 10])
     return np.exp2(-age_s / HALF_LIFE_S)
 
 
 class CostBounds:
-    """One request beside every instance of a view; `among` them those of one KV identity that matter."""
+    """The bounds of one request at every instance of a view. `among` are those of one KV identity that matter."""
 
     def __init__(
         self, request: Schedule, planner: FetchPlanner, scoring: ScoringContext, blocks: HeldBlocks, among: Selection
@@ -158,7 +161,7 @@ class CostBounds:
 
     @cached_property
     def short_queue_s(self) -> Floats:
-        """As `load.passing_s` tells of `queue_s`."""
+        """The wait of a short prompt, as `queues.passing_s` computes it from `queue_s`."""
         columns, ahead_s = self.view.columns, self.queue_s
         if not columns.rare(RareField.LONG):
             return ahead_s
@@ -167,7 +170,7 @@ class CostBounds:
         return np.asarray(short_s + np.minimum(long_s, short_s + columns[ColumnField.LONG_CHUNK] / 2))
 
     def _queue_of(self, computed: Floats | float, size_s: Floats) -> Floats:
-        """What a prompt waits, of which so many tokens are computed in `size_s`."""
+        """Returns the wait of a prompt of which so many tokens are computed in `size_s` seconds."""
         queue_s = self.queue_s
         if self.short_queue_s is not queue_s:
             queue_s = np.where(computed <= self.view.columns[ColumnField.FITTED_CHUNK], self.short_queue_s, queue_s)
@@ -181,7 +184,7 @@ class CostBounds:
 
     @cached_property
     def by_size(self) -> Mask | None:
-        """Whose queue goes by size; None: nobody's."""
+        """The instances whose queue goes by size, or None if there is none."""
         columns = self.view.columns
         if not columns.rare(RareField.BY_SIZE):
             return None
@@ -189,15 +192,16 @@ class CostBounds:
         return found
 
     def _ahead_s(self, size_s: Floats) -> Floats:
-        """Never more than `sizes.ahead` and `OvertakingTerms.wait_s` tell."""
+        """Returns a lower bound of the wait that `ahead` and `OvertakingTerms.wait_s` compute."""
         columns = self.view.columns
         before = np.count_nonzero(columns.several(ColumnField.MARK, MARKS) <= self._rank(size_s - ROUNDING_S), axis=0)
         least_s: Floats = np.maximum(0.0, self.wait_s - columns[ColumnField.LISTED] * (1 - before / MARKS) - ROUNDING_S)
         return least_s
 
     def _others_s(self, queue_s: Floats, fetch_s: Floats | float, size_s: Floats, *, exact: bool) -> Floats | float:
-        """Never more than `OvertakingTerms.others_s` tells, beside a start as late as these two tell: what begins later
-        has less behind it. `exact`: it is that long, and not perhaps longer, which would rank behind some of these."""
+        """Returns a lower bound of `OvertakingTerms.others_s`, for a start no earlier than these two say: what begins
+        later has less behind it. `exact` says that the size is exact; else the prompt may be longer and rank behind
+        some of these."""
         if self.by_size is None:
             return 0.0
         settings = self.scoring.overtaking.settings
@@ -207,8 +211,8 @@ class CostBounds:
         return np.where(self.by_size, others_s, 0.0)
 
     def _behind(self, size_s: Floats) -> Floats:
-        """Never more than `QueuePosition.behind` of a prompt of that size: one of those that rank behind it may have
-        begun."""
+        """Returns a lower bound of `QueuePosition.behind` of a prompt of that size: one of those that rank behind it
+        may have begun."""
         columns = self.view.columns
         rank = self._rank(size_s + ROUNDING_S) + ROUNDING_S * (1 + columns[ColumnField.SIZE_WEIGHT])
         count = np.count_nonzero(columns.several(ColumnField.LAST, LASTS) > rank, axis=0)
@@ -216,14 +220,14 @@ class CostBounds:
         return least
 
     def _rank(self, size_s: Floats) -> Floats:
-        """As `PrefillQueue.rank` of a prompt of that size, placed now."""
+        """Returns `PrefillQueue.rank` of a prompt of that size that is placed now."""
         placed = self.view.now + self.request.priority * PRIORITY_STEP_S
         rank: Floats = placed + work_classes(np.maximum(0.0, size_s)) * self.view.columns[ColumnField.SIZE_WEIGHT]
         return rank
 
     @cached_property
     def queue_s(self) -> Floats:
-        """As `PrefillQueue.ahead_s` tells of long prompts."""
+        """The wait of long prompts, as `PrefillQueue.ahead_s` computes it."""
         columns, now, wait = self.view.columns, self.view.now, self.wait_s
         if not self.request.priority and not columns.rare(RareField.RANKED):
             return wait
@@ -239,7 +243,7 @@ class CostBounds:
 
     @cached_property
     def yielding_s(self) -> Floats:
-        """Of `queue_s`, work for which nobody is refused."""
+        """The part of `queue_s` that yields, for which nobody is refused."""
         columns, found = self.view.columns, np.zeros(len(self.view.columns))
         for row in sorted(columns.rare(RareField.YIELDS)):
             if not self.view.able[row]:
@@ -253,14 +257,14 @@ class CostBounds:
 
     @cached_property
     def reach(self) -> int:
-        """How far all together bring the prefix."""
+        """How far all holders together bring the prefix, in blocks."""
         return self.planner.reach(_NOBODY, 0)
 
     # ── prompts ───────────────────────────────────────────────────────────────────────────────────
 
     def prompts(self, among: Mask, at_decode: int, room_s: Floats | float, *, alone: bool = False) -> PromptBounds:
-        """Computing the prompt at each of `among`. `room_s`: waiting for room at decode, in the TTFT besides. `alone`:
-        nothing is pushed."""
+        """Returns the bounds of computing the prompt at each of `among`. `room_s`, the wait for room at decode, is
+        added to the TTFT. With `alone` nothing is pushed."""
         found = PromptBounds(len(self.view.columns))
         self._offer_use(found, self._pushed(at_decode, alone=alone), room_s, among)
         odd = (self.held.last > self.held.depth) & among
@@ -275,11 +279,11 @@ class CostBounds:
         return found
 
     def _pushed(self, at_decode: int, *, alone: bool) -> float:
-        """Tokens that prefill sends to decode."""
+        """Returns how many tokens prefill sends to decode."""
         return 0.0 if alone else float(max(0, self.request.prompt_tokens - at_decode * self.block))
 
     def _offer_use(self, found: PromptBounds, pushed: float, room_s: Floats | float, among: Mask) -> None:
-        """With what each of `among` has."""
+        """Adds, for each of `among`, the option to use what it has."""
         cached = np.minimum(self.held.depth, self.usable_blocks) * self.block
         self._offer(found, self._way(cached, pushed, 0.0, exact=True), room_s, among)
 
@@ -294,22 +298,22 @@ class CostBounds:
         *,
         instead: bool,
     ) -> None:
-        """With what those `among` who have `local` blocks fetch."""
+        """Adds an option to fetch, for those of `among` that have `local` blocks."""
         way = self._way(float(part.until * self.block), pushed, self._fetch_s(part), exact=True)
         self._offer(found, way, room_s, among & (self.held.depth == local), instead=instead)
 
     def _free(self, found: PromptBounds, here: Mask, end: int, pushed: float) -> None:
-        """Those `here` may have as much as up to block `end` without fetching."""
+        """Notes that the instances `here` may have blocks up to `end` without fetching."""
         found.free(here, self._way(float(end * self.block), pushed, 0.0).cost)
 
     def _depths(self, among: Mask) -> Sequence[int]:
-        """How many blocks any of `among` has, ascending; perhaps some that none of them has."""
+        """Returns the numbers of blocks that any of `among` has, ascending, and perhaps some that none has."""
         return [local for local in self.held.ends if (among & (self.held.depth == local)).any()]
 
     def _fetch(
         self, found: PromptBounds, among: Mask, local: int, at_decode: int, room_s: Floats | float, *, alone: bool
     ) -> Mask | None:
-        """What those `among` who have `local` blocks could fetch; returns who of them is odd."""
+        """Adds the options to fetch for those of `among` that have `local` blocks; returns which of them are odd."""
         reach = self.reach if local <= self.reach else self.planner.reach(_NOBODY, local)
         reach = min(reach, self.usable_blocks)
         if not worth_weighing(reach, local, self.scoring.threshold):
@@ -373,7 +377,8 @@ class CostBounds:
         *,
         alone: bool,
     ) -> None:
-        """The end that hides behind the queue is somewhere between two of these: no dearer than what it can be."""
+        """Adds a lower bound for the option that fetches what hides behind the queue, whose end lies between two of the
+        steps tried."""
         busy = here & (self.queue_s > 0) & self.view.able
         if not busy.any():
             return
@@ -390,7 +395,7 @@ class CostBounds:
             self._free(found, fits, high, pushed)
 
     def _nodes(self, segments: Sequence[FetchSegment]) -> list[float]:
-        """Hashes of the nodes of all who could be named for one of these legs."""
+        """Returns hashes of the nodes of all instances that could be holders in one of these segments."""
         found = set()
         for segment in segments:
             alive = self.planner.among if segment.tier is Tier.DRAM else dict(self.planner.lower)[segment.tier]
@@ -403,7 +408,8 @@ class CostBounds:
     def _way(
         self, cached: Floats | float, pushed: float, fetch_s: Floats | float, *, exact: bool = False
     ) -> PromptBound:
-        """As `prefills._choice`. Tokens, but `fetch_s`. `exact`: so much is cached, not at most so much."""
+        """Computes what `prefills._choice` computes, for every instance. Sizes are in tokens. `exact` says that exactly
+        so much is cached, and not at most so much."""
         view, columns = self.view, self.view.columns
         computed = self.request.prompt_tokens - cached
         pairs = score.attention_pairs(computed, cached)
@@ -426,7 +432,7 @@ class CostBounds:
         return PromptBound(ttft_s, cost_s, queue_s, fetch_s, computed, pairs, steps, alone_s, slower_s, tail_s)
 
     def _tail_s(self, pushed: float, prefill_s: Floats) -> Floats:
-        """Of so many tokens that are sent to decode."""
+        """Returns the tail of so many tokens that are sent to decode."""
         columns = self.view.columns
         sent = pushed * columns[ColumnField.KV_BYTES]
         before = score.shared_bytes(sent, columns[ColumnField.SENDING], self.arriving)
@@ -436,7 +442,7 @@ class CostBounds:
     def _offer(
         self, found: PromptBounds, way: PromptBound, room_s: Floats | float, here: Mask, *, instead: bool = False
     ) -> None:
-        """One way more, for those `here`; `instead` of what was offered before."""
+        """Adds an option for the instances `here`; with `instead` it replaces earlier ones."""
         slo_s = self.scoring.ttft_slo_s - room_s
         cost, least, drains = way.cost, way.ttft, None
         tight = bool(self.view.columns.rare(RareField.RUNNING)) and self.scoring.tbt_slo_s < np.inf
@@ -463,7 +469,7 @@ class CostBounds:
 
     @cached_property
     def wait_s(self) -> Floats:
-        """As `PrefillQueue.wait_s` tells."""
+        """The queue of each instance, as `PrefillQueue.wait_s` computes it."""
         columns = self.view.columns
         return np.maximum(
             0.0, columns[ColumnField.BACKLOG] - np.maximum(0.0, self.view.now - columns[ColumnField.AS_OF])
@@ -472,7 +478,7 @@ class CostBounds:
     # ── answers ───────────────────────────────────────────────────────────────────────────────────
 
     def answers(self, *, alone: bool = False) -> AnswerBounds:
-        """As `decodes.choice`, for each."""
+        """Computes what `decodes.choice` computes, for every instance."""
         view, columns, request = self.view, self.view.columns, self.request
         requests, limit, stay_s = (
             columns[ColumnField.REQUESTS],
@@ -510,7 +516,7 @@ class CostBounds:
         return AnswerBounds(tbt_s, landing_s, slot_s, tail_s, short)
 
     def _blocks(self) -> tuple[int, int]:
-        """Of the prompt with its first token, and of all of the answer too."""
+        """Returns the blocks of the prompt with its first token, and of the prompt with the whole answer."""
         request = self.request
         whole = -(-(request.prompt_tokens + max(1, request.max_tokens)) // self.block)
         return -(-(request.prompt_tokens + 1) // self.block), whole

@@ -41,8 +41,8 @@ _ASKED_NEVER, _ASKED, _ASKED_IF_ABLE = 0, 1, 2
 
 
 class Slots:
-    """Whose stores the slots of the block map are, and of whom of them may be asked for blocks. Memory: 9 bytes a
-    slot."""
+    """Which instance and tier each slot of the block map belongs to, and which stores may be asked for blocks. It takes
+    9 bytes a slot."""
 
     def __init__(self) -> None:
         self._row_of = np.full(64, NO_ROW, dtype=np.int64)
@@ -54,40 +54,40 @@ class Slots:
 
     @property
     def names(self) -> Collection[str]:
-        """Instances and pool nodes that have any."""
+        """The instances and pool nodes that have slots."""
         return self._of.keys()
 
     @property
     def row_of(self) -> npt.NDArray[np.int64]:
-        """The row of each slot, NO_ROW where there is none. Not to be written into."""
+        """The row of each slot, NO_ROW where there is none. It must not be written to."""
         return self._row_of
 
     @property
     def lower(self) -> int:
-        """Those slots that stand for lower tiers."""
+        """The bitset of slots that stand for lower tiers."""
         found = 0
         for slots in self._lower.values():
             found |= slots
         return found
 
     def rows_of(self, mask: int) -> npt.NDArray[np.int64]:
-        """Rows of the instances that the slots of a bitset stand for; NO_ROW for other slots."""
+        """Returns the rows of the instances in a bitset of slots; NO_ROW for other slots."""
         return self._row_of[bits(mask)] if mask.bit_count() <= FEW_BITS else self._row_of[places(mask)]
 
     def rows_of_few(self, mask: int) -> list[int]:
-        """As `rows_of`, of few slots."""
+        """Returns what `rows_of` does; it is faster for few slots."""
         item = self._row_of.item
         return [item(slot) for slot in bits(mask)]
 
     def in_memory(self, mask: int) -> int:
-        """Those slots of a bitset that stand for memory, not for lower tiers."""
+        """Returns those slots of a bitset that stand for memory, not for lower tiers."""
         for lower in self._lower.values():
             mask &= ~lower
         return mask
 
     def asked(self, mask: int, able: Mask, avoid: Collection[str]) -> dict[Tier, int]:
-        """Those slots of a bitset whose stores may be asked for blocks, by what they hold: the life that announced them
-        is a member and, if it is an instance, may get work."""
+        """Returns, by tier, those slots of a bitset whose stores may be asked for blocks: the incarnation that
+        announced them is a member and, if it is an instance, may get work."""
         found = mask & self._all_asked(able)
         for name in avoid:
             for slot in self._of.get(name, {}).values():
@@ -106,7 +106,7 @@ class Slots:
         return self._askable[1]
 
     def drop(self, name: str) -> None:
-        """Its slots stand for nobody."""
+        """Removes the slots of that name."""
         for store, slot in self._of.pop(name, {}).items():
             self._row_of[slot], self._asked[slot] = NO_ROW, _ASKED_NEVER
             self.holders.pop(slot, None)
@@ -122,8 +122,8 @@ class Slots:
         row: int,
         member: Member | None,
     ) -> int:
-        """Where its stores show now, with the incarnation of each; `row`: the instance's. Returns the slot of its own
-        memory, if that is of the instance's very life, else -1."""
+        """Sets the slots of a name's stores, each with its incarnation. `row` is the instance's. Returns the slot of
+        its own memory if that belongs to the instance's present incarnation, else -1."""
         self.drop(name)
         sealed = -1
         for store, (slot, incarnation) in slots.items():
@@ -151,7 +151,7 @@ class Slots:
 
 
 class Columns:
-    """The table. `is_open`: whether an instance may get work, apart from silence and from its breaker."""
+    """The table. `is_open` says whether an instance may get work, apart from its silence and its breaker."""
 
     def __init__(self, fleet: Fleet, index: Index, members: Members, is_open: Callable[[Instance], bool]) -> None:
         self._fleet, self._index, self._members, self._is_open = fleet, index, members, is_open
@@ -180,37 +180,38 @@ class Columns:
         return len(self.instances)
 
     def __getitem__(self, field: int) -> Floats:
-        """A column, one value an instance."""
+        """Returns a column, with one value an instance."""
         return self._columns[field]
 
     def several(self, first: int, count: int) -> Floats:
-        """As many columns from that one on, as rows of one array."""
+        """Returns `count` columns from `first` on, as rows of one array."""
         return self._data[first : first + count, : len(self.instances)]
 
     def touch(self, instance_id: str) -> None:
-        """Something of it has changed: it came, left, has another load, another role, is a member now."""
+        """Notes that something about the instance has changed: it came or left, or its load, role or membership
+        changed."""
         self._dirty[instance_id] = None
 
     def reload(self, instance_id: str, *, learnt: bool = False) -> None:
-        """Only its load has changed, or when it was heard; `learnt`: and its models."""
+        """Notes that only the instance's load or last sign of life has changed, and with `learnt` its models."""
         self._reload[instance_id] = learnt or self._reload.get(instance_id, False)
         self._stirred[instance_id] = None
 
     def touch_all(self) -> None:
-        """Something of everybody has changed."""
+        """Notes that every instance has changed."""
         self._dirty |= dict.fromkeys((*self._rows, *self.slots.names))
 
     def row(self, instance_id: str) -> int:
-        """Its row; NO_ROW: it has none."""
+        """Returns the instance's row, or NO_ROW."""
         return self._rows.get(instance_id, NO_ROW)
 
     def settle(self) -> None:
-        """Fill again what has been touched."""
+        """Fills all touched rows again."""
         self._settle(loads=True)
 
     def keep_up(self) -> None:
-        """As `settle`, but of instances that are weighed one and all, loads and models are left for later: then nobody
-        reads them here."""
+        """Does what `settle` does, but leaves loads and models out where instances are so few that all are weighed,
+        since nobody reads these columns then."""
         self._settle(loads=len(self.instances) > FEW)
 
     def _settle(self, *, loads: bool) -> None:
@@ -238,7 +239,7 @@ class Columns:
 
     @property
     def stride(self) -> int:
-        """Rows that there is room for: from one column to the next in memory."""
+        """The number of rows that there is room for, which is the distance between columns in memory."""
         return self._data.shape[1]
 
     def _load_again(self) -> None:
@@ -258,7 +259,7 @@ class Columns:
             instance_row.write(self._data, self.address if self._columns else 0, rows, loads)
 
     def _look_again(self) -> None:
-        """Who is open, and when it was heard: of their loads all that `view` reads."""
+        """Updates which instances are open and when each was last heard; `view` reads nothing else of their loads."""
         for name in self._stirred:
             row, instance = self._rows.get(name), self._fleet.named(name)
             if row is None or instance is None or instance is not self.instances[row]:
@@ -272,11 +273,12 @@ class Columns:
         self._stirred.clear()
 
     def rare(self, which: int) -> set[int]:
-        """Rows of those who have that (see `RareField`)."""
+        """Returns the rows of the instances that have this rare property (see `RareField`)."""
         return self._rare[which]
 
     def mask(self, field: int, value: int | None = None) -> Mask:
-        """Who has that in a column that comes with registrations; None: anything above 0. Not to be written into."""
+        """Returns which instances have this value (None: any above 0) in a column that is set at registration. It must
+        not be written to."""
         found = self._masks.get((field, value))
         if found is None:
             found = self._masks[field, value] = self[field] > 0 if value is None else self[field] == value
@@ -284,13 +286,13 @@ class Columns:
         return found
 
     def beating(self, now: float) -> int:
-        """How many have been heard within their leases."""
+        """Returns how many instances were heard within their leases."""
         self.keep_up()
         return int(np.count_nonzero(min(now, self.heard_until) - self[ColumnField.SEEN] <= self[ColumnField.LEASE]))
 
     def view(self, now: float, rests: Callable[[Instance, float], str], tripped: Collection[Life]) -> View:
-        """The table at this moment, as `keep_up` leaves it. `tripped`: lives whose breaker may say that they rest;
-        `rests` tells."""
+        """Returns the table at this moment, as `keep_up` leaves it. `tripped` are the incarnations that their breaker
+        may keep from work, for which `rests` says why."""
         self.keep_up()
         able = (self[ColumnField.OPEN] > 0) & (
             min(now, self.heard_until) - self[ColumnField.SEEN] <= self[ColumnField.LEASE]
@@ -303,27 +305,27 @@ class Columns:
 
     @property
     def models(self) -> Iterable[tuple[str, tuple[object, ...]]]:
-        """Names and KV identities that there are, and perhaps some that were."""
+        """Returns the names and KV identities that exist, and perhaps some that did."""
         return self._groups.keys()
 
     def groups(self, model: str) -> list[int]:
-        """Of that model's name: sets of instances whose KV fits together."""
+        """Returns the groups of that model's name: sets of instances whose KV fits together."""
         return [group for (name, _), group in self._groups.items() if name == model]
 
     # ── who holds what ────────────────────────────────────────────────────────────────────────────
 
     @property
     def row_of_pending(self) -> npt.NDArray[np.int64]:
-        """The row of each slot of `Pending`, NO_ROW where there is none. Not to be written into."""
+        """The row of each slot of `Pending`, NO_ROW where there is none. It must not be written to."""
         return self._row_of_pending
 
     def rows_pending(self, mask: int) -> list[int]:
-        """Rows of the instances that slots of `Pending`, as a bitset, stand for."""
+        """Returns the rows of the instances in a bitset of slots of `Pending`."""
         found: list[int] = self._row_of_pending[bits(mask)].tolist()
         return found
 
     def asked(self, mask: int, able: Mask, avoid: Collection[str]) -> dict[Tier, int]:
-        """See `Slots.asked`."""
+        """Returns what `Slots.asked` does."""
         return self.slots.asked(mask, able, avoid)
 
     # ── filling ───────────────────────────────────────────────────────────────────────────────────
@@ -382,7 +384,7 @@ class Columns:
         self._data[ColumnField.ARRIVING, row] = self.wires.arriving(life)
 
     def _load(self, row: int, instance: Instance) -> tuple[float, ...]:
-        """The first LOADS values; what there is beside them is filled in."""
+        """Returns the first LOADS values of a row, and fills in those beside them."""
         if instance.queue.size_weight:
             self._data[ColumnField.LISTED, row], self._data[ColumnField.MARK :, row] = marks(instance.queue)
         while instance.slot >= len(self._row_of_pending):
@@ -393,7 +395,7 @@ class Columns:
         return values
 
     def _note(self, row: int, first: int, having: tuple[bool, ...]) -> None:
-        """What it has of the rare things from the `first` one on."""
+        """Notes which rare properties, from `first` on, the row has."""
         if self._has_rare[row].get(first) != having:
             self._has_rare[row][first] = having
             for rows, has in zip(self._rare[first : first + len(having)], having, strict=True):
@@ -424,15 +426,15 @@ class Columns:
 
 @dataclass(slots=True)
 class View:
-    """The table at one moment. `able`: who may get work."""
+    """The table at one moment. `able` marks the instances that may get work."""
 
     columns: Columns
     able: Mask
     now: float
 
     def group(self, model: str) -> int:
-        """The set of instances that serves this model: of several (an update is rolling through) one that can serve
-        now comes first, then the more numerous; -1: there is none."""
+        """Returns the group that serves this model, or -1. Of several (during a rolling update) one that can serve now
+        is preferred, then the more numerous."""
         columns = self.columns
         groups = [group for group in columns.groups(model) if np.count_nonzero(columns.mask(ColumnField.GROUP, group))]
         if len(groups) <= 1:
@@ -449,7 +451,7 @@ class View:
         return max(groups, key=worth)
 
     def ready(self) -> Mask:
-        """Who may get work, and is not stranded (see `Fleet.stranded`)."""
+        """Returns which instances may get work and are not stranded (see `Fleet.stranded`)."""
         columns, stranded = self.columns, np.zeros_like(self.able)
         prefills, decodes = columns.mask(ColumnField.PREFILLS), columns.mask(ColumnField.DECODES)
         for model in {name for name, _ in columns.models}:
@@ -461,7 +463,8 @@ class View:
         return self.able & ~stranded
 
     def readiness(self) -> tuple[dict[tuple[Role, bool], int], float]:
-        """How many of each role are ready and are not, and the longest silence of one that is, seconds."""
+        """Returns how many instances of each role are ready and not ready, and the longest silence, in seconds, of one
+        that is."""
         prefills, decodes = self.columns.mask(ColumnField.PREFILLS), self.columns.mask(ColumnField.DECODES)
         of = {Role.PREFILL: prefills & ~decodes, Role.DECODE: decodes & ~prefills, Role.BOTH: prefills & decodes}
         ready = self.ready()
@@ -471,7 +474,7 @@ class View:
         return count, max(0.0, self.now - float(seen.min())) if seen.size else 0.0
 
     def queues_s(self) -> list[float]:
-        """Seconds of work queued at those who compute prompts and may get work."""
+        """Returns the seconds of queued work at each instance that computes prompts and may get work."""
         self.columns.settle()
         backlog, as_of = self.columns[ColumnField.BACKLOG], self.columns[ColumnField.AS_OF]
         waits = np.maximum(0.0, backlog - np.maximum(0.0, self.now - as_of))
@@ -479,19 +482,19 @@ class View:
         return found
 
     def serving(self, group: int) -> Selection:
-        """All of that set, able or not."""
+        """Returns all instances of that group, able or not."""
         return Selection(self, self.columns.mask(ColumnField.GROUP, group))
 
     def able_of(self, among: Selection) -> Selection:
-        """Those of them that may get work."""
+        """Returns those of them that may get work."""
         return Selection(self, among.mask & self.able)
 
     def prefills(self, usable: Selection, prompt_tokens: int) -> Selection:
-        """Who of them can compute such a prompt."""
+        """Returns those of them that can compute such a prompt."""
         fits = self.columns[ColumnField.LONGEST_PREFILL] >= prompt_tokens
         return Selection(self, usable.mask & self.columns.mask(ColumnField.PREFILLS) & fits)
 
     def decodes(self, usable: Selection, prompt_tokens: int) -> Selection:
-        """Who of them can answer it."""
+        """Returns those of them that can decode its answer."""
         fits = self.columns[ColumnField.LONGEST_DECODE] >= prompt_tokens
         return Selection(self, usable.mask & self.columns.mask(ColumnField.DECODES) & fits)

@@ -41,7 +41,7 @@ _P, _D, _N = ctypes.c_void_p, ctypes.c_double, ctypes.c_int64
 
 
 class _Request(ctypes.Structure):
-    """`Request` of rows.cpp."""
+    """The struct `Request` of rows.cpp."""
 
     _fields_ = (
         ("data", _P), ("stride", _N), ("count", _N), ("at", _P), ("able", _P), ("depth", _P), ("sealed", _P),
@@ -60,7 +60,7 @@ _SCRATCH = 3  # rows: what waits, TTFT, cost
 
 
 class _Library:
-    """The functions, with what they take; `fields`: the column of each one that they name."""
+    """The functions of the native library, with their argument types. `fields` names the columns that they use."""
 
     def __init__(self, lib: ctypes.PyDLL) -> None:
         lib.kv_fields.restype = ctypes.c_char_p
@@ -87,7 +87,7 @@ class _Library:
 
 @functools.cache
 def functions() -> _Library | None:
-    """None: there is no native code here."""
+    """Returns the native functions, or None where they were not built."""
     lib = library.library()
     return None if lib is None else _Library(lib)
 
@@ -110,7 +110,7 @@ _at = _read_at if _read_at(_known) == _asked_at(_known) else _asked_at
 
 
 class CompiledBounds(CostBounds):
-    """As `CostBounds`, of a fleet in which nobody's queue goes by size."""
+    """`CostBounds` in native code, for a fleet without a queue that goes by size."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class CompiledBounds(CostBounds):
 
     @cached_property
     def _fades(self) -> tuple[Floats, Floats, Floats]:
-        """Reckoned by numpy: its exp2 is not the C library's to the last bit."""
+        """Computes the fading factors with numpy, whose exp2 differs from the C library's in the last bit."""
         found = (
             left(self.view, ColumnField.PREFILL),
             left(self.view, ColumnField.DECODE),
@@ -160,7 +160,7 @@ class CompiledBounds(CostBounds):
         return found
 
     def _queues(self) -> None:
-        """What only ways to compute the prompt need."""
+        """Fills in what only options to compute the prompt need."""
         if self._has_queues:
             return
         self._has_queues, told, rare = True, self._request, self.view.columns.rare
@@ -220,7 +220,6 @@ class CompiledBounds(CostBounds):
         return list(compress(ends, found.raw))
 
     def answers(self, *, alone: bool = False) -> AnswerBounds:
-        """See `CostBounds`."""
         count = len(self.view.columns)
         out, short = np.empty((5, count)), np.empty(count, dtype=np.bool_)
         blocks, whole = self._blocks()
@@ -232,7 +231,7 @@ class CompiledBounds(CostBounds):
 def weights(
     request: Schedule, planner: FetchPlanner, scoring: ScoringContext, blocks: HeldBlocks, among: Selection
 ) -> CostBounds:
-    """Those of one request, compiled where that can be."""
+    """Returns the bounds of one request, compiled where that is possible."""
     native = functions()
     if native is None or among.view.columns.rare(RareField.BY_SIZE):
         return CostBounds(request, planner, scoring, blocks, among)
@@ -240,7 +239,8 @@ def weights(
 
 
 def held(view: View, survey: PrefixSurvey) -> HeldBlocks:
-    """As `holders.held`, compiled where that can be; `ends`: no others but those of `depth`, and 0."""
+    """Returns what `prefix_holders.held` does, compiled where that is possible; `ends` holds exactly the values of
+    `depth`, and 0."""
     native = functions()
     if native is None:
         return prefix_holders.held(view, survey)
@@ -265,7 +265,7 @@ def held(view: View, survey: PrefixSurvey) -> HeldBlocks:
 
 
 class NextToWeigh:
-    """Whom of many to weigh next: see `select.Screen`."""
+    """Answers which of many instances to weigh next; see `select.Screen`."""
 
     def __init__(self, native: _Library, bound: Floats, crowd: Floats) -> None:
         self._native, self._kept = native, (bound, crowd)
@@ -275,7 +275,7 @@ class NextToWeigh:
         self._where = ctypes.addressof(self._low), _at(self._rows)
 
     def tied(self, best: float) -> tuple[float, Sequence[int] | None]:
-        """The least bound, and those rows of the least crowd whose bound is as good; None: none is better than
-        `best`."""
+        """Returns the least bound, and among the rows whose bound is as good those with the least crowd; None in place
+        of rows when no bound is better than `best`."""
         size = self._native.fewest(*self._told, best, TIE_SHARE, TIE_FLOOR_S, TIE_CAP_S, *self._where)
         return self._low.value, None if size < 0 else self._list[:size]

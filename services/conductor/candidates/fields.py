@@ -15,7 +15,7 @@ FEW = 16  # instances that are weighed, and told of, one and all: numpy would no
 
 
 class ColumnField:
-    """What a column holds: seconds, tokens, blocks, bytes; truths are 0 and 1."""
+    """The columns. Units are seconds, tokens, blocks and bytes; truth values are 0 and 1."""
 
     # changes with every placement and report
     BACKLOG = 0
@@ -69,8 +69,8 @@ class ColumnField:
 
 
 class RareField:
-    """What few instances have or none: `Columns.rare` tells the rows of those that do, so that for the others nothing
-    is reckoned."""
+    """Properties that few instances have, or none. `Columns.rare` returns the rows that have one, so that nothing is
+    computed for the others."""
 
     # with the load
     RANKED = 0  # see the fields

@@ -20,7 +20,7 @@ from kvmesh.services.conductor.fleet.instance import Instance
 
 @cache
 def native() -> Callable[..., None] | None:
-    """`kv_fill` of rows.cpp; None: there is no native code here."""
+    """Returns `kv_fill` of rows.cpp, or None where native code was not built."""
     lib = library.library()
     if lib is None:
         return None
@@ -31,8 +31,8 @@ def native() -> Callable[..., None] | None:
 
 
 def write(table: Floats, address: int, rows: Sequence[int], loads: Sequence[tuple[float, ...]]) -> None:
-    """The first columns of these rows, of which there are some, as `load` tells them. `address`: of the table in
-    memory; 0: not known."""
+    """Writes the first columns of these rows (at least one), as `load` returns them. `address` is that of the table in
+    memory, 0 if unknown."""
     told = array("d", chain.from_iterable(loads))
     fill = native()
     if fill is None or not address:
@@ -44,12 +44,12 @@ def write(table: Floats, address: int, rows: Sequence[int], loads: Sequence[tupl
 
 @lru_cache(maxsize=16_384)
 def node(node_id: str) -> float:
-    """What `Field.NODE` holds for that node."""
+    """Returns the value of the NODE column for that node."""
     return float(crc32(node_id.encode()))
 
 
 def load(instance: Instance, *, is_open: bool) -> tuple[tuple[float, ...], tuple[bool, ...]]:
-    """Fields from BACKLOG on, and what it has of `Rare` from RANKED on."""
+    """Returns the columns from BACKLOG on, and which rare properties from RANKED on the instance has."""
     queue, batch = instance.queue, instance.batch
     backlog_s, as_of, works, ranked, long_share, chunk_s = queue.figures()
     requests, context, free_blocks, free_pages, mean_blocks = batch.figures()
@@ -91,14 +91,14 @@ def load(instance: Instance, *, is_open: bool) -> tuple[tuple[float, ...], tuple
 
 
 def models(instance: Instance) -> tuple[object, ...]:
-    """What `learnt` goes by: as long as it is the same, so are the columns."""
+    """Returns what `learnt` depends on; while it is equal, so are the columns."""
     fits = instance.prefill.fit, instance.decode.fit, instance.pull.fit
     known = ((fit.coefficients, fit.prior, fit.fading_from) for fit in fits)
     return *known, instance.transfer.bytes_per_s, instance.prefill.chunk_tokens
 
 
 def learnt(instance: Instance) -> tuple[tuple[float, ...], tuple[bool, ...]]:
-    """Fields from PREFILL on, and what it has of `Rare` from CHUNKED on."""
+    """Returns the columns from PREFILL on, and which rare properties from CHUNKED on the instance has."""
     fits = instance.prefill.fit, instance.decode.fit, instance.pull.fit
     chunk_tokens = instance.prefill.chunk_tokens
     values = *(x for fit in fits for x in _model(fit)), instance.transfer.bytes_per_s, chunk_tokens
@@ -107,12 +107,12 @@ def learnt(instance: Instance) -> tuple[tuple[float, ...], tuple[bool, ...]]:
 
 
 def registration(instance: Instance) -> tuple[object, ...]:
-    """What `registered` goes by."""
+    """Returns what `registered` depends on."""
     return instance.role, instance.local_prefill_tokens, instance.chunk_tokens, instance.mixes
 
 
 def registered(instance: Instance, group: int) -> tuple[tuple[float, ...], tuple[bool, ...]]:
-    """Fields from GROUP on, and what it has of `Rare` from LIMITED on."""
+    """Returns the columns from GROUP on, and which rare properties from LIMITED on the instance has."""
     model, capacity = instance.model, instance.capacity_blocks * instance.model.block_tokens
     limit = model.max_context_tokens - 1 if model.max_context_tokens else float("inf")
     values = (

@@ -16,8 +16,9 @@ MAX_RUNS = 64  # of a survey, that are told apart where many hold them
 
 @dataclass(slots=True)
 class HeldBlocks:
-    """Which leading blocks of a prompt each instance has in memory: all, those that are sealed; and the end of the last
-    run of which it has anything, in any tier. `ends`: all values in `depth`, and perhaps some others."""
+    """How many leading blocks of a prompt each instance has in memory: `depth` counts all, `sealed` the sealed ones.
+    `last` is the end of the last run of which it holds anything, in any tier. `ends` holds all values of `depth`, and
+    perhaps others."""
 
     depth: Floats
     sealed: Floats
@@ -26,20 +27,21 @@ class HeldBlocks:
 
 
 def told_apart(survey: PrefixSurvey) -> int:
-    """How many of its runs are, if there are many holders: all from the first one on that few hold."""
+    """Returns how many of the survey's runs are looked at: if there are many holders, runs from the first one on that
+    few hold are treated as one."""
     if len(survey.runs) <= MAX_RUNS or any(is_few(run) for run in survey.runs[:MAX_RUNS]):
         return len(survey.runs)
     return MAX_RUNS
 
 
 def is_few(run: HeldRun) -> bool:
-    """Whether so few hold it that they are looked at one by one."""
+    """Says whether so few instances hold the run that they are looked at one by one."""
     return run.sealed.bit_count() + run.coming.bit_count() <= FEW_BITS
 
 
 def held(view: View, survey: PrefixSurvey) -> HeldBlocks:
-    """Of every instance. Runs that many hold are looked at for all instances at once; from the first one that few hold
-    on, only these few can have more."""
+    """Returns the held blocks of every instance. Runs that many hold are looked at for all instances at once; from the
+    first run that few hold, only these few can have more."""
     count, slots = len(view.columns), view.columns.slots
     depth, sealed, last = np.zeros(count), np.zeros(count), np.zeros(count + 1)
     alive: Mask | None = None  # who has all the runs so far; None: all have
@@ -65,7 +67,7 @@ def held(view: View, survey: PrefixSurvey) -> HeldBlocks:
 
 
 def _exact(view: View, survey: PrefixSurvey, rows: list[int], depth: Floats, sealed: Floats) -> set[int]:
-    """Fills in what these few have, one by one; returns the depths."""
+    """Fills in the values of these few rows one by one; returns their depths."""
     ends = set()
     for row in rows:
         slot, coming = view.columns[ColumnField.SEALED].item(row), view.columns[ColumnField.PENDING].item(row)
@@ -78,7 +80,8 @@ def _exact(view: View, survey: PrefixSurvey, rows: list[int], depth: Floats, sea
 
 
 def _last(view: View, survey: PrefixSurvey, last: Floats) -> None:
-    """Each slot is looked up once, where it shows last. The end of `last` is for slots of no row."""
+    """Fills in `last`: each slot is handled in the last run that it shows in. The final element is for slots without a
+    row."""
     seen = 0
     for run in reversed(survey.runs):
         new = run.sealed & ~seen
@@ -94,7 +97,7 @@ def _last(view: View, survey: PrefixSurvey, last: Floats) -> None:
 
 
 def _has(view: View, sealed: int, coming: int) -> Mask:
-    """Who has one of these slots of the block map, or of those of `Pending`."""
+    """Returns which instances have one of these slots of the block map, or of `Pending`."""
     there = np.zeros(len(view.columns) + 1, dtype=np.bool_)  # the last one is for slots of no row
     there[view.columns.slots.rows_of(sealed)] = True
     if coming:

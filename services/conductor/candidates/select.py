@@ -41,7 +41,8 @@ C = TypeVar("C")
 
 @dataclass
 class Weighing(Generic[C]):
-    """`weighed`: one by one. `floor`: no other's score is below this; inf: there is no other."""
+    """The instances that were `weighed` one by one. No other instance has a score below `floor`; infinity means that
+    there is no other."""
 
     weighed: Sequence[C]
     floor: float
@@ -49,19 +50,18 @@ class Weighing(Generic[C]):
 
 @dataclass
 class _Found(Weighing[C]):
-    """`scores` of those who were weighed."""
+    """A weighing with the `scores` of those weighed."""
 
     scores: Sequence[float]
 
     @property
     def any(self) -> bool:
-        """Whether one of them may get it."""
+        """Whether one of them may get the request."""
         return min(self.scores, default=np.inf) < np.inf
 
 
 class Screen:
-    """One request, and the many instances that may get it. Which of them are prefill or decode instances is said with
-    each question."""
+    """One request, and the many instances that may get it. Each method's `among` says which of them it concerns."""
 
     def __init__(self, request: Schedule, among: Selection, planner: FetchPlanner, scoring: ScoringContext) -> None:
         self._request, self._planner, self._scoring = request, planner, scoring
@@ -71,7 +71,8 @@ class Screen:
     def decodes(
         self, among: Selection, weigh: Callable[[Instance], C], score: Callable[[C], float], short: Callable[[C], bool]
     ) -> Weighing[C]:
-        """`score`: inf of one that may not get it. Those that lack pages for the whole answer are asked last."""
+        """Weighs decode instances. `score` is infinite for one that may not get the request. Those that lack pages for
+        the whole answer are weighed last."""
         answers, near = self._weights.answers(), self._scoring.near
         far_s = self._far((near.session_decode, near.origin))
         bound, crowd = answers.score + far_s, self._columns[ColumnField.REQUESTS]
@@ -92,7 +93,8 @@ class Screen:
         weigh: Callable[[Instance], C],
         score: Callable[[C], float],
     ) -> Weighing[C]:
-        """`score`: inf of one that has no way in time. When nobody has one, those that come nearest are weighed."""
+        """Weighs prefill instances. `score` is infinite for one without an option that passes. If none has one, those
+        that come nearest are weighed."""
         self._weights.arriving = arriving
         prompts = self._weights.prompts(among.mask, at_decode, landing_s)
         bound = np.where(among.mask, prompts.cost + self._far((self._scoring.near.session_prefill,)), np.inf)
@@ -104,7 +106,7 @@ class Screen:
     def alone(
         self, among: Selection, weigh: Callable[[Instance], C], score: Callable[[C], float], first: Sequence[C]
     ) -> Weighing[C]:
-        """Both on one instance. `first`: what else has been weighed."""
+        """Weighs instances for the whole request. `first` are other options that were weighed already."""
         columns, request = self._columns, self._request
         among = Selection(self._view, among.mask & self._may_be_alone())
         answers = self._weights.answers(alone=True)
@@ -126,7 +128,7 @@ class Screen:
         return (alone > 0) & (uncached <= alone)
 
     def _nearest(self, prompts: PromptBounds, among: Selection) -> Iterator[Instance]:
-        """Who comes nearest to the SLO, and who will be within it first when queues drain."""
+        """Yields the instances that come nearest to the SLO, and those that will meet it first when queues drain."""
         rows: dict[int, None] = {}
         for least in (prompts.draining, prompts.least):
             left = np.where(among.mask, least, np.inf)
@@ -136,7 +138,7 @@ class Screen:
         return (self._columns.instances[row] for row in rows)
 
     def _sure(self, tbt: Floats) -> Mask:
-        """Who may have it by what is known without a forecast (see `Judge.decode`)."""
+        """Returns which instances may have the request by what is known without a forecast (see `Judge.decode`)."""
         judge = self._scoring.judge
         if judge.mode in (Mode.OFF, Mode.BASELINE) or judge.request.lane is Lane.BATCH:
             return np.ones(len(tbt), dtype=np.bool_)
@@ -144,7 +146,7 @@ class Screen:
         return tbt <= bound
 
     def _far(self, worths: Collection[NearInstances]) -> Floats | float:
-        """What it costs not to be near, at each."""
+        """Returns what it costs at each instance not to be near."""
         if not any(worth.most_s for worth in worths):
             return 0.0
         found = np.full(len(self._columns), sum(worth.most_s for worth in worths))
@@ -189,7 +191,7 @@ class Screen:
 def screen_of(
     request: Schedule, among: Sequence[Instance], planner: FetchPlanner, scoring: ScoringContext
 ) -> Screen | None:
-    """None: so few instances are there that all are weighed."""
+    """Returns a screen, or None where instances are so few that all are weighed."""
     if not isinstance(among, Selection) or len(among.view.columns) <= FEW or not len(among):
         return None
     among.view.columns.settle()
@@ -197,8 +199,9 @@ def screen_of(
 
 
 def following_of(bound: Floats, crowd: Floats) -> Callable[[float], tuple[float, Sequence[int] | None]]:
-    """A question with the best score so far: the least bound, and of the rows whose bound is as good those with the
-    least crowd; None: no bound is better than that score. `bound` may change from one question to the next."""
+    """Returns a function of the best score so far. It returns the least bound, and among the rows whose bound is as
+    good those with the least crowd; None in place of rows when no bound is better than that score. `bound` may change
+    between calls."""
     native = compiled.functions()
     if native is not None:
         return compiled.NextToWeigh(native, bound, crowd).tied
@@ -207,7 +210,7 @@ def following_of(bound: Floats, crowd: Floats) -> Callable[[float], tuple[float,
 
 
 def tied(bound: Floats, crowd: Floats, best: float) -> tuple[float, Sequence[int] | None]:
-    """See `following_of`, in numpy."""
+    """Does what `following_of` describes, with numpy."""
     low = float(bound.min(initial=np.inf))
     if not (low < np.inf and best > as_good(low)):
         return low, None
@@ -218,5 +221,5 @@ def tied(bound: Floats, crowd: Floats, best: float) -> tuple[float, Sequence[int
 
 
 def some(rows: Sequence[int], size: int, rng: random.Random) -> Sequence[int]:
-    """At most `size` of them, by chance."""
+    """Returns at most `size` of the rows, chosen by chance."""
     return [rows[at] for at in rng.sample(range(len(rows)), size)] if len(rows) > size else rows

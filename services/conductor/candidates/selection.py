@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Selection(Sequence[Instance]):
-    """Some instances of a view, by row. They are looked up only when somebody asks for them one by one."""
+    """Some instances of a view, as a mask of rows. Instances are looked up only when they are accessed one by one."""
 
     __slots__ = ("_count", "_instances", "mask", "view")
 
@@ -42,7 +42,7 @@ class Selection(Sequence[Instance]):
         return iter(self._listed())
 
     def some(self, unable: int) -> list[Instance]:
-        """All of them if they are few; of many that may not get work no more than that."""
+        """Returns all of them if they are few; of many, at most `unable` of those that may not get work."""
         if len(self.view.columns) <= FEW:
             return list(self)
         rows = np.flatnonzero(self.mask & ~self.view.able)[:unable]
@@ -50,17 +50,17 @@ class Selection(Sequence[Instance]):
 
     @property
     def first(self) -> Instance:
-        """Any of them; there is one."""
+        """Any of them; there is at least one."""
         return self.view.columns.instances[int(self.mask.argmax())]
 
     def only(self, names: Collection[str]) -> Selection:
-        """Those of them that bear one of these names."""
+        """Returns those with one of these names."""
         mask = np.zeros_like(self.mask)
         mask[[row for name in names if (row := self.view.columns.row(name)) >= 0]] = True
         return Selection(self.view, self.mask & mask)
 
     def without(self, names: Collection[str]) -> Selection:
-        """But for these instances."""
+        """Returns all except those with one of these names."""
         rows = [row for name in names if (row := self.view.columns.row(name)) >= 0 and self.mask[row]]
         if not rows:
             return self

@@ -1,9 +1,9 @@
-"""What predictions were worth: each is kept beside what happened, before the models learn of it. Pure.
+"""How good predictions were: each is compared with what happened, before the models learn from it. Pure.
 
-A group is what shares models and load: the instances of one model that do one half of the work, and apart from them the
-coupled ones. Of each kind and group the last WINDOW predictions of the last AGE_S seconds count: what a mesh was worth
-an hour ago says nothing of a machine that is slow now. Errors are relative to the prediction: an error of 1 is a time
-twice as long as predicted.
+A group is a set of instances that share models and load: those of one model that do one half of the work, and
+separately its coupled ones. For each kind and group the last WINDOW predictions of the last AGE_S seconds count,
+because older ones say nothing about a machine that is slow now. Errors are relative to the prediction: an error of 1
+means that it took twice as long as predicted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SHOWN_S = 10.0  # a summary to which nothing was added is this old at most
 
 
 class PredictionKind(Enum):
-    """Kinds of predictions."""
+    """The kinds of predictions."""
 
     PREFILL = "prefill"  # a prompt, from its first step to the end of its last one
     DECODE_STEP = "decode_step"
@@ -64,8 +64,8 @@ class PredictionError:
 
 
 class Spread(NamedTuple):
-    """Measured over (predicted + `added_s`): one in ten was below `low`, half below `middle`, one in ten above
-    `high`."""
+    """Has quantiles of measured / (predicted + `added_s`): one in ten was below `low`, half were below `middle`, one in
+    ten was above `high`."""
 
     low: float
     middle: float
@@ -83,19 +83,19 @@ AS_PREDICTED = Spread(1.0, 1.0, 1.0, 0)
 
 
 def group_of(model: str, role: Role) -> str:
-    """The group of an instance that serves `model` in that role."""
+    """Returns the group of an instance that serves `model` in this role."""
     return f"{model} coupled" if role is Role.BOTH else model
 
 
 class Accuracy:
-    """The errors that one conductor has seen since its start."""
+    """The prediction errors that one conductor has seen since its start."""
 
     def __init__(self, window: int = WINDOW) -> None:
         self._window = window
         self._groups: OrderedDict[str, dict[PredictionKind, _Errors]] = OrderedDict()
 
     def add(self, what: PredictionKind, group: str, predicted: float, measured: float, now: float) -> None:
-        """One of each; where there was no prediction, or nothing was measured, nothing is learnt."""
+        """Adds one prediction with its measurement; nothing is learnt where either is missing."""
         if not (LEAST <= predicted < math.inf and 0 < measured < math.inf):
             return
         kinds = self._groups.get(group)
@@ -110,7 +110,7 @@ class Accuracy:
         errors.add((measured - predicted) / predicted, now)
 
     def errors(self, now: float) -> Sequence[PredictionError]:
-        """Of all kinds that were measured in the last AGE_S, over all groups."""
+        """Returns the errors of all kinds measured in the last AGE_S seconds, over all groups."""
         found = []
         for what in PredictionKind:
             some = [kinds[what].since(now - AGE_S) for kinds in self._groups.values() if what in kinds]
@@ -120,7 +120,7 @@ class Accuracy:
         return found
 
     def group_errors(self, now: float) -> Sequence[PredictionError]:
-        """The same, group by group in the order of their names."""
+        """Returns the errors by group, in the order of their names, and kind."""
         found = []
         for group in sorted(self._groups):
             for what in PredictionKind:
@@ -132,17 +132,16 @@ class Accuracy:
 
 
 class Calibration:
-    """By how much times differ from their predictions for reasons that no model knows: other work on the same cores,
-    hops between processes, pauses. A part of that is the same for short and long ones and is added to the prediction,
-    the rest is a factor. Both are known for each kind and group, and for how many requests there were (by octaves),
-    from the last CALIBRATED measurements. They follow from the calls of `add` alone, so that a decision log gives the
-    same answers again."""
+    """How far times differ from their predictions for reasons that no model knows: other work on the same cores,
+    messages between processes, pauses. A part of that is the same for short and long ones and is added to the
+    prediction, the rest is a factor. It is kept by kind, group and the number of requests under way (by octaves), from
+    the last CALIBRATED measurements. It depends on the calls of `add` alone, so a decision log reproduces it."""
 
     def __init__(self) -> None:
         self._windows: OrderedDict[tuple[PredictionKind, str], dict[int, _Window]] = OrderedDict()
 
     def add(self, what: PredictionKind, group: str, crowd: int, predicted: float, measured: float) -> None:
-        """One measurement; `crowd`: requests that were under way when it was predicted."""
+        """Adds one measurement. `crowd` is the number of requests that were under way when it was predicted."""
         if not (LEAST <= predicted < math.inf and 0 < measured < math.inf):
             return
         key = (what, group)
@@ -153,8 +152,8 @@ class Calibration:
         octaves.setdefault(crowd.bit_length(), _Window()).add(predicted, measured)
 
     def spread(self, what: PredictionKind, group: str, crowd: int) -> Spread:
-        """As it was lately among about so many requests, or the nearest number of which ENOUGH measurements are known;
-        AS_PREDICTED: of none are."""
+        """Returns the recent spread with about so many requests, or with the nearest number that has ENOUGH
+        measurements; AS_PREDICTED if none has."""
         octaves = self._windows.get((what, group), {})
         octave = crowd.bit_length()
         found = octaves.get(octave)
@@ -217,14 +216,14 @@ class _Errors:
         self._told_at = -math.inf
 
     def summary(self, what: PredictionKind, group: str, now: float) -> PredictionError | None:
-        """None: nothing was measured lately."""
+        """Returns the summary, or None when nothing was measured lately."""
         if now - self._told_at >= SHOWN_S:
             self._told_at = now
             self._told = _summary(what, group, self.since(now - AGE_S))
         return self._told
 
     def since(self, at: float) -> npt.NDArray[np.float64]:
-        """Those that were seen then or later."""
+        """Returns the errors seen at that time or later."""
         return np.fromiter(self.values, float)[bisect_left(self.times, at) :]
 
 

@@ -51,7 +51,7 @@ FEW, LEVEL_EVERY_S = 16, 0.25  # of more instances the level is looked at only s
 
 
 class _Sample(NamedTuple):
-    """What one heartbeat told: sums over so many measurements."""
+    """What one heartbeat reported: sums over so many measurements."""
 
     at: float
     measured: int
@@ -61,7 +61,7 @@ class _Sample(NamedTuple):
     seconds: float
 
     def ratio(self, by: Coefficients) -> float:
-        """The logarithm of the time over what `by` says; a knee is applied to the mean size."""
+        """Returns the logarithm of the measured time over what `by` predicts; the knee is applied to the mean size."""
         predicted_s = self.measured * by.at(self.x1 / self.measured, self.x2 / self.measured, self.n / self.measured)
         return min(MOST, max(-MOST, math.log(self.seconds / max(1e-9, predicted_s))))
 
@@ -70,7 +70,7 @@ class Equals:
     """The instances that share one model of one kind of work."""
 
     def __init__(self, fitted: Callable[[], Coefficients]) -> None:
-        """`fitted` tells that model's present coefficients."""
+        """`fitted` returns the shared model's present coefficients."""
         self._told = fitted
         self.fitted = fitted()  # what logarithms are relative to
         self.level = 0.0
@@ -83,28 +83,28 @@ class Equals:
         self._changed: dict[str, None] = {}  # instances whose predictions are others now
 
     def join(self, name: str) -> Departure:
-        """Somebody new, believed to be as the others are now."""
+        """Adds an instance, which is taken to be as the others are now."""
         member = Departure(self, name)
         self._members[member] = None
         return member
 
     def leave(self, member: Departure) -> None:
-        """It is gone and says nothing any more."""
+        """Removes an instance that is gone."""
         self._members.pop(member, None)
         self._departed.pop(member, None)
 
     def changed(self) -> Sequence[str]:
-        """Names of instances whose predictions have changed since the last call."""
+        """Returns the names of instances whose predictions have changed since the last call."""
         names, self._changed = list(self._changed), {}
         return names
 
     def fade(self, now: float) -> None:
-        """Time has passed: departures of which nothing new is known fade."""
+        """Lets departures fade of which nothing new is known."""
         for member in list(self._departed):
             member.judge(now)
 
     def refresh(self, now: float) -> None:
-        """The shared model or the samples of some have changed: the level follows."""
+        """Updates the level after the shared model or some samples have changed."""
         fitted, old = self._told(), self.fitted
         refitted = fitted is not old and fitted != old
         if not refitted and len(self._members) > FEW and now - self._looked_at < LEVEL_EVERY_S:
@@ -122,7 +122,7 @@ class Equals:
                 member.follow()
 
     def tell(self, member: Departure) -> None:
-        """Its prediction has changed."""
+        """Notes that an instance's prediction has changed."""
         self._changed[member.name] = None
         if member.departed:
             self._departed[member] = None
@@ -130,18 +130,18 @@ class Equals:
             self._departed.pop(member, None)
 
     def learn(self, deviation: float, error: float) -> None:
-        """How far a sample was from its instance's mean, and from what was predicted: logarithms."""
+        """Learns how far a sample was from its instance's mean, and from its prediction; both are logarithms."""
         self.noise += NOISE_SHARE * (min(MOST_NOISE, DEVIATION * abs(deviation)) - self.noise)
         self.error += NOISE_SHARE * (min(1.0, abs(error)) - self.error)
 
     @property
     def apart(self) -> float:
-        """Logarithms that differ by less are alike."""
+        """The difference of logarithms below which two instances count as alike."""
         return max(DEPART, min(MOST_APART, ERRORS * self.error))
 
     def _level(self, now: float) -> float:
-        """The median of what instances show. Of two in the middle that differ by more than noise the faster: it shows
-        what their kind can do."""
+        """Returns the median of what instances have shown lately. If the two in the middle differ by more than noise it
+        is the faster one, which shows what instances of this kind can do."""
         fresh = [m for m in self._members if m.count > 1 and now - m.newest <= FRESH_S]
         if not fresh:
             return self.level
@@ -153,7 +153,7 @@ class Equals:
 
 
 class Departure:
-    """One instance beside its equals."""
+    """One instance's departure from its equals."""
 
     def __init__(self, equals: Equals, name: str) -> None:
         self.name = name
@@ -167,15 +167,15 @@ class Departure:
 
     @property
     def count(self) -> int:
-        """Samples that are kept."""
+        """The number of samples kept."""
         return len(self._samples)
 
     def normal_s(self, seconds: float) -> float:
-        """What an equal instance would have taken for what took this one so many seconds."""
+        """Returns what an equal instance would have taken for what took this one so many seconds."""
         return seconds / self.factor
 
     def add(self, n: float, x1: float, x2: float, seconds: float, now: float) -> None:
-        """Learn one measurement; those of one moment are one sample, up to MERGED."""
+        """Adds one measurement. Those of one moment are merged into one sample, up to MERGED."""
         last = self._samples[-1] if self._samples else None
         if last is not None and last.at == now and last.measured < MERGED:
             sums = last.measured + 1, last.n + n, last.x1 + x1, last.x2 + x2, last.seconds + seconds
@@ -189,18 +189,18 @@ class Departure:
         self.judge(now)
 
     def rebase(self, old: Coefficients, new: Coefficients) -> None:
-        """The shared model has been fitted again; the samples are reckoned again with the next one."""
+        """Adjusts the mean after the shared model was fitted again; the samples are recomputed with the next one."""
         if self._samples:
             self.mean += self._samples[-1].ratio(new) - self._samples[-1].ratio(old)
 
     def follow(self) -> None:
-        """What equal instances take has changed."""
+        """Updates the coefficients after the shared ones have changed."""
         present = self._equals.present
         self.coefficients = present.scaled(self.factor) if self.departed else present
         self._equals.tell(self)
 
     def judge(self, now: float) -> None:
-        """Reckon the departure anew."""
+        """Computes the departure anew."""
         equals, samples = self._equals, self._samples
         ratios = self._after_change([s.ratio(equals.fitted) for s in samples])
         weights = [0.5 ** ((self.newest - s.at) / HALF_LIFE_S) for s in samples]
@@ -224,9 +224,10 @@ class Departure:
             self.follow()
 
     def _after_change(self, ratios: list[float]) -> list[float]:
-        """`ratios` of the samples that are kept. Those before a change are forgotten: of an instance that was silent
-        for long and was thought slow or fast the newest sample decides, if it is as good as its equals; otherwise the
-        newest count alone when even the least extreme of them is far from those before, on the same side."""
+        """Returns the ratios of the samples that still count, and drops those from before a change. If the instance was
+        silent for long and was thought slow or fast, its newest sample decides, provided that it is as good as its
+        equals. Otherwise only the newest ones count when even the least extreme of them is far from those before, on
+        the same side."""
         equals, samples = self._equals, self._samples
         if len(ratios) < 2:
             return ratios
@@ -266,26 +267,28 @@ class OwnFit(Estimate):
 
     @property
     def coefficients(self) -> Coefficients:
-        """What it is expected to take."""
+        """The present coefficients."""
         return self.departure.coefficients
 
     @property
     def prior(self) -> Coefficients:
-        """What was believed before anybody measured anything."""
+        """The coefficients from before any measurement."""
         return self._shared.prior
 
     @property
     def fading_from(self) -> float:
-        """See `FittedCosts`: what its equals have told, perhaps one of them alone, refuses none of its work."""
+        """Implements `FittedCosts`. What equals have reported, perhaps only one of them, refuses none of this
+        instance's work."""
         known = self.departure.count > 1 and len(self._shared) >= ENOUGH_SAMPLES
         return self.departure.newest if known else -math.inf
 
     def take(self, coefficients: Coefficients) -> None:
-        """These are known, for all of them."""
+        """Sets the prior of all equal instances."""
         self._shared.take(coefficients)
 
     def add(self, x1: float, x2: float, seconds: float, now: float, n: float = 1.0) -> None:
-        """Learn one measurement, for itself and for its equals; nonsense is ignored."""
+        """Learns one measurement, for this instance and its equals; values that are not positive and finite are
+        ignored."""
         if not Sample(x1, x2, seconds, n).sound:
             return
         self.departure.add(n, x1, x2, seconds, now)
@@ -294,6 +297,6 @@ class OwnFit(Estimate):
 
 
 def _oddest(ratios: Sequence[float], level: float) -> int:
-    """Which of them is farthest from the middle; of two, from the level."""
+    """Returns the index of the ratio that is farthest from the median; of two, from the level."""
     middle = sorted(ratios)[len(ratios) // 2] if len(ratios) > 2 else level
     return max(range(len(ratios)), key=lambda at: abs(ratios[at] - middle))

@@ -38,7 +38,7 @@ _MARK = "kvmesh_costs"
 
 @dataclass(frozen=True)
 class Costs:
-    """Of one kind of instance."""
+    """The fitted costs of one kind of instance."""
 
     prefill: Coefficients = cost.PREFILL_PRIOR
     decode_step: Coefficients = cost.DECODE_PRIOR
@@ -48,12 +48,12 @@ class Costs:
     object: Coefficients = cost.TIER_PRIORS[Tier.OBJECT]
 
     def to_json(self) -> dict[str, Any]:
-        """For a file; see above."""
+        """Returns the JSON object that the module's docstring describes."""
         return {_MARK: VERSION} | {one.name: getattr(self, one.name).to_json() for one in fields(self)}
 
     @classmethod
     def of_json(cls, told: Mapping[str, Any]) -> Costs:
-        """As `to_json` wrote it. Raises ConfigError naming field and value."""
+        """Reads what `to_json` returned. Raises ConfigError, which names field and value."""
         if told.get(_MARK) != VERSION:
             raise ConfigError(f"{_MARK}={told.get(_MARK)!r}: must be {VERSION}", field=_MARK)
         names = {one.name for one in fields(cls)}
@@ -63,7 +63,7 @@ class Costs:
 
 
 def fit_prefill(samples: Iterable[PrefillSample], prior: Coefficients = cost.PREFILL_PRIOR) -> Coefficients:
-    """From what instances that do nothing else have reported of prompts."""
+    """Fits the prefill model to prompts reported by instances that do nothing else."""
     return fit((_prefill(s) for s in samples if s.computed_tokens > 0), prior, cost.PREFILL_ANCHORS)
 
 
@@ -73,13 +73,13 @@ def _prefill(s: PrefillSample) -> Sample:
 
 
 def fit_decode_step(samples: Iterable[DecodeSample], prior: Coefficients = cost.DECODE_PRIOR) -> Coefficients:
-    """From reported steps."""
+    """Fits the decode model to reported steps."""
     told = (Sample(s.batch, s.context_tokens, s.duration_s) for s in samples if s.batch > 0)
     return fit(told, prior, cost.DECODE_ANCHORS, bends=True)
 
 
 def fit_transfer(samples: Iterable[PrefillSample], prior: Coefficients = cost.TRANSFER_PRIOR) -> Coefficients:
-    """From what prompts were reported to push: all bytes over all seconds, the oddest tenth at either end left out."""
+    """Fits the bandwidth of pushes: all bytes over all seconds, without the tenth that is oddest at either end."""
     rated = [(s.transfer_s / s.transfer_bytes, s) for s in samples if s.transfer_bytes > 0 and s.transfer_s > 0]
     odd = len(rated) // 10
     kept = [s for _, s in sorted(rated, key=lambda one: one[0])[odd : len(rated) - odd]]
@@ -90,9 +90,9 @@ def fit_transfer(samples: Iterable[PrefillSample], prior: Coefficients = cost.TR
 
 
 def fit_pull(pulls: Iterable[tuple[float, int, float]], prior: Coefficients = cost.PULL_PRIOR) -> Coefficients:
-    """From (bytes, holders, seconds); bytes with those that were before them. Pulls of much the same size, or that
-    scatter more than their sizes do, show no slope; but bytes are never free: then a byte takes what it takes by the
-    prior, or less where some pull was faster than that."""
+    """Fits the pull model to (bytes, holders, seconds), where bytes include those sent before. Pulls of similar size,
+    or with more scatter than their sizes explain, show no slope; since bytes are never free, a byte then costs what it
+    costs by the prior, or less where some pull was faster than that."""
     told = [Sample(nbytes, max(0, holders - 1), seconds) for nbytes, holders, seconds in pulls if nbytes > 0]
     found = fit(told, prior, cost.PULL_ANCHORS)
     sound = [s for s in told if s.sound]
@@ -104,14 +104,15 @@ def fit_pull(pulls: Iterable[tuple[float, int, float]], prior: Coefficients = co
 
 
 def fit_tier(reads: Iterable[tuple[float, float]], prior: Coefficients) -> Coefficients:
-    """From (bytes, seconds) out of one lower tier."""
+    """Fits the model of one lower tier to (bytes, seconds)."""
     told = (Sample(nbytes, 0.0, seconds) for nbytes, seconds in reads if nbytes > 0)
     anchors = tuple((float(1 << power), 0.0) for power in (16, 20, 24, 28))
     return fit(told, prior, anchors)
 
 
 def fit_all(prefills: Iterable[PrefillSample], steps: Iterable[DecodeSample]) -> Costs:
-    """All that heartbeats tell, of instances of one kind. A pull that waited for nobody is told by its sample, too."""
+    """Fits all models to what heartbeats of instances of one kind report. The sample of a pull that waited for nothing
+    counts, too."""
     known = list(prefills)
     return Costs(
         fit_prefill(known),

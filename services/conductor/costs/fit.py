@@ -1,11 +1,11 @@
-"""Least squares for times that cannot be negative: what every cost model stands on. Pure.
+"""Least squares for times that cannot be negative, on which every cost model is built. Pure.
 
     t = a·n + b·x1 + c·x2 + d·max(0, x1 - knee)        a, b, c, d >= 0
 
-`n` is how often the constant was paid (1, but for work that took several steps). Without a knee d is 0. With one the
-time is continuous and bends upwards there: a floor that is paid whatever is done, then a slope. The fit minimises the
-relative error, with Huber weights so that an outlier pulls no harder than a bounded error. A prior gives the shape
-until there are samples, and stays in as faint pseudo-samples so that a window of equal sizes still extrapolates.
+`n` is how often the constant was paid: 1, except for work that took several steps. Without a knee d is 0. With one the
+time is continuous and bends upwards at the knee: a floor that is always paid, then a slope. The fit minimises the
+relative error, with Huber weights so that an outlier has a bounded influence. A prior gives the shape until there are
+samples, and stays as pseudo-samples of little weight, so that a window of equal sizes still extrapolates.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """Seconds; seconds per x1; per x2; per x1 beyond `knee`. None is negative."""
+    """Seconds; seconds per x1; seconds per x2; seconds per x1 beyond `knee`. None is negative."""
 
     a: float
     b: float
@@ -61,21 +61,22 @@ class Coefficients:
     knee: float = 0.0
 
     def at(self, x1: float, x2: float, n: float = 1.0) -> float:
-        """Predicted seconds."""
+        """Returns the predicted seconds."""
         seconds: float = score.fitted_s(self, x1, x2, n)
         return seconds
 
     def scaled(self, factor: float) -> Coefficients:
-        """The same shape, `factor` times as slow."""
+        """Returns the coefficients of work that is `factor` times as slow."""
         return Coefficients(self.a * factor, self.b * factor, self.c * factor, self.d * factor, self.knee)
 
     def to_json(self) -> dict[str, float]:
-        """Five numbers by name."""
+        """Returns five numbers by name."""
         return asdict(self)
 
     @classmethod
     def of_json(cls, told: Mapping[str, object], where: str) -> Coefficients:
-        """As `to_json` wrote it; `d` and `knee` may be missing. Raises ConfigError naming `where`, field and value."""
+        """Reads what `to_json` returned; `d` and `knee` may be missing. Raises ConfigError, which names `where`, field
+        and value."""
         names = [one.name for one in fields(cls)]
         if not isinstance(told, Mapping):
             raise ConfigError(f"{where}={told!r}: must be an object with {', '.join(names)}", field=where)
@@ -101,7 +102,7 @@ class Sample(NamedTuple):
 
     @property
     def sound(self) -> bool:
-        """Whether it is positive, finite and no nonsense."""
+        """Whether all values are finite, of a possible size, and the time is positive."""
         sizes = 0 <= self.x1 < 1e12 and 0 <= self.x2 < 1e18 and 0 < self.n < 1e9
         return 0 < self.seconds < 1e6 and sizes
 
@@ -110,35 +111,36 @@ Anchors = tuple[tuple[float, float], ...]
 
 
 class FittedCosts(Protocol):
-    """What is known of work of two sizes."""
+    """What is known of work with two sizes."""
 
     @property
     def coefficients(self) -> Coefficients:
-        """What is expected now."""
+        """The present coefficients."""
 
     @property
     def prior(self) -> Coefficients:
-        """What was believed before anything was measured."""
+        """The coefficients from before any measurement."""
 
     @property
     def fading_from(self) -> float:
-        """Since when nothing new is measured; -inf: too little is known to speak worse than the prior."""
+        """The time since which nothing new was measured; -infinity when too little is known to be slower than the
+        prior."""
 
 
 class Estimate:
-    """How far what is known is trusted where work is refused by it."""
+    """The predictions that follow from fitted costs, and how far they are trusted where work is refused by them."""
 
     def predict(self: FittedCosts, x1: float, x2: float, n: float = 1.0) -> float:
-        """Seconds, the best estimate: for ranking and for queues."""
+        """Returns the best estimate in seconds, for ranking and queues."""
         return self.coefficients.at(x1, x2, n)
 
     def admission_s(self: FittedCosts, x1: float, x2: float, now: float, n: float = 1.0) -> float:
-        """Seconds, for refusing work. A refusal brings no measurement, so a wrong slow fit would refuse for ever:
-        few samples never speak worse than the prior, and an old fit fades towards it."""
+        """Returns seconds for refusing work. A refusal brings no measurement, so a fit that is wrongly slow would
+        refuse for ever; so a fit of few samples is never slower than the prior, and an old fit fades towards it."""
         return _both(self, x1, x2, now, n)[1]
 
     def both(self: FittedCosts, x1: float, x2: float, now: float, n: float = 1.0) -> tuple[float, float]:
-        """`predict` and `admission_s`."""
+        """Returns `predict` and `admission_s`."""
         return _both(self, x1, x2, now, n)
 
 
@@ -150,10 +152,11 @@ def _both(known: FittedCosts, x1: float, x2: float, now: float, n: float) -> tup
 
 
 class FittedModel(Estimate):
-    """One model, learnt from `add`."""
+    """One model, which learns from `add`."""
 
     def __init__(self, prior: Coefficients, anchors: Anchors, *, bends: bool = False) -> None:
-        """`anchors`: the points (x1, x2) at which the prior speaks. `bends`: look for a knee."""
+        """`anchors` are the points (x1, x2) at which the prior counts as samples. `bends` makes the fit look for a
+        knee."""
         self.prior = prior
         self.coefficients = prior
         self._anchors, self._bends = anchors, bends
@@ -167,13 +170,13 @@ class FittedModel(Estimate):
         return len(self._samples)
 
     def take(self, coefficients: Coefficients) -> None:
-        """These are known, from a file or from peers: the prior from now on."""
+        """Makes these coefficients, from a file or from peers, the prior."""
         self.prior = coefficients
         if not self._samples:
             self.coefficients = coefficients
 
     def add(self, x1: float, x2: float, seconds: float, now: float, n: float = 1.0) -> None:
-        """Learn one measurement; nonsense (not positive, not finite) is ignored."""
+        """Learns one measurement; values that are not positive and finite are ignored."""
         sample = Sample(x1, x2, seconds, n)
         if not sample.sound:
             return
@@ -200,13 +203,14 @@ class FittedModel(Estimate):
 
     @property
     def fading_from(self) -> float:
-        """Since when nothing new is measured; -inf while too few samples are known to speak worse than the prior."""
+        """The time since which nothing new was measured; -infinity while there are too few samples to be slower than
+        the prior."""
         return -math.inf if len(self._samples) < ENOUGH_SAMPLES or self._newest is None else self._newest
 
 
 def fit(samples: Iterable[Sample], prior: Coefficients, anchors: Anchors, *, bends: bool = False) -> Coefficients:
-    """The best coefficients for all `samples` at once, however many: what a file of a measured mesh holds. Too few of
-    them scale the prior; none give it back."""
+    """Returns the best coefficients for all `samples` at once, such as the file of a measured mesh holds. Too few
+    samples only scale the prior; none returns it."""
     sound = [(s.n, s.x1, s.x2, s.seconds) for s in samples if s.sound]
     if not sound:
         return prior
@@ -231,19 +235,19 @@ class _Window:
         return min(len(self._numbers) // 4, WINDOW)
 
     def append(self, sample: Sample) -> None:
-        """The oldest is forgotten."""
+        """Adds a sample; the oldest is forgotten."""
         self._numbers.extend((sample.n, sample.x1, sample.x2, sample.seconds))
         if len(self._numbers) >= 4 * 4 * WINDOW:
             del self._numbers[: -4 * WINDOW]
 
     @property
     def table(self) -> _Array:
-        """A row (n, x1, x2, seconds) for each, the oldest first; a copy."""
+        """Returns a copy with a row (n, x1, x2, seconds) for each sample, the oldest first."""
         return np.array(self._numbers[-4 * WINDOW :]).reshape(-1, 4)
 
 
 def _ratio(table: _Array, prior: Coefficients) -> float:
-    """How many times as slow as the prior these are: the median."""
+    """Returns how many times as slow as the prior the samples are: the median."""
     n, x1, x2, seconds = table.T
     expected = prior.a * n + prior.b * x1 + prior.c * x2
     if prior.d:
@@ -252,13 +256,13 @@ def _ratio(table: _Array, prior: Coefficients) -> float:
 
 
 def _median(values: _Array) -> float:
-    """As numpy's, of a few hundred without its overhead; none is nan."""
+    """Returns the median without numpy's overhead for some hundred values. There must be at least one."""
     ordered, half = np.sort(values), len(values) // 2
     return float(ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2)
 
 
 class _Rows(NamedTuple):
-    """Samples, then the prior's pseudo-samples."""
+    """The samples, then the prior's pseudo-samples."""
 
     x: _Array  # n, x1, x2
     times: _Array
@@ -267,7 +271,8 @@ class _Rows(NamedTuple):
 
 
 def _fit(table: _Array, prior: Coefficients, anchors: Anchors, knee: float | None) -> Coefficients:
-    """`table`: (n, x1, x2, seconds) of each sample. `knee`: where it is known to be, 0: nowhere; None: to be found."""
+    """Fits the coefficients. `table` has a row (n, x1, x2, seconds) for each sample. `knee` is where the knee is known
+    to be, 0 for nowhere, None when it is to be found."""
     scaled = prior.scaled(_ratio(table, prior))
     rows = np.concatenate([table, [(1.0, *at, scaled.at(*at)) for at in anchors]])
     faint = np.ones(len(rows))
@@ -288,8 +293,8 @@ def _bent(data: _Rows, knee: float) -> _Array:
 
 
 def _knee(data: _Rows, straight: _Array, weights: _Array) -> float:
-    """Where the time bends, of the sizes that were seen: first a few of them, then those around the best; 0 where a
-    straight line does as well."""
+    """Returns where the time bends, among the sizes seen: first a few of them are tried, then those around the best; 0
+    where a straight line fits as well."""
     seen = np.sort(data.x[: data.measured, 1])
     sizes = np.unique(seen)
     below, above = seen.searchsorted(sizes), len(seen) - seen.searchsorted(sizes, "right")
@@ -316,7 +321,7 @@ def _loss(predicted: _Array, times: _Array, weights: _Array) -> float:
 
 
 def _robust(features: _Array, data: _Rows) -> tuple[_Array, _Array]:
-    """The solution, and the weights that bound its outliers."""
+    """Returns the solution, and the weights that bound its outliers."""
     times, faint = data.times, data.faint
     weights, last = faint / times**2, times
     solution, scaled = np.zeros(features.shape[1]), _scaled(features)
@@ -339,7 +344,7 @@ def _robust(features: _Array, data: _Rows) -> tuple[_Array, _Array]:
 
 
 def _scaled(features: _Array) -> tuple[_Array, _Array]:
-    """Columns of about one size, and by what they were divided."""
+    """Returns the columns scaled to about one size, and the divisors."""
     scale: _Array = np.maximum(np.abs(features).max(axis=0), 1e-12)
     return features / scale, scale
 
@@ -350,7 +355,8 @@ _RIDGES = {n: np.eye(n) * 1e-12 for n in (1, 2, 3, 4)}
 
 
 def _solve(scaled: _Array, scale: _Array, times: _Array, weights: _Array) -> _Array:
-    """Weighted least squares with non-negative coefficients: the best over all supports, exact for a few columns."""
+    """Solves weighted least squares with non-negative coefficients: the best over all supports, which is exact for a
+    few columns."""
     weighted = scaled * weights[:, None]
     gram, moment = weighted.T @ scaled, weighted.T @ times
     columns = len(scale)

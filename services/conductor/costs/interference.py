@@ -22,7 +22,7 @@ from kvmesh.services.conductor.fleet.instance import Instance
 
 @dataclass(frozen=True, slots=True)
 class PromptAmongRows:
-    """A prompt among rows; seconds."""
+    """What a prompt and the running rows cost each other, in seconds."""
 
     rows: int
     slower_s: float  # what the rows' share of the steps adds to the prompt
@@ -36,7 +36,7 @@ NOBODY = PromptAmongRows(0, 0.0, 0.0, 0.0)
 def shared(
     instance: Instance, computed: int, prompt_s: float, admission_prompt_s: float, now: float
 ) -> PromptAmongRows:
-    """What `computed` tokens would cost the rows there, and they them."""
+    """Returns what computing `computed` tokens costs the rows there, and what these cost the prompt."""
     batch = instance.batch
     rows = min(batch.requests, instance.max_running or batch.requests) if instance.mixes else 0
     if not rows:
@@ -54,8 +54,8 @@ def shared(
 
 
 def without_rows_s(instance: Instance, computed: int, seconds: float, steps: int = 1) -> float:
-    """What of the measured time of a prompt was the prompts' own: the rows that ran beside them (as last told) in
-    `steps` or more are taken out. At least a quarter: the models are no better."""
+    """Returns the prompt's own part of its measured time: the rows that ran beside it (as last reported) in `steps`
+    steps or more are subtracted. At least a quarter remains, since the models are no better than that."""
     load = instance.load
     if not instance.mixes or not load.running_requests or computed <= 0:
         return seconds

@@ -36,7 +36,7 @@ _Z90 = 1.2816  # of the normal distribution
 
 @dataclass(slots=True)
 class Lengths:
-    """Of an answer not made yet (or of the rest of one), in tokens; at least one, at most the request's limit."""
+    """The predicted length of an answer, or of its rest, in tokens: at least 1, at most the request's limit."""
 
     mean: float
     p50: float
@@ -44,18 +44,18 @@ class Lengths:
 
 
 class LengthModel(Protocol):
-    """What the conductor asks. Whatever predicts lengths some other way takes its place."""
+    """Predicts answer lengths for the conductor; another predictor can replace the built-in one."""
 
     def predict(self, request: Schedule) -> Lengths:
-        """Of its answer."""
+        """Returns the predicted length of the request's answer."""
         ...
 
     def placed(self, request: Schedule) -> None:
-        """Its answer is being made."""
+        """Notes that the request's answer is being made."""
         ...
 
     def ended(self, outcome: RequestOutcome) -> None:
-        """How that went. A second word on one request counts nothing."""
+        """Notes how the answer went. A second outcome of one request is ignored."""
         ...
 
 
@@ -70,7 +70,8 @@ class _Asked(NamedTuple):
 
 
 class LearntLengths:
-    """See above. Memory: at most MAX_KEYS histograms (of 0.7 kB) and MAX_AWAITED requests, the least lately used go."""
+    """Learns lengths from answers, as the module's docstring says. It keeps at most MAX_KEYS histograms (of 0.7 kB) and
+    MAX_AWAITED requests; the least recently used are forgotten."""
 
     def __init__(self) -> None:
         self._keys: OrderedDict[tuple[str, ...], _Known] = OrderedDict()
@@ -80,7 +81,6 @@ class LearntLengths:
         return len(self._keys)
 
     def predict(self, request: Schedule) -> Lengths:
-        """See `LengthModel`."""
         answered = request.answered_tokens
         limit = request.max_tokens + answered if request.max_tokens else math.inf
         kept = filter(None, map(self._keys.get, _names(request)))
@@ -97,7 +97,6 @@ class LearntLengths:
         return Lengths(*(max(1.0, min(limit, tokens) - answered) for tokens in (found.mean, found.p50, found.p90)))
 
     def placed(self, request: Schedule) -> None:
-        """See `LengthModel`."""
         self._awaited.pop(request.request_id, None)
         answered = request.answered_tokens
         limit = request.max_tokens + answered if request.max_tokens else 0
@@ -108,7 +107,6 @@ class LearntLengths:
             self._awaited.popitem(last=False)
 
     def ended(self, outcome: RequestOutcome) -> None:
-        """See `LengthModel`."""
         asked = self._awaited.get(outcome.request_id)
         if asked is None or asked.attempt != outcome.attempt:
             return
@@ -137,7 +135,7 @@ class LearntLengths:
 
 
 def _names(request: Schedule) -> tuple[tuple[str, ...], ...]:
-    """The closest first."""
+    """Returns the keys under which lengths are learnt, the most specific first."""
     return (request.tenant, request.endpoint, request.model), (request.model,), ()
 
 
@@ -151,11 +149,11 @@ class _Answers:
 
     @property
     def weight(self) -> float:
-        """How many answers it is worth."""
+        """How many answers the histogram is worth."""
         return self._total / self._one
 
     def add(self, tokens: int, *, cut: bool) -> None:
-        """An answer of so many tokens; `cut`: or more."""
+        """Adds an answer of so many tokens; with `cut`, of at least so many."""
         if self._bins is None:
             self._bins = array("d", bytes(8 * BINS))
         self._one /= KEEP  # instead of shrinking all the others
@@ -173,8 +171,8 @@ class _Answers:
             self._one = 1.0
 
     def lengths(self, limit: float, beyond: int = 0) -> Lengths:
-        """Of an answer that may not be longer than `limit` and has `beyond` tokens already; something is known. None
-        has been longer: it may be twice as long."""
+        """Returns the lengths of an answer that has `beyond` tokens already and may have at most `limit`. At least one
+        answer is known. If no known answer was longer than `beyond`, this one may become twice as long."""
         assert self._bins is not None, "asked only once answers are known"
         mean, p50, p90, below = 0.0, 0.0, 0.0, 0.0
         total = self._total
@@ -195,7 +193,7 @@ class _Answers:
 
     @property
     def spread(self) -> float:
-        """Standard deviation of the logarithms."""
+        """Returns the standard deviation of the logarithms."""
         assert self._bins is not None, "asked only once answers are known"
         mean = square = 0.0
         for log, value in zip(_LOGS, self._bins, strict=True):
@@ -207,8 +205,8 @@ class _Answers:
 
 
 class _Hints:
-    """How good the guesses of one key have been: mean and spread of log(answer / guess), fading. The prior is worth
-    ENOUGH / 2 guesses."""
+    """How good the guesses of one key were: fading mean and spread of log(answer / guess). The prior is worth ENOUGH /
+    2 guesses."""
 
     def __init__(self) -> None:
         self._weight = ENOUGH / 2
@@ -222,7 +220,7 @@ class _Hints:
         self._squares = self._squares * KEEP + off * off
 
     def joined(self, hint: int, known: Lengths, spread: float) -> Lengths:
-        """With what is known without the guess; `spread`: of that, in logarithms."""
+        """Combines the guess with what is known without it, whose spread in logarithms is `spread`."""
         bias = self._sum / self._weight
         own = max(MIN_SPREAD, math.sqrt(max(0.0, self._squares / self._weight - bias * bias)))
         other = max(MIN_SPREAD, spread)

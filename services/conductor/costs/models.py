@@ -31,26 +31,26 @@ RATE_STEP = 0.02  # of a bandwidth, by which it moves at least
 
 
 class CostModel(Protocol):
-    """Seconds for work of two sizes; what they are is each model's own: (computed tokens, cached tokens) of a prompt,
-    (rows, tokens of context) of a decode step, (bytes, bytes on the way before them) of a transfer or of a lower tier,
-    (bytes with those before them, holders) of a pull."""
+    """Predicts the seconds of work with two sizes, whose meaning is each model's own: (computed tokens, cached tokens)
+    of a prompt; (rows, context tokens) of a decode step; (bytes, bytes before them on the way) of a transfer or a read
+    of a lower tier; (bytes with those before them, holders) of a pull."""
 
     @property
     def coefficients(self) -> Coefficients:
-        """What it knows now. Seconds are `coefficients.at(x1, x2)`, x1 and x2 as file.py tells."""
+        """The present coefficients. Seconds are `coefficients.at(x1, x2)`, with x1 and x2 as file.py defines them."""
 
     def take(self, coefficients: Coefficients) -> None:
-        """These are known, from a file or from peers: what it believes until it has learnt more."""
+        """Sets the prior, from a file or from peers."""
 
     def predict(self, size: float, other: float, /) -> float:
-        """Seconds, the best estimate: for ranking and for queues."""
+        """Returns the best estimate in seconds, for ranking and queues."""
 
     def admission_s(self, size: float, other: float, /, now: float) -> float:
-        """Seconds, for refusing work: a refusal brings no measurement, so what is slow and old fades towards the
-        prior."""
+        """Returns seconds for refusing work. A refusal brings no measurement, so figures that are slow and old fade
+        towards the prior."""
 
     def add(self, size: float, other: float, seconds: float, /, now: float) -> None:
-        """Learn one measurement; nonsense (not positive, not finite) is ignored."""
+        """Learns one measurement; values that are not positive and finite are ignored."""
 
 
 PREFILL_PRIOR = Coefficients(a=0.010, b=50e-6, c=2.5e-9)
@@ -70,24 +70,25 @@ DECODE_ANCHORS = ((1.0, 64.0), (8.0, 4096.0), (64.0, 65536.0), (8.0, 131072.0))
 
 
 class Pooled:
-    """A model that equal instances share, or one instance's part in such a model."""
+    """A model that equal instances share, or one instance's part of such a model."""
 
     equals: Equals
     departure: Departure | None = None  # of an instance
 
     def leave(self) -> None:
-        """The instance is gone: what it has shown says nothing of its equals any more."""
+        """Removes the instance, which is gone, from its equals."""
         if self.departure is not None:
             self.equals.leave(self.departure)
 
 
 class PooledFit(Pooled):
-    """One that is fitted to samples."""
+    """A pooled model that is fitted to samples."""
 
     def __init__(
         self, prior: Coefficients, anchors: Anchors, shared: PooledFit | None, name: str, *, bends: bool = False
     ) -> None:
-        """`shared`: what its equals have shown, of which the instance `name` may depart; None: this is to be shared."""
+        """`shared` is the model of its equals, from which the instance `name` may depart; None makes this the shared
+        model."""
         self.fit: FittedModel | OwnFit
         if shared is None:
             fit = self.fit = FittedModel(prior, anchors, bends=bends)
@@ -99,21 +100,21 @@ class PooledFit(Pooled):
 
     @property
     def coefficients(self) -> Coefficients:
-        """What x1, x2 and n are: see file.py."""
+        """The present coefficients; file.py defines x1, x2 and n."""
         return self.fit.coefficients
 
     def take(self, coefficients: Coefficients) -> None:
-        """See `CostModel`."""
         self.fit.take(coefficients)
 
 
 class PrefillModel(PooledFit):
-    """Time to prefill `computed` tokens behind `cached` ones, alone:
+    """The time to prefill `computed` tokens behind `cached` ones, alone:
 
         t = a·steps + b·computed + c·pairs        pairs = computed·(computed + 2·cached) / 2
 
     A long prompt is cut into chunks and pays the constant once a step; short prompts computed in one step share it
-    (`together`). A sample tells its steps and what else was computed in them."""
+    (`together`). A sample tells its steps and what else was computed in them.
+    """
 
     def __init__(
         self, prior: Coefficients = PREFILL_PRIOR, *, shared: PrefillModel | None = None, name: str = ""
@@ -139,8 +140,9 @@ class PrefillModel(PooledFit):
         beside_tokens: float = 0.0,
         beside_pairs: float = 0.0,
     ) -> None:
-        """Learn one prompt, from the beginning of its first step to the end of its last one: so many `steps`, `chunks`
-        of them with tokens of its own. `beside_*`: of other prompts, computed in these steps."""
+        """Learns one prompt, measured from the beginning of its first step to the end of its last: it took `steps`
+        steps, of which `chunks` had tokens of its own. `beside_tokens` and `beside_pairs` are those of other prompts in
+        these steps."""
         if computed <= 0:
             return
         steps, all_tokens = max(1, steps), computed + beside_tokens
@@ -156,27 +158,28 @@ class PrefillModel(PooledFit):
     def predict(
         self, computed: float, cached: float, *, steps: int = 0, beside_tokens: float = 0.0, beside_pairs: float = 0.0
     ) -> float:
-        """Seconds. What is not known before (see `add`) is left out; `steps` 0: as many as it is expected to take."""
+        """Returns seconds. What is not known beforehand (see `add`) is left out; `steps` 0 stands for the expected
+        number."""
         pairs = attention_pairs(computed, cached) + beside_pairs
         return self.fit.predict(computed + beside_tokens, pairs, steps or self._steps_of(computed))
 
     def admission_s(self, computed: float, cached: float, now: float) -> float:
-        """Seconds, for refusing work (see `FittedModel.admission_s`)."""
+        """Returns seconds for refusing work (see `Estimate.admission_s`)."""
         return self.fit.admission_s(computed, attention_pairs(computed, cached), now, self._steps_of(computed))
 
     def both(self, computed: float, cached: float, now: float) -> tuple[float, float]:
-        """`predict` and `admission_s`."""
+        """Returns `predict` and `admission_s`."""
         return self.fit.both(computed, attention_pairs(computed, cached), now, self._steps_of(computed))
 
     def together(self, prompts: Iterable[tuple[float, float]]) -> float:
-        """Seconds of one step with these (computed, cached): they share the constant."""
+        """Returns the seconds of one step with these prompts (computed, cached), which share the constant."""
         tokens = pairs = 0.0
         for computed, cached in prompts:
             tokens, pairs = tokens + computed, pairs + attention_pairs(computed, cached)
         return self.fit.predict(tokens, pairs)
 
     def chunks_of(self, computed: float) -> int:
-        """How many chunks a prompt is cut into, as far as samples tell."""
+        """Returns how many chunks a prompt is cut into, as far as samples tell."""
         return int(self._steps_of(computed))
 
     def _steps_of(self, computed: float) -> float:
@@ -184,12 +187,13 @@ class PrefillModel(PooledFit):
 
 
 class DecodeModel(PooledFit):
-    """Time of one decode step: the TBT of everything in its batch.
+    """The time of one decode step, which is the TBT of all rows in its batch:
 
         t = a + b·rows + c·context + d·max(0, rows - knee)
 
-    A small batch waits for memory, weights above all: a floor that rows hardly raise. A large one computes, and each
-    row costs. Where that begins is looked for among the samples."""
+    A small batch waits for memory, above all for weights: a floor that rows hardly raise. A large batch computes, and
+    each row costs. Where that begins is found from the samples.
+    """
 
     def __init__(
         self, prior: Coefficients = DECODE_PRIOR, *, shared: DecodeModel | None = None, name: str = ""
@@ -197,34 +201,35 @@ class DecodeModel(PooledFit):
         super().__init__(prior, DECODE_ANCHORS, shared, name, bends=True)
 
     def add(self, batch: float, context_tokens: float, seconds: float, now: float) -> None:
-        """Learn one step."""
+        """Learns one step."""
         if batch > 0:
             self.fit.add(batch, context_tokens, seconds, now)
 
     def predict(self, batch: float, context_tokens: float) -> float:
-        """Seconds."""
+        """Returns seconds."""
         return self.fit.predict(batch, context_tokens)
 
     def admission_s(self, batch: float, context_tokens: float, now: float) -> float:
-        """Seconds, for refusing work."""
+        """Returns seconds for refusing work."""
         return self.fit.admission_s(batch, context_tokens, now)
 
     def both(self, batch: float, context_tokens: float, now: float) -> tuple[float, float]:
-        """`predict` and `admission_s`."""
+        """Returns `predict` and `admission_s`."""
         return self.fit.both(batch, context_tokens, now)
 
 
 class DecayedRatio:
-    """`sum(amount) / sum(seconds)` with older samples fading: an average rate weighted by size. It is the least-squares
-    line through the origin when the variance of a time grows with its size."""
+    """`sum(amount) / sum(seconds)` with fading samples: an average rate weighted by size. It is the least-squares line
+    through the origin when the variance of a time grows with its size."""
 
     def __init__(self, amount: float, seconds: float, keep: float) -> None:
-        """Starts at amount / seconds, worth as much as one sample of that size; `keep` in (0, 1) per sample."""
+        """It starts at amount / seconds, worth as much as one sample of that size. `keep` in (0, 1) is applied at each
+        sample."""
         self._amount, self._seconds, self._keep = amount, seconds, keep
         self.rate = amount / seconds  # amount per second
 
     def add(self, amount: float, seconds: float) -> None:
-        """One measurement; one that took no time is ignored."""
+        """Adds one measurement; one that took no time is ignored."""
         if amount >= 0 and seconds > 0:
             self._amount = self._amount * self._keep + amount
             self._seconds = self._seconds * self._keep + seconds
@@ -232,14 +237,14 @@ class DecayedRatio:
 
 
 class TransferModel(Pooled):
-    """Time of bytes from one prefill instance to decode, behind what is on the way there already; and what of it
-    prefill does not hide. One number, the measured bandwidth: layers travel while others are computed, so a time has no
-    constant that could be told from computing."""
+    """The time of bytes from one prefill instance to decode, behind those on the way already, and the part of it that
+    prefill does not hide. It has one number, the measured bandwidth: layers are sent while others are computed, so no
+    constant can be told apart from computing."""
 
     def __init__(
         self, bytes_per_s: float = 1 / TRANSFER_PRIOR.b, *, shared: TransferModel | None = None, name: str = ""
     ) -> None:
-        """`shared`: see `PooledFit`."""
+        """`shared` is as in `PooledFit`."""
         self._count = 0
         self._shared = shared
         self._known = Coefficients(0.0, 0.0, 0.0)
@@ -249,7 +254,7 @@ class TransferModel(Pooled):
 
     @property
     def coefficients(self) -> Coefficients:
-        """x1: bytes; x2: bytes before them, each as dear."""
+        """The present coefficients. x1 is bytes, x2 the bytes before them; both cost the same."""
         if self.departure is None:
             return self._known
         # Nobody's work is refused for what its equals, perhaps one of them alone, have told of their wires.
@@ -257,21 +262,21 @@ class TransferModel(Pooled):
         return known if self.departure.count > 1 or known.b < TRANSFER_PRIOR.b else TRANSFER_PRIOR
 
     def take(self, coefficients: Coefficients) -> None:
-        """See `CostModel`; only `b` counts. What was measured is forgotten."""
+        """Sets the bandwidth, for which only `b` counts, and forgets what was measured."""
         first = 1 << 20
         self._count = 0
         self._bandwidth = DecayedRatio(first, first * max(coefficients.b, 1e-15), keep=0.9)
         self._say()
 
     def _say(self) -> None:
-        """What is told moves in steps: each is a new prediction for all instances that share it."""
+        """Publishes the bandwidth in steps, because each change is a new prediction for all instances that share it."""
         each_s = 1 / self._bandwidth.rate
         if abs(each_s - self._known.b) > RATE_STEP * self._known.b:
             self._known = Coefficients(0.0, each_s, each_s)
 
     def add(self, nbytes: float, ahead: float, seconds: float, now: float, *, prefill_s: float = 0.0) -> None:
-        """Learn one handoff: `seconds` from its first byte to its last, in `prefill_s` of which it was computed. Once
-        others are known, an odd one counts as MAX_ODD times as slow or as fast."""
+        """Learns one handoff: `seconds` from its first byte to its last, during `prefill_s` of which it was computed.
+        Once others are known, an odd one counts as at most MAX_ODD times as slow or as fast."""
         if nbytes <= 0 or not 0 < seconds < 1e6 or self.hidden(nbytes, ahead, seconds, prefill_s):
             return
         usual = self.predict(nbytes, ahead)
@@ -288,26 +293,27 @@ class TransferModel(Pooled):
         shared.equals.refresh(now)
 
     def predict(self, nbytes: float, ahead: float = 0.0) -> float:
-        """Seconds from the first byte to the last."""
+        """Returns the seconds from the first byte to the last."""
         return (nbytes + ahead) * self.coefficients.b
 
     def hidden(self, nbytes: float, ahead: float, seconds: float, prefill_s: float) -> bool:
-        """Whether such a handoff, that ended with its computing, waited for that and not for the wires: it tells no
-        more than that they are no slower than predicted."""
+        """Says whether a handoff that ended with its computing waited for that and not for the network. Such a handoff
+        only tells that the network is no slower than predicted."""
         return self.predict(nbytes, ahead) <= seconds < prefill_s / HIDDEN_SHARE
 
     def admission_s(self, nbytes: float, ahead: float, now: float) -> float:
-        """As predicted: pushes are measured whenever anything is placed, whatever they take."""
+        """Returns `predict`, because pushes are measured whenever anything is placed, however long they take."""
         return self.predict(nbytes, ahead)
 
     @property
     def bytes_per_s(self) -> float:
-        """Average over the last handoffs, weighted by their size."""
+        """The average bandwidth of the last handoffs, weighted by size."""
         return 1 / self.coefficients.b
 
     def tail_s(self, nbytes: float, prefill_s: float, ahead: float = 0.0, hidden_share: float = HIDDEN_SHARE) -> float:
-        """Seconds between the end of prefill and the last byte. Layers travel while later ones are computed, all
-        but the last of them: at least the share that cannot hide remains. `ahead`: bytes on the same wires before."""
+        """Returns the seconds between the end of prefill and the last byte. Layers are sent while later ones are
+        computed, except the last: at least the share that cannot hide remains. `ahead` is the number of bytes before
+        them on the same network."""
         if nbytes <= 0:
             return 0.0
         seconds: float = score.tail_s(nbytes, ahead, self.bytes_per_s, prefill_s, 1 - hidden_share)
@@ -315,37 +321,38 @@ class TransferModel(Pooled):
 
 
 class PullModel(PooledFit):
-    """Time to fetch blocks from other nodes: an overhead, bytes (those ahead of ours, at the holders or on their way to
-    the reader, too), and something for each further holder."""
+    """The time to fetch blocks from other nodes: an overhead, the bytes (with those before ours at the holders or on
+    their way to the reader), and something for each further holder."""
 
     def __init__(self, prior: Coefficients = PULL_PRIOR, *, shared: PullModel | None = None, name: str = "") -> None:
         super().__init__(prior, PULL_ANCHORS, shared, name)
 
     def add(self, nbytes: float, holders: float, seconds: float, now: float) -> None:
-        """Learn one pull."""
+        """Learns one pull."""
         if nbytes > 0:
             self.fit.add(nbytes, max(0, holders - 1), seconds, now)
 
     def assume(self, bytes_per_s: float) -> None:
-        """Until pulls are measured: as fast as KV was seen to go to decode, if that is faster than the prior. A push
-        waits for the layers it sends, so its rate is only a floor; and a pull that is thought slow is never tried."""
+        """Sets the prior until pulls are measured: as fast as KV was seen to go to decode, if that is faster. A push
+        waits for the layers that it sends, so its rate is only a lower bound; and a pull that is thought slow would
+        never be tried."""
         self.fit.take(Coefficients(PULL_PRIOR.a, min(PULL_PRIOR.b, 1 / bytes_per_s), PULL_PRIOR.c))
 
     def predict(self, nbytes: float, holders: float) -> float:
-        """Seconds, as measured."""
+        """Returns seconds, as measured."""
         return self.fit.predict(nbytes, max(0, holders - 1))
 
     def admission_s(self, nbytes: float, holders: float, now: float) -> float:
-        """Who expects a pull to be slow does not pull and learns nothing: so placements go by this figure, too (see
-        `FittedModel.admission_s`)."""
+        """Returns the seconds that placements use as well. A pull that is expected to be slow is not made and teaches
+        nothing (see `Estimate.admission_s`)."""
         return self.fit.admission_s(nbytes, max(0, holders - 1), now)
 
     seconds = admission_s
 
 
 class TierModel:
-    """Time to read blocks out of one lower tier of one node: by what that node says of its last reads or, when it says
-    nothing, by what reading from it was seen to take."""
+    """The time to read blocks from one lower tier of one node: by what that node reports of its reads, or when it
+    reports nothing, by what reading from it was seen to take."""
 
     def __init__(self, tier: Tier) -> None:
         self._prior = TIER_PRIORS[tier]
@@ -356,16 +363,15 @@ class TierModel:
 
     @property
     def coefficients(self) -> Coefficients:
-        """x1: bytes, those that are read before them included."""
+        """The present coefficients. x1 is bytes, with those that are read before them."""
         return self._known or self._prior
 
     def take(self, coefficients: Coefficients) -> None:
-        """See `CostModel`."""
         self._prior = coefficients
 
     def hear(self, read_s: float, bytes_per_s: float, now: float) -> bool:
-        """Its own word: seconds until the first byte, and the rate from then on; without a rate nothing is measured.
-        Returns whether that is news."""
+        """Takes the node's own report: seconds until the first byte, and the rate from then on (0: nothing was
+        measured). Returns whether that is news."""
         if read_s < 0 or bytes_per_s <= 0:
             return False
         told = Coefficients(read_s, 1 / bytes_per_s, 0.0)
@@ -376,23 +382,23 @@ class TierModel:
         return news
 
     def saw(self, nbytes: float, seconds: float, now: float) -> None:
-        """Somebody waited so long for `nbytes` out of it. Its own word counts for more."""
+        """Notes that somebody waited so long for `nbytes` from this tier. The node's own report counts for more."""
         if self._told is None:
             ratio = min(MAX_SEEN, max(1 / MAX_SEEN, seconds / self._prior.at(nbytes, 0)))
             self._seen = ratio if not self._seen else self._seen + SEEN_SHARE * (ratio - self._seen)
             self._known, self._known_at = self._prior.scaled(self._seen), now
 
     def add(self, nbytes: float, ahead: float, seconds: float, now: float) -> None:
-        """As `saw`, with what was read before."""
+        """Learns one read of `nbytes` behind `ahead` other bytes."""
         if nbytes > 0 and 0 < seconds < 1e6:
             self.saw(nbytes + ahead, seconds, now)
 
     def predict(self, nbytes: float, ahead: float = 0.0) -> float:
-        """Seconds, as last known, for `nbytes` in one go after what is read before."""
+        """Returns the seconds, as last known, for `nbytes` in one go behind `ahead` other bytes."""
         return self.coefficients.at(nbytes + ahead, 0)
 
     def admission_s(self, nbytes: float, ahead: float, now: float) -> float:
-        """Slow figures fade towards the prior while nothing new is known: see `FittedModel.admission_s`."""
+        """Returns seconds that fade towards the prior while nothing new is known (see `Estimate.admission_s`)."""
         floor = self._prior.at(nbytes + ahead, 0)
         if self._known is None:
             return floor
@@ -401,5 +407,5 @@ class TierModel:
         return float(max(min(known, floor), faded))
 
     def seconds(self, nbytes: float, now: float) -> float:
-        """For `nbytes` in one go: what placements go by."""
+        """Returns the seconds that placements use, for `nbytes` in one go."""
         return self.admission_s(nbytes, 0.0, now)

@@ -1,8 +1,10 @@
-"""Which measurements of a heartbeat can be: the others are none, whoever sends them. Pure.
+"""Which measurements in a heartbeat are plausible; the others are ignored, whoever sends them. Pure.
 
-Every member's samples reach what all are judged by (the models of its kind, the work of other conductors), so one that
-miscounts, or lies, must not move that without bound. What took longer than MAX_SAMPLE_S, or MAX_SEEN times as long, or
-as short, as on a good device of this kind teaches nothing; a minute may always be a pause."""
+Every member's samples affect all instances (through the models of its kind, and the estimate of other conductors'
+work), so a member that miscounts or lies must not change these without bound. A time above MAX_SAMPLE_S, or more than
+MAX_SEEN times longer or shorter than on a good device of this kind, teaches nothing. Times up to a minute are always
+plausible, since a process may pause.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ MAX_PAUSE_S = 60.0
 
 
 def plausible_prefill(s: PrefillSample) -> bool:
-    """Whether a prompt can have been computed, handed over and fetched like that; a time of 0 is not measured."""
+    """Says whether a prompt can have been computed, handed over and fetched in these times; a time of 0 was not
+    measured."""
     pairs = attention_pairs(s.computed_tokens, s.cached_tokens) + s.beside_pairs
     return (
         s.chunks <= min(s.steps, max(1, s.computed_tokens))
@@ -32,7 +35,7 @@ def plausible_prefill(s: PrefillSample) -> bool:
 
 
 def plausible_decode(s: DecodeSample) -> bool:
-    """Whether a decode step can have been like that."""
+    """Says whether a decode step can have taken this time."""
     return _near(s.duration_s, DECODE_PRIOR.at(s.batch, s.context_tokens))
 
 

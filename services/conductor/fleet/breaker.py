@@ -33,14 +33,14 @@ class _Bucket:
 
 
 class BreakerWindow:
-    """How many requests ended within the last `window_s`, and how many of them failed."""
+    """How many requests ended within the last `window_s` seconds, and how many of them failed."""
 
     def __init__(self, window_s: float) -> None:
         self._bucket_s = window_s / BUCKETS
         self._buckets: deque[_Bucket] = deque(maxlen=BUCKETS)
 
     def add(self, *, failed: bool, now: float) -> None:
-        """One request ended."""
+        """Counts one request that ended."""
         index = int(now / self._bucket_s)
         if not self._buckets or self._buckets[-1].index != index:
             self._buckets.append(_Bucket(index))
@@ -48,18 +48,19 @@ class BreakerWindow:
         self._buckets[-1].failures += failed
 
     def count(self, now: float) -> tuple[int, int]:
-        """Requests, failures."""
+        """Returns the numbers of requests and failures."""
         first = int(now / self._bucket_s) - BUCKETS + 1
         recent = [bucket for bucket in self._buckets if bucket.index >= first]
         return sum(bucket.requests for bucket in recent), sum(bucket.failures for bucket in recent)
 
     def clear(self) -> None:
-        """Nothing counts any more."""
+        """Forgets everything."""
         self._buckets.clear()
 
 
 class Breaker:
-    """`now` is seconds on one clock, never decreasing; `began`: when the request in question began on that clock."""
+    """The breaker of one instance. `now` is in seconds of one clock and never decreases; `began` is when the request in
+    question began on that clock."""
 
     def __init__(self, settings: BreakerSettings) -> None:
         self._settings = settings
@@ -71,13 +72,12 @@ class Breaker:
         self._why = ""
 
     def phase(self, now: float) -> BreakerPhase:
-        """At this moment."""
         if self._until is None:
             return BreakerPhase.CLOSED
         return BreakerPhase.OPEN if now < self._until else BreakerPhase.HALF_OPEN
 
     def why_not(self, now: float) -> str:
-        """Why it gets no request now; "" when it may have (half open: just) one."""
+        """Returns why the instance gets no request now; "" when it may have one (half open: exactly one)."""
         match self.phase(now):
             case BreakerPhase.CLOSED:
                 return ""
@@ -89,25 +89,25 @@ class Breaker:
                 return f"is being tried with request {probe} after its rest: {self._why}" if probe else ""
 
     def probe(self, now: float) -> str:
-        """The request that tries it now; "": none does."""
+        """Returns the request that probes it now, or ""."""
         if self._probe is None or now >= self._probe[1]:
             return ""
         return self._probe[0]
 
     def placed(self, request_id: str, now: float) -> bool:
-        """A request goes there; whether it is the probe."""
+        """Notes a request placed there; returns whether it is the probe."""
         if self.phase(now) is not BreakerPhase.HALF_OPEN or self.probe(now):
             return False
         self._probe = request_id, now + self._settings.probe_s
         return True
 
     def released(self, request_id: str) -> None:
-        """That request, if it is the probe, has ended in a way that says nothing."""
+        """Notes that the request ended in a way that says nothing about the instance."""
         if self._probe is not None and self._probe[0] == request_id:
             self._probe = None
 
     def succeeded(self, request_id: str, began: float, now: float) -> None:
-        """It has done its part of that request."""
+        """Notes that the instance has done its part of the request."""
         match self.phase(now):
             case BreakerPhase.CLOSED:
                 self._window.add(failed=False, now=now)
@@ -118,7 +118,7 @@ class Breaker:
                 pass
 
     def failed(self, request_id: str, began: float, now: float) -> None:
-        """It has failed that request."""
+        """Notes that the instance failed the request."""
         match self.phase(now):
             case BreakerPhase.CLOSED:
                 self._window.add(failed=True, now=now)
@@ -141,7 +141,7 @@ class Breaker:
         self._window.clear()
 
     def _next_rest_s(self, now: float) -> float:
-        """Twice the last one, halved by each window that it has been closed since."""
+        """Returns twice the last rest, halved for each window in which the breaker has been closed since."""
         windows = min(64, int((now - self._closed_at) / self._settings.window_s))
         rest_s = 2 * self._rest_s * 0.5**windows
         return min(self._settings.max_rest_s, max(self._settings.rest_s, rest_s))

@@ -1,4 +1,4 @@
-"""Operators' words: which instances get no new work whatever they say of themselves. Pure."""
+"""Cordons: operators keep instances from new work, whatever the instances report. Pure."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ Word = tuple[CordonState, str]  # and the reason
 
 
 class Cordons:
-    """By the instance's name: they outlive its restarts."""
+    """The cordons, by the instance's name; they outlast its restarts."""
 
     def __init__(self) -> None:
         self._words: dict[str, Word] = {}
 
     def of(self, instance_id: str) -> Word:
-        """State and reason."""
+        """Returns state and reason."""
         return self._words.get(instance_id, (CordonState.OPEN, ""))
 
     def named(self, state: CordonState) -> Iterator[str]:
-        """Who is in that state."""
+        """Yields the names of instances in that state."""
         return (name for name, (said, _) in self._words.items() if said is state)
 
     def refusal(self, event: Cordon, *, known: bool) -> KvmeshError | None:
-        """Why an operator's word cannot be taken. `known`: such an instance is registered."""
+        """Returns why a cordon is refused, or None. `known` says that such an instance is registered."""
         name = event.instance_id
         if not known and name not in self._words:
             text = f"instance_id={name!r}: no such instance is registered here"
@@ -40,14 +40,14 @@ class Cordons:
         return None
 
     def put(self, event: Cordon) -> None:
-        """It holds from now on."""
+        """Applies a cordon."""
         if event.state is CordonState.OPEN:
             self._words.pop(event.instance_id, None)
         else:
             self._words[event.instance_id] = event.state, event.reason
 
     def why_not(self, instance_id: str) -> str:
-        """Why it gets no work; "" when it may."""
+        """Returns why the instance gets no work, or ""."""
         if instance_id not in self._words:
             return ""
         state, reason = self.of(instance_id)
@@ -55,7 +55,8 @@ class Cordons:
 
 
 def changes(before: Mapping[str, Word], after: Mapping[str, Word]) -> Iterator[Cordon]:
-    """What a brain that goes by `before` must hear to go by `after`, which is kept for all conductors."""
+    """Yields the events that bring a brain from the cordons `before` to those `after`, which are kept for all
+    conductors."""
     for name in before.keys() - after.keys():
         yield Cordon(name, CordonState.OPEN, kept=True)
     for name, (state, reason) in after.items():

@@ -20,8 +20,8 @@ Pool = Hashable
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """One instance as a survey finds it. `pools`: what it works in (a model's prefill, its decode); `able`: it would
-    get work, but for its breaker."""
+    """One instance in a survey. `pools` are those that it works in (a model's prefill, its decode); `able` says that it
+    would get work, apart from its breaker."""
 
     life: Life
     pools: tuple[Pool, ...]
@@ -37,7 +37,8 @@ class _Known:
 
 
 class Breakers:
-    """Knows the lives that a survey has met and that are not forgotten since. Surveys meet some at a time."""
+    """The breakers of the incarnations that a survey has visited and that were not forgotten since. A survey visits
+    some at a time."""
 
     def __init__(self, settings: BreakerSettings) -> None:
         self._settings = settings
@@ -52,19 +53,19 @@ class Breakers:
 
     @property
     def tripped(self) -> Collection[Life]:
-        """Those that may rest; nobody else does."""
+        """The incarnations that may be at rest."""
         return self._tripped
 
     def due(self, now: float) -> bool:
-        """Whether it is time for a walk over all instances."""
+        """Says whether it is time to visit all instances."""
         return bool(self._tripped) or now - self._surveyed_at >= SURVEY_S
 
     def begin(self, now: float) -> None:
-        """Such a walk begins."""
+        """Notes that a survey begins."""
         self._surveyed_at = now
 
     def survey(self, standings: Iterable[Standing], now: float) -> None:
-        """Some of the instances, as they are now."""
+        """Updates some of the instances, as they are now."""
         for one in standings:
             known = self._known.get(one.life)
             if known is None:
@@ -78,7 +79,7 @@ class Breakers:
         self._panics.clear()
 
     def forget(self, life: Life) -> None:
-        """There is no such instance any more."""
+        """Forgets an instance that no longer exists."""
         known = self._known.pop(life, None)
         if known is None:
             return
@@ -100,7 +101,7 @@ class Breakers:
         known.able_in = able_in
 
     def why_not(self, life: Life, now: float) -> str:
-        """Why it rests; "" when it does not."""
+        """Returns why the instance is at rest, or ""."""
         if life not in self._tripped:
             return ""
         known = self._known[life]
@@ -108,19 +109,19 @@ class Breakers:
         return why if why and not any(self._panic(pool, now) for pool in known.pools) else ""
 
     def placed(self, life: Life, request_id: str, now: float) -> None:
-        """A request goes there: after a rest the first one is the probe."""
+        """Notes a request placed there; after a rest the first one is the probe."""
         if life in self._tripped and self._known[life].breaker.placed(request_id, now):
             self._probes.setdefault(request_id, set()).add(life)
             self._panics.clear()
 
     def served(self, life: Life, request_id: str, now: float) -> None:
-        """It has prefilled that request; nobody says when that began."""
+        """Notes that the instance has prefilled the request; when that began is unknown."""
         if (known := self._known.get(life)) is not None:
             known.breaker.succeeded(request_id, float("-inf"), now)
             self._panics.clear()
 
     def record_outcome(self, life: Life, outcome: RequestOutcome, now: float) -> None:
-        """How a request ended, as the decode instance `life` says: once for each attempt."""
+        """Notes how a request ended, once for each attempt, as the decode instance `life` reports."""
         began = now - outcome.duration_s
         lives = self._probes.pop(outcome.request_id, set()) & self._known.keys()
         match outcome.outcome:
@@ -139,7 +140,7 @@ class Breakers:
         self._panics.clear()
 
     def drop(self, life: Life) -> None:
-        """It is over."""
+        """Resets the breaker of an incarnation that is over."""
         if (known := self._known.get(life)) is not None:
             known.breaker = Breaker(self._settings)
         self._tripped.discard(life)
@@ -152,7 +153,7 @@ class Breakers:
         return life in self._tripped and self._known[life].breaker.probe(now) == request_id
 
     def _panic(self, pool: Pool, now: float) -> bool:
-        """Whether more than half of those who could work there would rest."""
+        """Says whether more than half of those that could work in the pool would be at rest."""
         if now != self._judged_at:
             self._panics.clear()
             self._judged_at = now

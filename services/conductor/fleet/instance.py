@@ -17,7 +17,8 @@ CHUNK_TOKENS = 512  # of an instance that does not tell
 
 
 class Instance:
-    """Mutable; owned by ConductorState. `slot`: its bit among pending blocks."""
+    """One incarnation of one instance. It is mutable and owned by ConductorState. `slot` is its bit among pending
+    blocks."""
 
     def __init__(
         self,
@@ -55,16 +56,16 @@ class Instance:
         self._sampled, self._outcomes = _Once(), _Once()
 
     def leave(self) -> None:
-        """It is gone: what it has shown says nothing of its equals any more."""
+        """Removes the instance, which is gone, from the models that it shares with its equals."""
         for model in (self.prefill, self.decode, self.transfer, self.pull):
             model.leave()
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold so many tokens, the last may be partial."""
+        """Returns how many blocks hold so many tokens; the last may be partial."""
         return -(-tokens // self.model.block_tokens)
 
     def become(self, registered: Register) -> None:
-        """The same life in another role. Its load, its models and what was placed there stay."""
+        """Takes another role in the same incarnation. Load, models and what was placed there stay."""
         self.role: Role = registered.role
         self.local_prefill_tokens = registered.local_prefill_tokens
         self.chunk_tokens = registered.chunk_tokens or CHUNK_TOKENS
@@ -82,45 +83,45 @@ class Instance:
 
     @property
     def pools(self) -> tuple[tuple[object, ...], ...]:
-        """What it works in: its model's prefill, its decode."""
+        """The pools that it works in: its model's prefill, its decode."""
         works = (("prefill", self.role.prefills), ("decode", self.role.decodes))
         return tuple((self.model.name, self.model.kv_identity, name) for name, there in works if there)
 
     def chunks(self, tokens: int) -> int:
-        """Steps that a prompt with so many tokens to compute is part of."""
+        """Returns how many steps a prompt with so many tokens to compute takes part in."""
         return max(1, -(-tokens // self.chunk_tokens))
 
     def can_prefill(self, prompt_tokens: int) -> bool:
-        """Whether a prompt of that length fits here when nothing else is there."""
+        """Says whether a prompt of that length fits when nothing else is there."""
         limit = self.model.max_context_tokens
         return self.blocks_for(prompt_tokens) <= self.capacity_blocks and (not limit or prompt_tokens < limit)
 
     def can_decode(self, prompt_tokens: int) -> bool:
-        """Whether such a prompt and one token of its answer fit here."""
+        """Says whether such a prompt and one token of its answer fit."""
         limit = self.model.max_context_tokens
         return self.blocks_for(prompt_tokens + 1) <= self.capacity_blocks and (not limit or prompt_tokens < limit)
 
     def seconds_per_token(self) -> float:
-        """Marginal prefill time, for tokens whose requests are unknown."""
+        """The marginal prefill time in seconds, for tokens whose requests are unknown."""
         return (self.prefill.predict(1024, 0) - self.prefill.predict(1, 0)) / 1023
 
     def first_sample_of(self, request_id: str) -> bool:
-        """Whether no sample of that request came before: unacknowledged ones are sent again."""
+        """Says whether this is the first sample of that request; unacknowledged samples are sent again."""
         return self._sampled.first(request_id)
 
     def first_outcome_of(self, request_id: str, attempt: int) -> bool:
-        """Likewise, of outcomes of one attempt."""
+        """Says whether this is the first outcome of that attempt."""
         return self._outcomes.first(f"{attempt} {request_id}")
 
 
 class _Once:
-    """Which of the last MAX_KNOWN_SAMPLES names came before."""
+    """Remembers which of the last MAX_KNOWN_SAMPLES names have come."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, None] = OrderedDict()
 
     def first(self, name: str) -> bool:
-        """Whether it comes for the first time."""
+        """Says whether the name comes for the first time."""
         if name in self._known:
             return False
         self._known[name] = None
@@ -130,7 +131,8 @@ class _Once:
 
 
 class ModelFits:
-    """What all instances of one model and KV layout have shown together; each of them has its part (equals.py)."""
+    """The cost models that all instances of one model and KV layout share; each instance has its departure
+    (equals.py)."""
 
     def __init__(self) -> None:
         self.prefill = PrefillModel()
@@ -142,10 +144,10 @@ class ModelFits:
         return self.prefill.equals, self.decode.equals, self.transfer.equals, self.pull.equals
 
     def fade(self, now: float) -> None:
-        """Time has passed."""
+        """Lets departures fade up to `now`."""
         for equals in self._equals():
             equals.fade(now)
 
     def changed(self) -> dict[str, None]:
-        """Names of instances for which something else is predicted than at the last call."""
+        """Returns the names of instances whose predictions have changed since the last call."""
         return dict.fromkeys(name for equals in self._equals() for name in equals.changed())

@@ -1,4 +1,4 @@
-"""What the store master has said about who lives."""
+"""What the store master has reported about living members."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ MAX_GONE = 4096
 
 
 class Members:
-    """Follows one stream after another. An instance that the master does not mention may have registered with the
-    conductor first: only the dead get no work. Blocks, though, are fetched from known members alone."""
+    """What the store master says about its members, over one stream after another. An instance that the master does not
+    mention may have registered with the conductor first, so only dead ones get no work. Blocks, however, are fetched
+    from known members alone."""
 
     def __init__(self, grace_s: float) -> None:
-        """`grace_s`: a restarted master has forgotten everybody; for so long its members count as they were."""
+        """`grace_s` is how many seconds the members of a restarted master, which has forgotten them, count as
+        they did."""
         self.grace_s = grace_s
         self._master: int | None = None
         self._connected = False
@@ -25,23 +27,23 @@ class Members:
 
     @property
     def connected(self) -> bool:
-        """Whether the master is being heard."""
+        """Whether the master's stream is up."""
         return self._connected
 
     def verdict(self, life: Life) -> str:
-        """ "left" or "died" when a connected master said so of this very incarnation, else ""."""
+        """Returns "left" or "died" when a connected master said so of this incarnation, else ""."""
         return self._gone.get(life, "") if self._connected else ""
 
     def ended(self, life: Life) -> bool:
-        """Whether this master, when last heard, had said that it left or died."""
+        """Says whether this master, when last heard, had said that the incarnation left or died."""
         return life in self._gone
 
     def member(self, instance_id: str) -> Member | None:
-        """Who bears that name, as far as is known."""
+        """Returns the member of that name, or None."""
         return self._known.get(instance_id)
 
     def reset(self, master_incarnation: int, members: Iterable[Member], now: float) -> list[Life]:
-        """A snapshot. Returns the lives that ended while nobody was listening."""
+        """Applies a snapshot. Returns the incarnations that ended while no stream was up."""
         new = {m.ref.instance_id: m for m in members}
         alive = {m.ref.life for m in new.values()}
         before = {m.ref.life: m for m in self._known.values()}
@@ -65,7 +67,7 @@ class Members:
         return sorted(lost)
 
     def joined(self, member: Member) -> list[Life]:
-        """It is a member (again). Returns the life whose name it has taken, if that was still thought to live."""
+        """Adds a member. Returns the incarnation whose name it has taken, if that one was still thought to be alive."""
         life = member.ref.life
         before = self._known.get(life[0])
         self._known[life[0]] = member
@@ -78,7 +80,7 @@ class Members:
         return [before.ref.life]
 
     def gone(self, life: Life, how: str) -> None:
-        """It left or died."""
+        """Notes that the incarnation left or died."""
         known = self._known.get(life[0])
         if known is not None and known.ref.life == life:
             del self._known[life[0]]
@@ -86,11 +88,12 @@ class Members:
         self._bury(life, how)
 
     def lost(self) -> None:
-        """The stream broke: verdicts rest until the next snapshot."""
+        """Notes that the stream broke: verdicts are suspended until the next snapshot."""
         self._connected = False
 
     def expire(self, now: float) -> list[Life]:
-        """Members of the former master that have not joined the new one in time. Nobody said that they died."""
+        """Returns members of the former master that have not joined the new one in time; nobody reported their
+        death."""
         if not self._connected:
             return []
         late = [life for life, until in self._awaited.items() if until <= now]

@@ -1,4 +1,4 @@
-"""The registered instances: who they are, which model they serve, whom a new life replaces."""
+"""The registered instances: their models, their KV identities, and which incarnation replaces which."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ WhyNot = Callable[[Instance], str]
 
 
 class Fleet:
-    """Instances by name, in the order in which they came."""
+    """The instances by name, in the order in which they registered."""
 
     def __init__(self, confidence: float = 0.0) -> None:
-        """`confidence`: see margins.py."""
+        """`confidence` is explained in margins.py."""
         self._confidence = confidence
         self._instances: dict[str, Instance] = {}
         self._fits: dict[tuple[str, tuple[object, ...]], ModelFits] = {}
@@ -41,7 +41,7 @@ class Fleet:
         return len(self._instances)
 
     def next(self, count: int) -> list[Instance]:
-        """The next so many of all, round and round."""
+        """Returns the next `count` of all instances, round-robin."""
         if len(self._round) != len(self._instances):
             self._round = list(self._instances.values())
         instances = self._round
@@ -51,16 +51,16 @@ class Fleet:
         return instances[first : first + count] + instances[: max(0, first + count - len(instances))]
 
     def named(self, instance_id: str) -> Instance | None:
-        """Whoever bears that name now."""
+        """Returns the instance of that name, or None."""
         return self._instances.get(instance_id)
 
     def of(self, life: Life) -> Instance | None:
-        """That very life, if it is registered."""
+        """Returns the instance if exactly that incarnation is registered, else None."""
         instance = self._instances.get(life[0])
         return instance if instance is not None and instance.ref.incarnation == life[1] else None
 
     def check(self, event: Register) -> KvmeshError | None:
-        """Why this registration is refused."""
+        """Returns why this registration is refused, or None."""
         ref = event.ref
         if error := _invalid(event):
             return error
@@ -72,13 +72,14 @@ class Fleet:
         return None
 
     def is_same(self, event: Register) -> bool:
-        """Whether a life that is known registers again, perhaps in another role."""
+        """Says whether a known incarnation registers again, perhaps in another role."""
         old = self._instances.get(event.ref.instance_id)
         new = event.ref, event.model, event.capacity_blocks
         return old is not None and (old.ref, old.model, old.capacity_blocks) == new
 
     def add(self, event: Register, slot: int, pulse: Pulse, now: float) -> Instance:
-        """A checked registration of somebody new, who is told `pulse`; whoever bore the name was removed before."""
+        """Adds a new instance whose registration was checked, and which is told `pulse`. An earlier one of that name
+        was removed before."""
         self._round = []
         model = event.model
         fits = self._fits.setdefault((model.name, model.kv_identity), ModelFits())
@@ -90,7 +91,7 @@ class Fleet:
         return instance
 
     def remove(self, instance: Instance, *, replaced: bool = False) -> None:
-        """It leaves; `replaced`: its life may not come back."""
+        """Removes an instance. `replaced` says that its incarnation may not come back."""
         self._round = []
         del self._instances[instance.ref.instance_id]
         instance.leave()
@@ -102,24 +103,24 @@ class Fleet:
                 self._replaced.popitem(last=False)
 
     def fade(self, now: float) -> None:
-        """Time has passed: what instances have shown beside their equals grows old."""
+        """Lets the departures of instances fade up to `now`."""
         for fits in self._fits.values():
             fits.fade(now)
 
     def changed(self) -> list[str]:
-        """Names of instances for which something else is predicted than at the last call."""
+        """Returns the names of instances whose predictions have changed since the last call."""
         return [name for fits in self._fits.values() for name in fits.changed()]
 
     def models(self, why_not: WhyNot) -> list[ModelCard]:
-        """One card per model name: of the KV identity that `serving` would give."""
+        """Returns one card per model name, of the KV identity that `serving` returns."""
         names = dict.fromkeys(i.model.name for i in self._instances.values())
         return [
             max((i.model for i in self.serving(name, why_not)), key=lambda m: m.max_context_tokens) for name in names
         ]
 
     def serving(self, model: str, why_not: WhyNot) -> list[Instance]:
-        """Registered instances of a model whose KV fits together. Where one name stands for several (an update
-        is rolling through), those that can serve now come first, then the more numerous."""
+        """Returns the registered instances of a model whose KV fits together. If the name stands for several such sets
+        (during a rolling update), one that can serve now is preferred, then the more numerous."""
         groups: dict[tuple[object, ...], list[Instance]] = {}
         for instance in self._instances.values():
             if instance.model.name == model:
@@ -136,8 +137,8 @@ class Fleet:
         return max(groups.values(), key=worth)
 
     def stranded(self, instance: Instance) -> str:
-        """Why nobody of its model can work with this instance, though somebody could if their KV fitted together; "" if
-        somebody can, or nobody of the other role is there at all."""
+        """Returns why no instance of its model can work with this one though some could if their KV fitted together; ""
+        if one can, or if there is none of the other role at all."""
         if instance.alone_tokens or len(self._kin.get(instance.model.name, ())) <= 1:
             return ""
         kin = [i for i in self._instances.values() if i.model.name == instance.model.name and i is not instance]

@@ -1,6 +1,5 @@
-"""Looks at everybody, some at a time: what one tick may look at grows with the time since the last one, so that a tick
-that comes often is short, and one that comes rarely (the simulator's) still sees all. Pure: time is an argument.
-"""
+"""Visits all instances, some at a time. How many one tick may visit grows with the time since the last tick: frequent
+ticks are short, and the simulator's rare ones still visit all. Pure: time is an argument."""
 
 from __future__ import annotations
 
@@ -15,18 +14,19 @@ MOST_S = 1.0  # a longer pause is made up for no further
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """So much work a second, but at least `least` a tick."""
+    """A rate of work: `per_s` a second, and at least `least` a tick."""
 
     per_s: float
     least: int
 
     def count(self, passed_s: float) -> int:
-        """What may be done in a tick. `passed_s`: since the last one."""
+        """Returns what may be done in a tick, `passed_s` seconds after the last one."""
         return max(self.least, math.ceil(self.per_s * min(MOST_S, passed_s)))
 
 
 class Walk:
-    """Over all instances of one moment: who comes later is met on the next one, who goes is met all the same."""
+    """A walk over all instances of one moment. Those that come later are visited on the next walk; those that leave are
+    visited all the same."""
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
@@ -35,15 +35,16 @@ class Walk:
 
     @property
     def under_way(self) -> bool:
-        """Whether somebody is still to be met."""
+        """Whether some are still to be visited."""
         return self._met < len(self._all)
 
     def begin(self, everybody: Sequence[Instance]) -> None:
-        """From the first of these on. They may not change."""
+        """Starts with the first of these. The sequence must not change."""
         self._all, self._met = everybody, 0
 
     def next(self, passed_s: float) -> Sequence[Instance]:
-        """Those that this tick may look at. `passed_s`: since the last one. A walk that is over keeps none alive."""
+        """Returns the instances that this tick may visit, `passed_s` seconds after the last one. A finished walk keeps
+        no reference."""
         first, self._met = self._met, self._met + self._pace.count(passed_s)
         some = self._all[first : self._met]
         if not self.under_way:

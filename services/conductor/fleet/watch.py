@@ -1,4 +1,4 @@
-"""Follows the store master's stream of members and blocks and hands what it says to the brain."""
+"""Follows the store master's stream of members and blocks, and gives its events to the brain."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
 
 
 class StoreWatch:
-    """Follows whichever store master leads. One stream at a time, opened again after every failure. `deliver` takes
-    each event as it comes; an error that it raises ends the stream, and the next one begins with a snapshot."""
+    """Follows whichever store master leads, over one stream at a time that is opened again after every failure.
+    `deliver` gets each event; an error that it raises ends the stream, and the next one begins with a snapshot."""
 
     def __init__(
         self, addresses: str, deliver: Callable[[Event], None], *, silence_s: float, rng: random.Random
     ) -> None:
-        """`addresses`: "a:1,b:2". `silence_s`: a quiet master still sends empty messages; a stream silent for longer is
-        broken."""
+        """`addresses` is a list, "a:1,b:2". A quiet master still sends empty messages, so a stream that is silent for
+        longer than `silence_s` is broken."""
         self._masters = LeaderTracker(addresses)
         self.status = f"connecting to {self.address}"
         self._deliver = deliver
@@ -42,11 +42,11 @@ class StoreWatch:
 
     @property
     def address(self) -> str:
-        """Whom it follows, or tries to."""
+        """The address that it follows, or tries to."""
         return self._masters.current
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Until `stop` is set. Raises nothing but CancelledError."""
+        """Runs until `stop` is set. Raises nothing but CancelledError."""
         failures = 0
         while not stop.is_set():
             self._followed = False
@@ -66,7 +66,7 @@ class StoreWatch:
                     await stop.wait()
 
     async def _until_broken(self, stop: asyncio.Event) -> Exception | None:
-        """Reads one stream to its end and says why it ended; None: stopped."""
+        """Reads one stream to its end and returns why it ended; None when stopped."""
         channel = channels.connect(self.address)
         reading = asyncio.create_task(self._read(channel))
         stopping = asyncio.create_task(stop.wait())
@@ -112,7 +112,7 @@ class StoreWatch:
 
 
 class _Follower:
-    """One stream, from its snapshot on. `seq`: of the last change heard; None until the snapshot is whole."""
+    """One stream, from its snapshot on. `seq` is the number of the last change; None until the snapshot is complete."""
 
     def __init__(self, deliver: Callable[[Event], None]) -> None:
         self._deliver = deliver
@@ -123,7 +123,7 @@ class _Follower:
         self.members = 0
 
     def take(self, message: pb.StoreEvents) -> None:
-        """Deliver what it says. Raises Unavailable when something is missing before it."""
+        """Delivers a message's events. Raises Unavailable when something is missing before it."""
         if self._master not in (None, message.master_incarnation):
             raise Unavailable("another store master speaks on the same stream")
         if message.snapshot:

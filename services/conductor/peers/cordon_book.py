@@ -1,7 +1,8 @@
-"""Operators' words in Redis, where all conductors of a mesh read them and the next one finds them. A version says when
-to read again. Every call has a deadline; decides nothing.
+"""Cordons in Redis, where all conductors of a mesh read them and a later conductor finds them. A version number tells
+when to read again. Every call has a deadline; nothing is decided here.
 
-A Redis that has forgotten is told again by whoever knows the later version: an operator's word must not end by itself.
+A Redis that has lost its data is told again by the conductor that knows the latest version, because only an operator
+may end a cordon.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ end
 
 
 class CordonBook:
-    """`deliver` hands the brain what others have written, as Cordons that are `kept`."""
+    """Shares cordons through Redis. `deliver` gives the brain what others have written, as Cordons that are `kept`."""
 
     def __init__(self, redis: Redis, deliver: Callable[[Cordon], object]) -> None:
         self._redis = redis
@@ -64,20 +65,20 @@ class CordonBook:
         self._following: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Read what there is, and follow it. A Redis that does not answer is asked again and again."""
+        """Reads what there is, and follows changes. A Redis that does not answer is asked again and again."""
         with contextlib.suppress(Unavailable):
             await self.sync()
         self._following = asyncio.create_task(self._follow(), name="cordons")
 
     async def close(self) -> None:
-        """Follow no more."""
+        """Stops following."""
         if self._following is not None:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)
 
     async def put(self, event: Cordon) -> None:
-        """Keep an operator's word; it has reached the brain when this returns. Raises Overloaded, Unavailable: it is
-        not kept (or, when only the answer was lost, it is, and comes with the next reading)."""
+        """Stores a cordon, which has reached the brain when this returns. Raises Overloaded or Unavailable when it was
+        not stored. If only the answer was lost it is stored, and comes with the next reading."""
         word = "" if event.state is CordonState.OPEN else f"{event.state.value} {event.reason}"
         while True:
             args = [self._version, event.instance_id, word, MAX_CORDONS]
@@ -89,7 +90,7 @@ class CordonBook:
                 return
 
     async def sync(self) -> None:
-        """Bring the brain up to date. Raises Unavailable."""
+        """Brings the brain up to date. Raises Unavailable."""
         async with self._turn:
             version = int(await self._within(self._redis.client.get(self._keys[0])) or 0)
             if version < self._version:

@@ -1,5 +1,5 @@
-"""What a conductor has in common with others through Redis: which of them orders replication and roles, and operators'
-words that all of them mind. Without Redis it is alone, and leads."""
+"""What conductors share through Redis: which of them leads, and so orders replication and roles, and the cordons that
+all of them obey. Without Redis a conductor is alone, and leads."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ DRAIN_S = 3.0
 
 
 class ConductorLeadership:
-    """`deliver` hands an event to the brain, on the event loop."""
+    """What this conductor shares with others. `deliver` gives an event to the brain, on the event loop."""
 
     def __init__(
         self, config: ConductorConfig, deliver: Callable[[Event], object], clock: Callable[[], float] = lease_clock
     ) -> None:
-        """`clock`: see Leadership. Raises ConfigError: a setting of Redis is wrong."""
+        """`clock` is as in Leadership. Raises ConfigError when a Redis setting is wrong."""
         self._config = config
         self._deliver = deliver
         self._address = ""
@@ -45,13 +45,13 @@ class ConductorLeadership:
         self._leadership = Leadership(lease_s, self._lead, self._lead, lambda why: self._lead(0), clock, first)
 
     def begin(self) -> None:
-        """Without Redis: lead."""
+        """Leads at once if there is no Redis."""
         if self._redis is None:
             self._leadership.begin()
             self.opened = True
 
     async def open(self, address: str) -> None:
-        """Compete for the lease under `address`; read what operators have said."""
+        """Reads the cordons, and competes for the lease under `address`."""
         self._address = address
         if self._redis is not None and self._book is not None:
             await self._book.open()
@@ -59,7 +59,7 @@ class ConductorLeadership:
             self._leadership.start(RedisLease(self._redis, address, self._config.leader_lease_ms))
 
     async def close(self) -> None:
-        """Another may lead at once."""
+        """Gives the lease back, so that another may lead at once."""
         await self._leadership.close()
         if self._book is not None:
             await self._book.close()
@@ -69,16 +69,17 @@ class ConductorLeadership:
 
     @property
     def address(self) -> str:
-        """Of this conductor, as others reach it; "" before `open`."""
+        """This conductor's address as others reach it; "" before `open`."""
         return self._address
 
     def leads(self) -> bool:
-        """Now. Ask in the very turn in which something is ordered: a lease that has run out ends before it returns."""
+        """Whether this conductor leads now. Check it in the very turn in which something is ordered: a lease that has
+        run out ends the leadership before this returns."""
         return self._leadership.leads()
 
     @property
     def as_proto(self) -> pb.Leadership:
-        """For GetStatus."""
+        """The leadership as GetStatus shows it."""
         if self._redis is None:
             return pb.Leadership(role="alone", term=self._leadership.term, leader=self._address)
         if self.leads():
@@ -86,10 +87,12 @@ class ConductorLeadership:
         return pb.Leadership(role="standby", term=self._leadership.term, leader=self._leadership.leader)
 
     async def cordon(self, event: Cordon, was: CordonState) -> None:
-        """Keep a word that the brain would take, have the brain hear it, and the store master if replicas are to move.
+        """Stores a cordon that the brain would accept, gives it to the brain and, if replicas are to move, tells the
+        store master.
 
-        Raises Overloaded; Unavailable: Redis, where there is one, has not answered and nothing has changed, or the
-        store master could not be told and all else has."""
+        Raises Overloaded. Raises Unavailable when Redis, if there is one, has not answered, and nothing has changed; or
+        when the store master could not be told, and everything else is done.
+        """
         if self._book is not None:
             await self._book.put(event)
         else:

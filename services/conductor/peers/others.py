@@ -1,10 +1,11 @@
-"""What other conductors place, as far as no report has told of it yet. Pure.
+"""An estimate of what other conductors have placed since the last reports. Pure.
 
-Conductors that do not hear of each other see the same queues between two heartbeats and choose alike: the shortest one
-gets from every one of them what would fill it once. So each expects the others' work where it would go. How much comes,
-reports tell: of the prompts that instances say they have computed some are not of our placing. Where it goes: like
-water, over the shortest queues up to one level. Queues below that level are then as good as one another, ties are
-broken by chance, and what all conductors place together fills them evenly.
+Conductors that do not exchange placements see the same queues between two heartbeats, and all choose the shortest one.
+So each conductor expects the others' work where it would go.
+
+How much: instances report the prompts that they have computed, and some of these were placed by other conductors.
+Where: it is spread over the shortest queues up to one level, as water would be. Queues below that level then count as
+equal, ties are broken by chance, and all conductors together fill them evenly.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ class OtherConductors:
 
     @property
     def rate(self) -> float:
-        """Predicted seconds of work that they place in one second."""
+        """The predicted seconds of work that they place in one second."""
         return self._seconds / FADE_S
 
     def computed(self, seconds: float, now: float) -> None:
-        """An instance has computed a prompt of theirs."""
+        """Notes that an instance has computed a prompt of theirs, of so many predicted seconds."""
         self._fade(now)
         self._seconds += seconds
 
@@ -45,7 +46,7 @@ class OtherConductors:
         self._as_of = now
 
     def due(self, now: float) -> bool:
-        """Whether `spread` would do something."""
+        """Says whether `spread` would do something."""
         if now < self._due or not self._seconds:
             return False
         self._fade(now)
@@ -53,8 +54,8 @@ class OtherConductors:
         return self._seconds > 0
 
     def spread(self, queues: Sequence[PrefillQueue], now: float) -> list[int]:
-        """Put what has come since the queues' reports where it would go. The places in `queues` of those that have
-        changed."""
+        """Adds the work that others have placed since the queues' reports where it would go. Returns the indices of the
+        queues that have changed."""
         self._fade(now)
         self._seconds = min(self._seconds, MAX_RATE * FADE_S * len(queues))
         self._due = now + max(PERIOD_S, PER_QUEUE_S * len(queues))
@@ -65,7 +66,7 @@ class OtherConductors:
 
 
 def water(heights: Iterable[float], volume: float) -> float:
-    """Up to which level `volume` fills vessels that are so high inside, all of width 1."""
+    """Returns the level up to which `volume` fills vessels of width 1 whose floors are at these heights."""
     sum_s, level = 0.0, 0.0
     for count, height in enumerate(sorted(heights)):
         if count and (volume + sum_s) / count <= height:

@@ -1,13 +1,14 @@
-"""What nearness is worth: requests of one session where the last one went, requests of one origin together. Terms of
-the score, never a router of its own. Pure.
+"""What it is worth to place requests of one session where the last one went, and requests of one origin together.
+Affinity is a term of the score, not a router of its own. Pure.
 
     session   The instances of its last request hold more of it than the index knows: decode has its answer sealed or
-              about to be, prefill the prompt's tail that no announcement has told of yet.
+              about to be, and prefill the end of the prompt, which no announcement has reported yet.
     origin    Requests that share much of their prompts and run in one batch share reads of the KV (cascade attention),
               so they gather at one decode instance, among those where they went lately.
 
-Each is a number of seconds that being *elsewhere* costs a request (nearness.py): at most what `AffinitySettings` says,
-less as time goes by. An instance whose load costs more than that is left, so nothing piles up.
+Each term is what it costs a request, in seconds, *not* to be placed there (nearness.py). It is at most what
+`AffinitySettings` says, and falls with time. Where an instance's load costs more than that, requests go elsewhere, so
+they do not accumulate at one instance.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MAX_SESSIONS, MAX_ORIGINS, MAX_PLACES = 65_536, 8_192, 4
 
 
 class Affinity:
-    """Remembers where sessions and origins went lately; the least recently used are forgotten first."""
+    """Remembers where sessions and origins were placed lately; the least recently used are forgotten first."""
 
     def __init__(self, settings: AffinitySettings) -> None:
         self._settings = settings
@@ -36,11 +37,11 @@ class Affinity:
         self._origins: OrderedDict[Hashable, OrderedDict[str, float]] = OrderedDict()
 
     def __len__(self) -> int:
-        """Sessions and origins that are remembered."""
+        """Returns how many sessions and origins are remembered."""
         return len(self._sessions) + len(self._origins)
 
     def near(self, request: Schedule, now: float) -> Nearness:
-        """What its score is made of besides."""
+        """Returns the affinity terms of the request's score."""
         most = self._settings
         last = self._sessions.get(_session(request)) if most.session_s > 0 and request.session else None
         places = self._origins.get(_origin(request)) if most.origin_s > 0 and request.origin else None
@@ -57,7 +58,7 @@ class Affinity:
         return Nearness(prefill, decode, together)
 
     def placed(self, request: Schedule, choice: PlacementChoice, now: float) -> None:
-        """It went there."""
+        """Notes where a request was placed."""
         prefill, decode = choice.prefill.instance.ref.instance_id, choice.decode.instance.ref.instance_id
         if request.session and self._settings.session_s > 0:
             self._sessions[_session(request)] = prefill, decode, now

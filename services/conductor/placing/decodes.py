@@ -1,9 +1,9 @@
-"""What a request would cost at each decode instance, and how far decode reads what its own lower tiers have of a
-prompt. Pure: instances are only read here.
+"""What a request would cost at each decode instance, and how much of its prompt decode reads from its own lower tiers.
+Pure: instances are only read here.
 
-Reading begins when the request is placed, beside the queue and the computing at prefill, and its landing waits for it;
-what decode does not read, prefill pushes. Reading pays as far as it hides there, or while the wires are slower than the
-device.
+Reading begins when the request is placed, beside the queue and the computing at prefill, and the landing waits for it.
+What decode does not read, prefill pushes. Reading pays as far as it is hidden there, or while the network is slower
+than the device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class DecodeChoice:
-    """One decode instance and the terms of its TBT, in seconds."""
+    """One decode instance and the terms of its score, in seconds."""
 
     instance: Instance
     at_decode: int  # leading prompt blocks sealed in its own node store
@@ -44,7 +44,7 @@ class DecodeChoice:
 
     @property
     def score_s(self) -> float:
-        """For ranking: what a token costs, waiting included."""
+        """The score for ranking: the seconds that a token costs, waiting included."""
         if self._score_s is None:
             self._score_s = score.token_cost_s(
                 self.tbt_s, self.landing_wait_s, self.slot_wait_s, self.page_wait_s, self.tail_s
@@ -62,8 +62,9 @@ def choice(
     alone: bool = False,
     arriving: int = 0,
 ) -> DecodeChoice:
-    """`place`: the instance's blocks in the survey; only sealed ones count. `alone`: it computes the prompt, too, in
-    device pages, and nothing lands. `arriving`: bytes that others send there."""
+    """Weighs one decode instance. `place` is where its blocks show in the survey; only sealed ones count. With `alone`
+    it also computes the prompt, in device pages, and nothing lands. `arriving` is the number of bytes that others send
+    there."""
     batch, model = instance.batch, instance.model
     at_decode = 0 if alone else survey.sealed_depth(place)
     size = batch.requests + 1
@@ -88,7 +89,7 @@ def choice(
 
 
 def steps(instance: Instance, requests: float, context_tokens: float, now: float) -> tuple[float, float]:
-    """TBT with so many requests there: predicted, and that by which work may be refused."""
+    """Returns the TBT with so many requests there: the predicted one, and the one by which work may be refused."""
     others = requests - 1
     if instance.max_running and requests > instance.max_running:
         requests, context_tokens = score.running(requests, context_tokens, instance.max_running)
@@ -107,8 +108,9 @@ def steps(instance: Instance, requests: float, context_tokens: float, now: float
 
 @dataclass(slots=True)
 class DecodeLoad:
-    """`tail_s`: from the end of computing at prefill to the last byte. `segments`: what decode reads in `load_s`, up to
-    block `until`. `limit`: it is not to read from there on; None: whatever it finds."""
+    """What decode reads from its own lower tiers. `tail_s` is the time from the end of computing at prefill to the last
+    byte. Decode reads `segments` in `load_s` seconds, up to block `until`; from block `limit` on it must not read
+    (None: no limit)."""
 
     tail_s: float
     segments: tuple[FetchSegment, ...] = ()
@@ -126,8 +128,8 @@ def decode_load(
     first: int,
     slo_s: float,
 ) -> DecodeLoad:
-    """`place`: decode's blocks in the survey; `first`: the prompt block before which decode has all, or pulls it.
-    `slo_s`: for the TTFT without waiting for room at decode."""
+    """Plans what decode reads from its own lower tiers. `place` is where decode's blocks show in the survey; before
+    block `first` decode has everything, or pulls it. `slo_s` bounds the TTFT without the wait for room at decode."""
     if not place.lower or not (ways := planner.sources(place, others=False)):
         return DecodeLoad(prefill.tail_s)
     model = decode.instance.model
@@ -142,7 +144,8 @@ def decode_load(
         return planner.load_s(cut(segments, until), block_bytes)[0]
 
     def tail_s(until: int) -> float:
-        """Pushes begin when the landing is there, and hide behind what is computed from then on."""
+        """Returns the seconds from the end of computing to the last byte, if decode reads up to block `until`. Pushes
+        begin when the landing is complete, and hide behind what is computed from then on."""
         late_s = max(0.0, load_s(until) - prefill.start_s)
         pushed = max(0, request.prompt_tokens - until * model.block_tokens) * model.kv_bytes_per_token
         hidden_s = max(0.0, prefill.prefill_s - late_s)

@@ -1,4 +1,5 @@
-"""What being far from a request's session and origin costs at each instance: terms of the score (see affinity.py)."""
+"""What it costs at each instance not to be near a request's session and origin: terms of the score (see
+affinity.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from kvmesh.services.conductor.score import COUNTED_TOKENS
 
 
 class NearInstances:
-    """Instances that are near, by id, with what that is worth in seconds, at least 0."""
+    """The instances that are near, by id, with what that is worth in seconds (at least 0)."""
 
     __slots__ = ("_at", "most_s")
 
@@ -20,11 +21,12 @@ class NearInstances:
 
     @property
     def near(self) -> Collection[str]:
-        """Who is."""
+        """The ids of the near instances."""
         return self._at.keys()
 
     def far_s(self, instance_id: str) -> float:
-        """What it costs not to be the nearest: from 0 there to `most_s` where it is not known."""
+        """Returns what it costs, in seconds, not to be at the nearest instance: 0 there, `most_s` where nothing is
+        known."""
         return self.most_s - self._at.get(instance_id, 0.0) if self._at else 0.0
 
 
@@ -33,23 +35,23 @@ NOTHING = NearInstances()
 
 @dataclass(frozen=True, slots=True)
 class Nearness:
-    """Of one request, for each half of a placement. Costs are never negative; at decode they are those of one token,
-    as the TBT that they are added to."""
+    """The affinity terms of one request, for each half of a placement. Costs are never negative; those of decode are
+    for one token, as is the TBT that they are added to."""
 
     session_prefill: NearInstances = NOTHING
     session_decode: NearInstances = NOTHING
     origin: NearInstances = NOTHING
 
     def of(self, prefill: Instance, decode: Instance) -> float:
-        """Added to the cost of a whole placement."""
+        """Returns the cost added to a whole placement."""
         return self.prefill_s(prefill.ref.instance_id) + COUNTED_TOKENS * self.decode_s(decode.ref.instance_id)
 
     def prefill_s(self, instance_id: str) -> float:
-        """Added to the cost of computing the prompt there."""
+        """Returns the cost added to computing the prompt there."""
         return self.session_prefill.far_s(instance_id)
 
     def decode_s(self, instance_id: str) -> float:
-        """Added to the score of decoding there."""
+        """Returns the cost added to the score of decoding there."""
         return self.session_decode.far_s(instance_id) + self.origin.far_s(instance_id)
 
 

@@ -1,24 +1,25 @@
-"""What a request becomes: a pair (one instance computes the prompt, another answers), or alone on one that does both.
-Pure: instances are only read here.
+"""How a request is served: by a pair (one instance computes the prompt, another decodes), or by one instance that does
+both. Pure: instances are only read here.
 
-A pair is found half by half: the decode instance with the least predicted TBT, then the prefill instance with the least
-predicted TTFT (Algorithm 1 of the Mooncake paper; prefills.py). Every coupled instance and every decode instance that
-may compute so much is weighed beside the best pair, and the least cost wins:
+A pair is chosen half by half: the decode instance with the least predicted TBT, then the prefill instance with the
+least predicted TTFT (Algorithm 1 of the Mooncake paper; prefills.py). Every coupled instance, and every decode instance
+that may compute so much, is weighed beside the best pair, and the least cost wins:
 
-    cost = TTFT + stall + line + answer + handoff + far            score.py has the formulas
+    cost = TTFT + stall + others + answer + handoff + far            score.py has the formulas
 
-    TTFT     predicted: max(queue, fetching) + prompt + what of the transfer shows + waiting for room. Where rows run
-             on the instance that computes, the prompt is slower by their share of the mixed steps (interference.py).
+    TTFT     predicted: max(queue, fetch) + prompt + the part of the transfer that is not hidden + the wait for room.
+             Where rows run on the instance that computes, the prompt is slower by their share of the mixed steps
+             (interference.py).
     stall    row-seconds that those rows stand still meanwhile: rows x prompt (STALL_WEIGHT each)
-    line     what others in the prefill instance's line lose by it (shortest_first.py)
-    answer   the next COUNTED_TOKENS of the answer at the predicted TBT, and waiting for a place in the batch. Prompts
+    others   what others in the prefill instance's queue lose by it (shortest_first.py)
+    answer   the next COUNTED_TOKENS of the answer at the predicted TBT, and the wait for a place in the batch. Prompts
              queued at the instance make its TBT longer.
-    handoff  of a pair: its messages
+    handoff  of a pair: the time of its messages
     far      what it costs not to be where the request's session and origin are (affinity.py)
 
-A kind is out when its TTFT, its TBT or, while the prompt is computed, the TBT of the rows beside it would pass the SLO;
-the request is refused when all are, and told when to come back. Where instances are many, most of them are left out
-(candidates/select.py).
+An option is excluded when its TTFT, its TBT or, while the prompt is computed, the TBT of the rows beside it would
+exceed the SLO. The request is refused when all options are excluded, and is told when to come back. Where instances are
+many, most of them are not weighed (candidates/select.py).
 """
 
 from __future__ import annotations
@@ -70,13 +71,13 @@ class PlacementChoice:
 
     @property
     def ttft_s(self) -> float:
-        """Predicted, until decode can go on from the first token: what placements and admission go by."""
+        """The predicted TTFT, until decode can go on from the first token; placements and admission use it."""
         return self.prefill.ttft_s + self.decode.landing_wait_s
 
 
 @dataclass(slots=True)
 class PlacementAndWeighed:
-    """The answer, and everybody who was weighed for it."""
+    """The answer for a pair, and all candidates that were weighed for it."""
 
     answer: PlacementChoice | Refuse
     prefills: Sequence[PrefillCandidate]
@@ -90,8 +91,8 @@ class PlacementAndWeighed:
 
 @dataclass(slots=True)
 class SingleInstance:
-    """One instance weighed for the whole request. `choice`: its best way, or where `refused` says that none passes, the
-    nearest one."""
+    """One instance weighed for the whole request. `choice` is its best option, or where `refused` says that none
+    passes, the one that came nearest."""
 
     choice: PlacementChoice
     refused: Refuse | None
@@ -105,7 +106,7 @@ class ServingMode(Enum):
 
 @dataclass(slots=True)
 class Option:
-    """One kind on certain instances. `choice`: None for one that was not weighed; `why_not` it cannot be."""
+    """One serving mode on certain instances. `choice` is None when it was not weighed, for the reason `why_not`."""
 
     kind: ServingMode
     prefill: Instance
@@ -118,18 +119,18 @@ class Option:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of its instances."""
+        """The ids of its instances."""
         return frozenset((self.prefill.ref.instance_id, self.decode.ref.instance_id))
 
     @property
     def passes(self) -> bool:
-        """Whether the request may become this."""
+        """Whether the request may be served this way."""
         return self.choice is not None and self.refused is None
 
 
 @dataclass(slots=True)
 class WeighedModes:
-    """The answer, and all that was weighed for it; `pair`: None when no two instances could be one."""
+    """The answer, and all options that were weighed for it. `pair` is None when no two instances could form one."""
 
     answer: PlacementChoice | Refuse
     options: Sequence[Option]
@@ -139,14 +140,15 @@ class WeighedModes:
 
 
 def kind_of(choice: PlacementChoice) -> ServingMode:
-    """By its instances."""
+    """Returns the serving mode of a choice, which follows from its instances."""
     if choice.prefill.instance is not choice.decode.instance:
         return ServingMode.PAIR
     return ServingMode.COUPLED if choice.decode.instance.role is Role.BOTH else ServingMode.DECODE
 
 
 def cost_s(choice: PlacementChoice, max_tokens: int) -> float:
-    """See above; seconds. `max_tokens`: of the answer, 0 when nobody told."""
+    """Returns the cost of a choice in seconds, as the module's docstring defines it. `max_tokens` is that of the
+    answer, 0 when the request has no limit."""
     handoff_s = HANDOFF_S if kind_of(choice) is ServingMode.PAIR else 0.0
     answer, prefill = score.answer_s(choice.decode.slot_wait_s, choice.decode.tbt_s, max_tokens), choice.prefill
     cost: float = score.placement_cost_s(choice.ttft_s, prefill.shared.stall_s, prefill.others_s, answer, handoff_s)
@@ -164,8 +166,9 @@ def choose(
     planner: FetchPlanner,
     scoring: ScoringContext,
 ) -> WeighedModes:
-    """Instances that may get this request and whose KV fits together, by what they may do for it; some kind is possible
-    (see `possible`). `places`: of each of them, by instance id."""
+    """Weighs pairs and single instances, and returns the answer. `prefills` and `decodes` may get this request and have
+    KV that fits together; at least one option is possible (see `possible`). `places` has each instance's place in the
+    survey, by id."""
     pair, options = None, []
     if pairable(prefills, decodes):
         pair = choose_pair(request, prefills, decodes, places, planner, scoring)
@@ -189,7 +192,7 @@ def _crowd(option: Option, now: float) -> tuple[float, float, float]:
 
 
 def _hopeless(refused: Refuse) -> tuple[float, float]:
-    """Who may be met by waiting comes first, and who waits least."""
+    """Orders refusals: those that waiting would help come first, then those with the least wait."""
     retry_ms = refused.error.retry_after_ms if isinstance(refused.error, Overloaded) else float("inf")
     return refused.least_s, retry_ms
 
@@ -205,8 +208,8 @@ def choose_pair(
     planner: FetchPlanner,
     scoring: ScoringContext,
 ) -> PlacementAndWeighed:
-    """The best pair, or why there is none. Both lists hold instances that may get this request and whose KV fits
-    together, some two of them different ones. `places`: of each of them, by instance id."""
+    """Returns the best pair, or why there is none. Both lists hold instances that may get this request and whose KV
+    fits together; at least two of these are different. `places` has each instance's place in the survey, by id."""
     if len(prefills) == 1:  # which is then not its own decode instance: that would be no pair
         decodes = without(decodes, {prefills[0].ref.instance_id})
     screen = screen_of(request, decodes, planner, scoring)
@@ -298,9 +301,10 @@ def _weigh_prefills(
 def _decode_pulls(
     prefill: PrefillChoice, decode: DecodeChoice, place: PrefixPlace, planner: FetchPlanner
 ) -> tuple[tuple[FetchSegment, ...], int]:
-    """Blocks that prefill has to fetch, decode fetches from the holder too if it lacks them: a chain of two transfers
-    would bring them later. Only directly behind what decode has, so that prefill pushes one piece, and only out of
-    memory: what lies below at others, prefill fetches first and pushes."""
+    """Returns what decode fetches from holders itself, and the block where that ends. Decode fetches blocks that
+    prefill would have to fetch too, because a chain of two transfers would bring them later. It does so only directly
+    behind the blocks that it has, so that prefill pushes one piece, and only from memory; what lies in others' lower
+    tiers, prefill fetches and pushes."""
     if not prefill.segments or not prefill.local_blocks <= decode.at_decode < prefill.fetched_to:
         return (), 0
     own = PrefixPlace(place.sealed)
@@ -311,7 +315,7 @@ def _decode_pulls(
 
 
 def pairable(prefills: Sequence[Instance], decodes: Sequence[Instance]) -> bool:
-    """Whether some two of them are two instances."""
+    """Says whether the lists contain two different instances."""
     return bool(prefills and decodes) and not (len(prefills) == len(decodes) == 1 and prefills[0] is decodes[0])
 
 
@@ -322,7 +326,7 @@ def possible(
     places: Mapping[str, PrefixPlace],
     planner: FetchPlanner,
 ) -> bool:
-    """Whether there is any kind to weigh."""
+    """Says whether there is any option to weigh."""
     if prefills and decodes:  # two of them, or one that does both
         return True
     return any(i.alone_tokens and not too_much(request, i, places[i.ref.instance_id], planner.survey) for i in decodes)
@@ -336,8 +340,8 @@ def _alones(
     scoring: ScoringContext,
     pair: Sequence[Option],
 ) -> Weighing[Option]:
-    """`pair`, and whoever could have the request alone; where these are many those that are worth weighing, first those
-    that are not to be avoided."""
+    """Returns `pair` and the instances that could serve the whole request alone. Where these are many, only those worth
+    weighing, first those that need not be avoided."""
 
     def weigh(instance: Instance) -> Option:
         return _alone(request, instance, places[instance.ref.instance_id], planner, scoring)
@@ -389,21 +393,21 @@ def _of_pair(
 
 
 def able_alone(decodes: Sequence[Instance]) -> Sequence[Instance]:
-    """Those who may compute prompts for their own batch."""
+    """Returns the instances that may compute prompts for their own batch."""
     if isinstance(decodes, Selection):
         return Selection(decodes.view, decodes.mask & decodes.view.columns.mask(ColumnField.ALONE))
     return [i for i in decodes if i.alone_tokens]
 
 
 def uncached_tokens(request: Schedule, instance: Instance, place: PrefixPlace, survey: PrefixSurvey) -> int:
-    """What of the prompt it would have to compute, after what is sealed in its own memory."""
+    """Returns how many tokens of the prompt the instance would have to compute after what is sealed in its memory."""
     usable = (request.prompt_tokens - 1) // instance.model.block_tokens
     held = min(survey.depth(PrefixPlace(place.sealed)), usable)
     return request.prompt_tokens - held * instance.model.block_tokens
 
 
 def too_much(request: Schedule, instance: Instance, place: PrefixPlace, survey: PrefixSurvey) -> str:
-    """Why the instance may not take it alone; "" when it may."""
+    """Returns why the instance may not serve the request alone, or ""."""
     if instance.alone_tokens == float("inf"):
         return ""
     uncached = uncached_tokens(request, instance, place, survey)
@@ -415,7 +419,7 @@ def too_much(request: Schedule, instance: Instance, place: PrefixPlace, survey: 
 def weigh_alone(
     request: Schedule, instance: Instance, place: PrefixPlace, planner: FetchPlanner, scoring: ScoringContext
 ) -> SingleInstance:
-    """`place`: the instance's blocks in the survey."""
+    """Weighs one instance for the whole request. `place` is where its blocks show in the survey."""
     decode = decoding.choice(request, instance, place, planner.survey, scoring.now, alone=True)
     candidate = prefilling.candidate(
         request,
@@ -443,7 +447,8 @@ def weigh_alone(
 def pick_prefill(
     candidates: Sequence[PrefillCandidate], landing_wait_s: float, scoring: ScoringContext, floor: float = _INF
 ) -> PrefillChoice | Refuse:
-    """The best way of them all. `landing_wait_s`: what else is in the TTFT. `floor`: see `ties.pick`."""
+    """Returns the best option of all candidates. `landing_wait_s` is added to their TTFT. `floor` is explained at
+    `ties.pick`."""
     found = _compare_prefills(candidates, landing_wait_s, scoring, floor)
     return found if isinstance(found, Refuse) else found.chosen
 
@@ -480,7 +485,8 @@ def _compare_prefills(
 def pick_decode(
     request: Schedule, choices: Sequence[DecodeChoice], scoring: ScoringContext, floor: float = _INF
 ) -> DecodeChoice | Refuse:
-    """The one with the least score, if it may be, with room for the whole answer. `floor`: see `ties.pick`."""
+    """Returns the passing choice with the least score, preferably one with room for the whole answer. `floor` is
+    explained at `ties.pick`."""
     found = _compare_decodes(choices, scoring, floor)
     return found if isinstance(found, Refuse) else found.chosen
 
@@ -513,7 +519,8 @@ def _compare_decodes(
 
 
 def _least_tbt_s(choices: Sequence[DecodeChoice], judge: Judge) -> float:
-    """As `prefills.least_s`, of the TBT."""
+    """Returns the least TBT of any choice if everything were idle, where that is known to exceed the SLO; else 0.
+    `prefills.least_s` does the same for the TTFT."""
     alone_s = [judge.alone_s(c.instance) for c in choices]
     known = all(len(c.instance.fits.decode.fit) >= ENOUGH_SAMPLES for c in choices)
     return min(alone_s) if known and min(alone_s) > judge.slo.tbt_s else 0.0
@@ -522,7 +529,7 @@ def _least_tbt_s(choices: Sequence[DecodeChoice], judge: Judge) -> float:
 def _evened(
     choices: Sequence[C], score: Callable[[C], float], candidates: Sequence[TieCandidate]
 ) -> Callable[[C], float]:
-    """`score`, and what some are handicapped by (see ties.py)."""
+    """Returns a score function that adds the handicaps of `ties.even_out`."""
     handicaps = even_out(candidates)
     if not any(handicaps):
         return score
@@ -531,14 +538,14 @@ def _evened(
 
 
 def _overloaded_rows(best: PrefillChoice, scoring: ScoringContext) -> Refuse:
-    """The prompt would hold up the rows beside it: it can come when they are gone."""
+    """Returns the refusal of a prompt that would hold up the rows beside it; it can come when these are gone."""
     batch = best.instance.batch
     drain_s = batch.drain_s(batch.requests)
     return overloaded("TBT", best.shared.rows_tbt_s, scoring.tbt_slo_s, drain_s, drain_s)
 
 
 def without(instances: Sequence[Instance], names: Collection[str]) -> Sequence[Instance]:
-    """But for these."""
+    """Returns the instances except those of these names."""
     if isinstance(instances, Selection):
         return instances.without(names)
     return [i for i in instances if i.ref.instance_id not in names]
@@ -547,8 +554,8 @@ def without(instances: Sequence[Instance], names: Collection[str]) -> Sequence[I
 def overloaded(
     what: str, predicted_s: float, slo_s: float, drain_s: float, wanted_s: float, least_s: float = 0.0
 ) -> Refuse:
-    """`wanted_s` of waiting would help if the queue drains for that long; `drain_s` is how long it can. `least_s`: see
-    `Refuse`."""
+    """Returns a refusal for load. The retry time is `wanted_s`, the seconds of waiting that would help; if no wait
+    would (infinity) it is `drain_s`, the time until the queue is empty. `least_s` is explained at `Refuse`."""
     retry_s = wanted_s if wanted_s < float("inf") else max(HOPELESS_RETRY_S, drain_s)
     retry_ms = math.ceil(1000 * min(MAX_RETRY_S, max(MIN_RETRY_S, retry_s)))
     text = f"predicted {what} {predicted_s * 1000:.0f} ms is over the SLO of {slo_s * 1000:.0f} ms at every instance"

@@ -27,7 +27,7 @@ WAIT_STEPS = 12  # halvings of the time after which one would pass
 
 @dataclass(slots=True)
 class PrefillChoice:
-    """One way for one prefill instance to serve the request, and the terms of its TTFT in seconds."""
+    """One option for one prefill instance to serve the request, and the terms of its TTFT in seconds."""
 
     instance: Instance
     local_blocks: int  # leading prompt blocks that are in its memory or coming
@@ -56,31 +56,31 @@ class PrefillChoice:
 
     @property
     def start_s(self) -> float:
-        """Until it computes: fetching goes on while others are served."""
+        """The seconds until it computes; fetching goes on while others are served."""
         return max(self.queue_s, self.fetch_s)
 
     @property
     def ttft_s(self) -> float:
-        """Predicted, without waiting for room at decode."""
+        """The predicted TTFT, without the wait for room at decode."""
         if self._ttft_s is None:
             self._ttft_s = score.ttft_s(self.queue_s, self.fetch_s, self.prefill_s, self.tail_s)
         return self._ttft_s
 
     @property
     def cost_s(self) -> float:
-        """For ranking: what the rows and the queue lose is charged to it."""
+        """The cost for ranking, which includes what the running rows and the queue lose."""
         if self._cost_s is None:
             self._cost_s = score.prompt_cost_s(self.ttft_s, self.shared.stall_s, self.others_s)
         return self._cost_s
 
     @property
     def admission_start_s(self) -> float:
-        """As `start_s`, but for work that yields."""
+        """The seconds until it computes, if queued work that yields is left out."""
         return max(self.queue_s - self.yielding_s, self.fetch_s)
 
     @property
     def admission_ttft_s(self) -> float:
-        """The TTFT by which work may be refused (see `FittedModel.admission_s` in costs/fit.py, and margins.py)."""
+        """The TTFT by which work may be refused (see `Estimate.admission_s` in costs/fit.py, and margins.py)."""
         if self._judged_s is None:
             self._judged_s = self._judge_s()
         return self._judged_s
@@ -94,29 +94,29 @@ class PrefillChoice:
 
     @property
     def admission_alone_s(self) -> float:
-        """Likewise, if there were no queue."""
+        """The TTFT by which work may be refused, if there were no queue."""
         return self.fetch_s + self.admission_prefill_s + self.tail_s
 
     @property
     def pulled_blocks(self) -> int:
-        """Blocks to fetch from others."""
+        """The number of blocks to fetch from others."""
         return sum([segment.blocks for segment in self.segments if not segment.own]) if self.segments else 0
 
     @property
     def loaded_blocks(self) -> int:
-        """Blocks to read from its own lower tiers."""
+        """The number of blocks to read from its own lower tiers."""
         return sum(segment.blocks for segment in self.segments if segment.own) if self.load_s else 0
 
     @property
     def tier(self) -> Tier:
-        """The slowest that any of it comes from."""
+        """The slowest tier that any block comes from."""
         return max(segment.tier for segment in self.segments) if self.load_s else Tier.DRAM
 
 
 @dataclass(slots=True)
 class PrefillCandidate:
-    """One instance and its ways: with what it has, and with what it could fetch if that is worth weighing; `rule` says
-    whether fetching is weighed against computing or done."""
+    """One instance and its options: with the prefix that it has, and with what it could fetch if that is worth
+    weighing. `rule` says whether fetching is weighed against computing or always done."""
 
     use: PrefillChoice
     fetches: tuple[PrefillChoice, ...] = ()
@@ -126,13 +126,15 @@ class PrefillCandidate:
 
     @property
     def options(self) -> tuple[PrefillChoice, ...]:
-        """At least one. `Fetch.ALWAYS` speaks of what lies in memory; a lower tier must pay in any case."""
+        """The options, at least one. `Fetch.ALWAYS` concerns what lies in memory; reading a lower tier must pay in any
+        case."""
         if self.rule is Fetch.ALWAYS and any(fetch.tier is Tier.DRAM for fetch in self.fetches):
             return self.fetches
         return (self.use, *self.fetches)
 
     def best(self, slo_s: float, tbt_slo_s: float = float("inf")) -> PrefillChoice | None:
-        """The option of the least cost among those that may meet the SLO, and leave it to the rows beside it."""
+        """Returns the cheapest option that may meet the TTFT SLO, and lets the rows beside it meet the TBT SLO; None if
+        none does."""
         if self._best is None or self._best[0] != slo_s or self._best[1] != tbt_slo_s:
             options = self.options if self.fetches else (self.use,)
             passing = [o for o in options if o.admission_ttft_s <= slo_s and o.shared.rows_tbt_s <= tbt_slo_s]
@@ -141,9 +143,9 @@ class PrefillCandidate:
         return self._best[2]
 
     def load_until(self, chosen: PrefillChoice, slo_s: float) -> int | None:
-        """The block from which on it is not to read its own lower tiers, when one of its options was chosen; None: all
-        that it finds. What is a little slower than computing is let be: the models are no better, and what is read
-        leaves the device to others."""
+        """Returns the block from which on the instance must not read its own lower tiers when `chosen` was chosen; None
+        if it may read all. Reading that is only a little slower than computing is allowed, because the models are not
+        exact enough to forbid it."""
         end = chosen.cached_tokens // chosen.instance.model.block_tokens
         if self.own is None or self.own.fetched_to <= end:
             return None
@@ -151,7 +153,7 @@ class PrefillCandidate:
 
     @property
     def instance(self) -> Instance:
-        """Whose they are."""
+        """The instance."""
         return self.use.instance
 
 
@@ -167,8 +169,8 @@ def candidate(
     arriving: int = 0,
     overtaking: OvertakingTerms = ALONE,
 ) -> PrefillCandidate:
-    """`place`: the instance's blocks in the survey; `at_decode`: leading blocks that nobody need send to decode;
-    `arriving`: bytes that others send there."""
+    """Weighs one prefill instance. `place` is where its blocks show in the survey, `at_decode` the leading blocks that
+    need not be sent to decode, `arriving` the bytes that others send to decode."""
     there = _Decode(at_decode, arriving)
     local = planner.survey.depth(place)
     # The last token is always computed: its logits are the answer's first token.
@@ -191,15 +193,16 @@ def candidate(
 
 
 def worth_weighing(best: int, local: int, threshold: float) -> bool:
-    """Whether a prefix of `best` blocks is so much longer than the local one that fetching is weighed."""
+    """Says whether a prefix of `best` blocks is so much longer than the local one that fetching is weighed."""
     return best > local and best > threshold * local
 
 
 def _plans(
     instance: Instance, place: PrefixPlace, planner: FetchPlanner, local: int, reach: int, *, others: bool
 ) -> list[tuple[tuple[FetchSegment, ...], int]]:
-    """Ways to have the blocks up to `reach`, each with where it ends: others' memory before the own lower tiers and,
-    where both hold something, the other way round; not `others`: out of its own tiers alone."""
+    """Returns ways to get the blocks up to `reach`, each with the block where it ends: others' memory before the
+    instance's own lower tiers, and the reverse order where both hold something. Without `others`, only its own tiers
+    are used."""
     if reach <= local:
         return []
     orders = [planner.sources(place, others=others)]
@@ -212,9 +215,9 @@ def _plans(
 def _ends(
     instance: Instance, planner: FetchPlanner, segments: tuple[FetchSegment, ...], local: int, end: int, now: float
 ) -> list[tuple[tuple[FetchSegment, ...], int]]:
-    """A plan and, if lower tiers are in it, those parts of it that may be faster than the whole. Reading takes longer
-    block by block, and each block that is read spares more computing than the one before: the best end is the whole,
-    where another leg begins, or what hides behind the queue."""
+    """Returns a plan and, if it includes lower tiers, those beginnings of it that may be faster than the whole. Reading
+    takes longer with each block, and each block read saves more computing than the one before; so the best end is the
+    whole plan, a point where another segment begins, or what hides behind the queue."""
     if not planner.lower or all(segment.tier is Tier.DRAM for segment in segments):
         return [(segments, end)]
     ends = {segment.first for segment in segments} | {_hidden(instance, planner, segments, local, end, now)}
@@ -224,7 +227,7 @@ def _ends(
 def _hidden(
     instance: Instance, planner: FetchPlanner, segments: tuple[FetchSegment, ...], local: int, end: int, now: float
 ) -> int:
-    """The last block up to which fetching takes no longer than the queue."""
+    """Returns the last block up to which fetching takes no longer than the queue."""
     queue_s = instance.queue.wait_s(now)
     low, high = local, end
     while low < high:
@@ -237,19 +240,19 @@ def _hidden(
 
 
 def cut(segments: tuple[FetchSegment, ...], end: int) -> tuple[FetchSegment, ...]:
-    """Their parts before block `end`."""
+    """Returns the parts of the segments before block `end`."""
     return tuple(segment.until(end) for segment in segments if segment.first < end)
 
 
 class _Decode(NamedTuple):
-    """Where the KV goes."""
+    """What decode contributes to a choice."""
 
     at_decode: int  # leading blocks that need not be sent
     arriving: int  # bytes that others send there
 
 
 class _Fetching(NamedTuple):
-    """Seconds."""
+    """How long fetching takes (in seconds), and how many bytes it moves."""
 
     pull_s: float
     load_s: float
@@ -262,7 +265,8 @@ _NOTHING = _Fetching(0.0, 0.0, 0.0, 0, 0)
 
 
 def _fetching(instance: Instance, planner: FetchPlanner, segments: tuple[FetchSegment, ...], now: float) -> _Fetching:
-    """What `legs` take. A holder reads before it sends; the reader's own tiers read meanwhile."""
+    """Returns the time that fetching the segments takes. A holder reads before it sends; the reader's own tiers are
+    read meanwhile."""
     block_bytes = instance.model.block_tokens * instance.model.kv_bytes_per_token
     pulled = [segment for segment in segments if not segment.own]
     pull_bytes, ahead, pull_s = 0, 0, 0.0
@@ -328,7 +332,8 @@ def _choice(
 def _queued(
     request: Schedule, instance: Instance, prefill_s: float, computed: int, now: float, overtaking: OvertakingTerms
 ) -> tuple[float, float, float]:
-    """What it waits for, how much of that yields, and what it costs others."""
+    """Returns, in seconds, the wait in the queue, how much of it yields, and what the prompt costs others in
+    the queue."""
     queue = instance.queue
     if not queue.size_weight:
         return *queue.ahead_s(now, request.priority, short=computed <= instance.prefill.chunk_tokens), 0.0
@@ -337,8 +342,9 @@ def _queued(
 
 
 def soonest(candidates: Sequence[PrefillCandidate], slo_s: float) -> tuple[PrefillChoice, float, float]:
-    """Of candidates that all miss the SLO: the nearest option; the waiting that would make some option meet it (inf:
-    none would); and for how long waiting helps the nearest one. Only queues drain, not fetching or computation."""
+    """For candidates that all miss the SLO, returns the option that comes nearest, the wait after which some option
+    would meet the SLO (infinity if none would), and for how long waiting helps the nearest option. Only queues drain;
+    fetching and computing take as long later."""
     options = [option for c in candidates for option in c.options]
     best = min(options, key=lambda o: o.admission_ttft_s)
     wanted_s = float("inf")
@@ -349,8 +355,8 @@ def soonest(candidates: Sequence[PrefillCandidate], slo_s: float) -> tuple[Prefi
 
 
 def wait_for_s(option: PrefillChoice, slo_s: float) -> float:
-    """Seconds of waiting after which it would be judged to meet the SLO; inf: it never would. What is judged is a
-    multiple of what is predicted (margins.py), so its queue drains faster in that figure than by the clock."""
+    """Returns the seconds of waiting after which the option would be judged to meet the SLO; infinity if never. A
+    multiple of the prediction is judged (margins.py), so the queue drains faster in that figure than by the clock."""
     if option.admission_alone_s > slo_s:
         return float("inf")
     if option.instance.margins.ttft.factor == 1.0:
@@ -371,8 +377,8 @@ def wait_for_s(option: PrefillChoice, slo_s: float) -> float:
 
 
 def least_s(candidates: Sequence[PrefillCandidate], slo_s: float) -> float:
-    """The least TTFT of any option if everything were idle, where even that is known to be over the SLO; 0 where it is
-    not: some would meet it, or one of them has never been measured and may be faster than it is thought to be."""
+    """Returns the least TTFT of any option if everything were idle, where even that is known to exceed the SLO. Returns
+    0 where some option would meet it, or one was never measured and may be faster than assumed."""
     least = float("inf")
     for option in (option for c in candidates for option in c.options):
         if len(option.instance.fits.prefill.fit) < ENOUGH_SAMPLES:
@@ -384,7 +390,8 @@ def least_s(candidates: Sequence[PrefillCandidate], slo_s: float) -> float:
 
 
 def _idle_s(option: PrefillChoice) -> float:
-    """TTFT without a queue, rows beside it and others on the wires; what nobody has measured of fetching is nothing."""
+    """Returns the TTFT without a queue, rows beside it or other transfers. Fetching that was never measured counts as
+    0."""
     seconds = option.admission_prefill_s - option.shared.slower_s
     if not option.load_s and not option.ahead_bytes and len(option.instance.fits.pull.fit) >= ENOUGH_SAMPLES:
         seconds += option.fetch_s

@@ -1,4 +1,4 @@
-"""What a choice is made by, besides the instances. Pure."""
+"""What one request's choice depends on, besides the instances. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvmesh.services.conductor.placing.nearness import NOWHERE, Nearness
 
 @dataclass(slots=True)
 class ScoringContext:
-    """Of one request; seconds."""
+    """What one request is weighed by besides the instances. Times are in seconds."""
 
     ttft_slo_s: float
     tbt_slo_s: float

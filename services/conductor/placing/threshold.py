@@ -57,7 +57,7 @@ MAX_AWAITED = 8192
 
 @dataclass(frozen=True, slots=True)
 class _Awaited:
-    """A placement as it was predicted: seconds."""
+    """A placement as it was predicted, in seconds."""
 
     pull_s: float  # without the congestion factor
     saved_s: float  # of computing, by fetching
@@ -66,18 +66,18 @@ class _Awaited:
 
 
 class Evidence:
-    """What pulls took and saved lately: sums that fade with FORGET_S. Seconds."""
+    """Sums, in seconds, of what pulls took and saved lately; they fade with FORGET_S."""
 
     def __init__(self, now: float) -> None:
         self.clear(now)
 
     def clear(self, now: float) -> None:
-        """Nothing is known."""
+        """Forgets everything."""
         self.pulls = self.predicted_s = self.measured_s = self.took_s = self.saved_s = 0.0
         self._at = now
 
     def fade(self, now: float) -> None:
-        """Time passes."""
+        """Lets the sums fade up to `now`."""
         keep = math.exp(-max(0.0, now - self._at) / FORGET_S)
         self._at = now
         self.pulls *= keep
@@ -87,7 +87,7 @@ class Evidence:
         self.saved_s *= keep
 
     def add(self, awaited: _Awaited, sample: PrefillSample, now: float) -> None:
-        """One pull has ended. Of one that brought nothing only its time counts."""
+        """Adds one pull that has ended. If it brought nothing, only its time counts."""
         self.fade(now)
         self.pulls += 1
         if sample.pulled_tokens:
@@ -98,28 +98,28 @@ class Evidence:
 
     @property
     def congestion(self) -> float:
-        """Measured over predicted; 1 where nothing was predicted."""
+        """Measured over predicted pull time; 1 where nothing was predicted."""
         return self.measured_s / self.predicted_s if self.predicted_s > 0 else 1.0
 
     @property
     def burden(self) -> float:
-        """What pulls took over what computing the same would have taken."""
+        """What pulls took over what computing the same tokens would have taken."""
         if self.saved_s > 0:
             return self.took_s / self.saved_s
         return math.inf if self.took_s > 0 else 0.0
 
 
 class PushRecord:
-    """How many of the pushes to decode were slow lately: longer on the wires than computing the same takes, and not
-    hidden behind their own computing. Fades with FORGET_PUSHES_S. One that took long tells of wires as they were, so it
-    counts for less: when wires are fast again, those that were held up still come in for long."""
+    """How many of the recent pushes to decode were slow: longer on the network than computing the same takes, and not
+    hidden behind their own computing. It fades with FORGET_PUSHES_S. A push that took long tells of the past, so it
+    counts for less; otherwise delayed pushes would count for long after the network is fast again."""
 
     def __init__(self, now: float) -> None:
         self._count = self._all = self._slow = 0.0
         self._at = now
 
     def fade(self, now: float) -> None:
-        """Time passes."""
+        """Lets the record fade up to `now`."""
         keep = math.exp(-max(0.0, now - self._at) / FORGET_PUSHES_S)
         self._at = now
         self._count *= keep
@@ -127,7 +127,7 @@ class PushRecord:
         self._slow *= keep
 
     def add(self, awaited: _Awaited, sample: PrefillSample, now: float) -> None:
-        """One has ended."""
+        """Adds one push that has ended."""
         self.fade(now)
         weight = 1 / (1 + sample.transfer_s)
         self._count += 1
@@ -138,12 +138,12 @@ class PushRecord:
 
     @property
     def slow_share(self) -> float | None:
-        """None: there are too few."""
+        """The share of slow pushes, or None when there are too few pushes."""
         return self._slow / self._all if self._count >= MIN_PUSHES else None
 
 
 class Threshold:
-    """Fixed, or following what pulls cost and save."""
+    """The balancing threshold: fixed, or following what pulls cost and save."""
 
     def __init__(self, settings: Settings, now: float = 0.0) -> None:
         self.adapts = settings.threshold_mode is ThresholdMode.ADAPTIVE
@@ -161,11 +161,11 @@ class Threshold:
         self._awaited: OrderedDict[str, _Awaited] = OrderedDict()
 
     def value(self, now: float) -> float:
-        """As it is now."""
+        """Returns the present threshold."""
         return self._value
 
     def placed(self, request_id: str, choice: PlacementChoice) -> None:
-        """A request went there."""
+        """Notes a placement whose pull or push will be compared with its prediction."""
         p = choice.prefill
         self._awaited.pop(request_id, None)
         model, prefill = p.instance.model, p.instance.prefill
@@ -180,7 +180,7 @@ class Threshold:
             self._awaited.popitem(last=False)
 
     def sampled(self, sample: PrefillSample, now: float) -> None:
-        """How a prefill went."""
+        """Notes how a prefill went."""
         awaited = self._awaited.pop(sample.request_id, None)
         if awaited is None:
             return
@@ -191,7 +191,8 @@ class Threshold:
             self._adapt(now)
 
     def tick(self, queues_s: Iterable[float], now: float) -> None:
-        """Time passes. `queues_s`: of every instance that computes prompts and may get work."""
+        """Adapts the threshold if it is time. `queues_s` are the queues, in seconds, of all instances that compute
+        prompts and may get work."""
         waits = list(queues_s)
         mean = sum(waits) / len(waits) if waits else 0.0
         self._uneven = (max(waits, default=0.0) - mean) / max(mean, FLOOR_S)
@@ -206,7 +207,7 @@ class Threshold:
             self._adapt(now)
 
     def _adapt(self, now: float) -> None:
-        """One step at most, once in DWELL_S."""
+        """Changes the threshold by at most one step, once in DWELL_S."""
         if now - self._changed_at < DWELL_S:
             return
         seen = self._evidence
@@ -228,7 +229,7 @@ class Threshold:
             self._evidence.clear(now)
 
     def _wires_are_back(self) -> bool:
-        """Whether pushes, which were slow, are fast again."""
+        """Says whether pushes, which were slow, are fast again."""
         share = self._pushes.slow_share
         if share is None:
             return False
@@ -237,7 +238,7 @@ class Threshold:
         return was_slow and not self._slow
 
     def _judge_trial(self, burden: float) -> None:
-        """Fetching that is tried again and fails is tried again later."""
+        """Doubles the pause before the next trial of fetching if this trial failed."""
         if burden <= RAISE_AT:
             self._idle_s = IDLE_S
         elif self._tries:
@@ -245,7 +246,8 @@ class Threshold:
         self._tries = False
 
     def _threshold_by(self, burden: float) -> float:
-        """A step up or down, to NEVER where it is hopeless. Below where it began only while queues are uneven."""
+        """Returns the next threshold, a step up or down, NEVER where fetching is hopeless. It goes below its first
+        value only while queues are uneven."""
         low, high = self.bounds
         value = self._value
         if burden > RAISE_AT:
@@ -263,7 +265,8 @@ class Threshold:
         return max(now / MAX_TURN, min(now * MAX_TURN, wanted))
 
     def _homewards(self) -> tuple[float, float]:
-        """Nobody pulls, perhaps because of what is assumed: try again, step by step."""
+        """Returns threshold and congestion one step nearer to their first values. Nobody pulls, perhaps because of what
+        is assumed, so it must be tried again."""
         value, base = self._value, self._base
         value = max(base, min(value / STEP, self.bounds[1])) if value > base else min(base, value * STEP)
         return value, max(1.0, self.congestion / MAX_TURN)

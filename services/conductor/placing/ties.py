@@ -1,14 +1,15 @@
-"""When two scores are equal, and who gets the request then. Pure.
+"""When two scores count as equal, and which instance then gets the request. Pure.
 
-Equal instances have equal predictions (costs/equals.py), so scores differ by load and by what is cached, and ties are
-common: of two idle ones neither is better. Then whoever has fewer requests gets it; of those, who was given the least
-work lately. So equals share what comes, one request at a time as well as many at once, and chance decides only between
-those that are alike in every respect.
+Equal instances have equal predictions (costs/equals.py), so scores differ only by load and by what is cached, and ties
+are common: of two idle instances neither is better. Among equal scores the instance with the fewest requests gets it,
+then the one that was given the least work lately. So equal instances share all load evenly, and chance decides only
+between those that are alike in every respect.
 
-A prefix that many prompts begin with (a system prompt) would undo that: whoever computed it first is a little better
-for all of them, for ever, and the others stay cold. So one that is better only a little, and was given more work
-lately, is handicapped by what it is better (`even_out`): the request warms another one, once, and then they are alike.
-It costs a request at most as much again as it would take, and never a place in a longer queue.
+A prefix that many prompts begin with (a system prompt) would undo that: the instance that computed it first is a little
+better for all of them for ever, and the others never get it. So an instance that is only a little better, and was given
+more work lately, is handicapped by its advantage (`even_out`). The request then computes the prefix at another instance
+once, after which they are alike. This costs the request at most as much again as it would take, and never a longer
+queue.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Crowd = float | tuple[float, ...]
 
 
 def as_good(best_s: float) -> float:
-    """Up to where a score is as good as the best one."""
+    """Returns the greatest score that counts as equal to `best_s`."""
     return best_s + min(TIE_CAP_S, max(TIE_FLOOR_S, TIE_SHARE * best_s))
 
 
@@ -42,8 +43,9 @@ def pick(
     rng: random.Random,
     floor: float = float("inf"),
 ) -> C:
-    """The least score, in seconds (whole numbers of anything else tie only when they are equal); of those that are as
-    good the least crowd, then chance. `floor`: no one else's score is below it."""
+    """Returns the choice with the least score, in seconds; among scores as good as that, the one with the least crowd,
+    then one by chance. (In another unit, whole numbers tie only when they are equal.) `floor` is a lower limit of the
+    scores of candidates that are not listed."""
     scores = list(map(score, choices))
     near = as_good(min(floor, *scores))
     tied = [c for c, found in zip(choices, scores, strict=True) if found <= near]
@@ -55,7 +57,7 @@ def pick(
 
 
 class TieCandidate(NamedTuple):
-    """One candidate of a few, as `even_out` looks at it. Seconds, but for `wait`."""
+    """One of a few candidates, as `even_out` sees it. All but `wait` are in seconds."""
 
     score_s: float
     wait: float  # its queue, or its rows
@@ -64,8 +66,9 @@ class TieCandidate(NamedTuple):
 
 
 def even_out(candidates: Sequence[TieCandidate]) -> list[float]:
-    """What each is handicapped by, in seconds: the best one, and who would be best then, by what it is better than
-    another one that waits no longer, if that is little and what it was given more outweighs it."""
+    """Returns each candidate's handicap in seconds. The best candidate is handicapped by its advantage over another one
+    that waits no longer, if the advantage is small and the best one was given more work lately; so is the candidate
+    that is best then, and so on."""
     handicaps = [0.0] * len(candidates)
     for _ in range(len(candidates) - 1):
         at = min(range(len(candidates)), key=lambda i: candidates[i].score_s + handicaps[i])
@@ -85,7 +88,7 @@ def even_out(candidates: Sequence[TieCandidate]) -> list[float]:
 
 
 class ComparedNumbers(NamedTuple):
-    """What a choice went by, in the order of its candidates."""
+    """The numbers that decided a choice, in the order of its candidates."""
 
     scores: list[float]  # seconds
     crowds: list[Crowd | None]  # None: it was not asked for, since it decides between scores that are as good alone
@@ -95,8 +98,8 @@ class ComparedNumbers(NamedTuple):
 
 @dataclass(slots=True)
 class Comparison(Generic[C]):
-    """A choice that was made. Scores are those of the candidates as they were weighed, so they are made again when
-    somebody asks; crowds change with the placement itself, so they are kept."""
+    """A choice that was made. Scores are computed again when asked for, since candidates do not change; crowds are
+    kept, since they change with the placement itself."""
 
     choices: Sequence[C]
     chosen: C
@@ -105,7 +108,7 @@ class Comparison(Generic[C]):
     _floor: float
 
     def numbers(self) -> ComparedNumbers:
-        """What decided."""
+        """Returns the numbers that decided."""
         scores, at, known = list(map(self._score, self.choices)), 0, self._crowds
         while self.choices[at] is not self.chosen:
             at += 1
@@ -120,8 +123,8 @@ def compare(
     rng: random.Random,
     floor: float = float("inf"),
 ) -> Comparison[C]:
-    """Picks one of `choices` as `pick` does, draws as much chance, and keeps what decided, so that `explain` tells the
-    very numbers."""
+    """Picks one of `choices` as `pick` does, with the same random draws, and keeps what decided, so that `explain`
+    shows exactly these numbers."""
     crowds: dict[int, Crowd] = {}
 
     def crowd_of(choice: C) -> Crowd:

@@ -24,7 +24,7 @@ MAX_DELAY_S = 60.0  # blocks may leave their holder meanwhile
 
 
 def pull_after_s(choice: PlacementChoice) -> float:
-    """How long prefill puts off its pull; 0: it begins at once, or there is none."""
+    """Returns for how many seconds prefill delays its pull; 0 when the pull begins at once, or there is none."""
     p = choice.prefill
     if not p.segments:
         return 0.0
@@ -33,7 +33,8 @@ def pull_after_s(choice: PlacementChoice) -> float:
 
 
 def life(choice: PlacementChoice, output_tokens: int, delay_s: float) -> PredictedLife:
-    """In seconds from now. `delay_s`: what `pull_after_s` said; `output_tokens`: predicted length of the answer."""
+    """Returns the predicted course of a request, in seconds from now. `delay_s` is what `pull_after_s` returned,
+    `output_tokens` the predicted length of the answer."""
     p, d = choice.prefill, choice.decode
     fetched_s = delay_s + p.fetch_s if p.segments else 0.0
     start_s = max(p.queue_s, fetched_s)

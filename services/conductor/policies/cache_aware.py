@@ -1,4 +1,4 @@
-"""Weighing without a shared cache, for comparison. Pure."""
+"""Placement by cost without a shared cache, for comparison. Pure."""
 
 from __future__ import annotations
 
@@ -10,5 +10,4 @@ class CacheAware(PlacementPolicy):
     """Leaves the choice to the cost of each candidate, which has its own prefix alone."""
 
     def choose(self, request: Schedule, choices: Choices) -> Weigh:
-        """See `PlacementPolicy`."""
         return Weigh(fetch=False)

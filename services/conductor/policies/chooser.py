@@ -1,7 +1,7 @@
-"""Asks the policy that was chosen who gets a request, and predicts what comes of its answer. Pure, but for its log.
+"""Asks the configured policy where a request goes, and predicts what follows from its answer. Pure, except for its log.
 
-Every policy chooses among the same instances, those that may get the request, and leaves out those to avoid. What is
-predicted for two instances that it picked is what weighing them would predict, without fetching from others.
+Every policy chooses among the same instances: those that may get the request, without those to avoid. For two instances
+that it picked, the prediction is what weighing them would predict, without fetching from others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class Chooser:
-    """Asks one policy; some policies remember whose turn it is. Raises ConfigError as `registry.make` does."""
+    """Asks one placement policy; some policies keep state. Raises ConfigError as `registry.make` does."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -45,7 +45,7 @@ class Chooser:
         planner: FetchPlanner,
         scoring: ScoringContext,
     ) -> WeighedModes:
-        """Returns the answer to a request, and what was weighed for it; its arguments are those of
+        """Returns the answer to a request, and what was weighed for it. The arguments are those of
         `placement.choose`."""
         offer = _Offer(request, prefills, decodes, places, planner, scoring)
         chosen = self._ask(request, offer, scoring.now)
@@ -56,7 +56,7 @@ class Chooser:
         return placement.choose(request, prefills, decodes, places, planner, scoring)
 
     def _ask(self, request: Schedule, offer: _Offer, now: float) -> Pick | Weigh:
-        """Returns the policy's answer; where it has none that makes sense, candidates are weighed."""
+        """Returns the policy's answer, or `Weigh` when the policy raises or names what was not offered."""
         try:
             chosen: object = self._policy.choose(request, offer)
             if isinstance(chosen, Weigh) or (isinstance(chosen, Pick) and offer.allows(chosen)):
@@ -79,8 +79,8 @@ class Chooser:
 
 
 class _Offer(Choices):
-    """One request and the instances that may get it, which are listed when the policy asks for them: where it leaves
-    the choice to the cost, nothing is."""
+    """One request and the instances that may get it. They are listed when the policy asks for them, so a policy that
+    leaves the choice to the cost pays for no list."""
 
     def __init__(
         self,
@@ -97,8 +97,8 @@ class _Offer(Choices):
 
     @cached_property
     def _homes(self) -> dict[str, Instance]:
-        """Who could compute the prompt: for somebody else's batch, or for its own if it does both. Where there is
-        nobody, decode instances whose `alone_tokens` cover what this prompt lacks."""
+        """The instances that could compute the prompt: for another's batch, or for their own if they do both. Where
+        there are none, decode instances whose `alone_tokens` cover what is missing of this prompt."""
         decodes, survey = self._decodes, self._planner.survey
         both = {id(d) for d in decodes if d.role is Role.BOTH}
         homes = [p for p in self._among if id(p) in both or any(d is not p for d in decodes)]
@@ -112,7 +112,6 @@ class _Offer(Choices):
 
     @cached_property
     def prefills(self) -> Pool:
-        """See `Choices`."""
         homes, now = self._homes, self.now
         return Pool(
             "prefill",
@@ -123,7 +122,6 @@ class _Offer(Choices):
         )
 
     def decodes(self, prefill: str) -> Pool:
-        """See `Choices`."""
         decodes = self._partners(self._homes[prefill])
         return Pool(
             "decode",
@@ -151,7 +149,7 @@ class _Offer(Choices):
         return found.tbt_s + found.landing_wait_s + found.slot_wait_s
 
     def allows(self, pick: Pick) -> bool:
-        """Whether these two were offered, together."""
+        """Says whether these two were offered together."""
         home = self._homes.get(pick.prefill)
         if home is None:
             return False
@@ -159,7 +157,7 @@ class _Offer(Choices):
         return pick.decode in partners if partners else pick.decode == pick.prefill
 
     def taken(self, pick: Pick, policy: str) -> WeighedModes:
-        """What is predicted of a pick that is allowed."""
+        """Returns what is predicted for a pick that is allowed."""
         scoring, home = replace(self._scoring, fetch=Fetch.NEVER), self._homes[pick.prefill]
         if pick.decode == pick.prefill:
             return self._alone(home, scoring, policy)

@@ -10,5 +10,4 @@ class KvCache(PlacementPolicy):
     """Leaves the choice to the cost of each candidate, with what it has cached or would fetch (placing/)."""
 
     def choose(self, request: Schedule, choices: Choices) -> Weigh:
-        """See `PlacementPolicy`."""
         return Weigh()

@@ -1,4 +1,4 @@
-"""Load alone, for comparison. Pure."""
+"""Placement by load alone, for comparison. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from kvmesh.services.conductor.policies.policy import PickingPolicy, Pool
 
 
 class LeastLoaded(PickingPolicy):
-    """Picks the least predicted load; of those that are as good the one with the fewest requests, then chance."""
+    """Picks the least predicted load; among loads as good as that the fewest requests, then by chance."""
 
     def pick(self, request: Schedule, pool: Pool, rng: random.Random) -> str:
-        """See `PickingPolicy`."""
         return ties.pick(pool.names, pool.load_s, pool.requests, rng)

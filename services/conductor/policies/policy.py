@@ -20,10 +20,11 @@ from kvmesh.services.conductor.domain import Schedule as Schedule
 class Pool:
     """The instances that one half of a request may go to, by `instance_id`. `half` is "prefill" or "decode".
 
-    `load_s(name)` is the load that is predicted there: seconds of queued work before a new prompt; or the TBT with this
-    request in the batch, and what it would wait for room. `requests(name)` counts the requests that are there.
-    `cached_tokens(name)` says how many leading tokens of this prompt lie in the memory of that instance.
-    All three count what was placed since the last heartbeat; they are computed when they are asked for."""
+    `load_s(name)` is the predicted load there. For prefill it is seconds of queued work before a new prompt; for decode
+    it is the TBT with this request in the batch plus the seconds that it would wait for room. `requests(name)` counts
+    the requests there. `cached_tokens(name)` is how many leading tokens of this prompt lie in the memory of that
+    instance. All three include what was placed since the last heartbeat, and are computed when they are called.
+    """
 
     half: str
     names: Sequence[str]
@@ -33,8 +34,8 @@ class Pool:
 
 
 class Choices(ABC):
-    """What one request can be answered with. `now` is the conductor's clock in seconds. Chance comes from `rng` alone,
-    so that a recorded decision can be made again."""
+    """What one request can be answered with. `now` is the conductor's clock in seconds. Policies take chance from `rng`
+    alone, so that a recorded decision can be made again."""
 
     now: float
     rng: random.Random
@@ -46,13 +47,13 @@ class Choices(ABC):
 
     @abstractmethod
     def decodes(self, prefill: str) -> Pool:
-        """The instances that may decode what `prefill` computed; none: it keeps the request. Raises KeyError where
-        `prefill` is none of `prefills`."""
+        """Returns the instances that may decode what `prefill` computed; with none, `prefill` keeps the request. Raises
+        KeyError where `prefill` is not in `prefills`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """The request goes to these two instances; both are the same one where it keeps the request."""
+    """The request goes to these two instances, which are the same one where it keeps the request."""
 
     prefill: str
     decode: str
@@ -60,23 +61,25 @@ class Pick:
 
 @dataclass(frozen=True, slots=True)
 class Weigh:
-    """The cost of each candidate decides. `fetch`: whether it may fetch prefixes from others, as the setting says."""
+    """The cost of each candidate decides. `fetch` says whether candidates may fetch prefixes from others, as the
+    setting says."""
 
     fetch: bool = True
 
 
 class PlacementPolicy(ABC):
-    """Decides who gets a request. The conductor makes one object of the class, without arguments, when it starts, and
-    asks it from one thread; what the object remembers must stay bounded. A policy that raises, or answers with what
-    was not offered, is logged, and that request is weighed."""
+    """Decides where a request runs. The conductor makes one object of the class at its start, without arguments, and
+    calls it from one thread; the object's state must stay bounded. When a policy raises or answers with what was not
+    offered, that is logged and the request is weighed."""
 
     @abstractmethod
     def choose(self, request: Schedule, choices: Choices) -> Pick | Weigh:
-        """Answers `request`, which is not to be changed, in microseconds: every decision of the mesh waits."""
+        """Answers `request`, which must not be changed, within microseconds, because every decision of the mesh waits
+        for it."""
 
 
 class PickingPolicy(PlacementPolicy):
-    """A policy that picks the instance of each half by itself, first the one that computes the prompt."""
+    """A policy that picks one instance for each half, first the one that computes the prompt."""
 
     @abstractmethod
     def pick(self, request: Schedule, pool: Pool, rng: random.Random) -> str:

@@ -1,4 +1,4 @@
-"""Load among two, for comparison. Pure."""
+"""Placement by load among two instances, for comparison. Pure."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from kvmesh.services.conductor.policies.policy import PickingPolicy, Pool
 
 
 class PowerOfTwo(PickingPolicy):
-    """Picks the less loaded of two instances that are drawn (Mitzenmacher 2001)."""
+    """Picks the less loaded of two instances drawn by chance (Mitzenmacher 2001)."""
 
     def pick(self, request: Schedule, pool: Pool, rng: random.Random) -> str:
-        """See `PickingPolicy`."""
         drawn = rng.sample(pool.names, min(2, len(pool.names)))
         return ties.pick(drawn, pool.load_s, pool.requests, rng)

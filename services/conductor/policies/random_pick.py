@@ -1,4 +1,4 @@
-"""Chance alone, for comparison. Pure."""
+"""Placement by chance, for comparison. Pure."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from kvmesh.services.conductor.policies.policy import PickingPolicy, Pool
 
 
 class RandomPick(PickingPolicy):
-    """Picks any instance."""
+    """Picks an instance by chance."""
 
     def pick(self, request: Schedule, pool: Pool, rng: random.Random) -> str:
-        """See `PickingPolicy`."""
         return rng.choice(pool.names)

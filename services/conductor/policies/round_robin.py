@@ -1,4 +1,4 @@
-"""Turns, for comparison. Pure."""
+"""Placement in turns, for comparison. Pure."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ MAX_TURNS = 65_536  # instances whose last turn is remembered
 
 
 class RoundRobin(PickingPolicy):
-    """Picks the instance whose last turn is longest ago; one that is new had none."""
+    """Picks the instance whose last turn is longest ago; a new instance counts as never having had one."""
 
     def __init__(self) -> None:
         self._turn = 0
         self._turns: dict[str, OrderedDict[str, int]] = {}  # by half
 
     def pick(self, request: Schedule, pool: Pool, rng: random.Random) -> str:
-        """See `PickingPolicy`."""
         turns = self._turns.setdefault(pool.half, OrderedDict())
         chosen = min(pool.names, key=lambda name: turns.get(name, 0))
         self._turn += 1

@@ -1,6 +1,5 @@
-"""Sessions, for comparison: consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam: SODA 2018). A key
-goes to the first name on the ring behind it that has not more than its share. Pure.
-"""
+"""Placement by session, for comparison: consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam: SODA
+2018). A key goes to the first name behind it on the ring that has at most its share of requests. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ def _hash(text: bytes) -> int:
 
 
 class Ring:
-    """The points of some names. When one comes or goes, only keys next to its points move."""
+    """A hash ring with several points for each name. When a name comes or goes, only keys next to its points move."""
 
     def __init__(self, names: Sequence[str]) -> None:
         points = sorted((_hash(f"{name}\0{n}".encode()), at) for at, name in enumerate(names) for n in range(POINTS))
@@ -32,7 +31,7 @@ class Ring:
         self._who = [who for _, who in points]
 
     def first(self, key: bytes, free: Callable[[int], bool]) -> int:
-        """The place in `names` of the first behind `key` that is `free`; some is."""
+        """Returns the index in `names` of the first name behind `key` that is `free`; at least one must be."""
         start = bisect.bisect(self._at, _hash(key))
         seen: set[int] = set()
         for n in range(len(self._who)):
@@ -45,13 +44,14 @@ class Ring:
 
 
 class Rings:
-    """Rings by their names, the last used ones."""
+    """The most recently used rings, by their names."""
 
     def __init__(self) -> None:
         self._rings: OrderedDict[tuple[str, ...], Ring] = OrderedDict()
 
     def pick(self, key: bytes, names: tuple[str, ...], loads: Sequence[int]) -> int:
-        """The place in `names` where one more request with `key` goes; `loads`: requests that each has."""
+        """Returns the index in `names` where one more request with `key` goes. `loads` are the requests that
+        each has."""
         ring = self._rings.get(names)
         if ring is None:
             ring = self._rings[names] = Ring(names)
@@ -63,14 +63,13 @@ class Rings:
 
 
 class SessionHash(PickingPolicy):
-    """Picks the same instance for a session, as long as that one has not more than its share of all requests. A request
-    without a session goes by the first block of its prompt."""
+    """Picks the same instance for a session as long as that one has at most its share of all requests. A request
+    without a session is hashed by the first block of its prompt."""
 
     def __init__(self) -> None:
         self._rings = Rings()
 
     def pick(self, request: Schedule, pool: Pool, rng: random.Random) -> str:
-        """See `PickingPolicy`."""
         key = request.session.encode() or (request.keys[0] if request.keys else request.request_id.encode())
         names = tuple(sorted(pool.names))
         return names[self._rings.pick(key, names, [pool.requests(name) for name in names])]

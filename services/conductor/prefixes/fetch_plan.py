@@ -1,4 +1,4 @@
-"""Which node stores blocks are fetched from, and out of which tier of them; what names them in a placement. Pure."""
+"""From which node stores, and which tiers of them, blocks are fetched; and how a placement describes that. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ TierLoad = Callable[[Life, Tier, int], float]  # seconds to read so many bytes o
 
 @dataclass(slots=True, unsafe_hash=True)
 class FetchSegment:
-    """Prompt blocks [first, first + blocks) come from that tier of `holder`; `own`: it is the reader itself."""
+    """Prompt blocks [first, first + blocks) come from that tier of `holder`. `own` says that the holder is the reader
+    itself."""
 
     holder: Member
     first: int
@@ -30,18 +31,18 @@ class FetchSegment:
 
     @property
     def range(self) -> PullRange:
-        """As a placement says it."""
+        """The segment as a placement describes it."""
         ref = self.holder.ref
         return PullRange(ref.instance_id, ref.address, ref.incarnation, self.first, self.blocks, self.tier)
 
     def until(self, end: int) -> FetchSegment:
-        """Its part before block `end`."""
+        """Returns its part before block `end`."""
         return FetchSegment(self.holder, self.first, min(self.blocks, end - self.first), self.tier, self.own)
 
 
 @dataclass(frozen=True, slots=True)
 class FetchSources:
-    """Stores that are as good as one another: the same tier, and all of others or the reader's own."""
+    """Stores of equal rank: of the same tier, and all of others or the reader's own."""
 
     slots: int
     tier: Tier
@@ -49,7 +50,7 @@ class FetchSources:
 
 
 class _Calmest(NamedTuple):
-    """Of some holders those with the least to send: the first one by name, and the first one on each node."""
+    """Of some holders those with the least to send: the first by name, and the first on each node."""
 
     first: Member
     by_node: Mapping[str, Member]
@@ -57,7 +58,7 @@ class _Calmest(NamedTuple):
 
 @dataclass(slots=True)
 class FetchPlanner:
-    """What one request can use: its survey, and who of those in it may be asked (by slot of the block map)."""
+    """Plans fetches for one request, from its survey and the holders that may be asked (by slot of the block map)."""
 
     survey: PrefixSurvey
     holders: Mapping[int, Member]
@@ -78,13 +79,14 @@ class FetchPlanner:
         self.memory = (FetchSources(self.among, Tier.DRAM, own=False),) if self.among else ()
 
     def reach(self, own: PrefixPlace, start: int) -> int:
-        """How far the prefix goes when the live stores together bring what is missing from `start` on."""
+        """Returns how far the prefix goes, in blocks, when all live stores together supply what is missing from `start`
+        on."""
         return self.survey.reach(self.anywhere | own.sealed, start)
 
     def sources(self, own: PrefixPlace, *, others: bool = True, own_first: bool = False) -> tuple[FetchSources, ...]:
-        """Where blocks that are not in the reader's memory can come from, the best first: others' memory, then tier by
-        tier its own before others'. `own_first`: its own fastest lower tier even before others' memory; not `others`:
-        its own alone."""
+        """Returns where blocks can come from that are not in the reader's memory, the best first: others' memory, then
+        tier by tier its own before others'. With `own_first` its fastest own lower tier comes even before others'
+        memory; without `others` only its own tiers are used."""
         if not self.lower:
             return self.memory if others else ()
         found = list(self.memory) if others else []
@@ -101,9 +103,9 @@ class FetchPlanner:
     def plan(
         self, own: PrefixPlace, node_id: str, start: int, end: int, sources: tuple[FetchSources, ...]
     ) -> tuple[tuple[FetchSegment, ...], int]:
-        """Legs for blocks [start, end) by longest runs, without those that lie at `own`; and the end that they reach.
-        A run of a worse way ends where a better one begins. Among holders of equal runs the one with the least to send
-        is named, then one on the same node."""
+        """Returns segments for blocks [start, end), by longest runs and without those that lie at `own`, and the end
+        that they reach. A run of a worse source ends where a better one begins. Among holders of equal runs the one
+        with the least to send is chosen, then one on the same node."""
         segments: list[FetchSegment] = []
         at = start
         runs = [run for run in self.survey.runs if run.end > start and run.first < end]
@@ -134,15 +136,15 @@ class FetchPlanner:
         return tuple(segments), min(at, end)
 
     def ahead(self, segments: Iterable[FetchSegment]) -> int:
-        """Bytes that the holders of `legs` have to send before."""
+        """Returns the bytes that the segments' holders have to send before."""
         return self.ahead_of({segment.holder.ref.life for segment in segments})
 
     def ahead_of(self, lives: Iterable[Life]) -> int:
-        """Bytes that they have to send."""
+        """Returns the bytes that these incarnations have to send."""
         return sum(map(self.outgoing.ahead, lives))
 
     def named(self, slots: int) -> list[Member]:
-        """Whose stores they are; of very many, MAX_HOLDERS that lie evenly among them."""
+        """Returns whose stores these slots are; of very many, MAX_HOLDERS that are spread evenly among them."""
         found = bits(slots)
         if len(found) > MAX_HOLDERS:
             found = found[:: -(-len(found) // MAX_HOLDERS)]
@@ -162,8 +164,8 @@ class FetchPlanner:
         return min(holders, key=worth)
 
     def load_s(self, segments: Iterable[FetchSegment], block_bytes: int) -> tuple[float, float]:
-        """Seconds that lower tiers need before the blocks of `legs` are in memory: the reader's own, and the slowest of
-        the others'. Each node reads for itself, after what it reads already."""
+        """Returns the seconds that lower tiers need before the segments' blocks are in memory: the reader's own, and
+        the slowest of the others'. Each node reads by itself, after what it reads already."""
         if not self.lower:
             return 0.0, 0.0
         asked: dict[tuple[Life, Tier, bool], int] = {}
@@ -190,13 +192,14 @@ def _calmest(holders: Sequence[Member], outgoing: Outgoing) -> _Calmest:
 
 
 def tier_life(life: Life, tier: Tier) -> Life:
-    """Under what name a tier of a node is counted: what it reads shares one device, what it sends one wire."""
+    """Returns the name under which a tier of a node is counted: what it reads shares one device, what it sends
+    one NIC."""
     return store_name(life[0], tier), life[1]
 
 
 def sources(blocks: int, at_decode: int, pulled_to: int) -> bytes:
-    """One `Source` for each of `blocks` prompt blocks: the first `at_decode` lie there, those up to `pulled_to` decode
-    fetches, prefill pushes the rest; empty when it pushes all."""
+    """Returns one `Source` for each of `blocks` prompt blocks: the first `at_decode` are there, decode fetches those up
+    to `pulled_to`, prefill pushes the rest. It is empty when prefill pushes all."""
     pulled = max(0, pulled_to - at_decode)
     if not at_decode and not pulled:
         return b""
@@ -205,7 +208,7 @@ def sources(blocks: int, at_decode: int, pulled_to: int) -> bytes:
 
 
 def lives_of(segments: Iterable[FetchSegment]) -> dict[Life, int]:
-    """Blocks that each holder sends, and that each of its lower tiers reads (`tier_life`)."""
+    """Returns the number of blocks that each holder sends, and that each of its lower tiers reads (`tier_life`)."""
     found: dict[Life, int] = {}
     for segment in segments:
         burdened = [] if segment.own else [segment.holder.ref.life]

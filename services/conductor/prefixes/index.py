@@ -1,4 +1,5 @@
-"""The prefix index: what node stores have announced, and what placements will bring; both by an instance's life."""
+"""The prefix index: what node stores have announced, and what placements will bring, both by an instance's
+incarnation."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ FEW_BITS = 24  # of a bitset, that are found faster one by one
 
 @dataclass(slots=True, unsafe_hash=True)
 class PrefixPlace:
-    """Where an instance's blocks show in a survey: its bits among those announced in memory, among pending ones, and
-    among those announced in its lower tiers; 0: none."""
+    """Where an instance's blocks show in a survey: its bits among blocks announced in memory, among pending blocks, and
+    among blocks announced in its lower tiers; 0 for none."""
 
     sealed: int
     coming: int = 0
@@ -32,7 +33,8 @@ class PrefixPlace:
 
 
 class HeldRun(NamedTuple):
-    """Prompt blocks [first, end) lie at the same stores: `sealed` there, `coming` here."""
+    """Prompt blocks [first, end) with the same holders: the stores `sealed`, and the instances to which they are
+    `coming`."""
 
     first: int
     end: int
@@ -42,29 +44,29 @@ class HeldRun(NamedTuple):
 
 @dataclass(slots=True)
 class PrefixSurvey:
-    """Who holds the leading blocks of one prompt, in runs; it ends at the first block that nobody holds. Questions
-    cost O(runs), however many blocks and instances there are."""
+    """Who holds the leading blocks of one prompt, in runs; it ends at the first block that nobody holds. Queries cost
+    O(runs), whatever the number of blocks and instances."""
 
     runs: tuple[HeldRun, ...]
 
     @property
     def everyone(self) -> int:
-        """Bitset of all slots of the block map that hold any of them."""
+        """The bitset of all slots of the block map that hold any of these blocks."""
         found = 0
         for run in self.runs:
             found |= run.sealed
         return found
 
     def depth(self, place: PrefixPlace) -> int:
-        """How many leading blocks are in memory there, or will be."""
+        """Returns how many leading blocks are in memory there, or will be."""
         return self._depth(place.sealed, place.coming)
 
     def sealed_depth(self, place: PrefixPlace) -> int:
-        """As `depth`, what has been announced alone."""
+        """Returns how many leading blocks are announced in memory there."""
         return self._depth(place.sealed, 0)
 
     def depth_in_all(self, place: PrefixPlace) -> int:
-        """As `depth`, its lower tiers included."""
+        """Returns how many leading blocks are there or will be, in memory or a lower tier."""
         bits = place.sealed
         for _, bit in place.lower:
             bits |= bit
@@ -79,7 +81,8 @@ class PrefixSurvey:
         return depth
 
     def reach(self, among: int, start: int = 0) -> int:
-        """Up to which block each one from `start` on is sealed at somebody of `among`; at least `start`."""
+        """Returns the block up to which each one from `start` on is sealed at some slot of `among`; at least
+        `start`."""
         for run in self.runs:
             if run.end > start:
                 if not run.sealed & among:
@@ -89,10 +92,11 @@ class PrefixSurvey:
 
 
 class Index:
-    """A `BlockMap` with `Pending` blocks over it. A life's bits may change with every `hear`: ask again.
+    """A `BlockMap` with `Pending` blocks over it. The bits of an incarnation may change with every `hear`; ask again.
 
-    In the map each tier of an instance is a store of its own (`tiers.store_name`); no two of them are ever of different
-    lives. Pending blocks come to memory."""
+    In the map each tier of an instance is a store of its own (`tiers.store_name`); all tiers of an instance belong to
+    one incarnation. Pending blocks will be in memory.
+    """
 
     def __init__(self) -> None:
         self.truth = WalkedMap()
@@ -101,7 +105,7 @@ class Index:
         self._lower: dict[str, dict[Tier, str]] = {}  # by instance: its tiers below DRAM that have said anything
 
     def survey(self, keys: Sequence[bytes]) -> PrefixSurvey:
-        """Where the blocks of one prompt lie. O(keys)."""
+        """Returns where the blocks of one prompt lie. O(keys)."""
         coming = self.pending.prefix(keys)
         sealed = self.truth.prefix(keys, coming[-1][0] if coming else 0)
         runs: list[HeldRun] = []
@@ -121,19 +125,19 @@ class Index:
         return PrefixSurvey(tuple(runs))
 
     def place_of(self, life: Life, slot: int | None = None) -> PrefixPlace:
-        """Where that very life's blocks show; `slot`: its own among the pending ones."""
+        """Returns where that incarnation's blocks show. `slot` is its slot among the pending ones."""
         (name, incarnation), bit_of = life, self.truth.bit
         lower = self._lower.get(name)
         below = tuple((t, bit) for t, store in lower.items() if (bit := bit_of(store, incarnation))) if lower else ()
         return PrefixPlace(bit_of(name, incarnation), 0 if slot is None else 1 << slot, below)
 
     def moved(self) -> Iterable[str]:
-        """Stores and tiers whose slots in the map have changed since this was asked before."""
+        """Returns the stores and tiers whose slots in the map have changed since the last call."""
         found, self.truth.moved = self.truth.moved or {}, {}
         return found
 
     def slots(self, instance_id: str) -> dict[str, tuple[int, int]]:
-        """Where each of its tiers shows in the map, and of which life; by the store's name."""
+        """Returns where each tier of an instance shows in the map and of which incarnation, by the store's name."""
         found = {}
         for name in self._names(instance_id):
             if (slot := self.truth.slot(name)) is not None:
@@ -141,11 +145,11 @@ class Index:
         return found
 
     def count(self, life: Life) -> int:
-        """Blocks in memory announced by that very life."""
+        """Returns how many blocks in memory that incarnation has announced."""
         return self.truth.count(life[0]) if self.truth.incarnation(life[0]) == life[1] else 0
 
     def counts(self, life: Life) -> dict[Tier, int]:
-        """Blocks in each lower tier announced by that very life."""
+        """Returns how many blocks that incarnation has announced in each lower tier."""
         return {tier: self.count((name, life[1])) for tier, name in self._lower.get(life[0], {}).items()}
 
     def hear(
@@ -156,9 +160,9 @@ class Index:
         *,
         ended: Callable[[Life], bool] = lambda life: True,
     ) -> bool:
-        """Take in what a store, or one tier of it, said; `life` and `slot`: of the instance of that name, if there is
-        one; `ended`: whether the master said so of a life. False: it does not follow what is known. ValueError: a key
-        has not 16 bytes."""
+        """Applies an announcement of a store or one of its tiers. `life` and `slot` are those of the instance of that
+        name, if there is one; `ended` says whether the master reported the end of an incarnation. Returns False when
+        the announcement does not follow what is known. Raises ValueError when a key does not have 16 bytes."""
         owner, tier = split_name(announcement.store_id)
         speaks = owner, announcement.incarnation
         if not self._only(speaks, ended):
@@ -175,13 +179,13 @@ class Index:
         return verdict is not Verdict.GAP
 
     def expire(self, now: float, *, promises: bool) -> None:
-        """Clear away a slice of what was dropped; with `promises`, confirmed blocks whose time is over go too."""
+        """Frees a part of what was dropped; with `promises`, confirmed blocks whose time is over are dropped, too."""
         self.truth.sweep(SWEEP_KEYS)
         if promises:
             self.pending.expire(now)
 
     def drop(self, life: Life) -> None:
-        """Whatever that life held is gone. Another life's blocks stay, whichever incarnation is the greater."""
+        """Drops all blocks of that incarnation. Blocks of another incarnation stay, whichever number is greater."""
         for name in self._names(life[0]):
             if self.truth.incarnation(name) == life[1]:
                 self.truth.drop(name)
@@ -190,22 +194,23 @@ class Index:
             del self._lower[life[0]]
 
     def place(self, life: Life, slot: int, marked: Marks, request_id: str) -> None:
-        """`request_id` was placed there: what is not sealed there counts as coming. `marked`: its prompt's marks."""
+        """Notes that the request was placed there: blocks that are not sealed there count as coming. `marked` are its
+        prompt's marks."""
         self.pending.put(slot, marked, request_id, 0.0, self._unsealed(life, marked))
 
     def confirm(self, life: Life, slot: int, marked: Marks, until: float) -> None:
-        """They are there now; what has not been announced counts until then."""
+        """Notes that these blocks are there now; those not announced count until `until`."""
         self.pending.put(slot, marked, None, until, self._unsealed(life, marked))
 
     def _unsealed(self, life: Life, marked: Marks) -> bytes | None:
-        """Of each mark 1 if it is not sealed there; None: none is."""
+        """Returns for each mark 1 if it is not sealed there, else 0; None when none is sealed."""
         bit = self.truth.bit(*life)
         return self.truth.lacking(marked, bit.bit_length() - 1) if bit else None
 
     def _only(self, life: Life, ended: Callable[[Life], bool]) -> bool:
-        """Make room for a word of this life: what other lives of its name hold, in whichever tier, goes. False: it is
-        the earlier one. The master relays the living: a life that has not ended is the present one even where its
-        clock is behind the last one's."""
+        """Drops what other incarnations of that name hold, in any tier. Returns False when this incarnation is the
+        earlier one. The master relays only living stores, so an incarnation that has not ended is the present one even
+        if its clock is behind."""
         known = {name: self.truth.incarnation(name) for name in self._names(life[0])}
         if any(other > life[1] for other in known.values()) and ended(life):
             return False
@@ -220,7 +225,7 @@ class Index:
 
 
 def bits(mask: int) -> list[int]:
-    """The slots of a bitset, lowest first."""
+    """Returns the slots of a bitset, lowest first."""
     if mask.bit_count() > FEW_BITS:
         found: list[int] = places(mask).tolist()
         return found
@@ -234,8 +239,8 @@ def bits(mask: int) -> list[int]:
 
 @lru_cache(maxsize=64)
 def places(mask: int) -> npt.NDArray[np.intp]:
-    """As `bits`, for many: 10,000 of them in some 20 microseconds. The last answers are kept (what all prompts begin
-    with has the same holders), so nobody may write into them."""
+    """Returns what `bits` does, for many slots: 10,000 in about 20 microseconds. Recent results are cached (common
+    prefixes have the same holders), so they must not be written to."""
     raw = np.frombuffer(mask.to_bytes((mask.bit_length() + 7) // 8, "little"), dtype=np.uint8)
     found = np.flatnonzero(np.unpackbits(raw, bitorder="little"))
     found.setflags(write=False)
@@ -243,5 +248,5 @@ def places(mask: int) -> npt.NDArray[np.intp]:
 
 
 def bitset(found: npt.NDArray[np.bool_]) -> int:
-    """The other way round: of slots one by one."""
+    """Returns the bitset of an array of booleans, one a slot."""
     return int.from_bytes(np.packbits(found, bitorder="little").tobytes(), "little")

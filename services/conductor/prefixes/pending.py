@@ -1,13 +1,14 @@
-"""Blocks that are not announced yet, but will be at an instance: told by the conductor's own placements.
+"""Blocks that are not announced yet, but will be at an instance, as the conductor's own placements tell. Pure.
 
-A block counts from its placement on (the request before in the queue will have computed or fetched it), is confirmed
-by the worker's report and withdrawn when the request ended without one. It leaves when the node store announces it, or
-a bounded time after it was confirmed: a full store seals nothing. Each instance's share is an LRU list no longer than
-its device pool.
+A block counts from its placement on, because the request before it in the queue will have computed or fetched it. The
+worker's report confirms it; the end of a request without a report withdraws it. It is removed when the node store
+announces it, or a bounded time after it was confirmed, since a full store seals nothing. Each instance's part is an LRU
+list no longer than its device pool.
 
-Of a long prompt only some blocks are noted, its *marks*: the first 32, every 8th up to the 256th, every 32nd from there
-on, and the last one. A block's key names all before it, so who will have a mark will have what lies between it and the
-mark before. What is promised up to between two marks is rounded down to the first of them; announced blocks are exact.
+Of a long prompt only some blocks are stored, its *marks*: the first 32, every 8th up to the 256th, every 32nd from
+there on, and the last one. A block's key stands for all before it, so an instance that will have a mark will also have
+the blocks between that mark and the one before. A promise that ends between two marks is rounded down to the first of
+them; announced blocks are exact.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Marks = tuple[bytes, ...]
 
 @lru_cache(maxsize=512)
 def positions(blocks: int) -> tuple[int, ...]:
-    """Which of so many blocks are marks."""
+    """Returns which blocks of a prompt of so many blocks are marks."""
     fine = range(EACH + FINE - 1, min(blocks, SOME), FINE)
     coarse = range(SOME + COARSE - 1, blocks, COARSE)
     found = (*range(min(blocks, EACH)), *fine, *coarse)
@@ -39,7 +40,7 @@ def positions(blocks: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=512)
 def ends(blocks: int) -> tuple[int, ...]:
-    """Up to which block each mark of so many reaches."""
+    """Returns up to which block each mark of a prompt of so many blocks reaches."""
     return tuple(at + 1 for at in positions(blocks))
 
 
@@ -50,13 +51,13 @@ def _picker(blocks: int) -> Struct:
 
 
 def marks(keys: Sequence[bytes]) -> Marks:
-    """Those of a prompt."""
+    """Returns the marks of a prompt."""
     return _picker(len(keys)).unpack(Keys.of(keys).packed)
 
 
 @lru_cache(maxsize=4096)
 def span(ordinal: int) -> int:
-    """Blocks that the so-manieth mark of a prompt stands for, at most."""
+    """Returns how many blocks, at most, the mark of this ordinal stands for."""
     if ordinal < EACH:
         return 1
     return FINE if ordinal < EACH + (SOME - EACH) // FINE else COARSE
@@ -64,7 +65,7 @@ def span(ordinal: int) -> int:
 
 @lru_cache(maxsize=512)
 def spans(count: int) -> tuple[int, ...]:
-    """Of the first so many marks."""
+    """Returns the spans of the first `count` marks."""
     return tuple(map(span, range(count)))
 
 
@@ -80,10 +81,11 @@ class _Slot:
 
 
 class Pending:
-    """Mark → bitset of instance slots: numbers of its own, unlike those of the `BlockMap`.
+    """Maps a mark to a bitset of instance slots; these numbers differ from the slots of the `BlockMap`.
 
-    Memory: one dict entry and one key a mark, one entry of an ordered dict for each slot where it is coming. Placements
-    cost O(marks)."""
+    It takes one dict entry and one key for each mark, and one entry of an ordered dict for each slot where the mark is
+    coming. Placements cost O(marks).
+    """
 
     def __init__(self) -> None:
         self._masks: dict[bytes, int] = {}
@@ -92,63 +94,64 @@ class Pending:
         self._confirming: set[int] = set()  # slots with confirmed blocks, and some whose last one has gone
 
     def __len__(self) -> int:
-        """Distinct marks."""
+        """Returns the number of distinct marks."""
         return len(self._masks)
 
     def mask(self, key: bytes) -> int:
-        """Bitset of the slots where this mark is coming."""
+        """Returns the bitset of the slots where this mark is coming."""
         return self._masks.get(key, 0)
 
     def prefix(self, keys: Sequence[bytes]) -> Runs:
-        """Who will have the leading blocks of a prompt, in runs up to the last one that is coming anywhere."""
+        """Returns who will have the leading blocks of a prompt, in runs up to the last block that is coming
+        anywhere."""
         if not self._masks or not keys:
             return []
         return of_marks(self._masks, marks(keys), ends(len(keys)))
 
     def blocks(self, slot: int) -> int:
-        """How many blocks are coming there, at most."""
+        """Returns how many blocks, at most, are coming there."""
         return self._slots[slot].blocks
 
     def open(self, capacity_blocks: int) -> int:
-        """A free slot (a small int, the bit number) for an instance of that capacity."""
+        """Returns a free slot (a small int, the bit number) for an instance of that capacity."""
         slot = heapq.heappop(self._freed) if self._freed else len(self._slots)
         self._slots[slot] = _Slot(capacity_blocks)
         return slot
 
     def close(self, slot: int) -> None:
-        """Forget everything that slot expects and free it: its instance or incarnation is gone."""
+        """Forgets everything that the slot expects and frees it, because its instance or incarnation is gone."""
         for key in self._slots.pop(slot).held:
             self._clear_bit(key, slot)
         heapq.heappush(self._freed, slot)
 
     def place(self, slot: int, marked: Sequence[bytes], request_id: str) -> None:
-        """`request_id` was placed there: its blocks count as coming. `marked`: the prompt's marks."""
+        """Notes that the request was placed there: its blocks count as coming. `marked` are the prompt's marks."""
         self.put(slot, tuple(marked), request_id, 0.0)
 
     def confirm(self, slot: int, marked: Sequence[bytes], until: float) -> None:
-        """Those blocks are there now; they count until then (never earlier than an `until` before)."""
+        """Notes that those blocks are there now; they count until `until`, and never for a shorter time than before."""
         self.put(slot, tuple(marked), None, until)
 
     def withdraw(self, slot: int, marked: Sequence[bytes], request_id: str) -> None:
-        """`request_id` ended unreported: the blocks that only it would have brought do not come."""
+        """Notes that the request ended unreported: blocks that only it would have brought do not come."""
         held = self._slots[slot].held
         for key in marked:
             if held.get(key, _NOBODY)[0] == request_id:
                 self._remove(slot, key)
 
     def arrived(self, slot: int, keys: Sequence[bytes]) -> None:
-        """The node store has announced them: they need no promise any more."""
+        """Notes that the node store has announced these blocks."""
         held = self._slots[slot].held
         if held:
             for key in filter(held.__contains__, keys):
                 self._remove(slot, key)
 
     def settle(self, slot: int, is_there: Callable[[bytes], bool]) -> None:
-        """As `arrived`, for whatever of this slot `is_there`."""
+        """Removes, as `arrived` does, all blocks of this slot for which `is_there` is true."""
         self.arrived(slot, [key for key in self._slots[slot].held if is_there(key)])
 
     def expire(self, now: float) -> None:
-        """Confirmed blocks whose time is over count no more."""
+        """Removes confirmed blocks whose time is over."""
         for slot in list(self._confirming):
             record = self._slots.get(slot)
             while record is not None and record.confirmed:
@@ -160,7 +163,8 @@ class Pending:
                 self._confirming.discard(slot)
 
     def put(self, slot: int, marked: Marks, owner: str | None, until: float, lacks: bytes | None = None) -> None:
-        """`place`, or without an owner `confirm`. `lacks`: of each mark whether it is meant; None: all are."""
+        """Does what `place` or, without an owner, `confirm` does. `lacks` says of each mark whether it is meant; None
+        means all are."""
         record = self._slots[slot]
         if (native := functions()) is not None and owner is not None:
             held = record.held

@@ -1,5 +1,5 @@
-"""How long lower tiers take to read, node by node: by their own word or, where a node has none (pool nodes do not
-report to conductors), by the pulls that waited for it. Pure."""
+"""How long lower tiers take to read, by node: by the node's own report, or by the pulls that waited for it where there
+is no report (pool nodes do not report to conductors). Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ JUDGED_BYTES = 1 << 20
 
 
 class TierLoads:
-    """Models by life and tier; `drop` a life when it is over."""
+    """The tier models by incarnation and tier; call `drop` when an incarnation is over."""
 
     def __init__(self) -> None:
         self._models: dict[tuple[Life, Tier], TierModel] = {}
@@ -23,7 +23,8 @@ class TierLoads:
         return len(self._models)
 
     def hear(self, life: Life, uses: Iterable[TierUse], now: float) -> Sequence[tuple[float, float]]:
-        """Its own word. Where that is news: seconds for JUDGED_BYTES as expected before, and as measured there."""
+        """Takes a node's report on its tiers. Returns, for each that is news, the seconds for JUDGED_BYTES that were
+        expected, and those measured."""
         news = []
         for use in uses:
             model = self._of(life, use.tier)
@@ -33,16 +34,16 @@ class TierLoads:
         return news
 
     def saw(self, life: Life, tier: Tier, nbytes: int, seconds: float, now: float) -> None:
-        """A pull of `nbytes` out of it took so much longer than out of memory."""
+        """Notes that a pull of `nbytes` from this tier took so many seconds longer than one from memory."""
         self._of(life, tier).saw(nbytes, seconds, now)
 
     def seconds(self, life: Life, tier: Tier, nbytes: int, now: float) -> float:
-        """Expected, for `nbytes` in one go."""
+        """Returns the seconds expected for `nbytes` in one go."""
         known = self._models.get((life, tier)) or TierModel(tier)
         return known.seconds(nbytes, now)
 
     def drop(self, life: Life) -> None:
-        """It is over."""
+        """Forgets an incarnation that is over."""
         for tier in Tier:
             self._models.pop((life, tier), None)
 

@@ -30,13 +30,13 @@ class _Library:
 
 @functools.cache
 def functions() -> _Library | None:
-    """None: there is no native code here."""
+    """Returns the native functions, or None where they were not built."""
     lib = library.library()
     return None if lib is None else _Library(lib)
 
 
 class WalkedMap(BlockMap):
-    """As `BlockMap`, its keys in a table of native code where that is there."""
+    """A `BlockMap` whose keys are in a table of native code where that was built."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,6 @@ class WalkedMap(BlockMap):
             self._masks = cast(dict[bytes, int], self._table)  # for whoever asks key by key; changed below alone
 
     def prefix(self, keys: Sequence[bytes], at_least: int = 0) -> Runs:
-        """See `BlockMap`."""
         if self._table is None:
             return super().prefix(tuple(keys), at_least)
         flat, shown = self._table.chain(Keys.of(keys).packed, at_least), ~self._hidden
@@ -65,19 +64,18 @@ class WalkedMap(BlockMap):
         return runs
 
     def bit(self, store_id: str, incarnation: int) -> int:
-        """Of the slot of that very life of a store; 0: it shows nothing."""
+        """Returns the bit of that incarnation's slot; 0 when it shows nothing."""
         store = self._stores.get(store_id)
         return 1 << store.slot if store is not None and store.incarnation == incarnation else 0
 
     def lacking(self, keys: tuple[bytes, ...], slot: int) -> bytes:
-        """Of each key 1 if that slot, which is shown, does not hold it, else 0."""
+        """Returns for each key 1 if that slot, which must be shown, does not hold it, else 0."""
         if self._table is None:
             masks, bit = self._masks, 1 << slot
             return bytes([not masks.get(key, 0) & bit for key in keys])
         return self._table.lacking(Keys.of(keys).packed, 1 << slot)
 
     def memory_bytes(self) -> int:
-        """See `BlockMap`."""
         if self._table is None:
             return super().memory_bytes()
         return super().memory_bytes() + self._table.memory_bytes - len(self._table) * KEY_OBJECT_BYTES
@@ -113,7 +111,8 @@ class WalkedMap(BlockMap):
 
 
 def of_marks(masks: Masks, marked: tuple[bytes, ...], ends: tuple[int, ...]) -> Runs:
-    """Who has each of these marks, which end at those blocks, ascending: runs up to the last one that anybody has."""
+    """Returns who has each of these marks, in runs up to the last one that anybody has. The marks end at the blocks
+    `ends`, ascending."""
     native = functions()
     if native is None:
         told = list(zip(ends, map(masks.get, marked, repeat(0)), strict=True))

@@ -1,6 +1,5 @@
-"""Why recent requests went where they went. Recording keeps the numbers that decided, as the choice itself had them
-(ties.py); words are made of them when somebody asks. No verdict is found anew from other numbers.
-"""
+"""Why recent requests were placed where they were. The numbers that decided are recorded as the choice itself had them
+(ties.py), and are put into words when somebody asks. No verdict is computed again from other numbers."""
 
 from __future__ import annotations
 
@@ -73,7 +72,7 @@ DECODE_TERMS = (
 
 
 class SloMiss(NamedTuple):
-    """Which SLO a placement would have missed, by the figures that were compared. Seconds."""
+    """Which SLO a placement would have missed, by the figures that were compared, in seconds."""
 
     what: str
     predicted_s: float
@@ -86,7 +85,8 @@ class SloMiss(NamedTuple):
 
 
 class Winner(NamedTuple):
-    """What was chosen among several, and by which numbers. `crowd`: None when no other score was as good."""
+    """What was chosen among several candidates, and by which numbers. `crowd` is None when no other score was
+    as good."""
 
     refs: tuple[Ref, ...]
     score_s: float
@@ -95,8 +95,8 @@ class Winner(NamedTuple):
     short: bool = False  # of room for the whole answer, as all were
 
     def over(self, score_s: float, crowd: Crowd | None, more: str, parts: Sequence[str]) -> str:
-        """In words, why it won over one with these numbers. `more`: words for a greater score, with a place for it;
-        `parts`: for what of a crowd is greater, with places for both."""
+        """Returns in words why it won over a candidate with these numbers. `more` is the text for a greater score, with
+        a place for it; `parts` are the texts for the part of a crowd that is greater, with places for both."""
         if crowd is None or self.crowd is None:
             return more.format(_figure((score_s - self.score_s) * 1000))
         mine, its = (c if isinstance(c, tuple) else (c,) for c in (crowd, self.crowd))
@@ -108,7 +108,7 @@ class Winner(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """One instance that was weighed for one role, or could not be (`why`). Seconds."""
+    """One instance that was weighed for one role, or could not be (`why`). Times are in seconds."""
 
     ref: Ref
     role: Role  # PREFILL or DECODE
@@ -124,13 +124,13 @@ class Candidate(NamedTuple):
     crowd: Crowd | None = None  # what decided among scores that were as good; None: its score alone decided
 
     def named_terms(self) -> dict[str, float]:
-        """Milliseconds by name; what does not apply is left out."""
+        """Returns the terms in milliseconds by name; those that do not apply are left out."""
         names = PREFILL_TERMS if self.role is Role.PREFILL else DECODE_TERMS
         return {name: s * 1000 for name, s in zip(names, self.terms, strict=False) if s >= 0}
 
 
 class WeighedKind(NamedTuple):
-    """One kind of placement on certain instances, or why it could not be. Seconds."""
+    """One serving mode on certain instances, or why it was not possible. Times are in seconds."""
 
     kind: ServingMode
     prefill: Ref
@@ -143,7 +143,8 @@ class WeighedKind(NamedTuple):
     crowd: Crowd | None = None  # as a candidate's
 
     def named_terms(self) -> dict[str, float]:
-        """By name: `rows`, the others in milliseconds; what is rare only where there is some of it."""
+        """Returns the terms by name: `rows` as a number, the others in milliseconds; rare terms only where they are not
+        0."""
         told = dict(zip(KIND_TERMS, self.terms, strict=False))
         return {
             name: value if name == "rows" else value * 1000
@@ -154,7 +155,7 @@ class WeighedKind(NamedTuple):
 
 @dataclass(slots=True)
 class Decision:
-    """One answered Schedule, and what prefill and decode reported of it later."""
+    """One answered Schedule, and what prefill and decode reported of the request later."""
 
     request_id: str
     attempt: int
@@ -179,19 +180,19 @@ class Decision:
     expected: Expected | None = None
 
     def is_chosen(self, candidate: Candidate) -> bool:
-        """Whether the request went there, as a pair."""
+        """Says whether the request went to this candidate, as part of a pair."""
         if self.placed is None or self.placed.prefill == self.placed.decode:
             return False
         return candidate.ref == (self.placed.prefill if candidate.role is Role.PREFILL else self.placed.decode)
 
     def is_chosen_kind(self, kind: WeighedKind) -> bool:
-        """Whether the request became that."""
+        """Says whether the request became this."""
         if kind.miss is not None or kind.why:  # its instances are those that came nearest, perhaps those that got it
             return False
         return self.placed is not None and (self.placed.prefill, self.placed.decode) == (kind.prefill, kind.decode)
 
     def kind_verdict(self, kind: WeighedKind) -> str:
-        """In words, why it was chosen or not."""
+        """Returns in words why this serving mode was chosen or not."""
         if kind.why:
             return kind.why
         if self.is_chosen_kind(kind):
@@ -207,7 +208,7 @@ class Decision:
         return self.kind.over(kind.cost_s, kind.crowd, "costs {} ms more", KIND_CROWD)
 
     def verdict(self, candidate: Candidate) -> str:
-        """In words, why it was chosen or not."""
+        """Returns in words why this candidate was chosen or not."""
         if candidate.why:
             return candidate.why
         if self.is_chosen(candidate):
@@ -232,7 +233,7 @@ class Decision:
 
 
 class Expected(NamedTuple):
-    """What a placement was predicted to bring, in seconds, and by how much its like differed from that lately."""
+    """What a placement was predicted to bring, in seconds, and how far similar predictions were off lately."""
 
     ttft_s: float  # until the client has its first token
     ttft: Spread
@@ -241,7 +242,7 @@ class Expected(NamedTuple):
 
 
 class Explanations:
-    """The last decisions, by request; the least recently decided or asked for goes first."""
+    """The last decisions, by request; the least recently decided or asked for are forgotten first."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -252,13 +253,13 @@ class Explanations:
         return len(self._decisions)
 
     def get(self, request_id: str) -> Decision | None:
-        """The last decision on it; None: unknown or forgotten."""
+        """Returns the last decision about the request, or None when it is unknown or was forgotten."""
         if request_id in self._decisions:
             self._decisions.move_to_end(request_id)
         return self._decisions.get(request_id)
 
     def keep(self, decision: Decision) -> None:
-        """It replaces the one of an earlier attempt."""
+        """Keeps a decision in the place of the one of an earlier attempt."""
         old = self._decisions.pop(decision.request_id, None)
         self._candidates += len(decision.candidates) - (len(old.candidates) if old else 0)
         self._decisions[decision.request_id] = decision
@@ -267,13 +268,13 @@ class Explanations:
             self._candidates -= len(gone.candidates)
 
     def report(self, ref: Ref, sample: PrefillSample) -> None:
-        """What the instance that was chosen found and took."""
+        """Adds what the chosen prefill instance found and took."""
         decision = self._decisions.get(sample.request_id)
         if decision is not None and decision.placed is not None and decision.placed.prefill == ref:
             decision.sample = sample
 
     def ended(self, outcome: RequestOutcome) -> None:
-        """How it went, seen from decode."""
+        """Adds how the request went, as decode saw it."""
         decision = self._decisions.get(outcome.request_id)
         if decision is not None and decision.placed is not None and decision.attempt == outcome.attempt:
             decision.ended = outcome
@@ -291,7 +292,7 @@ def decided(
     best_prefix: int,
     expected: Expected | None = None,
 ) -> Decision:
-    """The record of one answer. `some` of the `serving` instances of the model are told of, weighed or not; see
+    """Returns the record of one answer. It mentions `some` of the `serving` instances of the model, weighed or not; see
     `_candidates`."""
     pair = found.pair if found is not None else None
     prefill, decode = (_half(pair.prefill_by), _half(pair.decode_by)) if pair is not None else (_NOBODY, _NOBODY)
@@ -325,15 +326,15 @@ def decided(
 
 
 class _Half(NamedTuple):
-    """What one half of the best pair was chosen by. `choices` and `numbers` are those that might have been, in the
-    order in which all were weighed."""
+    """What one half of the best pair was chosen by. `choices` and `numbers` are those of all that were possible, in the
+    order of weighing."""
 
     choices: Sequence[DecodeChoice] | Sequence[PrefillChoice] = ()
     numbers: ComparedNumbers = ComparedNumbers([], [], 0.0, 0)
     winner: Winner | None = None
 
     def of(self, instance: Instance, at: int) -> tuple[float, Crowd | None] | None:
-        """The score and the crowd of an instance; `at`: how many of `choices` came before it."""
+        """Returns the score and crowd of an instance; `at` is how many of `choices` came before it."""
         if at < len(self.choices) and self.choices[at].instance is instance:
             return self.numbers.scores[at], self.numbers.crowds[at]
         return None
@@ -357,7 +358,8 @@ def _winner(refs: tuple[Ref, ...], numbers: ComparedNumbers, short: bool = False
 def _kinds(
     request: Schedule, found: WeighedModes | None, scoring: ScoringContext
 ) -> tuple[tuple[WeighedKind, ...], Winner | None]:
-    """All that the request could have become, and what it did; `found`: None when nothing could be weighed."""
+    """Returns all serving modes that were weighed and what decided between them. `found` is None when nothing could be
+    weighed."""
     if found is None:
         return (), None
     winner, by_id = None, dict[int, tuple[float, Crowd | None]]()
@@ -404,12 +406,12 @@ def _kind(
 
 
 def _alone_miss(choice: PlacementChoice, scoring: ScoringContext) -> SloMiss | None:
-    """Why one instance may not have the whole request, `choice` being its nearest way."""
+    """Returns which SLO keeps one instance from serving the whole request; `choice` is its nearest option."""
     return _decode_miss(choice.decode) or _prefill_miss(choice.prefill, choice.decode.landing_wait_s, scoring)
 
 
 def _pair_miss(pair: PlacementAndWeighed | None, scoring: ScoringContext) -> SloMiss | None:
-    """Why no pair may have it: by those of its candidates that come nearest."""
+    """Returns which SLO keeps every pair from serving the request, by the candidates that come nearest."""
     if pair is None:
         return None
     if pair.decode is None:
@@ -424,7 +426,7 @@ def _pair_miss(pair: PlacementAndWeighed | None, scoring: ScoringContext) -> Slo
 
 
 def _decode_miss(choice: DecodeChoice) -> SloMiss | None:
-    """By the verdict that the choice went by."""
+    """Returns the SLO that the choice's verdict says is missed."""
     if choice.judged is None or (verdict := choice.judged[1]).passes:
         return None
     return SloMiss("TBT SLO", verdict.tbt_s, verdict.slo_s)
@@ -447,8 +449,8 @@ def _candidates(
     prefill: _Half,
     decode: _Half,
 ) -> tuple[Candidate, ...]:
-    """Whoever was weighed, and those `serving` instances that were not, in every role that they have in a pair.
-    `found`: None when nobody could be weighed; `why`: by name, why an instance can get no work."""
+    """Returns those that were weighed, and the `serving` instances that were not, in each role that they have in a
+    pair. `found` is None when nothing could be weighed; `why` says by name why an instance can get no work."""
     pair = found.pair if found is not None else None
     known = list(_weighed(pair, scoring, prefill, decode)) if pair is not None else []
     if not serving:
@@ -489,7 +491,7 @@ def _unweighed(
 
 
 def _why_unweighed(request: Schedule, i: Instance, role: Role, found: WeighedModes | None) -> str:
-    """Of one that could have had the request."""
+    """Returns why an instance was not weighed that could have had the request."""
     if i.ref.instance_id in request.avoid:
         return AVOIDED
     if found is not None and found.picked_by:
@@ -573,7 +575,7 @@ def _far(worth: NearInstances, instance_id: str) -> float:
 
 
 def _apart(one: float, other: float) -> tuple[str, str]:
-    """Both, with as many digits as it takes to tell them apart."""
+    """Returns both numbers with as many digits as are needed to tell them apart."""
     for form in (",.0f", ",.1f", ",.3f", ".9g"):
         if (first := format(one, form)) != (second := format(other, form)):
             return first, second

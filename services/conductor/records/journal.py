@@ -55,20 +55,20 @@ _EVENTS: dict[str, type[Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What the brain was made of. `seed`: of its chance."""
+    """How the brain was made. `seed` is that of its random numbers."""
 
     seed: int
     started_at: float
     settings: Settings
 
     def brain(self) -> ConductorState:
-        """As it was at first."""
+        """Returns a brain in its first state."""
         return ConductorState(self.settings, random.Random(self.seed), self.started_at)
 
 
 class Recorder:
-    """A brain whose every step is written down. `write` takes whole lines and says how many bytes it has taken so far;
-    beyond `limit_bytes` the log ends, the brain goes on."""
+    """A brain whose every step is logged. `write` takes whole lines and returns how many bytes it has taken so far;
+    beyond `limit_bytes` the log ends and the brain goes on."""
 
     def __init__(self, header: Header, write: Callable[[bytes], int], limit_bytes: int) -> None:
         self.state = header.brain()
@@ -79,7 +79,7 @@ class Recorder:
         self._line(first)
 
     def step(self, event: Event, now: float) -> Sequence[Action]:
-        """As ConductorState's."""
+        """Does what ConductorState's `step` does, and logs it."""
         if self._full:
             return self.state.step(event, now)
         if isinstance(event, Schedule):
@@ -148,7 +148,7 @@ def _why(why: Decision) -> dict[str, Any]:
 
 
 def answer_of(actions: Sequence[Action]) -> dict[str, Any]:
-    """The answer to a Schedule, as plain data: what must be the same when it is made again."""
+    """Returns the answer to a Schedule as plain data: what must be equal when the decision is made again."""
     for action in actions:
         match action:
             case Placed():
@@ -167,7 +167,7 @@ def _error(error: KvmeshError) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class JournalLine:
-    """One event of the log; `answer`: of a Schedule, as `answer_of` gives it."""
+    """One event of the log. `answer` is set for a Schedule, as `answer_of` returns it."""
 
     number: int
     at: float
@@ -176,7 +176,7 @@ class JournalLine:
 
 
 def header_of(raw: bytes) -> Header:
-    """The first line. ConfigError says what is wrong with it."""
+    """Parses the first line. Raises ConfigError, which says what is wrong with it."""
     told = _decode(raw, 1)
     if told.get("kind") != "log" or told.get("version") != VERSION:
         shown = f"kind={told.get('kind')!r}, version={told.get('version')!r}"
@@ -190,7 +190,8 @@ def header_of(raw: bytes) -> Header:
 
 
 def line_of(raw: bytes, number: int) -> JournalLine | None:
-    """A further line; None: it is there for people. ConfigError names line and field."""
+    """Parses a further line; None for a line that is only for people. Raises ConfigError, which names line and
+    field."""
     told = _decode(raw, number)
     kind = told.get("kind")
     if kind not in ("event", "decision"):

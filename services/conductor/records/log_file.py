@@ -11,10 +11,10 @@ BUFFER_BYTES = 1 << 20
 
 
 class LogFile:
-    """Begun anew with every life of the conductor; what it had is kept beside it, once, as NAME.1."""
+    """The decision log's file. Each start of the conductor begins it anew and keeps the former one as NAME.1."""
 
     def __init__(self, path: str) -> None:
-        """ConfigError: it cannot be written."""
+        """Raises ConfigError when the file cannot be written."""
         place = Path(path).expanduser()
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -26,15 +26,14 @@ class LogFile:
         self._bytes = 0
 
     def write(self, line: bytes) -> int:
-        """Whole lines, buffered; returns the bytes taken so far."""
+        """Writes whole lines, buffered; returns the bytes taken so far."""
         self._file.write(line)
         self._bytes += len(line)
         return self._bytes
 
     def flush(self) -> None:
-        """Now and then: a reader sees what is written."""
+        """Writes buffered lines out, so that readers see them."""
         self._file.flush()
 
     def close(self) -> None:
-        """The end."""
         self._file.close()

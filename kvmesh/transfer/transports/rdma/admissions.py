@@ -18,8 +18,9 @@ _MANY = 16  # parts from here on are checked by numpy
 
 @dataclass(eq=False, slots=True)
 class WindowGrant:
-    """`starts` and `ends` of the window's ranges, sorted. `asked_by`: serials of the frames that waited when it was
-    asked for: a part outside the ranges is outside the window only for them, as windows grow."""
+    """An admission to an epoch's window. `starts` and `ends` are its ranges, sorted. `asked_by` are the serials of the
+    frames that waited when it was requested: since windows grow, a part outside the ranges is known to be outside the
+    window only for these frames."""
 
     number: int
     generation: int
@@ -28,7 +29,7 @@ class WindowGrant:
     asked_by: frozenset[int]
 
     def outside(self, parts: Sequence[tuple[int, int, int, int]]) -> tuple[int, ...]:
-        """Indices of the parts that are not in one range."""
+        """Returns the indices of the parts that are not inside one range."""
         starts, ends = self.starts, self.ends
         if len(parts) < _MANY:
             found = []
@@ -47,7 +48,8 @@ class WindowGrant:
 
 @dataclass(eq=False, slots=True)
 class Admissions:
-    """`flying`: writes by epoch that are on a queue pair, or were on one that is not settled yet."""
+    """The admissions of one opener at one target. `flying` counts, by epoch, writes on a queue pair or on one that is
+    not settled yet."""
 
     known: dict[int, WindowGrant] = field(default_factory=dict)
     flying: dict[int, int] = field(default_factory=dict)
@@ -55,7 +57,7 @@ class Admissions:
     _revoked: dict[int, int] = field(default_factory=dict)
 
     def ask(self, epoch: int, waiting: Iterable[int]) -> bool:
-        """Whether to ask the target now: it is not being asked already."""
+        """Returns whether the target is to be asked now; False when it is being asked already."""
         if epoch in self.asked:
             return False
         self.asked[epoch] = frozenset(waiting)
@@ -64,7 +66,7 @@ class Admissions:
     def admitted(
         self, epoch: int, number: int, generation: int, starts: Sequence[int], ends: Sequence[int]
     ) -> frozenset[int]:
-        """The target's answer; returns the frames that a refusal (number 0) concerns."""
+        """Takes the target's answer; returns the serials of frames that a refusal (number 0) concerns."""
         asked_by = self.asked.pop(epoch, frozenset())
         self.known.pop(epoch, None)
         if number:
@@ -78,7 +80,8 @@ class Admissions:
         self.flying[epoch] = self.flying.get(epoch, 0) + 1
 
     def landed(self, epoch: int) -> int:
-        """A write of it ended, however. The admission that can be given back now, or 0."""
+        """Notes the end, of any kind, of a write. Returns the number of an admission that can be given back
+        now, or 0."""
         left = self.flying.get(epoch, 0) - 1
         if left > 0:
             self.flying[epoch] = left
@@ -87,11 +90,11 @@ class Admissions:
         return self._revoked.pop(epoch, 0)
 
     def idle(self, epoch: int) -> bool:
-        """Whether it could be given up now."""
+        """Says whether the epoch's admission could be given up now."""
         return epoch in self.known and not self.flying.get(epoch)
 
     def give_up(self, epoch: int) -> int:
-        """Its number when nothing of it is under way, which ends it; 0 otherwise."""
+        """Ends an admission without writes under way and returns its number; 0 otherwise."""
         admission = self.known.get(epoch)
         if admission is None or self.flying.get(epoch):
             return 0
@@ -99,7 +102,8 @@ class Admissions:
         return admission.number
 
     def revoke(self, epoch: int, number: int) -> bool:
-        """The target wants it back: no further write. Whether it can be given back at once."""
+        """Ends an admission that the target wants back, so that no write follows. Returns whether it can be given back
+        at once."""
         self.known.pop(epoch, None)
         if self.flying.get(epoch):
             self._revoked[epoch] = number
@@ -107,12 +111,12 @@ class Admissions:
         return True
 
     def fenced(self, generation: int) -> None:
-        """What was admitted before that generation is void."""
+        """Forgets admissions from before this generation."""
         self.known = {epoch: a for epoch, a in self.known.items() if a.generation >= generation}
         self._revoked.clear()
 
     def disconnected(self) -> None:
-        """Everything is void but what is under way."""
+        """Forgets everything except writes that are under way."""
         self.known.clear()
         self.asked.clear()
         self._revoked.clear()

@@ -1,4 +1,4 @@
-"""A control connection: one thread reads it and does what others ask of it; anybody may send, and nobody waits."""
+"""A control connection: one thread reads it and runs deferred actions; any thread may send, without waiting."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _READ_BYTES = 256 << 10
 
 
 class Channel:
-    """Takes over a connected socket. `run` is its thread's body."""
+    """A control connection over a connected socket, which it owns. `run` is its thread's body."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.broken = ""
@@ -31,7 +31,8 @@ class Channel:
         sock.setblocking(False)
 
     def send(self, data: bytes) -> None:
-        """Never blocks. A peer that takes nothing breaks the connection once much is waiting for it."""
+        """Sends or queues a message without blocking. A peer that takes nothing breaks the connection once much is
+        queued."""
         with self._lock:
             if self.broken:
                 return
@@ -52,13 +53,13 @@ class Channel:
             self._ring()
 
     def defer(self, action: Callable[[], None]) -> None:
-        """To be done by the channel's thread; what is left when it ends is `leftovers`."""
+        """Has the channel's thread call `action`; actions left when it ends are in `leftovers`."""
         with self._lock:
             self._todo.append(action)
             self._ring()
 
     def shut(self, cause: str) -> None:
-        """Ends `run` soon."""
+        """Makes `run` end soon."""
         with self._lock:
             self._shut(cause)
 
@@ -68,7 +69,7 @@ class Channel:
             return todo
 
     def close(self) -> None:
-        """After `run` has ended."""
+        """Closes the socket; it follows the end of `run`."""
         with self._lock:
             self.broken = self.broken or "closed"
             self._sock.close()
@@ -77,8 +78,8 @@ class Channel:
                 self._wake = -1
 
     def run(self, take: Callable[[memoryview], None], due: Callable[[float], float]) -> None:
-        """Reads messages until Gone or ProtocolBroken is raised. `due(now)` is called before each wait: it may shut
-        the channel, and says when it wants to be called again (infinity: not by itself)."""
+        """Reads messages until Gone or ProtocolBroken is raised. `due(now)` is called before each wait: it may shut the
+        channel, and returns when it wants to be called again (infinity: only after a message)."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         fd = self._sock.fileno()

@@ -38,7 +38,7 @@ _LOOK_S = 0.002
 
 
 class PyverbsQueuePair(Protocol):
-    """pyverbs' QP: `close` destroys it, may be called again when that failed, and does nothing once it has worked."""
+    """pyverbs' QP. `close` destroys it; after a failure it may be called again, after success it does nothing."""
 
     qp_num: int
 
@@ -46,11 +46,8 @@ class PyverbsQueuePair(Protocol):
 
 
 class Endings:
-    """Of one NIC's queue pairs. Thread-safe.
-
-    `stop` modifies a queue pair to ERR (OSError), `is_gone` says whether the kernel has removed the device, `error` is
-    what pyverbs raises.
-    """
+    """Ends the queue pairs of one NIC; it is thread-safe. `stop` modifies a queue pair to ERR (and raises OSError),
+    `is_gone` says whether the kernel has removed the device, `error` is the class that pyverbs raises."""
 
     def __init__(
         self, name: str, error: type[Exception], stop: Callable[[int], None], is_gone: Callable[[], bool]
@@ -68,8 +65,9 @@ class Endings:
         self._alive: set[PyverbsQueuePair] = set()
 
     def end(self, made: PyverbsQueuePair, pointer: int, freed: Callable[[], None]) -> None:
-        """When it returns, the NIC neither reads nor writes memory for this queue pair; `freed` is called when it is
-        destroyed, which may be later. TransferError when it can be neither destroyed nor stopped: call it again."""
+        """Returns when the NIC neither reads nor writes memory for this queue pair. `freed` is called when the queue
+        pair is destroyed, which may be later. Raises TransferError when it can be neither destroyed nor stopped; then
+        it must be called again."""
         with self._lock:
             self._again()
             cause = self._destroy(made)
@@ -80,7 +78,7 @@ class Endings:
             self._alive.discard(made)
 
     def again(self) -> None:
-        """Tries to destroy what could not be destroyed before."""
+        """Tries once more to destroy queue pairs whose destruction failed."""
         if self._stopped or self._alive:
             with self._lock:
                 self._again()
@@ -94,7 +92,7 @@ class Endings:
             self._stopped.pop(made)()
 
     def _destroy(self, made: PyverbsQueuePair) -> str:
-        """ "" or why it failed."""
+        """Destroys a queue pair; returns "" or why that failed."""
         with self.events_lock:
             try:
                 made.close()
@@ -103,7 +101,8 @@ class Endings:
         return ""
 
     def _stop_it(self, made: PyverbsQueuePair, pointer: int, cause: str) -> bool:
-        """False: the kernel has removed the device, and the queue pair with it. TransferError when it is alive."""
+        """Stops a queue pair. Returns False when the kernel removed the device, and the queue pair with it. Raises
+        TransferError when the queue pair is still alive."""
         try:
             self._stop(pointer)
         except OSError as err:
@@ -136,27 +135,27 @@ _DEVICE_FATAL, _PORT_ACTIVE, _PORT_ERR, _GID_CHANGE = 8, 9, 10, 18  # ibv_event_
 
 
 class Completions(Protocol):
-    """Who owns work requests of one tag."""
+    """The owner of the work requests of one tag."""
 
     def completed(self, low: int, status: int, opcode: int, imm: int) -> None:
-        """On the NIC's thread."""
+        """Handles a completion, on the NIC's thread."""
         ...
 
     def port_lost(self, cause: str) -> None:
-        """The port or device is gone: nothing more will complete. On the NIC's thread."""
+        """Handles the loss of the port or device, after which nothing completes. It runs on the NIC's thread."""
         ...
 
 
 @dataclass(eq=False, slots=True)
 class Patience:
-    """How long polling goes on for the next completion before the thread sleeps: pays when that comes within `most_s`,
-    and is learnt from those that came while it slept. Pure."""
+    """Learns how long to poll for the next completion before the thread sleeps. Polling pays when the next one comes
+    within `most_s`; only completions that came during sleep teach. Pure."""
 
     most_s: float
     window_s: float = 0.0
 
     def completed(self, waited_s: float, *, slept: bool) -> None:
-        """Something completed so long after the one before. Polling that found it changes nothing."""
+        """Notes a completion `waited_s` after the one before; one that polling found changes nothing."""
         if not slept:
             return
         if waited_s > self.most_s:
@@ -166,7 +165,7 @@ class Patience:
 
 
 class _Nobody:
-    """Owns what nobody will hear of."""
+    """The owner of completions that no one needs."""
 
     def completed(self, low: int, status: int, opcode: int, imm: int) -> None:
         return
@@ -177,7 +176,7 @@ class _Nobody:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """Memory that this NIC may read and write, and peers through it who have the `rkey`."""
+    """Memory that this NIC may read and write, and so may peers who have the `rkey`."""
 
     mr: int
     lkey: int
@@ -186,8 +185,8 @@ class Registration:
 
 @dataclass(eq=False, slots=True)
 class CompletionQueue:
-    """`room`: work requests that may still be promised to queue pairs. Half of the entries are kept for completions of
-    queue pairs that are gone already."""
+    """A completion queue. `room` counts work requests that may still be promised to queue pairs; half of the entries
+    are reserved for completions of queue pairs that are already gone."""
 
     made: Any
     pointer: int
@@ -198,7 +197,7 @@ class CompletionQueue:
 
 
 class RdmaNic:
-    """Thread-safe. `cause` says why it cannot be used ("" = it can)."""
+    """One port of one RDMA device; it is thread-safe. `cause` says why the NIC cannot be used; "" means that it can."""
 
     def __init__(self, library: Library, name: str, port: int, config: EngineConfig) -> None:
         self.name = name
@@ -239,7 +238,8 @@ class RdmaNic:
         self._probe()
 
     def _probe(self) -> None:
-        """Makes a queue pair and destroys it: what cannot work says so at the start. TransferError."""
+        """Makes and destroys a queue pair, so that a NIC that cannot work is found at the start. Raises
+        TransferError."""
         try:
             made, pointer, tag, queue = self.make_queue_pair(16, 1, 0, _Nobody())
             self.destroy_queue_pair(made, pointer, tag, queue, 17)
@@ -255,7 +255,7 @@ class RdmaNic:
         return gids.SYS_INFINIBAND / self.name / "ports" / str(self.port)
 
     def why_down(self) -> str:
-        """ "" while the port is active."""
+        """Returns why the port cannot be used, or "" while it is active."""
         if self.cause:
             return self.cause
         try:
@@ -265,14 +265,14 @@ class RdmaNic:
         return "" if state.startswith("4:") else f"{self.name} port {self.port} is {state.partition(': ')[2] or state}"
 
     def gid_index(self, address: IPv6Address) -> int:
-        """Of this address now; OSError when the port has lost it."""
+        """Returns the present index of this address. Raises OSError when the port has lost it."""
         for gid in self.gids:
             if gid.address == address:
                 return gid.index
         raise OSError(f"{self.name} has no GID {address} any more")
 
     def gbps(self) -> float:
-        """The port's rate; 0 when /sys does not say."""
+        """Returns the port's rate in 10^9 bits a second; 0 when /sys does not say."""
         try:
             found = re.match(r"([\d.]+) Gb/sec", (self.folder / "rate").read_text())
         except OSError:
@@ -280,7 +280,7 @@ class RdmaNic:
         return float(found.group(1)) if found else 0.0
 
     def numa(self) -> int:
-        """-1 when /sys does not say."""
+        """Returns the NUMA node, -1 when /sys does not say."""
         try:
             return int((gids.SYS_INFINIBAND / self.name / "device" / "numa_node").read_text())
         except (OSError, ValueError):
@@ -289,7 +289,8 @@ class RdmaNic:
     # ── memory ────────────────────────────────────────────────────────────────────────────────────
 
     def register(self, region: LocalRegion) -> None:
-        """Once per region. TransferError when the kernel refuses (memlock, or device memory without dmabuf)."""
+        """Registers a region, once. Raises TransferError when the kernel refuses (memlock limit, or device memory
+        without dmabuf)."""
         public = region.public
         if region.base in self._registered:
             return
@@ -305,7 +306,7 @@ class RdmaNic:
             self._registered[region.base] = made
 
     def register_memory(self, address: int, nbytes: int) -> Registration:
-        """Of the transport's own; its owner deregisters it."""
+        """Registers memory of the transport's own, which its owner deregisters."""
         return self._keys(lambda: self.calls.register(self.pd_pointer, address, nbytes), nbytes)
 
     def _keys(self, register: Callable[[], tuple[int, int, int]], nbytes: int) -> Registration:
@@ -336,7 +337,8 @@ class RdmaNic:
     # ── queue pairs ───────────────────────────────────────────────────────────────────────────────
 
     def make_queue_pair(self, depth: int, receives: int, inline: int, owner: Completions) -> tuple[Any, int, int, Any]:
-        """(pyverbs' QP, its address, the tag of its work requests, its completion queue). OSError or TransferError."""
+        """Returns (pyverbs' QP, its address, the tag of its work requests, its completion queue). Raises OSError or
+        TransferError."""
         why = self.why_down()
         if why:
             raise OSError(why)
@@ -360,8 +362,8 @@ class RdmaNic:
         return made, pointer, tag, queue
 
     def destroy_queue_pair(self, made: Any, pointer: int, tag: int, queue: CompletionQueue, promised: int) -> None:
-        """When it returns, the NIC neither reads nor writes memory for this queue pair. TransferError when the driver
-        can neither destroy nor stop it: call it again."""
+        """Returns when the NIC neither reads nor writes memory for this queue pair. Raises TransferError when the
+        driver can neither destroy nor stop it; then it must be called again."""
         self._owners.pop(tag, None)
 
         def freed() -> None:
@@ -441,7 +443,7 @@ class RdmaNic:
         return True
 
     def _take_event(self) -> bool:
-        """False: the device has ended, no further event will come."""
+        """Handles one event of the device. Returns False when the device has ended and no further event will come."""
         with self._endings.events_lock:
             event = self.calls.take_async_event()
         if event is None:
@@ -472,7 +474,7 @@ class RdmaNic:
                 log.exception("%s: port lost", self.name)
 
     def close(self, timeout_s: float) -> None:
-        """After its queue pairs are destroyed."""
+        """Closes the NIC, whose queue pairs are destroyed by then."""
         self._closing = True
         os.eventfd_write(self._wake, 1)
         if self._thread.ident is not None and self._thread is not threading.current_thread():

@@ -24,8 +24,8 @@ def dial(
     config: EngineConfig,
     opened: Callable[[socket.socket], None],
 ) -> socket.socket:
-    """A greeted socket. `opened` gets it before it connects (to shut it from elsewhere; may raise Gone). OSError, Gone,
-    ProtocolBroken or Refused."""
+    """Returns a connected socket after the greeting. `opened` gets the socket before it connects, so that others can
+    shut it; it may raise Gone. Raises OSError, Gone, ProtocolBroken or Refused."""
     endpoint = descriptor.endpoints["rdma"]
     try:
         found = socket.getaddrinfo(endpoint["host"], int(endpoint["port"]), type=socket.SOCK_STREAM)

@@ -15,8 +15,8 @@ _PAGE = 64 << 10  # dmabufs of CUDA memory are cut at the host's page size; 64 K
 
 @contextlib.contextmanager
 def exported(location: str, address: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    """(descriptor, offset of `address` in it); the descriptor is closed afterwards, when the NIC holds its own.
-    TransferError where CUDA, its driver or this GPU cannot export it."""
+    """Yields (dmabuf descriptor, offset of `address` in it) and closes the descriptor afterwards, when the NIC holds
+    its own. Raises TransferError where CUDA, its driver or this GPU cannot export the memory."""
     if not location.startswith("cuda"):
         raise TransferError(f"location={location!r}: rdma registers cpu and cuda memory", field="location")
     try:

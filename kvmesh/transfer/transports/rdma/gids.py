@@ -24,7 +24,7 @@ _GLOBAL, _LINK_LOCAL = 2, 4  # worst ranks of addresses that say who is reachabl
 
 @dataclass(frozen=True, slots=True)
 class Gid:
-    """`interface` is the network interface behind it ("" on InfiniBand, or of a peer's)."""
+    """An entry of a GID table. `interface` is the network interface behind it ("" on InfiniBand, and for a peer's)."""
 
     index: int
     kind: str
@@ -41,7 +41,7 @@ class Gid:
 
     @property
     def rank(self) -> int:
-        """Lower is better."""
+        """How well the GID suits; lower is better."""
         if self.kind == ROCE_V1:
             return _LINK_LOCAL + 1
         return {"ipv4": 0, "ipv6": 1, "ib": 2, "link": _LINK_LOCAL}[self.family]
@@ -49,7 +49,7 @@ class Gid:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Addresses that an interface reaches: on its link, or ("via a gateway") beyond."""
+    """Addresses that an interface reaches: on its link, or through a gateway."""
 
     interface: str
     network: ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -57,8 +57,8 @@ class Network:
 
 
 def is_gone(inode: int, root: Path = SYS_INFINIBAND) -> bool:
-    """Whether the kernel has removed the device whose folder had this inode, and with it all that it did for us.
-    Another one may have its name by now."""
+    """Says whether the kernel has removed the device whose folder had this inode, with all resources it held for us.
+    Another device may have its name by now."""
     for entry in root.iterdir():
         try:
             if entry.stat().st_ino == inode:
@@ -69,7 +69,7 @@ def is_gone(inode: int, root: Path = SYS_INFINIBAND) -> bool:
 
 
 def read_gids(device: str, port: int, root: Path = SYS_INFINIBAND) -> list[Gid]:
-    """All GIDs of a port, by index."""
+    """Returns all GIDs of a port, by index."""
     folder = root / device / "ports" / str(port)
     ethernet = _text(folder / "link_layer") != "InfiniBand"
     found: list[Gid] = []
@@ -86,7 +86,8 @@ def read_gids(device: str, port: int, root: Path = SYS_INFINIBAND) -> list[Gid]:
 
 
 def usable_gids(gids: Sequence[Gid], device: str, only_index: int = -1) -> list[Gid]:
-    """Best first; the one of `only_index` when that is not negative. TransferError when there is none."""
+    """Returns usable GIDs, best first; only that of `only_index` when it is not negative. Raises TransferError when
+    there is none."""
     if only_index >= 0:
         gids = [gid for gid in gids if gid.index == only_index]
         if not gids:
@@ -113,7 +114,7 @@ def encode(nics: Mapping[str, Sequence[Gid]]) -> str:
 
 
 def decode(text: str) -> dict[str, list[Gid]]:
-    """TransferError for anything that `encode` does not write."""
+    """Decodes what `encode` wrote. Raises TransferError for anything else."""
     found: dict[str, list[Gid]] = {}
     for entry in text.split(",") if text else ():
         try:
@@ -132,7 +133,7 @@ def decode(text: str) -> dict[str, list[Gid]]:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One way from a NIC here to a NIC there, over these GIDs."""
+    """A path from a local NIC to a remote NIC over these GIDs."""
 
     local: str
     remote: str
@@ -144,8 +145,8 @@ class Pair:
 def pairs(
     local: Mapping[str, Sequence[Gid]], remote: Mapping[str, Sequence[Gid]], networks: Sequence[Network]
 ) -> list[Pair]:
-    """Every pair that should reach each other, best first. Link-local addresses are tried only where nothing better
-    connects any pair: then NICs are paired by their order, which is how rails are cabled."""
+    """Returns every pair of NICs that should reach each other, best first. Link-local addresses are tried only where
+    nothing better connects any pair; NICs are then paired by their order, which is how rails are cabled."""
     found = []
     for here, (name, gids) in enumerate(local.items()):
         for there, (far, far_gids) in enumerate(remote.items()):
@@ -164,7 +165,7 @@ def pairs(
 def given_pairs(
     given: Sequence[str], local: Mapping[str, Sequence[Gid]], remote: Mapping[str, Sequence[Gid]]
 ) -> list[Pair]:
-    """Those of "LOCAL=REMOTE" that both hosts have, in that order, over their best GIDs of one kind."""
+    """Returns the pairs of "LOCAL=REMOTE" that both hosts have, in that order, over their best GIDs of one kind."""
     found = []
     for text in given:
         name, far = text.split("=")
@@ -192,7 +193,7 @@ def _best(
 
 
 def _beyond(gid: Gid, far: Gid, networks: Iterable[Network]) -> bool | None:
-    """Whether a router is between them; None when they cannot reach each other."""
+    """Says whether a router is between the two GIDs; None when they cannot reach each other."""
     if gid.kind != far.kind or gid.family != far.family:
         return None
     if gid.family == "ib":
@@ -215,7 +216,7 @@ def read_networks(proc: Path = Path("/proc/net")) -> list[Network]:
 
 
 def ipv4_networks(text: str) -> list[Network]:
-    """Of /proc/net/route: little-endian hexadecimal numbers."""
+    """Parses the text of /proc/net/route, whose numbers are little-endian hexadecimal."""
     found = []
     for line in text.splitlines()[1:]:
         fields = line.split()
@@ -228,7 +229,7 @@ def ipv4_networks(text: str) -> list[Network]:
 
 
 def ipv6_networks(text: str) -> list[Network]:
-    """Of /proc/net/ipv6_route; without multicast, link-local and rejecting routes."""
+    """Parses the text of /proc/net/ipv6_route, without multicast, link-local and rejecting routes."""
     found = []
     for line in text.splitlines():
         fields = line.split()

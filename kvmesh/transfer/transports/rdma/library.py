@@ -17,7 +17,7 @@ _INSTALL = "install the python3-pyverbs of the distribution, or the PyPI pyverbs
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """Versions are rdma-core's ("44.0"); "" where a package does not say its own."""
+    """pyverbs' modules and libibverbs. Versions are rdma-core's ("44.0"), "" where a package does not say its own."""
 
     pyverbs_version: str
     libibverbs_version: str
@@ -32,7 +32,8 @@ class Library:
 
 @cache
 def load() -> Library:
-    """TransferError that says what to install, when pyverbs is missing or of another version than libibverbs."""
+    """Loads pyverbs and libibverbs. Raises TransferError, which says what to install, when pyverbs is missing or of
+    another version than libibverbs."""
     try:
         device, pd, cq, qp = (importlib.import_module(f"pyverbs.{name}") for name in ("device", "pd", "cq", "qp"))
         error = importlib.import_module("pyverbs.pyverbs_error").PyverbsRDMAError
@@ -51,7 +52,7 @@ def load() -> Library:
 
 
 def devices() -> list[str]:
-    """Names of the RDMA devices that verbs can open here; none where the kernel has no verbs."""
+    """Returns the names of the RDMA devices that verbs can open here; empty where the kernel has no verbs."""
     library = load()
     try:
         return [found.name.decode() for found in library.device.get_device_list()]
@@ -74,7 +75,7 @@ def _pyverbs_version() -> str:
 
 
 def why_not_imported(err: ImportError) -> str:
-    """One line for the operator."""
+    """Returns one line that tells the operator why pyverbs cannot be imported and what to install."""
     text = str(err)
     if "IBVERBS_PRIVATE" in text or "undefined symbol" in text or "version `" in text:
         return f"rdma: pyverbs does not match the installed libibverbs ({text}): {_INSTALL}"
@@ -84,20 +85,20 @@ def why_not_imported(err: ImportError) -> str:
 
 
 def why_versions_differ(pyverbs: str, libibverbs: str) -> str:
-    """ "" when the two fit: pyverbs binds private symbols, so their major versions must be equal. An unknown version
-    is taken for a fitting one; what it makes is verified object by object (`verbs`)."""
+    """Returns why the two versions do not fit, or "". pyverbs binds private symbols, so major versions must be equal.
+    An unknown version counts as fitting; its objects are verified one by one (`verbs`)."""
     if pyverbs and libibverbs and pyverbs.split(".")[0] != libibverbs.split(".")[0]:
         return f"rdma: pyverbs {pyverbs} does not match libibverbs {libibverbs}: {_INSTALL}"
     return ""
 
 
 def mapped_libibverbs(maps: str) -> str:
-    """The file that is mapped, of a text like /proc/self/maps; "" when there is none."""
+    """Returns the path of the mapped libibverbs in a text like /proc/self/maps, or ""."""
     found = re.search(r"(/\S*/libibverbs\.so\.\S+)", maps)
     return found.group(1) if found else ""
 
 
 def version_in(path: str) -> str:
-    """rdma-core's version in a file name: libibverbs.so.1.14.44.0 is 44.0."""
+    """Returns rdma-core's version in a file name: libibverbs.so.1.14.44.0 gives 44.0."""
     found = re.search(r"libibverbs\.so\.\d+\.\d+\.(\d+\.\d+)", path)
     return found.group(1) if found else ""

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class RdmaPath(Wiring):
-    """To one segment. Methods are thread-safe and do not block, unless they are called so."""
+    """The opener's side of one segment. Methods are thread-safe and do not block unless their docstring says so."""
 
     def __init__(self, transport: RdmaTransport, descriptor: SegmentDescriptor, pairs: dict[Rail, Pair]) -> None:
         super().__init__(transport)
@@ -53,14 +53,14 @@ class RdmaPath(Wiring):
     # ── from the engine ───────────────────────────────────────────────────────────────────────────
 
     def renew(self, descriptor: SegmentDescriptor, pairs: dict[Rail, Pair]) -> None:
-        """A newer descriptor of the same process: what is made from now on is made by it."""
+        """Takes a newer descriptor of the same process; queue pairs made from now on use it."""
         with self._lock:
             self.descriptor, self.pairs = descriptor, pairs
             for track in self._all_tracks():
                 track.pair = pairs.get(track.rail, track.pair)
 
     def take(self, frame: Frame) -> bool:
-        """False: the path is closed."""
+        """Takes a frame. Returns False when the path is closed."""
         later: Later = []
         start = False
         with self._lock:
@@ -85,7 +85,8 @@ class RdmaPath(Wiring):
         return True
 
     def _choose(self, rail: Rail, pair: Pair) -> WriteTracker:
-        """Of the rail's queue pairs the one with the least to do; a new one while all have something."""
+        """Returns the rail's queue pair with the least to do, or a new one while all are busy and another is
+        allowed."""
         tracks, most = self._tracks.setdefault(rail, []), self.config.rdma_qps_per_rail
         if tracks and most == 1:
             return tracks[0]
@@ -120,7 +121,7 @@ class RdmaPath(Wiring):
             return not any(track.busy() or track.state in unsettled for track in self._tracks.get(rail, ()))
 
     def forget(self, rail: Rail, cause: str) -> None:
-        """Gives up one rail. Its frames are reported by the path's thread."""
+        """Gives up one rail; the path's thread reports its frames as lost."""
         with self._lock:
             for track in self._tracks.get(rail, ()):
                 track.forgotten = True
@@ -149,7 +150,7 @@ class RdmaPath(Wiring):
             track.queue.popleft()
 
     def _send(self, track: WriteTracker, frame: Frame, later: Later) -> bool:
-        """Whether it has left the queue."""
+        """Sends a frame if it may go now; returns whether it left the queue."""
         channel = self._channel
         assert channel is not None
         if frame.kind is FrameKind.CHECKSUM:
@@ -294,7 +295,8 @@ class RdmaPath(Wiring):
         run_all(later)
 
     def _disconnected(self, channel: Channel, cause: str) -> bool:
-        """Whether to connect again: something must be settled, or waits."""
+        """Handles the end of the control connection; returns whether to connect again, because frames must be settled
+        or wait."""
         with self._lock:
             self._channel = None
             tracks = self._all_tracks()

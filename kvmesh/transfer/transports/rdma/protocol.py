@@ -41,7 +41,8 @@ SLOTS = 16
 
 
 class Connect(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """`name` is the opener's NIC, `to` the target's that it means, `to_gid` the GID of that one."""
+    """Asks the target for a queue pair. `name` is the opener's NIC; `to` and `to_gid` are the target's NIC and
+    its GID."""
 
     seq: int
     name: str
@@ -56,7 +57,8 @@ class Connect(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Connected(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """`retry`: a fence came between, the same may succeed now. `down`: the NIC cannot be used for now."""
+    """The answer to Connect. With a `cause`: `retry` says that a fence came between and the same may succeed now,
+    `down` that the NIC cannot be used for now."""
 
     seq: int
     cause: str = ""
@@ -72,7 +74,7 @@ class Connected(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Reset(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """The target's queue pair that was connected to `qp_num` of the opener's NIC `name`."""
+    """Asks the target to destroy its queue pair that was connected to `qp_num` of the opener's NIC `name`."""
 
     seq: int
     name: str
@@ -89,7 +91,7 @@ class Admit(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class Admitted(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """Not admitted: `admission` is 0."""
+    """The answer to Admit; `admission` 0 means refused."""
 
     seq: int
     admission: int = 0
@@ -118,7 +120,7 @@ class Keys(msgspec.Struct, frozen=True, array_like=True, tag=10):
 
 
 class KeysAre(msgspec.Struct, frozen=True, array_like=True, tag=11):
-    """`length` 0: there is no such region."""
+    """The answer to Keys; `length` 0 means that there is no such region."""
 
     seq: int
     address: int = 0
@@ -127,7 +129,7 @@ class KeysAre(msgspec.Struct, frozen=True, array_like=True, tag=11):
 
 
 class Notify(msgspec.Struct, frozen=True, array_like=True, tag=12):
-    """For payloads that are too large for the mailbox."""
+    """A notification whose payload is too large for the mailbox."""
 
     seq: int
     epoch: int
@@ -137,7 +139,7 @@ class Notify(msgspec.Struct, frozen=True, array_like=True, tag=12):
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, tag=13):
-    """`code` of wire.CAUSES; `sums` of a Checksum."""
+    """The answer to a notification or Checksum. `code` is an index of `wire.CAUSES`, `sums` are the checksums."""
 
     seq: int
     code: int = 0
@@ -151,7 +153,7 @@ class Checksum(msgspec.Struct, frozen=True, array_like=True, tag=14):
 
 
 class Landed(msgspec.Struct, frozen=True, array_like=True, tag=15):
-    """Progress, for `landed_bytes`: completed writes of an epoch since the last one."""
+    """The bytes of an epoch's writes that completed since the last such message, for `landed_bytes`."""
 
     epoch: int
     nbytes: int
@@ -170,7 +172,7 @@ def encode(message: Asked | Told) -> bytes:
 
 
 def decode_asked(data: bytes | memoryview) -> Asked:
-    """ProtocolBroken when it is none."""
+    """Decodes an opener's message. Raises ProtocolBroken when it is malformed."""
     try:
         return _asked.decode(data)
     except UNREADABLE as err:
@@ -178,7 +180,7 @@ def decode_asked(data: bytes | memoryview) -> Asked:
 
 
 def decode_told(data: bytes | memoryview) -> Told:
-    """ProtocolBroken when it is none."""
+    """Decodes a target's message. Raises ProtocolBroken when it is malformed."""
     try:
         return _told.decode(data)
     except UNREADABLE as err:
@@ -186,5 +188,5 @@ def decode_told(data: bytes | memoryview) -> Told:
 
 
 def mtu_code(nbytes: int) -> int:
-    """The verbs' number for an MTU (1 = 256 ... 5 = 4096); 0 bytes: no limit."""
+    """Returns the verbs' number of an MTU (1 for 256 ... 5 for 4096 bytes); 0 bytes means the largest."""
     return (nbytes or 4096).bit_length() - 8

@@ -1,4 +1,4 @@
-"""A queue pair: chains of work requests, each with one signalled completion, never more than its queue holds."""
+"""A queue pair: chains of work requests, each with one signalled completion, and never more than the queue holds."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ assert struct.calcsize("<QQQiIIIQI76xQII") == _ROW
 
 
 class Sink(Protocol):
-    """Who uses a queue pair. Called on the NIC's thread."""
+    """The user of a queue pair. Its methods are called on the NIC's thread."""
 
     def chain_done(self, queue_pair: QueuePair, token: object) -> None: ...
 
     def failed(self, queue_pair: QueuePair, status: int, cause: str, *, down: bool) -> None:
-        """Nothing more will complete. May be called more than once."""
+        """Notes that nothing more will complete. It may be called more than once."""
         ...
 
     def received(self, queue_pair: QueuePair, imm: int) -> None: ...
 
 
 class QueuePair:
-    """`post` is for one thread at a time; `free` counts work requests that fit. Must be closed."""
+    """A queue pair. `post` is for one thread at a time; `free` counts work requests that fit. It must be closed."""
 
     def __init__(self, nic: RdmaNic, depth: int, receives: int, sink: Sink) -> None:
         self.nic = nic
@@ -59,7 +59,7 @@ class QueuePair:
         self._chains: dict[int, tuple[int, object]] = {}
         self._base = self._tag << TAG_SHIFT
         self._seq = 0
-        self._posted = 0  # by whoever posts
+        self._posted = 0  # written by the thread that posts
         self._ended = 0  # by the NIC's thread
         self._rows = np.zeros(depth, verbs.WORK_ROW)
         at = self._at = self._rows.ctypes.data
@@ -80,7 +80,7 @@ class QueuePair:
         return self.depth - self._posted + self._ended
 
     def connect(self, remote_number: int, remote_psn: int, psn: int, route: Route, mtu: int, reads: int) -> None:
-        """To the peer's queue pair; OSError. `mtu` and `reads` are what both sides can."""
+        """Connects to the peer's queue pair; `mtu` and `reads` are what both sides support. Raises OSError."""
         calls, nic, config = self.nic.calls, self.nic, self.nic.config
         calls.initialize(self.pointer, nic.port, config.rdma_pkey_index)
         class_, level = config.rdma_traffic_class, config.rdma_service_level
@@ -97,9 +97,9 @@ class QueuePair:
         token: object,
         imm: int = 0,
     ) -> None:
-        """One chain: parts are (_, local address, remote offset, length), `delta` makes an offset the peer's address.
-        Fresh addresses each time. At most `free` parts. `imm` goes with a chain of one. `chain_done` follows with the
-        token, or `failed`. OSError when the NIC does not take all of it: some of it may be on its way then."""
+        """Posts one chain of at most `free` parts (_, local address, remote offset, length). `delta` added to an offset
+        gives the peer's address; `imm` may go with a chain of one. `chain_done` with the token follows, or `failed`.
+        Raises OSError when the NIC does not take the whole chain; some of it may then be on its way."""
         n = len(parts)
         seq = self._seq = self._seq + 1
         wr_id = self._base + seq
@@ -158,7 +158,7 @@ class QueuePair:
         last["flags"] |= verbs.SIGNALED
 
     def expect(self, n: int) -> None:
-        """Posts receives for `n` writes with immediate; OSError."""
+        """Posts receives for `n` writes with immediate. Raises OSError."""
         for _ in range(n):
             code = self.nic.calls.post_recv(self.pointer, self._receive_at, self._bad_at)
             if code:
@@ -186,8 +186,8 @@ class QueuePair:
         self._sink.failed(self, -1, cause, down=True)
 
     def close(self) -> None:
-        """When it returns, nothing can be read or written by it any more. Idempotent. TransferError when the driver
-        fails: it may go on then, and `close` may be called again."""
+        """Returns when the queue pair can neither read nor write any more. It is idempotent. Raises TransferError when
+        the driver fails; the queue pair may then go on, and `close` may be called again."""
         with self._close_lock:
             self.closed = True  # what it tells from now on is of no use
             self._chains.clear()

@@ -38,7 +38,7 @@ class RailPhase(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class Posted:
-    """A frame on the queue pair: `refused` of its parts were not posted."""
+    """A frame on the queue pair; its parts in `refused` were not posted."""
 
     frame: Frame
     refused: tuple[int, ...] = ()
@@ -54,7 +54,7 @@ class OutgoingNotification:
 
 
 class OutgoingMailbox:
-    """Our copy of the target's mailbox: what a letter is written from."""
+    """The local memory that notifications are written from, slot by slot, into the target's mailbox."""
 
     def __init__(self, nic: RdmaNic) -> None:
         self._nic = nic
@@ -64,7 +64,7 @@ class OutgoingMailbox:
         self.registration: Registration = nic.register_memory(self.mapping.address, self.mapping.length)
 
     def write(self, slot: int, letter: bytes) -> int:
-        """Its address."""
+        """Copies a letter into a slot and returns its address."""
         at = slot * protocol.SLOT_BYTES
         self.mapping.view[at : at + len(letter)] = letter
         return self.mapping.address + at
@@ -75,8 +75,9 @@ class OutgoingMailbox:
 
 @dataclass(eq=False, slots=True)
 class WriteTracker:
-    """A `queue_pair.Sink`. `dirty`: what was written since the last flush, (epoch, region) → (address, key); what of it
-    is `flushing`, → turn. `doomed`: queue pairs that the path's thread has to destroy."""
+    """One queue pair of a rail with its frames (a `queue_pair.Sink`). `dirty` maps (epoch, region) to (address, key) of
+    what was written since the last flush; `flushing` maps those under flush to their turn. `doomed` are queue pairs
+    that the path's thread must destroy."""
 
     path: RdmaPath
     rail: Rail
@@ -106,23 +107,23 @@ class WriteTracker:
         return bool(self.queue or self.posted or self.letters or self.checks or self.stranded)
 
     def load(self) -> int:
-        """Frames that a further one would queue behind."""
+        """Returns how many frames a further one would queue behind."""
         return len(self.queue) + len(self.posted) + len(self.letters)
 
     def holds(self, frame: Frame) -> bool:
-        """Whether it is on the queue pair."""
+        """Says whether the frame is on the queue pair."""
         return any(posted.frame is frame for posted in self.posted.values()) or any(
             letter.frame is frame and letter.slot >= 0 for letter in self.letters.values()
         )
 
     def asks(self, frame: Frame) -> bool:
-        """Whether it went over the control connection."""
+        """Says whether the frame went over the control connection."""
         return frame in self.checks.values() or any(
             letter.frame is frame and letter.slot < 0 for letter in self.letters.values()
         )
 
     def break_off(self, cause: str, *, down: bool) -> None:
-        """Takes the queue pair out of use; what was on it is stranded."""
+        """Takes the queue pair out of use; its frames are stranded."""
         self.doomed += [pair for pair in (self.queue_pair, self.made) if pair is not None]
         self.queue_pair = self.made = None
         if self.outgoing is not None:
@@ -137,13 +138,14 @@ class WriteTracker:
         self.fault = (cause, down)
 
     def ended(self) -> None:
-        """The target has destroyed its queue pair: nothing that it took is on its way any more."""
+        """Notes that the target has destroyed its queue pair, so that nothing on it is on its way any more."""
         self.state = RailPhase.NEW
         self.dirty.clear()
         self.flushing.clear()
 
     def post(self, frame: Frame, rkey: int, lkey: int, delta: int, refused: tuple[int, ...], cause: str) -> None:
-        """OSError when the NIC does not take it all; it counts as posted then, too."""
+        """Posts a frame's parts. Raises OSError when the NIC does not take them all; the frame counts as posted then,
+        too."""
         assert self.queue_pair is not None
         parts = frame.parts
         if refused:
@@ -161,7 +163,8 @@ class WriteTracker:
         self.queue_pair.post(opcode, parts, delta, lkey, rkey, self.turn)
 
     def flush(self, epoch: int) -> bool:
-        """Whether nothing of the epoch is to be flushed; begins it, if it can. OSError as `post`."""
+        """Begins flushes of an epoch where it can; returns whether there is nothing left to flush. Raises OSError as
+        `post` does."""
         wanted = [key for key in self.dirty if key[0] == epoch]
         for key in wanted:
             pair, outgoing = self.queue_pair, self.outgoing
@@ -178,7 +181,8 @@ class WriteTracker:
             del self.flushing[key], self.dirty[key]
 
     def post_letter(self, seq: int, frame: Frame, admission: int) -> bool:
-        """False: no room now. OSError as `post`."""
+        """Posts a notification into the target's mailbox. Returns False when there is no room now. Raises OSError as
+        `post` does."""
         notice = frame.notice
         assert notice is not None and self.queue_pair is not None and self.outgoing is not None
         if not self.slots or self.queue_pair.free < 1:
@@ -194,7 +198,7 @@ class WriteTracker:
         return True
 
     def answered(self, seq: int, answer: protocol.Answer, later: Later) -> bool:
-        """A letter's or a checksum's answer; false when it is none of this rail's."""
+        """Handles the answer to a notification or checksum; returns False when it belongs to another rail."""
         cause = wire.CAUSES[answer.code] if answer.code < len(wire.CAUSES) else "unknown cause"
         letter = self.letters.pop(seq, None)
         if letter is not None:

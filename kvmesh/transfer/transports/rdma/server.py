@@ -38,7 +38,7 @@ _AGAIN_S = 0.25  # between tries to destroy what the driver does not destroy
 
 
 class LandingQueuePair:
-    """A queue pair of an opener here, with its mailbox (a `queue_pair.Sink`)."""
+    """An opener's queue pair at the target, with its mailbox (a `queue_pair.Sink`)."""
 
     def __init__(self, owner: RdmaAccepted, nic: RdmaNic) -> None:
         self.owner = owner
@@ -53,7 +53,8 @@ class LandingQueuePair:
         self._registered = True
 
     def close(self) -> None:
-        """Nothing lands through it any more. TransferError when the driver fails: call it again. For one thread."""
+        """Destroys the queue pair, after which nothing lands through it. Raises TransferError when the driver fails;
+        then it must be called again. It is for one thread."""
         self.queue_pair.close()
         if self._registered:
             self._registered = False
@@ -66,7 +67,7 @@ class LandingQueuePair:
         log.debug("rdma: queue pair of %r: %s", self.owner.peer, cause)  # the opener finds out, and resets
 
     def received(self, queue_pair: QueuePair, imm: int) -> None:
-        """A letter is in slot `imm`."""
+        """Reads the letter in slot `imm`."""
         if imm >= protocol.SLOTS:
             self.owner.broken_protocol(f"letter in slot {imm}")
             return
@@ -84,7 +85,7 @@ class LandingQueuePair:
 
 
 class RdmaAccepted(Accepted):
-    """One opener's control connection and all its queue pairs here."""
+    """One opener's control connection and all its queue pairs at this target."""
 
     def __init__(self, server: AcceptingServer, sock: socket.socket, transport: RdmaTransport) -> None:
         super().__init__(server, sock)
@@ -124,7 +125,7 @@ class RdmaAccepted(Accepted):
             raise wire.Gone(str(err)) from err
 
     def release(self) -> None:
-        """Does not end before nothing can land any more: until then whoever would supersede this connection waits."""
+        """Returns only when nothing can land any more; a connection that would supersede this one waits for that."""
         with self._changed:
             self._released = True
             while True:
@@ -140,8 +141,9 @@ class RdmaAccepted(Accepted):
     # ── the fence ─────────────────────────────────────────────────────────────────────────────────
 
     def fence(self, epoch: int, grace_s: float) -> None:
-        """The window is closed. When it returns, nothing that this opener ever posted for the epoch can land.
-        TransferError when the driver does not end a queue pair: the connection is cut; call it again."""
+        """Returns when nothing that this opener ever posted for the epoch can land; the window is already closed.
+        Raises TransferError when the driver does not end a queue pair: the connection is cut, and the fence must be
+        repeated."""
         with self._changed:
             number = self._admitted.get(epoch)
             if number is None:
@@ -164,16 +166,18 @@ class RdmaAccepted(Accepted):
             self._changed.notify_all()
 
     def _destroy_all(self) -> None:
-        """Lock held. A new generation: no admission of before holds for a queue pair of after. TransferError as
-        `_destroy`: who was admitted still is, for the next fence to find."""
+        """Destroys all queue pairs and begins a new generation, so that no earlier admission holds for later queue
+        pairs. Raises TransferError as `_destroy` does; admissions then stay, for the next fence to find. The caller
+        holds the lock."""
         self._generation += 1
         landings, self._landings = self._landings, {}
         self._destroy(*landings.values())
         self._admitted.clear()
 
     def _destroy(self, *landings: LandingQueuePair) -> None:
-        """Lock held: a fence never finds one half destroyed. These, and those that failed before. TransferError when
-        one can be neither destroyed nor stopped: it is kept, and the connection cut; its thread keeps trying."""
+        """Destroys these queue pairs, and those that failed before. Raises TransferError when one can be neither
+        destroyed nor stopped: it is kept, the connection is cut, and its thread keeps trying. The caller holds the
+        lock, so that no fence finds a queue pair half destroyed."""
         self._doomed += landings
         failed: list[LandingQueuePair] = []
         cause = ""
@@ -282,8 +286,8 @@ class RdmaAccepted(Accepted):
                 self._changed.notify_all()
 
     def deliver(self, seq: int, epoch: int, serial: int, admission: int, payload: bytes) -> None:
-        """A notification has come, over either way. The admission that it gives back is taken first: who hears of it
-        will fence."""
+        """Delivers a notification that came by mailbox or control connection. The admission that it gives back is taken
+        first, because whoever hears the notification will fence."""
         self._let_go(epoch, admission)
         self._send(protocol.Answer(seq, self.host.deliver(self.peer, epoch, serial, payload)))
 
@@ -325,8 +329,8 @@ def _packed(gid: str) -> bytes:
 
 
 def fence_peer(server: AcceptingServer, peer: str, epoch: int, grace_s: float) -> None:
-    """Of every connection of that peer; the grace is for all of them together. TransferError when one failed; the
-    others are fenced."""
+    """Fences the epoch at every connection of that peer, with one grace time for all. Raises TransferError when one
+    failed; the others are fenced by then."""
     deadline = time.monotonic() + grace_s
     failed: TransferError | None = None
     for connection in server.connections():

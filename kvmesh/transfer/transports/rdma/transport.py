@@ -29,7 +29,7 @@ _PARTS = 128
 
 
 class RdmaTransport(Transport):
-    """One-sided both ways. See the package's page."""
+    """One-sided writes and reads; the package's docstring describes the parts."""
 
     name = "rdma"
 
@@ -71,7 +71,8 @@ class RdmaTransport(Transport):
             nic.start()
 
     def _ports(self) -> list[tuple[str, int]]:
-        """Those that the configuration names, or every active one. TransferError when there is none."""
+        """Returns the (device, port) pairs that the configuration names, or all active ones. Raises TransferError when
+        there is none."""
         known = library.devices()
         if not known:
             raise TransferError("rdma: this host has no RDMA device (`ibv_devices` lists none)", field="transports")
@@ -139,7 +140,7 @@ class RdmaTransport(Transport):
             nic.close(max(0.1, deadline - time.monotonic()))
 
     def spawn(self, thread: threading.Thread) -> None:
-        """Starts a thread that `close` will wait for. OSError when there can be no more of them."""
+        """Starts a thread that `close` waits for. Raises OSError when the system allows no more threads."""
         with self._lock:
             begin(thread)
             self._threads = {t for t in self._threads if t.is_alive()} | {thread}
@@ -150,7 +151,7 @@ class RdmaTransport(Transport):
         return self._by_name[name]
 
     def living_nic(self, name: str) -> RdmaNic | None:
-        """None: there is no such NIC. A device that failed or was removed is opened anew once it is back."""
+        """Returns the NIC of this name, or None. A device that failed or was removed is opened anew once it is back."""
         with self._nics_lock:
             nic = self._by_name.get(name)
             if nic is None or not nic.cause or self._closed:
@@ -245,7 +246,7 @@ class RdmaTransport(Transport):
     # ── memory and the fence ──────────────────────────────────────────────────────────────────────
 
     def registered(self, region: LocalRegion) -> None:
-        """TransferError when a NIC cannot take it; none keeps it then."""
+        """Registers a region with every NIC. Raises TransferError when one cannot take it; then none keeps it."""
         done: list[RdmaNic] = []
         with self._nics_lock:
             try:

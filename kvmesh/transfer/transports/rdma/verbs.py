@@ -86,7 +86,7 @@ def status_text(status: int) -> str:
 
 
 class _Memory:
-    """Reads this process's memory through the kernel: None where nothing is mapped."""
+    """Reads this process's memory through the kernel; it returns None where nothing is mapped."""
 
     def __init__(self) -> None:
         self._fd = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
@@ -103,8 +103,8 @@ class _Memory:
 
 
 def found(thing: object, holds: Callable[[bytes], bool], nbytes: int, what: str) -> int:
-    """The one address among the words of `thing` whose first `nbytes` satisfy `holds`. TransferError when there is
-    none, or more than one."""
+    """Returns the one address among the words of the object `thing` whose first `nbytes` bytes satisfy `holds`. Raises
+    TransferError when there is none, or more than one."""
     words = type(thing).__basicsize__ // 8
     raw = ctypes.string_at(id(thing), 8 * words)
     memory = _Memory()
@@ -180,7 +180,7 @@ def find_qp(qp: Any, context: int, pd: int, cq: int) -> int:
 
 
 class _Address(ctypes.Structure):
-    """ibv_ah_attr"""
+    """The C struct ibv_ah_attr."""
 
     _fields_ = (
         ("gid", ctypes.c_uint64 * 2),
@@ -198,7 +198,7 @@ class _Address(ctypes.Structure):
 
 
 class _Attributes(ctypes.Structure):
-    """ibv_qp_attr"""
+    """The C struct ibv_qp_attr."""
 
     _fields_ = (
         *((name, ctypes.c_uint32) for name in ("state", "current", "path_mtu", "migration", "qkey", "rq_psn")),
@@ -224,8 +224,8 @@ _INIT, _RTR, _RTS, _ERR = 1, 2, 3, 6
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """To the peer's port: its GID (16 bytes), through our GID at `sgid_index`. RoCE always has the global header;
-    InfiniBand routes by `lid` within a subnet."""
+    """The route to the peer's port: its GID (16 bytes), through our GID at `sgid_index`. RoCE always has the global
+    header; InfiniBand routes by `lid` within a subnet."""
 
     gid: bytes
     sgid_index: int
@@ -234,7 +234,7 @@ class Route:
 
 
 class Calls:
-    """libibverbs' functions for one context. All release the GIL; failures are OSError with libibverbs' errno."""
+    """libibverbs' functions for one context. All release the GIL; failures raise OSError with libibverbs' errno."""
 
     def __init__(self, libibverbs: ctypes.CDLL, context: int) -> None:
         self.context = context
@@ -264,7 +264,8 @@ class Calls:
         return prototype((name, libibverbs))
 
     def take_cq_event(self, channel: int) -> bool:
-        """Reads one event of a channel whose file is non-blocking, and acknowledges it."""
+        """Reads one event of a channel with a non-blocking file, and acknowledges it. Returns False when there
+        is none."""
         cq, owner = _P(), _P()
         if self._get_cq_event(channel, ctypes.addressof(cq), ctypes.addressof(owner)):
             return False
@@ -272,8 +273,8 @@ class Calls:
         return True
 
     def take_async_event(self) -> tuple[int, int] | None:
-        """(type, element) of the next event of the device, acknowledged; None when there is none. `element` is the
-        port number for events of a port."""
+        """Returns (type, element) of the device's next event, acknowledged, or None. For a port's events `element` is
+        the port number."""
         event = (ctypes.c_uint64 * 2)()
         if self._get_async_event(self.context, ctypes.addressof(event)):
             return None
@@ -282,11 +283,12 @@ class Calls:
         return kind, element
 
     def register(self, pd: int, address: int, nbytes: int) -> tuple[int, int, int]:
-        """(ibv_mr, lkey, rkey)"""
+        """Registers memory and returns (address of the ibv_mr, lkey, rkey)."""
         return self._keys(self._reg_mr(pd, address, nbytes, LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ))
 
     def register_dmabuf(self, pd: int, fd: int, offset: int, address: int, nbytes: int) -> tuple[int, int, int]:
-        """As `register`, of device memory that a dmabuf names. TransferError when this libibverbs cannot."""
+        """Registers device memory that a dmabuf names, and returns what `register` does. Raises TransferError when this
+        libibverbs cannot."""
         if self._reg_dmabuf is None:
             raise TransferError("rdma: this libibverbs has no ibv_reg_dmabuf_mr (it came with 34)", field="location")
         access = LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ
@@ -312,7 +314,8 @@ class Calls:
     def ready_to_receive(
         self, qp: int, port: int, qp_num: int, psn: int, route: Route, mtu: int, reads: int, traffic_class: int, sl: int
     ) -> None:
-        """`mtu` as the enumeration says it (5 = 4096). May take long: the kernel resolves the peer's address."""
+        """Modifies a queue pair to RTR. `mtu` is the verbs' number (5 for 4096). It may take long, as the kernel
+        resolves the peer's address."""
         attributes = _Attributes(state=_RTR, path_mtu=mtu, remote_qp_num=qp_num, rq_psn=psn, remote_reads=reads)
         attributes.rnr_timer = 12
         attributes.address.gid[:] = struct.unpack("<QQ", route.gid)
@@ -330,7 +333,8 @@ class Calls:
         self._modify(qp, mask, state=_RTS, sq_psn=psn, timeout=timeout, retry_cnt=retry_cnt, rnr_retry=6, reads=reads)
 
     def stop(self, qp: int) -> None:
-        """To ERR: packets for it are dropped, its work requests are flushed (InfiniBand, 10.3.1)."""
+        """Modifies a queue pair to ERR: packets for it are dropped, and its work requests are flushed (InfiniBand
+        Architecture Specification, 10.3.1)."""
         self._modify(qp, _STATE, state=_ERR)
 
     def _modify(self, qp: int, mask: int, **values: int) -> None:

@@ -39,8 +39,8 @@ def run_all(later: Later) -> None:
 
 
 class Wiring(ABC):
-    """What a path knows of its target, and its rails' queue pairs. `_lock` guards all of it; methods say where they
-    run: on whoever calls with the lock held, or on the path's thread with the lock free."""
+    """What a path knows of its target, and the queue pairs of its rails. `_lock` guards all of it. A method runs either
+    on its caller's thread with the lock held, or on the path's thread without the lock; docstrings say which."""
 
     def __init__(self, transport: RdmaTransport) -> None:
         self.transport = transport
@@ -55,14 +55,14 @@ class Wiring(ABC):
         self._releasing: dict[int, int] = {}  # epoch → admission: given back as soon as all of it is flushed
         self._unclean = False  # something waits for a flush
         self._seqs = count(1)
-        self._generation = 0  # the target's, as it told last
+        self._generation = 0  # the target's, by its last message
         self._landed: dict[int, int] = {}
         self._told_at = 0.0
         self._telling = False
 
     @abstractmethod
     def _pump(self, track: WriteTracker, later: Later) -> None:
-        """Sends what waits and may go now. Lock held."""
+        """Sends what waits and may go now. The caller holds the lock."""
 
     # ── lock held ─────────────────────────────────────────────────────────────────────────────────
 
@@ -82,7 +82,7 @@ class Wiring(ABC):
             self._channel.defer(partial(self._reset, track))
 
     def _ended_write(self, frame: Frame, nbytes: int) -> None:
-        """A write is off the wire: completed, or settled."""
+        """Notes that a write is off the wire, because it completed or was settled."""
         if frame.kind is FrameKind.WRITE:
             number = self._admissions.landed(frame.epoch)
             if nbytes:
@@ -91,7 +91,7 @@ class Wiring(ABC):
                 self._release(frame.epoch, number)
 
     def _release(self, epoch: int, number: int) -> None:
-        """Gives the admission back, now or when all of the epoch is flushed."""
+        """Gives an admission back, now or when the epoch is flushed."""
         self._releasing[epoch] = number
         if self._flushed(epoch) and self._channel is not None:
             del self._releasing[epoch]
@@ -99,9 +99,10 @@ class Wiring(ABC):
             self._channel.send(protocol.encode(protocol.Released(epoch, number)))
 
     def _flushed(self, epoch: int) -> bool:
-        """Whether what was written in the epoch is in the peer's memory. An acknowledgement only says that the peer's
-        NIC has it; the answer to a READ behind it, of the same queue pair and region, that it was written (a READ
-        follows a WRITE, and on PCIe no read overtakes a write). False: flushes are on their way, `_clean` follows."""
+        """Says whether what was written in the epoch is in the peer's memory. An acknowledgement only says that the
+        peer's NIC has the bytes. The answer to a READ behind them, on the same queue pair and region, says that they
+        are written: the READ follows the WRITE, and on PCIe no read overtakes a write. When it returns False, flushes
+        are on their way and `_clean` follows."""
         clean = True
         for track in self._all_tracks():
             try:
@@ -113,7 +114,7 @@ class Wiring(ABC):
         return clean
 
     def _clean(self, later: Later) -> None:
-        """What waits for flushes looks again."""
+        """Looks again at everything that waited for flushes."""
         if self._unclean:
             self._unclean = False
             for epoch, number in list(self._releasing.items()):
@@ -124,7 +125,8 @@ class Wiring(ABC):
     def _settle(
         self, frames: list[Frame], cause: str, later: Later, *, settled: bool, down: bool, dead: bool = True
     ) -> None:
-        """`dead`: so is our queue pair; until then a READ may still land here."""
+        """Reports these frames as lost. `dead` says that our queue pair is destroyed; until then a READ may still land
+        here."""
         for frame in frames:
             self._ended_write(frame, 0)
             sure = settled and (dead or frame.kind is not FrameKind.READ)
@@ -169,7 +171,7 @@ class Wiring(ABC):
             self._break(track, cause, down=down)
 
     def _progress(self, now: float) -> None:
-        """Tells the target now or, when it heard lately, soon."""
+        """Tells the target how much landed: now, or soon if it was told lately."""
         if now - self._told_at >= PROGRESS_S:
             self._tell_landed(now)
         elif not self._telling and self._channel is not None:
@@ -179,7 +181,7 @@ class Wiring(ABC):
     # ── the path's thread, lock free ───────────────────────────────────────────────────────────────
 
     def _due(self, now: float) -> float:
-        """Before it sleeps: when it has to look again."""
+        """Returns when the channel's thread must look again; it is called before the thread sleeps."""
         with self._lock:
             until = min((deadline for deadline, _ in self._asked.values()), default=float("inf"))
             if until <= now and self._channel is not None:
@@ -218,7 +220,7 @@ class Wiring(ABC):
             self._channel.defer(partial(self._ready, track, queue_pair, psn, message))
 
     def _ready(self, track: WriteTracker, queue_pair: QueuePair, psn: int, message: protocol.Connected) -> None:
-        """The target has answered a Connect."""
+        """Handles the target's answer to a Connect."""
         outgoing: OutgoingMailbox | None = None
         cause = message.cause
         if not cause:
@@ -260,8 +262,8 @@ class Wiring(ABC):
         self._reset(track)
 
     def _destroy(self, track: WriteTracker) -> bool:
-        """Whether nothing is left of what was broken off. What the driver fails to end is tried again next time, and
-        keeps its memory."""
+        """Destroys what was broken off; returns whether nothing is left. What the driver fails to end keeps its memory,
+        and is tried again next time."""
         with self._lock:
             doomed, track.doomed = track.doomed, []
         failed: list[QueuePair | OutgoingMailbox] = []
@@ -281,7 +283,7 @@ class Wiring(ABC):
         return not failed
 
     def _reset(self, track: WriteTracker) -> None:
-        """Ours is destroyed; then the target destroys its own."""
+        """Destroys our queue pair, then has the target destroy its own."""
         dead = self._destroy(track)
         later: Later = []
         with self._lock:
@@ -324,7 +326,7 @@ class Wiring(ABC):
                 self._channel.shut("idle")
 
     def _fenced(self, generation: int) -> None:
-        """The target has destroyed every queue pair of an older generation: what was on them is settled."""
+        """Settles what was on queue pairs of older generations, all of which the target has destroyed."""
         with self._lock:
             self._admissions.fenced(generation)
             self._releasing.clear()

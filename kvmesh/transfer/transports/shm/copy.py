@@ -27,13 +27,13 @@ Piece = tuple[Sequence[int], Sequence[int], Sequence[int]]  # targets, sources, 
 
 
 def by_cores() -> int:
-    """Threads for a copy, the owner's among them: others have work on these cores, too."""
+    """Returns how many threads copy, the owner's included; other work needs these cores, too."""
     cores = len(os.sched_getaffinity(0))
     return min(cores, 2) if cores < 8 else 1 + min(3, cores // 4)
 
 
 def cut(targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int], piece_bytes: int) -> list[Piece]:
-    """Runs in order, in pieces of `piece_bytes` each but the last; equal short runs are not cut apart."""
+    """Cuts runs, in order, into pieces of `piece_bytes` each except the last. Equal short runs stay whole."""
     targets, sources, lengths = merged(targets, sources, lengths)
     count, first = len(lengths), lengths[0]
     if first <= piece_bytes // 4 and lengths.count(first) == count:
@@ -56,8 +56,8 @@ def cut(targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int], 
 
 
 class CopyJob:
-    """One copy. `done(error)` is called once, when no thread will touch the memory any more, with no lock held, by the
-    thread that moved the last piece; `error` is None when every byte is there."""
+    """One copy. `done(error)` is called once, with no lock held, by the thread that moved the last piece, when no
+    thread touches the memory any more; `error` is None when every byte was copied."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class CopyJob:
         self._lock = threading.Lock()
 
     def work(self) -> bool:
-        """Moves one piece; false when there is none left to take."""
+        """Copies one piece; returns False when none is left."""
         try:
             piece = self.pieces.popleft()
         except IndexError:
@@ -91,7 +91,7 @@ class CopyJob:
 
 
 class Copiers:
-    """`threads` - 1 helpers, started with the first job. Owned by the transport."""
+    """`threads` - 1 helper threads, started with the first job. The transport owns them."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
@@ -105,7 +105,8 @@ class Copiers:
         return self.threads > 1 and nbytes >= LARGE_BYTES
 
     def start(self, job: CopyJob) -> None:
-        """Has the helpers take pieces of it. Its owner must `work` until none is left: helpers may be busy, or none."""
+        """Offers a job to the helpers. Its owner must call `work` until no piece is left, because helpers may
+        be busy."""
         with self._changed:
             if self._closed:
                 return
@@ -116,7 +117,7 @@ class Copiers:
                 self._changed.notify(self.threads - 1)
 
     def close(self, timeout_s: float) -> None:
-        """Helpers end after the piece in their hands; copies under way are finished by their owners."""
+        """Ends the helpers after the piece that each is copying; owners finish their copies themselves."""
         with self._changed:
             self._closed = True
             self._jobs.clear()

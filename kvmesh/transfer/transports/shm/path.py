@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class ShmAnswers(AnswerReader):
-    """Of one connection: a packet is a whole answer, or a region. `take(answer, fd, rest)` handles it."""
+    """The answers on one connection. A packet is a whole answer or a region; `take(answer, fd, rest)` handles it."""
 
     def __init__(
         self, sock: socket.socket, take: Callable[[Asked, int, memoryview], None], broke: Callable[[Exception], None]
@@ -57,7 +57,7 @@ _SEND_BUFFER_BYTES = 1 << 20
 
 
 def raw_address(address: str) -> str:
-    """ "@name" is Linux's abstract namespace."""
+    """Returns a socket address: "@name" stands for Linux's abstract namespace."""
     return "\0" + address[1:] if address.startswith("@") else address
 
 
@@ -85,7 +85,7 @@ class ShmPath:
         self._stranded: list[Frame] = []
         self._supersedes: tuple[int, ...] = ()
         self._met_at = ""  # where the target listened
-        self._gone = False  # nobody listens there any more
+        self._gone = False  # the peer does not listen there any more
         self._owner: threading.Thread | None = None
         self._answers: ShmAnswers | None = None  # while connected
 
@@ -111,7 +111,7 @@ class ShmPath:
         return True
 
     def _read_here(self, frame: Frame) -> bool:
-        """Copies it in the caller's thread, when the memory is mapped."""
+        """Copies a READ in the caller's thread if the memory is mapped; returns whether it did."""
         assert frame.group is not None, "a READ has memory"
         base, length = frame.group.remote.base_offset, frame.group.remote.length
         with self.changed:
@@ -119,7 +119,7 @@ class ShmPath:
         return found is not None and self._reader.read_here(frame, found[0], base)
 
     def mapped(self, offset: int, nbytes: int) -> tuple[Mapping, int] | None:
-        """See `shm.mapped`."""
+        """Returns what the function `mapped` of `shm.transport` does."""
         with self.changed:
             return self._maps.find(offset, nbytes) if self.ready else None
 
@@ -160,7 +160,7 @@ class ShmPath:
         self._reader.close()
 
     def withdraw(self, base: int) -> None:
-        """Tells the peer's copier that an own region is gone."""
+        """Tells the peer's copier that a local region is gone."""
         with self.changed:
             if base in self._told and self.sock is not None:
                 self._told.discard(base)
@@ -340,7 +340,7 @@ class ShmPath:
             frame.done(range(len(frame.parts)), wire.CAUSES[wire.NO_MEMORY])
 
     def _gather(self) -> bool:
-        """After a connection ended: whether another one is needed."""
+        """Sorts the frames of a connection that ended; returns whether another connection is needed."""
         with self.changed:
             cause = self.broken
             asked = list(self.inflight.values())
@@ -364,7 +364,7 @@ class ShmPath:
         return True
 
     def _end(self, cause: str) -> None:
-        """The path is closed, or cannot be connected."""
+        """Loses all frames, because the path is closed or cannot connect."""
         with self.changed:
             waiting = list(self.backlog)
             self.backlog.clear()

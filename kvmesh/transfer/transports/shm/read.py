@@ -26,7 +26,7 @@ OWN_READ_BYTES = 1 << 20  # takes the caller hardly longer than waking another t
 
 
 class ShmReader:
-    """Of one path. Thread-safe; a frame is done as soon as its bytes are there."""
+    """Copies the READs of one path; it is thread-safe. A frame is done as soon as its bytes are there."""
 
     def __init__(self, transport: ShmTransport, peer: str) -> None:
         self._transport = transport
@@ -44,8 +44,8 @@ class ShmReader:
         return bool(self._waiting)
 
     def read_here(self, frame: Frame, mapping: Mapping, base: int) -> bool:
-        """In the caller's thread. False in the middle of another one: the frames that its end makes room for are posted
-        from inside, and go to the reading thread."""
+        """Copies in the caller's thread. Returns False inside another such copy: frames that are posted from its end go
+        to the reading thread."""
         if getattr(self._here, "inside", False):
             return False
         self._here.inside = True
@@ -56,7 +56,7 @@ class ShmReader:
         return True
 
     def put(self, frame: Frame, mapping: Mapping, base: int) -> None:
-        """Will be read. `mapping` begins at the peer's offset `base`."""
+        """Queues a frame to be copied. `mapping` begins at the peer's offset `base`."""
         with self._changed:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="kvmesh-shm-read", daemon=True)
@@ -67,8 +67,8 @@ class ShmReader:
                 self._changed.notify()
 
     def assist(self, frame: Frame, seconds: float) -> None:
-        """The caller, which waits for this frame, reads in the place of the thread; returns when there is nothing to
-        take any more, the frame is done, or after `seconds`."""
+        """Copies in the caller's thread, which waits for this frame. It returns when there is nothing to take, the
+        frame is done, or after `seconds`."""
         until = time.monotonic() + seconds
         with self._changed:
             if self._busy or not (self._waiting or self._jobs) or getattr(self._here, "inside", False):
@@ -82,7 +82,7 @@ class ShmReader:
             self._rest()
 
     def recall(self, frame: Frame) -> bool:
-        """True: it has not begun, and never will."""
+        """Takes a frame back; returns True if its copy has not begun, and never will."""
         with self._changed:
             for entry in self._waiting:
                 if entry[0] is frame:
@@ -91,14 +91,14 @@ class ShmReader:
         return False
 
     def take_back(self) -> list[Frame]:
-        """All that have not begun."""
+        """Takes back and returns all frames whose copy has not begun."""
         with self._changed:
             frames = [entry[0] for entry in self._waiting]
             self._waiting.clear()
         return frames
 
     def close(self) -> None:
-        """Its thread ends when nothing waits any more."""
+        """Lets the reading thread end when nothing waits any more."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -125,8 +125,8 @@ class ShmReader:
                 self._changed.notify_all()
 
     def _step(self) -> bool:
-        """As the copier of the target: the next frame before the helpers run out of pieces of this one. False: there is
-        nothing to do. Only by the one that made it busy."""
+        """Does one piece of work, and begins the next frame before the helpers run out of pieces of this one. Returns
+        False when there is nothing to do. Only the thread that set `_busy` calls it."""
         copiers, jobs = self._transport.copiers, self._jobs
         if not jobs or (len(jobs) == 1 and len(jobs[0].pieces) < copiers.threads):
             with self._changed:
@@ -154,7 +154,7 @@ class ShmReader:
         frame.done()
 
     def _fetched(self, frame: Frame, mapping: Mapping, error: BaseException | None) -> None:
-        """The end of a job, on any thread; `mapping` stayed mapped until now."""
+        """Ends a job, on any thread; `mapping` is held until then."""
         if error is None:
             frame.done()
         else:

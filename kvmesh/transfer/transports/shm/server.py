@@ -33,7 +33,7 @@ _FD_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
 
 
 def receive(sock: socket.socket, buffer: bytearray, flags: int = 0) -> tuple[int, int]:
-    """One packet: its length and the descriptor that came with it, or -1. Gone at the end."""
+    """Receives one packet; returns its length and the descriptor that came with it, or -1. Raises Gone at the end."""
     got, ancillary, flags, _ = sock.recvmsg_into([buffer], _FD_SPACE, socket.MSG_CMSG_CLOEXEC | flags)
     fds = array.array("i")
     for level, kind, data in ancillary:
@@ -49,22 +49,23 @@ def receive(sock: socket.socket, buffer: bytearray, flags: int = 0) -> tuple[int
 
 
 def send_region(sock: socket.socket, base: int, length: int, fd: int) -> None:
-    """Hands over a region's read-only descriptor; `fd` < 0 says that there is none (any more). Never blocks:
-    BlockingIOError when the peer takes no packets."""
+    """Sends a region's read-only descriptor; `fd` < 0 says that there is no such region (any more). It never blocks: it
+    raises BlockingIOError when the peer takes no packets."""
     head = wire.HEAD.pack(wire.REGION, 0, 0, int(fd >= 0), base, 0, length)
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd >= 0 else []
     sock.sendmsg([head], rights, socket.MSG_DONTWAIT)
 
 
 class PeerMaps:
-    """A peer's regions, mapped read-only, by segment offset. Single-threaded; a map lives while somebody holds it."""
+    """A peer's regions, mapped read-only, by segment offset. It is for one thread; a map lives while something holds
+    it."""
 
     def __init__(self) -> None:
         self._bases: list[int] = []
         self._maps: list[Mapping] = []
 
     def add(self, asked: Asked, fd: int) -> bool:
-        """Takes a REGION packet and closes `fd`. False: the peer has no such region (any more)."""
+        """Takes a REGION packet and closes `fd`. Returns False when the peer has no such region (any more)."""
         base = asked.seq
         try:
             mapping = map_peer(fd, asked.nbytes) if asked.count and fd >= 0 else None
@@ -85,7 +86,7 @@ class PeerMaps:
         return mapping is not None
 
     def find(self, offset: int, length: int) -> tuple[Mapping, int] | None:
-        """The map that holds all of it, and the address in it."""
+        """Returns the map that holds all of these bytes and their address in it, or None."""
         at = bisect_right(self._bases, offset) - 1
         if at < 0:
             return None
@@ -100,8 +101,8 @@ class PeerMaps:
 
 
 class ShmAccepted(Accepted):
-    """The copier thread of one writer. Large frames are jobs, of which helpers take pieces: the thread receives the
-    next frame while they are at the last pieces of this one."""
+    """The copier thread of one writer. Large frames are jobs, which helpers share; while they copy the last pieces of
+    one, the thread receives the next frame."""
 
     def __init__(self, server: AcceptingServer, sock: socket.socket, copiers: Copiers) -> None:
         super().__init__(server, sock)
@@ -116,7 +117,7 @@ class ShmAccepted(Accepted):
         self._open = 0  # jobs whose last byte is not there yet
 
     def withdraw(self, base: int) -> None:
-        """Tells the peer that an own region is gone; any thread."""
+        """Tells the peer that a local region is gone; any thread may call it."""
         if base in self._given:
             self._given.discard(base)
             try:
@@ -141,7 +142,7 @@ class ShmAccepted(Accepted):
             self._finish_jobs()
 
     def _next_packet(self) -> tuple[int, int]:
-        """Works at the jobs until there is one; looks for one just before the helpers run out of pieces."""
+        """Copies pieces until a packet comes; it looks for one just before the helpers run out of pieces."""
         jobs = self._jobs
         while jobs:
             if len(jobs) == 1 and len(jobs[0].pieces) < self._copiers.threads:
@@ -164,7 +165,7 @@ class ShmAccepted(Accepted):
         return packet
 
     def _finish_jobs(self) -> None:
-        """Until no thread is at a byte of this connection."""
+        """Returns when no thread copies bytes of this connection any more."""
         while self._jobs:
             if not self._jobs[0].work():
                 self._jobs.popleft()
@@ -190,7 +191,8 @@ class ShmAccepted(Accepted):
             raise ProtocolBroken(f"packet of kind {asked.kind}")
 
     def _hand_over(self, base: int) -> None:
-        """The region's descriptor; in use meanwhile, so that its number names no other file."""
+        """Sends the region's descriptor. The region is in use meanwhile, so that the number cannot come to name another
+        file."""
         segment = self.host.segment
         region = segment.use(base, 1)
         try:
@@ -244,7 +246,8 @@ class ShmAccepted(Accepted):
         targets: Sequence[int],
         lengths: Sequence[int],
     ) -> tuple[Sequence[int], Sequence[int], Sequence[int], list[Mapping]]:
-        """Addresses to copy to and from, of the slices that were admitted; and the maps that must stay."""
+        """Returns target and source addresses and lengths of the admitted slices, and the maps that must be held for
+        the copy."""
         home = admission.homes[0]
         if home is not None and admission.homes.count(home) == len(lengths):
             start = min(sources)
@@ -275,8 +278,8 @@ class ShmAccepted(Accepted):
         keep: Sequence[Mapping],
         error: BaseException | None,
     ) -> None:
-        """The end of a job, on any thread. Helpers serve all peers, so it waits for none: one that takes no answers is
-        cut off."""
+        """Ends a job, on any thread. Helpers serve all peers and wait for none, so a peer that takes no answers is cut
+        off."""
         self.host.windows.leave(admission, 0 if error else nbytes)
         try:
             if error is not None:

@@ -1,4 +1,4 @@
-"""The shm transport: two processes of one machine, one copy, no byte through a socket.
+"""The shm transport: it moves bytes between two processes of one machine with one copy and without a socket.
 
     WRITE   opener ── (source offset, target offset, length) × n ──▶ copier of the target: admit, copy, leave
                    ◀───────────────── answer ──────────────────────
@@ -34,7 +34,7 @@ _INFLIGHT_FRAMES = 3  # one under the copier, one waiting, one being answered
 
 class ShmTransport(DialingTransport):
     """Reaches engines of the same machine (one boot, one user namespace) whose socket can be reached. Memory that is
-    not a memfd can be the target of its writes, nothing else."""
+    not a memfd can only be the target of writes."""
 
     name = "shm"
 
@@ -67,8 +67,8 @@ class ShmTransport(DialingTransport):
         return {"path": self._address, "network": self._network}
 
     def reaches(self, descriptor: SegmentDescriptor) -> bool:
-        """A name of the abstract namespace is one of a network namespace: another container's would not be found. A
-        path may be found from another mount namespace, or not: it is tried."""
+        """Says whether connecting is worth a try. An abstract name is found only in its own network namespace, so
+        another container's would not be; a path may be found across mount namespaces, so it is tried."""
         endpoint = descriptor.endpoints.get("shm")
         if endpoint is None or descriptor.machine != self._machine:
             return False
@@ -83,12 +83,12 @@ class ShmTransport(DialingTransport):
         return ShmPath(self, descriptor)
 
     def mapped(self, segment: str, rail: Rail, offset: int, nbytes: int) -> tuple[Mapping, int] | None:
-        """See `mapped` of the module."""
+        """Returns what the function `mapped` does, for one rail."""
         path = self._paths.get((segment, rail))
         return path.mapped(offset, nbytes) if isinstance(path, ShmPath) else None
 
     def unregistered(self, region: LocalRegion) -> None:
-        """Peers let their maps of it go, so that its memory can be freed."""
+        """Has peers drop their maps of the region, so that its memory can be freed."""
         with self._lock:
             paths = list(self._paths.values())
         for path in paths:
@@ -107,9 +107,9 @@ class ShmTransport(DialingTransport):
 
 
 def mapped(rails: Sequence[Rail], segment: str, offset: int, nbytes: int) -> tuple[Mapping, int] | None:
-    """The peer's memory at these offsets of an open segment, as it is mapped here since something there was read: the
-    read-only map, which stays for as long as somebody holds it (close the segment or not), and the address in it of
-    `offset`. None: nothing of that region was read over shm yet. Nothing says when the peer writes there."""
+    """Returns a read-only map of the peer's memory and the address in it of `offset`, or None while nothing of that
+    region was read over shm. The map stays valid as long as it is held, also after the segment is closed. Nothing tells
+    when the peer writes there."""
     for rail in rails:
         if isinstance(rail.transport, ShmTransport):
             return rail.transport.mapped(segment, rail, offset, nbytes)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TcpAnswers(AnswerReader):
-    """Of one connection. After `quiet_s` without a byte the peer is pinged."""
+    """The answers on one connection. After `quiet_s` without a byte the peer is pinged."""
 
     def __init__(self, stream: TcpStream, sock: socket.socket, quiet_s: float) -> None:
         super().__init__(sock, stream.broke, quiet_s)
@@ -33,7 +33,7 @@ class TcpAnswers(AnswerReader):
         self._stream.ping()
 
     def drain(self) -> None:
-        """Blocking, from the first byte of an answer on, until nothing is in flight."""
+        """Reads from the first byte of an answer on until nothing is in flight; it blocks."""
         if self.advance() or self._answer is not None:
             while self._stream.inflight:
                 if not self._read(socket.MSG_WAITALL):
@@ -43,7 +43,7 @@ class TcpAnswers(AnswerReader):
         return self._read(socket.MSG_DONTWAIT)
 
     def _read(self, flags: int) -> bool:
-        """As `advance`, perhaps waiting."""
+        """Does what `advance` does; whether it waits is in `flags`."""
         while True:
             while self._left:
                 try:
@@ -72,7 +72,7 @@ class TcpAnswers(AnswerReader):
         return frame
 
     def _expect(self, answer: Asked, frame: Frame) -> None:
-        """Where what follows the head goes."""
+        """Prepares the memory for what follows the head."""
         if answer.count:
             self._indices = bytearray(4 * answer.count)
         elif frame.kind is FrameKind.READ:
@@ -106,7 +106,7 @@ class TcpAnswers(AnswerReader):
 
 
 def local_views(frame: Frame) -> list[memoryview]:
-    """The memory here of each part."""
+    """Returns a view of the local memory of each part."""
     region = frame.local
     base, view = region.address, region.view
     return [view[address - base : address - base + length] for _, address, _, length in frame.parts]

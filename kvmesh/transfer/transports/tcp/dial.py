@@ -1,4 +1,4 @@
-"""How a tcp connection comes to be: where from, where to, its socket options, the greeting."""
+"""How a tcp connection is made: source, target, socket options, the greeting."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SILENCE = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, err
 
 @dataclass(frozen=True, slots=True)
 class TcpRoute:
-    """One thing to try. `source` none: as the kernel routes. `device`: leave by this interface alone."""
+    """One route to try. Without `source` the kernel chooses the route; `device` is the only interface to leave by."""
 
     family: int
     target: tuple[str, int] | tuple[str, int, int, int]
@@ -32,7 +32,8 @@ class TcpRoute:
 
 
 def plain_routes(endpoint: dict[str, str]) -> list[TcpRoute]:
-    """To the peer's one address, as the kernel routes. OSError when the name is not found."""
+    """Returns the route to the peer's one address, which the kernel chooses. Raises OSError when the name is not found,
+    Refused when the endpoint is malformed."""
     try:
         found = socket.getaddrinfo(endpoint["host"], port_of(endpoint["port"]), type=socket.SOCK_STREAM)
     except (KeyError, ValueError) as err:
@@ -43,14 +44,15 @@ def plain_routes(endpoint: dict[str, str]) -> list[TcpRoute]:
 
 
 def at(route: TcpRoute, err: OSError) -> OSError:
-    """With the address that was tried."""
+    """Returns the error with the address that was tried."""
     host, port = route.target[:2]
     why = f"{err.strerror or err}: {f'[{host}]' if ':' in host else host}:{port}"
     return OSError(err.errno, why) if err.errno else OSError(why)
 
 
 def numeric(endpoint: dict[str, str]) -> PeerNic | None:
-    """The peer's one address as a NIC without a name; None when it is a name or no address at all."""
+    """Returns the peer's one address as a NIC without a name, or None when the endpoint holds a host name or no
+    address."""
     try:
         return PeerNic("", ((ipaddress.ip_address(endpoint["host"]), port_of(endpoint["port"])),))
     except (KeyError, ValueError):
@@ -58,7 +60,8 @@ def numeric(endpoint: dict[str, str]) -> PeerNic | None:
 
 
 def nic_routes(mine: TcpNic, its: PeerNic, own: frozenset[IpAddress]) -> list[TcpRoute]:
-    """`own`: every address of this host; what goes there never leaves by an interface."""
+    """Returns the routes between two NICs. `own` are all addresses of this host; traffic to them never leaves by an
+    interface."""
     found = []
     for source, ip, port in routes(mine, its):
         device = "" if ip in own or ip.is_loopback else mine.interface
@@ -67,9 +70,9 @@ def nic_routes(mine: TcpNic, its: PeerNic, own: frozenset[IpAddress]) -> list[Tc
 
 
 def tune(sock: socket.socket, config: EngineConfig, *, many_nics: bool) -> None:
-    """For both ends. With many NICs a silent one is given up after tcp_user_timeout_s: data that nobody acknowledges by
-    TCP_USER_TIMEOUT, an idle connection by keep-alive probes, which it bounds too. (Their unit is a second, so an
-    opener that waits for an answer sends a PING.)"""
+    """Sets the options of a connection, at either end. With several NICs a silent peer is given up after
+    `tcp_user_timeout_s`: unacknowledged data by TCP_USER_TIMEOUT, an idle connection by keep-alive probes, which that
+    option bounds too. Their unit is a second, so an opener that waits for an answer sends a PING."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if many_nics:
@@ -80,8 +83,8 @@ def tune(sock: socket.socket, config: EngineConfig, *, many_nics: bool) -> None:
 
 
 def size_buffers(sock: socket.socket, config: EngineConfig) -> None:
-    """For both ends, once connected. A network needs what its bandwidth times its delay comes to, which the kernel
-    finds out; on one host there is no delay, and what stays in the cache is copied faster."""
+    """Sets the buffers of a connected socket, at either end. Over a network they should hold bandwidth times delay,
+    which the kernel finds; on one host there is no delay, and what stays in the cache is copied faster."""
     nbytes = config.tcp_socket_bytes
     mine, its = sock.getsockname()[0], sock.getpeername()[0]
     if not nbytes and (mine == its or ipaddress.ip_address(its.partition("%")[0]).is_loopback):
@@ -92,14 +95,14 @@ def size_buffers(sock: socket.socket, config: EngineConfig) -> None:
 
 
 def forget_unsent(sock: socket.socket) -> None:
-    """What the kernel holds of it goes with `close`. It would be sent for minutes, and with MSG_ZEROCOPY from memory
-    that may have another use by then."""
+    """Makes `close` drop what the kernel has not sent. It would otherwise go on sending for minutes, with MSG_ZEROCOPY
+    from memory that may be reused by then."""
     with suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("@ii", 1, 0))
 
 
 def prepared(route: TcpRoute, config: EngineConfig) -> socket.socket:
-    """Bound to its source, not connected yet."""
+    """Returns a socket that is bound to its source and not connected yet."""
     sock = socket.socket(route.family, socket.SOCK_STREAM)
     try:
         tune(sock, config, many_nics=route.source is not None)
@@ -123,8 +126,8 @@ def prepared(route: TcpRoute, config: EngineConfig) -> socket.socket:
 
 
 def greet(sock: socket.socket, hello: Hello) -> None:
-    """Returns when the acceptor has taken us: then nothing that `hello` supersedes can land any more. Refused, Gone,
-    ProtocolBroken or OSError otherwise."""
+    """Sends the greeting and returns when the acceptor has taken it: nothing that `hello` supersedes can land any more.
+    Raises Refused, Gone, ProtocolBroken or OSError otherwise."""
     data = wire.encode_hello(hello)
     sock.sendall(wire.LENGTH.pack(len(data)) + data)
     (length,) = wire.LENGTH.unpack(wire.recv_exact(sock, wire.LENGTH.size))

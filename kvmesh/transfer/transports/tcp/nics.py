@@ -36,7 +36,7 @@ IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Of this host. `index` is its interface's, and the scope where the address is link-local."""
+    """An address of this host. `index` is its interface's number, which is also the scope of a link-local address."""
 
     ip: IpAddress
     prefix: int
@@ -59,7 +59,7 @@ class TcpNic:
 
 @dataclass(frozen=True, slots=True)
 class PeerNic:
-    """A peer's NIC as its endpoint says: where to dial."""
+    """A peer's NIC and the addresses to dial, as its endpoint names them."""
 
     name: str
     addresses: tuple[tuple[IpAddress, int], ...]  # and ports
@@ -79,7 +79,8 @@ def sockaddr(ip: IpAddress, port: int, index: int) -> tuple[str, int] | tuple[st
 
 
 def host_addresses() -> list[Address]:
-    """All usable addresses of this network namespace, in the kernel's order. OSError where netlink is not to be had."""
+    """Returns all usable addresses of this network namespace, in the kernel's order. Raises OSError where netlink is
+    not available."""
     found: list[Address] = []
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE) as sock:
         sock.settimeout(5.0)
@@ -126,7 +127,8 @@ def _address(body: bytes) -> Address | None:
 
 
 def resolve(names: Sequence[str], known: Sequence[Address]) -> tuple[TcpNic, ...]:
-    """TransferError (field tcp_nics) for a name that is neither an address nor an interface with one."""
+    """Returns the NICs of these names. Raises TransferError (field tcp_nics) for a name that is neither an address nor
+    an interface with one."""
     chosen: dict[str, list[Address]] = {}
     for name in names:
         for address in _named(name, known):
@@ -177,12 +179,12 @@ def _of_interface(name: str, known: Sequence[Address]) -> list[Address]:
 
 
 def encode_nic(listening: Sequence[tuple[Address, int]]) -> str:
-    """Of one NIC, for the endpoint's field "nic:NAME"."""
+    """Returns one NIC's addresses and ports as text, for the endpoint's field "nic:NAME"."""
     return " ".join(f"{address.ip}@{port}" for address, port in listening)
 
 
 def port_of(text: str) -> int:
-    """ValueError when there is no such port."""
+    """Parses a port. Raises ValueError when it is not in 1..65535."""
     port = int(text)
     if not 0 < port < 1 << 16:
         raise ValueError(f"port {port}")
@@ -190,7 +192,7 @@ def port_of(text: str) -> int:
 
 
 def decode_nics(endpoint: dict[str, str]) -> tuple[PeerNic, ...]:
-    """TransferError when a field is malformed."""
+    """Parses the NICs of an endpoint. Raises TransferError when a field is malformed."""
     nics = []
     for key, value in endpoint.items():
         if key.startswith("nic:"):
@@ -204,13 +206,13 @@ def decode_nics(endpoint: dict[str, str]) -> tuple[PeerNic, ...]:
 
 
 def routes(mine: TcpNic, its: PeerNic) -> list[tuple[Address, IpAddress, int]]:
-    """(source, target address, port) of every pair of one family, those of one subnet first."""
+    """Returns (source, target address, port) for every pair of one address family, pairs of one subnet first."""
     pairs = [(a, ip, port) for a in mine.addresses for ip, port in its.addresses if a.ip.version == ip.version]
     return sorted(pairs, key=lambda pair: (not pair[0].near(pair[1]), pair[1].is_link_local))
 
 
 def straight(mine: TcpNic, its: PeerNic) -> bool:
-    """Whether they share a subnet. All link-local addresses do, which tells nothing."""
+    """Says whether the two NICs share a subnet. Link-local addresses do not count, since all of them seem to."""
     return any(a.near(ip) and not ip.is_link_local for a, ip, _ in routes(mine, its))
 
 
@@ -221,7 +223,7 @@ class LinkWatch:
     """A thread that calls `changed(interface index, whether it can carry packets)` whenever a link changes."""
 
     def __init__(self, changed: Callable[[int, bool], None]) -> None:
-        """OSError where netlink is not to be had."""
+        """Raises OSError where netlink is not available."""
         self._changed = changed
         self._sock = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE)
         self._wake, self._woken = socket.socketpair()

@@ -40,7 +40,7 @@ _LANDING = (FrameKind.WRITE, FrameKind.NOTIFY)  # what leaves traces at the targ
 
 
 class TcpPath:
-    """All streams to one segment and the frames that wait for one (a `dialing.Path`)."""
+    """All streams to one segment over one rail, and the frames that wait for one (a `dialing.Path`)."""
 
     def __init__(self, transport: TcpTransport, descriptor: SegmentDescriptor, rail: Rail) -> None:
         self.transport = transport
@@ -78,8 +78,8 @@ class TcpPath:
         return True
 
     def _free_stream(self, frame: Frame) -> TcpStream | None:
-        """Where the poster itself may send this small frame, which spares waking a thread: on the stream with the
-        least to wait for, once all streams that this load wants are there. `changed` held."""
+        """Returns the stream on which the poster itself may send this small frame, which spares waking a thread: the
+        one with the least to wait for, once as many streams exist as the load wants. The caller holds `changed`."""
         if self.queue or (frame.kind is FrameKind.WRITE and frame.nbytes > _SENT_BY_POSTER):
             return None
         free = [s for s in self.streams if s.ready and not (s.broken or s.lent or s.busy or s.rest)]
@@ -108,7 +108,7 @@ class TcpPath:
             answers.help(frame, seconds)
 
     def cut(self, cause: str) -> None:
-        """The local NIC is gone: what goes over it breaks."""
+        """Breaks the connections over the local NIC, which is gone."""
         with self.changed:
             for stream in self.streams:
                 if not stream.elsewhere:
@@ -127,7 +127,7 @@ class TcpPath:
 
 
 class TcpStream:
-    """One place of a path: a thread that connects, sends, and recovers; at most one connection at a time."""
+    """One stream of a path: a thread that connects, sends and recovers, with at most one connection at a time."""
 
     def __init__(self, path: TcpPath) -> None:
         self.path = path
@@ -150,7 +150,7 @@ class TcpStream:
         self._seq = 0
 
     def shut(self, cause: str, *, silent: bool = False) -> None:
-        """Breaks the connection; path.changed held."""
+        """Breaks the connection; the caller holds `path.changed`."""
         if not self.broken:
             self.broken, self.silent = cause, silent
         if self.sock is not None:
@@ -195,13 +195,14 @@ class TcpStream:
         self.stillborn(cause)
 
     def stillborn(self, cause: str) -> None:
-        """There is no thread, or it is about to end."""
+        """Removes the stream, whose thread could not start or is about to end."""
         with self.path.changed:
             self.path.streams.remove(self)
         self._lose(cause)
 
     def _connect(self) -> tuple[socket.socket | None, str]:
-        """A connection, or why there is none. Then what was stranded may be settled all the same, over another rail."""
+        """Returns a connection, or None and the cause. Without one, stranded frames may still be settled over another
+        rail."""
         path, transport = self.path, self.path.transport
         others = transport.others(path.descriptor, path.rail)
         if not others:
@@ -229,7 +230,7 @@ class TcpStream:
         return None, cause
 
     def _attempt(self, rail: Rail) -> tuple[socket.socket | None, str, bool]:
-        """The connection; or why there is none, and whether it is no use to go on."""
+        """Returns a connection, or None, the cause, and whether trying on is useless."""
         path = self.path
         try:
             return self._dial(rail), "", False
@@ -252,7 +253,7 @@ class TcpStream:
             self.path.changed.wait_for(lambda: bool(self.path.closed), seconds)
 
     def _dial(self, rail: Rail) -> socket.socket:
-        """Greets over this rail; the Welcome settles what the connection before had on it."""
+        """Greets over this rail; the Welcome settles the frames of the connection before."""
         path, error = self.path, OSError("no address of the peer's to connect to")
         for route in path.transport.ways(path.descriptor, rail):
             try:
@@ -292,7 +293,7 @@ class TcpStream:
         return sock
 
     def board(self, frame: Frame) -> int:
-        """From now on the frame is this connection's; path.changed held."""
+        """Adds a frame to the connection and returns its number; the caller holds `path.changed`."""
         self._seq += 1
         if not self.inflight:
             self.progress_at = time.monotonic()
@@ -300,7 +301,8 @@ class TcpStream:
         return self._seq
 
     def send_now(self, views: list[memoryview]) -> None:
-        """By whom it is lent to, without waiting; what the socket does not take the thread will send."""
+        """Sends without waiting, in the thread that the stream is lent to; the stream's thread sends what the socket
+        did not take."""
         sock, rest, failed = self.sock, views, None
         try:
             assert sock is not None, "lent only while it serves"
@@ -349,7 +351,7 @@ class TcpStream:
                     self.shut(f"send to {path.descriptor.name}: {err}", silent=err.errno in SILENCE)
 
     def ping(self) -> None:
-        """Nothing has come for a while: sends something that the peer's kernel must acknowledge."""
+        """Sends something that the peer's kernel must acknowledge, because nothing has come for a while."""
         with self.path.changed:
             if self.broken or self.lent or self.busy or self.rest or not self.inflight:
                 return
@@ -357,7 +359,7 @@ class TcpStream:
         self.send_now([memoryview(wire.HEAD.pack(wire.PING, 0, 0, 0, 0, 0, 0))])
 
     def broke(self, err: Exception) -> None:
-        """While reading answers."""
+        """Handles an error that the reader of answers met."""
         with self.path.changed:
             silent = isinstance(err, OSError) and err.errno in SILENCE
             self.shut(f"connection to {self.path.descriptor.name}: {err}", silent=silent)
@@ -365,7 +367,8 @@ class TcpStream:
     # ── endings ───────────────────────────────────────────────────────────────────────────────────
 
     def _gather(self) -> bool:
-        """After a connection ended: whether another is needed (its frames must be settled, or more wait)."""
+        """Sorts the frames of a connection that ended; returns whether another is needed, to settle frames or to send
+        waiting ones."""
         path = self.path
         with path.changed:
             cause, silent = self.broken, self.silent
@@ -387,7 +390,8 @@ class TcpStream:
         return more
 
     def _lose(self, cause: str) -> None:
-        """The path is closed, or this stream cannot connect. What waits goes too when no other stream serves it."""
+        """Loses this stream's frames, because the path is closed or the stream cannot connect. Waiting frames are lost
+        too when no other stream serves them."""
         path = self.path
         with path.changed:
             waiting = [] if path.streams else list(path.queue)
@@ -401,6 +405,6 @@ class TcpStream:
 
 
 def _encoded(seq: int, frame: Frame) -> list[memoryview]:
-    """A frame as the views that go out for it."""
+    """Returns the views that a frame is sent from."""
     asked = memoryview(wire.encode_question(seq, frame))
     return [asked, *local_views(frame)] if frame.kind is FrameKind.WRITE else [asked]

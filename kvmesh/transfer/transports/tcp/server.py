@@ -18,7 +18,7 @@ _SCRATCH_BYTES = 256 << 10
 
 
 class TcpAccepted(Accepted):
-    """Receives straight into registered memory, slices of a frame in one system call."""
+    """Receives straight into registered memory, all slices of a frame in one system call."""
 
     def __init__(self, server: AcceptingServer, sock: socket.socket, config: EngineConfig, *, many_nics: bool) -> None:
         super().__init__(server, sock)

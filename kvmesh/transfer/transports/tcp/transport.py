@@ -29,7 +29,7 @@ _FRAMES_PER_STREAM = 3
 
 
 class TcpTransport(DialingTransport):
-    """Reaches every peer that says where it listens."""
+    """Reaches every peer whose descriptor has a tcp endpoint."""
 
     name = "tcp"
 
@@ -130,8 +130,8 @@ class TcpTransport(DialingTransport):
         return "tcp" in descriptor.endpoints and bool(self.rails(descriptor))
 
     def rails(self, descriptor: SegmentDescriptor) -> tuple[Rail, ...]:
-        """Pairs of one address family. Straight are those that share a subnet; for a NIC here that shares none with
-        the peer (networks behind routers, link-local addresses) the pair of equal rank."""
+        """Returns pairs of NICs of one address family. Those that share a subnet are direct; a local NIC that shares
+        none with the peer (routed networks, link-local addresses) is paired with the remote one of equal rank."""
         if not self._nics:
             return (Rail(self),)
         far = _far_nics(descriptor)
@@ -149,7 +149,8 @@ class TcpTransport(DialingTransport):
         return (*near, *detours)
 
     def ways(self, descriptor: SegmentDescriptor, rail: Rail) -> list[TcpRoute]:
-        """What to try in order to connect over this rail. Refused or OSError when there is nothing."""
+        """Returns the routes to try, in order, to connect over this rail. Raises Refused or OSError when there
+        is none."""
         endpoint = descriptor.endpoints["tcp"]
         mine = self._nics.get(rail.local)
         if mine is None:
@@ -164,7 +165,7 @@ class TcpTransport(DialingTransport):
         raise Refused(f"{descriptor.name} has no NIC {rail.remote!r}", retry=False)
 
     def others(self, descriptor: SegmentDescriptor, rail: Rail) -> list[Rail]:
-        """The other rails to this peer, the more promising first."""
+        """Returns the other rails to this peer, the more promising first."""
         rails = [other for other in self.rails(descriptor) if other != rail]
 
         def doubt(other: Rail) -> tuple[bool, bool, bool]:
@@ -178,7 +179,7 @@ class TcpTransport(DialingTransport):
             (self._failing.discard if connected else self._failing.add)((segment, rail))
 
     def other_way(self, descriptor: SegmentDescriptor, rail: Rail) -> bool:
-        """Whether another rail is likely to do, so that this one need not be tried for long."""
+        """Says whether another rail is likely to work, so that this one need not be tried for long."""
         return any(
             not self._link_down(other) and (descriptor.name, other) not in self._failing
             for other in self.others(descriptor, rail)
@@ -218,7 +219,7 @@ class TcpTransport(DialingTransport):
 
 
 def _among(names: tuple[str, ...], known: list[Address]) -> tuple[str, ...]:
-    """Those of EngineConfig.nics that are tcp's."""
+    """Returns those names of EngineConfig.nics that are tcp's."""
     own = {address.interface for address in known} | {str(address.ip) for address in known}
     return tuple(name for name in names if name in own)
 

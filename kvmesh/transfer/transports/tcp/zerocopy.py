@@ -22,7 +22,7 @@ _ORIGIN_ZEROCOPY, _CODE_COPIED = 5, 1
 
 
 class ZeroCopy:
-    """The sending side of one connection; used by its sending thread alone."""
+    """The sending side of one connection; only its sending thread uses it."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.useful = True
@@ -32,7 +32,8 @@ class ZeroCopy:
             self.useful = False  # a kernel before 4.14
 
     def send_views(self, sock: socket.socket, views: list[memoryview], nbytes: int) -> None:
-        """As wire.send_views; all views but the first must stay as they are until the target has answered."""
+        """Sends as `wire.send_views` does. All views but the first must stay unchanged until the target has
+        answered."""
         if not self.useful or nbytes < MIN_BYTES:
             wire.send_views(sock, views, nbytes)
             return
@@ -57,7 +58,7 @@ class ZeroCopy:
         return sock.sendmsg(views[: wire.IOV_MAX])
 
     def reap(self, sock: socket.socket) -> None:
-        """Takes completions, which use the socket's option memory, off the error queue."""
+        """Removes completions, which use the socket's option memory, from the error queue."""
         while True:
             try:
                 _, notes, _, _ = sock.recvmsg(1, 256, socket.MSG_ERRQUEUE | socket.MSG_DONTWAIT)
