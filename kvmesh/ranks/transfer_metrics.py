@@ -11,7 +11,7 @@ from collections.abc import Hashable
 import msgspec
 
 from kvmesh.telemetry import names
-from kvmesh.telemetry.sampled import Buckets, Family, Value
+from kvmesh.telemetry.sampled import Buckets, SampledFamily, Value
 from kvmesh.transfer import TrafficClass, TransferEngine
 from kvmesh.transfer.stats import HistogramStats, NicStats
 
@@ -43,7 +43,7 @@ def stats_of(engine: TransferEngine) -> TransferStats:
 
 def tell(source: Hashable, rank: int, stats: TransferStats) -> None:
     """At the front: these are the numbers of this rank from now on."""
-    rows: dict[Family, dict[tuple[str, ...], Value]] = {family: {} for family in names.NODE_TRANSFER_FAMILIES}
+    rows: dict[SampledFamily, dict[tuple[str, ...], Value]] = {family: {} for family in names.NODE_TRANSFER_FAMILIES}
     who = str(rank)
     for nic in stats.nics:
         at = (who, nic.transport, nic.nic)

@@ -45,7 +45,7 @@ class PcieLink:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DeviceLocation:
     """Where a device is plugged in. `chain`: the PCI root complex, then every bridge, then the device itself; empty
     for what is not on PCI. `numa` -1: unknown."""
 
@@ -65,7 +65,7 @@ class Gpu:
 
     location: str
     vendor: str
-    place: Place
+    place: DeviceLocation
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class Port:
 @dataclass(frozen=True, slots=True)
 class RdmaDevice:
     name: str
-    place: Place
+    place: DeviceLocation
     ports: tuple[Port, ...]
     netdev: str  # of a RoCE device; "" for InfiniBand
     firmware: str
@@ -129,7 +129,7 @@ class NetDevice:
     """`gbps` 0: unknown, as of virtual ones. `physical`: it is no bridge, veth, tunnel ..."""
 
     name: str
-    place: Place
+    place: DeviceLocation
     up: bool
     mtu: int
     gbps: float
@@ -152,7 +152,7 @@ class Host:
         """ "cpu:0" ... for each NUMA node, "cuda:0" ... for each GPU."""
         return (*(f"cpu:{node}" for node in self.nodes), *(gpu.location for gpu in self.gpus))
 
-    def place_of(self, nic: str) -> Place | None:
+    def place_of(self, nic: str) -> DeviceLocation | None:
         """Of an RDMA device or network interface; none when there is no such thing."""
         places = {net.name: net.place for net in self.nets} | {device.name: device.place for device in self.rdma}
         return places.get(nic)
@@ -208,17 +208,17 @@ def _ranges(text: str) -> set[int]:
     return found
 
 
-def _place(device: Path) -> Place:
+def _place(device: Path) -> DeviceLocation:
     """Of a link like /sys/class/net/eth0/device: the nearest PCI device above it (a virtio NIC lies below one)."""
     try:
         real = device.resolve(strict=True)
     except (OSError, RuntimeError):
-        return Place()
+        return DeviceLocation()
     while not _FUNCTION.fullmatch(real.name) and real != real.parent and real.name != "devices":
         real = real.parent
     chain = tuple(part for part in real.parts if _ROOT.fullmatch(part) or _FUNCTION.fullmatch(part))
     if not _FUNCTION.fullmatch(real.name):
-        return Place(numa=_number(device / "numa_node", -1))
+        return DeviceLocation(numa=_number(device / "numa_node", -1))
     link = PcieLink(
         _leading(_text(real / "current_link_speed")),
         int(_leading(_text(real / "current_link_width"))),
@@ -226,12 +226,12 @@ def _place(device: Path) -> Place:
         int(_leading(_text(real / "max_link_width"))),
     )
     width = link.width if link.width < 255 else 0  # 255: the bridge does not know
-    return Place(chain, _number(real / "numa_node", -1), link if width else PcieLink())
+    return DeviceLocation(chain, _number(real / "numa_node", -1), link if width else PcieLink())
 
 
 def _gpus(root: Path, env: Mapping[str, str]) -> tuple[Gpu, ...]:
     """In the order of PCI addresses, which is CUDA's for GPUs of one kind (CUDA_DEVICE_ORDER=PCI_BUS_ID for others)."""
-    found: dict[str, list[tuple[str, Place]]] = {NVIDIA: [], AMD: []}
+    found: dict[str, list[tuple[str, DeviceLocation]]] = {NVIDIA: [], AMD: []}
     for path in _entries(root / "sys/bus/pci/devices"):
         vendor, kind = _text(path / "vendor"), _text(path / "class")
         display, accelerator = kind.startswith("0x03"), kind.startswith("0x12")
@@ -249,7 +249,7 @@ def _gpus(root: Path, env: Mapping[str, str]) -> tuple[Gpu, ...]:
     return tuple(Gpu(f"cuda:{i}", vendor, place) for i, place in enumerate(places))
 
 
-def _visible(root: Path, places: list[Place], wanted: str | None) -> list[Place]:
+def _visible(root: Path, places: list[DeviceLocation], wanted: str | None) -> list[DeviceLocation]:
     """As CUDA takes the variable: numbers or UUIDs (or beginnings of them), up to the first that is neither."""
     if wanted is None:
         return places
@@ -336,7 +336,7 @@ def _net(sys: Path, path: Path) -> NetDevice:
     )
 
 
-def _net_place(sys: Path, path: Path) -> Place:
+def _net_place(sys: Path, path: Path) -> DeviceLocation:
     """Of what it stands on, for a bond or VLAN."""
     for _ in range(4):
         if (path / "device").exists():
@@ -345,7 +345,7 @@ def _net_place(sys: Path, path: Path) -> Place:
         if not lower:
             break
         path = sys / "class/net" / lower[0]
-    return Place()
+    return DeviceLocation()
 
 
 # ── files ─────────────────────────────────────────────────────────────────────────────────────────

@@ -19,7 +19,7 @@ from typing import Any
 
 from kvmesh.errors import TransferError
 from kvmesh.transfer import checks
-from kvmesh.transfer.host import Host, Place
+from kvmesh.transfer.host import DeviceLocation, Host
 from kvmesh.transfer.segment import NicInfo
 
 Topology = dict[str, tuple[tuple[str, ...], tuple[str, ...]]]
@@ -42,7 +42,7 @@ class Distance(enum.IntEnum):
         return ("same PCIe switch", "same root complex", "same NUMA node", "other NUMA node")[self]
 
 
-def distance(host: Host, location: str, nic: Place) -> tuple[Distance, int]:
+def distance(host: Host, location: str, nic: DeviceLocation) -> tuple[Distance, int]:
     """And how far within that: bridges between a GPU and the NIC, or the firmware's NUMA distance. Memory or a NIC of
     which the node is unknown is taken as near, as on a machine of one node."""
     place = next((gpu.place for gpu in host.gpus if gpu.location == location), None)
@@ -83,10 +83,10 @@ def _ranked(host: Host, location: str, nics: Sequence[NicInfo]) -> tuple[tuple[s
     return tuple(preferred), tuple(secondary)
 
 
-def place_of(host: Host, nic: NicInfo) -> Place:
+def place_of(host: Host, nic: NicInfo) -> DeviceLocation:
     """By the name of the device; what the transport says of its node where /sys knows no such device."""
     found = host.place_of(nic.name)
-    return found if found is not None else Place(numa=nic.numa)
+    return found if found is not None else DeviceLocation(numa=nic.numa)
 
 
 # ── the operator's word ───────────────────────────────────────────────────────────────────────────

@@ -34,7 +34,7 @@ class Phase(enum.IntEnum):
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0, seed=0)
 
 
-class Place(enum.Enum):
+class LandingPlace(enum.Enum):
     """Where the KV lands."""
 
     PAGES = "pages"
@@ -168,14 +168,14 @@ class Land:
     pages there is a slot for every prompt block, in extents only for the others."""
 
     epoch: int
-    place: Place
+    place: LandingPlace
     slots: list[int]
     writers: tuple[tuple[int, str], ...]  # (rank of ours, writer that sends to it)
     held: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadExtents:
     """Pages for the KV in the extents and for the next token; a seat in the batch goes with them."""
 
     pages: list[int]
@@ -215,7 +215,7 @@ class Timer:
 
 Event = (
     BeginFill | RenewLease | FirstToken | FillDone | Drained | HandoffFailed | PeerLost | Adopted
-    | FromRank | Ended | Land | Load | Seat | Grow | Preempt | Cancel | Timer
+    | FromRank | Ended | Land | LoadExtents | Seat | Grow | Preempt | Cancel | Timer
 )  # fmt: skip
 
 

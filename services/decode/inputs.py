@@ -45,7 +45,7 @@ class Admit:
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse:
+class RefuseRequest:
     """A request that does not even parse: its slot gets the error."""
 
     session: int
@@ -106,7 +106,7 @@ class EndAll:
 
 
 Input = (
-    SessionOpened | SessionClosed | Admit | Refuse | CancelSlot | AddCredit | PeerReady | PeerGone | FromPrefill
+    SessionOpened | SessionClosed | Admit | RefuseRequest | CancelSlot | AddCredit | PeerReady | PeerGone | FromPrefill
     | FromRank | Tick | CloseDoor | EndAll | Pulled | NotHere
 )  # fmt: skip
 

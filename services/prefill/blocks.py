@@ -25,7 +25,7 @@ from kvmesh.kvcache.sources import LowerTiers, Pulled, PullJob, PullRange, range
 from kvmesh.ranks import protocol as m
 from kvmesh.services.prefill import events as ev
 from kvmesh.services.prefill.checks import BrainConfig
-from kvmesh.services.prefill.handoff import Handoff
+from kvmesh.services.prefill.handoff import PrefillHandoff
 from kvmesh.services.prefill.rates import Rates
 from kvmesh.transfer import TrafficClass
 
@@ -40,7 +40,7 @@ class _Pull:
     owner: int  # handle of the request that began it
     from_ns: int
     until_ns: int  # nobody waits longer
-    waiters: dict[int, Handoff] = field(default_factory=dict)
+    waiters: dict[int, PrefillHandoff] = field(default_factory=dict)
     cancelled: bool = False
 
 
@@ -56,10 +56,10 @@ class _Seal:
 
 
 @dataclass(slots=True)
-class Load:
+class PrefixLoad:
     """Sealed extents being copied into pages of one handoff, which holds those."""
 
-    handoff: Handoff
+    handoff: PrefillHandoff
     first: int  # blocks [first, end) of its prompt
     end: int
     extents: list[int]  # one reference each
@@ -96,7 +96,7 @@ class SharedBlocks:
         self._pulls: dict[int, _Pull] = {}
         self._pulling: dict[bytes, _Pull] = {}  # key → the pull that writes it
         self._seals: dict[int, _Seal] = {}
-        self._loads: dict[int, Load] = {}
+        self._loads: dict[int, PrefixLoad] = {}
 
     @property
     def pulls(self) -> int:
@@ -113,7 +113,7 @@ class SharedBlocks:
 
     # ── pulls ────────────────────────────────────────────────────────────────────────────────────
 
-    def arrive(self, h: Handoff, usable: Sequence[bytes], promised: Container[bytes], *, next_up: bool) -> int:
+    def arrive(self, h: PrefillHandoff, usable: Sequence[bytes], promised: Container[bytes], *, next_up: bool) -> int:
         """A request joins the queue. Its pull begins (see `fetch`) or, if it is to begin later, is planned."""
         if self.lower is not None:
             self.lower.note(h.start.block_keys)
@@ -124,7 +124,7 @@ class SharedBlocks:
             return 0
         return self.fetch(h, usable, promised, next_up=next_up)
 
-    def fetch(self, h: Handoff, usable: Sequence[bytes], promised: Container[bytes], *, next_up: bool) -> int:
+    def fetch(self, h: PrefillHandoff, usable: Sequence[bytes], promised: Container[bytes], *, next_up: bool) -> int:
         """Wait for pulls of its missing blocks, and begin one for what its hints cover without a gap and nobody fetches
         yet, with the wires' first class if it is `next_up`: nothing is computed before the pull ends. Once for each
         request. Returns when it stops waiting for its own pull; 0: it began none."""
@@ -151,10 +151,10 @@ class SharedBlocks:
         self._pulls[job.ticket] = pull
         self._pulling.update(dict.fromkeys(job.keys, pull))
         self._join(h, pull)
-        self._emit(ev.Pull(job))
+        self._emit(ev.FetchBlocks(job))
         return pull.until_ns
 
-    def _needed(self, h: Handoff, usable: Sequence[bytes], promised: Container[bytes]) -> list[int]:
+    def _needed(self, h: PrefillHandoff, usable: Sequence[bytes], promised: Container[bytes]) -> list[int]:
         """Blocks to be read from the host segment, up to the first that is neither there nor coming nor below nor
         covered by a hint."""
         can_come = self._sources(h, usable)
@@ -174,7 +174,7 @@ class SharedBlocks:
                 break
         return needed
 
-    def _reach(self, h: Handoff, usable: Sequence[bytes], promised: Container[bytes]) -> int:
+    def _reach(self, h: PrefillHandoff, usable: Sequence[bytes], promised: Container[bytes]) -> int:
         """Up to which block its prefix goes when everything comes that is on its way or would be asked for now."""
         can_come = self._sources(h, usable)
         for i in range(self._cache.peek(usable), len(usable)):
@@ -183,7 +183,7 @@ class SharedBlocks:
                 return i
         return len(usable)
 
-    def _sources(self, h: Handoff, usable: Sequence[bytes]) -> Callable[[int], bool]:
+    def _sources(self, h: PrefillHandoff, usable: Sequence[bytes]) -> Callable[[int], bool]:
         """Whether a block can be fetched: a hint covers it, or it lies below here and may be read from there; and it
         was not removed since the request came, whose pull may be planned for later."""
         covered, lower = _covered(h.start.pulls, len(usable)), self.lower
@@ -194,7 +194,7 @@ class SharedBlocks:
 
         return can_come
 
-    def _join(self, h: Handoff, pull: _Pull) -> None:
+    def _join(self, h: PrefillHandoff, pull: _Pull) -> None:
         pull.waiters[h.handle] = h
         h.pulls.add(pull.job.ticket)
         if not h.found.pull_from_ns:
@@ -204,7 +204,7 @@ class SharedBlocks:
         """Whether it is worth waiting for."""
         return not pull.cancelled and self.now < pull.until_ns
 
-    def waits(self, h: Handoff, key: bytes | None = None) -> bool:
+    def waits(self, h: PrefillHandoff, key: bytes | None = None) -> bool:
         """Whether a queued request should wait for a pull: one that it has joined or, if `key` is its next missing
         block, the one that fetches that (and it joins it)."""
         if self.now >= h.patient_until_ns:
@@ -226,7 +226,7 @@ class SharedBlocks:
                 return n
         return len(keys)
 
-    def leave(self, h: Handoff, *, cancel: bool) -> None:
+    def leave(self, h: PrefillHandoff, *, cancel: bool) -> None:
         """It waits no longer. `cancel`: nor does it want the blocks, so a pull that only it waited for ends."""
         for ticket in h.pulls:
             pull = self._pulls[ticket]
@@ -263,7 +263,7 @@ class SharedBlocks:
 
     # ── loads ────────────────────────────────────────────────────────────────────────────────────
 
-    def load(self, h: Handoff, usable: Sequence[bytes], first: int) -> int:
+    def load(self, h: PrefillHandoff, usable: Sequence[bytes], first: int) -> int:
         """Copy the blocks from `first` on that the host segment has into the handoff's pages; returns up to which
         block. The ranks do it before every step that is sent later."""
         self.store.touch(usable[:first], use=False)  # what lies on the device stays warm here too
@@ -271,7 +271,7 @@ class SharedBlocks:
         end = first + len(extents)
         if extents:
             ticket = h.loading = self._ticket()
-            self._loads[ticket] = Load(h, first, end, extents, set(range(self._world)))
+            self._loads[ticket] = PrefixLoad(h, first, end, extents, set(range(self._world)))
             self._to_ranks(m.LoadCopy(ticket, tuple(extents), tuple(h.pages[first:end])))
         pulled = sum(key in h.arrived for key in usable[first:end])
         raised = sum(key in h.raised for key in usable[first:end])
@@ -285,7 +285,7 @@ class SharedBlocks:
         )
         return end
 
-    def loaded(self, rank: int, copied: m.LoadCopied) -> Load | None:
+    def loaded(self, rank: int, copied: m.LoadCopied) -> PrefixLoad | None:
         """The load that is complete with this answer: its pages may be read by everybody."""
         load = self._loads.get(copied.ticket)
         if load is None or rank not in load.waiting:
@@ -352,7 +352,7 @@ class SharedBlocks:
         """Pages held for seals, with repetition."""
         return [page for seal in self._seals.values() for page in seal.pages]
 
-    def check_integrity(self, handoffs: dict[int, Handoff]) -> None:
+    def check_integrity(self, handoffs: dict[int, PrefillHandoff]) -> None:
         """AssertionError unless extents are held by what is under way, and by nothing else. O(everything)."""
         self.store.check_integrity()
         assert {h.loading for h in handoffs.values() if h.loading} == set(self._loads)

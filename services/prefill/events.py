@@ -73,7 +73,7 @@ class Renewed:
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
+class HandoffCancelled:
     """Decode no longer wants it (or refuses to give a landing)."""
 
     handle: int
@@ -125,7 +125,7 @@ Event = (
     Start
     | Landing
     | Renewed
-    | Cancel
+    | HandoffCancelled
     | StreamBroken
     | m.FromRank  # PrefillStepDone, a push's messages, SealCopied, LoadCopied or RankError
     | Pulled  # no byte of that pull can land any more
@@ -143,7 +143,7 @@ Event = (
 
 
 @dataclass(frozen=True, slots=True)
-class Pull:
+class FetchBlocks:
     """Fetch blocks from other nodes; answered by Pulled, always, once."""
 
     job: PullJob
@@ -233,18 +233,18 @@ class SendFailed:
     drained: bool
 
 
-class Outcome(enum.Enum):
+class PrefillOutcome(enum.Enum):
     DONE = "done"
     FAILED = "failed"
     CANCELLED = "cancelled"
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class HandoffEnded:
     """The handoff holds nothing any more; its handle is dead. Times are 0 where a stage did not happen."""
 
     handle: int
-    outcome: Outcome
+    outcome: PrefillOutcome
     cause: str  # error code and message, or the reason of the cancel
     prompt_tokens: int
     found: Found
@@ -266,7 +266,7 @@ class Ended:
 
 Action = (
     m.TellRank  # PrefillStep, PushOpen, PushLease, PushCancel, SealCopy or LoadCopy
-    | Pull
+    | FetchBlocks
     | CancelPull
     | SendBeginFill
     | SendRenew
@@ -275,5 +275,5 @@ Action = (
     | SendFillDone
     | SendDrained
     | SendFailed
-    | Ended
+    | HandoffEnded
 )

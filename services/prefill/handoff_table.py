@@ -14,7 +14,7 @@ from kvmesh.ranks import protocol as m
 from kvmesh.services.prefill import events as ev
 from kvmesh.services.prefill.blocks import SharedBlocks
 from kvmesh.services.prefill.checks import BrainConfig
-from kvmesh.services.prefill.handoff import Handoff, Phase, Push
+from kvmesh.services.prefill.handoff import PrefillHandoff, PrefillPhase, Push
 from kvmesh.services.prefill.planner import Chunk, Planner, Wait
 
 
@@ -29,7 +29,7 @@ class HandoffTable:
         self.cache = PrefixCache(pool)
         self.blocks = SharedBlocks(config, store, pool, self.cache, lambda action: self.actions.append(action))
         self.planner = planner
-        self.handoffs: dict[int, Handoff] = {}
+        self.handoffs: dict[int, PrefillHandoff] = {}
         self.promised: dict[bytes, int] = {}  # keys of blocks that admitted handoffs will have computed or loaded
         self.actions: list[ev.Action] = []
         # Pages that no new prompt may take: those who decode in the same pool need them.
@@ -37,29 +37,29 @@ class HandoffTable:
         self.idle = True  # no step is at the ranks
         self._block = planner.config.block_tokens
 
-    def tell(self, h: Handoff, action: ev.Action) -> None:
+    def tell(self, h: PrefillHandoff, action: ev.Action) -> None:
         """Send something to decode, if it still listens."""
         if not h.deaf:
             self.actions.append(action)
 
     # ── in ───────────────────────────────────────────────────────────────────────────────────────
 
-    def usable(self, h: Handoff) -> Sequence[bytes]:
+    def usable(self, h: PrefillHandoff) -> Sequence[bytes]:
         """Keys that may come from the cache: at least the last token is computed, it gives the first answer token."""
         return h.start.block_keys[: (h.prompt_tokens - 1) // self._block]
 
-    def arrive(self, h: Handoff) -> int:
+    def arrive(self, h: PrefillHandoff) -> int:
         """It has joined the queue: pulls begin, or are planned. Returns when it stops waiting for its own; 0: it began
         none."""
         return self.blocks.arrive(h, self.usable(h), self.promised, next_up=self._next_up())
 
-    def fetch(self, h: Handoff) -> int:
+    def fetch(self, h: PrefillHandoff) -> int:
         """The time of its planned pull has come, or its turn has. Returns when it stops waiting for it, likewise."""
         return self.blocks.fetch(h, self.usable(h), self.promised, next_up=self._next_up())
 
     def _next_up(self) -> bool:
         """Whether nothing else is done while the only one in the queue waits."""
-        computing = any(other.phase is Phase.COMPUTING for other in self.handoffs.values())
+        computing = any(other.phase is PrefillPhase.COMPUTING for other in self.handoffs.values())
         return len(self.planner.waiting) == 1 and not computing
 
     def comes_first(self, handle: int) -> bool:
@@ -71,7 +71,7 @@ class HandoffTable:
         found = self.cache.peek(usable)
         return self._pays(h, found + self.blocks.store.peek(usable[found:]))
 
-    def _pays(self, h: Handoff, found: int) -> bool:
+    def _pays(self, h: PrefillHandoff, found: int) -> bool:
         """Whether the planned pull is to be waited for now: it keeps nobody else from computing, or it is faster."""
         alone = self.idle and len(self.planner.waiting) == 1 and not self.planner.unsubmitted_tokens
         return found < h.planned_to and (not alone or self.blocks.rates.pull_pays)
@@ -121,7 +121,7 @@ class HandoffTable:
         h.promised_from = len(found)
         for key in h.start.block_keys[len(found) :]:
             self.promised[key] = self.promised.get(key, 0) + 1
-        h.phase = Phase.COMPUTING
+        h.phase = PrefillPhase.COMPUTING
         return h.cached_tokens
 
     def loaded(self, rank: int, copied: m.LoadCopied) -> None:
@@ -138,7 +138,7 @@ class HandoffTable:
             self._unpromise(h, end)
         self.settle(h)
 
-    def computed(self, h: Handoff, chunk: Chunk, sampled: m.Sampled | None, end_ns: int) -> None:
+    def computed(self, h: PrefillHandoff, chunk: Chunk, sampled: m.Sampled | None, end_ns: int) -> None:
         """The KV of one chunk is in its pages: its full blocks may be matched from now on, and are shared."""
         assert not h.loading, "a step was answered before the load that it was sent after"
         h.computed_tokens = chunk.end
@@ -151,7 +151,7 @@ class HandoffTable:
         if sampled is None:
             self.abort(h, InternalError(f"no rank sampled the first token of {h.start.request_id}"))
             return
-        h.phase = Phase.PUSHING
+        h.phase = PrefillPhase.PUSHING
         h.sampled_ns = end_ns
         queue, prefill = max(h.first_step_ns - h.arrived_ns, 0), h.sampled_ns - h.first_step_ns
         first = ev.SendFirstToken(h.handle, sampled, h.found, queue, prefill)
@@ -160,7 +160,7 @@ class HandoffTable:
         else:
             self.tell(h, first)
 
-    def _hand_over(self, h: Handoff, first: ev.SendFirstToken) -> None:
+    def _hand_over(self, h: PrefillHandoff, first: ev.SendFirstToken) -> None:
         """The pages are decode's from here on, references and all. Nobody else writes in them: full blocks are done,
         and the last one, if it is not full, was never cached or sealed."""
         self.actions.append(ev.SendAdopted(h.handle, first, tuple(h.pages)))
@@ -168,7 +168,7 @@ class HandoffTable:
         h.fill_told = True  # there is nothing to fill
         self.blocks.store.touch(h.start.block_keys)
 
-    def _cache(self, h: Handoff, end: int, start: int) -> None:
+    def _cache(self, h: PrefillHandoff, end: int, start: int) -> None:
         end = min(end, h.sealable)
         self.cache.insert(h.start.block_keys[:end], h.pages[:end], start=min(start, end))
 
@@ -182,7 +182,7 @@ class HandoffTable:
             if (first := gone.first(h.start.block_keys)) < len(h.start.block_keys):
                 h.sealable = min(h.sealable, first)
 
-    def _unpromise(self, h: Handoff, until: int | None = None) -> None:
+    def _unpromise(self, h: PrefillHandoff, until: int | None = None) -> None:
         keys = h.start.block_keys[h.promised_from : until]
         for key in keys:
             self.promised[key] -= 1
@@ -192,14 +192,14 @@ class HandoffTable:
 
     # ── out ──────────────────────────────────────────────────────────────────────────────────────
 
-    def abort(self, h: Handoff, error: KvmeshError | None = None, reason: str = "") -> None:
+    def abort(self, h: PrefillHandoff, error: KvmeshError | None = None, reason: str = "") -> None:
         """Begin nothing more for it: it failed (`error`) or is not wanted (`reason`). The first cause counts."""
         if h.ending:
             return
-        if h.phase is Phase.COMPUTING:
+        if h.phase is PrefillPhase.COMPUTING:
             self._unpromise(h)
         self.blocks.leave(h, cancel=True)
-        h.phase = Phase.CANCELLING
+        h.phase = PrefillPhase.CANCELLING
         h.error, h.reason = error, reason
         self.planner.drop(h.handle)
         for rank, push in enumerate(h.pushes):
@@ -210,7 +210,7 @@ class HandoffTable:
                 self.actions.append(m.TellRank(rank, m.PushCancel(h.handle)))
         self.settle(h)
 
-    def settle(self, h: Handoff) -> None:
+    def settle(self, h: PrefillHandoff) -> None:
         """Tell decode how it ended once that is known; give everything back once nothing can touch it."""
         if h.ending and not h.told and (h.quiet or h.in_doubt):
             h.told = True
@@ -239,11 +239,13 @@ class HandoffTable:
             assert self.pool.refcount(page) == holders, f"page {page} has {holders} holders"
         promised: dict[bytes, int] = {}
         for h in self.handoffs.values():
-            assert (h.phase is Phase.QUEUED) == (h.handle in self.planner.waiting), f"handle {h.handle}: the queue"
+            assert (h.phase is PrefillPhase.QUEUED) == (h.handle in self.planner.waiting), (
+                f"handle {h.handle}: the queue"
+            )
             assert not h.over, f"handle {h.handle} should have ended"
             waits = h.pulls or h.pinned or h.pull_at_ns
-            assert h.phase is Phase.QUEUED or not waits, f"handle {h.handle} still waits for pulls"
-            if h.phase is Phase.COMPUTING:
+            assert h.phase is PrefillPhase.QUEUED or not waits, f"handle {h.handle} still waits for pulls"
+            if h.phase is PrefillPhase.COMPUTING:
                 for key in h.start.block_keys[h.promised_from :]:
                     promised[key] = promised.get(key, 0) + 1
         assert promised == self.promised, "promised blocks are not those being computed"

@@ -14,7 +14,7 @@ from kvmesh.kvcache.tiers import MARK, split_name
 from kvmesh.rpc.pb.store_pb2 import StoreUsage
 
 
-class Role(Enum):
+class NodeRole(Enum):
     PREFILL = "prefill"
     DECODE = "decode"
     BOTH = "both"
@@ -22,13 +22,13 @@ class Role(Enum):
 
 
 @dataclass(frozen=True)
-class Member:
+class RegisteredNode:
     """One life of one instance, as it introduced itself."""
 
     instance_id: str
     address: str
     incarnation: int
-    role: Role
+    role: NodeRole
     node_id: str
     store_id: str
 
@@ -43,10 +43,10 @@ class Change(Enum):
 
 
 @dataclass(frozen=True)
-class Join:
+class NodeJoined:
     """A life begins. `removed_seq` is the last tombstone that this node, whatever its life, has applied."""
 
-    member: Member
+    member: RegisteredNode
     removed_seq: int = 0
 
 
@@ -61,7 +61,7 @@ class Beat:
 
 
 @dataclass(frozen=True)
-class Leave:
+class NodeLeft:
     instance_id: str
     incarnation: int
 
@@ -84,7 +84,7 @@ class Tick:
     pass
 
 
-Event = Join | Beat | Leave | Announce | CaughtUp | Tick
+Event = NodeJoined | Beat | NodeLeft | Announce | CaughtUp | Tick
 
 
 # ── actions ───────────────────────────────────────────────────────────────────────────────────────
@@ -97,7 +97,7 @@ class Publish:
 
     seq: int
     change: Change
-    member: Member
+    member: RegisteredNode
 
 
 @dataclass(frozen=True)
@@ -121,13 +121,13 @@ class Heard:
 
 
 @dataclass(frozen=True)
-class Refuse:
+class RefuseCall:
     """The answer to the event is this error."""
 
     error: KvmeshError
 
 
-Action = Publish | Relay | Heard | Refuse
+Action = Publish | Relay | Heard | RefuseCall
 
 
 # ── what a member may say: bounds on every field, and the error that names the one which is wrong ─────
@@ -137,7 +137,7 @@ MAX_TEXT = 256
 MAX_PARTS = 4096
 
 
-def check_member(who: Member) -> InvalidRequest | None:
+def check_member(who: RegisteredNode) -> InvalidRequest | None:
     """What is wrong with an introduction; None: nothing."""
     texts = {
         "member.instance.instance_id": who.instance_id,

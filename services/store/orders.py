@@ -18,7 +18,7 @@ from kvmesh.rpc import channels, status
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
 from kvmesh.services.store import mapping
-from kvmesh.services.store.domain import Member
+from kvmesh.services.store.domain import RegisteredNode
 from kvmesh.services.store.policy.copies import DiscardOrder, Order, PinOrder, PullOrder, TrimOrder
 from kvmesh.services.store.policy.tombstones import Tombstone
 from kvmesh.services.store.state import MasterState
@@ -98,7 +98,7 @@ class StoreOrderQueue:
                 outcome.blocks += count
         return outcome
 
-    async def _remove_at(self, state: MasterState, member: Member, tombstone: Tombstone) -> int | None:
+    async def _remove_at(self, state: MasterState, member: RegisteredNode, tombstone: Tombstone) -> int | None:
         """How many were there; None: it could not be asked."""
         kept = state.policy.tombstones
         async with self._in_turn(member.instance_id):
@@ -155,7 +155,13 @@ class StoreOrderQueue:
         return await self._drop(state, trim.holder, keys, leased=True, pinned=trim.spare) if keys else frozenset()
 
     async def _drop(
-        self, state: MasterState, holder: Member, keys: tuple[bytes, ...], *, leased: bool = False, pinned: bool = False
+        self,
+        state: MasterState,
+        holder: RegisteredNode,
+        keys: tuple[bytes, ...],
+        *,
+        leased: bool = False,
+        pinned: bool = False,
     ) -> frozenset[bytes] | None:
         """`leased`, `pinned`: such are spared."""
         request = pb.RemoveBlocksRequest(
@@ -170,7 +176,7 @@ class StoreOrderQueue:
         answer = await self.call(pin.holder, "Pin", request, ASK_S)
         return None if answer is None else _said(pin.keys, answer.done)
 
-    async def call(self, member: Member, method: str, request: Any, timeout_s: float) -> Any | None:
+    async def call(self, member: RegisteredNode, method: str, request: Any, timeout_s: float) -> Any | None:
         """One call at a node; None: it failed, its turn did not come, or this master does not lead. Never raises but
         CancelledError."""
         turns = self._pulls if method == "Pull" else self._calls
@@ -185,7 +191,7 @@ class StoreOrderQueue:
         finally:
             turns.release()
 
-    async def _called(self, member: Member, method: str, request: Any, timeout_s: float) -> Any | None:
+    async def _called(self, member: RegisteredNode, method: str, request: Any, timeout_s: float) -> Any | None:
         async with self._channel(member.address) as channel:
             if not self._leads():
                 return None

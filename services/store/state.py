@@ -27,13 +27,13 @@ from kvmesh.services.store.domain import (
     Change,
     Event,
     Heard,
-    Join,
-    Leave,
-    Member,
+    NodeJoined,
+    NodeLeft,
+    NodeRole,
     Publish,
-    Refuse,
+    RefuseCall,
+    RegisteredNode,
     Relay,
-    Role,
     Tick,
     check_announcement,
     check_member,
@@ -48,7 +48,7 @@ MAX_ENDS = 64  # in one step: about a millisecond, whoever watches
 
 @dataclass
 class _Life:
-    member: Member
+    member: RegisteredNode
     last_beat: float
     lease: MembershipLease
     usage: StoreUsage | None = None
@@ -116,11 +116,11 @@ class MasterState:
     # ── questions ────────────────────────────────────────────────────────────────────────────────────
 
     @property
-    def members(self) -> list[Member]:
+    def members(self) -> list[RegisteredNode]:
         """Those alive now, oldest first."""
         return [life.member for life in self._lives.values()]
 
-    def known(self, instance_id: str) -> tuple[Member, StoreUsage | None] | None:
+    def known(self, instance_id: str) -> tuple[RegisteredNode, StoreUsage | None] | None:
         """A live member and what it last said of its store; None: there is no such member."""
         life = self._lives.get(instance_id)
         return None if life is None else (life.member, life.usage)
@@ -149,7 +149,7 @@ class MasterState:
         """Of any live member; 0 when there is none."""
         return max((now - life.last_beat for life in self._lives.values()), default=0.0)
 
-    def pools(self, asking: str) -> list[tuple[Member, int]]:
+    def pools(self, asking: str) -> list[tuple[RegisteredNode, int]]:
         """Live pool nodes that said they have room and do not drain, with their free bytes: the MAX_POOLS with most,
         `asking` itself never among them."""
         found = [
@@ -191,13 +191,13 @@ class MasterState:
         self._end_late(now, actions)
         self._end_if_late(event, now, actions)
         match event:
-            case Join(member):
+            case NodeJoined(member):
                 self._join(member, now, actions)
                 if (life := self._lives.get(member.instance_id)) is not None and life.member == member:
                     self.policy.joined(member, event.removed_seq)
             case Beat():
                 self._beat(event, now, actions)
-            case Leave(instance_id, incarnation):
+            case NodeLeft(instance_id, incarnation):
                 life = self._lives.get(instance_id)
                 if life is not None and life.member.incarnation == incarnation:
                     self._end(life, Change.LEFT, actions)
@@ -243,7 +243,7 @@ class MasterState:
     def _end_if_late(self, event: Event, now: float, actions: list[Action]) -> None:
         """End the life that speaks after its lease, however many are to be ended before it."""
         match event:
-            case Join(member):
+            case NodeJoined(member):
                 name = member.instance_id
             case Beat(instance_id):
                 name = instance_id
@@ -255,13 +255,13 @@ class MasterState:
         if life is not None and self._is_late(life, now):
             self._end(life, Change.DIED, actions)
 
-    def _join(self, member: Member, now: float, actions: list[Action]) -> None:
+    def _join(self, member: RegisteredNode, now: float, actions: list[Action]) -> None:
         old = self._lives.get(member.instance_id)
         error: KvmeshError | None = check_member(member) or self._superseded(member)
         if error is None and old is None and len(self._lives) >= self._max_members:
             error = Overloaded(f"the store master knows {self._max_members} members: max_members", retry_after_ms=1000)
         if error is not None:
-            actions.append(Refuse(error))
+            actions.append(RefuseCall(error))
             return
         if old is not None and old.member == member:
             old.last_beat = now
@@ -275,12 +275,12 @@ class MasterState:
                 if len(self._replaced) > MAX_REPLACED:
                     self._replaced.popitem(last=False)
         self._lives[member.instance_id] = life = _Life(member, now, MembershipLease(self.pulse))
-        if member.role is Role.POOL:
+        if member.role is NodeRole.POOL:
             self._pools[member.instance_id] = life
         self._begin_lease(life)
         self._publish(Change.JOINED, member, actions)
 
-    def _superseded(self, member: Member) -> KvmeshError | None:
+    def _superseded(self, member: RegisteredNode) -> KvmeshError | None:
         """Two processes under one name must not take it from each other for ever: the later one keeps it."""
         if (member.instance_id, member.incarnation) not in self._replaced:
             return None
@@ -306,7 +306,7 @@ class MasterState:
         if error is None and self._living(owner, said.incarnation, "announcement.store_id", actions) is None:
             return
         if error is not None:
-            actions.append(Refuse(error))
+            actions.append(RefuseCall(error))
             return
         allowed = self.policy.take_announcement(said)
         bounded = self.blocks.bounded(allowed)
@@ -326,7 +326,7 @@ class MasterState:
             return life
         shown = instance_id if len(instance_id) <= MAX_TEXT else instance_id[:MAX_TEXT] + "..."
         text = f"{field}={shown!r} incarnation={incarnation}: is no member, join again"
-        actions.append(Refuse(UnknownInstance(text, field=field)))
+        actions.append(RefuseCall(UnknownInstance(text, field=field)))
         return None
 
     def _end(self, life: _Life, change: Change, actions: list[Action]) -> None:
@@ -338,7 +338,7 @@ class MasterState:
         self.policy.ended(life.member.instance_id, self._stepped_at or 0.0)
         self._publish(change, life.member, actions)
 
-    def _publish(self, change: Change, member: Member, actions: list[Action]) -> None:
+    def _publish(self, change: Change, member: RegisteredNode, actions: list[Action]) -> None:
         self.seq += 1
         self.membership += 1
         actions.append(Publish(self.seq, change, member))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvmesh.blockservice.tiers.brain import TierSource
-from kvmesh.blockservice.tiers.parts import Health, Part, TierSettings, counters_of, make_part, opening
+from kvmesh.blockservice.tiers.parts import Health, TierPart, TierSettings, counters_of, make_part, opening
 from kvmesh.blockservice.tiers.ranks import TierRanks
 from kvmesh.errors import ConfigError
 from kvmesh.kvcache.keys import split
@@ -20,7 +20,7 @@ class TierLevel:
         self.tier = settings.tier
         self.source = TierSource()
         self.health = Health()
-        self.parts: dict[str, Part] = {}
+        self.parts: dict[str, TierPart] = {}
         self._ranks = ranks
 
     @property
@@ -28,22 +28,22 @@ class TierLevel:
         """In metrics and messages."""
         return self.tier.name.lower()
 
-    def add(self, number: int, layout: str, shard_bytes: int) -> Part:
+    def add(self, number: int, layout: str, shard_bytes: int) -> TierPart:
         """One more part, not opened yet. `number`: one for this layout in all tiers."""
         part = make_part(self.settings, self.health, number, layout, shard_bytes, len(self._ranks))
         self.parts[layout] = part
         return part
 
-    def open(self, part: Part) -> None:
+    def open(self, part: TierPart) -> None:
         """Have the ranks recover what lies there."""
         for rank in range(len(self._ranks)):
             self._ranks.send(rank, opening(self.settings, part, rank, len(self._ranks)))
 
-    def ready(self, layout: str) -> list[Part]:
+    def ready(self, layout: str) -> list[TierPart]:
         """Parts of this layout ("": of any) that take operations."""
         return [part for name, part in self.parts.items() if layout in ("", name) and part.ready]
 
-    def numbered(self, number: int) -> Part:
+    def numbered(self, number: int) -> TierPart:
         """That part."""
         return next(part for part in self.parts.values() if part.number == number)
 

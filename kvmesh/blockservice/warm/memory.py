@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from kvmesh.blockservice.warm.store import Place, WarmStore
+from kvmesh.blockservice.warm.store import ExtentLayout, WarmStore
 from kvmesh.clock import lease_clock
 from kvmesh.errors import ConfigError
 from kvmesh.kvcache.node_store import NodeStore
@@ -70,7 +70,7 @@ class WarmMemory:
         """The memory is the last life's, and nobody knows what was where."""
         return self._until_ns > 0 and not self.table.kept
 
-    def journal(self, store: NodeStore, place: Place) -> WarmStore:
+    def journal(self, store: NodeStore, place: ExtentLayout) -> WarmStore:
         """What this store does is written down from now on."""
         found = WarmStore(store, place, self.table, len(self._ranks), self._add)
         self._stores.add(found)
@@ -84,7 +84,7 @@ class WarmMemory:
             found = [(e.slot, e) if isinstance(e, Entry) else (e, None) for e in self.table.entries()]
         elif self.unknown:
             found = [(extent, None) for extent in range(store.total)]
-        place = Place(shard_bytes, _same, lambda extent: extent * shard_bytes)
+        place = ExtentLayout(shard_bytes, _same, lambda extent: extent * shard_bytes)
         self.restore([(self.journal(store, place), found)])
 
     def restore(self, restores: Sequence[tuple[WarmStore, Found]], then: Callable[[], None] | None = None) -> None:

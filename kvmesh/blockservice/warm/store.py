@@ -19,7 +19,7 @@ AGE = 256  # sealings that count as of one time: within it a chain's tail goes b
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ExtentLayout:
     """Where a store's extents lie. `slot`: of the table, by extent; `offset`: in the ranks' host regions, alike; `run`:
     see `Entry.place`. `shared`: several extents have one slot; they do not come back, and what was there is held."""
 
@@ -35,7 +35,7 @@ class WarmStore:
     """The journal of `store`, which is empty; on its thread. `tell`: sums are wanted of this row, by all `ranks`."""
 
     def __init__(
-        self, store: NodeStore, place: Place, table: BlockTable, ranks: int, tell: Callable[[WarmRow], None]
+        self, store: NodeStore, place: ExtentLayout, table: BlockTable, ranks: int, tell: Callable[[WarmRow], None]
     ) -> None:
         self._store = store
         self._place = place

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvmesh.rpc.pb.store_pb2 import StoreUsage
-from kvmesh.services.store.domain import Member, Role
+from kvmesh.services.store.domain import NodeRole, RegisteredNode
 from kvmesh.services.store.policy.reconciliation import PendingChanges
 
 AVOID_S = 10.0  # a node that failed a call gets no copies for so long
@@ -21,7 +21,7 @@ class MemberNode:
     """One life as policies see it. `pledged` are bytes of pulls under way, `pulls` how many; `avoid_until`: it failed
     lately."""
 
-    member: Member
+    member: RegisteredNode
     usage: StoreUsage | None = None
     draining: bool = False
     pledged: int = 0
@@ -59,7 +59,7 @@ class Nodes:
         """The node of that name; None when it is no member."""
         return self._nodes.get(instance_id)
 
-    def joined(self, member: Member, draining: bool) -> None:
+    def joined(self, member: RegisteredNode, draining: bool) -> None:
         """Take a life that begins; the same life may join again."""
         known = self._nodes.get(member.instance_id)
         if known is None or known.member != member:
@@ -76,7 +76,7 @@ class Nodes:
         able = [
             node
             for node in self._nodes.values()
-            if node.member.role is Role.POOL
+            if node.member.role is NodeRole.POOL
             and not node.draining
             and node.member.instance_id not in without
             and node.pulls < MAX_PULLS
@@ -99,8 +99,8 @@ class PullOrder:
     """`receiver` copies `keys`, about `nbytes`, from `holders`, tried in this order. `after`: the last tombstone when
     it was ordered. `pins`: what is pinned hard there is pinned hard here too, or not copied."""
 
-    receiver: Member
-    holders: tuple[Member, ...]
+    receiver: RegisteredNode
+    holders: tuple[RegisteredNode, ...]
     keys: tuple[bytes, ...]
     nbytes: int
     after: int
@@ -112,8 +112,8 @@ class TrimOrder:
     """Remove `keys` at `holder`, those of them that each of `keepers` has. `spare`: what somebody has pinned hard there
     stays, and is not done."""
 
-    holder: Member
-    keepers: tuple[Member, ...]
+    holder: RegisteredNode
+    keepers: tuple[RegisteredNode, ...]
     keys: tuple[bytes, ...]
     spare: bool = True
 
@@ -122,7 +122,7 @@ class TrimOrder:
 class PinOrder:
     """Pin `keys` hard at `holder`, or unpin them."""
 
-    holder: Member
+    holder: RegisteredNode
     keys: tuple[bytes, ...]
     hard: bool
 
@@ -131,7 +131,7 @@ class PinOrder:
 class DiscardOrder:
     """Remove `keys` at `holder`: a copy of them was under way when they were removed everywhere."""
 
-    holder: Member
+    holder: RegisteredNode
     keys: tuple[bytes, ...]
 
 
@@ -203,6 +203,6 @@ class Copying:
         found, self._discards = self._discards, []
         return found
 
-    def members(self, names: Sequence[str]) -> tuple[Member, ...]:
+    def members(self, names: Sequence[str]) -> tuple[RegisteredNode, ...]:
         """Those of these nodes that live."""
         return tuple(node.member for name in names if (node := self._nodes.get(name)) is not None)

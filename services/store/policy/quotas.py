@@ -20,7 +20,7 @@ NO_QUOTAS = {bytes(TAG_BYTES): 0}  # an empty list would say nothing, and leave 
 
 
 @dataclass(frozen=True, slots=True)
-class Quota:
+class TagQuota:
     """How many `blocks` a tag may have in DRAM, replicas counted; `name` is for people."""
 
     tag: bytes
@@ -35,16 +35,16 @@ class Quotas:
         """`known` holds the instance ids of which all blocks are known."""
         self._map = blocks
         self._known = known
-        self._set: dict[bytes, Quota] = {}
+        self._set: dict[bytes, TagQuota] = {}
         self._told: dict[str, tuple[dict[bytes, int], float]] = {}  # instance → what it was told last, and when
         self._lifted: dict[bytes, int] = {}  # tags that have none any more: 0
 
-    def load(self, quotas: Iterable[Quota]) -> None:
+    def load(self, quotas: Iterable[TagQuota]) -> None:
         """Take what an earlier leader left."""
         for quota in quotas:
             self.set(quota)
 
-    def set(self, quota: Quota) -> None:
+    def set(self, quota: TagQuota) -> None:
         """Set a quota; with `blocks` 0 there is none from now on. Raises Overloaded when there are too many."""
         if not quota.blocks:
             if self._set.pop(quota.tag, None) is not None:
@@ -59,7 +59,7 @@ class Quotas:
         self._lifted.pop(quota.tag, None)
         self._map.watch(quota.tag)
 
-    def all(self) -> list[tuple[Quota, int]]:
+    def all(self) -> list[tuple[TagQuota, int]]:
         """Each quota with the blocks used now."""
         return [(quota, self._map.tagged(tag)) for tag, quota in self._set.items()]
 
@@ -81,7 +81,7 @@ class Quotas:
         """Forget what a life was told that is over; another has been told nothing."""
         self._told.pop(instance_id, None)
 
-    def _allowance(self, instance_id: str, quota: Quota, members: int) -> int:
+    def _allowance(self, instance_id: str, quota: TagQuota, members: int) -> int:
         used, here = self._map.tagged(quota.tag), self._map.tagged_at(instance_id, quota.tag)
         if used > quota.blocks:
             return max(1, here * quota.blocks // used)

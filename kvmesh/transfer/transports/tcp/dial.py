@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.transports import wire
 from kvmesh.transfer.transports.tcp.nics import Address, IpAddress, PeerNic, TcpNic, family, port_of, routes, sockaddr
-from kvmesh.transfer.transports.wire import Hello, ProtocolBroken, Refused
+from kvmesh.transfer.transports.wire import ConnectionRefused, Hello, ProtocolBroken
 
 OWN_HOST_BYTES = 512 << 10
 IP_BIND_ADDRESS_NO_PORT = 24  # <linux/in.h>: the port is chosen at connect, so that one may serve many targets
@@ -36,7 +36,7 @@ def plain_routes(endpoint: dict[str, str]) -> list[TcpRoute]:
     try:
         found = socket.getaddrinfo(endpoint["host"], port_of(endpoint["port"]), type=socket.SOCK_STREAM)
     except (KeyError, ValueError) as err:
-        raise Refused(f"bad tcp endpoint {endpoint!r}", retry=False) from err
+        raise ConnectionRefused(f"bad tcp endpoint {endpoint!r}", retry=False) from err
     except OSError as err:
         raise OSError(f"host {endpoint['host']!r}: {err.strerror}") from err
     return [TcpRoute(found[0][0], found[0][4])]  # type: ignore[arg-type]
@@ -123,8 +123,8 @@ def prepared(route: TcpRoute, config: EngineConfig) -> socket.socket:
 
 
 def greet(sock: socket.socket, hello: Hello) -> None:
-    """Returns when the acceptor has taken us: then nothing that `hello` supersedes can land any more. Refused, Gone,
-    ProtocolBroken or OSError otherwise."""
+    """Returns when the acceptor has taken us: then nothing that `hello` supersedes can land any more.
+    ConnectionRefused, Gone, ProtocolBroken or OSError otherwise."""
     data = wire.encode_hello(hello)
     sock.sendall(wire.LENGTH.pack(len(data)) + data)
     (length,) = wire.LENGTH.unpack(wire.recv_exact(sock, wire.LENGTH.size))
