@@ -25,6 +25,7 @@ from kvmesh.pacing import (
     Stretch,
     stretched_s,
 )
+from kvmesh.rpc.brain_shell import Tick
 from kvmesh.services.conductor import domain as conductor
 from kvmesh.services.conductor.settings import Settings
 from kvmesh.services.conductor.state import ConductorState
@@ -142,7 +143,7 @@ class Master:
         self.state.step(store.NodeLeft(name, 1), now)
 
     def tick(self, now: float) -> None:
-        self.state.step(store.Tick(), now)
+        self.state.step(Tick(), now)
 
     def lives(self, name: str, now: float) -> bool:
         return self.state.lives(name, 1)
@@ -174,7 +175,7 @@ class Brain:
         """Nobody says goodbye here but by silence."""
 
     def tick(self, now: float) -> None:
-        self.state.step(conductor.Tick(), now)
+        self.state.step(Tick(), now)
 
     def lives(self, name: str, now: float) -> bool:
         instance = self.state._fleet.named(name)

@@ -11,20 +11,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvmesh.kvcache.tombstones import RECORD_KEYS, Tombstone
+
 MAX_DIRECT = 65_536
 MAX_WATCHED = 1 << 18
 MAX_PREFIXES = 1024
 MAX_REMEMBERED = 1 << 17  # keys and prefixes: about 20 MB
-RECORD_KEYS = 8  # what a removal itself counts for, so that small ones are bounded too
-
-
-@dataclass(frozen=True, slots=True)
-class Tombstone:
-    """Keys, or all that begin with `prefix`, are to be removed; everything, when neither is named."""
-
-    seq: int
-    keys: tuple[bytes, ...] = ()
-    prefix: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

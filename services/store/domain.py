@@ -11,6 +11,7 @@ from kvmesh.errors import InvalidRequest, KvmeshError
 from kvmesh.kvcache.announce import MAX_KEYS, Announcement
 from kvmesh.kvcache.block_map import Verdict
 from kvmesh.kvcache.tiers import MARK, split_name
+from kvmesh.rpc.brain_shell import CaughtUp, Tick
 from kvmesh.rpc.pb.store_pb2 import StoreUsage
 
 
@@ -69,19 +70,6 @@ class NodeLeft:
 @dataclass(frozen=True)
 class Announce:
     announcement: Announcement
-
-
-@dataclass(frozen=True)
-class CaughtUp:
-    """All that had arrived by `until` has been heard: silence is judged up to that time. Before it is said once, up to
-    the present."""
-
-    until: float
-
-
-@dataclass(frozen=True)
-class Tick:
-    pass
 
 
 Event = NodeJoined | Beat | NodeLeft | Announce | CaughtUp | Tick

@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 import grpc.aio
 
 from kvmesh.errors import KvmeshError
+from kvmesh.kvcache.tombstones import Tombstone
 from kvmesh.rpc import channels, status
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
 from kvmesh.services.store import mapping
 from kvmesh.services.store.domain import RegisteredNode
 from kvmesh.services.store.policy.copies import DiscardOrder, Order, PinOrder, PullOrder, TrimOrder
-from kvmesh.services.store.policy.tombstones import Tombstone
 from kvmesh.services.store.state import MasterState
 from kvmesh.telemetry import names
 

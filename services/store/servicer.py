@@ -14,6 +14,7 @@ from kvmesh.errors import InvalidRequest, KvmeshError, NotLeader, UnknownInstanc
 from kvmesh.kvcache.keys import KEY_BYTES, TAG_BYTES, split
 from kvmesh.kvcache.tiers import Tier, split_name
 from kvmesh.rpc import protocol
+from kvmesh.rpc.brain_shell import CaughtUp, Tick
 from kvmesh.rpc.call_queue import caught_up
 from kvmesh.rpc.fastpath.server import FastContext
 from kvmesh.rpc.pb import store_pb2 as pb
@@ -23,7 +24,6 @@ from kvmesh.services.store.domain import (
     MAX_TEXT,
     Announce,
     Beat,
-    CaughtUp,
     Event,
     Heard,
     NodeJoined,
@@ -31,7 +31,6 @@ from kvmesh.services.store.domain import (
     Publish,
     RefuseCall,
     Relay,
-    Tick,
 )
 from kvmesh.services.store.durable import Durable
 from kvmesh.services.store.orders import StoreOrderQueue

@@ -16,6 +16,7 @@ from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.block_map import Verdict
 from kvmesh.kvcache.tiers import split_name, store_names
 from kvmesh.pacing import AnnouncementPacing, MembershipLease, Pacing, Pulse
+from kvmesh.rpc.brain_shell import CaughtUp, Tick
 from kvmesh.rpc.pb.store_pb2 import StoreStatus, StoreUsage
 from kvmesh.services.store.block_map import BlockDirectory
 from kvmesh.services.store.domain import (
@@ -23,7 +24,6 @@ from kvmesh.services.store.domain import (
     Action,
     Announce,
     Beat,
-    CaughtUp,
     Change,
     Event,
     Heard,
@@ -34,7 +34,6 @@ from kvmesh.services.store.domain import (
     RefuseCall,
     RegisteredNode,
     Relay,
-    Tick,
     check_announcement,
     check_member,
 )

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvmesh.errors import UnknownInstance
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.rpc import channels
+from kvmesh.rpc.brain_shell import Tick
 from kvmesh.rpc.pb import store_pb2
 from kvmesh.rpc.server import Server
 from kvmesh.services.store import main
@@ -28,7 +29,6 @@ from kvmesh.services.store.domain import (
     Publish,
     RefuseCall,
     RegisteredNode,
-    Tick,
 )
 from kvmesh.services.store.state import MAX_ENDS, MasterState
 from tests.support.store.mesh import TIMEOUT, Node, Watcher, keys

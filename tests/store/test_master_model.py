@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from kvmesh.kvcache.tiers import Tier, store_name
+from kvmesh.rpc.brain_shell import Tick
 from kvmesh.services.store import block_map
-from kvmesh.services.store.domain import Tick
 from kvmesh.services.store.policy import drains, replicas, tombstones
 from kvmesh.services.store.policy.copies import PullOrder, TrimOrder
 from kvmesh.services.store.policy.quotas import TagQuota

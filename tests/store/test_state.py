@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from kvmesh.errors import InvalidRequest, Overloaded, UnknownInstance
 from kvmesh.kvcache.announce import Announcement
+from kvmesh.rpc.brain_shell import Tick
 from kvmesh.rpc.pb.store_pb2 import StoreStatus, StoreUsage
 from kvmesh.services.store.domain import (
     Action,
@@ -19,7 +20,6 @@ from kvmesh.services.store.domain import (
     Publish,
     RefuseCall,
     RegisteredNode,
-    Tick,
 )
 from kvmesh.services.store.mapping import member_out
 from kvmesh.services.store.state import MAX_POOLS, MasterState

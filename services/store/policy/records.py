@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvmesh.kvcache.keys import KEY_BYTES, TAG_BYTES, split
+from kvmesh.kvcache.tombstones import Tombstone
 from kvmesh.services.store.policy.names import Name
 from kvmesh.services.store.policy.quotas import TagQuota
 from kvmesh.services.store.policy.replicas import Pinned
-from kvmesh.services.store.policy.tombstones import Tombstone
 
 FLOOR = b"tombstone_floor"
 _SEQ = struct.Struct(">Q")

@@ -10,6 +10,7 @@ from functools import partial
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.block_map import Verdict
 from kvmesh.kvcache.tiers import split_name, store_names
+from kvmesh.kvcache.tombstones import Tombstone
 from kvmesh.rpc.pb.store_pb2 import StoreUsage
 from kvmesh.services.store import durable
 from kvmesh.services.store.block_map import MasterMap
@@ -24,7 +25,7 @@ from kvmesh.services.store.policy.quotas import Quotas, TagQuota
 from kvmesh.services.store.policy.reconciliation import KnownHolders, PendingChanges, Unannounced, UnconfirmedRemovals
 from kvmesh.services.store.policy.records import Write
 from kvmesh.services.store.policy.replicas import Replicas
-from kvmesh.services.store.policy.tombstones import Tombstone, Tombstones
+from kvmesh.services.store.policy.tombstones import Tombstones
 
 MAX_GRANT = 65_536  # in one range
 

@@ -9,11 +9,11 @@ import pytest
 
 from kvmesh.kvcache.announce import Announcer
 from kvmesh.kvcache.node_store import NodeStore
+from kvmesh.kvcache.tombstones import Tombstone
 from kvmesh.rpc.pb.store_pb2 import StoreUsage
 from kvmesh.services.conductor.prefixes.index import Index
 from kvmesh.services.store.domain import Announce, Beat, Heard, NodeJoined, NodeRole, RegisteredNode, Relay
 from kvmesh.services.store.policy.store_policy import PolicyLimits
-from kvmesh.services.store.policy.tombstones import Tombstone
 from kvmesh.services.store.state import MasterState
 
 NAMES = "abc"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from kvmesh.kvcache.announce import Announcement, Announcer
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.tiers import Tier, store_name
+from kvmesh.kvcache.tombstones import Tombstone
 from kvmesh.rpc.pb.store_pb2 import StoreUsage, TierUsage
 from kvmesh.services.store.domain import (
     Announce,
@@ -23,7 +24,6 @@ from kvmesh.services.store.domain import (
 )
 from kvmesh.services.store.policy.copies import DiscardOrder, Order, PinOrder, PullOrder, TrimOrder
 from kvmesh.services.store.policy.store_policy import PolicyLimits
-from kvmesh.services.store.policy.tombstones import Tombstone
 from kvmesh.services.store.state import MasterState
 
 LEASE = 100.0
