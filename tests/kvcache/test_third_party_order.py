@@ -50,7 +50,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (info / "entry_points.txt").write_text("\n".join([*lines, "gone = broken_orders:Gone", ""]))
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
-    monkeypatch.setattr(ORDERS, "_loaded", {})
+    monkeypatch.delitem(sys.modules, "few_uses", raising=False)
+    monkeypatch.delitem(sys.modules, "broken_orders", raising=False)
     return tmp_path
 
 
