@@ -44,6 +44,8 @@ from benchmarks.progress import tell
 from kvmesh.kvcache.announce import Announcement, snapshot_parts
 from kvmesh.kvcache.keys import Keys, split
 from kvmesh.loading import LastingHeap
+from kvmesh.quantiles import quantile
+from kvmesh.rpc.brain_shell import Tick
 from kvmesh.services.conductor import domain
 from kvmesh.services.conductor.candidates import columns, select, selection
 from kvmesh.services.conductor.domain import Blocks, Heartbeat, Load, Member, Placed, PrefillSample, Ref, Register, Role
@@ -55,10 +57,6 @@ SYSTEM_SHARE = 0.05  # of a prompt: what all conversations begin with
 HELD_SHARE = 0.75  # of a prompt: what some instance has of it
 CAPACITY_TOKENS = 4_000_000
 GOAL_PER_S = 1000
-
-
-def quantile(some: list[float], share: float) -> float:
-    return sorted(some)[min(len(some) - 1, int(share * len(some)))]
 
 
 @dataclass
@@ -142,7 +140,7 @@ class World:
             self.turn = (self.turn + 1) % self.instances
         if self.now - self.ticked >= TICK_S:
             self.ticked = self.now
-            events.append(domain.Tick())
+            events.append(Tick())
         began = time.perf_counter()
         for event in events:
             self.step(event)
@@ -185,6 +183,7 @@ def decisions(world: World, seconds: float, rate: float, *, flowing: bool) -> di
             flown += world.flow(1 / rate)
         elif len(took) % 64 == 0:
             world.flow(2 / BEATS_PER_S)  # not counted: so that queues do not grow for ever
+    took.sort()
     mean = sum(took) / len(took)
     return {
         "decisions": len(took),
@@ -266,7 +265,7 @@ def events(seconds: float) -> dict[str, float]:
         began = time.perf_counter()
         for event in batch:
             world.step(event)
-        world.step(domain.Tick())
+        world.step(Tick())
         beaten += time.perf_counter() - began
         beats += len(batch)
     return {

@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional
 
 from benchmarks.limits import measure
-from kvmesh.engine.attention.backend import AttentionBackend, Span, StepPlan
+from kvmesh.engine.attention.backend import AttentionBackend, StepPlan, TokenSpan
 from kvmesh.engine.attention.native_backend import NativeAttention
 from kvmesh.engine.attention.torch_backend import TorchAttention
 from kvmesh.engine.config import AttentionSpec
@@ -93,7 +93,7 @@ def decode(batch: int, context: int, rounds: int) -> tuple[dict[str, float], flo
 def prefill(tokens: int, rounds: int) -> tuple[dict[str, float], float]:
     """Seconds by contender, and FLOP."""
     pages = noise(tokens // BLOCK_TOKENS, 1, 2, KV_HEADS, BLOCK_TOKENS, HEAD_DIM)
-    span = Span(0, tokens, torch.randperm(len(pages)).tolist())
+    span = TokenSpan(0, tokens, torch.randperm(len(pages)).tolist())
     qkv = noise(tokens, HEADS + 2 * KV_HEADS, HEAD_DIM)
     contenders = {name: step(made.plan_prefill([span]), qkv) for name, made in backends(pages).items()}
     heads = qkv.transpose(0, 1)[None].contiguous()

@@ -55,10 +55,10 @@ async def equal_meshes(
 
 def slice_of(path: Path, requests: int, scale: str, context: int, max_output: int) -> list[trace.Made]:
     """The first requests of a trace, as prompts and answers that the model's context holds."""
-    shape = trace.Shape(scale=Fraction(scale), context_tokens=context, max_output=max_output)
+    shape = trace.TraceShape(scale=Fraction(scale), context_tokens=context, max_output=max_output)
     return trace.fit(trace.between(trace.read(path), count=requests), shape).made
 
 
 def block_of(scale: str) -> int:
     """Tokens that a full block of the trace has then."""
-    return trace.Shape(scale=Fraction(scale)).block
+    return trace.TraceShape(scale=Fraction(scale)).block

@@ -64,7 +64,8 @@ from benchmarks.equals_mesh import POOLS, LiveMesh, live_mesh, ticking
 from benchmarks.overload_client import Ask, Seen
 from benchmarks.overload_load import Shape
 from benchmarks.slowing import slowed
-from kvmesh.cli.load.report import LoadSlo, percentile, tbt_s
+from kvmesh.cli.load.report import LoadSlo, tbt_s
+from kvmesh.quantiles import quantile
 from kvmesh.sim.workloads.trace import TokenMaker
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -133,10 +134,10 @@ def after(seconds: float | None) -> str:
     return "never" if seconds is None else f"{seconds:.1f} s"
 
 
-def quantile(values: Iterable[float], share: float) -> float | None:
-    """A percentile; None of nothing."""
+def quantile_of(values: Iterable[float], share: float) -> float | None:
+    """Returns the quantile of values in any order; None where there are none."""
     ordered = sorted(values)
-    return percentile(ordered, share) if ordered else None
+    return quantile(ordered, share) if ordered else None
 
 
 # ── shares of what was placed ─────────────────────────────────────────────────────────────────────
@@ -209,7 +210,7 @@ async def run_shares(args: argparse.Namespace, report: GoalReport) -> None:
                 decisions = await live.log.between(start, time.monotonic())
                 shares = shares_of(live, decisions, tokens_of(seen))
                 failed = sum(not one.ok for one in seen)
-                ttfts = [quantile((one.ttft_s for one in seen if one.ok), q) for q in (50, 90)]
+                ttfts = [quantile_of((one.ttft_s for one in seen if one.ok), q) for q in (0.5, 0.9)]
                 report.row(
                     [f"{prefill}P {decode}D", name, str(len(seen)), str(failed), *share_words(shares), *map(ms, ttfts)],
                     share_goals(shares),
@@ -400,7 +401,7 @@ def _disrupted(
     """Figures of one disruption, as JSON, and the goals."""
     times = ((start, done.begun), (done.begun, done.ended), (done.ended, end))
     phases = [[one for one in seen if low <= one.asked_at < high] for low, high in times]
-    p90s = [quantile((one.ttft_s for one in phase if one.ok), 90) for phase in phases]
+    p90s = [quantile_of((one.ttft_s for one in phase if one.ok), 0.9) for phase in phases]
     settled = share_between(hits, (done.begun + done.ended) / 2, done.ended)
     width_s = max(1.0, 6 / how.rate)
     factor = p90s[1] / p90s[0] if p90s[0] and p90s[1] else math.inf
@@ -410,7 +411,7 @@ def _disrupted(
         "shares": [binned(hits, low, high, width_s) for low, high in times],
         "share": [share_between(hits, low, high) for low, high in times], "settled": settled,
         "fell_s": fell, "back_s": back, "ttft_p90_s": p90s, "factor": None if math.isinf(factor) else factor,
-        "tbt_p90_s": [quantile((t for one in phase if (t := tbt_s(one)) is not None), 90) for phase in phases],
+        "tbt_p90_s": [quantile_of((t for one in phase if (t := tbt_s(one)) is not None), 0.9) for phase in phases],
         "failed": sum(not one.ok for one in seen), "sent": len(seen),
     }  # fmt: skip
     goals = [(f"fell ≤ {how.fall_s:g} s", fell is not None and fell <= how.fall_s)]
@@ -485,7 +486,7 @@ def client_errors(seen: Iterable[Seen], decisions: Iterable[LoggedDecision]) -> 
     sizes = sorted(map(abs, off))
     if not off:
         return {"samples": 0, "bias": 0.0, "p50": 0.0, "p90": 0.0, "p99": 0.0}
-    p50, p90, p99 = (percentile(sizes, share) for share in (50, 90, 99))
+    p50, p90, p99 = (quantile(sizes, share) for share in (0.5, 0.9, 0.99))
     return {"samples": len(off), "bias": statistics.median(off), "p50": p50, "p90": p90, "p99": p99}
 
 
@@ -573,9 +574,9 @@ def retry_told(clients: Sequence[ReturningClient], per_s: float) -> Told:
         "refused_at_once": len(refused),
         "placed_when_told": sum(one.tries[1].placed for one in returned) / len(refused) if refused else 1.0,
         "right": sum(is_right(told, right) for told, right in waits) / len(waits) if waits else 1.0,
-        "told_over_right": [quantile((told / right for told, right in waits), q) for q in (10, 50, 90)],
-        "told_s": [quantile((told for told, _ in waits), q) for q in (0, 50, 100)],
-        "right_s": [quantile((right for _, right in waits), q) for q in (0, 50, 100)],
+        "told_over_right": [quantile_of((told / right for told, right in waits), q) for q in (0.1, 0.5, 0.9)],
+        "told_s": [quantile_of((told for told, _ in waits), q) for q in (0.0, 0.5, 1.0)],
+        "right_s": [quantile_of((right for _, right in waits), q) for q in (0.0, 0.5, 1.0)],
         "refusals": dict(sorted(Counter(one.refusals for one in clients).items())),
         "attempts": sum(len(one.tries) for one in clients),
         "herd": herd(one.at for client in clients for one in client.tries[1:]),
@@ -638,7 +639,7 @@ def _retry_row(report: GoalReport, told: Told) -> None:
         goals, told,
     )  # fmt: skip
     refused = sorted(times for times, count in told["refusals"].items() for _ in range(count))
-    often = ", ".join(f"{percentile(refused, q):.0f}" for q in (10, 50, 90, 100))
+    often = ", ".join(f"{quantile(refused, q):.0f}" for q in (0.1, 0.5, 0.9, 1.0))
     report.note(f"{'':9}  times refused, p10, p50, p90, most: {often}; at best all are done in {told['best_s']:.1f} s")
     if told["errors"]:
         report.note(f"{'':9}  failed: {told['errors']}")

@@ -52,7 +52,7 @@ def slices(
 ) -> tuple[Slice, Slice]:
     """The first `requests` of a trace, and as many that follow: each at the trace's own times, stretched so that `rate`
     requests a second arrive."""
-    shape = trace.Shape(scale=scale, context_tokens=context, max_output=max_output)
+    shape = trace.TraceShape(scale=scale, context_tokens=context, max_output=max_output)
     made = trace.fit(trace.between(trace.read(path), count=2 * requests), shape).made
     if len(made) < 2 * requests:
         raise SystemExit(f"requests={requests}: {path} holds {len(made)} that fit, two slices need twice as many")

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 from kvmesh.cli.load.load import LoadOutcome
-from kvmesh.cli.load.report import intervals, percentile, tbt_s
+from kvmesh.cli.load.report import intervals, tbt_s
+from kvmesh.quantiles import quantile
 from kvmesh.sim.config import SimConfig
 from kvmesh.sim.fitting.calibrate import (
     Fit,
@@ -49,7 +50,7 @@ def of_records(records: Iterable[Record]) -> Percentiles:
 
 def _percentiles(ttfts: Sequence[float], tbts: Sequence[float]) -> Percentiles:
     rising = {"TTFT": sorted(ttfts), "TBT": sorted(tbts)}
-    return {(what, share): percentile(rising[what], share) for what, share in FIGURES}
+    return {(what, share): quantile(rising[what], share / 100) for what, share in FIGURES}
 
 
 def seen_by_client(targets: Targets, outcomes: Iterable[LoadOutcome]) -> Targets:

@@ -34,6 +34,7 @@ import psutil
 from benchmarks import progress
 from kvmesh.cli.up.mesh import Mesh
 from kvmesh.cli.up.settings import MeshSettings
+from kvmesh.quantiles import quantile
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGES = (
@@ -220,11 +221,6 @@ async def run_mesh(mesh: Mesh, work: list[Work], concurrency: int) -> Round:
 # ── the run ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def percentile(values: list[float], q: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
-
-
 def compare(args: argparse.Namespace, mesh: Mesh, floor: Floor, concurrency: int, rng: random.Random) -> dict[str, Any]:
     ours: list[Round] = []
     base: list[Round] = []
@@ -253,8 +249,8 @@ def compare(args: argparse.Namespace, mesh: Mesh, floor: Floor, concurrency: int
         "floor_ttft_p50_ms": statistics.median(floor_ttft),
         "mesh_ttft_p50_ms": statistics.median(mesh_ttft),
         "added_ttft_p50_ms": statistics.median(mesh_ttft) - statistics.median(floor_ttft),
-        "mesh_ttft_p90_ms": percentile(mesh_ttft, 0.9),
-        "floor_ttft_p90_ms": percentile(floor_ttft, 0.9),
+        "mesh_ttft_p90_ms": quantile(sorted(mesh_ttft), 0.9),
+        "floor_ttft_p90_ms": quantile(sorted(floor_ttft), 0.9),
         "mesh_tokens_per_s": tokens / sum(r.wall_s for r in ours),
         "floor_tokens_per_s": tokens / sum(r.wall_s for r in base),
         "stages_p50_ms": {key: statistics.median(s.stages[key] for r in ours for s in r.steady) for key, _ in STAGES},

@@ -26,7 +26,7 @@ from benchmarks import progress
 from benchmarks.oscillation_svg import Curves, drawing
 from benchmarks.paper_setup import Case, config_of, read
 from kvmesh.sim.config import SimConfig
-from kvmesh.sim.report.records import DONE, Record, Sample
+from kvmesh.sim.report.records import DONE, MeshSample, Record
 from kvmesh.sim.run import run
 from kvmesh.sim.workloads.workload import SimRequest, key
 
@@ -57,21 +57,21 @@ class Load:
             index += 1
 
 
-def simulated(config: SimConfig, load: Load) -> tuple[list[Sample], list[Record]]:
+def simulated(config: SimConfig, load: Load) -> tuple[list[MeshSample], list[Record]]:
     """One run."""
-    samples: list[Sample] = []
+    samples: list[MeshSample] = []
     records: list[Record] = []
     run(config, load.requests(config.block_tokens, config.seed), sink=records.append, samples=samples.append)
     return [one for one in samples if one.at_s < load.seconds], records
 
 
-def curves(samples: Sequence[Sample]) -> Curves:
+def curves(samples: Sequence[MeshSample]) -> Curves:
     """Prompts in prefill (waiting or computed), rows in decode's batch."""
     prefill = [one.pools["prefill"].queued + one.pools["prefill"].running for one in samples]
     return Curves([one.at_s for one in samples], prefill, [one.pools["decode"].running for one in samples])
 
 
-def told(load: Load, samples: Sequence[Sample], records: Sequence[Record], slo_s: float) -> dict[str, Any]:
+def told(load: Load, samples: Sequence[MeshSample], records: Sequence[Record], slo_s: float) -> dict[str, Any]:
     """Figures of one run, after its warm-up."""
     steady = [one for one in samples if one.at_s >= WARM * load.seconds]
     found = curves(steady)

@@ -47,7 +47,8 @@ from benchmarks.overload_client import Clients, Seen, waited_s
 from benchmarks.overload_load import Run, Shape, Workload, offer, told
 from benchmarks.overload_show import show, show_retries
 from kvmesh.cli.load import target
-from kvmesh.cli.load.report import LoadSlo, percentile, tbt_s
+from kvmesh.cli.load.report import LoadSlo, tbt_s
+from kvmesh.quantiles import quantile
 from tests.support.mesh.harness import Running, running_mesh
 
 CONTEXT = 2048
@@ -140,7 +141,7 @@ def slo_of(alone: Sequence[Seen], ttft_slack: float, tbt_slack: float) -> tuple[
     """Whole milliseconds, and what they were made of."""
     ttfts = sorted(one.ttft_s * 1000 for one in alone)
     tbts = sorted(tbt * 1000 for one in alone if (tbt := tbt_s(one)) is not None)
-    ttft_ms, tbt_ms = percentile(ttfts, 90), percentile(tbts, 90)
+    ttft_ms, tbt_ms = quantile(ttfts, 0.9), quantile(tbts, 0.9)
     slo = LoadSlo(float(round(ttft_slack * ttft_ms)), float(round(tbt_slack * tbt_ms)))
     return slo, {"ttft_ms_p90": ttft_ms, "tbt_ms_p90": tbt_ms, "requests": len(alone)}
 
@@ -155,7 +156,7 @@ def served_again(seen: Sequence[Seen], slo: LoadSlo) -> Told:
         "kept_slo_of_answered": sum(map(slo.kept, ok)) / max(1, len(ok)),
         "attempts": [sum(one.attempts == n for one in ok) for n in range(1, 1 + max(one.attempts for one in seen))],
         "attempts_mean": statistics.mean(one.attempts for one in seen),
-        "waited_s": [percentile(waits, p) for p in (50, 90, 100)] if waits else None,
+        "waited_s": [quantile(waits, p) for p in (0.5, 0.9, 1.0)] if waits else None,
     }
 
 

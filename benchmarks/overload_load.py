@@ -14,7 +14,8 @@ import orjson
 import psutil
 
 from benchmarks.overload_client import CUT, Ask, Clients, Seen
-from kvmesh.cli.load.report import LoadSlo, percentile
+from kvmesh.cli.load.report import LoadSlo
+from kvmesh.quantiles import quantile
 from kvmesh.sim.workloads.trace import TokenMaker
 from tests.support.mesh.harness import Running
 
@@ -171,8 +172,8 @@ def told(runs: Sequence[Run], slo: LoadSlo) -> dict[str, Any]:
         "goodput_by_run": [sum(map(slo.kept, run.counted)) / (run.seconds - run.lead_s) for run in runs],
         "kept_of_taken": len(good) / max(1, len(counted) - len(refused)),
         "refused_per_s": len(refused) / seconds,
-        "retry_after_s": [percentile(waits, p) for p in (50, 99)] if waits else None,
-        "ttft_ms": [percentile(ttfts, p) for p in (50, 90, 99)] if ttfts else None,
+        "retry_after_s": [quantile(waits, p) for p in (0.5, 0.99)] if waits else None,
+        "ttft_ms": [quantile(ttfts, p) for p in (0.5, 0.9, 0.99)] if ttfts else None,
         "late_ttft": sum(one.ttft_s * 1000 > (slo.ttft_ms or 1e9) for one in counted if not one.refused),
         "cut": sum(one.code == CUT for one in counted),
         "failed": sum(len(run.unknown) for run in runs),
@@ -181,5 +182,5 @@ def told(runs: Sequence[Run], slo: LoadSlo) -> dict[str, Any]:
         "tokens_for_refused": sum(run.for_refused for run in runs),
         "wasted": 1 - useful / computed if computed else 0.0,
         "cores": {name: sum(run.cpu_s[name] for run in runs) / wall_s for name in runs[0].cpu_s},
-        "sent_late_ms_p99": percentile(sorted(one.late_s * 1000 for one in everybody), 99),
+        "sent_late_ms_p99": quantile(sorted(one.late_s * 1000 for one in everybody), 0.99),
     }

@@ -12,12 +12,12 @@ from kvmesh.errors import ConfigError
 from kvmesh.services.conductor.domain import Fetch
 from kvmesh.services.conductor.settings import AdmissionSettings, Settings
 from kvmesh.services.conductor.settings import Mode as Admission
-from kvmesh.sim.config import Mode, Routing, SimConfig
+from kvmesh.sim.config import MeshMode, Routing, SimConfig
 from kvmesh.sim.hardware.hardware import Efficiency, changed, hardware
 from kvmesh.sim.hardware.shapes import shape_of
 from kvmesh.sim.hardware.times import NodeSpec, node_spec
 from kvmesh.sim.report.summary import Summary
-from kvmesh.sim.workloads.synthetic import Lengths, SyntheticConfig, synthetic
+from kvmesh.sim.workloads.synthetic import LengthDistribution, SyntheticConfig, synthetic
 from kvmesh.sim.workloads.workload import Reading, SimRequest, mooncake
 
 PARAMETERS = Path(__file__).with_name("paper_parameters.toml")
@@ -165,9 +165,9 @@ class Case:
 
 
 COUPLED = {
-    "plain": (Mode.COUPLED_PREFILL_FIRST, False),
-    "prefix": (Mode.COUPLED_PREFILL_FIRST, True),
-    "chunked": (Mode.COUPLED_CHUNKED, False),
+    "plain": (MeshMode.COUPLED_PREFILL_FIRST, False),
+    "prefix": (MeshMode.COUPLED_PREFILL_FIRST, True),
+    "chunked": (MeshMode.COUPLED_CHUNKED, False),
 }
 
 
@@ -183,8 +183,8 @@ def node_of(at: Parameters, case: Case) -> NodeSpec:
 def config_of(at: Parameters, case: Case) -> SimConfig:
     """ConfigError: a name that there is not."""
     node, gpu = node_of(at, case), hardware(at.cluster.gpu)
-    mode, prefix_cache = COUPLED[case.coupled] if case.coupled else (Mode.DISAGGREGATED, True)
-    chunk = at.engine.coupled_chunk_tokens if mode is Mode.COUPLED_CHUNKED else at.engine.chunk_tokens
+    mode, prefix_cache = COUPLED[case.coupled] if case.coupled else (MeshMode.DISAGGREGATED, True)
+    chunk = at.engine.coupled_chunk_tokens if mode is MeshMode.COUPLED_CHUNKED else at.engine.chunk_tokens
     coupled = bool(case.coupled)
     prefill = at.cluster.prefill if case.prefill is None else case.prefill
     decode = at.cluster.decode if case.decode is None else case.decode
@@ -238,14 +238,14 @@ def synthetic_of(at: Parameters, case: Case, requests: int) -> SyntheticConfig:
         block_tokens=at.engine.block_tokens,
         applications=its.applications,
         zipf=0.0,
-        system=Lengths(its.system, 0.0),
+        system=LengthDistribution(its.system, 0.0),
         depth=1,
         branching=its.branching,
-        node=Lengths(its.document, its.document_spread, 100_000),
+        node=LengthDistribution(its.document, its.document_spread, 100_000),
         turns=its.turns,
         think_s=its.think_s,
-        user=Lengths(its.user, its.user_spread, 32_000),
-        output=Lengths(its.output, its.output_spread, 8_000),
+        user=LengthDistribution(its.user, its.user_spread, 32_000),
+        output=LengthDistribution(its.output, its.output_spread, 8_000),
     )
 
 

@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import progress
+from kvmesh.quantiles import quantile
 from tests.support.checkpoints import make_checkpoint
 from tests.support.mesh.client import Answer
 from tests.support.mesh.direct import Direct
@@ -119,7 +120,7 @@ def show(cases: list[Case]) -> None:
     )
     for case in cases:
         p50 = statistics.median(case.ttft)
-        p90 = sorted(case.ttft)[int(0.9 * (len(case.ttft) - 1))]
+        p90 = quantile(sorted(case.ttft), 0.9)
         print(
             f"{case.name:<14}{case.cached_tokens:>8}{p50:>8.1f} ms{p90:>6.1f} ms{p50 / base:>8.2f}×"
             f"{statistics.median(case.prefill):>7.1f} ms{statistics.median(case.pull):>6.1f} ms"

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import progress
+from kvmesh.quantiles import quantile
 from tests.support.checkpoints import make_checkpoint
 from tests.support.mesh.client import until
 from tests.support.mesh.direct import node_store
@@ -125,7 +126,7 @@ async def run(args: argparse.Namespace, meshes: dict[str, Running]) -> list[Row]
 def show(rows: list[Row]) -> None:
     print(f"{'pattern':<11}{'tier':<6}{'requests':>9}{'hit rate':>10}{'TTFT p50':>12}{'p90':>10}")
     for row in rows:
-        p90 = sorted(row.ttft)[int(0.9 * (len(row.ttft) - 1))]
+        p90 = quantile(sorted(row.ttft), 0.9)
         rate, p50 = row.cached / row.reusable, statistics.median(row.ttft)
         print(f"{row.pattern:<11}{row.tier:<6}{len(row.ttft):>9}{rate:>10.3f}{p50:>9.1f} ms{p90:>7.1f} ms")
 

@@ -30,7 +30,7 @@ from kvmesh.services.conductor.domain import Fetch
 from kvmesh.services.conductor.settings import ThresholdMode
 from kvmesh.sim.config import SimConfig, WireChange
 from kvmesh.sim.run import run
-from kvmesh.sim.workloads.synthetic import Lengths, SyntheticConfig, synthetic
+from kvmesh.sim.workloads.synthetic import LengthDistribution, SyntheticConfig, synthetic
 from kvmesh.sim.workloads.workload import Reading, SimRequest, mooncake
 
 COMPARED = {"always": ("1", "2", "8", "adaptive"), "cheaper": ("1", "8", "adaptive")}  # thresholds by rule
@@ -113,14 +113,14 @@ def requests_of(at: Parameters, task: Task, trace: Path) -> Iterator[SimRequest]
         block_tokens=block,
         applications=6,
         zipf=1.0,
-        system=Lengths(6_000, 0.5, 16_000),
+        system=LengthDistribution(6_000, 0.5, 16_000),
         depth=2,
         branching=40,
-        node=Lengths(5_000, 0.7, 32_000),
+        node=LengthDistribution(5_000, 0.7, 32_000),
         turns=2.0,
         think_s=30.0,
-        user=Lengths(600, 1.0, 32_000),
-        output=Lengths(145, 1.0, 8_000),
+        user=LengthDistribution(600, 1.0, 32_000),
+        output=LengthDistribution(145, 1.0, 8_000),
     )
     return synthetic(made, task.seed)
 

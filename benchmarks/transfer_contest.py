@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from benchmarks import progress
 from benchmarks.peers.link import PeerMissing, Worker, room
+from kvmesh.quantiles import quantile
 
 SIZES = ((128, 64 << 10), (64, 1 << 20), (16, 16 << 20), (1, 256 << 20))
 QUICK_SIZES = ((128, 64 << 10), (64, 1 << 20))
@@ -202,8 +203,8 @@ def latencies(
         for title, values in seconds.items():
             ordered = sorted(values)
             row[title] = {
-                "p50_us": round(ordered[len(ordered) // 2] * 1e6, 1),
-                "p99_us": round(ordered[int(0.99 * (len(ordered) - 1))] * 1e6, 1),
+                "p50_us": round(quantile(ordered, 0.5) * 1e6, 1),
+                "p99_us": round(quantile(ordered, 0.99) * 1e6, 1),
             }
         told.append(row)
     return told

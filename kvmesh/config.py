@@ -108,6 +108,57 @@ class ServiceConfig:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ControlConfig(ServiceConfig):
+    """What a control service, conductor or store master, can be told: one of several leads, and instances call it by
+    the fast path."""
+
+    door_connections: int = field(
+        default=4096,
+        metadata={
+            "help": "Connections to the door at most, and no more than a quarter of the descriptors: the one that is "
+            "idle longest makes room.",
+            "min": 1,
+        },
+    )
+    door_frame_ms: int = field(
+        default=10_000,
+        metadata={"help": "A message that is not complete after so long ends its connection to the door.", "min": 1},
+    )
+    door_memory_mb: int = field(
+        default=16,
+        metadata={"help": "MiB of all messages that have begun to arrive by the door or wait there.", "min": 2},
+    )
+    mesh: str = field(
+        default="default",
+        metadata={"help": "Name of the mesh in Redis, the same at all conductors and store masters of it."},
+    )
+    leader_lease_ms: int = field(
+        default=2000, metadata={"help": "A leader silent for longer is replaced, in ms.", "min": 100}
+    )
+    advertise: str = field(
+        default="", metadata={"help": "host:port at which others reach this service; empty: what it listens on."}
+    )
+
+    def check_control(self, *, redis: str) -> None:
+        """Raises ConfigError naming a field here that does not fit. `redis`: empty where this one leads alone."""
+        for name, least in (
+            ("door_connections", 1),
+            ("door_frame_ms", 1),
+            ("door_memory_mb", 2),
+            ("leader_lease_ms", 100),
+        ):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be at least {least}", field=name)
+        if not self.mesh or not self.mesh.isprintable() or any(letter in " :" for letter in self.mesh):
+            raise ConfigError(f"mesh={self.mesh!r}: must be a name without spaces and colons", field="mesh")
+        if self.advertise not in ("", "auto") and (" " in self.advertise or ":" not in self.advertise):
+            raise ConfigError(f"advertise={self.advertise!r}: must be host:port, or auto", field="advertise")
+        if redis and not self.advertise and self.host in ("", "0.0.0.0", "::"):
+            text = f"advertise='': with redis, and listening on {self.host!r}, say at which host:port others reach this"
+            raise ConfigError(text, field="advertise")
+
+
 def same_as(cls: type[Any], key: str, **changes: Any) -> Any:
     """Returns a dataclass field with the default, limits and help of the field `key` of `cls`, except for `changes`. A
     program that starts the service of `cls` has such fields and hands their values on with `passed_on`."""

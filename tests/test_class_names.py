@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.support.paths import ROOT
 
-MOST_SHARED = 41
+MOST_SHARED = 0
 
 
 def classes(folders: Iterator[Path]) -> dict[str, set[str]]:

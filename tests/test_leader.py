@@ -34,8 +34,8 @@ from kvmesh.leader.leader import (
     StepDown,
     StopCompeting,
     TermHeard,
-    Tick,
 )
+from kvmesh.rpc.brain_shell import Tick
 from kvmesh.rpc.terms import MAX_JUMP, MAX_TERM
 
 LEASE = 1.0

@@ -25,6 +25,7 @@ from kvmesh.pacing import (
     Stretch,
     stretched_s,
 )
+from kvmesh.rpc.brain_shell import Tick
 from kvmesh.services.conductor import domain as conductor
 from kvmesh.services.conductor.settings import Settings
 from kvmesh.services.conductor.state import ConductorState
@@ -133,16 +134,16 @@ class Master:
         return self.state.pulse
 
     def enter(self, name: str, now: float) -> None:
-        self.state.step(store.Join(store.Member(name, "h:1", 1, store.Role.POOL, "node", name)), now)
+        self.state.step(store.NodeJoined(store.RegisteredNode(name, "h:1", 1, store.NodeRole.POOL, "node", name)), now)
 
     def beat(self, name: str, seq: int, pace: int, now: float, *, by_door: bool = False) -> None:
         self.state.step(store.Beat(name, 1, pace=pace, by_door=by_door), now)
 
     def leave(self, name: str, now: float) -> None:
-        self.state.step(store.Leave(name, 1), now)
+        self.state.step(store.NodeLeft(name, 1), now)
 
     def tick(self, now: float) -> None:
-        self.state.step(store.Tick(), now)
+        self.state.step(Tick(), now)
 
     def lives(self, name: str, now: float) -> bool:
         return self.state.lives(name, 1)
@@ -174,7 +175,7 @@ class Brain:
         """Nobody says goodbye here but by silence."""
 
     def tick(self, now: float) -> None:
-        self.state.step(conductor.Tick(), now)
+        self.state.step(Tick(), now)
 
     def lives(self, name: str, now: float) -> bool:
         instance = self.state._fleet.named(name)
@@ -325,7 +326,7 @@ def test_a_master_counts_only_who_is_there() -> None:
     for i in range(40):
         master.beat(f"m{i}", 2, 1, 0.1)
     for i in range(1, 40):
-        master.state.step(store.Leave(f"m{i}", 1), 0.2)
+        master.state.step(store.NodeLeft(f"m{i}", 1), 0.2)
     master.tick(0.2)
     assert master.pulse.interval_s == BEAT
     assert master.lease_s("m0") > LEASE, "it has not heard yet"

@@ -34,7 +34,7 @@ from kvmesh.blockservice.servicer import FastPathServers, NodeStoreServicer, cou
 from kvmesh.blockservice.tiers.parts import TierSettings
 from kvmesh.blockservice.tiers.tiering import Tiering
 from kvmesh.clock import lease_clock_ns
-from kvmesh.kvcache.announce import Announcer, Source
+from kvmesh.kvcache.announce import AnnouncedSource, Announcer
 from kvmesh.kvcache.sources import LowerTiers, Pulled, PullJob
 from kvmesh.kvcache.tiers import Tier, store_name
 from kvmesh.membership.announcing import Announcing
@@ -248,7 +248,7 @@ class BlockService:
         if self._offload is not None:
             self._spawn(self._offload.run(), "offload")
 
-    def announce_tier(self, tier: Tier, source: Source) -> None:
+    def announce_tier(self, tier: Tier, source: AnnouncedSource) -> None:
         """Announces a tier below DRAM too, from now on, in numbers and snapshots of its own. It is called once for each
         tier."""
         assert tier is not Tier.DRAM and tier not in self._lower_tiers, f"{tier.name} is announced already"

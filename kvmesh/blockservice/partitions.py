@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvmesh.errors import InvalidRequest
-from kvmesh.kvcache.announce import Source
+from kvmesh.kvcache.announce import AnnouncedSource
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.quotas import TagQuotas
@@ -52,7 +52,7 @@ class Partitions(Protocol):
     """Gives access to all partitions of one process."""
 
     @property
-    def source(self) -> Source: ...
+    def source(self) -> AnnouncedSource: ...
 
     def all(self) -> Sequence[Partition]: ...
 
@@ -102,7 +102,7 @@ class OnePartition:
         self._partition = partition
 
     @property
-    def source(self) -> Source:
+    def source(self) -> AnnouncedSource:
         return self._partition.store
 
     def all(self) -> Sequence[Partition]:

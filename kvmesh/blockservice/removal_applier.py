@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Protocol
 
 from kvmesh.blockservice.partitions import Partitions
-from kvmesh.blockservice.removals import NotHere, Removals, Tombstone, Watch
+from kvmesh.blockservice.removals import NotHere, Removals, Watch
 from kvmesh.errors import ConfigError, Unavailable
 from kvmesh.kvcache.keys import split
+from kvmesh.kvcache.tombstones import Tombstone
 from kvmesh.rpc.pb import store_pb2 as pb_store
 
 log = logging.getLogger(__name__)

@@ -11,20 +11,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvmesh.kvcache.tombstones import RECORD_KEYS, Tombstone
+
 MAX_DIRECT = 65_536
 MAX_WATCHED = 1 << 18
 MAX_PREFIXES = 1024
 MAX_REMEMBERED = 1 << 17  # keys and prefixes: about 20 MB
-RECORD_KEYS = 8  # a removal itself counts as so many keys, so that small ones are bounded too
-
-
-@dataclass(frozen=True, slots=True)
-class Tombstone:
-    """An order to remove `keys`, or all keys that begin with `prefix`, or everything when neither is given."""
-
-    seq: int
-    keys: tuple[bytes, ...] = ()
-    prefix: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,9 +34,9 @@ from kvmesh.blockservice.rpc_checks import (
 )
 from kvmesh.blockservice.shard_wire import to_wire
 from kvmesh.clock import lease_clock_ns
-from kvmesh.errors import ConfigError, InvalidRequest, KvmeshError, Overloaded, UnknownInstance
+from kvmesh.errors import InvalidRequest, KvmeshError, Overloaded, UnknownInstance
 from kvmesh.kvcache.tiers import Tier
-from kvmesh.rpc import security, status
+from kvmesh.rpc import status
 from kvmesh.rpc.fastpath.server import FastServer
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
@@ -425,18 +425,9 @@ class FastPathServers:
         self._told = pb.DoorsResponse(incarnation=life, machine=machine, network=network)
 
     async def open(self, host: str, port: int) -> None:
-        """Opens the fast paths. `port` 0 means any free one, -1 none over TCP. Raises ConfigError when door_port is in
-        use.
-
-        With TLS there is none over TCP: nothing that gRPC encrypts may go in the clear.
-        """
-        if port >= 0 and security.current().server_credentials() is None:
-            try:
-                self._told.calls_port = await self._server.listen_tcp(host, port, "door_port")
-            except ConfigError:
-                if port:
-                    raise
-                log.warning("no door over TCP", exc_info=True)
+        """Listens at `port` (see `FastServer.open_tcp`) and at a Unix socket. Raises ConfigError when door_port is in
+        use."""
+        self._told.calls_port = await self._server.open_tcp(host, port)
         try:
             self._told.calls_path = await self._server.listen_unix()
         except OSError as error:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvmesh.engine.attention.backend import Span, StepPlan
+from kvmesh.engine.attention.backend import StepPlan, TokenSpan
 from kvmesh.engine.attention.choice import make_backend
 from kvmesh.engine.batch import Chosen, Column, DecodeBatch, DecodeInput, PrefillInput, SampledToken, SampleParams
 from kvmesh.engine.checkpoint import Checkpoint
@@ -176,7 +176,7 @@ class Runner:
             logits = self.graphs.logits(rows.token_ids, rows.pages, rows.positions)
             if logits is not None:
                 return [], self._sampler.choose(logits, rows.params, rows.indices)
-        spans = [Span(item.start, len(item.token_ids), item.pages) for item in items]
+        spans = [TokenSpan(item.start, len(item.token_ids), item.pages) for item in items]
         plan = self.attention.plan_mixed(rows.pages, rows.positions, spans)
         tokens = rows.token_ids
         if items:

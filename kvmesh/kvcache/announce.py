@@ -19,7 +19,7 @@ MAX_KEYS = 65_536  # in one announcement: 1 MiB
 BATCH_KEYS = 8_192  # what we put into one: some milliseconds of everybody's event loop
 
 
-class Source(Protocol):
+class AnnouncedSource(Protocol):
     """What announces blocks: a node store, one of its lower tiers, or several stores taken as one."""
 
     def take_changes(self) -> Changes:
@@ -68,7 +68,7 @@ class Announcer:
     call the store's `take_changes`.
     """
 
-    def __init__(self, store_id: str, incarnation: int, store: Source, *, max_keys: int = BATCH_KEYS) -> None:
+    def __init__(self, store_id: str, incarnation: int, store: AnnouncedSource, *, max_keys: int = BATCH_KEYS) -> None:
         self._blank = Announcement(store_id, incarnation, 0)
         self._store = store
         self._max_keys = max_keys

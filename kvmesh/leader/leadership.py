@@ -20,9 +20,9 @@ from kvmesh.leader.leader import (
     StepDown,
     StopCompeting,
     TermHeard,
-    Tick,
 )
 from kvmesh.leader.redis_lease import RedisLease
+from kvmesh.rpc.brain_shell import Tick
 from kvmesh.rpc.terms import clock_is_off, first_term, most_credible, wall_clock
 
 log = logging.getLogger(__name__)

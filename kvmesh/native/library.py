@@ -33,7 +33,7 @@ def sources() -> list[Path]:
 
 
 def folders() -> list[Path]:
-    """Where builds may lie: the virtual environment (if this is one), then the user's cache."""
+    """Returns where builds may lie: the virtual environment (if this is one), then the user's cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     own = [Path(sys.prefix, "share", "kvmesh", "native")] if sys.prefix != sys.base_prefix else []
     return [*own, cache / "kvmesh" / "native"]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from kvmesh.blockservice.partitions import CLASS_MARK, Partition, unused
 from kvmesh.errors import InvalidRequest, Overloaded, PinLimit
-from kvmesh.kvcache.announce import Source
+from kvmesh.kvcache.announce import AnnouncedSource
 from kvmesh.kvcache.leases import PINNED_PERCENT
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.quotas import TagQuotas
@@ -51,7 +51,7 @@ class PoolPartitions:
         self.on_partition: list[Callable[[SlabPartition], None]] = []  # each hears of each that comes up, empty
 
     @property
-    def source(self) -> Source:
+    def source(self) -> AnnouncedSource:
         return self
 
     def take_changes(self) -> Changes:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvmesh.blockservice.warm.memory import Found, WarmMemory
-from kvmesh.blockservice.warm.store import Place, WarmStore
+from kvmesh.blockservice.warm.store import ExtentLayout, WarmStore
 from kvmesh.errors import KvmeshError, Overloaded
 from kvmesh.pool.partitions import PoolPartitions
 from kvmesh.pool.slabs import SlabPartition
@@ -78,7 +78,7 @@ class WarmPool:
             kind = self._layouts.number(partition.layout, size)
         except OSError as error:
             raise Overloaded(f"warm_segment={self._warm.folder!r}: {error}", retry_after_ms=1000) from None
-        place = Place(size, slot, lambda e: partition.offset(0, e) - base, kind, run, size < POOL_SLOT_BYTES)
+        place = ExtentLayout(size, slot, lambda e: partition.offset(0, e) - base, kind, run, size < POOL_SLOT_BYTES)
         self._stores[partition.layout] = self._warm.journal(partition.store, place)
 
     def _restore(self) -> None:

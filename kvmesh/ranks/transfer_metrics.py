@@ -12,7 +12,7 @@ from collections.abc import Hashable
 import msgspec
 
 from kvmesh.telemetry import names
-from kvmesh.telemetry.sampled import Buckets, Family, Value
+from kvmesh.telemetry.sampled import Buckets, SampledFamily, Value
 from kvmesh.transfer import TrafficClass, TransferEngine
 from kvmesh.transfer.stats import HistogramStats, NicStats
 
@@ -45,7 +45,7 @@ def stats_of(engine: TransferEngine) -> TransferStats:
 
 def tell(source: Hashable, rank: int, stats: TransferStats) -> None:
     """Sets the metrics of this rank, at the front."""
-    rows: dict[Family, dict[tuple[str, ...], Value]] = {family: {} for family in names.NODE_TRANSFER_FAMILIES}
+    rows: dict[SampledFamily, dict[tuple[str, ...], Value]] = {family: {} for family in names.NODE_TRANSFER_FAMILIES}
     who = str(rank)
     for nic in stats.nics:
         at = (who, nic.transport, nic.nic)

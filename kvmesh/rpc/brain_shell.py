@@ -23,6 +23,14 @@ class Tick:
     """Time has passed: the machine acts on what is due."""
 
 
+@dataclass(frozen=True, slots=True)
+class CaughtUp:
+    """All that had arrived by `until` has been heard: silence is judged up to that time. Before it is said once, up to
+    the present."""
+
+    until: float
+
+
 EventT = TypeVar("EventT")
 ActionT = TypeVar("ActionT")
 

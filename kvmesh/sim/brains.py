@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from kvmesh.kvcache.announce import Announcement
+from kvmesh.rpc.brain_shell import Tick
 from kvmesh.services.conductor.domain import (
     Action,
     Blocks,
@@ -29,7 +30,6 @@ from kvmesh.services.conductor.domain import (
     RequestOutcome,
     Role,
     Schedule,
-    Tick,
 )
 from kvmesh.services.conductor.state import ConductorState
 from kvmesh.sim.config import SimConfig

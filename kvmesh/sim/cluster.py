@@ -36,8 +36,8 @@ from kvmesh.sim.links import Links
 from kvmesh.sim.loop import Loop
 from kvmesh.sim.node import ADDRESS, Node
 from kvmesh.sim.prefiller import Prefiller
-from kvmesh.sim.report.records import FAILED, REFUSED, PoolSample, Record, Sample
-from kvmesh.sim.transfers import Pull, Puller, Pushes
+from kvmesh.sim.report.records import FAILED, REFUSED, MeshSample, PoolSample, Record
+from kvmesh.sim.transfers import Puller, Pushes, TransferJob
 from kvmesh.sim.workloads.retries import WaitingClients
 from kvmesh.sim.workloads.workload import SimRequest
 
@@ -76,7 +76,7 @@ class Orders:
         wanted = [(at, key) for at, (key, extent) in enumerate(begun) if extent is not None]
         source = PullRange(order.source.instance_id, ADDRESS, order.source.incarnation, 0, len(order.keys))
 
-        def over(pull: Pull) -> None:
+        def over(pull: TransferJob) -> None:
             self.pulls -= 1
             if target.dead:
                 return
@@ -464,7 +464,7 @@ class Cluster:
     def _holds(self, name: str) -> bool:
         return any(name in pool and pool[name].lives for pool in (self.prefills, self.decodes))
 
-    def sample(self) -> Sample:
+    def sample(self) -> MeshSample:
         """The pools, now."""
         views = {view.ref.instance_id: view for view in self.brains.states[0].views(self._loop.now)}
         counts = list(self.roles.values())
@@ -477,7 +477,7 @@ class Cluster:
             share = view.queue_s / settings.slo_ttft_s if role is Role.PREFILL else view.tbt_s / settings.slo_tbt_s
             add_load(pools[role.value], self._load(name), node.spec.kv_tokens // self.config.block_tokens, share)
         wires = round(sum(node.tx.sent for node in self.nodes.values()))
-        return Sample(self._loop.now, pools, wires, self.active)
+        return MeshSample(self._loop.now, pools, wires, self.active)
 
     @property
     def quiet(self) -> bool:

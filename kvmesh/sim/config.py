@@ -19,7 +19,7 @@ CHANGES = ("noise", "spread", "slow", "freeze", "kill", "join", "leave")  # fiel
 MAX_SCATTER = 3.0  # of a logarithm: factors of twenty
 
 
-class Mode(Enum):
+class MeshMode(Enum):
     """How the instances work together."""
 
     DISAGGREGATED = "disaggregated"  # prefill and decode apart, placed by conductors
@@ -51,7 +51,7 @@ class SimConfig:
     as the services have it by default; a timer that gives a request up after so long a wait (queue, landing, batch)
     does not exist here: who waits, waits."""
 
-    mode: Mode = Mode.DISAGGREGATED
+    mode: MeshMode = MeshMode.DISAGGREGATED
     prefill: Sequence[NodeSpec] = ()
     decode: Sequence[NodeSpec] = ()
     coupled: Sequence[NodeSpec] = ()
@@ -155,7 +155,7 @@ class SimConfig:
             raise _bad("chunk_tokens", self.chunk_tokens, f"at least block_tokens={self.block_tokens}")
         if self.heartbeat_s >= self.conductor.lease_s:
             raise _bad("heartbeat_s", self.heartbeat_s, f"below conductor.lease_s={self.conductor.lease_s}")
-        wanted = ("prefill", "decode") if self.mode is Mode.DISAGGREGATED else ("coupled",)
+        wanted = ("prefill", "decode") if self.mode is MeshMode.DISAGGREGATED else ("coupled",)
         for name in wanted:
             if not getattr(self, name):
                 raise _bad(name, "()", f"one instance or more in mode {self.mode.value}")
@@ -164,7 +164,7 @@ class SimConfig:
                 _check_spec(f"{name}[{at}]", spec, self.block_tokens)
 
     def _check_changes(self) -> None:
-        if self.changes and self.mode is not Mode.DISAGGREGATED:
+        if self.changes and self.mode is not MeshMode.DISAGGREGATED:
             name = next(name for name in CHANGES if getattr(self, name))
             raise _bad(name, getattr(self, name), f"left alone in mode {self.mode.value}")
         for name in ("noise", "spread"):

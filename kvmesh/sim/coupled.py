@@ -20,10 +20,10 @@ import numpy as np
 from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.prefix_cache import PrefixCache
 from kvmesh.services.decode import rules
-from kvmesh.sim.config import Mode, Routing, SimConfig
+from kvmesh.sim.config import MeshMode, Routing, SimConfig
 from kvmesh.sim.hardware.times import NodeSpec
 from kvmesh.sim.loop import Loop
-from kvmesh.sim.report.records import DONE, FAILED, PoolSample, Record, Sample
+from kvmesh.sim.report.records import DONE, FAILED, MeshSample, PoolSample, Record
 from kvmesh.sim.rows import Row, Rows
 from kvmesh.sim.workloads.workload import SimRequest
 
@@ -64,7 +64,7 @@ class Coupled:
         self.caches = config.prefix_cache
         self.live = 0
         self.rows = Rows(loop, spec.times.decode_s, self._rows_over, self._block)
-        self._chunked = config.mode is Mode.COUPLED_CHUNKED
+        self._chunked = config.mode is MeshMode.COUPLED_CHUNKED
         self._budget = config.chunk_tokens if self._chunked else config.batch_tokens
         self._limits = config.limits
         self._watermark = rules.watermark(self.pool.total, self._limits)
@@ -329,12 +329,12 @@ class CoupledCluster:
         record.outcome, record.reason = outcome, reason
         self._told(record)
 
-    def sample(self) -> Sample:
+    def sample(self) -> MeshSample:
         """The pool, now. Its load is the share of pages in use."""
         pool = PoolSample(len(self.instances))
         for instance in self.instances:
             instance.add_to(pool)
-        return Sample(self._loop.now, {"coupled": pool}, 0, self.active)
+        return MeshSample(self._loop.now, {"coupled": pool}, 0, self.active)
 
     def check_empty(self) -> None:
         """AssertionError unless everything came back: after the last request."""

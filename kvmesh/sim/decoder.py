@@ -25,12 +25,12 @@ from kvmesh.sim.loop import Loop
 from kvmesh.sim.node import Node
 from kvmesh.sim.report.records import DONE, FAILED, REFUSED
 from kvmesh.sim.rows import Row, Rows
-from kvmesh.sim.transfers import Pull, Puller
+from kvmesh.sim.transfers import Puller, TransferJob
 
 MAX_TOLD_STEPS = 512  # in one heartbeat, as a live instance keeps
 
 
-class Owner(Protocol):
+class DecodeListener(Protocol):
     """What a decode instance tells the simulation."""
 
     def lands(self, life: Life, at_decode: int) -> None:
@@ -59,7 +59,7 @@ class _Seat(Row):
 class Decoder:
     """One instance."""
 
-    def __init__(self, node: Node, config: SimConfig, loop: Loop, puller: Puller, owner: Owner) -> None:
+    def __init__(self, node: Node, config: SimConfig, loop: Loop, puller: Puller, owner: DecodeListener) -> None:
         self.node = node
         self.store: NodeStore = node.store
         self.limits = config.limits
@@ -165,7 +165,7 @@ class Decoder:
             self.pulls += 1
             self._puller.pull(self.node, wanted, placed.decode_pulls, lambda pull: self._pulled(life, pull))
 
-    def _pulled(self, life: Life, pull: Pull) -> None:
+    def _pulled(self, life: Life, pull: TransferJob) -> None:
         if self.dead:
             return
         pull.keep(self.store)

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvmesh.errors import ConfigError
 from kvmesh.quantiles import quantile
-from kvmesh.sim.loop import Loop, Timer
+from kvmesh.sim.loop import Loop, ScheduledCall
 
 MAX_RESIDUALS = 10_001
 
@@ -93,7 +93,7 @@ class Cores:
         self._number = 0
         self._done_s = 0.0  # the clock
         self._at_s = loop.now  # when it was set
-        self._timer: Timer | None = None
+        self._timer: ScheduledCall | None = None
 
     @property
     def busy(self) -> int:

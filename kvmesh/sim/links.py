@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
 
-from kvmesh.sim.loop import Loop, Timer
+from kvmesh.sim.loop import Loop, ScheduledCall
 
 NOTHING = 1e-3  # bytes: rounding leaves no less
 
@@ -46,7 +46,7 @@ class Flow:
         self._done = done
         self._since = links.loop.now
         self._produced = 0.0  # bytes a second, now
-        self._timer: Timer | None = None
+        self._timer: ScheduledCall | None = None
         self.busy_s = (
             0.0  # with bytes on their way; what is sent as it is produced goes out piece by piece at full speed
         )

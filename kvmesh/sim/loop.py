@@ -8,7 +8,7 @@ from collections.abc import Callable
 from math import inf
 
 
-class Timer:
+class ScheduledCall:
     """One call to come."""
 
     __slots__ = ("at_s", "call")
@@ -27,24 +27,24 @@ class Loop:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._heap: list[tuple[float, int, Timer]] = []
+        self._heap: list[tuple[float, int, ScheduledCall]] = []
         self._number = 0
 
     def __len__(self) -> int:
         """Calls to come, cancelled ones included."""
         return len(self._heap)
 
-    def at(self, when_s: float, call: Callable[[], None]) -> Timer:
+    def at(self, when_s: float, call: Callable[[], None]) -> ScheduledCall:
         """Call then, or now if that is past."""
-        timer = Timer(when_s if when_s > self.now else self.now, call)
+        timer = ScheduledCall(when_s if when_s > self.now else self.now, call)
         self._number += 1
         heapq.heappush(self._heap, (timer.at_s, self._number, timer))
         return timer
 
-    def after(self, delay_s: float, call: Callable[[], None]) -> Timer:
+    def after(self, delay_s: float, call: Callable[[], None]) -> ScheduledCall:
         """Call in so many seconds."""
         when_s = self.now + delay_s if delay_s > 0 else self.now
-        timer = Timer(when_s, call)
+        timer = ScheduledCall(when_s, call)
         self._number += 1
         heapq.heappush(self._heap, (when_s, self._number, timer))
         return timer

@@ -18,10 +18,10 @@ from kvmesh.sim.config import SimConfig
 from kvmesh.sim.life import Life
 from kvmesh.sim.loop import Loop
 from kvmesh.sim.node import Node
-from kvmesh.sim.transfers import Pull, Puller, Pushes
+from kvmesh.sim.transfers import Puller, Pushes, TransferJob
 
 
-class Owner(Protocol):
+class PrefillListener(Protocol):
     """What a prefill instance tells the simulation."""
 
     def begun(self, life: Life) -> None:
@@ -34,7 +34,9 @@ class Owner(Protocol):
 class Prefiller:
     """One instance. `may_compute`: whether the device is free for prompts."""
 
-    def __init__(self, node: Node, config: SimConfig, loop: Loop, puller: Puller, pushes: Pushes, owner: Owner) -> None:
+    def __init__(
+        self, node: Node, config: SimConfig, loop: Loop, puller: Puller, pushes: Pushes, owner: PrefillListener
+    ) -> None:
         self.node = node
         self.store = node.store
         self.planner = Planner(config.plan)
@@ -45,8 +47,8 @@ class Prefiller:
         self._block = config.block_tokens
         self._loop, self._puller, self._pushes, self._owner = loop, puller, pushes, owner
         self._promised: dict[bytes, int] = {}  # blocks that admitted requests will have computed
-        self._pulling: dict[bytes, Pull] = {}
-        self._waiters: dict[Pull, dict[Life, None]] = {}
+        self._pulling: dict[bytes, TransferJob] = {}
+        self._waiters: dict[TransferJob, dict[Life, None]] = {}
         self._step: list[Chunk] = []  # being computed
         self._step_began_s = self._step_ends_s = 0.0
         self.rates = Rates()
@@ -136,14 +138,14 @@ class Prefiller:
             self._join(life, pull)
             self._loop.at(pull.until_s, self.pump)
 
-    def _join(self, life: Life, pull: Pull) -> None:
+    def _join(self, life: Life, pull: TransferJob) -> None:
         waiters = self._waiters.setdefault(pull, {})
         if life not in waiters:
             waiters[life] = None
             life.pulls += 1
             life.waits_until_s = max(life.waits_until_s, pull.until_s)
 
-    def _pulled(self, pull: Pull) -> None:
+    def _pulled(self, pull: TransferJob) -> None:
         """Seal what has arrived, and keep it for those who waited."""
         if self.dead:
             return

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvmesh.services.decode.step_times import WINDOW, StepTimes
 from kvmesh.sim.changes import StepClock
-from kvmesh.sim.loop import Loop, Timer
+from kvmesh.sim.loop import Loop, ScheduledCall
 
 SLOWEST = 0.1  # of a request's token intervals: their mean is its TBT
 LINEAR = 1e-9  # relative: how far the middle of a run may lie from the line
@@ -91,7 +91,7 @@ class Rows:
         # Steps that have ended, each as `sample`: of `run_shared`, and those that a clock timed.
         self.measured: deque[tuple[int, int, float]] = deque(maxlen=KEPT_STEPS)
         # the run under way
-        self._timer: Timer | None = None
+        self._timer: ScheduledCall | None = None
         self._start_s = 0.0
         self._first = self._slope = 0.0
         self._steps = 0
@@ -188,7 +188,7 @@ class Rows:
         self._first, self._slope = self._step_s(len(self.rows), self.context), 0.0
         if self._clock is not None:
             self._first = self._clock.step_s(self._loop.now, self._first, "decode", self.step)
-        self._timer = Timer(inf, self._over)  # only tells that a step is under way
+        self._timer = ScheduledCall(inf, self._over)  # only tells that a step is under way
         compute(self._first, self._shared_over)
 
     def _shared_over(self) -> None:

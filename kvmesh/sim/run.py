@@ -9,11 +9,11 @@ from typing import Protocol
 
 from kvmesh.errors import ConfigError
 from kvmesh.sim.cluster import Cluster
-from kvmesh.sim.config import Mode, SimConfig
+from kvmesh.sim.config import MeshMode, SimConfig
 from kvmesh.sim.coupled import CoupledCluster
 from kvmesh.sim.host import Watch
 from kvmesh.sim.loop import Loop
-from kvmesh.sim.report.records import DONE, Record, Sample
+from kvmesh.sim.report.records import DONE, MeshSample, Record
 from kvmesh.sim.report.summary import Summary
 from kvmesh.sim.workloads.workload import Clients, SimRequest
 
@@ -26,7 +26,7 @@ class System(Protocol):
 
     def submit(self, request: SimRequest) -> None: ...
 
-    def sample(self) -> Sample: ...
+    def sample(self) -> MeshSample: ...
 
     @property
     def quiet(self) -> bool:
@@ -40,7 +40,7 @@ def run(
     requests: Iterable[SimRequest] | Clients,
     *,
     sink: Callable[[Record], None] = lambda record: None,
-    samples: Callable[[Sample], None] = lambda sample: None,
+    samples: Callable[[MeshSample], None] = lambda sample: None,
     progress: Callable[[float, int], None] = lambda at_s, done: None,
     steps: Watch | None = None,
     last: Callable[[System], None] = lambda system: None,
@@ -79,7 +79,7 @@ class _Run:
         config: SimConfig,
         requests: Iterable[SimRequest] | Clients,
         sink: Callable[[Record], None],
-        samples: Callable[[Sample], None],
+        samples: Callable[[MeshSample], None],
         progress: Callable[[float, int], None],
     ) -> None:
         self._config, self._sink, self._samples, self._progress = config, sink, samples, progress
@@ -90,7 +90,7 @@ class _Run:
         self._last_s = 0.0
         self._all = False
         self.summary = Summary(ttft_slo_s=config.conductor.slo_ttft_s)
-        make = Cluster if config.mode is Mode.DISAGGREGATED else CoupledCluster
+        make = Cluster if config.mode is MeshMode.DISAGGREGATED else CoupledCluster
         self.system: System = make(config, self._loop, self._ended)
 
     def go(self) -> Summary:

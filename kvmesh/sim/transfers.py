@@ -17,24 +17,24 @@ from kvmesh.kvcache.tiers import Tier
 from kvmesh.services.prefill.planner import Chunk
 from kvmesh.sim.life import Life
 from kvmesh.sim.links import Flow, Links
-from kvmesh.sim.loop import Timer
+from kvmesh.sim.loop import ScheduledCall
 from kvmesh.sim.node import Node
 
 NS = 1_000_000_000
 
 
 @dataclass(eq=False)
-class Pull:
+class TransferJob:
     """One job. `over` is called once: with the keys that have arrived, and how many of their bytes came over wires."""
 
     keys: tuple[bytes, ...]  # begun (`NodeStore.begin`) at the reader
     began_s: float
     until_s: float
-    over: Callable[[Pull], None]
+    over: Callable[[TransferJob], None]
     arrived: set[bytes] = field(default_factory=set)
     wire_bytes: int = 0
     flows: dict[Flow, tuple[NodeStore, int]] = field(default_factory=dict)  # and its lease at the holder
-    timer: Timer | None = None
+    timer: ScheduledCall | None = None
     reader: Node | None = None
 
     def keep(self, store: NodeStore) -> None:
@@ -54,19 +54,19 @@ class Puller:
 
     def __init__(self, links: Links, nodes: Mapping[str, Node], timeout_s: float) -> None:
         self._links, self._nodes, self._timeout_s = links, nodes, timeout_s
-        self._under_way: dict[Pull, None] = {}  # with flows
+        self._under_way: dict[TransferJob, None] = {}  # with flows
 
     def pull(
         self,
         reader: Node,
         wanted: Sequence[tuple[int, bytes]],
         ranges: Sequence[PullRange],
-        over: Callable[[Pull], None],
-    ) -> Pull:
+        over: Callable[[TransferJob], None],
+    ) -> TransferJob:
         """`wanted`: blocks of a prompt by their number, begun at `reader`; `ranges` are asked in order for what they
         cover. What nobody has, or what comes too late, does not arrive. `over` is never called before this returns."""
         loop = self._links.loop
-        pull = Pull(tuple(key for _, key in wanted), loop.now, loop.now + self._timeout_s, over, reader=reader)
+        pull = TransferJob(tuple(key for _, key in wanted), loop.now, loop.now + self._timeout_s, over, reader=reader)
         missing = dict(wanted)
         for source in ranges:
             covered = range(source.first_block, source.first_block + source.blocks)
@@ -80,7 +80,7 @@ class Puller:
             pull.timer = loop.after(0.0, lambda: pull.over(pull))
         return pull
 
-    def _send(self, pull: Pull, reader: Node, source: PullRange, keys: list[bytes]) -> set[bytes]:
+    def _send(self, pull: TransferJob, reader: Node, source: PullRange, keys: list[bytes]) -> set[bytes]:
         """Sends those of `keys` that the source has, and returns them."""
         holder = self._nodes.get(source.instance_id)
         store = holder.tier(source.tier) if holder is not None else None
@@ -122,7 +122,7 @@ class Puller:
             if not pull.flows:
                 self._end(pull)
 
-    def _late(self, pull: Pull) -> None:
+    def _late(self, pull: TransferJob) -> None:
         self._under_way.pop(pull, None)
         pull.timer = None
         for flow, (store, lease_id) in pull.flows.items():
@@ -131,7 +131,7 @@ class Puller:
         pull.flows.clear()
         pull.over(pull)
 
-    def _end(self, pull: Pull) -> None:
+    def _end(self, pull: TransferJob) -> None:
         self._under_way.pop(pull, None)
         if pull.timer is not None:
             pull.timer.cancel()

@@ -44,7 +44,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kvmesh.telemetry import metrics_server
-from kvmesh.telemetry.sampled import Family, Sampled
+from kvmesh.telemetry.sampled import SampledFamily, SampledMetrics
 from kvmesh.version import kvmesh_version
 
 # ── spans ─────────────────────────────────────────────────────────────────────────────────────────
@@ -333,27 +333,33 @@ NODE_ANNOUNCED = _counter("node_announcements_total", "Announcements sent to the
 # checksum; class: handoff, prefetch, background; state of rails: ready, resting, down, of requests: see TransferState.
 _NIC = ("rank", "transport", "nic")
 _WORK = (*_NIC, "operation", "class")
-NODE_TRANSFER_BYTES = Family("kvmesh_node_transfer_bytes", "Bytes that arrived over this NIC.", "counter", _WORK)
-NODE_TRANSFER_FRAMES = Family("kvmesh_node_transfer_frames", "Frames (work requests) answered.", "counter", _WORK)
-NODE_TRANSFER_SLICES = Family("kvmesh_node_transfer_slices", "Slices in them.", "counter", _WORK)
-NODE_TRANSFER_ERRORS = Family(
+NODE_TRANSFER_BYTES = SampledFamily("kvmesh_node_transfer_bytes", "Bytes that arrived over this NIC.", "counter", _WORK)
+NODE_TRANSFER_FRAMES = SampledFamily(
+    "kvmesh_node_transfer_frames", "Frames (work requests) answered.", "counter", _WORK
+)
+NODE_TRANSFER_SLICES = SampledFamily("kvmesh_node_transfer_slices", "Slices in them.", "counter", _WORK)
+NODE_TRANSFER_ERRORS = SampledFamily(
     "kvmesh_node_transfer_errors", "Frames and slices that failed.", "counter", (*_NIC, "cause")
 )
-NODE_TRANSFER_INFLIGHT = Family("kvmesh_node_transfer_inflight_bytes", "Bytes posted and not answered.", "gauge", _NIC)
-NODE_TRANSFER_INFLIGHT_FRAMES = Family("kvmesh_node_transfer_inflight_frames_count", "Frames of them.", "gauge", _NIC)
-NODE_TRANSFER_LATENCY = Family(
+NODE_TRANSFER_INFLIGHT = SampledFamily(
+    "kvmesh_node_transfer_inflight_bytes", "Bytes posted and not answered.", "gauge", _NIC
+)
+NODE_TRANSFER_INFLIGHT_FRAMES = SampledFamily(
+    "kvmesh_node_transfer_inflight_frames_count", "Frames of them.", "gauge", _NIC
+)
+NODE_TRANSFER_LATENCY = SampledFamily(
     "kvmesh_node_transfer_latency_seconds", "A frame posted until answered.", "histogram", _NIC
 )
-NODE_TRANSFER_BANDWIDTH = Family(
+NODE_TRANSFER_BANDWIDTH = SampledFamily(
     "kvmesh_node_transfer_bandwidth_bytes", "Bytes per second of busy periods.", "histogram", _NIC
 )
-NODE_TRANSFER_RAILS = Family(
+NODE_TRANSFER_RAILS = SampledFamily(
     "kvmesh_node_transfer_rails_count", "Rails to all peers, by state.", "gauge", (*_NIC, "state")
 )
-NODE_TRANSFER_REQUESTS = Family(
+NODE_TRANSFER_REQUESTS = SampledFamily(
     "kvmesh_node_transfer_requests", "Requests that ended.", "counter", ("rank", "class", "state")
 )
-NODE_TRANSFER_WAITING = Family(
+NODE_TRANSFER_WAITING = SampledFamily(
     "kvmesh_node_transfer_waiting_count", "Peers with something to post.", "gauge", ("rank", "class")
 )
 NODE_TRANSFER_FAMILIES = (
@@ -369,7 +375,7 @@ NODE_TRANSFER_FAMILIES = (
     NODE_TRANSFER_REQUESTS,
     NODE_TRANSFER_WAITING,
 )
-NODE_TRANSFERS = Sampled(NODE_TRANSFER_FAMILIES)  # told by the ranks with their pongs
+NODE_TRANSFERS = SampledMetrics(NODE_TRANSFER_FAMILIES)  # told by the ranks with their pongs
 REGISTRIES["node"].register(NODE_TRANSFERS)
 
 BUILD_INFO: dict[str, Gauge] = {

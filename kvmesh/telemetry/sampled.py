@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class SampledFamily:
     """A family of metrics. `kind` is "counter" (its name is without the _total that is shown), "gauge" or
     "histogram"."""
 
@@ -37,14 +37,14 @@ class Buckets:
 
 
 Value = float | Buckets
-Rows = Mapping[Family, Mapping[tuple[str, ...], Value]]
+Rows = Mapping[SampledFamily, Mapping[tuple[str, ...], Value]]
 
 
-class Sampled(Collector):
+class SampledMetrics(Collector):
     """Metrics that other processes count; `families` are in the order shown. Sources with equal labels are added up. It
     is thread-safe."""
 
-    def __init__(self, families: Sequence[Family]) -> None:
+    def __init__(self, families: Sequence[SampledFamily]) -> None:
         self._families = tuple(families)
         self._told: dict[Hashable, Rows] = {}
         self._lock = threading.Lock()
@@ -79,7 +79,7 @@ def _added(before: Value | None, value: Value) -> Value:
     return before + value
 
 
-def _metric(family: Family, total: Mapping[tuple[str, ...], Value]) -> Metric:
+def _metric(family: SampledFamily, total: Mapping[tuple[str, ...], Value]) -> Metric:
     if family.kind == "histogram":
         histogram = HistogramMetricFamily(family.name, family.text, labels=family.labels)
         for labels, value in total.items():

@@ -57,7 +57,7 @@ class LocalToken(NamedTuple):
 
 
 @dataclass(slots=True)
-class Completion:
+class LocalCompletion:
     token_ids: list[int] = field(default_factory=list)
     tokens: list[LocalToken] = field(default_factory=list)
     submitted_ns: int = 0
@@ -141,11 +141,11 @@ class LocalEngine:
         tokens = self._prefill() if self._filling else []
         return tokens + self._decode(running) if running else tokens
 
-    def generate(self, prompts: Sequence[Sequence[int]], params: GenerateParams) -> list[Completion]:
+    def generate(self, prompts: Sequence[Sequence[int]], params: GenerateParams) -> list[LocalCompletion]:
         """All prompts at once, to the end."""
-        answers: dict[int, Completion] = {}
+        answers: dict[int, LocalCompletion] = {}
         for prompt in prompts:
-            answers[self.submit(prompt, params)] = Completion(submitted_ns=time.monotonic_ns())
+            answers[self.submit(prompt, params)] = LocalCompletion(submitted_ns=time.monotonic_ns())
         while self.busy:
             for token in self.step():
                 answer = answers[token.handle]

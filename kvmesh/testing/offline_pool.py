@@ -28,7 +28,7 @@ _ANSWER = 2**31  # token ids of answers: never those of a prompt, new in every a
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolConfig:
+class OfflinePoolConfig:
     """The instances: name → (device pages, host extents) of those that prefill, name → host extents of the others.
     Percentages are the watermarks of every store."""
 
@@ -57,7 +57,7 @@ class Hit:
 class OfflinePool:
     """Instances as they are after the requests served so far."""
 
-    def __init__(self, config: PoolConfig) -> None:
+    def __init__(self, config: OfflinePoolConfig) -> None:
         self._config = config
         self.map = BlockMap()
         self.stores: dict[str, NodeStore] = {}
@@ -130,7 +130,7 @@ class OfflinePool:
         """What ranks, other nodes and decode say to it, at once."""
         now = self._now
         match action:
-            case ev.Pull(job):
+            case ev.FetchBlocks(job):
                 return [self._pulled(job)]
             case ev.SendBeginFill(handle, blocks):
                 landing = ev.RankLanding(0, "offline", (0,) * blocks, 0)
@@ -181,7 +181,7 @@ class OfflinePool:
                 announcer.acked(False)
 
 
-def _brain(config: PoolConfig) -> BrainConfig:
+def _brain(config: OfflinePoolConfig) -> BrainConfig:
     chunk = max(config.chunk_tokens, config.block_tokens)
     plan = PlanConfig(block_tokens=config.block_tokens, prefill_chunk_tokens=chunk, max_batch_tokens=chunk)
     return BrainConfig(plan=plan, max_context_tokens=1 << 40, vocab_size=2**32)

@@ -46,7 +46,7 @@ class PcieLink:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DeviceLocation:
     """Where a device is plugged in. `chain` is the PCI root complex, then every bridge, then the device itself; it is
     empty for what is not on PCI. `numa` is the NUMA node, -1 if unknown."""
 
@@ -66,7 +66,7 @@ class Gpu:
 
     location: str
     vendor: str
-    place: Place
+    place: DeviceLocation
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class Port:
 @dataclass(frozen=True, slots=True)
 class RdmaDevice:
     name: str
-    place: Place
+    place: DeviceLocation
     ports: tuple[Port, ...]
     netdev: str  # of a RoCE device; "" for InfiniBand
     firmware: str
@@ -132,7 +132,7 @@ class NetDevice:
     tunnels."""
 
     name: str
-    place: Place
+    place: DeviceLocation
     up: bool
     mtu: int
     gbps: float
@@ -156,7 +156,7 @@ class Host:
         """The memory locations: "cpu:N" for each NUMA node N with memory, "cuda:N" for each GPU."""
         return (*(f"cpu:{node}" for node in self.nodes), *(gpu.location for gpu in self.gpus))
 
-    def place_of(self, nic: str) -> Place | None:
+    def place_of(self, nic: str) -> DeviceLocation | None:
         """Returns where an RDMA device or network interface is plugged in, or None when there is none of that name."""
         places = {net.name: net.place for net in self.nets} | {device.name: device.place for device in self.rdma}
         return places.get(nic)
@@ -212,18 +212,18 @@ def _ranges(text: str) -> set[int]:
     return found
 
 
-def _place(device: Path) -> Place:
+def _place(device: Path) -> DeviceLocation:
     """Returns the place of the nearest PCI device above a link such as /sys/class/net/eth0/device (a virtio NIC lies
     below one)."""
     try:
         real = device.resolve(strict=True)
     except (OSError, RuntimeError):
-        return Place()
+        return DeviceLocation()
     while not _FUNCTION.fullmatch(real.name) and real != real.parent and real.name != "devices":
         real = real.parent
     chain = tuple(part for part in real.parts if _ROOT.fullmatch(part) or _FUNCTION.fullmatch(part))
     if not _FUNCTION.fullmatch(real.name):
-        return Place(numa=_number(device / "numa_node", -1))
+        return DeviceLocation(numa=_number(device / "numa_node", -1))
     link = PcieLink(
         _leading(_text(real / "current_link_speed")),
         int(_leading(_text(real / "current_link_width"))),
@@ -231,13 +231,13 @@ def _place(device: Path) -> Place:
         int(_leading(_text(real / "max_link_width"))),
     )
     width = link.width if link.width < 255 else 0  # 255: the bridge does not know
-    return Place(chain, _number(real / "numa_node", -1), link if width else PcieLink())
+    return DeviceLocation(chain, _number(real / "numa_node", -1), link if width else PcieLink())
 
 
 def _gpus(root: Path, env: Mapping[str, str]) -> tuple[Gpu, ...]:
     """Lists GPUs by PCI address, which is CUDA's order for GPUs of one kind (for others with
     CUDA_DEVICE_ORDER=PCI_BUS_ID)."""
-    found: dict[str, list[tuple[str, Place]]] = {NVIDIA: [], AMD: []}
+    found: dict[str, list[tuple[str, DeviceLocation]]] = {NVIDIA: [], AMD: []}
     for path in _entries(root / "sys/bus/pci/devices"):
         vendor, kind = _text(path / "vendor"), _text(path / "class")
         display, accelerator = kind.startswith("0x03"), kind.startswith("0x12")
@@ -255,7 +255,7 @@ def _gpus(root: Path, env: Mapping[str, str]) -> tuple[Gpu, ...]:
     return tuple(Gpu(f"cuda:{i}", vendor, place) for i, place in enumerate(places))
 
 
-def _visible(root: Path, places: list[Place], wanted: str | None) -> list[Place]:
+def _visible(root: Path, places: list[DeviceLocation], wanted: str | None) -> list[DeviceLocation]:
     """Applies CUDA_VISIBLE_DEVICES as CUDA does: numbers, UUIDs or beginnings of UUIDs, up to the first entry that is
     neither."""
     if wanted is None:
@@ -344,7 +344,7 @@ def _net(sys: Path, path: Path) -> NetDevice:
     )
 
 
-def _net_place(sys: Path, path: Path) -> Place:
+def _net_place(sys: Path, path: Path) -> DeviceLocation:
     """Returns the place of an interface, or of the one below it for a bond or VLAN."""
     for _ in range(4):
         if (path / "device").exists():
@@ -353,7 +353,7 @@ def _net_place(sys: Path, path: Path) -> Place:
         if not lower:
             break
         path = sys / "class/net" / lower[0]
-    return Place()
+    return DeviceLocation()
 
 
 # ── files ─────────────────────────────────────────────────────────────────────────────────────────

@@ -19,7 +19,7 @@ from typing import Any
 
 from kvmesh.errors import TransferError
 from kvmesh.transfer import checks
-from kvmesh.transfer.host import Host, Place
+from kvmesh.transfer.host import DeviceLocation, Host
 from kvmesh.transfer.segment import NicInfo
 
 Topology = dict[str, tuple[tuple[str, ...], tuple[str, ...]]]
@@ -42,7 +42,7 @@ class Distance(enum.IntEnum):
         return ("same PCIe switch", "same root complex", "same NUMA node", "other NUMA node")[self]
 
 
-def distance(host: Host, location: str, nic: Place) -> tuple[Distance, int]:
+def distance(host: Host, location: str, nic: DeviceLocation) -> tuple[Distance, int]:
     """Returns the distance between a memory location and a NIC, and a finer one within that: bridges between a GPU and
     the NIC, or the firmware's NUMA distance. Where a node is unknown it counts as near, as on a machine with one node.
     """
@@ -84,11 +84,11 @@ def _ranked(host: Host, location: str, nics: Sequence[NicInfo]) -> tuple[tuple[s
     return tuple(preferred), tuple(secondary)
 
 
-def place_of(host: Host, nic: NicInfo) -> Place:
+def place_of(host: Host, nic: NicInfo) -> DeviceLocation:
     """Returns where a NIC is plugged in, by its device name; for a device that /sys does not know, by the NUMA node
     that its transport names."""
     found = host.place_of(nic.name)
-    return found if found is not None else Place(numa=nic.numa)
+    return found if found is not None else DeviceLocation(numa=nic.numa)
 
 
 # ── the operator's word ───────────────────────────────────────────────────────────────────────────

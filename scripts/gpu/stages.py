@@ -250,11 +250,11 @@ def prefill(report: Report) -> None:
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
-    from kvmesh.engine.attention.backend import Span
+    from kvmesh.engine.attention.backend import TokenSpan
 
     for tokens, prefix in ((40, 0), (20, 30)) if report.dry else ((2048, 0), (8192, 0), (32768, 0), (8192, 57344)):
         paged = Paged(report, [tokens + prefix], 1)
-        plan, qkv = paged.backend.plan_prefill([Span(prefix, tokens, paged.requests[0])]), paged.qkv(tokens)
+        plan, qkv = paged.backend.plan_prefill([TokenSpan(prefix, tokens, paged.requests[0])]), paged.qkv(tokens)
         plan.write(0, qkv)
         flop = 4 * paged.heads * paged.dim * (tokens * prefix + tokens * (tokens + 1) / 2)
         took = seconds(report, lambda plan=plan, qkv=qkv: plan.attend(0, qkv), 10)
@@ -275,11 +275,11 @@ def small(report: Report) -> None:
     """Each kernel once, on shapes with ragged ends: for tools that watch kernels."""
     import torch
 
-    from kvmesh.engine.attention.backend import Span
+    from kvmesh.engine.attention.backend import TokenSpan
 
     paged = Paged(report, [5, 17, 33, 130], 1)
     tokens = 7
-    plan = paged.backend.plan_mixed(paged.requests[1:], [17, 33, 130], [Span(0, tokens - 2, paged.requests[0])])
+    plan = paged.backend.plan_mixed(paged.requests[1:], [17, 33, 130], [TokenSpan(0, tokens - 2, paged.requests[0])])
     qkv = paged.qkv(3 + tokens - 2)
     plan.write(0, qkv)
     out = plan.attend(0, qkv)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvmesh.config import ServiceConfig
+from kvmesh.config import ControlConfig
 from kvmesh.errors import ConfigError
 from kvmesh.services.conductor.policies.registry import POLICY_NAMES
 from kvmesh.services.conductor.settings import Mode
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConductorConfig(ServiceConfig):
+class ConductorConfig(ControlConfig):
     """The conductor's settings. Raises ConfigError, which names the field, when a value is out of range."""
 
     store: str = field(default="127.0.0.1:0", metadata={"help": "Store masters, host:port,host:port,..."})
@@ -67,22 +67,6 @@ class ConductorConfig(ServiceConfig):
             "min": -1,
             "max": 65535,
         },
-    )
-    door_connections: int = field(
-        default=4096,
-        metadata={
-            "help": "Connections to the door at most, and no more than a quarter of the descriptors: the one that is "
-            "idle longest makes room.",
-            "min": 1,
-        },
-    )
-    door_frame_ms: int = field(
-        default=10_000,
-        metadata={"help": "A message that is not complete after so long ends its connection to the door.", "min": 1},
-    )
-    door_memory_mb: int = field(
-        default=16,
-        metadata={"help": "MiB of all messages that have begun to arrive by the door or wait there.", "min": 2},
     )
     max_schedules: int = field(
         default=1024,
@@ -154,13 +138,6 @@ class ConductorConfig(ServiceConfig):
             "metavar": "redis://HOST:PORT/0",
         },
     )
-    mesh: str = field(default="default", metadata={"help": "Name of the mesh in Redis, the same at all conductors."})
-    leader_lease_ms: int = field(
-        default=2000, metadata={"help": "A leading conductor silent for longer is replaced, in ms.", "min": 100}
-    )
-    advertise: str = field(
-        default="", metadata={"help": "host:port at which others reach this conductor; empty: what it listens on."}
-    )
     peers: tuple[str, ...] = field(
         default=(),
         metadata={
@@ -210,23 +187,14 @@ class ConductorConfig(ServiceConfig):
             text = f"batch_slowdown={self.batch_slowdown}: must be a number, at least 0"
             raise ConfigError(text, field="batch_slowdown")
         self.slos  # noqa: B018 (refuses what it cannot read)
-        if not self.mesh or not self.mesh.isprintable() or any(letter in " :" for letter in self.mesh):
-            raise ConfigError(f"mesh={self.mesh!r}: must be a name without spaces and colons", field="mesh")
-        if self.advertise not in ("", "auto") and (" " in self.advertise or ":" not in self.advertise):
-            raise ConfigError(f"advertise={self.advertise!r}: must be host:port, or auto", field="advertise")
-        if self.redis and not self.advertise and self.host in ("", "0.0.0.0", "::"):
-            text = f"advertise='': with redis, and listening on {self.host!r}, say at which host:port others reach this"
-            raise ConfigError(text, field="advertise")
-        if self.leader_lease_ms < 100:
-            raise ConfigError(f"leader_lease_ms={self.leader_lease_ms}: must be at least 100", field="leader_lease_ms")
+        self.check_control(redis=self.redis)
         if not 0.05 <= self.scale_target <= 1:
             raise ConfigError(
                 f"scale_target={self.scale_target}: must be at least 0.05, at most 1", field="scale_target"
             )
         least = (
             ("slo_ttft_ms", 1), ("slo_tbt_ms", 1), ("heartbeat_interval_ms", 1), ("store_silence_ms", 1),
-            ("role_dwell_ms", 1), ("door_connections", 1), ("door_frame_ms", 1), ("door_memory_mb", 2),
-            ("max_schedules", 1),
+            ("role_dwell_ms", 1), ("max_schedules", 1),
         )  # fmt: skip
         for name, low in least:
             if getattr(self, name) < low:

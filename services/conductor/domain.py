@@ -11,6 +11,7 @@ from kvmesh.errors import KvmeshError
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.kvcache.tiers import TierUse
+from kvmesh.rpc.brain_shell import CaughtUp, Tick
 
 
 class Role(Enum):
@@ -277,19 +278,6 @@ class OrderEnded:
     number: int
     held: int = 0
     error: str = ""
-
-
-@dataclass(frozen=True)
-class CaughtUp:
-    """All messages that arrived before `until` have been handled, so silence is judged up to that time. Before the
-    first such event it is judged up to the present."""
-
-    until: float
-
-
-@dataclass(frozen=True)
-class Tick:
-    pass
 
 
 Event = (

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from kvmesh.loading import LastingHeap
 from kvmesh.native import library
 from kvmesh.rpc import runner
+from kvmesh.rpc.brain_shell import CaughtUp
 from kvmesh.rpc.call_queue import CallQueue, caught_up
 from kvmesh.rpc.fastpath.control import ControlFastPath
 from kvmesh.rpc.fastpath.server import FastPathLimits
@@ -19,7 +20,7 @@ from kvmesh.rpc.pb import conductor_pb2_grpc as pb_grpc
 from kvmesh.rpc.server import Server
 from kvmesh.services.conductor.balance.orders import BalanceOrders
 from kvmesh.services.conductor.config import ConductorConfig
-from kvmesh.services.conductor.domain import CaughtUp, Event, Fetch
+from kvmesh.services.conductor.domain import Event, Fetch
 from kvmesh.services.conductor.fleet.watch import StoreWatch
 from kvmesh.services.conductor.peers.leadership import ConductorLeadership
 from kvmesh.services.conductor.records.journal import Header, Recorder
@@ -75,9 +76,7 @@ class ConductorService(runner.ServiceRunner):
         self._advertised = config.advertise
         self._server: Server | None = None
         self._door_port = config.door_port
-        self._door_limits = FastPathLimits(
-            config.door_connections, config.door_frame_ms / 1000, config.door_memory_mb << 20
-        )
+        self._door_limits = FastPathLimits.of(config)
         self._catching_up: asyncio.Task[None] | None = None
         self._watch = StoreWatch(
             config.store, self._deliver, silence_s=config.store_silence_ms / 1000, rng=random.Random()

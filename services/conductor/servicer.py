@@ -12,6 +12,7 @@ from kvmesh.errors import InvalidRequest, Unavailable, UnknownRequest
 from kvmesh.kvcache.keys import KEY_BYTES
 from kvmesh.rpc import protocol
 from kvmesh.rpc.addresses import split
+from kvmesh.rpc.brain_shell import Tick
 from kvmesh.rpc.call_queue import CallQueue
 from kvmesh.rpc.fastpath.server import FastContext
 from kvmesh.rpc.pb import conductor_pb2 as pb
@@ -28,7 +29,6 @@ from kvmesh.services.conductor.domain import (
     Replicate,
     Role,
     SwitchRole,
-    Tick,
 )
 from kvmesh.services.conductor.peers.leadership import ConductorLeadership
 from kvmesh.services.conductor.state import ConductorState

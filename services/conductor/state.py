@@ -12,6 +12,7 @@ from kvmesh.errors import KvmeshError, UnknownInstance
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.tiers import split_name
 from kvmesh.pacing import Pacing
+from kvmesh.rpc.brain_shell import CaughtUp, Tick
 from kvmesh.services.conductor.admission.gate import Loads
 from kvmesh.services.conductor.balance.hot import ReplicationContext
 from kvmesh.services.conductor.balance.rounds import Hint
@@ -20,7 +21,6 @@ from kvmesh.services.conductor.costs.accuracy import PredictionError, Prediction
 from kvmesh.services.conductor.domain import (
     Action,
     Blocks,
-    CaughtUp,
     Cordon,
     CordonState,
     Heartbeat,
@@ -37,7 +37,6 @@ from kvmesh.services.conductor.domain import (
     Role,
     Schedule,
     StoreLost,
-    Tick,
 )
 from kvmesh.services.conductor.domain import Event as Event
 from kvmesh.services.conductor.fleet.cordons import Cordons

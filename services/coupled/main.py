@@ -37,14 +37,14 @@ async def run(config: CoupledConfig, stop: asyncio.Event, started: Callable[[dic
     """Serve until `stop`; `started` hears the addresses once calls are accepted.
 
     Raises ConfigError or CheckpointError at start, InternalError when a rank process ends."""
-    instance = Instance(config)
+    instance = CoupledInstance(config)
     for half in ("prefill", "decode"):
         names.activate(half)
     async with observed("coupled", instance.front.instance_id, config) as metrics:
         await instance.run(stop, lambda found: started({**found, "metrics": metrics}))
 
 
-class Instance:
+class CoupledInstance:
     """One instance in this process."""
 
     def __init__(self, config: CoupledConfig) -> None:

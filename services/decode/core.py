@@ -104,7 +104,7 @@ class DecodeCore:
                 raise Unavailable(f"decode instance {self.front.instance_id} computes no prompts itself")
         except KvmeshError as error:
             self.observer.refused(start.request_id, start.attempt, span, error)
-            self.feed(i.Refuse(session, start.slot, error))
+            self.feed(i.RefuseRequest(session, start.slot, error))
             return
         self.feed(i.Admit(session, start.slot, self._peer(start.placement.prefill), spec, received))
 

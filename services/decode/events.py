@@ -35,7 +35,7 @@ class Phase(enum.IntEnum):
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0, seed=0)
 
 
-class Place(enum.Enum):
+class LandingPlace(enum.Enum):
     """Is the kind of memory that a landing is reserved in."""
 
     PAGES = "pages"
@@ -174,14 +174,14 @@ class Land:
     prompt, in extents only for those that are not in `held`."""
 
     epoch: int
-    place: Place
+    place: LandingPlace
     slots: list[int]
     writers: tuple[tuple[int, str], ...]  # (rank of this instance, writer that sends to it)
     held: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadExtents:
     """The scheduler gives pages for the KV in the extents and for the next token, and a seat in the batch with them."""
 
     pages: list[int]
@@ -221,7 +221,7 @@ class Timer:
 
 Event = (
     BeginFill | RenewLease | FirstToken | FillDone | Drained | HandoffFailed | PeerLost | Adopted
-    | FromRank | Ended | Land | Load | Seat | Grow | Preempt | Cancel | Timer
+    | FromRank | Ended | Land | LoadExtents | Seat | Grow | Preempt | Cancel | Timer
 )  # fmt: skip
 
 

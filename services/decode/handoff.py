@@ -29,7 +29,7 @@ from kvmesh.instance.sampling import history_of
 from kvmesh.kvcache import keys as block_keys
 from kvmesh.ranks import protocol as m
 from kvmesh.services.decode import events as e
-from kvmesh.services.decode.events import Phase, Place, Reason
+from kvmesh.services.decode.events import LandingPlace, Phase, Reason
 from kvmesh.services.decode.limits import NS_PER_MS, Limits, Shape
 from kvmesh.services.decode.outbox import GatewayStream
 from kvmesh.services.decode.rules import grow_at
@@ -302,7 +302,7 @@ class Handoff:
         self.epoch = event.epoch
         self.first_block = len(event.held)
         self.times.at_decode_tokens = self.first_block * self.shape.block_tokens
-        if event.place is Place.PAGES:
+        if event.place is LandingPlace.PAGES:
             self.pages, self.held = event.slots, event.held
         else:
             self.extents, self.shared = [*event.held, *event.slots], len(event.held)
@@ -476,7 +476,7 @@ class Handoff:
             if self.seated:
                 self._join(now, out)
 
-    def _load(self, event: e.Load, now: int, out: list[e.Action]) -> None:
+    def _load(self, event: e.LoadExtents, now: int, out: list[e.Action]) -> None:
         assert self.wants_pages and len(event.pages) >= len(self.extents), self.phase
         self.pages = event.pages
         self.seated = True
@@ -679,7 +679,7 @@ _HANDLERS: dict[type[Any], _Handler] = {
     e.Adopted: Handoff._adopted,
     e.Ended: Handoff._answer_ended,
     e.Land: Handoff._land,
-    e.Load: Handoff._load,
+    e.LoadExtents: Handoff._load,
     e.Seat: Handoff._seat,
     e.Grow: Handoff._grow,
     e.Preempt: Handoff._preempt,

@@ -46,7 +46,7 @@ class Admit:
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse:
+class RefuseRequest:
     """A request did not pass its checks: its slot gets the error."""
 
     session: int
@@ -107,7 +107,7 @@ class EndAll:
 
 
 Input = (
-    SessionOpened | SessionClosed | Admit | Refuse | CancelSlot | AddCredit | PeerReady | PeerGone | FromPrefill
+    SessionOpened | SessionClosed | Admit | RefuseRequest | CancelSlot | AddCredit | PeerReady | PeerGone | FromPrefill
     | FromRank | Tick | CloseDoor | EndAll | Pulled | NotHere
 )  # fmt: skip
 

@@ -17,7 +17,7 @@ from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool, Pages
 from kvmesh.services.decode import events as e
 from kvmesh.services.decode import rules
-from kvmesh.services.decode.events import Phase, Place
+from kvmesh.services.decode.events import LandingPlace, Phase
 from kvmesh.services.decode.handoff import Handoff
 from kvmesh.services.decode.limits import NS_PER_MS, Limits, Shape
 from kvmesh.services.decode.sealing import Sealing
@@ -230,7 +230,7 @@ class Scheduler:
                 continue
             need = self.shape.blocks(h.context + 1)
             if rules.may_load(self.pages.free, need, self._watermark, self.seats):
-                return h, e.Load(self.pages.allocate(need))
+                return h, e.LoadExtents(self.pages.allocate(need))
             pages_wanted = True
         return None
 
@@ -240,14 +240,14 @@ class Scheduler:
             if place is None:
                 return None
             held = self.extents.hold(h.shared_keys)
-            if place is Place.PAGES:
+            if place is LandingPlace.PAGES:
                 slots = self.pages.allocate(h.prompt_blocks)
             else:
                 slots = self.extents.allocate(h.prompt_blocks - len(held))
             return h, e.Land(next(self._epochs), place, slots, h.writers, held)
         return None
 
-    def _place(self, blocks: int) -> Place | None:
+    def _place(self, blocks: int) -> LandingPlace | None:
         """Chooses the kind of memory for a landing, or None if there is no room now. Requests that will run soon land
         in pages; a burst waits in extents, but leaves some of those for running requests that must give up their pages.
         Blocks that the store has already count as if they had to be sent: holding them takes no more than sending them
@@ -257,7 +257,7 @@ class Scheduler:
             holders = sum(1 for h in self.requests.values() if h.pages)
             free, spare = self.pages.free, self._watermark
             if rules.may_land_in_pages(free, blocks, spare, holders, self.limits, idle=idle):
-                return Place.PAGES
+                return LandingPlace.PAGES
         idle = not any(h.extents or h.swap or h.held for h in self.requests.values())
         lands = rules.may_land_in_extents(self.extents.free, blocks, self._swap_reserve, idle=idle)
-        return Place.EXTENTS if lands else None
+        return LandingPlace.EXTENTS if lands else None

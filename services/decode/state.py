@@ -132,7 +132,7 @@ class DecodeState:
             return  # the session is over, or a Start came twice
         error = self._fast_path or self.scheduler.refusal(event.spec, now, event.peer == i.OWN_PEER)
         if error is not None:
-            self._refuse(i.Refuse(event.session, event.slot, error), now)
+            self._refuse(i.RefuseRequest(event.session, event.slot, error), now)
             self._out.append(i.Refused(event.spec, error))
             return
         handle = next(self._handles)
@@ -148,7 +148,7 @@ class DecodeState:
         if job is not None:
             self._out.append(i.Pull(job, h))
 
-    def _refuse(self, event: i.Refuse, now: int) -> None:
+    def _refuse(self, event: i.RefuseRequest, now: int) -> None:
         box = self.sessions.get(event.session)
         if box is not None and event.slot not in box.streams:
             box.refuse(event.slot, event.error)
@@ -361,7 +361,7 @@ _HANDLERS: dict[type[Any], Callable[[DecodeState, Any, int], None]] = {
     i.SessionOpened: DecodeState._session_opened,
     i.SessionClosed: DecodeState._session_closed,
     i.Admit: DecodeState._admit,
-    i.Refuse: DecodeState._refuse,
+    i.RefuseRequest: DecodeState._refuse,
     i.CancelSlot: DecodeState._cancel_slot,
     i.AddCredit: DecodeState._add_credit,
     i.PeerReady: DecodeState._peer_ready,

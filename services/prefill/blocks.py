@@ -25,7 +25,7 @@ from kvmesh.kvcache.sources import LowerTiers, Pulled, PullJob, PullRange, range
 from kvmesh.ranks import protocol as m
 from kvmesh.services.prefill import events as ev
 from kvmesh.services.prefill.checks import BrainConfig
-from kvmesh.services.prefill.handoff import Handoff
+from kvmesh.services.prefill.handoff import PrefillHandoff
 from kvmesh.services.prefill.rates import Rates
 from kvmesh.transfer import TrafficClass
 
@@ -40,7 +40,7 @@ class _Pull:
     owner: int  # handle of the request that began it
     from_ns: int
     until_ns: int  # no request waits for the pull longer than this
-    waiters: dict[int, Handoff] = field(default_factory=dict)
+    waiters: dict[int, PrefillHandoff] = field(default_factory=dict)
     cancelled: bool = False
 
 
@@ -56,10 +56,10 @@ class _Seal:
 
 
 @dataclass(slots=True)
-class Load:
+class PrefixLoad:
     """Is a copy of sealed extents into pages of one handoff, which holds those pages."""
 
-    handoff: Handoff
+    handoff: PrefillHandoff
     first: int  # blocks [first, end) of its prompt
     end: int
     extents: list[int]  # one reference each
@@ -97,7 +97,7 @@ class SharedBlocks:
         self._pulls: dict[int, _Pull] = {}
         self._pulling: dict[bytes, _Pull] = {}  # key → the pull that writes it
         self._seals: dict[int, _Seal] = {}
-        self._loads: dict[int, Load] = {}
+        self._loads: dict[int, PrefixLoad] = {}
 
     @property
     def pulls(self) -> int:
@@ -114,7 +114,7 @@ class SharedBlocks:
 
     # ── pulls ────────────────────────────────────────────────────────────────────────────────────
 
-    def arrive(self, h: Handoff, usable: Sequence[bytes], promised: Container[bytes], *, next_up: bool) -> int:
+    def arrive(self, h: PrefillHandoff, usable: Sequence[bytes], promised: Container[bytes], *, next_up: bool) -> int:
         """Takes a request that joins the queue: begins its pull (see `fetch`, also for what is returned), or plans the
         pull if the conductor asked for a later begin."""
         if self.lower is not None:
@@ -126,7 +126,7 @@ class SharedBlocks:
             return 0
         return self.fetch(h, usable, promised, next_up=next_up)
 
-    def fetch(self, h: Handoff, usable: Sequence[bytes], promised: Container[bytes], *, next_up: bool) -> int:
+    def fetch(self, h: PrefillHandoff, usable: Sequence[bytes], promised: Container[bytes], *, next_up: bool) -> int:
         """Lets a request wait for the pulls of its missing blocks, and begins one for the blocks that its hints cover
         without a gap and that nobody fetches yet. It is called once for each request. A request that is `next_up` pulls
         with the most urgent traffic class, as nothing is computed before its pull ends. Returns the time (monotonic ns)
@@ -154,10 +154,10 @@ class SharedBlocks:
         self._pulls[job.ticket] = pull
         self._pulling.update(dict.fromkeys(job.keys, pull))
         self._join(h, pull)
-        self._emit(ev.Pull(job))
+        self._emit(ev.FetchBlocks(job))
         return pull.until_ns
 
-    def _needed(self, h: Handoff, usable: Sequence[bytes], promised: Container[bytes]) -> list[int]:
+    def _needed(self, h: PrefillHandoff, usable: Sequence[bytes], promised: Container[bytes]) -> list[int]:
         """Returns the indices of the blocks to be read from the host segment, up to the first block that is neither in
         it nor coming, nor in a lower tier, nor covered by a hint."""
         can_come = self._sources(h, usable)
@@ -177,7 +177,7 @@ class SharedBlocks:
                 break
         return needed
 
-    def _reach(self, h: Handoff, usable: Sequence[bytes], promised: Container[bytes]) -> int:
+    def _reach(self, h: PrefillHandoff, usable: Sequence[bytes], promised: Container[bytes]) -> int:
         """Returns how many leading blocks the request's prefix will have when everything comes that is on its way or
         would be asked for now."""
         can_come = self._sources(h, usable)
@@ -187,7 +187,7 @@ class SharedBlocks:
                 return i
         return len(usable)
 
-    def _sources(self, h: Handoff, usable: Sequence[bytes]) -> Callable[[int], bool]:
+    def _sources(self, h: PrefillHandoff, usable: Sequence[bytes]) -> Callable[[int], bool]:
         """Returns the test whether block i can be fetched: a hint covers it, or a lower tier of this node has it and
         may be read. A block that was removed since the request came cannot, as the request's pull may have been planned
         for later."""
@@ -199,7 +199,7 @@ class SharedBlocks:
 
         return can_come
 
-    def _join(self, h: Handoff, pull: _Pull) -> None:
+    def _join(self, h: PrefillHandoff, pull: _Pull) -> None:
         pull.waiters[h.handle] = h
         h.pulls.add(pull.job.ticket)
         if not h.found.pull_from_ns:
@@ -209,7 +209,7 @@ class SharedBlocks:
         """Whether it is worth waiting for the pull."""
         return not pull.cancelled and self.now < pull.until_ns
 
-    def waits(self, h: Handoff, key: bytes | None = None) -> bool:
+    def waits(self, h: PrefillHandoff, key: bytes | None = None) -> bool:
         """Whether a queued request should wait for a pull: one that it has joined or, if `key` is its next missing
         block, the pull that fetches that block (which the request then joins)."""
         if self.now >= h.patient_until_ns:
@@ -231,7 +231,7 @@ class SharedBlocks:
                 return n
         return len(keys)
 
-    def leave(self, h: Handoff, *, cancel: bool) -> None:
+    def leave(self, h: PrefillHandoff, *, cancel: bool) -> None:
         """Ends a request's waiting for pulls. `cancel` says that the request no longer wants the blocks: a pull that
         only this request waited for is cancelled then."""
         for ticket in h.pulls:
@@ -270,7 +270,7 @@ class SharedBlocks:
 
     # ── loads ────────────────────────────────────────────────────────────────────────────────────
 
-    def load(self, h: Handoff, usable: Sequence[bytes], first: int) -> int:
+    def load(self, h: PrefillHandoff, usable: Sequence[bytes], first: int) -> int:
         """Copies the blocks from `first` on that the host segment has into the handoff's pages; returns the end of that
         run of blocks. The ranks carry the copy out before every step that is sent later."""
         # What is read on the device must not become the least recently used in the host segment.
@@ -279,7 +279,7 @@ class SharedBlocks:
         end = first + len(extents)
         if extents:
             ticket = h.loading = self._ticket()
-            self._loads[ticket] = Load(h, first, end, extents, set(range(self._world)))
+            self._loads[ticket] = PrefixLoad(h, first, end, extents, set(range(self._world)))
             self._to_ranks(m.LoadCopy(ticket, tuple(extents), tuple(h.pages[first:end])))
         pulled = sum(key in h.arrived for key in usable[first:end])
         raised = sum(key in h.raised for key in usable[first:end])
@@ -293,7 +293,7 @@ class SharedBlocks:
         )
         return end
 
-    def loaded(self, rank: int, copied: m.LoadCopied) -> Load | None:
+    def loaded(self, rank: int, copied: m.LoadCopied) -> PrefixLoad | None:
         """Notes a rank's answer. Returns the load that is complete with it, whose pages anybody may read now, or
         None."""
         load = self._loads.get(copied.ticket)
@@ -362,7 +362,7 @@ class SharedBlocks:
         """Returns the pages held for seals, with repetition."""
         return [page for seal in self._seals.values() for page in seal.pages]
 
-    def check_integrity(self, handoffs: dict[int, Handoff]) -> None:
+    def check_integrity(self, handoffs: dict[int, PrefillHandoff]) -> None:
         """Raises AssertionError unless extents are held by what is under way, and by nothing else. Its cost is
         O(everything)."""
         self.store.check_integrity()

@@ -73,7 +73,7 @@ class Renewed:
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
+class HandoffCancelled:
     """Decode no longer wants the prompt's KV, or refuses to give a landing."""
 
     handle: int
@@ -125,7 +125,7 @@ Event = (
     Start
     | Landing
     | Renewed
-    | Cancel
+    | HandoffCancelled
     | StreamBroken
     | m.FromRank  # PrefillStepDone, a push's messages, SealCopied, LoadCopied or RankError
     | Pulled  # no byte of that pull can land any more
@@ -143,7 +143,7 @@ Event = (
 
 
 @dataclass(frozen=True, slots=True)
-class Pull:
+class FetchBlocks:
     """Orders a pull of blocks from other nodes. It is always answered once, by Pulled."""
 
     job: PullJob
@@ -234,19 +234,19 @@ class SendFailed:
     drained: bool
 
 
-class Outcome(enum.Enum):
+class PrefillOutcome(enum.Enum):
     DONE = "done"
     FAILED = "failed"
     CANCELLED = "cancelled"
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class HandoffEnded:
     """Reports a handoff that is over: it holds nothing, and its handle is never used again. Times are 0 where a stage
     did not happen."""
 
     handle: int
-    outcome: Outcome
+    outcome: PrefillOutcome
     cause: str  # error code and message, or the reason of the cancel
     prompt_tokens: int
     found: Found
@@ -268,7 +268,7 @@ class Ended:
 
 Action = (
     m.TellRank  # PrefillStep, PushOpen, PushLease, PushCancel, SealCopy or LoadCopy
-    | Pull
+    | FetchBlocks
     | CancelPull
     | SendBeginFill
     | SendRenew
@@ -277,5 +277,5 @@ Action = (
     | SendFillDone
     | SendDrained
     | SendFailed
-    | Ended
+    | HandoffEnded
 )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvmesh.errors import KvmeshError
 from kvmesh.services.prefill.compute_progress import ComputeProgress
-from kvmesh.services.prefill.events import Ended, Found, Landing, Outcome, Start
+from kvmesh.services.prefill.events import Found, HandoffEnded, Landing, PrefillOutcome, Start
 from kvmesh.transfer import Carried
 
 # The writer stops before its lease ends, as decode counts the lease from a little later and with another clock. The
@@ -18,7 +18,7 @@ LEASE_MARGIN = 0.1
 MAX_LEASE_MARGIN_MS = 500
 
 
-class Phase(enum.Enum):
+class PrefillPhase(enum.Enum):
     QUEUED = "QUEUED"  # no pages; extents of blocks that were pulled for it
     COMPUTING = "COMPUTING"  # pages; chunks are planned or at the ranks; layers are pushed once there is a landing
     PUSHING = "PUSHING"  # every chunk is computed; the push goes on or still has no landing
@@ -36,7 +36,7 @@ class Push(enum.Enum):
 
 
 @dataclass(slots=True)
-class Lease:
+class LandingLease:
     """Is decode's promise to keep the landing open, as the writer counts it (monotonic ns)."""
 
     from_ns: int
@@ -44,7 +44,7 @@ class Lease:
     renew_sent_ns: int = 0  # 0: no renewal on its way
 
     @classmethod
-    def granted(cls, from_ns: int, lease_ms: int) -> Lease:
+    def granted(cls, from_ns: int, lease_ms: int) -> LandingLease:
         """Returns a lease of `lease_ms` that counts from `from_ns`, less the margin."""
         margin_ms = min(lease_ms * LEASE_MARGIN, MAX_LEASE_MARGIN_MS)
         return cls(from_ns, from_ns + int((lease_ms - margin_ms) * 1_000_000))
@@ -54,14 +54,14 @@ class Lease:
 
 
 @dataclass(slots=True)
-class Handoff:
+class PrefillHandoff:
     """Keeps the state of one handoff. Its phases are QUEUED → COMPUTING → PUSHING → (done), and CANCELLING from any of
     them."""
 
     start: Start
     arrived_ns: int
     world: int
-    phase: Phase = Phase.QUEUED
+    phase: PrefillPhase = PrefillPhase.QUEUED
 
     pull_at_ns: int = 0  # when its own pull is to begin; 0: the pull has begun, or there is none
     planned_to: int = 0  # the block that its prefix is expected to reach when that pull is over
@@ -84,7 +84,7 @@ class Handoff:
 
     begin_sent_ns: int = 0
     landing: Landing | None = None
-    lease: Lease | None = None
+    lease: LandingLease | None = None
     pushes: list[Push] = field(default_factory=list)
     in_doubt: bool = False  # it is not known of every rank whether bytes are still on their way
     acked_bytes: list[int] = field(default_factory=list)
@@ -126,7 +126,7 @@ class Handoff:
 
     @property
     def ending(self) -> bool:
-        return self.phase is Phase.CANCELLING
+        return self.phase is PrefillPhase.CANCELLING
 
     @property
     def quiet(self) -> bool:
@@ -146,15 +146,15 @@ class Handoff:
         known = self.told if self.ending else self.fill_told and self.sampled_ns > 0
         return known and self.quiet and not self.steps and not self.loading
 
-    def ended(self) -> Ended:
+    def ended(self) -> HandoffEnded:
         """Returns the summary of a handoff that is over."""
         if self.error is not None:
-            outcome, cause = Outcome.FAILED, f"{self.error.code}: {self.error.message}"
+            outcome, cause = PrefillOutcome.FAILED, f"{self.error.code}: {self.error.message}"
         elif self.ending:
-            outcome, cause = Outcome.CANCELLED, self.reason
+            outcome, cause = PrefillOutcome.CANCELLED, self.reason
         else:
-            outcome, cause = Outcome.DONE, ""
-        return Ended(
+            outcome, cause = PrefillOutcome.DONE, ""
+        return HandoffEnded(
             handle=self.handle,
             outcome=outcome,
             cause=cause,

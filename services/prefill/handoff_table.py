@@ -15,7 +15,7 @@ from kvmesh.ranks import protocol as m
 from kvmesh.services.prefill import events as ev
 from kvmesh.services.prefill.blocks import SharedBlocks
 from kvmesh.services.prefill.checks import BrainConfig
-from kvmesh.services.prefill.handoff import Handoff, Phase, Push
+from kvmesh.services.prefill.handoff import PrefillHandoff, PrefillPhase, Push
 from kvmesh.services.prefill.planner import Chunk, Planner, Wait
 
 
@@ -31,7 +31,7 @@ class HandoffTable:
         self.cache = PrefixCache(pool)
         self.blocks = SharedBlocks(config, store, pool, self.cache, lambda action: self.actions.append(action))
         self.planner = planner
-        self.handoffs: dict[int, Handoff] = {}
+        self.handoffs: dict[int, PrefillHandoff] = {}
         self.promised: dict[bytes, int] = {}  # key → how many admitted handoffs will compute or load that block
         self.actions: list[ev.Action] = []
         # Pages that no new prompt may take, because answers that decode in the same pool need them.
@@ -39,31 +39,31 @@ class HandoffTable:
         self.idle = True  # no step is at the ranks
         self._block = planner.config.block_tokens
 
-    def tell(self, h: Handoff, action: ev.Action) -> None:
+    def tell(self, h: PrefillHandoff, action: ev.Action) -> None:
         """Sends something to decode, unless the handoff's stream is gone."""
         if not h.deaf:
             self.actions.append(action)
 
     # ── in ───────────────────────────────────────────────────────────────────────────────────────
 
-    def usable(self, h: Handoff) -> Sequence[bytes]:
+    def usable(self, h: PrefillHandoff) -> Sequence[bytes]:
         """Returns the keys of the blocks that may come from the cache. The block with the last token is never among
         them: that token is computed, as it gives the answer's first token."""
         return h.start.block_keys[: (h.prompt_tokens - 1) // self._block]
 
-    def arrive(self, h: Handoff) -> int:
+    def arrive(self, h: PrefillHandoff) -> int:
         """Takes a handoff that has joined the queue: its pull begins or is planned. Returns the time until which it
         waits for its own pull; 0 if it began none."""
         return self.blocks.arrive(h, self.usable(h), self.promised, next_up=self._next_up())
 
-    def fetch(self, h: Handoff) -> int:
+    def fetch(self, h: PrefillHandoff) -> int:
         """Begins the pull of a handoff when the pull's planned time has come, or the handoff's turn. Returns as
         `arrive` does."""
         return self.blocks.fetch(h, self.usable(h), self.promised, next_up=self._next_up())
 
     def _next_up(self) -> bool:
         """Whether nothing else is computed while the only handoff in the queue waits."""
-        computing = any(other.phase is Phase.COMPUTING for other in self.handoffs.values())
+        computing = any(other.phase is PrefillPhase.COMPUTING for other in self.handoffs.values())
         return len(self.planner.waiting) == 1 and not computing
 
     def comes_first(self, handle: int) -> bool:
@@ -76,7 +76,7 @@ class HandoffTable:
         found = self.cache.peek(usable)
         return self._pays(h, found + self.blocks.store.peek(usable[found:]))
 
-    def _pays(self, h: Handoff, found: int) -> bool:
+    def _pays(self, h: PrefillHandoff, found: int) -> bool:
         """Whether to wait for the planned pull now: because waiting keeps nobody else from computing, or because
         pulling is faster than computing. `found` is how many leading blocks are here already."""
         alone = self.idle and len(self.planner.waiting) == 1 and not self.planner.unsubmitted_tokens
@@ -127,7 +127,7 @@ class HandoffTable:
         h.promised_from = len(found)
         for key in h.start.block_keys[len(found) :]:
             self.promised[key] = self.promised.get(key, 0) + 1
-        h.phase = Phase.COMPUTING
+        h.phase = PrefillPhase.COMPUTING
         return h.cached_tokens
 
     def loaded(self, rank: int, copied: m.LoadCopied) -> None:
@@ -144,7 +144,7 @@ class HandoffTable:
             self._unpromise(h, end)
         self.settle(h)
 
-    def computed(self, h: Handoff, chunk: Chunk, sampled: m.Sampled | None, end_ns: int) -> None:
+    def computed(self, h: PrefillHandoff, chunk: Chunk, sampled: m.Sampled | None, end_ns: int) -> None:
         """Notes that the KV of one chunk is in its pages: its full blocks may be matched from now on, and are sealed in
         the store."""
         assert not h.loading, "a step was answered before the load that it was sent after"
@@ -158,7 +158,7 @@ class HandoffTable:
         if sampled is None:
             self.abort(h, InternalError(f"no rank sampled the first token of {h.start.request_id}"))
             return
-        h.phase = Phase.PUSHING
+        h.phase = PrefillPhase.PUSHING
         h.sampled_ns = end_ns
         queue, prefill = max(h.first_step_ns - h.arrived_ns, 0), h.sampled_ns - h.first_step_ns
         first = ev.SendFirstToken(h.handle, sampled, h.found, queue, prefill)
@@ -167,7 +167,7 @@ class HandoffTable:
         else:
             self.tell(h, first)
 
-    def _hand_over(self, h: Handoff, first: ev.SendFirstToken) -> None:
+    def _hand_over(self, h: PrefillHandoff, first: ev.SendFirstToken) -> None:
         """Hands the pages and their references over to decode in this instance. Nobody else writes in them: full blocks
         are complete, and the last one, if it is not full, was never cached or sealed."""
         self.actions.append(ev.SendAdopted(h.handle, first, tuple(h.pages)))
@@ -175,7 +175,7 @@ class HandoffTable:
         h.fill_told = True  # there is nothing to fill
         self.blocks.store.touch(h.start.block_keys)
 
-    def _cache(self, h: Handoff, end: int, start: int) -> None:
+    def _cache(self, h: PrefillHandoff, end: int, start: int) -> None:
         end = min(end, h.sealable)
         self.cache.insert(h.start.block_keys[:end], h.pages[:end], start=min(start, end))
 
@@ -189,7 +189,7 @@ class HandoffTable:
             if (first := gone.first(h.start.block_keys)) < len(h.start.block_keys):
                 h.sealable = min(h.sealable, first)
 
-    def _unpromise(self, h: Handoff, until: int | None = None) -> None:
+    def _unpromise(self, h: PrefillHandoff, until: int | None = None) -> None:
         keys = h.start.block_keys[h.promised_from : until]
         for key in keys:
             self.promised[key] -= 1
@@ -199,15 +199,15 @@ class HandoffTable:
 
     # ── out ──────────────────────────────────────────────────────────────────────────────────────
 
-    def abort(self, h: Handoff, error: KvmeshError | None = None, reason: str = "") -> None:
+    def abort(self, h: PrefillHandoff, error: KvmeshError | None = None, reason: str = "") -> None:
         """Begins nothing more for a handoff: it failed (`error`) or is no longer wanted (`reason`). The first cause
         counts."""
         if h.ending:
             return
-        if h.phase is Phase.COMPUTING:
+        if h.phase is PrefillPhase.COMPUTING:
             self._unpromise(h)
         self.blocks.leave(h, cancel=True)
-        h.phase = Phase.CANCELLING
+        h.phase = PrefillPhase.CANCELLING
         h.error, h.reason = error, reason
         self.planner.drop(h.handle)
         for rank, push in enumerate(h.pushes):
@@ -218,7 +218,7 @@ class HandoffTable:
                 self.actions.append(m.TellRank(rank, m.PushCancel(h.handle)))
         self.settle(h)
 
-    def settle(self, h: Handoff) -> None:
+    def settle(self, h: PrefillHandoff) -> None:
         """Tells decode how the handoff ended once that is known; gives everything back once nothing can touch it."""
         if h.ending and not h.told and (h.quiet or h.in_doubt):
             h.told = True
@@ -247,11 +247,13 @@ class HandoffTable:
             assert self.pool.refcount(page) == holders, f"page {page} has {holders} holders"
         promised: dict[bytes, int] = {}
         for h in self.handoffs.values():
-            assert (h.phase is Phase.QUEUED) == (h.handle in self.planner.waiting), f"handle {h.handle}: the queue"
+            assert (h.phase is PrefillPhase.QUEUED) == (h.handle in self.planner.waiting), (
+                f"handle {h.handle}: the queue"
+            )
             assert not h.over, f"handle {h.handle} should have ended"
             waits = h.pulls or h.pinned or h.pull_at_ns
-            assert h.phase is Phase.QUEUED or not waits, f"handle {h.handle} still waits for pulls"
-            if h.phase is Phase.COMPUTING:
+            assert h.phase is PrefillPhase.QUEUED or not waits, f"handle {h.handle} still waits for pulls"
+            if h.phase is PrefillPhase.COMPUTING:
                 for key in h.start.block_keys[h.promised_from :]:
                     promised[key] = promised.get(key, 0) + 1
         assert promised == self.promised, "promised blocks are not those being computed"

@@ -15,7 +15,7 @@ from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
 from kvmesh.services.prefill import events as ev
 from kvmesh.services.prefill.checks import landing_fault
-from kvmesh.services.prefill.handoff import Handoff, Lease, Phase, Push
+from kvmesh.services.prefill.handoff import LandingLease, PrefillHandoff, PrefillPhase, Push
 from kvmesh.services.prefill.handoff_table import HandoffTable
 
 
@@ -32,20 +32,22 @@ class HandoffPushes:
         self._layouts = layouts
         self._at_end = at_end
         self._progress_ns = [0] * world
-        self._leased: dict[int, Handoff] = {}  # handoffs with a landing; those that are over leave at the next progress
+        self._leased: dict[
+            int, PrefillHandoff
+        ] = {}  # handoffs with a landing; those that are over leave at the next progress
 
     def landing(self, landing: ev.Landing, now: int) -> None:
         """Takes the landing that decode has reserved: the ranks begin to push."""
         h = self._lives.handoffs.get(landing.handle)
         if h is None or h.ending or h.landing is not None:
             return  # the handoff was ending meanwhile, or the message came twice
-        early = "it came before BeginFill" if h.phase is Phase.QUEUED else ""
+        early = "it came before BeginFill" if h.phase is PrefillPhase.QUEUED else ""
         fault = early or landing_fault(landing, len(h.pages), len(landing.readers) or self._world)
         if fault:
             self._lives.abort(h, InternalError(f"landing of {h.start.request_id}: {fault}"))
             return
         h.landing = landing
-        h.lease = Lease.granted(h.begin_sent_ns, landing.lease_ms)
+        h.lease = LandingLease.granted(h.begin_sent_ns, landing.lease_ms)
         if now >= h.lease.until_ns:
             late = (now - h.begin_sent_ns) // 1_000_000
             why = f"the landing came {late} ms after BeginFill, too late for its lease of {landing.lease_ms} ms"
@@ -67,7 +69,7 @@ class HandoffPushes:
 
     def _push(
         self,
-        h: Handoff,
+        h: PrefillHandoff,
         rank: int,
         *,
         segment: str = "",
@@ -97,7 +99,7 @@ class HandoffPushes:
         h = self._lives.handoffs.get(renewed.handle)
         if h is None or h.ending or h.lease is None or not h.lease.renew_sent_ns or renewed.handoff_epoch != h.epoch:
             return
-        granted = Lease.granted(h.lease.renew_sent_ns, renewed.lease_ms)
+        granted = LandingLease.granted(h.lease.renew_sent_ns, renewed.lease_ms)
         h.lease = replace(granted, until_ns=max(granted.until_ns, h.lease.until_ns))
         for rank, push in enumerate(h.pushes):
             if push is Push.OPEN:
@@ -134,13 +136,13 @@ class HandoffPushes:
                 lease.renew_sent_ns = now
                 self._lives.tell(h, ev.SendRenew(h.handle, h.epoch, sum(h.acked_bytes)))
 
-    def _alive(self, h: Handoff, lease: Lease, now: int) -> bool:
+    def _alive(self, h: PrefillHandoff, lease: LandingLease, now: int) -> bool:
         """Whether every rank that still writes has sent something since the lease began. A rank that is done need
         not."""
         writing = (at for at, push in zip(self._progress_ns, h.pushes, strict=True) if push is Push.OPEN)
         return min(writing, default=now) >= lease.from_ns
 
-    def doubt(self, h: Handoff, *, dead: bool) -> None:
+    def doubt(self, h: PrefillHandoff, *, dead: bool) -> None:
         """Marks the pushes of a handoff whose writers do not answer, or are `dead`, as in doubt: their last bytes may
         still come."""
         for rank, push in enumerate(h.pushes):
@@ -149,7 +151,7 @@ class HandoffPushes:
                 if dead:
                     h.pushes[rank] = Push.OVER
 
-    def _done(self, h: Handoff, rank: int, done: m.PushDone) -> None:
+    def _done(self, h: PrefillHandoff, rank: int, done: m.PushDone) -> None:
         if h.pushes[rank] is not Push.OPEN:
             return  # cancelled meanwhile: PushDrained follows
         h.pushes[rank] = Push.DONE
@@ -163,7 +165,7 @@ class HandoffPushes:
             self._lives.tell(h, ev.SendFillDone(h.handle, h.epoch, transfer, sum(h.acked_bytes), exposed))
         self._lives.settle(h)
 
-    def _failed(self, h: Handoff, rank: int, failed: m.PushFailed) -> None:
+    def _failed(self, h: PrefillHandoff, rank: int, failed: m.PushFailed) -> None:
         if h.pushes[rank] not in (Push.OPEN, Push.DRAINING):
             return
         h.in_doubt = h.in_doubt or not failed.drained
@@ -175,7 +177,7 @@ class HandoffPushes:
         self._lives.settle(h)
 
 
-def _moved(h: Handoff, end: m.PushDone | m.PushFailed) -> None:
+def _moved(h: PrefillHandoff, end: m.PushDone | m.PushFailed) -> None:
     """Adds what one rank's push moved to the handoff's record."""
     if end.first_post_ns:
         h.first_post_ns = min(h.first_post_ns or end.first_post_ns, end.first_post_ns)

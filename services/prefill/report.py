@@ -12,7 +12,7 @@ from kvmesh.ranks import protocol as m
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import conductor_pb2 as pb_conductor
 from kvmesh.services.prefill import events as ev
-from kvmesh.services.prefill.handoff import Phase
+from kvmesh.services.prefill.handoff import PrefillPhase
 from kvmesh.services.prefill.state import PrefillState
 from kvmesh.telemetry import names, spans
 
@@ -75,13 +75,13 @@ class Reporter:
         span.set_attributes({names.BLOCKS: len(result.arrived), names.PULL_BYTES: result.bytes_done})
         spans.finish(span, error=result.cause)
 
-    def ended(self, end: ev.Ended, origin: Origin, now: int) -> None:
+    def ended(self, end: ev.HandoffEnded, origin: Origin, now: int) -> None:
         """Reports one handoff that is over, at `now` (monotonic ns)."""
         self._spans(end, origin, now)
         self._metrics(end)
         if not end.adopt:  # an adopted request stays in this instance until its answer ends
             self._beat.finished_request_ids.append(origin.request_id)
-        if end.outcome is ev.Outcome.DONE:
+        if end.outcome is ev.PrefillOutcome.DONE:
             whole = end.computed_tokens + end.found.cached_tokens
             own_pairs = (whole**2 - end.found.cached_tokens**2) // 2
             self._beat.prefill_samples.add(
@@ -99,13 +99,13 @@ class Reporter:
                 beside_tokens=max(0, end.meanwhile.tokens - end.computed_tokens),
                 beside_pairs=max(0, end.meanwhile.double_pairs // 2 - own_pairs),
             )
-        elif end.outcome is ev.Outcome.FAILED:
+        elif end.outcome is ev.PrefillOutcome.FAILED:
             log.warning("prefill failed: %s", end.cause, extra={"request_id": origin.request_id})
 
     def refused(self, origin: Origin, code: str, now: int) -> None:
         """Reports a request that never reached the brain."""
-        names.PREFILL_REQUESTS.labels(outcome=ev.Outcome.FAILED.value).inc()
-        origin.life.set_attributes({names.OUTCOME: ev.Outcome.FAILED.value, names.ERROR_TYPE: code})
+        names.PREFILL_REQUESTS.labels(outcome=ev.PrefillOutcome.FAILED.value).inc()
+        origin.life.set_attributes({names.OUTCOME: ev.PrefillOutcome.FAILED.value, names.ERROR_TYPE: code})
         spans.finish(origin.life, end_ns=now, error=code)
         self._beat.finished_request_ids.append(origin.request_id)
 
@@ -129,7 +129,7 @@ class Reporter:
         for state, count in pages.items():
             names.PREFILL_PAGES.labels(state=state).set(count)
         phases = [h.phase for h in self._state.handoffs.values()]
-        for phase in Phase:
+        for phase in PrefillPhase:
             names.PREFILL_HANDOFFS.labels(state=phase.value.lower()).set(phases.count(phase))
         return beat
 
@@ -151,8 +151,8 @@ class Reporter:
             streams=streams,
         )
 
-    def _spans(self, end: ev.Ended, origin: Origin, now: int) -> None:
-        done, found = end.outcome is ev.Outcome.DONE, end.found
+    def _spans(self, end: ev.HandoffEnded, origin: Origin, now: int) -> None:
+        done, found = end.outcome is ev.PrefillOutcome.DONE, end.found
         prefix: dict[str, spans.Value] = {
             names.CACHED_TOKENS: found.cached_tokens,
             names.DEVICE_TOKENS: found.device_tokens,
@@ -163,7 +163,7 @@ class Reporter:
         computed: dict[str, spans.Value] = {names.COMPUTED_TOKENS: end.computed_tokens, names.CHUNKS: end.chunks}
         attributes = prefix | computed | {names.OUTCOME: end.outcome.value, names.PROMPT_TOKENS: end.prompt_tokens}
         error = ""
-        if end.outcome is ev.Outcome.FAILED:
+        if end.outcome is ev.PrefillOutcome.FAILED:
             attributes[names.ERROR_TYPE], _, error = end.cause.partition(": ")
         last = max(end.last_step_ns, end.last_ack_ns) if done else now
         life = spans.context_of(origin.life)
@@ -184,7 +184,7 @@ class Reporter:
         origin.life.set_attributes(attributes)
         spans.finish(origin.life, end_ns=max(last, end.arrived_ns), error=error)
 
-    def _metrics(self, end: ev.Ended) -> None:
+    def _metrics(self, end: ev.HandoffEnded) -> None:
         names.PREFILL_REQUESTS.labels(outcome=end.outcome.value).inc()
         names.PREFILL_TRANSFER_BYTES.inc(end.transfer_bytes)
         if end.first_step_ns:
@@ -192,12 +192,12 @@ class Reporter:
             names.PREFILL_COMPUTED_TOKENS.inc(end.computed_tokens)
             names.PREFILL_CACHED_TOKENS.inc(end.found.cached_tokens)
             self._count_hits(end)
-        if end.outcome is ev.Outcome.DONE:
+        if end.outcome is ev.PrefillOutcome.DONE:
             names.PREFILL_COMPUTE.observe((end.last_step_ns - end.first_step_ns) * S)
             if not end.adopt:
                 names.PREFILL_TRANSFER.observe((end.last_ack_ns - end.first_post_ns) * S)
 
-    def _count_hits(self, end: ev.Ended) -> None:
+    def _count_hits(self, end: ev.HandoffEnded) -> None:
         counted, found = self._counted, end.found
         counted.prompt_tokens += end.prompt_tokens
         counted.device_hit_tokens += found.device_tokens

@@ -129,13 +129,13 @@ class PrefillRunner:
     def _do(self, action: ev.Action, now: int) -> None:
         if isinstance(action, m.TellRank):
             self._ranks[action.rank].send(action.message)
-        elif isinstance(action, ev.Pull):
+        elif isinstance(action, ev.FetchBlocks):
             assert self.puller is not None
             self.puller.pull(self.reporter.pulling(action.job, now))
         elif isinstance(action, ev.CancelPull):
             assert self.puller is not None
             self.puller.cancel_pull(action.ticket)
-        elif isinstance(action, ev.Ended):
+        elif isinstance(action, ev.HandoffEnded):
             self._ended(action, now)
         else:
             self._tell(action)
@@ -217,7 +217,7 @@ class PrefillRunner:
             case "renewed":
                 self.feed(ev.Renewed(handle, message.handoff_epoch, message.lease_ms))
             case "cancel":
-                self.feed(ev.Cancel(handle, message.reason))
+                self.feed(ev.HandoffCancelled(handle, message.reason))
 
     def _start(self, stream: HandoffStream, request: pb.StartPrefill) -> None:
         if request.handle in stream.handles:
@@ -251,7 +251,7 @@ class PrefillRunner:
         assert event is not None, action
         owner.stream.put(event)
 
-    def _ended(self, end: ev.Ended, now: int) -> None:
+    def _ended(self, end: ev.HandoffEnded, now: int) -> None:
         owner = self._owners.pop(end.handle)
         del owner.stream.handles[owner.handle]
         self.reporter.ended(end, owner.origin, now)

@@ -6,7 +6,7 @@
 It keeps these promises, whatever the order of events:
 
 - a page is held by every handoff that may still read or write it: it is released only when decode knows how the
-  handoff ended and neither load nor step nor push can touch it (Handoff.over);
+  handoff ended and neither load nor step nor push can touch it (PrefillHandoff.over);
 - an extent of the host segment has one writer, a pull or a copy, and is read only once it is sealed; nobody waits
   longer for a pull than its timeout, and what has not arrived is computed;
 - a pull that is planned for later begins when its request's turn comes, if that is sooner (or what it would bring is
@@ -34,7 +34,7 @@ from kvmesh.rpc.brain_shell import Tick
 from kvmesh.services.prefill import events as ev
 from kvmesh.services.prefill.checks import BrainConfig, refusal
 from kvmesh.services.prefill.compute_progress import ComputeProgress
-from kvmesh.services.prefill.handoff import Handoff, Phase
+from kvmesh.services.prefill.handoff import PrefillHandoff, PrefillPhase
 from kvmesh.services.prefill.handoff_table import HandoffTable
 from kvmesh.services.prefill.planner import Chunk, Planner, Wait
 from kvmesh.services.prefill.pushes import HandoffPushes
@@ -49,7 +49,7 @@ PATIENCE = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class PrefillLoad:
     """Tells what waits and runs now. `queued_tokens` are those still to be computed."""
 
     queued_requests: int
@@ -133,7 +133,7 @@ class PrefillState:
         return self._lives.blocks.pulls
 
     @property
-    def handoffs(self) -> dict[int, Handoff]:
+    def handoffs(self) -> dict[int, PrefillHandoff]:
         """The handoffs that have not ended, by handle. To be read only."""
         return self._lives.handoffs
 
@@ -141,14 +141,16 @@ class PrefillState:
         """When a Tick is due at the latest (monotonic ns); NEVER if nothing waits for the time."""
         return self._deadlines[0][0] if self._deadlines else NEVER
 
-    def load(self) -> Load:
+    def load(self) -> PrefillLoad:
         """Returns the load for heartbeats. Its cost is O(waiting requests)."""
         queued = sum(map(self._lives.expected_rest, self.planner.waiting))
         at_ranks = sum(step.tokens for step in self._steps.values())
-        return Load(
+        return PrefillLoad(
             queued_requests=len(self.planner.waiting),
             queued_tokens=queued + self.planner.unsubmitted_tokens + at_ranks,
-            running_requests=sum(h.phase in (Phase.COMPUTING, Phase.PUSHING) for h in self.handoffs.values()),
+            running_requests=sum(
+                h.phase in (PrefillPhase.COMPUTING, PrefillPhase.PUSHING) for h in self.handoffs.values()
+            ),
             free_pages=self.pool.free + self.cache.evictable,
         )
 
@@ -171,7 +173,7 @@ class PrefillState:
                 self._pushes.landing(event, now)
             case ev.Renewed():
                 self._pushes.renewed(event)
-            case ev.Cancel(handle, reason):
+            case ev.HandoffCancelled(handle, reason):
                 if handle in self.handoffs:
                     self._lives.abort(self.handoffs[handle], reason=reason)
             case ev.StreamBroken(stream):
@@ -208,7 +210,7 @@ class PrefillState:
 
     def _start(self, start: ev.Start, now: int) -> None:
         assert start.handle > 0 and start.handle not in self.handoffs, "handles are unique"
-        h = self.handoffs[start.handle] = Handoff(start, now, self.config.world)
+        h = self.handoffs[start.handle] = PrefillHandoff(start, now, self.config.world)
         error = refusal(start, self.config, self.pool.total) or self._no_room(start, now)
         if error is not None:
             self._lives.abort(h, error)
@@ -249,7 +251,7 @@ class PrefillState:
                 if h.pull_at_ns:
                     self._patience(self._lives.fetch(h))
             elif h is not None:
-                where = "in the prefill queue" if h.phase is Phase.QUEUED else "in prefill"
+                where = "in the prefill queue" if h.phase is PrefillPhase.QUEUED else "in prefill"
                 waited = (now - h.arrived_ns) // 1_000_000
                 self._lives.abort(h, DeadlinePassed(f"the deadline passed after {waited} ms {where}"))
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvmesh.config import ServiceConfig
+from kvmesh.config import ControlConfig
 from kvmesh.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoreConfig(ServiceConfig):
+class StoreConfig(ControlConfig):
     """Has the settings of one store master. Raises ConfigError naming the field when intervals do not fit together."""
 
     door_port: int = field(
@@ -22,22 +22,6 @@ class StoreConfig(ServiceConfig):
             "min": -1,
             "max": 65535,
         },
-    )
-    door_connections: int = field(
-        default=4096,
-        metadata={
-            "help": "Connections to the door at most, and no more than a quarter of the descriptors: the one that is "
-            "idle longest makes room.",
-            "min": 1,
-        },
-    )
-    door_frame_ms: int = field(
-        default=10_000,
-        metadata={"help": "A message that is not complete after so long ends its connection to the door.", "min": 1},
-    )
-    door_memory_mb: int = field(
-        default=16,
-        metadata={"help": "MiB of all messages that have begun to arrive by the door or wait there.", "min": 2},
     )
     max_announcements: int = field(
         default=4096,
@@ -114,13 +98,6 @@ class StoreConfig(ServiceConfig):
             "it, those of the first leader stand."
         },
     )
-    mesh: str = field(default="default", metadata={"help": "Name of the mesh in Redis, the same at all its masters."})
-    leader_lease_ms: int = field(
-        default=2000, metadata={"help": "A leader silent for longer is replaced, in ms.", "min": 100}
-    )
-    advertise: str = field(
-        default="", metadata={"help": "host:port at which others reach this master; empty: what it listens on."}
-    )
 
     def __post_init__(self) -> None:
         if self.heartbeat_interval_ms < 1:
@@ -141,25 +118,14 @@ class StoreConfig(ServiceConfig):
             ("hot_lookups", 0),
             ("max_names", 1),
             ("tombstone_s", 1),
-            ("door_connections", 1),
-            ("door_frame_ms", 1),
-            ("door_memory_mb", 2),
             ("max_announcements", 1),
         ):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least {least}", field=name)
-        if not self.mesh or not self.mesh.isprintable() or any(letter in " :" for letter in self.mesh):
-            raise ConfigError(f"mesh={self.mesh!r}: must be a name without spaces and colons", field="mesh")
-        if self.advertise not in ("", "auto") and (" " in self.advertise or ":" not in self.advertise):
-            raise ConfigError(f"advertise={self.advertise!r}: must be host:port, or auto", field="advertise")
-        if self.redis and not self.advertise and self.host in ("", "0.0.0.0", "::"):
-            text = f"advertise='': with redis, and listening on {self.host!r}, say at which host:port others reach this"
-            raise ConfigError(text, field="advertise")
+        self.check_control(redis=self.redis)
         if self.state_path and self.redis:
             text = f"state_path={self.state_path!r}: with redis everything is kept there; leave one of them out"
             raise ConfigError(text, field="state_path")
-        if self.leader_lease_ms < 100:
-            raise ConfigError(f"leader_lease_ms={self.leader_lease_ms}: must be at least 100", field="leader_lease_ms")
 
 
 # The settings that all masters of a mesh must decide by are kept in Redis, so that a new leader decides as the last

@@ -13,10 +13,11 @@ from kvmesh.errors import InvalidRequest, KvmeshError
 from kvmesh.kvcache.announce import MAX_KEYS, Announcement
 from kvmesh.kvcache.block_map import Verdict
 from kvmesh.kvcache.tiers import MARK, split_name
+from kvmesh.rpc.brain_shell import CaughtUp, Tick
 from kvmesh.rpc.pb.store_pb2 import StoreUsage
 
 
-class Role(Enum):
+class NodeRole(Enum):
     PREFILL = "prefill"
     DECODE = "decode"
     BOTH = "both"
@@ -24,13 +25,13 @@ class Role(Enum):
 
 
 @dataclass(frozen=True)
-class Member:
+class RegisteredNode:
     """Is one incarnation of one instance, as it introduced itself."""
 
     instance_id: str
     address: str
     incarnation: int
-    role: Role
+    role: NodeRole
     node_id: str
     store_id: str
 
@@ -45,10 +46,10 @@ class Change(Enum):
 
 
 @dataclass(frozen=True)
-class Join:
+class NodeJoined:
     """An incarnation begins. `removed_seq` is the last tombstone that this node, in any incarnation, has applied."""
 
-    member: Member
+    member: RegisteredNode
     removed_seq: int = 0
 
 
@@ -63,7 +64,7 @@ class Beat:
 
 
 @dataclass(frozen=True)
-class Leave:
+class NodeLeft:
     instance_id: str
     incarnation: int
 
@@ -73,20 +74,7 @@ class Announce:
     announcement: Announcement
 
 
-@dataclass(frozen=True)
-class CaughtUp:
-    """All messages that had arrived by `until` have been handled, so silence is judged up to that time. Before the
-    first such event silence is judged up to the present."""
-
-    until: float
-
-
-@dataclass(frozen=True)
-class Tick:
-    pass
-
-
-Event = Join | Beat | Leave | Announce | CaughtUp | Tick
+Event = NodeJoined | Beat | NodeLeft | Announce | CaughtUp | Tick
 
 
 # ── actions ───────────────────────────────────────────────────────────────────────────────────────
@@ -99,7 +87,7 @@ class Publish:
 
     seq: int
     change: Change
-    member: Member
+    member: RegisteredNode
 
 
 @dataclass(frozen=True)
@@ -124,13 +112,13 @@ class Heard:
 
 
 @dataclass(frozen=True)
-class Refuse:
+class RefuseCall:
     """The answer to the event is this error."""
 
     error: KvmeshError
 
 
-Action = Publish | Relay | Heard | Refuse
+Action = Publish | Relay | Heard | RefuseCall
 
 
 # ── what a member may say: bounds on every field, and the error that names the one which is wrong ─────
@@ -140,7 +128,7 @@ MAX_TEXT = 256
 MAX_PARTS = 4096
 
 
-def check_member(who: Member) -> InvalidRequest | None:
+def check_member(who: RegisteredNode) -> InvalidRequest | None:
     """Returns what is wrong with an introduction; None if nothing is."""
     texts = {
         "member.instance.instance_id": who.instance_id,

@@ -18,7 +18,7 @@ from kvmesh.leader.leadership import Leadership
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.rpc.terms import MAX_TERM
 from kvmesh.services.store.config import StoreConfig
-from kvmesh.services.store.domain import Role
+from kvmesh.services.store.domain import NodeRole
 from kvmesh.services.store.durable import Durable, Kept
 from kvmesh.services.store.orders import StoreOrderQueue
 from kvmesh.services.store.policy.store_policy import PolicyLimits
@@ -118,7 +118,7 @@ class LeaderSession:
         """Lets leases run out and sets gauges."""
         self.servicer.tick()
         roles = Counter(member.role for member in self.state.members)
-        for role in Role:
+        for role in NodeRole:
             names.STORE_MEMBERS.labels(role=role.value).set(roles[role])
         names.STORE_HEARTBEAT_AGE.set(self.state.longest_silence_s(self._clock()))
         names.STORE_HEARTBEAT_INTERVAL.set(self.state.pulse.interval_s)

@@ -89,7 +89,7 @@ class Master(runner.ServiceRunner):
             methods,
             config.door_port,
             names.STORE_DOOR_CALLS,
-            limits=FastPathLimits(config.door_connections, config.door_frame_ms / 1000, config.door_memory_mb << 20),
+            limits=FastPathLimits.of(config),
             queue=CallQueue(config.max_announcements, "max_announcements"),
             queued=("Announce", "Find", "Resolve"),
         )

@@ -8,13 +8,13 @@ from kvmesh.kvcache.announce import MAX_KEYS, Announcement
 from kvmesh.kvcache.tiers import MARK, Tier, split_name, store_name, tier_of
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import store_pb2 as pb
-from kvmesh.services.store.domain import Change, Member, Publish, Relay, Role
+from kvmesh.services.store.domain import Change, NodeRole, Publish, RegisteredNode, Relay
 
 _ROLES = {
-    pb_common.ROLE_PREFILL: Role.PREFILL,
-    pb_common.ROLE_DECODE: Role.DECODE,
-    pb_common.ROLE_BOTH: Role.BOTH,
-    pb_common.ROLE_POOL: Role.POOL,
+    pb_common.ROLE_PREFILL: NodeRole.PREFILL,
+    pb_common.ROLE_DECODE: NodeRole.DECODE,
+    pb_common.ROLE_BOTH: NodeRole.BOTH,
+    pb_common.ROLE_POOL: NodeRole.POOL,
 }
 _ROLES_OUT = {role: number for number, role in _ROLES.items()}
 _TIERS = ", ".join(f"{tier.value} ({tier.name})" for tier in Tier)
@@ -37,23 +37,23 @@ def packed_keys(field: str, packed: bytes, max_keys: int = MAX_KEYS) -> tuple[by
     return tuple(keys.split(packed))
 
 
-def member_in(member: pb.Member) -> Member:
+def member_in(member: pb.Member) -> RegisteredNode:
     """Returns the member of a message. Raises InvalidRequest for an unknown role; the brain checks the other fields."""
     role = _ROLES.get(member.role)
     if role is None:
         raise InvalidRequest.of("member.role", member.role, "must be prefill, decode, both or pool")
     ref = member.instance
-    return Member(ref.instance_id, ref.address, ref.incarnation, role, member.node_id, member.store_id)
+    return RegisteredNode(ref.instance_id, ref.address, ref.incarnation, role, member.node_id, member.store_id)
 
 
-def member_out(member: Member) -> pb.Member:
+def member_out(member: RegisteredNode) -> pb.Member:
     """The inverse of `member_in`."""
     return pb.Member(
         instance=ref_out(member), role=_ROLES_OUT[member.role], node_id=member.node_id, store_id=member.store_id
     )
 
 
-def ref_out(member: Member) -> pb_common.InstanceRef:
+def ref_out(member: RegisteredNode) -> pb_common.InstanceRef:
     """Returns the reference (id, address, incarnation) of a member."""
     return pb_common.InstanceRef(instance_id=member.instance_id, address=member.address, incarnation=member.incarnation)
 

@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 import grpc.aio
 
 from kvmesh.errors import KvmeshError
+from kvmesh.kvcache.tombstones import Tombstone
 from kvmesh.rpc import channels, status
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
 from kvmesh.services.store import mapping
-from kvmesh.services.store.domain import Member
+from kvmesh.services.store.domain import RegisteredNode
 from kvmesh.services.store.policy.copies import DiscardOrder, Order, PinOrder, PullOrder, TrimOrder
-from kvmesh.services.store.policy.tombstones import Tombstone
 from kvmesh.services.store.state import MasterState
 from kvmesh.telemetry import names
 
@@ -99,7 +99,7 @@ class StoreOrderQueue:
                 outcome.blocks += count
         return outcome
 
-    async def _remove_at(self, state: MasterState, member: Member, tombstone: Tombstone) -> int | None:
+    async def _remove_at(self, state: MasterState, member: RegisteredNode, tombstone: Tombstone) -> int | None:
         """Returns how many blocks the node removed; None if it could not be asked."""
         kept = state.policy.tombstones
         async with self._in_turn(member.instance_id):
@@ -157,7 +157,13 @@ class StoreOrderQueue:
         return await self._drop(state, trim.holder, keys, leased=True, pinned=trim.spare) if keys else frozenset()
 
     async def _drop(
-        self, state: MasterState, holder: Member, keys: tuple[bytes, ...], *, leased: bool = False, pinned: bool = False
+        self,
+        state: MasterState,
+        holder: RegisteredNode,
+        keys: tuple[bytes, ...],
+        *,
+        leased: bool = False,
+        pinned: bool = False,
     ) -> frozenset[bytes] | None:
         """Removes keys at a holder, but for those that are `leased` or `pinned`, where these are set."""
         request = pb.RemoveBlocksRequest(
@@ -172,7 +178,7 @@ class StoreOrderQueue:
         answer = await self.call(pin.holder, "Pin", request, ASK_S)
         return None if answer is None else _said(pin.keys, answer.done)
 
-    async def call(self, member: Member, method: str, request: Any, timeout_s: float) -> Any | None:
+    async def call(self, member: RegisteredNode, method: str, request: Any, timeout_s: float) -> Any | None:
         """Calls one method of a node. Returns None if the call failed, its turn did not come, or this master does not
         lead. Raises nothing but CancelledError."""
         turns = self._pulls if method == "Pull" else self._calls
@@ -187,7 +193,7 @@ class StoreOrderQueue:
         finally:
             turns.release()
 
-    async def _called(self, member: Member, method: str, request: Any, timeout_s: float) -> Any | None:
+    async def _called(self, member: RegisteredNode, method: str, request: Any, timeout_s: float) -> Any | None:
         async with self._channel(member.address) as channel:
             if not self._leads():
                 return None

@@ -14,6 +14,7 @@ from kvmesh.errors import InvalidRequest, KvmeshError, NotLeader, UnknownInstanc
 from kvmesh.kvcache.keys import KEY_BYTES, TAG_BYTES, split
 from kvmesh.kvcache.tiers import Tier, split_name
 from kvmesh.rpc import protocol
+from kvmesh.rpc.brain_shell import CaughtUp, Tick
 from kvmesh.rpc.call_queue import caught_up
 from kvmesh.rpc.fastpath.server import FastContext
 from kvmesh.rpc.pb import store_pb2 as pb
@@ -23,19 +24,17 @@ from kvmesh.services.store.domain import (
     MAX_TEXT,
     Announce,
     Beat,
-    CaughtUp,
     Event,
     Heard,
-    Join,
-    Leave,
+    NodeJoined,
+    NodeLeft,
     Publish,
-    Refuse,
+    RefuseCall,
     Relay,
-    Tick,
 )
 from kvmesh.services.store.durable import Durable
 from kvmesh.services.store.orders import StoreOrderQueue
-from kvmesh.services.store.policy.quotas import Quota
+from kvmesh.services.store.policy.quotas import TagQuota
 from kvmesh.services.store.policy.records import Write
 from kvmesh.services.store.policy.store_policy import MAX_GRANT
 from kvmesh.services.store.state import MasterState
@@ -146,7 +145,7 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
                     self._watchers.publish(action)
                 case Heard():
                     heard = action
-                case Refuse(error):
+                case RefuseCall(error):
                     refused = error
         if self._state.overdue and not self._ending_late:
             self._ending_late = True
@@ -173,7 +172,7 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
         member = request.member
         who = member.instance.instance_id or "a nameless instance"
         protocol.check(request.protocol_version, f"{who} at {member.instance.address}")
-        self._step(Join(mapping.member_in(member), request.removed_seq))
+        self._step(NodeJoined(mapping.member_in(member), request.removed_seq))
         pulse = self._state.pulse
         return pb.JoinResponse(
             heartbeat_interval_ms=pulse.interval_ms,
@@ -222,7 +221,7 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
 
     async def Leave(self, request: pb.LeaveRequest, context: Any) -> pb.LeaveResponse:  # noqa: N802
         """Ends a membership. It also succeeds for a node that is no member."""
-        self._step(Leave(request.instance.instance_id, request.instance.incarnation))
+        self._step(NodeLeft(request.instance.instance_id, request.instance.incarnation))
         return pb.LeaveResponse()
 
     async def ListMembers(self, request: pb.ListMembersRequest, context: Any) -> pb.ListMembersResponse:  # noqa: N802
@@ -491,7 +490,7 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
         name = text("quota.name", quota.name, MAX_QUOTA_NAME_BYTES)
         async with self._books:
             self._step(Tick())
-            await self._keep(self._state.policy.set_quota(Quota(quota.tag, quota.blocks, name)))
+            await self._keep(self._state.policy.set_quota(TagQuota(quota.tag, quota.blocks, name)))
         return pb.SetQuotaResponse()
 
     async def ListQuotas(self, request: pb.ListQuotasRequest, context: Any) -> pb.ListQuotasResponse:  # noqa: N802

@@ -16,6 +16,7 @@ from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.block_map import Verdict
 from kvmesh.kvcache.tiers import split_name, store_names
 from kvmesh.pacing import AnnouncementPacing, MembershipLease, Pacing, Pulse
+from kvmesh.rpc.brain_shell import CaughtUp, Tick
 from kvmesh.rpc.pb.store_pb2 import StoreStatus, StoreUsage
 from kvmesh.services.store.block_map import BlockDirectory
 from kvmesh.services.store.domain import (
@@ -23,18 +24,16 @@ from kvmesh.services.store.domain import (
     Action,
     Announce,
     Beat,
-    CaughtUp,
     Change,
     Event,
     Heard,
-    Join,
-    Leave,
-    Member,
+    NodeJoined,
+    NodeLeft,
+    NodeRole,
     Publish,
-    Refuse,
+    RefuseCall,
+    RegisteredNode,
     Relay,
-    Role,
-    Tick,
     check_announcement,
     check_member,
 )
@@ -48,7 +47,7 @@ MAX_ENDS = 64  # members that are ended in one step: about a millisecond, howeve
 
 @dataclass
 class _Life:
-    member: Member
+    member: RegisteredNode
     last_beat: float
     lease: MembershipLease
     usage: StoreUsage | None = None
@@ -116,11 +115,11 @@ class MasterState:
     # ── questions ────────────────────────────────────────────────────────────────────────────────────
 
     @property
-    def members(self) -> list[Member]:
+    def members(self) -> list[RegisteredNode]:
         """The members alive now, oldest first."""
         return [life.member for life in self._lives.values()]
 
-    def known(self, instance_id: str) -> tuple[Member, StoreUsage | None] | None:
+    def known(self, instance_id: str) -> tuple[RegisteredNode, StoreUsage | None] | None:
         """Returns a live member and what it last reported of its store; None if there is no such member."""
         life = self._lives.get(instance_id)
         return None if life is None else (life.member, life.usage)
@@ -150,7 +149,7 @@ class MasterState:
         """Returns the longest silence of any live member in seconds; 0 when there is none."""
         return max((now - life.last_beat for life in self._lives.values()), default=0.0)
 
-    def pools(self, asking: str) -> list[tuple[Member, int]]:
+    def pools(self, asking: str) -> list[tuple[RegisteredNode, int]]:
         """Returns the live pool nodes that reported room and do not drain, with their free bytes: the MAX_POOLS with
         most of it, `asking` itself never among them."""
         found = [
@@ -193,13 +192,13 @@ class MasterState:
         self._end_late(now, actions)
         self._end_if_late(event, now, actions)
         match event:
-            case Join(member):
+            case NodeJoined(member):
                 self._join(member, now, actions)
                 if (life := self._lives.get(member.instance_id)) is not None and life.member == member:
                     self.policy.joined(member, event.removed_seq)
             case Beat():
                 self._beat(event, now, actions)
-            case Leave(instance_id, incarnation):
+            case NodeLeft(instance_id, incarnation):
                 life = self._lives.get(instance_id)
                 if life is not None and life.member.incarnation == incarnation:
                     self._end(life, Change.LEFT, actions)
@@ -246,7 +245,7 @@ class MasterState:
     def _end_if_late(self, event: Event, now: float, actions: list[Action]) -> None:
         """Ends the member that sends this event after its lease, however many are to be ended before it."""
         match event:
-            case Join(member):
+            case NodeJoined(member):
                 name = member.instance_id
             case Beat(instance_id):
                 name = instance_id
@@ -258,13 +257,13 @@ class MasterState:
         if life is not None and self._is_late(life, now):
             self._end(life, Change.DIED, actions)
 
-    def _join(self, member: Member, now: float, actions: list[Action]) -> None:
+    def _join(self, member: RegisteredNode, now: float, actions: list[Action]) -> None:
         old = self._lives.get(member.instance_id)
         error: KvmeshError | None = check_member(member) or self._superseded(member)
         if error is None and old is None and len(self._lives) >= self._max_members:
             error = Overloaded(f"the store master knows {self._max_members} members: max_members", retry_after_ms=1000)
         if error is not None:
-            actions.append(Refuse(error))
+            actions.append(RefuseCall(error))
             return
         if old is not None and old.member == member:
             old.last_beat = now
@@ -278,12 +277,12 @@ class MasterState:
                 if len(self._replaced) > MAX_REPLACED:
                     self._replaced.popitem(last=False)
         self._lives[member.instance_id] = life = _Life(member, now, MembershipLease(self.pulse))
-        if member.role is Role.POOL:
+        if member.role is NodeRole.POOL:
             self._pools[member.instance_id] = life
         self._begin_lease(life)
         self._publish(Change.JOINED, member, actions)
 
-    def _superseded(self, member: Member) -> KvmeshError | None:
+    def _superseded(self, member: RegisteredNode) -> KvmeshError | None:
         """Refuses an incarnation that a later one has replaced: else two processes under one name would take it from
         each other for ever."""
         if (member.instance_id, member.incarnation) not in self._replaced:
@@ -310,7 +309,7 @@ class MasterState:
         if error is None and self._living(owner, said.incarnation, "announcement.store_id", actions) is None:
             return
         if error is not None:
-            actions.append(Refuse(error))
+            actions.append(RefuseCall(error))
             return
         allowed = self.policy.take_announcement(said)
         bounded = self.blocks.bounded(allowed)
@@ -330,7 +329,7 @@ class MasterState:
             return life
         shown = instance_id if len(instance_id) <= MAX_TEXT else instance_id[:MAX_TEXT] + "..."
         text = f"{field}={shown!r} incarnation={incarnation}: is no member, join again"
-        actions.append(Refuse(UnknownInstance(text, field=field)))
+        actions.append(RefuseCall(UnknownInstance(text, field=field)))
         return None
 
     def _end(self, life: _Life, change: Change, actions: list[Action]) -> None:
@@ -342,7 +341,7 @@ class MasterState:
         self.policy.ended(life.member.instance_id, self._stepped_at or 0.0)
         self._publish(change, life.member, actions)
 
-    def _publish(self, change: Change, member: Member, actions: list[Action]) -> None:
+    def _publish(self, change: Change, member: RegisteredNode, actions: list[Action]) -> None:
         self.seq += 1
         self.membership += 1
         actions.append(Publish(self.seq, change, member))

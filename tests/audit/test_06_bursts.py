@@ -11,14 +11,14 @@ import pytest
 
 from kvmesh.errors import Overloaded
 from kvmesh.rpc import channels
+from kvmesh.rpc.brain_shell import CaughtUp, Tick
 from kvmesh.rpc.call_queue import caught_up
 from kvmesh.rpc.fastpath import frames
 from kvmesh.rpc.pb import doors_pb2, doors_pb2_grpc
-from kvmesh.services.conductor.domain import CaughtUp, Role
+from kvmesh.services.conductor.domain import Role
 from kvmesh.services.conductor.state import ConductorState
 from kvmesh.services.gateway.concurrency import AnswerRoom, PlacementRoom
-from kvmesh.services.store.domain import Beat, Join, Tick
-from kvmesh.services.store.domain import CaughtUp as StoreCaughtUp
+from kvmesh.services.store.domain import Beat, NodeJoined
 from kvmesh.services.store.state import MasterState
 from tests.conductor.test_service import Mesh, beat, meshed, scheduling
 from tests.store.test_state import member
@@ -97,12 +97,12 @@ def test_a_member_that_waits_to_be_heard_is_not_dead() -> None:
     """Store master: a beat that is read late belongs to a living member."""
     state = MasterState(lease_s=1.5, stall_s=1e9)
     joined = member("p0")
-    state.step(Join(joined), 10.0)
-    state.step(StoreCaughtUp(10.0), 10.0)
+    state.step(NodeJoined(joined), 10.0)
+    state.step(CaughtUp(10.0), 10.0)
     state.step(Tick(), 15.0)
     state.step(Beat(joined.instance_id, joined.incarnation), 15.0)
     assert state.lives(joined.instance_id, joined.incarnation)
-    state.step(StoreCaughtUp(20.0), 20.1)
+    state.step(CaughtUp(20.0), 20.1)
     assert not state.lives(joined.instance_id, joined.incarnation)
 
 

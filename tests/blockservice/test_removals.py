@@ -14,9 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvmesh.blockservice import removal_applier
 from kvmesh.blockservice.partitions import OnePartition, Partition
 from kvmesh.blockservice.removal_applier import FILE, RemovalApplier
-from kvmesh.blockservice.removals import NotHere, Removals, Tombstone
+from kvmesh.blockservice.removals import NotHere, Removals
 from kvmesh.errors import ConfigError, Unavailable
 from kvmesh.kvcache.node_store import NodeStore
+from kvmesh.kvcache.tombstones import Tombstone
 from kvmesh.rpc.pb import store_pb2 as pb_store
 from tests.support.nodes import keys_of
 

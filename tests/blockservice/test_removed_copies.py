@@ -17,8 +17,9 @@ from hypothesis.stateful import (
 )
 
 from kvmesh.blockservice import removals
-from kvmesh.blockservice.removals import Remembered, Removals, Tombstone
+from kvmesh.blockservice.removals import Remembered, Removals
 from kvmesh.kvcache.node_store import NodeStore
+from kvmesh.kvcache.tombstones import Tombstone
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from tests.support.nodes import LAYOUT, SHARD, bench, keys_of, node, stub
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvmesh.errors import RequestCancelled
 from kvmesh.ranks import protocol as m
 from kvmesh.services.decode import events as e
-from kvmesh.services.decode.events import Phase, Place
+from kvmesh.services.decode.events import LandingPlace, Phase
 from kvmesh.services.decode.handoff import Handoff
 from kvmesh.services.decode.limits import NS_PER_MS, Limits, RankShape, Shape
 
@@ -30,10 +30,10 @@ def machine(max_tokens: int = 4) -> Handoff:
     return h
 
 
-def landed(place: Place = Place.PAGES) -> Handoff:
+def landed(place: LandingPlace = LandingPlace.PAGES) -> Handoff:
     h = machine()
     opened = h.step(e.Land(5, place, [3, 4], tuple(PAIRS)), NOW)
-    offsets = (30, 40) if place is Place.PAGES else (1030, 1040)
+    offsets = (30, 40) if place is LandingPlace.PAGES else (1030, 1040)
     assert opened == [m.TellRank(rank, m.OpenWindow(peer, 5, offsets)) for rank, peer in PAIRS]
     return h
 
@@ -48,7 +48,7 @@ def test_the_writer_is_told_after_the_last_window() -> None:
 def test_the_lease_told_makes_up_for_the_wait_for_a_landing() -> None:
     h = machine()
     late = NOW + 3_000 * NS_PER_MS
-    h.step(e.Land(5, Place.PAGES, [3, 4], ((0, "p0"), (1, "p0"))), late)
+    h.step(e.Land(5, LandingPlace.PAGES, [3, 4], ((0, "p0"), (1, "p0"))), late)
     h.step(m.FromRank(0, m.WindowOpened("p0", 5)), late)
     assert h.step(m.FromRank(1, m.WindowOpened("p0", 5)), late) == [e.TellLanding(0, 1, 5, 7_500, LANDING)]
 
@@ -74,11 +74,11 @@ def test_ready_needs_every_end_mark_and_every_fence() -> None:
 
 
 def test_a_copy_is_done_when_every_rank_has_copied() -> None:
-    h = landed(Place.EXTENTS)
+    h = landed(LandingPlace.EXTENTS)
     filled(h)
     for rank, peer in PAIRS:
         h.step(m.FromRank(rank, m.Fenced(peer, 5)), NOW)
-    assert h.step(e.Load([1, 2]), NOW) == both(m.CopyIn(1, (3, 4), (1, 2)))
+    assert h.step(e.LoadExtents([1, 2]), NOW) == both(m.CopyIn(1, (3, 4), (1, 2)))
     assert h.step(m.FromRank(0, m.Copied(1, True, 1, 2)), NOW) == []
     assert h.step(m.FromRank(0, m.Copied(1, True, 1, 2)), NOW) == []  # the same rank twice is not two ranks
     join = m.Join(1, (1, 2), 20, 42, 0, 4, 0, (), e.GREEDY)

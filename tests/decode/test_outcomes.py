@@ -87,7 +87,7 @@ def test_a_preempted_row_counts_the_time_it_was_out() -> None:
     h.step(e.Preempt([3]), 41 * MS)
     h.step(m.FromRank(0, m.Left(1)), 42 * MS)
     h.step(m.FromRank(0, m.Copied(1, False, 43 * MS, 44 * MS)), 44 * MS)
-    h.step(e.Load([5, 6]), 500 * MS)
+    h.step(e.LoadExtents([5, 6]), 500 * MS)
     h.step(m.FromRank(0, m.Copied(1, True, 501 * MS, 502 * MS)), 502 * MS)
     assert h.phase is e.Phase.RUNNING, h.phase
     assert h.token(9, 2, 540 * MS)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmesh.engine.attention.backend import Span
+from kvmesh.engine.attention.backend import TokenSpan
 from kvmesh.engine.attention.choice import make_backend
 from kvmesh.engine.attention.native_backend import NativeAttention
 from kvmesh.engine.attention.torch_backend import TorchAttention
@@ -137,7 +137,7 @@ def test_native_answers_do_not_depend_on_the_batch_the_chunks_or_the_threads() -
         chunks, rows = [], []
         for to in [*cuts, 700]:
             beside = ([other.pages], [other.done]) if with_a_row else ([], [])
-            plan = bench.backend.plan_mixed(*beside, [Span(at, to - at, own.pages)])
+            plan = bench.backend.plan_mixed(*beside, [TokenSpan(at, to - at, own.pages)])
             step = torch.cat((qkv[:1], qkv[at:to])) if with_a_row else qkv[at:to]
             plan.write(0, step)
             out = plan.attend(0, step)

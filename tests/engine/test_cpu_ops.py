@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from kvmesh.engine import ops
-from kvmesh.engine.attention.backend import Span
+from kvmesh.engine.attention.backend import TokenSpan
 from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.config_rope import RopeConfig
 from kvmesh.engine.cpu import native
@@ -213,7 +213,7 @@ def test_bf16_logits_near_the_reference(tmp_path: Path, tied: bool, monkeypatch:
         pages = pages_over(bytearray(layout.shard_bytes * 8), layout, 8, dtype)
         runner = Runner(checkpoint, dtype, "cpu", 16, pages)
         with torch.inference_mode():
-            step = runner.attention.plan_prefill([Span(0, 40, (3, 1, 2))])
+            step = runner.attention.plan_prefill([TokenSpan(0, 40, (3, 1, 2))])
 
             def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
                 step.write(layer, qkv)

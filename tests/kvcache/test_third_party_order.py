@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     install(FILES, tmp_path, broken)
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
-    monkeypatch.setattr(ORDERS, "_loaded", {})
+    monkeypatch.delitem(sys.modules, "few_uses", raising=False)
+    monkeypatch.delitem(sys.modules, "broken_orders", raising=False)
     return tmp_path
 
 

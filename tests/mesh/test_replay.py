@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvmesh.sim.workloads import trace
-from kvmesh.testing.offline_pool import Hit, OfflinePool, PoolConfig
+from kvmesh.testing.offline_pool import Hit, OfflinePool, OfflinePoolConfig
 from tests.support.mesh.harness import Running, running_mesh
 from tests.support.paths import ROOT
 
@@ -43,12 +43,12 @@ async def replayed(running: Running) -> dict[str, Any]:
 
 
 def slice_of(context: int) -> list[trace.Made]:
-    shape = trace.Shape(scale=Fraction(1, 32), context_tokens=context, max_output=ANSWER)
+    shape = trace.TraceShape(scale=Fraction(1, 32), context_tokens=context, max_output=ANSWER)
     return trace.fit(trace.between(trace.read(TRACE), count=REQUESTS), shape).made
 
 
 def offline(prefills: Mapping[str, tuple[int, int]], decodes: Mapping[str, int], context: int = 2048) -> list[Hit]:
-    pool = OfflinePool(PoolConfig(prefills=prefills, decodes=decodes, block_tokens=BLOCK))
+    pool = OfflinePool(OfflinePoolConfig(prefills=prefills, decodes=decodes, block_tokens=BLOCK))
     maker = trace.TokenMaker(512)
     names = [*prefills], [*decodes]
     return [

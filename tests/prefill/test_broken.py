@@ -12,7 +12,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from kvmesh.kvcache.sources import Pulled
 from kvmesh.ranks import protocol as m
 from kvmesh.services.prefill.blocks import SharedBlocks
-from kvmesh.services.prefill.handoff import Handoff
+from kvmesh.services.prefill.handoff import PrefillHandoff
 from kvmesh.services.prefill.handoff_table import HandoffTable
 from kvmesh.services.prefill.planner import Wait
 from tests.prefill.test_machine import Machine
@@ -33,7 +33,7 @@ def pushes_before_the_load(patch: pytest.MonkeyPatch) -> None:
 def waits_for_ever(patch: pytest.MonkeyPatch) -> None:
     """A pull that does not end is waited for whatever its timeout."""
 
-    def broken(self: SharedBlocks, h: Handoff, key: bytes | None = None) -> bool:
+    def broken(self: SharedBlocks, h: PrefillHandoff, key: bytes | None = None) -> bool:
         return bool(h.pulls)
 
     patch.setattr(SharedBlocks, "waits", broken)
@@ -51,7 +51,7 @@ def seals_what_did_not_arrive(patch: pytest.MonkeyPatch) -> None:
 def forgets_what_it_pinned(patch: pytest.MonkeyPatch) -> None:
     leave = SharedBlocks.leave
 
-    def broken(self: SharedBlocks, h: Handoff, *, cancel: bool) -> None:
+    def broken(self: SharedBlocks, h: PrefillHandoff, *, cancel: bool) -> None:
         if cancel:
             h.pinned = []
         leave(self, h, cancel=cancel)

@@ -27,11 +27,11 @@ def start(handle: int, tokens: int) -> ev.Start:
 def test_prompts_of_one_step_and_chunks_between_others() -> None:
     """Two short prompts share a step; a long one takes several, with steps of others between."""
     state = make_state(block=BLOCK, chunk=8, batch=16, long=8, pages=64, context=1000)
-    ends: dict[int, ev.Ended] = {}
+    ends: dict[int, ev.HandoffEnded] = {}
     steps: list[m.PrefillStep] = []
 
     def take(actions: list[ev.Action]) -> None:
-        ends.update({a.handle: a for a in actions if isinstance(a, ev.Ended)})
+        ends.update({a.handle: a for a in actions if isinstance(a, ev.HandoffEnded)})
         steps.extend(a.message for a in actions if isinstance(a, m.TellRank) and isinstance(a.message, m.PrefillStep))
 
     long = 3 * state.config.plan.prefill_chunk_tokens

@@ -96,8 +96,8 @@ def test_what_was_removed_meanwhile_is_not_fetched() -> None:
     tokens, keys = prompt("abcd+1", 4)
     hints = (PullRange("A", "A:1", 1, 0, 4),)
     start = ev.Start(2, 1, "r2", tokens, keys, m.Sampling(0.0, 1.0, 0, 0), pulls=hints, pull_at_ns=BOOT_NS + 30 * MS)
-    assert not [a for a in state.step(start, BOOT_NS) if isinstance(a, ev.Pull)]
+    assert not [a for a in state.step(start, BOOT_NS) if isinstance(a, ev.FetchBlocks)]
     state.step(NotHere(frozenset({keys[2]})), BOOT_NS)
-    (pull,) = [a for a in state.step(Tick(), BOOT_NS + 30 * MS) if isinstance(a, ev.Pull)]
+    (pull,) = [a for a in state.step(Tick(), BOOT_NS + 30 * MS) if isinstance(a, ev.FetchBlocks)]
     assert pull.job.keys == tuple(keys[:2])
     state.check_integrity()

@@ -43,7 +43,7 @@ def test_its_own_tier_is_read_up_to_where_it_pays(until: int | None, hinted: int
     state.lower = Below(keys)
     hints = (PullRange("other", "other:1", 1, 0, hinted),) if hinted else ()
     start = ev.Start(1, 1, "r", tokens, keys, m.Sampling(0.0, 1.0, 0, 0), pulls=hints, load_until=until)
-    jobs = [action.job for action in state.step(start, BOOT_NS) if isinstance(action, ev.Pull)]
+    jobs = [action.job for action in state.step(start, BOOT_NS) if isinstance(action, ev.FetchBlocks)]
     assert [list(job.blocks) for job in jobs] == ([read] if read else [])
 
 

@@ -18,7 +18,7 @@ from kvmesh.kvcache.sources import PullRange
 from kvmesh.ranks import protocol as m
 from kvmesh.rpc.brain_shell import Tick
 from kvmesh.services.prefill import events as ev
-from kvmesh.services.prefill.handoff import Phase
+from kvmesh.services.prefill.handoff import PrefillPhase
 from tests.support.prefill.pool_model import BLOCK, PATIENCE_MS, Copy, SharedPool
 from tests.support.prefill.script import MS, prompt
 
@@ -31,7 +31,7 @@ class Life:
 
     start: ev.Start
     said: list[ev.Action] = field(default_factory=list)
-    ended: ev.Ended | None = None
+    ended: ev.HandoffEnded | None = None
     cancelled: bool = False
     landed: bool = False
 
@@ -68,7 +68,7 @@ class Machine(SharedPool):
             if isinstance(action, m.TellRank):
                 self.at_rank(action.message)
                 continue
-            if isinstance(action, ev.Pull):
+            if isinstance(action, ev.FetchBlocks):
                 self.pull_begins(action.job)
                 continue
             if isinstance(action, ev.CancelPull):
@@ -77,7 +77,7 @@ class Machine(SharedPool):
                 continue
             life = self.lives[action.handle]
             assert life.ended is None, f"{action} after the end"
-            if isinstance(action, ev.Ended):
+            if isinstance(action, ev.HandoffEnded):
                 life.ended = action
                 assert life.finished or life.start.stream in self.broken, "ended, and decode does not know how"
                 continue
@@ -199,7 +199,7 @@ class Machine(SharedPool):
     def cancel(self, data: st.DataObject) -> None:
         handle = data.draw(st.sampled_from(self.open()))
         self.lives[handle].cancelled = True
-        self.step(ev.Cancel(handle, "not wanted"))
+        self.step(ev.HandoffCancelled(handle, "not wanted"))
 
     @precondition(lambda self: len(self.broken) < 2)
     @rule(stream=st.integers(1, 3))
@@ -342,7 +342,7 @@ class Machine(SharedPool):
 
     @invariant()
     def the_rank_is_busy_while_anything_can_run(self) -> None:
-        ready = [h for h in self.state.handoffs.values() if h.phase is Phase.QUEUED]
+        ready = [h for h in self.state.handoffs.values() if h.phase is PrefillPhase.QUEUED]
         patient = self.now < max((h.patient_until_ns for h in ready), default=0)
         if ready and not self.inbox and not self.outbox and not self.lost and not (patient and self.jobs):
             held = [h for h in self.state.handoffs.values() if h.pages]
@@ -353,9 +353,11 @@ class Machine(SharedPool):
         """Its time is to come, it holds nothing, and a timer is set."""
         for h in self.state.handoffs.values():
             if h.pull_at_ns:
-                assert h.phase is Phase.QUEUED and h.start.request_id not in {j.request_id for j in self.jobs.values()}
+                assert h.phase is PrefillPhase.QUEUED and h.start.request_id not in {
+                    j.request_id for j in self.jobs.values()
+                }
                 assert self.now < h.pull_at_ns and self.state.next_due() <= h.pull_at_ns
-            if h.phase is Phase.QUEUED:  # its own pull begins once, after that it waits as long as others do
+            if h.phase is PrefillPhase.QUEUED:  # its own pull begins once, after that it waits as long as others do
                 begun = h.arrived_ns if not h.start.pull_at_ns else h.start.pull_at_ns + MS * 800
                 assert h.patient_until_ns <= begun + PATIENCE_MS * MS, "it might wait for ever"
 

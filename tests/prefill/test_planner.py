@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvmesh.services.prefill.planner import PlanConfig, Planner, Wait, WaitingPrompts, chunk_end
-from kvmesh.services.prefill.state import Load, PrefillState
+from kvmesh.services.prefill.state import PrefillLoad, PrefillState
 from tests.support.prefill.script import Player, make_state
 
 CONFIG = PlanConfig(
@@ -177,7 +177,7 @@ def test_a_storm_of_refusals_counts_the_line_once(monkeypatch: pytest.MonkeyPatc
     counted: list[int] = []
     load = PrefillState.load
 
-    def counting(self: PrefillState) -> Load:
+    def counting(self: PrefillState) -> PrefillLoad:
         counted.append(1)
         return load(self)
 

@@ -61,7 +61,7 @@ def test_a_step_that_is_under_way(gone: NotHere, kept: int) -> None:
     remove(state, gone)
     assert sealed_by(state, done(step)) == list(KEYS[:kept])
     assert sorted(state.cache.keys()) == sorted(KEYS[:kept])
-    state.step(ev.Cancel(1, "no more"), BOOT_NS)
+    state.step(ev.HandoffCancelled(1, "no more"), BOOT_NS)
     _, step = start(state, 2)
     assert step.items[0].start == kept * 4, "computed anew"
     assert sealed_by(state, done(step)) == list(KEYS[kept:])
@@ -70,7 +70,7 @@ def test_a_step_that_is_under_way(gone: NotHere, kept: int) -> None:
 def test_what_lies_in_pages_is_not_matched_any_more() -> None:
     state = make_state(extents=16, chunk=64)
     assert sealed_by(state, done(start(state, 1)[1])) == list(KEYS)
-    state.step(ev.Cancel(1, "no more"), BOOT_NS)
+    state.step(ev.HandoffCancelled(1, "no more"), BOOT_NS)
     remove(state, NotHere(frozenset({KEYS[1]})))
     assert state.cache.keys() == [KEYS[0]] and sorted(state.store.keys()) == [KEYS[0], *KEYS[2:]]
     _, step = start(state, 2)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from kvmesh.engine.attention.backend import AttentionBackend
 from kvmesh.engine.attention.choice import make_backend
-from kvmesh.engine.attention.torch_backend import DecodeBatch as TorchPlan
 from kvmesh.engine.attention.torch_backend import TorchAttention
+from kvmesh.engine.attention.torch_backend import TorchDecodePlan as TorchPlan
 from kvmesh.engine.batch import Chosen, DecodeBatch, SampledToken, SampleParams
 from kvmesh.engine.config import AttentionSpec
 from kvmesh.ranks import protocol as m

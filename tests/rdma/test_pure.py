@@ -168,9 +168,9 @@ def test_messages_come_back_as_they_went() -> None:
     asked = [
         protocol.Connect(1, "a", "b", "::1", 2, 3, "::2", 0, 5, 16),
         protocol.Reset(2, "a", 9),
-        protocol.Admit(3, 1 << 63),
+        protocol.AdmitEpoch(3, 1 << 63),
         protocol.Released(4, 5),
-        protocol.Keys(6, 4096),
+        protocol.AskKeys(6, 4096),
         protocol.Notify(7, 1, 2, 3, b"payload"),
         protocol.Checksum(8, (1, 2), (3, 4)),
         protocol.Landed(9, 10),

@@ -23,7 +23,7 @@ from kvmesh.sim.changes import (
     changes_of,
     noticed,
 )
-from kvmesh.sim.config import Mode, SimConfig
+from kvmesh.sim.config import MeshMode, SimConfig
 from kvmesh.sim.host import HostModel
 from kvmesh.sim.report.records import DONE, FAILED, REFUSED, Record
 from kvmesh.sim.workloads.workload import SimRequest
@@ -332,7 +332,7 @@ def test_what_cannot_happen_is_named(changes: dict[str, object], text: str) -> N
 
 def test_coupled_instances_stay_as_they_are() -> None:
     with pytest.raises(ConfigError, match=r"noise=0.1: must be left alone in mode coupled-chunked"):
-        coupled(Mode.COUPLED_CHUNKED, noise=0.1)
+        coupled(MeshMode.COUPLED_CHUNKED, noise=0.1)
 
 
 def test_no_column_of_a_table_tells_more_than_before() -> None:

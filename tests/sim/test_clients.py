@@ -14,8 +14,8 @@ from kvmesh.services.conductor.settings import Settings
 from kvmesh.sim.report.records import DONE, Record, RetryWait
 from kvmesh.sim.report.summary import Summary
 from kvmesh.sim.run import run
-from kvmesh.sim.workloads.sessions import SessionConfig, Sessions
-from kvmesh.sim.workloads.synthetic import Lengths, SyntheticConfig, synthetic
+from kvmesh.sim.workloads.sessions import SessionClients, SessionConfig
+from kvmesh.sim.workloads.synthetic import LengthDistribution, SyntheticConfig, synthetic
 from kvmesh.sim.workloads.workload import Clients, ClosedLoop, SimRequest
 from tests.support.sim.fleets import BLOCK, Linear, mesh, node, request
 
@@ -58,15 +58,15 @@ SMALL = SessionConfig(
     think_s=0.5,
     block_tokens=BLOCK,
     applications=2,
-    system=Lengths(100, 0.0),
-    user=Lengths(40, 0.5),
-    output=Lengths(30, 0.5),
+    system=LengthDistribution(100, 0.0),
+    user=LengthDistribution(40, 0.5),
+    output=LengthDistribution(30, 0.5),
 )
 
 
 def turns(config: SessionConfig, seed: int = 0) -> dict[int, list[SimRequest]]:
     """By session; each answered as soon as it is asked."""
-    sessions = Sessions(config, seed)
+    sessions = SessionClients(config, seed)
     found: dict[int, list[SimRequest]] = {}
     for one in sessions.first():
         asked: SimRequest | None = one
@@ -80,8 +80,8 @@ def turns(config: SessionConfig, seed: int = 0) -> dict[int, list[SimRequest]]:
 @given(st.integers(1, 64), st.integers(0, 99))
 def test_every_prompt_holds_what_was_said_before(block: int, seed: int) -> None:
     config = SessionConfig(
-        sessions=5, turns=4, block_tokens=block, applications=2, system=Lengths(100, 0.0), user=Lengths(40, 1.0),
-        output=Lengths(30, 1.0),
+        sessions=5, turns=4, block_tokens=block, applications=2, system=LengthDistribution(100, 0.0),
+        user=LengthDistribution(40, 1.0), output=LengthDistribution(30, 1.0),
     )  # fmt: skip
     found = turns(config, seed)
     assert [len(one) for one in found.values()] == [4] * 5
@@ -102,7 +102,7 @@ def test_every_prompt_holds_what_was_said_before(block: int, seed: int) -> None:
 
 
 def test_a_turn_comes_when_the_last_answer_was_read() -> None:
-    records = served(Sessions(SMALL), prefills=2, decodes=2)
+    records = served(SessionClients(SMALL), prefills=2, decodes=2)
     assert {one.outcome for one in records} == {DONE} and len(records) == 20
     by_index = {one.index: one for one in records}
     assert [by_index[4 * n].at_s for n in range(5)] == pytest.approx([0.4 * n for n in range(5)])
@@ -111,7 +111,7 @@ def test_a_turn_comes_when_the_last_answer_was_read() -> None:
 
 
 def test_a_session_without_an_answer_is_over() -> None:
-    records = served(Sessions(SMALL), spec=node(kv_tokens=240, dram_tokens=4096))
+    records = served(SessionClients(SMALL), spec=node(kv_tokens=240, dram_tokens=4096))
     ends = {one.index: one.outcome for one in records}
     short = [n for n in range(5) if any(ends.get(4 * n + at) != DONE for at in range(4))]
     assert short, "some are too long for the pages"
@@ -126,7 +126,7 @@ def test_decode_keeps_answers_that_somebody_may_ask_for() -> None:
     summary = Summary()
     fast = node(nic_bytes_per_s=1e12)
     sink: list[Record] = []
-    run(mesh(1, 1, fast), Sessions(SMALL), sink=lambda one: (summary.add(one), sink.append(one))[0])
+    run(mesh(1, 1, fast), SessionClients(SMALL), sink=lambda one: (summary.add(one), sink.append(one))[0])
     assert summary.left_cached == 1
     later = [one for one in sink if one.index % 4]
     assert all(one.cached_tokens >= one.left_tokens for one in later)
@@ -141,7 +141,7 @@ def test_decode_keeps_answers_that_somebody_may_ask_for() -> None:
         ({"sessions": 0}, "sessions=0: must be at least 1"),
         ({"turns": 0}, "turns=0: must be at least 1"),
         ({"think_s": -1.0}, "think_s=-1: must be at least 0"),
-        ({"user": Lengths(0)}, "user=0:1:128000: must be a mean"),
+        ({"user": LengthDistribution(0)}, "user=0:1:128000: must be a mean"),
         ({"sessions": 10_000, "turns": 10_000}, "sessions=10000x10000: must be at most"),
     ],
 )

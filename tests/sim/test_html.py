@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvmesh.sim.report import html
 from kvmesh.sim.report.plots import HEIGHT, WIDTH, Chart, Line, draw, log_ticks, nice_ticks, number
-from kvmesh.sim.report.records import REFUSED, PoolSample, Record, Sample
+from kvmesh.sim.report.records import REFUSED, MeshSample, PoolSample, Record
 from kvmesh.sim.report.summary import Summary
 from tests.support.sim.records import done
 
@@ -46,7 +46,7 @@ def run(name: str = "run", rate: float = 1.0, **sweep: str) -> dict[str, Any]:
         at_s = index / rate
         summary.add(done(index, at_s=at_s, ttft_s=0.1 * (1 + index % 7) * rate, cached_tokens=index * 10))
         summary.sample(
-            Sample(at_s, {"prefill": PoolSample(8, 2, 3, load=0.5), "decode": PoolSample(8, 0, 9, load=0.2)})
+            MeshSample(at_s, {"prefill": PoolSample(8, 2, 3, load=0.5), "decode": PoolSample(8, 0, 9, load=0.2)})
         )
     summary.add(Record(50, "r50", 50 / rate, 10, 1, outcome=REFUSED, reason="tbt<&"))
     return {"name": name, "sweep": sweep, "setup": {"model": "<m>", "prefill": 8}, "summary": summary.to_json()}

@@ -10,7 +10,7 @@ from kvmesh.services.conductor.domain import Replicate, Role, SwitchRole
 from kvmesh.services.conductor.settings import AdmissionSettings, Mode
 from kvmesh.sim.cluster import Cluster
 from kvmesh.sim.loop import Loop
-from kvmesh.sim.report.records import DONE, REFUSED, Record, Sample
+from kvmesh.sim.report.records import DONE, REFUSED, MeshSample, Record
 from kvmesh.sim.run import run
 from tests.support.sim.fleets import BLOCK, NEVER_REFUSE, mesh, node, request, served
 
@@ -92,7 +92,7 @@ def test_roles_follow_a_load_that_needs_them() -> None:
     conductor = replace(NEVER_REFUSE, balance=balance, slo_tbt_s=0.03, slo_ttft_s=5.0)
     roomy = node(kv_tokens=65536, dram_tokens=1 << 20)
     config = mesh(4, 1, roomy, conductor=conductor, orders=True)
-    samples: list[Sample] = []
+    samples: list[MeshSample] = []
     summary = run(config, [request(n, 0.1 * n, 64, 300) for n in range(900)], samples=samples.append)
     assert summary.outcomes == {DONE: 900}
     assert samples[-1].pools["decode"].instances > 1
@@ -106,7 +106,7 @@ def test_who_is_to_keep_its_role_keeps_it() -> None:
     asked = [request(n, 0.05 * n, 1600, 2) for n in range(2400)]
     left = {}
     for kept in (0, 3):
-        samples: list[Sample] = []
+        samples: list[MeshSample] = []
         config = mesh(1, 5, node(dram_tokens=1 << 20), conductor=conductor, orders=True, kept_decodes=kept)
         run(config, asked, samples=samples.append)
         left[kept] = min(sample.pools["decode"].instances for sample in samples)

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from kvmesh.sim.report import perfetto
 from kvmesh.sim.report.perfetto import PerfettoTrace
-from kvmesh.sim.report.records import REFUSED, PoolSample, Record, Sample
+from kvmesh.sim.report.records import REFUSED, MeshSample, PoolSample, Record
 from tests.support.sim.records import done
 
 Event = dict[str, Any]
 
 
-def written(records: list[Record], samples: list[Sample] = [], most: int = 1000) -> list[Event]:  # noqa: B006
+def written(records: list[Record], samples: list[MeshSample] = [], most: int = 1000) -> list[Event]:  # noqa: B006
     file = io.BytesIO()
     trace = PerfettoTrace(file, most)
     for record in records:
@@ -87,7 +87,7 @@ def test_an_arrow_leads_from_prefill_to_decode() -> None:
 
 def test_refusals_and_pools_stand_at_the_conductor() -> None:
     refused = Record(7, "r7", 1.5, 10, 1, outcome=REFUSED, reason="tbt")
-    events = written([refused], [Sample(2.0, {"prefill": PoolSample(queued=4, running=2, load=0.5)})])
+    events = written([refused], [MeshSample(2.0, {"prefill": PoolSample(queued=4, running=2, load=0.5)})])
     mark = next(one for one in events if one["ph"] == "i")
     assert (mark["name"], mark["ts"], mark["s"], names(events)[mark["pid"]]) == (
         "refused: tbt",

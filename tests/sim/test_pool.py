@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.sim.workloads import trace
-from kvmesh.testing.offline_pool import OfflinePool, PoolConfig
+from kvmesh.testing.offline_pool import OfflinePool, OfflinePoolConfig
 
 BLOCK = 4
 
@@ -30,7 +30,9 @@ def test_with_room_the_pool_finds_all_there_is(seed: int, ways: int) -> None:
     work = prompts(rng, 25)
     names = [f"p{i}" for i in range(ways)]
     pool = OfflinePool(
-        PoolConfig(prefills=dict.fromkeys(names, (500, 500)), decodes={"d": 500}, block_tokens=BLOCK, chunk_tokens=8)
+        OfflinePoolConfig(
+            prefills=dict.fromkeys(names, (500, 500)), decodes={"d": 500}, block_tokens=BLOCK, chunk_tokens=8
+        )
     )
     hits = [pool.serve(prompt, rng.randrange(1, 9), rng.choice(names), "d") for prompt in work]
     found = sum(hit.cached_tokens for hit in hits)
@@ -45,7 +47,9 @@ def test_with_room_the_pool_finds_all_there_is(seed: int, ways: int) -> None:
 def test_less_room_finds_less_and_stays_consistent(extents: int) -> None:
     rng = random.Random(3)
     work = prompts(rng, 150)
-    pool = OfflinePool(PoolConfig(prefills={"p": (20, extents)}, decodes={"d": 2}, block_tokens=BLOCK, chunk_tokens=8))
+    pool = OfflinePool(
+        OfflinePoolConfig(prefills={"p": (20, extents)}, decodes={"d": 2}, block_tokens=BLOCK, chunk_tokens=8)
+    )
     found = sum(pool.serve(prompt, 2, "p", "d").cached_tokens for prompt in work)
     assert 0 < found < trace.reachable(work, BLOCK).hit_tokens
     for name, store in pool.stores.items():

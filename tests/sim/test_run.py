@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from kvmesh.errors import ConfigError
 from kvmesh.services.prefill.rates import Rates
-from kvmesh.sim.config import Mode, Routing, SimConfig
+from kvmesh.sim.config import MeshMode, Routing, SimConfig
 from kvmesh.sim.life import Life
 from kvmesh.sim.prefiller import Prefiller
-from kvmesh.sim.report.records import DONE, FAILED, REFUSED, Record, Sample
+from kvmesh.sim.report.records import DONE, FAILED, REFUSED, MeshSample, Record
 from kvmesh.sim.run import run
 from kvmesh.sim.workloads.workload import SimRequest
 from tests.support.sim.fleets import BLOCK, KV_BYTES, Linear, coupled, mesh, node, request, served
@@ -129,11 +129,11 @@ def test_rows_that_find_no_page_make_room_and_still_end() -> None:
 def test_a_coupled_instance_stalls_its_rows_or_slows_them() -> None:
     asked = [request(0, 0.0, 100, 50), request(1, 0.2, 1600, 2)]
     long_s = TIMES.prefill_s([(1600, 0)])
-    stalled, _ = served(coupled(Mode.COUPLED_PREFILL_FIRST), asked)
+    stalled, _ = served(coupled(MeshMode.COUPLED_PREFILL_FIRST), asked)
     assert stalled.tbt_s * math.ceil(0.1 * 49) == pytest.approx(
         long_s + sum(sorted((TIMES.decode_s(1, 100 + n) for n in range(49)), reverse=True)[:5]), rel=0.05
     )
-    slowed, _ = served(coupled(Mode.COUPLED_CHUNKED, chunk_tokens=101), asked)
+    slowed, _ = served(coupled(MeshMode.COUPLED_CHUNKED, chunk_tokens=101), asked)
     assert slowed.tbt_s == pytest.approx(TIMES.mixed_s([(100, 1500)], 1, 140), rel=0.1)
     assert slowed.tbt_s < stalled.tbt_s
     first = TIMES.prefill_s([(100, 0)])
@@ -142,9 +142,9 @@ def test_a_coupled_instance_stalls_its_rows_or_slows_them() -> None:
 
 def test_routing_of_coupled_instances() -> None:
     asked = [request(n, 0.001 * n, 100 if n % 2 else 1600, 20) for n in range(8)]
-    turns = served(coupled(Mode.COUPLED_PREFILL_FIRST, 2, routing=Routing.ROUND_ROBIN), asked)
+    turns = served(coupled(MeshMode.COUPLED_PREFILL_FIRST, 2, routing=Routing.ROUND_ROBIN), asked)
     assert [record.prefill for record in turns] == ["c0", "c1"] * 4
-    least = served(coupled(Mode.COUPLED_PREFILL_FIRST, 2), [*asked, request(8, 0.4, 100, 2)])
+    least = served(coupled(MeshMode.COUPLED_PREFILL_FIRST, 2), [*asked, request(8, 0.4, 100, 2)])
     assert {record.prefill for record in least} == {"c0", "c1"}
 
 
@@ -202,7 +202,12 @@ def test_everybody_ends_once_and_everything_comes_back(
 
 
 @settings(max_examples=30, deadline=None)
-@given(REQUESTS, st.integers(1, 2), st.sampled_from((Mode.COUPLED_CHUNKED, Mode.COUPLED_PREFILL_FIRST)), st.booleans())
+@given(
+    REQUESTS,
+    st.integers(1, 2),
+    st.sampled_from((MeshMode.COUPLED_CHUNKED, MeshMode.COUPLED_PREFILL_FIRST)),
+    st.booleans(),
+)
 @example(  # prompts that begin may not take the pages that rows need for the very next step
     [
         (1.0, 312, 58, None),
@@ -212,11 +217,11 @@ def test_everybody_ends_once_and_everything_comes_back(
         (1.328125, 96, 1, 0),
     ],
     1,
-    Mode.COUPLED_CHUNKED,
+    MeshMode.COUPLED_CHUNKED,
     True,
 )
 def test_so_it_is_with_coupled_ones(
-    asked: list[tuple[float, int, int, int | None]], count: int, mode: Mode, caches: bool
+    asked: list[tuple[float, int, int, int | None]], count: int, mode: MeshMode, caches: bool
 ) -> None:
     requests = ordered(asked)
     config = coupled(mode, count, node(kv_tokens=64 * BLOCK), chunk_tokens=64, batch_tokens=256, prefix_cache=caches)
@@ -228,7 +233,7 @@ def busy(count: int = 120) -> list[SimRequest]:
 
 
 @pytest.mark.parametrize(
-    "config", [mesh(2, 2), mesh(2, 2, conductors=3, seed=4), coupled(Mode.COUPLED_CHUNKED, 2)], ids=str.__class__
+    "config", [mesh(2, 2), mesh(2, 2, conductors=3, seed=4), coupled(MeshMode.COUPLED_CHUNKED, 2)], ids=str.__class__
 )
 def test_the_same_again(config: SimConfig) -> None:
     first, second = served(config, busy()), served(config, busy())
@@ -236,7 +241,7 @@ def test_the_same_again(config: SimConfig) -> None:
 
 
 def test_samples_progress_and_summary_tell_of_the_same_run() -> None:
-    samples: list[Sample] = []
+    samples: list[MeshSample] = []
     told: list[tuple[float, int]] = []
     summary = run(mesh(2, 2), busy(), samples=samples.append, progress=lambda at, done: told.append((at, done)))
     assert summary.requests == 120

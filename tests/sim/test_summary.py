@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.services.conductor.domain import Lane
-from kvmesh.sim.report.records import DONE, FAILED, REFUSED, PoolSample, Record, Sample
+from kvmesh.sim.report.records import DONE, FAILED, REFUSED, MeshSample, PoolSample, Record
 from kvmesh.sim.report.sketch import POINTS, BinnedSums, Sketch
 from kvmesh.sim.report.summary import Summary
 from tests.support.sim.records import done
@@ -94,7 +94,7 @@ def test_a_course_tells_of_times_when_nothing_came() -> None:
 def test_pools_are_means_of_their_samples() -> None:
     summary = Summary()
     for at_s, queued in ((0.1, 2), (0.2, 4)):
-        summary.sample(Sample(at_s, {"prefill": PoolSample(instances=8, queued=queued)}, wire_bytes=queued))
+        summary.sample(MeshSample(at_s, {"prefill": PoolSample(instances=8, queued=queued)}, wire_bytes=queued))
     told = summary.to_json()
     assert told["pools"]["prefill"]["queued"] == [3.0]
     assert told["wire_bytes"] == 4

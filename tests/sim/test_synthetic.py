@@ -12,7 +12,7 @@ import pytest
 
 from kvmesh.errors import ConfigError
 from kvmesh.services.conductor.domain import Lane
-from kvmesh.sim.workloads.synthetic import Lengths, SyntheticConfig, synthetic
+from kvmesh.sim.workloads.synthetic import LengthDistribution, SyntheticConfig, synthetic
 from kvmesh.sim.workloads.workload import SimRequest
 
 BIG = 1 << 20  # no block is full: where keys do not matter
@@ -48,7 +48,7 @@ def test_full_blocks_have_keys() -> None:
 def test_turns_of_a_session_go_on_where_the_last_one_ended() -> None:
     """The next prompt holds the last one, its answer, and something new; it comes after its thinking."""
     sessions = defaultdict(list)
-    for one in made(turns=4.0, think_s=5.0, user=Lengths(300, 0.5), max_input=10**6):
+    for one in made(turns=4.0, think_s=5.0, user=LengthDistribution(300, 0.5), max_input=10**6):
         sessions[one.session].append(one)
     lengths = [len(turns) for turns in sessions.values()]
     assert statistics.fmean(lengths) == pytest.approx(4.0, rel=0.15)
@@ -70,9 +70,9 @@ def test_prefixes_are_a_tree_of_applications() -> None:
         depth=1,
         branching=2,
         turns=1.0,
-        system=Lengths(640, 0),
-        node=Lengths(640, 0),
-        user=Lengths(64, 0),
+        system=LengthDistribution(640, 0),
+        node=LengthDistribution(640, 0),
+        user=LengthDistribution(64, 0),
     )
     roots = defaultdict(set)
     branches = defaultdict(set)
@@ -97,16 +97,18 @@ def test_popularity_follows_zipf() -> None:
 
 
 def test_lengths_are_log_normal_with_their_mean_and_bound() -> None:
-    outputs = [one.output_tokens for one in made(requests=10_000, block_tokens=BIG, output=Lengths(200, 0.8, 2000))]
+    outputs = [
+        one.output_tokens for one in made(requests=10_000, block_tokens=BIG, output=LengthDistribution(200, 0.8, 2000))
+    ]
     assert statistics.fmean(outputs) == pytest.approx(200, rel=0.05)
     assert statistics.stdev(map(math.log, outputs)) == pytest.approx(0.8, rel=0.05)
     assert max(outputs) == 2000 and min(outputs) >= 1
-    fixed = made(output=Lengths(200, 0))
+    fixed = made(output=LengthDistribution(200, 0))
     assert {one.output_tokens for one in fixed} == {200}
 
 
 def test_prompts_are_bounded_and_end_their_session() -> None:
-    requests = made(turns=50.0, think_s=0.0, max_input=4096, user=Lengths(1000, 0))
+    requests = made(turns=50.0, think_s=0.0, max_input=4096, user=LengthDistribution(1000, 0))
     assert max(one.input_tokens for one in requests) == 4096
     last: dict[str, SimRequest] = {}
     for one in requests:
@@ -132,7 +134,8 @@ def test_it_goes_on_for_ever_and_holds_those_alone_who_think() -> None:
     [
         ("rate", 0.0), ("burstiness", -1.0), ("applications", 0), ("branching", 0), ("depth", -1), ("turns", 0.5),
         ("think_s", -1.0), ("batch_share", 1.5), ("origins", 0), ("max_input", 0), ("requests", -1), ("zipf", -1.0),
-        ("user", Lengths(0)), ("output", Lengths(10, 9)), ("system", Lengths(10, 1, 0)), ("applications", 10**9),
+        ("user", LengthDistribution(0)), ("output", LengthDistribution(10, 9)),
+        ("system", LengthDistribution(10, 1, 0)), ("applications", 10**9),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_named(field: str, value: Any) -> None:

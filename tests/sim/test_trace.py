@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvmesh.errors import ConfigError
 from kvmesh.sim.workloads import trace
-from kvmesh.sim.workloads.trace import Made, Shape, TokenMaker, TraceRequest
+from kvmesh.sim.workloads.trace import Made, TokenMaker, TraceRequest, TraceShape
 
 VOCAB = 2040
 
@@ -98,7 +98,7 @@ def test_a_slice_by_time_and_count(from_s: float, to_s: float | None, count: int
 )
 def test_a_shape_that_cannot_be(shape: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Shape(**shape)
+        TraceShape(**shape)
     assert words in caught.value.message
 
 
@@ -112,7 +112,7 @@ def test_a_shape_that_cannot_be(shape: dict[str, Any], words: str) -> None:
     ],
 )
 def test_scaled_lengths(tokens: int, output: int, scaled: tuple[int, int]) -> None:
-    shape = Shape(scale=Fraction(1, 32))
+    shape = TraceShape(scale=Fraction(1, 32))
     one = request([0] * -(-tokens // 512), tokens, output)
     assert (shape.prompt_tokens(one), shape.output_tokens(one)) == scaled
 
@@ -129,7 +129,7 @@ def test_scaled_lengths(tokens: int, output: int, scaled: tuple[int, int]) -> No
     ],
 )
 def test_what_exceeds_the_context(too_long: str, tokens: int, output: int, made: tuple[int, int, int] | None) -> None:
-    shape = Shape(trace_block=8, context_tokens=100, too_long=too_long)
+    shape = TraceShape(trace_block=8, context_tokens=100, too_long=too_long)
     found = trace.fit([request(list(range(-(-tokens // 8))), tokens, output)], shape)
     if made is None:
         assert (found.made, found.skipped, found.cut) == ([], 1, 0)
@@ -140,7 +140,7 @@ def test_what_exceeds_the_context(too_long: str, tokens: int, output: int, made:
 
 
 def test_a_context_that_holds_no_block_leaves_the_request_out() -> None:
-    found = trace.fit([request([1, 2], 1000, 4)], Shape(context_tokens=100))
+    found = trace.fit([request([1, 2], 1000, 4)], TraceShape(context_tokens=100))
     assert (found.made, found.cut, found.skipped) == ([], 0, 1)
 
 
@@ -167,7 +167,7 @@ def traces(draw: st.DrawFn) -> list[TraceRequest]:
 def test_equal_ids_are_equal_prefixes_and_nothing_else_is(
     requests: list[TraceRequest], scale: Fraction, seed: int
 ) -> None:
-    shape = Shape(scale=scale, trace_block=8)
+    shape = TraceShape(scale=scale, trace_block=8)
     maker = TokenMaker(VOCAB, seed)
     made = trace.fit(requests, shape).made
     prompts = [maker.prompt(one, shape.block) for one in made]
@@ -216,7 +216,7 @@ def test_ideal_by_hand() -> None:
 @given(traces())
 @settings(max_examples=60, deadline=None)
 def test_ideal_equals_brute_force_over_tokens(requests: list[TraceRequest]) -> None:
-    maker, shape = TokenMaker(VOCAB), Shape(trace_block=8)
+    maker, shape = TokenMaker(VOCAB), TraceShape(trace_block=8)
     made = trace.fit(requests, shape).made
     before: set[tuple[int, ...]] = set()
     hits = 0
@@ -232,7 +232,7 @@ def test_ideal_equals_brute_force_over_tokens(requests: list[TraceRequest]) -> N
 @settings(max_examples=60, deadline=None)
 def test_reachable_equals_brute_force_over_token_prefixes(requests: list[TraceRequest], block: int) -> None:
     maker = TokenMaker(VOCAB)
-    prompts = [maker.prompt(one, 8) for one in trace.fit(requests, Shape(trace_block=8)).made]
+    prompts = [maker.prompt(one, 8) for one in trace.fit(requests, TraceShape(trace_block=8)).made]
     hits, before = 0, set[tuple[int, ...]]()
     for prompt in prompts:
         usable = (len(prompt) - 1) // block
@@ -243,5 +243,5 @@ def test_reachable_equals_brute_force_over_token_prefixes(requests: list[TraceRe
 
 
 def test_an_unscaled_line_keeps_its_lengths() -> None:
-    (made,) = trace.fit([request([0, 7, 9], 1030, 5)], Shape()).made
+    (made,) = trace.fit([request([0, 7, 9], 1030, 5)], TraceShape()).made
     assert made == Made(request([0, 7, 9], 1030, 5), (0, 7, 9), 1030, 5)

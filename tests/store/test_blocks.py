@@ -11,6 +11,7 @@ from kvmesh.errors import InvalidRequest, UnknownInstance
 from kvmesh.kvcache.announce import MAX_KEYS, Announcement, snapshot_parts
 from kvmesh.kvcache.block_map import BlockMap, Verdict
 from kvmesh.kvcache.tiers import Tier, store_names
+from kvmesh.rpc.brain_shell import Tick
 from kvmesh.rpc.pb import common_pb2
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.services.store import block_map, mapping
@@ -21,14 +22,13 @@ from kvmesh.services.store.domain import (
     Beat,
     Change,
     Heard,
-    Join,
-    Leave,
-    Member,
+    NodeJoined,
+    NodeLeft,
+    NodeRole,
     Publish,
-    Refuse,
+    RefuseCall,
+    RegisteredNode,
     Relay,
-    Role,
-    Tick,
     check_announcement,
     check_member,
 )
@@ -38,14 +38,14 @@ LEASE = 10.0
 NAMES = ["a", "b", "c"]
 TIERS = [name for node in NAMES for name in store_names(node)[:2]]  # "a", "a#ssd", ...
 KEYS = [bytes([i]) * 16 for i in range(16)]
-Known = tuple[frozenset[Member], dict[str, frozenset[bytes]]]
+Known = tuple[frozenset[RegisteredNode], dict[str, frozenset[bytes]]]
 
 
-def member(name: str, incarnation: int = 1) -> Member:
-    return Member(name, "h:1", incarnation, Role.PREFILL, "node", name)
+def member(name: str, incarnation: int = 1) -> RegisteredNode:
+    return RegisteredNode(name, "h:1", incarnation, NodeRole.PREFILL, "node", name)
 
 
-def known_of(members: list[Member], held: BlockMap) -> Known:
+def known_of(members: list[RegisteredNode], held: BlockMap) -> Known:
     found = {name: frozenset(held.keys_of(name)) for name in TIERS}
     return frozenset(members), {name: keys for name, keys in found.items() if keys}
 
@@ -138,7 +138,7 @@ class World:
         self.watchers: list[Watcher] = []
         self.history = {0: known_of([], self.state.blocks.map)}
 
-    def say(self, *events: Join | Beat | Leave | Announce | Tick) -> Heard | None:
+    def say(self, *events: NodeJoined | Beat | NodeLeft | Announce | Tick) -> Heard | None:
         """Apply; what watchers are to hear waits for them. Deaths on the way are in the same step."""
         heard = None
         for event in events:
@@ -157,9 +157,9 @@ class World:
         told = self.rng.choice(node.tiers)
         match self.rng.randrange(13):
             case 0:
-                self.say(Join(member(node.name, node.incarnation)))
+                self.say(NodeJoined(member(node.name, node.incarnation)))
             case 1:
-                self.say(Leave(node.name, node.incarnation))
+                self.say(NodeLeft(node.name, node.incarnation))
             case 2:
                 node.restart()
             case 3:
@@ -209,9 +209,9 @@ def test_every_watcher_knows_what_the_master_knew_at_its_seq(seed: int, slice_ke
             assert watcher.known() == world.history[world.state.seq]
         # Told that it is behind, a node that announces a snapshot is known in full.
         for node in world.nodes.values():
-            world.say(Leave(node.name, node.incarnation))
+            world.say(NodeLeft(node.name, node.incarnation))
             node.restart()
-            world.say(Join(member(node.name, node.incarnation)))
+            world.say(NodeJoined(member(node.name, node.incarnation)))
             for told in node.tiers:
                 told.batch()
                 heard = world.say(Announce(told.batch()))
@@ -266,7 +266,7 @@ def test_an_unfinished_snapshot_leaves_nothing_behind() -> None:
 def test_what_is_too_much_of_one_store_is_not_in_the_map() -> None:
     """What is shown stays true, and the store is never asked to say it again: it would be as much as before."""
     state, follower = MasterState(lease_s=LEASE, stall_s=1e9, max_store_blocks=4), BlockMap()
-    state.step(Join(member("a")), 0.0)
+    state.step(NodeJoined(member("a")), 0.0)
 
     def say(*said: object, **more: object) -> tuple[set[bytes], int]:
         *relays, heard = state.step(Announce(Announcement("a", 1, *said, **more)), 0.0)  # type: ignore[arg-type]
@@ -318,7 +318,7 @@ def test_an_announcement_is_checked_field_by_field(said: Announcement, field: st
 def test_a_silent_store_with_a_number_is_told_to_watchers() -> None:
     """Else its next batch would be a gap there."""
     state = MasterState(lease_s=LEASE, stall_s=1e9)
-    state.step(Join(member("a")), 0.0)
+    state.step(NodeJoined(member("a")), 0.0)
     state.step(Announce(Announcement("a", 1, 1, (KEYS[0],))), 0.0)
     state.step(Announce(Announcement("a", 1, 2, (), (KEYS[0],))), 0.0)
     (told,) = state.read().announcements()
@@ -327,7 +327,7 @@ def test_a_silent_store_with_a_number_is_told_to_watchers() -> None:
 
 def test_the_limit_is_of_each_tier() -> None:
     state = MasterState(lease_s=LEASE, stall_s=1e9, max_store_blocks=4)
-    state.step(Join(member("a")), 0.0)
+    state.step(NodeJoined(member("a")), 0.0)
     for name, cut in (("a", 0), ("a#ssd", 0), ("a", 1)):
         seq = state.blocks.map.seq(name) + 1
         *_, heard = state.step(Announce(Announcement(name, 1, seq, tuple(KEYS[4 * cut : 4 * cut + 4 - 3 * cut]))), 0.0)
@@ -335,10 +335,10 @@ def test_the_limit_is_of_each_tier() -> None:
     assert state.blocks.map.replicas == 8
 
 
-@pytest.mark.parametrize("last", [Leave("a", 1), Join(member("a", 2))])
-def test_a_life_ends_in_all_its_tiers(last: Leave | Join) -> None:
+@pytest.mark.parametrize("last", [NodeLeft("a", 1), NodeJoined(member("a", 2))])
+def test_a_life_ends_in_all_its_tiers(last: NodeLeft | NodeJoined) -> None:
     state = MasterState(lease_s=LEASE, stall_s=1e9)
-    state.step(Join(member("a")), 0.0)
+    state.step(NodeJoined(member("a")), 0.0)
     for name in store_names("a"):
         state.step(Announce(Announcement(name, 1, 1, (KEYS[0],))), 0.0)
     assert [tier for _, tier in state.blocks.holders(KEYS[0])] == list(Tier)
@@ -350,14 +350,14 @@ def test_a_life_ends_in_all_its_tiers(last: Leave | Join) -> None:
         (name, 1, ()) for name in store_names("a")
     ]
     (refused,) = state.step(Announce(Announcement("a#ssd", 1, 2, (KEYS[1],))), 0.0)
-    assert isinstance(refused, Refuse)
+    assert isinstance(refused, RefuseCall)
     assert isinstance(refused.error, UnknownInstance)
 
 
 def test_what_a_member_calls_itself_is_no_tiers_name() -> None:
     for field, who in (
-        ("member.instance.instance_id", Member("a#ssd", "h:1", 1, Role.POOL, "n", "a#ssd")),
-        ("member.store_id", Member("a", "h:1", 1, Role.POOL, "n", "a#x")),
+        ("member.instance.instance_id", RegisteredNode("a#ssd", "h:1", 1, NodeRole.POOL, "n", "a#ssd")),
+        ("member.store_id", RegisteredNode("a", "h:1", 1, NodeRole.POOL, "n", "a#x")),
     ):
         error = check_member(who)
         assert error is not None

@@ -14,7 +14,7 @@ from kvmesh.rpc.pb import store_pb2_grpc
 from kvmesh.rpc.server import Server
 from kvmesh.services.store import main
 from kvmesh.services.store.config import StoreConfig
-from kvmesh.services.store.domain import Announce, Join, Member, Role
+from kvmesh.services.store.domain import Announce, NodeJoined, NodeRole, RegisteredNode
 from kvmesh.services.store.servicer import found
 from kvmesh.services.store.state import MasterState
 from tests.support.store.mesh import keys as numbered
@@ -32,7 +32,7 @@ def test_grouped_answers_say_the_same() -> None:
     state = MasterState(lease_s=2.0, stall_s=1e9)
     held: dict[bytes, list[Place]] = {key: [] for key in keys}
     for i, name in enumerate(("a", "b", "c")):
-        list(state.step(Join(Member(name, f"h:{i + 1}", 1, Role.POOL, "node", name)), 0.0))
+        list(state.step(NodeJoined(RegisteredNode(name, f"h:{i + 1}", 1, NodeRole.POOL, "node", name)), 0.0))
         for tier in (Tier.DRAM, Tier.SSD):
             some = rng.sample(keys, 120)
             said = Announcement(store_name(name, tier), 1, 1, tuple(some), (), True, 0, False)

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from kvmesh.kvcache.tiers import Tier
-from kvmesh.services.store.domain import Tick
-from kvmesh.services.store.policy.quotas import Quota
+from kvmesh.rpc.brain_shell import Tick
+from kvmesh.services.store.policy.quotas import TagQuota
 from kvmesh.services.store.policy.store_policy import PolicyLimits
 from tests.support.store.world import Node, World
 
@@ -123,7 +123,7 @@ def test_a_lower_tier_that_has_not_announced_may_hold_anything() -> None:
 def test_a_new_leader_lets_nobody_evict_what_it_has_not_heard_of() -> None:
     made, _ = world()
     quotas = made.state.policy
-    quotas.set_quota(Quota(b"tag1", 6))
+    quotas.set_quota(TagQuota(b"tag1", 6))
     made.beat(made.nodes["a"])
     assert quotas.allowances("a", 0.0) == {}
     run(made)

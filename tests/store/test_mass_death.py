@@ -15,11 +15,21 @@ from hypothesis import strategies as st
 from kvmesh.errors import UnknownInstance
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.rpc import channels
+from kvmesh.rpc.brain_shell import Tick
 from kvmesh.rpc.pb import store_pb2
 from kvmesh.rpc.server import Server
 from kvmesh.services.store import main
 from kvmesh.services.store.config import StoreConfig
-from kvmesh.services.store.domain import Announce, Beat, Change, Join, Member, Publish, Refuse, Role, Tick
+from kvmesh.services.store.domain import (
+    Announce,
+    Beat,
+    Change,
+    NodeJoined,
+    NodeRole,
+    Publish,
+    RefuseCall,
+    RegisteredNode,
+)
 from kvmesh.services.store.state import MAX_ENDS, MasterState
 from tests.support.store.mesh import TIMEOUT, Node, Watcher, keys
 from tests.support.tracing import lines
@@ -28,8 +38,8 @@ LEASE = 2.0
 MANY = 3000
 
 
-def member(i: int) -> Member:
-    return Member(f"m{i}", "h:1", 1, Role.POOL, "node", f"m{i}")
+def member(i: int) -> RegisteredNode:
+    return RegisteredNode(f"m{i}", "h:1", 1, NodeRole.POOL, "node", f"m{i}")
 
 
 def ended(actions: Any) -> list[str]:
@@ -39,7 +49,7 @@ def ended(actions: Any) -> list[str]:
 def crowd(count: int) -> MasterState:
     state = MasterState(lease_s=LEASE, stall_s=1e9)
     for i in range(count):
-        state.step(Join(member(i)), 0.0)
+        state.step(NodeJoined(member(i)), 0.0)
     return state
 
 
@@ -57,10 +67,10 @@ def test_who_speaks_too_late_is_dead_though_others_are_ended_first() -> None:
     state = crowd(MANY)
     beat = state.step(Beat(f"m{MANY - 1}", 1), 5.0)
     assert f"m{MANY - 1}" in ended(beat)
-    assert any(isinstance(a, Refuse) and isinstance(a.error, UnknownInstance) for a in beat)
+    assert any(isinstance(a, RefuseCall) and isinstance(a.error, UnknownInstance) for a in beat)
     said = state.step(Announce(Announcement(f"m{MANY - 2}", 1, 1, tuple(keys(1)))), 5.0)
-    assert f"m{MANY - 2}" in ended(said) and any(isinstance(a, Refuse) for a in said)
-    joined = state.step(Join(member(MANY - 3)), 5.0)
+    assert f"m{MANY - 2}" in ended(said) and any(isinstance(a, RefuseCall) for a in said)
+    joined = state.step(NodeJoined(member(MANY - 3)), 5.0)
     changes = [(a.change, a.member.instance_id) for a in joined if isinstance(a, Publish)]
     assert changes[-2:] == [(Change.DIED, f"m{MANY - 3}"), (Change.JOINED, f"m{MANY - 3}")]
     while state.overdue:
@@ -122,7 +132,7 @@ async def test_others_are_answered_while_a_thousand_are_buried(
     state, servicer = service.session.state, service.session.servicer
     dead = [member(i) for i in range(MANY)]
     for one in dead:
-        servicer._step(Join(one))
+        servicer._step(NodeJoined(one))
     alive = Node(channel, "alive")
     await alive.join()
     watcher = Watcher(channel)

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from kvmesh.kvcache.tiers import Tier, store_name
+from kvmesh.rpc.brain_shell import Tick
 from kvmesh.services.store import block_map
-from kvmesh.services.store.domain import Tick
 from kvmesh.services.store.policy import drains, replicas, tombstones
 from kvmesh.services.store.policy.copies import PullOrder, TrimOrder
-from kvmesh.services.store.policy.quotas import Quota
+from kvmesh.services.store.policy.quotas import TagQuota
 from kvmesh.services.store.policy.store_policy import PolicyLimits
 from tests.support.store.world import LEASE, Node, World
 
@@ -149,7 +149,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(tag=st.sampled_from(TAGS), blocks=st.integers(0, 9))
     def quota(self, tag: bytes, blocks: int) -> None:
-        self.world.state.policy.set_quota(Quota(tag, blocks))
+        self.world.state.policy.set_quota(TagQuota(tag, blocks))
         (self.quotas.add if blocks else self.quotas.discard)(tag)
 
     @rule(unreached=st.frozensets(st.integers(0, 5)))

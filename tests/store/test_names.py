@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvmesh.kvcache.announce import Announcement
-from kvmesh.services.store.domain import Announce, Join, Member, Role
+from kvmesh.services.store.domain import Announce, NodeJoined, NodeRole, RegisteredNode
 from kvmesh.services.store.policy.names import Names
 from kvmesh.services.store.policy.reconciliation import NODE_S, Unannounced
 from kvmesh.services.store.policy.store_policy import PolicyLimits
@@ -154,7 +154,7 @@ def test_the_last_of_equal_names_counts_when_they_are_replaced() -> None:
 def master() -> MasterState:
     """Of which "a" is a member."""
     state = MasterState(lease_s=1000.0, stall_s=1e9)
-    list(state.step(Join(Member("a", "h:1", 7, Role.POOL, "m", "a")), 0.0))
+    list(state.step(NodeJoined(RegisteredNode("a", "h:1", 7, NodeRole.POOL, "m", "a")), 0.0))
     return state
 
 

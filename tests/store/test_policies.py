@@ -15,11 +15,11 @@ from kvmesh.kvcache.announce import Announcement
 from kvmesh.rpc.pb.store_pb2 import StoreUsage
 from kvmesh.services.store import durable
 from kvmesh.services.store.block_map import LOG_SLACK_BYTES, MasterMap
-from kvmesh.services.store.domain import Announce, Beat, Heard, Join, Member, Role
+from kvmesh.services.store.domain import Announce, Beat, Heard, NodeJoined, NodeRole, RegisteredNode
 from kvmesh.services.store.policy.copies import Nodes, PullOrder
 from kvmesh.services.store.policy.heat import KeyHeat
 from kvmesh.services.store.policy.names import Names
-from kvmesh.services.store.policy.quotas import Quota, Quotas
+from kvmesh.services.store.policy.quotas import Quotas, TagQuota
 from kvmesh.services.store.policy.records import Write
 from kvmesh.services.store.policy.store_policy import PolicyLimits, StorePolicy
 from kvmesh.services.store.policy.tombstones import MAX_AWAY, Tombstones
@@ -30,8 +30,8 @@ def key(i: int, tag: bytes = b"tag1") -> bytes:
     return tag + i.to_bytes(12, "big")
 
 
-def member(name: str, machine: str = "", incarnation: int = 1) -> Member:
-    return Member(name, f"{name}:1", incarnation, Role.POOL, machine or name, name)
+def member(name: str, machine: str = "", incarnation: int = 1) -> RegisteredNode:
+    return RegisteredNode(name, f"{name}:1", incarnation, NodeRole.POOL, machine or name, name)
 
 
 def batch(name: str, seq: int, sealed: list[bytes], removed: list[bytes] | None = None, **more: Any) -> Announcement:
@@ -171,7 +171,7 @@ def test_a_new_leader_knows_what_was_kept() -> None:
     keep(old.remove([key(4)], b"", 12.0)[1])
     keep(old.change_replicas([key(2), key(3)], 2, True, 12.0)[1])
     keep(old.change_replicas([key(3)], 0, False, 12.0)[1])
-    keep(old.set_quota(Quota(b"tag1", 7, "näme")))
+    keep(old.set_quota(TagQuota(b"tag1", 7, "näme")))
     keep(old.drain("a", cancel=False))
     new = StorePolicy(MasterMap(), PolicyLimits(), wall_ns=10**9)
     assert new.lead(4, kept, 100.0) == []
@@ -180,7 +180,7 @@ def test_a_new_leader_knows_what_was_kept() -> None:
     assert new.names.resolve("ns", ["name", "gone"]) == [key(2), None]
     assert new.bind("ns", [("gone", key(6))], 101.0)[0] == [key(6)]
     assert len(new.replicas) == 1
-    assert [quota for quota, _ in new.quotas.all()] == [Quota(b"tag1", 7, "näme")]
+    assert [quota for quota, _ in new.quotas.all()] == [TagQuota(b"tag1", 7, "näme")]
     new.joined(member("a"), forgotten.seq)
     assert "a" in new.drains and (node := new.nodes.get("a")) is not None and node.draining
     assert new.tombstones.newer("a")[0].seq == gone.seq
@@ -201,14 +201,14 @@ def test_allowances_never_make_more_than_the_quota() -> None:
     held = {"a": 40, "b": 5, "c": 0}
     for name, count in held.items():
         blocks.apply(batch(name, 1, [key(rng.getrandbits(60)) for _ in range(count)]))
-    quotas.set(Quota(b"tag1", 60))
+    quotas.set(TagQuota(b"tag1", 60))
     told = {name: quotas.news(name, 3, 0.0)[b"tag1"] for name in names}
     assert all(told[name] >= held[name] for name in names) and sum(told.values()) <= 60
     assert quotas.news("a", 3, 1.0) == {} and quotas.news("a", 3, 20.0) == {b"tag1": told["a"]}
-    quotas.set(Quota(b"tag1", 9))
+    quotas.set(TagQuota(b"tag1", 9))
     told = {name: quotas.news(name, 3, 21.0)[b"tag1"] for name in names}
     assert told == {"a": 8, "b": 1, "c": 1}  # one at least, as none would be no quota
-    quotas.set(Quota(b"tag1", 0))
+    quotas.set(TagQuota(b"tag1", 0))
     assert {name: quotas.news(name, 3, 22.0)[b"tag1"] for name in names} == dict.fromkeys(names, 0)
     assert quotas.all() == []
 
@@ -266,7 +266,7 @@ def test_what_is_asked_for_much_gets_one_copy_more() -> None:
     limits = PolicyLimits(hot_lookups=50, heat_stride=1)
     state = MasterState(lease_s=10.0, stall_s=1e9, limits=limits)
     for name in "abcdef":
-        state.step(Join(member(name)), 0.0)
+        state.step(NodeJoined(member(name)), 0.0)
         state.step(Beat(name, 1, StoreUsage(capacity_bytes=1000, free_bytes=900, blocks=1)), 0.0)
     state.step(Announce(batch("a", 1, [key(1), key(2)])), 0.0)
     state.policy.tick(0.0)
@@ -292,7 +292,7 @@ def test_the_map_stays_below_its_limit_and_keeps_what_is_asked_for() -> None:
         lease_s=10.0, stall_s=1e9, limits=PolicyLimits(max_map_bytes=limit, heat_stride=1, hot_lookups=0)
     )
     for name in "ab":
-        state.step(Join(member(name)), 0.0)
+        state.step(NodeJoined(member(name)), 0.0)
     wanted = [key(i) for i in range(500)]
     rng = random.Random(1)
 
@@ -336,7 +336,7 @@ def test_the_map_stays_below_its_limit_and_keeps_what_is_asked_for() -> None:
 
 def test_without_a_limit_nothing_is_left_out() -> None:
     state = MasterState(lease_s=10.0, stall_s=1e9)
-    state.step(Join(member("a")), 0.0)
+    state.step(NodeJoined(member("a")), 0.0)
     state.step(Announce(batch("a", 1, [key(i) for i in range(5000)])), 0.0)
     assert (len(state.blocks.map), state.policy.memory.shed) == (5000, 0)
 

@@ -13,7 +13,7 @@ from kvmesh.kvcache.announce import Announcement
 from kvmesh.rpc.pb.store_pb2 import StoreUsage
 from kvmesh.services.store import durable
 from kvmesh.services.store.block_map import MasterMap
-from kvmesh.services.store.domain import Member, Role
+from kvmesh.services.store.domain import NodeRole, RegisteredNode
 from kvmesh.services.store.policy.copies import Order, PinOrder
 from kvmesh.services.store.policy.records import Write
 from kvmesh.services.store.policy.store_policy import PolicyLimits, StorePolicy
@@ -40,7 +40,7 @@ def lead(term: int, kept: durable.Kept, now: float = 0.0) -> StorePolicy:
 
 
 def join(policy: StorePolicy, name: str, *keys: bytes, incarnation: int = 1) -> None:
-    policy.joined(Member(name, f"{name}:1", incarnation, Role.POOL, name, name), policy.tombstones.last)
+    policy.joined(RegisteredNode(name, f"{name}:1", incarnation, NodeRole.POOL, name, name), policy.tombstones.last)
     policy.beat(name, StoreUsage(capacity_bytes=1 << 20, free_bytes=1 << 20), policy.tombstones.last)
     said = Announcement(name, incarnation, 1, keys, snapshot=True)
     policy.took(said, policy._map.apply(said))

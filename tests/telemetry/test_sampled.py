@@ -7,14 +7,14 @@ import math
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvmesh.telemetry.sampled import Buckets, Family, Sampled
+from kvmesh.telemetry.sampled import Buckets, SampledFamily, SampledMetrics
 
-BYTES = Family("kvmesh_x_moved_bytes", "Moved.", "counter", ("rank", "nic"))
-DEPTH = Family("kvmesh_x_depth_count", "Deep.", "gauge", ("rank",))
-TIME = Family("kvmesh_x_time_seconds", "Long.", "histogram", ("rank",))
+BYTES = SampledFamily("kvmesh_x_moved_bytes", "Moved.", "counter", ("rank", "nic"))
+DEPTH = SampledFamily("kvmesh_x_depth_count", "Deep.", "gauge", ("rank",))
+TIME = SampledFamily("kvmesh_x_time_seconds", "Long.", "histogram", ("rank",))
 
 
-def shown(sampled: Sampled) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+def shown(sampled: SampledMetrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     registry = CollectorRegistry()
     registry.register(sampled)
     families = text_string_to_metric_families(generate_latest(registry).decode())
@@ -22,7 +22,7 @@ def shown(sampled: Sampled) -> dict[tuple[str, tuple[tuple[str, str], ...]], flo
 
 
 def test_what_is_told_is_shown_added_up_and_forgotten() -> None:
-    sampled = Sampled((BYTES, DEPTH, TIME))
+    sampled = SampledMetrics((BYTES, DEPTH, TIME))
     assert shown(sampled) == {}
     one = Buckets((0.1, 1.0), (2, 1, 1), 3.5)
     sampled.tell("a", {BYTES: {("0", "x"): 10, ("0", ""): 1}, DEPTH: {("0",): 3}, TIME: {("0",): one}})

@@ -115,7 +115,7 @@ def test_a_token_that_is_no_ascii(target: Actor, caplog: pytest.LogCaptureFixtur
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
                 sock.connect(raw_address(descriptor.endpoints["shm"]["path"]))
                 sock.send(greeting(forged, "writer#1", 1))
-                with pytest.raises(wire.Refused, match="not here"):
+                with pytest.raises(wire.ConnectionRefused, match="not here"):
                     wire.decode_welcome(sock.recv(4096))
         until(lambda: not server(target).connections(), "it is gone")
 

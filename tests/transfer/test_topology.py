@@ -9,7 +9,18 @@ import pytest
 
 from kvmesh.errors import TransferError
 from kvmesh.transfer import EngineConfig, TransferEngine
-from kvmesh.transfer.host import AMD, NVIDIA, Host, HostGid, PcieLink, Place, gids, look, memory_location, roce_mtu
+from kvmesh.transfer.host import (
+    AMD,
+    NVIDIA,
+    DeviceLocation,
+    Host,
+    HostGid,
+    PcieLink,
+    gids,
+    look,
+    memory_location,
+    roce_mtu,
+)
 from kvmesh.transfer.segment import NicInfo, SegmentDescriptor
 from kvmesh.transfer.topology import Distance, discover, distance, parse, resolve
 from tests.support.transfer.sysfs import MELLANOX, NVIDIA_3D, Tree, bare_vm, laptop, two_sockets
@@ -52,7 +63,7 @@ def test_distances(tmp_path: Path) -> None:
     ]  # fmt: skip
     place = host.place_of("mlx5_0")
     assert place is not None
-    beside = Place((place.chain[0], "0000:10:02.0", "0000:19:00.0"), 0)
+    beside = DeviceLocation((place.chain[0], "0000:10:02.0", "0000:19:00.0"), 0)
     assert distance(host, "cuda:0", beside)[0] is Distance.ROOT
     assert Distance.OTHER.words == "other NUMA node"
 
@@ -97,7 +108,7 @@ def test_a_laptop_and_a_vm_without_pci(tmp_path: Path) -> None:
     assert (net.up, net.gbps, net.physical, net.place.address) == (True, 0.0, True, "0000:00:14.3")
     lo = host.net("lo")
     assert lo is not None
-    assert (lo.loopback, lo.physical, lo.place) == (True, False, Place())
+    assert (lo.loopback, lo.physical, lo.place) == (True, False, DeviceLocation())
     assert discover(host, [NicInfo("tcp", "wlp0s20f3", "192.168.0.7")]) == {"cpu:0": (("wlp0s20f3",), ())}
 
     host = look(bare_vm(tmp_path / "vm").root)

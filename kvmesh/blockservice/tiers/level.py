@@ -4,7 +4,7 @@ answers."""
 from __future__ import annotations
 
 from kvmesh.blockservice.tiers.brain import TierSource
-from kvmesh.blockservice.tiers.parts import Health, Part, TierSettings, counters_of, make_part, opening
+from kvmesh.blockservice.tiers.parts import Health, TierPart, TierSettings, counters_of, make_part, opening
 from kvmesh.blockservice.tiers.ranks import TierRanks
 from kvmesh.errors import ConfigError
 from kvmesh.kvcache.keys import split
@@ -21,7 +21,7 @@ class TierLevel:
         self.tier = settings.tier
         self.source = TierSource()
         self.health = Health()
-        self.parts: dict[str, Part] = {}
+        self.parts: dict[str, TierPart] = {}
         self._ranks = ranks
 
     @property
@@ -29,22 +29,22 @@ class TierLevel:
         """The tier's name in metrics and messages."""
         return self.tier.name.lower()
 
-    def add(self, number: int, layout: str, shard_bytes: int) -> Part:
+    def add(self, number: int, layout: str, shard_bytes: int) -> TierPart:
         """Adds a part, which is not opened yet. `number` is the same for this layout in all tiers."""
         part = make_part(self.settings, self.health, number, layout, shard_bytes, len(self._ranks))
         self.parts[layout] = part
         return part
 
-    def open(self, part: Part) -> None:
+    def open(self, part: TierPart) -> None:
         """Orders the ranks to recover what the part holds."""
         for rank in range(len(self._ranks)):
             self._ranks.send(rank, opening(self.settings, part, rank, len(self._ranks)))
 
-    def ready(self, layout: str) -> list[Part]:
+    def ready(self, layout: str) -> list[TierPart]:
         """Returns the parts of this layout ("": of any) that take operations."""
         return [part for name, part in self.parts.items() if layout in ("", name) and part.ready]
 
-    def numbered(self, number: int) -> Part:
+    def numbered(self, number: int) -> TierPart:
         """Returns the part with this number."""
         return next(part for part in self.parts.values() if part.number == number)
 

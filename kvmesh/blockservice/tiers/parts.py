@@ -87,7 +87,7 @@ class Health:
 
 
 @dataclass(eq=False)
-class Part:
+class TierPart:
     """Describes one layout's blocks in one tier. `shard_bytes` is 0 for layout "bytes", whose blocks differ in size."""
 
     number: int
@@ -142,7 +142,7 @@ class FollowedPartition:
     """Keeps one partition of DRAM and what is decided of its blocks; it is forgotten with the partition. `part` is the
     part in the first tier below, `parts` are those in all tiers."""
 
-    def __init__(self, partition: Partition, parts: Sequence[Part], offload_percent: int) -> None:
+    def __init__(self, partition: Partition, parts: Sequence[TierPart], offload_percent: int) -> None:
         self.partition = partition
         self.parts = parts
         self.part = part = parts[0]
@@ -166,10 +166,12 @@ class FollowedPartition:
         return (size or self.partition.shard_bytes) <= self.part.largest
 
 
-def make_part(settings: TierSettings, health: Health, number: int, layout: str, shard_bytes: int, ranks: int) -> Part:
+def make_part(
+    settings: TierSettings, health: Health, number: int, layout: str, shard_bytes: int, ranks: int
+) -> TierPart:
     """Returns a part that is not opened yet."""
     opened = asyncio.get_running_loop().create_future()
-    part = Part(number, layout, shard_bytes, Contents(ranks), opened, settings.tier, health=health)
+    part = TierPart(number, layout, shard_bytes, Contents(ranks), opened, settings.tier, health=health)
     part.unopened.update(range(ranks))
     part.tells = settings.below is not None
     with contextlib.suppress(ConfigError):  # a rank reports the error when the part is opened
@@ -183,7 +185,7 @@ def home(partition: Partition) -> tuple[str, int]:
     return (BYTES, 0) if mixed else (partition.layout, partition.shard_bytes)
 
 
-def opening(settings: TierSettings, part: Part, rank: int, ranks: int) -> m.TierOpen:
+def opening(settings: TierSettings, part: TierPart, rank: int, ranks: int) -> m.TierOpen:
     """Returns the order to a rank to open the part."""
     owner = identity(part.layout, part.shard_bytes)
     if settings.url:
@@ -233,7 +235,7 @@ class OwnTier:
 
     def __init__(
         self,
-        parts: Callable[[], Sequence[Part]],
+        parts: Callable[[], Sequence[TierPart]],
         ref: Callable[[], pb_common.InstanceRef],
         note: Callable[[Iterable[bytes]], None],
     ) -> None:
@@ -263,7 +265,7 @@ class OwnTier:
         self._note(keys)
 
 
-def counters_of(settings: TierSettings, parts: Sequence[Part]) -> pb.TierCounters:
+def counters_of(settings: TierSettings, parts: Sequence[TierPart]) -> pb.TierCounters:
     """Returns the counters of all parts together; read times are those of the slowest part."""
     stats = [stats for part in parts for stats in part.stats.values()]
     reads = [(p.reads.read_ns, p.reads.bytes_per_s) for p in parts if p.reads.bytes_per_s]

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvmesh.blockservice.partitions import Partition
 from kvmesh.blockservice.tiers.level import TierLevel
-from kvmesh.blockservice.tiers.parts import Part
+from kvmesh.blockservice.tiers.parts import TierPart
 from kvmesh.blockservice.tiers.ranks import TierRanks, everywhere
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.ranks import protocol as m
@@ -52,7 +52,7 @@ class TierReads:
     async def read(
         self,
         level: TierLevel,
-        part: Part,
+        part: TierPart,
         partition: Partition,
         keys: Sequence[bytes],
         extents: Sequence[int],

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from kvmesh.blockservice.removals import Watch
 from kvmesh.blockservice.tiers.level import TierLevel
-from kvmesh.blockservice.tiers.parts import Part
+from kvmesh.blockservice.tiers.parts import TierPart
 from kvmesh.blockservice.tiers.ranks import TierRanks, everywhere
 from kvmesh.errors import Unavailable
 from kvmesh.ranks import protocol as m
@@ -30,13 +30,15 @@ class TierRemovals:
     def __init__(self, ranks: TierRanks, levels: Sequence[TierLevel]) -> None:
         self._ranks = ranks
         self._levels = levels
-        self._undone: dict[Part, dict[bytes, None]] = {}  # removals that could not be written: the medium has the block
+        self._undone: dict[
+            TierPart, dict[bytes, None]
+        ] = {}  # removals that could not be written: the medium has the block
         self.unseen: Watch | None = None
 
     async def forget(self, keys: Sequence[bytes]) -> set[bytes]:
         """See `Tiering.forget`."""
         here: set[bytes] = set()
-        told: list[tuple[TierLevel, Part, list[bytes], Answers]] = []
+        told: list[tuple[TierLevel, TierPart, list[bytes], Answers]] = []
         above: dict[str, set[bytes]] = {}  # by layout: keys told to a faster tier, which may just be handing them on
         # All parts are told in the turn of the loop in which DRAM has dropped the blocks, so that none is read back
         # from a tier. The faster tier is told first, so that it hands none on to the next.
@@ -55,7 +57,7 @@ class TierRemovals:
             raise Unavailable(f"removals of {len(here)} blocks could not all be written to {' and '.join(failed)}")
         return here
 
-    async def _forgotten(self, part: Part, keys: Sequence[bytes], answers: Answers) -> bool:
+    async def _forgotten(self, part: TierPart, keys: Sequence[bytes], answers: Answers) -> bool:
         """Returns whether these keys are removed for good; if not, the rest is done when somebody asks again."""
         good = await self._done(part, b"".join(keys), answers)
         undone = self._undone.setdefault(part, {})
@@ -68,13 +70,13 @@ class TierRemovals:
             del self._undone[part]
         return good
 
-    def lingering(self, part: Part) -> list[bytes]:
+    def lingering(self, part: TierPart) -> list[bytes]:
         """Returns keys that a part that has just been opened holds, although they were removed here. Its cost is
         O(blocks)."""
         unseen = self.unseen
         return [] if unseen is None else [key for key in part.contents.keys() if unseen.gone(key)]  # noqa: SIM118
 
-    async def purge(self, part: Part, keys: Sequence[bytes]) -> str:
+    async def purge(self, part: TierPart, keys: Sequence[bytes]) -> str:
         """Removes these keys before anybody may read there; returns why they could not be, or ""."""
         for start in range(0, len(keys), SLICE):
             packed = b"".join(keys[start : start + SLICE])
@@ -82,10 +84,10 @@ class TierRemovals:
                 return f"{len(keys)} blocks that were removed are still there"
         return ""
 
-    def _tell(self, part: Part, packed: bytes) -> Answers:
+    def _tell(self, part: TierPart, packed: bytes) -> Answers:
         return self._ranks.ask(lambda _, ticket: m.TierRemove(ticket, part.tier, part.number, packed))
 
-    async def _done(self, part: Part, packed: bytes, answers: Answers) -> bool:
+    async def _done(self, part: TierPart, packed: bytes, answers: Answers) -> bool:
         """Whether every rank has written the removal, within REMOVE_TRIES."""
         for last in (False,) * (REMOVE_TRIES - 1) + (True,):
             try:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 from kvmesh.blockservice.partitions import Partition, Partitions
-from kvmesh.blockservice.tiers.parts import Part
+from kvmesh.blockservice.tiers.parts import TierPart
 from kvmesh.blockservice.tiers.reads import Read
 from kvmesh.errors import InvalidRequest, Overloaded
 from kvmesh.kvcache.size_classes import size_class
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 NS = 1_000_000_000
 
-ReadFrom = Callable[[Part, Partition, Sequence[bytes], Sequence[int], int], Awaitable[Read]]
+ReadFrom = Callable[[TierPart, Partition, Sequence[bytes], Sequence[int], int], Awaitable[Read]]
 Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
 
 
@@ -42,7 +42,7 @@ class Staging:
         self._staged_bytes = 0
 
     async def stage(
-        self, parts: Sequence[Part], layout: str, keys: Sequence[bytes], timeout_s: float
+        self, parts: Sequence[TierPart], layout: str, keys: Sequence[bytes], timeout_s: float
     ) -> dict[bytes, Tier]:
         """Brings blocks that only `parts` have (the fastest tier first) into DRAM for a reader's lease, as far as
         budget and time go. Returns, for each key that is in DRAM now, where it was found. `layout` "" means any. What
@@ -68,7 +68,7 @@ class Staging:
             held = {key: found.get(key, Tier.DRAM) for key in self._in_dram(layout, keys)} | held
         return held
 
-    def _from(self, part: Part, keys: list[bytes], deadline_ns: int) -> set[asyncio.Task[None]]:
+    def _from(self, part: TierPart, keys: list[bytes], deadline_ns: int) -> set[asyncio.Task[None]]:
         """Returns the reads of these keys out of one tier, also those under way."""
         waits = {part.staging[key] for key in keys if key in part.staging}
         for partition, begun in self._begun(part, [key for key in keys if key not in part.staging]):
@@ -81,7 +81,7 @@ class Staging:
         stores = [partition.store for partition in self._partitions.family(layout)]
         return [key for key in keys if any(store.holds(key) for store in stores)]
 
-    def _begun(self, part: Part, keys: list[bytes]) -> Iterator[tuple[Partition, list[tuple[bytes, int]]]]:
+    def _begun(self, part: TierPart, keys: list[bytes]) -> Iterator[tuple[Partition, list[tuple[bytes, int]]]]:
         """Yields which of these blocks are to be read now, and into which extents. Nothing is evicted for the
         others."""
         by_size: dict[int, list[bytes]] = {}
@@ -114,7 +114,9 @@ class Staging:
             names.NODE_TIER_REFUSED.inc(len(keys) - len(wanted))
         return wanted
 
-    async def _stage(self, part: Part, partition: Partition, begun: list[tuple[bytes, int]], deadline_ns: int) -> None:
+    async def _stage(
+        self, part: TierPart, partition: Partition, begun: list[tuple[bytes, int]], deadline_ns: int
+    ) -> None:
         keys, extents = [key for key, _ in begun], [extent for _, extent in begun]
         arrived: dict[int, int] = {}
         try:

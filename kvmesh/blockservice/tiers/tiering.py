@@ -25,7 +25,7 @@ from kvmesh.blockservice.tiers.level import TierLevel
 from kvmesh.blockservice.tiers.parts import (
     FollowedPartition,
     OwnTier,
-    Part,
+    TierPart,
     TierSettings,
     home,
     layouts_found,
@@ -185,7 +185,7 @@ class Tiering:
                 return False
         return True
 
-    def _all_opened(self, part: Part, why_not: str) -> None:
+    def _all_opened(self, part: TierPart, why_not: str) -> None:
         removed = [] if why_not or part.opened.done() else self._removals.lingering(part)
         if removed:
             self._spawn(self._purge(part, removed), "remove what was removed before")
@@ -197,13 +197,13 @@ class Tiering:
             part.opened.set_result(why_not)
             self._wake_all()
 
-    async def _purge(self, part: Part, removed: list[bytes]) -> None:
+    async def _purge(self, part: TierPart, removed: list[bytes]) -> None:
         self._all_opened(part, await self._removals.purge(part, removed))
 
     def _level(self, tier: int) -> TierLevel:
         return next(level for level in self.levels if level.tier == tier)
 
-    def _changed(self, part: Part, rank: int, message: m.TierChanged) -> None:
+    def _changed(self, part: TierPart, rank: int, message: m.TierChanged) -> None:
         if self._ranks.lost:
             return
         changes = part.contents.changed(rank, split(message.sealed), split(message.removed), message.sizes)
@@ -311,7 +311,7 @@ class Tiering:
         return await self._read(part, partition, keys, extents, deadline_ns)
 
     async def _read(
-        self, part: Part, partition: Partition, keys: Sequence[bytes], extents: Sequence[int], deadline_ns: int
+        self, part: TierPart, partition: Partition, keys: Sequence[bytes], extents: Sequence[int], deadline_ns: int
     ) -> Read:
         return await self._reads.read(self._level(part.tier), part, partition, keys, extents, deadline_ns)
 
@@ -335,7 +335,7 @@ class Tiering:
             if layout in ("", name):
                 part.note(keys)
 
-    def _ready(self, layout: str) -> list[Part]:
+    def _ready(self, layout: str) -> list[TierPart]:
         return [part for level in self.levels for part in level.ready(layout)]
 
     # ── removal ──────────────────────────────────────────────────────────────────────────────────

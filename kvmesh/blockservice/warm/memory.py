@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from kvmesh.blockservice.warm.store import Place, WarmStore
+from kvmesh.blockservice.warm.store import ExtentLayout, WarmStore
 from kvmesh.clock import lease_clock
 from kvmesh.errors import ConfigError
 from kvmesh.kvcache.node_store import NodeStore
@@ -71,7 +71,7 @@ class WarmMemory:
         """Whether the memory is the last incarnation's and it is unknown what was where."""
         return self._until_ns > 0 and not self.table.kept
 
-    def journal(self, store: NodeStore, place: Place) -> WarmStore:
+    def journal(self, store: NodeStore, place: ExtentLayout) -> WarmStore:
         """Writes down what this store does from now on."""
         found = WarmStore(store, place, self.table, len(self._ranks), self._add)
         self._stores.add(found)
@@ -85,7 +85,7 @@ class WarmMemory:
             found = [(e.slot, e) if isinstance(e, Entry) else (e, None) for e in self.table.entries()]
         elif self.unknown:
             found = [(extent, None) for extent in range(store.total)]
-        place = Place(shard_bytes, _same, lambda extent: extent * shard_bytes)
+        place = ExtentLayout(shard_bytes, _same, lambda extent: extent * shard_bytes)
         self.restore([(self.journal(store, place), found)])
 
     def restore(self, restores: Sequence[tuple[WarmStore, Found]], then: Callable[[], None] | None = None) -> None:

@@ -20,7 +20,7 @@ AGE = 256  # so many sealings count as one time, within which a chain's tail is 
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ExtentLayout:
     """Where a store's extents lie. `slot` gives the slot of the table of an extent, `offset` its offset in the ranks'
     host regions (the same at all), and `run` is as in `Entry.place`. With `shared` several extents have one slot; they
     do not come back, and what was there is held."""
@@ -38,7 +38,7 @@ class WarmStore:
     `ranks` ranks are to make checksums."""
 
     def __init__(
-        self, store: NodeStore, place: Place, table: BlockTable, ranks: int, tell: Callable[[WarmRow], None]
+        self, store: NodeStore, place: ExtentLayout, table: BlockTable, ranks: int, tell: Callable[[WarmRow], None]
     ) -> None:
         self._store = store
         self._place = place

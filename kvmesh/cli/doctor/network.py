@@ -19,7 +19,7 @@ from kvmesh.cli.doctor.checks import text_of
 from kvmesh.cli.doctor.findings import Finding
 from kvmesh.errors import TransferError
 from kvmesh.transfer import EngineConfig, TransferEngine
-from kvmesh.transfer.host import Host, NetDevice, Place, RdmaDevice, gids, roce_mtu
+from kvmesh.transfer.host import DeviceLocation, Host, NetDevice, RdmaDevice, gids, roce_mtu
 from kvmesh.transfer.segment import NicInfo
 from kvmesh.transfer.topology import discover
 from kvmesh.transfer.transports.registry import KNOWN_TRANSPORTS, described
@@ -145,14 +145,14 @@ def _layer(layer: str) -> str:
     return {"Ethernet": "Ethernet (RoCE)"}.get(layer, layer or "unknown layer")
 
 
-def _placed(place: Place) -> str:
+def _placed(place: DeviceLocation) -> str:
     numa = f"NUMA node {place.numa}" if place.numa >= 0 else "NUMA node unknown"
     if not place.address:
         return f"not on PCI, {numa}"
     return f"PCI {place.address}, {place.link if place.link.width else 'link unknown'}, {numa}"
 
 
-def _bottleneck(place: Place, gbps: float) -> str:
+def _bottleneck(place: DeviceLocation, gbps: float) -> str:
     """What to do about a PCIe link that carries less than the port; "" when it is enough."""
     link = place.link
     if not link.width or link.gbps >= gbps * 0.95:

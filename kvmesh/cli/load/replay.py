@@ -17,7 +17,7 @@ from kvmesh.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvmesh.cli.load.load import Job, LoadOutcome
-    from kvmesh.sim.workloads.trace import Made, Shape, Shaped, TokenMaker
+    from kvmesh.sim.workloads.trace import Made, Shaped, TokenMaker, TraceShape
 
 HIT_DEFINITIONS = {
     "live.by_tokens": "cached prompt tokens / prompt tokens, over answered requests",
@@ -73,7 +73,7 @@ def jobs_of(made: Sequence[Made], maker: TokenMaker, block: int, speed: float) -
 
 
 def hit_rates(
-    made: Sequence[Made], outcomes: Sequence[LoadOutcome], shape: Shape, maker: TokenMaker, block_tokens: int
+    made: Sequence[Made], outcomes: Sequence[LoadOutcome], shape: TraceShape, maker: TokenMaker, block_tokens: int
 ) -> dict[str, Any]:
     """Live, ideal and reachable hit rates, and what each means."""
     from kvmesh.sim.workloads import trace
@@ -172,12 +172,12 @@ def replay(
     if concurrency != 1 and not math.isinf(pace):
         raise ConfigError(f"concurrency={concurrency}: only with --speed inf", field="concurrency")
     drive.check_writable(load.json_to)
-    traces.Shape(scale=scale, trace_block=block_tokens, too_long=too_long)
+    traces.TraceShape(scale=scale, trace_block=block_tokens, too_long=too_long)
     slice_ = traces.between(traces.read(trace, block_tokens), from_s, to_s, requests)
     if not slice_:
         raise ConfigError(f"trace={str(trace)!r}: {_no_slice(trace, block_tokens)}", field="trace")
     where = load.target()
-    shape = traces.Shape(
+    shape = traces.TraceShape(
         scale=scale, trace_block=block_tokens, context_tokens=where.context_tokens or None, max_output=max_output,
         too_long=too_long,
     )  # fmt: skip
@@ -218,7 +218,7 @@ def _no_slice(trace: Path, block_tokens: int) -> str:
     )
 
 
-def _about(slice_: Sequence[Any], shaped: Shaped, shape: Shape, where: Any, pace: float, concurrency: int) -> str:
+def _about(slice_: Sequence[Any], shaped: Shaped, shape: TraceShape, where: Any, pace: float, concurrency: int) -> str:
     seconds = (slice_[-1].at_ms - slice_[0].at_ms) / 1000
     how = f"in order, {concurrency} at once" if math.isinf(pace) else f"at {pace:g}x"
     lengths = f"a hash id is {shape.block} tokens" + (f" (x {shape.scale})" if shape.scale != 1 else "")

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvmesh.cli.load.load import LoadOutcome
+from kvmesh.quantiles import quantile
 
 PERCENTILES = (50, 90, 99)
 SLOWEST_TOLD = 3  # requests named, so that `kvmesh explain` can be asked about them
@@ -50,14 +51,6 @@ class LoadSlo:
         return slowest is None or self.tbt_ms is None or slowest * 1000 <= self.tbt_ms
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """Linear between the nearest ranks; `values` sorted and not empty, `share` in 0..100."""
-    place = (len(values) - 1) * share / 100
-    low = math.floor(place)
-    high = min(low + 1, len(values) - 1)
-    return values[low] + (values[high] - values[low]) * (place - low)
-
-
 def intervals(outcome: LoadOutcome) -> list[float]:
     """Seconds between each token and the next: one fewer than tokens. Tokens that came together have 0 between them."""
     wanted = max(0, outcome.completion_tokens - 1)
@@ -78,7 +71,7 @@ def _spread(values_s: Iterable[float]) -> dict[str, float] | None:
     found = sorted(value * 1000 for value in values_s)
     if not found:
         return None
-    told = {f"p{share}": round(percentile(found, share), 3) for share in PERCENTILES}
+    told = {f"p{share}": round(quantile(found, share / 100), 3) for share in PERCENTILES}
     return {**told, "mean": round(sum(found) / len(found), 3), "max": round(found[-1], 3)}
 
 

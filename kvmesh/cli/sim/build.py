@@ -27,11 +27,11 @@ E = TypeVar("E", bound=Enum)
 def load_of(options: Options) -> Iterator[SimRequest] | Clients:
     """The workload and what its clients wait for, anew each time. ConfigError: a value, or, while it is read, a line
     that cannot be."""
-    from kvmesh.sim.workloads.sessions import Sessions
+    from kvmesh.sim.workloads.sessions import SessionClients
     from kvmesh.sim.workloads.workload import ClosedLoop
 
     if options.sessions is not None:
-        return Sessions(sessions_of(options.sessions, options.block_tokens, options.speed), options.seed)
+        return SessionClients(sessions_of(options.sessions, options.block_tokens, options.speed), options.seed)
     requests = requests_of(options)
     return requests if options.closed is None else ClosedLoop(requests, options.closed)
 
@@ -86,7 +86,7 @@ def count_of(options: Options) -> int | None:
 def config_of(options: Options) -> SimConfig:
     """The machines and their conductor. ConfigError names option and value."""
     from kvmesh.sim.changes import changes_of
-    from kvmesh.sim.config import Mode, SimConfig
+    from kvmesh.sim.config import MeshMode, SimConfig
     from kvmesh.sim.hardware.hardware import hardware
     from kvmesh.sim.hardware.shapes import shape_of
 
@@ -97,13 +97,13 @@ def config_of(options: Options) -> SimConfig:
         counts = {"prefill": options.prefill or 8, "decode": options.decode or 8}
         for pool in counts:
             counts[pool] += _newcomers(options, pool, counts[pool])
-    coupled = {"prefill-first": Mode.COUPLED_PREFILL_FIRST, "chunked": Mode.COUPLED_CHUNKED}
+    coupled = {"prefill-first": MeshMode.COUPLED_PREFILL_FIRST, "chunked": MeshMode.COUPLED_CHUNKED}
     if options.coupled_mode not in coupled:
         raise ConfigError(
             f"coupled_mode={options.coupled_mode!r}: choose one of {', '.join(coupled)}", field="coupled_mode"
         )
-    mode = coupled[options.coupled_mode] if options.coupled else Mode.DISAGGREGATED
-    chunk = options.chunk_tokens or (MIXED_CHUNK if mode is Mode.COUPLED_CHUNKED else CHUNK)
+    mode = coupled[options.coupled_mode] if options.coupled else MeshMode.DISAGGREGATED
+    chunk = options.chunk_tokens or (MIXED_CHUNK if mode is MeshMode.COUPLED_CHUNKED else CHUNK)
     return SimConfig(
         mode=mode,
         prefill=(spec,) * counts.get("prefill", 0),

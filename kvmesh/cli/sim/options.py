@@ -13,7 +13,7 @@ from kvmesh.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvmesh.sim.workloads.sessions import SessionConfig
-    from kvmesh.sim.workloads.synthetic import Lengths, SyntheticConfig
+    from kvmesh.sim.workloads.synthetic import LengthDistribution, SyntheticConfig
 
 MAX_RUNS = 64
 
@@ -304,7 +304,7 @@ def _check_speed(speed: float) -> None:
 
 def _told(option: str, text: str, config: type[Any], given: Sequence[str]) -> dict[str, Any]:
     """Fields of `config` by name, but for those that are `given` otherwise."""
-    from kvmesh.sim.workloads.synthetic import Lengths
+    from kvmesh.sim.workloads.synthetic import LengthDistribution
 
     kinds = {name: kind for name, kind in get_type_hints(config).items() if name not in given}
     told: dict[str, Any] = {}
@@ -313,19 +313,19 @@ def _told(option: str, text: str, config: type[Any], given: Sequence[str]) -> di
         name = name.strip().replace("-", "_")
         if not equals or name not in kinds or name in told:
             raise ConfigError(f"{option}={part!r}: must be NAME=VALUE, once, of {', '.join(kinds)}", field=option)
-        told[name] = _lengths(name, value) if kinds[name] is Lengths else value_of(name, kinds[name], value)
+        told[name] = _lengths(name, value) if kinds[name] is LengthDistribution else value_of(name, kinds[name], value)
     return told
 
 
 _GIVEN = ("requests", "block_tokens")  # by options of their own
 
 
-def _lengths(name: str, text: str) -> Lengths:
-    from kvmesh.sim.workloads.synthetic import Lengths
+def _lengths(name: str, text: str) -> LengthDistribution:
+    from kvmesh.sim.workloads.synthetic import LengthDistribution
 
     numbers = [number_of(name, word) for word in text.split(":")]
     if len(numbers) > 3:
         raise ConfigError(f"{name}={text!r}: must be MEAN, MEAN:SPREAD or MEAN:SPREAD:MOST", field=name)
-    found = Lengths(numbers[0])
+    found = LengthDistribution(numbers[0])
     found = replace(found, spread=numbers[1]) if len(numbers) > 1 else found
     return replace(found, most=int(numbers[2])) if len(numbers) > 2 else found

@@ -15,7 +15,7 @@ from kvmesh.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from kvmesh.sim.report.records import Record, Sample
+    from kvmesh.sim.report.records import MeshSample, Record
 
 TABLES = ("csv", "parquet", "none")
 TRACE = "trace.json.gz"
@@ -62,7 +62,7 @@ class RunFiles:
         if self._trace is not None:
             self._trace.add(record)
 
-    def sample(self, sample: Sample) -> None:
+    def sample(self, sample: MeshSample) -> None:
         """The pools at one moment."""
         if self._trace is not None:
             self._trace.sample(sample)

@@ -16,6 +16,7 @@ from rich.table import Table
 from kvmesh.cli.console import console, one_line_errors, wide_enough
 from kvmesh.cli.store.target import RunDirOption, StoreOption, opened, patiently, size
 from kvmesh.errors import ConfigError, InternalError, Overloaded
+from kvmesh.quantiles import quantile
 
 if TYPE_CHECKING:
     from kvmesh.storeclient import StoreClient
@@ -109,7 +110,7 @@ async def measure(client: StoreClient, row: BenchRow, seconds: float) -> dict[st
             told[name] = {
                 "gb_per_s": row.nbytes * row.batch / statistics.median(took) / 1e9,
                 "p50_us": statistics.median(took) * 1e6,
-                "p99_us": sorted(took)[int(0.99 * (len(took) - 1))] * 1e6,
+                "p99_us": quantile(sorted(took), 0.99) * 1e6,
                 "calls": len(took),
             }
         if any(source.memory != target.memory for source, target in zip(sources, targets, strict=True)):

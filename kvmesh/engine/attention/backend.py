@@ -26,7 +26,7 @@ from kvmesh.engine.config import AttentionSpec
 from kvmesh.errors import InternalError
 
 
-class Span(NamedTuple):
+class TokenSpan(NamedTuple):
     """Tokens [start, start + length) of one request, whose KV lies in `pages` from token 0 on."""
 
     start: int
@@ -70,14 +70,14 @@ class AttentionBackend(ABC):
         self.device, self.dtype = pages.device, pages.dtype
 
     @abstractmethod
-    def plan_prefill(self, spans: Sequence[Span]) -> StepPlan:
+    def plan_prefill(self, spans: Sequence[TokenSpan]) -> StepPlan:
         """Plans a ragged batch; T is the sum of all lengths. The rest of each span's last page is zeroed."""
 
     @abstractmethod
     def plan_decode(self, pages: Sequence[Sequence[int]], positions: Integers) -> StepPlan:
         """Plans one token a row; T is the number of rows. The plan is valid until the next call."""
 
-    def plan_mixed(self, pages: Sequence[Sequence[int]], positions: Integers, spans: Sequence[Span]) -> StepPlan:
+    def plan_mixed(self, pages: Sequence[Sequence[int]], positions: Integers, spans: Sequence[TokenSpan]) -> StepPlan:
         """Plans one step of decode rows and spans: the rows come first; T is the rows plus the sum of all lengths."""
         if not spans:
             return self.plan_decode(pages, positions)

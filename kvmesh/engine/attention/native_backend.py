@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kvmesh.engine.attention.backend import AttentionBackend, PageTable, Span, StepPlan
+from kvmesh.engine.attention.backend import AttentionBackend, PageTable, StepPlan, TokenSpan
 from kvmesh.engine.batch import Integers
 from kvmesh.engine.config import AttentionSpec
 
@@ -26,13 +26,13 @@ class NativeAttention(AttentionBackend):
         self.write_kv = torch.ops.kvmesh.write_kv.default
         self.paged_attention = torch.ops.kvmesh.paged_attention.default
 
-    def plan_prefill(self, spans: Sequence[Span]) -> StepPlan:
+    def plan_prefill(self, spans: Sequence[TokenSpan]) -> StepPlan:
         return self.plan_mixed((), (), spans)
 
     def plan_decode(self, pages: Sequence[Sequence[int]], positions: Integers) -> StepPlan:
         return self.plan_mixed(pages, positions, ())
 
-    def plan_mixed(self, pages: Sequence[Sequence[int]], positions: Integers, spans: Sequence[Span]) -> StepPlan:
+    def plan_mixed(self, pages: Sequence[Sequence[int]], positions: Integers, spans: Sequence[TokenSpan]) -> StepPlan:
         rows = len(pages)
         count = rows + len(spans)
         steps = np.empty(

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from kvmesh.engine.attention.backend import AttentionBackend, PageTable, Span, StepPlan, seen_from
+from kvmesh.engine.attention.backend import AttentionBackend, PageTable, StepPlan, TokenSpan, seen_from
 from kvmesh.engine.batch import Integers
 from kvmesh.engine.config import AttentionSpec
 
@@ -37,7 +37,7 @@ class TorchAttention(AttentionBackend):
         self.page_stride = self.num_layers * per_layer
         self.head_rows = np.arange(per_layer, dtype=np.int64).reshape(2, self.kv_heads)
         self.scratch = torch.empty(0, dtype=self.dtype, device=self.device)
-        self.decode_batch = DecodeBatch(self)
+        self.decode_batch = TorchDecodePlan(self)
 
     def tensor(self, array: Array) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
@@ -70,8 +70,8 @@ class TorchAttention(AttentionBackend):
         k, v = out.view(2, rows, self.kv_heads, -1, self.head_dim).unbind(0)
         return k, v
 
-    def plan_prefill(self, spans: Sequence[Span]) -> StepPlan:
-        return PrefillPlan(self, spans)
+    def plan_prefill(self, spans: Sequence[TokenSpan]) -> StepPlan:
+        return TorchPrefillPlan(self, spans)
 
     def plan_decode(self, pages: Sequence[Sequence[int]], positions: Integers) -> StepPlan:
         return self.decode_batch.plan(pages, positions)
@@ -101,7 +101,7 @@ def softmax_attention(
 class PrefillSpan:
     """Holds one request's part of a prefill step: rows [first, first + length) of the batch."""
 
-    def __init__(self, backend: TorchAttention, span: Span, ids: Array, first: int) -> None:
+    def __init__(self, backend: TorchAttention, span: TokenSpan, ids: Array, first: int) -> None:
         self.backend, self.first, self.ids = backend, first, ids
         self.start, self.length, self.end = span.start, span.length, span.start + span.length
         self.gathers: dict[int, torch.Tensor] = {}
@@ -167,8 +167,8 @@ class PrefillSpan:
         return mask
 
 
-class PrefillPlan:
-    def __init__(self, backend: TorchAttention, spans: Sequence[Span]) -> None:
+class TorchPrefillPlan:
+    def __init__(self, backend: TorchAttention, spans: Sequence[TokenSpan]) -> None:
         self.backend = backend
         self.spans: list[PrefillSpan] = []
         positions, page_ids = [], []
@@ -237,7 +237,7 @@ class DecodeTiles:
         return mask.masked_fill_(hidden, -torch.inf)[:, None, None]
 
 
-class DecodeBatch:
+class TorchDecodePlan:
     """Is the decode plan, valid until the next one. Its table and indices are kept from step to step."""
 
     def __init__(self, backend: TorchAttention) -> None:
@@ -248,7 +248,7 @@ class DecodeBatch:
         self.page_ids = torch.empty(0, dtype=torch.int64)
         self.slots = torch.empty(0, dtype=torch.int64)
 
-    def plan(self, pages: Sequence[Sequence[int]], positions: Integers) -> DecodeBatch:
+    def plan(self, pages: Sequence[Sequence[int]], positions: Integers) -> TorchDecodePlan:
         backend, block = self.backend, self.backend.block_tokens
         where = np.asarray(positions, dtype=np.int64)
         fresh = self.table.update(pages, where + 1)

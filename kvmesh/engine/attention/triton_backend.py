@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kvmesh.engine.attention.backend import AttentionBackend, Span, StepPlan
+from kvmesh.engine.attention.backend import AttentionBackend, StepPlan, TokenSpan
 from kvmesh.engine.batch import Integers
 from kvmesh.engine.config import AttentionSpec
 from kvmesh.engine.kernels.decode import (
@@ -57,8 +57,8 @@ class TritonAttention(AttentionBackend):
             return made
         return made.pin_memory().to(self.device, non_blocking=True)
 
-    def plan_prefill(self, spans: Sequence[Span]) -> StepPlan:
-        return PrefillPlan(self, spans)
+    def plan_prefill(self, spans: Sequence[TokenSpan]) -> StepPlan:
+        return TritonPrefillPlan(self, spans)
 
     def plan_decode(self, pages: Sequence[Sequence[int]], positions: Integers) -> StepPlan:
         rows, width = len(pages), max(len(row) for row in pages)
@@ -69,8 +69,8 @@ class TritonAttention(AttentionBackend):
         return DecodePlan(self, self.decode_tables, rows)
 
 
-class PrefillPlan:
-    def __init__(self, backend: TritonAttention, spans: Sequence[Span]) -> None:
+class TritonPrefillPlan:
+    def __init__(self, backend: TritonAttention, spans: Sequence[TokenSpan]) -> None:
         self.backend = backend
         block = backend.block_tokens
         ids = [backend.page_array(span.pages, span.start + span.length) for span in spans]

@@ -11,10 +11,11 @@ import functools
 import hashlib
 import logging
 import os
-import sys
 from pathlib import Path
 
 import torch
+
+from kvmesh.native.library import folders
 
 log = logging.getLogger(__name__)
 
@@ -42,13 +43,6 @@ HEAP = {-3: 1 << 28, -1: 1 << 29}
 
 def sources() -> list[Path]:
     return sorted(SOURCES.glob("*.cpp"))
-
-
-def folders() -> list[Path]:
-    """Returns where builds may lie: the virtual environment (if this is one), then the user's cache."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    own = [Path(sys.prefix, "share", "kvmesh", "native")] if sys.prefix != sys.base_prefix else []
-    return [*own, cache / "kvmesh" / "native"]
 
 
 def file_name() -> str:

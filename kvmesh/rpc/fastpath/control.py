@@ -6,7 +6,6 @@ service, and everything that is rare, stays with gRPC.
 
 from __future__ import annotations
 
-import logging
 import secrets
 from collections.abc import Collection
 from typing import Any
@@ -14,15 +13,12 @@ from typing import Any
 from google.protobuf.descriptor import ServiceDescriptor
 from prometheus_client import Counter
 
-from kvmesh.errors import ConfigError, InvalidRequest
-from kvmesh.rpc import security
+from kvmesh.errors import InvalidRequest
 from kvmesh.rpc.call_queue import CallQueue
 from kvmesh.rpc.fastpath.server import FastPathLimits, FastServer
 from kvmesh.rpc.pb import doors_pb2 as pb
 from kvmesh.rpc.pb import doors_pb2_grpc as pb_grpc
 from kvmesh.rpc.server import Server
-
-log = logging.getLogger(__name__)
 
 CONNECTIONS = 4096  # one or two of each instance
 
@@ -60,18 +56,8 @@ class ControlFastPath(pb_grpc.DoorsServicer):
         server.serves(pb.DESCRIPTOR.services_by_name["Doors"].full_name)
 
     async def open(self, host: str) -> None:
-        """Listens. Raises ConfigError when door_port is in use.
-
-        Where TLS is configured there is no fast path, because it would send in plaintext what gRPC encrypts.
-        """
-        if self._port < 0 or security.current().server_credentials() is not None:
-            return
-        try:
-            self._told.port = await self._server.listen_tcp(host, self._port, "door_port")
-        except ConfigError:
-            if self._port:
-                raise
-            log.warning("no door for heartbeats: they come over gRPC", exc_info=True)
+        """Listens (see `FastServer.open_tcp`). Raises ConfigError when door_port is in use."""
+        self._told.port = await self._server.open_tcp(host, self._port)
 
     async def FindDoor(self, request: pb.FindDoorRequest, context: Any) -> pb.FindDoorResponse:  # noqa: N802
         """Returns where the fast path is. Raises InvalidRequest when another service is asked for."""

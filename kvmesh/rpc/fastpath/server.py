@@ -22,8 +22,9 @@ from typing import Any
 
 from google.protobuf.descriptor import ServiceDescriptor
 
+from kvmesh.config import ControlConfig
 from kvmesh.errors import BodyTooLarge, ConfigError, KvmeshError, Overloaded, ProtocolMismatch, RequestCancelled
-from kvmesh.rpc import status
+from kvmesh.rpc import security, status
 from kvmesh.rpc.call_queue import CallQueue, QueuedCall
 from kvmesh.rpc.fastpath import frames
 from kvmesh.rpc.fastpath.calls import ServedMethod, Sweep, served
@@ -49,6 +50,11 @@ class FastPathLimits:
     connections: int = 512
     frame_s: float = 10.0
     memory_bytes: int = 16 << 20
+
+    @classmethod
+    def of(cls, config: ControlConfig) -> FastPathLimits:
+        """Returns what a control service's settings say."""
+        return cls(config.door_connections, config.door_frame_ms / 1000, config.door_memory_mb << 20)
 
 
 class FastContext:
@@ -115,6 +121,21 @@ class FastServer:
             raise
         self._listening.append(server)
         return name
+
+    async def open_tcp(self, host: str, port: int) -> int:
+        """Listen where `door_port` says: 0 is any free port, -1 none. Returns the port, 0 where there is none. Raises
+        ConfigError when a port that is named is in use.
+
+        Where TLS is configured there is no fast path over TCP: nothing that gRPC would hide goes by it in the clear."""
+        if port < 0 or security.current().server_credentials() is not None:
+            return 0
+        try:
+            return await self.listen_tcp(host, port, "door_port")
+        except ConfigError:
+            if port:
+                raise
+            log.warning("no door over TCP: calls come over gRPC", exc_info=True)
+            return 0
 
     async def listen_tcp(self, host: str, port: int, key: str) -> int:
         """Listens at `port` (0: any free one) and returns the port. Raises ConfigError, which names `key`, when it is

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from kvmesh.sim.report.records import DONE, Record, Sample
+from kvmesh.sim.report.records import DONE, MeshSample, Record
 
 KEPT = 256  # stays of a track that are remembered; whoever began before them goes into another one
 CONDUCTOR = "conductor"
@@ -108,7 +108,7 @@ class PerfettoTrace:
                 self._event("X", name, instance, place, begins, until_s=ends)
         return place
 
-    def sample(self, sample: Sample) -> None:
+    def sample(self, sample: MeshSample) -> None:
         """The pools as counters."""
         for name, pool in sample.pools.items():
             if self._written < self._most:

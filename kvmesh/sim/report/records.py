@@ -109,7 +109,7 @@ class PoolSample:
 
 
 @dataclass(slots=True)
-class Sample:
+class MeshSample:
     """The state of all pools at one moment."""
 
     at_s: float

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from kvmesh.sim.report.records import DONE, GRAIN_S, REFUSED, RIGHT_WITHIN, Record, Sample
+from kvmesh.sim.report.records import DONE, GRAIN_S, REFUSED, RIGHT_WITHIN, MeshSample, Record
 from kvmesh.sim.report.sketch import BinnedSums, Sketch, tidy
 
 TTFT_SLO_S = 30.0
@@ -141,7 +141,7 @@ class Summary:
         self.kept_own += kept
         return kept
 
-    def sample(self, sample: Sample) -> None:
+    def sample(self, sample: MeshSample) -> None:
         """The pools at one moment."""
         self.wire_bytes = max(self.wire_bytes, sample.wire_bytes)
         for name, pool in sample.pools.items():

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from itertools import accumulate, pairwise
 
 from kvmesh.errors import ConfigError
-from kvmesh.sim.workloads.synthetic import Lengths, check_lengths
+from kvmesh.sim.workloads.synthetic import LengthDistribution, check_lengths
 from kvmesh.sim.workloads.workload import SimRequest, key
 
 MAX_REQUESTS = 10_000_000
@@ -30,15 +30,15 @@ class SessionConfig:
     think_s: float = 2.0  # from an answer's end to the next turn: half to one and a half times as long
     block_tokens: int = 512
     applications: int = 4  # system prompts
-    system: Lengths = field(default_factory=lambda: Lengths(1_000, 0.0))
-    user: Lengths = field(default_factory=lambda: Lengths(300, 0.5, 8_000))
-    output: Lengths = field(default_factory=lambda: Lengths(200, 0.5, 4_000))
+    system: LengthDistribution = field(default_factory=lambda: LengthDistribution(1_000, 0.0))
+    user: LengthDistribution = field(default_factory=lambda: LengthDistribution(300, 0.5, 8_000))
+    output: LengthDistribution = field(default_factory=lambda: LengthDistribution(200, 0.5, 4_000))
 
     def __post_init__(self) -> None:
         """Everything that cannot be."""
         for one in fields(self):
             value = getattr(self, one.name)
-            if isinstance(value, Lengths):
+            if isinstance(value, LengthDistribution):
                 check_lengths(one.name, value)
                 continue
             least = 0 if one.name in ("start_s", "think_s") else 1
@@ -49,7 +49,7 @@ class SessionConfig:
             raise ConfigError(f"sessions={shown}: must be at most {MAX_REQUESTS:,} requests", field="sessions")
 
 
-class Sessions:
+class SessionClients:
     """See `workload.Clients`. Requests bear the number of their session times `turns`, and that of their turn."""
 
     def __init__(self, config: SessionConfig, seed: int = 0) -> None:

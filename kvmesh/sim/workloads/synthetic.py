@@ -28,7 +28,7 @@ _STRIDE = 1 << 64  # of node numbers in key numbers: offsets lie below
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class LengthDistribution:
     """Tokens, log-normal with this mean; `spread` is the standard deviation of their logarithm, 0: always the mean.
     Never under 1 nor over `most`."""
 
@@ -54,14 +54,14 @@ class SyntheticConfig:
     block_tokens: int = 512
     applications: int = 20  # system prompts
     zipf: float = 1.0  # their popularity, and that of children: rank^-zipf; 0: all alike
-    system: Lengths = field(default_factory=lambda: Lengths(2_000, 1.0, 32_000))
+    system: LengthDistribution = field(default_factory=lambda: LengthDistribution(2_000, 1.0, 32_000))
     depth: int = 1  # levels of the tree below a system prompt
     branching: int = 200  # children of a node
-    node: Lengths = field(default_factory=lambda: Lengths(4_000, 1.0, 64_000))
+    node: LengthDistribution = field(default_factory=lambda: LengthDistribution(4_000, 1.0, 64_000))
     turns: float = 3.0  # of a session, mean (geometric)
     think_s: float = 30.0  # between turns at least, mean (exponential)
-    user: Lengths = field(default_factory=lambda: Lengths(500, 1.2, 32_000))  # what a turn adds
-    output: Lengths = field(default_factory=lambda: Lengths(250, 1.0, 8_000))
+    user: LengthDistribution = field(default_factory=lambda: LengthDistribution(500, 1.2, 32_000))  # what a turn adds
+    output: LengthDistribution = field(default_factory=lambda: LengthDistribution(250, 1.0, 8_000))
     max_input: int = 128_000  # a session whose next prompt would be longer is over; prompts are cut to it
     batch_share: float = 0.0  # of the sessions in the batch lane
     origins: int = 1  # places that sessions come from
@@ -72,7 +72,7 @@ class SyntheticConfig:
         over = ("rate",)
         for name in (one.name for one in fields(self)):
             value = getattr(self, name)
-            if isinstance(value, Lengths):
+            if isinstance(value, LengthDistribution):
                 check_lengths(name, value)
             elif name in over and not 0 < value < math.inf:
                 raise ConfigError(f"{name}={value:g}: must be over 0", field=name)
@@ -84,7 +84,7 @@ class SyntheticConfig:
             raise ConfigError("applications, branching: must be at most 1,000,000", field="applications")
 
 
-def check_lengths(name: str, lengths: Lengths) -> None:
+def check_lengths(name: str, lengths: LengthDistribution) -> None:
     """ConfigError names what cannot be."""
     if not 1 <= lengths.mean <= MAX_TOKENS or not 0 <= lengths.spread <= 5 or not 1 <= lengths.most <= MAX_TOKENS:
         shown = f"{lengths.mean:g}:{lengths.spread:g}:{lengths.most}"
@@ -164,7 +164,7 @@ class _Maker:
         turns = 1 + (int(math.log(1 - source.random()) / math.log(more)) if more > 0 else 0)
         return _Session(self._sessions, application, lane, source.randrange(config.origins), path, turns)
 
-    def _tree_node(self, name: str, lengths: Lengths) -> _Segment:
+    def _tree_node(self, name: str, lengths: LengthDistribution) -> _Segment:
         source = random.Random(f"{self._seed}:node:{name}")
         return _Segment(source.getrandbits(63) << 1, lengths.draw(source))
 

@@ -5,7 +5,7 @@ One JSON object a line: `timestamp` (ms), `input_length`, `output_length` (token
 from the start of the prompt up to and with that block.
 
 A prompt made of such a line keeps exactly that: block tokens depend on nothing but (seed, id), and two ids have
-different tokens. Lengths may be scaled, so that a small model's context holds them (see `Shape`).
+different tokens. Lengths may be scaled, so that a small model's context holds them (see `TraceShape`).
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def between(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class TraceShape:
     """How lines become prompts.
 
     A block of the trace becomes `scale` x `trace_block` tokens, which must be a whole number; a last block that is
@@ -163,7 +163,7 @@ class Shaped:
     skipped: int = 0
 
 
-def fit(requests: Iterable[TraceRequest], shape: Shape) -> Shaped:
+def fit(requests: Iterable[TraceRequest], shape: TraceShape) -> Shaped:
     """Lengths of every prompt and answer."""
     found = Shaped()
     for request in requests:

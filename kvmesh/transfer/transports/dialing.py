@@ -18,7 +18,7 @@ from kvmesh.transfer.segment import SegmentDescriptor
 from kvmesh.transfer.transports.adaptive_spin import AdaptiveSpin
 from kvmesh.transfer.transports.base import Frame, Rail, Transport, TransportHost
 from kvmesh.transfer.transports.serving import AcceptingServer
-from kvmesh.transfer.transports.wire import Gone, ProtocolBroken, Refused
+from kvmesh.transfer.transports.wire import ConnectionRefused, Gone, ProtocolBroken
 
 SockT = TypeVar("SockT")
 
@@ -238,7 +238,7 @@ def connect_patiently(
             return None, closed()
         try:
             return dial(), ""
-        except Refused as err:
+        except ConnectionRefused as err:
             cause = str(err)
             if not err.retry:
                 break

@@ -14,12 +14,13 @@ import os
 import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvmesh.errors import TransferError
+from kvmesh.plugins import Plugins, load
 
 if TYPE_CHECKING:
     from kvmesh.transfer.config import EngineConfig
@@ -30,25 +31,23 @@ AUTO = "auto"  # in the place of names: those of KNOWN_TRANSPORTS that can be ha
 SYS_INFINIBAND = Path("/sys/class/infiniband")
 KNOWN_TRANSPORTS = ("rdma", "shm", "tcp")  # kvmesh's own, fastest first
 
-_OWN = {
-    name: EntryPoint(name, f"kvmesh.transfer.transports.{name}.transport:{name.capitalize()}Transport", GROUP)
-    for name in KNOWN_TRANSPORTS
-}
+_TRANSPORTS = Plugins(
+    GROUP,
+    {name: f"kvmesh.transfer.transports.{name}.transport:{name.capitalize()}Transport" for name in KNOWN_TRANSPORTS},
+    own_first=True,
+    error=TransferError,
+)
 
 
 def known() -> tuple[str, ...]:
     """Returns every name: kvmesh's own transports, then those of installed distributions."""
-    return (*KNOWN_TRANSPORTS, *sorted(entry_points(group=GROUP).names - set(KNOWN_TRANSPORTS)))
+    return tuple(_TRANSPORTS)
 
 
 def find(name: str) -> EntryPoint:
     """Returns the transport of this name; kvmesh's own come first, so nothing can replace them. Raises TransferError
-    when there is none."""
-    if name in _OWN:
-        return _OWN[name]
-    for point in entry_points(group=GROUP, name=name):
-        return point
-    raise TransferError(f"transports={name!r}: not one of {', '.join(known())}", field="transports")
+    when there is none, or when two distributions offer one."""
+    return _TRANSPORTS.find(name, "transports")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,7 @@ def started(host: TransportHost, config: EngineConfig, wrapper: Any, choices: li
 
 
 def _start(name: str, host: TransportHost, config: EngineConfig, wrapper: Any) -> Transport:
-    transport: Transport = _load(find(name), "transports")(host, config)
+    transport: Transport = _TRANSPORTS.load(name, "transports")(host, config)
     if transport.name != name:
         raise TransferError(f"transports={name!r}: its transport calls itself {transport.name!r}", field="transports")
     transport.start()
@@ -146,13 +145,4 @@ def wrapper(config: EngineConfig) -> Any:
     """Calls what `config.wrapper` names with the text in `config.fault`; returns None when that text is empty."""
     if not config.fault:
         return None
-    return _load(EntryPoint("wrapper", config.wrapper, ""), "wrapper")(config.fault)
-
-
-def _load(point: EntryPoint, field: str) -> Any:
-    """Loads an entry point. Raises TransferError when its module or name does not exist, or the import raises."""
-    try:
-        return point.load()
-    except Exception as err:
-        why = f"{type(err).__name__}: {err}"
-        raise TransferError(f"{field}={point.name!r}: {point.value} cannot be loaded: {why}", field=field) from err
+    return load(EntryPoint("wrapper", config.wrapper, ""), "wrapper", TransferError)(config.fault)

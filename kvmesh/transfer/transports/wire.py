@@ -70,7 +70,7 @@ class Gone(Exception):
     """The connection ended."""
 
 
-class Refused(Exception):
+class ConnectionRefused(Exception):
     """The acceptor does not take this connection."""
 
     def __init__(self, cause: str, *, retry: bool) -> None:
@@ -128,13 +128,13 @@ def decode_hello(data: bytes) -> Hello:
 
 
 def decode_welcome(data: bytes) -> None:
-    """Raises Refused when the Welcome carries a cause, and ProtocolBroken when it is malformed."""
+    """Raises ConnectionRefused when the Welcome carries a cause, and ProtocolBroken when it is malformed."""
     try:
         welcome = msgspec.msgpack.decode(data, type=Welcome)
     except UNREADABLE as err:
         raise ProtocolBroken(f"welcome: {err}") from err
     if welcome.cause:
-        raise Refused(welcome.cause, retry=welcome.retry)
+        raise ConnectionRefused(welcome.cause, retry=welcome.retry)
 
 
 def encode_question(seq: int, frame: Frame) -> bytes:

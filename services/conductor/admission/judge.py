@@ -37,7 +37,7 @@ class Slo:
 
 
 @dataclass(slots=True)
-class Verdict:
+class TbtVerdict:
     """The judgement on one decode instance: the TBT that is judged, and the most that it may be, in seconds."""
 
     tbt_s: float
@@ -61,7 +61,7 @@ class Judge:
     answer_tokens: float
     now: float
 
-    def decode(self, choice: DecodeChoice, first_token_s: float | None = None) -> Verdict:
+    def decode(self, choice: DecodeChoice, first_token_s: float | None = None) -> TbtVerdict:
         """Returns the verdict on a decode instance. `first_token_s` is the predicted TTFT. None means that no prefill
         instance is chosen yet; the request then passes if it would pass after the queue that the last request met, or
         after none."""
@@ -71,19 +71,19 @@ class Judge:
             choice.judged = self, self._decode(choice, None)
         return choice.judged[1]
 
-    def _decode(self, choice: DecodeChoice, first_token_s: float | None) -> Verdict:
+    def _decode(self, choice: DecodeChoice, first_token_s: float | None) -> TbtVerdict:
         if self.mode in (Mode.OFF, Mode.BASELINE) or self.request.lane is Lane.BATCH:
-            return Verdict(choice.admission_tbt_s, math.inf)
+            return TbtVerdict(choice.admission_tbt_s, math.inf)
         bound_s = min(self.slo.tbt_s, max(self._theirs_s(choice), self.default_tbt_s))
         if (
             not choice.page_wait_s and choice.admission_tbt_s <= bound_s
         ):  # even if all who are on their way were there at once
-            return Verdict(choice.admission_tbt_s, bound_s)
+            return TbtVerdict(choice.admission_tbt_s, bound_s)
         if first_token_s is not None:
-            return Verdict(self.tbt_s(choice, first_token_s), bound_s)
+            return TbtVerdict(self.tbt_s(choice, first_token_s), bound_s)
         lead_s = self._lead_s(choice)
         leads = {lead_s, lead_s - self.queue_s}
-        return Verdict(min(self.tbt_s(choice, lead_s) for lead_s in leads), bound_s)
+        return TbtVerdict(min(self.tbt_s(choice, lead_s) for lead_s in leads), bound_s)
 
     def tbt_s(self, choice: DecodeChoice, lead_s: float, *, everybody: bool = False, more: float = 0.0) -> float:
         """Returns the TBT there if the request, and `more` like it, join the batch in `lead_s` seconds. `everybody`

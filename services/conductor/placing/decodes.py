@@ -20,7 +20,7 @@ from kvmesh.services.conductor.prefixes.fetch_plan import FetchPlanner, FetchSeg
 from kvmesh.services.conductor.prefixes.index import PrefixPlace, PrefixSurvey
 
 if TYPE_CHECKING:
-    from kvmesh.services.conductor.admission.judge import Judge, Verdict
+    from kvmesh.services.conductor.admission.judge import Judge, TbtVerdict
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class DecodeChoice:
     arriving: int = 0  # bytes that others send there
     page_wait_s: float = 0.0  # of KV that has landed, for pages of the device: between first and second token
     # Who has judged it before a prefill instance was chosen, and how: one decision asks twice.
-    judged: tuple[Judge, Verdict] | None = field(default=None, init=False, repr=False, compare=False)
+    judged: tuple[Judge, TbtVerdict] | None = field(default=None, init=False, repr=False, compare=False)
     _score_s: float | None = field(default=None, init=False, repr=False, compare=False)  # once it was asked for
 
     @property

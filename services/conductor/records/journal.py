@@ -23,6 +23,7 @@ import msgspec
 
 from kvmesh.errors import ConfigError, KvmeshError
 from kvmesh.kvcache.keys import Keys
+from kvmesh.rpc.brain_shell import CaughtUp, Tick
 from kvmesh.services.conductor import domain
 from kvmesh.services.conductor.domain import Action, Event, Heartbeat, Placed, Refuse, Schedule
 from kvmesh.services.conductor.policies import registry
@@ -47,8 +48,8 @@ _EVENTS: dict[str, type[Any]] = {
         domain.Cordon,
         domain.Lead,
         domain.OrderEnded,
-        domain.CaughtUp,
-        domain.Tick,
+        CaughtUp,
+        Tick,
     )
 }
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvmesh.rpc.pb.store_pb2 import StoreUsage
-from kvmesh.services.store.domain import Member, Role
+from kvmesh.services.store.domain import NodeRole, RegisteredNode
 from kvmesh.services.store.policy.reconciliation import PendingChanges
 
 AVOID_S = 10.0  # a node that failed a call gets no copies for so long
@@ -20,7 +20,7 @@ class MemberNode:
     """Is one member as policies see it. `pulls` counts the pulls under way to it and `pledged` their bytes. Until
     `avoid_until` it gets no copies, as a call to it has failed."""
 
-    member: Member
+    member: RegisteredNode
     usage: StoreUsage | None = None
     draining: bool = False
     pledged: int = 0
@@ -58,7 +58,7 @@ class Nodes:
         """Returns the node of that name; None when it is no member."""
         return self._nodes.get(instance_id)
 
-    def joined(self, member: Member, draining: bool) -> None:
+    def joined(self, member: RegisteredNode, draining: bool) -> None:
         """Adds a member. The same incarnation may join again."""
         known = self._nodes.get(member.instance_id)
         if known is None or known.member != member:
@@ -75,7 +75,7 @@ class Nodes:
         able = [
             node
             for node in self._nodes.values()
-            if node.member.role is Role.POOL
+            if node.member.role is NodeRole.POOL
             and not node.draining
             and node.member.instance_id not in without
             and node.pulls < MAX_PULLS
@@ -99,8 +99,8 @@ class PullOrder:
     tombstone at the time of the order. With `pins` a block that is pinned hard at its holder is pinned hard at the
     receiver too, or not copied."""
 
-    receiver: Member
-    holders: tuple[Member, ...]
+    receiver: RegisteredNode
+    holders: tuple[RegisteredNode, ...]
     keys: tuple[bytes, ...]
     nbytes: int
     after: int
@@ -112,8 +112,8 @@ class TrimOrder:
     """Orders to remove, at `holder`, those of `keys` that each of `keepers` has. With `spare`, blocks that somebody has
     pinned hard at the holder stay, and do not count as done."""
 
-    holder: Member
-    keepers: tuple[Member, ...]
+    holder: RegisteredNode
+    keepers: tuple[RegisteredNode, ...]
     keys: tuple[bytes, ...]
     spare: bool = True
 
@@ -122,7 +122,7 @@ class TrimOrder:
 class PinOrder:
     """Orders to pin `keys` hard at `holder`, or to unpin them."""
 
-    holder: Member
+    holder: RegisteredNode
     keys: tuple[bytes, ...]
     hard: bool
 
@@ -131,7 +131,7 @@ class PinOrder:
 class DiscardOrder:
     """Orders to remove `keys` at `holder`, which was copying them while they were removed everywhere."""
 
-    holder: Member
+    holder: RegisteredNode
     keys: tuple[bytes, ...]
 
 
@@ -203,6 +203,6 @@ class Copying:
         found, self._discards = self._discards, []
         return found
 
-    def members(self, names: Sequence[str]) -> tuple[Member, ...]:
+    def members(self, names: Sequence[str]) -> tuple[RegisteredNode, ...]:
         """Returns those of these nodes that live."""
         return tuple(node.member for name in names if (node := self._nodes.get(name)) is not None)

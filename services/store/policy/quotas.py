@@ -20,7 +20,7 @@ NO_QUOTAS = {bytes(TAG_BYTES): 0}  # an empty list would change nothing, and lea
 
 
 @dataclass(frozen=True, slots=True)
-class Quota:
+class TagQuota:
     """Says how many `blocks` a tag may have in DRAM, all replicas counted; `name` is for people."""
 
     tag: bytes
@@ -35,16 +35,16 @@ class Quotas:
         """`known` holds the instance ids of the nodes all of whose blocks are known."""
         self._map = blocks
         self._known = known
-        self._set: dict[bytes, Quota] = {}
+        self._set: dict[bytes, TagQuota] = {}
         self._told: dict[str, tuple[dict[bytes, int], float]] = {}  # instance → the allowances sent last, and when
         self._lifted: dict[bytes, int] = {}  # tag → 0, for tags that have no quota any more
 
-    def load(self, quotas: Iterable[Quota]) -> None:
+    def load(self, quotas: Iterable[TagQuota]) -> None:
         """Takes the quotas that an earlier leader left."""
         for quota in quotas:
             self.set(quota)
 
-    def set(self, quota: Quota) -> None:
+    def set(self, quota: TagQuota) -> None:
         """Sets a quota; `blocks` 0 ends it. Raises Overloaded when there are too many."""
         if not quota.blocks:
             if self._set.pop(quota.tag, None) is not None:
@@ -59,7 +59,7 @@ class Quotas:
         self._lifted.pop(quota.tag, None)
         self._map.watch(quota.tag)
 
-    def all(self) -> list[tuple[Quota, int]]:
+    def all(self) -> list[tuple[TagQuota, int]]:
         """Returns each quota with the blocks used now."""
         return [(quota, self._map.tagged(tag)) for tag, quota in self._set.items()]
 
@@ -82,7 +82,7 @@ class Quotas:
         """Forgets what was sent to a member that has ended: its next incarnation has been told nothing."""
         self._told.pop(instance_id, None)
 
-    def _allowance(self, instance_id: str, quota: Quota, members: int) -> int:
+    def _allowance(self, instance_id: str, quota: TagQuota, members: int) -> int:
         used, here = self._map.tagged(quota.tag), self._map.tagged_at(instance_id, quota.tag)
         if used > quota.blocks:
             return max(1, here * quota.blocks // used)

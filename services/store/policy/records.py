@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvmesh.kvcache.keys import KEY_BYTES, TAG_BYTES, split
+from kvmesh.kvcache.tombstones import Tombstone
 from kvmesh.services.store.policy.names import Name
-from kvmesh.services.store.policy.quotas import Quota
+from kvmesh.services.store.policy.quotas import TagQuota
 from kvmesh.services.store.policy.replicas import Pinned
-from kvmesh.services.store.policy.tombstones import Tombstone
 
 FLOOR = b"tombstone_floor"
 _SEQ = struct.Struct(">Q")
@@ -113,17 +113,17 @@ def unpin_in(raw: bytes, value: bytes) -> Pinned:
     return (rest[_SEQ.size :].decode(), int(_SEQ.unpack(rest[: _SEQ.size])[0])), key
 
 
-def quota_out(quota: Quota) -> tuple[bytes, bytes]:
+def quota_out(quota: TagQuota) -> tuple[bytes, bytes]:
     """Returns the record of a quota: (tag, value)."""
     return quota.tag, _SEQ.pack(quota.blocks) + quota.name.encode()
 
 
-def quota_in(tag: bytes, value: bytes) -> Quota:
+def quota_in(tag: bytes, value: bytes) -> TagQuota:
     """The inverse of `quota_out`. Raises ValueError or struct.error for a malformed record."""
     blocks = int(_SEQ.unpack(value[: _SEQ.size])[0])
     if len(tag) != TAG_BYTES:
         raise ValueError(f"a tag of {len(tag)} bytes")
-    return Quota(tag, blocks, value[_SEQ.size :].decode())
+    return TagQuota(tag, blocks, value[_SEQ.size :].decode())
 
 
 def _key(raw: bytes) -> bytes:

@@ -24,7 +24,7 @@ from functools import partial
 from typing import TypeVar
 
 from kvmesh.errors import Overloaded
-from kvmesh.services.store.domain import Role
+from kvmesh.services.store.domain import NodeRole
 from kvmesh.services.store.policy.copies import (
     AVOID_S,
     MAX_KEYS,
@@ -390,7 +390,7 @@ class Replicas:
         scarcest."""
         node = self._nodes.get(name)
         assert node is not None, "only live nodes are asked"
-        return (node.member.role is Role.POOL, -node.free_bytes, name)
+        return (node.member.role is NodeRole.POOL, -node.free_bytes, name)
 
     def _unpins(self, now: float) -> list[Order]:
         orders = []

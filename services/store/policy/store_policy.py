@@ -10,21 +10,22 @@ from functools import partial
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.block_map import Verdict
 from kvmesh.kvcache.tiers import split_name, store_names
+from kvmesh.kvcache.tombstones import Tombstone
 from kvmesh.rpc.pb.store_pb2 import StoreUsage
 from kvmesh.services.store import durable
 from kvmesh.services.store.block_map import MasterMap
-from kvmesh.services.store.domain import Member
+from kvmesh.services.store.domain import RegisteredNode
 from kvmesh.services.store.policy import heat, records
 from kvmesh.services.store.policy.copies import Copying, Nodes, Order
 from kvmesh.services.store.policy.drains import Drains
 from kvmesh.services.store.policy.heat import KeyHeat
 from kvmesh.services.store.policy.memory import MapMemory
 from kvmesh.services.store.policy.names import Names
-from kvmesh.services.store.policy.quotas import Quota, Quotas
+from kvmesh.services.store.policy.quotas import Quotas, TagQuota
 from kvmesh.services.store.policy.reconciliation import KnownHolders, PendingChanges, Unannounced, UnconfirmedRemovals
 from kvmesh.services.store.policy.records import Write
 from kvmesh.services.store.policy.replicas import Replicas
-from kvmesh.services.store.policy.tombstones import Tombstone, Tombstones
+from kvmesh.services.store.policy.tombstones import Tombstones
 
 MAX_GRANT = 65_536  # numbers in one range
 
@@ -144,7 +145,7 @@ class StorePolicy:
 
     # ── members ──────────────────────────────────────────────────────────────────────────────────────
 
-    def joined(self, member: Member, removed_seq: int) -> None:
+    def joined(self, member: RegisteredNode, removed_seq: int) -> None:
         """Adds a member. The same incarnation may join again."""
         self.tombstones.joined(member.instance_id, removed_seq)
         self.drains.joined(member.instance_id, member.incarnation)
@@ -368,7 +369,7 @@ class StorePolicy:
             return [Write(durable.DRAIN, {instance_id.encode(): b""})]
         return []
 
-    def set_quota(self, quota: Quota) -> list[Write]:
+    def set_quota(self, quota: TagQuota) -> list[Write]:
         """Sets a quota; 0 blocks end it. Returns the records to write. Raises Overloaded when there are too many."""
         self.quotas.set(quota)
         if not quota.blocks:

@@ -16,29 +16,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+from kvmesh.kvcache.tombstones import RECORD_KEYS, Tombstone
 
 TERM_SHIFT = 32
 MAX_ANSWER_KEYS = 65_536  # in one answer to a node: 1 MiB
-RECORD_KEYS = 8  # a tombstone itself counts as so many keys, so that small ones are bounded too
 MAX_RETIRED = 16_384  # keys that are dropped for their age in one step: some ten milliseconds
 MAX_LEFT = 10_000  # names of earlier members
 MAX_AWAY = 1024  # names of earlier members in the answer to a removal
-
-
-@dataclass(frozen=True, slots=True)
-class Tombstone:
-    """Records a removal of `keys`, or of all keys with a `prefix` of 1 to 16 bytes, or of everything if there is
-    neither. `at` is its time in seconds on the master's clock."""
-
-    seq: int
-    keys: tuple[bytes, ...] = ()
-    prefix: bytes = b""
-    at: float = 0.0
-
-    def covers(self, key: bytes) -> bool:
-        """Whether the tombstone removes `key`. Its cost is O(keys)."""
-        return key in self.keys if self.keys else key.startswith(self.prefix)
 
 
 def first_seq(term: int, wall_ns: int) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from kvmesh.blockservice.warm.store import Place, WarmStore
+from kvmesh.blockservice.warm.store import ExtentLayout, WarmStore
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.store_stats import StoreExhausted
 from kvmesh.ranks.protocol import WarmRow
@@ -53,7 +53,7 @@ class Life:
         self.table = BlockTable(f"{folder}/table", bytes(32), EXTENTS, number)
         self.sums = SumTable(f"{folder}/sums", bytes(32), EXTENTS, 1)
         self.unsummed: list[WarmRow] = []
-        place = Place(SHARD, lambda e: e, lambda e: e * SHARD)
+        place = ExtentLayout(SHARD, lambda e: e, lambda e: e * SHARD)
         self.warm = WarmStore(self.store, place, self.table, 1, self.unsummed.append)
         found = [(e.slot, e) if isinstance(e, Entry) else (e, None) for e in self.table.entries()]
         self.rows = self.warm.restore(found) if self.table.kept else []
@@ -229,7 +229,7 @@ def test_slots_tell_when_they_are_torn_or_anothers(folder: Path) -> None:
 
 def test_a_block_is_back_when_every_rank_has_its_shard(folder: Path) -> None:
     table = BlockTable(f"{folder}/table", bytes(32), EXTENTS, 1)
-    place = Place(SHARD, lambda e: e, lambda e: e * SHARD)
+    place = ExtentLayout(SHARD, lambda e: e, lambda e: e * SHARD)
     entries = [table.sealed(slot, bytes([slot]) * 16, SHARD) for slot in range(4)]
     store = NodeStore(EXTENTS)
     warm = WarmStore(store, place, table, 2, lambda row: None)

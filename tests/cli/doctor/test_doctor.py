@@ -20,7 +20,7 @@ from kvmesh.cli.doctor import checks as checks
 from kvmesh.cli.doctor import command as doctor
 from kvmesh.cli.doctor import network as network
 from kvmesh.cli.doctor.findings import Finding, screen
-from kvmesh.transfer.host import Host, NetDevice, Place, look
+from kvmesh.transfer.host import DeviceLocation, Host, NetDevice, look
 from tests.support.transfer.sysfs import NVIDIA_3D, Tree, bare_vm, two_sockets
 
 
@@ -198,9 +198,9 @@ def test_interfaces(tmp_path: Path) -> None:
 
 
 def test_in_a_container_the_virtual_interfaces_are_shown() -> None:
-    veth = NetDevice("eth0", Place(), True, 1500, 10.0, physical=False, loopback=False)
-    cut = NetDevice("eth1", Place(), False, 1500, 10.0, physical=False, loopback=False)
-    bare = NetDevice("docker0", Place(), True, 1500, 10.0, physical=False, loopback=False)
+    veth = NetDevice("eth0", DeviceLocation(), True, 1500, 10.0, physical=False, loopback=False)
+    cut = NetDevice("eth1", DeviceLocation(), False, 1500, 10.0, physical=False, loopback=False)
+    bare = NetDevice("docker0", DeviceLocation(), True, 1500, 10.0, physical=False, loopback=False)
     host = Host(nets=(veth, cut, bare))
     found = by_name(network.interfaces(host, lambda name: [] if name == "docker0" else ["10.0.0.9"]))
     assert {name: one.level for name, one in found.items()} == {"eth0": "ok", "eth1": "warn"}

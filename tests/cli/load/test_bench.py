@@ -310,7 +310,7 @@ def requests() -> list[TraceRequest]:
     ("speed", "times"), [(1.0, [0, 0, 0.5, 2, 9]), (4.0, [0, 0, 0.125, 0.5, 2.25]), (math.inf, [None] * 5)]
 )
 def test_the_times_of_a_trace(speed: float, times: list[float | None]) -> None:
-    made = trace.fit(requests(), trace.Shape()).made
+    made = trace.fit(requests(), trace.TraceShape()).made
     jobs = replay.jobs_of(made, TokenMaker(2040), 512, speed)
     assert [job.at_s for job in jobs] == times
     later = replay.jobs_of(made[2:], TokenMaker(2040), 512, speed)
@@ -328,17 +328,17 @@ def test_scales(text: str, scale: Fraction) -> None:
 
 
 def test_what_was_refused_counts_in_no_live_rate_and_what_was_not_sent_in_none() -> None:
-    made = trace.fit(requests()[:4], trace.Shape()).made
+    made = trace.fit(requests()[:4], trace.TraceShape()).made
     outcomes = [
         LoadOutcome(0, 0.0, status=200, prompt_tokens=1030, cached_tokens=0),
         LoadOutcome(1, 0.0, status=429, code="overloaded", prompt_tokens=1536),
         LoadOutcome(2, 0.0, status=200, prompt_tokens=1030, cached_tokens=1023),
     ]
-    found = replay.hit_rates(made, outcomes, trace.Shape(), TokenMaker(2040), 64)
+    found = replay.hit_rates(made, outcomes, trace.TraceShape(), TokenMaker(2040), 64)
     assert (found["live"]["blocks"], found["live"]["hit_blocks"], found["live"]["tokens"]) == (6, 1, 2060)
     assert (found["ideal"]["blocks"], found["ideal"]["hit_blocks"]) == (9, 2 + 3)
     assert found["reachable"]["hit_tokens"] == 1024 + 1024
-    assert "reachable" not in replay.hit_rates(made, outcomes, trace.Shape(), TokenMaker(2040), 0)
+    assert "reachable" not in replay.hit_rates(made, outcomes, trace.TraceShape(), TokenMaker(2040), 0)
 
 
 # ── keys ──────────────────────────────────────────────────────────────────────────────────────────

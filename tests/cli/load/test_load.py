@@ -7,8 +7,6 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
 from kvmesh.cli.load import report
@@ -161,19 +159,6 @@ def outcome(**changes: Any) -> LoadOutcome:
 )
 def test_tbt_is_the_mean_of_the_longest_tenth(gaps: list[float], tokens: int, tbt: float | None) -> None:
     assert report.tbt_s(outcome(gaps=gaps, completion_tokens=tokens)) == (None if tbt is None else pytest.approx(tbt))
-
-
-@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50), st.floats(0, 100))
-def test_a_percentile_lies_between_and_grows(values: list[float], share: float) -> None:
-    values.sort()
-    found = report.percentile(values, share)
-    assert values[0] <= found <= values[-1] + 1e-9
-    assert found <= report.percentile(values, min(100.0, share + 10)) + 1e-6
-
-
-@pytest.mark.parametrize(("share", "value"), [(0, 1), (50, 2.5), (100, 4), (90, 3.7)])
-def test_percentiles_by_hand(share: float, value: float) -> None:
-    assert report.percentile([1, 2, 3, 4], share) == pytest.approx(value)
 
 
 MIXED = [

@@ -18,7 +18,7 @@ from kvmesh.cli.sim import options as sim_options
 from kvmesh.cli.sim import progress as sim_progress
 from kvmesh.cli.sim.options import Options, label, sweeps
 from kvmesh.errors import ConfigError
-from kvmesh.sim.config import Mode
+from kvmesh.sim.config import MeshMode
 
 Invoke = Callable[..., Result]
 SMALL = ("--gpu", "h100", "--gpus", "1", "--model", "llama3-8b", "--prefill", "1", "--decode", "1")
@@ -249,7 +249,7 @@ def test_options_become_settings_and_machines() -> None:
             admission_confidence=0.9,
         )
     )
-    assert (config.mode, len(config.prefill), len(config.decode), config.layers) == (Mode.DISAGGREGATED, 3, 2, 80)
+    assert (config.mode, len(config.prefill), len(config.decode), config.layers) == (MeshMode.DISAGGREGATED, 3, 2, 80)
     told = config.conductor
     assert (told.policy, told.threshold_mode.value, told.admission.mode.value) == (
         "power_of_two",

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.kvcache.keys import Keys
+from kvmesh.rpc.brain_shell import Tick
 from kvmesh.services.conductor.balance.heat import PrefixHeat, depths
 from kvmesh.services.conductor.balance.hot import DEADLINE_S, REST_S, SETTLE_S
 from kvmesh.services.conductor.domain import (
@@ -22,7 +23,6 @@ from kvmesh.services.conductor.domain import (
     Replicate,
     Role,
     Schedule,
-    Tick,
 )
 from kvmesh.services.conductor.prefixes.index import HeldRun, PrefixSurvey
 from kvmesh.services.conductor.settings import BalanceSettings

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from kvmesh.errors import ContextTooLong, InvalidRequest, ModelNotFound, Unavailable, UnknownInstance
+from kvmesh.rpc.brain_shell import Tick
 from kvmesh.services.conductor.domain import (
     DecodeSample,
     Load,
@@ -13,7 +14,6 @@ from kvmesh.services.conductor.domain import (
     Refuse,
     Role,
     StoreLost,
-    Tick,
 )
 from tests.support.conductor.brain import BLOCK, IDLE, Brain, card, chain, joined, reset
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from kvmesh.rpc.brain_shell import Tick
 from kvmesh.services.conductor.balance import rounds
 from kvmesh.services.conductor.balance.hot import MAX_LISTED
-from kvmesh.services.conductor.domain import Lead, Load, Role, Tick
+from kvmesh.services.conductor.domain import Lead, Load, Role
 from kvmesh.services.conductor.fleet.instance import Instance
 from kvmesh.services.conductor.fleet.walk import MOST_S, Pace, Walk
 from kvmesh.services.conductor.settings import BalanceSettings

@@ -14,20 +14,20 @@ from kvmesh.sim.hardware.shapes import shape_of
 from kvmesh.sim.hardware.times import node_spec
 from kvmesh.sim.report.records import Record
 from kvmesh.sim.run import run
-from kvmesh.sim.workloads.synthetic import Lengths, SyntheticConfig, synthetic
+from kvmesh.sim.workloads.synthetic import LengthDistribution, SyntheticConfig, synthetic
 
 SLOW_S, FAST_AGAIN_S = 60.0, 120.0
 AGENTS = SyntheticConfig(  # many share instructions, and documents below them
     requests=900,
     rate=5.0,
     applications=6,
-    system=Lengths(6_000, 0.5, 16_000),
+    system=LengthDistribution(6_000, 0.5, 16_000),
     depth=2,
     branching=40,
-    node=Lengths(5_000, 0.7, 32_000),
+    node=LengthDistribution(5_000, 0.7, 32_000),
     turns=2.0,
-    user=Lengths(600, 1.0, 32_000),
-    output=Lengths(145, 1.0, 8_000),
+    user=LengthDistribution(600, 1.0, 32_000),
+    output=LengthDistribution(145, 1.0, 8_000),
 )
 
 

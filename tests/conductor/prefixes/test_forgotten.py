@@ -9,11 +9,11 @@ import pytest
 
 from kvmesh.kvcache.announce import Announcer
 from kvmesh.kvcache.node_store import NodeStore
+from kvmesh.kvcache.tombstones import Tombstone
 from kvmesh.rpc.pb.store_pb2 import StoreUsage
 from kvmesh.services.conductor.prefixes.index import Index
-from kvmesh.services.store.domain import Announce, Beat, Heard, Join, Member, Relay, Role
+from kvmesh.services.store.domain import Announce, Beat, Heard, NodeJoined, NodeRole, RegisteredNode, Relay
 from kvmesh.services.store.policy.store_policy import PolicyLimits
-from kvmesh.services.store.policy.tombstones import Tombstone
 from kvmesh.services.store.state import MasterState
 
 NAMES = "abc"
@@ -30,7 +30,7 @@ class World:
         self.applied = dict.fromkeys(NAMES, 0)
         self.follower, self.late = Index(), Index()
         for name in NAMES:
-            self.master.step(Join(Member(name, f"{name}:1", 1, Role.POOL, name, name)), 0.0)
+            self.master.step(NodeJoined(RegisteredNode(name, f"{name}:1", 1, NodeRole.POOL, name, name)), 0.0)
             self.master.step(Beat(name, 1, StoreUsage(capacity_bytes=1 << 30, free_bytes=1 << 30)), 0.0)
 
     def hear(self, index: Index, said: object) -> None:

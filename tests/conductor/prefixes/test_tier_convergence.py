@@ -52,8 +52,8 @@ class Node:
         self.tiers = {tier: Source(store_name(name, tier), life) for tier in TIERS}
 
     @property
-    def member(self) -> domain.Member:
-        return domain.Member(self.name, "h:1", self.life, domain.Role.PREFILL, "n", self.name)
+    def member(self) -> domain.RegisteredNode:
+        return domain.RegisteredNode(self.name, "h:1", self.life, domain.NodeRole.PREFILL, "n", self.name)
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Mesh(RuleBasedStateMachine):
     def joins(self, name: str) -> None:
         node = self.nodes[name]
         if node.alive:
-            self.say(domain.Join(node.member))
+            self.say(domain.NodeJoined(node.member))
 
     @rule(name=NAME, tier=TIER, force=st.booleans())
     def announces(self, name: str, tier: Tier, force: bool) -> None:
@@ -132,7 +132,7 @@ class Mesh(RuleBasedStateMachine):
         node = self.nodes[name]
         node.alive = False
         if how == "leaves":
-            self.say(domain.Leave(name, node.life))
+            self.say(domain.NodeLeft(name, node.life))
         if how == "restarts":
             self.born(name)
 
@@ -161,7 +161,7 @@ class Mesh(RuleBasedStateMachine):
             for each in call.node.tiers.values():
                 each.call = 0
                 each.announcer.restart()
-            self.say(domain.Join(call.node.member))
+            self.say(domain.NodeJoined(call.node.member))
 
     # ── master and conductor ─────────────────────────────────────────────────────────────────────
 
@@ -173,8 +173,8 @@ class Mesh(RuleBasedStateMachine):
                     self.stream.append(mapping.event_out(action))
                 case domain.Heard():
                     heard = action
-                case domain.Refuse(error):
-                    assert isinstance(error, UnknownInstance) or isinstance(event, domain.Join), error
+                case domain.RefuseCall(error):
+                    assert isinstance(error, UnknownInstance) or isinstance(event, domain.NodeJoined), error
         return heard
 
     @rule()
@@ -186,7 +186,7 @@ class Mesh(RuleBasedStateMachine):
     @rule(name=NAME)
     def is_dropped(self, name: str) -> None:
         """Rightly or not."""
-        self.say(domain.Leave(name, self.nodes[name].life))
+        self.say(domain.NodeLeft(name, self.nodes[name].life))
 
     @rule(n=st.integers(0, 5))
     def sweep(self, n: int) -> None:
@@ -242,7 +242,7 @@ class Mesh(RuleBasedStateMachine):
             self.deliver(0, again=False, answered=True)
         for name, node in self.nodes.items():
             if not node.alive:
-                self.say(domain.Leave(name, node.life))
+                self.say(domain.NodeLeft(name, node.life))
                 continue
             self.joins(name)
             for tier in TIERS * 8:

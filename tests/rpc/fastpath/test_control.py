@@ -11,7 +11,6 @@ import pytest
 
 from kvmesh.errors import ConfigError, InvalidRequest, ProtocolMismatch
 from kvmesh.rpc import channels, security
-from kvmesh.rpc.fastpath import control
 from kvmesh.rpc.fastpath.caller import FastCaller, control_calls
 from kvmesh.rpc.fastpath.client import dial
 from kvmesh.rpc.fastpath.control import ControlFastPath
@@ -112,7 +111,7 @@ async def test_no_door_where_none_is_wanted_or_where_it_would_bypass_tls(monkeyp
 
     door = ControlFastPath(SERVICE, Desk(), ("Lease",), 0)
     with monkeypatch.context() as patched:
-        patched.setattr(control.security, "current", Tls)
+        patched.setattr(security, "current", Tls)
         await door.open("127.0.0.1")
     assert (await door.FindDoor(pb_doors.FindDoorRequest(service=SERVICE.full_name), None)).port == 0
     assert security.current().server_credentials() is None

@@ -5,6 +5,7 @@ import random
 from typing import Any
 
 from kvmesh.kvcache.announce import Announcement
+from kvmesh.rpc.brain_shell import Tick
 from kvmesh.services.conductor.domain import (
     Action,
     Blocks,
@@ -22,7 +23,6 @@ from kvmesh.services.conductor.domain import (
     Register,
     Role,
     Schedule,
-    Tick,
 )
 from kvmesh.services.conductor.settings import Settings
 from kvmesh.services.conductor.state import ConductorState

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from kvmesh.rpc.brain_shell import Tick
 from kvmesh.services.conductor.costs.models import DECODE_PRIOR
 from kvmesh.services.conductor.domain import (
     Action,
@@ -19,7 +20,6 @@ from kvmesh.services.conductor.domain import (
     Register,
     Role,
     SwitchRole,
-    Tick,
 )
 from tests.support.conductor.brain import Brain, card
 

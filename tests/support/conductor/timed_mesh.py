@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvmesh.errors import Overloaded
+from kvmesh.rpc.brain_shell import Tick
 from kvmesh.services.conductor.domain import (
     DecodeSample,
     Lane,
@@ -21,7 +22,6 @@ from kvmesh.services.conductor.domain import (
     Refuse,
     RequestOutcome,
     Role,
-    Tick,
 )
 from tests.support.conductor.brain import Brain, card
 

@@ -21,7 +21,7 @@ from kvmesh.services.decode import inputs as i
 from kvmesh.services.decode.limits import NS_PER_MS, Limits, RankShape, Shape
 from kvmesh.services.prefill import events as ev
 from kvmesh.services.prefill.checks import BrainConfig
-from kvmesh.services.prefill.handoff import Phase
+from kvmesh.services.prefill.handoff import PrefillPhase
 from kvmesh.services.prefill.planner import PlanConfig
 from tests.support.coupled.rank import BLOCK, EXTENT_BASE, Rank, Tokens
 
@@ -49,7 +49,7 @@ class World:
     finished: set[int] = field(default_factory=set)
     tokens: dict[int, list[int]] = field(default_factory=dict)  # by slot
     slots: dict[int, int] = field(default_factory=dict)  # decode handle → slot
-    ended: list[ev.Ended] = field(default_factory=list)
+    ended: list[ev.HandoffEnded] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         plan = PlanConfig(
@@ -123,7 +123,7 @@ class World:
             case ev.SendAdopted(handle, first, pages):
                 told = e.FirstToken(first.sampled.token_id, None, first.found.cached_tokens)
                 self.feed_decode(i.FromPrefill(i.OWN_PEER, self.own[handle], e.Adopted(told, pages)))
-            case ev.Ended():
+            case ev.HandoffEnded():
                 self.ended.append(action)
             case ev.SendBeginFill(handle, blocks, _):
                 if handle in self.own:
@@ -163,7 +163,7 @@ class World:
             case e.TellCancel(i.OWN_PEER, handle, reason):
                 ours = next((n for n, theirs in self.own.items() if theirs == handle), None)
                 assert ours is not None, "cancelled before it was asked for"
-                self.feed_prefill(ev.Cancel(ours, reason))
+                self.feed_prefill(ev.HandoffCancelled(ours, reason))
             case e.TellCancel(_, handle, _):
                 self.feed_decode(i.FromPrefill(PEER, handle, e.Drained(self.landings.pop(handle, 0))))
             case i.Flush():
@@ -320,4 +320,4 @@ class World:
         assert pool.free == self.pages
         assert self.store.free == self.extents and not self.store.stats.writing
         self.store.check_integrity()
-        assert not any(h.phase is not Phase.QUEUED for h in self.prefill.handoffs.values())
+        assert not any(h.phase is not PrefillPhase.QUEUED for h in self.prefill.handoffs.values())

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvmesh.engine.attention.backend import AttentionBackend, Span
+from kvmesh.engine.attention.backend import AttentionBackend, TokenSpan
 from kvmesh.engine.attention.native_backend import NativeAttention
 from kvmesh.engine.attention.torch_backend import TorchAttention
 from kvmesh.engine.config import AttentionSpec
@@ -94,7 +94,7 @@ class Bench:
         own can be given to the plan by the chunk's place."""
         lists = {i: (plan_pages or {}).get(i, chunk.request.pages) for i, chunk in enumerate(chunks)}
         rows = [i for i, chunk in enumerate(chunks) if not chunk.span]
-        spans = [Span(c.request.done, c.length, lists[i]) for i, c in enumerate(chunks) if c.span]
+        spans = [TokenSpan(c.request.done, c.length, lists[i]) for i, c in enumerate(chunks) if c.span]
         assert rows == list(range(len(rows))), "rows come first"
         plan = self.backend.plan_mixed([lists[i] for i in rows], [chunks[i].request.done for i in rows], spans)
         starts = [range(c.request.done, c.request.done + c.length) for c in chunks]

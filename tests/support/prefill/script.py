@@ -152,7 +152,7 @@ class Player:
                 return f"rank: seal {ticket} pages={commas(pages)} extents={commas(extents)}"
             case m.TellRank(_, m.LoadCopy(ticket, extents, pages)):
                 return f"rank: load {ticket} extents={commas(extents)} pages={commas(pages)}"
-            case ev.Pull(job):
+            case ev.FetchBlocks(job):
                 self.jobs[job.ticket] = job
                 keys = ",".join(key.decode() for key in job.keys)
                 where = ",".join(f"{r.first_block}-{r.first_block + r.blocks}@{r.instance_id}" for r in job.ranges)
@@ -186,7 +186,7 @@ class Player:
                 return (
                     f"decode: {handle} Failed drained={'yes' if drained else 'NO'}{again} {error.code}: {error.message}"
                 )
-            case ev.Ended():
+            case ev.HandoffEnded():
                 cause = f" ({action.cause})" if action.cause else ""
                 return f"end of {action.handle}: {action.outcome.value}{cause}"
             case _:
@@ -283,7 +283,7 @@ EVENTS: dict[str, Make] = {
     "start": _start,
     "landing": _landing,
     "renewed": lambda p, a, g: ev.Renewed(int(a[0]), int(g.get("epoch", 7)), int(g.get("lease", 1000))),
-    "cancel": lambda p, a, g: ev.Cancel(int(a[0]), " ".join(a[1:]) or "client-left"),
+    "cancel": lambda p, a, g: ev.HandoffCancelled(int(a[0]), " ".join(a[1:]) or "client-left"),
     "broken": lambda p, a, g: ev.StreamBroken(int(a[0])),
     "done": _done,
     "error": _error,

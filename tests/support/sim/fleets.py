@@ -8,7 +8,7 @@ from typing import Any
 
 from kvmesh.services.conductor.settings import AdmissionSettings, Settings
 from kvmesh.services.conductor.settings import Mode as Admission
-from kvmesh.sim.config import Mode, SimConfig
+from kvmesh.sim.config import MeshMode, SimConfig
 from kvmesh.sim.hardware.times import NodeSpec
 from kvmesh.sim.report.records import Record
 from kvmesh.sim.run import run
@@ -64,7 +64,7 @@ def mesh(prefills: int = 1, decodes: int = 1, spec: NodeSpec | None = None, **ch
     return SimConfig(**(told | changes))
 
 
-def coupled(mode: Mode, count: int = 1, spec: NodeSpec | None = None, **changes: Any) -> SimConfig:
+def coupled(mode: MeshMode, count: int = 1, spec: NodeSpec | None = None, **changes: Any) -> SimConfig:
     return mesh(mode=mode, coupled=(spec or node(),) * count, **changes)
 
 

@@ -27,8 +27,8 @@ from kvmesh.sim.hardware.times import NodeSpec
 from kvmesh.sim.report.records import DONE, Record
 from kvmesh.sim.report.summary import Summary
 from kvmesh.sim.run import run
-from kvmesh.sim.workloads.sessions import SessionConfig, Sessions
-from kvmesh.sim.workloads.synthetic import Lengths
+from kvmesh.sim.workloads.sessions import SessionClients, SessionConfig
+from kvmesh.sim.workloads.synthetic import LengthDistribution
 from kvmesh.sim.workloads.workload import Clients, ClosedLoop, SimRequest, key
 
 BLOCK = 16
@@ -193,11 +193,11 @@ def paced_sessions(prefills: int, decodes: int, sessions: int = 24, turns: int =
         start_s=6.0,
         think_s=1.0,
         block_tokens=BLOCK,
-        system=Lengths(200, 0.0),
-        user=Lengths(60, 0.5, 400),
-        output=Lengths(ANSWER, 0.3, 120),
+        system=LengthDistribution(200, 0.0),
+        user=LengthDistribution(60, 0.5, 400),
+        output=LengthDistribution(ANSWER, 0.3, 120),
     )
-    return serve(fleet(prefills, decodes, seed=seed, told_max_tokens=128), Sessions(config, seed))
+    return serve(fleet(prefills, decodes, seed=seed, told_max_tokens=128), SessionClients(config, seed))
 
 
 POOLS = (("prefill", ("requests", "input", "computed")), ("decode", ("requests", "output")))  # and what is counted

@@ -10,11 +10,20 @@ from dataclasses import dataclass, field
 from kvmesh.kvcache.announce import Announcement, Announcer
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.tiers import Tier, store_name
+from kvmesh.kvcache.tombstones import Tombstone
 from kvmesh.rpc.pb.store_pb2 import StoreUsage, TierUsage
-from kvmesh.services.store.domain import Announce, Beat, Heard, Join, Member, Publish, Refuse, Role
+from kvmesh.services.store.domain import (
+    Announce,
+    Beat,
+    Heard,
+    NodeJoined,
+    NodeRole,
+    Publish,
+    RefuseCall,
+    RegisteredNode,
+)
 from kvmesh.services.store.policy.copies import DiscardOrder, Order, PinOrder, PullOrder, TrimOrder
 from kvmesh.services.store.policy.store_policy import PolicyLimits
-from kvmesh.services.store.policy.tombstones import Tombstone
 from kvmesh.services.store.state import MasterState
 
 LEASE = 100.0
@@ -95,7 +104,9 @@ class Node:
         kept = {tier: store.keys() for tier, store in self.stores.items()} if warm else {}
         self.incarnation += 1
         self.removed_seq = self.removed_seq if warm else 0
-        self.member = Member(self.name, f"{self.name}:1", self.incarnation, Role.POOL, self.machine, self.name)
+        self.member = RegisteredNode(
+            self.name, f"{self.name}:1", self.incarnation, NodeRole.POOL, self.machine, self.name
+        )
         self.stores = {tier: NodeStore(EXTENTS) for tier in self.tiers}
         names = {tier: store_name(self.name, tier) for tier in self.tiers}
         self.announcers = {t: Announcer(names[t], self.incarnation, self.stores[t], max_keys=3) for t in self.tiers}
@@ -158,13 +169,13 @@ class World:
                 self.shown.ended(action.member.instance_id)
 
     def beat(self, node: Node, lost: bool = False) -> None:
-        """One heartbeat, or Join when the master does not know it. `lost`: the answer."""
+        """One heartbeat, or NodeJoined when the master does not know it. `lost`: the answer."""
         actions = self.state.step(Beat(node.name, node.incarnation, node.usage, node.removed_seq), self.now)
         self._ended(actions)
-        if any(isinstance(action, Refuse) for action in actions):
-            actions = self.state.step(Join(node.member, node.removed_seq), self.now)
+        if any(isinstance(action, RefuseCall) for action in actions):
+            actions = self.state.step(NodeJoined(node.member, node.removed_seq), self.now)
             self._ended(actions)
-            assert not any(isinstance(action, Refuse) for action in actions), actions
+            assert not any(isinstance(action, RefuseCall) for action in actions), actions
             self.shown.applied[node.name] = self.state.policy.tombstones._applied[node.name]
             for announcer in node.announcers.values():
                 announcer.restart()

@@ -32,7 +32,7 @@ class RawTcp:
         try:
             wire.decode_welcome(self.receive(length))
             self.welcome = ""
-        except wire.Refused as err:
+        except wire.ConnectionRefused as err:
             self.welcome = str(err)
 
     def receive(self, nbytes: int) -> bytes:

@@ -93,7 +93,7 @@ def test_services_take_it_by_its_name(third_party: Path) -> None:
 
 
 def test_who_asks_for_a_transport_that_is_not_there_is_told_which_are(third_party: Path) -> None:
-    with pytest.raises(TransferError, match=r"'nvlink': not one of rdma, shm, tcp, inprocess$"):
+    with pytest.raises(TransferError, match=r"'nvlink': choose one of rdma, shm, tcp, inprocess$"):
         EngineConfig(transports=("nvlink",))
     with pytest.raises(ConfigError, match=r"a list of rdma, shm, tcp, inprocess, or auto$"):
         transfer_config.check("nvlink", "")
@@ -117,6 +117,16 @@ def test_nobody_stands_in_for_a_transport_of_kvmesh_s_own(third_party: Path) -> 
     install(third_party, "tcp", "inprocess_transport:InProcessTransport")
     assert registry.find("tcp").value == "kvmesh.transfer.transports.tcp.transport:TcpTransport"
     assert registry.known() == ("rdma", "shm", "tcp", "inprocess")
+
+
+def test_two_of_one_name_are_refused(third_party: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (elsewhere := third_party / "elsewhere").mkdir()
+    install(elsewhere, "inprocess", "another:Transport")
+    (elsewhere / "inprocess-1.0.dist-info").rename(elsewhere / "two-1.0.dist-info")
+    monkeypatch.syspath_prepend(elsewhere)
+    with pytest.raises(TransferError, match=r"transports='inprocess': .* and .* have this name") as caught:
+        registry.find("inprocess")
+    assert "another:Transport" in str(caught.value)
 
 
 # ── auto ──────────────────────────────────────────────────────────────────────────────────────────

@@ -10,7 +10,7 @@ from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.segment import SegmentDescriptor
 from kvmesh.transfer.transports import wire
 from kvmesh.transfer.transports.tcp.dial import TcpRoute, at
-from kvmesh.transfer.transports.wire import Hello, ProtocolBroken, Refused
+from kvmesh.transfer.transports.wire import ConnectionRefused, Hello, ProtocolBroken
 
 # Greetings that may be under way at once in one process: after a restart, everybody dials everybody.
 _HANDSHAKES = threading.BoundedSemaphore(16)
@@ -25,12 +25,12 @@ def dial(
     opened: Callable[[socket.socket], None],
 ) -> socket.socket:
     """Returns a connected socket after the greeting. `opened` gets the socket before it connects, so that others can
-    shut it; it may raise Gone. Raises OSError, Gone, ProtocolBroken or Refused."""
+    shut it; it may raise Gone. Raises OSError, Gone, ProtocolBroken or ConnectionRefused."""
     endpoint = descriptor.endpoints["rdma"]
     try:
         found = socket.getaddrinfo(endpoint["host"], int(endpoint["port"]), type=socket.SOCK_STREAM)
     except (KeyError, ValueError) as err:
-        raise Refused(f"bad rdma endpoint {endpoint!r}", retry=False) from err
+        raise ConnectionRefused(f"bad rdma endpoint {endpoint!r}", retry=False) from err
     family, kind, proto, _, address = found[0]
     if not _HANDSHAKES.acquire(timeout=config.connect_timeout_s):
         raise OSError("too many handshakes at once")

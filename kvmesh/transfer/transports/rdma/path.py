@@ -179,7 +179,7 @@ class RdmaPath(Wiring):
         if keys is None:
             if base not in self._asking_keys:
                 self._asking_keys.add(base)
-                self._ask(lambda seq: protocol.Keys(seq, base), partial(self._keys_are, base))
+                self._ask(lambda seq: protocol.AskKeys(seq, base), partial(self._keys_are, base))
             return False
         everything = tuple(range(len(frame.parts)))
         rkey = keys.rkeys.get(track.pair.remote)
@@ -234,7 +234,7 @@ class RdmaPath(Wiring):
     def _ask_admission(self, epoch: int) -> None:
         waiting = (f.serial for t in self._all_tracks() for f in t.queue if f.epoch == epoch)
         if self._admissions.ask(epoch, waiting):
-            self._ask(lambda seq: protocol.Admit(seq, epoch), partial(self._admitted, epoch))
+            self._ask(lambda seq: protocol.AdmitEpoch(seq, epoch), partial(self._admitted, epoch))
 
     # ── the path's thread ─────────────────────────────────────────────────────────────────────────
 
@@ -351,7 +351,7 @@ class RdmaPath(Wiring):
     def _told(self, channel: Channel, data: memoryview) -> None:
         later: Later = []
         message = protocol.decode_told(data)
-        if isinstance(message, protocol.Fenced):
+        if isinstance(message, protocol.GenerationFenced):
             self._fenced(message.generation)
             return
         with self._lock:

@@ -5,14 +5,14 @@
       ◀───────────────────────────────── Welcome         queue pairs are destroyed
       Connect(NICs, QP number, ...) ──────────────────▶  makes its queue pair
       ◀─────── Connected(QP number, generation, mailbox)
-      Keys(base) ─────────────────────────────────────▶
+      AskKeys(base) ──────────────────────────────────▶
       ◀──────────────── KeysAre(address, rkey by NIC)
-      Admit(epoch) ───────────────────────────────────▶  a window is open?
+      AdmitEpoch(epoch) ──────────────────────────────▶  a window is open?
       ◀──── Admitted(admission, generation, ranges)
       ═════════ one-sided WRITE and READ ═════════════▶  (the target's CPU sees nothing)
       ◀──────────────── Revoke(epoch, admission)         a fence asks first
       Released(epoch, admission) ─────────────────────▶  after READs that flushed it: nothing is on its way
-      ◀──────────────────────── Fenced(generation)       no answer in time: all queue pairs of us are destroyed
+      ◀────────────── GenerationFenced(generation)       no answer in time: all queue pairs of us are destroyed
       Reset(QP number) ───────────────────────────────▶  destroys its queue pair
       ◀─────────────────────────────────── ResetDone
 
@@ -85,7 +85,7 @@ class ResetDone(msgspec.Struct, frozen=True, array_like=True, tag=4):
     seq: int
 
 
-class Admit(msgspec.Struct, frozen=True, array_like=True, tag=5):
+class AdmitEpoch(msgspec.Struct, frozen=True, array_like=True, tag=5):
     seq: int
     epoch: int
 
@@ -110,11 +110,11 @@ class Released(msgspec.Struct, frozen=True, array_like=True, tag=8):
     admission: int
 
 
-class Fenced(msgspec.Struct, frozen=True, array_like=True, tag=9):
+class GenerationFenced(msgspec.Struct, frozen=True, array_like=True, tag=9):
     generation: int
 
 
-class Keys(msgspec.Struct, frozen=True, array_like=True, tag=10):
+class AskKeys(msgspec.Struct, frozen=True, array_like=True, tag=10):
     seq: int
     base: int
 
@@ -159,8 +159,8 @@ class Landed(msgspec.Struct, frozen=True, array_like=True, tag=15):
     nbytes: int
 
 
-Asked = Connect | Reset | Admit | Released | Keys | Notify | Checksum | Landed
-Told = Connected | ResetDone | Admitted | Revoke | Fenced | KeysAre | Answer
+Asked = Connect | Reset | AdmitEpoch | Released | AskKeys | Notify | Checksum | Landed
+Told = Connected | ResetDone | Admitted | Revoke | GenerationFenced | KeysAre | Answer
 _encoder = msgspec.msgpack.Encoder()
 _asked: msgspec.msgpack.Decoder[Asked] = msgspec.msgpack.Decoder(Asked)
 _told: msgspec.msgpack.Decoder[Told] = msgspec.msgpack.Decoder(Told)

@@ -162,7 +162,7 @@ class RdmaAccepted(Accepted):
                 raise
             self.host.count("rdma.fences_that_destroyed")
             if self._channel is not None:
-                self._channel.send(protocol.encode(protocol.Fenced(self._generation)))
+                self._channel.send(protocol.encode(protocol.GenerationFenced(self._generation)))
             self._changed.notify_all()
 
     def _destroy_all(self) -> None:
@@ -215,11 +215,11 @@ class RdmaAccepted(Accepted):
                     if landing is not None:
                         self._destroy(landing)
                 self._send(protocol.ResetDone(message.seq))
-            case protocol.Admit():
+            case protocol.AdmitEpoch():
                 self._admit(message)
             case protocol.Released():
                 self._let_go(message.epoch, message.admission)
-            case protocol.Keys():
+            case protocol.AskKeys():
                 self._send(self._keys(message))
             case protocol.Notify():
                 self.deliver(message.seq, message.epoch, message.serial, message.admission, message.payload)
@@ -268,7 +268,7 @@ class RdmaAccepted(Accepted):
             asked.seq, "", False, made.number, psn, nic.lid, mtu, reads, generation, landing.mailbox.address, mailbox
         )
 
-    def _admit(self, asked: protocol.Admit) -> None:
+    def _admit(self, asked: protocol.AdmitEpoch) -> None:
         with self._changed:  # a fence closes the window first, then comes here: it finds what we admit now
             ranges = self.host.windows.ranges(self.peer, asked.epoch)
             if ranges is None:
@@ -291,7 +291,7 @@ class RdmaAccepted(Accepted):
         self._let_go(epoch, admission)
         self._send(protocol.Answer(seq, self.host.deliver(self.peer, epoch, serial, payload)))
 
-    def _keys(self, asked: protocol.Keys) -> protocol.KeysAre:
+    def _keys(self, asked: protocol.AskKeys) -> protocol.KeysAre:
         region = self.host.segment.by_offset(asked.base, 1)
         if region is None or region.base != asked.base:
             return protocol.KeysAre(asked.seq)

@@ -1,7 +1,7 @@
 """The opener's queue pairs: made with the target, broken off, and settled with it.
 
 _begin ─ Connect ─▶ Connected ─ _ready ─▶ in use ─ _break ─▶ _reset ─ Reset ─▶ ResetDone: what was on it is settled
-                                            └── Fenced: settled at once, the target has destroyed its side
+                                            └── GenerationFenced: settled at once, the target has destroyed its side
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from kvmesh.transfer.transports.base import Frame, FrameKind
 from kvmesh.transfer.transports.dialing import AnswerReader, connect_patiently
 from kvmesh.transfer.transports.shm.read import OWN_READ_BYTES, ShmReader
 from kvmesh.transfer.transports.shm.server import PACKET_BYTES, PeerMaps, receive, send_region
-from kvmesh.transfer.transports.wire import Asked, Gone, Hello, ProtocolBroken, Refused
+from kvmesh.transfer.transports.wire import Asked, ConnectionRefused, Gone, Hello, ProtocolBroken
 
 if TYPE_CHECKING:
     from kvmesh.transfer.transports.shm.transport import ShmTransport
@@ -274,7 +274,7 @@ class ShmPath:
             except (ConnectionRefusedError, FileNotFoundError) as err:
                 # A file can be deleted under a living process; "refused" is the kernel's word that nobody listens.
                 self._gone = isinstance(err, ConnectionRefusedError) and path == self._met_at
-                raise Refused(f"{descriptor.name} is gone: {err.strerror}", retry=False) from err
+                raise ConnectionRefused(f"{descriptor.name} is gone: {err.strerror}", retry=False) from err
             conn_id = next(self.transport.conn_ids)
             sock.send(
                 wire.encode_hello(

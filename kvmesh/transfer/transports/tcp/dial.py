@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.transports import wire
 from kvmesh.transfer.transports.tcp.nics import Address, IpAddress, PeerNic, TcpNic, family, port_of, routes, sockaddr
-from kvmesh.transfer.transports.wire import Hello, ProtocolBroken, Refused
+from kvmesh.transfer.transports.wire import ConnectionRefused, Hello, ProtocolBroken
 
 OWN_HOST_BYTES = 512 << 10
 IP_BIND_ADDRESS_NO_PORT = 24  # <linux/in.h>: the port is chosen at connect, so that one may serve many targets
@@ -33,11 +33,11 @@ class TcpRoute:
 
 def plain_routes(endpoint: dict[str, str]) -> list[TcpRoute]:
     """Returns the route to the peer's one address, which the kernel chooses. Raises OSError when the name is not found,
-    Refused when the endpoint is malformed."""
+    ConnectionRefused when the endpoint is malformed."""
     try:
         found = socket.getaddrinfo(endpoint["host"], port_of(endpoint["port"]), type=socket.SOCK_STREAM)
     except (KeyError, ValueError) as err:
-        raise Refused(f"bad tcp endpoint {endpoint!r}", retry=False) from err
+        raise ConnectionRefused(f"bad tcp endpoint {endpoint!r}", retry=False) from err
     except OSError as err:
         raise OSError(f"host {endpoint['host']!r}: {err.strerror}") from err
     return [TcpRoute(found[0][0], found[0][4])]  # type: ignore[arg-type]
@@ -127,7 +127,7 @@ def prepared(route: TcpRoute, config: EngineConfig) -> socket.socket:
 
 def greet(sock: socket.socket, hello: Hello) -> None:
     """Sends the greeting and returns when the acceptor has taken it: nothing that `hello` supersedes can land any more.
-    Raises Refused, Gone, ProtocolBroken or OSError otherwise."""
+    Raises ConnectionRefused, Gone, ProtocolBroken or OSError otherwise."""
     data = wire.encode_hello(hello)
     sock.sendall(wire.LENGTH.pack(len(data)) + data)
     (length,) = wire.LENGTH.unpack(wire.recv_exact(sock, wire.LENGTH.size))

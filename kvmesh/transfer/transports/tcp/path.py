@@ -29,7 +29,7 @@ from kvmesh.transfer.transports.dialing import begin, connect_patiently
 from kvmesh.transfer.transports.tcp.answers import TcpAnswers, local_views
 from kvmesh.transfer.transports.tcp.dial import SILENCE, TcpRoute, at, forget_unsent, greet, prepared, size_buffers
 from kvmesh.transfer.transports.tcp.zerocopy import ZeroCopy
-from kvmesh.transfer.transports.wire import Gone, Hello, ProtocolBroken, Refused
+from kvmesh.transfer.transports.wire import ConnectionRefused, Gone, Hello, ProtocolBroken
 
 if TYPE_CHECKING:
     from kvmesh.transfer.transports.tcp.transport import TcpTransport
@@ -234,7 +234,7 @@ class TcpStream:
         path = self.path
         try:
             return self._dial(rail), "", False
-        except Refused as err:
+        except ConnectionRefused as err:
             return None, str(err), not err.retry
         except (OSError, Gone, ProtocolBroken) as err:
             if not path.closed:

@@ -22,7 +22,7 @@ from kvmesh.transfer.transports.tcp.dial import TcpRoute, nic_routes, numeric, p
 from kvmesh.transfer.transports.tcp.nics import Address, LinkWatch, PeerNic, TcpNic, family
 from kvmesh.transfer.transports.tcp.path import TcpPath
 from kvmesh.transfer.transports.tcp.server import TcpAccepted
-from kvmesh.transfer.transports.wire import Refused
+from kvmesh.transfer.transports.wire import ConnectionRefused
 
 _FRAME_BYTES = 4 << 20  # of 1, 2, 4 and 8 MiB the smallest beyond which a GB costs hardly less CPU
 _FRAMES_PER_STREAM = 3
@@ -149,8 +149,8 @@ class TcpTransport(DialingTransport):
         return (*near, *detours)
 
     def ways(self, descriptor: SegmentDescriptor, rail: Rail) -> list[TcpRoute]:
-        """Returns the routes to try, in order, to connect over this rail. Raises Refused or OSError when there
-        is none."""
+        """Returns the routes to try, in order, to connect over this rail. Raises ConnectionRefused or OSError when
+        there is none."""
         endpoint = descriptor.endpoints["tcp"]
         mine = self._nics.get(rail.local)
         if mine is None:
@@ -158,11 +158,11 @@ class TcpTransport(DialingTransport):
         try:
             far = _far_nics(descriptor)
         except TransferError as err:
-            raise Refused(str(err), retry=False) from err
+            raise ConnectionRefused(str(err), retry=False) from err
         for other in far:
             if other.name == rail.remote:
                 return nic_routes(mine, other, self._own)
-        raise Refused(f"{descriptor.name} has no NIC {rail.remote!r}", retry=False)
+        raise ConnectionRefused(f"{descriptor.name} has no NIC {rail.remote!r}", retry=False)
 
     def others(self, descriptor: SegmentDescriptor, rail: Rail) -> list[Rail]:
         """Returns the other rails to this peer, the more promising first."""
