@@ -25,7 +25,7 @@ from typing import NamedTuple
 from kvmesh.errors import InternalError
 from kvmesh.ranks import protocol as m
 
-SHARED = (m.PrefillStep, m.Join, m.Grant, m.Leave)
+SHARED = (m.PrefillStep, m.Join, m.Grant, m.Leave, m.Profile)
 # What all ranks would say alike: the leader speaks for them. When it has ended a step, every rank has entered the last
 # sum of it, and with that done its last touch of a page.
 LEADERS = (m.DecodeStepDone, m.Stalled, m.Left)

@@ -21,6 +21,7 @@ from kvmesh.ranks.worker.checksums import Sums
 from kvmesh.ranks.worker.device import CpuMemory, DeviceMemory, StagedCpuMemory, StagedMemory, num_extents, weight_bytes
 from kvmesh.ranks.worker.device_cuda import CudaMemory, cuda_device
 from kvmesh.ranks.worker.prefault import touch
+from kvmesh.ranks.worker.profiler import StepProfiler
 from kvmesh.ranks.worker.puller import ShardPuller
 from kvmesh.ranks.worker.pusher import Pusher
 from kvmesh.ranks.worker.slices import Moves, Seals
@@ -87,6 +88,7 @@ class Worker:
         self.seals = Seals(memory, send)
         self.moves = Moves(memory, send)
         self.steps = Steps(self._runner, self.pusher, configure.block_tokens, send)
+        self.profiler = StepProfiler(self.steps, self._runner, send)
         self._load_ms = int((time.monotonic() - started) * 1000)
 
     def _warm_up(self) -> None:
@@ -181,7 +183,7 @@ class Worker:
     @property
     def needs_ticks(self) -> bool:
         """Whether `tick` should be called now and then though nothing else happens."""
-        return self.pusher.active > 0
+        return self.pusher.active > 0 or self.profiler.active
 
     def tick(self) -> None:
         """Between steps and commands."""
@@ -189,6 +191,7 @@ class Worker:
         self._attend_copies()
         self.moves.advance()
         self.seals.advance()
+        self.profiler.check_deadline()
 
     def _attend_copies(self) -> None:
         """What has been copied is answered, or goes on its way."""
@@ -251,6 +254,10 @@ class Worker:
                 self.steps.grant(message)
             case m.Leave(handle):
                 self.steps.leave(handle)
+            case m.Profile():
+                self.profiler.begin(message)
+            case m.ProfileStop(ticket):
+                self.profiler.stop(ticket)
             case _ if self.tiers.handle(message) or (self.warm is not None and self.warm.handle(message)):
                 pass
             case _:
