@@ -129,7 +129,7 @@ class StepProfiler:
             return
         answer = m.Profiled(asked.ticket, why_not=why_not)
         try:
-            traced = stopped(kernels) if kernels is not None and not why_not else None
+            traced = stopped(kernels) if kernels is not None else None
             if not why_not:
                 answer = self._answer(asked.ticket, traced)
         except Exception as error:
