@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvmesh.cli import apikey, chat, cordon, explain, kvsize, role, scale, serve, status, terms, trace
+from kvmesh.cli import apikey, chat, cordon, explain, kvsize, profile, role, scale, serve, status, terms, trace
 from kvmesh.cli.console import console
 from kvmesh.cli.doctor import command as doctor
 from kvmesh.cli.load import bench, replay
@@ -35,6 +35,7 @@ app.add_typer(serve_app, name="serve")
 app.command("chat")(chat.chat)
 app.command("status")(status.status)
 app.command("trace")(trace.trace)
+app.command("profile")(profile.profile)
 app.command("explain")(explain.explain)
 app.command("role")(role.role)
 app.command("scale")(scale.scale)

@@ -9,8 +9,9 @@ import typer
 
 from kvmesh.cli import runs
 from kvmesh.cli.console import RunDir, console, one_line_errors
+from kvmesh.cli.instances import call_instance, host_port
 from kvmesh.cli.up.settings import INSTANCES
-from kvmesh.errors import ConfigError, ProtocolMismatch
+from kvmesh.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvmesh.rpc.pb import common_pb2, instance_pb2
@@ -48,12 +49,9 @@ def role(
 
 
 def _address(instance: str, run_dir: RunDir) -> str:
-    host, colon, port = instance.rpartition(":")
-    if colon:
-        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ConfigError(f"instance={instance!r}: must be a name, or HOST:PORT")
+    if address := host_port(instance):
         runs.secure(None)
-        return instance
+        return address
     run = runs.find_running(run_dir)
     runs.secure(run)
     if run.services.get(instance, {}).get("service") not in INSTANCES:
@@ -64,19 +62,8 @@ def _address(instance: str, run_dir: RunDir) -> str:
 
 async def set_role(address: str, role: common_pb2.Role.ValueType) -> instance_pb2.SetRoleResponse:
     """Raises KvmeshError as the instance answered: FixedRole, Unavailable; or, with the address, that none does."""
-    import grpc
+    from kvmesh.rpc.pb import instance_pb2
 
-    from kvmesh.rpc.channels import connect
-    from kvmesh.rpc.pb import instance_pb2, instance_pb2_grpc
-    from kvmesh.rpc.status import from_rpc_error
-
-    async with connect(address) as channel:
-        try:
-            stub = instance_pb2_grpc.InstanceStub(channel)
-            request = instance_pb2.SetRoleRequest(role=role)
-            answer: instance_pb2.SetRoleResponse = await stub.SetRole(request, timeout=TIMEOUT_S)
-            return answer
-        except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                raise ProtocolMismatch(f"{address}: what listens there is no instance that has a role") from None
-            raise from_rpc_error(error) from None
+    request = instance_pb2.SetRoleRequest(role=role)
+    answer: instance_pb2.SetRoleResponse = await call_instance(address, "SetRole", request, TIMEOUT_S)
+    return answer

@@ -21,6 +21,7 @@ from kvmesh.blockservice.tiers.config import checked_id
 from kvmesh.blockservice.warm.memory import WarmMemory
 from kvmesh.errors import ConfigError, InternalError, KvmeshError
 from kvmesh.instance.config import InstanceConfig
+from kvmesh.instance.profiling import RankProfiles
 from kvmesh.instance.served_weights import ServedWeights
 from kvmesh.instance.servicer import add_instance
 from kvmesh.kvcache.layout import ShardLayout
@@ -72,6 +73,7 @@ class Front:
         self.on_rank_lost = on_rank_lost
         self.ranks = [RankClient(rank, self._rank_said, self._rank_lost) for rank in range(config.tensor_parallel)]
         self.segments = PeerSegments(self.ranks)
+        self.profiles = RankProfiles(self.ranks)
         self.blocks: BlockService | None = None
         self._warm: WarmMemory | None = None
         self._on_message = on_message
@@ -207,7 +209,9 @@ class Front:
     def _rank_said(self, rank: int, message: m.ToFront) -> None:
         if self._warm is not None and self._warm.rank_said(message):
             return
-        if self.blocks is None or not self.blocks.rank_said(rank, message):
+        if self.blocks is not None and self.blocks.rank_said(rank, message):
+            return
+        if not self.profiles.rank_said(rank, message):
             self._on_message(rank, message)
 
     def _rank_lost(self, _: int, cause: str) -> None:
@@ -216,6 +220,7 @@ class Front:
         self._lost = cause
         if self._warm is not None:
             self._warm.close()  # the memory is still there, for the next incarnation
+        self.profiles.ranks_lost(cause)
         if self.blocks is not None:
             self.blocks.ranks_lost(cause)
         self.urge()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from kvmesh.errors import FixedRole, InvalidRequest, Unavailable, UnknownInstance
+from kvmesh.instance.profiling import RankProfiles, on_wire
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import instance_pb2, instance_pb2_grpc
 from kvmesh.rpc.server import Server
@@ -19,6 +20,7 @@ class Switchable(Protocol):
 
     role: pb.Role.ValueType
     switch: Callable[[pb.Role.ValueType], None] | None
+    profiles: RankProfiles
 
     @property
     def ref(self) -> pb.InstanceRef: ...
@@ -39,9 +41,7 @@ class InstanceServicer(instance_pb2_grpc.InstanceServicer):
         """Takes another role. Raises UnknownInstance (another incarnation), InvalidRequest, FixedRole (this instance
         has only one) or Unavailable (it cannot serve now)."""
         front = self._front
-        ref = front.ref
-        if request.incarnation not in (0, ref.incarnation):
-            raise UnknownInstance(f"{ref.instance_id} lives as {ref.incarnation:x}, not {request.incarnation:x}")
+        ref = self._ref(request.incarnation)
         if request.role not in ROLES:
             raise InvalidRequest.of("role", request.role, "prefill, decode or both")
         if front.switch is None:
@@ -53,6 +53,21 @@ class InstanceServicer(instance_pb2_grpc.InstanceServicer):
         was = front.role
         front.switch(request.role)
         return instance_pb2.SetRoleResponse(instance=ref, was=was)
+
+    async def Profile(  # noqa: N802
+        self, request: instance_pb2.ProfileRequest, context: Any
+    ) -> instance_pb2.ProfileResponse:
+        """Time the next steps. Raises UnknownInstance (another life) and as RankProfiles.profile does."""
+        ref = self._ref(request.incarnation)
+        answers = await self._front.profiles.profile(ref.instance_id, request.steps, request.deadline_ms)
+        return instance_pb2.ProfileResponse(instance=ref, role=self._front.role, ranks=map(on_wire, answers))
+
+    def _ref(self, incarnation: int) -> pb.InstanceRef:
+        """Who we are. Raises UnknownInstance when another life of us is meant."""
+        ref = self._front.ref
+        if incarnation not in (0, ref.incarnation):
+            raise UnknownInstance(f"{ref.instance_id} lives as {ref.incarnation:x}, not {incarnation:x}")
+        return ref
 
 
 def add_instance(front: Switchable, server: Server) -> None:

@@ -1,9 +1,9 @@
 """This module keeps the ranks of one instance in step. It is pure; `kvmesh.ranks.rank` carries it out (ADR 0023).
 
 The front sends every rank the same commands in the same order. When a rank takes them is chance, but what a step is
-made of follows from how many of the *shared* ones (those that decide about steps) it has applied, and from nothing
-else. So the leader, rank 0, takes commands as they come and says, before each step, how many it has applied; the
-followers apply exactly as many and run the same step:
+made of follows from how many of the *shared* ones (those that decide about steps, and which are timed) it has applied,
+and from nothing else. So the leader, rank 0, takes commands as they come and says, before each step, how many it has
+applied; the followers apply exactly as many and run the same step:
 
     front   ── Join 1 ── PrefillStep 7 ── Join 2 ── Leave 1 ──▶ every rank
     leader  takes 2, says (2, run) ── takes 2 more, says (4, run) ──▶ every follower
@@ -25,7 +25,7 @@ from typing import NamedTuple
 from kvmesh.errors import InternalError
 from kvmesh.ranks import protocol as m
 
-SHARED = (m.PrefillStep, m.Join, m.Grant, m.Leave)
+SHARED = (m.PrefillStep, m.Join, m.Grant, m.Leave, m.Profile)
 # Messages that all ranks would send alike: only the leader sends them. When it has ended a step, every rank has entered
 # the last all-reduce of that step, and so has touched the step's pages for the last time.
 LEADERS = (m.DecodeStepDone, m.Stalled, m.Left)

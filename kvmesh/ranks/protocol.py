@@ -465,6 +465,73 @@ class Shutdown(Message, frozen=True):
     pass
 
 
+# ── a profile ─────────────────────────────────────────────────────────────────────────────────────
+
+
+class Profile(Message, frozen=True):
+    """Time the next `steps` steps by function. Answer Profiled: once they have run, or at `deadline_ns`
+    (CLOCK_MONOTONIC) with those that have. Every rank of an instance times the same steps."""
+
+    ticket: int
+    steps: int
+    deadline_ns: int
+
+
+class ProfileStop(Message, frozen=True):
+    """Nobody waits for this profile any more: it ends with what it has. Unknown tickets are ignored."""
+
+    ticket: int
+
+
+class ProfiledStep(msgspec.Struct, frozen=True, array_like=True):
+    """One step that was timed. Times are nanoseconds since 1970, as those of spans."""
+
+    start_ns: int
+    end_ns: int
+    rows: int
+    context_tokens: int  # that the rows' tokens stand behind
+    prefill_tokens: int
+
+
+class ProfiledFunction(msgspec.Struct, frozen=True, array_like=True):
+    """What all the steps together spent in one function of the model, and what they moved and multiplied there, by
+    shape (kvmesh.engine.work)."""
+
+    name: str
+    busy_ns: int
+    weight_bytes: int
+    kv_read_bytes: int
+    kv_written_bytes: int
+    activation_bytes: int
+    products: int
+
+
+class ProfiledPieces(msgspec.Struct, frozen=True, array_like=True):
+    """When which function, or kernel, ran: piece i is `names[which[i]]`, `starts_ns[i]` after the first step began, for
+    `took_ns[i]`. A long profile leaves its last pieces out: `left_out`."""
+
+    names: tuple[str, ...]
+    which: tuple[int, ...]
+    starts_ns: tuple[int, ...]
+    took_ns: tuple[int, ...]
+    left_out: int = 0
+
+
+class Profiled(Message, frozen=True):
+    """`why_not`: "" or why there are no times. The limits are what a copy and a matrix product reached on this rank's
+    device; 0: not measured."""
+
+    ticket: int
+    device: str = ""
+    layers: int = 0
+    steps: tuple[ProfiledStep, ...] = ()
+    functions: tuple[ProfiledFunction, ...] = ()
+    pieces: ProfiledPieces | None = None
+    bytes_per_s: float = 0.0
+    products_per_s: float = 0.0
+    why_not: str = ""
+
+
 # ── front → rank: prefill ─────────────────────────────────────────────────────────────────────────
 
 
@@ -729,6 +796,8 @@ ToRank = (
     | TierRemove
     | WarmSum
     | WarmVerify
+    | Profile
+    | ProfileStop
 )
 
 ToFront = (
@@ -759,6 +828,7 @@ ToFront = (
     | TierChanged
     | TierStats
     | WarmVerified
+    | Profiled
 )
 
 

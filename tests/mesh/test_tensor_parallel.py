@@ -14,6 +14,8 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from kvmesh.cli.instances import call_instance
+from kvmesh.rpc.pb import instance_pb2
 from tests.support.checkpoints import make_checkpoint
 from tests.support.mesh.client import Answer, until
 from tests.support.mesh.direct import Direct, blocks_at
@@ -113,6 +115,23 @@ async def test_stored_blocks_go_from_one_cut_to_the_other(
     check(model, asked, answer)
     assert answer.timings is not None
     assert answer.timings.pulled_tokens == answer.timings.at_decode_tokens == 128
+    await four.settled()
+
+
+async def test_a_profile_times_the_same_steps_at_every_rank(four: Running, model: Path) -> None:
+    direct, asked = await Direct.of(four), prompt(60, 5)
+    ask = instance_pb2.ProfileRequest(steps=8, deadline_ms=60_000)
+    timed = asyncio.ensure_future(call_instance(four.mesh.addresses["decode-1"], "Profile", ask, 100))
+    while not timed.done():  # whether they came before or after it, its steps are those of some answer
+        check(model, asked, await direct.generate(asked, TOKENS, prefill="prefill-0", decode="decode-1", salt="timed"))
+    first, second = (await timed).ranks
+    what = [[(step.rows, step.context_tokens, step.prefill_tokens) for step in rank.steps] for rank in (first, second)]
+    assert len(what[0]) == 8
+    assert what[0] == what[1]
+    for rank in (first, second):
+        (sums,) = [one for one in rank.functions if one.name == "collectives"]
+        assert sums.busy_ns > 0
+        assert sums.activation_bytes > 0
     await four.settled()
 
 

@@ -21,6 +21,7 @@ from kvmesh.ranks.worker.checksums import Sums
 from kvmesh.ranks.worker.device import CpuMemory, DeviceMemory, StagedCpuMemory, StagedMemory, num_extents
 from kvmesh.ranks.worker.device_cuda import CudaMemory, cuda_device
 from kvmesh.ranks.worker.prefault import touch
+from kvmesh.ranks.worker.profiler import StepProfiler
 from kvmesh.ranks.worker.puller import ShardPuller
 from kvmesh.ranks.worker.pusher import Pusher
 from kvmesh.ranks.worker.setup import RankSetup
@@ -88,6 +89,7 @@ class Worker:
         self.moves = Moves(memory, send)
         self.steps = Steps(self._runner, self.pusher, configure.block_tokens, send)
         self._settings = setup.settings(pages, self.layout, self._runner)
+        self.profiler = StepProfiler(self.steps, self._runner, send)
         self._load_ms = int((time.monotonic() - started) * 1000)
 
     def _warm_up(self) -> None:
@@ -186,7 +188,7 @@ class Worker:
     @property
     def needs_ticks(self) -> bool:
         """Whether `tick` should be called regularly even when nothing else happens."""
-        return self.pusher.active > 0
+        return self.pusher.active > 0 or self.profiler.active
 
     def tick(self) -> None:
         """Begins copies and checks leases. It is called between steps and commands."""
@@ -194,6 +196,7 @@ class Worker:
         self._attend_copies()
         self.moves.advance()
         self.seals.advance()
+        self.profiler.check_deadline()
 
     def _attend_copies(self) -> None:
         """Answers what has been copied, and goes on with pushes."""
@@ -256,6 +259,10 @@ class Worker:
                 self.steps.grant(message)
             case m.Leave(handle):
                 self.steps.leave(handle)
+            case m.Profile():
+                self.profiler.begin(message)
+            case m.ProfileStop(ticket):
+                self.profiler.stop(ticket)
             case _ if self.tiers.handle(message) or (self.warm is not None and self.warm.handle(message)):
                 pass
             case _:

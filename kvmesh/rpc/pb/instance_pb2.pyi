@@ -3,8 +3,10 @@
 isort:skip_file
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from kvmesh.rpc.pb import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -62,3 +64,201 @@ class SetRoleResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SetRoleResponse: _TypeAlias = SetRoleResponse  # noqa: Y015
+
+@_typing.final
+class ProfileRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: _builtins.int
+    DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    steps: _builtins.int
+    """0: 16; at most 256"""
+    deadline_ms: _builtins.int
+    """for all the steps; 0: 10,000, at most 120,000"""
+    incarnation: _builtins.int
+    """NOT_FOUND when the instance lives another life; 0: whichever"""
+    def __init__(
+        self,
+        *,
+        steps: _builtins.int = ...,
+        deadline_ms: _builtins.int = ...,
+        incarnation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "incarnation", b"incarnation", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileRequest: _TypeAlias = ProfileRequest  # noqa: Y015
+
+@_typing.final
+class ProfileResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    role: _common_pb2.Role.ValueType
+    @_builtins.property
+    def instance(self) -> _common_pb2.InstanceRef: ...
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankProfile]:
+        """in the order of the ranks; each timed the same steps"""
+
+    def __init__(
+        self,
+        *,
+        instance: _common_pb2.InstanceRef | None = ...,
+        role: _common_pb2.Role.ValueType = ...,
+        ranks: _abc.Iterable[Global___RankProfile] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "ranks", b"ranks", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileResponse: _TypeAlias = ProfileResponse  # noqa: Y015
+
+@_typing.final
+class RankProfile(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICE_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    FUNCTIONS_FIELD_NUMBER: _builtins.int
+    PIECE_NAMES_FIELD_NUMBER: _builtins.int
+    PIECE_WHICH_FIELD_NUMBER: _builtins.int
+    PIECE_STARTS_NS_FIELD_NUMBER: _builtins.int
+    PIECE_NS_FIELD_NUMBER: _builtins.int
+    PIECES_LEFT_OUT_FIELD_NUMBER: _builtins.int
+    BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    PRODUCTS_PER_S_FIELD_NUMBER: _builtins.int
+    device: _builtins.str
+    layers: _builtins.int
+    pieces_left_out: _builtins.int
+    """of a long profile, its last ones"""
+    bytes_per_s: _builtins.float
+    """of a copy on this device (read and written); 0: not measured"""
+    products_per_s: _builtins.float
+    """floating-point operations of a matrix product in the model's dtype; 0: not measured"""
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProfiledStep]:
+        """fewer than were asked for when the deadline came first"""
+
+    @_builtins.property
+    def functions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProfiledFunction]: ...
+    @_builtins.property
+    def piece_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def piece_which(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Piece i: function (or kernel) piece_names[piece_which[i]] ran for piece_ns[i], from piece_starts_ns[i] after the
+        start of the first step on. Pieces of one rank do not overlap.
+        """
+
+    @_builtins.property
+    def piece_starts_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def piece_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        device: _builtins.str = ...,
+        layers: _builtins.int = ...,
+        steps: _abc.Iterable[Global___ProfiledStep] | None = ...,
+        functions: _abc.Iterable[Global___ProfiledFunction] | None = ...,
+        piece_names: _abc.Iterable[_builtins.str] | None = ...,
+        piece_which: _abc.Iterable[_builtins.int] | None = ...,
+        piece_starts_ns: _abc.Iterable[_builtins.int] | None = ...,
+        piece_ns: _abc.Iterable[_builtins.int] | None = ...,
+        pieces_left_out: _builtins.int = ...,
+        bytes_per_s: _builtins.float = ...,
+        products_per_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "device", b"device", "functions", b"functions", "layers", b"layers", "piece_names", b"piece_names", "piece_ns", b"piece_ns", "piece_starts_ns", b"piece_starts_ns", "piece_which", b"piece_which", "pieces_left_out", b"pieces_left_out", "products_per_s", b"products_per_s", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankProfile: _TypeAlias = RankProfile  # noqa: Y015
+
+@_typing.final
+class ProfiledStep(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_UNIX_NS_FIELD_NUMBER: _builtins.int
+    DURATION_NS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    start_unix_ns: _builtins.int
+    """as in spans: for display beside them, never for decisions"""
+    duration_ns: _builtins.int
+    rows: _builtins.int
+    """of the batch"""
+    context_tokens: _builtins.int
+    """behind these rows"""
+    prefill_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        start_unix_ns: _builtins.int = ...,
+        duration_ns: _builtins.int = ...,
+        rows: _builtins.int = ...,
+        context_tokens: _builtins.int = ...,
+        prefill_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "duration_ns", b"duration_ns", "prefill_tokens", b"prefill_tokens", "rows", b"rows", "start_unix_ns", b"start_unix_ns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfiledStep: _TypeAlias = ProfiledStep  # noqa: Y015
+
+@_typing.final
+class ProfiledFunction(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    BUSY_NS_FIELD_NUMBER: _builtins.int
+    WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
+    KV_READ_BYTES_FIELD_NUMBER: _builtins.int
+    KV_WRITTEN_BYTES_FIELD_NUMBER: _builtins.int
+    ACTIVATION_BYTES_FIELD_NUMBER: _builtins.int
+    PRODUCTS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """norm, projections, rotary, write, attention, mlp, collectives, host (in layers);"""
+    busy_ns: _builtins.int
+    """embedding, head, sampling, rest (outside them)
+    in all the steps together
+    """
+    weight_bytes: _builtins.int
+    """moved, counted from shapes"""
+    kv_read_bytes: _builtins.int
+    kv_written_bytes: _builtins.int
+    activation_bytes: _builtins.int
+    products: _builtins.int
+    """floating-point operations of matrix products and attention, counted from shapes"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        busy_ns: _builtins.int = ...,
+        weight_bytes: _builtins.int = ...,
+        kv_read_bytes: _builtins.int = ...,
+        kv_written_bytes: _builtins.int = ...,
+        activation_bytes: _builtins.int = ...,
+        products: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_bytes", b"activation_bytes", "busy_ns", b"busy_ns", "kv_read_bytes", b"kv_read_bytes", "kv_written_bytes", b"kv_written_bytes", "name", b"name", "products", b"products", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfiledFunction: _TypeAlias = ProfiledFunction  # noqa: Y015

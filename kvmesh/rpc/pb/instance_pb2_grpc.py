@@ -40,6 +40,11 @@ class InstanceStub:
                 request_serializer=kvmesh_dot_v1_dot_instance__pb2.SetRoleRequest.SerializeToString,
                 response_deserializer=kvmesh_dot_v1_dot_instance__pb2.SetRoleResponse.FromString,
                 _registered_method=True)
+        self.Profile = channel.unary_unary(
+                '/kvmesh.v1.Instance/Profile',
+                request_serializer=kvmesh_dot_v1_dot_instance__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_instance__pb2.ProfileResponse.FromString,
+                _registered_method=True)
 
 
 class InstanceServicer:
@@ -54,6 +59,14 @@ class InstanceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Profile(self, request, context):
+        """Time the next steps of all ranks by function. It changes no answer; steps take somewhat longer while it runs.
+        RESOURCE_EXHAUSTED: another profile runs. DEADLINE_EXCEEDED: no step ran in time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InstanceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -61,6 +74,11 @@ def add_InstanceServicer_to_server(servicer, server):
                     servicer.SetRole,
                     request_deserializer=kvmesh_dot_v1_dot_instance__pb2.SetRoleRequest.FromString,
                     response_serializer=kvmesh_dot_v1_dot_instance__pb2.SetRoleResponse.SerializeToString,
+            ),
+            'Profile': grpc.unary_unary_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=kvmesh_dot_v1_dot_instance__pb2.ProfileRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_instance__pb2.ProfileResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -91,6 +109,33 @@ class Instance:
             '/kvmesh.v1.Instance/SetRole',
             kvmesh_dot_v1_dot_instance__pb2.SetRoleRequest.SerializeToString,
             kvmesh_dot_v1_dot_instance__pb2.SetRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.Instance/Profile',
+            kvmesh_dot_v1_dot_instance__pb2.ProfileRequest.SerializeToString,
+            kvmesh_dot_v1_dot_instance__pb2.ProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

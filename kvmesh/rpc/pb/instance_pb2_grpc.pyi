@@ -37,6 +37,10 @@ class InstanceStub:
     """Take another role from now on: the conductor hears of it at once, requests that run go on to their end, blocks in
     device pages and host memory stay. FAILED_PRECONDITION: this instance was not started as one that can switch.
     """
+    Profile: _grpc.UnaryUnaryMultiCallable[_instance_pb2.ProfileRequest, _instance_pb2.ProfileResponse]
+    """Time the next steps of all ranks by function. It changes no answer; steps take somewhat longer while it runs.
+    RESOURCE_EXHAUSTED: another profile runs. DEADLINE_EXCEEDED: no step ran in time.
+    """
 
 @_typing.type_check_only
 class InstanceAsyncStub(InstanceStub):
@@ -46,6 +50,10 @@ class InstanceAsyncStub(InstanceStub):
     SetRole: _aio.UnaryUnaryMultiCallable[_instance_pb2.SetRoleRequest, _instance_pb2.SetRoleResponse]  # type: ignore[assignment]
     """Take another role from now on: the conductor hears of it at once, requests that run go on to their end, blocks in
     device pages and host memory stay. FAILED_PRECONDITION: this instance was not started as one that can switch.
+    """
+    Profile: _aio.UnaryUnaryMultiCallable[_instance_pb2.ProfileRequest, _instance_pb2.ProfileResponse]  # type: ignore[assignment]
+    """Time the next steps of all ranks by function. It changes no answer; steps take somewhat longer while it runs.
+    RESOURCE_EXHAUSTED: another profile runs. DEADLINE_EXCEEDED: no step ran in time.
     """
 
 class InstanceServicer(metaclass=_abc_1.ABCMeta):
@@ -59,6 +67,16 @@ class InstanceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_instance_pb2.SetRoleResponse, _abc.Awaitable[_instance_pb2.SetRoleResponse]]:
         """Take another role from now on: the conductor hears of it at once, requests that run go on to their end, blocks in
         device pages and host memory stay. FAILED_PRECONDITION: this instance was not started as one that can switch.
+        """
+
+    @_abc_1.abstractmethod
+    def Profile(
+        self,
+        request: _instance_pb2.ProfileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_instance_pb2.ProfileResponse, _abc.Awaitable[_instance_pb2.ProfileResponse]]:
+        """Time the next steps of all ranks by function. It changes no answer; steps take somewhat longer while it runs.
+        RESOURCE_EXHAUSTED: another profile runs. DEADLINE_EXCEEDED: no step ran in time.
         """
 
 def add_InstanceServicer_to_server(servicer: InstanceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from kvmesh.instance.profiling import RankProfiles
 from kvmesh.instance.servicer import add_instance
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.server import Server
@@ -44,6 +45,7 @@ class Front:
         self.switch: Callable[[pb.Role.ValueType], None] | None = self._become if switchable else None
         self.ref = pb.InstanceRef(instance_id="c0", incarnation=7)
         self.not_ready_reason = ""
+        self.profiles = RankProfiles([])
 
     def _become(self, role: pb.Role.ValueType) -> None:
         self.role = role

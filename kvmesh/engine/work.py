@@ -1,0 +1,140 @@
+"""What a step moves and multiplies, by function of the model, counted from its shapes alone: the numerators of a
+roofline. Pure.
+
+Bytes are those that a perfect implementation moves between memory and the processor: each matrix once a step, each
+token's KV once for each layer that sees it, activations where they enter and leave a function. Products are the
+multiplications and additions of matrix products and attention; what norms and activations compute is not counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from kvmesh.engine.config import ModelConfig
+
+# Functions of a layer, in the order of their work; HOST is the time of a layer that none of the others took.
+HOST = "host"
+IN_LAYER = ("norm", "projections", "rotary", "write", "attention", "mlp", "collectives", HOST)
+# Functions of a step outside its layers; REST is the step's time that nothing else took.
+REST = "rest"
+OUTSIDE = ("embedding", "head", "sampling", REST)
+FUNCTIONS = (*IN_LAYER, *OUTSIDE)
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """Says what one step computed: the position of each decode row's token, the first token and the length of each
+    prompt chunk, and how many tokens were sampled."""
+
+    positions: tuple[int, ...]
+    chunks: tuple[tuple[int, int], ...]
+    sampled: int
+
+    @property
+    def tokens(self) -> int:
+        return len(self.positions) + sum(length for _, length in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionWork:
+    """Holds bytes by what they are, and floating-point operations (two for each multiply-add)."""
+
+    weights: int = 0
+    kv_read: int = 0
+    kv_written: int = 0
+    activations: int = 0
+    products: int = 0
+
+    @property
+    def moved(self) -> int:
+        """All bytes together."""
+        return self.weights + self.kv_read + self.kv_written + self.activations
+
+    def plus(self, other: FunctionWork) -> FunctionWork:
+        return FunctionWork(
+            self.weights + other.weights,
+            self.kv_read + other.kv_read,
+            self.kv_written + other.kv_written,
+            self.activations + other.activations,
+            self.products + other.products,
+        )
+
+
+def seen(position: int, window: int) -> int:
+    """Returns how many tokens the one at `position` attends to, itself included."""
+    return min(position + 1, window) if window else position + 1
+
+
+def attended(shape: StepShape, window: int) -> tuple[int, int]:
+    """Returns, for one layer with this window (0: none), the pairs of a query and a token that it sees, and the tokens
+    whose KV is read: once for a chunk, whose queries share it."""
+    pairs = read = sum(seen(position, window) for position in shape.positions)
+    for start, length in shape.chunks:
+        pairs += sum(seen(position, window) for position in range(start, start + length))
+        read += seen(start, window) - 1 + length
+    return pairs, read
+
+
+def work_of(
+    own: ModelConfig, itemsize: int, shape: StepShape, *, ranks: int = 1, words: int = 0
+) -> dict[str, FunctionWork]:
+    """Returns what one rank's part of one step takes, by function. `own` is the model as this rank has it
+    (`parallel.share_of`), `words` its part of the vocabulary (0: all of it)."""
+    tokens, hidden, inner, dim = shape.tokens, own.hidden_size, own.intermediate_size, own.head_dim
+    heads, kv_heads, layers = own.heads, own.kv_heads, own.layers
+    words = words or own.vocab_size
+    qkv = (heads + 2 * kv_heads) * dim
+    norms = 4 if own.post_norms else 2
+    projected = hidden * qkv + heads * dim * hidden
+    mlp = 3 * hidden * inner
+    reading, pairs = 0, 0
+    for window, count in Counter(own.windows).items():
+        layer_pairs, layer_read = attended(shape, window)
+        pairs += count * layer_pairs
+        reading += count * layer_read
+    token_kv = 2 * kv_heads * dim * itemsize  # of one layer
+    found = {
+        "norm": FunctionWork(
+            weights=layers * norms * hidden * itemsize, activations=layers * norms * 2 * tokens * hidden * itemsize
+        ),
+        "projections": FunctionWork(
+            weights=layers * projected * itemsize,
+            activations=layers * tokens * (2 * hidden + qkv + heads * dim) * itemsize,
+            products=2 * layers * tokens * projected,
+        ),
+        "rotary": FunctionWork(activations=layers * 2 * tokens * (heads + kv_heads) * dim * itemsize),
+        "write": FunctionWork(kv_written=layers * tokens * token_kv, activations=layers * tokens * token_kv),
+        "attention": FunctionWork(
+            kv_read=reading * token_kv,
+            activations=layers * 2 * tokens * heads * dim * itemsize,
+            products=4 * heads * dim * pairs,
+        ),
+        "mlp": FunctionWork(
+            weights=layers * mlp * itemsize,
+            activations=layers * tokens * (2 * hidden + 6 * inner) * itemsize,
+            products=2 * layers * tokens * mlp,
+        ),
+        "embedding": FunctionWork(weights=tokens * hidden * itemsize, activations=tokens * hidden * itemsize),
+    }
+    if ranks > 1:  # two sums a layer, each read and written here
+        found["collectives"] = FunctionWork(activations=layers * 2 * 2 * tokens * hidden * itemsize)
+    if shape.sampled:
+        rows = shape.sampled
+        found["head"] = FunctionWork(
+            weights=(words * hidden + hidden) * itemsize,
+            activations=rows * (3 * hidden * itemsize + words * 4),
+            products=2 * rows * words * hidden,
+        )
+        found["sampling"] = FunctionWork(activations=rows * own.vocab_size * 4)
+    return found
+
+
+def summed(parts: Iterable[Mapping[str, FunctionWork]]) -> dict[str, FunctionWork]:
+    """Returns the work of several steps together."""
+    total: dict[str, FunctionWork] = {}
+    for part in parts:
+        for name, work in part.items():
+            total[name] = total.get(name, FunctionWork()).plus(work)
+    return total

@@ -1,0 +1,89 @@
+"""What a step moves and multiplies, against numbers that were worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvmesh.engine.config import ModelConfig
+from kvmesh.engine.work import FunctionWork, StepShape, attended, seen, summed, work_of
+
+CONFIG = ModelConfig.from_hf(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 10,
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 4,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+    }
+)
+# One row whose token stands at position 9, one chunk of tokens 4..6: four tokens, of which two give a sampled one.
+SHAPE = StepShape((9,), ((4, 3),), 2)
+BF16 = 2
+
+
+def test_each_function_by_hand() -> None:
+    assert SHAPE.tokens == 4
+    # Matrices of a layer: queries, keys and values 8 x (2 + 2) * 4, output 8 x 8, together 192; MLP 3 * 8 * 12 = 288.
+    assert work_of(CONFIG, BF16, SHAPE) == {
+        "norm": FunctionWork(weights=3 * 2 * 8 * 2, activations=3 * 2 * 2 * 4 * 8 * 2),
+        "projections": FunctionWork(weights=1152, activations=960, products=4608),
+        "rotary": FunctionWork(activations=576),
+        "write": FunctionWork(kv_written=192, activations=192),
+        # The row sees 10 tokens, the chunk's 5, 6 and 7: 28 pairs. KV of 10 + 7 tokens is read, 16 bytes a layer.
+        "attention": FunctionWork(kv_read=816, activations=384, products=2688),
+        "mlp": FunctionWork(weights=1728, activations=2112, products=6912),
+        "embedding": FunctionWork(weights=64, activations=64),
+        "head": FunctionWork(weights=176, activations=176, products=320),
+        "sampling": FunctionWork(activations=80),
+    }
+
+
+def test_nothing_sampled_needs_no_head() -> None:
+    found = work_of(CONFIG, BF16, StepShape((), ((0, 5),), 0))
+    assert found.keys() == work_of(CONFIG, BF16, SHAPE).keys() - {"head", "sampling"}
+
+
+def test_ranks_sum_twice_a_layer_and_share_the_head() -> None:
+    own = replace(CONFIG, heads=1, intermediate_size=6)
+    found = work_of(own, 4, StepShape((0,), (), 1), ranks=2, words=5)
+    assert found["collectives"] == FunctionWork(activations=3 * 2 * 2 * 8 * 4)
+    assert found["head"].products == 2 * 5 * 8
+    assert found["sampling"].activations == 10 * 4  # every rank samples from all of them
+
+
+@pytest.mark.parametrize(("position", "window", "expected"), [(0, 0, 1), (9, 0, 10), (9, 4, 4), (2, 4, 3), (3, 4, 4)])
+def test_a_token_sees_itself_and_no_more_than_its_window(position: int, window: int, expected: int) -> None:
+    assert seen(position, window) == expected
+
+
+def test_a_chunks_queries_share_what_they_read() -> None:
+    assert attended(SHAPE, 0) == (10 + 5 + 6 + 7, 10 + 7)
+    assert attended(SHAPE, 4) == (4 + 4 + 4 + 4, 4 + 6)  # the chunk's tokens 4..6 see 1..6
+    assert attended(StepShape((), ((0, 3),), 0), 4) == (1 + 2 + 3, 3)
+
+
+def test_layers_with_a_window_read_less() -> None:
+    found = work_of(replace(CONFIG, windows=(0, 4, 4)), BF16, SHAPE)["attention"]
+    assert found.kv_read == (17 + 2 * 10) * 16
+    assert found.products == 4 * 2 * 4 * (28 + 2 * 16)
+
+
+def test_post_norms_are_two_more_a_layer() -> None:
+    assert work_of(replace(CONFIG, post_norms=True), BF16, SHAPE)["norm"].weights == 3 * 4 * 8 * 2
+
+
+def test_steps_add_up() -> None:
+    one = work_of(CONFIG, BF16, SHAPE)
+    other = work_of(CONFIG, BF16, StepShape((), ((0, 5),), 0))
+    total = summed([one, other])
+    assert total["mlp"].moved == one["mlp"].moved + other["mlp"].moved
+    assert total["head"] == one["head"]
