@@ -9,6 +9,7 @@ of spans stay on CLOCK_MONOTONIC: they end within one process, and nobody else r
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 NEVER = 1 << 62  # nanoseconds of any clock here: a time that does not come
 
@@ -24,3 +25,19 @@ def lease_clock() -> float:
 def lease_clock_ns() -> int:
     """`lease_clock` in nanoseconds."""
     return time.clock_gettime_ns(_CLOCK)
+
+
+# ── time as an event of a pure machine ────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed: the machine acts on what is due."""
+
+
+@dataclass(frozen=True, slots=True)
+class CaughtUp:
+    """All messages that had arrived by `until` have been handled, so silence is judged up to that time. Before the first
+    such event it is judged up to the present."""
+
+    until: float

@@ -16,6 +16,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from kvmesh.clock import Tick
 from kvmesh.leader.leader import (
     RISE_EVERY_S,
     RISES,
@@ -35,7 +36,6 @@ from kvmesh.leader.leader import (
     StopCompeting,
     TermHeard,
 )
-from kvmesh.rpc.brain_shell import Tick
 from kvmesh.rpc.terms import MAX_JUMP, MAX_TERM
 
 LEASE = 1.0

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvmesh.clock import Tick
 from kvmesh.pacing import (
     BUSY_S,
     BY_DOOR,
@@ -25,7 +26,6 @@ from kvmesh.pacing import (
     Stretch,
     stretched_s,
 )
-from kvmesh.rpc.brain_shell import Tick
 from kvmesh.services.conductor import domain as conductor
 from kvmesh.services.conductor.settings import Settings
 from kvmesh.services.conductor.state import ConductorState

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from kvmesh.rpc.brain_shell import Tick
+from kvmesh.clock import Tick
 from kvmesh.rpc.terms import MAX_TERM
 
 MARGIN = 0.1  # of the lease

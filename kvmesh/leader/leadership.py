@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from kvmesh.clock import lease_clock
+from kvmesh.clock import Tick, lease_clock
 from kvmesh.leader.leader import (
     Ask,
     BeginLead,
@@ -22,7 +22,6 @@ from kvmesh.leader.leader import (
     TermHeard,
 )
 from kvmesh.leader.redis_lease import RedisLease
-from kvmesh.rpc.brain_shell import Tick
 from kvmesh.rpc.terms import clock_is_off, first_term, most_credible, wall_clock
 
 log = logging.getLogger(__name__)

@@ -10,25 +10,11 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from kvmesh.clock import NEVER
+from kvmesh.clock import NEVER, Tick
 
 MIN_WAIT_NS = 1_000_000  # a machine that stays due is looked at this often, and not in a circle
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed: the machine acts on what is due."""
-
-
-@dataclass(frozen=True, slots=True)
-class CaughtUp:
-    """All that had arrived by `until` has been heard: silence is judged up to that time. Before it is said once, up to
-    the present."""
-
-    until: float
 
 
 EventT = TypeVar("EventT")

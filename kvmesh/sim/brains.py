@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from kvmesh.clock import Tick
 from kvmesh.kvcache.announce import Announcement
-from kvmesh.rpc.brain_shell import Tick
 from kvmesh.services.conductor.domain import (
     Action,
     Blocks,

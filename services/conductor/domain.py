@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from functools import cached_property
 
+from kvmesh.clock import CaughtUp, Tick
 from kvmesh.errors import KvmeshError
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.kvcache.tiers import TierUse
-from kvmesh.rpc.brain_shell import CaughtUp, Tick
 
 
 class Role(Enum):

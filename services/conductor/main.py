@@ -8,10 +8,10 @@ import secrets
 import time
 from collections.abc import Callable
 
+from kvmesh.clock import CaughtUp
 from kvmesh.loading import LastingHeap
 from kvmesh.native import library
 from kvmesh.rpc import runner
-from kvmesh.rpc.brain_shell import CaughtUp
 from kvmesh.rpc.call_queue import CallQueue, caught_up
 from kvmesh.rpc.fastpath.control import ControlFastPath
 from kvmesh.rpc.fastpath.server import FastPathLimits

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvmesh.clock import Tick
 from kvmesh.errors import InvalidRequest, Unavailable, UnknownRequest
 from kvmesh.kvcache.keys import KEY_BYTES
 from kvmesh.rpc import protocol
 from kvmesh.rpc.addresses import split
-from kvmesh.rpc.brain_shell import Tick
 from kvmesh.rpc.call_queue import CallQueue
 from kvmesh.rpc.fastpath.server import FastContext
 from kvmesh.rpc.pb import conductor_pb2 as pb

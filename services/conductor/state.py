@@ -8,11 +8,11 @@ import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 
+from kvmesh.clock import CaughtUp, Tick
 from kvmesh.errors import KvmeshError, UnknownInstance
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.tiers import split_name
 from kvmesh.pacing import Pacing
-from kvmesh.rpc.brain_shell import CaughtUp, Tick
 from kvmesh.services.conductor.admission.gate import Loads
 from kvmesh.services.conductor.balance.hot import ReplicationContext
 from kvmesh.services.conductor.balance.rounds import Hint

@@ -11,11 +11,11 @@ import contextlib
 import logging
 from collections.abc import Callable
 
+from kvmesh.clock import Tick
 from kvmesh.errors import InternalError
 from kvmesh.instance.front import Front
 from kvmesh.kvcache.sources import Pulled
 from kvmesh.ranks import protocol as m
-from kvmesh.rpc.brain_shell import Tick
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2 as pb_conductor
 from kvmesh.rpc.runner import observed

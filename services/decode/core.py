@@ -14,12 +14,13 @@ from typing import Any
 
 from kvmesh.blockservice.blocks import BlockService
 from kvmesh.blockservice.shard_wire import to_wire
+from kvmesh.clock import Tick
 from kvmesh.errors import KvmeshError, Overloaded, Unavailable
 from kvmesh.instance.front import Front
 from kvmesh.kvcache.sources import Pulled
 from kvmesh.ranks import protocol as m
 from kvmesh.rpc import protocol
-from kvmesh.rpc.brain_shell import BrainShell, Tick
+from kvmesh.rpc.brain_shell import BrainShell
 from kvmesh.rpc.pb import common_pb2, decode_pb2, prefill_pb2
 from kvmesh.services.decode import events as e
 from kvmesh.services.decode import inputs as i

@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvmesh.blockservice.removals import NotHere
+from kvmesh.clock import Tick
 from kvmesh.errors import KvmeshError
 from kvmesh.kvcache.sources import Pulled, PullJob
 from kvmesh.ranks.protocol import FromRank, TellRank
-from kvmesh.rpc.brain_shell import Tick
 from kvmesh.services.decode import events as e
 from kvmesh.services.decode.handoff import Handoff
 

@@ -14,13 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 from kvmesh.blockservice.removals import NotHere
-from kvmesh.clock import NEVER
+from kvmesh.clock import NEVER, Tick
 from kvmesh.errors import DeadlinePassed, KvmeshError, RequestCancelled
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import Pages
 from kvmesh.kvcache.sources import Pulled
 from kvmesh.ranks import protocol as m
-from kvmesh.rpc.brain_shell import Tick
 from kvmesh.services.decode import events as e
 from kvmesh.services.decode import inputs as i
 from kvmesh.services.decode.events import Phase

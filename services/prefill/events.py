@@ -10,11 +10,11 @@ import enum
 from dataclasses import dataclass, field
 
 from kvmesh.blockservice.removals import NotHere
+from kvmesh.clock import Tick
 from kvmesh.errors import KvmeshError
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
 from kvmesh.ranks import protocol as m
-from kvmesh.rpc.brain_shell import Tick
 from kvmesh.services.prefill.compute_progress import ComputeProgress
 from kvmesh.transfer import Carried
 

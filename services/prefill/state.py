@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvmesh.blockservice.removals import NotHere
-from kvmesh.clock import NEVER
+from kvmesh.clock import NEVER, Tick
 from kvmesh.errors import DeadlinePassed, HandoffLost, KvmeshError, Overloaded, Unavailable
 from kvmesh.instance.sampling import history_of
 from kvmesh.kvcache.node_store import NodeStore
@@ -30,7 +30,6 @@ from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.prefix_cache import PrefixCache
 from kvmesh.kvcache.sources import LowerTiers, Pulled
 from kvmesh.ranks import protocol as m
-from kvmesh.rpc.brain_shell import Tick
 from kvmesh.services.prefill import events as ev
 from kvmesh.services.prefill.checks import BrainConfig, refusal
 from kvmesh.services.prefill.compute_progress import ComputeProgress

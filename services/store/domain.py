@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from kvmesh.clock import CaughtUp, Tick
 from kvmesh.errors import InvalidRequest, KvmeshError
 from kvmesh.kvcache.announce import MAX_KEYS, Announcement
 from kvmesh.kvcache.block_map import Verdict
 from kvmesh.kvcache.tiers import MARK, split_name
-from kvmesh.rpc.brain_shell import CaughtUp, Tick
 from kvmesh.rpc.pb.store_pb2 import StoreUsage
 
 

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kvmesh.clock import CaughtUp, Tick
 from kvmesh.errors import InvalidRequest, KvmeshError, NotLeader, UnknownInstance
 from kvmesh.kvcache.keys import KEY_BYTES, TAG_BYTES, split
 from kvmesh.kvcache.tiers import Tier, split_name
 from kvmesh.rpc import protocol
-from kvmesh.rpc.brain_shell import CaughtUp, Tick
 from kvmesh.rpc.call_queue import caught_up
 from kvmesh.rpc.fastpath.server import FastContext
 from kvmesh.rpc.pb import store_pb2 as pb

@@ -11,12 +11,12 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from kvmesh.clock import CaughtUp, Tick
 from kvmesh.errors import InvalidRequest, KvmeshError, Overloaded, UnknownInstance
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.block_map import Verdict
 from kvmesh.kvcache.tiers import split_name, store_names
 from kvmesh.pacing import AnnouncementPacing, MembershipLease, Pacing, Pulse
-from kvmesh.rpc.brain_shell import CaughtUp, Tick
 from kvmesh.rpc.pb.store_pb2 import StoreStatus, StoreUsage
 from kvmesh.services.store.block_map import BlockDirectory
 from kvmesh.services.store.domain import (

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from kvmesh.clock import CaughtUp, Tick
 from kvmesh.errors import Overloaded
 from kvmesh.rpc import channels
-from kvmesh.rpc.brain_shell import CaughtUp, Tick
 from kvmesh.rpc.call_queue import caught_up
 from kvmesh.rpc.fastpath import frames
 from kvmesh.rpc.pb import doors_pb2, doors_pb2_grpc

@@ -6,11 +6,10 @@ import asyncio
 
 from kvmesh.blockservice.peer_segments import PeerSegments
 from kvmesh.blockservice.removals import NotHere
-from kvmesh.clock import NEVER
+from kvmesh.clock import NEVER, Tick
 from kvmesh.instance.served_weights import ServedWeights
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.ranks import protocol as m
-from kvmesh.rpc.brain_shell import Tick
 from kvmesh.rpc.pb import prefill_pb2 as pb
 from kvmesh.services.prefill import events as ev
 from kvmesh.services.prefill import wire

@@ -14,9 +14,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
+from kvmesh.clock import Tick
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.ranks import protocol as m
-from kvmesh.rpc.brain_shell import Tick
 from kvmesh.services.prefill import events as ev
 from kvmesh.services.prefill.handoff import PrefillPhase
 from tests.support.prefill.pool_model import BLOCK, PATIENCE_MS, Copy, SharedPool

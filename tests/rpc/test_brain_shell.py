@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from kvmesh.clock import NEVER
-from kvmesh.rpc.brain_shell import BrainShell, Tick
+from kvmesh.clock import NEVER, Tick
+from kvmesh.rpc.brain_shell import BrainShell
 
 
 class Machine:

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvmesh.clock import Tick
 from kvmesh.errors import InvalidRequest, UnknownInstance
 from kvmesh.kvcache.announce import MAX_KEYS, Announcement, snapshot_parts
 from kvmesh.kvcache.block_map import BlockMap, Verdict
 from kvmesh.kvcache.tiers import Tier, store_names
-from kvmesh.rpc.brain_shell import Tick
 from kvmesh.rpc.pb import common_pb2
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.services.store import block_map, mapping

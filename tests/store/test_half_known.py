@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from kvmesh.clock import Tick
 from kvmesh.kvcache.tiers import Tier
-from kvmesh.rpc.brain_shell import Tick
 from kvmesh.services.store.policy.quotas import TagQuota
 from kvmesh.services.store.policy.store_policy import PolicyLimits
 from tests.support.store.world import Node, World

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvmesh.clock import Tick
 from kvmesh.errors import UnknownInstance
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.rpc import channels
-from kvmesh.rpc.brain_shell import Tick
 from kvmesh.rpc.pb import store_pb2
 from kvmesh.rpc.server import Server
 from kvmesh.services.store import main

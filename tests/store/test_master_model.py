@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from kvmesh.clock import Tick
 from kvmesh.kvcache.tiers import Tier, store_name
-from kvmesh.rpc.brain_shell import Tick
 from kvmesh.services.store import block_map
 from kvmesh.services.store.policy import drains, replicas, tombstones
 from kvmesh.services.store.policy.copies import PullOrder, TrimOrder

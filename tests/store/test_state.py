@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvmesh.clock import Tick
 from kvmesh.errors import InvalidRequest, Overloaded, UnknownInstance
 from kvmesh.kvcache.announce import Announcement
-from kvmesh.rpc.brain_shell import Tick
 from kvmesh.rpc.pb.store_pb2 import StoreStatus, StoreUsage
 from kvmesh.services.store.domain import (
     Action,

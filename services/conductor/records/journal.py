@@ -21,9 +21,9 @@ from typing import Any
 
 import msgspec
 
+from kvmesh.clock import CaughtUp, Tick
 from kvmesh.errors import ConfigError, KvmeshError
 from kvmesh.kvcache.keys import Keys
-from kvmesh.rpc.brain_shell import CaughtUp, Tick
 from kvmesh.services.conductor import domain
 from kvmesh.services.conductor.domain import Action, Event, Heartbeat, Placed, Refuse, Schedule
 from kvmesh.services.conductor.policies import registry

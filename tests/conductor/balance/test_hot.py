@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvmesh.clock import Tick
 from kvmesh.kvcache.keys import Keys
-from kvmesh.rpc.brain_shell import Tick
 from kvmesh.services.conductor.balance.heat import PrefixHeat, depths
 from kvmesh.services.conductor.balance.hot import DEADLINE_S, REST_S, SETTLE_S
 from kvmesh.services.conductor.domain import (

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
+from kvmesh.clock import Tick
 from kvmesh.errors import ContextTooLong, InvalidRequest, ModelNotFound, Unavailable, UnknownInstance
-from kvmesh.rpc.brain_shell import Tick
 from kvmesh.services.conductor.domain import (
     DecodeSample,
     Load,

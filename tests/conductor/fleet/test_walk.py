@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvmesh.rpc.brain_shell import Tick
+from kvmesh.clock import Tick
 from kvmesh.services.conductor.balance import rounds
 from kvmesh.services.conductor.balance.hot import MAX_LISTED
 from kvmesh.services.conductor.domain import Lead, Load, Role

@@ -4,8 +4,8 @@ import dataclasses
 import random
 from typing import Any
 
+from kvmesh.clock import Tick
 from kvmesh.kvcache.announce import Announcement
-from kvmesh.rpc.brain_shell import Tick
 from kvmesh.services.conductor.domain import (
     Action,
     Blocks,

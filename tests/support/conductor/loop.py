@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvmesh.rpc.brain_shell import Tick
+from kvmesh.clock import Tick
 from kvmesh.services.conductor.costs.models import DECODE_PRIOR
 from kvmesh.services.conductor.domain import (
     Action,

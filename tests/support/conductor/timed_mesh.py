@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvmesh.clock import Tick
 from kvmesh.errors import Overloaded
-from kvmesh.rpc.brain_shell import Tick
 from kvmesh.services.conductor.domain import (
     DecodeSample,
     Lane,

@@ -10,11 +10,11 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from kvmesh.blockservice.removals import NotHere
+from kvmesh.clock import Tick
 from kvmesh.errors import RequestCancelled
 from kvmesh.kvcache import keys as block_keys
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.ranks import protocol as m
-from kvmesh.rpc.brain_shell import Tick
 from kvmesh.services.coupled.coupling import Coupling, to_prefill
 from kvmesh.services.decode import events as e
 from kvmesh.services.decode import inputs as i

@@ -28,11 +28,11 @@ from __future__ import annotations
 import sys
 
 from kvmesh.blockservice.removals import NotHere
+from kvmesh.clock import Tick
 from kvmesh.errors import HandoffLost, InvalidRequest, RequestCancelled, Unavailable
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.sources import Pulled, PullJob
 from kvmesh.ranks import protocol as m
-from kvmesh.rpc.brain_shell import Tick
 from kvmesh.services.decode import events as e
 from kvmesh.services.decode import inputs as i
 from kvmesh.services.decode.handoff import Handoff

@@ -9,11 +9,11 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 
+from kvmesh.clock import Tick
 from kvmesh.errors import HandoffLost, RequestCancelled
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
 from kvmesh.ranks import protocol as m
-from kvmesh.rpc.brain_shell import Tick
 from kvmesh.services.decode import events as e
 from kvmesh.services.decode import inputs as i
 from kvmesh.services.decode.limits import NS_PER_MS, Limits, RankShape, Shape

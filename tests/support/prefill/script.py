@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from kvmesh.clock import Tick
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.ranks import protocol as m
-from kvmesh.rpc.brain_shell import Tick
 from kvmesh.services.prefill import events as ev
 from kvmesh.services.prefill.checks import BrainConfig
 from kvmesh.services.prefill.planner import PlanConfig
