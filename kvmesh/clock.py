@@ -37,7 +37,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class CaughtUp:
-    """All messages that had arrived by `until` have been handled, so silence is judged up to that time. Before the first
-    such event it is judged up to the present."""
+    """All messages that had arrived by `until` have been handled, so silence is judged up to that time. Before the
+    first such event it is judged up to the present."""
 
     until: float
