@@ -188,6 +188,8 @@ def main() -> int:
     if sys.argv[1:] not in ([QUICK], [REST]):
         return subprocess.call([sys.executable, "-m", "pytest", "-q", *sys.argv[1:]], cwd=ROOT)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    # A shell that runs this in the background ignores SIGINT, and children inherit that; tests send it to theirs.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     started = time.monotonic()
     outcome = Outcome()
     for some, lanes in stages(sys.argv[1]):

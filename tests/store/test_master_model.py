@@ -285,6 +285,6 @@ def test_a_broken_master_is_found(
     monkeypatch: pytest.MonkeyPatch, owner: type, name: str, broken: Callable[..., Any]
 ) -> None:
     monkeypatch.setattr(owner, name, broken)
-    quick = settings(MODEL, max_examples=400, derandomize=True, phases=[Phase.generate])
+    quick = settings(MODEL, max_examples=4000, derandomize=True, phases=[Phase.generate])
     with pytest.raises((AssertionError, KeyError)):
         run_state_machine_as_test(Machine, settings=quick)

@@ -165,7 +165,7 @@ def test_errors_in_plain_words() -> None:
         (("--peer", "a:b:c:d", "--listen"), "give one of them"),
         (("7040",), "port=7040: only --listen takes one"),
         (("--peer", "host:0"), "peer='host:0': must be HOST or HOST:PORT"),
-        (("--peer", "host", "--transports", "smoke"), "transports='smoke': not one of"),
+        (("--peer", "host", "--transports", "smoke"), "transports='smoke': choose one of"),
         (("--listen", "--host", "256.1.1.1"), "port=7040: cannot listen on 256.1.1.1"),
         (("--peer", ""), "peer='': must be HOST or HOST:PORT"),
         (("--nics", "lo"), "nics='lo': only --listen and --peer take any"),
