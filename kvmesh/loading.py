@@ -26,10 +26,16 @@ def lasting_imports() -> Iterator[None]:
         gc.enable()
 
 
-def rare_collections() -> None:
-    """Look for cycles seldom, in this process from now on. Almost everything goes when nobody refers to it any more;
-    what a request leaves in cycles is small, and COLLECT_EVERY bounds how much of it lies about."""
-    gc.set_threshold(COLLECT_EVERY)
+@contextlib.contextmanager
+def rare_collections(every: int = COLLECT_EVERY) -> Iterator[None]:
+    """Makes collections rare meanwhile: one after `every` objects made more than gone. Reference counts free almost
+    everything; what a request leaves in cycles is small, and `every` bounds how much of it is kept."""
+    before = gc.get_threshold()
+    gc.set_threshold(every, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 class LastingHeap:

@@ -81,8 +81,7 @@ def test_collections_are_apart(heap: LastingHeap) -> None:
 
 def test_rare_collections_bound_what_lies_about_in_cycles() -> None:
     before = gc.get_threshold()
-    rare_collections()
-    try:
+    with rare_collections():
         gc.collect()
         nodes = [weakref.ref(Node()) for _ in range(COLLECT_EVERY // 4)]
         assert all(node() is not None for node in nodes), "they are too few for a collection"
@@ -91,5 +90,4 @@ def test_rare_collections_bound_what_lies_about_in_cycles() -> None:
         kept = [Node() for _ in range(2 * COLLECT_EVERY)]
         assert first() is None
         del kept
-    finally:
-        gc.set_threshold(*before)
+    assert gc.get_threshold() == before

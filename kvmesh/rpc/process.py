@@ -61,8 +61,7 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]], *, stop_s: float = 20.
     """
     faulthandler.enable()
     widen_descriptors()
-    rare_collections()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with rare_collections(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_until_stopped(main, stop_s))
 
 

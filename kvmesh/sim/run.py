@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from kvmesh.errors import ConfigError
+from kvmesh.loading import rare_collections
 from kvmesh.sim.cluster import Cluster
 from kvmesh.sim.config import MeshMode, SimConfig
 from kvmesh.sim.coupled import CoupledCluster
@@ -55,22 +54,10 @@ def run(
     one = _Run(config, requests, sink, samples, progress)
     if steps is not None and isinstance(one.system, Cluster) and one.system.machine is not None:
         one.system.machine.watch = steps
-    with _rare_collections():
+    with rare_collections(COLLECT_EVERY):
         summary = one.go()
     last(one.system)
     return summary
-
-
-@contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Cycles are looked for seldom meanwhile. Almost everything goes when nobody refers to it any more; what a request
-    leaves in cycles is small, and COLLECT_EVERY bounds how much of it lies about."""
-    before = gc.get_threshold()
-    gc.set_threshold(COLLECT_EVERY, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 class _Run:

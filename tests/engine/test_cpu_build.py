@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from kvmesh.engine.cpu import build, native
-from kvmesh.native.compiling import COMPILERS, BuildFailed
-
-needs_compiler = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="no C++ compiler: install g++")
+from kvmesh.native.compiling import BuildFailed
+from tests.support.compilers import needs_compiler
 
 
 @pytest.fixture

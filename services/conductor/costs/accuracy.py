@@ -167,7 +167,7 @@ class Calibration:
 
 
 class _Window:
-    """The last predictions of one kind, group and octave beside what was measured."""
+    """Keeps the last predictions of one kind, group and octave beside what was measured."""
 
     __slots__ = ("_count", "_pairs", "spread")
 
@@ -183,7 +183,7 @@ class _Window:
             self.spread = self._fit()
 
     def _fit(self) -> Spread:
-        """The added time is the one that leaves the least mean |log(ratio / median ratio)|."""
+        """Returns the spread whose added time leaves the least mean |log(ratio / median ratio)|."""
         middle_s = statistics.median(predicted for predicted, _ in self._pairs)
         best, least = AS_PREDICTED, math.inf
         for share in ADDED_SHARES:

@@ -57,8 +57,8 @@ class QueuePosition:
 
 
 def ahead(queue: PrefillQueue, now: float, priority: int, size_s: float) -> QueuePosition:
-    """In the queue of an instance that goes by size. What was placed by others is taken to be before it, and what has
-    begun is not overtaken."""
+    """Returns the position of a request in the queue of an instance that goes by size. Work that other conductors
+    placed is taken to be before it, and what has begun is not overtaken."""
     wait_s = queue.wait_s(now)
     if wait_s <= 0:
         return QueuePosition(0.0, 0.0, 0.0, 0)

@@ -1,4 +1,4 @@
-"""Which prompt an instance whose queue goes by size computes now, by prediction. Pure.
+"""Predicts which prompt an instance whose queue goes by size computes now. Pure.
 
 What has begun is not overtaken: a short prompt waits for the step that runs, whatever its size. Between two heartbeats
 the conductor follows the instance's own rule (services/prefill/planner.py): when a step ends, the prompt of the least
@@ -12,11 +12,11 @@ import heapq
 from collections.abc import Mapping
 from typing import Protocol
 
-UNKNOWN_SHARE = 0.5  # of a step is left, on the average, when a report finds it running
+UNKNOWN_SHARE = 0.5  # the part of a step that is left, on the average, when a report finds it running
 
 
 class QueuedWork(Protocol):
-    """What the forecast needs of a placement; seconds as if it were computed alone."""
+    """A placement as the forecast needs it. `seconds` is what computing it takes alone, in `chunks` steps."""
 
     @property
     def request_id(self) -> str: ...
@@ -29,23 +29,23 @@ class QueuedWork(Protocol):
 
 
 class TurnForecast:
-    """Times must not go back from call to call."""
+    """Follows the queue of one instance from report to report. `now` must not decrease from call to call."""
 
     def __init__(self, works: Mapping[str, QueuedWork], now: float) -> None:
-        """`works`: the placements that no report has called finished, by request; the owner changes it."""
+        """`works` maps requests to the placements that no report has called finished; its owner changes it."""
         self._works = works
-        self._waiting: list[
-            tuple[float, int, QueuedWork]
-        ] = []  # a heap: (rank, arrival, work); those that left may be in it
+        # A heap of (rank, arrival, work). Works that are not in `_works` any more are skipped when they come up.
+        self._waiting: list[tuple[float, int, QueuedWork]] = []
         self._arrivals = 0
-        self._steps: dict[str, int] = {}  # of works that have begun: steps taken, as if on time
-        self._computed: list[tuple[float, QueuedWork]] = []  # with their ranks; no report has confirmed them
+        self._steps: dict[str, int] = {}  # steps that each work has had, by prediction
+        self._computed: list[tuple[float, QueuedWork]] = []  # (rank, work): computed by prediction, by no report yet
         self._begun: tuple[float, QueuedWork] | None = None
-        self._until = now  # the step ends, or ended
+        self._until = now  # when the step of `_begun` ends, or the last one ended
 
     def add(self, work: QueuedWork, rank: float, speedup: float, now: float) -> None:
-        """A placement that came now joins the queue."""
+        """Adds a placement that came now; one of the same request is forgotten."""
         self.advance(speedup, now)
+        self._steps.pop(work.request_id, None)
         self._push(rank, work)
         self.advance(speedup, now)
 
@@ -65,7 +65,8 @@ class TurnForecast:
         return self._begun[1], self._until - now
 
     def correct(self, speedup: float, now: float) -> None:
-        """A report has come, and what it calls finished is out of `works`: what is still there is not computed yet."""
+        """Corrects the forecast by a report: what it calls finished is out of `works`, and what is still there is not
+        computed yet."""
         self.advance(speedup, now)
         late = [one for one in self._computed if self._works.get(one[1].request_id) is one[1]]
         self._computed.clear()

@@ -74,6 +74,15 @@ def test_what_a_report_calls_finished_makes_room_at_once() -> None:
     assert begun(there, 1.5) == ("", 0.0)
 
 
+def test_another_attempt_of_a_request_begins_anew() -> None:
+    there = queue(work("long", 8.0, chunks=4))
+    assert begun(there, 5.0) == ("long", 1.0)
+    there.add(work("other", 0.5, 5.0))
+    there.add(work("long", 8.0, 5.0, chunks=4))
+    assert begun(there, 5.25) == ("other", 0.25)
+    assert begun(there, 13.0) == ("long", 0.5), "all four chunks are computed again"
+
+
 move = st.tuples(
     st.sampled_from(["add", "finish", "withdraw", "report"]),
     st.integers(0, 5),

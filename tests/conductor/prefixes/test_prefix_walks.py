@@ -3,7 +3,6 @@
 import ctypes
 import logging
 import random
-import shutil
 from pathlib import Path
 
 import pytest
@@ -14,14 +13,13 @@ from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.block_map import BlockMap
 from kvmesh.kvcache.keys import Keys
 from kvmesh.native import build, library
-from kvmesh.native.compiling import COMPILERS
 from kvmesh.services.conductor.prefixes import pending, walks
 from kvmesh.services.conductor.prefixes.index import Index
 from kvmesh.services.conductor.prefixes.pending import Pending, marks, positions
+from tests.support.compilers import needs_compiler
 
 KEYS = tuple(bytes([n, *[7] * 15]) for n in range(60))
 needs_native = pytest.mark.skipif(bool(library.why_not()), reason=f"no native code: {library.why_not()}")
-needs_compiler = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="there is no compiler")
 held = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 59), st.integers(1, 60)), max_size=12)
 
 
