@@ -162,7 +162,7 @@ class PrefillQueue:
     def begun(self, now: float) -> tuple[QueuedWork | None, float]:
         """Returns the work that is being computed, of a queue that goes by size, and the seconds until another one may
         be taken; None and 0 where nothing is known to be there."""
-        return self._turns.advance(self.speedup, now)
+        return self._turns.advance(now)
 
     def crowd(self, now: float) -> tuple[float, float]:
         """Requests that are there, and seconds of work that it was given lately: what ties go by."""
@@ -182,21 +182,21 @@ class PrefillQueue:
         self._backlog_s = self.wait_s(work.placed_at) + work.seconds / self.speedup
         self._as_of = work.placed_at
         self._come_s += work.seconds
-        if (replaced := self._pop(work.request_id)) is not None:
+        if (replaced := self._leave(work.request_id, work.placed_at)) is not None:
             self._come_s -= replaced.seconds
         self.works[work.request_id] = work
         self._ranked += work.ranked
         self._count(work, 1)
         if self.size_weight:
-            self._turns.add(work, self.rank(work), self.speedup, work.placed_at)
+            self._turns.add(work, self.rank(work), work.placed_at)
 
     def _leave(self, request_id: str, now: float) -> PrefillWork | None:
         """Removes a work; where turns are forecast, they are those of now before and after it."""
         if not self.size_weight or request_id not in self.works:
             return self._pop(request_id)
-        self._turns.advance(self.speedup, now)
+        self._turns.advance(now)
         work = self._pop(request_id)
-        self._turns.advance(self.speedup, now)
+        self._turns.advance(now)
         return work
 
     def _pop(self, request_id: str) -> PrefillWork | None:

@@ -34,6 +34,7 @@ class TurnForecast:
     def __init__(self, works: Mapping[str, QueuedWork], now: float) -> None:
         """`works` maps requests to the placements that no report has called finished; its owner changes it."""
         self._works = works
+        self._speedup = 1.0  # predicted seconds of work that are done in one second, as of the last report
         # A heap of (rank, arrival, work). Works that are not in `_works` any more are skipped when they come up.
         self._waiting: list[tuple[float, int, QueuedWork]] = []
         self._arrivals = 0
@@ -42,16 +43,16 @@ class TurnForecast:
         self._begun: tuple[float, QueuedWork] | None = None
         self._until = now  # when the step of `_begun` ends, or the last one ended
 
-    def add(self, work: QueuedWork, rank: float, speedup: float, now: float) -> None:
+    def add(self, work: QueuedWork, rank: float, now: float) -> None:
         """Adds a placement that came now; one of the same request is forgotten."""
-        self.advance(speedup, now)
+        self.advance(now)
         self._steps.pop(work.request_id, None)
         self._push(rank, work)
-        self.advance(speedup, now)
+        self.advance(now)
 
-    def advance(self, speedup: float, now: float) -> tuple[QueuedWork | None, float]:
+    def advance(self, now: float) -> tuple[QueuedWork | None, float]:
         """Returns the work whose step runs at `now` (None: nothing is there) and the seconds until that step ends.
-        `speedup`: predicted seconds of work that are done in one second."""
+        Whoever removes a work calls it before and after: the forecast must not depend on who asked in between."""
         if self._begun is not None and self._works.get(self._begun[1].request_id) is not self._begun[1]:
             self._begun, self._until = None, now
         while self._begun is None or self._until <= now:
@@ -61,13 +62,14 @@ class TurnForecast:
             if self._begun is None:
                 self._until = now
                 return None, 0.0
-            self._until += _step_s(self._begun[1], speedup)
+            self._until += self._step_s(self._begun[1])
         return self._begun[1], self._until - now
 
     def correct(self, speedup: float, now: float) -> None:
         """Corrects the forecast by a report: what it calls finished is out of `works`, and what is still there is not
-        computed yet."""
-        self.advance(speedup, now)
+        computed yet. `speedup` holds for steps that begin from now on."""
+        self.advance(now)
+        self._speedup = speedup
         late = [one for one in self._computed if self._works.get(one[1].request_id) is one[1]]
         self._computed.clear()
         self._steps = {name: steps for name, steps in self._steps.items() if name in self._works}
@@ -78,7 +80,7 @@ class TurnForecast:
             self._begun, *others = late
             for rank, work in others:
                 self._push(rank, work)
-            self._until = now + UNKNOWN_SHARE * _step_s(self._begun[1], speedup)
+            self._until = now + UNKNOWN_SHARE * self._step_s(self._begun[1])
         if len(self._waiting) > 2 * len(self._works) + 64:
             self._waiting = [one for one in self._waiting if self._works.get(one[2].request_id) is one[2]]
             heapq.heapify(self._waiting)
@@ -101,6 +103,5 @@ class TurnForecast:
                 return rank, work
         return None
 
-
-def _step_s(work: QueuedWork, speedup: float) -> float:
-    return work.seconds / work.chunks / speedup
+    def _step_s(self, work: QueuedWork) -> float:
+        return work.seconds / work.chunks / self._speedup

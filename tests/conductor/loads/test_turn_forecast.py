@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvmesh.services.conductor.loads.queues import PrefillQueue, PrefillWork
@@ -93,6 +93,16 @@ move = st.tuples(
 
 
 @given(st.lists(move, max_size=40), st.integers(0, 1 << 40))
+@example(  # another attempt comes when the first one's step is over, and nobody asked since
+    [
+        ("add", 0, 1.0, 1, 0.0),
+        ("add", 1, 2.0, 1, 0.0),
+        ("report", 0, 1.0, 1, 0.0),
+        ("finish", 2, 1.0, 1, 1.0),
+        ("add", 0, 1.0, 1, 1.0),
+    ],
+    0b10000,
+)
 def test_asking_changes_nothing_and_nobody_waits_longer_than_for_all(
     moves: list[tuple[str, int, float, int, float]], asked: int
 ) -> None:
