@@ -317,6 +317,8 @@ class Ledger:
         served = done or outcome.outcome is Outcome.CANCELLED
         if served:
             _teach(promise, instance, outcome)
+        if outcome.outcome in (Outcome.REFUSED, Outcome.CANCELLED) and not outcome.duration_s:
+            self.withdraw(outcome.request_id, now)  # decode did not admit it, so prefill is not asked for its prompt
         instance.batch.left(outcome.request_id, outcome.duration_s if served else 0.0)
         return True
 

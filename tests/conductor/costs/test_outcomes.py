@@ -119,6 +119,20 @@ def test_stays_are_learnt_from_what_was_served(outcome: Outcome, learns: bool) -
     assert batch.works == {}
 
 
+@pytest.mark.parametrize("outcome", [Outcome.REFUSED, Outcome.CANCELLED])
+def test_who_is_not_admitted_at_decode_leaves_the_queue_of_prefill(outcome: Outcome) -> None:
+    """It is placed no other time: the refusal was final, or its client has gone."""
+    brain = pair()
+    placed = brain.placed(4000, request_id="r")
+    queue, later = of(brain, "p0").queue, brain.placed(4000, request_id="s")
+    assert later.terms["queue_ms"] > 0
+    brain.beat("d0", outcomes=(done("r", outcome=outcome, duration_s=0.0, ttft_s=0.0, tbt_s=0.0),))
+    assert list(queue.works) == ["s"]
+    assert queue.wait_s(brain.now) == pytest.approx(placed.terms["prefill_ms"] / 1e3, rel=0.01)
+    brain.beat("d0", outcomes=(done("s", outcome=outcome, duration_s=0.1, ttft_s=0.0, tbt_s=0.0),))
+    assert list(queue.works) == ["s"], "prefill was asked for this one, and tells itself how it ended"
+
+
 def test_what_is_kept_of_placements_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "MAX_PROMISED", 10)
     brain = pair()
