@@ -88,13 +88,16 @@ def test_short_pieces_go_by_the_kernel_beside_any_step(memory: Any, step_tokens:
     pages.random_(256)
     extents.random_(256)
     size, count = 16 << 10, 500
+    spread = pages[: 2 * count * size].view(count, 2, size)[:, 0]
     said: list[CopiesDone] = []
-    memory.copy(Pieces(pages, staging, [(2 * i * size, i * size, size) for i in range(count)]), said.append, into_pages=False)
+    out = Pieces(pages, staging, [(2 * i * size, i * size, size) for i in range(count)])
+    memory.copy(out, said.append, into_pages=False)
     waited(memory, said)
-    assert torch.equal(staging[: count * size].view(count, size), pages[: 2 * count * size].view(count, 2, size)[:, 0].cpu())
-    memory.copy(Pieces(extents, pages, [(i * size, 2 * i * size, size) for i in range(count)]), said.append, into_pages=True)
+    assert torch.equal(staging[: count * size].view(count, size), spread.cpu())
+    back = Pieces(extents, pages, [(i * size, 2 * i * size, size) for i in range(count)])
+    memory.copy(back, said.append, into_pages=True)
     waited(memory, said)
-    assert torch.equal(extents[: count * size].view(count, size), pages[: 2 * count * size].view(count, 2, size)[:, 0].cpu())
+    assert torch.equal(extents[: count * size].view(count, size), spread.cpu())
     assert made == {0: [64, 64], 32: [16, 16], 4096: [4, 8]}[step_tokens]
 
 

@@ -126,7 +126,7 @@ class CudaMemory(StagedMemory):
         stream.wait_stream(steps)
         sums: torch.Tensor | None = None
         with torch.cuda.stream(stream):
-            self._move(pieces, into_pages)
+            copy_pieces(pieces, self._mover, into_pages, self.step_tokens)
             if check and pieces.runs:
                 blocks = (target if into_pages else source for target, source in pieces.pairs())
                 found = torch.stack([total(block.view(self.pages.dtype)).float() for block in blocks])
@@ -135,24 +135,6 @@ class CudaMemory(StagedMemory):
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
         return CudaCopy(event, sums)
-
-    def _move(self, pieces: Pieces, into_pages: bool) -> None:
-        """Copies on the current stream, by the kernel or the copy engine."""
-        source, target, runs = pieces
-        lengths = [length for _, _, length in runs]
-        programs = kernel_programs(
-            pieces=len(runs),
-            nbytes=sum(lengths),
-            longest=max(lengths, default=0),
-            into_pages=into_pages,
-            step_tokens=self.step_tokens,
-        )
-        table = self._mover.as_table(source, target, runs) if self._mover is not None and programs else None
-        if table is not None:
-            self._mover.move(source, target, table, programs)
-            return
-        for to, from_ in pieces.pairs():
-            to.copy_(from_, non_blocking=True)
 
     def keep_pace(self, meanwhile: Callable[[], None]) -> None:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -168,6 +150,23 @@ class CudaMemory(StagedMemory):
         torch.cuda.synchronize(self.device)
         for region in self._pinned:
             _runtime().cudaHostUnregister(region.address)
+
+
+def copy_pieces(pieces: Pieces, mover: Any, into_pages: bool, step_tokens: int) -> None:
+    """Copies on the current stream: by `mover`, if it is not None and `kernel_programs` and the pieces' places allow
+    it, else one by one."""
+    source, target, runs = pieces
+    lengths = [length for _, _, length in runs]
+    longest = max(lengths, default=0)
+    programs = kernel_programs(
+        pieces=len(runs), nbytes=sum(lengths), longest=longest, into_pages=into_pages, step_tokens=step_tokens
+    )
+    table = mover.as_table(source, target, runs) if mover is not None and programs else None
+    if table is not None:
+        mover.move(source, target, table, programs)
+        return
+    for to, from_ in pieces.pairs():
+        to.copy_(from_, non_blocking=True)
 
 
 def _runtime() -> Any:

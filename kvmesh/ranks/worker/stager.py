@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from itertools import groupby
 from typing import NamedTuple, Protocol
 
@@ -107,7 +108,7 @@ class Stager:
         self._slot_bytes = memory.slot_bytes
         self._pages = byte_view(memory.pages)
         self._staging = region_bytes(memory.staging)
-        self._free = list(range(memory.slots))
+        self._free = list(range(memory.slots))  # a heap: slots taken together are mostly neighbours
         self._most = max(1, memory.slots // 2)
         self._queues: dict[GroupWrite, _Queue] = {}
 
@@ -147,7 +148,7 @@ class Stager:
     def _launch(self, queue: _Queue) -> None:
         """Copies as many pieces as there is room for into slots."""
         room = min(len(self._free), self._most - queue.slots)
-        packed = [(self._free.pop(), pieces) for pieces in pack(queue.pieces, room, self._slot_bytes)]
+        packed = [(heappop(self._free), pieces) for pieces in pack(queue.pieces, room, self._slot_bytes)]
         queue.slots += len(packed)
         queue.copying += 1
         queue.write.hold()  # so that the write does not end while pages are read for it
@@ -160,7 +161,7 @@ class Stager:
                 queue.write.release()
                 self.pump()
 
-        self._memory.copy(Pieces(self._pages, self._staging, joined(runs, self._slot_bytes)), copied, into_pages=False)
+        self._memory.copy(Pieces(self._pages, self._staging, joined(runs)), copied, into_pages=False)
 
     def _placed(self, slot: int, pieces: list[Piece]) -> Iterator[tuple[int, Piece]]:
         """Yields each piece of a slot with its place in staging memory."""
@@ -177,7 +178,8 @@ class Stager:
             taken = [slot for slot, _ in group]
 
             def back(taken: list[int] = taken) -> None:
-                self._free.extend(taken)
+                for slot in taken:
+                    heappush(self._free, slot)
                 queue.slots -= len(taken)
 
             placed = (both for slot, pieces in group for both in self._placed(slot, pieces))

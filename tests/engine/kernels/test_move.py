@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from kvmesh.kvcache.layout import Run
+from kvmesh.ranks.worker.device import Pieces
+from kvmesh.ranks.worker.device_cuda import copy_pieces
 
 
 @pytest.mark.parametrize("piece", [16, 208, 9008])
@@ -35,6 +39,39 @@ def test_what_lies_off_a_boundary_is_not_for_the_kernel(run: Run) -> None:
     source, target = torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
     assert as_table(source, target, [(0, 0, 16), run]) is None
     assert as_table(source[4:], target, [(0, 0, 16)]) is None
+
+
+class Mover:
+    """The kernel; keeps by how many programs."""
+
+    def __init__(self) -> None:
+        from kvmesh.engine.kernels import move
+
+        self._move, self.as_table = move.move, move.as_table
+        self.programs: list[int] = []
+
+    def move(self, source: torch.Tensor, target: torch.Tensor, table: Any, programs: int) -> None:
+        self.programs.append(programs)
+        self._move(source, target, table, programs)
+
+
+@pytest.mark.parametrize(
+    ("piece", "count", "step_tokens", "programs"),
+    [(16, 40, 0, [64]), (16, 40, 9, [16]), (16, 40, 5000, [4]), (20, 40, 0, []), (16, 3, 0, []), (1 << 20, 2, 0, [])],
+)
+def test_a_rank_copies_by_the_kernel_what_the_rule_and_the_places_allow(
+    piece: int, count: int, step_tokens: int, programs: list[int], device: torch.device
+) -> None:
+    source = torch.randint(0, 255, (2 * count, piece), dtype=torch.uint8, device=device)
+    target = torch.full((count, piece), 255, dtype=torch.uint8, device=device)
+    pieces = Pieces(source.view(-1), target.view(-1), [(2 * i * piece, i * piece, piece) for i in range(count)])
+    mover = Mover()
+    copy_pieces(pieces, mover, False, step_tokens)
+    assert torch.equal(target, source[::2])
+    assert mover.programs == programs
+    target.zero_()
+    copy_pieces(pieces, None, False, step_tokens)  # without triton
+    assert torch.equal(target, source[::2])
 
 
 def test_a_gpu_reads_and_writes_pinned_host_memory(device: torch.device) -> None:
