@@ -12,7 +12,7 @@ import torch
 
 from kvmesh.errors import ConfigError
 from kvmesh.kvcache.layout import ShardLayout
-from kvmesh.ranks.worker.device import CopiesDone, Pieces, byte_view
+from kvmesh.ranks.worker.device import CopiesDone, CopyPieces, byte_view
 from kvmesh.transfer import EngineConfig, TransferEngine
 from tests.gpu import NEEDS_GPU
 
@@ -52,12 +52,12 @@ def test_a_copy_sees_what_was_launched_before_it_and_is_seen_once_it_is_answered
         for _ in range(10):
             busy = busy @ busy * 1e-4  # keeps the steps' stream busy while the copy is asked for
         memory.pages.fill_(value)
-        memory.copy(Pieces(pages, extents, blocks), said.append, into_pages=False, check=True)
+        memory.copy(CopyPieces(pages, extents, blocks), said.append, into_pages=False, check=True)
         assert memory.copying
         assert waited(memory, said).bad == ()
         assert (memory.extents == value).all()
     memory.extents.fill_(3)
-    memory.copy(Pieces(extents, pages, blocks), said.append, into_pages=True)
+    memory.copy(CopyPieces(extents, pages, blocks), said.append, into_pages=True)
     waited(memory, said)
     assert (memory.pages == 3).all()
 
@@ -68,7 +68,7 @@ def test_blocks_that_are_not_finite_are_named(memory: Any) -> None:
     said: list[CopiesDone] = []
     size = LAYOUT.shard_bytes
     blocks = [(i * size, i * size, size) for i in (4, 5, 8)]
-    pieces = Pieces(byte_view(memory.pages), byte_view(memory.extents), blocks)
+    pieces = CopyPieces(byte_view(memory.pages), byte_view(memory.extents), blocks)
     memory.copy(pieces, said.append, into_pages=False, check=True)
     assert waited(memory, said).bad == (1, 2)
 
@@ -90,11 +90,11 @@ def test_short_pieces_go_by_the_kernel_beside_any_step(memory: Any, step_tokens:
     size, count = 16 << 10, 500
     spread = pages[: 2 * count * size].view(count, 2, size)[:, 0]
     said: list[CopiesDone] = []
-    out = Pieces(pages, staging, [(2 * i * size, i * size, size) for i in range(count)])
+    out = CopyPieces(pages, staging, [(2 * i * size, i * size, size) for i in range(count)])
     memory.copy(out, said.append, into_pages=False)
     waited(memory, said)
     assert torch.equal(staging[: count * size].view(count, size), spread.cpu())
-    back = Pieces(extents, pages, [(i * size, 2 * i * size, size) for i in range(count)])
+    back = CopyPieces(extents, pages, [(i * size, 2 * i * size, size) for i in range(count)])
     memory.copy(back, said.append, into_pages=True)
     waited(memory, said)
     assert torch.equal(extents[: count * size].view(count, size), spread.cpu())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvmesh.ranks import protocol as m
-from kvmesh.ranks.worker.device import CpuMemory, OnDone, Pieces
+from kvmesh.ranks.worker.device import CopyPieces, CpuMemory, OnDone
 from kvmesh.ranks.worker.slices import Moves, Seals
 
 SHARD = 4 * 6
@@ -28,9 +28,9 @@ class Later(Rows):
 
     def __init__(self, blocks_a_slice: int) -> None:
         super().__init__(blocks_a_slice)
-        self.begun: list[tuple[Pieces, OnDone]] = []
+        self.begun: list[tuple[CopyPieces, OnDone]] = []
 
-    def copy(self, pieces: Pieces, done: OnDone, **_: bool) -> None:
+    def copy(self, pieces: CopyPieces, done: OnDone, **_: bool) -> None:
         self.begun.append((pieces, done))
 
     def poll(self) -> None:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
-from kvmesh.ranks.worker.device import LATE_LOOKS, OnDone, Pieces, StagedCpuMemory, byte_view
+from kvmesh.ranks.worker.device import LATE_LOOKS, CopyPieces, OnDone, StagedCpuMemory, byte_view
 from kvmesh.ranks.worker.pusher import Pusher
-from kvmesh.ranks.worker.stager import Piece, Stager, pack
+from kvmesh.ranks.worker.stager import StagedPiece, Stager, pack
 from kvmesh.transfer import BatchId, EngineConfig, Notification, Range, TransferEngine, TransferRequest
 from kvmesh.transfer.groups import Copy, GroupWrite
 
@@ -142,7 +142,7 @@ def test_pages_are_let_go_only_when_no_copy_reads_them(bench: Bench, end: str) -
     st.integers(0, 6),
 )
 def test_pieces_lie_side_by_side_in_no_more_slots_than_needed(given: list[tuple[str, int]], slots: int) -> None:
-    pieces = [Piece(segment, 100 * at, 200 * at, length) for at, (segment, length) in enumerate(given)]
+    pieces = [StagedPiece(segment, 100 * at, 200 * at, length) for at, (segment, length) in enumerate(given)]
     left = deque(pieces)
     packed = pack(left, slots, 64)
     assert [piece for slot in packed for piece in slot] + list(left) == pieces
@@ -157,11 +157,11 @@ def test_pieces_lie_side_by_side_in_no_more_slots_than_needed(given: list[tuple[
 class Counted(StagedCpuMemory):
     """Keeps what it was asked to copy."""
 
-    def copy(self, pieces: Pieces, done: OnDone, *, into_pages: bool, check: bool = False) -> None:
+    def copy(self, pieces: CopyPieces, done: OnDone, *, into_pages: bool, check: bool = False) -> None:
         self.asked.append(pieces)
         super().copy(pieces, done, into_pages=into_pages, check=check)
 
-    asked: list[Pieces]
+    asked: list[CopyPieces]
 
 
 class Posting(TransferEngine):

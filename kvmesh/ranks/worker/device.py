@@ -42,7 +42,7 @@ class CopiesDone(NamedTuple):
 Pair = tuple[torch.Tensor, torch.Tensor]  # target, source
 
 
-class Pieces(NamedTuple):
+class CopyPieces(NamedTuple):
     """Names bytes to copy from `source` to `target`, both uint8 `[bytes]`; offsets of `runs` count from their first
     bytes. No byte of `target` is in two runs."""
 
@@ -83,7 +83,7 @@ class DeviceMemory(ABC):
         self.extents = self.over(region, blocks)
 
     @abstractmethod
-    def copy(self, pieces: Pieces, done: OnDone, *, into_pages: bool, check: bool = False) -> None:
+    def copy(self, pieces: CopyPieces, done: OnDone, *, into_pages: bool, check: bool = False) -> None:
         """Copies pieces; `check` looks for values that are not finite in each."""
 
     @abstractmethod
@@ -124,7 +124,7 @@ class CpuMemory(Synchronous, DeviceMemory):
         self.page_region = engine.allocate(num_pages * layout.shard_bytes, home)
         self.pages = self.over(self.page_region, num_pages)
 
-    def copy(self, pieces: Pieces, done: OnDone, *, into_pages: bool, check: bool = False) -> None:
+    def copy(self, pieces: CopyPieces, done: OnDone, *, into_pages: bool, check: bool = False) -> None:
         start = time.monotonic_ns()
         bad = move(pieces, self.pages.dtype if check else None)
         done(CopiesDone(start, time.monotonic_ns(), bad))
@@ -135,7 +135,7 @@ class CpuMemory(Synchronous, DeviceMemory):
         """Does nothing: every copy ends at once."""
 
 
-def move(pieces: Pieces, checked: torch.dtype | None) -> tuple[int, ...]:
+def move(pieces: CopyPieces, checked: torch.dtype | None) -> tuple[int, ...]:
     """Copies between places on the host; returns the positions of pieces that, as numbers of type `checked`, are not
     finite."""
     bad = []
@@ -190,9 +190,9 @@ class StagedMemory(DeviceMemory):
         self._waiting: dict[bool, deque[tuple[Copy, int, OnDone]]] = {True: deque(), False: deque()}  # by into_pages
 
     @abstractmethod
-    def _launch(self, pieces: Pieces, into_pages: bool, check: bool) -> Copy: ...
+    def _launch(self, pieces: CopyPieces, into_pages: bool, check: bool) -> Copy: ...
 
-    def copy(self, pieces: Pieces, done: OnDone, *, into_pages: bool, check: bool = False) -> None:
+    def copy(self, pieces: CopyPieces, done: OnDone, *, into_pages: bool, check: bool = False) -> None:
         start = time.monotonic_ns()
         self._waiting[into_pages].append((self._launch(pieces, into_pages, check), start, done))
 
@@ -213,8 +213,8 @@ LATE_LOOKS = 8  # a step of few layers polls less often, so it must not see byte
 class LateCopy:
     """Is a copy that is done when it has been polled LATE_LOOKS times: later than anybody may rely on."""
 
-    def __init__(self, pieces: Pieces, checked: torch.dtype | None) -> None:
-        self._pieces: Pieces | None = pieces
+    def __init__(self, pieces: CopyPieces, checked: torch.dtype | None) -> None:
+        self._pieces: CopyPieces | None = pieces
         self._checked = checked
         self._looked = 0
         self._bad: tuple[int, ...] = ()
@@ -247,7 +247,7 @@ class StagedCpuMemory(Synchronous, StagedMemory):
     ) -> None:
         super().__init__(configure, layout, torch.device("cpu"), num_pages, engine, home)
 
-    def _launch(self, pieces: Pieces, into_pages: bool, check: bool) -> Copy:
+    def _launch(self, pieces: CopyPieces, into_pages: bool, check: bool) -> Copy:
         return LateCopy(pieces, self.pages.dtype if check else None)
 
 

@@ -22,7 +22,7 @@ from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.devices import check_device
 from kvmesh.ranks.worker.copy_rule import kernel_programs
-from kvmesh.ranks.worker.device import Copy, Pieces, StagedMemory, byte_view, region_bytes, total
+from kvmesh.ranks.worker.device import Copy, CopyPieces, StagedMemory, byte_view, region_bytes, total
 from kvmesh.transfer import Region, TransferEngine
 
 log = logging.getLogger("kvmesh.rank")
@@ -121,7 +121,7 @@ class CudaMemory(StagedMemory):
         log.info("pinned %d MiB in %.1f s", region.length >> 20, time.monotonic() - started)
         return True
 
-    def _launch(self, pieces: Pieces, into_pages: bool, check: bool) -> Copy:
+    def _launch(self, pieces: CopyPieces, into_pages: bool, check: bool) -> Copy:
         steps, stream = torch.cuda.current_stream(self.device), self._streams[into_pages]
         stream.wait_stream(steps)
         sums: torch.Tensor | None = None
@@ -152,7 +152,7 @@ class CudaMemory(StagedMemory):
             _runtime().cudaHostUnregister(region.address)
 
 
-def copy_pieces(pieces: Pieces, mover: Any, into_pages: bool, step_tokens: int) -> None:
+def copy_pieces(pieces: CopyPieces, mover: Any, into_pages: bool, step_tokens: int) -> None:
     """Copies on the current stream: by `mover`, if it is not None and `kernel_programs` and the pieces' places allow
     it, else one by one."""
     source, target, runs = pieces

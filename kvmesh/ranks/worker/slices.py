@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvmesh.ranks import protocol as m
-from kvmesh.ranks.worker.device import CopiesDone, DeviceMemory, Pieces, byte_view
+from kvmesh.ranks.worker.device import CopiesDone, CopyPieces, DeviceMemory, byte_view
 
 
 @dataclass(slots=True, eq=False)
@@ -30,14 +30,14 @@ class _Job:
     start_ns: int = 0
     bad: list[int] = field(default_factory=list)
 
-    def pieces(self, memory: DeviceMemory, first: int, end: int) -> Pieces:
+    def pieces(self, memory: DeviceMemory, first: int, end: int) -> CopyPieces:
         """Returns these blocks, one a piece."""
         source, target = byte_view(memory.pages), byte_view(memory.extents)
         begins, ends, size = self.pages[first:end], self.extents[first:end], memory.layout.shard_bytes
         if self.into_pages:
             source, target, begins, ends = target, source, ends, begins
         both = zip(begins, ends, strict=True)
-        return Pieces(source, target, [(begin * size, end * size, size) for begin, end in both])
+        return CopyPieces(source, target, [(begin * size, end * size, size) for begin, end in both])
 
 
 class Slices:

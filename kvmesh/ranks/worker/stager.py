@@ -22,7 +22,7 @@ from itertools import groupby
 from typing import NamedTuple, Protocol
 
 from kvmesh.kvcache.layout import joined
-from kvmesh.ranks.worker.device import CopiesDone, Pieces, StagedMemory, byte_view, region_bytes
+from kvmesh.ranks.worker.device import CopiesDone, CopyPieces, StagedMemory, byte_view, region_bytes
 from kvmesh.transfer.groups import Copy, GroupWrite
 
 
@@ -64,7 +64,7 @@ class Direct:
         """Does nothing: nothing waits."""
 
 
-class Piece(NamedTuple):
+class StagedPiece(NamedTuple):
     """Names bytes of pages that go to one place of a segment. It is never longer than a slot."""
 
     segment: str
@@ -73,10 +73,10 @@ class Piece(NamedTuple):
     length: int
 
 
-def pack(pieces: deque[Piece], slots: int, slot_bytes: int) -> list[list[Piece]]:
+def pack(pieces: deque[StagedPiece], slots: int, slot_bytes: int) -> list[list[StagedPiece]]:
     """Takes pieces from the front of `pieces`, as many as `slots` slots have room for, and returns what lies side by
     side in each. All pieces of a slot go to one segment."""
-    packed: list[list[Piece]] = []
+    packed: list[list[StagedPiece]] = []
     room = 0
     while pieces:
         piece = pieces[0]
@@ -93,7 +93,7 @@ def pack(pieces: deque[Piece], slots: int, slot_bytes: int) -> list[list[Piece]]
 @dataclass(slots=True)
 class _Queue:
     write: GroupWrite
-    pieces: deque[Piece] = field(default_factory=deque)
+    pieces: deque[StagedPiece] = field(default_factory=deque)
     copying: int = 0  # copies under way
     slots: int = 0  # slots held
     mark: bool = False
@@ -117,7 +117,7 @@ class Stager:
             pieces = self._queue(write).pieces
             for place, offset, length in copies:
                 for at in range(0, length, self._slot_bytes):
-                    pieces.append(Piece(segment, place + at, offset + at, min(self._slot_bytes, length - at)))
+                    pieces.append(StagedPiece(segment, place + at, offset + at, min(self._slot_bytes, length - at)))
             self.pump()
 
     def mark(self, write: GroupWrite) -> None:
@@ -161,16 +161,16 @@ class Stager:
                 queue.write.release()
                 self.pump()
 
-        self._memory.copy(Pieces(self._pages, self._staging, joined(runs)), copied, into_pages=False)
+        self._memory.copy(CopyPieces(self._pages, self._staging, joined(runs)), copied, into_pages=False)
 
-    def _placed(self, slot: int, pieces: list[Piece]) -> Iterator[tuple[int, Piece]]:
+    def _placed(self, slot: int, pieces: list[StagedPiece]) -> Iterator[tuple[int, StagedPiece]]:
         """Yields each piece of a slot with its place in staging memory."""
         at = slot * self._slot_bytes
         for piece in pieces:
             yield at, piece
             at += piece.length
 
-    def _post(self, queue: _Queue, packed: list[tuple[int, list[Piece]]]) -> None:
+    def _post(self, queue: _Queue, packed: list[tuple[int, list[StagedPiece]]]) -> None:
         """Posts what lies in slots now. A write that is over posts nothing and gives the slots back."""
         base = self._memory.staging.address
         for segment, some in groupby(packed, lambda both: both[1][0].segment):

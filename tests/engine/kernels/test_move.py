@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvmesh.kvcache.layout import Run
-from kvmesh.ranks.worker.device import Pieces
+from kvmesh.ranks.worker.device import CopyPieces
 from kvmesh.ranks.worker.device_cuda import copy_pieces
 
 
@@ -64,7 +64,7 @@ def test_a_rank_copies_by_the_kernel_what_the_rule_and_the_places_allow(
 ) -> None:
     source = torch.randint(0, 255, (2 * count, piece), dtype=torch.uint8, device=device)
     target = torch.full((count, piece), 255, dtype=torch.uint8, device=device)
-    pieces = Pieces(source.view(-1), target.view(-1), [(2 * i * piece, i * piece, piece) for i in range(count)])
+    pieces = CopyPieces(source.view(-1), target.view(-1), [(2 * i * piece, i * piece, piece) for i in range(count)])
     mover = Mover()
     copy_pieces(pieces, mover, False, step_tokens)
     assert torch.equal(target, source[::2])
