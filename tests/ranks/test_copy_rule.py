@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvmesh.ranks import protocol as m
+from kvmesh.ranks.devices import STAGED_CPU
 from kvmesh.ranks.worker.copy_rule import FULL_STEP, FULL_STEP_PROGRAMS, IDLE_PROGRAMS, kernel_programs
+from kvmesh.ranks.worker.worker import Worker
+from tests.support.rank_driver import GREEDY
 
 KIB = 1 << 10
 
@@ -48,3 +54,37 @@ def test_more_pieces_of_a_length_never_bring_the_copy_engine_back(
     if chosen(pieces, piece, **beside):
         assert chosen(pieces + 1, piece, **beside)
         assert chosen(2 * pieces, (piece + 1) // 2, **beside), "the same bytes in more pieces"
+
+
+def test_the_rule_is_told_of_the_step_that_runs_and_then_of_the_rows_that_go_on(checkpoint: Path) -> None:
+    configure = m.Configure(
+        instance_id="w",
+        incarnation=1,
+        rank=0,
+        world_size=1,
+        model_path=str(checkpoint),
+        dtype="float32",
+        device=STAGED_CPU,
+        block_tokens=16,
+        num_pages=8,
+        num_extents=8,
+        memory_bytes=0,
+        threads=1,
+        max_context_tokens=0,
+        transports=("shm",),
+    )
+    worker = Worker(configure, lambda _: None)
+    try:
+        seen: list[int] = []
+
+        def look() -> None:
+            seen.append(worker.memory.step_tokens)
+
+        worker.step(m.PrefillStep(1, (m.PrefillItem(1, tuple(range(30)), 0, (0, 1), GREEDY, push=False),)), look)
+        assert set(seen) == {30} and worker.memory.step_tokens == 0
+        worker.handle(m.Join(1, (0, 1, 2), 30, 5, 0, 9, 0, (), GREEDY))
+        seen.clear()
+        worker.step(m.PrefillStep(2, (m.PrefillItem(2, tuple(range(17)), 0, (3, 4), GREEDY, push=False),)), look)
+        assert set(seen) == {18} and worker.memory.step_tokens == 1
+    finally:
+        worker.close()

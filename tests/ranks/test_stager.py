@@ -356,7 +356,7 @@ def test_every_slot_comes_back_and_every_byte_that_was_marked_arrives(wires: Wir
 
 def test_a_reader_that_does_not_answer_keeps_no_slot() -> None:
     """Its requests run out of time; a reader that answers gets all of its bytes meanwhile and afterwards."""
-    config = EngineConfig(transports=("shm",), fault="{}", request_timeout_s=2.0)
+    config = EngineConfig(transports=("shm",), fault="{}", request_timeout_s=3.0)
     with ExitStack() as stack:
         writer = stack.enter_context(TransferEngine("w@1", config))
         silent, other = (
