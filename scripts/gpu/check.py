@@ -94,7 +94,7 @@ STAGES = (
     Stage("profile", "where the time of a step goes, and what the GPU idles", 120, measured("profile")),
     Stage("prefill", "prefill attention beside torch's SDPA", 90, measured("prefill")),
     Stage("sampler", "tokens from logits of 256 rows", 60, measured("sampler")),
-    Stage("moves", "KV between pages and the host, piece by piece and gathered", 90, measured("moves")),
+    Stage("moves", "KV between pages and the host, alone and beside steps", 120, measured("moves")),
     Stage("links", "memory export for RDMA cards, collectives in a graph", 60, measured("links")),
     Stage("counters", "hardware counters of the attention kernels", 120, under(PROFILER, "small"), PROFILER[0]),
 )  # fmt: skip

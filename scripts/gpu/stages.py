@@ -15,6 +15,7 @@ import os
 import platform
 import statistics
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -36,6 +37,7 @@ PACKAGES = (
 )
 # Llama-3.1-8B's heads.
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 64
+BESIDE_S = 0.5  # steps and copies beside each other
 ROTATED_BYTES = 512 << 20  # several times the cache: layers follow each other, so that none is found in it
 DMA_BUF_SUPPORTED = 124  # CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
 HANDLE_TYPE_DMA_BUF = 1  # CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
@@ -388,47 +390,104 @@ def short(kernel: str) -> str:
 
 
 def moves(report: Report) -> None:
-    """Pieces of KV between pages that lie apart and the host: one copy a piece, gathered then copied, by a kernel."""
+    """Pieces of KV between pages that lie apart and pinned memory of the host, by the copy engine and by the kernel,
+    alone and beside steps: layers of 64 KiB, and the runs of 16 KiB that a reader of other heads gets."""
+    cuda = cuda_benchmark(report.dry)
+    runner = cuda.make_runner(2 if report.dry else 8)
+    rows, context, tokens = (3, 20, 24) if report.dry else (32, 1024, 4096)
+    steps = {
+        f"decode {rows} x {context}": cuda.decode_step(runner, rows, context),
+        f"prefill {tokens}": cuda.prefill_step(runner, tokens),
+    }
+    alone_s = {name: cuda.seconds(step, 5) for name, step in steps.items()}
+    for piece, count in ((64, 8),) if report.dry else ((64 << 10, 2048), (16 << 10, 4096)):
+        for direction, named in ways_to_move(report, piece, count).items():
+            told = []
+            for way, work in named.items():
+                figures: Row = {"direction": direction, "way": way, "piece": piece, "pieces": count}
+                rate = piece * count / seconds(report, work, 7)
+                report.row(**figures, beside="nothing", bytes_per_s=rate)
+                said = f"{way} {rate / 1e9:.1f}"
+                for name, step in steps.items():
+                    works, step_s = beside(report, step, work)
+                    rate, slower = piece * count * works, step_s / alone_s[name]
+                    report.row(**figures, beside=name, bytes_per_s=rate, step=step_s, step_alone=alone_s[name])
+                    said += f" | {rate / 1e9:.1f} x{slower:.2f}"
+                told.append(said)
+            report.line(f"{piece} B {direction}, GB/s alone | beside {' | '.join(steps)}, slower by: {'; '.join(told)}")
+
+
+def ways_to_move(report: Report, piece: int, count: int) -> dict[str, dict[str, Callable[[], object]]]:
+    """`count` pieces out of twice as many, by direction and way."""
     import torch
-
-    piece, count = (64, 8) if report.dry else (64 << 10, 2048)
-    pages = torch.randint(0, 255, (2 * count, piece), dtype=torch.uint8, device=report.device)
-    ids = torch.randperm(2 * count, generator=torch.Generator().manual_seed(0))[:count]
-    places = ids.tolist()
-    host = torch.empty(count, piece, dtype=torch.uint8, pin_memory=not report.dry)
-    staging = torch.empty_like(host, device=report.device)
-    index = ids.to(report.device)
-
-    def apart() -> None:
-        for at, place in enumerate(places):
-            host[at].copy_(pages[place], non_blocking=True)
-
-    def gathered() -> None:
-        torch.index_select(pages, 0, index, out=staging)
-        host.copy_(staging, non_blocking=True)
-
-    def back() -> None:
-        for at, place in enumerate(places):
-            pages[place].copy_(host[at], non_blocking=True)
-
-    def scattered() -> None:
-        staging.copy_(host, non_blocking=True)
-        pages[index] = staging
 
     from kvmesh.engine.kernels import move
 
-    ways: dict[str, Callable[[], object]] = {"apart": apart, "gathered": gathered}
-    back_ways: dict[str, Callable[[], object]] = {"apart": back, "scattered": scattered}
-    for programs in (8,) if report.dry else (4, 8, 16, 32, 64):
-        ways[f"by {programs} programs"] = lambda programs=programs: move.gather(pages, index, host, programs)
-        back_ways[f"by {programs} programs"] = lambda programs=programs: move.scatter(host, index, pages, programs)
-    for direction, named in {"to the host": ways, "from the host": back_ways}.items():
-        told = []
-        for name, work in named.items():
-            rate = piece * count / seconds(report, work, 7)
-            report.row(direction=direction, way=name, piece=piece, pieces=count, bytes_per_s=rate)
-            told.append(f"{name} {rate / 1e9:.1f}")
-        report.line(f"{count} pieces of {piece} bytes {direction}, GB/s: {', '.join(told)}")
+    pages = torch.randint(0, 255, (2 * count * piece,), dtype=torch.uint8, device=report.device)
+    host = torch.empty(count * piece, dtype=torch.uint8, pin_memory=not report.dry)
+    places = torch.randperm(2 * count, generator=torch.Generator().manual_seed(0))[:count].tolist()
+    out = [(place * piece, at * piece, piece) for at, place in enumerate(places)]
+    back = [(at, place, length) for place, at, length in out]
+    found: dict[str, dict[str, Callable[[], object]]] = {}
+    for direction, source, target, runs in (("to the host", pages, host, out), ("from the host", host, pages, back)):
+
+        def by_engine(source: Any = source, target: Any = target, runs: Any = runs) -> None:
+            for begin, end, length in runs:
+                target[end : end + length].copy_(source[begin : begin + length], non_blocking=True)
+
+        table = move.as_table(source, target, runs)
+        launches, few = 1 if report.dry else 100, runs[:16]
+        started = time.perf_counter()
+        for _ in range(launches):  # what kvmesh.ranks.worker.copy_rule takes for LAUNCH_S, at the host
+            move.move(source, target, move.as_table(source, target, few), 16)
+        took = (time.perf_counter() - started) / launches
+        report.row(direction=direction, piece=piece, pieces=len(few), launch=took)
+        named = found[direction] = {"copy engine": by_engine}
+        for programs in (4,) if report.dry else (4, 16, 64):
+            named[f"{programs} programs"] = functools.partial(move.move, source, target, table, programs)
+            named[f"{programs} programs"]()
+            if not torch.equal(source[runs[-1][0] :][:piece].cpu(), target[runs[-1][1] :][:piece].cpu()):
+                raise AssertionError(f"{programs} programs moved other bytes {direction}")
+    return found
+
+
+def beside(report: Report, step: Callable[[], object], work: Callable[[], object]) -> tuple[float, float]:
+    """Calls of `work` a second, one after the other on a stream of their own, and the seconds of a step beside them."""
+    import torch
+
+    over, works, failed = threading.Event(), 0, list[Exception]()
+    started = time.perf_counter()
+    if report.dry:  # Triton's interpreter knows one thread
+        work()
+        step()
+        took = time.perf_counter() - started
+        return 1 / took, took
+
+    def copies() -> None:
+        nonlocal works
+        stream = torch.cuda.Stream()
+        try:
+            with torch.cuda.stream(stream):
+                while not over.is_set():
+                    work()
+                    stream.synchronize()
+                    works += 1
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=copies)
+    thread.start()
+    steps = 0
+    while not failed and (not works or time.perf_counter() - started < BESIDE_S):
+        step()
+        steps += 1
+    torch.cuda.synchronize()
+    took = time.perf_counter() - started
+    over.set()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return works / took, took / steps
 
 
 def links(report: Report) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from kvmesh.errors import ConfigError
 from kvmesh.kvcache.layout import ShardLayout
-from kvmesh.ranks.worker.device import CopiesDone
+from kvmesh.ranks.worker.device import CopiesDone, CopyPieces, byte_view
 from kvmesh.transfer import EngineConfig, TransferEngine
 from tests.gpu import NEEDS_GPU
 
@@ -43,19 +44,20 @@ def waited(memory: Any, said: list[CopiesDone]) -> CopiesDone:
 
 def test_a_copy_sees_what_was_launched_before_it_and_is_seen_once_it_is_answered(memory: Any) -> None:
     assert memory.extents.is_pinned() and memory.pages.is_cuda
-    pairs_out = [(memory.extents[i], memory.pages[i]) for i in range(BLOCKS)]
+    pages, extents, size = byte_view(memory.pages), byte_view(memory.extents), LAYOUT.shard_bytes
+    blocks = [(i * size, i * size, size) for i in range(BLOCKS)]
     busy = torch.randn(8192, 8192, device="cuda")
     said: list[CopiesDone] = []
     for value in (1.0, 2.0):
         for _ in range(10):
             busy = busy @ busy * 1e-4  # keeps the steps' stream busy while the copy is asked for
         memory.pages.fill_(value)
-        memory.copy(pairs_out, said.append, into_pages=False, check=True)
+        memory.copy(CopyPieces(pages, extents, blocks), said.append, into_pages=False, check=True)
         assert memory.copying
         assert waited(memory, said).bad == ()
         assert (memory.extents == value).all()
     memory.extents.fill_(3)
-    memory.copy([(b, a) for a, b in pairs_out], said.append, into_pages=True)
+    memory.copy(CopyPieces(extents, pages, blocks), said.append, into_pages=True)
     waited(memory, said)
     assert (memory.pages == 3).all()
 
@@ -64,8 +66,39 @@ def test_blocks_that_are_not_finite_are_named(memory: Any) -> None:
     memory.pages[5, 3, 1, 2, 7, 9] = torch.nan
     memory.pages[8, 0, 0, 0, 0, 0] = torch.inf
     said: list[CopiesDone] = []
-    memory.copy([(memory.extents[i], memory.pages[i]) for i in (4, 5, 8)], said.append, into_pages=False, check=True)
+    size = LAYOUT.shard_bytes
+    blocks = [(i * size, i * size, size) for i in (4, 5, 8)]
+    pieces = CopyPieces(byte_view(memory.pages), byte_view(memory.extents), blocks)
+    memory.copy(pieces, said.append, into_pages=False, check=True)
     assert waited(memory, said).bad == (1, 2)
+
+
+@pytest.mark.parametrize("step_tokens", [0, 32, 4096])
+def test_short_pieces_go_by_the_kernel_beside_any_step(memory: Any, step_tokens: int) -> None:
+    """Runs of 16 KiB, as for a reader of other heads, out of pages into staging and from extents into pages."""
+    from kvmesh.ranks.worker.device import region_bytes
+
+    made: list[int] = []
+    mover, memory.step_tokens = memory._mover, step_tokens
+    assert mover is not None, "the kernel did not start"
+    memory._mover = SimpleNamespace(
+        as_table=mover.as_table, move=lambda *given: (made.append(given[3]), mover.move(*given))
+    )
+    pages, extents, staging = byte_view(memory.pages), byte_view(memory.extents), region_bytes(memory.staging)
+    pages.random_(256)
+    extents.random_(256)
+    size, count = 16 << 10, 500
+    spread = pages[: 2 * count * size].view(count, 2, size)[:, 0]
+    said: list[CopiesDone] = []
+    out = CopyPieces(pages, staging, [(2 * i * size, i * size, size) for i in range(count)])
+    memory.copy(out, said.append, into_pages=False)
+    waited(memory, said)
+    assert torch.equal(staging[: count * size].view(count, size), spread.cpu())
+    back = CopyPieces(extents, pages, [(i * size, 2 * i * size, size) for i in range(count)])
+    memory.copy(back, said.append, into_pages=True)
+    waited(memory, said)
+    assert torch.equal(extents[: count * size].view(count, size), spread.cpu())
+    assert made == {0: [64, 64], 32: [16, 16], 4096: [4, 8]}[step_tokens]
 
 
 def test_a_gpu_that_is_not_there_is_refused() -> None:

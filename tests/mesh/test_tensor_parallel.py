@@ -35,10 +35,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def four(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
-    """prefill-0 and decode-0 of one rank, decode-1 and coupled-0 of two."""
+    """prefill-0 and decode-0 of one rank, decode-1 and coupled-0 of two. What prefill-0 sends goes through staging."""
     two = {"tensor_parallel": 2}
     flags = {
-        "prefill": {"prefill_chunk_tokens": 48},
+        "prefill": {"prefill_chunk_tokens": 48, "device": "cpu-staged"},
         "decode-1": two,
         "coupled-0": two | {"prefill_chunk_tokens": 48, "rank_timeout_ms": 4000},
     }

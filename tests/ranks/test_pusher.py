@@ -6,15 +6,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.worker import pusher
+from kvmesh.ranks.worker.device import CpuMemory, StagedCpuMemory, StagedMemory, byte_view
 from kvmesh.ranks.worker.pusher import Pusher
+from kvmesh.ranks.worker.stager import Stager
 from kvmesh.transfer import BatchId, EngineConfig, Notification, Range, TransferEngine, TransferRequest
 from kvmesh.transfer.groups import END_MARK
 
@@ -22,6 +26,7 @@ LAYOUT = ShardLayout(layers=2, kv_heads=1, block_tokens=16, head_dim=8, itemsize
 BLOCKS = 4
 TIMEOUT_S = 20.0
 PATIENCE = EngineConfig(transports=("shm",))
+FLOAT32: Any = type("Configure", (), {"dtype": "float32"})
 
 
 class Prompt(TransferEngine):
@@ -180,12 +185,14 @@ def block_of(layout: ShardLayout, block: int) -> bytes:
     return model[:, :, layout.first_head : layout.first_head + layout.kv_heads].tobytes()
 
 
+@pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize(("writers", "readers"), [(halves(2), halves(1)), (halves(1), halves(2))])
 def test_ranks_that_cut_the_model_differently(
-    writers: tuple[ShardLayout, ...], readers: tuple[ShardLayout, ...]
+    writers: tuple[ShardLayout, ...], readers: tuple[ShardLayout, ...], staged: bool
 ) -> None:
     """Layer by layer from every writer rank, into the shards of every reader rank, the first block being there already;
-    a mark of each writer at each reader, and nothing done before the last of them."""
+    a mark of each writer at each reader, and nothing done before the last of them. `staged`: out of pages that the
+    transfer engine cannot read, by copies that are late."""
     epoch, tokens = 5, BLOCKS * 16 - 3
     with ExitStack() as stack:
         marks: list[Notification] = []
@@ -199,18 +206,21 @@ def test_ranks_that_cut_the_model_differently(
             offsets = tuple(landing.base_offset + at * layout.shard_bytes for at in order)
             targets.append((reader, landing, m.PushTarget(r, reader.name, offsets), order))
         said: list[list[m.ToFront]] = []
-        pushers = []
+        pushers, memories = [], []
         for w, layout in enumerate(writers):
             writer = stack.enter_context(TransferEngine(f"writer-{w}@1", PATIENCE))
-            pages = writer.allocate(BLOCKS * layout.shard_bytes, "cpu:0")
-            assert pages.memory is not None
+            kind = StagedCpuMemory if staged else CpuMemory
+            memory = kind(FLOAT32, layout, BLOCKS, writer, "cpu:0")
+            memories.append(memory)
             for block in range(BLOCKS):  # the last block in the first page
-                at = (BLOCKS - 1 - block) * layout.shard_bytes
-                pages.memory[at : at + layout.shard_bytes] = block_of(layout, block)
+                byte_view(memory.pages[BLOCKS - 1 - block]).copy_(
+                    torch.frombuffer(bytearray(block_of(layout, block)), dtype=torch.uint8)
+                )
             for reader, _, _, _ in targets:
                 writer.open_segment(reader.local_descriptor())
             said.append([])
-            push = Pusher(writer, layout, pages.address, said[-1].append)
+            outbox, region = Stager(memory) if isinstance(memory, StagedMemory) else None, memory.page_region
+            push = Pusher(writer, layout, region.address if region else 0, said[-1].append, outbox=outbox)
             lease = time.monotonic_ns() + int(TIMEOUT_S * 1e9)
             group = m.PushGroup(w, writers, readers, tuple(target for _, _, target, _ in targets))
             push.open(m.PushOpen(7, epoch, "", (3, 2, 1, 0), (), 1, 0, tokens, lease, group))
@@ -226,6 +236,9 @@ def test_ranks_that_cut_the_model_differently(
         deadline = time.monotonic() + TIMEOUT_S
         while any(push.active for push in pushers):
             assert time.monotonic() < deadline, said
+            for push, memory in zip(pushers, memories, strict=True):
+                memory.poll()
+                push.pump()
             time.sleep(0.001)
         assert all(isinstance(heard[-1], m.PushDone) for heard in said), said
         assert sorted(mark.peer for mark in marks) == sorted(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kvmesh.ranks import protocol as m
-from kvmesh.ranks.worker.device import CpuMemory, OnDone, Pair
+from kvmesh.ranks.worker.device import CopyPieces, CpuMemory, OnDone
 from kvmesh.ranks.worker.slices import Moves, Seals
 
 SHARD = 4 * 6
@@ -29,15 +28,15 @@ class Later(Rows):
 
     def __init__(self, blocks_a_slice: int) -> None:
         super().__init__(blocks_a_slice)
-        self.begun: list[tuple[Sequence[Pair], OnDone]] = []
+        self.begun: list[tuple[CopyPieces, OnDone]] = []
 
-    def copy(self, pairs: Sequence[Pair], done: OnDone, **_: bool) -> None:
-        self.begun.append((pairs, done))
+    def copy(self, pieces: CopyPieces, done: OnDone, **_: bool) -> None:
+        self.begun.append((pieces, done))
 
     def poll(self) -> None:
         begun, self.begun = self.begun, []
-        for pairs, done in begun:
-            super().copy(pairs, done, into_pages=False, check=True)
+        for pieces, done in begun:
+            super().copy(pieces, done, into_pages=False, check=True)
 
 
 def made(blocks_a_slice: int, kind: type[Rows] = Rows) -> tuple[Seals, torch.Tensor, torch.Tensor, list[m.ToFront]]:
@@ -56,7 +55,7 @@ def test_one_slice_at_a_time_is_under_way_on_a_device() -> None:
     for under_way in (3, 2):
         work.advance()
         work.advance()
-        assert sum(len(pairs) for pairs, _ in memory.begun) == under_way and not work.ready
+        assert sum(len(pieces.runs) for pieces, _ in memory.begun) == under_way and not work.ready
         memory.poll()
     assert [message.ticket for message in said if isinstance(message, m.SealCopied)] == [1, 2]
     assert not work.ready and torch.equal(memory.extents[[9, 8, 7, 6, 1]], memory.pages[:5])
@@ -119,6 +118,6 @@ def test_a_device_has_its_next_slice_when_one_is_done() -> None:
     moves.add(m.CopyIn(1, tuple(range(6)), tuple(range(6))))
     for _ in range(3):
         moves.advance()
-    assert [len(pairs) for pairs, _ in memory.begun] == [2, 2] and not moves.ready
+    assert [len(pieces.runs) for pieces, _ in memory.begun] == [2, 2] and not moves.ready
     memory.poll()
     assert moves.ready

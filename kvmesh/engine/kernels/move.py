@@ -1,51 +1,57 @@
-"""Pieces of memory that lie apart, into one contiguous range and back, by the processors of the GPU.
+"""Pieces of memory that lie apart go to places that lie apart, by the processors of the GPU.
 
 A copy engine takes microseconds a piece, however short it is; a kernel moves thousands in one launch. One side may be
-pinned host memory: the processors then write over the bus themselves. `programs` bounds how many of them a move takes,
-so that a step beside it keeps the others.
+pinned host memory: the processors then go over the bus themselves. `programs` bounds how many of them a move takes, so
+that a step beside it keeps the others.
+
+The table of pieces goes to the device by a copy out of pinned memory, in the order of the stream: the host waits for
+nothing, and torch gives neither buffer away before the stream has read it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
+from kvmesh.kvcache.layout import Run
+
 BLOCK = 2048  # words of 4 bytes that a program moves at a time
-PROGRAMS = 64
+WORD = 4
+ALIGNED = 16  # bytes that one thread moves at a time
 
 
-@triton.jit
-def _move(apart, index, together, piece, count, PIECE_BLOCK: tl.constexpr, GATHER: tl.constexpr):
-    blocks = tl.cdiv(piece, PIECE_BLOCK)
+@triton.jit(do_not_specialize=["count", "longest"])
+def _move(source, target, runs, count, longest, SIZE: tl.constexpr):
+    blocks = tl.cdiv(longest, SIZE)
     for work in range(tl.program_id(0), count * blocks, tl.num_programs(0)):
-        at = work % blocks * PIECE_BLOCK + tl.arange(0, PIECE_BLOCK)
-        one = apart + tl.load(index + work // blocks).to(tl.int64) * piece + at
-        other = together + (work // blocks).to(tl.int64) * piece + at
-        if GATHER:
-            tl.store(other, tl.load(one, mask=at < piece), mask=at < piece)
-        else:
-            tl.store(one, tl.load(other, mask=at < piece), mask=at < piece)
+        run = runs + work // blocks * 3
+        at = work % blocks * SIZE + tl.arange(0, SIZE)
+        length = tl.load(run + 2)
+        inside = at < tl.multiple_of(length, 4)
+        begin, end = tl.multiple_of(tl.load(run), 4), tl.multiple_of(tl.load(run + 1), 4)
+        tl.store(target + end + at, tl.load(source + begin + at, mask=inside), mask=inside)
 
 
-def _launch(apart: torch.Tensor, index: torch.Tensor, together: torch.Tensor, programs: int, gather: bool) -> None:
-    if not len(index):
+def as_table(source: torch.Tensor, target: torch.Tensor, runs: Sequence[Run]) -> np.ndarray | None:
+    """Returns `runs` in words, int64 `[runs, 3]`, or None where one of them begins or ends off a boundary of 16
+    bytes, so that the kernel must not move it."""
+    table = np.array(runs, dtype=np.int64).reshape(-1, 3)
+    odd = int(np.bitwise_or.reduce(table, axis=None)) | source.data_ptr() | target.data_ptr()
+    return None if odd % ALIGNED else table // WORD
+
+
+def move(source: torch.Tensor, target: torch.Tensor, table: np.ndarray, programs: int) -> None:
+    """Copies pieces of `source` to places in `target`, both uint8 `[bytes]` on the device or in pinned memory. Places
+    in `target` must not overlap. `table` is what `as_table` returned."""
+    if not len(table):
         return
-    words = apart.view(torch.int32)
-    piece = words.shape[1]
-    block = min(BLOCK, triton.next_power_of_2(piece))
-    _move[(programs,)](
-        words, index, together.view(torch.int32), piece, len(index), PIECE_BLOCK=block, GATHER=gather, num_warps=4
-    )
-
-
-def gather(source: torch.Tensor, index: torch.Tensor, target: torch.Tensor, programs: int = PROGRAMS) -> None:
-    """Copies `source[index[i]]` to `target[i]`: uint8 `[pieces, bytes]` and `[len(index), bytes]`, contiguous, bytes a
-    multiple of 4; `index` is int32 or int64 on the device. `source` and `target` lie on the device or in pinned
-    memory."""
-    _launch(source, index, target, programs, gather=True)
-
-
-def scatter(source: torch.Tensor, index: torch.Tensor, target: torch.Tensor, programs: int = PROGRAMS) -> None:
-    """Copies `source[i]` to `target[index[i]]`; shapes are those of `gather`."""
-    _launch(target, index, source, programs, gather=False)
+    device = target.device if source.device.type == "cpu" else source.device
+    pieces = torch.from_numpy(table)
+    if device.type == "cuda":
+        pieces = pieces.pin_memory().to(device, non_blocking=True)
+    words = source.view(torch.int32), target.view(torch.int32)
+    _move[(programs,)](*words, pieces, len(table), int(table[:, 2].max()), SIZE=BLOCK, num_warps=4)

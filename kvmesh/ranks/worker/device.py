@@ -16,14 +16,14 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
 from kvmesh.engine.checkpoint import Checkpoint
 from kvmesh.engine.runner import pages_over, torch_dtype
-from kvmesh.kvcache.layout import ShardLayout
+from kvmesh.kvcache.layout import Run, ShardLayout
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.host_memory import available_bytes
 from kvmesh.transfer import Region, TransferEngine
@@ -40,6 +40,21 @@ class CopiesDone(NamedTuple):
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # target, source
+
+
+class CopyPieces(NamedTuple):
+    """Names bytes to copy from `source` to `target`, both uint8 `[bytes]`; offsets of `runs` count from their first
+    bytes. No byte of `target` is in two runs."""
+
+    source: torch.Tensor
+    target: torch.Tensor
+    runs: Sequence[Run]
+
+    def pairs(self) -> Iterator[Pair]:
+        for begin, end, length in self.runs:
+            yield self.target[end : end + length], self.source[begin : begin + length]
+
+
 OnDone = Callable[[CopiesDone], None]
 
 
@@ -48,6 +63,7 @@ class DeviceMemory(ABC):
     block_tokens, head_dim]`. `page_region` is None where peers and pushes cannot reach pages. Between two steps at most
     `seal_bytes` are copied that nobody waits for, and `move_bytes` that somebody waits for."""
 
+    step_tokens = 0  # rows and prompt tokens of the step that runs or is likely to run next
     seal_bytes = 8 << 20  # about a millisecond of copying and checking
     move_bytes = 64 << 20  # about ten milliseconds: a step with a chunk of a prompt takes far longer
     page_region: Region | None = None
@@ -67,8 +83,8 @@ class DeviceMemory(ABC):
         self.extents = self.over(region, blocks)
 
     @abstractmethod
-    def copy(self, pairs: Sequence[Pair], done: OnDone, *, into_pages: bool, check: bool = False) -> None:
-        """Copies each source to its target, in order; `check` looks for values that are not finite."""
+    def copy(self, pieces: CopyPieces, done: OnDone, *, into_pages: bool, check: bool = False) -> None:
+        """Copies pieces; `check` looks for values that are not finite in each."""
 
     @abstractmethod
     def poll(self) -> None:
@@ -108,9 +124,9 @@ class CpuMemory(Synchronous, DeviceMemory):
         self.page_region = engine.allocate(num_pages * layout.shard_bytes, home)
         self.pages = self.over(self.page_region, num_pages)
 
-    def copy(self, pairs: Sequence[Pair], done: OnDone, *, into_pages: bool, check: bool = False) -> None:
+    def copy(self, pieces: CopyPieces, done: OnDone, *, into_pages: bool, check: bool = False) -> None:
         start = time.monotonic_ns()
-        bad = move(pairs, check)
+        bad = move(pieces, self.pages.dtype if check else None)
         done(CopiesDone(start, time.monotonic_ns(), bad))
 
     copying = False
@@ -119,12 +135,13 @@ class CpuMemory(Synchronous, DeviceMemory):
         """Does nothing: every copy ends at once."""
 
 
-def move(pairs: Sequence[Pair], check: bool) -> tuple[int, ...]:
-    """Copies between places on the host; returns the positions of blocks that are not finite."""
+def move(pieces: CopyPieces, checked: torch.dtype | None) -> tuple[int, ...]:
+    """Copies between places on the host; returns the positions of pieces that, as numbers of type `checked`, are not
+    finite."""
     bad = []
-    for at, (target, source) in enumerate(pairs):
+    for at, (target, source) in enumerate(pieces.pairs()):
         target.copy_(source)
-        if check and not finite(target):
+        if checked is not None and not finite(target.view(checked)):
             bad.append(at)
     return tuple(bad)
 
@@ -153,7 +170,7 @@ class StagedMemory(DeviceMemory):
     go through on their way to peers."""
 
     staging_bytes = 256 << 20
-    least_slot_bytes = 256 << 10  # a copy costs some microseconds, however short it is
+    least_slot_bytes = 256 << 10  # short pieces lie side by side in one
 
     def __init__(
         self,
@@ -173,11 +190,11 @@ class StagedMemory(DeviceMemory):
         self._waiting: dict[bool, deque[tuple[Copy, int, OnDone]]] = {True: deque(), False: deque()}  # by into_pages
 
     @abstractmethod
-    def _launch(self, pairs: Sequence[Pair], into_pages: bool, check: bool) -> Copy: ...
+    def _launch(self, pieces: CopyPieces, into_pages: bool, check: bool) -> Copy: ...
 
-    def copy(self, pairs: Sequence[Pair], done: OnDone, *, into_pages: bool, check: bool = False) -> None:
+    def copy(self, pieces: CopyPieces, done: OnDone, *, into_pages: bool, check: bool = False) -> None:
         start = time.monotonic_ns()
-        self._waiting[into_pages].append((self._launch(pairs, into_pages, check), start, done))
+        self._waiting[into_pages].append((self._launch(pieces, into_pages, check), start, done))
 
     def poll(self) -> None:
         for waiting in self._waiting.values():
@@ -196,22 +213,22 @@ LATE_LOOKS = 8  # a step of few layers polls less often, so it must not see byte
 class LateCopy:
     """Is a copy that is done when it has been polled LATE_LOOKS times: later than anybody may rely on."""
 
-    def __init__(self, pairs: Sequence[Pair], check: bool) -> None:
-        self._pairs: Sequence[Pair] | None = pairs
-        self._check = check
+    def __init__(self, pieces: CopyPieces, checked: torch.dtype | None) -> None:
+        self._pieces: CopyPieces | None = pieces
+        self._checked = checked
         self._looked = 0
         self._bad: tuple[int, ...] = ()
 
     def run(self) -> None:
-        if self._pairs is not None:
-            self._bad = move(self._pairs, self._check)
-            self._pairs = None
+        if self._pieces is not None:
+            self._bad = move(self._pieces, self._checked)
+            self._pieces = None
 
     def over(self) -> bool:
         self._looked += 1
         if self._looked >= LATE_LOOKS:
             self.run()
-        return self._pairs is None
+        return self._pieces is None
 
     def bad(self) -> tuple[int, ...]:
         return self._bad
@@ -230,8 +247,8 @@ class StagedCpuMemory(Synchronous, StagedMemory):
     ) -> None:
         super().__init__(configure, layout, torch.device("cpu"), num_pages, engine, home)
 
-    def _launch(self, pairs: Sequence[Pair], into_pages: bool, check: bool) -> Copy:
-        return LateCopy(pairs, check)
+    def _launch(self, pieces: CopyPieces, into_pages: bool, check: bool) -> Copy:
+        return LateCopy(pieces, self.pages.dtype if check else None)
 
 
 def weight_bytes(checkpoint: Checkpoint, itemsize: int) -> int:

@@ -2,7 +2,8 @@
 
 A copy waits on its stream for what the steps' stream had been given when the copy was asked for, so the host need not
 watch over a layer. The host only polls events, and waits for one only to keep pace: a prefill step is launched in a
-fraction of the time that it takes, and its layers are to be pushed while it runs.
+fraction of the time that it takes, and its layers are to be pushed while it runs. `copy_rule` decides whether the copy
+engine or a kernel copies.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,14 +21,16 @@ from kvmesh.errors import ConfigError
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.devices import check_device
-from kvmesh.ranks.worker.device import Copy, Pair, StagedMemory, total
+from kvmesh.ranks.worker.copy_rule import kernel_programs
+from kvmesh.ranks.worker.device import Copy, CopyPieces, StagedMemory, byte_view, region_bytes, total
 from kvmesh.transfer import Region, TransferEngine
 
 log = logging.getLogger("kvmesh.rank")
 
 LAYERS_AHEAD = 2  # layers that are launched and not done: enough to keep the device busy
 LOOK_S = 100e-6
-PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts
+PINNED = 1 | 2  # cudaHostRegisterPortable, Mapped: pinned for all contexts, and the processors reach it
+WARM_BYTES = 64  # of the kernel's first copy
 
 
 def cuda_device(name: str) -> torch.device:
@@ -76,35 +79,58 @@ class CudaMemory(StagedMemory):
         self._streams = {into: torch.cuda.Stream(device) for into in (True, False)}  # type: ignore[no-untyped-call]
         self._pinned: list[Region] = []
         self._layers: deque[torch.cuda.Event] = deque()
-        self._pin(self.staging)
+        self._mover: Any = None  # kernels.move, if it can copy here
+        self._staging_pinned = self._pin(self.staging)
 
     def open_extents(self, region: Region, blocks: int) -> None:
         super().open_extents(region, blocks)
-        self._pin(region)
+        if self._pin(region) and self._staging_pinned:
+            self._start_mover()
 
-    def _pin(self, region: Region) -> None:
+    def _start_mover(self) -> None:
+        """Compiles the kernel that copies, and copies a piece with it, before a request waits for it."""
+        try:
+            from kvmesh.engine.kernels import move
+
+            pages, staging = byte_view(self.pages), region_bytes(self.staging)
+            staging[:WARM_BYTES] = 255
+            for source, target in ((pages, staging), (staging, pages)):
+                table = move.as_table(source, target, [(0, 0, WARM_BYTES)])
+                if table is None:
+                    raise ValueError("pages or staging memory do not begin at a boundary of 16 bytes")
+                move.move(source, target, table, 1)
+            torch.cuda.synchronize(self.device)
+            if not torch.equal(staging[:WARM_BYTES], pages[:WARM_BYTES].cpu()):
+                raise ValueError("the kernel does not reach pinned memory")
+        except Exception as error:  # of the import, the compiler or the launch: the copy engine is always there
+            log.warning("KV is copied by the copy engine alone, slower in short pieces: %s", error)
+            return
+        self._mover = move
+
+    def _pin(self, region: Region) -> bool:
         """Pins host memory. Without that copies are right as well, but slow, and the host waits for them."""
         started, runtime = time.monotonic(), _runtime()
-        code = int(runtime.cudaHostRegister(region.address, region.length, PORTABLE))
+        code = int(runtime.cudaHostRegister(region.address, region.length, PINNED))
         if code:
             _forget_error(self.device)
             why = f"{runtime.cudaGetErrorString(runtime.cudaError(code))} (CUDA's error {code})"
             text = "%d MiB of host memory could not be pinned: %s; copies of KV are slow, and steps wait for them. %s"
             log.warning(text, region.length >> 20, why, "Raise the limit of locked memory, or take fewer extents")
-            return
+            return False
         self._pinned.append(region)
         log.info("pinned %d MiB in %.1f s", region.length >> 20, time.monotonic() - started)
+        return True
 
-    def _launch(self, pairs: Sequence[Pair], into_pages: bool, check: bool) -> Copy:
+    def _launch(self, pieces: CopyPieces, into_pages: bool, check: bool) -> Copy:
         steps, stream = torch.cuda.current_stream(self.device), self._streams[into_pages]
         stream.wait_stream(steps)
         sums: torch.Tensor | None = None
         with torch.cuda.stream(stream):
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-            if check and pairs:
-                found = torch.stack([total(source if source.is_cuda else target).float() for target, source in pairs])
-                sums = torch.empty(len(pairs), pin_memory=True)
+            copy_pieces(pieces, self._mover, into_pages, self.step_tokens)
+            if check and pieces.runs:
+                blocks = (target if into_pages else source for target, source in pieces.pairs())
+                found = torch.stack([total(block.view(self.pages.dtype)).float() for block in blocks])
+                sums = torch.empty(len(found), pin_memory=True)
                 sums.copy_(found, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
@@ -124,6 +150,23 @@ class CudaMemory(StagedMemory):
         torch.cuda.synchronize(self.device)
         for region in self._pinned:
             _runtime().cudaHostUnregister(region.address)
+
+
+def copy_pieces(pieces: CopyPieces, mover: Any, into_pages: bool, step_tokens: int) -> None:
+    """Copies on the current stream: by `mover`, if it is not None and `kernel_programs` and the pieces' places allow
+    it, else one by one."""
+    source, target, runs = pieces
+    lengths = [length for _, _, length in runs]
+    longest = max(lengths, default=0)
+    programs = kernel_programs(
+        pieces=len(runs), nbytes=sum(lengths), longest=longest, into_pages=into_pages, step_tokens=step_tokens
+    )
+    table = mover.as_table(source, target, runs) if mover is not None and programs else None
+    if table is not None:
+        mover.move(source, target, table, programs)
+        return
+    for to, from_ in pieces.pairs():
+        to.copy_(from_, non_blocking=True)
 
 
 def _runtime() -> Any:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvmesh.ranks import protocol as m
-from kvmesh.ranks.worker.device import CopiesDone, DeviceMemory, Pair
+from kvmesh.ranks.worker.device import CopiesDone, CopyPieces, DeviceMemory, byte_view
 
 
 @dataclass(slots=True, eq=False)
@@ -30,12 +30,14 @@ class _Job:
     start_ns: int = 0
     bad: list[int] = field(default_factory=list)
 
-    def pairs(self, memory: DeviceMemory, first: int, end: int) -> list[Pair]:
-        """Returns target and source of these blocks."""
-        both = zip(self.pages[first:end], self.extents[first:end], strict=True)
+    def pieces(self, memory: DeviceMemory, first: int, end: int) -> CopyPieces:
+        """Returns these blocks, one a piece."""
+        source, target = byte_view(memory.pages), byte_view(memory.extents)
+        begins, ends, size = self.pages[first:end], self.extents[first:end], memory.layout.shard_bytes
         if self.into_pages:
-            return [(memory.pages[page], memory.extents[extent]) for page, extent in both]
-        return [(memory.extents[extent], memory.pages[page]) for page, extent in both]
+            source, target, begins, ends = target, source, ends, begins
+        both = zip(begins, ends, strict=True)
+        return CopyPieces(source, target, [(begin * size, end * size, size) for begin, end in both])
 
 
 class Slices:
@@ -67,7 +69,8 @@ class Slices:
             job.under_way += 1
             self._under_way += 1
             done = partial(self._copied, job, first)
-            self._memory.copy(job.pairs(self._memory, first, end), done, into_pages=job.into_pages, check=job.check)
+            pieces = job.pieces(self._memory, first, end)
+            self._memory.copy(pieces, done, into_pages=job.into_pages, check=job.check)
 
     def _copied(self, job: _Job, first: int, done: CopiesDone) -> None:
         self._under_way -= 1

@@ -2,6 +2,10 @@
 
     pages ──copy, beside the steps──▶ slot ──posted once the copy is done──▶ landing ──acknowledged──▶ slot is free
 
+A slot holds many pieces side by side, so the runs of a reader that cuts the model differently take no more slots than
+whole layers would. Pieces that are neighbours in the pages are one copy, and one post those that become neighbours in
+the slot and are neighbours in the landing: K and V of a reader's few heads, layer after layer.
+
 A handoff's pieces wait in the order in which they were asked for; no handoff holds more than half of the slots, so that
 a reader that does not answer stops no other. Everything runs on the rank's main thread, except that slots come back on
 others.
@@ -11,12 +15,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from itertools import groupby
 from typing import NamedTuple, Protocol
 
-from kvmesh.ranks.worker.device import CopiesDone, StagedMemory, byte_view, region_bytes
+from kvmesh.kvcache.layout import joined
+from kvmesh.ranks.worker.device import CopiesDone, CopyPieces, StagedMemory, byte_view, region_bytes
 from kvmesh.transfer.groups import Copy, GroupWrite
 
 
@@ -58,17 +64,36 @@ class Direct:
         """Does nothing: nothing waits."""
 
 
-class _Piece(NamedTuple):
+class StagedPiece(NamedTuple):
+    """Names bytes of pages that go to one place of a segment. It is never longer than a slot."""
+
     segment: str
     place: int  # offset in the pages' bytes
     offset: int  # offset in the segment
     length: int
 
 
+def pack(pieces: deque[StagedPiece], slots: int, slot_bytes: int) -> list[list[StagedPiece]]:
+    """Takes pieces from the front of `pieces`, as many as `slots` slots have room for, and returns what lies side by
+    side in each. All pieces of a slot go to one segment."""
+    packed: list[list[StagedPiece]] = []
+    room = 0
+    while pieces:
+        piece = pieces[0]
+        if piece.length > room or piece.segment != packed[-1][0].segment:
+            if len(packed) == slots:
+                break
+            packed.append([])
+            room = slot_bytes
+        packed[-1].append(pieces.popleft())
+        room -= piece.length
+    return packed
+
+
 @dataclass(slots=True)
 class _Queue:
     write: GroupWrite
-    pieces: deque[_Piece] = field(default_factory=deque)
+    pieces: deque[StagedPiece] = field(default_factory=deque)
     copying: int = 0  # copies under way
     slots: int = 0  # slots held
     mark: bool = False
@@ -83,7 +108,7 @@ class Stager:
         self._slot_bytes = memory.slot_bytes
         self._pages = byte_view(memory.pages)
         self._staging = region_bytes(memory.staging)
-        self._free = list(range(memory.slots))
+        self._free = list(range(memory.slots))  # a heap: slots taken together are mostly neighbours
         self._most = max(1, memory.slots // 2)
         self._queues: dict[GroupWrite, _Queue] = {}
 
@@ -92,7 +117,7 @@ class Stager:
             pieces = self._queue(write).pieces
             for place, offset, length in copies:
                 for at in range(0, length, self._slot_bytes):
-                    pieces.append(_Piece(segment, place + at, offset + at, min(self._slot_bytes, length - at)))
+                    pieces.append(StagedPiece(segment, place + at, offset + at, min(self._slot_bytes, length - at)))
             self.pump()
 
     def mark(self, write: GroupWrite) -> None:
@@ -122,37 +147,40 @@ class Stager:
 
     def _launch(self, queue: _Queue) -> None:
         """Copies as many pieces as there is room for into slots."""
-        count = min(len(queue.pieces), len(self._free), self._most - queue.slots)
-        pieces = [queue.pieces.popleft() for _ in range(count)]
-        slots = [self._free.pop() for _ in range(count)]
-        queue.slots += count
+        room = min(len(self._free), self._most - queue.slots)
+        packed = [(heappop(self._free), pieces) for pieces in pack(queue.pieces, room, self._slot_bytes)]
+        queue.slots += len(packed)
         queue.copying += 1
         queue.write.hold()  # so that the write does not end while pages are read for it
-        pairs = []
-        for slot, piece in zip(slots, pieces, strict=True):
-            at = slot * self._slot_bytes
-            source = self._pages[piece.place : piece.place + piece.length]
-            pairs.append((self._staging[at : at + piece.length], source))
+        runs = [(piece.place, at, piece.length) for slot, pieces in packed for at, piece in self._placed(slot, pieces)]
 
         def copied(_: CopiesDone) -> None:
             with self.lock:
                 queue.copying -= 1
-                self._post(queue, slots, pieces)
+                self._post(queue, packed)
                 queue.write.release()
                 self.pump()
 
-        self._memory.copy(pairs, copied, into_pages=False)
+        self._memory.copy(CopyPieces(self._pages, self._staging, joined(runs)), copied, into_pages=False)
 
-    def _post(self, queue: _Queue, slots: list[int], pieces: list[_Piece]) -> None:
+    def _placed(self, slot: int, pieces: list[StagedPiece]) -> Iterator[tuple[int, StagedPiece]]:
+        """Yields each piece of a slot with its place in staging memory."""
+        at = slot * self._slot_bytes
+        for piece in pieces:
+            yield at, piece
+            at += piece.length
+
+    def _post(self, queue: _Queue, packed: list[tuple[int, list[StagedPiece]]]) -> None:
         """Posts what lies in slots now. A write that is over posts nothing and gives the slots back."""
         base = self._memory.staging.address
-        for segment, some in groupby(zip(slots, pieces, strict=True), lambda both: both[1].segment):
+        for segment, some in groupby(packed, lambda both: both[1][0].segment):
             group = list(some)
             taken = [slot for slot, _ in group]
 
             def back(taken: list[int] = taken) -> None:
-                self._free.extend(taken)
+                for slot in taken:
+                    heappush(self._free, slot)
                 queue.slots -= len(taken)
 
-            copies = [(base + slot * self._slot_bytes, piece.offset, piece.length) for slot, piece in group]
-            queue.write.write(segment, copies, back)
+            placed = (both for slot, pieces in group for both in self._placed(slot, pieces))
+            queue.write.write(segment, joined((base + at, piece.offset, piece.length) for at, piece in placed), back)

@@ -216,7 +216,10 @@ class Worker:
             meanwhile()
             self.memory.keep_pace(meanwhile)
 
+        prompt_tokens = sum(len(item.token_ids) for item in prefill.items) if prefill is not None else 0
+        self.memory.step_tokens = prompt_tokens + self.rows
         self.steps.run(prefill, layer_launched)
+        self.memory.step_tokens = self.rows  # of the next step, at least
 
     # ── commands ─────────────────────────────────────────────────────────────────────────────────
 

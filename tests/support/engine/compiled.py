@@ -29,10 +29,10 @@ SHAPES = (
     ("fp32", 96, 4, 32, False),
 )
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
-INT32 = ("table", "work", "joins", "lengths", "slots", "apart", "together", "index")
+INT32 = ("table", "work", "joins", "lengths", "slots", "source", "target")
 FLOAT32 = ("sinks", "partial", "weights", "logits", "best")
 FLOAT64 = ("temperature", "min_p", "sums", "noise")
-INT64 = ("rows", "tokens")
+INT64 = ("rows", "tokens", "runs")
 OF_DTYPE = ("qkv", "pages", "out", "x", "weight", "cos", "sin")
 POINTERS = (
     dict.fromkeys(INT32, "*i32")
@@ -51,7 +51,6 @@ STRIDES = (
     "out_row",
     "row_stride",
     "x_row",
-    "piece",
 )
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -104,7 +103,7 @@ def main(capability: int) -> None:
         warps = 4 if length <= fused.WIDE else 8
         show("rms_norm", "bf16", length, fused._rms_norm, warps, SIZE=length, PADDED=padded, ROUND_FIRST=True)
         show("gated", "bf16", length, fused._gated, 4, SIZE=length, BLOCK=fused.GATED_BLOCK, GELU=False)
-    show("move", "i32", move.BLOCK, move._move, 4, PIECE_BLOCK=move.BLOCK, GATHER=True)
+    show("move", "i32", move.BLOCK, move._move, 4, SIZE=move.BLOCK)
     show("sum", "fp32", sample.BLOCK, sample._sum, 4, SIZE=sample.BLOCK)
     show("pick", "fp32", sample.BLOCK, sample._pick, 4, SIZE=sample.BLOCK, CHUNKS=128)
 
