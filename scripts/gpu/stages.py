@@ -310,7 +310,15 @@ def model(report: Report) -> None:
     copy, product = cuda.copy_rate(), cuda.product_rate()
     runner = cuda.make_runner(2 if report.dry else 32)
     told = []
-    for found in (cuda.decode_rows(runner, copy, product), cuda.prefill_rows(runner, product)):
+    if runner.pieces is not None:
+        sizes = runner.pieces.sizes
+        report.line(f"{runner.pieces.count} pieces of {len(sizes)} sizes, {sizes[:1]} to {sizes[-1:]}")
+    rows = (
+        cuda.decode_rows(runner, copy, product),
+        cuda.mixed_rows(runner, product),
+        cuda.prefill_rows(runner, product),
+    )
+    for found in rows:
         for row in found:
             report.row(**row)
             share = f"MFU {100 * row['mfu']:.0f}%" if row["mbu"] is None else f"MBU {100 * row['mbu']:.0f}%"
@@ -358,6 +366,8 @@ def profile(report: Report) -> None:
     batches, tokens = (((3, 20),), 24) if report.dry else (((32, 1024), (256, 1024)), 8192)
     steps = {f"decode {rows} x {context}": cuda.decode_step(runner, rows, context) for rows, context in batches}
     steps[f"prefill {tokens}"] = cuda.prefill_step(runner, tokens)
+    rows, context, chunk = cuda.MIXED[0]
+    steps[f"mixed {rows} x {context} + {chunk}"] = cuda.mixed_step(runner, rows, context, chunk)
     activities = [ProfilerActivity.CPU] if report.dry else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     for name, step in steps.items():
         step()
@@ -455,10 +465,24 @@ def links(report: Report) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29571")
     torch.distributed.init_process_group("nccl", rank=0, world_size=1)
     x = torch.ones(1 << 20, device="cuda", dtype=torch.bfloat16)
-    torch.distributed.all_reduce(x)
-    took = replayed(report, lambda: torch.distributed.all_reduce(x))
+    from kvmesh.engine.capture import CudaCapture
+
+    capture = CudaCapture(x.device)  # as the engine captures: beside NCCL's watchdog
+    parts = [torch.empty_like(x)]
+
+    def talk() -> None:
+        torch.distributed.all_reduce(x)
+        torch.distributed.all_gather(parts, x)
+
+    capture.warm_up(talk)
+    replay = capture.record(talk)
+    took = seconds(report, replay)
+    capture.end()
+    if not bool((parts[0] == 1).all()):
+        raise AssertionError("a replayed all-gather of one rank's ones did not answer ones")
+    del replay  # NCCL's communicator is closed after the graphs that hold its calls
     torch.distributed.destroy_process_group()
-    report.line(f"an all-reduce of one rank in a graph: {took * 1e6:.1f} us")
+    report.line(f"an all-reduce and an all-gather of one rank in a graph: {took * 1e6:.1f} us")
 
 
 STAGES = (environment, ceilings, decode, prefill, small, model, sampler, profile, moves, links)

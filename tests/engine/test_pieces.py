@@ -1,4 +1,4 @@
-"""Steps by pieces say what steps kernel by kernel say, whatever they are composed of; ranks capture the same or none."""
+"""Steps by pieces say what launched steps say, whatever they are composed of; ranks capture the same or none."""
 
 from __future__ import annotations
 
