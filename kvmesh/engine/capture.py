@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from kvmesh.engine.parallel import Group, RanksLost
+from kvmesh.engine.parallel import Group
 
 log = logging.getLogger(__name__)
 
@@ -108,8 +108,6 @@ def capture_sizes(
         if not why:
             try:
                 recorded = [capture.record(work) for work in pieces]
-            except RanksLost:
-                raise
             except RuntimeError as error:  # no memory, or something in the model that cannot be captured
                 why = first_line(error)
         if not group.agree(not why):

@@ -251,7 +251,9 @@ def prefill(report: Report) -> None:
     from torch.nn.functional import scaled_dot_product_attention
 
     from kvmesh.engine.attention.backend import TokenSpan
+    from kvmesh.engine.kernels.prefill import CANDIDATES, Variant
 
+    candidates = [Variant(16, 32, 4, 2, folded=True)] if report.dry else CANDIDATES
     for tokens, prefix in ((40, 0), (20, 30)) if report.dry else ((2048, 0), (8192, 0), (32768, 0), (8192, 57344)):
         paged = Paged(report, [tokens + prefix], 1)
         plan, qkv = paged.backend.plan_prefill([TokenSpan(prefix, tokens, paged.requests[0])]), paged.qkv(tokens)
@@ -268,7 +270,14 @@ def prefill(report: Report) -> None:
                 sdpa = seconds(report, lambda q=q, k=k, v=v: scaled_dot_product_attention(q, k, v, is_causal=True), 10)
             text += f" (SDPA {flop / sdpa / 1e12:.0f})"
         report.row(tokens=tokens, prefix=prefix, seconds=took, flop_per_s=flop / took, sdpa_seconds=sdpa)
-        report.line(text)
+        told = []
+        for variant in candidates:
+            paged.backend.variant = variant
+            plan = paged.backend.plan_prefill([TokenSpan(prefix, tokens, paged.requests[0])])
+            rate = flop / seconds(report, lambda plan=plan, qkv=qkv: plan.attend(0, qkv), 10)
+            report.row(tokens=tokens, prefix=prefix, flop_per_s=rate, **variant._asdict())
+            told.append(f"{'x'.join(map(str, variant[:4]))}{'f' if variant.folded else ''} {rate / 1e12:.0f}")
+        report.line(f"{text}; {', '.join(told)}")
 
 
 def small(report: Report) -> None:

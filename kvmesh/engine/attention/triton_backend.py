@@ -24,7 +24,7 @@ from kvmesh.engine.kernels.decode import (
     shares_of,
     tiles_of,
 )
-from kvmesh.engine.kernels.prefill import paged_prefill, work_of
+from kvmesh.engine.kernels.prefill import paged_prefill, usual, work_of
 from kvmesh.engine.kernels.tiles import tiles_for
 from kvmesh.engine.kernels.write import write_kv
 from kvmesh.errors import InternalError
@@ -48,6 +48,7 @@ class TritonAttention(AttentionBackend):
         self.processors = torch.cuda.get_device_properties(self.device).multi_processor_count if on_gpu else PROCESSORS
         self.windows = sorted({spec.window for spec in self.specs})
         self.tile = tiles_for(self.head_dim, pages.element_size(), self.block_tokens).keys
+        self.variant = usual(self.head_dim, pages.element_size(), self.block_tokens)  # of prefill
         self.decode_tables = DecodeTables(self, ROW_MULTIPLE, 8)
 
     def tensor(self, array: np.ndarray) -> torch.Tensor:
@@ -88,11 +89,11 @@ class TritonPrefillPlan:
             slots.append(row[where // block] * block + where % block)
             if filled := (span.start + span.length) % block:
                 backend.pages[int(row[-1]), :, :, :, filled:] = 0
-        tiles = tiles_for(backend.head_dim, backend.pages.element_size(), block)
+        self.variant = backend.variant
         self.positions = backend.tensor(np.concatenate(positions))
         self.slots = backend.tensor(np.concatenate(slots).astype(np.int32))
         self.table = backend.tensor(table)
-        self.work = backend.tensor(work_of([(span.start, span.length) for span in spans], tiles.queries))
+        self.work = backend.tensor(work_of([(span.start, span.length) for span in spans], self.variant.queries))
 
     def write(self, layer: int, qkv: torch.Tensor) -> None:
         write_kv(qkv, self.backend.layers[layer], self.slots)
@@ -100,7 +101,7 @@ class TritonPrefillPlan:
     def attend(self, layer: int, qkv: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         backend = self.backend
         out = backend.answer(qkv) if out is None else out
-        paged_prefill(qkv, backend.layers[layer], self.table, self.work, backend.specs[layer], out)
+        paged_prefill(qkv, backend.layers[layer], self.table, self.work, backend.specs[layer], out, self.variant)
         return out
 
 
