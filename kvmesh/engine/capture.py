@@ -7,6 +7,7 @@ that holds n; what stands in the tensors beyond n reaches no result.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from bisect import bisect_left
@@ -41,6 +42,7 @@ class CudaCapture:
     """Records CUDA graphs, in one pool of memory."""
 
     def __init__(self, device: torch.device) -> None:
+        gc.collect()  # an earlier graph that a cycle holds must not be destroyed in the middle of a record
         self._device = device
         self._before = torch.cuda.memory_reserved(device)
         self._pool = torch.cuda.graph_pool_handle()

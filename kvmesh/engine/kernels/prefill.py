@@ -98,10 +98,7 @@ def _walk(
         there = token < length
         block = pages + page.to(tl.int64) * page_stride
         inside = token % BLOCK_TOKENS * token_stride
-        if TILE > BLOCK_TOKENS:
-            keys = (block + inside)[None, :] + at[:, None]
-        else:
-            keys = block + inside[None, :] + at[:, None]
+        keys = (block + inside)[None, :] + at[:, None] if TILE > BLOCK_TOKENS else block + inside[None, :] + at[:, None]
         mask = there[None, :] & (at < DIM)[:, None]
         if FOLDED:
             scores = tl.dot(query, load_tile(keys, mask, whole), input_precision="ieee")

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvmesh.engine import capture
 from kvmesh.engine.attention import choice
 from kvmesh.engine.attention.backend import StepPlan
 from kvmesh.engine.batch import DecodeBatch
-from kvmesh.engine.parallel import SOLO
 from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams
 from kvmesh.errors import InternalError
 from tests.support.checkpoints import prompts
@@ -83,33 +83,26 @@ def test_rows_that_stand_for_nobody_change_nothing(stepper: Stepper) -> None:
     assert got.isfinite().all()
 
 
-def logits(runner: Runner, plan: StepPlan, tokens: list[int] | torch.Tensor) -> torch.Tensor:
+def logits(runner: Runner, plan: StepPlan, tokens: list[int]) -> torch.Tensor:
     def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
         plan.write(layer, qkv)
         return plan.attend(layer, qkv)
 
     with torch.inference_mode():
-        return runner.model.logits(runner.model.hidden(torch.as_tensor(tokens), plan.positions, attend))
+        return runner.model.logits(runner.model.hidden(torch.tensor(tokens), plan.positions, attend))
 
 
 @pytest.mark.slow
-def test_replayed_steps_equal_launched_ones(stepper: Stepper, zoo: Zoo) -> None:
+def test_replayed_steps_equal_launched_ones(stepper: Stepper, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode steps as graphs, and steps of chunks beside rows by pieces; the graphs' work is done again where a GPU
     would replay it."""
-    from kvmesh.engine.attention.triton_backend import TritonAttention
-    from kvmesh.engine.graphs import DecodeGraphs
-    from kvmesh.engine.pieces import PieceGraphs
-
-    runner, capture = stepper.runner, RerunCapture()
-    assert isinstance(runner.attention, TritonAttention)
-
-    def compute(tokens: torch.Tensor, plan: StepPlan) -> torch.Tensor:
-        return logits(runner, plan, tokens)
-
+    runner = stepper.runner
+    monkeypatch.setattr(capture, "CudaCapture", lambda device: RerunCapture())
     with torch.inference_mode():
-        runner.graphs = DecodeGraphs(compute, runner.attention, 4, capture, SOLO, max_rows=4)
-        runner.pieces = PieceGraphs(runner.model, runner.attention, (4, 16), capture)
-    assert (runner.graphs.sizes, runner.pieces.sizes) == ((1, 2, 4), (4, 16))
+        runner._capture(max_rows=4, max_tokens=16)
+    assert runner.graphs is not None and runner.pieces is not None
+    assert (runner.graphs.sizes, runner.pieces.sizes) == ((1, 2, 4), (32,))
+    assert (runner.graphs.failed, runner.pieces.failed) == ("", "")
     path = zoo(MODEL)
     asked = prompts(3, 500, seed=6, low=17, high=24)
     pages = [stepper.take(len(prompt) + 8) for prompt in asked]
@@ -119,7 +112,7 @@ def test_replayed_steps_equal_launched_ones(stepper: Stepper, zoo: Zoo) -> None:
         for answer, prompt, own in zip(answers, asked, pages, strict=False)
     ]
     chunk = PrefillInput(asked[2][:12], 0, pages[2])
-    _, chosen = runner.step([chunk], DecodeBatch.of(rows))  # 14 of the 16 tokens that a bucket has
+    _, chosen = runner.step([chunk], DecodeBatch.of(rows))  # 14 of the 32 tokens that the bucket has
     for row, answer, token in zip(rows, answers, chosen.token_ids.tolist(), strict=True):
         answer.append(token)
         row.token_id, row.position = token, row.position + 1
