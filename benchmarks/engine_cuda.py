@@ -42,7 +42,8 @@ SHAPE: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 DECODE = ((1, 1024), (1, 8192), (1, 65536), (8, 1024), (32, 1024), (32, 8192), (72, 1024), (128, 1024), (256, 1024))
-PREFILL = (512, 2048, 8192, 16384)
+PREFILL = (512, 1024, 2048, 8192, 16384)
+MIXED = ((64, 1024, 512), (256, 1024, 1024))  # rows, tokens before each, tokens of a prompt's chunk
 BLOCK_TOKENS = 64
 PAGES_SHARE = 0.7  # of what the weights leave
 WARM, STEPS = 3, 15
@@ -69,7 +70,7 @@ def use_small_shape() -> None:
     }
     globals().update(
         SHAPE=SHAPE | small, DEVICE="cpu", DTYPE="float16", BLOCK_TOKENS=16, DECODE=((1, 16), (3, 20)), PREFILL=(24,),
-        WARM=0, STEPS=1, COPY_BYTES=1 << 20, PRODUCT=64,
+        MIXED=((2, 16, 24),), WARM=0, STEPS=1, COPY_BYTES=1 << 20, PRODUCT=64,
     )  # fmt: skip
 
 
@@ -121,6 +122,7 @@ def make_runner(layers: int) -> engine.Runner:
     engine.Weights = RandomWeights  # type: ignore[misc]  # the runner's own way to its weights, without a file
     layout = engine.shard_layout(config, DTYPE, BLOCK_TOKENS)
     count = max(rows * (context // BLOCK_TOKENS + 1) for rows, context in DECODE)
+    count = max(count, *(rows * (at // BLOCK_TOKENS + 1) - (-more // BLOCK_TOKENS) for rows, at, more in MIXED))
     if DEVICE == "cuda":
         weights = 2 * sum(torch.Size(info.shape).numel() for info in tensors.values())
         free, _ = torch.cuda.mem_get_info()
@@ -197,18 +199,62 @@ def decode_rows(runner: engine.Runner, copy: float, product: float) -> Iterator[
         runner.graphs = graphs
 
 
+def mixed_step(runner: engine.Runner, batch: int, context: int, tokens: int) -> Callable[[], object]:
+    """One step of so many rows beside a prompt's first chunk."""
+    need = context // BLOCK_TOKENS + 1
+    rows = [
+        DecodeInput((17 * i + 3) % 300, context, tuple(range(i * need, (i + 1) * need)), SampleParams())
+        for i in range(batch)
+    ]
+    first = batch * need
+    pages = tuple(range(first, first - (-tokens // BLOCK_TOKENS)))
+    item = PrefillInput([(31 * i) % 300 for i in range(tokens)], 0, pages, SampleParams())
+    columns = DecodeBatch.of(rows)
+    return lambda: runner.step([item], columns)
+
+
+def by_pieces(
+    runner: engine.Runner, tokens: int, step: Callable[[], object], times: int
+) -> Iterator[tuple[str, float]]:
+    """Seconds of a step that computes `tokens`: by pieces, where it is so small that there are any, and launched."""
+    pieces = runner.pieces
+    if pieces is not None and pieces.sizes and tokens <= pieces.sizes[-1]:
+        yield "pieces", seconds(step, times)
+    runner.pieces = None
+    yield "launched", seconds(step, times)
+    runner.pieces = pieces
+
+
 def prefill_rows(runner: engine.Runner, product: float) -> Iterator[Row]:
     work = Work(runner.config)
     for tokens in PREFILL:
-        took = seconds(prefill_step(runner, tokens), 5)
-        yield {
-            "step": f"prefill {tokens}",
-            "graphs": "",
-            "ms": took * 1e3,
-            "tokens_per_s": tokens / took,
-            "mbu": None,
-            "mfu": work.prefill(tokens) / took / product,
-        }
+        for name, took in by_pieces(runner, tokens, prefill_step(runner, tokens), 5):
+            yield {
+                "step": f"prefill {tokens}",
+                "graphs": name,
+                "ms": took * 1e3,
+                "tokens_per_s": tokens / took,
+                "mbu": None,
+                "mfu": work.prefill(tokens) / took / product,
+            }
+
+
+def mixed_rows(runner: engine.Runner, product: float) -> Iterator[Row]:
+    work, count = Work(runner.config), runner.attention.num_pages
+    for batch, context, tokens in MIXED:
+        if batch * (context // BLOCK_TOKENS + 1) - (-tokens // BLOCK_TOKENS) > count:
+            print(f"mixed, {batch} rows and {tokens} tokens: too few pages, {count}", file=sys.stderr)
+            continue
+        flop = work.decode(batch, context)[1] + work.prefill(tokens)
+        for name, took in by_pieces(runner, batch + tokens, mixed_step(runner, batch, context, tokens), 9):
+            yield {
+                "step": f"mixed {batch} x {context} + {tokens}",
+                "graphs": name,
+                "ms": took * 1e3,
+                "tokens_per_s": (batch + tokens) / took,
+                "mbu": None,
+                "mfu": flop / took / product,
+            }
 
 
 def show(row: Row) -> None:
@@ -234,7 +280,7 @@ def main() -> None:
     print(f"{'step':<20} {'graphs':<9} {'ms':>9} {'tokens/s':>10} {'MBU':>7} {'MFU':>7}")
     told = {"device": name, "torch": torch.__version__, "layers": args.layers, "copy_bytes_per_s": copy}
     rows: list[Row] = []
-    for found in (decode_rows(runner, copy, product), prefill_rows(runner, product)):
+    for found in (decode_rows(runner, copy, product), prefill_rows(runner, product), mixed_rows(runner, product)):
         for row in found:
             rows.append(row)
             show(row)

@@ -31,6 +31,7 @@ class Group:
 
     rank = 0
     size = 1
+    capturable = True  # launches that call it can be captured as a CUDA graph
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sums over all ranks, in place, with the same bytes at each."""
@@ -39,6 +40,10 @@ class Group:
     def all_gather(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
         """Joins `[rows, widths[rank]]` of each rank to `[rows, sum(widths)]`, in the order of the ranks."""
         return x
+
+    def agree(self, well: bool) -> bool:
+        """Returns whether all ranks say so. It waits for them."""
+        return well
 
     def connect(self, patience_s: float) -> None:
         """Meet the other ranks."""
@@ -74,6 +79,7 @@ class ProcessGroup(Group):
     def __init__(self, rank: int, size: int, file: str, device: torch.device, timeout_s: float) -> None:
         self.rank, self.size = rank, size
         self._file, self._device = file, device
+        self.capturable = device.type == "cuda"  # NCCL's calls are launches, gloo's are the host's work
         self._timeout = timedelta(seconds=timeout_s)
         self._distributed: Any = importlib.import_module("torch.distributed")
 
@@ -115,6 +121,9 @@ class ProcessGroup(Group):
             raise self._lost(error) from None
         return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], -1)
 
+    def agree(self, well: bool) -> bool:
+        return not self.all_reduce(torch.tensor([0 if well else 1], device=self._device)).item()
+
     def _lost(self, error: RuntimeError) -> RanksLost:
         why = str(error).split(". ")[0]  # the rest is advice
         return RanksLost(f"rank {self.rank} lost the other ranks in a step: {why}")
@@ -152,17 +161,17 @@ def share(units: int, rank: int, size: int) -> range:
     return range(first, max(units * (rank + 1) // size, first + 1))
 
 
-def share_of(config: ModelConfig, group: Group) -> ModelConfig:
-    """Returns the configuration of the model as the blocks of one rank see it: its own heads, KV heads and part of the
-    MLP. Raises ConfigError as `check_shares` does."""
-    check_shares(config, group.size)
-    if group.size == 1:
+def share_of(config: ModelConfig, size: int) -> ModelConfig:
+    """Returns the configuration of the model as the blocks of one of `size` ranks see it: its own heads, KV heads and
+    part of the MLP. Raises ConfigError as `check_shares` does."""
+    check_shares(config, size)
+    if size == 1:
         return config
     return replace(
         config,
-        heads=config.heads // group.size,
-        kv_heads=max(config.kv_heads // group.size, 1),
-        intermediate_size=config.intermediate_size // group.size,
+        heads=config.heads // size,
+        kv_heads=max(config.kv_heads // size, 1),
+        intermediate_size=config.intermediate_size // size,
     )
 
 

@@ -26,6 +26,7 @@ from kvmesh.kvcache.layout import ShardLayout
 
 if TYPE_CHECKING:
     from kvmesh.engine.graphs import DecodeGraphs  # imports triton
+    from kvmesh.engine.pieces import PieceGraphs
 
 __all__ = [
     "DecodeInput",
@@ -79,8 +80,7 @@ NOBODY = DecodeBatch.of(())
 class Runner:
     """Loads `checkpoint` as `dtype` onto `device`; `pages [num_pages, layers, 2, kv_heads, block_tokens, head_dim]`
     must be on that device and of that dtype. In a `group` it loads and holds this rank's share; every rank must then
-    make the same calls in the same order, and gets the same answers. `cuda_graphs`: decode steps of up to `max_rows`
-    rows (0: as many as graphs are good for) are captured at once and replayed (on a CUDA device, in no group)."""
+    make the same calls in the same order, and gets the same answers. `cuda_graphs`: as `use_pages` has it."""
 
     def __init__(
         self,
@@ -91,13 +91,12 @@ class Runner:
         pages: torch.Tensor,
         group: Group = SOLO,
         cuda_graphs: bool = False,
-        max_rows: int = 0,
     ) -> None:
         self.config = checkpoint.config
         self.group = group
-        own = share_of(self.config, group)
+        own = share_of(self.config, group.size)
         self.layout = shard_layout(self.config, dtype, block_tokens, group.rank, group.size)
-        self._dtype, self._heads = torch_dtype(dtype), own.heads
+        self._dtype, self._own = torch_dtype(dtype), own
         self.device = pages.device
         if torch.device(device).type != self.device.type:
             raise InternalError(f"pages are on {self.device}, the runner on {device}")
@@ -108,17 +107,29 @@ class Runner:
         with torch.inference_mode():
             weights = Weights(checkpoint, self._dtype, self.device, group)
             self.model = MODELS[self.config.architecture](own, weights)
-        self.use_pages(pages, cuda_graphs, max_rows)
+        self.use_pages(pages, cuda_graphs)
         checkpoint.close()  # everything has been copied out of the file mappings
 
-    def use_pages(self, pages: torch.Tensor, cuda_graphs: bool, max_rows: int = 0) -> None:
-        """Computes over these pages from here on, in place of those before; graphs are captured anew."""
+    def use_pages(
+        self, pages: torch.Tensor, cuda_graphs: bool, max_rows: int | None = None, max_tokens: int | None = None
+    ) -> None:
+        """Computes over these pages from here on, in place of those before. `cuda_graphs`: decode steps of up to
+        `max_rows` rows, and steps that compute prompts of up to `max_tokens` tokens, are captured at once and replayed
+        (on a CUDA device; None: as many as that is good for, 0: none). A group's ranks call this together, once they
+        are connected."""
         self._check_pages(pages)
-        self.graphs: DecodeGraphs | None = None
-        self.attention = make_backend(pages, self._heads, self.config.attention)
-        if cuda_graphs and self.group.size == 1:
+        self.drop_graphs()
+        self.attention = make_backend(pages, self._own.heads, self.config.attention)
+        capturable = self.attention.capturable and self.group.capturable and self.device.type == "cuda"
+        if cuda_graphs and capturable:
             with torch.inference_mode():
-                self.graphs = self._captured(max_rows)
+                self._capture(max_rows, max_tokens)
+
+    def drop_graphs(self) -> None:
+        """Launches every step kernel by kernel from here on. A group is closed only after this: NCCL waits for graphs
+        that hold its calls."""
+        self.graphs: DecodeGraphs | None = None
+        self.pieces: PieceGraphs | None = None
 
     def _check_pages(self, pages: torch.Tensor) -> None:
         if tuple(pages.shape[1:]) != self.layout.shape or pages.dtype != self._dtype or pages.device != self.device:
@@ -127,20 +138,26 @@ class Runner:
                 f"[n, *{list(self.layout.shape)}] {self._dtype} on {self.device}"
             )
 
-    def _captured(self, max_rows: int) -> DecodeGraphs | None:
-        if not self.attention.capturable or self.device.type != "cuda":
-            return None
+    def _capture(self, max_rows: int | None, max_tokens: int | None) -> None:
         from kvmesh.engine.attention.triton_backend import TritonAttention
-        from kvmesh.engine.graphs import DecodeGraphs
+        from kvmesh.engine.capture import CudaCapture
+        from kvmesh.engine.graphs import MAX_ROWS, DecodeGraphs
+        from kvmesh.engine.pieces import PieceGraphs, piece_sizes
 
         assert isinstance(self.attention, TritonAttention)
-        longest = min(self.config.max_context_tokens, self.attention.num_pages * self.layout.block_tokens)
-        return DecodeGraphs(
-            lambda tokens, plan: self.model.logits(self.model.hidden(tokens, plan.positions, _attend(plan, None))),
-            self.attention,
-            -(-longest // self.layout.block_tokens),
-            max_rows,
-        )
+        capture = CudaCapture(self.device)  # of both: one pool
+        if max_rows != 0:
+            longest = min(self.config.max_context_tokens, self.attention.num_pages * self.layout.block_tokens)
+            self.graphs = DecodeGraphs(
+                lambda tokens, plan: self.model.logits(self.model.hidden(tokens, plan.positions, _attend(plan, None))),
+                self.attention,
+                -(-longest // self.layout.block_tokens),
+                capture,
+                self.group,
+                max_rows or MAX_ROWS,
+            )
+        if max_tokens != 0 and not (self.graphs and self.graphs.failed):
+            self.pieces = PieceGraphs(self.model, self.attention, piece_sizes(self._own, max_tokens), capture)
 
     def prefill(
         self, items: Sequence[PrefillInput], on_layer: Callable[[int], None] | None = None
@@ -184,8 +201,13 @@ class Runner:
         return self._sample(items, rows, self._hidden(tokens, plan, on_layer))
 
     def _hidden(self, token_ids: Column, plan: StepPlan, on_layer: Callable[[int], None] | None) -> torch.Tensor:
+        attend = _attend(plan, on_layer)
+        if self.pieces is not None:
+            hidden = self.pieces.hidden(token_ids, plan.positions, attend)
+            if hidden is not None:
+                return hidden
         tokens = torch.from_numpy(token_ids).to(self.device, non_blocking=True)
-        return self.model.hidden(tokens, plan.positions, _attend(plan, on_layer))
+        return self.model.hidden(tokens, plan.positions, attend)
 
     def _sample(
         self, items: Sequence[PrefillInput], rows: DecodeBatch, hidden: torch.Tensor
@@ -246,11 +268,11 @@ class Runner:
             raise InvalidRequest.of("token_ids", bad, f"token ids of this model lie in 0..{vocab - 1}")
 
 
-def _attend(plan: StepPlan, on_layer: Callable[[int], None] | None) -> Callable[[int, torch.Tensor], torch.Tensor]:
-    def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
+def _attend(plan: StepPlan, on_layer: Callable[[int], None] | None) -> Callable[..., torch.Tensor]:
+    def attend(layer: int, qkv: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         plan.write(layer, qkv)
         if on_layer is not None:
             on_layer(layer)
-        return plan.attend(layer, qkv)
+        return plan.attend(layer, qkv, out)
 
     return attend

@@ -119,7 +119,7 @@ def attach(runner: Runner, clock: FunctionClock, parts: Replacements) -> None:
                 parts.put(part, "project", clock.around("rotary", part.project))
                 parts.put(part, "qkv", TimedPart(clock, "projections", part.qkv))
                 parts.put(part, "out", TimedPart(clock, "projections", part.out))
-    parts.put(model, "layers", [TimedPart(clock, HOST, layer) for layer in model.layers])
+    parts.put(model, "layer", clock.around(HOST, model.layer))
     parts.put(model, "hidden", clock.around("embedding", model.hidden))
     parts.put(model, "logits", clock.around("head", model.logits))
     if runner.group.size > 1:

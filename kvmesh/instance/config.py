@@ -44,7 +44,7 @@ class InstanceConfig(TierConfig):
         default="cpu",
         metadata={"help": "Where ranks compute: cpu, cuda or cuda:N; see docs/reports/cuda.md."},
     )
-    cuda_graphs: bool = field(default=True, metadata={"help": "On a GPU, replay decode steps as CUDA graphs."})
+    cuda_graphs: bool = field(default=True, metadata={"help": "On a GPU, replay steps as CUDA graphs."})
     block_tokens: int = field(default=64, metadata={"help": "Tokens a block: a power of two in 16..512."})
     num_pages: int = field(default=0, metadata={"help": "Device pages of a rank; 0: as many as memory_mb holds."})
     num_extents: int = field(default=0, metadata={"help": "Blocks of the host segment; 0: as many as pages."})

@@ -253,7 +253,9 @@ def prefill(report: Report) -> None:
     from torch.nn.functional import scaled_dot_product_attention
 
     from kvmesh.engine.attention.backend import TokenSpan
+    from kvmesh.engine.kernels.prefill import CANDIDATES, Variant
 
+    candidates = [Variant(16, 32, 4, 2, folded=True)] if report.dry else CANDIDATES
     for tokens, prefix in ((40, 0), (20, 30)) if report.dry else ((2048, 0), (8192, 0), (32768, 0), (8192, 57344)):
         paged = Paged(report, [tokens + prefix], 1)
         plan, qkv = paged.backend.plan_prefill([TokenSpan(prefix, tokens, paged.requests[0])]), paged.qkv(tokens)
@@ -270,7 +272,14 @@ def prefill(report: Report) -> None:
                 sdpa = seconds(report, lambda q=q, k=k, v=v: scaled_dot_product_attention(q, k, v, is_causal=True), 10)
             text += f" (SDPA {flop / sdpa / 1e12:.0f})"
         report.row(tokens=tokens, prefix=prefix, seconds=took, flop_per_s=flop / took, sdpa_seconds=sdpa)
-        report.line(text)
+        told = []
+        for variant in candidates:
+            paged.backend.variant = variant
+            plan = paged.backend.plan_prefill([TokenSpan(prefix, tokens, paged.requests[0])])
+            rate = flop / seconds(report, lambda plan=plan, qkv=qkv: plan.attend(0, qkv), 10)
+            report.row(tokens=tokens, prefix=prefix, flop_per_s=rate, **variant._asdict())
+            told.append(f"{'x'.join(map(str, variant[:4]))}{'f' if variant.folded else ''} {rate / 1e12:.0f}")
+        report.line(f"{text}; {', '.join(told)}")
 
 
 def small(report: Report) -> None:
@@ -312,7 +321,15 @@ def model(report: Report) -> None:
     copy, product = cuda.copy_rate(), cuda.product_rate()
     runner = cuda.make_runner(2 if report.dry else 32)
     told = []
-    for found in (cuda.decode_rows(runner, copy, product), cuda.prefill_rows(runner, product)):
+    if runner.pieces is not None:
+        sizes = runner.pieces.sizes
+        report.line(f"{runner.pieces.count} pieces of {len(sizes)} sizes, {sizes[:1]} to {sizes[-1:]}")
+    rows = (
+        cuda.decode_rows(runner, copy, product),
+        cuda.mixed_rows(runner, product),
+        cuda.prefill_rows(runner, product),
+    )
+    for found in rows:
         for row in found:
             report.row(**row)
             share = f"MFU {100 * row['mfu']:.0f}%" if row["mbu"] is None else f"MBU {100 * row['mbu']:.0f}%"
@@ -360,6 +377,8 @@ def profile(report: Report) -> None:
     batches, tokens = (((3, 20),), 24) if report.dry else (((32, 1024), (256, 1024)), 8192)
     steps = {f"decode {rows} x {context}": cuda.decode_step(runner, rows, context) for rows, context in batches}
     steps[f"prefill {tokens}"] = cuda.prefill_step(runner, tokens)
+    rows, context, chunk = cuda.MIXED[0]
+    steps[f"mixed {rows} x {context} + {chunk}"] = cuda.mixed_step(runner, rows, context, chunk)
     activities = [ProfilerActivity.CPU] if report.dry else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     for name, step in steps.items():
         step()
@@ -514,10 +533,24 @@ def links(report: Report) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29571")
     torch.distributed.init_process_group("nccl", rank=0, world_size=1)
     x = torch.ones(1 << 20, device="cuda", dtype=torch.bfloat16)
-    torch.distributed.all_reduce(x)
-    took = replayed(report, lambda: torch.distributed.all_reduce(x))
+    from kvmesh.engine.capture import CudaCapture
+
+    capture = CudaCapture(x.device)  # as the engine captures: beside NCCL's watchdog
+    parts = [torch.empty_like(x)]
+
+    def talk() -> None:
+        torch.distributed.all_reduce(x)
+        torch.distributed.all_gather(parts, x)
+
+    capture.warm_up(talk)
+    replay = capture.record(talk)
+    took = seconds(report, replay)
+    capture.end()
+    if not bool((parts[0] == 1).all()):
+        raise AssertionError("a replayed all-gather of one rank's ones did not answer ones")
+    del replay  # NCCL's communicator is closed after the graphs that hold its calls
     torch.distributed.destroy_process_group()
-    report.line(f"an all-reduce of one rank in a graph: {took * 1e6:.1f} us")
+    report.line(f"an all-reduce and an all-gather of one rank in a graph: {took * 1e6:.1f} us")
 
 
 STAGES = (environment, ceilings, decode, prefill, small, model, sampler, profile, moves, links)

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvmesh.engine.runner import DecodeInput, SampleParams
+from kvmesh.engine.batch import DecodeBatch
+from kvmesh.engine.pieces import piece_sizes
+from kvmesh.engine.runner import DecodeInput, PrefillInput, SampleParams
 from kvmesh.testing.local_engine import GenerateParams, LocalEngine
 from tests.gpu import NEEDS_GPU
 from tests.support.checkpoints import prompts
@@ -31,11 +33,13 @@ def engine(path: Path, **settings: object) -> LocalEngine:
 def test_greedy_tokens_equal_the_reference(zoo: Zoo, name: str, graphs: bool) -> None:
     """Chunks that end within tiles; batches that shrink through several buckets as answers end."""
     local = engine(zoo(name), prefill_chunk_tokens=53, cuda_graphs=graphs)
-    assert (local.runner.graphs is not None) == graphs
-    if local.runner.graphs is not None:
+    runner = local.runner
+    assert (runner.graphs is not None) == (runner.pieces is not None) == graphs
+    if runner.graphs is not None and runner.pieces is not None:
         from kvmesh.engine.graphs import MAX_ROWS, buckets  # imports triton
 
-        assert (local.runner.graphs.sizes, local.runner.graphs.failed) == (buckets(MAX_ROWS), "")
+        assert (runner.graphs.sizes, runner.graphs.failed) == (buckets(MAX_ROWS), "")
+        assert (runner.pieces.sizes, runner.pieces.failed) == (piece_sizes(local.config, None), "")
     asked = prompts(16, local.config.vocab_size, seed=3)
     for prompt, answer in zip(asked, local.generate(asked, GenerateParams(max_tokens=20)), strict=True):
         assert_matches_reference(zoo(name), prompt, answer.token_ids)
@@ -71,6 +75,40 @@ def test_replayed_steps_equal_launched_ones(zoo: Zoo, dtype: str) -> None:
         runs.append(told)
     for replayed, launched in zip(*runs, strict=True):
         assert replayed == pytest.approx(launched, abs=2e-2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_mixed_steps_by_pieces_equal_launched_ones(zoo: Zoo, name: str, dtype: str) -> None:
+    """Chunks beside rows, of sizes within buckets and on their borders; steps follow each other in the same buffers."""
+    runner = engine(zoo(name), dtype=dtype, cuda_graphs=True).runner
+    pieces = runner.pieces
+    assert pieces is not None and not pieces.failed
+    greedy = SampleParams(logprobs=4)
+    for step, (rows, *lengths) in enumerate(((3, 20), (0, 32), (7, 1, 23), (1, 60, 3), (2, 94), (0, 97), (19, 5, 8))):
+        batch = DecodeBatch.of(
+            [DecodeInput(7 * i + step, 20 + i, tuple(range(3 * i, 3 * i + 3)), greedy) for i in range(rows)]
+        )
+        items = [
+            PrefillInput(
+                [(11 * at + i) % 300 for at in range(length)], 0, tuple(range(100 + 8 * i, 108 + 8 * i)), greedy
+            )
+            for i, length in enumerate(lengths)
+        ]
+        told = []
+        for used in (pieces, None):
+            runner.pieces = used
+            runner.attention.pages.normal_(generator=torch.Generator("cuda").manual_seed(step), std=0.5)
+            layers: list[int] = []
+            first, chosen = runner.step(items, batch, layers.append)
+            assert layers == list(range(runner.config.layers))
+            told.append([[p for _, p in token.top] for token in (*chosen.tokens(), *first) if token is not None])
+            told.append(runner.attention.pages.float().sum((0, 2, 3, 4, 5)).tolist())
+        runner.pieces = pieces
+        near = 2e-4 if dtype == "float32" else 6e-2
+        for replayed, launched in zip(told[0], told[2], strict=True):
+            assert replayed == pytest.approx(launched, abs=near)
+        assert told[1] == pytest.approx(told[3], rel=1e-2, abs=1.0)
 
 
 def test_seeded_sampling_runs_on_the_device(zoo: Zoo) -> None:

@@ -28,6 +28,7 @@ async def test_a_rank_that_is_told_nothing_fills_its_part_of_the_gpu(tmp_path: P
         free, _ = torch.cuda.mem_get_info()
     assert ready.dtype == "bfloat16" and ready.steps["max_running"] == 256
     assert "CUDA graphs of 1, 2, 4," in ready.settings and "256 rows" in ready.settings, ready.settings
+    assert "pieces of steps that compute prompts, 32 to 2,048 tokens" in ready.settings, ready.settings
     part = total * CUDA_SHARE / 2
     assert 0.8 * part < ready.num_pages * ready.shard_bytes < part, ready.settings
     assert free > total - part - (2 << 30), ready.settings

@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from kvmesh.engine.checkpoint import open_checkpoint
+from kvmesh.engine.pieces import PieceGraphs
 from kvmesh.engine.runner import DecodeInput, Runner, SampleParams, shard_layout
 from kvmesh.errors import ConfigError
 from kvmesh.ranks import protocol as m
-from kvmesh.ranks.sizing import CUDA_SHARE, GIB, MIB, STEP_KEYS, ChosenPages
+from kvmesh.ranks.sizing import CUDA_SHARE, GIB, GRAPH_BYTES, MIB, STEP_KEYS, ChosenPages
 from kvmesh.ranks.worker import setup as module
 from kvmesh.ranks.worker.setup import DeviceUse, RankSetup, largest_step
 from tests.support.checkpoints import make_checkpoint
+from tests.support.engine.recorded import RecordedCapture
 from tests.support.rank_driver import rank
 
 BLOCK = 16
@@ -97,6 +99,28 @@ def test_pages_of_a_gpu_are_what_the_largest_step_leaves(checkpoint: Path, monke
     assert runner.decode([DecodeInput(5, 0, (7,), SampleParams())]) == before
     settings = setup.settings(pages, layout, runner)
     assert "max_batch_tokens 3,000" in settings and "no CUDA graphs (as told)" in settings
+
+
+def test_what_was_captured_is_told_and_has_its_room(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="triton is not installed: pip install 'triton>=3.6,<3.7' (Linux only)")
+    total, steps = 8 * GIB, {"prefill_chunk_tokens": 3000, "max_batch_tokens": 0}
+    opened = open_checkpoint(checkpoint)
+    layout = shard_layout(opened.config, "float32", BLOCK)
+    setup = gpu(checkpoint, monkeypatch, total, total, steps=steps)
+    assert setup.most_tokens == 3000
+    graphs = int(setup.choose_pages(layout, opened).why.split("CUDA graphs ")[1].split()[0].replace(",", ""))
+    assert 32 * GRAPH_BYTES // MIB < graphs < 1.1 * 32 * GRAPH_BYTES // MIB, "32 sizes up to 2,048 tokens"
+    told = gpu(checkpoint, monkeypatch, total, total, steps=steps, cuda_graphs=False)
+    assert "CUDA graphs" not in told.choose_pages(layout, opened).why
+    runner = Runner(opened, "float32", "cpu", BLOCK, setup.trial_pages(layout))
+    pages = ChosenPages(1, "as told")
+    assert "no CUDA graphs (no Triton)" in setup.settings(pages, layout, runner)
+    pieces = runner.config.layers + 1
+    with torch.inference_mode():
+        capture = RecordedCapture(lambda number: number > pieces)
+        runner.pieces = PieceGraphs(runner.model, runner.attention, (4, 8), capture)
+    settings = setup.settings(pages, layout, runner)
+    assert f"; {pieces} pieces of steps that compute prompts, 8 to 8 tokens; a step of 4 tokens in pieces" in settings
 
 
 def test_ranks_that_share_a_gpu_do_not_count_each_other(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

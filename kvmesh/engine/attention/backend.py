@@ -47,8 +47,9 @@ class StepPlan(Protocol):
     def write(self, layer: int, qkv: torch.Tensor) -> None:
         """Writes K and V of all tokens of the step into the pages of `layer`."""
 
-    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """Returns the attention of all tokens, `[T, H * D]`; `write` of the same layer comes first."""
+    def attend(self, layer: int, qkv: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns the attention of all tokens, `[T, H * D]`, in `out` where it is given; `write` of the same layer
+        comes first."""
 
 
 class AttentionBackend(ABC):
@@ -83,7 +84,11 @@ class AttentionBackend(ABC):
             return self.plan_decode(pages, positions)
         if not pages:
             return self.plan_prefill(spans)
-        return MixedPlan(self.plan_decode(pages, positions), self.plan_prefill(spans), len(pages))
+        return MixedPlan(self, self.plan_decode(pages, positions), self.plan_prefill(spans), len(pages))
+
+    def answer(self, qkv: torch.Tensor) -> torch.Tensor:
+        """Returns room for the attention of `qkv`'s tokens."""
+        return qkv.new_empty(qkv.shape[0], self.num_heads * self.head_dim)
 
     def page_array(self, pages: Sequence[int], end: int) -> np.ndarray:
         """Returns the int64 ids of the pages that hold tokens [0, end). Raises InternalError when they are too few or
@@ -100,16 +105,19 @@ class AttentionBackend(ABC):
 class MixedPlan:
     """Runs two plans in one step: the first `rows` tokens are decode's, the others prefill's."""
 
-    def __init__(self, decode: StepPlan, prefill: StepPlan, rows: int) -> None:
-        self.decode, self.prefill, self.rows = decode, prefill, rows
+    def __init__(self, backend: AttentionBackend, decode: StepPlan, prefill: StepPlan, rows: int) -> None:
+        self.backend, self.decode, self.prefill, self.rows = backend, decode, prefill, rows
         self.positions = torch.cat((decode.positions, prefill.positions))
 
     def write(self, layer: int, qkv: torch.Tensor) -> None:
         self.decode.write(layer, qkv[: self.rows])
         self.prefill.write(layer, qkv[self.rows :])
 
-    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        return torch.cat((self.decode.attend(layer, qkv[: self.rows]), self.prefill.attend(layer, qkv[self.rows :])))
+    def attend(self, layer: int, qkv: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        out = self.backend.answer(qkv) if out is None else out
+        self.decode.attend(layer, qkv[: self.rows], out[: self.rows])
+        self.prefill.attend(layer, qkv[self.rows :], out[self.rows :])
+        return out
 
 
 class PageTable:

@@ -59,9 +59,9 @@ class NativePlan:
     def write(self, layer: int, qkv: torch.Tensor) -> None:
         self.backend.write_kv(self.backend.pages, layer, qkv, self.sequences, self.table)
 
-    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, qkv: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         backend, spec = self.backend, self.backend.specs[layer]
-        out: torch.Tensor = backend.paged_attention(
+        attended: torch.Tensor = backend.paged_attention(
             backend.pages, layer, qkv, self.sequences, self.table, spec.scale, spec.window, spec.softcap
         )
-        return out
+        return attended if out is None else out.copy_(attended)

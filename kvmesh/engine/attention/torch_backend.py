@@ -190,12 +190,13 @@ class TorchPrefillPlan:
     def write(self, layer: int, qkv: torch.Tensor) -> None:
         self.backend.write(layer, qkv, self.page_ids, self.slots)
 
-    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, qkv: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         backend = self.backend
-        out = qkv.new_empty(qkv.shape[0], backend.kv_heads, backend.group, backend.head_dim)
+        out = backend.answer(qkv) if out is None else out
+        heads = out.view(qkv.shape[0], backend.kv_heads, backend.group, backend.head_dim)
         for span in self.spans:
-            span.attend(layer, qkv, out)
-        return out.view(qkv.shape[0], -1)
+            span.attend(layer, qkv, heads)
+        return out
 
 
 class DecodeTiles:
@@ -266,11 +267,12 @@ class TorchDecodePlan:
     def write(self, layer: int, qkv: torch.Tensor) -> None:
         self.backend.write(layer, qkv, self.page_ids, self.slots)
 
-    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, qkv: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         backend, spec = self.backend, self.backend.specs[layer]
         q = backend.queries(qkv)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = backend.answer(qkv) if out is None else out
+        heads = out.view(q.shape)
         for rows, index, mask in self.tiles[spec.window].tiles:
             k, v = backend.gather(layer, index, rows.stop - rows.start)
-            out[rows] = softmax_attention(q[rows], k, v, mask, spec)
-        return out.view(qkv.shape[0], -1)
+            heads[rows] = softmax_attention(q[rows], k, v, mask, spec)
+        return out

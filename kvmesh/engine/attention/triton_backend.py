@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kvmesh.engine.attention.backend import AttentionBackend, StepPlan, TokenSpan
+from kvmesh.engine.attention.backend import AttentionBackend, MixedPlan, StepPlan, TokenSpan
 from kvmesh.engine.batch import Integers
 from kvmesh.engine.config import AttentionSpec
 from kvmesh.engine.kernels.decode import (
@@ -24,7 +24,7 @@ from kvmesh.engine.kernels.decode import (
     shares_of,
     tiles_of,
 )
-from kvmesh.engine.kernels.prefill import paged_prefill, work_of
+from kvmesh.engine.kernels.prefill import paged_prefill, usual, work_of
 from kvmesh.engine.kernels.tiles import tiles_for
 from kvmesh.engine.kernels.write import write_kv
 from kvmesh.errors import InternalError
@@ -48,6 +48,7 @@ class TritonAttention(AttentionBackend):
         self.processors = torch.cuda.get_device_properties(self.device).multi_processor_count if on_gpu else PROCESSORS
         self.windows = sorted({spec.window for spec in self.specs})
         self.tile = tiles_for(self.head_dim, pages.element_size(), self.block_tokens).keys
+        self.variant = usual(self.head_dim, pages.element_size(), self.block_tokens)  # of prefill
         self.decode_tables = DecodeTables(self, ROW_MULTIPLE, 8)
 
     def tensor(self, array: np.ndarray) -> torch.Tensor:
@@ -57,10 +58,15 @@ class TritonAttention(AttentionBackend):
             return made
         return made.pin_memory().to(self.device, non_blocking=True)
 
-    def plan_prefill(self, spans: Sequence[TokenSpan]) -> StepPlan:
+    def plan_prefill(self, spans: Sequence[TokenSpan]) -> TritonPrefillPlan:
         return TritonPrefillPlan(self, spans)
 
-    def plan_decode(self, pages: Sequence[Sequence[int]], positions: Integers) -> StepPlan:
+    def plan_mixed(self, pages: Sequence[Sequence[int]], positions: Integers, spans: Sequence[TokenSpan]) -> StepPlan:
+        if not spans or not pages:
+            return super().plan_mixed(pages, positions, spans)
+        return TritonMixedPlan(self, self.plan_decode(pages, positions), self.plan_prefill(spans), len(pages))
+
+    def plan_decode(self, pages: Sequence[Sequence[int]], positions: Integers) -> DecodePlan:
         rows, width = len(pages), max(len(row) for row in pages)
         if rows > self.decode_tables.rows or width > self.decode_tables.width:
             have = self.decode_tables
@@ -83,20 +89,31 @@ class TritonPrefillPlan:
             slots.append(row[where // block] * block + where % block)
             if filled := (span.start + span.length) % block:
                 backend.pages[int(row[-1]), :, :, :, filled:] = 0
-        tiles = tiles_for(backend.head_dim, backend.pages.element_size(), block)
+        self.variant = backend.variant
         self.positions = backend.tensor(np.concatenate(positions))
         self.slots = backend.tensor(np.concatenate(slots).astype(np.int32))
         self.table = backend.tensor(table)
-        self.work = backend.tensor(work_of([(span.start, span.length) for span in spans], tiles.queries))
+        self.work = backend.tensor(work_of([(span.start, span.length) for span in spans], self.variant.queries))
 
     def write(self, layer: int, qkv: torch.Tensor) -> None:
         write_kv(qkv, self.backend.layers[layer], self.slots)
 
-    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, qkv: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         backend = self.backend
-        out = qkv.new_empty(qkv.shape[0], backend.num_heads * backend.head_dim)
-        paged_prefill(qkv, backend.layers[layer], self.table, self.work, backend.specs[layer], out)
+        out = backend.answer(qkv) if out is None else out
+        paged_prefill(qkv, backend.layers[layer], self.table, self.work, backend.specs[layer], out, self.variant)
         return out
+
+
+class TritonMixedPlan(MixedPlan):
+    """Writes the K and V of rows and spans in one launch."""
+
+    def __init__(self, backend: TritonAttention, decode: DecodePlan, prefill: TritonPrefillPlan, rows: int) -> None:
+        super().__init__(backend, decode, prefill, rows)
+        self.layers, self.slots = backend.layers, torch.cat((decode.slots, prefill.slots))
+
+    def write(self, layer: int, qkv: torch.Tensor) -> None:
+        write_kv(qkv, self.layers[layer], self.slots)
 
 
 class Mirrored:
@@ -243,9 +260,9 @@ class DecodePlan:
     def write(self, layer: int, qkv: torch.Tensor) -> None:
         write_kv(qkv, self.backend.layers[layer], self.slots)
 
-    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, qkv: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         backend, tables, spec = self.backend, self.tables, self.backend.specs[layer]
-        out = qkv.new_empty(qkv.shape[0], backend.num_heads * backend.head_dim)
+        out = backend.answer(qkv) if out is None else out
         work = tables.lists[spec.window]
         paged_decode(
             qkv,

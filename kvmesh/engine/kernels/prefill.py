@@ -1,12 +1,14 @@
 """Causal attention of chunks of prompts over their pages, prefix included.
 
-A program takes up to `Tiles.queries` tokens of one span and one query head, and walks over the tiles of keys that any
-of them sees. K and V of the chunk itself are in the pages already (`write` comes first), so there is one source.
+A program takes up to `Variant.queries` tokens of one span and one query head, and walks over the tiles of keys that
+any of them sees. K and V of the chunk itself are in the pages already (`write` comes first), so there is one source.
+Tiles that every query sees whole, all but those at the diagonal and at a window's end, are walked without masks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,10 +16,48 @@ import triton
 import triton.language as tl
 
 from kvmesh.engine.config import AttentionSpec
-from kvmesh.engine.kernels.softmax import LOG2_E, fold, scores_of
-from kvmesh.engine.kernels.tiles import tiles_for
+from kvmesh.engine.kernels.softmax import LOG2_E, fold, load_tile, scores_of
+from kvmesh.engine.kernels.tiles import power_of_two, tiles_for
 
-STAGES = 2
+
+class Variant(NamedTuple):
+    """How programs are cut. `keys`, a power of two, are the tokens of a K or V tile, which may span several pages;
+    `stages` is how many tiles are held at a time; `folded`: scores are scaled in the exponent."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+    folded: bool = False
+
+
+# What the check of a GPU measures beside `usual`, for heads of 128 in two bytes and pages of 64 tokens. Two groups of
+# four warps share 128 queries, so that one's products overlap the other's exponents; more stages hide longer loads. The
+# last three need more shared memory than the smallest GPUs have.
+CANDIDATES = (
+    Variant(64, 64, 4, 2, folded=True),
+    Variant(128, 64, 8, 2),
+    Variant(128, 64, 8, 2, folded=True),
+    Variant(128, 32, 8, 4, folded=True),
+    Variant(64, 64, 4, 3, folded=True),
+    Variant(128, 64, 8, 3, folded=True),
+    Variant(128, 128, 8, 2),  # folded it spills
+)
+
+
+def usual(head_dim: int, itemsize: int, block_tokens: int) -> Variant:
+    """Returns the variant that serves. float32 has no tensor cores at full precision: few queries."""
+    return Variant(16 if itemsize > 2 else 64, tiles_for(head_dim, itemsize, block_tokens).keys, 4, 2)
+
+
+@triton.jit
+def _pages_of(table, tile, end, length, BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr):
+    """Returns the page of a tile, or of each token of a tile that is longer than a page; from tile `end` on any."""
+    if TILE > BLOCK_TOKENS:
+        token = tile * TILE + tl.arange(0, TILE)
+        return tl.load(table + token // BLOCK_TOKENS, mask=token < length, other=0)
+    else:
+        return tl.load(table + tile * TILE // BLOCK_TOKENS, mask=tile < end, other=0)
 
 
 @triton.jit
@@ -43,6 +83,7 @@ def _walk(
     BLOCK_TOKENS: tl.constexpr,
     TILE: tl.constexpr,
     CAPPED: tl.constexpr,
+    FOLDED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Walks tiles [begin, end) of the span whose pages `table` names, of the head at which `pages` begins. Without
@@ -50,20 +91,28 @@ def _walk(
     at = tl.arange(0, PADDED)
     whole: tl.constexpr = (not MASKED) and (DIM == PADDED)
     # Looked up one tile ahead: loads whose address was itself loaded in the same turn are not pipelined.
-    page = tl.load(table + begin * TILE // BLOCK_TOKENS, mask=begin < end, other=0)
+    page = _pages_of(table, begin, end, length, BLOCK_TOKENS, TILE)
     for tile in range(begin, end):
-        following = tl.load(table + (tile + 1) * TILE // BLOCK_TOKENS, mask=tile + 1 < end, other=0)
+        following = _pages_of(table, tile + 1, end, length, BLOCK_TOKENS, TILE)
         token = tile * TILE + tl.arange(0, TILE)
         there = token < length
         block = pages + page.to(tl.int64) * page_stride
         inside = token % BLOCK_TOKENS * token_stride
-        keys, mask = block + inside[None, :] + at[:, None], there[None, :] & (at < DIM)[:, None]
-        scores = scores_of(query, keys, mask, scale, softcap, CAPPED, whole)
+        keys = (block + inside)[None, :] + at[:, None] if TILE > BLOCK_TOKENS else block + inside[None, :] + at[:, None]
+        mask = there[None, :] & (at < DIM)[:, None]
+        if FOLDED:
+            scores = tl.dot(query, load_tile(keys, mask, whole), input_precision="ieee")
+        else:
+            scores = scores_of(query, keys, mask, scale, softcap, CAPPED, whole)
         if MASKED:  # with a window, a query may see none of a tile that others see
             seen = (token[None, :] <= where[:, None]) & (token[None, :] >= oldest[:, None])
             scores = tl.where(seen, scores, float("-inf"))
-        values, mask = block + kv_stride + inside[:, None] + at[None, :], there[:, None] & (at < DIM)[None, :]
-        best, total, found = fold(scores, values, mask, best, total, found, whole)
+        if TILE > BLOCK_TOKENS:
+            values = (block + kv_stride + inside)[:, None] + at[None, :]
+        else:
+            values = block + kv_stride + inside[:, None] + at[None, :]
+        mask = there[:, None] & (at < DIM)[None, :]
+        best, total, found = fold(scores, values, mask, best, total, found, whole, scale * LOG2_E, FOLDED)
         page = following
     return best, total, found
 
@@ -94,6 +143,7 @@ def _attend(
     QUERIES: tl.constexpr,
     TILE: tl.constexpr,
     CAPPED: tl.constexpr,
+    FOLDED: tl.constexpr,
     SINKS: tl.constexpr,
 ):
     work += tl.program_id(0) * 4
@@ -120,11 +170,11 @@ def _attend(
     table += span * table_row
     best, total, found = _walk(
         query, pages, table, begin, mixed, where, oldest, end, best, total, found, page_stride, kv_stride,
-        token_stride, scale, softcap, DIM, PADDED, BLOCK_TOKENS, TILE, CAPPED, MASKED=False,
+        token_stride, scale, softcap, DIM, PADDED, BLOCK_TOKENS, TILE, CAPPED, FOLDED, MASKED=False,
     )  # fmt: skip
     best, total, found = _walk(
         query, pages, table, mixed, tl.cdiv(end, TILE), where, oldest, end, best, total, found, page_stride,
-        kv_stride, token_stride, scale, softcap, DIM, PADDED, BLOCK_TOKENS, TILE, CAPPED, MASKED=True,
+        kv_stride, token_stride, scale, softcap, DIM, PADDED, BLOCK_TOKENS, TILE, CAPPED, FOLDED, MASKED=True,
     )  # fmt: skip
     if SINKS:
         total += tl.exp2(tl.load(sinks + head) * LOG2_E - best)
@@ -151,16 +201,16 @@ def paged_prefill(
     work: torch.Tensor,
     spec: AttentionSpec,
     out: torch.Tensor,
+    variant: Variant,
     sinks: torch.Tensor | None = None,
 ) -> None:
     """Fills `out [T, H * D]`: each row of a span attends to the tokens of its span's pages up to its own.
 
     `qkv [T, H + 2K, D]`, of which only the queries are read; `pages [num_pages, 2, K, block_tokens, D]`; `table` int32
-    `[spans, width]`: the pages of each span; `work` as of `work_of(..., tiles_for(...).queries)`, on the device;
-    `sinks` as for `paged_decode`."""
+    `[spans, width]`: the pages of each span; `work` as of `work_of(..., variant.queries)`, on the device; `sinks`
+    as for `paged_decode`."""
     _, _, kv_heads, block_tokens, dim = pages.shape
     heads = qkv.shape[1] - 2 * kv_heads
-    tiles = tiles_for(dim, pages.element_size(), block_tokens)
     if not len(work):
         return
     _attend[(len(work), heads)](
@@ -179,12 +229,13 @@ def paged_prefill(
         spec.window,
         GROUP=heads // kv_heads,
         DIM=dim,
-        PADDED=tiles.padded_dim,
+        PADDED=power_of_two(dim),
         BLOCK_TOKENS=block_tokens,
-        QUERIES=tiles.queries,
-        TILE=tiles.keys,
+        QUERIES=variant.queries,
+        TILE=variant.keys,
         CAPPED=spec.softcap > 0,
+        FOLDED=variant.folded and not spec.softcap,
         SINKS=sinks is not None,
-        num_warps=tiles.warps,
-        num_stages=STAGES,
+        num_warps=variant.warps,
+        num_stages=variant.stages,
     )

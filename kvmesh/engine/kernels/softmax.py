@@ -37,13 +37,21 @@ def scores_of(query, keys, there, scale, softcap, CAPPED: tl.constexpr, WHOLE: t
 
 
 @triton.jit
-def fold(scores, values, there, best, total, found, WHOLE: tl.constexpr = False):
+def fold(
+    scores, values, there, best, total, found, WHOLE: tl.constexpr = False, factor=1.0, FOLDED: tl.constexpr = False
+):
     """Adds one tile, its values at `values [N, D]`, to a running softmax: the best score so far, the sum of 2 ** (score
     - best) and that sum weighted by the values. What a row does not see scores -inf; a row may see none of a tile, or
-    of all so far."""
-    higher = tl.maximum(best, tl.max(scores, 1))
+    of all so far. With `FOLDED` a score is `factor`, above 0, times what `scores` says: multiplied in the exponent, by
+    the instruction that subtracts there."""
+    peak = tl.max(scores, 1)
+    if FOLDED:
+        peak *= factor
+    higher = tl.maximum(best, peak)
     base = higher if WHOLE else tl.where(higher == float("-inf"), 0.0, higher)
     fade = tl.exp2(best - base)
+    if FOLDED:
+        scores *= factor
     part = tl.exp2(scores - base[:, None])
     value = load_tile(values, there, WHOLE)
     found = found * fade[:, None] + tl.dot(part.to(value.dtype), value, input_precision="ieee")

@@ -1,5 +1,6 @@
-"""Sizes of the kernels' tiles. What a tile holds at a time must fit a GPU's shared memory (99 KiB on the smallest that
-we mean to run on): K and V tiles twice, as loads of the next overlap products of this one, and the queries once."""
+"""Sizes of the kernels' tiles. What a program holds at a time must fit a GPU's shared memory (99 KiB on the smallest
+that we mean to run on): K and V tiles twice, as loads of the next overlap products of this one, and the queries once.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +12,6 @@ MIN_TILE = 16  # what a tensor core's product takes at least, along each axis
 
 class Tiles(NamedTuple):
     keys: int  # tokens of a K or V tile: divides block_tokens, so that a tile lies in one page
-    queries: int  # of a prefill tile
-    warps: int
     padded_dim: int
 
 
@@ -22,10 +21,6 @@ def power_of_two(value: int) -> int:
 
 
 def tiles_for(head_dim: int, itemsize: int, block_tokens: int) -> Tiles:
-    """Chooses the tiles of the kernels. `block_tokens` is a power of two from 16 on. float32 has no tensor cores at
-    full precision: small tiles."""
+    """Chooses the tiles of the kernels. `block_tokens` is a power of two from 16 on."""
     padded = power_of_two(head_dim)
-    keys = max(MIN_TILE, min(block_tokens, 64, TILE_BYTES // (padded * itemsize)))
-    if itemsize > 2:
-        return Tiles(keys, 16, 4, padded)
-    return Tiles(keys, 64, 4, padded)
+    return Tiles(max(MIN_TILE, min(block_tokens, 64, TILE_BYTES // (padded * itemsize))), padded)

@@ -2,8 +2,9 @@
 
 Shapes: T tokens of the step, H query heads, K KV heads, D head_dim. Heads are this rank's, as is everything in the
 `config` that blocks are built with (`parallel.share_of`); `weights.config` is the whole model's. Attention itself is
-not here: a layer hands its rotated `qkv [T, H + 2K, D]` to the step's `attend`, which writes K and V into pages and
-answers `[T, H * D]`.
+not here: what a layer does before it answers rotated `qkv [T, H + 2K, D]`, the step's `attend` writes K and V into
+pages and answers `[T, H * D]`, and what a layer does after it goes on from there. So all that depends on the number of
+tokens alone lies between two calls of `attend` (`kvmesh.engine.pieces`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from kvmesh.engine.tensors import EMBED, HEAD, NORM, layer_prefix
 from kvmesh.engine.weights import Weights
 
 Attend = Callable[[int, torch.Tensor], torch.Tensor]
+Angles = tuple[torch.Tensor, torch.Tensor]  # cos and sin of one rope, `[T, 1, rotary dim]`
 
 
 def norm_weight(weights: Weights, name: str) -> torch.Tensor:
@@ -91,23 +93,28 @@ class MLP:
 
 
 class Layer(Protocol):
-    """Is one decoder layer: `[T, hidden_size]` → the same, with `cos` and `sin` of its own rope."""
+    """Is one decoder layer, in two parts: what it computes before attention and after it."""
 
-    def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor: ...
+    def before(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Computes `[T, hidden_size]` → `qkv [T, H + 2K, D]`, with the angles of the layer's own rope."""
+
+    def after(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Computes the layer's answer of what `before` was given, in a new tensor or in `x` itself, and `attended`."""
 
 
 class DecoderLayer:
     def __init__(self, config: ModelConfig, weights: Weights, index: int, attention: Attention, mlp: MLP) -> None:
         prefix = layer_prefix(index)
-        self.index = index
         self.attention = attention
         self.mlp = mlp
         self.input_norm = RMSNorm(weights(prefix + "input_layernorm.weight"), config.rms_norm_eps)
         self.post_norm = RMSNorm(weights(prefix + "post_attention_layernorm.weight"), config.rms_norm_eps)
 
-    def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
-        qkv = self.attention.project(self.input_norm(x), cos, sin)
-        x = self.attention.out.add_to(x, attend(self.index, qkv))
+    def before(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return self.attention.project(self.input_norm(x), cos, sin)
+
+    def after(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        x = self.attention.out.add_to(x, attended)
         return self.mlp.add_to(x, self.post_norm(x))
 
 
@@ -141,15 +148,26 @@ class DecoderModel:
 
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Computes int64 `[T]`, `[T]` → `[T, hidden_size]` after the last layer, before the final norm."""
+        x, *angles = self.embedded(token_ids, positions)
+        for index in range(len(self.layers)):
+            x = self.layer(index, x, angles, attend)
+        return x
+
+    def embedded(self, token_ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, Angles, Angles]:
+        """Returns what the first layer starts from, and the angles of layers without a window and of those with one
+        (the same tensors where the model has one rope)."""
         angles = self.rope(positions)
         local = angles if self.local_rope is self.rope else self.local_rope(positions)
         x = self.embed.rows(token_ids)
         if self.embed_scale != 1.0:
             x = x * self.embed_scale
-        for layer, window in zip(self.layers, self.config.windows, strict=True):
-            cos, sin = local if window else angles
-            x = layer(x, cos, sin, attend)
-        return x
+        return x, angles, local
+
+    def layer(self, index: int, x: torch.Tensor, angles: Sequence[Angles], attend: Attend) -> torch.Tensor:
+        """Computes one layer, attention included; `angles` as of `embedded`."""
+        layer = self.layers[index]
+        qkv = layer.before(x, *angles[bool(self.config.windows[index])])
+        return layer.after(x, attend(index, qkv))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Computes `[rows, hidden_size]` → `[rows, vocab_size]`, float32, the same bytes at every rank."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from kvmesh.engine.config import ModelConfig
-from kvmesh.engine.models.blocks import MLP, Attend, Attention, DecoderModel, HeadNorm, RMSNorm, norm_weight
+from kvmesh.engine.models.blocks import MLP, Attention, DecoderModel, HeadNorm, RMSNorm, norm_weight
 from kvmesh.engine.tensors import layer_prefix
 from kvmesh.engine.weights import Weights
 
@@ -16,7 +16,6 @@ class GemmaLayer:
 
     def __init__(self, config: ModelConfig, weights: Weights, index: int, head_norm: HeadNorm | None = None) -> None:
         prefix = layer_prefix(index)
-        self.index = index
         self.attention = Attention(config, weights, prefix + "self_attn.", head_norm)
         self.mlp = MLP(config, weights, prefix + "mlp.")
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = (
@@ -24,9 +23,11 @@ class GemmaLayer:
             for name in ("input", "post_attention", "pre_feedforward", "post_feedforward")
         )
 
-    def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
-        qkv = self.attention.project(self.before_attention(x), cos, sin)
-        x = x + self.after_attention(self.attention.out(attend(self.index, qkv)))
+    def before(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return self.attention.project(self.before_attention(x), cos, sin)
+
+    def after(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        x = x + self.after_attention(self.attention.out(attended))
         return x + self.after_mlp(self.mlp(self.before_mlp(x)))
 
 

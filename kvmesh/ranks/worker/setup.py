@@ -13,6 +13,8 @@ from kvmesh.engine.batch import DecodeBatch
 from kvmesh.engine.checkpoint import Checkpoint
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.cpu import native
+from kvmesh.engine.parallel import share_of
+from kvmesh.engine.pieces import piece_sizes
 from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
@@ -77,6 +79,11 @@ class RankSetup:
         copies = 1 if c.num_extents else 2
         return sizing.choose_pages(room, taken, self._need(layout, copies), source, sizing.MOST_CPU_BYTES)
 
+    @property
+    def most_tokens(self) -> int:
+        """The tokens of the largest step that computes prompts; 0 where none does."""
+        return self.tokens + self.rows if self.tokens else 0
+
     def trial_pages(self, layout: ShardLayout) -> torch.Tensor:
         """Returns pages for a runner that has no others yet: as many as `profiled` needs."""
         count = max(1, -(-self.tokens // layout.block_tokens)) if self.profiles else 1
@@ -112,32 +119,41 @@ class RankSetup:
         tokens, nbytes = pages.count * layout.block_tokens, pages.count * layout.shard_bytes
         size = f"{pages.count:,} pages of {layout.block_tokens} tokens ({tokens:,} in all), {nbytes >> 20:,} MiB"
         told = [*self.why, f"{size}: {pages.why}"]
-        if self._kind == "cuda" and self.rows:
+        if self._kind == "cuda":
             told.append(self._graphs(runner))
         return "; ".join(told)
 
     def _graphs(self, runner: Runner) -> str:
-        graphs = runner.graphs
-        if graphs is None:
-            why = "several ranks" if runner.group.size > 1 else "no Triton"
-            why = why if self.configure.cuda_graphs else "as told"
-            return f"no CUDA graphs ({why})"
-        beyond = f"; more than {graphs.sizes[-1]} rows are launched one by one" if self._beyond(graphs.sizes) else ""
-        sizes = ", ".join(str(size) for size in graphs.sizes) or "no"
-        return f"CUDA graphs of {sizes} rows{beyond}" + (f"; {graphs.failed}" if graphs.failed else "")
-
-    def _beyond(self, sizes: tuple[int, ...]) -> bool:
-        return bool(sizes) and sizes[-1] < self.rows
+        graphs, pieces, told = runner.graphs, runner.pieces, []
+        if graphs is None and pieces is None:
+            return f"no CUDA graphs ({'no Triton' if self.configure.cuda_graphs else 'as told'})"
+        if graphs is not None:
+            sizes = ", ".join(str(size) for size in graphs.sizes) or "no"
+            told.append(f"CUDA graphs of {sizes} rows")
+            if graphs.sizes and graphs.sizes[-1] < self.rows:
+                told.append(f"more than {graphs.sizes[-1]} rows are launched one by one")
+            if graphs.failed:
+                told.append(graphs.failed)
+        if pieces is not None:
+            sizes = f"{pieces.sizes[0]} to {pieces.sizes[-1]:,}" if pieces.sizes else "no"
+            told.append(f"{pieces.count:,} pieces of steps that compute prompts, {sizes} tokens")
+            if pieces.failed:
+                told.append(pieces.failed)
+        return "; ".join(told)
 
     def _graph_bytes(self, layout: ShardLayout) -> int:
-        """What captured steps keep: one step of all rows, whose memory they share, and the driver's of each."""
+        """What captured steps keep: one step of all rows or of the largest pieces, whose memory all share, the pieces'
+        buffers, and the driver's part of each size (the pieces of one size launch what one step does)."""
         c = self.configure
-        if not (c.cuda_graphs and self.rows and c.world_size == 1):
+        if not c.cuda_graphs:
             return 0
         from kvmesh.engine.graphs import MAX_ROWS, buckets  # imports triton
 
-        rows = min(self.rows, MAX_ROWS)
-        return sizing.step_bytes(self._config, 0, rows, layout.itemsize) + sizing.GRAPH_BYTES * len(buckets(rows))
+        own = share_of(self._config, c.world_size)
+        rows, sizes = min(self.rows, MAX_ROWS), piece_sizes(own, self.most_tokens) if self.tokens else ()
+        tokens = sizes[-1] if sizes else 0
+        steps = len(buckets(rows) if rows else ()) + len(sizes)
+        return sizing.step_bytes(self._config, tokens, rows, layout.itemsize) + sizing.GRAPH_BYTES * steps
 
     def _need(self, layout: ShardLayout, copies: int) -> sizing.PageNeed:
         c, most = self.configure, self._config.max_context_tokens

@@ -74,7 +74,7 @@ class Worker:
                 self.engine, blocks * self.layout.shard_bytes, home, configure, owner, blocks, send
             )
             self.memory.open_extents(self._extent_region, blocks)
-            self._runner.use_pages(self.memory.pages, configure.cuda_graphs and setup.rows > 0, setup.rows)
+            self._runner.use_pages(self.memory.pages, configure.cuda_graphs, setup.rows, setup.most_tokens)
             self._warm_up()
         except BaseException:
             self.engine.close()
@@ -154,6 +154,7 @@ class Worker:
             self.warm.close()
         self.memory.close()
         self.engine.close()
+        self._runner.drop_graphs()
         self._group.close()
 
     @property

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvmesh.engine import capture
 from kvmesh.engine.attention import choice
 from kvmesh.engine.attention.backend import StepPlan
-from kvmesh.engine.runner import DecodeInput, Runner, SampleParams
+from kvmesh.engine.batch import DecodeBatch
+from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams
 from kvmesh.errors import InternalError
 from tests.support.checkpoints import prompts
+from tests.support.engine.recorded import RerunCapture
 from tests.support.engine.stepper import Stepper
 from tests.support.reference import assert_matches_reference
 
@@ -89,6 +92,37 @@ def logits(runner: Runner, plan: StepPlan, tokens: list[int]) -> torch.Tensor:
         return runner.model.logits(runner.model.hidden(torch.tensor(tokens), plan.positions, attend))
 
 
+@pytest.mark.slow
+def test_replayed_steps_equal_launched_ones(stepper: Stepper, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode steps as graphs, and steps of chunks beside rows by pieces; the graphs' work is done again where a GPU
+    would replay it."""
+    runner = stepper.runner
+    monkeypatch.setattr(capture, "CudaCapture", lambda device: RerunCapture())
+    with torch.inference_mode():
+        runner._capture(max_rows=4, max_tokens=16)
+    assert runner.graphs is not None and runner.pieces is not None
+    assert (runner.graphs.sizes, runner.pieces.sizes) == ((1, 2, 4), (32,))
+    assert (runner.graphs.failed, runner.pieces.failed) == ("", "")
+    path = zoo(MODEL)
+    asked = prompts(3, 500, seed=6, low=17, high=24)
+    pages = [stepper.take(len(prompt) + 8) for prompt in asked]
+    answers = [[stepper.prefill(prompt, own)] for prompt, own in zip(asked[:2], pages, strict=False)]
+    rows = [
+        DecodeInput(answer[0], len(prompt), own, SampleParams())
+        for answer, prompt, own in zip(answers, asked, pages, strict=False)
+    ]
+    chunk = PrefillInput(asked[2][:12], 0, pages[2])
+    _, chosen = runner.step([chunk], DecodeBatch.of(rows))  # 14 of the 32 tokens that the bucket has
+    for row, answer, token in zip(rows, answers, chosen.token_ids.tolist(), strict=True):
+        answer.append(token)
+        row.token_id, row.position = token, row.position + 1
+    for answer, more in zip(answers, stepper.decode(rows, 2), strict=True):
+        answer.extend(more)
+    answers.append([stepper.prefill(asked[2], pages[2], start=12)])
+    for prompt, answer in zip(asked, answers, strict=True):
+        assert_matches_reference(path, prompt, answer)
+
+
 def test_a_row_that_is_refused_leaves_the_tables_as_they_were(stepper: Stepper) -> None:
     backend = stepper.runner.attention
     backend.plan_decode([(1, 2), (3, 4)], [20, 20])
@@ -106,7 +140,8 @@ def test_a_row_that_is_refused_leaves_the_tables_as_they_were(stepper: Stepper) 
 
 def test_buckets(device: torch.device) -> None:
     del device  # skips where there is no triton
-    from kvmesh.engine.graphs import bucket_for, buckets
+    from kvmesh.engine.capture import bucket_for
+    from kvmesh.engine.graphs import buckets
 
     assert buckets(1) == (1,) and buckets(12) == (1, 2, 4, 8, 12)
     assert buckets(256) == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 128, 160, 192, 224, 256)

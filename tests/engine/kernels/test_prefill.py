@@ -25,18 +25,18 @@ def both(
     spec: AttentionSpec,
     device: torch.device,
     sinks: torch.Tensor | None = None,
+    variant: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the kernel says, and the oracle."""
-    from kvmesh.engine.kernels.prefill import paged_prefill, work_of
-    from kvmesh.engine.kernels.tiles import tiles_for
+    from kvmesh.engine.kernels.prefill import Variant, paged_prefill, usual, work_of
 
     batch = paged(shape, [start + length for start, length in spans], device)
     rows = sum(length for _, length in spans)
     qkv = batch.qkv(rows)
     out = torch.full((rows, shape.heads * shape.dim), torch.nan, dtype=shape.dtype, device=device)
-    tiles = tiles_for(shape.dim, shape.dtype.itemsize, shape.block)
-    work = torch.from_numpy(work_of(spans, tiles.queries)).to(device)
-    paged_prefill(qkv, batch.pages, batch.table, work, spec, out, sinks)
+    cut = Variant(*variant) if variant else usual(shape.dim, shape.dtype.itemsize, shape.block)
+    work = torch.from_numpy(work_of(spans, cut.queries)).to(device)
+    paged_prefill(qkv, batch.pages, batch.table, work, spec, out, cut, sinks)
     return out.double(), prefill_oracle.paged_prefill(qkv, batch.pages, batch.table, spans, spec, sinks)
 
 
@@ -55,6 +55,30 @@ def test_window_and_softcap(spec: AttentionSpec, dtype: torch.dtype, device: tor
     shape = Shape(4, 2, 24, 16, dtype)
     got, wanted = both(shape, RAGGED, spec, device)
     torch.testing.assert_close(got, wanted, atol=shape.tolerance, rtol=shape.tolerance)
+
+
+# Scores scaled in the exponent, tiles of several pages and of a part of one, more and fewer queries than keys.
+VARIANTS = ((16, 16, 4, 2, True), (32, 32, 4, 2, False), (16, 64, 4, 3, True), (64, 32, 8, 2, True))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("spec", [AttentionSpec(0.25), AttentionSpec(0.3, window=9), AttentionSpec(2.0, softcap=3.0)])
+def test_variants(variant: tuple[int, ...], spec: AttentionSpec, device: torch.device) -> None:
+    """A table's last tile of several pages reaches beyond the request's pages: none of that may be read."""
+    shape = Shape(2, 1, 24, 16, torch.float16)
+    got, wanted = both(shape, ((0, 1), (0, 37), (19, 1), (5, 45)), spec, device, variant=variant)
+    torch.testing.assert_close(got, wanted, atol=shape.tolerance, rtol=shape.tolerance)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: candidates are of a GPU's sizes")
+def test_candidates_on_a_gpu(device: torch.device) -> None:
+    from kvmesh.engine.kernels.prefill import CANDIDATES
+
+    shape = Shape(8, 2, 128, 64, torch.bfloat16)
+    spans = ((0, 1), (0, 700), (190, 1), (513, 300))
+    for variant in CANDIDATES:
+        got, wanted = both(shape, spans, AttentionSpec(128**-0.5), device, variant=variant)
+        torch.testing.assert_close(got, wanted, atol=shape.tolerance, rtol=shape.tolerance)
 
 
 def test_one_token_and_none(device: torch.device) -> None:

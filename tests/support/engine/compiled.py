@@ -91,7 +91,11 @@ def main(capability: int) -> None:
         show("write", dtype, dim, write._write, 1, **size)
         show("decode", dtype, dim, decode._attend, **attend, **paged, PADDED_GROUP=power_of_two(group))
         show("join", dtype, dim, decode._join, 4, **size, AT_ONCE=decode.JOINED_AT_ONCE, SINKS=True)
-        show("prefill", dtype, dim, prefill._attend, tiles.warps, prefill.STAGES, **paged, QUERIES=tiles.queries)
+        own = (dtype, dim, block, capability) == ("bf16", 128, 64, 90)  # candidates are measured on Hopper
+        for at, cut in enumerate((prefill.usual(dim, ITEMSIZE[dtype], block), *(prefill.CANDIDATES if own else ()))):
+            sizes = {"TILE": cut.keys, "QUERIES": cut.queries, "FOLDED": cut.folded}
+            name = f"prefill/{at}" if at else "prefill"
+            show(name, dtype, dim, prefill._attend, cut.warps, cut.stages, **paged | sizes)
         half, rest = (
             {"DIM": dim, "HALF": dim // 2, "PADDED_HALF": power_of_two(dim // 2)},
             {"REST": 0, "PADDED_REST": 16},
