@@ -5,10 +5,10 @@ columns by one.
 Rows with room for their next token come first (`live`), stalled ones after them. A row that leaves is replaced by the
 last one, so a change moves at most two rows; the order is the same at every rank that gets the same commands.
 
-A step is told of twice. Once it is `launched` the rows have gone on by one token, whatever that will be: a row that
-ends by length is out of the batch, the others can be in the next step. What the step has made is `collected` later, at
-once or when the next step has been launched, too; a row that stopped is then in one step too many, and its token there
-is thrown away. `PageHolds` says when the pages of a row that is out of the batch are free of every step.
+A step that is not waited for is told of twice. Once it is `launched` the rows have gone on by one token, whatever that
+will be: a row that ends by length is out of the batch, the others can be in the next step. What the step has made is
+`collected` later, when the next step has been launched, too; a row that stopped is then in one step too many, and its
+token there is thrown away. `PageHolds` says when the pages of a row that is out of the batch are free of every step.
 """
 
 from __future__ import annotations
@@ -192,6 +192,25 @@ class RunningRows:
         tokens, positions, indices = self._columns[: INDEX + 1, : self.live].copy()
         return DecodeBatch(tokens, positions, indices, self._pages[: self.live], self._params[: self.live])
 
+    def advance(self, chosen: Chosen) -> tuple[Token, ...]:
+        """Records the tokens that the live rows have made, takes rows that end out of the batch, and returns the
+        tokens: what `launched` and `collected` do, in one for a step that was waited for."""
+        live = self._columns[:, : self.live]
+        indices: list[int] = live[LENGTH].tolist()
+        live[TOKEN] = chosen.token_ids
+        live[ADVANCING] += 1
+        finish: Column = np.where(live[LENGTH] >= live[MOST], FULL, GOES_ON)
+        token_ids: list[int] = chosen.token_ids.tolist()
+        if not self._stops.keys().isdisjoint(token_ids):
+            for row, token in enumerate(token_ids):
+                if token in self._stop[row] and live[LENGTH, row] >= live[LEAST, row]:
+                    finish[row] = STOPPED
+        handles, scores = self._handles[: self.live], self._scores(chosen)
+        tokens = tuple(map(Token, handles, token_ids, indices, finish.tolist(), scores))
+        for row in reversed(np.flatnonzero(finish).tolist()):
+            self.leave(self._handles[row])
+        return tokens
+
     def source(self) -> Column:
         """Returns which row each live one was of the step that was launched last; -1 for none."""
         return self._columns[NEWEST, : self.live].copy()
@@ -245,11 +264,6 @@ class RunningRows:
         if next_step is not None:
             next_step.vain.update(ended, bad)
         return Collected(tokens, ended, bad)
-
-    def advance(self, chosen: Chosen) -> tuple[Token, ...]:
-        """Records the tokens that the live rows have made, takes rows that end out of the batch, and returns the
-        tokens."""
-        return self.collected(self.launched(), chosen).tokens
 
     def _scores(self, chosen: Chosen) -> Sequence[Logprobs | None]:
         scores: list[Logprobs | None] = [None] * len(chosen.token_ids)
