@@ -118,7 +118,9 @@ class FrontAndRank(RuleBasedStateMachine):
         self.world.wind_down()
 
 
-@pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "in-turn"])
+@pytest.mark.parametrize(
+    "ahead", [pytest.param(True, id="ahead"), pytest.param(False, id="in-turn", marks=pytest.mark.slow)]
+)
 def test_whatever_happens_tokens_are_those_of_a_request_alone(
     device: Device, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
