@@ -68,13 +68,21 @@ class DecodeGraphs:
 
         return [work]
 
-    def logits(self, token_ids: Integers, pages: Sequence[Sequence[int]], positions: Integers) -> torch.Tensor | None:
-        """Returns `[rows, vocab]` of one decode step, valid until the next; None when no graph is large enough. Raises
-        as `DecodeTables.fill` does."""
+    def logits(
+        self,
+        token_ids: Integers,
+        pages: Sequence[Sequence[int]],
+        positions: Integers,
+        on_device: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """Returns `[rows, vocab]` of one decode step, valid until the next; None when no graph is large enough. Ids
+        that are `on_device` stand for `token_ids`. Raises as `DecodeTables.fill` does."""
         size = bucket_for(len(token_ids), self.sizes)
         if size is None or max(len(row) for row in pages) > self._tables.width:
             return None
         self._tables.fill(pages, positions, token_ids, size)
+        if on_device is not None:
+            self._tables.token_ids[: len(on_device)].copy_(on_device)
         [replay] = self._graphs[size]
         replay()
         return self._logits[: len(token_ids)]

@@ -19,7 +19,7 @@ from kvmesh.engine.checkpoint import Checkpoint
 from kvmesh.engine.config import DTYPES, ModelConfig
 from kvmesh.engine.models.registry import MODELS
 from kvmesh.engine.parallel import SOLO, Group, check_shares, share, share_of
-from kvmesh.engine.sampler import Sampler
+from kvmesh.engine.sampler import Sampler, TokensInFlight
 from kvmesh.engine.weights import Weights
 from kvmesh.errors import ConfigError, ContextTooLong, InternalError, InvalidRequest, NonFiniteLogits
 from kvmesh.kvcache.layout import ShardLayout
@@ -199,6 +199,37 @@ class Runner:
         if items:
             tokens = np.concatenate((tokens, *(np.asarray(item.token_ids, np.int64) for item in items)))
         return self._sample(items, rows, self._hidden(tokens, plan, on_layer))
+
+    @torch.inference_mode()
+    def launch(
+        self, rows: DecodeBatch, before: TokensInFlight | None = None, source: Column | None = None
+    ) -> TokensInFlight:
+        """Launches a step of decode rows, of which there is one at least, and does not wait for it. Row i goes on with
+        the token of row `source[i]` of the step `before`, on the device, or with `rows.token_ids[i]` where `source[i]`
+        is negative. Raises InvalidRequest, ContextTooLong; rows whose logits are not finite show in the result. As for
+        histories see `Sampler.launch`."""
+        self._check_decode(rows)
+        tokens = None if before is None or source is None else self._followed(rows.token_ids, before, source)
+        logits = None
+        if self.graphs is not None:
+            logits = self.graphs.logits(rows.token_ids, rows.pages, rows.positions, tokens)
+        if logits is None:
+            plan = self.attention.plan_mixed(rows.pages, rows.positions, ())
+            tokens = self._sent(rows.token_ids) if tokens is None else tokens
+            logits = self.model.logits(self.model.hidden(tokens, plan.positions, _attend(plan, None)))
+        return self._sampler.launch(logits, rows.params, rows.indices)
+
+    def _followed(self, token_ids: Column, before: TokensInFlight, source: Column) -> torch.Tensor:
+        made = before.token_ids
+        if len(source) == len(made) and np.array_equal(source, np.arange(len(made))):
+            return made  # all rows merely go on
+        where = self._sent(source)
+        return torch.where(where < 0, self._sent(token_ids), made[where.clamp(min=0)])
+
+    def _sent(self, column: Column) -> torch.Tensor:
+        """Copies a column to the device without waiting for what the device does."""
+        tensor = torch.from_numpy(column)
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
     def _hidden(self, token_ids: Column, plan: StepPlan, on_layer: Callable[[int], None] | None) -> torch.Tensor:
         attend = _attend(plan, on_layer)

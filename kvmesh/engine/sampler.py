@@ -21,6 +21,7 @@ from kvmesh.engine.batch import Chosen, Column, SampledToken, SampleParams
 from kvmesh.engine.kernels import kernels_for
 from kvmesh.engine.sampling.adjust import Adjustments
 from kvmesh.engine.sampling.filters import Filters
+from kvmesh.engine.sampling.history import History
 from kvmesh.engine.sampling.noise import Noise
 from kvmesh.errors import NonFiniteLogits
 
@@ -43,11 +44,60 @@ class Sampler:
     def choose(self, logits: torch.Tensor, params: Sequence[SampleParams], indices: Column) -> Chosen:
         """Chooses one token a row of `logits [rows, vocab]` (any float dtype, any device), which stay as they are; each
         goes into its row's history. Raises NonFiniteLogits naming the rows; then nothing has changed."""
+        return self._kept(logits, params).sample(logits, indices)
+
+    def _kept(self, logits: torch.Tensor, params: Sequence[SampleParams]) -> _Batch:
         batch = self._batch
         if batch is None or batch.vocab != logits.shape[-1] or batch.params != list(params):
             self._batch = None  # of the old one nothing is needed: histories are with their rows
             batch = self._batch = _Batch(params, logits.shape[-1], logits.device)
-        return batch.sample(logits, indices)
+        return batch
+
+    def launch(self, logits: torch.Tensor, params: Sequence[SampleParams], indices: Column) -> TokensInFlight:
+        """As `choose`, but does not wait for the device. Rows whose logits are not finite leave the others' tokens as
+        they are. Where rows have a history and are not those of the step before, the tokens of that step must have been
+        read (`TokensInFlight.result`)."""
+        return self._kept(logits, params).launch(logits, indices)
+
+
+class TokensInFlight:
+    """Has the tokens of a step that was launched: on the device in `token_ids`, int64 `[rows]`, where the next step
+    reads them (ids of the vocabulary, whatever a row's logits were), and on their way to the host."""
+
+    def __init__(
+        self,
+        token_ids: torch.Tensor,
+        found: torch.Tensor,
+        scores: torch.Tensor | None,
+        historic: Sequence[tuple[int, History]],
+        scored: Sequence[tuple[int, int]],
+    ) -> None:
+        self.token_ids = token_ids
+        self._historic, self._scored = historic, scored
+        self._host, self._host_scores = found, scores
+        self._copied: torch.cuda.Event | None = None
+        if found.is_cuda:
+            self._host = _to_host(found)
+            self._host_scores = None if scores is None else _to_host(scores)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def result(self) -> Chosen:
+        """Waits for the tokens, which go into the rows' histories; -1 stands for those whose logits were not finite.
+        It is called once, in the order of the steps."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        found: Column = self._host.numpy()
+        for row, history in self._historic:
+            if found[row] >= 0:
+                history.add(int(found[row]))
+        scored = {} if self._host_scores is None else dict(_scores(self._host_scores, self._scored))
+        return Chosen(found, {row: token for row, token in scored.items() if found[row] >= 0})
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Begins to copy a tensor into pinned memory."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 class _Batch:
@@ -76,14 +126,7 @@ class _Batch:
     def sample(self, logits: torch.Tensor, indices: Column) -> Chosen:
         """One read of the device for the tokens, and one for logprobs where rows ask for them (top_k over
         filters.CANDIDATES and top_p read once more a block)."""
-        if self._all_worked:
-            best = logits.amax(-1)
-            tokens = torch.zeros(len(best), dtype=torch.int64, device=self._device)
-        else:
-            best, tokens = logits.max(-1)
-        # max passes NaN on: one look at the best logit of each row finds NaN, +inf and rows of -inf. What is finite
-        # differs from itself by nothing: `isfinite` is four launches on a GPU.
-        good = best - best == 0
+        best, tokens, good = self._best(logits)
         if self._blocks and self._device.type == "cpu":
             # What follows wants numbers; elsewhere it is looked at with the tokens.
             _check(good.to(torch.int64).numpy() - 1)
@@ -95,19 +138,52 @@ class _Batch:
             block.took(tokens)
         for row, history in self._historic:
             history.add(int(found[row]))
-        return Chosen(found, dict(self._with_logprobs(logits, tokens)) if self._scored else {})
+        return Chosen(found, dict(_scores(self._with_logprobs(logits, tokens), self._scored)) if self._scored else {})
 
-    def _with_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor) -> Iterator[tuple[int, SampledToken]]:
-        """Computes log-probabilities of the rows that ask for them, from the logits as they came."""
+    def launch(self, logits: torch.Tensor, indices: Column) -> TokensInFlight:
+        """Waits for nothing (but for top_k over filters.CANDIDATES and top_p, which read the device once a block)."""
+        best, tokens, good = self._best(logits)
+        chosen_from = logits
+        if self._blocks and self._device.type == "cpu" and not bool(good.all()):
+            chosen_from = torch.where(good[:, None], logits, 0.0)  # what follows wants numbers
+            best = torch.where(good, best, 0.0)
+        for block in self._blocks:
+            tokens[block.rows] = block.tokens(chosen_from, indices, best)
+        found = torch.where(good, tokens, -1)
+        tokens = found.clamp(min=0)  # what a device looks up must be there, whatever the logits were
+        scores = self._with_logprobs(logits, tokens) if self._scored else None
+        for block in self._blocks:
+            block.took(tokens)
+        return TokensInFlight(tokens, found, scores, self._historic, self._scored)
+
+    def _best(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns of each row the greatest logit, its token (0 where no row takes it as it is), and whether all logits
+        are numbers."""
+        if self._all_worked:
+            best = logits.amax(-1)
+            tokens = torch.zeros(len(best), dtype=torch.int64, device=self._device)
+        else:
+            best, tokens = logits.max(-1)
+        # max passes NaN on: one look at the best logit of each row finds NaN, +inf and rows of -inf. What is finite
+        # differs from itself by nothing: `isfinite` is four launches on a GPU.
+        return best, tokens, best - best == 0
+
+    def _with_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Computes log-probabilities of the rows that ask for them, from the logits as they came: float64, which holds
+        all of token, its log-probability, the best tokens and theirs."""
         rows = torch.tensor([row for row, _ in self._scored], device=self._device)
         raw = logits[rows].float().log_softmax(-1)
         top = raw.topk(min(max(n for _, n in self._scored), self.vocab))
         chosen = tokens[rows, None]
-        parts = (chosen, raw.gather(1, chosen), top.indices, top.values)  # float64 holds all of them
-        width = top.values.shape[-1]
-        for (row, n), line in zip(self._scored, torch.cat([p.double() for p in parts], 1).tolist(), strict=True):
-            ids, values = map(int, line[2 : 2 + width]), line[2 + width :]
-            yield row, SampledToken(int(line[0]), line[1], tuple(zip(ids, values, strict=True))[:n])
+        return torch.cat([p.double() for p in (chosen, raw.gather(1, chosen), top.indices, top.values)], 1)
+
+
+def _scores(lines: torch.Tensor, scored: Sequence[tuple[int, int]]) -> Iterator[tuple[int, SampledToken]]:
+    """Reads what `_with_logprobs` made of the rows `scored`, (row, how many of the best)."""
+    width = (lines.shape[-1] - 2) // 2
+    for (row, n), line in zip(scored, lines.tolist(), strict=True):
+        ids, values = map(int, line[2 : 2 + width]), line[2 + width :]
+        yield row, SampledToken(int(line[0]), line[1], tuple(zip(ids, values, strict=True))[:n])
 
 
 class _Block:

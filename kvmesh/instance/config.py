@@ -45,6 +45,14 @@ class InstanceConfig(TierConfig):
         metadata={"help": "Where ranks compute: cpu, cuda or cuda:N; see docs/reports/cuda.md."},
     )
     cuda_graphs: bool = field(default=True, metadata={"help": "On a GPU, replay steps as CUDA graphs."})
+    async_steps: str = field(
+        default="auto",
+        metadata={
+            "help": "Launch a decode step before the tokens of the one before it are read (docs/internals/engine.md); "
+            "auto: on a GPU, with one rank.",
+            "choices": ("auto", "on", "off"),
+        },
+    )
     block_tokens: int = field(default=64, metadata={"help": "Tokens a block: a power of two in 16..512."})
     num_pages: int = field(default=0, metadata={"help": "Device pages of a rank; 0: as many as memory_mb holds."})
     num_extents: int = field(default=0, metadata={"help": "Blocks of the host segment; 0: as many as pages."})

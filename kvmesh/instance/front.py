@@ -127,6 +127,7 @@ class Front:
             dtype=c.dtype,
             device=device_of(c.device, rank, len(self.ranks)),
             cuda_graphs=c.cuda_graphs,
+            async_steps=c.async_steps,
             block_tokens=c.block_tokens,
             num_pages=c.num_pages,
             num_extents=c.num_extents,

@@ -436,6 +436,7 @@ class Configure(Message, frozen=True):
     warm_segment: str = ""  # folder of memory that the next incarnation finds; "" = none
     warm_lease_ms: int = 0  # the longest lease that this incarnation gives
     cuda_graphs: bool = True
+    async_steps: str = "auto"  # "auto" | "on" | "off"
     group_file: str = ""  # where the ranks of this instance meet; "" = there is only one
     group_timeout_ms: int = 0  # longest wait of one rank for another
     cache_dir: str = ""  # where digests of weights are kept when the model's folder cannot be written; "" = the user's
@@ -636,7 +637,8 @@ class Grant(Message, frozen=True):
 
 
 class Leave(Message, frozen=True):
-    """Takes a request out of the batch. The answer is Left: from then on no step touches its pages."""
+    """Takes a request out of the batch. The answer is Left: from then on no step touches its pages. A token that it
+    gets in a step that was running may come before."""
 
     handle: int
 
@@ -736,17 +738,21 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
     handle: int
     token_id: int
     token_index: int
-    finish: int  # 0 goes on, 1 stop, 2 length: the rank has taken it out of the batch
+    finish: int  # 0 goes on, 1 stop, 2 length: the rank has taken it out of the batch (but see `held` of the step)
     logprobs: Logprobs | None = None
 
 
 class DecodeStepDone(Message, frozen=True):
+    """Reports what a step has made. `held` are handles of tokens with a finish whose pages the next step, which is
+    running already, has as well: Left follows when it is over."""
+
     start_ns: int
     end_ns: int
     batch: int
     context_tokens: int
     tokens: tuple[Token, ...]
     prefill_tokens: int = 0  # of prompts, computed in the same step
+    held: tuple[int, ...] = ()
 
 
 class Stalled(Message, frozen=True):

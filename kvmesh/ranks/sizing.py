@@ -46,6 +46,18 @@ def choose_dtype(asked: str, stored: str, kind: str, operators: bool) -> tuple[s
     return "float32", f"the checkpoint has {stored}; on a CPU float32 is the fastest that loses nothing"
 
 
+def choose_order(asked: str, kind: str, ranks: int) -> tuple[bool, str]:
+    """Returns whether a step is launched before the tokens of the one before it are read, and why. Raises ConfigError
+    where several ranks are told to."""
+    if asked == "on" and ranks > 1:
+        raise ConfigError(f"async_steps='on': {ranks} ranks wait for each step; auto or off", field="async_steps")
+    if asked != AUTO:
+        return asked == "on", "as told"
+    if kind == "cuda":
+        return (True, "the GPU runs behind the host") if ranks == 1 else (False, "several ranks")
+    return False, "a CPU runs nothing behind the host"
+
+
 def choose_steps(asked: Mapping[str, int], kind: str, device_bytes: int) -> dict[str, int]:
     """Returns `asked`, sizes of steps by configuration key, with those that are 0 chosen. `device_bytes`: the GPU's
     memory."""

@@ -159,9 +159,11 @@ class Adopted:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The ranks have taken the request out of their batch: the answer is complete."""
+    """The ranks have taken the request out of their batch: the answer is complete. `held`: a step that runs has it all
+    the same, and Left follows when it is over."""
 
     reason: Reason
+    held: bool = False
 
 
 # From the scheduler, which grants only what a request wants (`wants_landing`, `wants_pages`, `wants_seat`):

@@ -582,7 +582,10 @@ class Handoff:
         if not self.ended:
             self._end(e.EmitFinish(event.reason), now, out)
             self.phase = Phase.DONE
-        self._out_of_batch(now, out)
+        if event.held:
+            self.leaving, self.due = True, NEVER
+        else:
+            self._out_of_batch(now, out)
 
     def _step_failed(self, rank: int, failed: m.RankError, now: int, out: list[e.Action]) -> None:
         if not self.in_batch:

@@ -253,7 +253,7 @@ class DecodeState:
                 if h.made >= h.seal_at:
                     self._seal(h)
             if token.finish:
-                self._run(h, e.Ended(e.Reason(token.finish)), now)
+                self._run(h, e.Ended(e.Reason(token.finish), token.handle in step.held), now)
         if rank == 0 and not step.prefill_tokens:  # a step that computed prompts beside its rows tells nothing of rows
             sample = (step.batch, step.context_tokens, step.end_ns - step.start_ns)
             self.steps.append(sample)

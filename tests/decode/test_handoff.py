@@ -100,6 +100,15 @@ def test_pages_come_back_when_the_answer_ends_or_rank_0_lets_go() -> None:
     for rank, peer in PAIRS:
         h.step(m.FromRank(rank, m.Fenced(peer, 5)), NOW)
     h.step(e.Seat(), NOW)
+    assert h.step(e.Ended(e.Reason.STOP, held=True), NOW) == [e.EmitFinish(e.Reason.STOP)]
+    assert h.moving_out and h.step(e.Cancel(RequestCancelled("gone")), NOW) == []
+    assert h.step(m.FromRank(0, m.Left(1)), NOW) == [e.FreePages((3, 4)), e.Freed()]
+
+    h = landed()
+    filled(h)
+    for rank, peer in PAIRS:
+        h.step(m.FromRank(rank, m.Fenced(peer, 5)), NOW)
+    h.step(e.Seat(), NOW)
     fail, *leave = h.step(e.Cancel(RequestCancelled("gone")), NOW)
     assert isinstance(fail, e.EmitFail) and leave == both(m.Leave(1))
     assert h.step(m.FromRank(0, m.Left(1)), NOW) == [e.FreePages((3, 4)), e.Freed()]

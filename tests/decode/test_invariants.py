@@ -169,9 +169,15 @@ class AdversarialMesh(RuleBasedStateMachine):
         self.world.rank.finish_copy(data.draw(st.integers(0, len(self.world.rank.copies) - 1)))
         self.world.check()
 
-    @rule(stop=st.booleans())
-    def rank_steps(self, stop: bool) -> None:
-        self.world.rank.step(stop)
+    @rule(stop=st.booleans(), ahead=st.booleans())
+    def rank_steps(self, stop: bool, ahead: bool) -> None:
+        self.world.rank.step(stop, ahead)
+
+    @precondition(lambda self: self.world.rank.vain)
+    @rule()
+    def step_in_flight_ends(self) -> None:
+        self.world.rank.end_step()
+        self.world.check()
 
     @precondition(lambda self: self.world.rank.rows)
     @rule()
@@ -220,6 +226,13 @@ class FreesBeforeLeft(handoff.Handoff):
         if self.ended:
             self.in_batch = False
         super()._free_if_unused(now, out)
+
+
+class FreesWhatIsHeld(handoff.Handoff):
+    """Memory goes back when the answer is complete, though a step in flight has the row."""
+
+    def step(self, event: e.Event, now: int) -> list[e.Action]:
+        return super().step(e.Ended(event.reason) if isinstance(event, e.Ended) else event, now)
 
 
 class FreesBeforeCopied(handoff.Handoff):
@@ -294,6 +307,7 @@ class InvitesOverOwnBlocks(handoff.Handoff):
 BROKEN: list[tuple[Any, str, Any]] = [
     (state, "Handoff", FreesBeforeFenced),
     (state, "Handoff", FreesBeforeLeft),
+    (state, "Handoff", FreesWhatIsHeld),
     (state, "Handoff", FreesBeforeCopied),
     (state, "Handoff", JoinsBeforeFenced),
     (state, "Handoff", FreesBeforeLoaded),

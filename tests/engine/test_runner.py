@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,12 +10,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from kvmesh.engine.batch import DecodeBatch
 from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams, pages_over, shard_layout
 from kvmesh.errors import ConfigError, ContextTooLong, InternalError, InvalidRequest, NonFiniteLogits
 from kvmesh.testing.local_engine import GenerateParams, LocalEngine
 from tests.support.checkpoints import SPECIALS, prompts
-from tests.support.engine.stepper import Stepper
+from tests.support.engine.stepper import Stepper, launched_ahead
 from tests.support.reference import assert_matches_reference
 
 Zoo = Callable[[str], Path]
@@ -147,3 +149,40 @@ def test_the_zoo_can_be_served(zoo: Zoo) -> None:
             assert tokenizer.decode(tokenizer.encode(text).ids) == text
         assert [tokenizer.token_to_id(special) for special in SPECIALS] == [256, 257, 258]
         assert len(tokenizer.encode("<|im_start|>user").ids) < 10
+
+
+def test_steps_that_are_launched_ahead_make_the_same_tokens(checkpoint: Path) -> None:
+    def rows(stepper: Stepper) -> list[DecodeInput]:
+        made = []
+        for at, prompt in enumerate(([5, 6, 7], list(range(9, 40)), [8] * 20)):
+            pages = stepper.take(len(prompt) + 12)
+            sample = SampleParams(temperature=1.0 if at else 0.0, seed=at, token_index=1, top_k=40 * (at == 2))
+            made.append(DecodeInput(stepper.prefill(prompt, pages), len(prompt), pages, sample))
+        return made
+
+    def in_turn(stepper: Stepper, rows: list[DecodeInput]) -> list[list[int]]:
+        answers: list[list[int]] = [[] for _ in rows]
+        for _ in range(11):
+            for answer, made, row in zip(answers, stepper.decode(rows, 1), rows, strict=True):
+                answer += made
+                row.sample.token_index += 1
+        return answers
+
+    one, other = Stepper(checkpoint), Stepper(checkpoint)
+    assert launched_ahead(one.runner, rows(one), 11) == in_turn(other, rows(other))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_step_that_is_launched_tells_which_logits_are_not_finite(checkpoint: Path, temperature: float) -> None:
+    stepper = Stepper(checkpoint)
+    rows = []
+    for prompt in ([5, 6, 7], [8, 9]):
+        pages = stepper.take(16)
+        sample = SampleParams(temperature=temperature, logprobs=1, token_index=1)
+        rows.append(DecodeInput(stepper.prefill(prompt, pages), len(prompt), pages, sample))
+    [_, wanted] = [token.token_id for token in stepper.runner.decode(rows)]
+    stepper.pages[rows[0].pages[0]] = math.nan
+    launched = stepper.runner.launch(DecodeBatch.of(rows))
+    assert launched.token_ids.tolist() == [0, wanted], "the next step may look them up"
+    chosen = launched.result()
+    assert chosen.token_ids.tolist() == [-1, wanted] and list(chosen.scored) == [1]

@@ -15,6 +15,7 @@ from kvmesh.engine.runner import DecodeInput, PrefillInput, SampleParams
 from kvmesh.testing.local_engine import GenerateParams, LocalEngine
 from tests.gpu import NEEDS_GPU
 from tests.support.checkpoints import prompts
+from tests.support.engine.stepper import launched_ahead
 from tests.support.reference import assert_matches_reference, reference_logits
 
 pytestmark = NEEDS_GPU
@@ -43,6 +44,22 @@ def test_greedy_tokens_equal_the_reference(zoo: Zoo, name: str, graphs: bool) ->
     asked = prompts(16, local.config.vocab_size, seed=3)
     for prompt, answer in zip(asked, local.generate(asked, GenerateParams(max_tokens=20)), strict=True):
         assert_matches_reference(zoo(name), prompt, answer.token_ids)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_steps_that_are_launched_ahead_make_the_same_tokens(zoo: Zoo, graphs: bool) -> None:
+    local = engine(zoo("llama-gqa7-linear"), cuda_graphs=graphs)
+    asked = prompts(5, local.config.vocab_size, seed=4)
+    answers = local.generate(asked, GenerateParams(max_tokens=16))
+    rows, at = [], 0
+    for prompt in asked:
+        count = -(-(len(prompt) + 16) // 16)
+        pages, at = tuple(range(at, at + count)), at + count
+        [first] = local.runner.prefill([PrefillInput(prompt, 0, pages, SampleParams())])
+        assert first is not None
+        rows.append(DecodeInput(first.token_id, len(prompt), pages, SampleParams(token_index=1)))
+    ahead = launched_ahead(local.runner, rows, 15)
+    assert [[row.token_id, *rest] for row, rest in zip(rows, ahead, strict=True)] == [a.token_ids for a in answers]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

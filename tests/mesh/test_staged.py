@@ -1,5 +1,5 @@
 """The whole mesh with pages that the transfer engine cannot reach, as a GPU's: KV lands in host extents, pushes go
-through staging slots, and every copy is done as late as it may be. Greedy tokens do not notice."""
+through staging slots, copies are done as late as they may be, steps are launched ahead. Greedy tokens do not notice."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ VOCAB = 331
 MeshFactory = Callable[..., AbstractAsyncContextManager[Running]]
 
 
-@pytest.mark.parametrize("prefill", ["cpu-staged", "cpu"])
-async def test_tokens_after_staged_copies_equal_the_reference(tmp_path: Path, mesh: MeshFactory, prefill: str) -> None:
+@pytest.mark.parametrize(("prefill", "order"), [("cpu-staged", "on"), ("cpu", "auto")])
+async def test_tokens_after_staged_copies_equal_the_reference(
+    tmp_path: Path, mesh: MeshFactory, prefill: str, order: str
+) -> None:
     """Few pages: requests wait in extents, running ones are swapped out and in again, and what prefill computed long
     ago is loaded from its host segment by the very step that needs it."""
     path = make_checkpoint(tmp_path / "model", num_hidden_layers=3)
     flags = {
         "prefill": {"prefill_chunk_tokens": 48, "device": prefill, "num_pages": 20, "num_extents": 96},
-        "decode": {"device": "cpu-staged", "num_pages": 24, "num_extents": 64},
+        "decode": {"device": "cpu-staged", "num_pages": 24, "num_extents": 64, "async_steps": order},
     }
     async with mesh(path, block_tokens=16, flags=flags) as running:
         first: dict[int, list[int]] = {}

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from kvmesh.ranks import protocol as m
+from kvmesh.ranks.devices import STAGED_CPU
 from kvmesh.ranks.worker.profiler import limits
 from tests.support.rank_driver import GREEDY, Driver, rank
 
@@ -34,8 +36,10 @@ async def computed(driver: Driver, step_id: int, *, push: bool = False) -> None:
     await driver.take(m.PrefillStepDone)
 
 
-async def test_steps_are_timed_and_answers_stay_the_same(checkpoint: Path) -> None:
-    async with rank("p", checkpoint) as driver:
+@pytest.mark.parametrize(("device", "order"), [("cpu", "auto"), (STAGED_CPU, "on")])
+async def test_steps_are_timed_and_answers_stay_the_same(checkpoint: Path, device: str, order: str) -> None:
+    """Where steps are launched ahead, those that are timed are waited for."""
+    async with rank("p", checkpoint, device=device, async_steps=order) as driver:
         await computed(driver, 1)  # the KV behind rows: the same for both
         driver.client.send(m.Join(1, (20, 21, 0, 1), 20, 7, 0, 40, 0, (), GREEDY))
         expected = await tokens_of(driver)

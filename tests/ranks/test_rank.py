@@ -11,6 +11,7 @@ import signal
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvmesh.errors import CheckpointError
@@ -120,6 +121,29 @@ async def test_rows_go_on_while_a_prefix_is_loaded_and_the_step_that_reads_it_co
         loaded = said.index("LoadCopied")
         assert said[:loaded].count("DecodeStepDone") >= LATE_LOOKS, "rows waited for a load"
         assert all(x.prefill_tokens == 0 for x in a.inbox[:loaded] if isinstance(x, m.DecodeStepDone))
+
+
+async def test_a_rank_that_launches_ahead_gives_the_same_tokens_and_pages_after_the_step(checkpoint: Path) -> None:
+    prompt = list(range(10, 40))
+    async with rank("a", checkpoint, device=STAGED_CPU, async_steps="on", steps={"max_running": 4}) as a:
+        assert "a step is launched before the last one's tokens are read (as told)" in a.client.ready.settings
+        item = m.PrefillItem(1, tuple(prompt), 0, (3, 4), GREEDY, push=False)
+        a.client.send(m.PrefillStep(1, (item,)))
+        (first,) = (await a.take(m.PrefillStepDone)).sampled
+        made, joined = [first.token_id], join(1, (3, 4, 5), len(prompt), first.token_id, 12)
+        a.client.send(joined)
+        while len(made) < 12:
+            step = await a.take(m.DecodeStepDone)
+            made += [token.token_id for token in step.tokens]
+        assert step.tokens[-1].finish == 2 and not step.held, "the next step was not launched with it"
+        assert_matches_reference(checkpoint, prompt, made)
+        a.inbox.clear()
+        a.client.send(msgspec.structs.replace(joined, handle=2, stop_token_ids=(made[4],)))
+        while not (step := await a.take(m.DecodeStepDone)).held:
+            assert not any(token.finish for token in step.tokens)
+        assert step.held == (2,) and step.tokens[-1].token_id == made[4]
+        assert await a.take(m.Left) == m.Left(2)
+        assert all(not message.tokens for message in a.inbox if isinstance(message, m.DecodeStepDone))
 
 
 async def test_a_cancelled_push_drains_and_an_unknown_one_too(checkpoint: Path) -> None:

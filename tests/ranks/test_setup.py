@@ -99,6 +99,7 @@ def test_pages_of_a_gpu_are_what_the_largest_step_leaves(checkpoint: Path, monke
     assert runner.decode([DecodeInput(5, 0, (7,), SampleParams())]) == before
     settings = setup.settings(pages, layout, runner)
     assert "max_batch_tokens 3,000" in settings and "no CUDA graphs (as told)" in settings
+    assert "a step is launched before the last one's tokens are read (the GPU runs behind the host)" in settings
 
 
 def test_what_was_captured_is_told_and_has_its_room(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from kvmesh.ranks.sizing import (
     STEP_KEYS,
     PageNeed,
     choose_dtype,
+    choose_order,
     choose_pages,
     choose_steps,
     cuda_room,
@@ -57,6 +58,14 @@ def test_sizes_by_device() -> None:
     assert list(choose_steps(free, "cuda", 80 * GIB).values()) == [8192, 8192, 1024, 256]
     assert list(choose_steps(free, "cuda", 24 * GIB).values()) == [2048, 2048, 512, 256]
     assert step_tokens({"max_running": 64}, 64) == 0, "a decode instance computes no prompts"
+
+
+def test_steps_are_launched_ahead_where_the_device_runs_behind_one_host() -> None:
+    chosen = {(kind, ranks): choose_order("auto", kind, ranks)[0] for kind in ("cpu", "cuda") for ranks in (1, 2)}
+    assert chosen == {("cpu", 1): False, ("cpu", 2): False, ("cuda", 1): True, ("cuda", 2): False}
+    assert choose_order("on", "cpu", 1) == (True, "as told") and choose_order("off", "cuda", 1) == (False, "as told")
+    with pytest.raises(ConfigError, match=r"async_steps='on': 2 ranks wait for each step"):
+        choose_order("on", "cuda", 2)
 
 
 def test_a_named_chunk_bounds_the_batch_that_nobody_names() -> None:

@@ -17,7 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 
@@ -56,6 +56,7 @@ class CopyPieces(NamedTuple):
 
 
 OnDone = Callable[[CopiesDone], None]
+T = TypeVar("T")
 
 
 class DeviceMemory(ABC):
@@ -94,6 +95,11 @@ class DeviceMemory(ABC):
     @abstractmethod
     def copying(self) -> bool:
         """Whether copies are under way, so that `poll` will have something to do."""
+
+    def begin_step(self, launch: Callable[[], T]) -> Callable[[], T]:
+        """Gives the device a step for which nobody waits. Returns what answers `launch()` once the device has begun."""
+        launched = launch()
+        return lambda: launched
 
     @abstractmethod
     def keep_pace(self, meanwhile: Callable[[], None]) -> None:
@@ -210,17 +216,51 @@ class StagedMemory(DeviceMemory):
 LATE_LOOKS = 8  # a step of few layers polls less often, so it must not see bytes that it did not wait for
 
 
-class LateCopy:
-    """Is a copy that is done when it has been polled LATE_LOOKS times: later than anybody may rely on."""
+class LateStep(Generic[T]):
+    """Is a step that is computed when somebody needs what it makes: later than anybody may rely on."""
 
-    def __init__(self, pieces: CopyPieces, checked: torch.dtype | None) -> None:
+    def __init__(self, launch: Callable[[], T]) -> None:
+        self._launch: Callable[[], T] | None = launch
+        self._launched: T | None = None
+        self._error: Exception | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is still to be computed."""
+        return self._launch is not None
+
+    def run(self) -> None:
+        """Computes it, unless that is done. Whoever needs what it makes is told if it failed."""
+        launch, self._launch = self._launch, None
+        if launch is None:
+            return
+        try:
+            self._launched = launch()
+        except Exception as error:
+            self._error = error
+
+    def launched(self) -> T:
+        self.run()
+        if self._error is not None:
+            raise self._error
+        return cast(T, self._launched)
+
+
+class LateCopy:
+    """Is a copy that is done when it has been polled LATE_LOOKS times: later than anybody may rely on. It sees what the
+    step `after` writes, and those before that."""
+
+    def __init__(self, pieces: CopyPieces, checked: torch.dtype | None, after: LateStep[Any] | None = None) -> None:
         self._pieces: CopyPieces | None = pieces
         self._checked = checked
+        self._after = after
         self._looked = 0
         self._bad: tuple[int, ...] = ()
 
     def run(self) -> None:
         if self._pieces is not None:
+            if self._after is not None:
+                self._after.run()
             self._bad = move(self._pieces, self._checked)
             self._pieces = None
 
@@ -235,8 +275,8 @@ class LateCopy:
 
 
 class StagedCpuMemory(Synchronous, StagedMemory):
-    """Is a device made of host memory for tests, whose copies are done as late as they may be, one by one. It has few
-    slots, so that they run out."""
+    """Is a device made of host memory for tests, whose copies are done as late as they may be, one by one, and whose
+    steps run as late as they may where nobody waits for them. It has few slots, so that they run out."""
 
     least_slot_bytes = 1
     staging_bytes = 1
@@ -246,9 +286,14 @@ class StagedCpuMemory(Synchronous, StagedMemory):
         self, configure: m.Configure, layout: ShardLayout, num_pages: int, engine: TransferEngine, home: str
     ) -> None:
         super().__init__(configure, layout, torch.device("cpu"), num_pages, engine, home)
+        self._newest: LateStep[Any] | None = None
+
+    def begin_step(self, launch: Callable[[], T]) -> Callable[[], T]:
+        step = self._newest = LateStep(launch)
+        return step.launched
 
     def _launch(self, pieces: CopyPieces, into_pages: bool, check: bool) -> Copy:
-        return LateCopy(pieces, self.pages.dtype if check else None)
+        return LateCopy(pieces, self.pages.dtype if check else None, None if into_pages else self._newest)
 
 
 def weight_bytes(checkpoint: Checkpoint, itemsize: int) -> int:

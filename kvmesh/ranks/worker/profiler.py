@@ -64,6 +64,8 @@ class StepProfiler:
                 self._kernels.start()
             else:
                 attach(self._runner, self._clock, self._parts)
+            self._steps.settle()
+            self._parts.put(self._steps, "begin", None)  # every step is waited for
             self._parts.put(self._steps, "run", self._timed_run(self._steps.run))
             self._parts.put(self._runner, "step", self._seen_step(self._runner.step))
         except Exception as error:  # a rank serves on, whatever its profile meets

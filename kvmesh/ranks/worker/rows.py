@@ -4,15 +4,22 @@ columns by one.
 
 Rows with room for their next token come first (`live`), stalled ones after them. A row that leaves is replaced by the
 last one, so a change moves at most two rows; the order is the same at every rank that gets the same commands.
+
+A step that is not waited for is told of twice. Once it is `launched` the rows have gone on by one token, whatever that
+will be: a row that ends by length is out of the batch, the others can be in the next step. What the step has made is
+`collected` later, when the next step has been launched, too; a row that stopped is then in one step too many, and its
+token there is thrown away. `PageHolds` says when the pages of a row that is out of the batch are free of every step.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from kvmesh.engine.batch import Chosen, Column, DecodeBatch, SampledToken, SampleParams
 from kvmesh.ranks import protocol as m
@@ -20,10 +27,66 @@ from kvmesh.ranks.protocol import Logprobs, Token
 
 # Columns: the token whose KV is not computed yet; tokens whose KV lies in pages; index of the next token, counted from
 # the first attempt of the request; tokens of the answer so far; tokens that its pages hold; most tokens of the answer;
-# least tokens before a stop token ends it. A step adds one to the columns of ADVANCING.
-TOKEN, POSITION, INDEX, LENGTH, ROOM, MOST, LEAST = range(7)
+# least tokens before a stop token ends it; which row it was of the step that was launched last, and of the one before
+# (-1: none). A step adds one to the columns of ADVANCING.
+TOKEN, POSITION, INDEX, LENGTH, ROOM, MOST, LEAST, NEWEST, OLDER = range(9)
 ADVANCING = slice(POSITION, ROOM)
 GOES_ON, STOPPED, FULL = range(3)  # m.Token.finish
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class LaunchedRows:
+    """Keeps what is to be known of a step's rows when its tokens are here, wherever the rows are by then."""
+
+    handles: list[int]
+    indices: list[int]  # of the step's tokens in their answers
+    finish: Column  # FULL where the step's token is the last one that there may be
+    may_stop: npt.NDArray[np.bool_]
+    stop: list[frozenset[int]]
+    stops: frozenset[int]  # all of them
+    vain: set[int] = field(default_factory=set)  # handles that had ended in the step before
+
+
+class Collected(NamedTuple):
+    """Says what a step has made. `ended` are the handles among `tokens` that are out of the batch now, `bad` those that
+    are so because their logits were not finite."""
+
+    tokens: tuple[Token, ...]
+    ended: tuple[int, ...]
+    bad: tuple[int, ...]
+
+
+class PageHolds(Generic[T]):
+    """Decides when the pages of a row that is out of the batch may be given back: when no step that was launched and is
+    not over has the row. Steps end in the order in which they were launched. `T` is what is then to be said."""
+
+    def __init__(self) -> None:
+        self._steps: deque[Sequence[int]] = deque()  # the handles of each step in flight
+        self._begun = 0
+        self._held: deque[tuple[int, T]] = deque()  # the number of the step that has the row last
+
+    def launched(self, handles: Sequence[int]) -> None:
+        """A step with these rows is launched."""
+        self._steps.append(handles)
+        self._begun += 1
+
+    def over(self) -> list[T]:
+        """The oldest step is over. Returns what is to be said now, in the order of `out`."""
+        self._steps.popleft()
+        over = self._begun - len(self._steps)
+        free = [what for last, what in self._held if last <= over]
+        self._held = deque((last, what) for last, what in self._held if last > over)
+        return free
+
+    def out(self, handle: int, what: T) -> bool:
+        """The row is out of the batch. Returns whether its pages are free now; else `over` returns `what` once they
+        are."""
+        for back, handles in enumerate(reversed(self._steps)):
+            if handle in handles:
+                self._held.append((self._begun - back, what))
+                return False
+        return True
 
 
 class RunningRows:
@@ -37,11 +100,15 @@ class RunningRows:
         self._pages: list[tuple[int, ...]] = []
         self._params: list[SampleParams] = []
         self._stop: list[frozenset[int]] = []
-        self._columns = np.zeros((7, 8), np.int64)
+        self._columns = np.zeros((9, 8), np.int64)
         self._stops: Counter[int] = Counter()  # the stop tokens of all rows
+        self._stops_now: frozenset[int] | None = frozenset()  # None: they have changed
 
     def __len__(self) -> int:
         return len(self._handles)
+
+    def __contains__(self, handle: int) -> bool:
+        return handle in self._at
 
     def handle(self, row: int) -> int:
         return self._handles[row]
@@ -56,13 +123,15 @@ class RunningRows:
         room = len(j.pages) * self._block_tokens
         length = j.token_index + 1
         index = params.answered + length
-        self._columns[:, row] = (j.next_token, j.context_tokens, index, length, room, j.max_tokens, j.min_tokens)
+        most, least = j.max_tokens, j.min_tokens
+        self._columns[:, row] = (j.next_token, j.context_tokens, index, length, room, most, least, -1, -1)
         self._at[j.handle] = row
         self._handles.append(j.handle)
         self._pages.append(j.pages)
         self._params.append(params)
         self._stop.append(frozenset(j.stop_token_ids))
         self._stops.update(self._stop[row])
+        self._stops_now = None
         self._swap(row, self.live)
         self.live += 1
 
@@ -92,6 +161,7 @@ class RunningRows:
         self._params.pop()
         gone = self._stop.pop()
         self._stops.subtract(gone)
+        self._stops_now = None
         for token in gone:
             if not self._stops[token]:
                 del self._stops[token]
@@ -124,7 +194,7 @@ class RunningRows:
 
     def advance(self, chosen: Chosen) -> tuple[Token, ...]:
         """Records the tokens that the live rows have made, takes rows that end out of the batch, and returns the
-        tokens."""
+        tokens: what `launched` and `collected` do, in one for a step that was waited for."""
         live = self._columns[:, : self.live]
         indices: list[int] = live[LENGTH].tolist()
         live[TOKEN] = chosen.token_ids
@@ -141,8 +211,62 @@ class RunningRows:
             self.leave(self._handles[row])
         return tokens
 
+    def source(self) -> Column:
+        """Returns which row each live one was of the step that was launched last; -1 for none."""
+        return self._columns[NEWEST, : self.live].copy()
+
+    def launched(self) -> LaunchedRows:
+        """The live rows' next step is launched: they go on by one token, and those that end by length leave."""
+        live = self._columns[:, : self.live]
+        indices: list[int] = live[LENGTH].tolist()
+        live[ADVANCING] += 1
+        self._columns[OLDER] = self._columns[NEWEST]
+        self._columns[NEWEST] = -1
+        live[NEWEST] = np.arange(self.live)
+        full = live[LENGTH] >= live[MOST]
+        if self._stops_now is None:
+            self._stops_now = frozenset(self._stops)
+        step = LaunchedRows(
+            self._handles[: self.live],
+            indices,
+            np.where(full, FULL, GOES_ON),
+            live[LENGTH] >= live[LEAST],
+            self._stop[: self.live],
+            self._stops_now,
+        )
+        for row in reversed(np.flatnonzero(full).tolist()):
+            self.leave(self._handles[row])
+        return step
+
+    def collected(self, step: LaunchedRows, chosen: Chosen, next_step: LaunchedRows | None = None) -> Collected:
+        """Takes the tokens of the oldest step in flight; -1 stands for a row whose logits were not finite. The step
+        after it may have been launched: that is `next_step`, and for rows that end here it was in vain."""
+        found, finish = chosen.token_ids, step.finish
+        token_ids: list[int] = found.tolist()
+        if not step.stops.isdisjoint(token_ids):
+            for row, token in enumerate(token_ids):
+                if token in step.stop[row] and step.may_stop[row]:
+                    finish[row] = STOPPED
+        where = self._columns[NEWEST if next_step is None else OLDER, : len(self._handles)]
+        at = np.flatnonzero(where >= 0)
+        self._columns[TOKEN, at] = found[where[at]]
+        tokens = tuple(map(Token, step.handles, token_ids, step.indices, finish.tolist(), self._scores(chosen)))
+        bad: tuple[int, ...] = ()
+        if step.vain or found.min() < 0:
+            tokens = tuple(token for token in tokens if token.handle not in step.vain)
+            bad = tuple(token.handle for token in tokens if token.token_id < 0)
+            tokens = tuple(token for token in tokens if token.token_id >= 0)
+            ended = tuple(token.handle for token in tokens if token.finish)
+        else:
+            ended = tuple(step.handles[row] for row in np.flatnonzero(finish).tolist())
+        for handle in (*ended, *bad):
+            self.leave(handle)
+        if next_step is not None:
+            next_step.vain.update(ended, bad)
+        return Collected(tokens, ended, bad)
+
     def _scores(self, chosen: Chosen) -> Sequence[Logprobs | None]:
-        scores: list[Logprobs | None] = [None] * self.live
+        scores: list[Logprobs | None] = [None] * len(chosen.token_ids)
         for row, token in chosen.scored.items():
             scores[row] = logprobs(token)
         return scores

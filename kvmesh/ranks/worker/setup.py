@@ -53,6 +53,7 @@ class RankSetup:
         dtype, dtype_why = sizing.choose_dtype(configure.dtype, self._config.dtype, self._kind, operators)
         steps = sizing.choose_steps(configure.steps, self._kind, self._total)
         self.configure = msgspec.structs.replace(configure, dtype=dtype, steps=steps)
+        self.ahead, self._ahead_why = sizing.choose_order(configure.async_steps, self._kind, configure.world_size)
         self.rows = steps.get("max_running", 0)
         self.tokens = sizing.step_tokens(steps, configure.block_tokens)
         chosen = [key for key, value in configure.steps.items() if not value]
@@ -119,6 +120,9 @@ class RankSetup:
         tokens, nbytes = pages.count * layout.block_tokens, pages.count * layout.shard_bytes
         size = f"{pages.count:,} pages of {layout.block_tokens} tokens ({tokens:,} in all), {nbytes >> 20:,} MiB"
         told = [*self.why, f"{size}: {pages.why}"]
+        if self.rows and (self._kind == "cuda" or self.ahead):
+            order = "a step is launched before the last one's tokens are read" if self.ahead else "steps are waited for"
+            told.append(f"{order} ({self._ahead_why})")
         if self._kind == "cuda":
             told.append(self._graphs(runner))
         return "; ".join(told)

@@ -2,39 +2,75 @@
 
 `Steps.run` is the one place where a step's composition is decided: the chunks that the front has sent, and every row
 that has room for its next token.
+
+On a device that runs behind the host a step of rows alone is launched before the tokens of the one before it are read:
+it takes them on the device (docs/internals/engine.md). At most one step is in flight when commands are taken.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
-from kvmesh.engine.batch import PrefillInput, SampleParams
+from kvmesh.engine.batch import DecodeBatch, PrefillInput, SampleParams
 from kvmesh.engine.runner import NOBODY, Runner
+from kvmesh.engine.sampler import TokensInFlight
 from kvmesh.engine.sampling.history import History
 from kvmesh.errors import KvmeshError, NonFiniteLogits
 from kvmesh.kvcache.keys import unpack_tokens
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.worker.pusher import Pusher
-from kvmesh.ranks.worker.rows import RunningRows, logprobs
+from kvmesh.ranks.worker.rows import LaunchedRows, PageHolds, RunningRows, logprobs
 
 log = logging.getLogger("kvmesh.rank")
 
 
-class Steps:
-    """Keeps the running rows, and runs the steps. All methods run on the rank's main thread."""
+Launch = Callable[[], TokensInFlight]
 
-    def __init__(self, runner: Runner, pusher: Pusher, block_tokens: int, send: Callable[[m.ToFront], None]) -> None:
+
+@dataclass(slots=True, eq=False)
+class StepInFlight:
+    """Is a step of rows that was launched and whose tokens have not been read. `tokens` raises what made it fail."""
+
+    tokens: Launch
+    batch: DecodeBatch
+    rows: LaunchedRows
+    launched_ns: int
+
+    def may_precede(self, batch: DecodeBatch) -> bool:
+        """Whether the step of `batch` can be sampled before this one's tokens are known: the sampler reads histories on
+        the host when rows come and go."""
+        return batch.params == self.batch.params or all(p.history is None for p in batch.params)
+
+
+class Steps:
+    """Keeps the running rows, and runs the steps. `begin` gives the device a step for which nobody waits, and returns
+    what waits until the device has begun it; None: every step is waited for. All methods run on the rank's main
+    thread."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        pusher: Pusher,
+        block_tokens: int,
+        send: Callable[[m.ToFront], None],
+        begin: Callable[[Launch], Launch] | None = None,
+    ) -> None:
         self.rows = RunningRows(block_tokens)
+        self.begin = begin
         self._runner = runner
         self._pusher = pusher
         self._send = send
+        self._flight: StepInFlight | None = None
+        self._holds: PageHolds[m.Left | m.RankError] = PageHolds()
+        self._ended_ns = 0
 
     @property
     def has_work(self) -> bool:
-        """Whether some row can go on."""
-        return self.rows.live > 0
+        """Whether some row can go on, or has gone on and nobody knows with which token."""
+        return self.rows.live > 0 or self._flight is not None
 
     # ── rows ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -47,14 +83,20 @@ class Steps:
         self.rows.grant(grant.handle, grant.pages)
 
     def leave(self, handle: int) -> None:
-        """Takes a row out of the batch: no later step touches its pages."""
+        """Takes a row out of the batch: no later step touches its pages. Left waits for a step that has it."""
         self.rows.leave(handle)
-        self._send(m.Left(handle))
+        if self._holds.out(handle, m.Left(handle)):
+            self._send(m.Left(handle))
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────
 
     def run(self, prefill: m.PrefillStep | None, between_layers: Callable[[], None]) -> None:
-        """Runs one step of what there is, if anything. `between_layers` is called while chunks are computed."""
+        """Runs one step of what there is, if anything, or launches it and reads the one before. `between_layers` is
+        called while chunks are computed."""
+        if self.begin is not None and prefill is None:
+            self._run_ahead(self.begin)
+            return
+        self.settle()
         for handle in self.rows.stall():
             self._send(m.Stalled(handle))
         if prefill is not None or self.rows.live:
@@ -79,7 +121,7 @@ class Steps:
         except NonFiniteLogits as error:
             bad = set(error.rows)
             bad_items = {item.handle for at, item in enumerate(items, rows) if at in bad}
-            self._rows_failed([at for at in sorted(bad) if at < rows], error)
+            self._rows_failed([self.rows.handle(at) for at in sorted(bad) if at < rows], error)
             self._items_failed(tuple(bad_items), error)
             if step is not None:
                 rest = m.PrefillStep(step.step_id, tuple(i for i in items if i.handle not in bad_items))
@@ -93,7 +135,7 @@ class Steps:
                 self._run(None, True, between_layers)
                 return
             log.exception("%s step failed", "prefill" if items else "decode")
-            self._rows_failed(range(rows), error)
+            self._rows_failed([self.rows.handle(row) for row in range(rows)], error)
             self._items_failed(tuple(item.handle for item in items), error)
             return
         end = time.monotonic_ns()
@@ -109,17 +151,87 @@ class Steps:
             beside = sum(len(item.token_ids) for item in items)
             self._send(m.DecodeStepDone(start, end, rows, int(batch.positions.sum()), tokens, beside))
 
+    # ── steps in flight ──────────────────────────────────────────────────────────────────────────
+
+    def settle(self) -> None:
+        """Reads the tokens of the step in flight, if there is one."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._collect(flight, None)
+
+    def _run_ahead(self, begin: Callable[[Launch], Launch]) -> None:
+        """Launches the next step of the rows, then reads the one before."""
+        stalled = self.rows.stall()
+        if self._flight is not None and not self._flight.may_precede(self.rows.batch()):
+            self.settle()
+        before = self._flight
+        self._flight = self._launch(begin, before) if self.rows.live else None
+        if before is not None:
+            self._collect(before, self._flight)
+        for handle in stalled:  # once the front knows the token before, which may have been the last
+            if handle in self.rows:
+                self._send(m.Stalled(handle))
+
+    def _launch(self, begin: Callable[[Launch], Launch], before: StepInFlight | None) -> StepInFlight | None:
+        """Launches a step of the live rows; None if it failed."""
+        batch, launched_ns = self.rows.batch(), time.monotonic_ns()
+        source = self.rows.source()
+
+        def launch() -> TokensInFlight:
+            if before is None:
+                return self._runner.launch(batch)
+            return self._runner.launch(batch, before.tokens(), source)
+
+        try:
+            tokens = begin(launch)
+        except Exception as error:
+            log.exception("decode step failed")
+            self._rows_failed([self.rows.handle(row) for row in range(self.rows.live)], error)
+            return None
+        rows = self.rows.launched()
+        self._holds.launched(rows.handles)
+        return StepInFlight(tokens, batch, rows, launched_ns)
+
+    def _collect(self, flight: StepInFlight, following: StepInFlight | None) -> None:
+        """Reads what a step has made and reports it. Rows that end here are in the `following` step in vain: their
+        pages are given back when that is over."""
+        rows, next_rows = flight.rows, following.rows if following is not None else None
+        try:
+            chosen = flight.tokens().result()
+        except Exception as error:
+            log.exception("decode step failed")
+            handles = [handle for handle in rows.handles if handle not in rows.vain]
+            if next_rows is not None:
+                next_rows.vain.update(handles)
+            over = self._holds.over()
+            self._rows_failed(handles, error)
+        else:
+            start, end = max(flight.launched_ns, self._ended_ns), time.monotonic_ns()
+            self._ended_ns = end
+            made = self.rows.collected(rows, chosen, next_rows)
+            over = self._holds.over()
+            held = tuple(handle for handle in made.ended if not self._holds.out(handle, m.Left(handle)))
+            context = int(flight.batch.positions.sum())
+            self._send(m.DecodeStepDone(start, end, len(rows.handles), context, made.tokens, held=held))
+            if made.bad:
+                self._rows_failed(made.bad, NonFiniteLogits("logits are not finite"))
+        for message in over:
+            self._send(message)
+
     def _items_failed(self, handles: tuple[int, ...], error: Exception) -> None:
         if handles:
             self._pusher.step_failed(handles)
             self._send(m.RankError(handles, f"prefill step: {error}"))
 
-    def _rows_failed(self, rows: Sequence[int], error: Exception) -> None:
-        handles = tuple(self.rows.handle(row) for row in rows)
+    def _rows_failed(self, handles: Iterable[int], error: Exception) -> None:
+        """Takes rows out of the batch; those that the step in flight has are reported when it is over."""
+        text, free = f"decode step: {error}", []
         for handle in handles:
             self.rows.leave(handle)
-        if handles:
-            self._send(m.RankError(handles, f"decode step: {error}"))
+            if self._holds.out(handle, m.RankError((handle,), text)):
+                free.append(handle)
+        if free:
+            self._send(m.RankError(tuple(free), text))
 
 
 def _inputs(items: Sequence[m.PrefillItem]) -> list[PrefillInput]:

@@ -87,7 +87,8 @@ class Worker:
         self.tiers = TierWorker(self._extent_region, send)
         self.seals = Seals(memory, send)
         self.moves = Moves(memory, send)
-        self.steps = Steps(self._runner, self.pusher, configure.block_tokens, send)
+        begin = memory.begin_step if setup.ahead else None
+        self.steps = Steps(self._runner, self.pusher, configure.block_tokens, send, begin)
         self._settings = setup.settings(pages, self.layout, self._runner)
         self.profiler = StepProfiler(self.steps, self._runner, send)
         self._load_ms = int((time.monotonic() - started) * 1000)
@@ -159,7 +160,7 @@ class Worker:
 
     @property
     def wants_step(self) -> bool:
-        """Whether some row of the batch can go on."""
+        """Whether some row of the batch can go on, or a step is in flight."""
         return self.steps.has_work
 
     @property

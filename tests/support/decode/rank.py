@@ -75,6 +75,7 @@ class Rank:
     fencing: list[tuple[str, int]] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
     rows: dict[int, Row] = field(default_factory=dict)
+    vain: dict[int, Row] = field(default_factory=dict)  # out of the batch, and in the step in flight
     memory: dict[Slot, bytes] = field(default_factory=dict)  # key of the block whose KV lies there, complete
     marked: set[tuple[str, int]] = field(default_factory=set)  # writers that have sent their end mark
     answers: dict[int, dict[int, int]] = field(default_factory=dict)  # handle → index → token
@@ -96,7 +97,16 @@ class Rank:
                     self.rows[handle].stalled = False
             case m.Leave(handle):
                 self.rows.pop(handle, None)
-                self.says.append(m.Left(handle))
+                if handle not in self.vain:
+                    self.says.append(m.Left(handle))
+
+    def end_step(self) -> None:
+        """The step in flight is over: it has computed a token too many of rows that had stopped."""
+        for handle, row in self.vain.items():
+            if row.context < len(row.pages) * BLOCK:
+                self.memory["page", row.pages[row.context // BLOCK]] = b"partial"
+            self.says.append(m.Left(handle))
+        self.vain.clear()
 
     def _join(self, join: m.Join) -> None:
         assert join.handle not in self.rows
@@ -153,8 +163,9 @@ class Rank:
             case _:
                 self.says.append(m.Copied(copy.handle, into_pages, 1, 2))
 
-    def step(self, stop: bool = False) -> None:
-        """One decode step; `stop`: the first row samples EOS."""
+    def step(self, stop: bool = False, ahead: bool = False) -> None:
+        """One decode step; `stop`: the first row samples EOS; `ahead`: the next step has been launched by then."""
+        self.end_step()
         tokens: list[m.Token] = []
         context = 0
         for handle, row in list(self.rows.items()):
@@ -174,13 +185,15 @@ class Rank:
             context += row.context
             if finish:
                 del self.rows[handle]
+            if finish == 1 and ahead:
+                self.vain[handle] = row
         if tokens:
-            self.says.append(m.DecodeStepDone(1, 2, len(tokens), context, tuple(tokens)))
+            self.says.append(m.DecodeStepDone(1, 2, len(tokens), context, tuple(tokens), held=tuple(self.vain)))
 
     def touched(self) -> list[Use]:
         """Slots that something may write or read now."""
         found = [Use(f"window {key}", set(), slots) for key, slots in self.windows.items()]
-        for handle, row in self.rows.items():
+        for handle, row in (self.rows | self.vain).items():
             found.append(Use(f"batch {handle}", set(), {("page", p) for p in row.pages}))
         for copy in self.copies:
             pages: set[Slot] = {("page", p) for p in copy.pages}

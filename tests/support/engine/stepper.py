@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
+from kvmesh.engine.batch import DecodeBatch
 from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.parallel import SOLO, Group
 from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams, pages_over, shard_layout
@@ -85,3 +88,36 @@ class Stepper:
             [token] = self.runner.decode([DecodeInput(token_ids[position], position, pages, wanted)])
             told.append(dict(token.top))
         return token_ids, start, told
+
+
+def launched_ahead(runner: Runner, rows: Sequence[DecodeInput], count: int) -> list[list[int]]:
+    """`count` further tokens of every row, each step launched before the tokens of the one before are read. Rows change
+    places from step to step; in the middle one of them comes from the host."""
+    answers: list[list[int]] = [[] for _ in rows]
+    places, before = list(range(len(rows))), None
+    for step in range(count):
+        order = places[1:] + places[:1]
+        source = np.array([places.index(row) for row in order], np.int64)
+        if before is not None and step == count // 2:
+            _take(answers, places, before.result().token_ids.tolist())
+            source[0] = -1
+        tokens = [answers[row][-1] if answers[row] else rows[row].token_id for row in order]
+        ahead = DecodeBatch(
+            np.array(tokens, np.int64),  # of which only those count that are not on the device
+            np.array([rows[row].position + step for row in order], np.int64),
+            np.array([rows[row].sample.token_index + step for row in order], np.int64),
+            [rows[row].pages for row in order],
+            [rows[row].sample for row in order],
+        )
+        launched = runner.launch(ahead) if before is None else runner.launch(ahead, before, source)
+        if before is not None and step != count // 2:
+            _take(answers, places, before.result().token_ids.tolist())
+        places, before = order, launched
+    assert before is not None
+    _take(answers, places, before.result().token_ids.tolist())
+    return answers
+
+
+def _take(answers: list[list[int]], places: Sequence[int], tokens: Sequence[int]) -> None:
+    for row, token in zip(places, tokens, strict=True):
+        answers[row].append(token)
