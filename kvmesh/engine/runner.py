@@ -14,12 +14,12 @@ import torch
 
 from kvmesh.engine.attention.backend import StepPlan, TokenSpan
 from kvmesh.engine.attention.choice import make_backend
-from kvmesh.engine.batch import Chosen, Column, DecodeBatch, DecodeInput, PrefillInput, SampledToken, SampleParams
+from kvmesh.engine.batch import Chosen, DecodeBatch, DecodeInput, PrefillInput, SampledToken, SampleParams
 from kvmesh.engine.checkpoint import Checkpoint
 from kvmesh.engine.config import DTYPES, ModelConfig
 from kvmesh.engine.models.registry import MODELS
 from kvmesh.engine.parallel import SOLO, Group, check_shares, share, share_of
-from kvmesh.engine.sampler import Sampler
+from kvmesh.engine.sampler import Preparation, Sampler
 from kvmesh.engine.weights import Weights
 from kvmesh.errors import ConfigError, ContextTooLong, InternalError, InvalidRequest, NonFiniteLogits
 from kvmesh.kvcache.layout import ShardLayout
@@ -103,7 +103,7 @@ class Runner:
             raise InternalError(f"pages are on {self.device}, the runner on {device}")
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # where Triton launches
-        self._sampler = Sampler()
+        self._sampler = Sampler(self.device)
         self._check_pages(pages)
         with torch.inference_mode():
             weights = Weights(checkpoint, self._dtype, self.device, group)
@@ -172,45 +172,46 @@ class Runner:
             return [], Chosen(NOBODY.token_ids, {})
         self._check_prefill(items)
         self._check_decode(rows)
-        if self.graphs is not None and not items:
-            logits = self.graphs.logits(rows.token_ids, rows.pages, rows.positions)
-            if logits is not None:
-                return [], self._sampler.choose(logits, rows.params, rows.indices)
-        spans = [TokenSpan(item.start, len(item.token_ids), item.pages) for item in items]
-        plan = self.attention.plan_mixed(rows.pages, rows.positions, spans)
-        tokens = rows.token_ids
-        if items:
-            tokens = np.concatenate((tokens, *(np.asarray(item.token_ids, np.int64) for item in items)))
-        return self._sample(items, rows, self._hidden(tokens, plan, on_layer))
-
-    def _hidden(self, token_ids: Column, plan: StepPlan, on_layer: Callable[[int], None] | None) -> torch.Tensor:
-        tokens = torch.from_numpy(token_ids).to(self.device, non_blocking=True)
-        return self.model.hidden(tokens, plan.positions, _attend(plan, on_layer))
-
-    def _sample(
-        self, items: Sequence[PrefillInput], rows: DecodeBatch, hidden: torch.Tensor
-    ) -> tuple[list[SampledToken | None], Chosen]:
-        """Runs the head and the sampler only for the tokens that were asked for."""
-        first: list[SampledToken | None] = [None] * len(items)
         count = end = len(rows.pages)
         wanted: dict[int, int] = {}  # items that ask for a token, and which of the step's tokens is their last
         for i, item in enumerate(items):
             end += len(item.token_ids)
             if item.sample is not None:
                 wanted[i] = end - 1
-        if not count and not wanted:
-            if self.device.type == "cuda":  # a step ends when its work does
-                torch.cuda.current_stream(self.device).synchronize()
-            return first, Chosen(NOBODY.token_ids, {})
-        if count + len(wanted) < len(hidden):
-            hidden = hidden[torch.tensor([*range(count), *wanted.values()], device=self.device)]
-        params, indices = rows.params, rows.indices
+        params, indices, tokens = rows.params, rows.indices, rows.token_ids
         if wanted:
             asked = [items[i].sample for i in wanted]
             params = [*params, *(p for p in asked if p is not None)]
             indices = np.append(indices, [p.answered + p.token_index for p in params[count:]])
+        if items:
+            tokens = np.concatenate((tokens, *(np.asarray(item.token_ids, np.int64) for item in items)))
+        beside = [tokens]
+        if count + len(wanted) < end:
+            beside.append(np.array([*range(count), *wanted.values()], np.int64))
+        ready = self._sampler.prepare(params, indices, self.config.vocab_size, beside)
+        if self.graphs is not None and not items:
+            logits = self.graphs.logits(rows.token_ids, rows.pages, rows.positions)
+            if logits is not None:
+                return [], ready.choose(logits)
+        spans = [TokenSpan(item.start, len(item.token_ids), item.pages) for item in items]
+        plan = self.attention.plan_mixed(rows.pages, rows.positions, spans)
+        hidden = self.model.hidden(ready.beside[0], plan.positions, _attend(plan, on_layer))
+        return self._sample(list(wanted), count, len(items), hidden, ready)
+
+    def _sample(
+        self, wanted: Sequence[int], count: int, items: int, hidden: torch.Tensor, ready: Preparation
+    ) -> tuple[list[SampledToken | None], Chosen]:
+        """Runs the head and the sampler only for the tokens that were asked for: of `count` decode rows, and of the
+        items `wanted`."""
+        first: list[SampledToken | None] = [None] * items
+        if not count and not wanted:
+            if self.device.type == "cuda":  # a step ends when its work does
+                torch.cuda.current_stream(self.device).synchronize()
+            return first, Chosen(NOBODY.token_ids, {})
+        if len(ready.beside) > 1:
+            hidden = hidden[ready.beside[1]]
         try:
-            chosen = self._sampler.choose(self.model.logits(hidden), params, indices)
+            chosen = ready.choose(self.model.logits(hidden))
         except NonFiniteLogits as err:
             names = [*range(count), *(count + i for i in wanted)]
             raise NonFiniteLogits(err.message, rows=tuple(names[row] for row in err.rows)) from None
