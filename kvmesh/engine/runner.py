@@ -192,7 +192,7 @@ class Runner:
         if self.graphs is not None and not items:
             logits = self.graphs.logits(rows.token_ids, rows.pages, rows.positions)
             if logits is not None:
-                return [], ready.choose(logits)
+                return [], self._sampler.choose(logits, ready)
         spans = [TokenSpan(item.start, len(item.token_ids), item.pages) for item in items]
         plan = self.attention.plan_mixed(rows.pages, rows.positions, spans)
         hidden = self.model.hidden(ready.beside[0], plan.positions, _attend(plan, on_layer))
@@ -211,7 +211,7 @@ class Runner:
         if len(ready.beside) > 1:
             hidden = hidden[ready.beside[1]]
         try:
-            chosen = ready.choose(self.model.logits(hidden))
+            chosen = self._sampler.choose(self.model.logits(hidden), ready)
         except NonFiniteLogits as err:
             names = [*range(count), *(count + i for i in wanted)]
             raise NonFiniteLogits(err.message, rows=tuple(names[row] for row in err.rows)) from None

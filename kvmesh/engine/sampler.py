@@ -43,13 +43,9 @@ class Sampler:
         self._batch: _Batch | None = None
 
     def sample(self, logits: torch.Tensor, params: Sequence[SampleParams]) -> list[SampledToken]:
-        """As `choose`, each row's index being its `answered + token_index`."""
+        """Prepares and chooses, each row's index being its `answered + token_index`."""
         indices = np.array([p.answered + p.token_index for p in params], np.int64)
-        return self.choose(logits, params, indices).tokens()
-
-    def choose(self, logits: torch.Tensor, params: Sequence[SampleParams], indices: Column) -> Chosen:
-        """Prepares, then chooses."""
-        return self.prepare(params, indices, logits.shape[-1]).choose(logits)
+        return self.choose(logits, self.prepare(params, indices, logits.shape[-1])).tokens()
 
     def prepare(
         self, params: Sequence[SampleParams], indices: Column, vocab: int, beside: Sequence[Array] = ()
@@ -71,6 +67,13 @@ class Sampler:
         self._batch = batch
         return Preparation(batch, noise, sent[: len(beside)])
 
+    def choose(self, logits: torch.Tensor, ready: Preparation) -> Chosen:
+        """Chooses one token a row of `logits [rows, vocab]` (any float dtype), which stay as they are; each goes into
+        its row's history. Waits for the device once, to read tokens and log-probabilities. Raises NonFiniteLogits
+        naming the rows; then nothing has changed."""
+        assert ready.batch is not None, "rows were prepared"
+        return ready.batch.choose(logits, ready.noise)
+
 
 class Preparation(NamedTuple):
     """Holds what one choice needs on the device: the batch, the noise of its drawing rows, and what was sent beside."""
@@ -78,13 +81,6 @@ class Preparation(NamedTuple):
     batch: _Batch | None
     noise: torch.Tensor
     beside: list[torch.Tensor]
-
-    def choose(self, logits: torch.Tensor) -> Chosen:
-        """Chooses one token a row of `logits [rows, vocab]` (any float dtype), which stay as they are; each goes into
-        its row's history. Waits for the device once, to read tokens and log-probabilities. Raises NonFiniteLogits
-        naming the rows; then nothing has changed."""
-        assert self.batch is not None
-        return self.batch.choose(logits, self.noise)
 
 
 class _Batch:
