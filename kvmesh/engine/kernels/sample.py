@@ -98,6 +98,16 @@ def draw(
 
 
 @triton.jit
+def _range(ranges, at, FIRST: tl.constexpr):
+    """Returns a row's range of weights, as integers; `ranges` is not written yet the first time."""
+    if FIRST:
+        low, high = tl.full((), LEAST, tl.int64), tl.full((), ONE + 1, tl.int64)
+    else:
+        low, high = tl.load(ranges + 2 * at), tl.load(ranges + 2 * at + 1)
+    return low, high
+
+
+@triton.jit
 def _edge(low, high, part, FIRST: tl.constexpr):
     """Returns the least weight, as an integer, of a part of [low, high); the first time, part 0 begins at 0."""
     edge = low + (high - low + WAYS - 1) // WAYS * part
@@ -135,7 +145,7 @@ def _spread(
     at, chunk = tl.program_id(0), tl.program_id(1)
     i = chunk * SIZE + tl.arange(0, SIZE)
     weight = _kept(logits, rows, best, temperature, least, at, i, row_stride, vocab)
-    low, high = tl.load(ranges + 2 * at), tl.load(ranges + 2 * at + 1)
+    low, high = _range(ranges, at, FIRST)
     base = sums + (at * tl.num_programs(1) + chunk) * WAYS
     for part in range(WAYS):
         edge = _edge(low, high, part, FIRST).to(tl.float64, bitcast=True)
@@ -169,7 +179,7 @@ def _narrow(
     else:
         goal, before = tl.load(goals + at), tl.load(befores + at)
     found = tl.maximum(tl.sum((reached >= goal).to(tl.int32), 0) - 1, 0)
-    low, high = tl.load(ranges + 2 * at), tl.load(ranges + 2 * at + 1)
+    low, high = _range(ranges, at, FIRST)
     last = found == WAYS - 1
     after = tl.max(tl.where(part > found, reached, 0.0), 0)
     tl.store(befores + at, tl.where(last, before, after))
@@ -202,8 +212,7 @@ def _finish(
     if not asked:
         tl.store(cuts + at, floor)
         return
-    low = tl.load(ranges + 2 * at)
-    high = tl.load(ranges + 2 * at + 1)
+    low, high = _range(ranges, at, False)
     begin, end = low.to(tl.float64, bitcast=True), high.to(tl.float64, bitcast=True)
     mine = found + at.to(tl.int64) * vocab
     place = tl.arange(0, SIZE)
@@ -256,7 +265,6 @@ def cut(
     count, vocab, device = len(rows), logits.shape[-1], logits.device
     chunks = -(-vocab // SPREAD)
     ranges = torch.empty(count, 2, dtype=torch.int64, device=device)
-    ranges[:, 0], ranges[:, 1] = LEAST.value, ONE.value + 1
     sums = torch.empty(count, chunks, WAYS.value, dtype=torch.float64, device=device)
     goals, befores, cuts = torch.empty(3, count, dtype=torch.float64, device=device).unbind()
     found = torch.empty(count, vocab, dtype=torch.float64, device=device)

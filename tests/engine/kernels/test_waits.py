@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,15 +15,17 @@ import torch
 
 from kvmesh.engine import sampler as sampler_module
 from kvmesh.engine import upload as upload_module
-from kvmesh.engine.batch import SampledToken, SampleParams
+from kvmesh.engine.batch import DecodeBatch, DecodeInput, PrefillInput, SampledToken, SampleParams
 from kvmesh.engine.sampler import Sampler
 from kvmesh.engine.sampling import adjust
 from kvmesh.engine.sampling.history import History
 from kvmesh.engine.upload import Upload
 from tests.support.engine.apart import DEVICE, Apart, Remote, Waits, values_of
 from tests.support.engine.interpreter import few_parts
+from tests.support.engine.stepper import Stepper
 
 VOCAB = 301
+OnDevice = Callable[[torch.Tensor], torch.Tensor]
 ASKED: dict[str, dict[str, Any]] = {
     "greedy": {},
     "temperature": {"temperature": 1.0},
@@ -74,9 +78,7 @@ def watched(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[A
         yield mode
 
 
-def steps(
-    kinds: list[str], device: torch.device, on_device: Callable[[torch.Tensor], torch.Tensor]
-) -> list[list[SampledToken]]:
+def steps(kinds: list[str], device: torch.device, on_device: OnDevice) -> list[list[SampledToken]]:
     """Two steps of one batch, then one of it in another order."""
     rows, chooser, made = rows_of(kinds), Sampler(device), []
     with pytest.MonkeyPatch.context() as patch:
@@ -95,6 +97,47 @@ def test_sampling_waits_once_a_step_and_answers_as_a_cpu(kinds: list[str], watch
     assert watched.reads == 3, "one read a step"
     assert watched.copies <= 3, "at most one copy a step"
     assert tokens == steps(kinds, torch.device("cpu"), lambda logits: logits)
+
+
+class OneLayer:
+    """Stands for a model: what a step looks up in it by the tokens that it was given, and nothing else."""
+
+    def __init__(self, on_device: OnDevice, vocab: int, copies: Callable[[], int]) -> None:
+        made = torch.Generator().manual_seed(5)
+        self._embedding = on_device(torch.randn(vocab, 16, generator=made))
+        self._head = on_device(torch.randn(16, vocab, generator=made))
+        self._copies = copies
+        self.sent: list[int] = []  # copies that were under way when the step began
+
+    def hidden(self, tokens: torch.Tensor, *_: Any) -> torch.Tensor:
+        self.sent.append(self._copies())
+        return self._embedding[tokens]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden @ self._head
+
+
+def test_a_step_of_rows_and_chunks_is_one_copy_before_the_model_and_one_read(
+    zoo: Callable[[str], Path], watched: Apart
+) -> None:
+    """Attention's own inputs are not looked at here: its plan is none."""
+
+    def answers(device: torch.device, on_device: OnDevice) -> tuple[Any, OneLayer]:
+        runner = Stepper(zoo("qwen3-gqa1-tied")).runner
+        model = OneLayer(on_device, runner.config.vocab_size, lambda: watched.copies)
+        runner.model, runner._sampler, runner.device = model, Sampler(device), device  # type: ignore[assignment]
+        runner.attention = SimpleNamespace(plan_mixed=lambda *_: SimpleNamespace(positions=None))  # type: ignore
+        rows = [DecodeInput(7 + i, 3, (0,), p) for i, p in enumerate(rows_of(["top_p", "greedy", "logprobs"]))]
+        items = [PrefillInput([4, 5, 6], 0, (0,), rows_of(["both"])[0]), PrefillInput([8, 9], 0, (0,))]
+        steps = [(items, rows), (items[1:], rows), ([], rows), (items[1:], [])]
+        return [runner.step(chunks, DecodeBatch.of(these)) for chunks, these in steps], model
+
+    there, model = answers(DEVICE, Remote)
+    assert model.sent == [1, 2, 3, 4], "one copy a step, before the model runs"
+    assert (watched.reads, watched.copies) == (3, 4), "a step that samples nothing reads nothing"
+    here, _ = answers(torch.device("cpu"), lambda tensor: tensor)
+    for (first, chosen), (first_here, chosen_here) in zip(there, here, strict=True):
+        assert (first, chosen.tokens()) == (first_here, chosen_here.tokens())
 
 
 @pytest.mark.gpu

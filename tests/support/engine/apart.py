@@ -92,6 +92,10 @@ class Apart(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        with self:  # in inference mode, an operation that consists of others comes as one
+            parts = func.decompose(*args, **kwargs)
+        if parts is not NotImplemented:
+            return parts
         packet, target = func.overloadpacket, kwargs.get("device")
         tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
         remote = any(isinstance(x, Remote) for x in tensors)
