@@ -123,7 +123,9 @@ class Apart(TorchDispatchMode):
         if not remote and target != DEVICE:
             return func(*args, **kwargs)
         self._check(func, packet, tensors, args)
-        self.flush()
+        aliases = [one.alias_info for one in func._schema.returns]
+        if remote and not (aliases and aliases[0] is not None and not aliases[0].is_write):  # a view reads nothing
+            self.flush()
         if target == DEVICE:
             kwargs["device"] = torch.device("cpu")
         known = {id(x.values): x for x in tensors if isinstance(x, Remote)}
