@@ -17,7 +17,7 @@ import triton.language as tl
 
 BLOCK = 2048  # logits of a chunk
 SPREAD = 4096  # of a chunk while a cut is looked for, and
-GATHER = 8192  # of those that one program goes through in turn
+GATHER = 4096  # of those that one program goes through in turn
 WAYS = tl.constexpr(32)  # parts that a range of weights is parted into
 ONE = tl.constexpr(0x3FF0000000000000)  # 1.0, as integers of the same order as the float64 that are not negative
 LEAST = tl.constexpr(0x3FF0000000000000 - (64 << 52))  # 2**-64: what is smaller is one part at first

@@ -4,6 +4,7 @@ thread, bytes of a thread that spill to memory."""
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -30,10 +31,10 @@ SHAPES = (
 )
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 INT32 = ("table", "work", "joins", "lengths", "slots", "apart", "together", "index")
-FLOAT32 = ("sinks", "partial", "weights", "logits", "best")
-FLOAT64 = ("temperature", "min_p", "sums", "noise")
-INT64 = ("rows", "tokens")
-OF_DTYPE = ("qkv", "pages", "out", "x", "weight", "cos", "sin")
+FLOAT32 = ("sinks", "partial", "weights")
+FLOAT64 = ("temperature", "min_p", "sums", "noise", "least", "goals", "befores", "found", "cuts")
+INT64 = ("rows", "tokens", "ranges")
+OF_DTYPE = ("qkv", "pages", "out", "x", "weight", "cos", "sin", "logits", "best")
 POINTERS = (
     dict.fromkeys(INT32, "*i32")
     | dict.fromkeys(FLOAT32, "*fp32")
@@ -62,6 +63,9 @@ def compiled(kernel: Any, dtype: str, capability: int, warps: int, stages: int, 
     for at, name in enumerate(kernel.arg_names):
         if name in constants:
             types[name] = "constexpr"
+            continue
+        if name == "limits":
+            types[name] = "*i64" if constants["COUNTS"] else "*fp64"
             continue
         types[name] = POINTERS.get(name) or (f"*{dtype}" if name in OF_DTYPE else SCALARS.get(name, "i32"))
         if types[name].startswith("*") or name in STRIDES:
@@ -107,6 +111,13 @@ def main(capability: int) -> None:
     show("move", "i32", move.BLOCK, move._move, 4, PIECE_BLOCK=move.BLOCK, GATHER=True)
     show("sum", "fp32", sample.BLOCK, sample._sum, 4, SIZE=sample.BLOCK)
     show("pick", "fp32", sample.BLOCK, sample._pick, 4, SIZE=sample.BLOCK, CHUNKS=128)
+    for dtype, counts in itertools.product(("fp32", "fp64"), (True, False)):
+        for first in (True, False):
+            kind = {"COUNTS": counts, "FIRST": first}
+            show("spread", dtype, sample.SPREAD, sample._spread, 8, **kind, SIZE=sample.SPREAD)
+            if dtype == "fp32":  # it reads no logits
+                show("narrow", "fp64", 32, sample._narrow, 4, **kind, CHUNKS=32)
+        show("finish", dtype, sample.GATHER, sample._finish, 16, COUNTS=counts, SIZE=sample.GATHER)
 
 
 if __name__ == "__main__":
