@@ -53,7 +53,7 @@ class Sampler:
         """Sends to the device what choosing a token a row takes, and the arrays `beside` with it: one copy, which runs
         before whatever is launched after this call. Without rows only `beside` is sent."""
         if not len(params):
-            return Preparation(self._batch, NO_NOISE, self._upload.send(beside))
+            return Preparation(None, NO_NOISE, self._upload.send(beside))
         batch, arrays = self._batch, list(beside)
         if batch is None or batch.vocab != vocab or batch.params != list(params):
             self._batch = None  # of the old one nothing is needed: histories are with their rows
@@ -138,7 +138,8 @@ class _Batch:
             tokens[block.rows] = block.tokens(logits, noise, best)
         chosen = torch.where(good, tokens, -1)
         if self._scored and not self._upload.shares_memory:
-            scores = self._scores(logits, tokens)
+            # Torch's draw from a row that is not finite may lie beyond its end.
+            scores = self._scores(logits, tokens.clamp(max=self.vocab - 1))
             read = read_back(torch.cat((chosen.double(), scores.flatten())))
             found = read[: len(chosen)].astype(np.int64)
             lines = read[len(chosen) :].reshape(scores.shape)

@@ -40,7 +40,7 @@ def _sum(logits, rows, best, temperature, min_p, sums, row_stride, vocab, SIZE: 
     tl.store(sums + at * tl.num_programs(1) + chunk, tl.sum(weight, 0))
 
 
-@triton.jit(do_not_specialize=["vocab", "chunks"])
+@triton.jit(do_not_specialize=["vocab", "chunks"], do_not_specialize_on_alignment=["noise"])
 def _pick(
     logits,
     rows,
@@ -266,7 +266,8 @@ def cut(
     chunks = -(-vocab // SPREAD)
     ranges = torch.empty(count, 2, dtype=torch.int64, device=device)
     sums = torch.empty(count, chunks, WAYS.value, dtype=torch.float64, device=device)
-    goals, befores, cuts = torch.empty(3, count, dtype=torch.float64, device=device).unbind()
+    # Each by itself: aligned alike whatever the count, so that kernels are compiled once.
+    goals, befores, cuts = (torch.empty(count, dtype=torch.float64, device=device) for _ in range(3))
     found = torch.empty(count, vocab, dtype=torch.float64, device=device)
     given, stride, size = (logits, rows, best, temperature, least), logits.stride(0), triton.next_power_of_2(chunks)
     for first in (True, False):

@@ -20,6 +20,7 @@ from kvmesh.engine.sampler import Sampler
 from kvmesh.engine.sampling import adjust
 from kvmesh.engine.sampling.history import History
 from kvmesh.engine.upload import Upload
+from kvmesh.errors import NonFiniteLogits
 from tests.support.engine.apart import DEVICE, Apart, Remote, Waits, values_of
 from tests.support.engine.interpreter import few_parts
 from tests.support.engine.stepper import Stepper
@@ -97,6 +98,21 @@ def test_sampling_waits_once_a_step_and_answers_as_a_cpu(kinds: list[str], watch
     assert watched.reads == 3, "one read a step"
     assert watched.copies <= 3, "at most one copy a step"
     assert tokens == steps(kinds, torch.device("cpu"), lambda logits: logits)
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_rows_that_are_not_finite_are_named_by_the_one_read(
+    kernels: bool, watched: Apart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their log-probabilities are asked for, too: of whatever token they were given."""
+    if not kernels:
+        monkeypatch.setattr(sampler_module, "kernels_for", lambda *_: None)
+    logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(1))
+    logits[1, 5], logits[2], logits[3, 0] = torch.nan, -torch.inf, torch.inf
+    rows, chooser = rows_of(["logprobs"] * 5), Sampler(DEVICE)
+    with pytest.raises(NonFiniteLogits) as caught, np.errstate(all="ignore"):
+        chooser.sample(Remote(logits), rows)
+    assert (caught.value.rows, watched.reads) == ((1, 2, 3), 1)
 
 
 class OneLayer:
