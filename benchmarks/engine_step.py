@@ -84,6 +84,7 @@ class Rank:
             (runner.attention, "plan_mixed", "plan"),
             (runner.model, "hidden", "layers"),
             (runner.model, "logits", "head"),
+            (runner._sampler, "prepare", "sample"),
             (runner._sampler, "choose", "sample"),
         ):
             setattr(owner, name, self.clock.around(phase, getattr(owner, name)))

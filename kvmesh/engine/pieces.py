@@ -13,7 +13,6 @@ from collections.abc import Callable
 import torch
 
 from kvmesh.engine.attention.backend import AttentionBackend
-from kvmesh.engine.batch import Column
 from kvmesh.engine.capture import Capture, Launches, bucket_for, capture_sizes
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.models.blocks import DecoderModel
@@ -100,14 +99,14 @@ class PieceGraphs:
 
         return work
 
-    def hidden(self, token_ids: Column, positions: torch.Tensor, attend: AttendInto) -> torch.Tensor | None:
+    def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: AttendInto) -> torch.Tensor | None:
         """Computes what `DecoderModel.hidden` does, valid until the next step; None where no bucket is large enough.
         `attend` leaves its answer in its last argument."""
         count = len(token_ids)
         size = bucket_for(count, self.sizes)
         if size is None:
             return None
-        self._token_ids[:count].copy_(torch.from_numpy(token_ids), non_blocking=True)
+        self._token_ids[:count].copy_(token_ids)
         self._positions[:count].copy_(positions)
         first, *rest = self._pieces[size]
         first()

@@ -19,7 +19,7 @@ from kvmesh.engine.checkpoint import Checkpoint
 from kvmesh.engine.config import DTYPES, ModelConfig
 from kvmesh.engine.models.registry import MODELS
 from kvmesh.engine.parallel import SOLO, Group, check_shares, share, share_of
-from kvmesh.engine.sampler import Sampler, TokensInFlight
+from kvmesh.engine.sampler import Preparation, Sampler, TokensInFlight
 from kvmesh.engine.weights import Weights
 from kvmesh.errors import ConfigError, ContextTooLong, InternalError, InvalidRequest, NonFiniteLogits
 from kvmesh.kvcache.layout import ShardLayout
@@ -102,7 +102,7 @@ class Runner:
             raise InternalError(f"pages are on {self.device}, the runner on {device}")
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # where Triton launches
-        self._sampler = Sampler()
+        self._sampler = Sampler(self.device)
         self._check_pages(pages)
         with torch.inference_mode():
             weights = Weights(checkpoint, self._dtype, self.device, group)
@@ -189,16 +189,31 @@ class Runner:
             return [], Chosen(NOBODY.token_ids, {})
         self._check_prefill(items)
         self._check_decode(rows)
+        count = end = len(rows.pages)
+        wanted: dict[int, int] = {}  # items that ask for a token, and which of the step's tokens is their last
+        for i, item in enumerate(items):
+            end += len(item.token_ids)
+            if item.sample is not None:
+                wanted[i] = end - 1
+        params, indices, tokens = rows.params, rows.indices, rows.token_ids
+        if wanted:
+            asked = [items[i].sample for i in wanted]
+            params = [*params, *(p for p in asked if p is not None)]
+            indices = np.append(indices, [p.answered + p.token_index for p in params[count:]])
+        if items:
+            tokens = np.concatenate((tokens, *(np.asarray(item.token_ids, np.int64) for item in items)))
+        beside = [tokens]
+        if count + len(wanted) < end:
+            beside.append(np.array([*range(count), *wanted.values()], np.int64))
+        ready = self._sampler.prepare(params, indices, self.config.vocab_size, beside)
         if self.graphs is not None and not items:
             logits = self.graphs.logits(rows.token_ids, rows.pages, rows.positions)
             if logits is not None:
-                return [], self._sampler.choose(logits, rows.params, rows.indices)
+                return [], self._sampler.choose(logits, ready)
         spans = [TokenSpan(item.start, len(item.token_ids), item.pages) for item in items]
         plan = self.attention.plan_mixed(rows.pages, rows.positions, spans)
-        tokens = rows.token_ids
-        if items:
-            tokens = np.concatenate((tokens, *(np.asarray(item.token_ids, np.int64) for item in items)))
-        return self._sample(items, rows, self._hidden(tokens, plan, on_layer))
+        hidden = self._hidden(ready.beside[0], plan, on_layer)
+        return self._sample(list(wanted), count, len(items), hidden, ready)
 
     @torch.inference_mode()
     def launch(
@@ -209,61 +224,44 @@ class Runner:
         is negative. Raises InvalidRequest, ContextTooLong; rows whose logits are not finite show in the result. As for
         histories see `Sampler.launch`."""
         self._check_decode(rows)
-        tokens = None if before is None or source is None else self._followed(rows.token_ids, before, source)
+        beside, merely_on = [rows.token_ids], False
+        if before is not None and source is not None:
+            merely_on = len(source) == len(before.token_ids) and np.array_equal(source, np.arange(len(source)))
+            beside += [] if merely_on else [source]
+        ready = self._sampler.prepare(rows.params, rows.indices, self.config.vocab_size, beside)
+        tokens, *where = ready.beside
+        if before is not None and merely_on:
+            tokens = before.token_ids
+        elif before is not None and where:
+            tokens = torch.where(where[0] < 0, tokens, before.token_ids[where[0].clamp(min=0)])
         logits = None
         if self.graphs is not None:
-            logits = self.graphs.logits(rows.token_ids, rows.pages, rows.positions, tokens)
+            on_device = tokens if before is not None else None
+            logits = self.graphs.logits(rows.token_ids, rows.pages, rows.positions, on_device)
         if logits is None:
             plan = self.attention.plan_mixed(rows.pages, rows.positions, ())
-            tokens = self._sent(rows.token_ids) if tokens is None else tokens
             logits = self.model.logits(self.model.hidden(tokens, plan.positions, _attend(plan, None)))
-        return self._sampler.launch(logits, rows.params, rows.indices)
+        return self._sampler.launch(logits, ready)
 
-    def _followed(self, token_ids: Column, before: TokensInFlight, source: Column) -> torch.Tensor:
-        made = before.token_ids
-        if len(source) == len(made) and np.array_equal(source, np.arange(len(made))):
-            return made  # all rows merely go on
-        where = self._sent(source)
-        return torch.where(where < 0, self._sent(token_ids), made[where.clamp(min=0)])
-
-    def _sent(self, column: Column) -> torch.Tensor:
-        """Copies a column to the device without waiting for what the device does."""
-        tensor = torch.from_numpy(column)
-        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
-
-    def _hidden(self, token_ids: Column, plan: StepPlan, on_layer: Callable[[int], None] | None) -> torch.Tensor:
+    def _hidden(self, token_ids: torch.Tensor, plan: StepPlan, on_layer: Callable[[int], None] | None) -> torch.Tensor:
         attend = _attend(plan, on_layer)
-        if self.pieces is not None:
-            hidden = self.pieces.hidden(token_ids, plan.positions, attend)
-            if hidden is not None:
-                return hidden
-        tokens = torch.from_numpy(token_ids).to(self.device, non_blocking=True)
-        return self.model.hidden(tokens, plan.positions, attend)
+        hidden = self.pieces.hidden(token_ids, plan.positions, attend) if self.pieces is not None else None
+        return self.model.hidden(token_ids, plan.positions, attend) if hidden is None else hidden
 
     def _sample(
-        self, items: Sequence[PrefillInput], rows: DecodeBatch, hidden: torch.Tensor
+        self, wanted: Sequence[int], count: int, items: int, hidden: torch.Tensor, ready: Preparation
     ) -> tuple[list[SampledToken | None], Chosen]:
-        """Runs the head and the sampler only for the tokens that were asked for."""
-        first: list[SampledToken | None] = [None] * len(items)
-        count = end = len(rows.pages)
-        wanted: dict[int, int] = {}  # items that ask for a token, and which of the step's tokens is their last
-        for i, item in enumerate(items):
-            end += len(item.token_ids)
-            if item.sample is not None:
-                wanted[i] = end - 1
+        """Runs the head and the sampler only for the tokens that were asked for: of `count` decode rows, and of the
+        items `wanted`."""
+        first: list[SampledToken | None] = [None] * items
         if not count and not wanted:
             if self.device.type == "cuda":  # a step ends when its work does
                 torch.cuda.current_stream(self.device).synchronize()
             return first, Chosen(NOBODY.token_ids, {})
-        if count + len(wanted) < len(hidden):
-            hidden = hidden[torch.tensor([*range(count), *wanted.values()], device=self.device)]
-        params, indices = rows.params, rows.indices
-        if wanted:
-            asked = [items[i].sample for i in wanted]
-            params = [*params, *(p for p in asked if p is not None)]
-            indices = np.append(indices, [p.answered + p.token_index for p in params[count:]])
+        if len(ready.beside) > 1:
+            hidden = hidden[ready.beside[1]]
         try:
-            chosen = self._sampler.choose(self.model.logits(hidden), params, indices)
+            chosen = self._sampler.choose(self.model.logits(hidden), ready)
         except NonFiniteLogits as err:
             names = [*range(count), *(count + i for i in wanted)]
             raise NonFiniteLogits(err.message, rows=tuple(names[row] for row in err.rows)) from None

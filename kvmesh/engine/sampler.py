@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from types import ModuleType
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -23,41 +23,72 @@ from kvmesh.engine.sampling.adjust import Adjustments
 from kvmesh.engine.sampling.filters import Filters
 from kvmesh.engine.sampling.history import History
 from kvmesh.engine.sampling.noise import Noise
+from kvmesh.engine.upload import Array, Upload
 from kvmesh.errors import NonFiniteLogits
 
+CPU = torch.device("cpu")
+NO_NOISE, NO_LINES = torch.empty(0, dtype=torch.float64), np.empty((0, 2))
+# What top_k and top_p leave is found on a GPU by the kernels; False: by torch's topk and sort, which need one more
+# read of the device for each block in which a row wants more than `filters.CANDIDATES` tokens.
+CUT_BY_KERNELS = True
 BLOCK_BYTES = 8 << 20  # of float64 logits that a CPU works on at a time: they stay in its cache, and memory stays small
 
 
 class Sampler:
-    """Chooses tokens, and keeps what follows from a batch's rows while the rows stay the same: the same SampleParams
-    objects, in order. Of these only `token_index` (by the caller, and not looked at by `choose`) and `history` (here)
-    may change while a row runs."""
+    """Chooses tokens on `device`, and keeps what follows from a batch's rows while the rows stay the same: the same
+    SampleParams objects, in order. Of these only `token_index` (by the caller, and not looked at by `choose`) and
+    `history` (here) may change while a row runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = CPU) -> None:
+        self._upload = Upload(device)
         self._batch: _Batch | None = None
 
     def sample(self, logits: torch.Tensor, params: Sequence[SampleParams]) -> list[SampledToken]:
-        """As `choose`, each row's index being its `answered + token_index`."""
+        """Prepares and chooses, each row's index being its `answered + token_index`."""
         indices = np.array([p.answered + p.token_index for p in params], np.int64)
-        return self.choose(logits, params, indices).tokens()
+        return self.choose(logits, self.prepare(params, indices, logits.shape[-1])).tokens()
 
-    def choose(self, logits: torch.Tensor, params: Sequence[SampleParams], indices: Column) -> Chosen:
-        """Chooses one token a row of `logits [rows, vocab]` (any float dtype, any device), which stay as they are; each
-        goes into its row's history. Raises NonFiniteLogits naming the rows; then nothing has changed."""
-        return self._kept(logits, params).sample(logits, indices)
-
-    def _kept(self, logits: torch.Tensor, params: Sequence[SampleParams]) -> _Batch:
-        batch = self._batch
-        if batch is None or batch.vocab != logits.shape[-1] or batch.params != list(params):
+    def prepare(
+        self, params: Sequence[SampleParams], indices: Column, vocab: int, beside: Sequence[Array] = ()
+    ) -> Preparation:
+        """Sends to the device what choosing a token a row takes, and the arrays `beside` with it: one copy, which runs
+        before whatever is launched after this call. Without rows only `beside` is sent."""
+        if not len(params):
+            return Preparation(None, NO_NOISE, self._upload.send(beside))
+        batch, arrays = self._batch, list(beside)
+        if batch is None or batch.vocab != vocab or batch.params != list(params):
             self._batch = None  # of the old one nothing is needed: histories are with their rows
-            batch = self._batch = _Batch(params, logits.shape[-1], logits.device)
-        return batch
+            batch = _Batch(params, vocab, self._upload)
+        arrays += batch.arrays
+        if len(batch.drawing):
+            arrays.append(batch.noise.at(indices[batch.drawing]))
+        sent = self._upload.send(arrays)
+        noise = sent.pop() if len(batch.drawing) else NO_NOISE
+        batch.receive(iter(sent[len(beside) :]))
+        self._batch = batch
+        return Preparation(batch, noise, sent[: len(beside)])
 
-    def launch(self, logits: torch.Tensor, params: Sequence[SampleParams], indices: Column) -> TokensInFlight:
+    def choose(self, logits: torch.Tensor, ready: Preparation) -> Chosen:
+        """Chooses one token a row of `logits [rows, vocab]` (any float dtype), which stay as they are; each goes into
+        its row's history. Waits for the device once, to read tokens and log-probabilities. Raises NonFiniteLogits
+        naming the rows; then nothing has changed."""
+        assert ready.batch is not None, "rows were prepared"
+        return ready.batch.choose(logits, ready.noise)
+
+    def launch(self, logits: torch.Tensor, ready: Preparation) -> TokensInFlight:
         """As `choose`, but does not wait for the device. Rows whose logits are not finite leave the others' tokens as
         they are. Where rows have a history and are not those of the step before, the tokens of that step must have been
-        read (`TokensInFlight.result`)."""
-        return self._kept(logits, params).launch(logits, indices)
+        read (`TokensInFlight.result`) before these were prepared."""
+        assert ready.batch is not None, "rows were prepared"
+        return ready.batch.launch(logits, ready.noise)
+
+
+class Preparation(NamedTuple):
+    """Holds what one choice needs on the device: the batch, the noise of its drawing rows, and what was sent beside."""
+
+    batch: _Batch | None
+    noise: torch.Tensor
+    beside: list[torch.Tensor]
 
 
 class TokensInFlight:
@@ -91,8 +122,8 @@ class TokensInFlight:
         for row, history in self._historic:
             if found[row] >= 0:
                 history.add(int(found[row]))
-        scored = {} if self._host_scores is None else dict(_scores(self._host_scores, self._scored))
-        return Chosen(found, {row: token for row, token in scored.items() if found[row] >= 0})
+        lines = [] if self._host_scores is None else self._host_scores.tolist()
+        return Chosen(found, {row: token for row, token in _with_logprobs(self._scored, lines) if found[row] >= 0})
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -102,56 +133,79 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 class _Batch:
     """Splits the rows: those that take the best logit as it is need nothing, the others lie in blocks of one kind
-    each."""
+    each. `drawing` are the rows that draw, block by block, and `noise` is theirs; `arrays` are still to be sent."""
 
-    def __init__(self, params: Sequence[SampleParams], vocab: int, device: torch.device) -> None:
+    def __init__(self, params: Sequence[SampleParams], vocab: int, upload: Upload) -> None:
         self.params = list(params)
         self.vocab = vocab
-        self._device = device
+        self._upload = upload
         kinds: dict[tuple[bool, bool, bool], list[int]] = {}
         for row, p in enumerate(self.params):
             draws, adjusted = p.temperature > 0, p.penalised or bool(p.logit_bias)
             if draws or adjusted:
                 kinds.setdefault((draws, draws and p.filtered, adjusted), []).append(row)
-        room = max(1, BLOCK_BYTES // (8 * vocab)) if device.type == "cpu" else len(self.params)
-        self._blocks = [
-            _Block(rows[at : at + room], self.params, vocab, device)
-            for rows in kinds.values()
-            for at in range(0, len(rows), room)
-        ]
+        room = max(1, BLOCK_BYTES // (8 * vocab)) if upload.shares_memory else len(self.params)
+        self._blocks: list[_Block] = []
+        drawing: list[int] = []
+        for rows in kinds.values():
+            for at in range(0, len(rows), room):
+                block = _Block(rows[at : at + room], self.params, vocab, upload.device, len(drawing))
+                drawing += rows[at : at + room] if block.draws else []
+                self._blocks.append(block)
+        self.drawing = np.array(drawing, np.int64)
+        self.noise = Noise([self.params[row].seed for row in drawing])
         self._historic = [(row, p.history) for row, p in enumerate(self.params) if p.history is not None]
         self._scored = [(row, p.logprobs) for row, p in enumerate(self.params) if p.logprobs is not None]
         self._all_worked = sum(map(len, kinds.values())) == len(self.params)
+        self.arrays = [array for block in self._blocks for array in block.arrays]
+        if self._scored:
+            self.arrays.append(np.array([row for row, _ in self._scored], np.int64))
 
-    def sample(self, logits: torch.Tensor, indices: Column) -> Chosen:
-        """One read of the device for the tokens, and one for logprobs where rows ask for them (top_k over
-        filters.CANDIDATES and top_p read once more a block)."""
+    def receive(self, sent: Iterator[torch.Tensor]) -> None:
+        """Takes `arrays` as they are on the device, if they were not taken before."""
+        if self.arrays:
+            for block in self._blocks:
+                block.receive(sent)
+            if self._scored:
+                self._scored_rows = next(sent)
+            self.arrays = []
+
+    def choose(self, logits: torch.Tensor, noise: torch.Tensor) -> Chosen:
         best, tokens, good = self._best(logits)
-        if self._blocks and self._device.type == "cpu":
+        if self._blocks and self._upload.shares_memory:
             # What follows wants numbers; elsewhere it is looked at with the tokens.
             _check(good.to(torch.int64).numpy() - 1)
         for block in self._blocks:
-            tokens[block.rows] = block.tokens(logits, indices, best)
-        found: Column = torch.where(good, tokens, -1).cpu().numpy()
-        _check(found)
+            tokens[block.rows] = block.tokens(logits, noise, best)
+        chosen = torch.where(good, tokens, -1)
+        if self._scored and not self._upload.shares_memory:
+            # Torch's draw from a row that is not finite may lie beyond its end.
+            scores = self._scores(logits, tokens.clamp(max=self.vocab - 1))
+            read = read_back(torch.cat((chosen.double(), scores.flatten())))
+            found = read[: len(chosen)].astype(np.int64)
+            lines = read[len(chosen) :].reshape(scores.shape)
+            _check(found)
+        else:
+            found = read_back(chosen)
+            _check(found)
+            lines = self._scores(logits, tokens).numpy() if self._scored else NO_LINES
         for block in self._blocks:
             block.took(tokens)
         for row, history in self._historic:
             history.add(int(found[row]))
-        return Chosen(found, dict(_scores(self._with_logprobs(logits, tokens), self._scored)) if self._scored else {})
+        return Chosen(found, dict(_with_logprobs(self._scored, lines.tolist())) if self._scored else {})
 
-    def launch(self, logits: torch.Tensor, indices: Column) -> TokensInFlight:
-        """Waits for nothing (but for top_k over filters.CANDIDATES and top_p, which read the device once a block)."""
+    def launch(self, logits: torch.Tensor, noise: torch.Tensor) -> TokensInFlight:
         best, tokens, good = self._best(logits)
         chosen_from = logits
-        if self._blocks and self._device.type == "cpu" and not bool(good.all()):
+        if self._blocks and self._upload.shares_memory and not bool(good.all()):
             chosen_from = torch.where(good[:, None], logits, 0.0)  # what follows wants numbers
             best = torch.where(good, best, 0.0)
         for block in self._blocks:
-            tokens[block.rows] = block.tokens(chosen_from, indices, best)
+            tokens[block.rows] = block.tokens(chosen_from, noise, best)
         found = torch.where(good, tokens, -1)
         tokens = found.clamp(min=0)  # what a device looks up must be there, whatever the logits were
-        scores = self._with_logprobs(logits, tokens) if self._scored else None
+        scores = self._scores(logits, tokens) if self._scored else None
         for block in self._blocks:
             block.took(tokens)
         return TokensInFlight(tokens, found, scores, self._historic, self._scored)
@@ -161,65 +215,95 @@ class _Batch:
         are numbers."""
         if self._all_worked:
             best = logits.amax(-1)
-            tokens = torch.zeros(len(best), dtype=torch.int64, device=self._device)
+            tokens = torch.zeros(len(best), dtype=torch.int64, device=logits.device)
         else:
             best, tokens = logits.max(-1)
         # max passes NaN on: one look at the best logit of each row finds NaN, +inf and rows of -inf. What is finite
         # differs from itself by nothing: `isfinite` is four launches on a GPU.
         return best, tokens, best - best == 0
 
-    def _with_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Computes log-probabilities of the rows that ask for them, from the logits as they came: float64, which holds
-        all of token, its log-probability, the best tokens and theirs."""
-        rows = torch.tensor([row for row, _ in self._scored], device=self._device)
+    def _scores(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Returns a line of float64, which holds all of it, for each row that asks for log-probabilities: the chosen
+        token and its own, then the best tokens and theirs. They are of the logits as they came."""
+        rows = self._scored_rows
         raw = logits[rows].float().log_softmax(-1)
         top = raw.topk(min(max(n for _, n in self._scored), self.vocab))
         chosen = tokens[rows, None]
-        return torch.cat([p.double() for p in (chosen, raw.gather(1, chosen), top.indices, top.values)], 1)
+        parts = (chosen, raw.gather(1, chosen), top.indices, top.values)
+        return torch.cat([p.double() for p in parts], 1)
 
 
-def _scores(lines: torch.Tensor, scored: Sequence[tuple[int, int]]) -> Iterator[tuple[int, SampledToken]]:
-    """Reads what `_with_logprobs` made of the rows `scored`, (row, how many of the best)."""
-    width = (lines.shape[-1] - 2) // 2
-    for (row, n), line in zip(scored, lines.tolist(), strict=True):
+def _with_logprobs(
+    scored: Sequence[tuple[int, int]], lines: Sequence[Sequence[float]]
+) -> Iterator[tuple[int, SampledToken]]:
+    """Reads what `_Batch._scores` returned of the rows `scored`: (row, how many of the best)."""
+    for (row, n), line in zip(scored, lines, strict=True):
+        width = (len(line) - 2) // 2
         ids, values = map(int, line[2 : 2 + width]), line[2 + width :]
         yield row, SampledToken(int(line[0]), line[1], tuple(zip(ids, values, strict=True))[:n])
 
 
 class _Block:
-    """Holds rows of one kind: all draw or none does, all are filtered or none is, all are adjusted or none is."""
+    """Holds rows of one kind: all draw or none does, all are filtered or none is, all are adjusted or none is.
+    `arrays` are still to be sent. The noise of its rows is the batch's from `first` on."""
 
-    def __init__(self, rows: list[int], params: Sequence[SampleParams], vocab: int, device: torch.device) -> None:
-        self.rows = torch.tensor(rows, device=device)
-        self._places = np.array(rows)
+    def __init__(
+        self, rows: list[int], params: Sequence[SampleParams], vocab: int, device: torch.device, first: int
+    ) -> None:
         mine = [params[row] for row in rows]
-        self._adjust = Adjustments(mine, device) if mine[0].penalised or mine[0].logit_bias else None
-        self._temperature = self._noise = self._filters = self._min_p = None
-        self._kernels: ModuleType | None = None
-        if mine[0].temperature > 0:
-            self._temperature = torch.tensor([[p.temperature] for p in mine], dtype=torch.float64, device=device)
-            self._noise = Noise([p.seed for p in mine])
-            self._filters = Filters(mine, vocab, device) if mine[0].filtered else None
-            self._min_p = torch.zeros_like(self._temperature) if self._filters is None else self._filters.min_p
-            if self._adjust is None and not (self._filters and self._filters.ordered):
-                self._kernels = kernels_for(device.type, "sample")
+        self.draws, self._noise = mine[0].temperature > 0, slice(first, first + len(rows))
+        self._adjust = Adjustments(mine) if mine[0].penalised or mine[0].logit_bias else None
+        self._filters = Filters(mine, vocab) if self.draws and mine[0].filtered else None
+        self._kernels = kernels_for(device.type, "sample") if self.draws else None
+        if self._filters is not None and self._filters.ordered and not CUT_BY_KERNELS:
+            self._kernels = None
+        self.arrays: list[Array] = [
+            np.array(rows, np.int64),
+            np.arange(len(rows)),
+            np.array([[p.temperature] for p in mine], np.float64),
+            np.zeros(len(rows)),
+        ]
+        for part in (self._adjust, self._filters):
+            self.arrays += part.arrays if part is not None else ()
 
-    def tokens(self, logits: torch.Tensor, indices: Column, best: torch.Tensor) -> torch.Tensor:
-        """int64 `[rows]`, of logits, indices and greatest logits of the whole batch."""
-        if self._kernels is not None and self._noise is not None and logits.dtype == torch.float32:
-            noise = _sent(self._noise.at(indices[self._places]), self.rows.device)
-            drawn = self._kernels.draw(logits, self.rows, best, self._temperature, self._min_p, noise)
-            return cast(torch.Tensor, drawn)
+    def receive(self, sent: Iterator[torch.Tensor]) -> None:
+        """Takes `arrays` as they are on the device."""
+        self.rows, self._places, self._temperature, self._zeros = (next(sent) for _ in range(4))
+        for part in (self._adjust, self._filters):
+            if part is not None:
+                part.receive(sent)
+
+    def tokens(self, logits: torch.Tensor, noise: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
+        """int64 `[rows]`, of logits, noise and greatest logits of the whole batch."""
+        noise = noise[self._noise]
+        if self._kernels is not None and self._adjust is None:
+            return self._drawn_by(self._kernels, logits, self.rows, best, noise)
         x = logits[self.rows].double()
         if self._adjust is not None:
             self._adjust.apply(x)
-        if self._temperature is None or self._noise is None:
+        if not self.draws:
             return x.max(-1).indices
+        best = x.amax(-1, keepdim=True)
+        if self._kernels is not None:
+            return self._drawn_by(self._kernels, x, self._places, best[:, 0], noise)
         # The best first to 0: a tiny temperature then overflows to -inf, never to NaN.
-        weights = x.sub_(x.amax(-1, keepdim=True)).div_(self._temperature).exp_()
+        weights = x.sub_(best).div_(self._temperature).exp_()
         if self._filters is not None:
             weights.masked_fill_(weights < self._filters.cut(weights)[:, None], 0.0)
-        return _draw(weights, _sent(self._noise.at(indices[self._places]), weights.device))
+        return _draw(weights, noise)
+
+    def _drawn_by(
+        self, kernels: ModuleType, logits: torch.Tensor, rows: torch.Tensor, best: torch.Tensor, noise: torch.Tensor
+    ) -> torch.Tensor:
+        given = (logits, rows, best, self._temperature)
+        least, filters = self._zeros, self._filters
+        if filters is not None:
+            least = filters.min_p
+            if filters.limited:
+                least = kernels.cut(*given, least, filters.top_k, counts=True)
+            if filters.nucleus:
+                least = kernels.cut(*given, least, filters.top_p, counts=False)
+        return cast(torch.Tensor, kernels.draw(*given, least, noise))
 
     def took(self, tokens: torch.Tensor) -> None:
         """The whole batch's tokens are final."""
@@ -227,10 +311,10 @@ class _Block:
             self._adjust.add(tokens[self.rows])
 
 
-def _sent(array: npt.NDArray[np.float64], device: torch.device) -> torch.Tensor:
-    """Copies to the device without waiting for the copy."""
-    made = torch.from_numpy(array)
-    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
+def read_back(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """Waits for the device and returns the values: the only place where sampling does."""
+    read: npt.NDArray[Any] = tensor.cpu().numpy()
+    return read
 
 
 def _draw(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:

@@ -127,7 +127,8 @@ def attach(runner: Runner, clock: FunctionClock, parts: Replacements) -> None:
     plan_mixed = runner.attention.plan_mixed
     parts.put(runner.attention, "plan_mixed", lambda *args: TimedPlan(clock, plan_mixed(*args)))
     sampler = runner._sampler
-    parts.put(sampler, "choose", clock.around("sampling", sampler.choose))
+    for name in ("prepare", "choose"):
+        parts.put(sampler, name, clock.around("sampling", getattr(sampler, name)))
 
 
 # ── kernels ───────────────────────────────────────────────────────────────────────────────────────
@@ -143,6 +144,9 @@ KERNELS = {
     "_gated": "mlp",
     "_sum": "sampling",
     "_pick": "sampling",
+    "_spread": "sampling",
+    "_narrow": "sampling",
+    "_finish": "sampling",
 }
 
 

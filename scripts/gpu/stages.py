@@ -342,29 +342,40 @@ def model(report: Report) -> None:
 
 
 def sampler(report: Report) -> None:
+    """One choice a kind; where the kernels cut, once more by torch: which is faster decides `CUT_BY_KERNELS`."""
     import numpy as np
     import torch
 
+    from kvmesh.engine import sampler as product
     from kvmesh.engine.batch import SampleParams
-    from kvmesh.engine.sampler import Sampler
 
-    rows, vocab = (4, 331) if report.dry else (256, 128256)
-    logits = torch.randn(rows, vocab, device=report.device) * 3
+    vocab = 331 if report.dry else 128256
     kinds = {
         "greedy": {},
         "temperature": {"temperature": 1.0},
         "top_p": {"temperature": 1.0, "top_p": 0.9},
         "top_k": {"temperature": 1.0, "top_k": 50},
+        "both": {"temperature": 1.0, "top_k": 50, "top_p": 0.9},
         "logprobs": {"logprobs": 5},
     }
-    told = []
-    for name, asked in kinds.items():
-        params = [SampleParams(seed=i, **asked) for i in range(rows)]
-        chooser, indices = Sampler(), np.arange(rows)
-        took = seconds(report, lambda c=chooser, p=params, i=indices: c.choose(logits, p, i), 10)
-        report.row(kind=name, rows=rows, vocab=vocab, seconds=took)
-        told.append(f"{name} {took * 1e3:.2f} ms")
-    report.line(f"{rows} rows x {vocab}: {', '.join(told)}")
+    for rows in (1, 4) if report.dry else (1, 256):
+        logits = torch.randn(rows, vocab, device=report.device) * 3
+        told = []
+        for name, asked in kinds.items():
+            params, indices = [SampleParams(seed=i, **asked) for i in range(rows)], np.arange(rows)
+            for by_kernels in (True, False) if {"top_k", "top_p"} & asked.keys() else (True,):
+                served, product.CUT_BY_KERNELS = product.CUT_BY_KERNELS, by_kernels
+                chooser = product.Sampler(logits.device)
+
+                def choose(c=chooser, x=logits, p=params, i=indices) -> None:
+                    c.choose(x, c.prepare(p, i, vocab))
+
+                took = seconds(report, choose, 10)
+                product.CUT_BY_KERNELS = served
+                kind = name if by_kernels else f"{name} by torch"
+                report.row(kind=kind, rows=rows, vocab=vocab, seconds=took)
+                told.append(f"{kind} {took * 1e3:.2f} ms")
+        report.line(f"{rows} rows x {vocab}: {', '.join(told)}")
 
 
 def profile(report: Report) -> None:

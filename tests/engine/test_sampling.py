@@ -107,7 +107,7 @@ def test_a_batch_against_the_oracle_and_against_each_row_alone(
         patch.setattr(filters, "BUCKETS", (0x3F800000 >> bits) + 1)
         patch.setattr(adjust, "ROOM", 2)
         patch.setattr("kvmesh.engine.sampler.BLOCK_BYTES", 8 * VOCAB * rng.choice([1, 2, 100]))
-        sampler = Sampler()
+        sampler = Sampler(torch.device(device))
         rows = [row(rng, 12, ties=ties) for _ in range(rng.randrange(1, 7))]
         for step in range(12):
             if step in (4, 9):

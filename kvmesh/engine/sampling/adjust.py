@@ -6,7 +6,7 @@ not with the vocabulary, and rows that ask for nothing have none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,22 +24,22 @@ class Adjustments:
     """Adjusts the logits of the rows of one block, in order. Lists are padded to `width` with copies of their own first
     entry: whatever is done to that is done to its copies, so that a scatter writes one value however often."""
 
-    def __init__(self, params: Sequence[SampleParams], device: torch.device) -> None:
+    def __init__(self, params: Sequence[SampleParams]) -> None:
         """Raises InternalError for a penalty without a history, or a bias that names a token twice."""
         tables = [_table(p) for p in params]
-        self._used = torch.tensor([[len(ids)] for ids, _, _, _ in tables], device=device)
         width = max(len(ids) for ids, _, _, _ in tables) + ROOM
-        columns = [np.stack([_padded(values, width) for values in same]) for same in zip(*tables, strict=True)]
-        self._ids, self._bias, self._count, self._seen = (torch.from_numpy(c).to(device) for c in columns)
+        lists = [np.stack([_padded(values, width) for values in same]) for same in zip(*tables, strict=True)]
+        used = np.array([[len(ids)] for ids, _, _, _ in tables], np.int64)
+        penalties = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params]
+        self.arrays: list[_Array] = [*lists, used, np.array(penalties, np.float64).T[:, :, None]]
         self._room = ROOM
         self._learns = any(p.history is not None for p in params)
 
-        def column(values: list[float]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.float64, device=device)[:, None]
-
-        self._repetition = column([p.repetition_penalty for p in params])
-        self._frequency = column([p.frequency_penalty for p in params])
-        self._presence = column([p.presence_penalty for p in params])
+    def receive(self, sent: Iterator[torch.Tensor]) -> None:
+        """Takes `arrays` as they are on the device."""
+        self._ids, self._bias, self._count, self._seen, self._used = (next(sent) for _ in range(5))
+        self._repetition, self._frequency, self._presence = next(sent)
+        self.arrays.clear()
 
     def apply(self, logits: torch.Tensor) -> None:
         """Applies bias, then repetition, frequency and presence penalty, in place on float64 `[rows, vocab]`."""

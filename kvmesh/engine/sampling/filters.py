@@ -6,8 +6,9 @@ full (a histogram over the weights' leading bits on a CPU, a sort elsewhere).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
 from kvmesh.engine.batch import SampleParams
@@ -18,22 +19,29 @@ BUCKETS = (0x3F800000 >> BUCKET_BITS) + 1  # weights lie in [0, 1]
 
 
 class Filters:
-    """Holds the filters of the rows of one block; `min_p` is float64 `[rows]`, 0 where a row has none."""
+    """Holds the filters of the rows of one block: `top_k` is int64 `[rows]`, the vocabulary where a row has none;
+    `top_p` and `min_p` are float64, 1 and 0 where it has none."""
 
-    def __init__(self, params: Sequence[SampleParams], vocab: int, device: torch.device) -> None:
+    def __init__(self, params: Sequence[SampleParams], vocab: int) -> None:
         limits = [p.top_k if 0 < p.top_k < vocab else vocab for p in params]
-        self._limited = any(limit < vocab for limit in limits)
+        self.limited = any(limit < vocab for limit in limits)
         self._far = max((limit for limit in limits if limit < vocab), default=0) > CANDIDATES
-        self._nucleus = any(p.top_p < 1 for p in params)
-        self._floored = self._limited or any(p.min_p > 0 for p in params)
-        self._top_k = torch.tensor(limits, device=device)
-        self._top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)
-        self.min_p = torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device)
+        self.nucleus = any(p.top_p < 1 for p in params)
+        self._floored = self.limited or any(p.min_p > 0 for p in params)
+        self.arrays = [
+            np.array(limits, np.int64),
+            np.array([p.top_p for p in params], np.float64),
+            np.array([p.min_p for p in params], np.float64),
+        ]
+
+    def receive(self, sent: Iterator[torch.Tensor]) -> None:
+        """Takes `arrays` as they are on the device."""
+        self.top_k, self.top_p, self.min_p = (next(sent) for _ in range(3))
 
     @property
     def ordered(self) -> bool:
         """Whether some row's cut is found by an order of its weights: top_k or top_p, not min_p alone."""
-        return self._limited or self._nucleus
+        return self.limited or self.nucleus
 
     def cut(self, weights: torch.Tensor) -> torch.Tensor:
         """Returns float64 `[rows]`: the smallest kept of `weights [rows, vocab]`, float64 of which a row's greatest is
@@ -44,27 +52,27 @@ class Filters:
         vocab = weights.shape[-1]
         width = min(vocab, CANDIDATES)
         best = weights.topk(width).values
-        if self._limited:
-            last = (self._top_k - 1)[:, None]
+        if self.limited:
+            last = (self.top_k - 1)[:, None]
             kth = best.gather(1, last.clamp(max=width - 1))[:, 0]
             if self._far:
-                far = (self._top_k > width).nonzero()[:, 0]
-                kth[far] = _reach(weights[far], self._top_k[far].double(), counts=True)
-            low = torch.where(self._top_k < vocab, torch.maximum(low, kth), low)
-        if self._nucleus:
-            low = torch.where(self._top_p < 1, torch.maximum(low, self._nuclei(weights, best, low)), low)
+                far = (self.top_k > width).nonzero()[:, 0]
+                kth[far] = _reach(weights[far], self.top_k[far].double(), counts=True)
+            low = torch.where(self.top_k < vocab, torch.maximum(low, kth), low)
+        if self.nucleus:
+            low = torch.where(self.top_p < 1, torch.maximum(low, self._nuclei(weights, best, low)), low)
         return low
 
     def _nuclei(self, weights: torch.Tensor, best: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
         """Returns the weight of the last token that is needed, the greatest first, to hold top_p of what `low`
         keeps."""
         kept = weights.masked_fill(weights < low[:, None], 0.0) if self._floored else weights
-        goal = self._top_p * kept.sum(-1)
+        goal = self.top_p * kept.sum(-1)
         width = best.shape[-1]
         needed = (best.masked_fill(best < low[:, None], 0.0).cumsum(-1) < goal[:, None]).sum(-1)
         cut = best.gather(1, needed.clamp(max=width - 1)[:, None])[:, 0]
         if width < weights.shape[-1]:
-            short = ((needed == width) & (self._top_p < 1)).nonzero()[:, 0]
+            short = ((needed == width) & (self.top_p < 1)).nonzero()[:, 0]
             if len(short):
                 cut[short] = _reach(kept[short], goal[short], counts=False)
         return cut
@@ -100,5 +108,6 @@ def _first_at(ordered: torch.Tensor, goal: torch.Tensor, sizes: torch.Tensor | i
     """Returns the first of `ordered [rows, n]`, descending, with which the sum reaches `goal`; the last of its row's
     `sizes` at the latest, since sums in another order may fall short by a rounding."""
     needed = goal.long() - 1 if counts else (ordered.cumsum(-1) < goal[:, None]).sum(-1)
-    needed = needed.clamp(min=0).minimum(torch.as_tensor(sizes - 1, device=needed.device))
+    needed = needed.clamp(min=0)
+    needed = needed.minimum(sizes - 1) if isinstance(sizes, torch.Tensor) else needed.clamp(max=sizes - 1)
     return ordered.gather(1, needed[:, None])[:, 0]

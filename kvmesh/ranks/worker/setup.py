@@ -179,7 +179,8 @@ class RankSetup:
 
 
 def largest_step(runner: Runner, tokens: int, rows: int) -> None:
-    """Computes `tokens` of prompts beside `rows` rows over the runner's pages, sampled in the dearest way."""
+    """Computes `tokens` of prompts beside `rows` rows over the runner's pages, the rows sampled in the way that takes
+    the most memory."""
     block, most = runner.layout.block_tokens, runner.config.max_context_tokens
     at, items = 0, []
     longest = max(1, most // block) * block if most >= block else most
@@ -187,9 +188,11 @@ def largest_step(runner: Runner, tokens: int, rows: int) -> None:
         count = min(tokens - at, longest)
         first = at // block
         pages = tuple(range(first, first - (-count // block)))
-        items.append(PrefillInput((0,) * count, 0, pages, SampleParams(temperature=1.0, top_p=0.9)))
+        items.append(PrefillInput((0,) * count, 0, pages, SampleParams(temperature=1.0, top_k=50, top_p=0.9)))
         at += -(-count // block) * block
-    batch = [DecodeInput(0, 0, (0,), SampleParams(temperature=1.0, top_p=0.9)) for _ in range(rows)]
+    # Adjusted logits are a copy in float64; what top_p leaves is gathered in another; log-probabilities are a third.
+    asked = [SampleParams(temperature=1.0, top_p=0.9, logit_bias=((0, 1.0),), logprobs=0) for _ in range(rows)]
+    batch = [DecodeInput(0, 0, (0,), params) for params in asked]
     runner.step(items, DecodeBatch.of(batch), lambda _: None)
 
 

@@ -30,10 +30,10 @@ SHAPES = (
 )
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 INT32 = ("table", "work", "joins", "lengths", "slots", "source", "target")
-FLOAT32 = ("sinks", "partial", "weights", "logits", "best")
-FLOAT64 = ("temperature", "min_p", "sums", "noise")
-INT64 = ("rows", "tokens", "runs")
-OF_DTYPE = ("qkv", "pages", "out", "x", "weight", "cos", "sin")
+FLOAT32 = ("sinks", "partial", "weights")
+FLOAT64 = ("temperature", "min_p", "sums", "noise", "least", "goals", "befores", "found", "cuts")
+INT64 = ("rows", "tokens", "ranges", "runs")
+OF_DTYPE = ("qkv", "pages", "out", "x", "weight", "cos", "sin", "logits", "best")
 POINTERS = (
     dict.fromkeys(INT32, "*i32")
     | dict.fromkeys(FLOAT32, "*fp32")
@@ -61,6 +61,9 @@ def compiled(kernel: Any, dtype: str, capability: int, warps: int, stages: int, 
     for at, name in enumerate(kernel.arg_names):
         if name in constants:
             types[name] = "constexpr"
+            continue
+        if name == "limits":
+            types[name] = "*i64" if constants["COUNTS"] else "*fp64"
             continue
         types[name] = POINTERS.get(name) or (f"*{dtype}" if name in OF_DTYPE else SCALARS.get(name, "i32"))
         if types[name].startswith("*") or name in STRIDES:
@@ -110,6 +113,13 @@ def main(capability: int) -> None:
     show("move", "i32", move.BLOCK, move._move, 4, SIZE=move.BLOCK)
     show("sum", "fp32", sample.BLOCK, sample._sum, 4, SIZE=sample.BLOCK)
     show("pick", "fp32", sample.BLOCK, sample._pick, 4, SIZE=sample.BLOCK, CHUNKS=128)
+    for dtype, counts in (("fp32", True), ("fp32", False), ("fp64", False)):
+        for first in (True, False):
+            kind = {"COUNTS": counts, "FIRST": first}
+            show("spread", dtype, sample.SPREAD, sample._spread, 8, **kind, SIZE=sample.SPREAD)
+            if dtype == "fp32":  # it reads no logits
+                show("narrow", "fp64", 32, sample._narrow, 4, **kind, CHUNKS=32)
+        show("finish", dtype, sample.GATHER, sample._finish, 16, COUNTS=counts, SIZE=sample.GATHER)
 
 
 if __name__ == "__main__":

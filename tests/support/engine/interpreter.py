@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 
 def count_with_numpy() -> None:
     """Triton 3.6's interpreter takes a loop's bounds from arrays of one element, which numpy from 2.4 on does not call
@@ -17,3 +19,13 @@ def count_with_numpy() -> None:
         rest[-1].set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patched
+
+
+def few_parts(patch: pytest.MonkeyPatch) -> None:
+    """Makes `sample.cut` go by few parts and small chunks, which the interpreter is quick with."""
+    import triton.language as tl
+
+    from kvmesh.engine.kernels import sample
+
+    for name, value in (("WAYS", tl.constexpr(4)), ("SPREAD", 256), ("GATHER", 128)):
+        patch.setattr(sample, name, value)
