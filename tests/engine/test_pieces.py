@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -129,10 +128,10 @@ def broken(pieces: PieceGraphs, how: str) -> None:
     elif how == "a bucket that is too small":
         replays[8] = replays[4]
     elif how == "rows of nobody write KV":
-        hidden, filler = pieces.hidden, np.full(1, 5, np.int64)
+        hidden, filler = pieces.hidden, torch.full((1,), 5)
 
         def more(tokens, positions, attend):  # type: ignore[no-untyped-def]
-            answer = hidden(np.append(tokens, filler), torch.cat((positions, positions[-1:] + 1)), attend)
+            answer = hidden(torch.cat((tokens, filler)), torch.cat((positions, positions[-1:] + 1)), attend)
             return None if answer is None else answer[:-1]
 
         pieces.hidden = more  # type: ignore[method-assign]
