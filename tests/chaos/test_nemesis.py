@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvmesh.testing.fault.rules import Script
 from tests.chaos import nemesis
 
 MASTERS, NODES = ("m0", "m1", "m2"), ("n0", "n1", "n2", "n3", "n4")
-
-
 NEAR = ("n3", "n4")
+ROUNDING_S = 1e-9  # of a step's begin and length, added
 
 
+@example(3813, 6.471400578363528, False, True)
 @given(st.integers(0, 2**32), st.floats(1.0, 200.0), st.booleans(), st.booleans())
 @settings(max_examples=200, deadline=None)
 def test_bounds(seed: int, duration_s: float, redis: bool, links: bool) -> None:
@@ -23,7 +23,7 @@ def test_bounds(seed: int, duration_s: float, redis: bool, links: bool) -> None:
         assert step.target != made.spared
         assert step.peer != made.spared
         assert step.seconds > 0
-        assert step.until <= max(duration_s, step.at + 0.11)
+        assert step.until <= max(duration_s, step.at + 0.11) + ROUNDING_S
         assert step.blow not in ("cut", "cut-one-way", "slow") or not {step.target, step.peer} & {*NEAR}
         assert links or step.blow not in ("cut", "cut-one-way", "slow")
         assert redis or step.target != "redis"
