@@ -160,7 +160,7 @@ def test_a_step_of_rows_and_chunks_is_one_copy_before_the_model_and_one_read(
 @pytest.mark.parametrize("kinds", [*([kind] for kind in ASKED), list(ASKED)], ids=lambda kinds: "+".join(kinds))
 def test_a_gpu_says_the_same(kinds: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if device.type != "cuda":
-        pytest.skip("no CUDA device")
+        pytest.skip("no CUDA device: torch for CUDA and an NVIDIA GPU watch the real one (docs/reports/cuda.md)")
     read_back = sampler_module.read_back
 
     def read(tensor: torch.Tensor) -> Any:
