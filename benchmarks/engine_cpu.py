@@ -1,6 +1,6 @@
 """The CPU engine beside vLLM and transformers: prefill, decode, memory, start-up, and the limits of the machine.
 
-    python -m benchmarks.engine_cpu [--rounds 3] [--threads 2] [--json FILE]
+    python -m benchmarks.engine_cpu [--rounds 3] [--threads 2] [--base CHECKOUT] [--json FILE]
 
 One random checkpoint of Qwen3-0.6B's shape in bfloat16, the same token ids, the same threads. Each engine lives in a
 process of its own; they take turns at every point of every round (transformers, the slowest, in the first round only),
@@ -8,6 +8,10 @@ and who is not at work is stopped (SIGSTOP), so that its threads take nothing fr
 the rounds; ratios and shares are the median of each round's own, as the machine is not the same in all of them. Limits,
 measured before and after each point with as many threads: read bandwidth (a pass over one GiB) and bfloat16 products
 (registers only), for what a step must read and multiply at least; see `benchmarks.limits`.
+
+With `--base`, kvmesh as it is in another checkout takes its turn as well. "cached" is the load that the mesh is for: a
+prompt's last 256 tokens after 7,936 whose KV is there already; vLLM finds them by its prefix cache, which is on as it
+is by default. Token ids differ from round to round, so it finds nothing else.
 
 Start-up is from spawning a process to its first token. Before each start so much memory is touched and given back that
 none has to wait for the hypervisor's.
@@ -36,10 +40,11 @@ from typing import Any, NamedTuple
 from benchmarks.limits import Limits, Work, measure
 from benchmarks.peers import vllm_env
 from benchmarks.peers.link import PeerMissing
-from benchmarks.peers.qwen_shape import VOCAB, checkpoint, decode_work, prefill_work
+from benchmarks.peers.qwen_shape import VOCAB, checkpoint, chunk_work, decode_work, prefill_work
 from benchmarks.progress import tell
 
 PREFILL = (512, 2048, 8192)
+CACHED = (7936, 256)  # tokens whose KV is there, and new ones after them: 8k together
 BATCHES = (1, 4, 16, 64)
 CONTEXT = 128  # tokens of each prompt before decode is timed
 STEPS = {1: 16, 4: 12, 16: 8, 64: 6}
@@ -51,18 +56,26 @@ START_BYTES = 6 << 30  # touched before a start: more than any engine takes
 ONCE = ("transformers",)  # has its turn in the first round only
 
 
+class SideSpec(NamedTuple):
+    """Says which of `engine_side.SIDES` runs, in which environment, over which checkout's code (None: no kvmesh)."""
+
+    kind: str
+    python: str
+    checkout: Path | None = None
+
+
 class Engine:
     """One side's process. Stopped whenever it is not asked."""
 
-    def __init__(self, name: str, python: str, model: Path, threads: int) -> None:
+    def __init__(self, name: str, side: SideSpec, model: Path, threads: int) -> None:
         self.name = name
         env = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-        env["PYTHONPATH"] = "" if name == "vllm" else str(Path(__file__).parents[1])
+        env["PYTHONPATH"] = str(side.checkout or "")
         self._log = Path(os.environ.get("TMPDIR", "/tmp")) / f"engine_cpu-{name}-{os.getpid()}.log"
         started = time.perf_counter()
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [python, str(SIDE), name, str(model), str(KV_BYTES), str(threads)],
+                [side.python, str(SIDE), side.kind, str(model), str(KV_BYTES), str(threads)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=env, start_new_session=True,
             )  # fmt: skip
         try:
@@ -164,20 +177,23 @@ def main() -> None:
     args = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stopped children are ended on every way out
     model = checkpoint()
-    pythons = {"kvmesh": sys.executable}
+    sides = {"kvmesh": SideSpec("kvmesh", sys.executable, Path(__file__).parents[1])}
+    if args.base:
+        sides["base"] = SideSpec("kvmesh", sys.executable, args.base.resolve())
     try:
         tell("environment of vLLM")
-        pythons["vllm"] = vllm_env.python()
+        sides["vllm"] = SideSpec("vllm", vllm_env.python())
     except PeerMissing as why:
         print(f"without vLLM: {why}", file=sys.stderr)
-    pythons["transformers"] = sys.executable
-    figures = {name: Figures() for name in pythons}
-    starts(figures, pythons, model, args)
+    if not args.without_transformers:
+        sides["transformers"] = SideSpec("transformers", sys.executable)
+    figures = {name: Figures() for name in sides}
+    starts(figures, sides, model, args)
     engines: dict[str, Engine] = {}
     try:
-        for name, python in pythons.items():
+        for name, side in sides.items():
             tell(f"start {name}")
-            engines[name] = Engine(name, python, model, args.threads)
+            engines[name] = Engine(name, side, model, args.threads)
         seen = rounds(figures, engines, args)
         for name, engine in engines.items():
             figures[name].peak_bytes = engine.ask(do="memory")["peak_bytes"]
@@ -195,29 +211,37 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="rounds in which every engine has its turn (3)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of each engine (all cores)")
     parser.add_argument("--prefill", type=int, nargs="*", default=PREFILL, help="prompt lengths, in tokens")
+    parser.add_argument("--no-cached", action="store_true", help="without the prompt whose KV is mostly there")
+    parser.add_argument("--base", type=Path, help="another checkout of kvmesh, built, whose engine takes its turn")
+    parser.add_argument("--without-transformers", action="store_true", help="which is slow")
+    parser.add_argument("--starts", type=int, default=STARTS, help=f"start-ups of each engine ({STARTS})")
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES, help="decode batches, in requests")
     parser.add_argument("--json", type=Path, help="write the figures here, too")
     return parser.parse_args()
 
 
-def starts(figures: dict[str, Figures], pythons: dict[str, str], model: Path, args: argparse.Namespace) -> None:
+def starts(figures: dict[str, Figures], sides: dict[str, SideSpec], model: Path, args: argparse.Namespace) -> None:
     """From spawning the process to its first token, the files in the page cache."""
-    for round_ in range(min(STARTS, args.rounds)):
-        for name, python in pythons.items():
+    for round_ in range(min(args.starts, args.rounds)):
+        for name, side in sides.items():
             tell(f"start-up {round_ + 1}: {name}")
             touch(START_BYTES)
-            engine = Engine(name, python, model, args.threads)
+            engine = Engine(name, side, model, args.threads)
             try:
                 figures[name].start_s.append(engine.start_s)
             finally:
                 engine.close()
 
 
-def points_of(args: argparse.Namespace) -> list[Point]:
-    rng = random.Random(0)
+def points_of(args: argparse.Namespace, round_: int = 0) -> list[Point]:
+    rng = random.Random(round_)
     found = [
         Point(f"prefill {n}", {"do": "prefill", "ids": ids_of(rng, 1, n)}, 1, n, prefill_work(n)) for n in args.prefill
     ]
+    if not args.no_cached:
+        before, new = CACHED
+        asked = {"do": "cached", "ids": ids_of(rng, 1, before + new), "before": before}
+        found.append(Point(f"cached {new}", asked, 1, new, chunk_work(before, new)))
     for b in args.batches:
         steps = STEPS.get(b, 8)
         asked = {"do": "decode", "ids": ids_of(rng, b, CONTEXT), "steps": steps}
@@ -229,7 +253,7 @@ def rounds(figures: dict[str, Figures], engines: dict[str, Engine], args: argpar
     """The limits around each point, round by round."""
     seen: Seen = {}
     for round_ in range(args.rounds):
-        for point in points_of(args):
+        for point in points_of(args, round_):
             before = measure(args.threads)
             for name, engine in engines.items():
                 if round_ and name in ONCE:
@@ -290,7 +314,7 @@ def report(figures: dict[str, Figures], seen: Seen, args: argparse.Namespace) ->
         line += "".join(f"{row['times_faster_than'][o]:14.2f}x" for o in others)
         print(f"{row['point']:14}{line}{row['share_of_limit']['kvmesh']:10.0%}")
     for what, unit, values in (
-        ("start-up", "s", {name: statistics.median(f.start_s) for name, f in figures.items()}),
+        ("start-up", "s", {name: statistics.median(f.start_s or [float("nan")]) for name, f in figures.items()}),
         ("peak memory", "GB", {name: f.peak_bytes / 1e9 for name, f in figures.items()}),
     ):
         line = "".join(f"{values[name]:12.2f}{unit:>2}" for name in names) + " " * 10

@@ -5,6 +5,7 @@ line, the answer another, on the file descriptor that standard output had at the
 standard error). A side says {"ready": true} when it has answered its first token.
 
     {"do": "prefill", "ids": [[...]]}                     → {"seconds": ...} until the first token
+    {"do": "cached", "ids": [[...]], "before": n}         → ... after the KV of the first n tokens has been made
     {"do": "decode", "ids": [[...], ...], "steps": n}     → {"seconds": ...} of n steps after the first token of all
     {"do": "memory"}                                      → {"peak_bytes": ...}
 """
@@ -25,6 +26,10 @@ class Side(ABC):
     @abstractmethod
     def prefill(self, ids: list[list[int]]) -> float:
         """Seconds from asking to the first token."""
+
+    @abstractmethod
+    def cached(self, ids: list[list[int]], before: int) -> float:
+        """Seconds from asking for a prompt to its first token, where the KV of its first `before` tokens is there."""
 
     @abstractmethod
     def decode(self, ids: list[list[int]], steps: int) -> float:
@@ -66,6 +71,17 @@ class Kvmesh(Side):
             self.engine.step()
         return time.perf_counter() - started
 
+    def cached(self, ids: list[list[int]], before: int) -> float:
+        from kvmesh.engine.batch import PrefillInput, SampleParams
+
+        [prompt], runner = ids, self.engine.runner
+        pages = tuple(range(-(-len(prompt) // BLOCK_TOKENS)))  # of nobody, as no request runs
+        for start in range(0, before, 2048):
+            runner.prefill([PrefillInput(prompt[start : min(start + 2048, before)], start, pages)])
+        started = time.perf_counter()
+        runner.prefill([PrefillInput(prompt[before:], before, pages, SampleParams())])
+        return time.perf_counter() - started
+
     def decode(self, ids: list[list[int]], steps: int) -> float:
         self._submit(ids, steps + 64)
         first: set[int] = set()
@@ -99,7 +115,7 @@ class Vllm(Side):
             max_model_len=16384,
             max_num_seqs=64,
             max_num_batched_tokens=2048,
-            enable_prefix_caching=False,
+            enable_prefix_caching=True,
             disable_log_stats=True,
         )
         self._names = 0
@@ -121,6 +137,10 @@ class Vllm(Side):
         while self.llm.llm_engine.has_unfinished_requests():
             self.llm.llm_engine.step()
         return time.perf_counter() - started
+
+    def cached(self, ids: list[list[int]], before: int) -> float:
+        self.prefill([prompt[:before] for prompt in ids])
+        return self.prefill(ids)
 
     def decode(self, ids: list[list[int]], steps: int) -> float:
         engine = self.llm.llm_engine
@@ -167,6 +187,16 @@ class Transformers(Side):
     def prefill(self, ids: list[list[int]]) -> float:
         return self._generate(ids, 1)
 
+    def cached(self, ids: list[list[int]], before: int) -> float:
+        torch = self.torch
+        [prompt] = ids
+        with torch.inference_mode():
+            kept = self.model(torch.tensor([prompt[:before]]), use_cache=True, logits_to_keep=1).past_key_values
+            started = time.perf_counter()
+            logits = self.model(torch.tensor([prompt[before:]]), past_key_values=kept, logits_to_keep=1).logits
+            logits.argmax(-1).item()
+            return time.perf_counter() - started
+
     def decode(self, ids: list[list[int]], steps: int) -> float:
         return max(1e-9, self._generate(ids, steps + 1) - self._generate(ids, 1))
 
@@ -192,6 +222,8 @@ def main() -> None:
         asked = json.loads(line)
         if asked["do"] == "prefill":
             print(json.dumps({"seconds": side.prefill(asked["ids"])}), file=out)
+        elif asked["do"] == "cached":
+            print(json.dumps({"seconds": side.cached(asked["ids"], asked["before"])}), file=out)
         elif asked["do"] == "decode":
             print(json.dumps({"seconds": side.decode(asked["ids"], asked["steps"])}), file=out)
         else:
