@@ -306,6 +306,12 @@ def test_groups_of_the_families_of_today() -> None:
     assert groups_of("MistralForCausalLM", sliding_window=None) == (everything,)
 
 
+def test_numbers_of_groups_are_the_same_everywhere() -> None:
+    """They are bits of masks that nodes send each other: what sees all is 0, then the longest window."""
+    found = rules.derive_groups([16, 64, 0, 16, 0], kv_heads=4, head_dim=8)
+    assert [(of.name, of.layers) for of in found] == [("all", (2, 4)), ("window64", (1,)), ("window16", (0, 3))]
+
+
 def test_bytes_of_a_hit_and_of_a_handoff() -> None:
     all_, window = groups_of("Gemma2ForCausalLM", sliding_window=512)
     state = CacheGroup("state", (0,), CacheLayout(1, 4, 64), CacheKind.STATE, 8)
