@@ -70,6 +70,11 @@ def setting(field: str, kind: str, value: object) -> object:
     return value
 
 
+def on_host(location: str) -> bool:
+    """Says whether a memory location is the host's; any other is a device's, which only some transports reach."""
+    return location.startswith("cpu")
+
+
 def location(value: object) -> str:
     """Returns `value` if it names a memory location ("cpu:0", "cuda:1"). Raises TransferError otherwise."""
     if not isinstance(value, str) or not _LOCATION.fullmatch(value):

@@ -172,15 +172,16 @@ class TransferEngine:
         (address, length) pair, or an object with `data_ptr()` and `nbytes` (a contiguous torch tensor).
 
         Peers reach such memory over tcp. Over shm it can be the target of writes, but neither the source of writes nor
-        the source of reads. GPU memory ("cuda:1") needs an engine with rdma alone and a driver that exports it as a
-        dmabuf. Registering exactly the same memory again returns the same region, which then needs as many
-        unregistrations. Raises TransferError when the buffer is unfit, or overlaps a registered region in another way.
+        the source of reads. GPU memory ("cuda:1") is reached by rdma alone, beside whatever other transports there are,
+        and needs a driver that exports it as a dmabuf. Registering exactly the same memory again returns the same
+        region, which then needs as many unregistrations. Raises TransferError when the buffer is unfit, or overlaps a
+        registered region in another way.
         """
         self._check_open()
         checks.location(location)
         address, length, view = memory.writable(buffer)
-        if not location.startswith("cpu"):
-            if self.config.transports != ("rdma",):
+        if not checks.on_host(location):
+            if not any(transport.device_memory for transport in self._transports):
                 names = ", ".join(self.config.transports)
                 raise TransferError(
                     f"location={location!r}: only host memory can be registered with {names}", field="location"
@@ -265,6 +266,13 @@ class TransferEngine:
         """Returns the rails to an open segment. Raises TransferError when it is not open."""
         with self._sender.lock:
             return self._sender.opened(segment).rails
+
+    def reaches_devices(self, segment: str) -> bool:
+        """Says whether there are rails to a segment over which a device's memory can be read or written, here or there,
+        and not all of them rest; False also while it is not open."""
+        with self._sender.lock:
+            link = self._sender.links.get(segment)
+            return link is not None and any(not link.ways[rail].rest_until for rail in link.device_rails)
 
     def close_segment(self, name: str) -> None:
         """Closes a segment: its unfinished requests fail, its connections and maps are closed. Unknown names are
@@ -397,13 +405,13 @@ class TransferEngine:
         an epoch that is being or was fenced."""
         self._check_open()
         checks.window(peer, handoff_epoch, ranges)
-        homes = []
+        homes: list[tuple[int, int, LocalRegion | None]] = []
         with self._inviting:
             for r in ranges:
                 region = self.segment.by_offset(r.offset, r.length)
                 if region is None or r.length <= 0:
                     raise TransferError(f"range=({r.offset}, {r.length}): not in one registered region", field="ranges")
-                homes.append((r.offset, r.length, region))
+                homes.append((r.offset, r.length, region if region.on_host else None))
             self.windows.open(peer, handoff_epoch, homes)
 
     def fence(self, peer: str, handoff_epoch: int, timeout_s: float = 5.0) -> None:

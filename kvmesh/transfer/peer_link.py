@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
+from kvmesh.transfer import checks
 from kvmesh.transfer.api import Opcode, TransferState
 from kvmesh.transfer.batch import AfterUnlock, Part, RequestGroup, RetriedParts
 from kvmesh.transfer.epochs import Epochs
@@ -73,7 +74,8 @@ class PeerLink:
         found = self._pairs.get(pair)
         if found is not None:
             return found
-        able = tuple(t for t in self.transports if t.carries(kind, local, remote))
+        host = local.on_host and checks.on_host(remote.location)
+        able = tuple(t for t in self.transports if (host or t.device_memory) and t.carries(kind, local, remote))
         key = (local.public.location, remote.location, *able)
         found = self._routes.get(key)
         if found is None:
@@ -84,6 +86,11 @@ class PeerLink:
             self._pairs.clear()
         self._pairs[pair] = found
         return found
+
+    @property
+    def device_rails(self) -> tuple[Rail, ...]:
+        """The rails that reach a device's memory, here or there."""
+        return tuple(rail for rail in self.rails if rail.transport.device_memory)
 
     def notice_routes(self) -> Tiers:
         """Returns the rails for end marks, which depend on no memory."""

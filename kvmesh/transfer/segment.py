@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvmesh.errors import TransferError
+from kvmesh.transfer import checks
 from kvmesh.transfer.api import Region
 from kvmesh.transfer.memory import PAGE, Mapping
 from kvmesh.transfer.transports.wire import UNREADABLE
@@ -143,6 +144,11 @@ class LocalRegion:
         return self.public.base_offset
 
     @property
+    def on_host(self) -> bool:
+        """Whether this process may touch the memory."""
+        return checks.on_host(self.public.location)
+
+    @property
     def address(self) -> int:
         return self.public.address
 
@@ -251,11 +257,12 @@ class LocalSegment:
         return None
 
     def use(self, offset: int, length: int) -> LocalRegion | None:
-        """Finds a region as `by_offset` does, and keeps it from being removed until `unuse`."""
+        """Finds a region of host memory as `by_offset` does, and keeps it from being removed until `unuse`."""
         with self.changed:
             region = self.by_offset(offset, length)
-            if region is not None:
-                region.uses += 1
+            if region is None or not region.on_host:
+                return None
+            region.uses += 1
             return region
 
     def unuse(self, region: LocalRegion) -> None:

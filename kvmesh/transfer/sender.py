@@ -216,7 +216,17 @@ class Sender:
                 f"{request.segment!r}",
                 field="remote_offset",
             )
-        if request.verify and not (local.public.location.startswith("cpu") and remote.location.startswith("cpu")):
+        host = local.on_host and checks.on_host(remote.location)
+        if not (host or link.device_rails):
+            field, value, where = (
+                ("local_address", f"{request.local_address:#x}", local.public.location)
+                if not local.on_host
+                else ("remote_offset", str(request.remote_offset), f"{remote.location} of {request.segment!r}")
+            )
+            names = ", ".join(transport.name for transport in link.transports) or "none"
+            why = f"memory of {where} is reached by rdma alone, and there is no rdma path between the two"
+            raise TransferError(f"{field}={value}: {why} (paths: {names})", field=field)
+        if request.verify and not host:
             raise TransferError("verify=True: only host memory can be verified", field="verify")
         rank = rank_of(request.traffic_class)
         key = (link.name, request.opcode, epoch, rank, request.verify, local.base, remote.base_offset)

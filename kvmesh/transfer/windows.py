@@ -45,7 +45,7 @@ class WindowHolder(Protocol):
 class _Window(Generic[HomeT]):
     starts: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
-    homes: list[HomeT] = field(default_factory=list)
+    homes: list[HomeT | None] = field(default_factory=list)
     inside: list[WindowHolder] = field(default_factory=list)
     landed_bytes: int = 0
     closing: bool = False
@@ -73,8 +73,9 @@ class Windows(Generic[HomeT]):
         self._fenced: OrderedDict[tuple[str, int], None] = OrderedDict()  # the last MAX_FENCED, oldest first
         self._clock = clock
 
-    def open(self, peer: str, epoch: int, ranges: Iterable[tuple[int, int, HomeT]]) -> None:
-        """Allows `peer` to write (offset, length) ranges in this epoch; a window that is already open grows. Raises
+    def open(self, peer: str, epoch: int, ranges: Iterable[tuple[int, int, HomeT | None]]) -> None:
+        """Allows `peer` to write (offset, length) ranges in this epoch; a window that is already open grows. Where the
+        home is None, hardware may land bytes and `admit` refuses them: the memory is a device's. Raises
         TransferError for an empty range, for a peer without a name, and for an epoch that is being or was fenced: a
         slice of such an epoch may still arrive and must never land."""
         if not peer:
@@ -109,12 +110,12 @@ class Windows(Generic[HomeT]):
             starts, ends, owners = window.starts, window.ends, window.homes
             first = min(offsets, default=-1)
             at = bisect_right(starts, first) - 1
-            if at >= 0 and max(map(add, offsets, lengths)) <= ends[at]:  # all in one range
+            if at >= 0 and max(map(add, offsets, lengths)) <= ends[at] and owners[at] is not None:  # all in one range
                 window.inside.append(holder)
                 return WindowAdmission([owners[at]] * len(offsets), refused, window, holder)
             for offset, length in zip(offsets, lengths, strict=True):
                 at = bisect_right(starts, offset) - 1
-                if at >= 0 and offset + length <= ends[at]:
+                if at >= 0 and offset + length <= ends[at] and owners[at] is not None:
                     homes.append(owners[at])
                 else:
                     refused.append(len(homes))
@@ -234,11 +235,11 @@ class Windows(Generic[HomeT]):
         return self._changed.wait_for(lambda: not window.inside, timeout=max(0.0, timeout_s))
 
 
-def _merge_into(window: _Window[HomeT], ranges: list[tuple[int, int, HomeT]]) -> None:
+def _merge_into(window: _Window[HomeT], ranges: list[tuple[int, int, HomeT | None]]) -> None:
     ranges.sort(key=lambda r: r[0])
     starts: list[int] = []
     ends: list[int] = []
-    homes: list[HomeT] = []
+    homes: list[HomeT | None] = []
     for start, end, home in ranges:
         if ends and start <= ends[-1] and homes[-1] is home:
             ends[-1] = max(ends[-1], end)

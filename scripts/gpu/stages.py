@@ -8,7 +8,6 @@ multiplication and addition. A stage raises where something is wrong, so that it
 from __future__ import annotations
 
 import argparse
-import ctypes
 import functools
 import json
 import os
@@ -39,8 +38,6 @@ PACKAGES = (
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 64
 BESIDE_S = 0.5  # steps and copies beside each other
 ROTATED_BYTES = 512 << 20  # several times the cache: layers follow each other, so that none is found in it
-DMA_BUF_SUPPORTED = 124  # CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
-HANDLE_TYPE_DMA_BUF = 1  # CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 
 
 class Report:
@@ -520,6 +517,45 @@ def beside(report: Report, step: Callable[[], object], work: Callable[[], object
     return works / took, took / steps
 
 
+def pages_for_nics(report: Report) -> None:
+    """What a rank does so that KV lands in its pages: the driver's memory, as torch's, exported, registered with every
+    RDMA device, written to, flushed. What this machine lacks is told, and is no failure."""
+    import torch
+
+    from kvmesh.errors import TransferError
+    from kvmesh.ranks.worker.device_cuda import DriverMemory
+    from kvmesh.transfer import EngineConfig, TransferEngine
+    from kvmesh.transfer import cuda_driver as cuda
+
+    driver = cuda.CudaDriver("cuda:0")
+    supported, ordering = driver.attribute(cuda.DMA_BUF_SUPPORTED), driver.attribute(cuda.WRITES_ORDERING)
+    options = driver.attribute(cuda.FLUSH_OPTIONS)
+    report.row(dma_buf_supported=supported, writes_ordering=ordering, flush_options=options)
+    needs = "no flush" if ordering >= cuda.ORDERED_FOR_OWNER else "a flush after each fence"
+    report.line(f"dma-buf supported: {bool(supported)}; order of NICs' writes {ordering}: {needs} (options {options})")
+    nbytes = (33 << 20) + 4096  # no multiple of GRAIN
+    address = driver.allocate(nbytes)
+    memory = torch.as_tensor(DriverMemory(address, nbytes), device="cuda")
+    if memory.data_ptr() != address or int(memory.fill_(3).sum(dtype=torch.int64)) != 3 * nbytes:
+        raise AssertionError("torch does not use the driver's memory as it lies")
+    try:
+        fd, offset = driver.export(address, nbytes)
+        report.line(f"the driver's {nbytes} bytes are exported: descriptor {fd}, offset {offset}")
+        os.close(fd)
+    except TransferError as error:
+        report.line(f"no export: {error.message}")
+    try:
+        with TransferEngine("check#1", EngineConfig(transports=("rdma", "tcp"))) as engine:
+            region = engine.register_memory((address, nbytes), "cuda:0")
+            report.line(f"registered with {', '.join(engine.topology.get('cuda:0', ((), ()))[0]) or 'RDMA devices'}")
+            engine.unregister_memory(region)
+    except TransferError as error:
+        report.line(f"no registration: {error.message}")
+    if options & cuda.FLUSH_BY_HOST:
+        driver.flush()
+        report.line("flushGPUDirectRDMAWrites answers")
+
+
 def links(report: Report) -> None:
     if report.dry:
         report.line("dry: a CPU exports no memory and captures no collective")
@@ -527,20 +563,7 @@ def links(report: Report) -> None:
     import torch
 
     torch.zeros(1, device="cuda")
-    driver = ctypes.CDLL("libcuda.so.1")
-    supported, device = ctypes.c_int(), ctypes.c_int()
-    driver.cuCtxGetDevice(ctypes.byref(device))
-    driver.cuDeviceGetAttribute(ctypes.byref(supported), DMA_BUF_SUPPORTED, device)
-    pages = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
-    fd = ctypes.c_int(-1)
-    start = pages.data_ptr() & ~0xFFFF
-    code = driver.cuMemGetHandleForAddressRange(
-        ctypes.byref(fd), ctypes.c_uint64(start), ctypes.c_size_t(32 << 20), HANDLE_TYPE_DMA_BUF, ctypes.c_ulonglong(0)
-    )
-    report.row(dma_buf_supported=supported.value, export_code=code, fd=fd.value)
-    report.line(f"dma-buf supported: {bool(supported.value)}; export of 32 MiB: code {code}, descriptor {fd.value}")
-    if fd.value >= 0:
-        os.close(fd.value)
+    pages_for_nics(report)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29571")
     torch.distributed.init_process_group("nccl", rank=0, world_size=1)
     x = torch.ones(1 << 20, device="cuda", dtype=torch.bfloat16)

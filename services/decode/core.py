@@ -226,7 +226,7 @@ def shape_of(front: Front, host_landing: bool) -> Shape:
         block_tokens=front.config.block_tokens,
         num_pages=min(ready.num_pages for ready in readies),
         num_extents=min(ready.num_extents for ready in readies),
-        direct_landing=readies[0].direct_landing and not host_landing,
+        direct_landing=all(ready.direct_landing for ready in readies) and not host_landing,
         max_context_tokens=front.max_context_tokens,
         ranks=tuple(
             RankShape(

@@ -2,7 +2,8 @@
 
 On a CPU pages lie in registered memory: peers land in them, pushes read them, copies are done when asked for. A
 device's pages are out of the transfer engine's reach (`StagedMemory`): KV lands in host extents, what is pushed goes
-through pinned staging memory (`stager`), and copies run beside the steps.
+through pinned staging memory (`stager`), and copies run beside the steps. Where a NIC reaches them, `pages_rule` says
+what goes straight.
 
 The order is the same for every kind of memory: a copy sees all that steps have written before it was asked for; `done`
 is called from `poll`, or at once, when the bytes are there. Until then neither end may be used for anything else, by a
@@ -61,9 +62,10 @@ T = TypeVar("T")
 
 class DeviceMemory(ABC):
     """Manages the memory of one rank: `pages` and, after `open_extents`, `extents`, both `[blocks, layers, 2, kv_heads,
-    block_tokens, head_dim]`. `page_region` is None where peers and pushes cannot reach pages. Between two steps at most
+    block_tokens, head_dim]`. `page_region` is None where peers cannot reach pages. Between two steps at most
     `seal_bytes` are copied that nobody waits for, and `move_bytes` that somebody waits for."""
 
+    pages_use = ""  # for people: what peers and pushes reach of a device's pages, and why
     step_tokens = 0  # rows and prompt tokens of the step that runs or is likely to run next
     seal_bytes = 8 << 20  # about a millisecond of copying and checking
     move_bytes = 64 << 20  # about ten milliseconds: a step with a chunk of a prompt takes far longer
@@ -82,6 +84,15 @@ class DeviceMemory(ABC):
     def open_extents(self, region: Region, blocks: int) -> None:
         """Makes `extents` of the host segment's memory."""
         self.extents = self.over(region, blocks)
+
+    def open_pages(self, engine: TransferEngine) -> None:
+        """Registers pages, where they are not yet and can be, once nothing of the start writes to them any more."""
+        return
+
+    def landed(self) -> None:
+        """Makes what peers have written to pages visible to the steps and copies that are launched from now on. It
+        follows a fence, on any thread. Raises TransferError when that fails; it is then called again."""
+        return
 
     @abstractmethod
     def copy(self, pieces: CopyPieces, done: OnDone, *, into_pages: bool, check: bool = False) -> None:
@@ -175,6 +186,7 @@ class StagedMemory(DeviceMemory):
     """Has pages that only the device reaches. `staging` is registered memory of `slots` times `slot_bytes`, which bytes
     go through on their way to peers."""
 
+    push_region: Region | None = None  # of the pages, where the transfer engine reads them itself
     staging_bytes = 256 << 20
     least_slot_bytes = 256 << 10  # short pieces lie side by side in one
 
@@ -189,11 +201,15 @@ class StagedMemory(DeviceMemory):
     ) -> None:
         super().__init__(configure, layout, device)
         # Zeros, as places that no token was written to may be sent with their block, and are checked when it is sealed.
-        self.pages = torch.zeros((num_pages, *layout.shape), dtype=torch_dtype(self.dtype), device=device)
+        self.pages = self._new_pages(num_pages, engine)
         self.slot_bytes = max(layout.layer_bytes, self.least_slot_bytes)
         self.slots = max(4, self.staging_bytes // self.slot_bytes)
         self.staging = engine.allocate(self.slots * self.slot_bytes, home)
         self._waiting: dict[bool, deque[tuple[Copy, int, OnDone]]] = {True: deque(), False: deque()}  # by into_pages
+
+    def _new_pages(self, num_pages: int, engine: TransferEngine) -> torch.Tensor:
+        """Returns zeroed pages."""
+        return torch.zeros((num_pages, *self.layout.shape), dtype=torch_dtype(self.dtype), device=self.device)
 
     @abstractmethod
     def _launch(self, pieces: CopyPieces, into_pages: bool, check: bool) -> Copy: ...

@@ -1,4 +1,5 @@
 """This module keeps pages in a GPU's memory. Copies run on two streams beside the steps', one for each direction.
+Where rdma is in use, pages are memory of the driver's own, which is exported to NICs (`kvmesh.transfer.cuda_driver`).
 
 A copy waits on its stream for what the steps' stream had been given when the copy was asked for, so the host need not
 watch over a layer. The host only polls events, and waits for one only to keep pace: a prefill step is launched in a
@@ -17,13 +18,23 @@ from typing import Any
 
 import torch
 
-from kvmesh.errors import ConfigError
+from kvmesh.engine.runner import torch_dtype
+from kvmesh.errors import ConfigError, TransferError
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.devices import check_device
 from kvmesh.ranks.worker.copy_rule import kernel_programs
 from kvmesh.ranks.worker.device import Copy, CopyPieces, StagedMemory, byte_view, region_bytes, total
+from kvmesh.ranks.worker.pages_rule import choose_pages_use
 from kvmesh.transfer import Region, TransferEngine
+from kvmesh.transfer.cuda_driver import (
+    DMA_BUF_SUPPORTED,
+    FLUSH_BY_HOST,
+    FLUSH_OPTIONS,
+    ORDERED_FOR_OWNER,
+    WRITES_ORDERING,
+    CudaDriver,
+)
 
 log = logging.getLogger("kvmesh.rank")
 
@@ -62,7 +73,23 @@ class CudaCopy:
         return tuple((~self._sums.isfinite()).nonzero().flatten().tolist())
 
 
+class DriverMemory:
+    """Bytes of a GPU that the driver gave, as torch takes memory of others (the CUDA array interface, version 3)."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
 class CudaMemory(StagedMemory):
+    _driver: CudaDriver | None = None  # if the pages are memory that a NIC may reach
+    _no_pages = ""  # why they are not
+    _flushes = False
     seal_bytes = move_bytes = 256 << 20  # the device copies beside the steps; five milliseconds on its bus
 
     def __init__(
@@ -81,6 +108,44 @@ class CudaMemory(StagedMemory):
         self._layers: deque[torch.cuda.Event] = deque()
         self._mover: Any = None  # kernels.move, if it can copy here
         self._staging_pinned = self._pin(self.staging)
+
+    def _new_pages(self, num_pages: int, engine: TransferEngine) -> torch.Tensor:
+        """Returns zeroed pages: the driver's own where rdma may reach them, else of torch's pool."""
+        if "rdma" not in engine.config.transports:
+            return super()._new_pages(num_pages, engine)
+        nbytes = num_pages * self.layout.shard_bytes
+        try:
+            driver = CudaDriver(f"cuda:{self.device.index}")
+            if not driver.attribute(DMA_BUF_SUPPORTED):
+                raise TransferError("the GPU or its driver exports no dmabuf (DMA_BUF_SUPPORTED is 0)")
+            memory = torch.as_tensor(DriverMemory(driver.allocate(nbytes), nbytes), device=self.device)
+        except (TransferError, RuntimeError) as error:  # the latter is torch's, which may not take the memory
+            self._no_pages = str(error)
+            return super()._new_pages(num_pages, engine)
+        self._driver = driver
+        return memory.zero_().view(torch_dtype(self.dtype)).view(num_pages, *self.layout.shape)
+
+    def open_pages(self, engine: TransferEngine) -> None:
+        torch.cuda.synchronize(self.device)  # a peer may write as soon as it is told
+        region: Region | None = None
+        ordered = flushable = False
+        if self._driver is not None:
+            try:
+                ordered = self._driver.attribute(WRITES_ORDERING) >= ORDERED_FOR_OWNER
+                flushable = bool(self._driver.attribute(FLUSH_OPTIONS) & FLUSH_BY_HOST)
+                region = engine.register_memory((self.pages.data_ptr(), self.pages.nbytes), self._driver.location)
+            except TransferError as error:
+                self._no_pages = error.message
+        use = choose_pages_use(engine.config.transports, self._no_pages, ordered=ordered, flushable=flushable)
+        self.push_region = region if use.push else None
+        self.page_region = region if use.land else None
+        self._flushes = use.flush
+        self.pages_use = use.why
+        log.info("%s", use.why)
+
+    def landed(self) -> None:
+        if self._flushes and self._driver is not None:
+            self._driver.flush()
 
     def open_extents(self, region: Region, blocks: int) -> None:
         super().open_extents(region, blocks)

@@ -2,6 +2,9 @@
 
     pages ──copy, beside the steps──▶ slot ──posted once the copy is done──▶ landing ──acknowledged──▶ slot is free
 
+Pages that a NIC reads itself (`push_region`) are posted as they lie, as `pages_rule.straight` decides, once the steps
+that wrote them are done.
+
 A slot holds many pieces side by side, so the runs of a reader that cuts the model differently take no more slots than
 whole layers would. Pieces that are neighbours in the pages are one copy, and one post those that become neighbours in
 the slot and are neighbours in the landing: K and V of a reader's few heads, layer after layer.
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import groupby
@@ -23,6 +26,7 @@ from typing import NamedTuple, Protocol
 
 from kvmesh.kvcache.layout import joined
 from kvmesh.ranks.worker.device import CopiesDone, CopyPieces, StagedMemory, byte_view, region_bytes
+from kvmesh.ranks.worker.pages_rule import straight
 from kvmesh.transfer.groups import Copy, GroupWrite
 
 
@@ -100,11 +104,13 @@ class _Queue:
 
 
 class Stager:
-    """Posts out of a device's pages, through staging. Addresses of copies count from the first byte of the pages."""
+    """Posts out of a device's pages, through staging. Addresses of copies count from the first byte of the pages.
+    `reaches` says whether the engine can post a device's memory to a segment now."""
 
-    def __init__(self, memory: StagedMemory) -> None:
+    def __init__(self, memory: StagedMemory, reaches: Callable[[str], bool] | None = None) -> None:
         self.lock = threading.RLock()
         self._memory = memory
+        self._reaches = reaches
         self._slot_bytes = memory.slot_bytes
         self._pages = byte_view(memory.pages)
         self._staging = region_bytes(memory.staging)
@@ -114,6 +120,11 @@ class Stager:
 
     def write(self, write: GroupWrite, segment: str, copies: Iterable[Copy]) -> None:
         with self.lock:
+            if self._memory.push_region is not None and self._reaches is not None:
+                copies = list(copies)
+                if straight(self._reaches(segment), [length for _, _, length in copies]):
+                    self._post_pages(self._queue(write), segment, copies, self._memory.push_region.address)
+                    return
             pieces = self._queue(write).pieces
             for place, offset, length in copies:
                 for at in range(0, length, self._slot_bytes):
@@ -162,6 +173,20 @@ class Stager:
                 self.pump()
 
         self._memory.copy(CopyPieces(self._pages, self._staging, joined(runs)), copied, into_pages=False)
+
+    def _post_pages(self, queue: _Queue, segment: str, copies: Iterable[Copy], base: int) -> None:
+        """Posts copies out of pages once the steps that wrote them are done, as a copy of nothing is then."""
+        queue.copying += 1
+        queue.write.hold()
+
+        def written(_: CopiesDone) -> None:
+            with self.lock:
+                queue.copying -= 1
+                queue.write.write(segment, ((base + place, offset, length) for place, offset, length in copies))
+                queue.write.release()
+                self.pump()
+
+        self._memory.copy(CopyPieces(self._pages, self._staging, ()), written, into_pages=False)
 
     def _placed(self, slot: int, pieces: list[StagedPiece]) -> Iterator[tuple[int, StagedPiece]]:
         """Yields each piece of a slot with its place in staging memory."""

@@ -76,12 +76,14 @@ class Worker:
             self.memory.open_extents(self._extent_region, blocks)
             self._runner.use_pages(self.memory.pages, configure.cuda_graphs, setup.rows, setup.most_tokens)
             self._warm_up()
+            self.memory.open_pages(self.engine)
         except BaseException:
             self.engine.close()
             raise
         memory, region = self.memory, self.memory.page_region
-        outbox = Stager(memory) if isinstance(memory, StagedMemory) else None
-        self.pusher = Pusher(self.engine, self.layout, region.address if region else 0, send, outbox=outbox)
+        outbox = Stager(memory, self.engine.reaches_devices) if isinstance(memory, StagedMemory) else None
+        first = region.address if region is not None and outbox is None else 0  # a Stager counts from the first page
+        self.pusher = Pusher(self.engine, self.layout, first, send, outbox=outbox)
         self.puller = ShardPuller(self.engine, self._extent_region, send)
         self.sums = Sums(self._extent_region, send)
         self.tiers = TierWorker(self._extent_region, send)
@@ -89,7 +91,8 @@ class Worker:
         self.moves = Moves(memory, send)
         begin = memory.begin_step if setup.ahead else None
         self.steps = Steps(self._runner, self.pusher, configure.block_tokens, send, begin)
-        self._settings = setup.settings(pages, self.layout, self._runner)
+        settings = setup.settings(pages, self.layout, self._runner)
+        self._settings = f"{settings}; {memory.pages_use}" if memory.pages_use else settings
         self.profiler = StepProfiler(self.steps, self._runner, send)
         self._load_ms = int((time.monotonic() - started) * 1000)
 
@@ -277,6 +280,7 @@ class Worker:
         while True:
             try:
                 self.engine.fence(peer, epoch, FENCE_TIMEOUT_S)
+                self.memory.landed()
             except TransferError as error:
                 # Until it succeeds the landing stays quarantined: memory is lost for a while, never corrupted.
                 log.error("fence of %s epoch %d: %s; trying again", peer, epoch, error)

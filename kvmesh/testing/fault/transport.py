@@ -259,6 +259,7 @@ class FaultTransport(Transport):
         self.control = control
         self.host = host
         self.limits = inner.limits
+        self.device_memory = inner.device_memory
         self.lock = threading.Lock()
         self._flights: dict[int, _Flight] = {}
         self._clockwork = DelayThread()

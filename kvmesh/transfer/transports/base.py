@@ -138,6 +138,7 @@ class Transport(ABC):
 
     name: str
     limits: FrameLimits
+    device_memory = False  # whether it reaches memory of a GPU, at either end; host memory is reached by every one
 
     @abstractmethod
     def start(self) -> None:

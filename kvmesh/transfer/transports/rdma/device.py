@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvmesh.errors import TransferError
+from kvmesh.transfer.api import Region
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.segment import LocalRegion
 from kvmesh.transfer.transports.rdma import dmabuf, gids, verbs
@@ -294,16 +295,19 @@ class RdmaNic:
         public = region.public
         if region.base in self._registered:
             return
-        if public.location.startswith("cpu"):
+        if region.on_host:
             made = self.register_memory(public.address, public.length)
         else:
-            with dmabuf.exported(public.location, public.address, public.length) as (fd, offset):
-                made = self._keys(
-                    lambda: self.calls.register_dmabuf(self.pd_pointer, fd, offset, public.address, public.length),
-                    public.length,
-                )
+            made = self.register_device_memory(public)
         with self._lock:
             self._registered[region.base] = made
+
+    def register_device_memory(self, public: Region) -> Registration:
+        with dmabuf.exported(public.location, public.address, public.length) as (fd, offset):
+            return self._keys(
+                lambda: self.calls.register_dmabuf(self.pd_pointer, fd, offset, public.address, public.length),
+                public.length,
+            )
 
     def register_memory(self, address: int, nbytes: int) -> Registration:
         """Registers memory of the transport's own, which its owner deregisters."""

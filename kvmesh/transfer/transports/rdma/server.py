@@ -310,8 +310,6 @@ class RdmaAccepted(Accepted):
                 if region is None:
                     return protocol.Answer(asked.seq, wire.NO_MEMORY)
                 regions.append(region)
-                if not region.view:  # of a GPU
-                    return protocol.Answer(asked.seq, wire.NO_MEMORY)
             parts = zip(regions, asked.offsets, asked.lengths, strict=True)
             return protocol.Answer(asked.seq, 0, tuple(zlib.crc32(r.slice_at(o, n)) for r, o, n in parts))
         except ValueError as err:

@@ -32,6 +32,7 @@ class RdmaTransport(Transport):
     """One-sided writes and reads; the package's docstring describes the parts."""
 
     name = "rdma"
+    device_memory = True
 
     def __init__(self, host: TransportHost, config: EngineConfig) -> None:
         self.host = host
