@@ -165,7 +165,7 @@ def test_a_prompts_answer_by_tiles_depends_on_no_chunk_company_or_thread(
     assert torch.equal(torch.cat([context.attend(cut, window=window) for cut in cuts]), whole)
     together = context.attend((300, 301), *reversed(cuts), (7, 8), window=window)
     lengths = [1, *(end - start for start, end in reversed(cuts)), 1]
-    alone, *parts, other = together.split(lengths)
+    alone, *parts, other = torch.split_with_sizes(together, lengths)
     assert torch.equal(torch.cat(parts[::-1]), whole)
     tiles(0)
     assert torch.equal(torch.cat((alone, other)), context.attend((300, 301), (7, 8), window=window))
