@@ -1,4 +1,5 @@
-"""The C++ operators against float64, and against torch's path, over shapes that fit no block; one thread and two."""
+"""The C++ operators against float64, and against torch's path, over shapes that fit no block; one thread and two. What
+runs on AMX tiles: test_cpu_tiles.py."""
 
 from __future__ import annotations
 
@@ -52,47 +53,6 @@ def test_packed_products_equal_float64(rows: int, outputs: int, inputs: int) -> 
     assert ((packed.add_to(residual, x).double() - exact - residual.double()).abs() <= 2 * near).all()
     ids = torch.arange(outputs).flip(0)
     assert torch.equal(packed.rows(ids), weight[ids])
-
-
-@pytest.fixture
-def tiles() -> Iterator[Callable[[int], bool]]:
-    """Sets how products of many rows are made (`use_tiles` in ops.h); as it was, afterwards."""
-    use = torch.ops.kvmesh.use_tiles.default
-    yield use
-    use(1)
-
-
-@needs_native
-@pytest.mark.parametrize("rows", [24, 32, 33, 65, 300])
-@pytest.mark.parametrize(("outputs", "inputs"), [(32, 64), (301, 96), (95, 1024), (1, 32)])
-@pytest.mark.parametrize("mode", [1, 2], ids=["amx", "plain"])
-def test_products_by_tiles(mode: int, rows: int, outputs: int, inputs: int, tiles: Callable[[int], bool]) -> None:
-    """The blocks around the tiles are the same for AMX and for the plain code that stands in for it here."""
-    if not tiles(mode):
-        pytest.skip("this CPU has no AMX tiles for bf16; the plain code in their place is tested")
-    weight, wide = random(outputs, inputs, seed=1), random(rows, inputs + 32, seed=2)
-    x, bias, residual = wide[:, :inputs], random(outputs, seed=3), random(rows, outputs, seed=4)
-    packed = PackedMatrix.of([weight])
-    exact, size = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
-    assert ((packed.logits(x) - exact).abs() <= size * 2.0**-18).all()
-    by_tiles = packed.multiply(x, bias), packed.add_to(residual, x)
-    tiles(0)
-    without = packed.multiply(x, bias), packed.add_to(residual, x)
-    near = 2 * STEP[BF16] * (exact.abs() + bias.double().abs() + residual.double().abs()) + 1e-5 * inputs
-    for one, other in zip(by_tiles, without, strict=True):
-        assert ((one.double() - other.double()).abs() <= near).all()
-
-
-@needs_native
-def test_a_rows_product_depends_on_no_other_row_and_no_thread(tiles: Callable[[int], bool]) -> None:
-    """Without tiles, which sum in another order than few rows do."""
-    tiles(0)
-    weight, x = random(700, 514, seed=1), random(65, 514, seed=2)
-    packed = PackedMatrix.of([weight])
-    together = packed.logits(x)
-    assert torch.equal(together, torch.cat([packed.logits(row[None]) for row in x]))
-    torch.set_num_threads(1)
-    assert torch.equal(together, packed.logits(x))
 
 
 @needs_native

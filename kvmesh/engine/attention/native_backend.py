@@ -1,7 +1,8 @@
 """The CPU backend: two operators of `kvmesh.engine.cpu` that read and write pages where they lie.
 
 A decode row is a run of one token, so one call serves rows and spans together. An answer depends on its request alone,
-to the last bit: neither on the batch nor on the number of threads (of the model around it: see tiles.cpp on AMX).
+to the last bit: neither on the batch nor on the number of threads (of the model around it: see product_tiles.cpp on
+AMX).
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@
 #include <memory>
 #include <vector>
 
+#include "attention_amx.h"
 #include "attention_rows.h"
 #include "ops.h"
 #include "scratch.h"
@@ -133,6 +134,8 @@ class Attend {
         width_(round_up(dim_, 16 * PACK<E>)),
         words_(width_ / PACK<E>),
         staged_(!std::is_same_v<T, E> || width_ != dim_),
+        unit_(std::is_same_v<T, c10::BFloat16> ? tile_unit() : nullptr),
+        rows_(unit_ ? BANDS * ROWS : ROWS),
         window_(window),
         bend_{static_cast<float>(scale), static_cast<float>(softcap)} {}
 
@@ -142,6 +145,7 @@ class Attend {
     std::atomic<int64_t> next{0};
     at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), count), 1, [&](int64_t, int64_t) {
       static thread_local Scratch scratch;
+      const TileSession session(blocks_ ? unit_ : nullptr);
       for (int64_t i = next++, after; i < count; i = after) {
         scratch.reset(scratch_bytes());
         const Sequence& seq = step_.sequences[pieces_[i].sequence];
@@ -149,8 +153,9 @@ class Attend {
           after = next++;
           row(pieces_[i], after < count ? &pieces_[after] : nullptr, scratch);
         } else {
-          const int64_t rows = std::min(ROWS, seq.length * group_ - pieces_[i].at);
-          const auto work = rows > 48   ? &Attend::template block<4>
+          const int64_t rows = std::min(rows_, seq.length * group_ - pieces_[i].at);
+          const auto work = unit_       ? &Attend::tiles
+                            : rows > 48 ? &Attend::template block<4>
                             : rows > 32 ? &Attend::template block<3>
                             : rows > 16 ? &Attend::template block<2>
                                         : &Attend::template block<1>;
@@ -176,9 +181,10 @@ class Attend {
       const int64_t rows = step_.sequences[s].length * group_;
       if (step_.sequences[s].length == 1) continue;
       for (int32_t head = 0; head < heads; head++)
-        for (int64_t at = (rows - 1) / ROWS * ROWS; at >= 0; at -= ROWS)
+        for (int64_t at = (rows - 1) / rows_ * rows_; at >= 0; at -= rows_)
           pieces_.push_back({s, head, static_cast<int32_t>(at)});
     }
+    blocks_ = !pieces_.empty();
     partials_of_.assign(step_.count, 0);
     int64_t partials = 0;
     for (int32_t s = 0; s < step_.count; s++) {
@@ -202,7 +208,14 @@ class Attend {
   // A part's answer: accumulators [group, width], then each head's largest score and sum of weights.
   int64_t partial_floats() const { return round_up(group_ * (width_ + 2), 16); }
 
-  int64_t scratch_bytes() const {
+  int64_t scratch_bytes() const { return blocks_ && unit_ ? std::max(without_tiles(), tile_bytes()) : without_tiles(); }
+
+  int64_t tile_bytes() const {
+    const int64_t band = sizeof(Running) + 4 * ROWS * (words_ + width_);
+    return BANDS * band + 4 * STRETCH * ROWS + 2 * 2 * STRETCH * width_ + 2 * 8 * STRETCH + 64 * 16;
+  }
+
+  int64_t without_tiles() const {
     const int64_t tokens = std::max(TILE, PART), queries = std::max(ROWS, group_);
     const int64_t words = queries * (words_ + width_) + (TILE + SIX) * ROWS + group_ * PART +
                           TILE / 2 * round_up(width_, 64) + width_;
@@ -310,20 +323,25 @@ class Attend {
     }
   }
 
+  // Queries as words [depth][lanes], and their softmax before any token; `line` is room for one query.
+  void begin(const Piece& piece, const Sequence& seq, int64_t rows, int64_t lanes, Running& run, float* q,
+             E* line) const {
+    for (int64_t r = 0; r < lanes; r++) {
+      const int64_t at = piece.at + std::min(r, rows - 1);  // lanes without a query repeat the last one
+      stage(query(seq.first + at / group_, piece.head * group_ + at % group_), line);
+      for (int64_t d = 0; d < words_; d++) q[d * lanes + r] = reinterpret_cast<const float*>(line)[d];
+      run.last[r] = static_cast<int32_t>(seq.start + at / group_);
+      run.top[r] = NEVER;
+      run.sum[r] = 0.0f;
+    }
+  }
+
   template <int MV>
   void block(const Piece& piece, const Sequence& seq, int64_t rows, Scratch& scratch) const {
     constexpr int64_t LANES = 16 * MV;
     Running& run = *scratch.take<Running>(1);
     float* q = scratch.take<float>(words_ * LANES);
-    E* line = scratch.take<E>(width_);
-    for (int64_t r = 0; r < LANES; r++) {
-      const int64_t at = piece.at + std::min(r, rows - 1);  // lanes without a query repeat the last one
-      stage(query(seq.first + at / group_, piece.head * group_ + at % group_), line);
-      for (int64_t d = 0; d < words_; d++) q[d * LANES + r] = reinterpret_cast<const float*>(line)[d];
-      run.last[r] = static_cast<int32_t>(seq.start + at / group_);
-      run.top[r] = NEVER;
-      run.sum[r] = 0.0f;
-    }
+    begin(piece, seq, rows, LANES, run, q, scratch.take<E>(width_));
     float* s = scratch.take<float>((TILE + SIX) * LANES);
     float* o = scratch.take<float>(LANES * width_);
     std::fill(o, o + LANES * width_, 0.0f);
@@ -357,6 +375,74 @@ class Attend {
     }
   }
 
+  // The same on AMX tiles: bands of up to ROWS queries meet the context together.
+  void tiles(const Piece& piece, const Sequence& seq, int64_t rows, Scratch& scratch) const {
+    if constexpr (std::is_same_v<T, c10::BFloat16>) {
+      Band bands[BANDS];
+      const int64_t count = (rows + ROWS - 1) / ROWS;
+      float* s = scratch.take<float>(STRETCH * ROWS);
+      for (int64_t b = 0; b < count; b++) {
+        const int64_t height = std::min(ROWS, rows - b * ROWS), lanes = round_up(height, 16);
+        bands[b] = {scratch.take<Running>(1), scratch.take<uint32_t>(words_ * lanes),
+                    scratch.take<float>(width_ * lanes), height, lanes};
+        std::fill(bands[b].o, bands[b].o + width_ * lanes, 0.0f);
+        const Piece part{piece.sequence, piece.head, static_cast<int32_t>(piece.at + b * ROWS)};
+        begin(part, seq, height, lanes, *bands[b].run, reinterpret_cast<float*>(bands[b].q), reinterpret_cast<E*>(s));
+      }
+      auto* turned = scratch.take<uint32_t>(STRETCH / 2 * width_);
+      E* staged = scratch.take<E>(STRETCH * width_);
+      const E** v = scratch.take<const E*>(STRETCH);
+      const void** k = scratch.take<const void*>(STRETCH / TILE_ROWS);
+      const bool direct = width_ == dim_ && pages_.block % TILE_ROWS == 0;
+      const int64_t end = bands[count - 1].run->last[bands[count - 1].rows - 1] + 1;
+      for (int64_t t = seen_from(bands[0].run->last[0]) / STRETCH * STRETCH; t < end; t += STRETCH) {
+        const int64_t n = std::min(STRETCH, end - t);
+        meet(step_.pages(piece.sequence), piece.head, t, n, direct ? nullptr : staged, k, v);
+        turn_values(v, n, dim_, width_, turned);
+        for (int64_t b = 0; b < count; b++) {
+          Running& run = *bands[b].run;
+          const int32_t oldest = run.last[0], newest = run.last[bands[b].rows - 1];
+          const int64_t seen = std::min<int64_t>(n, newest + 1 - t);
+          if (seen <= 0 || t + n <= seen_from(oldest)) continue;
+          band_scores(*unit_, bands[b], k, 2 * width_, seen, width_, s);
+          const bool masked = t + seen - 1 > oldest || t < seen_from(newest);
+          BAND_WEIGHTS[bands[b].lanes / 16 - 1](s, t, seen, bend_, window_, masked, run);
+          band_values(*unit_, bands[b], turned, s, seen, width_);
+        }
+      }
+      for (int64_t b = 0; b < count; b++) put_band(piece.at + b * ROWS, piece.head, seq, bands[b]);
+    }
+  }
+
+  // Where tokens [t, t + n) lie: the first key of every sixteen, whose rows follow each other in a page or, copied, in
+  // `staged` (not null), and each one's values.
+  void meet(const int32_t* ids, int64_t head, int64_t t, int64_t n, E* staged, const void** k, const E** v) const {
+    for (int64_t i = 0; i < n; i++) {
+      const int64_t page = ids[(t + i) / pages_.block], slot = (t + i) % pages_.block;
+      const T* key = pages_.plane(page, head) + slot * dim_;
+      v[i] = reinterpret_cast<const E*>(pages_.plane(page, pages_.kv_heads + head) + slot * dim_);
+      if (staged) stage(key, staged + i * width_);
+      if (i % TILE_ROWS == 0) k[i / TILE_ROWS] = staged ? static_cast<const void*>(staged + i * width_) : key;
+    }
+  }
+
+  // Sixteen queries by sixteen columns at a time, turned back.
+  void put_band(int64_t at, int64_t head, const Sequence& seq, const Band& band) const {
+    for (int64_t lane = 0; lane < band.rows; lane += 16) {
+      const __m512 scale = _mm512_div_ps(_mm512_set1_ps(1.0f), _mm512_load_ps(band.run->sum + lane));
+      for (int64_t d = 0; d < dim_; d += 16) {
+        __m512i v[16];
+        for (int64_t i = 0; i < 16; i++)
+          v[i] = _mm512_castps_si512(_mm512_mul_ps(_mm512_load_ps(band.o + (d + i) * band.lanes + lane), scale));
+        transpose(v);
+        for (int64_t i = 0; i < std::min<int64_t>(16, band.rows - lane); i++) {
+          const int64_t row = (at + lane + i) / group_, h = head * group_ + (at + lane + i) % group_;
+          store(out_ + ((seq.first + row) * heads_ + h) * dim_ + d, _mm512_castsi512_ps(v[i]), first(dim_ - d));
+        }
+      }
+    }
+  }
+
   const Pages<T> pages_;
   const Step step_;
   const T* qkv_;
@@ -364,9 +450,12 @@ class Attend {
   const int64_t stride_, heads_, group_;
   const int64_t dim_, width_, words_;  // elements of a head, padded to whole registers, and words of the latter
   const bool staged_;
+  const TileUnit* const unit_;  // for blocks of queries
+  const int64_t rows_;          // (query, head) pairs of such a block
   const int64_t window_;
   const Bend bend_;
   std::vector<Piece> pieces_;
+  bool blocks_ = false;  // the first pieces are blocks of queries
   std::vector<int64_t> partials_of_;  // of each sequence whose context is cut: its first one
   float* partials_ = nullptr;
   std::unique_ptr<std::atomic<int64_t>[]> left_;  // parts that are not done, by (sequence, head)

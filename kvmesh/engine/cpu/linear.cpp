@@ -5,7 +5,7 @@
 // ends. A panel is one contiguous stream, a thread's panels are too: with few rows the product runs at the memory's
 // speed. A tile of up to 14 rows by one panel keeps its 28 sums in registers, so with many it runs at the multiplier's.
 // Every output is one chain of sums in the order of its inputs: a row's result does not depend on its
-// neighbours (where tiles.cpp takes products of many rows, it depends on whether it is one of many).
+// neighbours (where product_tiles.cpp takes products of many rows, it depends on whether it is one of many).
 #include <ATen/Parallel.h>
 #include <sys/mman.h>
 
@@ -31,31 +31,6 @@ constexpr int STEP = 8;                     // pairs between two looks at what t
 
 int64_t panels_of(int64_t outputs) { return (outputs + LANES - 1) / LANES; }
 int64_t pairs_of(int64_t inputs) { return (inputs + 1) / 2; }
-
-// Sixteen vectors of sixteen 32-bit elements, rows for columns.
-inline void transpose(__m512i (&v)[16]) {
-  __m512i t[16];
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4) {  // v[i + j]: rows i to i + 3 of columns j, 4 + j, 8 + j and 12 + j
-    v[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-    v[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-    v[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-    v[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-  }
-  constexpr int EVEN = 0x88, ODD = 0xdd;
-  for (int j = 0; j < 4; j++) {
-    const __m512i even = _mm512_shuffle_i32x4(v[j], v[4 + j], EVEN), odd = _mm512_shuffle_i32x4(v[j], v[4 + j], ODD);
-    const __m512i even8 = _mm512_shuffle_i32x4(v[8 + j], v[12 + j], EVEN);
-    const __m512i odd8 = _mm512_shuffle_i32x4(v[8 + j], v[12 + j], ODD);
-    v[j] = _mm512_shuffle_i32x4(even, even8, EVEN);
-    v[4 + j] = _mm512_shuffle_i32x4(odd, odd8, EVEN);
-    v[8 + j] = _mm512_shuffle_i32x4(even, even8, ODD);
-    v[12 + j] = _mm512_shuffle_i32x4(odd, odd8, ODD);
-  }
-}
 
 // Up to sixteen rows side by side: pair p of row r goes to `to[p * stride + r]`; an odd last input is paired with zero.
 void interleave(const at::BFloat16* const* rows, int64_t count, int64_t inputs, uint32_t* to, int64_t stride) {

@@ -79,7 +79,7 @@ def why_not() -> str:
         return f"{path} does not load: {err}"
     wanted = os.environ.get(TILES) != "0" and path.with_suffix(PROVEN).exists()
     if torch.ops.kvmesh.use_tiles.default(int(wanted)):
-        log.info("products of many rows run on AMX tiles")
+        log.info("products of several rows and attention of prompts run on AMX tiles")
     return ""
 
 

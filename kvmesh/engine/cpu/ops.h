@@ -12,8 +12,8 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, int64_t outputs
                   const std::optional<at::Tensor>& residual, bool wide);
 at::Tensor packed_rows(const at::Tensor& packed, const at::Tensor& ids, int64_t outputs, int64_t inputs);
 
-// tiles.cpp. How products of many rows are made from now on, 0: not on AMX tiles, 1: on them if this CPU has them,
-// 2: by plain code that does what tiles do (tests); answers whether it is so now.
+// tiles.cpp. How products of several rows and attention of bfloat16 prompts are made from now on, 0: not on AMX tiles,
+// 1: on them if this CPU has them, 2: by plain code that does what tiles do (tests); answers whether it is so now.
 bool use_tiles(int64_t mode);
 
 // fused.cpp

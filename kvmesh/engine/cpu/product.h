@@ -32,7 +32,7 @@ inline void put(const Output& out, int64_t row, int64_t column, __m512 sum) {
   store(static_cast<at::BFloat16*>(out.data) + row * out.stride + column, sum, mask);
 }
 
-// tiles.cpp: whether AMX takes a product of so many rows and inputs, and the product.
+// product_tiles.cpp: whether tiles take a product of so many rows and inputs, and the product.
 bool tiles_take(int64_t rows, int64_t inputs);
 void multiply_tiles(const at::Tensor& x, const at::Tensor& packed, const Output& out);
 

@@ -1,10 +1,7 @@
-// bf16 products of many rows on AMX tiles, over weights packed as linear.cpp has them: sixteen pairs of a panel by sixteen
-// of its outputs are one tile, whose load steps from pair to pair. A block is 32 rows by one panel: four tiles of sums.
-//
-// Sums are float32 as everywhere, in another order than VDPBF16PS has: results of many rows and of few may differ in the
-// last bit of their float32 sums. Before tiles are used they have to agree with plain code on a small product.
-#include <ATen/Parallel.h>
-#include <immintrin.h>
+// bf16 products on AMX tiles (TDPBF16PS), and on tiles in plain code: one source for both, over the few operations that a
+// tile has. Before the hardware's are used they have to agree with the plain ones.
+#include "tiles.h"
+
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -14,161 +11,175 @@
 #include <vector>
 
 #include "ops.h"
-#include "product.h"
 
 namespace kvmesh {
 namespace {
 
-constexpr int64_t ROWS = 32;                // of a block
-constexpr int64_t DEPTH = 32;               // inputs of a tile
-constexpr int64_t MIN_ROWS = 24;            // fewer run at the memory's speed without tiles
-constexpr int64_t GROUP_BYTES = 384 << 10;  // inputs that stay in L2 while panels pass by
-constexpr int64_t RUNS = 8;                 // that a thread takes of the panels, about
 constexpr int REQUEST_PERMISSION = 0x1023;  // ARCH_REQ_XCOMP_PERM
 constexpr int TILE_DATA = 18;
-
-// `x`: 32 rows, `stride` bytes apart; `w`: a panel; `sums [32][32]`.
-using Block = void (*)(const char* x, int64_t stride, const uint32_t* w, int64_t steps, float* sums);
 
 struct alignas(64) Shape {
   uint8_t palette = 1, start = 0, reserved[14] = {};
   uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
-
-#define KVMESH_AMX __attribute__((target("amx-tile,amx-bf16")))
-
-// A constant: the intrinsic tells the compiler of its first bytes only, so a local one might be stored in part.
 constexpr Shape SHAPE;
 
-KVMESH_AMX void begin_tiles() { _tile_loadconfig(&SHAPE); }
+#define KVMESH_AMX __attribute__((target("amx-tile,amx-bf16"), always_inline)) static inline
 
-KVMESH_AMX void end_tiles() { _tile_release(); }
-
-KVMESH_AMX void tile_block(const char* x, int64_t stride, const uint32_t* w, int64_t steps, float* sums) {
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  for (int64_t step = 0; step < steps; step++, x += DEPTH * 2, w += DEPTH / 2 * LANES) {
-    _tile_loadd(4, x, stride);
-    _tile_loadd(5, x + 16 * stride, stride);
-    _tile_loadd(6, w, LANES * 4);
-    _tile_loadd(7, w + 16, LANES * 4);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
+// Not the compiler's intrinsics: those of some versions do not say that they read memory, and none takes a template's
+// number of a tile.
+struct HardwareTiles {
+  template <int I>
+  KVMESH_AMX void zero() {
+    asm volatile("tilezero %%tmm%c0" ::"i"(I));
   }
-  _tile_stored(0, sums, LANES * 4);
-  _tile_stored(1, sums + 16, LANES * 4);
-  _tile_stored(2, sums + 16 * LANES, LANES * 4);
-  _tile_stored(3, sums + 16 * LANES + 16, LANES * 4);
-}
+  template <int I>
+  KVMESH_AMX void load(const void* from, int64_t stride) {
+    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(I) : "memory");
+  }
+  template <int I>
+  KVMESH_AMX void store(void* to, int64_t stride) {
+    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(I) : "memory");
+  }
+  template <int SUM, int LEFT, int RIGHT>
+  KVMESH_AMX void multiply() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(LEFT), "i"(RIGHT));
+  }
+};
 
-float wide(uint16_t bf16) {
-  const uint32_t bits = static_cast<uint32_t>(bf16) << 16;
+float wide(uint32_t bf16) {
+  const uint32_t bits = bf16 << 16;
   float value;
   std::memcpy(&value, &bits, 4);
   return value;
 }
 
-// The same, one product at a time.
-void plain_block(const char* x, int64_t stride, const uint32_t* w, int64_t steps, float* sums) {
-  std::memset(sums, 0, ROWS * LANES * sizeof(float));
-  for (int64_t r = 0; r < ROWS; r++) {
-    const auto* row = reinterpret_cast<const uint16_t*>(x + r * stride);
-    for (int64_t pair = 0; pair < steps * DEPTH / 2; pair++)
-      for (int64_t lane = 0; lane < LANES; lane++) {
-        const uint32_t both = w[pair * LANES + lane];
-        sums[r * LANES + lane] += wide(row[2 * pair]) * wide(static_cast<uint16_t>(both)) +
-                                  wide(row[2 * pair + 1]) * wide(static_cast<uint16_t>(both >> 16));
-      }
+// The same registers in memory, with the instruction's order of sums: even and odd inputs apart, then both together.
+// (The hardware takes numbers below 2^-126 for zero, too.)
+struct PlainTiles {
+  alignas(64) static thread_local inline uint32_t at[8][16][16];
+
+  template <int I>
+  static void zero() {
+    std::memset(at[I], 0, sizeof at[I]);
   }
+  template <int I>
+  static void load(const void* from, int64_t stride) {
+    for (int r = 0; r < 16; r++) std::memcpy(at[I][r], static_cast<const char*>(from) + r * stride, 64);
+  }
+  template <int I>
+  static void store(void* to, int64_t stride) {
+    for (int r = 0; r < 16; r++) std::memcpy(static_cast<char*>(to) + r * stride, at[I][r], 64);
+  }
+  template <int SUM, int LEFT, int RIGHT>
+  static void multiply() {
+    for (int r = 0; r < 16; r++) {
+      float even[16] = {}, odd[16] = {}, sums[16];
+      for (int k = 0; k < 16; k++) {
+        const float low = wide(at[LEFT][r][k] & 0xffff), high = wide(at[LEFT][r][k] >> 16);
+        for (int n = 0; n < 16; n++) {
+          even[n] = std::fma(low, wide(at[RIGHT][k][n] & 0xffff), even[n]);
+          odd[n] = std::fma(high, wide(at[RIGHT][k][n] >> 16), odd[n]);
+        }
+      }
+      std::memcpy(sums, at[SUM][r], 64);
+      for (int n = 0; n < 16; n++) sums[n] += even[n] + odd[n];
+      std::memcpy(at[SUM][r], sums, 64);
+    }
+  }
+};
+
+// Sums are tiles 0 to 3, row by row; left-hand rows 4 and 5; right-hand columns 6 and 7.
+template <typename Tiles, int M, int N>
+__attribute__((target("amx-tile,amx-bf16"))) void product(const LeftTiles& left, const uint32_t* right,
+                                                          int64_t right_stride, int64_t steps, float* sums,
+                                                          int64_t sums_stride, bool add) {
+  const int64_t down = sums_stride * 4, width = right_stride * 4;
+  float* below = sums + TILE_ROWS * sums_stride;
+  if (add) {
+    Tiles::template load<0>(sums, down);
+    if constexpr (N == 2) Tiles::template load<1>(sums + 16, down);
+    if constexpr (M == 2) Tiles::template load<2>(below, down);
+    if constexpr (M == 2 && N == 2) Tiles::template load<3>(below + 16, down);
+  } else {
+    Tiles::template zero<0>();
+    Tiles::template zero<1>();
+    Tiles::template zero<2>();
+    Tiles::template zero<3>();
+  }
+  const char *upper = static_cast<const char*>(left.at[0]), *lower = static_cast<const char*>(left.at[1]);
+  for (int64_t i = 0; i < steps; i++, upper += left.step, right += TILE_DEPTH / 2 * right_stride) {
+    Tiles::template load<4>(upper, left.stride);
+    Tiles::template load<6>(right, width);
+    Tiles::template multiply<0, 4, 6>();
+    if constexpr (N == 2) {
+      Tiles::template load<7>(right + 16, width);
+      Tiles::template multiply<1, 4, 7>();
+    }
+    if constexpr (M == 2) {
+      Tiles::template load<5>(lower, left.stride);
+      Tiles::template multiply<2, 5, 6>();
+      if constexpr (N == 2) Tiles::template multiply<3, 5, 7>();
+      lower += left.step;
+    }
+  }
+  Tiles::template store<0>(sums, down);
+  if constexpr (N == 2) Tiles::template store<1>(sums + 16, down);
+  if constexpr (M == 2) Tiles::template store<2>(below, down);
+  if constexpr (M == 2 && N == 2) Tiles::template store<3>(below + 16, down);
 }
 
+void begin_hardware() { asm volatile("ldtilecfg %0" ::"m"(SHAPE)); }
+void end_hardware() { asm volatile("tilerelease" ::: "memory"); }
+void nothing() {}
+
+template <typename Tiles>
+constexpr TileUnit unit_of(void (*begin)(), void (*end)()) {
+  return {begin, end, {{product<Tiles, 1, 1>, product<Tiles, 1, 2>}, {product<Tiles, 2, 1>, product<Tiles, 2, 2>}}};
+}
+constexpr TileUnit HARDWARE_UNIT = unit_of<HardwareTiles>(begin_hardware, end_hardware);
+constexpr TileUnit PLAIN_UNIT = unit_of<PlainTiles>(nothing, nothing);
+
 enum Mode : int64_t { OFF = 0, HARDWARE = 1, PLAIN = 2 };
-std::atomic<int64_t> mode{OFF};
+std::atomic<const TileUnit*> used{nullptr};
 
 bool permitted() {
   return __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
          syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
 }
 
-// Whether tiles do what plain code does; asked once.
+// Whether tiles do what plain code does, in every shape; asked once.
 bool agree() {
-  constexpr int64_t steps = 3;
-  std::vector<uint16_t> x(ROWS * steps * DEPTH);
-  alignas(64) static uint32_t w[steps * DEPTH / 2 * LANES];
+  constexpr int64_t steps = 3, inputs = steps * TILE_DEPTH, columns = 40;
+  std::vector<uint16_t> x(2 * TILE_ROWS * inputs);
+  std::vector<uint32_t> w(inputs / 2 * columns);
   for (size_t i = 0; i < x.size(); i++) x[i] = static_cast<uint16_t>(0x3f00 + i * 37 % 256);
-  for (size_t i = 0; i < std::size(w); i++) w[i] = static_cast<uint32_t>(0x3f00bf00u + (i * 53 % 256) * 0x10001u);
-  std::vector<float> seen(ROWS * LANES), expected(ROWS * LANES);
-  const auto* rows = reinterpret_cast<const char*>(x.data());
-  begin_tiles();
-  tile_block(rows, steps * DEPTH * 2, w, steps, seen.data());
-  end_tiles();
-  plain_block(rows, steps * DEPTH * 2, w, steps, expected.data());
-  for (size_t i = 0; i < seen.size(); i++)
-    if (!(std::abs(seen[i] - expected[i]) <= 1e-3f * (1 + std::abs(expected[i])))) return false;
+  for (size_t i = 0; i < w.size(); i++) w[i] = static_cast<uint32_t>(0x3f00bf00u + (i * 53 % 256) * 0x10001u);
+  const LeftTiles left{{x.data(), x.data() + TILE_ROWS * inputs}, inputs * 2, TILE_DEPTH * 2};
+  for (int shape = 0; shape < 8; shape++) {
+    const int m = shape & 1, n = shape >> 1 & 1;
+    std::vector<float> seen(2 * TILE_ROWS * columns, 1.5f), expected = seen;
+    const TileSession session(&HARDWARE_UNIT);
+    HARDWARE_UNIT.product[m][n](left, w.data(), columns, steps, seen.data(), columns, shape >> 2);
+    PLAIN_UNIT.product[m][n](left, w.data(), columns, steps, expected.data(), columns, shape >> 2);
+    for (size_t i = 0; i < seen.size(); i++)
+      if (!(std::abs(seen[i] - expected[i]) <= 1e-3f * (1 + std::abs(expected[i])))) return false;
+  }
   return true;
 }
 
-// Blocks [first, end) of rows by panels [a, b). `tail`: the last rows, made up to a whole block by zeros.
-void multiply_part(const at::Tensor& x, const at::Tensor& tail, int64_t first, int64_t end, const uint32_t* weights,
-                   int64_t pairs, int64_t a, int64_t b, Block block, const Output& out) {
-  alignas(64) float sums[ROWS * LANES];
-  const int64_t rows = x.size(0);
-  for (int64_t n = a; n < b; n++)
-    for (int64_t i = first; i < end; i++) {
-      const int64_t height = std::min(ROWS, rows - i * ROWS);
-      const at::Tensor& from = height < ROWS ? tail : x;
-      const int64_t stride = from.stride(0) * 2;
-      const char* at = static_cast<const char*>(from.const_data_ptr()) + (height < ROWS ? 0 : i * ROWS * stride);
-      block(at, stride, weights + n * pairs * LANES, pairs * 2 / DEPTH, sums);
-      for (int64_t r = 0; r < height; r++) {
-        put(out, i * ROWS + r, n * LANES, _mm512_load_ps(sums + r * LANES));
-        put(out, i * ROWS + r, n * LANES + 16, _mm512_load_ps(sums + r * LANES + 16));
-      }
-    }
-}
-
 }  // namespace
+
+const TileUnit* tile_unit() { return used; }
 
 bool use_tiles(int64_t wanted) {
   const auto hardware = [] {
     static const bool works = permitted() && agree();
     return works;
   };
-  if (wanted == HARDWARE && !hardware()) wanted = OFF;
-  mode = wanted;
-  return wanted != OFF;
-}
-
-bool tiles_take(int64_t rows, int64_t inputs) { return mode != OFF && rows >= MIN_ROWS && inputs % DEPTH == 0; }
-
-void multiply_tiles(const at::Tensor& x, const at::Tensor& packed, const Output& out) {
-  const bool hardware = mode == HARDWARE;
-  const Block block = hardware ? tile_block : plain_block;
-  const int64_t rows = x.size(0), inputs = x.size(1), panels = packed.size(0), pairs = packed.size(1);
-  const int64_t blocks = (rows + ROWS - 1) / ROWS, left = rows % ROWS;
-  at::Tensor tail;
-  if (left) {
-    tail = at::zeros({ROWS, inputs}, x.options());
-    tail.narrow(0, 0, left).copy_(x.narrow(0, rows - left, left));
-  }
-  const auto* weights = static_cast<const uint32_t*>(packed.const_data_ptr());
-  const int64_t group = std::max<int64_t>(1, GROUP_BYTES / (ROWS * inputs * 2)), groups = (blocks + group - 1) / group;
-  const int64_t threads = at::get_num_threads();
-  const int64_t run = std::max<int64_t>(1, panels / (threads * RUNS)), runs = (panels + run - 1) / run;
-  std::atomic<int64_t> taken{0};
-  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
-    if (hardware) begin_tiles();
-    for (int64_t i = taken++; i < groups * runs; i = taken++) {
-      const int64_t first = i / runs * group, end = std::min(blocks, first + group), a = i % runs * run;
-      multiply_part(x, tail, first, end, weights, pairs, a, std::min(panels, a + run), block, out);
-    }
-    if (hardware) end_tiles();
-  });
+  used = wanted == PLAIN ? &PLAIN_UNIT : wanted == HARDWARE && hardware() ? &HARDWARE_UNIT : nullptr;
+  return used != nullptr;
 }
 
 }  // namespace kvmesh

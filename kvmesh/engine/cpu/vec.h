@@ -20,6 +20,31 @@ inline __m512 load(const c10::BFloat16* p, __mmask16 m) { return widen(_mm256_ma
 inline void store(c10::BFloat16* p, __m512 v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(v)); }
 inline void store(c10::BFloat16* p, __m512 v, __mmask16 m) { _mm256_mask_storeu_epi16(p, m, narrow(v)); }
 
+// Sixteen vectors of sixteen 32-bit elements, rows for columns.
+inline void transpose(__m512i (&v)[16]) {
+  __m512i t[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {  // v[i + j]: rows i to i + 3 of columns j, 4 + j, 8 + j and 12 + j
+    v[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    v[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    v[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    v[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  constexpr int EVEN = 0x88, ODD = 0xdd;
+  for (int j = 0; j < 4; j++) {
+    const __m512i even = _mm512_shuffle_i32x4(v[j], v[4 + j], EVEN), odd = _mm512_shuffle_i32x4(v[j], v[4 + j], ODD);
+    const __m512i even8 = _mm512_shuffle_i32x4(v[8 + j], v[12 + j], EVEN);
+    const __m512i odd8 = _mm512_shuffle_i32x4(v[8 + j], v[12 + j], ODD);
+    v[j] = _mm512_shuffle_i32x4(even, even8, EVEN);
+    v[4 + j] = _mm512_shuffle_i32x4(odd, odd8, EVEN);
+    v[8 + j] = _mm512_shuffle_i32x4(even, even8, ODD);
+    v[12 + j] = _mm512_shuffle_i32x4(odd, odd8, ODD);
+  }
+}
+
 // To the precision of T and back: where the reference stores an intermediate result.
 template <typename T>
 __m512 rounded(__m512 v);
