@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvmesh.engine.config_experts import ExpertsConfig
 from kvmesh.engine.config_families import Family, find_family, read_windows, with_defaults
 from kvmesh.engine.config_read import bad, boolean, integer, positive
 from kvmesh.engine.config_rope import RopeConfig, max_context, read_ropes
 from kvmesh.errors import CheckpointError
 
-__all__ = ["DTYPES", "AttentionSpec", "ModelConfig", "RopeConfig"]
+__all__ = ["DTYPES", "AttentionSpec", "ExpertsConfig", "ModelConfig", "RopeConfig"]
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -64,6 +65,11 @@ class ModelConfig:
     embedding_scale: float = 1.0
     norm_adds_one: bool = False  # norms multiply by 1 + weight, in float32
     post_norms: bool = False  # attention and MLP are normed before they are added to the residual, too
+    pre_norms: bool = True  # attention and MLP are given normed inputs
+    row_norm: bool = False  # qk_norm is over all heads of a token at once
+    residual_scale: float = 1.0  # what attention and MLP answer times this is added to the residual
+    logit_divisor: float = 1.0
+    experts: ExpertsConfig | None = None
     fused: bool = False  # the checkpoint holds qkv_proj and gate_up_proj
     text_config: bool = False  # the checkpoint's names have the prefix of a language model among others
 
@@ -102,25 +108,28 @@ class ModelConfig:
             rms_norm_eps=positive(raw, "rms_norm_eps"),
             tie_word_embeddings=boolean(raw, "tie_word_embeddings"),
             qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
-            o_bias=attention_bias,
+            o_bias=attention_bias and family.o_bias,
             mlp_bias=boolean(raw, "mlp_bias") if family.mlp_bias else False,
-            qk_norm=family.qk_norm,
+            qk_norm=boolean(raw, "use_qk_norm") if family.qk_norm is None else family.qk_norm,
             rope=rope,
             max_position_embeddings=max_positions,
             max_context_tokens=max_context(rope, max_positions, wanted),
             eos_token_ids=_eos(raw, generation or {}, vocab),
             dtype=_dtype(raw),
             windows=read_windows(raw, family, layers),
-            attention_scale=positive(raw, "query_pre_attn_scalar", head_dim) ** -0.5
-            if family.gemma
-            else head_dim**-0.5,
+            attention_scale=_attention_scale(raw, family, head_dim),
             local_rope=local_rope,
             attention_softcap=_softcap(raw, "attn_logit_softcapping") if family.gemma else 0.0,
             logit_softcap=_softcap(raw, "final_logit_softcapping") if family.gemma else 0.0,
             activation="gelu_tanh" if family.gemma else "silu",
-            embedding_scale=hidden**0.5 if family.gemma else 1.0,
+            embedding_scale=hidden**0.5 if family.gemma else _multiplier(raw, family, "embedding_multiplier"),
             norm_adds_one=family.gemma,
-            post_norms=family.gemma,
+            post_norms=family.gemma or family.only_post_norms,
+            pre_norms=not family.only_post_norms,
+            row_norm=family.row_norm,
+            residual_scale=_multiplier(raw, family, "residual_multiplier"),
+            logit_divisor=_multiplier(raw, family, "logits_scaling"),
+            experts=family.experts(raw, layers) if family.experts else None,
             fused=family.fused,
             text_config=family.text_config,
         )
@@ -159,6 +168,16 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
     ):
         if unread and raw.get(key) is not None:
             raise bad(key, raw[key], f"not supported for {family.model_type}; supported: null")
+
+
+def _attention_scale(raw: Mapping[str, Any], family: Family, head_dim: int) -> float:
+    if family.multipliers:
+        return _multiplier(raw, family, "attention_multiplier")
+    return float((positive(raw, "query_pre_attn_scalar", head_dim) if family.gemma else head_dim) ** -0.5)
+
+
+def _multiplier(raw: Mapping[str, Any], family: Family, key: str) -> float:
+    return positive(raw, key, 1.0) if family.multipliers else 1.0
 
 
 def _softcap(raw: Mapping[str, Any], key: str) -> float:

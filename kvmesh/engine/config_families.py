@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvmesh.engine.config_experts import ExpertsConfig, read_glm4_moe, read_minimax_m2, read_mixtral, read_qwen3_moe
 from kvmesh.engine.config_read import bad, boolean, integer
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -28,6 +29,10 @@ def _every_other(_raw: Mapping[str, Any], layer: int) -> bool:
     return layer % 2 == 0
 
 
+def _all_but_each_fourth(_raw: Mapping[str, Any], layer: int) -> bool:
+    return (layer + 1) % 4 != 0
+
+
 def _all_but_each_nth(raw: Mapping[str, Any], layer: int) -> bool:
     return (layer + 1) % integer(raw, "sliding_window_pattern") != 0
 
@@ -40,15 +45,21 @@ class Family:
     model_type: str
     defaults: Mapping[str, Any]
     qkv_bias: bool | None = False  # None: the key attention_bias decides, for the output projection too
+    o_bias: bool = True  # the output projection has a bias where attention_bias says so
     mlp_bias: bool = False  # the key mlp_bias is read
-    qk_norm: bool = False
+    qk_norm: bool | None = False  # None: the key use_qk_norm decides
+    row_norm: bool = False  # qk_norm is over all heads at once
     slides: SlidesByDefault | None = None  # None: no layer has a window
     layer_types: bool = True  # the key layer_types decides which layers have the window
     gemma: bool = False  # norms of 1 + weight, before and after each half of a layer; gelu; scaled embedding
+    only_post_norms: bool = False  # attention and MLP are normed after, not before
+    multipliers: bool = False  # of embedding, scores, residual and logits
+    experts: Callable[[Mapping[str, Any], int], ExpertsConfig] | None = None  # of (config, layers)
     local_theta: float | None = None  # layers with a window rotate by a rope of their own, with this theta
     rope_types: tuple[str, ...] = ()  # () all
     rope_names: Mapping[str, str] = field(default_factory=dict)  # older names of rope types
     partial_rotary: bool = False
+    rotary_dim: bool = False  # the key rotary_dim may say which part of a head rotates
     fused: bool = False  # the checkpoint joins q, k, v and gate, up
     text_config: bool = False  # of several modalities: the language model's keys and tensors lie one level down
 
@@ -100,6 +111,15 @@ _PHI3 = {
     "max_position_embeddings": 4096,
     "original_max_position_embeddings": 4096,
 }
+_MINIMAX_M2 = {
+    "vocab_size": 200_064,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 196_608,
+    "rope_theta": 5e6,
+    "eos_token_id": 200_020,
+}
 
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family("llama", _LLAMA, qkv_bias=None, mlp_bias=True, layer_types=False),
@@ -132,6 +152,78 @@ FAMILIES: Mapping[str, Family] = {
         rope_names={"su": "longrope", "yarn": "longrope"},
         partial_rotary=True,
         fused=True,
+    ),
+    "GraniteForCausalLM": Family("granite", _LLAMA, qkv_bias=None, mlp_bias=True, layer_types=False, multipliers=True),
+    "Olmo3ForCausalLM": Family(
+        "olmo3",
+        {
+            "rms_norm_eps": 1e-5,
+            "eos_token_id": 50_279,
+            "max_position_embeddings": 2048,
+            "sliding_window": 4096,
+            "rope_theta": 5e5,
+        },
+        qkv_bias=None,
+        qk_norm=True,
+        row_norm=True,
+        only_post_norms=True,
+        slides=_all_but_each_fourth,
+        local_theta=5e5,
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        "qwen3_moe",
+        {
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 32_768,
+            "num_key_value_heads": 4,
+            "sliding_window": 4096,
+            "use_sliding_window": False,
+        },
+        qkv_bias=None,
+        qk_norm=True,
+        slides=_every_layer,
+        layer_types=False,
+        experts=read_qwen3_moe,
+    ),
+    "MixtralForCausalLM": Family(
+        "mixtral",
+        {
+            "rms_norm_eps": 1e-5,
+            "eos_token_id": 2,
+            "max_position_embeddings": 131_072,
+            "num_key_value_heads": 8,
+            "rope_theta": 1e6,
+        },
+        slides=_every_layer,
+        layer_types=False,
+        experts=read_mixtral,
+    ),
+    "Glm4MoeForCausalLM": Family(
+        "glm4_moe",
+        {
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 131_072,
+            "num_key_value_heads": 8,
+            "partial_rotary_factor": 0.5,
+        },
+        qkv_bias=None,
+        o_bias=False,
+        qk_norm=None,
+        layer_types=False,
+        rope_types=("default",),
+        partial_rotary=True,
+        experts=read_glm4_moe,
+    ),
+    "MiniMaxM2ForCausalLM": Family(
+        "minimax_m2",
+        _MINIMAX_M2,
+        qk_norm=True,
+        row_norm=True,
+        layer_types=False,
+        rope_types=("default",),
+        partial_rotary=True,
+        rotary_dim=True,
+        experts=read_minimax_m2,
     ),
 }
 

@@ -32,6 +32,13 @@ def integer(raw: Mapping[str, Any], key: str, default: int | None = None) -> int
     return value
 
 
+def natural(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = _get(raw, key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+        raise bad(key, value, "must be an integer of at least 0")
+    return value
+
+
 def positive(raw: Mapping[str, Any], key: str, default: float | None = None) -> float:
     value = _get(raw, key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:

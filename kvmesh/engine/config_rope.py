@@ -132,6 +132,8 @@ def _rope(
 
 def _partial(raw: Mapping[str, Any], params: Mapping[str, Any], family: Family, head_dim: int) -> float:
     value = params.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if value is None and family.rotary_dim and raw.get("rotary_dim") is not None:
+        value = integer(raw, "rotary_dim") / head_dim
     if value in (None, 1):
         return 1.0
     if not family.partial_rotary:

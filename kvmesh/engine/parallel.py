@@ -138,7 +138,7 @@ class ProcessGroup(Group):
 
 def check_shares(config: ModelConfig, size: int) -> None:
     """Raises ConfigError unless `size` ranks can share this model."""
-    heads, kv, inner = config.heads, config.kv_heads, config.intermediate_size
+    heads, kv, inner, experts = config.heads, config.kv_heads, config.intermediate_size, config.experts
     why = ""
     if size < 1:
         why = "at least 1"
@@ -148,6 +148,8 @@ def check_shares(config: ModelConfig, size: int) -> None:
         why = f"must divide num_key_value_heads={kv} or be a multiple of it"
     elif inner % size:
         why = f"must divide intermediate_size={inner}"
+    elif experts is not None and (experts.inner % size or experts.shared_inner % size):
+        why = f"must divide moe_intermediate_size={experts.inner} and the shared expert's {experts.shared_inner}"
     elif config.vocab_size < size:
         why = f"more than vocab_size={config.vocab_size}"
     if why:
@@ -167,11 +169,15 @@ def share_of(config: ModelConfig, size: int) -> ModelConfig:
     check_shares(config, size)
     if size == 1:
         return config
+    experts = config.experts
     return replace(
         config,
         heads=config.heads // size,
         kv_heads=max(config.kv_heads // size, 1),
         intermediate_size=config.intermediate_size // size,
+        experts=None
+        if experts is None
+        else replace(experts, inner=experts.inner // size, shared_inner=experts.shared_inner // size),
     )
 
 

@@ -120,7 +120,9 @@ class Runner:
         self._check_pages(pages)
         self.drop_graphs()
         self.attention = make_backend(pages, self._own.heads, self.config.attention)
-        capturable = self.attention.capturable and self.group.capturable and self.device.type == "cuda"
+        capturable = (
+            self.attention.capturable and self.group.capturable and self.model.capturable and self.device.type == "cuda"
+        )
         if cuda_graphs and capturable:
             with torch.inference_mode():
                 self._capture(max_rows, max_tokens)

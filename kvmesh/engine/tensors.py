@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from kvmesh.engine.config import ModelConfig
 
 EMBED = "model.embed_tokens.weight"
@@ -25,7 +27,62 @@ def canonical_name(config: ModelConfig, name: str) -> str:
     return name.removeprefix("language_model.")
 
 
-def layer_tensors(config: ModelConfig) -> dict[str, Shape]:
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Names the tensors of a mixture of experts, relative to `layer_prefix`; three are gate, up and down."""
+
+    router: str
+    correction: str
+    experts: str
+    matrices: tuple[str, str, str]
+    shared: tuple[str, str, str]
+
+    def expert(self, index: int) -> tuple[str, str, str]:
+        gate, up, down = (f"{self.experts}{index}.{name}.weight" for name in self.matrices)
+        return gate, up, down
+
+
+_GATED = ("gate_proj", "up_proj", "down_proj")
+_SHARED = (
+    "mlp.shared_experts.gate_proj.weight",
+    "mlp.shared_experts.up_proj.weight",
+    "mlp.shared_experts.down_proj.weight",
+)
+_EXPERT_NAMES = {
+    "mlp": ExpertNames("mlp.gate.weight", "mlp.gate.e_score_correction_bias", "mlp.experts.", _GATED, _SHARED),
+    "block_sparse_moe": ExpertNames(
+        "block_sparse_moe.gate.weight",
+        "block_sparse_moe.e_score_correction_bias",
+        "block_sparse_moe.experts.",
+        ("w1", "w3", "w2"),
+        _SHARED,
+    ),
+}
+
+
+def expert_names(config: ModelConfig) -> ExpertNames:
+    """Returns the names in the files on the Hub, one tensor for each expert's matrix (transformers joins them when it
+    loads, and takes them apart when it saves)."""
+    assert config.experts is not None
+    return _EXPERT_NAMES[config.experts.naming]
+
+
+def _experts_tensors(config: ModelConfig) -> dict[str, Shape]:
+    experts = config.experts
+    assert experts is not None
+    names, hidden = expert_names(config), config.hidden_size
+    shapes: dict[str, Shape] = {names.router: (experts.count, hidden)}
+    if experts.correction:
+        shapes[names.correction] = (experts.count,)
+    gated = [(names.expert(index), experts.inner) for index in range(experts.count)]
+    if experts.shared_inner:
+        gated.append((names.shared, experts.shared_inner))
+    for (gate, up, down), inner in gated:
+        shapes |= {gate: (inner, hidden), up: (inner, hidden), down: (hidden, inner)}
+    return shapes
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, Shape]:
     """Returns the tensors of one decoder layer, names relative to `layer_prefix`."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
@@ -44,16 +101,24 @@ def layer_tensors(config: ModelConfig) -> dict[str, Shape]:
             "mlp.gate_proj": (inner, hidden, config.mlp_bias),
             "mlp.up_proj": (inner, hidden, config.mlp_bias),
         }
-    norms = ["input_layernorm", "post_attention_layernorm"]
+    if config.experts is not None and layer in config.experts.layers:
+        linears = {name: shape for name, shape in linears.items() if not name.startswith("mlp.")}
+    norms = ["post_attention_layernorm"]
+    if config.pre_norms:
+        norms.append("input_layernorm")
     if config.post_norms:
-        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        norms += ["pre_feedforward_layernorm"] * config.pre_norms + ["post_feedforward_layernorm"]
     shapes: dict[str, Shape] = {f"{name}.weight": (hidden,) for name in norms}
     if config.qk_norm:
-        shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (config.head_dim,)
+        wide = config.row_norm
+        shapes["self_attn.q_norm.weight"] = (q if wide else config.head_dim,)
+        shapes["self_attn.k_norm.weight"] = (kv if wide else config.head_dim,)
     for name, (rows, columns, bias) in linears.items():
         shapes[f"{name}.weight"] = (rows, columns)
         if bias:
             shapes[f"{name}.bias"] = (rows,)
+    if config.experts is not None and layer in config.experts.layers:
+        shapes |= _experts_tensors(config)
     return shapes
 
 
@@ -63,8 +128,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {EMBED: embed, NORM: (config.hidden_size,)}
     if not config.tie_word_embeddings:
         shapes[HEAD] = embed
-    per_layer = layer_tensors(config)
     for layer in range(config.layers):
         prefix = layer_prefix(layer)
-        shapes.update({prefix + name: shape for name, shape in per_layer.items()})
+        shapes.update({prefix + name: shape for name, shape in layer_tensors(config, layer).items()})
     return shapes

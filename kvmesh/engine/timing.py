@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvmesh.engine.models.blocks import MLP, Attention, RMSNorm
+from kvmesh.engine.models.moe import MoE
 from kvmesh.engine.work import HOST, IN_LAYER, REST
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def attach(runner: Runner, clock: FunctionClock, parts: Replacements) -> None:
         for name, part in list(vars(layer).items()):
             if isinstance(part, RMSNorm):
                 parts.put(layer, name, TimedPart(clock, "norm", part))
-            elif isinstance(part, MLP):
+            elif isinstance(part, MLP | MoE):
                 parts.put(layer, name, TimedPart(clock, "mlp", part))
             elif isinstance(part, Attention):
                 parts.put(part, "project", clock.around("rotary", part.project))

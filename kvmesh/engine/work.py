@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvmesh.engine.config import ModelConfig
 
@@ -77,18 +78,41 @@ def attended(shape: StepShape, window: int) -> tuple[int, int]:
     return pairs, read
 
 
+class _Mlps(NamedTuple):
+    """Counts weights of the MLPs and experts of all layers."""
+
+    read: int  # in one step
+    of_token: int  # that each token is multiplied by
+    columns: int  # of gates that each token has
+
+
+def _mlps(own: ModelConfig, tokens: int) -> _Mlps:
+    """Counts as if every expert were as likely for each token; routers are float32 and counted like the others."""
+    hidden, dense, experts = own.hidden_size, own.layers, own.experts
+    read = of_token = columns = 0
+    if experts is not None:
+        sparse = len(experts.layers)
+        dense -= sparse
+        touched = round(experts.count * (1 - (1 - experts.chosen / experts.count) ** tokens))
+        read = sparse * hidden * (3 * (touched * experts.inner + experts.shared_inner) + experts.count)
+        columns = sparse * (experts.chosen * experts.inner + experts.shared_inner)
+        of_token = hidden * (3 * columns + sparse * experts.count)
+    mlp = dense * own.intermediate_size
+    return _Mlps(read + 3 * hidden * mlp, of_token + 3 * hidden * mlp, columns + mlp)
+
+
 def work_of(
     own: ModelConfig, itemsize: int, shape: StepShape, *, ranks: int = 1, words: int = 0
 ) -> dict[str, FunctionWork]:
     """Returns what one rank's part of one step takes, by function. `own` is the model as this rank has it
     (`parallel.share_of`), `words` its part of the vocabulary (0: all of it)."""
-    tokens, hidden, inner, dim = shape.tokens, own.hidden_size, own.intermediate_size, own.head_dim
+    tokens, hidden, dim = shape.tokens, own.hidden_size, own.head_dim
     heads, kv_heads, layers = own.heads, own.kv_heads, own.layers
     words = words or own.vocab_size
     qkv = (heads + 2 * kv_heads) * dim
-    norms = 4 if own.post_norms else 2
+    norms = 2 * (own.pre_norms + own.post_norms)
     projected = hidden * qkv + heads * dim * hidden
-    mlp = 3 * hidden * inner
+    mlps = _mlps(own, tokens)
     reading, pairs = 0, 0
     for window, count in Counter(own.windows).items():
         layer_pairs, layer_read = attended(shape, window)
@@ -112,9 +136,9 @@ def work_of(
             products=4 * heads * dim * pairs,
         ),
         "mlp": FunctionWork(
-            weights=layers * mlp * itemsize,
-            activations=layers * tokens * (2 * hidden + 6 * inner) * itemsize,
-            products=2 * layers * tokens * mlp,
+            weights=mlps.read * itemsize,
+            activations=tokens * (layers * 2 * hidden + 6 * mlps.columns) * itemsize,
+            products=2 * tokens * mlps.of_token,
         ),
         "embedding": FunctionWork(weights=tokens * hidden * itemsize, activations=tokens * hidden * itemsize),
     }

@@ -80,7 +80,10 @@ def step_bytes(config: ModelConfig, tokens: int, rows: int, itemsize: int) -> in
     """Returns an upper bound of what a step takes beside weights and KV: one layer's tensors of all tokens, and five
     copies of the rows' logits in float32 (sampling sorts them)."""
     heads = config.heads + 2 * config.kv_heads
-    width = 4 * config.hidden_size + 3 * config.intermediate_size + 3 * heads * config.head_dim
+    hidden, inner, experts = 4 * config.hidden_size, config.intermediate_size, config.experts
+    if experts is not None:  # one expert may have all tokens; sums over experts are float32, which may be twice as wide
+        hidden, inner = 2 * hidden, max(inner, experts.inner, experts.shared_inner)
+    width = hidden + 3 * inner + 3 * heads * config.head_dim
     return (tokens + rows) * width * itemsize + 5 * 4 * max(rows, 1) * config.vocab_size
 
 

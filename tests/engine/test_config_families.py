@@ -28,6 +28,7 @@ SMALL: dict[str, Any] = {
 }
 LONGROPE = {"short_factor": [1.0, 1.2, 1.4, 1.6, 1.8, 2.0, 2.2, 2.4], "long_factor": [1.0, 2, 3, 4, 5, 6, 7, 8]}
 LINEAR = {"rope_type": "linear", "factor": 8.0}
+FEW = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_group": 1}
 TYPES = ["sliding_attention", "full_attention", "full_attention"] * 2 + ["sliding_attention"]
 
 # model_type, keys
@@ -86,6 +87,20 @@ READ: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     ("phi3", {"partial_rotary_factor": 0.5}),
+    ("granite", {}),
+    ("granite", {"attention_multiplier": 0.1, "logits_scaling": 8.0, "embedding_multiplier": 12, "mlp_bias": True}),
+    ("olmo3", {}),
+    ("olmo3", {"rope_theta": 1e4, "rope_scaling": LINEAR, "sliding_window": 9}),
+    ("olmo3", {"layer_types": TYPES, "rope_parameters": {"sliding_attention": {"rope_theta": 600.0}}}),
+    ("qwen3_moe", FEW),
+    ("qwen3_moe", FEW | {"use_sliding_window": True, "sliding_window": 9, "head_dim": 32, "rope_theta": 1e6}),
+    ("mixtral", FEW),
+    ("mixtral", FEW | {"sliding_window": 9, "head_dim": 24}),
+    ("glm4_moe", FEW),
+    ("glm4_moe", FEW | {"partial_rotary_factor": 0.25, "head_dim": 32, "use_qk_norm": True, "rope_theta": 1e6}),
+    ("minimax_m2", FEW),
+    ("minimax_m2", FEW | {"rotary_dim": 8, "head_dim": 32, "rope_theta": 1e4}),
+    ("minimax_m2", FEW | {"rotary_dim": 8, "head_dim": 32, "partial_rotary_factor": 0.5}),
 ]
 
 
@@ -101,7 +116,9 @@ def test_read_as_transformers_reads_it(family: str, keys: dict[str, Any]) -> Non
     assert tuple(layer.self_attn.head_dim for layer in model.model.layers) == (ours.head_dim,) * 7
     for spec, layer in zip(ours.attention, model.model.layers, strict=True):
         attention = layer.self_attn
-        window = getattr(attention, "sliding_window", theirs.sliding_window if family in ("mistral", "phi3") else None)
+        window = getattr(
+            attention, "sliding_window", theirs.sliding_window if family in ("mistral", "phi3", "mixtral") else None
+        )
         assert (spec.scale, spec.window) == (attention.scaling, window or 0)
         assert spec.softcap == (getattr(attention, "attn_logit_softcapping", None) or 0.0)
     assert ours.logit_softcap == (getattr(theirs, "final_logit_softcapping", None) or 0.0)
@@ -160,6 +177,19 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("phi3", {"partial_rotary_factor": 0.2}, "partial_rotary_factor=0.2: must rotate an even part of head_dim=16"),
     ("phi3", {"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5"),
     ("phi3", {"hidden_act": "gelu_new"}, "hidden_act='gelu_new'"),
+    ("granite", {"residual_multiplier": 0}, "residual_multiplier=0"),
+    ("olmo3", {"sliding_window": None, "layer_types": TYPES}, "sliding_window=None.*needs a window"),
+    ("qwen3_moe", {"num_experts_per_tok": 129}, "num_experts_per_tok=129: must be at most the 128 experts"),
+    ("qwen3_moe", {"mlp_only_layers": ["0"]}, "mlp_only_layers=.*a list of layers"),
+    ("mixtral", {"num_local_experts": 0}, "num_local_experts=0"),
+    ("glm4_moe", {"first_k_dense_replace": -1}, "first_k_dense_replace=-1"),
+    ("glm4_moe", {"n_group": 3}, "n_group=3: must divide the 128 experts"),
+    ("glm4_moe", {"n_group": 128}, "n_group=128: .*groups of at least 2"),
+    ("glm4_moe", {"n_group": 4, "topk_group": 5}, "topk_group=5: must be at most n_group=4"),
+    ("glm4_moe", {"n_group": 32, "num_experts_per_tok": 5}, "topk_group=1: so many groups have fewer than 5"),
+    ("glm4_moe", {"rope_scaling": LINEAR}, "rope_type='linear'.*default"),
+    ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+    ("minimax_m2", {"rotary_dim": 7}, "partial_rotary_factor=.*an even part"),
 ]
 
 
@@ -235,6 +265,9 @@ DECIDES: list[tuple[str, dict[str, Any]]] = [
     ("gemma3_text", {"sliding_window_pattern": 2}),
     ("phi3", {"partial_rotary_factor": 0.5}),
     ("phi3", {"rope_scaling": {"type": "longrope"} | LONGROPE}),
+    ("granite", {"residual_multiplier": 0.5}),
+    ("qwen3_moe", {"norm_topk_prob": True}),
+    ("glm4_moe", {"routed_scaling_factor": 2.5}),
 ]
 
 

@@ -4,7 +4,7 @@ gloo, one group of two and one of four."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,10 @@ from tests.support.reference import Forced, assert_as_close_as_reference, assert
 
 TOKENS = 12
 PROMPTS = [[(7 * i * i + 5 * i) % 250 + 3 for i in range(n)] for n in (37, 5)]
+# Scaled answers; norms over all heads of all ranks; experts, shared ones too.
+LATER = ["granite", "olmo3", "qwen3_moe", "mixtral", "glm4_moe", "minimax_m2"]
 # A window in all layers and in some, norms after sums, norms of heads, matrices that are stored joined, longrope.
-FAMILIES = ["mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-window", "phi3-long"]
+FAMILIES = ["mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-window", "phi3-long", *LATER]
 SAMPLED = SampleParams(temperature=0.9, top_p=0.95, seed=11, logprobs=2)
 
 
@@ -72,12 +74,18 @@ def test_a_model_that_so_many_ranks_cannot_share_is_refused(zoo: Callable[[str],
     for size, why in ((3, "num_attention_heads=8"), (0, "at least 1"), (16, "num_attention_heads=8")):
         with pytest.raises(ConfigError, match=f"tensor_parallel={size}: .*{why}"):
             check_shares(config, size)
+    experts = open_checkpoint(zoo("glm4_moe")).config  # 24 columns an expert, 48 of the shared one
+    assert experts.experts is not None
+    with pytest.raises(ConfigError, match=r"tensor_parallel=4: must divide moe_intermediate_size=6 and .* 48"):
+        check_shares(replace(experts, experts=replace(experts.experts, inner=6)), 4)
     odd = open_checkpoint(zoo("qwen3-gqa1-tied")).config  # 3 KV heads
     check_shares(odd, 3)
     layouts = [shard_layout(config, "float32", 16, rank, 4) for rank in range(4)]
     assert [(layout.first_head, layout.kv_heads) for layout in layouts] == [(0, 1), (0, 1), (1, 1), (1, 1)]
     own = share_of(config, 4)
     assert (own.heads, own.kv_heads, own.intermediate_size) == (2, 1, 24)
+    shared = share_of(experts, 2).experts
+    assert shared is not None and (shared.count, shared.inner, shared.shared_inner) == (12, 12, 24)
 
 
 # ── together ──────────────────────────────────────────────────────────────────────────────────────

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvmesh.engine.config import ModelConfig
+from kvmesh.engine.config import ExpertsConfig, ModelConfig
 from kvmesh.engine.work import FunctionWork, StepShape, attended, seen, summed, work_of
 
 CONFIG = ModelConfig.from_hf(
@@ -45,6 +45,19 @@ def test_each_function_by_hand() -> None:
         "head": FunctionWork(weights=176, activations=176, products=320),
         "sampling": FunctionWork(activations=80),
     }
+
+
+def test_experts_by_hand() -> None:
+    """Two layers of three have four experts of 6 columns, two for each token, and one of 5 columns for all."""
+    own = replace(CONFIG, experts=ExpertsConfig((1, 2), count=4, chosen=2, inner=6, shared_inner=5))
+    # One token: the weights that are read are those that it is multiplied by. A layer's: 3 * 8 * (2 * 6 + 5) and the
+    # router's 8 * 4, together 440; the dense layer's 288.
+    assert work_of(own, BF16, StepShape((9,), (), 1))["mlp"] == FunctionWork(
+        weights=(2 * 440 + 288) * 2, activations=(3 * 2 * 8 + 6 * (2 * 17 + 12)) * 2, products=2 * (2 * 440 + 288)
+    )
+    # Four tokens are expected to choose 3.75 experts, which is all: 3 * 8 * (4 * 6 + 5) + 8 * 4 = 728 a layer.
+    found = work_of(own, BF16, SHAPE)["mlp"]
+    assert (found.weights, found.products) == ((2 * 728 + 288) * 2, 4 * 2 * (2 * 440 + 288))
 
 
 def test_nothing_sampled_needs_no_head() -> None:

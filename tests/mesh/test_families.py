@@ -43,6 +43,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": FAMILY_ZOO["gemma2"] | {"num_attention_heads": 8},
     "gemma3": FAMILY_ZOO["gemma3"],
     "phi3": FAMILY_ZOO["phi3"] | {"sliding_window": 24, "original_max_position_embeddings": 4},
+    "qwen3_moe": FAMILY_ZOO["qwen3_moe"],
+    "olmo3": FAMILY_ZOO["olmo3"],
+    "glm4_moe": FAMILY_ZOO["glm4_moe"],
 }
 EACH = pytest.mark.parametrize("name", FAMILIES)
 

@@ -28,6 +28,12 @@ ARCHITECTURES = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "minimax_m2": "MiniMaxM2ForCausalLM",
 }
 GEMMAS = ("gemma2", "gemma3_text")
 TOKENIZER_IDS = 256 + len(SPECIALS)  # the smallest vocabulary that the tokenizer fits in
@@ -205,6 +211,72 @@ FAMILY_ZOO: dict[str, dict[str, Any]] = {
         },
     },
     "phi3-window": {"family": "phi3", "pad_token_id": 256, "sliding_window": 24, "num_key_value_heads": 1},
+    "granite": {
+        "family": "granite",
+        "num_key_value_heads": 1,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "embedding_multiplier": 0.6,
+        "attention_multiplier": 0.4,
+        "residual_multiplier": 0.8,
+        "logits_scaling": 2.5,
+        "tie_word_embeddings": True,
+    },
+    "olmo3": {
+        "family": "olmo3",
+        "sliding_window": 21,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 6,
+        "rope_theta": 20_000.0,
+        "rope": "yarn",
+        "pad_token_id": 256,
+    },
+    "qwen3_moe": {
+        "family": "qwen3_moe",
+        "num_hidden_layers": 4,
+        "mlp_only_layers": [2],
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": False,
+        "shards": 2,
+    },
+    "qwen3_moe-normed": {
+        "family": "qwen3_moe",
+        "decoder_sparse_step": 2,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "use_sliding_window": True,
+        "sliding_window": 25,
+    },
+    "mixtral": {"family": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 30},
+    "glm4_moe": {
+        "family": "glm4_moe",
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "head_dim": 24,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 12,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 4,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 24,
+        "routed_scaling_factor": 0.7,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0,
+    },
+    "minimax_m2": {
+        "family": "minimax_m2",
+        "num_attention_heads": 6,
+        "num_local_experts": 9,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 40,
+        "rotary_dim": 8,
+    },
 }
 
 
@@ -287,33 +359,81 @@ def _tensors(raw: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
     def join(name: str, parts: list[str]) -> None:
         tensors[f"{name}.weight"] = torch.cat([tensors.pop(f"{part}.weight") for part in parts])
 
+    def gated(prefix: str, names: tuple[str, str, str], columns: int, bias: bool) -> None:
+        gate, up, down = names
+        matrix(prefix + gate, columns, hidden, 1.0, bias)
+        matrix(prefix + up, columns, hidden, 1.0, bias)
+        matrix(prefix + down, hidden, columns, 1.0, bias)
+
     embed = 0.3 if family in GEMMAS else 1.0  # they multiply it by sqrt(hidden)
     tensors["model.embed_tokens.weight"] = torch.randn(raw["vocab_size"], hidden, generator=generator) * embed
     for i in range(raw["num_hidden_layers"]):
         attention, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
-        norm(f"model.layers.{i}.input_layernorm", hidden)
+        if family != "olmo3":
+            norm(f"model.layers.{i}.input_layernorm", hidden)
         norm(f"model.layers.{i}.post_attention_layernorm", hidden, 5.0 if family in GEMMAS else 1.0)
         qkv_bias = True if family == "qwen2" else attention_bias
         matrix(attention + "q_proj", q, hidden, 1.5, qkv_bias)
         matrix(attention + "k_proj", kv, hidden, 1.5, qkv_bias)
         matrix(attention + "v_proj", kv, hidden, 2.0, qkv_bias)
-        matrix(attention + "o_proj", hidden, q, 2.0, False if family == "qwen2" else attention_bias)
-        matrix(mlp + "gate_proj", inner, hidden, 1.0, family == "llama" and mlp_bias)
-        matrix(mlp + "up_proj", inner, hidden, 1.0, family == "llama" and mlp_bias)
-        matrix(mlp + "down_proj", hidden, inner, 1.0, family == "llama" and mlp_bias)
+        matrix(attention + "o_proj", hidden, q, 2.0, attention_bias and family not in ("qwen2", "glm4_moe"))
+        experts = _experts_of(raw, i)
+        if experts is None:
+            gated(mlp, GATED, inner, family in ("llama", "granite") and mlp_bias)
+        else:
+            block, names, correction = experts
+            count, width = raw[EXPERTS[family]], raw.get("moe_intermediate_size", inner)
+            matrix(f"model.layers.{i}.{block}gate", count, hidden, 1.5, False)
+            if correction:  # as large as the differences of scores: it changes the choice, and would change weights
+                drawn = torch.randn(count, generator=generator)
+                tensors[f"model.layers.{i}.{correction}"] = 0.3 * drawn
+            for n in range(count):
+                gated(f"model.layers.{i}.{block}experts.{n}.", names, width, False)
+            if raw.get("n_shared_experts"):
+                gated(mlp + "shared_experts.", GATED, width * raw["n_shared_experts"], False)
         if family in GEMMAS:
             norm(f"model.layers.{i}.pre_feedforward_layernorm", hidden)
             norm(f"model.layers.{i}.post_feedforward_layernorm", hidden, 3.0)
         if family == "phi3":
             join(attention + "qkv_proj", [attention + name for name in ("q_proj", "k_proj", "v_proj")])
             join(mlp + "gate_up_proj", [mlp + name for name in ("gate_proj", "up_proj")])
-        if family in ("qwen3", "gemma3_text"):
+        if family == "olmo3":
+            norm(f"model.layers.{i}.post_feedforward_layernorm", hidden)
+        if family in ("qwen3", "gemma3_text", "qwen3_moe") or raw.get("use_qk_norm"):
             norm(attention + "q_norm", d, 1.4)
             norm(attention + "k_norm", d, 1.4)
+        if family in ("olmo3", "minimax_m2"):
+            norm(attention + "q_norm", q, 1.4)
+            norm(attention + "k_norm", kv, 1.4)
     norm("model.norm", hidden)
     if not raw["tie_word_embeddings"]:
         matrix("lm_head", raw["vocab_size"], hidden, 4.0, False)
     return tensors
+
+
+GATED = ("gate_proj", "up_proj", "down_proj")
+EXPERTS = {  # key of their number
+    "qwen3_moe": "num_experts",
+    "mixtral": "num_local_experts",
+    "glm4_moe": "n_routed_experts",
+    "minimax_m2": "num_local_experts",
+}
+
+
+def _experts_of(raw: dict[str, Any], layer: int) -> tuple[str, tuple[str, str, str], str] | None:
+    """What the files on the Hub call the block of experts, the matrices of one, and the correction ("": none); None
+    where the layer is dense."""
+    family = raw["model_type"]
+    if family == "qwen3_moe":
+        step, dense = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers", [])
+        return None if layer in dense or (layer + 1) % step else ("mlp.", GATED, "")
+    if family == "glm4_moe":
+        first = raw["first_k_dense_replace"]
+        return None if layer < first else ("mlp.", GATED, "mlp.gate.e_score_correction_bias")
+    if family in ("mixtral", "minimax_m2"):
+        correction = "block_sparse_moe.e_score_correction_bias" if family == "minimax_m2" else ""
+        return "block_sparse_moe.", ("w1", "w3", "w2"), correction
+    return None
 
 
 def _save(folder: Path, tensors: dict[str, torch.Tensor], shards: int) -> None:

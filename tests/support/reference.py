@@ -21,7 +21,7 @@ id, of some or all tokens that may follow `token_ids[: start + i]`."""
 
 
 @functools.lru_cache(maxsize=16)
-def _load(path: str, dtype: torch.dtype = torch.float32) -> Any:
+def reference_model(path: str, dtype: torch.dtype = torch.float32) -> Any:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -34,7 +34,9 @@ def _load(path: str, dtype: torch.dtype = torch.float32) -> Any:
 @torch.inference_mode()
 def reference_logits(path: str | Path, token_ids: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """float32 `[len(token_ids), vocab]`: the logits after each token, of a model that computes in `dtype`."""
-    logits: torch.Tensor = _load(str(path), dtype)(torch.tensor([list(token_ids)]), use_cache=False).logits[0].float()
+    logits: torch.Tensor = (
+        reference_model(str(path), dtype)(torch.tensor([list(token_ids)]), use_cache=False).logits[0].float()
+    )
     return logits
 
 

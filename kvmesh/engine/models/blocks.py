@@ -52,12 +52,50 @@ class HeadNorm:
         self.weight = torch.cat((q.expand(config.heads, -1), k.expand(config.kv_heads, -1)))
 
 
+class RowNorm:
+    """Norms all query heads of a token at once, and all its key heads, by the mean square over all ranks' heads. Means
+    and products are float32, rounded once. `q` and `k` are the weights of this rank's heads, `[H * D]` and `[K * D]`,
+    float32."""
+
+    def __init__(self, q: torch.Tensor, k: torch.Tensor, config: ModelConfig, weights: Weights) -> None:
+        model, self.group = weights.config, weights.group
+        self.weights, self.eps = (q, k), config.rms_norm_eps
+        copies = self.group.size * config.kv_heads // model.kv_heads  # of each key head, among all ranks
+        counts = (model.heads * model.head_dim, copies * model.kv_heads * model.head_dim)
+        self.counts = torch.tensor(counts, dtype=torch.float32, device=weights.device)
+
+    @classmethod
+    def of(cls, config: ModelConfig, weights: Weights, prefix: str) -> RowNorm:
+        """Reads `q_norm` and `k_norm`, this rank's part."""
+        size, model = config.head_dim, weights.config
+        q = weights(prefix + "q_norm.weight", cut=Cut(0, ((model.heads, size),)))
+        k = weights(prefix + "k_norm.weight", cut=Cut(0, ((model.kv_heads, size),)))
+        return cls(q.float(), k.float(), config, weights)
+
+    def __call__(self, qkv: torch.Tensor) -> None:
+        """Changes the queries and keys of `qkv [T, (H + 2K) * D]` in place."""
+        queries, keys = (len(weight) for weight in self.weights)
+        parts = qkv[:, :queries], qkv[:, queries : queries + keys]
+        squares = torch.stack([part.float().square().sum(-1) for part in parts], -1)
+        scales = (self.group.all_reduce(squares) / self.counts + self.eps).rsqrt()
+        for part, weight, scale in zip(parts, self.weights, scales.unbind(-1), strict=True):
+            part.copy_(part.float() * scale[:, None] * weight)
+
+
 class Attention:
-    def __init__(self, config: ModelConfig, weights: Weights, prefix: str, head_norm: HeadNorm | None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        prefix: str,
+        head_norm: HeadNorm | None,
+        row_norm: RowNorm | None = None,
+    ) -> None:
         self.rotated_heads = config.heads + config.kv_heads
         self.heads = self.rotated_heads + config.kv_heads
         self.head_dim = config.head_dim
         self.norm_weight = None if head_norm is None else head_norm.weight
+        self.row_norm = row_norm
         self.eps = config.rms_norm_eps
         model, size = weights.config, config.head_dim
         heads = Cut(0, ((model.heads, size), (model.kv_heads, size), (model.kv_heads, size)))
@@ -67,7 +105,10 @@ class Attention:
 
     def project(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Returns `qkv [T, H + 2K, D]`, queries and keys normed and rotated in place."""
-        qkv = self.qkv(x).view(-1, self.heads, self.head_dim)
+        joined = self.qkv(x)
+        if self.row_norm is not None:
+            self.row_norm(joined)
+        qkv = joined.view(-1, self.heads, self.head_dim)
         ops.rotate_heads(qkv, self.rotated_heads, cos, sin, self.norm_weight, self.eps)
         return qkv
 
@@ -92,6 +133,16 @@ class MLP:
         return ops.gated(self.gate_up(x), self.activation)
 
 
+class FeedForward(Protocol):
+    """Is what a layer does after attention: an MLP or experts; x is `[T, hidden_size]`."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns its answer, in a new tensor."""
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Returns residual + its answer, in a new tensor or in `residual` itself."""
+
+
 class Layer(Protocol):
     """Is one decoder layer, in two parts: what it computes before attention and after it."""
 
@@ -103,7 +154,9 @@ class Layer(Protocol):
 
 
 class DecoderLayer:
-    def __init__(self, config: ModelConfig, weights: Weights, index: int, attention: Attention, mlp: MLP) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: Weights, index: int, attention: Attention, mlp: FeedForward
+    ) -> None:
         prefix = layer_prefix(index)
         self.attention = attention
         self.mlp = mlp
@@ -123,6 +176,7 @@ class DecoderModel:
 
     def __init__(self, config: ModelConfig, weights: Weights, layers: Sequence[Layer]) -> None:
         self.config = config
+        self.capturable = config.experts is None  # between two attentions the host looks at no values
         self.layers = layers
         self.embed = read_matrix(weights, [EMBED])
         self.embed_scale = float(torch.tensor(config.embedding_scale).to(weights.dtype))  # rounded as transformers does
@@ -172,5 +226,7 @@ class DecoderModel:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Computes `[rows, hidden_size]` → `[rows, vocab_size]`, float32, the same bytes at every rank."""
         logits = self.group.all_gather(self.head.logits(self.norm(hidden)), self.words)
+        if self.config.logit_divisor != 1.0:
+            logits = logits / self.config.logit_divisor
         cap = self.config.logit_softcap
         return torch.tanh(logits / cap) * cap if cap else logits

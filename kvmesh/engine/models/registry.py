@@ -5,7 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from kvmesh.engine.config import ModelConfig
-from kvmesh.engine.models import gemma2, gemma3, llama, mistral, phi3, qwen2, qwen3
+from kvmesh.engine.models import (
+    gemma2,
+    gemma3,
+    glm4_moe,
+    granite,
+    llama,
+    minimax_m2,
+    mistral,
+    mixtral,
+    olmo3,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from kvmesh.engine.models.blocks import DecoderModel
 from kvmesh.engine.weights import Weights
 
@@ -19,4 +33,10 @@ MODELS: Mapping[str, Callable[[ModelConfig, Weights], DecoderModel]] = {
     "Gemma3ForCausalLM": gemma3.build,
     "Gemma3ForConditionalGeneration": gemma3.build,
     "Phi3ForCausalLM": phi3.build,
+    "GraniteForCausalLM": granite.build,
+    "Olmo3ForCausalLM": olmo3.build,
+    "Qwen3MoeForCausalLM": qwen3_moe.build,
+    "MixtralForCausalLM": mixtral.build,
+    "Glm4MoeForCausalLM": glm4_moe.build,
+    "MiniMaxM2ForCausalLM": minimax_m2.build,
 }
