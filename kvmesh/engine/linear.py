@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from kvmesh.engine.matrix import read_matrix
 from kvmesh.engine.parallel import Cut
 from kvmesh.engine.weights import Weights
+
+if TYPE_CHECKING:
+    from kvmesh.engine.models.blocks import RMSNorm
 
 
 class Linear:
@@ -37,3 +41,13 @@ class Linear:
             return self(x).add_(residual)
         out = self.matrix.add_to(residual, x)
         return out if self.bias is None else out.add_(self.bias)
+
+    def add_and_norm(
+        self, residual: torch.Tensor, x: torch.Tensor, norm: RMSNorm | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns what `add_to` does, and the same normed (as it is without a norm). The addition is part of the norm
+        where it is not part of the matrix product."""
+        if self.summed and norm is not None:
+            return norm.of_sum(residual, self(x))
+        total = self.add_to(residual, x)
+        return total, total if norm is None else norm(total)

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from kvmesh.engine.cpu import native
 from kvmesh.engine.kernels import kernels_for
-from kvmesh.engine.rope import rotate
+from kvmesh.engine.rope import Rotation, rotate
 
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -35,16 +35,24 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return functional.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
 
 
-def rotate_heads(
-    qkv: torch.Tensor, heads: int, cos: torch.Tensor, sin: torch.Tensor, weight: torch.Tensor | None, eps: float
-) -> None:
-    """Changes the first `heads` of `qkv [T, all heads, D]` in place: normed as `rms_norm` by `weight [heads, D]` where
-    there is one, then rotated by cos and sin `[T, 1, rotary dim]` (`RotaryEmbedding`)."""
+def add_rms_norm(
+    residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, inner: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the sum of `residual` and `x`, `[rows, n]` both, and the sum normed by `weight [n]`. With `inner [n]`, x
+    is first normed by that. The sum lies in `residual` or in a tensor of its own or of `x`: nobody reads these
+    afterwards. It is rounded to x's dtype before it is normed, as is x after its own norm."""
+    if fused := kernels_for(x.device.type, "fused"):
+        return residual, cast(torch.Tensor, fused.add_rms_norm(residual, x, weight, eps, inner))
+    total = (x if inner is None else rms_norm(x, inner, eps)).add_(residual)
+    return total, rms_norm(total, weight, eps)
+
+
+def rotate_heads(qkv: torch.Tensor, rotation: Rotation) -> None:
+    """Changes the rotated heads of `qkv [T, all heads, D]` in place: normed as `rms_norm` does where the rotation has
+    a weight, then rotated. A GPU's kernels do this as they write K and V (`TritonPlan.rotate_and_write`)."""
+    heads, cos, sin, weight, eps = rotation
     if on_native(qkv):
         torch.ops.kvmesh.rotate_heads.default(qkv, heads, cos, sin, weight, eps)
-        return
-    if fused := kernels_for(qkv.device.type, "fused"):
-        fused.rotate_heads(qkv, heads, cos, sin, weight, eps)
         return
     turned = qkv[:, :heads]
     normed = turned

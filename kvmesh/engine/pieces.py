@@ -1,9 +1,10 @@
 """Steps with chunks of prompts, piece by piece: what lies between two attentions is captured, attention is launched.
 
-Norms, products, rotation and residuals depend on the number of tokens alone, not on whose they are. So each bucket of
-tokens has one captured piece before the first layer's attention, one between each layer's and the next one's, and one
-after the last: layers + 1. Writes of KV, `on_layer` and attention are launched between the pieces, over the step's own
-tokens only: the bucket's other tokens are computed with whatever the buffers hold, write no KV and reach no result.
+Norms, products and residuals depend on the number of tokens alone, not on whose they are. So each bucket of tokens has
+one captured piece before the first layer's attention, one between each layer's and the next one's, and one after the
+last: layers + 1. The rotation, which is one launch with the write of KV, `on_layer` and attention are launched between
+the pieces, over the step's own tokens only: the bucket's other tokens are computed with whatever the buffers hold,
+write no KV and reach no result.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch
 from kvmesh.engine.attention.backend import AttentionBackend
 from kvmesh.engine.capture import Capture, Launches, bucket_for, capture_sizes
 from kvmesh.engine.config import ModelConfig
-from kvmesh.engine.models.blocks import DecoderModel
+from kvmesh.engine.models.blocks import DecoderModel, normed_by
+from kvmesh.engine.rope import Rotation
 
 # Operations that a GPU does while a host launches one layer, kernel by kernel: 17 launches take some 0.4 ms, in which
 # an H200 multiplies at 600 TFLOP/s; and twice that, for hosts that are slower. A layer with more to do hides its
@@ -24,7 +26,7 @@ LAUNCHES_FLOP = 5e11
 LEAST_TOKENS, MOST_TOKENS = 256, 2048  # between which the largest bucket lies
 MOST_PIECES = 2000  # of all buckets: a millisecond or two each at the start, and some 0.7 MiB of the driver's memory
 
-AttendInto = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
+AttendInto = Callable[[int, torch.Tensor, Rotation, torch.Tensor], torch.Tensor]
 
 
 def token_buckets(most: int) -> tuple[int, ...]:
@@ -85,17 +87,17 @@ class PieceGraphs:
 
         def work() -> None:
             if index:
-                answer = model.layers[index - 1].after(x, attended)
+                answer, normed = model.layers[index - 1].after(x, attended, model.input_norm(index))
             else:
                 answer, *angles = model.embedded(self._token_ids[:tokens], self._positions[:tokens])
                 for own, made in zip(self._angles, angles, strict=True):
                     for kept, new in zip(own, made, strict=True):
                         kept[:tokens].copy_(new)
+                normed = normed_by(model.input_norm(0), answer)
             if answer is not x:  # a layer may add to the residual in place
                 x.copy_(answer)
             if index < len(model.layers):
-                cos, sin = self._angles[bool(model.config.windows[index])]
-                qkv.copy_(model.layers[index].before(x, cos[:tokens], sin[:tokens]))
+                qkv.copy_(model.layers[index].attention.project(normed))
 
         return work
 
@@ -110,7 +112,8 @@ class PieceGraphs:
         self._positions[:count].copy_(positions)
         first, *rest = self._pieces[size]
         first()
+        angles = [(cos[:count], sin[:count]) for cos, sin in self._angles]
         for layer, piece in enumerate(rest):
-            attend(layer, self._qkv[:count], self._attended[:count])
+            attend(layer, self._qkv[:count], self._model.rotation(layer, angles), self._attended[:count])
             piece()
         return self._x[:count]

@@ -6,6 +6,7 @@ The arithmetic follows transformers step by step in float32, so that angles agre
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -57,6 +58,17 @@ def _yarn(rope: RopeConfig, powers: torch.Tensor, head_dim: int) -> torch.Tensor
     ramp = torch.clamp((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
     keep = 1 - ramp
     return 1.0 / (rope.factor * powers) * (1 - keep) + 1.0 / powers * keep
+
+
+class Rotation(NamedTuple):
+    """What a layer's queries and keys go through between their product and attention: the norm of each head where the
+    layer has one, then the rotation by the positions of the step's T tokens."""
+
+    heads: int  # that are rotated: H query heads and the K key heads behind them
+    cos: torch.Tensor  # `[T, 1, rotary dim]`, as sin from `RotaryEmbedding`, contiguous
+    sin: torch.Tensor
+    norm_weight: torch.Tensor | None  # `[heads, head_dim]`
+    eps: float
 
 
 class RotaryEmbedding:

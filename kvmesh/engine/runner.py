@@ -19,6 +19,7 @@ from kvmesh.engine.checkpoint import Checkpoint
 from kvmesh.engine.config import DTYPES, ModelConfig
 from kvmesh.engine.models.registry import MODELS
 from kvmesh.engine.parallel import SOLO, Group, check_shares, share, share_of
+from kvmesh.engine.rope import Rotation
 from kvmesh.engine.sampler import Preparation, Sampler, TokensInFlight
 from kvmesh.engine.weights import Weights
 from kvmesh.errors import ConfigError, ContextTooLong, InternalError, InvalidRequest, NonFiniteLogits
@@ -300,8 +301,8 @@ class Runner:
 
 
 def _attend(plan: StepPlan, on_layer: Callable[[int], None] | None) -> Callable[..., torch.Tensor]:
-    def attend(layer: int, qkv: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        plan.write(layer, qkv)
+    def attend(layer: int, qkv: torch.Tensor, rotation: Rotation, out: torch.Tensor | None = None) -> torch.Tensor:
+        plan.rotate_and_write(layer, qkv, rotation)
         if on_layer is not None:
             on_layer(layer)
         return plan.attend(layer, qkv, out)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvmesh.engine import ops
 from kvmesh.engine.models.blocks import MLP, Attention, RMSNorm
 from kvmesh.engine.models.moe import MoE
 from kvmesh.engine.work import HOST, IN_LAYER, REST
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvmesh.engine.attention.backend import StepPlan
+    from kvmesh.engine.rope import Rotation
     from kvmesh.engine.runner import Runner
 
 GRAPH_PARTS = ("kernel", "gpu_memcpy", "gpu_memset")  # of torch's trace: what ran on the device
@@ -69,20 +71,30 @@ class TimedPart:
 
     def __init__(self, clock: FunctionClock, function: str, part: Any) -> None:
         self._call = clock.around(function, part)
-        if hasattr(part, "add_to"):
-            self.add_to = clock.around(function, part.add_to)
+        self._part = part
+        for name in ("add_to", "add_and_norm", "of_sum"):
+            if hasattr(part, name):
+                setattr(self, name, clock.around(function, getattr(part, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part, name)
 
     def __call__(self, *args: Any) -> Any:
         return self._call(*args)
 
 
 class TimedPlan:
-    """Is another plan, whose writes and attention are timed."""
+    """Is another plan, whose rotations, writes and attention are timed: a CPU's, which does one after the other."""
 
     def __init__(self, clock: FunctionClock, plan: StepPlan) -> None:
+        self.rotate = clock.around("rotary", ops.rotate_heads)
         self.positions: torch.Tensor = plan.positions
         self.write = clock.around("write", plan.write)
         self.attend = clock.around("attention", plan.attend)
+
+    def rotate_and_write(self, layer: int, qkv: torch.Tensor, rotation: Rotation) -> None:
+        self.rotate(qkv, rotation)
+        self.write(layer, qkv)
 
 
 class Replacements:
@@ -117,7 +129,6 @@ def attach(runner: Runner, clock: FunctionClock, parts: Replacements) -> None:
             elif isinstance(part, MLP | MoE):
                 parts.put(layer, name, TimedPart(clock, "mlp", part))
             elif isinstance(part, Attention):
-                parts.put(part, "project", clock.around("rotary", part.project))
                 parts.put(part, "qkv", TimedPart(clock, "projections", part.qkv))
                 parts.put(part, "out", TimedPart(clock, "projections", part.out))
     parts.put(model, "layer", clock.around(HOST, model.layer))
@@ -138,8 +149,8 @@ def attach(runner: Runner, clock: FunctionClock, parts: Replacements) -> None:
 # to follows from these, before and after it. So it needs no mark inside a step, and holds for CUDA graphs, too.
 KERNELS = {
     "_rms_norm": "norm",
-    "_rotate": "rotary",
-    "_write": "write",
+    "_add_rms_norm": "norm",
+    "_rotate_and_write": "write",
     "_attend": "attention",
     "_join": "attention",
     "_gated": "mlp",
@@ -173,11 +184,11 @@ def _between(before: str | None, after: str | None) -> str:
         return "embedding"
     if before == "sampling":
         return "sampling"
-    if after == "rotary":
+    if after == "write":
         return "projections"
     if before == "norm":
         return {"mlp": "mlp", "norm": "norm"}.get(after or "", "head")
-    return {"rotary": "projections", "write": "attention", "attention": "projections", "mlp": "mlp"}[before]
+    return {"write": "attention", "attention": "projections", "mlp": "mlp"}[before]
 
 
 def kernels_in(trace: Mapping[str, Any]) -> list[tuple[str, int, int]]:

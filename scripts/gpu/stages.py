@@ -293,11 +293,15 @@ def small(report: Report) -> None:
     out = plan.attend(0, qkv)
     if not report.dry:
         from kvmesh.engine import ops
+        from kvmesh.engine.rope import Rotation
 
         x = torch.randn(3, 100, device=report.device, dtype=paged.dtype)
         angle = torch.rand(len(qkv), 1, paged.dim, device=report.device).to(paged.dtype)
-        ops.rotate_heads(qkv, paged.heads, angle, angle, None, 1e-6)
-        out = out + ops.gated(ops.rms_norm(x, x[0], 1e-6), "silu").sum()
+        heads = paged.heads + paged.kv_heads
+        norm = torch.rand(heads, paged.dim, device=report.device).to(paged.dtype)
+        plan.rotate_and_write(0, qkv, Rotation(heads, angle, angle, norm, 1e-6))
+        total, normed = ops.add_rms_norm(x.clone(), x, x[0], 1e-6, x[1])
+        out = out + ops.gated(ops.rms_norm(normed, x[0], 1e-6), "silu").sum() + total.sum()
     if not bool(out.isfinite().all()):
         raise AssertionError("attention answered values that are not finite")
     report.line(f"wrote, prefilled and decoded {len(qkv)} tokens")

@@ -16,7 +16,7 @@ from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.config_rope import RopeConfig
 from kvmesh.engine.cpu import native
 from kvmesh.engine.matrix import DenseMatrix, PackedMatrix
-from kvmesh.engine.rope import RotaryEmbedding
+from kvmesh.engine.rope import RotaryEmbedding, Rotation
 from kvmesh.engine.runner import Runner, pages_over, shard_layout
 from tests.support.checkpoints import make_checkpoint
 
@@ -128,7 +128,7 @@ def test_rotate_heads(
 
     def call() -> torch.Tensor:
         answer = qkv.clone()
-        ops.rotate_heads(answer, heads, cos, sin, weight, 1e-6)
+        ops.rotate_heads(answer, Rotation(heads, cos, sin, weight, 1e-6))
         return answer
 
     exact = qkv[:, :heads].double()
@@ -175,8 +175,8 @@ def test_bf16_logits_near_the_reference(tmp_path: Path, tied: bool, monkeypatch:
         with torch.inference_mode():
             step = runner.attention.plan_prefill([TokenSpan(0, 40, (3, 1, 2))])
 
-            def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
-                step.write(layer, qkv)
+            def attend(layer: int, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+                step.rotate_and_write(layer, qkv, rotation)
                 return step.attend(layer, qkv)
 
             hidden = runner.model.hidden(torch.arange(40) * 7 % 301, step.positions, attend)

@@ -123,7 +123,7 @@ def test_added_to_a_residual_is_rounded_once(zoo: Zoo) -> None:
     assert block.shared is not None
     summed = block._summed(x)
     assert summed.dtype == torch.float32 and torch.equal(block(x), summed.to(torch.bfloat16))
-    assert torch.equal(block.add_to(residual, x), (summed + residual).to(torch.bfloat16))
+    assert torch.equal(block.add_and_norm(residual, x, None)[0], (summed + residual).to(torch.bfloat16))
     block.shared = None
     assert not torch.allclose(block._summed(x), summed, atol=0.1)
 

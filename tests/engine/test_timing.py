@@ -129,9 +129,9 @@ def test_a_timed_model_answers_alike_and_is_afterwards_what_it_was(zoo: Callable
 
 # ── kernels ───────────────────────────────────────────────────────────────────────────────────────
 
-LAYER = ["_rms_norm", "gemm_qkv", "_rotate", "_write", "_attend", "_join", "gemm_out", "_rms_norm", "gemm_up"]
+LAYER = ["_rms_norm", "gemm_qkv", "_rotate_and_write", "_attend", "_join", "gemm_out", "_rms_norm", "gemm_up"]
 LAYER += ["_gated", "gemm_down"]
-LAYER_FUNCTIONS = ["norm", "projections", "rotary", "write", "attention", "attention", "projections", "norm", "mlp"]
+LAYER_FUNCTIONS = ["norm", "projections", "write", "attention", "attention", "projections", "norm", "mlp"]
 LAYER_FUNCTIONS += ["mlp", "mlp"]
 
 

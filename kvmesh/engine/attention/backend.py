@@ -1,8 +1,8 @@
 """Attention over paged KV: the seam between models and the memory that holds K and V.
 
 A backend plans a step once (which rows go to which pages, what each row attends to) and the plan then serves every
-layer: `write` puts the step's K and V into `pages`, `attend` reads back what each token may see. The torch backend
-runs anywhere; which one a device gets is in `choice`.
+layer: `rotate_and_write` puts the step's K and V into `pages`, `attend` reads back what each token may see. The torch
+backend runs anywhere; which one a device gets is in `choice`.
 
 Shapes: `pages [num_pages, layers, 2, K, block_tokens, D]`, `qkv [T, H + 2K, D]`: T tokens, H query heads, K KV heads.
 
@@ -21,8 +21,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvmesh.engine import ops
 from kvmesh.engine.batch import Integers
 from kvmesh.engine.config import AttentionSpec
+from kvmesh.engine.rope import Rotation
 from kvmesh.errors import InternalError
 
 
@@ -45,11 +47,17 @@ class StepPlan(Protocol):
     positions: torch.Tensor
 
     def write(self, layer: int, qkv: torch.Tensor) -> None:
-        """Writes K and V of all tokens of the step into the pages of `layer`."""
+        """Writes K and V of all tokens of the step, as they are in `qkv`, into the pages of `layer`."""
+
+    def rotate_and_write(self, layer: int, qkv: torch.Tensor, rotation: Rotation) -> None:
+        """Rotates the queries in place, and writes rotated K, and V, into the pages of `layer`. What the keys in `qkv`
+        are afterwards is the plan's own affair."""
+        ops.rotate_heads(qkv, rotation)
+        self.write(layer, qkv)
 
     def attend(self, layer: int, qkv: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the attention of all tokens, `[T, H * D]`, in `out` where it is given; `write` of the same layer
-        comes first."""
+        """Returns the attention of all tokens, `[T, H * D]`, in `out` where it is given; `write` or `rotate_and_write`
+        of the same layer comes first."""
 
 
 class AttentionBackend(ABC):
@@ -102,7 +110,7 @@ class AttentionBackend(ABC):
         return ids
 
 
-class MixedPlan:
+class MixedPlan(StepPlan):
     """Runs two plans in one step: the first `rows` tokens are decode's, the others prefill's."""
 
     def __init__(self, backend: AttentionBackend, decode: StepPlan, prefill: StepPlan, rows: int) -> None:

@@ -52,7 +52,7 @@ class NativeAttention(AttentionBackend):
         return NativePlan(self, torch.from_numpy(np.concatenate(where)), torch.from_numpy(steps))
 
 
-class NativePlan:
+class NativePlan(StepPlan):
     def __init__(self, backend: NativeAttention, positions: torch.Tensor, sequences: torch.Tensor) -> None:
         self.backend, self.positions, self.sequences = backend, positions, sequences
         self.table = torch.from_numpy(backend.table.ids)

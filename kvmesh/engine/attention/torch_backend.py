@@ -167,7 +167,7 @@ class PrefillSpan:
         return mask
 
 
-class TorchPrefillPlan:
+class TorchPrefillPlan(StepPlan):
     def __init__(self, backend: TorchAttention, spans: Sequence[TokenSpan]) -> None:
         self.backend = backend
         self.spans: list[PrefillSpan] = []
@@ -238,7 +238,7 @@ class DecodeTiles:
         return mask.masked_fill_(hidden, -torch.inf)[:, None, None]
 
 
-class TorchDecodePlan:
+class TorchDecodePlan(StepPlan):
     """Is the decode plan, valid until the next one. Its table and indices are kept from step to step."""
 
     def __init__(self, backend: TorchAttention) -> None:

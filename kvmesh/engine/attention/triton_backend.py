@@ -24,9 +24,11 @@ from kvmesh.engine.kernels.decode import (
     shares_of,
     tiles_of,
 )
+from kvmesh.engine.kernels.fused import rotate_and_write
 from kvmesh.engine.kernels.prefill import paged_prefill, usual, work_of
 from kvmesh.engine.kernels.tiles import tiles_for
 from kvmesh.engine.kernels.write import write_kv
+from kvmesh.engine.rope import Rotation
 from kvmesh.errors import InternalError
 
 PROCESSORS = 132  # streaming multiprocessors of an H100, for pages that are on no GPU (tests)
@@ -75,9 +77,23 @@ class TritonAttention(AttentionBackend):
         return DecodePlan(self, self.decode_tables, rows)
 
 
-class TritonPrefillPlan:
+class TritonPlan(StepPlan):
+    """Writes K and V of a step's tokens in one launch, the rotation included. `layers` are the pages of each layer,
+    `slots` int32 `[T]` as of `kernels.write.write_kv`."""
+
+    layers: Sequence[torch.Tensor]
+    slots: torch.Tensor
+
+    def write(self, layer: int, qkv: torch.Tensor) -> None:
+        write_kv(qkv, self.layers[layer], self.slots)
+
+    def rotate_and_write(self, layer: int, qkv: torch.Tensor, rotation: Rotation) -> None:
+        rotate_and_write(qkv, self.layers[layer], self.slots, rotation)
+
+
+class TritonPrefillPlan(TritonPlan):
     def __init__(self, backend: TritonAttention, spans: Sequence[TokenSpan]) -> None:
-        self.backend = backend
+        self.backend, self.layers = backend, backend.layers
         block = backend.block_tokens
         ids = [backend.page_array(span.pages, span.start + span.length) for span in spans]
         table = np.zeros((len(spans), max(len(row) for row in ids)), dtype=np.int32)
@@ -95,9 +111,6 @@ class TritonPrefillPlan:
         self.table = backend.tensor(table)
         self.work = backend.tensor(work_of([(span.start, span.length) for span in spans], self.variant.queries))
 
-    def write(self, layer: int, qkv: torch.Tensor) -> None:
-        write_kv(qkv, self.backend.layers[layer], self.slots)
-
     def attend(self, layer: int, qkv: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         backend = self.backend
         out = backend.answer(qkv) if out is None else out
@@ -105,15 +118,12 @@ class TritonPrefillPlan:
         return out
 
 
-class TritonMixedPlan(MixedPlan):
-    """Writes the K and V of rows and spans in one launch."""
+class TritonMixedPlan(TritonPlan, MixedPlan):
+    """Writes the K and V of rows and spans together."""
 
     def __init__(self, backend: TritonAttention, decode: DecodePlan, prefill: TritonPrefillPlan, rows: int) -> None:
         super().__init__(backend, decode, prefill, rows)
         self.layers, self.slots = backend.layers, torch.cat((decode.slots, prefill.slots))
-
-    def write(self, layer: int, qkv: torch.Tensor) -> None:
-        write_kv(qkv, self.layers[layer], self.slots)
 
 
 class Mirrored:
@@ -247,18 +257,15 @@ class DecodeTables:
         self.table.send(changed[0], changed[-1] + 1)
 
 
-class DecodePlan:
+class DecodePlan(TritonPlan):
     """Attends for the first `rows` rows of `tables` as they were filled last, until they are filled again. A `replayed`
     plan then serves any step of at most so many rows, over the same addresses."""
 
     def __init__(self, backend: TritonAttention, tables: DecodeTables, rows: int, replayed: bool = False) -> None:
-        self.backend, self.tables, self.replayed = backend, tables, replayed
+        self.backend, self.layers, self.tables, self.replayed = backend, backend.layers, tables, replayed
         columns = (tables.token_ids, tables.positions, tables.slots, tables.lengths)
         self.token_ids, self.positions, self.slots, self.lengths = (column[:rows] for column in columns)
         self.most = most_shares(rows, backend.kv_heads, backend.processors)
-
-    def write(self, layer: int, qkv: torch.Tensor) -> None:
-        write_kv(qkv, self.backend.layers[layer], self.slots)
 
     def attend(self, layer: int, qkv: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         backend, tables, spec = self.backend, self.tables, self.backend.specs[layer]

@@ -2,9 +2,10 @@
 
 Shapes: T tokens of the step, H query heads, K KV heads, D head_dim. Heads are this rank's, as is everything in the
 `config` that blocks are built with (`parallel.share_of`); `weights.config` is the whole model's. Attention itself is
-not here: what a layer does before it answers rotated `qkv [T, H + 2K, D]`, the step's `attend` writes K and V into
-pages and answers `[T, H * D]`, and what a layer does after it goes on from there. So all that depends on the number of
-tokens alone lies between two calls of `attend` (`kvmesh.engine.pieces`).
+not here: a layer makes `qkv [T, H + 2K, D]`, the step's `attend` rotates queries and keys, writes K and V into pages
+and answers `[T, H * D]`, and what a layer does after it goes on from there, up to the norm that the next layer begins
+with. So all that depends on the number of tokens alone, but the rotation, lies between two calls of `attend`
+(`kvmesh.engine.pieces`).
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.linear import Linear
 from kvmesh.engine.matrix import Matrix, read_matrix
 from kvmesh.engine.parallel import Cut, share
-from kvmesh.engine.rope import RotaryEmbedding
+from kvmesh.engine.rope import RotaryEmbedding, Rotation
 from kvmesh.engine.tensors import EMBED, HEAD, NORM, layer_prefix
 from kvmesh.engine.weights import Weights
 
-Attend = Callable[[int, torch.Tensor], torch.Tensor]
+Attend = Callable[[int, torch.Tensor, Rotation], torch.Tensor]
 Angles = tuple[torch.Tensor, torch.Tensor]  # cos and sin of one rope, `[T, 1, rotary dim]`
 
 
@@ -43,6 +44,17 @@ class RMSNorm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return ops.rms_norm(x, self.weight, self.eps)
+
+    def of_sum(
+        self, residual: torch.Tensor, x: torch.Tensor, inner: RMSNorm | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns residual + x, or residual + inner(x), and that sum normed (`ops.add_rms_norm`)."""
+        return ops.add_rms_norm(residual, x, self.weight, self.eps, None if inner is None else inner.weight)
+
+
+def normed_by(norm: RMSNorm | None, x: torch.Tensor) -> torch.Tensor:
+    """Returns `x` normed, or itself without a norm."""
+    return x if norm is None else norm(x)
 
 
 class HeadNorm:
@@ -103,14 +115,16 @@ class Attention:
         self.qkv = Linear(weights, [prefix + name for name in names], config.qkv_bias, heads)
         self.out = Linear(weights, [prefix + "o_proj"], config.o_bias, Cut(1, ((model.heads, size),)))
 
-    def project(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Returns `qkv [T, H + 2K, D]`, queries and keys normed and rotated in place."""
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns `qkv [T, H + 2K, D]`, to which `rotation` is still to be done."""
         joined = self.qkv(x)
         if self.row_norm is not None:
             self.row_norm(joined)
-        qkv = joined.view(-1, self.heads, self.head_dim)
-        ops.rotate_heads(qkv, self.rotated_heads, cos, sin, self.norm_weight, self.eps)
-        return qkv
+        return joined.view(-1, self.heads, self.head_dim)
+
+    def rotation(self, cos: torch.Tensor, sin: torch.Tensor) -> Rotation:
+        """Returns what queries and keys go through, with the angles of the layer's own rope."""
+        return Rotation(self.rotated_heads, cos, sin, self.norm_weight, self.eps)
 
 
 class MLP:
@@ -126,8 +140,11 @@ class MLP:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self._inner(x))
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return self.down.add_to(residual, self._inner(x))
+    def add_and_norm(
+        self, residual: torch.Tensor, x: torch.Tensor, norm: RMSNorm | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As of `Linear`."""
+        return self.down.add_and_norm(residual, self._inner(x), norm)
 
     def _inner(self, x: torch.Tensor) -> torch.Tensor:
         return ops.gated(self.gate_up(x), self.activation)
@@ -139,18 +156,25 @@ class FeedForward(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns its answer, in a new tensor."""
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Returns residual + its answer, in a new tensor or in `residual` itself."""
+    def add_and_norm(
+        self, residual: torch.Tensor, x: torch.Tensor, norm: RMSNorm | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns residual + its answer, in a new tensor or in `residual` itself, and the same normed (as it is without
+        a norm)."""
 
 
 class Layer(Protocol):
-    """Is one decoder layer, in two parts: what it computes before attention and after it."""
+    """Is one decoder layer. Its `attention` projects what `input_norm` makes of the residual, or the residual."""
 
-    def before(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Computes `[T, hidden_size]` → `qkv [T, H + 2K, D]`, with the angles of the layer's own rope."""
+    attention: Attention
+    input_norm: RMSNorm | None
 
-    def after(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Computes the layer's answer of what `before` was given, in a new tensor or in `x` itself, and `attended`."""
+    def after(
+        self, x: torch.Tensor, attended: torch.Tensor, following: RMSNorm | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Computes the layer's answer of the residual `x [T, hidden_size]`, in a new tensor or in `x` itself, and of
+        `attended [T, H * D]`. Returns it, and what the `following` layer's `input_norm` makes of it (itself without
+        one): where the last addition is no part of a matrix product it is part of this norm."""
 
 
 class DecoderLayer:
@@ -163,12 +187,11 @@ class DecoderLayer:
         self.input_norm = RMSNorm(weights(prefix + "input_layernorm.weight"), config.rms_norm_eps)
         self.post_norm = RMSNorm(weights(prefix + "post_attention_layernorm.weight"), config.rms_norm_eps)
 
-    def before(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        return self.attention.project(self.input_norm(x), cos, sin)
-
-    def after(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        x = self.attention.out.add_to(x, attended)
-        return self.mlp.add_to(x, self.post_norm(x))
+    def after(
+        self, x: torch.Tensor, attended: torch.Tensor, following: RMSNorm | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, normed = self.attention.out.add_and_norm(x, attended, self.post_norm)
+        return self.mlp.add_and_norm(x, normed, following)
 
 
 class DecoderModel:
@@ -203,8 +226,9 @@ class DecoderModel:
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Computes int64 `[T]`, `[T]` → `[T, hidden_size]` after the last layer, before the final norm."""
         x, *angles = self.embedded(token_ids, positions)
+        normed = normed_by(self.input_norm(0), x)
         for index in range(len(self.layers)):
-            x = self.layer(index, x, angles, attend)
+            x, normed = self.layer(index, x, normed, angles, attend)
         return x
 
     def embedded(self, token_ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, Angles, Angles]:
@@ -217,11 +241,23 @@ class DecoderModel:
             x = x * self.embed_scale
         return x, angles, local
 
-    def layer(self, index: int, x: torch.Tensor, angles: Sequence[Angles], attend: Attend) -> torch.Tensor:
-        """Computes one layer, attention included; `angles` as of `embedded`."""
+    def layer(
+        self, index: int, x: torch.Tensor, normed: torch.Tensor, angles: Sequence[Angles], attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Computes one layer, attention included, of the residual and of what the layer's `input_norm` made of it;
+        `angles` as of `embedded`. Returns both for the next layer."""
         layer = self.layers[index]
-        qkv = layer.before(x, *angles[bool(self.config.windows[index])])
-        return layer.after(x, attend(index, qkv))
+        qkv = layer.attention.project(normed)
+        return layer.after(x, attend(index, qkv, self.rotation(index, angles)), self.input_norm(index + 1))
+
+    def rotation(self, index: int, angles: Sequence[Angles]) -> Rotation:
+        """Returns what the queries and keys of a layer go through; `angles` as of `embedded`."""
+        return self.layers[index].attention.rotation(*angles[bool(self.config.windows[index])])
+
+    def input_norm(self, index: int) -> RMSNorm | None:
+        """Returns the norm that a layer begins with; None where it begins with none, and behind the last, whose answer
+        is normed where logits are asked for (`logits`)."""
+        return self.layers[index].input_norm if index < len(self.layers) else None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Computes `[rows, hidden_size]` → `[rows, vocab_size]`, float32, the same bytes at every rank."""

@@ -18,17 +18,20 @@ class GemmaLayer:
         prefix = layer_prefix(index)
         self.attention = Attention(config, weights, prefix + "self_attn.", head_norm)
         self.mlp = MLP(config, weights, prefix + "mlp.")
-        self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = (
+        self.input_norm, self.after_attention, self.before_mlp, self.after_mlp = (
             RMSNorm(norm_weight(weights, f"{prefix}{name}_layernorm.weight"), config.rms_norm_eps)
             for name in ("input", "post_attention", "pre_feedforward", "post_feedforward")
         )
 
-    def before(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        return self.attention.project(self.before_attention(x), cos, sin)
-
-    def after(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        x = x + self.after_attention(self.attention.out(attended))
-        return x + self.after_mlp(self.mlp(self.before_mlp(x)))
+    def after(
+        self, x: torch.Tensor, attended: torch.Tensor, following: RMSNorm | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, normed = self.before_mlp.of_sum(x, self.attention.out(attended), self.after_attention)
+        answer = self.mlp(normed)
+        if following is None:
+            x = self.after_mlp(answer).add_(x)
+            return x, x
+        return following.of_sum(x, answer, self.after_mlp)
 
 
 def build(config: ModelConfig, weights: Weights) -> DecoderModel:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from kvmesh.engine.config import ModelConfig
-from kvmesh.engine.models.blocks import MLP, Attention, DecoderModel, RMSNorm
+from kvmesh.engine.models.blocks import MLP, Attention, DecoderModel, RMSNorm, normed_by
 from kvmesh.engine.tensors import layer_prefix
 from kvmesh.engine.weights import Weights
 
@@ -22,12 +22,12 @@ class GraniteLayer:
         self.post_norm = RMSNorm(weights(prefix + "post_attention_layernorm.weight"), config.rms_norm_eps)
         self.residual_scale = config.residual_scale
 
-    def before(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        return self.attention.project(self.input_norm(x), cos, sin)
-
-    def after(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    def after(
+        self, x: torch.Tensor, attended: torch.Tensor, following: RMSNorm | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         x = x + self.attention.out(attended) * self.residual_scale
-        return x + self.mlp(self.post_norm(x)) * self.residual_scale
+        x = x + self.mlp(self.post_norm(x)) * self.residual_scale
+        return x, normed_by(following, x)
 
 
 def build(config: ModelConfig, weights: Weights) -> DecoderModel:

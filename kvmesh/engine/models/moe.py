@@ -15,7 +15,7 @@ from kvmesh.engine import ops
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.config_experts import ExpertsConfig
 from kvmesh.engine.matrix import Matrix, read_matrix
-from kvmesh.engine.models.blocks import MLP
+from kvmesh.engine.models.blocks import MLP, RMSNorm, normed_by
 from kvmesh.engine.parallel import Cut
 from kvmesh.engine.tensors import expert_names, layer_prefix
 from kvmesh.engine.weights import Weights
@@ -72,8 +72,12 @@ class MoE:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._summed(x).to(x.dtype)
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return self._summed(x).add_(residual).to(x.dtype)
+    def add_and_norm(
+        self, residual: torch.Tensor, x: torch.Tensor, norm: RMSNorm | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns residual + its answer, and the same normed (as it is without a norm)."""
+        total = self._summed(x).add_(residual).to(x.dtype)
+        return total, normed_by(norm, total)
 
     def _summed(self, x: torch.Tensor) -> torch.Tensor:
         """Computes `[T, hidden_size]` → float32 `[T, hidden_size]`, summed over experts and ranks."""

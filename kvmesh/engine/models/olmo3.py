@@ -6,13 +6,15 @@ from __future__ import annotations
 import torch
 
 from kvmesh.engine.config import ModelConfig
-from kvmesh.engine.models.blocks import MLP, Attention, DecoderModel, RMSNorm, RowNorm
+from kvmesh.engine.models.blocks import MLP, Attention, DecoderModel, RMSNorm, RowNorm, normed_by
 from kvmesh.engine.tensors import layer_prefix
 from kvmesh.engine.weights import Weights
 
 
 class Olmo3Layer:
     """Is a decoder layer that norms answers only, before they join the residual."""
+
+    input_norm = None
 
     def __init__(self, config: ModelConfig, weights: Weights, index: int) -> None:
         prefix = layer_prefix(index)
@@ -24,12 +26,12 @@ class Olmo3Layer:
             for name in ("post_attention", "post_feedforward")
         )
 
-    def before(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        return self.attention.project(x, cos, sin)
-
-    def after(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    def after(
+        self, x: torch.Tensor, attended: torch.Tensor, following: RMSNorm | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         x = x + self.after_attention(self.attention.out(attended))
-        return x + self.after_mlp(self.mlp(x))
+        x = x + self.after_mlp(self.mlp(x))
+        return x, normed_by(following, x)
 
 
 def build(config: ModelConfig, weights: Weights) -> DecoderModel:

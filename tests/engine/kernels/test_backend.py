@@ -12,6 +12,7 @@ from kvmesh.engine import capture
 from kvmesh.engine.attention import choice
 from kvmesh.engine.attention.backend import StepPlan
 from kvmesh.engine.batch import DecodeBatch
+from kvmesh.engine.rope import Rotation
 from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams
 from kvmesh.errors import InternalError
 from tests.support.checkpoints import prompts
@@ -84,8 +85,8 @@ def test_rows_that_stand_for_nobody_change_nothing(stepper: Stepper) -> None:
 
 
 def logits(runner: Runner, plan: StepPlan, tokens: list[int]) -> torch.Tensor:
-    def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        plan.write(layer, qkv)
+    def attend(layer: int, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        plan.rotate_and_write(layer, qkv, rotation)
         return plan.attend(layer, qkv)
 
     with torch.inference_mode():

@@ -33,7 +33,7 @@ INT32 = ("table", "work", "joins", "lengths", "slots", "source", "target")
 FLOAT32 = ("sinks", "partial", "weights")
 FLOAT64 = ("temperature", "min_p", "sums", "noise", "least", "goals", "befores", "found", "cuts")
 INT64 = ("rows", "tokens", "ranges", "runs")
-OF_DTYPE = ("qkv", "pages", "out", "x", "weight", "cos", "sin", "logits", "best")
+OF_DTYPE = ("qkv", "pages", "out", "x", "residual", "inner", "weight", "cos", "sin", "logits", "best")
 POINTERS = (
     dict.fromkeys(INT32, "*i32")
     | dict.fromkeys(FLOAT32, "*fp32")
@@ -51,6 +51,7 @@ STRIDES = (
     "out_row",
     "row_stride",
     "x_row",
+    "residual_row",
 )
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -99,16 +100,20 @@ def main(capability: int) -> None:
             sizes = {"TILE": cut.keys, "QUERIES": cut.queries, "FOLDED": cut.folded}
             name = f"prefill/{at}" if at else "prefill"
             show(name, dtype, dim, prefill._attend, cut.warps, cut.stages, **paged | sizes)
-        half, rest = (
-            {"DIM": dim, "HALF": dim // 2, "PADDED_HALF": power_of_two(dim // 2)},
-            {"REST": 0, "PADDED_REST": 16},
-        )
-        normed = {"AT_ONCE": fused.HEADS_AT_ONCE, "NORMED": True, "ROUND_FIRST": True}
-        show("rotate", dtype, dim, fused._rotate, 4, **half, **rest, **normed)
+        half = {"DIM": dim, "HALF": dim // 2, "PADDED_HALF": power_of_two(dim // 2), "REST": 0, "PADDED_REST": 16}
+        part = {"DIM": dim, "HALF": dim // 4, "PADDED_HALF": power_of_two(dim // 4)}
+        part |= {"REST": dim // 2, "PADDED_REST": power_of_two(dim // 2)}
+        rotates = {"AT_ONCE": fused.HEADS_AT_ONCE, "ROUND_FIRST": True}
+        show("rotate", dtype, dim, fused._rotate_and_write, 4, **half, **rotates, NORMED=True)
+        show("rotate/part", dtype, dim, fused._rotate_and_write, 4, **part, **rotates, NORMED=True)
+        show("rotate/plain", dtype, dim, fused._rotate_and_write, 4, **half, **rotates, NORMED=False)
     for length in (896, 4096, 8192):
         padded = power_of_two(length)
         warps = 4 if length <= fused.WIDE else 8
         show("rms_norm", "bf16", length, fused._rms_norm, warps, SIZE=length, PADDED=padded, ROUND_FIRST=True)
+        row = {"SIZE": length, "PADDED": padded, "ROUND_FIRST": True}
+        show("add_norm", "bf16", length, fused._add_rms_norm, warps, **row, INNER=False)
+        show("add_norm/inner", "bf16", length, fused._add_rms_norm, warps, **row, INNER=True)
         show("gated", "bf16", length, fused._gated, 4, SIZE=length, BLOCK=fused.GATED_BLOCK, GELU=False)
     show("move", "i32", move.BLOCK, move._move, 4, SIZE=move.BLOCK)
     show("sum", "fp32", sample.BLOCK, sample._sum, 4, SIZE=sample.BLOCK)
