@@ -60,7 +60,30 @@ class StepPlan(Protocol):
         of the same layer comes first."""
 
 
-class AttentionBackend(ABC):
+class PagedMemory:
+    """Describes the pages that a backend attends over, `[num_pages, layers, planes, K, block_tokens, D]`. Raises
+    InternalError unless they are contiguous."""
+
+    def __init__(self, pages: torch.Tensor) -> None:
+        if not pages.is_contiguous():
+            raise InternalError("pages must be contiguous")
+        self.pages = pages
+        self.num_pages, self.num_layers, self.planes, self.kv_heads, self.block_tokens, self.head_dim = pages.shape
+        self.device, self.dtype = pages.device, pages.dtype
+
+    def page_array(self, pages: Sequence[int], end: int) -> np.ndarray:
+        """Returns the int64 ids of the pages that hold tokens [0, end). Raises InternalError when they are too few or
+        do not exist."""
+        count = -(-end // self.block_tokens)
+        ids = np.asarray(pages[:count], dtype=np.int64)
+        if len(ids) < count:
+            raise InternalError(f"{end} tokens need {count} pages of {self.block_tokens}, got {len(ids)}")
+        if ids.min() < 0 or ids.max() >= self.num_pages:
+            raise InternalError(f"page ids {ids.min()}..{ids.max()} are outside 0..{self.num_pages - 1}")
+        return ids
+
+
+class AttentionBackend(PagedMemory, ABC):
     """Writes K and V into pages and attends to them. A backend owns no memory but scratch: `pages` belong to the
     caller, who keeps one writer per page. With `capturable` a decode plan's work is launches alone, over buffers that
     stay at their addresses, so that a CUDA graph can hold it (`kvmesh.engine.graphs`)."""
@@ -68,15 +91,11 @@ class AttentionBackend(ABC):
     capturable = False
 
     def __init__(self, pages: torch.Tensor, num_heads: int, specs: Sequence[AttentionSpec]) -> None:
-        if not pages.is_contiguous():
-            raise InternalError("pages must be contiguous")
-        self.pages = pages
-        self.num_pages, self.num_layers, _, self.kv_heads, self.block_tokens, self.head_dim = pages.shape
+        super().__init__(pages)
         self.num_heads = num_heads
         self.specs = tuple(specs)
         if len(self.specs) != self.num_layers:
             raise InternalError(f"{len(self.specs)} attention specs for {self.num_layers} layers")
-        self.device, self.dtype = pages.device, pages.dtype
 
     @abstractmethod
     def plan_prefill(self, spans: Sequence[TokenSpan]) -> StepPlan:
@@ -97,17 +116,6 @@ class AttentionBackend(ABC):
     def answer(self, qkv: torch.Tensor) -> torch.Tensor:
         """Returns room for the attention of `qkv`'s tokens."""
         return qkv.new_empty(qkv.shape[0], self.num_heads * self.head_dim)
-
-    def page_array(self, pages: Sequence[int], end: int) -> np.ndarray:
-        """Returns the int64 ids of the pages that hold tokens [0, end). Raises InternalError when they are too few or
-        do not exist."""
-        count = -(-end // self.block_tokens)
-        ids = np.asarray(pages[:count], dtype=np.int64)
-        if len(ids) < count:
-            raise InternalError(f"{end} tokens need {count} pages of {self.block_tokens}, got {len(ids)}")
-        if ids.min() < 0 or ids.max() >= self.num_pages:
-            raise InternalError(f"page ids {ids.min()}..{ids.max()} are outside 0..{self.num_pages - 1}")
-        return ids
 
 
 class MixedPlan(StepPlan):
@@ -135,8 +143,8 @@ class PageTable:
     `ids` is int32 `[rows or more, pages or more]`: row i holds the pages of the step's i-th request from token 0 on;
     what lies past them is left over from other requests and must not be read."""
 
-    def __init__(self, backend: AttentionBackend) -> None:
-        self.backend = backend
+    def __init__(self, memory: PagedMemory) -> None:
+        self.memory = memory
         self.ids: npt.NDArray[np.int32] = np.zeros((0, 0), dtype=np.int32)
         self._known: list[tuple[int, ...]] = []
         self._used: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # pages up to a request's last token
@@ -146,7 +154,7 @@ class PageTable:
         """Takes the pages of the step's requests; request i has tokens [0, ends[i]) in `pages[i]`. Returns which rows
         are new: all but those of a request that stays at its place, keeps its pages and goes one token on within its
         last page. Raises InternalError as `page_array` does."""
-        rows, used = len(pages), -(-ends // self.backend.block_tokens)
+        rows, used = len(pages), -(-ends // self.memory.block_tokens)
         self._reserve(rows, int(used.max()))
         moved: npt.NDArray[np.bool_] = (self._used[:rows] != used) | (self._ends[:rows] + 1 != ends)
         self._ends[:rows] = ends
@@ -157,7 +165,7 @@ class PageTable:
             if not moved[i] and tuple(row) == self._known[i]:
                 continue
             self._used[i] = 0  # until the row holds what is said of it
-            ids = self.backend.page_array(row, int(ends[i]))
+            ids = self.memory.page_array(row, int(ends[i]))
             self.ids[i, : len(ids)] = ids
             self._known[i] = tuple(row)  # the object itself when it is a tuple already
             self._used[i] = len(ids)

@@ -167,7 +167,9 @@ class Layer(Protocol):
     """Is one decoder layer. Its `attention` projects what `input_norm` makes of the residual, or the residual."""
 
     attention: Attention
-    input_norm: RMSNorm | None
+
+    @property
+    def input_norm(self) -> RMSNorm | None: ...
 
     def after(
         self, x: torch.Tensor, attended: torch.Tensor, following: RMSNorm | None

@@ -1,0 +1,261 @@
+"""Multi-head latent attention (MLA, DeepSeek-V2, arXiv 2405.04434) over paged latents, by torch on any device.
+
+A token has one row for all heads: its normed latent, and behind it the rotated key part that the heads share. Pages
+are `[num_pages, layers, 1, 1, block_tokens, latent + rope]`. K and V of a head are products of the latent with the
+head's part of the up-projection (`UpProjection`), and there are two ways to attend:
+
+- decode is absorbed: the query is multiplied with the key part first (`UpProjection.absorb`) and meets the rows as they
+  lie; what comes out is a mean of latents, which the value part turns into the answer (`UpProjection.values`).
+- prefill is not: rows are gathered in tiles and expanded to K and V, which for many queries costs less, since a head's
+  K and V are narrower than a latent.
+
+Both walk over the context in tiles of `tile_tokens` from token 0 on, with a running softmax in float32. What is
+computed for a request are the same calls over the same shapes whichever requests are beside it, at the price of one
+walk a request: where torch answers equal calls with equal bits, a request's bits do not depend on its company.
+
+Shapes: T tokens of the step, H query heads of this rank (the rows are the same at every rank), `nope` the width of the
+query and key parts without rope. Invariant, as in `backend`: slots past a prompt's last token are zeroed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn import functional
+
+from kvmesh.engine.attention.backend import PagedMemory, PageTable, TokenSpan
+from kvmesh.engine.batch import Integers
+from kvmesh.errors import InternalError
+
+Array = npt.NDArray[np.int64]
+
+
+class UpProjection:
+    """Turns latents into the keys and values of H heads: `weight [H, nope + V, latent]`, for each head the rows of the
+    key part before those of the value part (the order of DeepSeek's kv_b_proj)."""
+
+    def __init__(self, weight: torch.Tensor, nope: int) -> None:
+        self.heads, rows, self.latent = weight.shape
+        self.nope, self.value_dim = nope, rows - nope
+        self.weight = weight.contiguous()
+        self.key, self.value = self.weight[:, :nope], self.weight[:, nope:]
+
+    def absorb(self, q: torch.Tensor) -> torch.Tensor:
+        """Returns `[T, H, latent + rope]` of queries `[T, H, nope + rope]`."""
+        absorbed = torch.bmm(q[..., : self.nope].transpose(0, 1), self.key).transpose(0, 1)
+        return torch.cat((absorbed, q[..., self.nope :]), -1)
+
+    def expand(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns keys `[H, n, nope]` and values `[H, n, V]` of latents `[n, latent]`."""
+        both = functional.linear(latents, self.weight.flatten(0, 1))
+        both = both.view(latents.shape[0], self.heads, self.nope + self.value_dim).transpose(0, 1)
+        return both[..., : self.nope], both[..., self.nope :]
+
+    def values(self, attended: torch.Tensor) -> torch.Tensor:
+        """Returns `[T, H, V]` of means of latents `[T, H, latent]`."""
+        return torch.bmm(attended.transpose(0, 1), self.value.transpose(1, 2)).transpose(0, 1)
+
+
+class RunningSoftmax:
+    """Is a softmax over keys that come in tiles, and the mean of the values by its weights, in float32. `rows` are the
+    leading dimensions of what asks, `value_dim` is the width of the answer. The first tile must show each row a key."""
+
+    def __init__(self, rows: Sequence[int], value_dim: int, device: torch.device) -> None:
+        self.highest = torch.full((*rows, 1), -torch.inf, device=device)
+        self.sum = torch.zeros((*rows, 1), device=device)
+        self.mean = torch.zeros((*rows, value_dim), device=device)  # not yet divided by `sum`
+
+    def add(self, scores: torch.Tensor, values: torch.Tensor, rows: slice = slice(None)) -> None:
+        """Takes one tile for the rows `rows` of the last leading dimension: scores `[..., rows, n]` (overwritten) and
+        values `[..., n, value_dim]`."""
+        old, total, mean = self.highest[..., rows, :], self.sum[..., rows, :], self.mean[..., rows, :]
+        highest = torch.maximum(old, scores.amax(-1, keepdim=True))
+        shrink = (old - highest).exp_()
+        weights = scores.sub_(highest).exp_()
+        total.mul_(shrink).add_(weights.sum(-1, keepdim=True))
+        mean.mul_(shrink).add_(torch.matmul(weights, values))
+        old.copy_(highest)
+
+    def answer(self) -> torch.Tensor:
+        """Returns the mean `[*rows, value_dim]`."""
+        return self.mean.div_(self.sum)
+
+
+class LatentBackend(PagedMemory):
+    """Writes latent rows into pages and attends to them. It owns no memory but scratch, which for one request is a
+    gathered tile in the pages' dtype and in float32, its expansion in prefill, `score_elements` of scores, and an
+    answer in float32.
+
+    `scale` multiplies the product of a query and a key of `nope + rope` elements. Raises InternalError unless the pages
+    have one plane of one head and room for a latent."""
+
+    tile_tokens = 512
+    score_elements = 8 * 2**20
+
+    def __init__(self, pages: torch.Tensor, latent: int, scale: float) -> None:
+        super().__init__(pages)
+        if self.planes != 1 or self.kv_heads != 1:
+            raise InternalError(f"a latent is one plane of one head, got pages {tuple(pages.shape)}")
+        if not 0 < latent <= self.head_dim:
+            raise InternalError(f"a latent of {latent} does not fit into rows of {self.head_dim}")
+        self.latent, self.rope, self.scale = latent, self.head_dim - latent, scale
+        self.layers = [pages[:, layer, 0, 0] for layer in range(self.num_layers)]
+        self.decode = LatentDecodePlan(self)
+
+    def plan_prefill(self, spans: Sequence[TokenSpan]) -> LatentPrefillPlan:
+        """Plans a ragged batch; T is the sum of all lengths. The rest of each span's last page is zeroed."""
+        return LatentPrefillPlan(self, spans)
+
+    def plan_decode(self, pages: Sequence[Sequence[int]], positions: Integers) -> LatentDecodePlan:
+        """Plans one token a row; T is the number of rows. The plan is valid until the next call."""
+        return self.decode.plan(pages, positions)
+
+    def plan_mixed(self, pages: Sequence[Sequence[int]], positions: Integers, spans: Sequence[TokenSpan]) -> LatentStep:
+        """Plans one step of decode rows and spans, either of which may be none: the rows come first."""
+        return LatentStep(self.plan_decode(pages, positions), self.plan_prefill(spans), len(pages))
+
+    def tensor(self, array: Array) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+
+    def zero_tail(self, page: int, slot: int) -> None:
+        """Clears the slots from `slot` on of a page that only one request holds."""
+        self.pages[page, :, :, :, slot:] = 0
+
+    def write(self, layer: int, rows: torch.Tensor, page_ids: torch.Tensor, slots: torch.Tensor) -> None:
+        self.layers[layer][page_ids, slots] = rows
+
+    def tiles(self, layer: int, page_ids: torch.Tensor, end: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yields the rows of tokens [0, end) of one request as tiles `(first token, [n, latent + rope])`."""
+        step = max(1, self.tile_tokens // self.block_tokens)
+        for first in range(0, -(-end // self.block_tokens), step):
+            at = first * self.block_tokens
+            rows = self.layers[layer].index_select(0, page_ids[first : first + step]).view(-1, self.head_dim)
+            yield at, rows[: end - at]
+
+
+class LatentDecodePlan:
+    """Is the decode plan, absorbed, valid until the next one. Its page table is kept from step to step."""
+
+    def __init__(self, backend: LatentBackend) -> None:
+        self.backend = backend
+        self.table = PageTable(backend)
+        self.rows: list[tuple[torch.Tensor, int]] = []  # pages and end of each request
+        self.positions = self.page_ids = self.slots = torch.empty(0, dtype=torch.int64, device=backend.device)
+
+    def plan(self, pages: Sequence[Sequence[int]], positions: Integers) -> LatentDecodePlan:
+        backend, block = self.backend, self.backend.block_tokens
+        where = np.asarray(positions, dtype=np.int64)
+        known, self.rows = self.rows, []  # none is known after a plan that fails
+        fresh = self.table.update(pages, where + 1) if len(where) else np.zeros(0, dtype=np.bool_)
+        current = self.table.ids[np.arange(len(where)), where // block].astype(np.int64)
+        for row in np.flatnonzero(fresh).tolist():
+            backend.zero_tail(int(current[row]), int(where[row]) % block)
+        counts = where // block + 1
+        if fresh.any() or len(where) != len(known):
+            width = int(counts.max(initial=0))
+            table = backend.tensor(self.table.ids[: len(where), :width].astype(np.int64))
+            ids = [table[row, :count] for row, count in enumerate(counts.tolist())]
+        else:
+            ids = [kept for kept, _ in known]
+        self.rows = list(zip(ids, (where + 1).tolist(), strict=True))
+        self.positions, self.page_ids = backend.tensor(where), backend.tensor(current)
+        self.slots = self.positions % block
+        return self
+
+    def write(self, layer: int, rows: torch.Tensor) -> None:
+        """Writes the rows `[T, latent + rope]` of the step's tokens into the pages of `layer`."""
+        self.backend.write(layer, rows, self.page_ids, self.slots)
+
+    def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """Returns `[T, H, latent]` of absorbed queries `[T, H, latent + rope]`; `write` of the same layer comes
+        first."""
+        backend = self.backend
+        out = q.new_empty(*q.shape[:2], backend.latent)
+        for row, (page_ids, end) in enumerate(self.rows):
+            own = q[row].float() * backend.scale
+            softmax = RunningSoftmax(own.shape[:1], backend.latent, q.device)
+            for _, rows in backend.tiles(layer, page_ids, end):
+                keys = rows.float()
+                softmax.add(torch.matmul(own, keys.T), keys[:, : backend.latent])
+            out[row] = softmax.answer()
+        return out
+
+
+class LatentPrefillPlan:
+    """Is the plan of a ragged batch of spans, not absorbed."""
+
+    def __init__(self, backend: LatentBackend, spans: Sequence[TokenSpan]) -> None:
+        self.backend, self.spans = backend, spans
+        self.ids: list[torch.Tensor] = []
+        positions, page_ids = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+        for span in spans:
+            end = span.start + span.length
+            ids = backend.page_array(span.pages, end)
+            where = np.arange(span.start, end)
+            positions.append(where)
+            page_ids.append(ids[where // backend.block_tokens])
+            self.ids.append(backend.tensor(ids))
+            if end % backend.block_tokens:
+                backend.zero_tail(int(ids[-1]), end % backend.block_tokens)
+        self.positions = backend.tensor(np.concatenate(positions))
+        self.page_ids = backend.tensor(np.concatenate(page_ids))
+        self.slots = self.positions % backend.block_tokens
+
+    def write(self, layer: int, rows: torch.Tensor) -> None:
+        """Writes the rows `[T, latent + rope]` of the step's tokens into the pages of `layer`."""
+        self.backend.write(layer, rows, self.page_ids, self.slots)
+
+    def attend(self, layer: int, q: torch.Tensor, up: UpProjection) -> torch.Tensor:
+        """Returns `[T, H, V]` of queries `[T, H, nope + rope]`; `write` of the same layer comes first."""
+        out = q.new_empty(*q.shape[:2], up.value_dim)
+        at = 0
+        for span, page_ids in zip(self.spans, self.ids, strict=True):
+            own = slice(at, at + span.length)
+            out[own] = self._span(layer, span, page_ids, q[own], up)
+            at += span.length
+        return out
+
+    def _span(
+        self, layer: int, span: TokenSpan, page_ids: torch.Tensor, q: torch.Tensor, up: UpProjection
+    ) -> torch.Tensor:
+        """Returns `[length, H, V]` in float32. A tile is expanded once; the queries that see it come in tiles, too."""
+        backend = self.backend
+        scaled = (q.float() * backend.scale).transpose(0, 1).contiguous()
+        nope, rope = scaled[..., : up.nope], scaled[..., up.nope :]
+        softmax = RunningSoftmax(scaled.shape[:2], up.value_dim, q.device)
+        for first, rows in backend.tiles(layer, page_ids, span.start + span.length):
+            keys, values = (part.float() for part in up.expand(rows[:, : backend.latent]))
+            shared = rows[:, backend.latent :].float()
+            height = max(1, backend.score_elements // max(1, up.heads * len(rows)))
+            for at in range(max(first - span.start, 0), span.length, height):
+                some = slice(at, min(at + height, span.length))
+                scores = torch.matmul(nope[:, some], keys.transpose(1, 2))
+                scores += torch.matmul(rope[:, some], shared.T)
+                ahead = span.start + at - first  # the tile's rows up to this one are seen by every query
+                if ahead + 1 < len(rows):
+                    scores += torch.full(scores.shape[1:], -torch.inf, device=q.device).triu_(ahead + 1)
+                softmax.add(scores, values, some)
+        return softmax.answer().transpose(0, 1)
+
+
+class LatentStep:
+    """Runs two plans in one step: the first `rows` tokens are decode's, the others prefill's. `positions` is int64
+    `[T]` on the device."""
+
+    def __init__(self, decode: LatentDecodePlan, prefill: LatentPrefillPlan, rows: int) -> None:
+        self.decode, self.prefill, self.rows = decode, prefill, rows
+        self.positions = torch.cat((decode.positions, prefill.positions))
+
+    def write(self, layer: int, rows: torch.Tensor) -> None:
+        """Writes the rows `[T, latent + rope]` of the step's tokens into the pages of `layer`."""
+        self.decode.write(layer, rows[: self.rows])
+        self.prefill.write(layer, rows[self.rows :])
+
+    def attend(self, layer: int, q: torch.Tensor, up: UpProjection) -> torch.Tensor:
+        """Returns `[T, H, V]` of queries `[T, H, nope + rope]`, those of decode rows absorbed on the way; `write` of
+        the same layer comes first."""
+        absorbed = self.decode.attend(layer, up.absorb(q[: self.rows]))
+        return torch.cat((up.values(absorbed), self.prefill.attend(layer, q[self.rows :], up)))
