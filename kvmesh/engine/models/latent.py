@@ -16,6 +16,7 @@ from kvmesh.engine.config_latent import LatentConfig
 from kvmesh.engine.linear import Linear
 from kvmesh.engine.models.blocks import RMSNorm
 from kvmesh.engine.parallel import Cut
+from kvmesh.engine.rope import Rotation
 from kvmesh.engine.weights import Weights
 
 NORM_EPS = 1e-6  # of the norms of ranks: transformers' modules do not read rms_norm_eps for them
@@ -54,6 +55,6 @@ class LatentAttention:
         turned = torch.cat((q[..., sizes.nope :], shared[:, None]), 1)
         if sizes.interleaved:  # to half a width apart, in queries and keys alike, which leaves their products
             turned = torch.cat((turned[..., ::2], turned[..., 1::2]), -1)
-        ops.rotate_heads(turned, self.heads + 1, cos, sin, None, NORM_EPS)
+        ops.rotate_heads(turned, Rotation(self.heads + 1, cos, sin, None, NORM_EPS))
         q[..., sizes.nope :] = turned[:, :-1]
         return q, torch.cat((self.latent_norm(latents.contiguous()), turned[:, -1]), -1)
