@@ -40,13 +40,17 @@ struct Step {
   const int32_t* pages(int64_t i) const { return table + i * table_width; }
 };
 
-Step step_of(const at::Tensor& sequences, const at::Tensor& table) {
+Step step_of(const at::Tensor& sequences, const at::Tensor& table, int64_t tokens) {
   TORCH_CHECK(sequences.scalar_type() == at::kInt && sequences.dim() == 2 && sequences.size(1) == 4 &&
                   sequences.is_contiguous() && table.scalar_type() == at::kInt && table.dim() == 2 &&
                   table.is_contiguous() && table.size(0) >= sequences.size(0),
               "sequences [S, 4] and table [>= S, width] are contiguous int32");
-  return {reinterpret_cast<const Sequence*>(sequences.const_data_ptr<int32_t>()), sequences.size(0),
-          table.const_data_ptr<int32_t>(), table.size(1)};
+  const auto* of = reinterpret_cast<const Sequence*>(sequences.const_data_ptr<int32_t>());
+  const int64_t count = sequences.size(0);
+  // A token that is no sequence's would be written nowhere and answered by whatever memory holds.
+  const int64_t planned = count ? int64_t{of[count - 1].first} + of[count - 1].length : 0;
+  TORCH_CHECK(planned == tokens, "qkv has ", tokens, " tokens, the step's sequences have ", planned);
+  return {of, count, table.const_data_ptr<int32_t>(), table.size(1)};
 }
 
 // One layer of `pages [P, L, 2, K, B, D]`.
@@ -219,8 +223,8 @@ class Attend {
     const int64_t tokens = std::max(TILE, PART), queries = std::max(ROWS, group_);
     const int64_t words = queries * (words_ + width_) + (TILE + SIX) * ROWS + group_ * PART +
                           TILE / 2 * round_up(width_, 64) + width_;
-    return 4 * words + (tokens + AHEAD) * (3 * 8 + 2 * width_ * static_cast<int64_t>(sizeof(E))) + sizeof(Running) + 64 * 16 +
-           4 * partial_floats();
+    return 4 * words + (tokens + AHEAD) * (3 * 8 + 2 * width_ * static_cast<int64_t>(sizeof(E))) + sizeof(Running) +
+           64 * 16 + 4 * partial_floats();
   }
 
   // `width` elements from `dim`, the rest zeros.
@@ -323,9 +327,10 @@ class Attend {
     }
   }
 
-  // Queries as words [depth][lanes], and their softmax before any token; `line` is room for one query.
-  void begin(const Piece& piece, const Sequence& seq, int64_t rows, int64_t lanes, Running& run, float* q,
-             E* line) const {
+  // Queries as words [depth][lanes], and their softmax before any token; `line` is room for one query. Inlined, so that
+  // `lanes` is a constant in `block`.
+  [[gnu::always_inline]] void begin(const Piece& piece, const Sequence& seq, int64_t rows, int64_t lanes, Running& run,
+                                    float* q, E* line) const {
     for (int64_t r = 0; r < lanes; r++) {
       const int64_t at = piece.at + std::min(r, rows - 1);  // lanes without a query repeat the last one
       stage(query(seq.first + at / group_, piece.head * group_ + at % group_), line);
@@ -467,14 +472,14 @@ class Attend {
 void write_kv(at::Tensor pages, int64_t layer, const at::Tensor& qkv, const at::Tensor& sequences,
               const at::Tensor& table) {
   attention::check(pages, layer, qkv);
-  const attention::Step step = attention::step_of(sequences, table);
+  const attention::Step step = attention::step_of(sequences, table, qkv.size(0));
   attention::for_dtype(pages, [&]<typename T>(T) { attention::write(attention::Pages<T>(pages, layer), qkv, step); });
 }
 
 at::Tensor paged_attention(const at::Tensor& pages, int64_t layer, const at::Tensor& qkv, const at::Tensor& sequences,
                            const at::Tensor& table, double scale, int64_t window, double softcap) {
   attention::check(pages, layer, qkv);
-  const attention::Step step = attention::step_of(sequences, table);
+  const attention::Step step = attention::step_of(sequences, table, qkv.size(0));
   const int64_t heads = qkv.size(1) - 2 * pages.size(3);
   TORCH_CHECK(heads > 0 && heads % pages.size(3) == 0, heads, " query heads over ", pages.size(3), " KV heads");
   TORCH_CHECK(scale > 0, "scale is ", scale, ", must be positive");
