@@ -314,9 +314,11 @@ def report(figures: dict[str, Figures], seen: Seen, args: argparse.Namespace) ->
         line += "".join(f"{row['times_faster_than'][o]:14.2f}x" for o in others)
         print(f"{row['point']:14}{line}{row['share_of_limit']['kvmesh']:10.0%}")
     for what, unit, values in (
-        ("start-up", "s", {name: statistics.median(f.start_s or [float("nan")]) for name, f in figures.items()}),
+        ("start-up", "s", {name: statistics.median(f.start_s) for name, f in figures.items() if f.start_s}),
         ("peak memory", "GB", {name: f.peak_bytes / 1e9 for name, f in figures.items()}),
     ):
+        if not values:
+            continue
         line = "".join(f"{values[name]:12.2f}{unit:>2}" for name in names) + " " * 10
         print(f"{what:14}{line}" + "".join(f"{values[o] / values['kvmesh']:14.2f}x" for o in others))
 
