@@ -217,7 +217,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--starts", type=int, default=STARTS, help=f"start-ups of each engine ({STARTS})")
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES, help="decode batches, in requests")
     parser.add_argument("--json", type=Path, help="write the figures here, too")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.base and not (args.base / "kvmesh").is_dir():
+        parser.error(f"--base {args.base}: there is no kvmesh/ in it")
+    return args
 
 
 def starts(figures: dict[str, Figures], sides: dict[str, SideSpec], model: Path, args: argparse.Namespace) -> None:

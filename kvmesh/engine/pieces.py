@@ -19,9 +19,9 @@ from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.models.blocks import DecoderModel, normed_by
 from kvmesh.engine.rope import Rotation
 
-# Operations that a GPU does while a host launches one layer, kernel by kernel: 17 launches take some 0.4 ms, in which
-# an H200 multiplies at 600 TFLOP/s; and twice that, for hosts that are slower. A layer with more to do hides its
-# launches. Estimated: the check of a GPU measures steps either way (docs/reports/cuda.md).
+# Operations that a GPU does while a host launches one layer, kernel by kernel: some 0.4 ms, in which an H200 multiplies
+# at 600 TFLOP/s; and twice that, for hosts that are slower. A layer with more to do hides its launches. Estimated when
+# a layer had 17 launches: the check of a GPU measures steps either way (docs/reports/cuda.md).
 LAUNCHES_FLOP = 5e11
 LEAST_TOKENS, MOST_TOKENS = 256, 2048  # between which the largest bucket lies
 MOST_PIECES = 2000  # of all buckets: a millisecond or two each at the start, and some 0.7 MiB of the driver's memory

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmesh.ranks import protocol as m
-from kvmesh.ranks.devices import STAGED_CPU
 from kvmesh.ranks.worker.copy_rule import FULL_STEP, FULL_STEP_PROGRAMS, IDLE_PROGRAMS, kernel_programs
 from kvmesh.ranks.worker.worker import Worker
-from tests.support.rank_driver import GREEDY
+from tests.support.rank_driver import GREEDY, staged_configure
 
 KIB = 1 << 10
 
@@ -57,23 +56,7 @@ def test_more_pieces_of_a_length_never_bring_the_copy_engine_back(
 
 
 def test_the_rule_is_told_of_the_step_that_runs_and_then_of_the_rows_that_go_on(checkpoint: Path) -> None:
-    configure = m.Configure(
-        instance_id="w",
-        incarnation=1,
-        rank=0,
-        world_size=1,
-        model_path=str(checkpoint),
-        dtype="float32",
-        device=STAGED_CPU,
-        block_tokens=16,
-        num_pages=8,
-        num_extents=8,
-        memory_bytes=0,
-        threads=1,
-        max_context_tokens=0,
-        transports=("shm",),
-    )
-    worker = Worker(configure, lambda _: None)
+    worker = Worker(staged_configure(checkpoint), lambda _: None)
     try:
         seen: list[int] = []
 

@@ -15,13 +15,13 @@ import torch
 from kvmesh.errors import TransferError
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
-from kvmesh.ranks.devices import STAGED_CPU
 from kvmesh.ranks.worker.device import StagedCpuMemory, byte_view
 from kvmesh.ranks.worker.pages_rule import LEAST_RUN, choose_pages_use, straight
 from kvmesh.ranks.worker.pusher import Pusher
 from kvmesh.ranks.worker.stager import Stager
 from kvmesh.ranks.worker.worker import Worker
 from kvmesh.transfer import EngineConfig, Range, TransferEngine
+from tests.support.rank_driver import staged_configure
 
 LAYOUT = ShardLayout(layers=3, kv_heads=4, block_tokens=16, head_dim=8, itemsize=4)  # a layer is LEAST_RUN long
 BLOCKS = 4
@@ -150,24 +150,8 @@ def test_what_landed_is_flushed_after_the_fence_and_before_it_is_told(
     """A flush that fails is no fence: it is tried again, and Fenced is sent once. The front hears how pages are
     used."""
     monkeypatch.setattr(StagedCpuMemory, "pages_use", "KV goes through host memory")
-    configure = m.Configure(
-        instance_id="w",
-        incarnation=1,
-        rank=0,
-        world_size=1,
-        model_path=str(checkpoint),
-        dtype="float32",
-        device=STAGED_CPU,
-        block_tokens=16,
-        num_pages=8,
-        num_extents=8,
-        memory_bytes=0,
-        threads=1,
-        max_context_tokens=0,
-        transports=("shm",),
-    )
     told: list[str] = []
-    worker = Worker(configure, lambda message: told.append(type(message).__name__))
+    worker = Worker(staged_configure(checkpoint), lambda message: told.append(type(message).__name__))
     try:
         extents = worker.memory.extents
         worker.handle(m.OpenWindow("p#1", 1, (worker.ready().extent_base_offset,)))

@@ -13,10 +13,31 @@ import psutil
 
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.client import RankClient
+from kvmesh.ranks.devices import STAGED_CPU
 
 BLOCK = 16
 GREEDY = m.Sampling(0.0, 1.0, 0, 1, -1)
 M = TypeVar("M", bound=m.Message)
+
+
+def staged_configure(checkpoint: Path) -> m.Configure:
+    """Returns the configuration of a rank of one whose device copies late (`StagedCpuMemory`), over shm."""
+    return m.Configure(
+        instance_id="w",
+        incarnation=1,
+        rank=0,
+        world_size=1,
+        model_path=str(checkpoint),
+        dtype="float32",
+        device=STAGED_CPU,
+        block_tokens=16,
+        num_pages=8,
+        num_extents=8,
+        memory_bytes=0,
+        threads=1,
+        max_context_tokens=0,
+        transports=("shm",),
+    )
 
 
 class Driver:
