@@ -8,7 +8,7 @@ refused with a CheckpointError whose one line names the key, its value and what 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from kvmesh.engine.config_experts import ExpertsConfig
@@ -16,10 +16,43 @@ from kvmesh.engine.config_families import Family, find_family, read_windows, wit
 from kvmesh.engine.config_read import bad, boolean, integer, positive
 from kvmesh.engine.config_rope import RopeConfig, max_context, read_ropes
 from kvmesh.errors import CheckpointError
+from kvmesh.kvcache.cache_groups import CacheGroup, derive_groups
 
 __all__ = ["DTYPES", "AttentionSpec", "ExpertsConfig", "ModelConfig", "RopeConfig"]
 
 DTYPES = ("float32", "bfloat16", "float16")
+
+# Fields that a fingerprint always names: those that there were when keys were first stored.
+_FIRST_FIELDS = frozenset(
+    [
+        "architecture",
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "layers",
+        "heads",
+        "kv_heads",
+        "head_dim",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "qkv_bias",
+        "o_bias",
+        "mlp_bias",
+        "qk_norm",
+        "rope",
+        "windows",
+        "attention_scale",
+        "local_rope",
+        "attention_softcap",
+        "logit_softcap",
+        "activation",
+        "embedding_scale",
+        "norm_adds_one",
+        "post_norms",
+        "fused",
+        "text_config",
+    ]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +169,20 @@ class ModelConfig:
 
     def canonical(self) -> dict[str, Any]:
         """Returns what decides the KV and the logits of a token, for the fingerprint. End-of-sequence ids, context
-        limit and the stored dtype's name do not; stored bytes enter the fingerprint by themselves."""
-        fields = asdict(self)
-        for name in ("eos_token_ids", "max_context_tokens", "max_position_embeddings", "dtype"):
-            del fields[name]
-        return fields
+        limit and the stored dtype's name do not; stored bytes enter the fingerprint by themselves. A field that is
+        not one of `_FIRST_FIELDS` is told where it differs from its default only: a model that does not use what is
+        new keeps its keys."""
+        values = asdict(self)
+        new = {field.name for field in fields(self) if field.default == getattr(self, field.name)} - _FIRST_FIELDS
+        for name in {"eos_token_ids", "max_context_tokens", "max_position_embeddings", "dtype"} | new:
+            del values[name]
+        return values
+
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """What the model keeps of its tokens (ADR 0037): of config.json alone, whatever an instance's dtype, limits and
+        ranks are."""
+        return derive_groups(self.windows, self.kv_heads, self.head_dim)
 
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:

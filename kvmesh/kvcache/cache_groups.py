@@ -13,6 +13,7 @@ import enum
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvmesh.errors import ConfigError
 from kvmesh.kvcache.layout import ShardLayout, plan
@@ -67,6 +68,14 @@ class CacheGroup:
         if (self.keep < 1) != (self.kind is CacheKind.ALL) or self.keep < 0:
             wanted = "0" if self.kind is CacheKind.ALL else "at least 1"
             raise ConfigError(f"cache group {self.name}: keep={self.keep} must be {wanted}", field="keep")
+
+
+class GroupPages(NamedTuple):
+    """Pages, extents or offsets of one group: `ids[i]` is of block `first + i`; -1 where the block has none."""
+
+    group: int
+    first: int
+    ids: tuple[int, ...]
 
 
 def check_groups(groups: Sequence[CacheGroup]) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 
 from kvmesh.engine import fingerprint as fp
 from kvmesh.engine.checkpoint import Checkpoint, open_checkpoint
+from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.fingerprint import LOCK, RECORD, Fingerprint
 from kvmesh.errors import CheckpointError
 from tests.support.checkpoints import make_checkpoint
@@ -445,3 +447,12 @@ def test_progress_is_told(model: Path) -> None:
         checkpoint.fingerprinted(lambda done, of: told.append((done, of)))
     assert told[-1] == (total(model), total(model)) and sorted(told) == told
     assert not [thread for thread in threading.enumerate() if thread.name == "fingerprint"]
+
+
+def test_what_a_model_does_not_use_is_not_told() -> None:
+    """Keys of the models of the first releases stay: a field that came later stands there where it says something."""
+    raw = json.loads((Path(__file__).parents[2] / "examples/demo-model/config.json").read_text())
+    plain = ModelConfig.from_hf(raw)
+    told = plain.canonical()
+    assert len(told) == 26 and not {"experts", "pre_norms", "residual_scale"} & told.keys()
+    assert replace(plain, residual_scale=0.5).canonical() == told | {"residual_scale": 0.5}

@@ -221,7 +221,9 @@ async def _so(what: bool) -> bool:
 
 @needs_redis
 async def test_a_word_reaches_every_conductor_and_the_next_one(redis: RedisServer) -> None:
-    async with conductor(config(redis, "words")) as a, conductor(config(redis, "words")) as b:
+    # Redis has a part of the lease to answer in: on a machine that does other things, too.
+    settings = config(redis, "words", leader_lease_ms=60_000)
+    async with conductor(settings) as a, conductor(settings) as b:
         await a.serve("p0", "d0")
         await b.serve("p0", "d0")
         assert isinstance(await failing(a.cordon("p9", pb.CORDON_STATE_CORDONED)), UnknownInstance)
@@ -232,8 +234,7 @@ async def test_a_word_reaches_every_conductor_and_the_next_one(redis: RedisServe
             return (await one.reasons()).get("p0") == reason
 
         await until(lambda: everywhere(b, "cordoned: bad fan"))
-        # Redis has a part of the lease to answer in: on a machine that does other things, too.
-        async with conductor(config(redis, "words", leader_lease_ms=60_000)) as late:
+        async with conductor(settings) as late:
             await late.serve("p0", "d0")
             assert (await late.reasons())["p0"] == "cordoned: bad fan", "read before it took its first instance"
         assert (await b.cordon("p0", pb.CORDON_STATE_UNSPECIFIED)).was == pb.CORDON_STATE_CORDONED
