@@ -33,7 +33,8 @@ class AnnouncedSource(Protocol):
 class Announcement:
     """One message about one node store, or one lower tier of it (named by `tiers.store_name`). Keys have 16 bytes. A
     batch means: remove `removed`, then add `sealed`. In a part of a snapshot `sealed` lists some of the keys held, and
-    `more` says whether parts follow."""
+    `more` says whether parts follow. `groups` has one mask of cache groups for each of `sealed`: what is held of it
+    from now on, never 0; empty: 1 each."""
 
     store_id: str
     incarnation: int
@@ -43,6 +44,7 @@ class Announcement:
     snapshot: bool = False
     part: int = 0
     more: bool = False
+    groups: bytes = b""
 
 
 def snapshot_parts(

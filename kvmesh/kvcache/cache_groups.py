@@ -110,24 +110,26 @@ def derive_groups(windows: Sequence[int], kv_heads: int, head_dim: int) -> tuple
 # ── objects and the cuts that ranks have of them ─────────────────────────────────────────────────────
 
 
-def object_shard(group: CacheGroup, block_tokens: int, itemsize: int) -> ShardLayout:
-    """Returns the layout of the group's whole object, with `itemsize` bytes an element. Its layers count within the
-    group."""
+def object_shard(group: CacheGroup, block_tokens: int, itemsize: int, number: int = 0) -> ShardLayout:
+    """Returns the layout of the whole object of group `number`, with `itemsize` bytes an element. Its layers count
+    within the group."""
     shape, tokens = group.layout, 1 if group.kind is CacheKind.STATE else block_tokens
-    return ShardLayout(len(group.layers), shape.heads, tokens, shape.dim, itemsize, planes=shape.planes)
+    return ShardLayout(len(group.layers), shape.heads, tokens, shape.dim, itemsize, planes=shape.planes, group=number)
 
 
-def rank_shard(group: CacheGroup, layers: range, heads: range, block_tokens: int, itemsize: int) -> ShardLayout | None:
+def rank_shard(
+    group: CacheGroup, layers: range, heads: range, block_tokens: int, itemsize: int, number: int = 0
+) -> ShardLayout | None:
     """Returns the cut of a rank that has these layers of the model and these heads of the group; None when it has no
     layer of the group. Raises ConfigError when the group has no such heads."""
     first, end = (bisect_left(group.layers, layer) for layer in (layers.start, layers.stop))
     if first >= end:
         return None
-    whole = object_shard(group, block_tokens, itemsize)
+    whole = object_shard(group, block_tokens, itemsize, number)
     if not 0 <= heads.start < heads.stop <= whole.kv_heads:
         raise ConfigError(f"cache group {group.name}: heads {heads} of {whole.kv_heads}", field="heads")
     return ShardLayout(
-        end - first, len(heads), whole.block_tokens, whole.head_dim, itemsize, first, heads.start, whole.planes
+        end - first, len(heads), whole.block_tokens, whole.head_dim, itemsize, first, heads.start, whole.planes, number
     )
 
 
