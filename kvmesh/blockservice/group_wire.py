@@ -8,6 +8,13 @@ from kvmesh.errors import ConfigError, InvalidRequest
 from kvmesh.kvcache.cache_groups import MAX_GROUPS, CacheGroup, CacheKind, CacheLayout, check_groups, is_single
 from kvmesh.rpc.pb import common_pb2 as pb
 
+_KINDS = {
+    CacheKind.ALL: pb.CACHE_KIND_ALL,
+    CacheKind.WINDOW: pb.CACHE_KIND_WINDOW,
+    CacheKind.CHUNK: pb.CACHE_KIND_CHUNK,
+    CacheKind.STATE: pb.CACHE_KIND_STATE,
+}
+
 
 def groups_to_wire(groups: Sequence[CacheGroup], object_bytes: Sequence[int]) -> list[pb.CacheGroup]:
     """Returns one message a group, none for a model of one group that keeps all. `object_bytes` has, for each group,
@@ -18,7 +25,7 @@ def groups_to_wire(groups: Sequence[CacheGroup], object_bytes: Sequence[int]) ->
         pb.CacheGroup(
             name=group.name,
             layers=group.layers,
-            kind=group.kind.value,
+            kind=_KINDS[group.kind],
             keep=group.keep,
             optional=group.optional,
             planes=group.layout.planes,

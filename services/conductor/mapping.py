@@ -238,6 +238,8 @@ def blocks_in(told: pb_store.Announcement) -> Blocks | None:
         if len(packed) % KEY_BYTES:
             why = f"its length must be a multiple of {KEY_BYTES} bytes"
             raise InvalidRequest.of(f"blocks.{field}", len(packed), why)
+    if told.groups and len(told.groups) * KEY_BYTES != len(told.sealed):
+        raise InvalidRequest.of("blocks.groups", len(told.groups), "must have one mask for each sealed key, or none")
     return Blocks(
         Announcement(
             store_name(told.store_id, tier),
@@ -248,6 +250,7 @@ def blocks_in(told: pb_store.Announcement) -> Blocks | None:
             told.snapshot,
             told.part,
             told.more,
+            told.groups,
         )
     )
 
