@@ -21,11 +21,14 @@ runs anywhere.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 from torch.nn import functional
+
+from kvmesh.engine.kernels import kernels_for
+from kvmesh.engine.ops import on_native
 
 CHUNK = 64  # tokens whose products are made together
 NORM_EPS = 1e-6
@@ -49,7 +52,7 @@ class Runs:
 
 class DeltaInputs(NamedTuple):
     """Is what a layer's attention is given: `x [T, K, W]` before the convolution, its `weight [kernel, K, W]`,
-    logarithms of decays and rates, float32 `[T, V]`."""
+    logarithms of decays and rates `[T, V]`, these three float32."""
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -76,11 +79,21 @@ def attend_state(inputs: DeltaInputs, states: StateSlots, known: StateSlots, run
 
 
 def convolve(x: torch.Tensor, weight: torch.Tensor, known: StateSlots, runs: Runs) -> torch.Tensor:
-    """Computes `x [T, K, W]` (any stride between tokens and heads) → silu of its causal convolution with `weight
-    [kernel, K, W]`, whose last row is of the token itself: `[T, K, W]`. `known.memory [slots, kernel - 1, K, W]` holds
-    the last inputs before the step, the oldest first, and after it those of the step."""
+    """Computes `x [T, K, W]` (any stride between tokens and heads) → silu of its causal convolution with the
+    float32 `weight [kernel, K, W]`, whose last row is of the token itself: `[T, K, W]`. `known.memory [slots, kernel -
+    1, K, W]` holds the last inputs before the step, the oldest first, and after it those of the step."""
+    if on_native(x):
+        mixed: torch.Tensor = torch.ops.kvmesh.delta_convolve.default(x, weight, known.memory, known.slots, runs.table)
+        return mixed
+    if kernels := kernels_for(x.device.type, "delta"):
+        return cast(torch.Tensor, kernels.convolve(x, weight, *known, runs.table, runs.of_token))
+    return torch_convolve(x, weight, known, runs)
+
+
+def torch_convolve(x: torch.Tensor, weight: torch.Tensor, known: StateSlots, runs: Runs) -> torch.Tensor:
+    """Does what `convolve` does."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    taps, rows, (memory, slots) = weight.float(), runs.rows, known
+    taps, rows, (memory, slots) = weight, runs.rows, known
     if rows:
         window = torch.cat((memory[slots[:rows]], x[:rows, None]), 1)
         out[:rows] = functional.silu((window.float() * taps).sum(1))
@@ -100,6 +113,18 @@ def delta_rule(
 ) -> torch.Tensor:
     """Applies the rule to the tokens of `x [T, K, W]` (what `convolve` answers) with `log_decay` and `rate`, float32
     `[T, V]`. Returns `[T, V, value dim]`; `states.memory [slots, V, key dim, value dim]`, float32."""
+    if on_native(x):
+        out: torch.Tensor = torch.ops.kvmesh.delta_rule.default(x, log_decay, rate, *states, runs.table)
+        return out
+    if kernels := kernels_for(x.device.type, "delta"):
+        return cast(torch.Tensor, kernels.delta_rule(x, log_decay, rate, *states, runs.table, runs.rows))
+    return torch_delta_rule(x, log_decay, rate, states, runs)
+
+
+def torch_delta_rule(
+    x: torch.Tensor, log_decay: torch.Tensor, rate: torch.Tensor, states: StateSlots, runs: Runs
+) -> torch.Tensor:
+    """Does what `delta_rule` does."""
     memory, slots = states
     q, k, v = heads_of(x, *memory.shape[2:])
     out, rows = v.new_empty(v.shape), runs.rows

@@ -10,7 +10,6 @@ import torch
 
 from kvmesh.engine.attention.delta import NORM_EPS, DeltaInputs
 
-
 Run = tuple[int, int, int]  # first token, length, slot
 
 
@@ -40,7 +39,7 @@ class DeltaCase(NamedTuple):
         """`x` is a part of a wider tensor, as a layer has it."""
         generator = torch.Generator().manual_seed(seed)
         wide = torch.randn(tokens, self.key_heads, self.width + 11, generator=generator).to(dtype)
-        weight = torch.randn(self.kernel, self.key_heads, self.width, generator=generator).to(dtype)
+        weight = torch.randn(self.kernel, self.key_heads, self.width, generator=generator)
         gates = torch.randn(2, tokens, self.value_heads, generator=generator)
         return DeltaInputs(wide[..., : self.width], weight, -gates[0].exp() * 0.2, gates[1].sigmoid(), self.key_dim)
 
@@ -52,9 +51,7 @@ class DeltaCase(NamedTuple):
         return state, known.to(dtype)
 
 
-def convolved(
-    x: torch.Tensor, weight: torch.Tensor, states: torch.Tensor, runs: Iterable[Run]
-) -> torch.Tensor:
+def convolved(x: torch.Tensor, weight: torch.Tensor, states: torch.Tensor, runs: Iterable[Run]) -> torch.Tensor:
     """What `delta.convolve` answers, of x's dtype; `states` is changed likewise."""
     out = torch.empty_like(x, dtype=torch.float64)
     for first, length, slot in runs:
