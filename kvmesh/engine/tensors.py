@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvmesh.engine.config import ModelConfig
+from kvmesh.engine.config_delta import DeltaConfig
 
 EMBED = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -124,6 +125,19 @@ def _experts_tensors(config: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
+def _delta_tensors(delta: DeltaConfig, hidden: int) -> dict[str, Shape]:
+    channels, values = delta.key_heads * delta.width, delta.value_heads * delta.value_dim
+    return {
+        "linear_attn.in_proj_qkvz.weight": (channels + values, hidden),
+        "linear_attn.in_proj_ba.weight": (2 * delta.value_heads, hidden),
+        "linear_attn.conv1d.weight": (channels, 1, delta.kernel),
+        "linear_attn.dt_bias": (delta.value_heads,),
+        "linear_attn.A_log": (delta.value_heads,),
+        "linear_attn.norm.weight": (delta.value_dim,),
+        "linear_attn.out_proj.weight": (hidden, values),
+    }
+
+
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, Shape]:
     """Returns the tensors of one decoder layer, names relative to `layer_prefix`."""
     hidden, inner, mlp = config.hidden_size, config.intermediate_size, dense_prefix(config)
@@ -143,6 +157,12 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, Shape]:
             mlp + "gate_proj": (inner, hidden, config.mlp_bias),
             mlp + "up_proj": (inner, hidden, config.mlp_bias),
         }
+    delta = config.delta
+    if delta is not None:
+        linears["self_attn.q_proj"] = (2 * q, hidden, config.qkv_bias)  # a gate beside each query
+    linear = delta is not None and layer in delta.layers
+    if linear:
+        linears = {name: shape for name, shape in linears.items() if not name.startswith("self_attn.")}
     if config.experts is not None and layer in config.experts.layers:
         linears = {name: shape for name, shape in linears.items() if not name.startswith(mlp)}
     norms = ["post_attention_layernorm"]
@@ -151,7 +171,9 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, Shape]:
     if config.post_norms:
         norms += ["pre_feedforward_layernorm"] * config.pre_norms + ["post_feedforward_layernorm"]
     shapes: dict[str, Shape] = {f"{name}.weight": (hidden,) for name in norms}
-    if config.qk_norm:
+    if delta is not None and linear:
+        shapes |= _delta_tensors(delta, hidden)
+    elif config.qk_norm:
         wide = config.row_norm
         shapes["self_attn.q_norm.weight"] = (q if wide else config.head_dim,)
         shapes["self_attn.k_norm.weight"] = (kv if wide else config.head_dim,)
