@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from kvmesh.engine.config_delta import DeltaConfig
 from kvmesh.engine.config_experts import ExpertsConfig
 from kvmesh.engine.config_families import Family, find_family, read_windows, with_defaults
 from kvmesh.engine.config_read import bad, boolean, integer, positive
 from kvmesh.engine.config_rope import RopeConfig, max_context, read_ropes
 from kvmesh.errors import CheckpointError
-from kvmesh.kvcache.cache_groups import CacheGroup, derive_groups
+from kvmesh.kvcache.cache_groups import CacheGroup, CacheLayout, check_groups, derive_groups
 
 __all__ = ["DTYPES", "AttentionSpec", "ExpertsConfig", "ModelConfig", "RopeConfig"]
 
@@ -105,6 +106,7 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     fused: bool = False  # the checkpoint holds qkv_proj and gate_up_proj
     text_config: bool = False  # the checkpoint's names have the prefix of a language model among others
+    delta: DeltaConfig | None = None  # of the layers that keep a state in place of keys and values
 
     @classmethod
     def from_hf(
@@ -149,14 +151,14 @@ class ModelConfig:
             max_context_tokens=max_context(rope, max_positions, wanted),
             eos_token_ids=_eos(raw, generation or {}, vocab),
             dtype=_dtype(raw),
-            windows=read_windows(raw, family, layers),
+            windows=(0,) * layers if family.delta else read_windows(raw, family, layers),
             attention_scale=_attention_scale(raw, family, head_dim),
             local_rope=local_rope,
             attention_softcap=_softcap(raw, "attn_logit_softcapping") if family.gemma else 0.0,
             logit_softcap=_softcap(raw, "final_logit_softcapping") if family.gemma else 0.0,
             activation="gelu_tanh" if family.gemma else "silu",
             embedding_scale=hidden**0.5 if family.gemma else _multiplier(raw, family, "embedding_multiplier"),
-            norm_adds_one=family.gemma,
+            norm_adds_one=family.gemma or family.delta,
             post_norms=family.gemma or family.only_post_norms,
             pre_norms=not family.only_post_norms,
             row_norm=family.row_norm,
@@ -165,6 +167,7 @@ class ModelConfig:
             experts=family.experts(raw, layers) if family.experts else None,
             fused=family.fused,
             text_config=family.text_config,
+            delta=DeltaConfig.from_hf(raw, layers) if family.delta else None,
         )
 
     def canonical(self) -> dict[str, Any]:
@@ -176,12 +179,20 @@ class ModelConfig:
         new = {field.name for field in fields(self) if field.default == getattr(self, field.name)} - _FIRST_FIELDS
         for name in {"eos_token_ids", "max_context_tokens", "max_position_embeddings", "dtype"} | new:
             del values[name]
+        if self.experts is not None:
+            values["experts"] = self.experts.canonical()
         return values
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """What the model keeps of its tokens (ADR 0037): of config.json alone, whatever an instance's dtype, limits and
         ranks are."""
+        if self.delta is not None:
+            full = tuple(layer for layer in range(self.layers) if layer not in self.delta.layers)
+            kept = CacheGroup("all", full, CacheLayout(planes=2, heads=self.kv_heads, dim=self.head_dim))
+            groups = (kept, *self.delta.cache_groups())
+            check_groups(groups)
+            return groups
         return derive_groups(self.windows, self.kv_heads, self.head_dim)
 
     @property
@@ -191,7 +202,8 @@ class ModelConfig:
 
     @property
     def kv_elements_per_token(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim
+        layers = self.layers - (0 if self.delta is None else len(self.delta.layers))
+        return 2 * layers * self.kv_heads * self.head_dim
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:

@@ -6,7 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvmesh.engine.config_experts import ExpertsConfig, read_glm4_moe, read_minimax_m2, read_mixtral, read_qwen3_moe
+from kvmesh.engine.config_experts import (
+    ExpertsConfig,
+    read_glm4_moe,
+    read_minimax_m2,
+    read_mixtral,
+    read_qwen3_moe,
+    read_qwen3_next,
+)
 from kvmesh.engine.config_read import bad, boolean, integer
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -61,6 +68,7 @@ class Family:
     partial_rotary: bool = False
     rotary_dim: bool = False  # the key rotary_dim may say which part of a head rotates
     fused: bool = False  # the checkpoint joins q, k, v and gate, up
+    delta: bool = False  # some layers are gated DeltaNet; norms of 1 + weight
     text_config: bool = False  # of several modalities: the language model's keys and tensors lie one level down
 
 
@@ -224,6 +232,22 @@ FAMILIES: Mapping[str, Family] = {
         partial_rotary=True,
         rotary_dim=True,
         experts=read_minimax_m2,
+    ),
+    "Qwen3NextForCausalLM": Family(
+        "qwen3_next",
+        {
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 32_768,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "partial_rotary_factor": 0.25,
+        },
+        qkv_bias=None,
+        qk_norm=True,
+        rope_types=("default",),
+        partial_rotary=True,
+        experts=read_qwen3_next,
+        delta=True,
     ),
 }
 

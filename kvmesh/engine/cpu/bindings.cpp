@@ -15,6 +15,9 @@ TORCH_LIBRARY(kvmesh, m) {
   m.def(
       "paged_attention(Tensor pages, int layer, Tensor qkv, Tensor sequences, Tensor table, float scale, int window, "
       "float softcap) -> Tensor");
+  m.def("delta_convolve(Tensor x, Tensor weight, Tensor(a!) known, Tensor slots, Tensor runs) -> Tensor");
+  m.def(
+      "delta_rule(Tensor x, Tensor log_decay, Tensor rate, Tensor(a!) states, Tensor slots, Tensor runs) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(kvmesh, CPU, m) {
@@ -26,4 +29,6 @@ TORCH_LIBRARY_IMPL(kvmesh, CPU, m) {
   m.impl("gated", kvmesh::gated);
   m.impl("write_kv", kvmesh::write_kv);
   m.impl("paged_attention", kvmesh::paged_attention);
+  m.impl("delta_convolve", kvmesh::delta_convolve);
+  m.impl("delta_rule", kvmesh::delta_rule);
 }

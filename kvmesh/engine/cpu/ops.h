@@ -28,4 +28,11 @@ void write_kv(at::Tensor pages, int64_t layer, const at::Tensor& qkv, const at::
 at::Tensor paged_attention(const at::Tensor& pages, int64_t layer, const at::Tensor& qkv, const at::Tensor& sequences,
                            const at::Tensor& table, double scale, int64_t window, double softcap);
 
+// delta.cpp. `runs` int32 [sequences, 2] (first token, length) and `slots` int64 [sequences] describe a step; states are
+// changed in place.
+at::Tensor delta_convolve(const at::Tensor& x, const at::Tensor& weight, at::Tensor known, const at::Tensor& slots,
+                          const at::Tensor& runs);
+at::Tensor delta_rule(const at::Tensor& x, const at::Tensor& log_decay, const at::Tensor& rate, at::Tensor states,
+                      const at::Tensor& slots, const at::Tensor& runs);
+
 }  // namespace kvmesh

@@ -19,6 +19,7 @@ from kvmesh.engine.models import (
     qwen2,
     qwen3,
     qwen3_moe,
+    qwen3_next,
 )
 from kvmesh.engine.models.blocks import DecoderModel
 from kvmesh.engine.weights import Weights
@@ -39,4 +40,5 @@ MODELS: Mapping[str, Callable[[ModelConfig, Weights], DecoderModel]] = {
     "MixtralForCausalLM": mixtral.build,
     "Glm4MoeForCausalLM": glm4_moe.build,
     "MiniMaxM2ForCausalLM": minimax_m2.build,
+    "Qwen3NextForCausalLM": qwen3_next.build,
 }

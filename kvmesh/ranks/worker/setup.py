@@ -16,6 +16,8 @@ from kvmesh.engine.cpu import native
 from kvmesh.engine.parallel import share_of
 from kvmesh.engine.pieces import piece_sizes
 from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams
+from kvmesh.errors import ConfigError
+from kvmesh.kvcache.cache_groups import CacheKind
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks import sizing
@@ -42,9 +44,11 @@ class DeviceUse(NamedTuple):
 
 class RankSetup:
     """The settings of one rank. `configure` is what the front said, with what it left open chosen; `why` the reasons.
-    Raises ConfigError where the device has no room for the model and one request."""
+    Raises ConfigError where the device has no room for the model and one request, and for a model that only the engine
+    runs yet."""
 
     def __init__(self, configure: m.Configure, checkpoint: Checkpoint) -> None:
+        _refuse_states(checkpoint.config)
         self._kind = sizing.device_kind(configure.device)
         self._device = cuda_device(configure.device) if self._kind == "cuda" else torch.device("cpu")
         self._total, self._free = _device_memory(self._device)
@@ -205,3 +209,14 @@ def _device_memory(device: torch.device) -> tuple[int, int]:
     free, total = torch.cuda.mem_get_info(device)
     torch.cuda.reset_peak_memory_stats(device)
     return total, free
+
+
+def _refuse_states(config: ModelConfig) -> None:
+    """Raises ConfigError for a model that keeps states: an instance takes every prompt's beginning from its cache,
+    which has blocks of keys and values but no state to go on from."""
+    if states := [group.name for group in config.cache_groups if group.kind is CacheKind.STATE]:
+        raise ConfigError(
+            f"{config.architecture} needs a prefix cache of recurrent states ({', '.join(states)}), which instances do "
+            "not have",
+            field="model_path",
+        )
