@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from kvmesh.engine import ops
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.config_experts import ExpertsConfig
 from kvmesh.engine.cpu import native
+from kvmesh.engine.kernels import kernels_for
 from kvmesh.engine.matrix import LANES, Matrix, matrix_of, read_matrix
 from kvmesh.engine.parallel import Cut, share
 from kvmesh.engine.tensors import expert_names
@@ -139,6 +141,48 @@ class PackedExperts:
         return out
 
 
+class StackedExperts:
+    """Has all experts' weights in two tensors on a GPU, which kernels multiply by: the host looks at no values."""
+
+    def __init__(
+        self, kernels: ModuleType, weights: Weights, experts: ExpertsConfig, inner: int, hidden: int, gate: ExpertGate
+    ) -> None:
+        def room(*shape: int) -> torch.Tensor:
+            return torch.zeros(experts.count, *shape, dtype=weights.dtype, device=weights.device)
+
+        self.kernels, self.scale_input = kernels, experts.scale_input
+        self.kind = kernels.CLAMPED if gate.swiglu else kernels.GELU if gate.activation == "gelu_tanh" else kernels.SILU
+        self.swiglu = gate.swiglu or (0.0, 0.0)
+        self.gate_up, self.down = room(2 * inner, hidden), room(hidden, inner)
+        self.bias = room(2 * inner) if experts.biases else None
+        self.down_bias = room(hidden) if experts.biases else None
+
+    def read(self, index: int, parts: ExpertParts) -> None:
+        inner = len(parts.gate)
+        self.gate_up[index, :inner].copy_(parts.gate)
+        self.gate_up[index, inner:].copy_(parts.up)
+        self.down[index].copy_(parts.down)
+        if self.bias is not None and parts.bias is not None:
+            self.bias[index].copy_(parts.bias)
+        if self.down_bias is not None and parts.down_bias is not None:
+            self.down_bias[index].copy_(parts.down_bias)
+
+    def __call__(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.kernels.experts(
+            x,
+            chosen,
+            weights,
+            self.gate_up,
+            self.down,
+            self.bias,
+            self.down_bias,
+            self.kind,
+            self.swiglu,
+            self.scale_input,
+        )
+        return out
+
+
 class ExpertParts(NamedTuple):
     """One expert's tensors at this rank, over the file mapping: gate and up `[inner, hidden_size]`, down `[hidden_size,
     inner]`, any strides; biases of gate and up joined, and of down at the first rank."""
@@ -155,12 +199,16 @@ def read_experts(config: ModelConfig, weights: Weights, prefix: str) -> Experts:
     experts = weights.config.experts
     assert experts is not None
     gate = ExpertGate(config.activation, experts.swiglu)
+    inner = len(share(experts.inner, weights.group.rank, weights.group.size))
+    made: PackedExperts | StackedExperts | None = None
     if weights.device.type == "cpu" and weights.dtype == torch.bfloat16 and native.loaded():
-        inner = len(share(experts.inner, weights.group.rank, weights.group.size))
-        packed = PackedExperts(experts, inner, config.hidden_size, gate)
+        made = PackedExperts(experts, inner, config.hidden_size, gate)
+    elif (kernels := kernels_for(weights.device.type, "experts")) is not None:
+        made = StackedExperts(kernels, weights, experts, inner, config.hidden_size, gate)
+    if made is not None:
         for index, parts in enumerate(_parts(weights, experts, prefix)):
-            packed.read(index, parts)
-        return packed
+            made.read(index, parts)
+        return made
     looped = []
     for parts in _parts(weights, experts, prefix):
         gate_up, down = matrix_of(weights, [parts.gate, parts.up]), matrix_of(weights, [parts.down])
