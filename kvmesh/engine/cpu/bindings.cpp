@@ -4,9 +4,14 @@
 #include "ops.h"
 
 TORCH_LIBRARY(kvmesh, m) {
+  m.def("pack_room(int outputs, int inputs) -> Tensor", kvmesh::pack_room);
+  m.def("pack_into(Tensor(a!) packed, Tensor[] parts) -> ()");
   m.def("pack(Tensor[] parts) -> Tensor");
   m.def("linear(Tensor x, Tensor packed, int outputs, Tensor? bias, Tensor? residual, bool wide) -> Tensor");
   m.def("packed_rows(Tensor packed, Tensor ids, int outputs, int inputs) -> Tensor");
+  m.def(
+      "experts(Tensor x, Tensor chosen, Tensor weights, Tensor gate_up, Tensor down, int count, int first, int inner, "
+      "Tensor? bias, Tensor? down_bias, int activation, float alpha, float limit, bool scale_input) -> Tensor");
   m.def("use_tiles(int mode) -> bool", kvmesh::use_tiles);
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("rotate_heads(Tensor(a!) qkv, int heads, Tensor cos, Tensor sin, Tensor? weight, float eps) -> ()");
@@ -22,6 +27,8 @@ TORCH_LIBRARY(kvmesh, m) {
 
 TORCH_LIBRARY_IMPL(kvmesh, CPU, m) {
   m.impl("pack", kvmesh::pack);
+  m.impl("pack_into", kvmesh::pack_into);
+  m.impl("experts", kvmesh::experts);
   m.impl("linear", kvmesh::linear);
   m.impl("packed_rows", kvmesh::packed_rows);
   m.impl("rms_norm", kvmesh::rms_norm);

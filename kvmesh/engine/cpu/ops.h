@@ -7,10 +7,18 @@
 namespace kvmesh {
 
 // linear.cpp. A packed weight is bf16 [panels, pairs, 32, 2]; `outputs` and inputs are the matrix's own counts.
+at::Tensor pack_room(int64_t outputs, int64_t inputs);
+void pack_into(at::Tensor packed, at::TensorList parts);
 at::Tensor pack(at::TensorList parts);
 at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, int64_t outputs, const std::optional<at::Tensor>& bias,
                   const std::optional<at::Tensor>& residual, bool wide);
 at::Tensor packed_rows(const at::Tensor& packed, const at::Tensor& ids, int64_t outputs, int64_t inputs);
+
+// experts.cpp, see there.
+at::Tensor experts(const at::Tensor& x, const at::Tensor& chosen, const at::Tensor& weights, const at::Tensor& gate_up,
+                   const at::Tensor& down, int64_t count, int64_t first, int64_t inner,
+                   const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& down_bias,
+                   int64_t activation, double alpha, double limit, bool scale_input);
 
 // tiles.cpp. How products of several rows and attention of bfloat16 prompts are made from now on, 0: not on AMX tiles,
 // 1: on them if this CPU has them, 2: by plain code that does what tiles do (tests); answers whether it is so now.

@@ -17,6 +17,7 @@ import torch
 
 from kvmesh.engine import ops
 from kvmesh.engine.config import ModelConfig
+from kvmesh.engine.kernels import kernels_for
 from kvmesh.engine.linear import Linear
 from kvmesh.engine.matrix import Matrix, read_matrix
 from kvmesh.engine.parallel import Cut, share
@@ -201,7 +202,8 @@ class DecoderModel:
 
     def __init__(self, config: ModelConfig, weights: Weights, layers: Sequence[Layer]) -> None:
         self.config = config
-        self.capturable = config.experts is None  # between two attentions the host looks at no values
+        # Between two attentions the host looks at no values: of experts, where kernels multiply.
+        self.capturable = config.experts is None or kernels_for(weights.device.type, "experts") is not None
         self.layers = layers
         self.embed = read_matrix(weights, [EMBED])
         self.embed_scale = float(torch.tensor(config.embedding_scale).to(weights.dtype))  # rounded as transformers does
