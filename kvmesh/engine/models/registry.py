@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.models import (
+    deepseek,
     gemma2,
     gemma3,
     glm4_moe,
@@ -41,4 +42,7 @@ MODELS: Mapping[str, Callable[[ModelConfig, Weights], DecoderModel]] = {
     "Glm4MoeForCausalLM": glm4_moe.build,
     "MiniMaxM2ForCausalLM": minimax_m2.build,
     "Qwen3NextForCausalLM": qwen3_next.build,
+    "DeepseekV2ForCausalLM": deepseek.build,
+    "DeepseekV3ForCausalLM": deepseek.build,
+    "KimiK2ForCausalLM": deepseek.build,
 }
