@@ -240,3 +240,14 @@ def test_a_store_without_groups_beside_one_with_them_is_as_it_was() -> None:
     assert blocks.slots("plain").keys() == {0} and blocks.slots("grouped").keys() == {0, 1}
     assert blocks.holders(KEYS[0]) == ["plain", "grouped"] and blocks.holders(KEYS[1]) == ["grouped"]
     assert len(blocks) == 2 and blocks.slots("nobody") == {}
+
+
+def test_parts_of_an_earlier_life_are_no_part_of_a_group_that_is_first_heard_of_in_a_later_part() -> None:
+    """The earlier life has told a part of group 1 and ended, and nothing was swept since."""
+    blocks = BlockMap()
+    blocks.apply(Announcement("a", 1, 1, (KEYS[0],), (), True, 0, True, groups=b"\2"))
+    blocks.apply(Announcement("a", 2, 1, (KEYS[1],), (), True, 0, True, groups=b"\1"))
+    last = Announcement("a", 2, 1, (KEYS[2],), (), True, 1, False, groups=b"\3")
+    assert blocks.apply(last) is Verdict.APPLIED
+    assert blocks.groups("a", KEYS[:3]) == bytes([0, 1, 3])
+    blocks.check_integrity()
