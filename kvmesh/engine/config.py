@@ -13,6 +13,7 @@ from typing import Any
 
 from kvmesh.engine.config_experts import ExpertsConfig
 from kvmesh.engine.config_families import Family, find_family, read_windows, with_defaults
+from kvmesh.engine.config_latent import LatentConfig
 from kvmesh.engine.config_read import bad, boolean, integer, positive
 from kvmesh.engine.config_rope import RopeConfig, max_context, read_ropes
 from kvmesh.errors import CheckpointError
@@ -68,7 +69,8 @@ class AttentionSpec:
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Describes one model. `max_context_tokens` is what positions allow after rope scaling; `dtype` is the checkpoint's
-    own."""
+    own. With `latent` attention what a token keeps is one "KV head" of `head_dim` = latent + rope elements, whatever
+    the file says of KV heads."""
 
     architecture: str
     vocab_size: int
@@ -105,6 +107,7 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     fused: bool = False  # the checkpoint holds qkv_proj and gate_up_proj
     text_config: bool = False  # the checkpoint's names have the prefix of a language model among others
+    latent: LatentConfig | None = None  # one row a token in place of keys and values
 
     @classmethod
     def from_hf(
@@ -119,15 +122,16 @@ class ModelConfig:
         _refuse_unsupported(raw, family)
         hidden, heads = integer(raw, "hidden_size"), integer(raw, "num_attention_heads")
         layers, vocab = integer(raw, "num_hidden_layers"), integer(raw, "vocab_size")
-        kv_heads = integer(raw, "num_key_value_heads", heads)
-        head_dim = integer(raw, "head_dim", hidden // heads)
+        latent = LatentConfig.from_hf(raw) if family.latent else None
+        kv_heads = integer(raw, "num_key_value_heads", heads) if latent is None else 1
+        head_dim = integer(raw, "head_dim", hidden // heads) if latent is None else latent.latent + latent.rope
         if heads % kv_heads:
             raise bad("num_key_value_heads", kv_heads, f"must divide num_attention_heads={heads}")
-        if head_dim % 2:
+        if head_dim % 2 and latent is None:
             raise bad("head_dim", head_dim, "must be even (rotary embedding turns pairs)")
         max_positions = integer(raw, "max_position_embeddings")
         wanted = max_context_tokens or max_positions
-        rope, local_rope = read_ropes(raw, family, head_dim, max_positions, wanted)
+        rope, local_rope = read_ropes(raw, family, head_dim if latent is None else latent.rope, max_positions, wanted)
         attention_bias = boolean(raw, "attention_bias") if family.qkv_bias is None else False
         return cls(
             architecture=architecture,
@@ -150,7 +154,7 @@ class ModelConfig:
             eos_token_ids=_eos(raw, generation or {}, vocab),
             dtype=_dtype(raw),
             windows=read_windows(raw, family, layers),
-            attention_scale=_attention_scale(raw, family, head_dim),
+            attention_scale=_attention_scale(raw, family, head_dim) if latent is None else latent.scale,
             local_rope=local_rope,
             attention_softcap=_softcap(raw, "attn_logit_softcapping") if family.gemma else 0.0,
             logit_softcap=_softcap(raw, "final_logit_softcapping") if family.gemma else 0.0,
@@ -165,6 +169,7 @@ class ModelConfig:
             experts=family.experts(raw, layers) if family.experts else None,
             fused=family.fused,
             text_config=family.text_config,
+            latent=latent,
         )
 
     def canonical(self) -> dict[str, Any]:
@@ -182,7 +187,17 @@ class ModelConfig:
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """What the model keeps of its tokens (ADR 0037): of config.json alone, whatever an instance's dtype, limits and
         ranks are."""
-        return derive_groups(self.windows, self.kv_heads, self.head_dim)
+        return derive_groups(self.windows, self.kv_heads, self.head_dim, self.kv_planes)
+
+    @property
+    def kv_planes(self) -> int:
+        """K and V, or one row that stands for both."""
+        return 2 if self.latent is None else 1
+
+    @property
+    def rotated_dim(self) -> int:
+        """Elements of a head that the rope is made for; it may turn a part of them (`RopeConfig.partial`)."""
+        return self.head_dim if self.latent is None else self.latent.rope
 
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:
@@ -191,7 +206,7 @@ class ModelConfig:
 
     @property
     def kv_elements_per_token(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim
+        return self.kv_planes * self.layers * self.kv_heads * self.head_dim
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:

@@ -6,7 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvmesh.engine.config_experts import ExpertsConfig, read_glm4_moe, read_minimax_m2, read_mixtral, read_qwen3_moe
+from kvmesh.engine.config_experts import (
+    ExpertsConfig,
+    read_deepseek_v2,
+    read_deepseek_v3,
+    read_glm4_moe,
+    read_minimax_m2,
+    read_mixtral,
+    read_qwen3_moe,
+)
 from kvmesh.engine.config_read import bad, boolean, integer
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -62,6 +70,7 @@ class Family:
     rotary_dim: bool = False  # the key rotary_dim may say which part of a head rotates
     fused: bool = False  # the checkpoint joins q, k, v and gate, up
     text_config: bool = False  # of several modalities: the language model's keys and tensors lie one level down
+    latent: bool = False  # attention is multi-head latent attention
 
 
 NULLABLE = (
@@ -70,6 +79,7 @@ NULLABLE = (
     "eos_token_id",
     "final_logit_softcapping",
     "attn_logit_softcapping",
+    "q_lora_rank",
 )
 
 _LLAMA = {"rms_norm_eps": 1e-6, "eos_token_id": 2, "max_position_embeddings": 2048}
@@ -119,6 +129,17 @@ _MINIMAX_M2 = {
     "max_position_embeddings": 196_608,
     "rope_theta": 5e6,
     "eos_token_id": 200_020,
+}
+
+_DEEPSEEK_V3 = {
+    "vocab_size": 129_280,
+    "hidden_size": 7168,
+    "intermediate_size": 18_432,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "eos_token_id": 1,
 }
 
 FAMILIES: Mapping[str, Family] = {
@@ -225,6 +246,26 @@ FAMILIES: Mapping[str, Family] = {
         rotary_dim=True,
         experts=read_minimax_m2,
     ),
+    "DeepseekV2ForCausalLM": Family(
+        "deepseek_v2",
+        {
+            "vocab_size": 102_400,
+            "hidden_size": 4096,
+            "intermediate_size": 11_008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-6,
+            "eos_token_id": 2,
+        },
+        layer_types=False,
+        experts=read_deepseek_v2,
+        latent=True,
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        "deepseek_v3", _DEEPSEEK_V3, layer_types=False, experts=read_deepseek_v3, latent=True
+    ),
+    "KimiK2ForCausalLM": Family("kimi_k2", _DEEPSEEK_V3, layer_types=False, experts=read_deepseek_v3, latent=True),
 }
 
 

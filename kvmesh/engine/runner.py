@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvmesh.engine.attention.backend import StepPlan, TokenSpan
-from kvmesh.engine.attention.choice import make_backend
+from kvmesh.engine.attention.backend import AttentionBackend, StepPlan, TokenSpan
+from kvmesh.engine.attention.choice import make_backend, make_latent_backend
 from kvmesh.engine.batch import Chosen, Column, DecodeBatch, DecodeInput, PrefillInput, SampledToken, SampleParams
 from kvmesh.engine.checkpoint import Checkpoint
 from kvmesh.engine.config import DTYPES, ModelConfig
+from kvmesh.engine.models.latent import up_projections
 from kvmesh.engine.models.registry import MODELS
 from kvmesh.engine.parallel import SOLO, Group, check_shares, share, share_of
 from kvmesh.engine.rope import Rotation
@@ -60,7 +61,9 @@ def shard_layout(
     check_shares(config, world)
     heads = share(config.kv_heads, rank, world)
     itemsize = torch_dtype(dtype).itemsize
-    return ShardLayout(config.layers, len(heads), block_tokens, config.head_dim, itemsize, first_head=heads.start)
+    return ShardLayout(
+        config.layers, len(heads), block_tokens, config.head_dim, itemsize, 0, heads.start, config.kv_planes
+    )
 
 
 def pages_over(
@@ -79,8 +82,8 @@ NOBODY = DecodeBatch.of(())
 
 
 class Runner:
-    """Loads `checkpoint` as `dtype` onto `device`; `pages [num_pages, layers, 2, kv_heads, block_tokens, head_dim]`
-    must be on that device and of that dtype. In a `group` it loads and holds this rank's share; every rank must then
+    """Loads `checkpoint` as `dtype` onto `device`; `pages [num_pages, *layout.shape]` must be on
+    that device and of that dtype. In a `group` it loads and holds this rank's share; every rank must then
     make the same calls in the same order, and gets the same answers. `cuda_graphs`: as `use_pages` has it."""
 
     def __init__(
@@ -120,13 +123,18 @@ class Runner:
         are connected."""
         self._check_pages(pages)
         self.drop_graphs()
-        self.attention = make_backend(pages, self._own.heads, self.config.attention)
+        self.attention = self._backend(pages)
         capturable = (
             self.attention.capturable and self.group.capturable and self.model.capturable and self.device.type == "cuda"
         )
         if cuda_graphs and capturable:
             with torch.inference_mode():
                 self._capture(max_rows, max_tokens)
+
+    def _backend(self, pages: torch.Tensor) -> AttentionBackend:
+        if self.config.latent is None:
+            return make_backend(pages, self._own.heads, self.config.attention)
+        return make_latent_backend(pages, self.config.latent, up_projections(self.model))
 
     def drop_graphs(self) -> None:
         """Launches every step kernel by kernel from here on. A group is closed only after this: NCCL waits for graphs

@@ -93,11 +93,11 @@ def is_single(groups: Sequence[CacheGroup]) -> bool:
     return len(groups) == 1 and groups[0].kind is CacheKind.ALL and not groups[0].optional
 
 
-def derive_groups(windows: Sequence[int], kv_heads: int, head_dim: int) -> tuple[CacheGroup, ...]:
-    """Returns the groups of a model whose layers keep K and V alike and differ in what they see: `windows[layer]`
-    tokens, 0 for all. The group without a window comes first, then those with one, the longest first. Raises
-    ConfigError when there are too many."""
-    layout = CacheLayout(planes=2, heads=kv_heads, dim=head_dim)
+def derive_groups(windows: Sequence[int], kv_heads: int, head_dim: int, planes: int = 2) -> tuple[CacheGroup, ...]:
+    """Returns the groups of a model whose layers keep K and V alike (or a latent: one plane) and differ in what they
+    see: `windows[layer]` tokens, 0 for all. The group without a window comes first, then those with one, the longest
+    first. Raises ConfigError when there are too many."""
+    layout = CacheLayout(planes=planes, heads=kv_heads, dim=head_dim)
     found = []
     for window in sorted(set(windows), key=lambda tokens: (tokens > 0, -tokens)):
         layers = tuple(layer for layer, of in enumerate(windows) if of == window)

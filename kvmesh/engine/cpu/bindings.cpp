@@ -15,6 +15,9 @@ TORCH_LIBRARY(kvmesh, m) {
   m.def(
       "paged_attention(Tensor pages, int layer, Tensor qkv, Tensor sequences, Tensor table, float scale, int window, "
       "float softcap) -> Tensor");
+  m.def(
+      "latent_attention(Tensor pages, int layer, Tensor q, Tensor table, Tensor ends, int latent, float scale) -> "
+      "Tensor");
 }
 
 TORCH_LIBRARY_IMPL(kvmesh, CPU, m) {
@@ -26,4 +29,5 @@ TORCH_LIBRARY_IMPL(kvmesh, CPU, m) {
   m.impl("gated", kvmesh::gated);
   m.impl("write_kv", kvmesh::write_kv);
   m.impl("paged_attention", kvmesh::paged_attention);
+  m.impl("latent_attention", kvmesh::latent_attention);
 }

@@ -28,4 +28,8 @@ void write_kv(at::Tensor pages, int64_t layer, const at::Tensor& qkv, const at::
 at::Tensor paged_attention(const at::Tensor& pages, int64_t layer, const at::Tensor& qkv, const at::Tensor& sequences,
                            const at::Tensor& table, double scale, int64_t window, double softcap);
 
+// latent.cpp. Absorbed queries `q [R, H, W]` of decode rows, row i over its tokens [0, ends[i]); answers [R, H, latent].
+at::Tensor latent_attention(const at::Tensor& pages, int64_t layer, const at::Tensor& q, const at::Tensor& table,
+                            const at::Tensor& ends, int64_t latent, double scale);
+
 }  // namespace kvmesh

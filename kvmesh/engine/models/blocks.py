@@ -127,6 +127,18 @@ class Attention:
         return Rotation(self.rotated_heads, cos, sin, self.norm_weight, self.eps)
 
 
+class AttentionBlock(Protocol):
+    """Is what a layer has around attention: the product into it, the rotation, and the product out of it."""
+
+    out: Linear
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns what the step's `attend` takes of `x [T, hidden_size]`."""
+
+    def rotation(self, cos: torch.Tensor, sin: torch.Tensor) -> Rotation:
+        """Returns what queries and keys go through, with the angles of the layer's own rope."""
+
+
 class MLP:
     """Computes down(act(gate(x)) * up(x)), with gate and up in one matrix."""
 
@@ -166,7 +178,8 @@ class FeedForward(Protocol):
 class Layer(Protocol):
     """Is one decoder layer. Its `attention` projects what `input_norm` makes of the residual, or the residual."""
 
-    attention: Attention
+    @property
+    def attention(self) -> AttentionBlock: ...
 
     @property
     def input_norm(self) -> RMSNorm | None: ...
@@ -181,10 +194,10 @@ class Layer(Protocol):
 
 class DecoderLayer:
     def __init__(
-        self, config: ModelConfig, weights: Weights, index: int, attention: Attention, mlp: FeedForward
+        self, config: ModelConfig, weights: Weights, index: int, attention: AttentionBlock, mlp: FeedForward
     ) -> None:
         prefix = layer_prefix(index)
-        self.attention = attention
+        self.attention: AttentionBlock = attention
         self.mlp = mlp
         self.input_norm = RMSNorm(weights(prefix + "input_layernorm.weight"), config.rms_norm_eps)
         self.post_norm = RMSNorm(weights(prefix + "post_attention_layernorm.weight"), config.rms_norm_eps)
@@ -206,7 +219,7 @@ class DecoderModel:
         self.embed = read_matrix(weights, [EMBED])
         self.embed_scale = float(torch.tensor(config.embedding_scale).to(weights.dtype))  # rounded as transformers does
         self.norm = RMSNorm(norm_weight(weights, NORM), config.rms_norm_eps)
-        self.rope = RotaryEmbedding(config.rope, config.head_dim, weights.dtype, weights.device)
+        self.rope = RotaryEmbedding(config.rope, config.rotated_dim, weights.dtype, weights.device)
         self.local_rope = self.rope
         if config.local_rope is not None:
             self.local_rope = RotaryEmbedding(config.local_rope, config.head_dim, weights.dtype, weights.device)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.models import (
+    deepseek,
     gemma2,
     gemma3,
     glm4_moe,
@@ -39,4 +40,7 @@ MODELS: Mapping[str, Callable[[ModelConfig, Weights], DecoderModel]] = {
     "MixtralForCausalLM": mixtral.build,
     "Glm4MoeForCausalLM": glm4_moe.build,
     "MiniMaxM2ForCausalLM": minimax_m2.build,
+    "DeepseekV2ForCausalLM": deepseek.build,
+    "DeepseekV3ForCausalLM": deepseek.build,
+    "KimiK2ForCausalLM": deepseek.build,
 }

@@ -146,7 +146,7 @@ class Worker:
 
     def _layout_text(self) -> str:
         shape, c = self.layout, self._configure
-        dims = f"{shape.layers}x2x{shape.kv_heads}x{shape.block_tokens}x{shape.head_dim}"
+        dims = f"{shape.layers}x{shape.planes}x{shape.kv_heads}x{shape.block_tokens}x{shape.head_dim}"
         part = f"L{shape.first_layer} H{shape.first_head} rank {c.rank}/{c.world_size}"
         epoch = f"+{c.weights_epoch}" if c.weights_epoch else ""
         return f"{self._checkpoint.fingerprint[:16]}{epoch} {c.dtype} {dims} {part}"
