@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import socket
@@ -295,7 +296,10 @@ def _convert(value: Any, hint: Any, refuse: typing.Callable[[str], ConfigError])
         options = [a for a in typing.get_args(hint) if a is not type(None)]
         if value is None or (value == "" and str not in options):
             return None
-        return _convert(value, options[0], refuse)
+        for option in options[:-1]:
+            with contextlib.suppress(ConfigError):
+                return _convert(value, option, refuse)
+        return _convert(value, options[-1], refuse)
     if origin is typing.Literal:
         choices = typing.get_args(hint)
         if value not in choices:

@@ -85,9 +85,10 @@ NOBODY = DecodeBatch.of(())
 
 
 class Runner:
-    """Loads `checkpoint` as `dtype` onto `device`; `pages [num_pages, *layout.shape]` must be on that device and of that dtype, or there is one such tensor for each cache group of the model, as
-    `kvmesh.engine.cache_memory` has it, and steps name pages group by group (`PrefillInput.groups`); of a model with
-    the one group that keeps all, that one tensor is `pages`.
+    """Loads `checkpoint` as `dtype` onto `device`; `pages [num_pages, *layout.shape]` must be on that device and of that
+    dtype, or there is one such tensor for each cache group of the model, as `kvmesh.engine.cache_memory` has it, and
+    steps name pages group by group (`PrefillInput.groups`); of a model with the one group that keeps all, that one
+    tensor is `pages`.
 
     In a `group` it loads and holds this rank's share; every rank must then make the same calls in the same order, and
     gets the same answers. `cuda_graphs`: as `use_pages` has it."""

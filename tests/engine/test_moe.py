@@ -159,6 +159,8 @@ READ: list[tuple[str, dict[str, Any]]] = [
     ("glm4_moe", {"n_routed_experts": 24, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}),
     ("minimax_m2", {}),
     ("minimax_m2", {"num_local_experts": 12, "num_experts_per_tok": 3}),
+    ("deepseek_v3", {}),
+    ("deepseek_v3", {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "num_local_experts": 24}),
 ]
 
 
@@ -184,11 +186,11 @@ def test_experts_are_read_as_transformers_reads_them(family: str, keys: dict[str
         assert (0 if shared is None else shared.down_proj.in_features) == ours.shared_inner
         corrected = any("e_score_correction_bias" in name for name, _ in theirs.named_buffers())
         assert (corrected, ours.score) == (
-            (True, "sigmoid") if "glm" in family or "mini" in family else (False, "softmax")
+            (True, "sigmoid") if any(name in family for name in ("glm", "mini", "v3")) else (False, "softmax")
         )
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "glm4_moe", "minimax_m2"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "glm4_moe", "minimax_m2", "deepseek_v2", "deepseek_v3"])
 def test_what_transformers_saves_is_opened(zoo: Zoo, name: str, tmp_path: Path) -> None:
     """transformers holds experts joined in memory and saves them one by one, by the names that the Hub has."""
     reference_model(str(zoo(name))).save_pretrained(tmp_path)

@@ -20,7 +20,7 @@ from rich.markup import escape
 
 from kvmesh.cli import models, options, runs, serve
 from kvmesh.cli.console import console, one_line_errors
-from kvmesh.cli.up.settings import MeshSettings
+from kvmesh.cli.up.settings import INSTANCES, MeshSettings
 from kvmesh.config import load
 from kvmesh.errors import KvmeshError
 
@@ -43,6 +43,8 @@ Examples:
 
     kvmesh up
 
+    kvmesh up --model demo-moe
+
     kvmesh up --model ./Qwen2.5-0.5B-Instruct --prefill 2 --decode 2 --dtype bfloat16
 
     kvmesh up --prefill 2 --decode 2 --pool 1 --pool-memory-mb 1024
@@ -50,6 +52,8 @@ Examples:
     kvmesh up --coupled 1 --prefill 0 --decode 0
 
     kvmesh up --coupled 1 --prefill 0 --decode 0 --coupled-tp 2 --device cuda --dtype bfloat16
+
+    kvmesh up --prefill 1 --prefill 1@cpu:float32 --decode 1 --decode 1@cpu:float32 --device cuda --dtype bfloat16
 
     kvmesh up --masters 3 --conductors 2 --redis auto
 
@@ -74,6 +78,7 @@ def command() -> Callable[..., None]:
     def run(**given: Any) -> None:
         path, prompt, leave = (given.pop(name) for name in ("config", "prompt", "exit_after_prompt"))
         given = {key: None if value == [] else value for key, value in given.items()}  # a repeatable one not given
+        given |= {key: ",".join(given[key]) for key in INSTANCES if given[key]}
         settings = load(MeshSettings, given, toml=path, env=os.environ, also_known=serve.known_keys())
         code = up(settings, prompt=prompt or leave, leave=leave)
         if code:
@@ -288,7 +293,7 @@ def _whole(mesh: Mesh) -> tuple[str, ...]:
         f"[bold]Traces[/]  {mesh.run_dir}/traces",
         f"[bold]Look[/]    {kvmesh} status   {kvmesh} chat   {kvmesh} bench",
         f"        {kvmesh} trace --last   {kvmesh} explain REQUEST_ID",
-        *([f"        {kvmesh} role coupled-0 prefill|decode|both"] if mesh.settings.coupled else []),
+        *([f"        {kvmesh} role coupled-0 prefill|decode|both"] if mesh.settings.count("coupled") else []),
         "",
         *_invitation(mesh),
         *(() if mesh.url.startswith("https:") else _plaintext(mesh.settings)),

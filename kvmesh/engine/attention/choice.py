@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from kvmesh.engine import ops
 from kvmesh.engine.attention.backend import AttentionBackend
 from kvmesh.engine.attention.latent import LatentBackend, UpProjection
 from kvmesh.engine.attention.native_backend import NativeAttention
+from kvmesh.engine.attention.native_latent import NativeLatent
 from kvmesh.engine.attention.torch_backend import TorchAttention
 from kvmesh.engine.config import AttentionSpec
 from kvmesh.engine.config_latent import LatentConfig
@@ -24,7 +26,10 @@ def make_backend(pages: torch.Tensor, num_heads: int, specs: Sequence[AttentionS
 
 
 def make_latent_backend(pages: torch.Tensor, sizes: LatentConfig, ups: Sequence[UpProjection]) -> AttentionBackend:
-    """Returns the backend of latent attention: torch's on every device, none of whose steps are captured."""
+    """Returns the backend of latent attention: on a CPU with the C++ operators theirs, elsewhere torch's. No step of
+    theirs is captured as a CUDA graph: torch's launches depend on how long contexts are."""
+    if ops.on_native(pages):
+        return NativeLatent(pages, sizes, ups)
     return LatentBackend(pages, sizes, ups)
 
 

@@ -23,6 +23,9 @@ TORCH_LIBRARY(kvmesh, m) {
   m.def("delta_convolve(Tensor x, Tensor weight, Tensor(a!) known, Tensor slots, Tensor runs) -> Tensor");
   m.def(
       "delta_rule(Tensor x, Tensor log_decay, Tensor rate, Tensor(a!) states, Tensor slots, Tensor runs) -> Tensor");
+  m.def(
+      "latent_attention(Tensor pages, int layer, Tensor q, Tensor table, Tensor ends, int latent, float scale) -> "
+      "Tensor");
 }
 
 TORCH_LIBRARY_IMPL(kvmesh, CPU, m) {
@@ -38,4 +41,5 @@ TORCH_LIBRARY_IMPL(kvmesh, CPU, m) {
   m.impl("paged_attention", kvmesh::paged_attention);
   m.impl("delta_convolve", kvmesh::delta_convolve);
   m.impl("delta_rule", kvmesh::delta_rule);
+  m.impl("latent_attention", kvmesh::latent_attention);
 }

@@ -43,4 +43,8 @@ at::Tensor delta_convolve(const at::Tensor& x, const at::Tensor& weight, at::Ten
 at::Tensor delta_rule(const at::Tensor& x, const at::Tensor& log_decay, const at::Tensor& rate, at::Tensor states,
                       const at::Tensor& slots, const at::Tensor& runs);
 
+// latent.cpp. Absorbed queries `q [R, H, W]` of decode rows, row i over its tokens [0, ends[i]); answers [R, H, latent].
+at::Tensor latent_attention(const at::Tensor& pages, int64_t layer, const at::Tensor& q, const at::Tensor& table,
+                            const at::Tensor& ends, int64_t latent, double scale);
+
 }  // namespace kvmesh

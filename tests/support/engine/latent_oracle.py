@@ -77,7 +77,14 @@ class LatentBench:
 
     layers = 2
 
-    def __init__(self, shape: LatentShape, num_pages: int, fill: float = torch.nan, seed: int = 0) -> None:
+    def __init__(
+        self,
+        shape: LatentShape,
+        num_pages: int,
+        fill: float = torch.nan,
+        seed: int = 0,
+        backend: type[LatentBackend] = LatentBackend,
+    ) -> None:
         self.shape = shape
         self.random = torch.Generator().manual_seed(seed)
         dims = (num_pages, self.layers, 1, 1, shape.block_tokens, shape.width)
@@ -85,7 +92,7 @@ class LatentBench:
         self.free = torch.randperm(num_pages, generator=self.random).tolist()
         weight = self.normal(shape.heads, shape.nope + shape.value, shape.latent) * shape.latent**-0.5
         self.up = UpProjection(weight.to(shape.dtype), shape.nope)
-        self.backend = LatentBackend(self.pages, shape.sizes, [self.up] * self.layers)
+        self.backend = backend(self.pages, shape.sizes, [self.up] * self.layers)
 
     def normal(self, *dims: int) -> torch.Tensor:
         return torch.randn(dims, generator=self.random).to(self.shape.dtype)
