@@ -174,6 +174,8 @@ class LatentDecodePlan:
         first."""
         backend = self.backend
         out = q.new_empty(*q.shape[:2], backend.latent)
+        if len(out) != len(self.rows):
+            raise InternalError(f"{len(out)} queries for a plan of {len(self.rows)} rows: a newer one has been made")
         for row, (page_ids, end) in enumerate(self.rows):
             own = q[row].float() * backend.scale
             softmax = RunningSoftmax(own.shape[:1], backend.latent, q.device)

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from kvmesh.engine import ops
+from kvmesh.engine.cache_memory import StateBackend, StateMemory
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.linear import Linear
 from kvmesh.engine.matrix import Matrix, read_matrix
@@ -23,6 +24,7 @@ from kvmesh.engine.parallel import Cut, share
 from kvmesh.engine.rope import RotaryEmbedding, Rotation
 from kvmesh.engine.tensors import EMBED, HEAD, NORM, layer_prefix
 from kvmesh.engine.weights import Weights
+from kvmesh.errors import InternalError
 
 Attend = Callable[[int, torch.Tensor, Rotation], torch.Tensor]
 Angles = tuple[torch.Tensor, torch.Tensor]  # cos and sin of one rope, `[T, 1, rotary dim]`
@@ -268,3 +270,7 @@ class DecoderModel:
             logits = logits / self.config.logit_divisor
         cap = self.config.logit_softcap
         return torch.tanh(logits / cap) * cap if cap else logits
+
+    def state_backend(self, memory: StateMemory) -> StateBackend:
+        """Returns what computes the model's layers with states over `memory`; only of a model that has such."""
+        raise InternalError(f"{self.config.architecture} has no layers with states")
