@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from kvmesh.engine.cache_memory import StateMemory, StateStep
 from kvmesh.engine.kernels import kernels_for
 from kvmesh.engine.ops import on_native
 
@@ -67,6 +68,40 @@ class StateSlots(NamedTuple):
 
     memory: torch.Tensor
     slots: torch.Tensor
+
+
+class DeltaStates:
+    """Is the `StateBackend` of a model's layers of gated DeltaNet: `memory` has the group of the rule's states, then
+    that of the convolution's inputs (`DeltaConfig.cache_groups`), of the same layers."""
+
+    def __init__(self, memory: StateMemory) -> None:
+        self.memory, self.device = memory, memory.tensors[0].device
+        self.places = {layer: place for place, layer in enumerate(memory.groups[0].layers)}
+
+    def plan(self, step: StateStep) -> DeltaPlan:
+        """Plans one step. Slots of sequences that begin are made empty."""
+        for number, slots in zip(self.memory.numbers, step.slots, strict=True):
+            if fresh := [slot for slot, start in zip(slots, step.starts, strict=True) if not start]:
+                self.memory.zero(number, fresh)
+        return DeltaPlan(self, step)
+
+
+class DeltaPlan:
+    """Computes the layers for one step."""
+
+    def __init__(self, owner: DeltaStates, step: StateStep) -> None:
+        self._owner, self._runs = owner, Runs(step.lengths, owner.device)
+        columns = torch.tensor(step.slots, dtype=torch.int64)
+        self._slots = columns.to(owner.device, non_blocking=True)
+
+    def attend_state(self, layer: int, inputs: DeltaInputs) -> torch.Tensor:
+        """As of `StatePlan`."""
+        place = self._owner.places[layer]
+        states, known = (
+            StateSlots(tensor[:, place, :, :, 0], slots)
+            for tensor, slots in zip(self._owner.memory.tensors, self._slots, strict=True)
+        )
+        return attend_state(inputs, states, known, self._runs)
 
 
 def attend_state(inputs: DeltaInputs, states: StateSlots, known: StateSlots, runs: Runs) -> torch.Tensor:

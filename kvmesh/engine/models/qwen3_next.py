@@ -12,7 +12,8 @@ import torch
 from torch.nn import functional
 
 from kvmesh.engine import ops
-from kvmesh.engine.attention.delta import DeltaInputs
+from kvmesh.engine.attention.delta import DeltaInputs, DeltaStates
+from kvmesh.engine.cache_memory import StateMemory
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.linear import Linear
 from kvmesh.engine.models.blocks import Angles, Attend, Attention, DecoderModel, HeadNorm, RMSNorm, norm_weight
@@ -28,7 +29,7 @@ class GatedAttention(Attention):
 
     def __init__(self, config: ModelConfig, weights: Weights, prefix: str) -> None:
         q, k = (norm_weight(weights, f"{prefix}{name}.weight") for name in ("q_norm", "k_norm"))
-        super().__init__(config, weights, prefix, HeadNorm(q, k, config))
+        super().__init__(config, weights, prefix, HeadNorm(q, k, config), query_parts=2)
         self.queries = config.heads
 
     def project_gated(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,6 +131,9 @@ class Qwen3Next(DecoderModel):
             qkv, gate = mixer.project_gated(normed)
             attended = attend(index, qkv, self.rotation(index, angles)) * gate.sigmoid()
         return layer.after(x, attended, self.input_norm(index + 1))
+
+    def state_backend(self, memory: StateMemory) -> DeltaStates:
+        return DeltaStates(memory)
 
 
 def build(config: ModelConfig, weights: Weights) -> DecoderModel:
