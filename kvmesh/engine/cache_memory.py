@@ -101,6 +101,12 @@ def is_state(group: CacheGroup) -> bool:
     return group.kind is CacheKind.STATE
 
 
+def named_by_group(shapes: Sequence[GroupShape], pages: Sequence[int], slot: int) -> tuple[Sequence[int], ...]:
+    """Returns a request's tables where its pages have the same ids in each group, as they have before anything
+    serves."""
+    return tuple((slot,) if is_state(shape.group) else pages for shape in shapes)
+
+
 def table_of(pages: GroupPages) -> tuple[int, ...]:
     """Returns the pages of one request as a step takes them: a hole for each block before the first."""
     return (-1,) * pages.first + pages.ids

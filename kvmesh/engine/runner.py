@@ -130,6 +130,7 @@ class Runner:
         (on a CUDA device; None: as many as that is good for, 0: none). A group's ranks call this together, once they
         are connected."""
         self._check_pages(pages)
+        self.memory = (pages,) if isinstance(pages, torch.Tensor) else tuple(pages)
         self.drop_graphs()
         if not isinstance(pages, torch.Tensor) and is_single(self.config.cache_groups):
             [pages] = pages

@@ -10,6 +10,7 @@ Blocks are counted from the prompt's first, held blocks are bitsets of them, siz
 from __future__ import annotations
 
 import enum
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -161,6 +162,12 @@ def needed_blocks(group: CacheGroup, block_tokens: int, tokens: int) -> range:
 def freed_blocks(group: CacheGroup, block_tokens: int, tokens: int) -> int:
     """Returns how many leading blocks no token from position `tokens` on sees, so that their pages may go."""
     return 0 if group.kind is CacheKind.STATE else first_seen(group, tokens) // block_tokens
+
+
+def snapshot_grid(groups: Sequence[CacheGroup], block_tokens: int) -> int:
+    """Returns the tokens after whose multiples the chunks of a prompt end, so that each group's states can be kept
+    there; 0 without such groups."""
+    return block_tokens * math.gcd(*(group.keep for group in groups if group.kind is CacheKind.STATE))
 
 
 def peak_blocks(group: CacheGroup, block_tokens: int, step_tokens: int) -> int | None:

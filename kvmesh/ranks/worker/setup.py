@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
 import torch
 
+from kvmesh.engine.attention.grouped import GroupedAttention
 from kvmesh.engine.batch import DecodeBatch
+from kvmesh.engine.cache_memory import GroupShape, is_state, named_by_group, zeroed_memory
 from kvmesh.engine.checkpoint import Checkpoint
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.cpu import native
@@ -94,6 +96,13 @@ class RankSetup:
         count = max(1, -(-self.tokens // layout.block_tokens)) if self.profiles else 1
         return torch.zeros((count, *layout.shape), dtype=getattr(torch, self.configure.dtype), device=self._device)
 
+    def trial_memory(self, shapes: Sequence[GroupShape]) -> tuple[torch.Tensor, ...]:
+        """Returns what `trial_pages` does with a tensor for each cache group, with slots for all that `largest_step`
+        computes."""
+        pages = max(1, -(-self.tokens // shapes[0].layout.block_tokens)) if self.profiles else 1
+        slots = self.rows + pages if self.profiles else 1
+        return zeroed_memory(shapes, [slots if is_state(shape.group) else pages for shape in shapes], self._device)
+
     @property
     def profiles(self) -> bool:
         """Whether the number of pages is measured: on a GPU where nobody names it."""
@@ -104,10 +113,11 @@ class RankSetup:
     ) -> sizing.ChosenPages:
         """Runs the largest step that there can be over the trial pages, and returns how many pages fit beside what it
         took. The trial pages go. `use`: for tests, in place of the GPU's own numbers."""
-        trial = runner.attention.pages.nbytes
+        trial = sum(pages.nbytes for pages in runner.memory)
         largest_step(runner, self.tokens, self.rows)
         found = (use or self._used)()
-        runner.use_pages(torch.zeros_like(runner.attention.pages[:1]), cuda_graphs=False)
+        one = [torch.zeros_like(pages[:1]) for pages in runner.memory]
+        runner.use_pages(one if isinstance(runner.attention, GroupedAttention) else one[0], cuda_graphs=False)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         alone = self.configure.device_instances <= 1
@@ -186,17 +196,20 @@ def largest_step(runner: Runner, tokens: int, rows: int) -> None:
     """Computes `tokens` of prompts beside `rows` rows over the runner's pages, the rows sampled in the way that takes
     the most memory."""
     block, most = runner.layout.block_tokens, runner.config.max_context_tokens
-    at, items = 0, []
+    shapes, at = runner.shapes, 0
+    items: list[PrefillInput] = []
     longest = max(1, most // block) * block if most >= block else most
     while at < tokens:
         count = min(tokens - at, longest)
         first = at // block
         pages = tuple(range(first, first - (-count // block)))
-        items.append(PrefillInput((0,) * count, 0, pages, SampleParams(temperature=1.0, top_k=50, top_p=0.9)))
+        groups = named_by_group(shapes, pages, rows + len(items))
+        asked_of = SampleParams(temperature=1.0, top_k=50, top_p=0.9)
+        items.append(PrefillInput((0,) * count, 0, pages, asked_of, groups))
         at += -(-count // block) * block
     # Adjusted logits are a copy in float64; what top_p leaves is gathered in another; log-probabilities are a third.
     asked = [SampleParams(temperature=1.0, top_p=0.9, logit_bias=((0, 1.0),), logprobs=0) for _ in range(rows)]
-    batch = [DecodeInput(0, 0, (0,), params) for params in asked]
+    batch = [DecodeInput(0, 0, (0,), params, named_by_group(shapes, (0,), row)) for row, params in enumerate(asked)]
     runner.step(items, DecodeBatch.of(batch), lambda _: None)
 
 

@@ -31,8 +31,9 @@ class Twice:
 
 
 class Twins:
-    def __init__(self, path: Path, dtype: str, block_tokens: int, num_pages: int) -> None:
-        self.block = block_tokens
+    def __init__(self, path: Path, dtype: str, block_tokens: int, num_pages: int, tails: bool = True) -> None:
+        """`tails`: slots past a request's last token are compared, too."""
+        self.block, self.tails = block_tokens, tails
         checkpoint = open_checkpoint(path)
         self.config = checkpoint.config
         self.shapes = group_shapes(self.config, torch_dtype(dtype), block_tokens)
@@ -74,7 +75,7 @@ class Twins:
                     self.held[g][page] -= 1
                     if not self.held[g][page]:
                         self.memory[g][page] = torch.nan
-                        self.free[1 + g].insert(0, page)
+                        self.free[1 + g].append(page)  # whoever takes one next takes this
             while len(table) < need:
                 table.append(self.free[1 + g].pop())
                 self.held[g][table[-1]] += 1
@@ -126,7 +127,9 @@ class Twins:
         for g, shape in enumerate(self.shapes):
             if shape.group.kind is CacheKind.STATE:
                 continue
-            for page, whole in zip(request.groups[g], request.pages, strict=True):
+            for block, (page, whole) in enumerate(zip(request.groups[g], request.pages, strict=True)):
                 if page >= 0:
-                    own = self.memory[g][page].view(torch.uint8)
-                    assert torch.equal(own, self.pages[whole, list(shape.group.layers)].view(torch.uint8))
+                    end = self.block if self.tails else request.done - block * self.block
+                    own, other = self.memory[g][page], self.pages[whole, list(shape.group.layers)]
+                    own, other = (pages[:, :, :, :end].contiguous().view(torch.uint8) for pages in (own, other))
+                    assert torch.equal(own, other)
