@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,12 +17,13 @@ from kvmesh.engine.attention.delta import Runs, StateSlots
 from kvmesh.engine.batch import DecodeBatch, DecodeInput, PrefillInput, SampledToken, SampleParams
 from kvmesh.engine.cache_memory import group_shapes
 from kvmesh.engine.checkpoint import open_checkpoint
+from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.models.qwen3_next import DeltaNet
 from kvmesh.engine.parallel import SOLO, Group, check_shares
 from kvmesh.engine.runner import Runner, torch_dtype
 from kvmesh.engine.tensors import layer_prefix
 from kvmesh.engine.weights import Weights
-from kvmesh.errors import ConfigError
+from kvmesh.errors import CheckpointError, ConfigError
 from kvmesh.kvcache.cache_groups import CacheKind, object_shard
 from tests.support.checkpoints import prompts
 from tests.support.engine.qwen3_next import make_qwen3_next
@@ -221,6 +222,47 @@ def test_two_ranks_answer_as_transformers_does(path: Path) -> None:
         torch.testing.assert_close(torch.cat((some, more), 2), both, rtol=1e-3, atol=1e-4)
     with pytest.raises(ConfigError, match="tensor_parallel=4: must divide linear_num_key_heads=2"):
         check_shares(open_checkpoint(path).config, 4)
+
+
+@pytest.mark.parametrize("change", [{}, {"full_attention_interval": 2, "partial_rotary_factor": 0.5}], ids=str)
+def test_a_config_is_read_as_transformers_reads_it(change: dict[str, Any]) -> None:
+    """What the file leaves out, too."""
+    from transformers import Qwen3NextConfig
+
+    theirs = Qwen3NextConfig(vocab_size=331, num_hidden_layers=8, **change)
+    sizes = {key: getattr(theirs, key) for key in ("hidden_size", "intermediate_size", "num_attention_heads")}
+    raw = {"architectures": ["Qwen3NextForCausalLM"], "vocab_size": 331, "num_hidden_layers": 8} | sizes | change
+    for given in (raw, {**theirs.to_dict(), "architectures": raw["architectures"]}):
+        own = ModelConfig.from_hf(given)
+        delta_sizes, experts = own.delta, own.experts
+        assert delta_sizes is not None and experts is not None
+        linear = [name == "linear_attention" for name in theirs.layer_types]
+        assert [layer in delta_sizes.layers for layer in range(8)] == linear
+        assert (delta_sizes.key_heads, delta_sizes.value_heads) == (16, 32)
+        assert (delta_sizes.key_dim, delta_sizes.value_dim, delta_sizes.kernel) == (128, 128, 4)
+        assert (own.head_dim, own.kv_heads, own.heads) == (256, 2, 16)
+        assert own.rope.partial == theirs.rope_parameters["partial_rotary_factor"]
+        assert own.rope.theta == theirs.rope_parameters["rope_theta"]
+        assert (experts.count, experts.chosen, experts.inner, experts.shared_inner) == (512, 10, 512, 512)
+        assert own.canonical() == ModelConfig.from_hf(raw).canonical()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("linear_num_value_heads", 24),
+        ("linear_conv_kernel_dim", 1),
+        ("layer_types", ["full_attention"] * 8),
+        ("layer_types", ["sliding_attention"] * 8),
+        ("layer_types", ["linear_attention", "full_attention"]),
+    ],
+    ids=str,
+)
+def test_a_config_that_makes_no_sense_is_refused(key: str, value: object) -> None:
+    raw = {"architectures": ["Qwen3NextForCausalLM"], "vocab_size": 331, "num_hidden_layers": 8, "hidden_size": 64}
+    raw |= {"intermediate_size": 96, "num_attention_heads": 4, key: value}
+    with pytest.raises(CheckpointError, match=f"config.json: {key}="):
+        ModelConfig.from_hf(raw)
 
 
 def test_cache_groups(path: Path) -> None:
