@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from kvmesh.engine.cache_memory import StateMemory, StateStep
 from kvmesh.engine.kernels import kernels_for
 from kvmesh.engine.ops import on_native
 
@@ -69,11 +70,46 @@ class StateSlots(NamedTuple):
     slots: torch.Tensor
 
 
+class DeltaStates:
+    """Is the `StateBackend` of a model's layers of gated DeltaNet: `memory` has the group of the rule's states, then
+    that of the convolution's inputs (`DeltaConfig.cache_groups`), of the same layers."""
+
+    def __init__(self, memory: StateMemory) -> None:
+        self.memory, self.device = memory, memory.tensors[0].device
+        self.places = {layer: place for place, layer in enumerate(memory.groups[0].layers)}
+
+    def plan(self, step: StateStep) -> DeltaPlan:
+        """Plans one step. Slots of sequences that begin are made empty."""
+        for number, slots in zip(self.memory.numbers, step.slots, strict=True):
+            if fresh := [slot for slot, start in zip(slots, step.starts, strict=True) if not start]:
+                self.memory.zero(number, fresh)
+        return DeltaPlan(self, step)
+
+
+class DeltaPlan:
+    """Computes the layers for one step."""
+
+    def __init__(self, owner: DeltaStates, step: StateStep) -> None:
+        self._owner, self._runs = owner, Runs(step.lengths, owner.device)
+        columns = torch.tensor(step.slots, dtype=torch.int64)
+        self._slots = columns.to(owner.device, non_blocking=True)
+
+    def attend_state(self, layer: int, inputs: DeltaInputs) -> torch.Tensor:
+        """As of `StatePlan`."""
+        place = self._owner.places[layer]
+        states, known = (
+            StateSlots(tensor[:, place, :, :, 0], slots)
+            for tensor, slots in zip(self._owner.memory.tensors, self._slots, strict=True)
+        )
+        return attend_state(inputs, states, known, self._runs)
+
+
 def attend_state(inputs: DeltaInputs, states: StateSlots, known: StateSlots, runs: Runs) -> torch.Tensor:
     """Attends for one layer: returns the heads' answers, `[T, V * value dim]`, and moves the rule's `states` (`[slots,
     1, V, key dim * value dim]`, float32) and the convolution's inputs, `known` (`[slots, kernel - 1, K, W]`), on by
     the step's tokens. A sequence that begins has zeros in its slots."""
-    matrices = states.memory[:, 0].unflatten(-1, (inputs.key_dim, -1))
+    slots, _, heads, size = states.memory.shape
+    matrices = states.memory[:, 0].view(slots, heads, inputs.key_dim, size // inputs.key_dim)
     mixed = convolve(inputs.x, inputs.weight, known, runs)
     return delta_rule(mixed, inputs.log_decay, inputs.rate, StateSlots(matrices, states.slots), runs).flatten(1)
 
@@ -142,7 +178,7 @@ def torch_delta_rule(
 def heads_of(x: torch.Tensor, key_dim: int, value_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Takes `x [T, K, W]` apart: queries, keys (both `[T, K, key dim]`, of unit length, queries scaled) and values `[T,
     V, value dim]`, float32."""
-    q, k, v = x.float().split((key_dim, key_dim, x.shape[2] - 2 * key_dim), -1)
+    q, k, v = torch.split(x.float(), [key_dim, key_dim, x.shape[2] - 2 * key_dim], -1)
     q, k = (part * (part.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt() for part in (q, k))
     return q * key_dim**-0.5, k, v.reshape(len(x), -1, value_dim)
 
@@ -185,17 +221,17 @@ def chunked(
     q, k, v = (functional.pad(part, (0, 0, 0, 0, 0, padding)) for part in (q, k, v))
     log_decay, rate = (functional.pad(part, (0, 0, 0, padding)) for part in (log_decay, rate))
     q, k = (part.repeat_interleave(repeats, 1) for part in (q, k))
-    q, k, v = (part.transpose(0, 1).unflatten(1, (-1, CHUNK)) for part in (q, k, v))  # [V, chunks, CHUNK, dim]
-    sums = log_decay.t().unflatten(1, (-1, CHUNK)).cumsum(-1)
-    rate = rate.t().unflatten(1, (-1, CHUNK))[..., None]
+    shape = heads, (length + padding) // CHUNK, CHUNK
+    q, k, v = (part.transpose(0, 1).reshape(*shape, -1) for part in (q, k, v))  # [V, chunks, CHUNK, dim]
+    sums = log_decay.t().reshape(shape).cumsum(-1)
+    rate = rate.t().reshape(*shape, 1)
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).triu(1)
     between = (sums[..., :, None] - sums[..., None, :]).masked_fill(later, -torch.inf).exp()  # G_i / G_j for j <= i
     since = sums.exp()[..., None]
     system = (k * rate) @ k.transpose(-1, -2) * between
     right = torch.cat((v * rate, k * rate * since), -1)
-    own, told = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).split(
-        (v.shape[-1], k.shape[-1]), -1
-    )
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    own, told = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
     among = q @ k.transpose(-1, -2) * between
     asked, kept = q * since, k * (sums[..., -1:] - sums).exp()[..., None]
     out = torch.empty_like(v)

@@ -1,7 +1,7 @@
 """Gated DeltaNet on a GPU: the causal convolution, the rule for one token of each sequence, and the rule for longer
 ones by matrix products over chunks (`kvmesh.engine.attention.delta` has formulas and shapes). States are read, changed
-and written where they lie. Arithmetic is float32; products of a chunk are made of three TF32 products each, which keep
-float32's precision.
+and written where they lie. Sums are float32; a chunk's products are of TF32 numbers, which have more bits than those
+that a model of 16 bits brings, and of a float32 model three such products make each, which keep its precision.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvmesh.engine.kernels.tiles import power_of_two
 CHANNELS = 512  # that one program convolves
 CHUNK = 16  # tokens whose products are made together: the smallest that a product of tiles takes
 STEP_VALUES = 32  # columns of a state that one program has, for one token
-CHUNK_VALUES = 64  # and for chunks
+CHUNK_VALUES = 32  # and for chunks: 64 do not fit the registers
 
 
 @triton.jit
@@ -167,6 +167,7 @@ def _chunks(
     BLOCK: tl.constexpr,
     SCALE: tl.constexpr,
     CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     run, head = tl.program_id(0), tl.program_id(1)
     first, length = tl.load(table + 2 * run).to(tl.int64), tl.load(table + 2 * run + 1)
@@ -196,7 +197,7 @@ def _chunks(
         # Of token i after token j; what lies above the diagonal would overflow.
         between = tl.exp(tl.minimum(sums[:, None] - sums[None, :], 0.0))
         between = tl.where(among[:, None] >= among[None, :], between, 0.0)
-        keyed = tl.dot(k, tl.trans(k), input_precision="tf32x3")
+        keyed = tl.dot(k, tl.trans(k), input_precision=PRECISION)
         system = tl.where(among[:, None] > among[None, :], keyed * between * b, 0.0)
         # The inverse of 1 + system, row by row: nothing grows that the result does not have.
         inverse = (among[:, None] == among[None, :]).to(tl.float32)
@@ -204,16 +205,16 @@ def _chunks(
             row = tl.sum(tl.where(among[:, None] == at, system, 0.0), 0)
             known = tl.sum(row[:, None] * inverse, 0)
             inverse = tl.where(among[:, None] == at, inverse - known[None, :], inverse)
-        right = (v - since * tl.dot(k, state, input_precision="tf32x3")) * b
-        written = tl.dot(inverse, right, input_precision="tf32x3")
-        asked = tl.dot(q, tl.trans(k), input_precision="tf32x3") * between
-        answer = since * tl.dot(q, state, input_precision="tf32x3")
-        answer += tl.dot(asked, written, input_precision="tf32x3")
+        right = (v - since * tl.dot(k, state, input_precision=PRECISION)) * b
+        written = tl.dot(inverse, right, input_precision=PRECISION)
+        asked = tl.dot(q, tl.trans(k), input_precision=PRECISION) * between
+        answer = since * tl.dot(q, state, input_precision=PRECISION)
+        answer += tl.dot(asked, written, input_precision=PRECISION)
         target = out + (token * VALUE_HEADS + head)[:, None] * VALUES + j[None, :]
         tl.store(target, answer.to(out.dtype.element_ty), mask=values)
         all_of_it = tl.sum(decay, 0)
         kept = k * tl.exp(all_of_it - sums)[:, None]
-        state = state * tl.exp(all_of_it) + tl.dot(tl.trans(kept), written, input_precision="tf32x3")
+        state = state * tl.exp(all_of_it) + tl.dot(tl.trans(kept), written, input_precision=PRECISION)
     tl.store(place, state, mask=there)
 
 
@@ -248,5 +249,6 @@ def delta_rule(
         block = min(CHUNK_VALUES, max(16, power_of_two(values)))
         grid = (len(slots) - rows, heads, -(-values // block))
         parts = (states, slots[rows:], table[rows:], out, states.stride(0))
-        _chunks[grid](x, log_decay, rate, *parts, **sizes, BLOCK=block, CHUNK=CHUNK)
+        precision = "tf32x3" if x.dtype == torch.float32 else "tf32"
+        _chunks[grid](x, log_decay, rate, *parts, **sizes, BLOCK=block, CHUNK=CHUNK, PRECISION=precision)
     return out

@@ -27,7 +27,7 @@ from kvmesh.engine.tensors import EMBED, HEAD, NORM, layer_prefix
 from kvmesh.engine.weights import Weights
 from kvmesh.errors import InternalError
 
-Attend = Callable[[int, torch.Tensor, Rotation], torch.Tensor]
+Attend = Callable[..., torch.Tensor]  # of (layer, qkv, rotation); of a layer with states (layer, its inputs, None)
 Angles = tuple[torch.Tensor, torch.Tensor]  # cos and sin of one rope, `[T, 1, rotary dim]`
 
 
@@ -105,6 +105,7 @@ class Attention:
         prefix: str,
         head_norm: HeadNorm | None,
         row_norm: RowNorm | None = None,
+        query_parts: int = 1,  # of a head: what the query matrix makes of it, in heads' sizes
     ) -> None:
         self.rotated_heads = config.heads + config.kv_heads
         self.heads = self.rotated_heads + config.kv_heads
@@ -113,7 +114,7 @@ class Attention:
         self.row_norm = row_norm
         self.eps = config.rms_norm_eps
         model, size = weights.config, config.head_dim
-        heads = Cut(0, ((model.heads, size), (model.kv_heads, size), (model.kv_heads, size)))
+        heads = Cut(0, ((model.heads, query_parts * size), (model.kv_heads, size), (model.kv_heads, size)))
         names = ("qkv_proj",) if config.fused else ("q_proj", "k_proj", "v_proj")
         self.qkv = Linear(weights, [prefix + name for name in names], config.qkv_bias, heads)
         self.out = Linear(weights, [prefix + "o_proj"], config.o_bias, Cut(1, ((model.heads, size),)))

@@ -12,7 +12,8 @@ import torch
 from torch.nn import functional
 
 from kvmesh.engine import ops
-from kvmesh.engine.attention.delta import DeltaInputs
+from kvmesh.engine.attention.delta import DeltaInputs, DeltaStates
+from kvmesh.engine.cache_memory import StateMemory
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.linear import Linear
 from kvmesh.engine.models.blocks import Angles, Attend, Attention, DecoderModel, HeadNorm, RMSNorm, norm_weight
@@ -28,13 +29,13 @@ class GatedAttention(Attention):
 
     def __init__(self, config: ModelConfig, weights: Weights, prefix: str) -> None:
         q, k = (norm_weight(weights, f"{prefix}{name}.weight") for name in ("q_norm", "k_norm"))
-        super().__init__(config, weights, prefix, HeadNorm(q, k, config))
+        super().__init__(config, weights, prefix, HeadNorm(q, k, config), query_parts=2)
         self.queries = config.heads
 
     def project_gated(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns `qkv [T, H + 2K, D]`, as `project` does, and the gates `[T, H * D]`."""
         tokens, size = len(x), self.head_dim
-        q, kv = self.qkv(x).view(tokens, -1, size).split((2 * self.queries, self.heads - self.queries), 1)
+        q, kv = torch.split(self.qkv(x).view(tokens, -1, size), [2 * self.queries, self.heads - self.queries], 1)
         q = q.view(tokens, self.queries, 2, size)
         return torch.cat((q[:, :, 0], kv), 1), q[:, :, 1].reshape(tokens, -1)
 
@@ -58,7 +59,7 @@ class DeltaNet:
         # The file has the channels of all queries, of all keys, of all values: [channels, 1, kernel].
         file = weights(prefix + "conv1d.weight").squeeze(1)
         sizes = [model.key_heads * size for size in (model.key_dim, model.key_dim, values)]
-        by_head = [part.view(model.key_heads, -1, model.kernel) for part in file.split(sizes)]
+        by_head = [part.view(model.key_heads, -1, model.kernel) for part in torch.split(file, sizes)]
         own_heads = torch.cat(by_head, 1)[heads.start : heads.stop]
         self.weight = own_heads.permute(2, 0, 1).float().contiguous()  # [kernel, K, W]
         by_value_head = Cut(0, ((model.value_heads, 1),))
@@ -68,8 +69,9 @@ class DeltaNet:
     def project(self, x: torch.Tensor) -> tuple[DeltaInputs, torch.Tensor]:
         """Returns what attention is given, and the gates of its answer, `[T * V, value dim]`."""
         own, tokens = self.own, len(x)
-        mixed, gate = self.joined(x).view(tokens, own.key_heads, -1).split((own.width, own.repeats * own.value_dim), -1)
-        rate, decay = self.gates(x).view(tokens, own.key_heads, -1).split(own.repeats, -1)
+        joined = self.joined(x).view(tokens, own.key_heads, -1)
+        mixed, gate = joined[..., : own.width], joined[..., own.width :]
+        rate, decay = self.gates(x).view(tokens, own.key_heads, 2, own.repeats).unbind(2)
         log_decay = self.rates * functional.softplus(decay.reshape(tokens, -1).float() + self.bias)
         rate = rate.reshape(tokens, -1).sigmoid().float()
         return DeltaInputs(mixed, self.weight, log_decay, rate, own.key_dim), gate.reshape(-1, own.value_dim)
@@ -113,16 +115,15 @@ class Qwen3NextLayer:
 class Qwen3Next(DecoderModel):
     """Is the whole model. Its steps are not captured."""
 
-    layers: Sequence[Qwen3NextLayer]
-
-    def __init__(self, config: ModelConfig, weights: Weights, layers: Sequence[Qwen3NextLayer]) -> None:
-        super().__init__(config, weights, layers)
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self.own_layers = [Qwen3NextLayer(config, weights, index) for index in range(config.layers)]
+        super().__init__(config, weights, self.own_layers)
         self.capturable = False  # gates lie between a layer's two halves, where pieces keep none
 
     def layer(
         self, index: int, x: torch.Tensor, normed: torch.Tensor, angles: Sequence[Angles], attend: Attend
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        layer, mixer = self.layers[index], self.layers[index].mixer
+        layer, mixer = self.own_layers[index], self.own_layers[index].mixer
         if isinstance(mixer, DeltaNet):
             inputs, gate = mixer.project(normed)
             attended = mixer.gated(attend(index, inputs, None), gate)
@@ -131,6 +132,9 @@ class Qwen3Next(DecoderModel):
             attended = attend(index, qkv, self.rotation(index, angles)) * gate.sigmoid()
         return layer.after(x, attended, self.input_norm(index + 1))
 
+    def state_backend(self, memory: StateMemory) -> DeltaStates:
+        return DeltaStates(memory)
+
 
 def build(config: ModelConfig, weights: Weights) -> DecoderModel:
-    return Qwen3Next(config, weights, [Qwen3NextLayer(config, weights, index) for index in range(config.layers)])
+    return Qwen3Next(config, weights)
