@@ -8,8 +8,8 @@ refused with a CheckpointError whose one line names the key, its value and what 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 from kvmesh.engine.config_experts import ExpertsConfig
 from kvmesh.engine.config_families import Family, find_family, read_windows, with_defaults
@@ -17,6 +17,9 @@ from kvmesh.engine.config_read import bad, boolean, integer, positive
 from kvmesh.engine.config_rope import RopeConfig, max_context, read_ropes
 from kvmesh.errors import CheckpointError
 from kvmesh.kvcache.cache_groups import CacheGroup, derive_groups
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["DTYPES", "AttentionSpec", "ExpertsConfig", "ModelConfig", "RopeConfig"]
 
@@ -57,12 +60,21 @@ _FIRST_FIELDS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """Says how one layer attends: a token sees itself and the `window` - 1 tokens before it (0: all), scores are `q·k *
-    scale`, and with `softcap` c they become `c * tanh(scores / c)` (0: they stay)."""
+    """Says how one layer attends: a token sees itself and the `window` - 1 tokens before it (0: all), or those since the
+    last multiple of `chunk` (0: all), never both; scores are `q·k * scale`, and with `softcap` c they become `c *
+    tanh(scores / c)` (0: they stay). `sinks`, float32 `[H]`, is a logit for each of a rank's query heads that takes
+    part in the softmax and has no value."""
 
     scale: float
     window: int = 0
     softcap: float = 0.0
+    chunk: int = 0
+    sinks: torch.Tensor | None = field(default=None, compare=False)
+
+    @property
+    def sees(self) -> tuple[int, int]:
+        """Window and chunk: layers that have the same see the same tokens."""
+        return self.window, self.chunk
 
 
 @dataclass(frozen=True, slots=True)

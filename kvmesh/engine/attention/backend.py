@@ -36,9 +36,9 @@ class TokenSpan(NamedTuple):
     pages: Sequence[int]
 
 
-def seen_from(position: int, window: int) -> int:
-    """The first token that the one at `position` sees."""
-    return max(0, position - window + 1) if window else 0
+def seen_from(position: int, window: int, chunk: int) -> int:
+    """The first token that the one at `position` sees in layers of this window or chunk (`AttentionSpec.sees`)."""
+    return position - position % chunk if chunk else max(0, position - window + 1) if window else 0
 
 
 class StepPlan(Protocol):

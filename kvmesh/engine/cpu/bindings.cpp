@@ -14,7 +14,7 @@ TORCH_LIBRARY(kvmesh, m) {
   m.def("write_kv(Tensor(a!) pages, int layer, Tensor qkv, Tensor sequences, Tensor table) -> ()");
   m.def(
       "paged_attention(Tensor pages, int layer, Tensor qkv, Tensor sequences, Tensor table, float scale, int window, "
-      "float softcap) -> Tensor");
+      "int chunk, float softcap, Tensor? sinks) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(kvmesh, CPU, m) {

@@ -26,6 +26,7 @@ at::Tensor gated(const at::Tensor& x, bool gelu);
 void write_kv(at::Tensor pages, int64_t layer, const at::Tensor& qkv, const at::Tensor& sequences,
               const at::Tensor& table);
 at::Tensor paged_attention(const at::Tensor& pages, int64_t layer, const at::Tensor& qkv, const at::Tensor& sequences,
-                           const at::Tensor& table, double scale, int64_t window, double softcap);
+                           const at::Tensor& table, double scale, int64_t window, int64_t chunk, double softcap,
+                           const std::optional<at::Tensor>& sinks);
 
 }  // namespace kvmesh
