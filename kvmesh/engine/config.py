@@ -188,6 +188,8 @@ class ModelConfig:
         new = {field.name for field in fields(self) if field.default == getattr(self, field.name)} - _FIRST_FIELDS
         for name in {"eos_token_ids", "max_context_tokens", "max_position_embeddings", "dtype"} | new:
             del values[name]
+        if self.experts is not None:
+            values["experts"] = self.experts.canonical()
         return values
 
     @property

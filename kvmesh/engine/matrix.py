@@ -95,6 +95,15 @@ class PackedMatrix:
         return PackedMatrix(panels, len(rows), self.inputs)
 
 
+def matrix_of(weights: Weights, parts: Sequence[torch.Tensor]) -> Matrix:
+    """Makes one matrix of several `[outputs, inputs]` over the file mapping, of any strides, joined along their
+    outputs."""
+    own = [part.to(weights.dtype).contiguous() for part in parts]
+    if weights.device.type == "cpu" and weights.dtype == torch.bfloat16 and native.loaded():
+        return PackedMatrix.of(own)
+    return DenseMatrix(torch.cat(own).to(weights.device))
+
+
 def read_matrix(weights: Weights, names: Sequence[str], cut: Cut | None = None) -> Matrix:
     """Reads the matrices joined along their outputs, this rank's part of them."""
     if weights.device.type == "cpu" and weights.dtype == torch.bfloat16 and native.loaded():

@@ -72,3 +72,11 @@ def gated(x: torch.Tensor, activation: str) -> torch.Tensor:
         return cast(torch.Tensor, fused.gated(x, activation))
     gate, up = x.chunk(2, -1)
     return (functional.gelu(gate, approximate="tanh") if gelu else functional.silu(gate)).mul_(up)
+
+
+def clamped_swiglu(x: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """Computes `[rows, 2 n]`, gate and up side by side → (up + 1) * gate * sigmoid(alpha * gate) `[rows, n]`, of a gate
+    that is at most `limit` and an up within ±limit. Between its roundings to x's dtype it is float32."""
+    gate, up = x.float().chunk(2, -1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return ((up + 1) * gate * (alpha * gate).sigmoid()).to(x.dtype)

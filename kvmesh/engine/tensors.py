@@ -29,80 +29,122 @@ def canonical_name(config: ModelConfig, name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """Names the tensors of a mixture of experts, relative to `layer_prefix`; three are gate, up and down."""
+    """Names the tensors of a mixture of experts, relative to `layer_prefix`; three are gate, up and down. `stacked` are
+    gate_up and down of all experts, where the checkpoint has them so, and each has its bias as NAME_bias."""
 
-    router: str
-    correction: str
+    router: str  # without .weight
     experts: str
     matrices: tuple[str, str, str]
     shared: tuple[str, str, str]
+    correction: str = ""
+    shared_gate: str = ""
+    dense: str = "mlp."  # the MLP of layers without experts
 
     def expert(self, index: int) -> tuple[str, str, str]:
         gate, up, down = (f"{self.experts}{index}.{name}.weight" for name in self.matrices)
         return gate, up, down
 
+    @property
+    def stacked(self) -> tuple[str, str]:
+        return self.experts + "gate_up_proj", self.experts + "down_proj"
+
 
 _GATED = ("gate_proj", "up_proj", "down_proj")
-_SHARED = (
-    "mlp.shared_experts.gate_proj.weight",
-    "mlp.shared_experts.up_proj.weight",
-    "mlp.shared_experts.down_proj.weight",
-)
+
+
+def _shared(block: str) -> tuple[str, str, str]:
+    gate, up, down = (f"{block}{name}.weight" for name in _GATED)
+    return gate, up, down
+
+
 _EXPERT_NAMES = {
-    "mlp": ExpertNames("mlp.gate.weight", "mlp.gate.e_score_correction_bias", "mlp.experts.", _GATED, _SHARED),
+    "mlp": ExpertNames(
+        "mlp.gate", "mlp.experts.", _GATED, _shared("mlp.shared_experts."), "mlp.gate.e_score_correction_bias"
+    ),
     "block_sparse_moe": ExpertNames(
-        "block_sparse_moe.gate.weight",
-        "block_sparse_moe.e_score_correction_bias",
+        "block_sparse_moe.gate",
         "block_sparse_moe.experts.",
         ("w1", "w3", "w2"),
-        _SHARED,
+        _shared("block_sparse_moe.shared_experts."),
+        "block_sparse_moe.e_score_correction_bias",
+    ),
+    "shared_expert": ExpertNames(
+        "mlp.gate",
+        "mlp.experts.",
+        _GATED,
+        _shared("mlp.shared_expert."),
+        shared_gate="mlp.shared_expert_gate.weight",
+    ),
+    "router": ExpertNames("mlp.router", "mlp.experts.", _GATED, _shared("mlp.shared_expert.")),
+    "feed_forward": ExpertNames(
+        "feed_forward.router",
+        "feed_forward.experts.",
+        _GATED,
+        _shared("feed_forward.shared_expert."),
+        dense="feed_forward.",
     ),
 }
 
 
 def expert_names(config: ModelConfig) -> ExpertNames:
-    """Returns the names in the files on the Hub, one tensor for each expert's matrix (transformers joins them when it
-    loads, and takes them apart when it saves)."""
+    """Returns the names in the files on the Hub (where these hold one tensor for each expert's matrix, transformers
+    joins them when it loads, and takes them apart when it saves)."""
     assert config.experts is not None
     return _EXPERT_NAMES[config.experts.naming]
+
+
+def dense_prefix(config: ModelConfig) -> str:
+    """Returns what the names of a layer's MLP begin with, relative to `layer_prefix`."""
+    return "mlp." if config.experts is None else expert_names(config).dense
 
 
 def _experts_tensors(config: ModelConfig) -> dict[str, Shape]:
     experts = config.experts
     assert experts is not None
-    names, hidden = expert_names(config), config.hidden_size
-    shapes: dict[str, Shape] = {names.router: (experts.count, hidden)}
+    names, hidden, count, inner = expert_names(config), config.hidden_size, experts.count, experts.inner
+    shapes: dict[str, Shape] = {names.router + ".weight": (count, hidden)}
+    if experts.router_bias:
+        shapes[names.router + ".bias"] = (count,)
     if experts.correction:
-        shapes[names.correction] = (experts.count,)
-    gated = [(names.expert(index), experts.inner) for index in range(experts.count)]
+        shapes[names.correction] = (count,)
+    gated = []
+    if experts.stacked:
+        gate_up, down = names.stacked
+        shapes |= {gate_up: (count, hidden, 2 * inner), down: (count, inner, hidden)}
+        if experts.biases:
+            shapes |= {gate_up + "_bias": (count, 2 * inner), down + "_bias": (count, hidden)}
+    else:
+        gated = [(names.expert(index), inner) for index in range(count)]
     if experts.shared_inner:
         gated.append((names.shared, experts.shared_inner))
-    for (gate, up, down), inner in gated:
-        shapes |= {gate: (inner, hidden), up: (inner, hidden), down: (hidden, inner)}
+    for (gate, up, down), columns in gated:
+        shapes |= {gate: (columns, hidden), up: (columns, hidden), down: (hidden, columns)}
+    if experts.shared_gate:
+        shapes[names.shared_gate] = (1, hidden)
     return shapes
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, Shape]:
     """Returns the tensors of one decoder layer, names relative to `layer_prefix`."""
-    hidden, inner = config.hidden_size, config.intermediate_size
+    hidden, inner, mlp = config.hidden_size, config.intermediate_size, dense_prefix(config)
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     linears: dict[str, tuple[int, int, bool]] = {
         "self_attn.o_proj": (hidden, q, config.o_bias),
-        "mlp.down_proj": (hidden, inner, config.mlp_bias),
+        mlp + "down_proj": (hidden, inner, config.mlp_bias),
     }
     if config.fused:
         linears["self_attn.qkv_proj"] = (q + 2 * kv, hidden, config.qkv_bias)
-        linears["mlp.gate_up_proj"] = (2 * inner, hidden, config.mlp_bias)
+        linears[mlp + "gate_up_proj"] = (2 * inner, hidden, config.mlp_bias)
     else:
         linears |= {
             "self_attn.q_proj": (q, hidden, config.qkv_bias),
             "self_attn.k_proj": (kv, hidden, config.qkv_bias),
             "self_attn.v_proj": (kv, hidden, config.qkv_bias),
-            "mlp.gate_proj": (inner, hidden, config.mlp_bias),
-            "mlp.up_proj": (inner, hidden, config.mlp_bias),
+            mlp + "gate_proj": (inner, hidden, config.mlp_bias),
+            mlp + "up_proj": (inner, hidden, config.mlp_bias),
         }
     if config.experts is not None and layer in config.experts.layers:
-        linears = {name: shape for name, shape in linears.items() if not name.startswith("mlp.")}
+        linears = {name: shape for name, shape in linears.items() if not name.startswith(mlp)}
     norms = ["post_attention_layernorm"]
     if config.pre_norms:
         norms.append("input_layernorm")
