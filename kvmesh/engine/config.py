@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvmesh.engine.config_experts import ExpertsConfig
 from kvmesh.engine.config_families import Family, find_family, read_windows, with_defaults
+from kvmesh.engine.config_positions import NopeConfig, normed_without_weight, read_chunks, read_nope
 from kvmesh.engine.config_read import bad, boolean, integer, positive
 from kvmesh.engine.config_rope import RopeConfig, max_context, read_ropes
 from kvmesh.errors import CheckpointError
@@ -117,6 +118,10 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     fused: bool = False  # the checkpoint holds qkv_proj and gate_up_proj
     text_config: bool = False  # the checkpoint's names have the prefix of a language model among others
+    sinks: bool = False  # the softmax of each query head has a logit without a value
+    chunks: tuple[int, ...] = ()  # of each layer, in tokens; 0: none; (): no layer has one
+    nope: NopeConfig | None = None
+    qk_norm_plain: bool = False  # queries and keys of layers with rope are normed, without weights
 
     @classmethod
     def from_hf(
@@ -145,7 +150,7 @@ class ModelConfig:
             architecture=architecture,
             vocab_size=vocab,
             hidden_size=hidden,
-            intermediate_size=integer(raw, "intermediate_size"),
+            intermediate_size=integer(raw, family.dense_size),
             layers=layers,
             heads=heads,
             kv_heads=kv_heads,
@@ -177,6 +182,10 @@ class ModelConfig:
             experts=family.experts(raw, layers) if family.experts else None,
             fused=family.fused,
             text_config=family.text_config,
+            sinks=family.sinks,
+            chunks=read_chunks(raw, layers) if family.chunked else (),
+            nope=read_nope(raw, layers) if family.chunked else None,
+            qk_norm_plain=family.chunked and normed_without_weight(raw),
         )
 
     def canonical(self) -> dict[str, Any]:
@@ -196,12 +205,16 @@ class ModelConfig:
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """What the model keeps of its tokens (ADR 0037): of config.json alone, whatever an instance's dtype, limits and
         ranks are."""
-        return derive_groups(self.windows, self.kv_heads, self.head_dim)
+        return derive_groups(self.windows, self.kv_heads, self.head_dim, self.chunks)
 
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:
         """One spec for each layer."""
-        return tuple(AttentionSpec(self.attention_scale, window, self.attention_softcap) for window in self.windows)
+        chunks = self.chunks or (0,) * self.layers
+        return tuple(
+            AttentionSpec(self.attention_scale, window, self.attention_softcap, chunk)
+            for window, chunk in zip(self.windows, chunks, strict=True)
+        )
 
     @property
     def kv_elements_per_token(self) -> int:

@@ -6,7 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvmesh.engine.config_experts import ExpertsConfig, read_glm4_moe, read_minimax_m2, read_mixtral, read_qwen3_moe
+from kvmesh.engine.config_experts import (
+    ExpertsConfig,
+    read_glm4_moe,
+    read_gpt_oss,
+    read_llama4,
+    read_minimax_m2,
+    read_mixtral,
+    read_qwen3_moe,
+)
 from kvmesh.engine.config_read import bad, boolean, integer
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -62,6 +70,9 @@ class Family:
     rotary_dim: bool = False  # the key rotary_dim may say which part of a head rotates
     fused: bool = False  # the checkpoint joins q, k, v and gate, up
     text_config: bool = False  # of several modalities: the language model's keys and tensors lie one level down
+    sinks: bool = False  # attention has sinks
+    chunked: bool = False  # layers see chunks, some have no rope, queries and keys are normed without weights
+    dense_size: str = "intermediate_size"  # the key that says how wide the MLPs are
 
 
 NULLABLE = (
@@ -70,6 +81,7 @@ NULLABLE = (
     "eos_token_id",
     "final_logit_softcapping",
     "attn_logit_softcapping",
+    "attention_chunk_size",
 )
 
 _LLAMA = {"rms_norm_eps": 1e-6, "eos_token_id": 2, "max_position_embeddings": 2048}
@@ -119,6 +131,43 @@ _MINIMAX_M2 = {
     "max_position_embeddings": 196_608,
     "rope_theta": 5e6,
     "eos_token_id": 200_020,
+}
+_GPT_OSS = {
+    "vocab_size": 201_088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 128,
+    "attention_bias": True,
+    "rope_theta": 150_000.0,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+}
+_LLAMA4 = {
+    "vocab_size": 202_048,
+    "hidden_size": 5120,
+    "intermediate_size": 8192,
+    "intermediate_size_mlp": 16_384,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131_072,
+    "rope_theta": 5e5,
+    "attention_chunk_size": 8192,
+    "eos_token_id": 2,
 }
 
 FAMILIES: Mapping[str, Family] = {
@@ -225,6 +274,28 @@ FAMILIES: Mapping[str, Family] = {
         rotary_dim=True,
         experts=read_minimax_m2,
     ),
+    "GptOssForCausalLM": Family(
+        "gpt_oss", _GPT_OSS, qkv_bias=None, slides=_every_other, experts=read_gpt_oss, sinks=True
+    ),
+    "Llama4ForCausalLM": Family(
+        "llama4_text",
+        _LLAMA4,
+        qkv_bias=None,
+        rope_types=("default", "llama3"),  # others scale cos and sin, which the norm behind them would undo
+        experts=read_llama4,
+        chunked=True,
+        dense_size="intermediate_size_mlp",
+    ),
+    "Llama4ForConditionalGeneration": Family(
+        "llama4",
+        _LLAMA4,
+        qkv_bias=None,
+        rope_types=("default", "llama3"),
+        experts=read_llama4,
+        chunked=True,
+        dense_size="intermediate_size_mlp",
+        text_config=True,
+    ),
 }
 
 
@@ -256,6 +327,8 @@ def with_defaults(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 def read_windows(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[int, ...]:
     """Returns the window of each layer in tokens, the token itself included; 0 means that it sees everything."""
+    if family.chunked:  # its layer_types are of chunks
+        return (0,) * layers
     key, value = "sliding_window", raw.get("sliding_window") if family.slides else None
     if "use_sliding_window" in family.defaults and not boolean(raw, "use_sliding_window"):
         key, value = "use_sliding_window", None

@@ -120,7 +120,7 @@ class Runner:
         are connected."""
         self._check_pages(pages)
         self.drop_graphs()
-        self.attention = make_backend(pages, self._own.heads, self.config.attention)
+        self.attention = make_backend(pages, self._own.heads, self.model.attention)
         capturable = (
             self.attention.capturable and self.group.capturable and self.model.capturable and self.device.type == "cuda"
         )

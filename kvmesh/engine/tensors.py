@@ -151,6 +151,8 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, Shape]:
     if config.post_norms:
         norms += ["pre_feedforward_layernorm"] * config.pre_norms + ["post_feedforward_layernorm"]
     shapes: dict[str, Shape] = {f"{name}.weight": (hidden,) for name in norms}
+    if config.sinks:
+        shapes["self_attn.sinks"] = (config.heads,)
     if config.qk_norm:
         wide = config.row_norm
         shapes["self_attn.q_norm.weight"] = (q if wide else config.head_dim,)

@@ -88,7 +88,11 @@ class TritonPlan(StepPlan):
         write_kv(qkv, self.layers[layer], self.slots)
 
     def rotate_and_write(self, layer: int, qkv: torch.Tensor, rotation: Rotation) -> None:
-        rotate_and_write(qkv, self.layers[layer], self.slots, rotation)
+        pages = self.layers[layer]
+        if rotation.heads + 2 * pages.shape[2] == qkv.shape[1]:  # of queries alone: the kernel rotates keys as well
+            super().rotate_and_write(layer, qkv, rotation)
+        else:
+            rotate_and_write(qkv, pages, self.slots, rotation)
 
 
 class TritonPrefillPlan(TritonPlan):

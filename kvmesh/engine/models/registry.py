@@ -9,8 +9,10 @@ from kvmesh.engine.models import (
     gemma2,
     gemma3,
     glm4_moe,
+    gpt_oss,
     granite,
     llama,
+    llama4,
     minimax_m2,
     mistral,
     mixtral,
@@ -39,4 +41,7 @@ MODELS: Mapping[str, Callable[[ModelConfig, Weights], DecoderModel]] = {
     "MixtralForCausalLM": mixtral.build,
     "Glm4MoeForCausalLM": glm4_moe.build,
     "MiniMaxM2ForCausalLM": minimax_m2.build,
+    "GptOssForCausalLM": gpt_oss.build,
+    "Llama4ForCausalLM": llama4.build,
+    "Llama4ForConditionalGeneration": llama4.build,
 }

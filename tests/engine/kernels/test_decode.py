@@ -23,9 +23,7 @@ SPECS = (AttentionSpec(0.2, window=1), AttentionSpec(0.3, window=20), AttentionS
 LENGTHS = (1, 40, 0, 16, 17, 75)
 
 
-def attended(
-    batch: Paged, lengths: tuple[int, ...], spec: AttentionSpec, longest: int
-) -> tuple[torch.Tensor, ...]:
+def attended(batch: Paged, lengths: tuple[int, ...], spec: AttentionSpec, longest: int) -> tuple[torch.Tensor, ...]:
     """What the kernel says, and the oracle. The list ends with two entries that are none, as a replayed one's may."""
     from kvmesh.engine.kernels.decode import paged_decode, scratch_elements, shares_of
     from kvmesh.engine.kernels.tiles import tiles_for
