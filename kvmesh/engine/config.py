@@ -8,17 +8,21 @@ refused with a CheckpointError whose one line names the key, its value and what 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 from kvmesh.engine.config_delta import DeltaConfig
 from kvmesh.engine.config_experts import ExpertsConfig
 from kvmesh.engine.config_families import Family, find_family, read_windows, with_defaults
 from kvmesh.engine.config_latent import LatentConfig
+from kvmesh.engine.config_positions import NopeConfig, normed_without_weight, read_chunks, read_nope
 from kvmesh.engine.config_read import bad, boolean, integer, positive
 from kvmesh.engine.config_rope import RopeConfig, max_context, read_ropes
 from kvmesh.errors import CheckpointError
 from kvmesh.kvcache.cache_groups import CacheGroup, CacheLayout, check_groups, derive_groups
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["DTYPES", "AttentionSpec", "ExpertsConfig", "ModelConfig", "RopeConfig"]
 
@@ -59,12 +63,21 @@ _FIRST_FIELDS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """Says how one layer attends: a token sees itself and the `window` - 1 tokens before it (0: all), scores are `q·k *
-    scale`, and with `softcap` c they become `c * tanh(scores / c)` (0: they stay)."""
+    """Says how one layer attends: a token sees itself and the `window` - 1 tokens before it (0: all), or those since
+    the last multiple of `chunk` (0: all), never both; scores are `q·k * scale`, and with `softcap` c they become `c *
+    tanh(scores / c)` (0: they stay). `sinks`, float32 `[H]`, is a logit for each of a rank's query heads that takes
+    part in the softmax and has no value."""
 
     scale: float
     window: int = 0
     softcap: float = 0.0
+    chunk: int = 0
+    sinks: torch.Tensor | None = field(default=None, compare=False)
+
+    @property
+    def sees(self) -> tuple[int, int]:
+        """Window and chunk: layers that have the same see the same tokens."""
+        return self.window, self.chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +123,10 @@ class ModelConfig:
     text_config: bool = False  # the checkpoint's names have the prefix of a language model among others
     delta: DeltaConfig | None = None  # of the layers that keep a state in place of keys and values
     latent: LatentConfig | None = None  # one row a token in place of keys and values
+    sinks: bool = False  # the softmax of each query head has a logit without a value
+    chunks: tuple[int, ...] = ()  # of each layer, in tokens; 0: none; (): no layer has one
+    nope: NopeConfig | None = None
+    qk_norm_plain: bool = False  # queries and keys of layers with rope are normed, without weights
 
     @classmethod
     def from_hf(
@@ -139,7 +156,7 @@ class ModelConfig:
             architecture=architecture,
             vocab_size=vocab,
             hidden_size=hidden,
-            intermediate_size=integer(raw, "intermediate_size"),
+            intermediate_size=integer(raw, family.dense_size),
             layers=layers,
             heads=heads,
             kv_heads=kv_heads,
@@ -173,6 +190,10 @@ class ModelConfig:
             text_config=family.text_config,
             delta=DeltaConfig.from_hf(raw, layers) if family.delta else None,
             latent=latent,
+            sinks=family.sinks,
+            chunks=read_chunks(raw, layers) if family.chunked else (),
+            nope=read_nope(raw, layers) if family.chunked else None,
+            qk_norm_plain=family.chunked and normed_without_weight(raw),
         )
 
     def canonical(self) -> dict[str, Any]:
@@ -198,7 +219,7 @@ class ModelConfig:
             groups = (kept, *self.delta.cache_groups())
             check_groups(groups)
             return groups
-        return derive_groups(self.windows, self.kv_heads, self.head_dim, self.kv_planes)
+        return derive_groups(self.windows, self.kv_heads, self.head_dim, self.kv_planes, self.chunks)
 
     @property
     def kv_planes(self) -> int:
@@ -213,7 +234,11 @@ class ModelConfig:
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:
         """One spec for each layer."""
-        return tuple(AttentionSpec(self.attention_scale, window, self.attention_softcap) for window in self.windows)
+        chunks = self.chunks or (0,) * self.layers
+        return tuple(
+            AttentionSpec(self.attention_scale, window, self.attention_softcap, chunk)
+            for window, chunk in zip(self.windows, chunks, strict=True)
+        )
 
     @property
     def kv_elements_per_token(self) -> int:

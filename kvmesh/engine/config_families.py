@@ -11,6 +11,8 @@ from kvmesh.engine.config_experts import (
     read_deepseek_v2,
     read_deepseek_v3,
     read_glm4_moe,
+    read_gpt_oss,
+    read_llama4,
     read_minimax_m2,
     read_mixtral,
     read_qwen3_moe,
@@ -73,6 +75,9 @@ class Family:
     delta: bool = False  # some layers are gated DeltaNet; norms of 1 + weight
     text_config: bool = False  # of several modalities: the language model's keys and tensors lie one level down
     latent: bool = False  # attention is multi-head latent attention
+    sinks: bool = False  # attention has sinks
+    chunked: bool = False  # layers see chunks, some have no rope, queries and keys are normed without weights
+    dense_size: str = "intermediate_size"  # the key that says how wide the MLPs are
 
 
 NULLABLE = (
@@ -82,6 +87,7 @@ NULLABLE = (
     "final_logit_softcapping",
     "attn_logit_softcapping",
     "q_lora_rank",
+    "attention_chunk_size",
 )
 
 _LLAMA = {"rms_norm_eps": 1e-6, "eos_token_id": 2, "max_position_embeddings": 2048}
@@ -131,6 +137,43 @@ _MINIMAX_M2 = {
     "max_position_embeddings": 196_608,
     "rope_theta": 5e6,
     "eos_token_id": 200_020,
+}
+_GPT_OSS = {
+    "vocab_size": 201_088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 128,
+    "attention_bias": True,
+    "rope_theta": 150_000.0,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+}
+_LLAMA4 = {
+    "vocab_size": 202_048,
+    "hidden_size": 5120,
+    "intermediate_size": 8192,
+    "intermediate_size_mlp": 16_384,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131_072,
+    "rope_theta": 5e5,
+    "attention_chunk_size": 8192,
+    "eos_token_id": 2,
 }
 
 _DEEPSEEK_V3 = {
@@ -284,6 +327,28 @@ FAMILIES: Mapping[str, Family] = {
         "deepseek_v3", _DEEPSEEK_V3, layer_types=False, experts=read_deepseek_v3, latent=True
     ),
     "KimiK2ForCausalLM": Family("kimi_k2", _DEEPSEEK_V3, layer_types=False, experts=read_deepseek_v3, latent=True),
+    "GptOssForCausalLM": Family(
+        "gpt_oss", _GPT_OSS, qkv_bias=None, slides=_every_other, experts=read_gpt_oss, sinks=True
+    ),
+    "Llama4ForCausalLM": Family(
+        "llama4_text",
+        _LLAMA4,
+        qkv_bias=None,
+        rope_types=("default", "llama3"),  # others scale cos and sin, which the norm behind them would undo
+        experts=read_llama4,
+        chunked=True,
+        dense_size="intermediate_size_mlp",
+    ),
+    "Llama4ForConditionalGeneration": Family(
+        "llama4",
+        _LLAMA4,
+        qkv_bias=None,
+        rope_types=("default", "llama3"),
+        experts=read_llama4,
+        chunked=True,
+        dense_size="intermediate_size_mlp",
+        text_config=True,
+    ),
 }
 
 
@@ -315,6 +380,8 @@ def with_defaults(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 def read_windows(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[int, ...]:
     """Returns the window of each layer in tokens, the token itself included; 0 means that it sees everything."""
+    if family.chunked:  # its layer_types are of chunks
+        return (0,) * layers
     key, value = "sliding_window", raw.get("sliding_window") if family.slides else None
     if "use_sliding_window" in family.defaults and not boolean(raw, "use_sliding_window"):
         key, value = "use_sliding_window", None

@@ -104,8 +104,8 @@ def _rope(
     )
     if rope_type == "llama3":
         low, high = positive(params, "low_freq_factor"), positive(params, "high_freq_factor")
-        if high <= low:
-            raise bad("high_freq_factor", high, f"must be greater than low_freq_factor={low}")
+        if high < low:  # where they are equal, as in Llama 4 Scout, nothing is blended
+            raise bad("high_freq_factor", high, f"must be at least low_freq_factor={low}")
         return RopeConfig("llama3", theta, positive(params, "factor"), original, low, high)
     factor = positive(params, "factor", max_positions / original)
     if rope_type == "longrope":

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvmesh.engine.matrix import read_matrix
+from kvmesh.engine.matrix import matrix_of, read_matrix
 from kvmesh.engine.parallel import Cut
 from kvmesh.engine.weights import Weights
 
@@ -19,14 +19,29 @@ class Linear:
     """Multiplies by one matrix, or by several of one input joined along the output.
 
     `cut` says how the ranks share it. Cut along the output, each rank answers its own part; cut along the input, each
-    multiplies its part of the input, the products are summed over the ranks, and the bias is added once, to the sum."""
+    multiplies its part of the input, the products are summed over the ranks, and the bias is added once, to the sum.
+    `order` int64 `[outputs]`: which of this rank's outputs each one is of those that the checkpoint has."""
 
-    def __init__(self, weights: Weights, names: Sequence[str], bias: bool, cut: Cut | None = None) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        names: Sequence[str],
+        bias: bool,
+        cut: Cut | None = None,
+        order: torch.Tensor | None = None,
+    ) -> None:
         self.summed = cut is not None and cut.axis == 1 and weights.group.size > 1
         self.group = weights.group
-        self.matrix = read_matrix(weights, [f"{name}.weight" for name in names], cut)
+        files = [f"{name}.weight" for name in names]
+        if order is None:
+            self.matrix = read_matrix(weights, files, cut)
+        else:
+            self.matrix = matrix_of(weights, [torch.cat(weights.parts(*files, cut=cut))[order]])
+            weights.release(*files)
         biased = cut if cut is None or cut.axis == 0 else None
         self.bias = weights(*(f"{name}.bias" for name in names), cut=biased) if bias else None
+        if order is not None and self.bias is not None:
+            self.bias = self.bias[order.to(self.bias.device)]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if not self.summed:

@@ -85,9 +85,9 @@ NOBODY = DecodeBatch.of(())
 
 
 class Runner:
-    """Loads `checkpoint` as `dtype` onto `device`; `pages [num_pages, *layout.shape]` must be on that device and of that
-    dtype, or there is one such tensor for each cache group of the model, as `kvmesh.engine.cache_memory` has it, and
-    steps name pages group by group (`PrefillInput.groups`); of a model with the one group that keeps all, that one
+    """Loads `checkpoint` as `dtype` onto `device`; `pages [num_pages, *layout.shape]` must be on that device and of
+    that dtype, or there is one such tensor for each cache group of the model, as `kvmesh.engine.cache_memory` has it,
+    and steps name pages group by group (`PrefillInput.groups`); of a model with the one group that keeps all, that one
     tensor is `pages`.
 
     In a `group` it loads and holds this rank's share; every rank must then make the same calls in the same order, and
@@ -152,7 +152,7 @@ class Runner:
 
     def _backend(self, pages: torch.Tensor, layers: Sequence[int]) -> AttentionBackend:
         if self.config.latent is None:
-            specs = self.config.attention
+            specs = self.model.attention
             return make_backend(pages, self._own.heads, [specs[layer] for layer in layers])
         ups = up_projections(self.model)
         return make_latent_backend(pages, self.config.latent, [ups[layer] for layer in layers])

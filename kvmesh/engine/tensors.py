@@ -189,6 +189,8 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, Shape]:
     if config.post_norms:
         norms += ["pre_feedforward_layernorm"] * config.pre_norms + ["post_feedforward_layernorm"]
     shapes: dict[str, Shape] = {f"{name}.weight": (hidden,) for name in norms}
+    if config.sinks:
+        shapes["self_attn.sinks"] = (config.heads,)
     if delta is not None and linear:
         shapes |= _delta_tensors(delta, hidden)
     elif config.qk_norm:

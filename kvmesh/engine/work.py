@@ -63,18 +63,20 @@ class FunctionWork:
         )
 
 
-def seen(position: int, window: int) -> int:
+def seen(position: int, window: int, chunk: int = 0) -> int:
     """Returns how many tokens the one at `position` attends to, itself included."""
+    if chunk:
+        return position % chunk + 1
     return min(position + 1, window) if window else position + 1
 
 
-def attended(shape: StepShape, window: int) -> tuple[int, int]:
-    """Returns, for one layer with this window (0: none), the pairs of a query and a token that it sees, and the tokens
-    whose KV is read: once for a chunk, whose queries share it."""
-    pairs = read = sum(seen(position, window) for position in shape.positions)
+def attended(shape: StepShape, window: int, chunk: int = 0) -> tuple[int, int]:
+    """Returns, for one layer with this window or attention chunk (0: none), the pairs of a query and a token that it
+    sees, and the tokens whose KV is read: once for a chunk of a prompt, whose queries share it."""
+    pairs = read = sum(seen(position, window, chunk) for position in shape.positions)
     for start, length in shape.chunks:
-        pairs += sum(seen(position, window) for position in range(start, start + length))
-        read += seen(start, window) - 1 + length
+        pairs += sum(seen(position, window, chunk) for position in range(start, start + length))
+        read += seen(start, window, chunk) - 1 + length
     return pairs, read
 
 
@@ -146,10 +148,10 @@ def work_of(
     norms = 2 * (own.pre_norms + own.post_norms)
     mlps = _mlps(own, tokens)
     reading, pairs, of_chunks = 0, 0, 0
-    for window, count in Counter(own.windows).items():
-        layer_pairs, layer_read = attended(shape, window)
+    for sees, count in Counter(spec.sees for spec in own.attention).items():
+        layer_pairs, layer_read = attended(shape, *sees)
         pairs += count * layer_pairs
-        of_chunks += count * attended(replace(shape, positions=()), window)[0]
+        of_chunks += count * attended(replace(shape, positions=()), *sees)[0]
         reading += count * layer_read
     token_kv = widths.kept * itemsize  # of one layer
     found = {

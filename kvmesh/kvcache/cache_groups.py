@@ -94,16 +94,23 @@ def is_single(groups: Sequence[CacheGroup]) -> bool:
     return len(groups) == 1 and groups[0].kind is CacheKind.ALL and not groups[0].optional
 
 
-def derive_groups(windows: Sequence[int], kv_heads: int, head_dim: int, planes: int = 2) -> tuple[CacheGroup, ...]:
+def derive_groups(
+    windows: Sequence[int], kv_heads: int, head_dim: int, planes: int = 2, chunks: Sequence[int] = ()
+) -> tuple[CacheGroup, ...]:
     """Returns the groups of a model whose layers keep K and V alike (or a latent: one plane) and differ in what they
-    see: `windows[layer]` tokens, 0 for all. The group without a window comes first, then those with one, the longest
-    first. Raises ConfigError when there are too many."""
+    see: the last `windows[layer]` tokens or, of a layer that has none, those since the last multiple of
+    `chunks[layer]`; 0 for all, as is () of chunks. The group of all comes first, then windows, then chunks, the longest first of each. Raises
+    ConfigError when there are too many."""
     layout = CacheLayout(planes=planes, heads=kv_heads, dim=head_dim)
+    kept: dict[tuple[CacheKind, int], list[int]] = {}
+    for layer, window in enumerate(windows):
+        chunk = chunks[layer] if chunks and not window else 0
+        kind = CacheKind.WINDOW if window else CacheKind.CHUNK if chunk else CacheKind.ALL
+        kept.setdefault((kind, window or chunk), []).append(layer)
     found = []
-    for window in sorted(set(windows), key=lambda tokens: (tokens > 0, -tokens)):
-        layers = tuple(layer for layer, of in enumerate(windows) if of == window)
-        name, kind = (f"window{window}", CacheKind.WINDOW) if window else ("all", CacheKind.ALL)
-        found.append(CacheGroup(name, layers, layout, kind, window))
+    for kind, keep in sorted(kept, key=lambda of: (of[0], -of[1])):
+        name = f"{kind.name.lower()}{keep or ''}"
+        found.append(CacheGroup(name, tuple(kept[kind, keep]), layout, kind, keep))
     check_groups(found)
     return tuple(found)
 

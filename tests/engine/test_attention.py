@@ -39,16 +39,24 @@ SHAPES = [
 PLAIN = Shape(2, 2, 64, 16, F32)
 
 
-def specs(head_dim: int) -> list[AttentionSpec]:
-    """Layers as models mix them: plain, a window within a page, windows over pages, softcaps."""
+def specs(head_dim: int, heads: int = 0) -> list[AttentionSpec]:
+    """Layers as models mix them: plain, a window within a page, windows over pages, softcaps, chunks that end in a page
+    and with one; of so many heads some with sinks, which may outweigh all tokens."""
     scale = head_dim**-0.5
-    return [
+    sinks = 6 * torch.randn(heads, generator=torch.Generator().manual_seed(heads))
+    found = [
         AttentionSpec(scale),
         AttentionSpec(scale, window=7),
         AttentionSpec(2 * scale, window=75),
         AttentionSpec(scale, softcap=3.0),
         AttentionSpec(scale, window=150, softcap=20.0),
+        AttentionSpec(scale, chunk=75),
+        AttentionSpec(scale, chunk=128, softcap=20.0),
     ]
+    if heads:
+        found += [AttentionSpec(scale, sinks=sinks), AttentionSpec(scale, window=75, sinks=sinks)]
+        found += [AttentionSpec(scale, softcap=3.0, chunk=64, sinks=sinks - 40)]
+    return found
 
 
 @pytest.fixture
@@ -63,7 +71,8 @@ def two_threads() -> Iterator[None]:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_equals_float64(name: str, shape: Shape) -> None:
     """Rows alone, chunks alone, both at once; then on from there, so that kept tables are used."""
-    bench = Bench(name, shape, specs(shape.head_dim), 180 * 16 // shape.block_tokens)
+    layers = specs(shape.head_dim, shape.kv_heads * shape.group)
+    bench = Bench(name, shape, layers, 180 * 16 // shape.block_tokens)
     rows = [bench.request(done + 20, done) for done in (0, 15, 16, 63, 255, 256, 640)]
     cold = [bench.request(length + 8) for length in (1, 2, 65, 150)]
     warm = [bench.request(start + length + 8, start) for start, length in ((1, 1), (16, 5), (37, 92), (300, 33))]

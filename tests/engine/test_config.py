@@ -67,8 +67,8 @@ def test_defaults_are_those_of_transformers() -> None:
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor=0"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2, "low_freq_factor": 1}}, "high_freq_factor is missing"),
         (
-            {"rope_scaling": {"rope_type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 4}},
-            "high_freq_factor=4.0.*low_freq_factor=4.0",
+            {"rope_scaling": {"rope_type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 3}},
+            "high_freq_factor=3.0.*low_freq_factor=4.0",
         ),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "truncate": 1}}, "truncate=1"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),

@@ -206,7 +206,9 @@ def test_prompts_in_chunks_and_rows_of_every_length_equal_float64(length: int, s
     def attend(of: torch.Tensor, *runs: tuple[int, int, int], scale: float = scale) -> torch.Tensor:
         """`runs`: first row, length, position of the first."""
         sequences, tables = torch.tensor([[*run, 0] for run in runs], dtype=torch.int32), table.repeat(len(runs), 1)
-        answer: torch.Tensor = torch.ops.kvmesh.paged_attention(pages, 0, of, sequences, tables, scale, 0, softcap)
+        answer: torch.Tensor = torch.ops.kvmesh.paged_attention(
+            pages, 0, of, sequences, tables, scale, 0, 0, softcap, None
+        )
         return answer
 
     heads = qkv.double().transpose(0, 1)

@@ -93,7 +93,14 @@ class Context:
         sequences = torch.tensor([[0, length, 0, 0]], dtype=torch.int32)
         torch.ops.kvmesh.write_kv(self.pages, 1, self.qkv, sequences, self.table)
 
-    def attend(self, *runs: tuple[int, int], window: int = 0, softcap: float = 0.0) -> torch.Tensor:
+    def attend(
+        self,
+        *runs: tuple[int, int],
+        window: int = 0,
+        softcap: float = 0.0,
+        chunk: int = 0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Answers [tokens, H * D] of tokens [begin, end) of each run, each a sequence of its own in one step."""
         rows = torch.cat([self.qkv[begin:end] for begin, end in runs])
         lengths = [end - begin for begin, end in runs]
@@ -104,11 +111,13 @@ class Context:
         )
         table = self.table.repeat(len(runs), 1)
         answer: torch.Tensor = torch.ops.kvmesh.paged_attention(
-            self.pages, 1, rows, sequences, table, SCALE, window, softcap
+            self.pages, 1, rows, sequences, table, SCALE, window, chunk, softcap, sinks
         )
         return answer
 
-    def exact(self, window: int = 0, softcap: float = 0.0) -> torch.Tensor:
+    def exact(
+        self, window: int = 0, softcap: float = 0.0, chunk: int = 0, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The same of all tokens, in float64."""
         planes = self.qkv.double().transpose(0, 1)
         k, v = planes[self.heads :].repeat_interleave(self.heads // self.kv_heads, 0).chunk(2)
@@ -116,8 +125,13 @@ class Context:
         scores = softcap * torch.tanh(scores / softcap) if softcap else scores
         seen = torch.ones(self.length, self.length, dtype=torch.bool).tril()
         seen = seen.triu(1 - window) if window else seen
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        return (weights @ v).transpose(0, 1).reshape(self.length, -1)
+        if chunk:
+            at = torch.arange(self.length)
+            seen &= at // chunk == at[:, None] // chunk
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, self.length, 1)), -1)
+        return (scores.softmax(-1)[..., : self.length] @ v).transpose(0, 1).reshape(self.length, -1)
 
 
 def near(answer: torch.Tensor, exact: torch.Tensor) -> bool:
@@ -138,6 +152,25 @@ def test_prompts_by_tiles(mode: int, length: int, window: int, softcap: float, t
     without = context.attend((0, length), window=window, softcap=softcap)
     assert near(without, whole.double())
     assert length < 100 or window == 1 or not torch.equal(without, whole), "tiles were not used"
+
+
+@MODES
+@pytest.mark.parametrize("chunk", [0, 45, 128])
+@pytest.mark.parametrize("sunk", [False, True])
+def test_chunks_and_sinks_by_tiles(mode: int, chunk: int, sunk: bool, tiles: Callable[[int], bool]) -> None:
+    """Blocks of queries within one chunk and over several; sinks that outweigh all tokens and that are outweighed.
+    Answers are the same in any pieces, and near those of decode rows, whose context is cut in parts of 256."""
+    begin(tiles, mode)
+    context, sinks = Context(301, 6, 2, 64), torch.tensor([-20.0, 0.0, 3.0, 40.0, -3.0, 9.0]) if sunk else None
+    exact, whole = context.exact(chunk=chunk, sinks=sinks), context.attend((0, 301), chunk=chunk, sinks=sinks)
+    assert near(whole, exact)
+    cuts = [(0, 2), (2, 50), (50, 133), (133, 301)]
+    assert torch.equal(torch.cat([context.attend(cut, chunk=chunk, sinks=sinks) for cut in cuts]), whole)
+    places = [0, 44, 45, 89, 90, 127, 128, 255, 256, 299]
+    rows = context.attend(*((at, at + 1) for at in places), chunk=chunk, sinks=sinks)
+    assert near(rows, exact[places])
+    tiles(0)
+    assert near(context.attend((0, 301), chunk=chunk, sinks=sinks), exact)
 
 
 @MODES

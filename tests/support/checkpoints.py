@@ -36,6 +36,8 @@ ARCHITECTURES = {
     "minimax_m2": "MiniMaxM2ForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "llama4_text": "Llama4ForCausalLM",
 }
 GEMMAS = ("gemma2", "gemma3_text")
 TOKENIZER_IDS = 256 + len(SPECIALS)  # the smallest vocabulary that the tokenizer fits in
@@ -353,6 +355,58 @@ FAMILY_ZOO: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 0,
         "attention_bias": True,
     },
+    "gpt_oss": {
+        "family": "gpt_oss",
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "head_dim": 24,
+        "sliding_window": 21,
+        "attention_bias": True,
+        "num_local_experts": 7,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 40,
+        "rope": {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150_000.0,
+                "factor": 8.0,
+                "truncate": False,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    },
+    # Chunks that no page ends with, and steps of the queries' growth, end between the 83rd and the 96th token too.
+    "llama4": {
+        "family": "llama4_text",
+        "num_hidden_layers": 4,
+        "attention_chunk_size": 29,
+        "no_rope_layers": [1, 0, 1, 1],
+        "floor_scale": 11,
+        "attn_scale": 0.4,
+        "interleave_moe_layer_step": 2,
+        "num_local_experts": 5,
+        "intermediate_size": 40,
+        "intermediate_size_mlp": 96,
+        "rope": {
+            "rope_type": "llama3",
+            "factor": 16.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 1.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "llama4-plain": {
+        "family": "llama4_text",
+        "num_key_value_heads": 4,
+        "attention_chunk_size": 32,
+        "no_rope_layer_interval": 2,
+        "attn_temperature_tuning": False,
+        "use_qk_norm": False,
+        "attention_bias": True,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 48,
+    },
 }
 
 
@@ -422,6 +476,7 @@ def _tensors(raw: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
     family, hidden, inner = raw["model_type"], raw["hidden_size"], raw["intermediate_size"]
     d = raw["head_dim"]
     q, kv = raw["num_attention_heads"] * d, raw["num_key_value_heads"] * d
+    llama4 = family == "llama4_text"
     attention_bias, mlp_bias = raw.get("attention_bias", False), raw.get("mlp_bias", False)
     offset = 1.0 if family in GEMMAS else 0.0  # their norms multiply by 1 + weight
     tensors: dict[str, torch.Tensor] = {}
@@ -446,7 +501,8 @@ def _tensors(raw: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
     embed = 0.3 if family in GEMMAS else 1.0  # they multiply it by sqrt(hidden)
     tensors["model.embed_tokens.weight"] = torch.randn(raw["vocab_size"], hidden, generator=generator) * embed
     for i in range(raw["num_hidden_layers"]):
-        attention, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
+        attention = f"model.layers.{i}.self_attn."
+        mlp = f"model.layers.{i}.{'feed_forward' if llama4 else 'mlp'}."
         if family != "olmo3":
             norm(f"model.layers.{i}.input_layernorm", hidden)
         norm(f"model.layers.{i}.post_attention_layernorm", hidden, 5.0 if family in GEMMAS else 1.0)
@@ -469,7 +525,15 @@ def _tensors(raw: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
             matrix(attention + "v_proj", kv, hidden, 2.0, qkv_bias)
             matrix(attention + "o_proj", hidden, q, 2.0, attention_bias and family not in ("qwen2", "glm4_moe"))
         experts = _experts_of(raw, i)
-        if experts is None:
+        if family == "gpt_oss":
+            tensors[attention + "sinks"] = 2 * torch.randn(raw["num_attention_heads"], generator=generator)
+            tensors |= _stacked(mlp, raw, generator, biased=True)
+        elif llama4 and (i + 1) % raw.get("interleave_moe_layer_step", 1) == 0:
+            tensors |= _stacked(mlp, raw, generator, biased=False)
+            gated(mlp + "shared_expert.", GATED, inner, False)
+        elif llama4:
+            gated(mlp, GATED, raw["intermediate_size_mlp"], False)
+        elif experts is None:
             gated(mlp, GATED, inner, family in ("llama", "granite") and mlp_bias)
         else:
             block, names, correction = experts
@@ -500,6 +564,25 @@ def _tensors(raw: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
     if not raw["tie_word_embeddings"]:
         matrix("lm_head", raw["vocab_size"], hidden, 4.0, False)
     return tensors
+
+
+def _stacked(block: str, raw: dict[str, Any], generator: torch.Generator, biased: bool) -> dict[str, torch.Tensor]:
+    """A router, and one tensor for each matrix of all experts."""
+    count, hidden, inner = raw["num_local_experts"], raw["hidden_size"], raw["intermediate_size"]
+
+    def drawn(*shape: int, gain: float) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * gain
+
+    made = {
+        block + "router.weight": drawn(count, hidden, gain=1.5 / hidden**0.5),
+        block + "experts.gate_up_proj": drawn(count, hidden, 2 * inner, gain=hidden**-0.5),
+        block + "experts.down_proj": drawn(count, inner, hidden, gain=inner**-0.5),
+    }
+    if biased:
+        made[block + "router.bias"] = drawn(count, gain=0.3)
+        made[block + "experts.gate_up_proj_bias"] = drawn(count, 2 * inner, gain=0.3)
+        made[block + "experts.down_proj_bias"] = drawn(count, hidden, gain=0.3)
+    return made
 
 
 GATED = ("gate_proj", "up_proj", "down_proj")

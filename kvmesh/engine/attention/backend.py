@@ -36,9 +36,9 @@ class TokenSpan(NamedTuple):
     pages: Sequence[int]
 
 
-def seen_from(position: int, window: int) -> int:
-    """The first token that the one at `position` sees."""
-    return max(0, position - window + 1) if window else 0
+def seen_from(position: int, window: int, chunk: int) -> int:
+    """The first token that the one at `position` sees in layers of this window or chunk (`AttentionSpec.sees`)."""
+    return position - position % chunk if chunk else max(0, position - window + 1) if window else 0
 
 
 class StepPlan(Protocol):
@@ -123,10 +123,10 @@ class AttentionBackend(PagedMemory, ABC):
         self.specs = tuple(specs)
         if len(self.specs) != self.num_layers:
             raise InternalError(f"{len(self.specs)} attention specs for {self.num_layers} layers")
-        self._distinct = tuple(set(self.specs))
+        self._distinct = tuple({spec.sees for spec in self.specs})
 
     def oldest_seen(self, position: int) -> int:
-        return min(seen_from(position, spec.window) for spec in self._distinct)
+        return min(seen_from(position, *sees) for sees in self._distinct)
 
     @abstractmethod
     def plan_prefill(self, spans: Sequence[TokenSpan]) -> StepPlan:

@@ -63,6 +63,6 @@ class NativePlan(StepPlan):
     def attend(self, layer: int, qkv: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         backend, spec = self.backend, self.backend.specs[layer]
         attended: torch.Tensor = backend.paged_attention(
-            backend.pages, layer, qkv, self.sequences, self.table, spec.scale, spec.window, spec.softcap
+            backend.pages, layer, qkv, self.sequences, self.table, spec.scale, *spec.sees, spec.softcap, spec.sinks
         )
         return attended if out is None else out.copy_(attended)

@@ -2,7 +2,8 @@
 
 It runs on any device and is what the native backends are compared with. GQA without repeated heads: the G query heads
 of a KV head ride as G queries (decode) or as an axis over which K and V have stride 0 (prefill). Whole pages of one
-head are gathered by one index_select a tile; a layer with a window gathers the window's pages only. Scratch is bounded
+head are gathered by one index_select a tile; a layer with a window or chunk gathers
+the pages of that only. Scratch is bounded
 by `scratch_elements`, or by one request's context where that is more.
 """
 
@@ -85,18 +86,24 @@ def softmax_attention(
     mask: torch.Tensor | None,
     spec: AttentionSpec,
     causal: bool = False,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns softmax(softcapped(q kᵀ) + mask) v over `[..., queries, D]` and `[..., keys, D]`; `causal` is given only
-    without a mask."""
-    if not spec.softcap:
+    without a mask, and `sinks` is float32, of the form of scores with one key."""
+    if not spec.softcap and sinks is None:
         return functional.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=spec.scale)
-    scores = torch.matmul(q.float() * (spec.scale / spec.softcap), k.float().transpose(-1, -2))
-    scores.tanh_().mul_(spec.softcap)
+    scores = torch.matmul(q.float() * (spec.scale / (spec.softcap or 1.0)), k.float().transpose(-1, -2))
+    if spec.softcap:
+        scores.tanh_().mul_(spec.softcap)
     if causal:
         scores += torch.full(scores.shape[-2:], -torch.inf, device=q.device).triu_(1)
     if mask is not None:
         scores += mask
-    return torch.matmul(scores.softmax(-1), v.float()).to(q.dtype)
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        weights = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), -1).softmax(-1)[..., :-1]
+    return torch.matmul(weights, v.float()).to(q.dtype)
 
 
 class PrefillSpan:
@@ -105,8 +112,8 @@ class PrefillSpan:
     def __init__(self, backend: TorchAttention, span: TokenSpan, ids: Array, first: int) -> None:
         self.backend, self.first, self.ids = backend, first, ids
         self.start, self.length, self.end = span.start, span.length, span.start + span.length
-        self.gathers: dict[int, torch.Tensor] = {}
-        self.masks: dict[tuple[int, int, int], torch.Tensor] = {}
+        self.gathers: dict[tuple[int, int], torch.Tensor] = {}
+        self.masks: dict[tuple[tuple[int, int], int, int], torch.Tensor] = {}
 
     def keys(self, layer: int, qkv: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
         """Returns the first token that this chunk sees (or one before it on the same page), and K and V `[K, tokens,
@@ -115,10 +122,10 @@ class PrefillSpan:
         if not self.start:
             kv = qkv[self.first : self.first + self.length, backend.num_heads :].transpose(0, 1)
             return 0, kv[: backend.kv_heads], kv[backend.kv_heads :]
-        page = seen_from(self.start, spec.window) // backend.block_tokens
-        if spec.window not in self.gathers:
-            self.gathers[spec.window] = backend.gather_index(self.ids[None, page:])
-        k, v = backend.gather(layer, self.gathers[spec.window], 1)
+        page = seen_from(self.start, *spec.sees) // backend.block_tokens
+        if spec.sees not in self.gathers:
+            self.gathers[spec.sees] = backend.gather_index(self.ids[None, page:])
+        k, v = backend.gather(layer, self.gathers[spec.sees], 1)
         return page * backend.block_tokens, k[0], v[0]
 
     def attend(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
@@ -129,42 +136,50 @@ class PrefillSpan:
         rows = slice(self.first, self.first + self.length)
         q = backend.queries(qkv[rows]).permute(1, 2, 0, 3)
         target = out[rows].permute(1, 2, 0, 3)
-        if not (self.start or spec.window or spec.softcap):
+        sinks = None if spec.sinks is None else spec.sinks.view(backend.kv_heads, backend.group, 1, 1)
+        if not (self.start or any(spec.sees) or spec.softcap or spec.sinks is not None):
             target.copy_(softmax_attention(q, k, v, None, spec, causal=self.length > 1))
             return
         tile = self.tile(spec)
         for at in range(0, self.length, tile):
             to = min(at + tile, self.length)
-            seen = slice(seen_from(self.start + at, spec.window) - begin, self.start + to - begin)
-            mask = self.mask(spec.window, at, to)
-            target[:, :, at:to].copy_(softmax_attention(q[:, :, at:to], k[:, :, seen], v[:, :, seen], mask, spec))
+            seen = slice(seen_from(self.start + at, *spec.sees) - begin, self.start + to - begin)
+            mask = self.mask(spec.sees, at, to)
+            tiles = (q[:, :, at:to], k[:, :, seen], v[:, :, seen])
+            target[:, :, at:to].copy_(softmax_attention(*tiles, mask, spec, sinks=sinks))
 
     def tile(self, spec: AttentionSpec) -> int:
         """Returns how many queries go at a time, so that their mask, or their scores where these are made, fit the
         scratch."""
-        room = self.backend.scratch_elements // (self.backend.num_heads if spec.softcap else 1)
-        if not spec.window:
+        scored = spec.softcap or spec.sinks is not None
+        room = self.backend.scratch_elements // (self.backend.num_heads if scored else 1)
+        keep = spec.window or spec.chunk
+        if not keep:
             return max(1, room // self.end)
-        tile = max(spec.window, 64)  # sees up to tile + window - 1 keys: at least a third of the mask is of use
-        return max(1, min(tile, room // (tile + spec.window)))
+        tile = max(keep, 64)  # sees up to tile + keep - 1 keys: at least a third of the mask is of use
+        return max(1, min(tile, room // (tile + keep)))
 
-    def mask(self, window: int, at: int, to: int) -> torch.Tensor | None:
+    def mask(self, sees: tuple[int, int], at: int, to: int) -> torch.Tensor | None:
         """Additive `[to - at, keys]` over all keys that some query of the tile sees; None where every query sees all.
         Kept for the next layer when one tile covers the span."""
         if to - at == 1:
             return None
-        mask = self.masks.get((window, at, to))
+        mask = self.masks.get((sees, at, to))
         if mask is None:
             backend = self.backend
-            first = seen_from(self.start + at, window)
+            first, (window, chunk) = seen_from(self.start + at, *sees), sees
             shape = (to - at, self.start + to - first)
             mask = torch.full(shape, -torch.inf, dtype=backend.dtype, device=backend.device)
             mask.triu_(self.start + at - first + 1)
             if window:
                 hidden = torch.ones(shape, dtype=torch.bool, device=backend.device)
                 mask.masked_fill_(hidden.tril_(self.start + at - first - window), -torch.inf)
+            if chunk:
+                query = torch.arange(self.start + at, self.start + to, device=backend.device)[:, None]
+                key = torch.arange(first, self.start + to, device=backend.device)
+                mask.masked_fill_(key < query - query % chunk, -torch.inf)
             if to - at == self.length:
-                self.masks[window, at, to] = mask
+                self.masks[sees, at, to] = mask
         return mask
 
 
@@ -201,17 +216,19 @@ class TorchPrefillPlan(StepPlan):
 
 
 class DecodeTiles:
-    """Holds what the layers of one window gather in a decode step, as tiles of rows [(rows, index, mask)]. The indices
-    are kept while the rows stay on their pages; the masks are made anew each step."""
+    """Holds what the layers of one window or chunk gather in a decode step, as tiles of rows [(rows, index, mask)]. The
+    indices are kept while the rows stay on their pages; the masks are made anew each step."""
 
-    def __init__(self, backend: TorchAttention, window: int) -> None:
-        self.backend, self.window = backend, window
+    def __init__(self, backend: TorchAttention, window: int, chunk: int) -> None:
+        self.backend, self.window, self.chunk = backend, window, chunk
         self.first: Array = np.zeros(0, dtype=np.int64)  # each row's first page that it sees
         self.tiles: list[tuple[slice, torch.Tensor, torch.Tensor]] = []
 
     def plan(self, table: npt.NDArray[np.int32], where: Array, changed: bool) -> None:
         backend, block = self.backend, self.backend.block_tokens
         first = np.maximum(where - self.window + 1, 0) // block if self.window else np.zeros_like(where)
+        if self.chunk:
+            first = where // self.chunk * self.chunk // block
         last = where // block
         per_page = 2 * backend.kv_heads * block * backend.head_dim
         height = max(1, backend.scratch_elements // (per_page * int((last - first).max() + 1)))
@@ -235,6 +252,8 @@ class DecodeTiles:
         hidden = at > last
         if self.window:
             hidden |= at <= last - self.window
+        if self.chunk:
+            hidden |= at < last - backend.tensor(where % self.chunk)[:, None]
         mask = torch.zeros(hidden.shape, dtype=backend.dtype, device=backend.device)
         return mask.masked_fill_(hidden, -torch.inf)[:, None, None]
 
@@ -245,7 +264,7 @@ class TorchDecodePlan(StepPlan):
     def __init__(self, backend: TorchAttention) -> None:
         self.backend = backend
         self.table = PageTable(backend)
-        self.tiles = {spec.window: DecodeTiles(backend, spec.window) for spec in backend.specs}
+        self.tiles = {spec.sees: DecodeTiles(backend, *spec.sees) for spec in backend.specs}
         self.positions = torch.empty(0, dtype=torch.int64)
         self.page_ids = torch.empty(0, dtype=torch.int64)
         self.slots = torch.empty(0, dtype=torch.int64)
@@ -275,7 +294,8 @@ class TorchDecodePlan(StepPlan):
             raise InternalError(f"{len(q)} rows for a plan of {len(self.positions)}: a newer one has been made")
         out = backend.answer(qkv) if out is None else out
         heads = out.view(q.shape)
-        for rows, index, mask in self.tiles[spec.window].tiles:
+        sinks = None if spec.sinks is None else spec.sinks.view(backend.kv_heads, backend.group, 1)
+        for rows, index, mask in self.tiles[spec.sees].tiles:
             k, v = backend.gather(layer, index, rows.stop - rows.start)
-            heads[rows] = softmax_attention(q[rows], k, v, mask, spec)
+            heads[rows] = softmax_attention(q[rows], k, v, mask, spec, sinks=sinks)
         return out

@@ -48,7 +48,7 @@ class TritonAttention(AttentionBackend):
         self.layers = [pages[:, layer] for layer in range(self.num_layers)]
         on_gpu = self.device.type == "cuda"
         self.processors = torch.cuda.get_device_properties(self.device).multi_processor_count if on_gpu else PROCESSORS
-        self.windows = sorted({spec.window for spec in self.specs})
+        self.windows = sorted({spec.sees for spec in self.specs})  # and chunks
         self.tile = tiles_for(self.head_dim, pages.element_size(), self.block_tokens).keys
         self.variant = usual(self.head_dim, pages.element_size(), self.block_tokens)  # of prefill
         self.decode_tables = DecodeTables(self, ROW_MULTIPLE, 8)
@@ -95,7 +95,11 @@ class TritonPlan(StepPlan):
         write_kv(qkv, self.layers[layer], self.slots)
 
     def rotate_and_write(self, layer: int, qkv: torch.Tensor, rotation: Rotation) -> None:
-        rotate_and_write(qkv, self.layers[layer], self.slots, rotation)
+        pages = self.layers[layer]
+        if rotation.heads + 2 * pages.shape[2] == qkv.shape[1]:  # of queries alone: the kernel rotates keys as well
+            super().rotate_and_write(layer, qkv, rotation)
+        else:
+            rotate_and_write(qkv, pages, self.slots, rotation)
 
 
 class TritonPrefillPlan(TritonPlan):
@@ -158,18 +162,18 @@ class Mirrored:
 
 
 class WorkList:
-    """Lists the shares of a step for the layers of one window (`kernels.decode.shares_of`), as views of the step's
-    inputs on the host and on the device. `used` is how many entries the step has; `split` tells that some row has other
-    than one share."""
+    """Lists the shares of a step for the layers of one window or chunk (`kernels.decode.shares_of`), as views of the
+    step's inputs on the host and on the device. `used` is how many entries the step has; `split` tells that
+    some row has other than one share."""
 
     def __init__(
         self,
         backend: TritonAttention,
-        window: int,
+        sees: tuple[int, int],
         host: tuple[np.ndarray, np.ndarray],
         device: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        self.window, self._backend = window, backend
+        (self.window, self.chunk), self._backend = sees, backend
         self._work, self._joins = host
         self.work, self.joins = device
         self.used, self.split = 0, True
@@ -179,14 +183,14 @@ class WorkList:
         backend, tile = self._backend, self._backend.tile
         self._age += 1
         if len(lengths) != self._rows or self._age >= CHOICE_STEPS:
-            _, tiles = tiles_of(lengths, self.window, tile)
+            _, tiles = tiles_of(lengths, self.window, tile, self.chunk)
             self._longest = longest_share(tiles, backend.kv_heads, backend.processors)
             self._rows, self._age = len(lengths), 0
-        work, joins = shares_of(lengths, self.window, tile, self._longest)
+        work, joins = shares_of(lengths, self.window, tile, self._longest, self.chunk)
         # Rows may have been replaced by longer ones since the choice.
         while len(work) > most_shares(len(lengths), backend.kv_heads, backend.processors):
             self._longest *= 2
-            work, joins = shares_of(lengths, self.window, tile, self._longest)
+            work, joins = shares_of(lengths, self.window, tile, self._longest, self.chunk)
         self.used, self.split = len(work), bool((joins[:, 1] != 1).any())
         self._work[: len(work)] = work
         self._work[len(work) :] = 0  # begins where it ends: none
@@ -207,12 +211,12 @@ class DecodeTables:
         host, device = self.step.host, self.step.device
         self._columns = host[:columns].reshape(STEP_COLUMNS, self.rows)
         self.token_ids, self.positions, self.slots, self.lengths = device[:columns].view(STEP_COLUMNS, -1).unbind()
-        self.lists: dict[int, WorkList] = {}
-        for at, window in zip(range(columns, len(host), lists), backend.windows, strict=True):
+        self.lists: dict[tuple[int, int], WorkList] = {}
+        for at, sees in zip(range(columns, len(host), lists), backend.windows, strict=True):
             joins = at + 4 * entries
-            self.lists[window] = WorkList(
+            self.lists[sees] = WorkList(
                 backend,
-                window,
+                sees,
                 (host[at:joins].reshape(-1, 4), host[joins : at + lists].reshape(-1, 2)),
                 (device[at:joins].view(-1, 4), device[joins : at + lists].view(-1, 2)),
             )
@@ -285,7 +289,7 @@ class DecodePlan(TritonPlan):
     def attend(self, layer: int, qkv: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         backend, tables, spec = self.backend, self.tables, self.backend.specs[layer]
         out = backend.answer(qkv) if out is None else out
-        work = tables.lists[spec.window]
+        work = tables.lists[spec.sees]
         paged_decode(
             qkv,
             backend.layers[layer],

@@ -126,7 +126,7 @@ class Attend {
 
  public:
   Attend(const at::Tensor& pages, int64_t layer, const at::Tensor& qkv, const Step& step, double scale, int64_t window,
-         double softcap, at::Tensor& out)
+         int64_t chunk, double softcap, const float* sinks, at::Tensor& out)
       : pages_(pages, layer),
         step_(step),
         qkv_(qkv.const_data_ptr<T>()),
@@ -141,6 +141,8 @@ class Attend {
         unit_(std::is_same_v<T, c10::BFloat16> ? tile_unit() : nullptr),
         rows_(unit_ ? BANDS * ROWS : ROWS),
         window_(window),
+        chunk_(chunk),
+        sinks_(sinks),
         bend_{static_cast<float>(scale), static_cast<float>(softcap)} {}
 
   void run() {
@@ -171,7 +173,10 @@ class Attend {
   }
 
  private:
-  int64_t seen_from(int64_t position) const { return window_ ? std::max<int64_t>(0, position - window_ + 1) : 0; }
+  int64_t seen_from(int64_t position) const {
+    if (chunk_) return position - position % chunk_;
+    return window_ ? std::max<int64_t>(0, position - window_ + 1) : 0;
+  }
 
   int64_t parts(const Sequence& seq) const {
     return (seq.start + 1 - seen_from(seq.start) + PART - 1) / PART;
@@ -306,8 +311,11 @@ class Attend {
       if (left_[piece.sequence * pages_.kv_heads + piece.head].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
       o = scratch.take<float>(partial_floats());
       join(partials_ + mine - piece.at * pages_.kv_heads * partial_floats(), count, o);
-      sum = o + group_ * width_ + group_;
+      top = o + group_ * width_;
+      sum = top + group_;
     }
+    if (sinks_)  // once, whatever the context was cut into
+      for (int64_t g = 0; g < group_; g++) sum[g] += std::exp2(sinks_[piece.head * group_ + g] * LOG2E - top[g]);
     for (int64_t g = 0; g < group_; g++) put(seq.first, piece.head * group_ + g, o + g * width_, sum[g]);
   }
 
@@ -318,6 +326,7 @@ class Attend {
     for (int64_t g = 0; g < group_; g++) {
       float top = NEVER;
       for (int64_t i = 0; i < count; i++) top = std::max(top, partials[i * apart + tops + g]);
+      o[tops + g] = top;
       for (int64_t i = 0; i < count; i++) {
         const float* part = partials + i * apart;
         const float weight = std::exp2(part[tops + g] - top);
@@ -327,7 +336,7 @@ class Attend {
     }
   }
 
-  // Queries as words [depth][lanes], and their softmax before any token; `line` is room for one query. Inlined, so that
+  // Queries as words [depth][lanes], and their softmax before any token, of the sink alone; `line` is room for one query. Inlined, so that
   // `lanes` is a constant in `block`.
   [[gnu::always_inline]] void begin(const Piece& piece, const Sequence& seq, int64_t rows, int64_t lanes, Running& run,
                                     float* q, E* line) const {
@@ -336,8 +345,9 @@ class Attend {
       stage(query(seq.first + at / group_, piece.head * group_ + at % group_), line);
       for (int64_t d = 0; d < words_; d++) q[d * lanes + r] = reinterpret_cast<const float*>(line)[d];
       run.last[r] = static_cast<int32_t>(seq.start + at / group_);
-      run.top[r] = NEVER;
-      run.sum[r] = 0.0f;
+      run.before[r] = static_cast<int32_t>(seen_from(run.last[r]) - 1);
+      run.top[r] = sinks_ ? sinks_[piece.head * group_ + at % group_] * LOG2E : NEVER;
+      run.sum[r] = sinks_ ? 1.0f : 0.0f;
     }
   }
 
@@ -362,7 +372,7 @@ class Attend {
       __m512 most[MV];
       block_scores<E, MV>(q, k, v, n, next, words_, s, most);
       const bool masked = t + n - 1 > run.last[0] || t < seen_from(run.last[rows - 1]);
-      block_weights<E, MV>(s, most, t, n, bend_, window_, masked, run);
+      block_weights<E, MV>(s, most, t, n, bend_, window_ || chunk_, masked, run);
       const int64_t steps = (n + PACK<E> - 1) / PACK<E>;
       for (int64_t i = 0; i < steps; i++) {
         if constexpr (PACK<E> == 2) {
@@ -411,7 +421,7 @@ class Attend {
           if (seen <= 0 || t + n <= seen_from(oldest)) continue;
           band_scores(*unit_, bands[b], k, 2 * width_, seen, width_, s);
           const bool masked = t + seen - 1 > oldest || t < seen_from(newest);
-          BAND_WEIGHTS[bands[b].lanes / 16 - 1](s, t, seen, bend_, window_, masked, run);
+          BAND_WEIGHTS[bands[b].lanes / 16 - 1](s, t, seen, bend_, window_ || chunk_, masked, run);
           band_values(*unit_, bands[b], turned, s, seen, width_);
         }
       }
@@ -457,7 +467,8 @@ class Attend {
   const bool staged_;
   const TileUnit* const unit_;  // for blocks of queries
   const int64_t rows_;          // (query, head) pairs of such a block
-  const int64_t window_;
+  const int64_t window_, chunk_;  // at most one is not 0
+  const float* const sinks_;      // of each query head, or null
   const Bend bend_;
   std::vector<Piece> pieces_;
   bool blocks_ = false;  // the first pieces are blocks of queries
@@ -477,15 +488,20 @@ void write_kv(at::Tensor pages, int64_t layer, const at::Tensor& qkv, const at::
 }
 
 at::Tensor paged_attention(const at::Tensor& pages, int64_t layer, const at::Tensor& qkv, const at::Tensor& sequences,
-                           const at::Tensor& table, double scale, int64_t window, double softcap) {
+                           const at::Tensor& table, double scale, int64_t window, int64_t chunk, double softcap,
+                           const std::optional<at::Tensor>& sinks) {
   attention::check(pages, layer, qkv);
   const attention::Step step = attention::step_of(sequences, table, qkv.size(0));
   const int64_t heads = qkv.size(1) - 2 * pages.size(3);
   TORCH_CHECK(heads > 0 && heads % pages.size(3) == 0, heads, " query heads over ", pages.size(3), " KV heads");
   TORCH_CHECK(scale > 0, "scale is ", scale, ", must be positive");
+  TORCH_CHECK(!window || !chunk, "a layer has a window or a chunk, not both");
+  TORCH_CHECK(!sinks || (sinks->scalar_type() == at::kFloat && sinks->is_contiguous() && sinks->numel() == heads),
+              "sinks [H] are float32");
   at::Tensor out = at::empty({qkv.size(0), heads * pages.size(5)}, qkv.options());
   attention::for_dtype(pages, [&]<typename T>(T) {
-    attention::Attend<T>(pages, layer, qkv, step, scale, window, softcap, out).run();
+    const float* of_heads = sinks ? sinks->const_data_ptr<float>() : nullptr;
+    attention::Attend<T>(pages, layer, qkv, step, scale, window, chunk, softcap, of_heads, out).run();
   });
   return out;
 }

@@ -65,18 +65,18 @@ inline void band_scores(const TileUnit& unit, const Band& band, const void* cons
 
 // The weights of n scores, as words of two tokens each, zeros from n to the next 32.
 template <int MV>
-void band_weights(float* s, int64_t t0, int64_t n, Bend bend, int64_t window, bool masked, Running& run) {
+void band_weights(float* s, int64_t t0, int64_t n, Bend bend, bool bounded, bool masked, Running& run) {
   __m512 most[MV];
   for (int m = 0; m < MV; m++) {
     most[m] = _mm512_set1_ps(NEVER);
     for (int64_t t = 0; t < n; t++) most[m] = _mm512_max_ps(most[m], _mm512_load_ps(s + (t * MV + m) * 16));
   }
-  block_weights<c10::BFloat16, MV>(s, most, t0, n, bend, window, masked, run);
+  block_weights<c10::BFloat16, MV>(s, most, t0, n, bend, bounded, masked, run);
   const int64_t pairs = (n + 1) / 2, whole = (n + TILE_DEPTH - 1) / TILE_DEPTH * (TILE_DEPTH / 2);
   std::fill(s + pairs * MV * 16, s + whole * MV * 16, 0.0f);
 }
 
-using BandWeights = void (*)(float*, int64_t, int64_t, Bend, int64_t, bool, Running&);
+using BandWeights = void (*)(float*, int64_t, int64_t, Bend, bool, bool, Running&);
 constexpr BandWeights BAND_WEIGHTS[] = {band_weights<1>, band_weights<2>, band_weights<3>, band_weights<4>};
 
 // o[d][lane] = o[d][lane] * fade[lane] + Σ v[t][d] p[t][lane] for t < n.

@@ -127,13 +127,14 @@ inline __m512i paired(__m512 low, __m512 high) {
 // are to be multiplied by.
 struct Running {
   alignas(64) float top[ROWS], sum[ROWS], fade[ROWS];
-  alignas(64) int32_t last[ROWS];  // position of each row's query: what it sees last
+  alignas(64) int32_t last[ROWS];    // position of each row's query: what it sees last
+  alignas(64) int32_t before[ROWS];  // the token before the first that it sees
 };
 
 // Turns a tile of scores into weights, in place: words [ceil(n / PACK)][16 MV]. `most` are the largest scores; `masked`:
-// some row does not see all of the tokens [t0, t0 + n).
+// some row does not see all of the tokens [t0, t0 + n); `bounded`: rows do not see all tokens before their own.
 template <typename E, int MV>
-void block_weights(float* s, const __m512* most, int64_t t0, int64_t n, Bend bend, int64_t window, bool masked,
+void block_weights(float* s, const __m512* most, int64_t t0, int64_t n, Bend bend, bool bounded, bool masked,
                    Running& run) {
   const __m512 never = _mm512_set1_ps(NEVER);
   const bool bent = bend.softcap != 0.0f;  // before the largest is known, not while weights are made
@@ -143,12 +144,12 @@ void block_weights(float* s, const __m512* most, int64_t t0, int64_t n, Bend ben
     __m512 top = most[m];
     if (bent || masked) {
       const __m512i last = _mm512_load_si512(run.last + m * 16);
-      const __m512i before = _mm512_sub_epi32(last, _mm512_set1_epi32(static_cast<int32_t>(window)));
+      const __m512i before = _mm512_load_si512(run.before + m * 16);
       top = never;
       for (int64_t t = 0; t < n; t++) {
         const __m512i at = _mm512_set1_epi32(static_cast<int32_t>(t0 + t));
         __mmask16 hidden = _mm512_cmpgt_epi32_mask(at, last);
-        if (window) hidden |= _mm512_cmple_epi32_mask(at, before);
+        if (bounded) hidden |= _mm512_cmple_epi32_mask(at, before);
         const __m512 x = _mm512_load_ps(column + t * MV * 16);
         const __m512 seen = _mm512_mask_mov_ps(bent ? bend(x) : x, hidden, never);
         _mm512_store_ps(column + t * MV * 16, seen);

@@ -19,7 +19,7 @@ TORCH_LIBRARY(kvmesh, m) {
   m.def("write_kv(Tensor(a!) pages, int layer, Tensor qkv, Tensor sequences, Tensor table) -> ()");
   m.def(
       "paged_attention(Tensor pages, int layer, Tensor qkv, Tensor sequences, Tensor table, float scale, int window, "
-      "float softcap) -> Tensor");
+      "int chunk, float softcap, Tensor? sinks) -> Tensor");
   m.def("delta_convolve(Tensor x, Tensor weight, Tensor(a!) known, Tensor slots, Tensor runs) -> Tensor");
   m.def(
       "delta_rule(Tensor x, Tensor log_decay, Tensor rate, Tensor(a!) states, Tensor slots, Tensor runs) -> Tensor");

@@ -34,7 +34,8 @@ at::Tensor gated(const at::Tensor& x, bool gelu);
 void write_kv(at::Tensor pages, int64_t layer, const at::Tensor& qkv, const at::Tensor& sequences,
               const at::Tensor& table);
 at::Tensor paged_attention(const at::Tensor& pages, int64_t layer, const at::Tensor& qkv, const at::Tensor& sequences,
-                           const at::Tensor& table, double scale, int64_t window, double softcap);
+                           const at::Tensor& table, double scale, int64_t window, int64_t chunk, double softcap,
+                           const std::optional<at::Tensor>& sinks);
 
 // delta.cpp. `runs` int32 [sequences, 2] (first token, length) and `slots` int64 [sequences] describe a step; states are
 // changed in place.

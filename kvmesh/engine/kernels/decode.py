@@ -64,13 +64,17 @@ def _attend(
     TILE: tl.constexpr,
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
+    CHUNKED: tl.constexpr,
 ):
     work += tl.program_id(0) * 4
     kv_head = tl.program_id(1)
     row, begin, end, slot = tl.load(work), tl.load(work + 1), tl.load(work + 2), tl.load(work + 3)
     if begin < end:
         length = tl.load(lengths + row)
-        first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
+        if CHUNKED:  # noqa: SIM108  # a ternary operator computes both; `window` is the chunk
+            first = (length - 1) // window * window
+        else:
+            first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
         member = tl.arange(0, PADDED_GROUP)
         at = tl.arange(0, PADDED)
         head = kv_head * GROUP + member
@@ -144,10 +148,13 @@ def _join(
         tl.store(out + row * out_row + head * DIM + at, answer.to(out.dtype.element_ty), mask=at < DIM)
 
 
-def tiles_of(lengths: Longs, window: int, tile: int) -> tuple[Longs, Longs]:
-    """Returns, for rows that attend to `lengths` tokens of which they see the last `window` (0: all), the first tile of
-    `tile` tokens that each sees, and how many tiles it sees."""
+def tiles_of(lengths: Longs, window: int, tile: int, chunk: int = 0) -> tuple[Longs, Longs]:
+    """Returns, for rows that attend to `lengths` tokens of which they see the last `window` (0: all), or those since
+    the last multiple of `chunk` (0: all), the first tile of `tile` tokens that each sees, and how many tiles it
+    sees."""
     first = np.maximum(lengths - window, 0) // tile if window else np.zeros_like(lengths)
+    if chunk:
+        first = np.maximum(lengths - 1, 0) // chunk * chunk // tile
     return first, -(-lengths // tile) - first
 
 
@@ -177,10 +184,10 @@ def most_shares(rows: int, kv_heads: int, processors: int) -> int:
     return -(-processors * CROWDS[-1] // kv_heads) + rows
 
 
-def shares_of(lengths: Longs, window: int, tile: int, longest: int) -> tuple[Ints, Ints]:
+def shares_of(lengths: Longs, window: int, tile: int, longest: int, chunk: int = 0) -> tuple[Ints, Ints]:
     """Returns the list of work int32 `[shares, 4]`, the longest first, and FIRST and COUNT of each row, int32 `[rows,
     2]`. No share is longer than `longest` tiles; the other arguments are those of `tiles_of`."""
-    first, tiles = tiles_of(lengths, window, tile)
+    first, tiles = tiles_of(lengths, window, tile, chunk)
     counts = -(-tiles // longest)
     slots = np.cumsum(counts) - counts
     rows = np.repeat(np.arange(len(lengths)), counts)
@@ -201,16 +208,15 @@ def paged_decode(
     spec: AttentionSpec,
     scratch: torch.Tensor,
     out: torch.Tensor,
-    sinks: torch.Tensor | None = None,
 ) -> None:
     """Fills `out [rows, H * D]`; a row of length 0 with zeros.
 
     `qkv [rows, H + 2K, D]`, of which only the queries are read; `pages [num_pages, 2, K, block_tokens, D]`; `table`
     int32 `[>= rows, width]`: the pages of each row; `lengths` int32 `[>= rows]`: tokens that each row attends to, the
     last one its own. `work [entries, 4]` and `joins [>= rows, 2]` are `shares_of` for these lengths, tiles of
-    `tiles_for(...).keys` and the spec's window; entries that begin where they end are none. `joins` None: no row has
-    other than one share. `scratch`: float32, `scratch_elements` of the slots. `sinks` float32 `[H]`: a logit of each
-    head that takes part in the softmax and adds nothing."""
+    `tiles_for(...).keys` and the spec's window or chunk; entries that begin where they end are none. `joins` None: no
+    row has other than one share. `scratch`: float32, `scratch_elements` of the slots."""
+    sinks = spec.sinks
     _, _, kv_heads, block_tokens, dim = pages.shape
     rows, heads = qkv.shape[0], qkv.shape[1] - 2 * kv_heads
     tiles = tiles_for(dim, pages.element_size(), block_tokens)
@@ -231,7 +237,7 @@ def paged_decode(
         out.stride(0),
         spec.scale,
         spec.softcap,
-        spec.window,
+        spec.window or spec.chunk,
         GROUP=heads // kv_heads,
         PADDED_GROUP=power_of_two(heads // kv_heads),
         DIM=dim,
@@ -240,6 +246,7 @@ def paged_decode(
         TILE=tiles.keys,
         CAPPED=spec.softcap > 0,
         SINKS=sinks is not None,
+        CHUNKED=spec.chunk > 0,
         **ATTEND,
     )
     if joins is not None:

@@ -145,6 +145,7 @@ def _attend(
     CAPPED: tl.constexpr,
     FOLDED: tl.constexpr,
     SINKS: tl.constexpr,
+    CHUNKED: tl.constexpr,
 ):
     work += tl.program_id(0) * 4
     head = tl.program_id(1)
@@ -159,13 +160,23 @@ def _attend(
     where = position + member
     # Queries that fill up the tile see what the first one sees: a row that sees nothing would have no best score.
     where = tl.where(member < count, where, position)
-    oldest = tl.where(window > 0, where - window + 1, 0)
+    if CHUNKED:  # noqa: SIM108  # a ternary operator computes both; `window` is the chunk
+        oldest = where // window * window
+    else:
+        oldest = tl.where(window > 0, where - window + 1, 0)
 
     best = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     found = tl.zeros([QUERIES, PADDED], tl.float32)
-    begin = tl.where(window > 0, tl.maximum(position - window + 1, 0), 0) // TILE
-    mixed = tl.where(window > 0, begin, (position + 1) // TILE)  # the first tile that some query sees in part
+    # `mixed` is the first tile that some query sees in part.
+    if CHUNKED:
+        start = position // window * window
+        begin = start // TILE
+        alike = (start % TILE == 0) & (end - start <= window)  # all queries see the same from a tile's first token on
+        mixed = tl.where(alike, (position + 1) // TILE, begin)
+    else:
+        begin = tl.where(window > 0, tl.maximum(position - window + 1, 0), 0) // TILE
+        mixed = tl.where(window > 0, begin, (position + 1) // TILE)
     pages += head // GROUP * head_stride
     table += span * table_row
     best, total, found = _walk(
@@ -202,13 +213,12 @@ def paged_prefill(
     spec: AttentionSpec,
     out: torch.Tensor,
     variant: Variant,
-    sinks: torch.Tensor | None = None,
 ) -> None:
     """Fills `out [T, H * D]`: each row of a span attends to the tokens of its span's pages up to its own.
 
     `qkv [T, H + 2K, D]`, of which only the queries are read; `pages [num_pages, 2, K, block_tokens, D]`; `table` int32
-    `[spans, width]`: the pages of each span; `work` as of `work_of(..., variant.queries)`, on the device; `sinks`
-    as for `paged_decode`."""
+    `[spans, width]`: the pages of each span; `work` as of `work_of(..., variant.queries)`, on the device."""
+    sinks = spec.sinks
     _, _, kv_heads, block_tokens, dim = pages.shape
     heads = qkv.shape[1] - 2 * kv_heads
     if not len(work):
@@ -226,7 +236,7 @@ def paged_prefill(
         out.stride(0),
         spec.scale,
         spec.softcap,
-        spec.window,
+        spec.window or spec.chunk,
         GROUP=heads // kv_heads,
         DIM=dim,
         PADDED=power_of_two(dim),
@@ -236,6 +246,7 @@ def paged_prefill(
         CAPPED=spec.softcap > 0,
         FOLDED=variant.folded and not spec.softcap,
         SINKS=sinks is not None,
+        CHUNKED=spec.chunk > 0,
         num_warps=variant.warps,
         num_stages=variant.stages,
     )

@@ -11,13 +11,14 @@ with. So all that depends on the number of tokens alone, but the rotation, lies 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
 from kvmesh.engine import ops
 from kvmesh.engine.cache_memory import StateBackend, StateMemory
-from kvmesh.engine.config import ModelConfig
+from kvmesh.engine.config import AttentionSpec, ModelConfig
 from kvmesh.engine.kernels import kernels_for
 from kvmesh.engine.linear import Linear
 from kvmesh.engine.matrix import Matrix, read_matrix
@@ -98,6 +99,9 @@ class RowNorm:
 
 
 class Attention:
+    """Has the matrices of one layer's attention. `turns_neighbours`: in the checkpoint rope turns pairs of neighbours;
+    here they lie half a head apart."""
+
     def __init__(
         self,
         config: ModelConfig,
@@ -106,6 +110,7 @@ class Attention:
         head_norm: HeadNorm | None,
         row_norm: RowNorm | None = None,
         query_parts: int = 1,  # of a head: what the query matrix makes of it, in heads' sizes
+        turns_neighbours: bool = False,
     ) -> None:
         self.rotated_heads = config.heads + config.kv_heads
         self.heads = self.rotated_heads + config.kv_heads
@@ -116,8 +121,19 @@ class Attention:
         model, size = weights.config, config.head_dim
         heads = Cut(0, ((model.heads, query_parts * size), (model.kv_heads, size), (model.kv_heads, size)))
         names = ("qkv_proj",) if config.fused else ("q_proj", "k_proj", "v_proj")
-        self.qkv = Linear(weights, [prefix + name for name in names], config.qkv_bias, heads)
+        order = self._order() if turns_neighbours else None
+        self.qkv = Linear(weights, [prefix + name for name in names], config.qkv_bias, heads, order)
+        self.sinks = None  # float32 `[H]`
+        if config.sinks:
+            self.sinks = weights(prefix + "sinks", cut=Cut(0, ((model.heads, 1),))).float()
         self.out = Linear(weights, [prefix + "o_proj"], config.o_bias, Cut(1, ((model.heads, size),)))
+
+    def _order(self) -> torch.Tensor:
+        """Returns the outputs of queries and keys with the first of each pair before all second ones, then the
+        values."""
+        outputs = torch.arange(self.heads * self.head_dim).view(self.heads, self.head_dim)
+        turned = outputs[: self.rotated_heads]
+        return torch.cat((torch.cat((turned[:, ::2], turned[:, 1::2]), 1), outputs[self.rotated_heads :])).flatten()
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
         """Returns `qkv [T, H + 2K, D]`, to which `rotation` is still to be done."""
@@ -135,6 +151,7 @@ class AttentionBlock(Protocol):
     """Is what a layer has around attention: the product into it, the rotation, and the product out of it."""
 
     out: Linear
+    sinks: torch.Tensor | None  # float32 `[H]`
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
         """Returns what the step's `attend` takes of `x [T, hidden_size]`."""
@@ -225,12 +242,20 @@ class DecoderModel:
         self.embed_scale = float(torch.tensor(config.embedding_scale).to(weights.dtype))  # rounded as transformers does
         self.norm = RMSNorm(norm_weight(weights, NORM), config.rms_norm_eps)
         self.rope = RotaryEmbedding(config.rope, config.rotated_dim, weights.dtype, weights.device)
-        self.local_rope = self.rope
+        self.local_rope: Callable[[torch.Tensor], Angles] = self.rope
         if config.local_rope is not None:
             self.local_rope = RotaryEmbedding(config.local_rope, config.head_dim, weights.dtype, weights.device)
         self.group = weights.group
         self.words = [len(share(config.vocab_size, rank, self.group.size)) for rank in range(self.group.size)]
         self.head = self._head(weights)
+
+    @property
+    def attention(self) -> tuple[AttentionSpec, ...]:
+        """One spec for each layer, with this rank's sinks."""
+        specs = self.config.attention
+        if not self.config.sinks:
+            return specs
+        return tuple(replace(spec, sinks=layer.attention.sinks) for spec, layer in zip(specs, self.layers, strict=True))
 
     def _head(self, weights: Weights) -> Matrix:
         """Returns this rank's part of the output matrix. It is tied to the embedding only where the checkpoint brings

@@ -26,6 +26,7 @@ class LatentAttention:
     """Has the matrices of one layer's latent attention. The angles that it is given are of `latent.rope` elements."""
 
     latent: LatentConfig
+    sinks: torch.Tensor | None = None
 
     def __init__(self, config: ModelConfig, weights: Weights, prefix: str) -> None:
         assert config.latent is not None

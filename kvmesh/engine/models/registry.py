@@ -10,8 +10,10 @@ from kvmesh.engine.models import (
     gemma2,
     gemma3,
     glm4_moe,
+    gpt_oss,
     granite,
     llama,
+    llama4,
     minimax_m2,
     mistral,
     mixtral,
@@ -45,4 +47,7 @@ MODELS: Mapping[str, Callable[[ModelConfig, Weights], DecoderModel]] = {
     "DeepseekV2ForCausalLM": deepseek.build,
     "DeepseekV3ForCausalLM": deepseek.build,
     "KimiK2ForCausalLM": deepseek.build,
+    "GptOssForCausalLM": gpt_oss.build,
+    "Llama4ForCausalLM": llama4.build,
+    "Llama4ForConditionalGeneration": llama4.build,
 }

@@ -23,9 +23,7 @@ SPECS = (AttentionSpec(0.2, window=1), AttentionSpec(0.3, window=20), AttentionS
 LENGTHS = (1, 40, 0, 16, 17, 75)
 
 
-def attended(
-    batch: Paged, lengths: tuple[int, ...], spec: AttentionSpec, longest: int, sinks: torch.Tensor | None = None
-) -> tuple[torch.Tensor, ...]:
+def attended(batch: Paged, lengths: tuple[int, ...], spec: AttentionSpec, longest: int) -> tuple[torch.Tensor, ...]:
     """What the kernel says, and the oracle. The list ends with two entries that are none, as a replayed one's may."""
     from kvmesh.engine.kernels.decode import paged_decode, scratch_elements, shares_of
     from kvmesh.engine.kernels.tiles import tiles_for
@@ -34,13 +32,13 @@ def attended(
     device = batch.pages.device
     qkv, lens = batch.qkv(rows), torch.tensor(lengths, dtype=torch.int32, device=device)
     tile = tiles_for(shape.dim, shape.dtype.itemsize, shape.block).keys
-    shares, joins = shares_of(np.array(lengths), spec.window, tile, longest)
+    shares, joins = shares_of(np.array(lengths), spec.window, tile, longest, spec.chunk)
     work = torch.from_numpy(np.concatenate((shares, np.zeros((2, 4), np.int32)))).to(device)
     scratch = torch.full((scratch_elements(len(shares), shape.heads, shape.dim),), torch.nan, device=device)
     out = torch.full((rows, shape.heads * shape.dim), torch.nan, dtype=shape.dtype, device=device)
     ends = torch.from_numpy(joins).to(device)
-    paged_decode(qkv, batch.pages, batch.table, lens, work, ends, spec, scratch, out, sinks)
-    return out.double(), decode_oracle.paged_decode(qkv, batch.pages, batch.table, lens, spec, sinks)
+    paged_decode(qkv, batch.pages, batch.table, lens, work, ends, spec, scratch, out)
+    return out.double(), decode_oracle.paged_decode(qkv, batch.pages, batch.table, lens, spec)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -53,20 +51,29 @@ def test_equals_the_oracle(name: str, longest: int, device: torch.device) -> Non
 
 
 @pytest.mark.parametrize(
-    "spec", [AttentionSpec(0.2, window=1), AttentionSpec(0.3, window=20), AttentionSpec(2.0, softcap=3.0)]
+    "spec",
+    [
+        AttentionSpec(0.2, window=1),
+        AttentionSpec(0.3, window=20),
+        AttentionSpec(2.0, softcap=3.0),
+        AttentionSpec(0.3, chunk=20),  # LENGTHS hold a chunk's last token, 40, and the first of another, 17 of 16
+        AttentionSpec(0.3, chunk=16),
+    ],
 )
-def test_window_and_softcap(spec: AttentionSpec, device: torch.device) -> None:
+def test_window_chunk_and_softcap(spec: AttentionSpec, device: torch.device) -> None:
     shape = Shape(4, 2, 24, 16)
     got, wanted = attended(paged(shape, LENGTHS, device), LENGTHS, spec, 2)
     torch.testing.assert_close(got, wanted, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("longest", [99, 1])
-def test_sinks_take_part_in_the_softmax(longest: int, device: torch.device) -> None:
+@pytest.mark.parametrize("sees", [(0, 0), (20, 0), (0, 24)])
+def test_sinks_take_part_in_the_softmax(longest: int, sees: tuple[int, int], device: torch.device) -> None:
     """Of rows of one share and of several; a row that stands for none still leaves zeros."""
     shape = Shape(4, 2, 24, 16)
     sinks = torch.tensor([0.0, -3.0, 2.0, 40.0], device=device)
-    got, wanted = attended(paged(shape, LENGTHS, device), LENGTHS, AttentionSpec(0.3), longest, sinks)
+    spec = AttentionSpec(0.3, sees[0], chunk=sees[1], sinks=sinks)
+    got, wanted = attended(paged(shape, LENGTHS, device), LENGTHS, spec, longest)
     torch.testing.assert_close(got, wanted, atol=2e-5, rtol=2e-5)
     assert not got[2].any()
 
@@ -101,16 +108,20 @@ def test_no_processor_runs_on_when_the_others_have_ended(name: str, device: torc
 @given(
     lengths=st.lists(st.integers(0, 5000), min_size=1, max_size=40),
     window=st.sampled_from([0, 1, 16, 100, 4096]),
+    chunked=st.booleans(),
     kv_heads=st.sampled_from([1, 2, 8]),
     processors=st.integers(1, 132),
 )
-def test_shares_cover_what_each_row_sees_once(lengths: list[int], window: int, kv_heads: int, processors: int) -> None:
+def test_shares_cover_what_each_row_sees_once(
+    lengths: list[int], window: int, chunked: bool, kv_heads: int, processors: int
+) -> None:
     pytest.importorskip("triton", reason="triton is not installed: pip install 'triton>=3.6,<3.7' (Linux only)")
     from kvmesh.engine.kernels.decode import longest_share, most_shares, shares_of, tiles_of
 
     tile, array = 16, np.array(lengths)
-    longest = longest_share(tiles_of(array, window, tile)[1], kv_heads, processors)
-    work, joins = shares_of(array, window, tile, longest)
+    window, chunk = (0, window) if chunked else (window, 0)
+    longest = longest_share(tiles_of(array, window, tile, chunk)[1], kv_heads, processors)
+    work, joins = shares_of(array, window, tile, longest, chunk)
     assert len(work) <= most_shares(len(lengths), kv_heads, processors)
     sizes = work[:, 2] - work[:, 1]
     assert ((sizes > 0) & (sizes <= longest)).all()
@@ -118,6 +129,8 @@ def test_shares_cover_what_each_row_sees_once(lengths: list[int], window: int, k
     used = set()
     for row, length in enumerate(lengths):
         first = max(0, length - window) if window else 0
+        if chunk:
+            first = max(0, length - 1) // chunk * chunk
         mine = sorted(work[work[:, 0] == row].tolist(), key=lambda entry: entry[1])
         seen = [at for _, begin, end, _ in mine for at in range(begin, end)]
         assert seen == list(range(first // tile, -(-length // tile)))

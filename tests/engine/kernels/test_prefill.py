@@ -24,7 +24,6 @@ def both(
     spans: Sequence[tuple[int, int]],
     spec: AttentionSpec,
     device: torch.device,
-    sinks: torch.Tensor | None = None,
     variant: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the kernel says, and the oracle."""
@@ -36,8 +35,8 @@ def both(
     out = torch.full((rows, shape.heads * shape.dim), torch.nan, dtype=shape.dtype, device=device)
     cut = Variant(*variant) if variant else usual(shape.dim, shape.dtype.itemsize, shape.block)
     work = torch.from_numpy(work_of(spans, cut.queries)).to(device)
-    paged_prefill(qkv, batch.pages, batch.table, work, spec, out, cut, sinks)
-    return out.double(), prefill_oracle.paged_prefill(qkv, batch.pages, batch.table, spans, spec, sinks)
+    paged_prefill(qkv, batch.pages, batch.table, work, spec, out, cut)
+    return out.double(), prefill_oracle.paged_prefill(qkv, batch.pages, batch.table, spans, spec)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -48,10 +47,17 @@ def test_ragged_spans_with_and_without_a_prefix(name: str, device: torch.device)
 
 
 @pytest.mark.parametrize(
-    "spec", [AttentionSpec(0.2, window=1), AttentionSpec(0.3, window=9), AttentionSpec(2.0, softcap=3.0)]
+    "spec",
+    [
+        AttentionSpec(0.2, window=1),
+        AttentionSpec(0.3, window=9),
+        AttentionSpec(2.0, softcap=3.0),
+        AttentionSpec(0.3, chunk=20),  # a chunk begins within a tile
+        AttentionSpec(0.3, chunk=32),  # ... and with one, so that some tiles need no mask
+    ],
 )
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.float16])
-def test_window_and_softcap(spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> None:
+def test_window_chunk_and_softcap(spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> None:
     shape = Shape(4, 2, 24, 16, dtype)
     got, wanted = both(shape, RAGGED, spec, device)
     torch.testing.assert_close(got, wanted, atol=shape.tolerance, rtol=shape.tolerance)
@@ -62,7 +68,15 @@ VARIANTS = ((16, 16, 4, 2, True), (32, 32, 4, 2, False), (16, 64, 4, 3, True), (
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("spec", [AttentionSpec(0.25), AttentionSpec(0.3, window=9), AttentionSpec(2.0, softcap=3.0)])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        AttentionSpec(0.25),
+        AttentionSpec(0.3, window=9),
+        AttentionSpec(2.0, softcap=3.0),
+        AttentionSpec(0.3, chunk=32),
+    ],
+)
 def test_variants(variant: tuple[int, ...], spec: AttentionSpec, device: torch.device) -> None:
     """A table's last tile of several pages reaches beyond the request's pages: none of that may be read."""
     shape = Shape(2, 1, 24, 16, torch.float16)
@@ -87,7 +101,9 @@ def test_one_token_and_none(device: torch.device) -> None:
         torch.testing.assert_close(got, wanted, atol=2e-5, rtol=2e-5)
 
 
-def test_sinks_take_part_in_the_softmax(device: torch.device) -> None:
+@pytest.mark.parametrize("sees", [(0, 0), (7, 0), (0, 16)])
+def test_sinks_take_part_in_the_softmax(sees: tuple[int, int], device: torch.device) -> None:
     sinks = torch.tensor([0.0, 3.0], device=device)
-    got, wanted = both(Shape(2, 1, 16, 16), ((0, 3), (20, 5)), AttentionSpec(0.25), device, sinks)
+    spec = AttentionSpec(0.25, sees[0], chunk=sees[1], sinks=sinks)
+    got, wanted = both(Shape(2, 1, 16, 16), ((0, 3), (20, 5)), spec, device)
     torch.testing.assert_close(got, wanted, atol=2e-5, rtol=2e-5)

@@ -12,6 +12,7 @@ from kvmesh.engine.attention.backend import AttentionBackend, TokenSpan
 from kvmesh.engine.attention.native_backend import NativeAttention
 from kvmesh.engine.attention.torch_backend import TorchAttention
 from kvmesh.engine.config import AttentionSpec
+from tests.support.engine.prefill_oracle import oldest_seen
 
 BACKENDS: dict[str, type[AttentionBackend]] = {"torch": TorchAttention, "native": NativeAttention}
 # Of results about 1 in size: rounding of the products, of the weights (bfloat16 ones in prefill), of the result.
@@ -25,10 +26,11 @@ def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: in
     scores = torch.einsum("thd,nhd->htn", q.double(), k) * spec.scale
     if spec.softcap:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    behind = torch.arange(start, start + q.shape[0])[:, None] - torch.arange(k.shape[0])
-    hidden = (behind < 0) | ((behind >= spec.window) if spec.window else torch.zeros_like(behind, dtype=torch.bool))
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-    return torch.einsum("htn,nhd->thd", weights, v).flatten(1)
+    where, token = torch.arange(start, start + q.shape[0])[:, None], torch.arange(k.shape[0])
+    scores = scores.masked_fill((token > where) | (token < oldest_seen(spec, where)), -torch.inf)
+    if spec.sinks is not None:
+        scores = torch.cat((scores, spec.sinks.double()[:, None, None].expand(-1, len(q), 1)), -1)
+    return torch.einsum("htn,nhd->thd", scores.softmax(-1)[..., : len(k)], v).flatten(1)
 
 
 class Shape(NamedTuple):

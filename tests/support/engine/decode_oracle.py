@@ -14,7 +14,6 @@ def paged_decode(
     table: torch.Tensor,
     lengths: torch.Tensor,
     spec: AttentionSpec,
-    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`[rows, H * D]`; arguments as of `kvmesh.engine.kernels.decode.paged_decode`."""
     rows, kv_heads = qkv.shape[0], pages.shape[2]
@@ -23,5 +22,5 @@ def paged_decode(
     for row, length in enumerate(lengths[:rows].tolist()):
         if length:
             keys, values = context(pages, table[row], length)
-            out[row] = attend(qkv[row : row + 1, :heads], keys, values, length - 1, spec, sinks)[0]
+            out[row] = attend(qkv[row : row + 1, :heads], keys, values, length - 1, spec)[0]
     return out.flatten(1)
