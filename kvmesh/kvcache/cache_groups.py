@@ -99,8 +99,8 @@ def derive_groups(
 ) -> tuple[CacheGroup, ...]:
     """Returns the groups of a model whose layers keep K and V alike (or a latent: one plane) and differ in what they
     see: the last `windows[layer]` tokens or, of a layer that has none, those since the last multiple of
-    `chunks[layer]`; 0 for all, as is () of chunks. The group of all comes first, then windows, then chunks, the longest first of each. Raises
-    ConfigError when there are too many."""
+    `chunks[layer]`; 0 for all, as is () of chunks. The group of all comes first, then windows, then chunks, the longest
+    first of each. Raises ConfigError when there are too many."""
     layout = CacheLayout(planes=planes, heads=kv_heads, dim=head_dim)
     kept: dict[tuple[CacheKind, int], list[int]] = {}
     for layer, window in enumerate(windows):
