@@ -212,6 +212,8 @@ def load(
     for key, value in flags.items():
         _known(key, fields, f"from {flag_of(key, {})}")
         flag = f"from {flag_of(key, fields[key].metadata)}"
+        if isinstance(value, list | tuple) and typing.get_origin(hints[key]) is not tuple:
+            value = ",".join(value) or None  # a flag that may be given several times, for a text with commas
         if value is not None:
             found[key] = value, flag
     values = {}

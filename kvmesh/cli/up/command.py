@@ -20,7 +20,7 @@ from rich.markup import escape
 
 from kvmesh.cli import models, options, runs, serve
 from kvmesh.cli.console import console, one_line_errors
-from kvmesh.cli.up.settings import INSTANCES, MeshSettings
+from kvmesh.cli.up.settings import MeshSettings
 from kvmesh.config import load
 from kvmesh.errors import KvmeshError
 
@@ -78,7 +78,6 @@ def command() -> Callable[..., None]:
     def run(**given: Any) -> None:
         path, prompt, leave = (given.pop(name) for name in ("config", "prompt", "exit_after_prompt"))
         given = {key: None if value == [] else value for key, value in given.items()}  # a repeatable one not given
-        given |= {key: ",".join(given[key]) for key in INSTANCES if given[key]}
         settings = load(MeshSettings, given, toml=path, env=os.environ, also_known=serve.known_keys())
         code = up(settings, prompt=prompt or leave, leave=leave)
         if code:
