@@ -18,7 +18,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvmesh.kvcache import grouped_prefix
 from kvmesh.kvcache.cache_groups import CacheGroup, CacheKind, GroupPages, PrefixHit, needed_blocks
 from kvmesh.kvcache.grouped_prefix import GroupedPrefixCache
 from kvmesh.kvcache.page_pool import PageInvariantError, PagePool
@@ -367,12 +366,13 @@ class TakesTooMuch(GroupedPrefixCache):
     """A hit takes all pages of every group."""
 
     def match(self, keys: Sequence[bytes], most: int) -> tuple[PrefixHit, list[GroupPages]]:
-        needed = grouped_prefix.needed_blocks
-        try:
-            grouped_prefix.needed_blocks = lambda group, block, tokens: range(-(-tokens // block))
-            return super().match(keys, most)
-        finally:
-            grouped_prefix.needed_blocks = needed
+        hit, found = super().match(keys, most)
+        for at, (g, first, ids) in enumerate(found):
+            while g in self._sides and first and (page := self._sides[g].pages.get(keys[first - 1])) is not None:
+                self._pools[g].share([page])
+                first, ids = first - 1, (page, *ids)
+            found[at] = GroupPages(g, first, ids)
+        return hit, found
 
 
 class StopsAtTheFirstHole(GroupedPrefixCache):

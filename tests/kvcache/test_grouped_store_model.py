@@ -419,9 +419,10 @@ class BeginsBeyondTheAnchor(GroupedStore):
     """What was begun of a block whose anchor finds no room is not abandoned."""
 
     def begin(self, keys: Sequence[bytes], masks: Sequence[Mask], start: int = 0) -> list[tuple[int | None, ...]]:
-        given = [super().begin(keys, [mask & 1 for mask in masks], start)]
-        self._chained, chained = False, self._chained
-        given += [super().begin(keys, [mask & 1 << g for mask in masks], start) for g in range(1, len(self.stores))]
+        begin, chained = super().begin, self._chained
+        given = [begin(keys, [mask & 1 for mask in masks], start)]
+        self._chained = False
+        given += [begin(keys, [mask & 1 << g for mask in masks], start) for g in range(1, len(self.stores))]
         self._chained = chained
         return [tuple(given[g][i][g] for g in range(len(self.stores))) for i in range(len(masks))]
 
