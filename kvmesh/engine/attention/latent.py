@@ -130,7 +130,8 @@ class LatentBackend(AttentionBackend):
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns views of the queries `[T, H, nope + rope]` and of the rows `[T, latent + rope]`."""
         width = self.sizes.nope + self.sizes.rope
-        return qkv[:, : self.query_width].view(-1, self.num_heads, width), qkv[:, self.query_width :]
+        q = qkv[:, : self.query_width].view(qkv.shape[0], self.num_heads, width)
+        return q, qkv[:, self.query_width :]
 
     def rotate(self, qkv: torch.Tensor, rotation: Rotation) -> None:
         """Rotates the parts with position of queries and rows in place. Pairs that lie side by side come to lie half a
@@ -217,7 +218,7 @@ class LatentDecodePlan(LatentPlan):
         backend, up = self.backend, self.backend.ups[layer]
         out = backend.answer(qkv) if out is None else out
         means = self.attend_absorbed(layer, up.absorb(backend.split(qkv)[0]))
-        out.view(-1, backend.num_heads, up.value_dim).copy_(up.values(means))
+        out.view(len(out), backend.num_heads, up.value_dim).copy_(up.values(means))
         return out
 
     def attend_absorbed(self, layer: int, q: torch.Tensor) -> torch.Tensor:
@@ -259,7 +260,7 @@ class LatentPrefillPlan(LatentPlan):
     def attend(self, layer: int, qkv: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         backend, up = self.backend, self.backend.ups[layer]
         out = backend.answer(qkv) if out is None else out
-        heads, q = out.view(-1, backend.num_heads, up.value_dim), backend.split(qkv)[0]
+        heads, q = out.view(len(out), backend.num_heads, up.value_dim), backend.split(qkv)[0]
         at = 0
         for span, page_ids in zip(self.spans, self.ids, strict=True):
             own = slice(at, at + span.length)
