@@ -61,8 +61,8 @@ _FIRST_FIELDS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """Says how one layer attends: a token sees itself and the `window` - 1 tokens before it (0: all), or those since the
-    last multiple of `chunk` (0: all), never both; scores are `q·k * scale`, and with `softcap` c they become `c *
+    """Says how one layer attends: a token sees itself and the `window` - 1 tokens before it (0: all), or those since
+    the last multiple of `chunk` (0: all), never both; scores are `q·k * scale`, and with `softcap` c they become `c *
     tanh(scores / c)` (0: they stay). `sinks`, float32 `[H]`, is a logit for each of a rank's query heads that takes
     part in the softmax and has no value."""
 

@@ -71,10 +71,9 @@ def _attend(
     row, begin, end, slot = tl.load(work), tl.load(work + 1), tl.load(work + 2), tl.load(work + 3)
     if begin < end:
         length = tl.load(lengths + row)
+        first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
         if CHUNKED:  # `window` is the chunk
             first = (length - 1) // window * window
-        else:
-            first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
         member = tl.arange(0, PADDED_GROUP)
         at = tl.arange(0, PADDED)
         head = kv_head * GROUP + member
@@ -149,8 +148,9 @@ def _join(
 
 
 def tiles_of(lengths: Longs, window: int, tile: int, chunk: int = 0) -> tuple[Longs, Longs]:
-    """Returns, for rows that attend to `lengths` tokens of which they see the last `window` (0: all), or those since the
-    last multiple of `chunk` (0: all), the first tile of `tile` tokens that each sees, and how many tiles it sees."""
+    """Returns, for rows that attend to `lengths` tokens of which they see the last `window` (0: all), or those since
+    the last multiple of `chunk` (0: all), the first tile of `tile` tokens that each sees, and how many tiles it
+    sees."""
     first = np.maximum(lengths - window, 0) // tile if window else np.zeros_like(lengths)
     if chunk:
         first = np.maximum(lengths - 1, 0) // chunk * chunk // tile
