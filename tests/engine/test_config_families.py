@@ -101,6 +101,8 @@ READ: list[tuple[str, dict[str, Any]]] = [
     ("minimax_m2", FEW),
     ("minimax_m2", FEW | {"rotary_dim": 8, "head_dim": 32, "rope_theta": 1e4}),
     ("minimax_m2", FEW | {"rotary_dim": 8, "head_dim": 32, "partial_rotary_factor": 0.5}),
+    ("gpt_oss", FEW),
+    ("gpt_oss", FEW | {"layer_types": TYPES, "sliding_window": 9, "head_dim": 32, "attention_bias": False}),
 ]
 
 
@@ -142,6 +144,8 @@ def _same_ropes(ours: ModelConfig, theirs: Any) -> None:
         layered = () if ours.local_rope is None else (name,)
         cos, sin = theirs(torch.empty(0), positions[None], *layered)
         prefix = f"{name}_" if layered else ""
+        if cos.shape[-1] == len(inverse_frequencies(rope, ours.head_dim)):  # gpt-oss: of one half of the pairs alone
+            cos, sin = (torch.cat((of, of), -1) for of in (cos, sin))
         assert torch.equal(inverse_frequencies(rope, ours.head_dim), getattr(theirs, f"{prefix}inv_freq"))
         our_cos, our_sin = RotaryEmbedding(rope, ours.head_dim, torch.float32, torch.device("cpu"))(positions)
         turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
@@ -190,6 +194,19 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("glm4_moe", {"rope_scaling": LINEAR}, "rope_type='linear'.*default"),
     ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
     ("minimax_m2", {"rotary_dim": 7}, "partial_rotary_factor=.*an even part"),
+    ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config=.*mxfp4.*supported: float32"),
+    ("gpt_oss", {"sliding_window": None, "layer_types": TYPES}, "sliding_window=None.*needs a window"),
+    ("llama4_text", {"layer_types": TYPES}, "layer_types=.*full_attention and chunked_attention"),
+    ("llama4_text", {"layer_types": ["chunked_attention"]}, "layer_types=.*num_hidden_layers=7"),
+    (
+        "llama4_text",
+        {"layer_types": ["chunked_attention"] * 7, "attention_chunk_size": None},
+        "attention_chunk_size=None.*needs a chunk",
+    ),
+    ("llama4_text", {"no_rope_layers": [1, 0]}, "no_rope_layers=.*num_hidden_layers=7"),
+    ("llama4_text", {"attn_temperature_tuning": "yes"}, "attn_temperature_tuning='yes'"),
+    ("llama4_text", {"rope_scaling": LINEAR}, "rope_type='linear'.*default, llama3"),
+    ("llama4", {}, "text_config=None"),
 ]
 
 
@@ -270,7 +287,46 @@ DECIDES: list[tuple[str, dict[str, Any]]] = [
     ("glm4_moe", {"routed_scaling_factor": 2.5}),
     ("qwen3_next", {"full_attention_interval": 3}),
     ("qwen3_next", {"linear_num_value_heads": 16}),
+    ("gpt_oss", {"sliding_window": 7}),
+    ("llama4_text", {"attention_chunk_size": 7}),
+    ("llama4_text", {"no_rope_layer_interval": 2}),
+    ("llama4_text", {"attn_temperature_tuning": False}),
+    ("llama4_text", {"floor_scale": 7}),
+    ("llama4_text", {"use_qk_norm": False}),
 ]
+
+
+@pytest.mark.parametrize("keys", [{}, {"no_rope_layers": [1, 0, 1, 1, 0, 1, 1], "attention_chunk_size": 9}])
+def test_llama_4_is_read_as_transformers_reads_it(keys: dict[str, Any]) -> None:
+    from transformers import Llama4TextConfig
+
+    raw = SMALL | {"num_local_experts": 2} | keys
+    theirs, ours = Llama4TextConfig(**deepcopy(raw)), ModelConfig.from_hf(raw | {"model_type": "llama4_text"})
+    nope = () if ours.nope is None else ours.nope.layers
+    assert [int(layer not in nope) for layer in range(7)] == theirs.no_rope_layers
+    chunked = ["chunked_attention" if chunk else "full_attention" for chunk in ours.chunks]
+    assert chunked == theirs.layer_types and max(ours.chunks) == theirs.attention_chunk_size
+    assert ours.nope is not None and (ours.nope.step, ours.nope.growth) == (theirs.floor_scale, theirs.attn_scale)
+    assert ours.experts is not None and list(ours.experts.layers) == theirs.moe_layers
+    assert (ours.intermediate_size, ours.experts.inner) == (theirs.intermediate_size_mlp, theirs.intermediate_size)
+    assert (ours.head_dim, ours.rms_norm_eps) == (theirs.head_dim, theirs.rms_norm_eps)
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+
+
+def test_language_model_of_llama_4(tmp_path: Path) -> None:
+    """The same tokens where the text model lies beside another modality, by both namings."""
+    alone = make_checkpoint(tmp_path / "alone", **FAMILY_ZOO["llama4"])
+    prompt = [7 * i % 300 for i in range(70)]
+    expected = Stepper(alone).answer(prompt, 8)
+    raw = json.loads((alone / "config.json").read_text())
+    outer = {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4"}
+    (alone / "config.json").write_text(json.dumps(outer | {"text_config": raw, "vision_config": {"hidden_size": 8}}))
+    tensors = load_file(alone / "model.safetensors")
+    for before, after in (("", "language_model."), ("model.", "model.language_model.")):
+        renamed = {after + n.removeprefix(before) if n.startswith(before) else n: t for n, t in tensors.items()}
+        renamed["vision_model.embeddings.weight"] = torch.zeros(2, 2)
+        save_file(renamed, alone / "model.safetensors")
+        assert Stepper(alone).answer(prompt, 8) == expected
 
 
 @pytest.mark.parametrize(("family", "change"), DECIDES, ids=lambda value: str(value)[:50])

@@ -306,6 +306,27 @@ def test_groups_of_the_families_of_today() -> None:
     assert groups_of("MistralForCausalLM", sliding_window=None) == (everything,)
 
 
+def test_groups_of_llama_4() -> None:
+    """Layers with rope see chunks, the others everything, unless `layer_types` says otherwise."""
+    text = {"intermediate_size_mlp": 96, "num_local_experts": 2}
+    shape = CacheLayout(2, 4, 8)
+
+    def groups(**keys: object) -> tuple[CacheGroup, ...]:
+        raw = DENSE | {"architectures": ["Llama4ForCausalLM"], "rms_norm_eps": 1e-6} | text | keys
+        return ModelConfig.from_hf(raw).cache_groups
+
+    assert groups() == (
+        CacheGroup("all", (3, 7, 11), shape),
+        CacheGroup("chunk8192", (0, 1, 2, 4, 5, 6, 8, 9, 10), shape, CacheKind.CHUNK, 8192),
+    )
+    assert groups(attention_chunk_size=None) == (CacheGroup("all", tuple(range(12)), shape),)
+    types = ["full_attention"] * 2 + ["chunked_attention"] * 10
+    all_, chunk = groups(layer_types=types, no_rope_layers=[0, 1] * 6, attention_chunk_size=100)
+    assert (all_.layers, chunk.layers, chunk.keep) == ((0, 1), tuple(range(2, 12)), 100)
+    mixed = rules.derive_groups([0, 16, 0, 0], 4, 8, chunks=[0, 0, 64, 512])
+    assert [of.name for of in mixed] == ["all", "window16", "chunk512", "chunk64"]
+
+
 def test_numbers_of_groups_are_the_same_everywhere() -> None:
     """They are bits of masks that nodes send each other: what sees all is 0, then the longest window."""
     found = rules.derive_groups([16, 64, 0, 16, 0], kv_heads=4, head_dim=8)

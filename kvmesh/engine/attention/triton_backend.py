@@ -163,8 +163,8 @@ class Mirrored:
 
 class WorkList:
     """Lists the shares of a step for the layers of one window or chunk (`kernels.decode.shares_of`), as views of the
-    step's inputs on the host and on the device. `used` is how many entries the step has; `split` tells that
-    some row has other than one share."""
+    step's inputs on the host and on the device. `used` is how many entries the step has; `split` tells that some row
+    has other than one share."""
 
     def __init__(
         self,

@@ -71,10 +71,9 @@ def _attend(
     row, begin, end, slot = tl.load(work), tl.load(work + 1), tl.load(work + 2), tl.load(work + 3)
     if begin < end:
         length = tl.load(lengths + row)
-        if CHUNKED:  # noqa: SIM108  # a ternary operator computes both; `window` is the chunk
+        first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
+        if CHUNKED:  # `window` is the chunk
             first = (length - 1) // window * window
-        else:
-            first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
         member = tl.arange(0, PADDED_GROUP)
         at = tl.arange(0, PADDED)
         head = kv_head * GROUP + member

@@ -160,10 +160,9 @@ def _attend(
     where = position + member
     # Queries that fill up the tile see what the first one sees: a row that sees nothing would have no best score.
     where = tl.where(member < count, where, position)
-    if CHUNKED:  # noqa: SIM108  # a ternary operator computes both; `window` is the chunk
+    oldest = tl.where(window > 0, where - window + 1, 0)
+    if CHUNKED:  # `window` is the chunk
         oldest = where // window * window
-    else:
-        oldest = tl.where(window > 0, where - window + 1, 0)
 
     best = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)

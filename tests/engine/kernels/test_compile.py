@@ -16,7 +16,7 @@ SPILLS = {("prefill", "bf16", "256"): 72, ("decode", "fp32", "96"): 256, ("prefi
 
 def most_shared(name: str) -> int:
     """What the kernel may take. Candidates of prefill, `prefill/N`, are measured on a Hopper GPU alone."""
-    return HOPPER_SHARED if "/" in name else SMALLEST_SHARED
+    return HOPPER_SHARED if name[-1].isdigit() else SMALLEST_SHARED
 
 
 @pytest.mark.slow
@@ -33,7 +33,7 @@ def test_every_kernel_compiles_for_a_gpu_fits_it_and_does_not_spill(
     assert done.returncode == 0, done.stderr[-3000:]
     print(done.stdout)  # `-s` shows shared memory, registers and spills
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 89 + (7 if capability == "90" else 0)
+    assert len(lines) == 91 + (7 if capability == "90" else 0)
     assert all(int(shared) <= most_shared(name) for name, *_, shared, _, _ in lines), done.stdout
     spilling = {tuple(line[:3]): int(line[5]) for line in lines if line[5] != "0"}
     assert all(stack <= SPILLS.get(kernel, 0) for kernel, stack in spilling.items()), spilling

@@ -111,9 +111,16 @@ def main(capability: int) -> None:
         tiles = tiles_for(dim, ITEMSIZE[dtype], block)
         size = {"DIM": dim, "PADDED": tiles.padded_dim}
         paged = size | {"TILE": tiles.keys, "GROUP": group, "BLOCK_TOKENS": block, "CAPPED": capped, "SINKS": True}
+        paged["CHUNKED"] = False
         attend = {"warps": decode.ATTEND["num_warps"], "stages": decode.ATTEND["num_stages"]}
         show("write", dtype, dim, write._write, 1, **size)
         show("decode", dtype, dim, decode._attend, **attend, **paged, PADDED_GROUP=power_of_two(group))
+        if (dtype, dim) == ("bf16", 128):  # Llama 4's
+            chunked = paged | {"SINKS": False, "CHUNKED": True}
+            cut = prefill.usual(dim, ITEMSIZE[dtype], block)
+            of_cut = {"TILE": cut.keys, "QUERIES": cut.queries, "FOLDED": cut.folded}
+            show("decode/chunked", dtype, dim, decode._attend, **attend, **chunked, PADDED_GROUP=power_of_two(group))
+            show("prefill/chunked", dtype, dim, prefill._attend, cut.warps, cut.stages, **chunked | of_cut)
         show("join", dtype, dim, decode._join, 4, **size, AT_ONCE=decode.JOINED_AT_ONCE, SINKS=True)
         own = (dtype, dim, block, capability) == ("bf16", 128, 64, 90)  # candidates are measured on Hopper
         for at, cut in enumerate((prefill.usual(dim, ITEMSIZE[dtype], block), *(prefill.CANDIDATES if own else ()))):
