@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvmesh.engine.config_delta import DeltaConfig
 from kvmesh.engine.config_experts import ExpertsConfig
@@ -20,9 +20,6 @@ from kvmesh.engine.config_read import bad, boolean, integer, positive
 from kvmesh.engine.config_rope import RopeConfig, max_context, read_ropes
 from kvmesh.errors import CheckpointError
 from kvmesh.kvcache.cache_groups import CacheGroup, CacheLayout, check_groups, derive_groups
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["DTYPES", "AttentionSpec", "ExpertsConfig", "ModelConfig", "RopeConfig"]
 
@@ -72,7 +69,7 @@ class AttentionSpec:
     window: int = 0
     softcap: float = 0.0
     chunk: int = 0
-    sinks: torch.Tensor | None = field(default=None, compare=False)
+    sinks: Any = field(default=None, compare=False)  # a tensor, which this file has no import for; None: no sinks
 
     @property
     def sees(self) -> tuple[int, int]:
