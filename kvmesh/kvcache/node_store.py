@@ -60,6 +60,9 @@ class NodeStore:
     stores of a node. Misuse, such as sealing what was never begun, raises PageInvariantError: it is a bug.
     """
 
+    # `evict_one` has evicted a block. Of the class: a store of a single group has the attributes that it always had.
+    on_evicted_one: Callable[[bytes], None] | None = None
+
     def __init__(
         self,
         total: int,
@@ -96,7 +99,6 @@ class NodeStore:
         self._evicted = 0
         self.journals: list[Journal] = []
         self.on_added: Callable[[bytes], None] | None = None  # a block is sealed; it may say `replicated`, nothing else
-        self.on_evicted_one: Callable[[bytes], None] | None = None  # `evict_one` has evicted a block
         self._max_leases = max_leases
         self._writing: dict[bytes, int] = {}
         self._lengths: dict[bytes, int] = {}  # of what is being written: blocks of its prompt
