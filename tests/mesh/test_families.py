@@ -46,6 +46,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": FAMILY_ZOO["qwen3_moe"],
     "olmo3": FAMILY_ZOO["olmo3"],
     "glm4_moe": FAMILY_ZOO["glm4_moe"],
+    "gpt_oss": FAMILY_ZOO["gpt_oss"],
+    "llama4": FAMILY_ZOO["llama4"],
 }
 EACH = pytest.mark.parametrize("name", FAMILIES)
 
