@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import socket
@@ -211,6 +212,8 @@ def load(
     for key, value in flags.items():
         _known(key, fields, f"from {flag_of(key, {})}")
         flag = f"from {flag_of(key, fields[key].metadata)}"
+        if isinstance(value, list | tuple) and typing.get_origin(hints[key]) is not tuple:
+            value = ",".join(value) or None  # a flag that may be given several times, for a text with commas
         if value is not None:
             found[key] = value, flag
     values = {}
@@ -295,7 +298,10 @@ def _convert(value: Any, hint: Any, refuse: typing.Callable[[str], ConfigError])
         options = [a for a in typing.get_args(hint) if a is not type(None)]
         if value is None or (value == "" and str not in options):
             return None
-        return _convert(value, options[0], refuse)
+        for option in options[:-1]:
+            with contextlib.suppress(ConfigError):
+                return _convert(value, option, refuse)
+        return _convert(value, options[-1], refuse)
     if origin is typing.Literal:
         choices = typing.get_args(hint)
         if value not in choices:

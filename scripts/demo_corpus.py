@@ -221,10 +221,11 @@ def _context(rng: random.Random, known: list[Fact], fillers: int) -> str:
     return separator.join(([intro] if intro else []) + lines)
 
 
-def heldout(seed: int, count: int, *, n_facts: int | None = None) -> list[HeldOut]:
+def heldout(seed: int, count: int, *, n_facts: int | None = None, fillers: int | None = None) -> list[HeldOut]:
     """Return ``count`` evaluation chats on combinations that training never saw.
 
-    A context has 26 to 40 facts (about 200 to 430 tokens) unless ``n_facts`` sets the number.
+    A context has 26 to 40 facts (about 200 to 430 tokens) unless ``n_facts`` sets the number, and up to
+    4 sentences that state nothing unless ``fillers`` does.
     A third of the chats has a system message, and a third asks in a second turn.
     """
     items = []
@@ -232,7 +233,8 @@ def heldout(seed: int, count: int, *, n_facts: int | None = None) -> list[HeldOu
         rng = random.Random(f"heldout/{seed}/{index}")
         known = facts(rng.randrange(1 << 30), n_facts or rng.randint(26, 40), held_out=True)
         asked, earlier = rng.sample(known, 2) if len(known) > 1 else (known[0], known[0])
-        text = _context(rng, known, rng.randint(0, 4))
+        few = rng.randint(0, 4)
+        text = _context(rng, known, few if fillers is None else fillers)
         messages: list[Message] = []
         if rng.random() < 1 / 3:
             messages.append({"role": "system", "content": rng.choice(SYSTEMS)})
@@ -248,8 +250,11 @@ def heldout(seed: int, count: int, *, n_facts: int | None = None) -> list[HeldOu
     return items
 
 
-def training_chat(seed: int, n_facts: int, n_questions: int) -> list[Message]:
+def training_chat(seed: int, n_facts: int, n_questions: int, *, fillers: int | None = None) -> list[Message]:
     """Return one training chat: a context of about ``n_facts`` facts, then many questions on it.
+
+    ``fillers`` is how many sentences that state nothing (7.5 tokens each on average) lie between the facts:
+    by default a few.
 
     Facts come in the first user turn, in the system message, or partly in a later turn, so
     that the model learns to read them wherever they stand.
@@ -257,7 +262,8 @@ def training_chat(seed: int, n_facts: int, n_questions: int) -> list[Message]:
     rng = random.Random(f"train/{seed}")
     known = facts(rng.randrange(1 << 30), n_facts)
     late = [known.pop() for _ in range(rng.randint(1, 3))] if n_facts > 8 and rng.random() < 0.15 else []
-    text = _context(rng, known, rng.randint(0, 1 + n_facts // 8))
+    few = rng.randint(0, 1 + n_facts // 8)
+    text = _context(rng, known, few if fillers is None else fillers)
     messages: list[Message] = []
     prefix = ""
     style = rng.random()

@@ -1,8 +1,6 @@
-"""The model of the demo checkpoint: Qwen3 in plain torch, and the state it is trained from.
+"""The model of the demo checkpoint demo-model: Qwen3 in plain torch, and the state it is trained from.
 
-A model this small spends most of its training on finding the two heads that every solution
-has: one that reads the tokens just before, one that looks up what follows where the same
-stood before. :func:`wire` starts it with rough ones, and training makes the rest of them.
+:func:`wire` starts the first two layers as ``scripts/demo_wiring.py`` says.
 """
 
 from __future__ import annotations
@@ -14,13 +12,35 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
 
+from scripts.demo_wiring import CODE, CONTENT, spread
+
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, INNER = 160, 4, 4, 2, 64, 256
 THETA = 1e6
 # Rotary pairs before this one turn by more than a radian over a context, so they tell distances; the
 # later ones hardly turn, so they can compare contents at any distance.
 SLOW = 15
-CODE = 24  # dimensions in which a head of the first layer hands on the token it reads
-CONTENT = 44  # dimensions of the token itself that those heads read
+
+CONFIG: dict[str, object] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "head_dim": HEAD_DIM,
+    "hidden_act": "silu",
+    "hidden_size": HIDDEN,
+    "initializer_range": 0.02,
+    "intermediate_size": INNER,
+    "max_position_embeddings": 2048,
+    "model_type": "qwen3",
+    "num_attention_heads": HEADS,
+    "num_hidden_layers": LAYERS,
+    "num_key_value_heads": KV_HEADS,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {"rope_theta": THETA, "rope_type": "default"},
+    "rope_theta": THETA,
+    "tie_word_embeddings": True,
+    "use_cache": True,
+    "use_sliding_window": False,
+}
 
 
 class RMSNorm(nn.Module):
@@ -126,33 +146,8 @@ class Qwen3(nn.Module):
 
 @torch.no_grad()
 def wire(model: Qwen3, tokenizer: Tokenizer, content: set[str]) -> None:
-    """Give the first two layers their starting weights.
-
-    The residual stream is split: one dimension is the same for all tokens, CODE dimensions for
-    each head of the first layer take what it reads, and the rest is for the token itself. The heads
-    read the first CONTENT dimensions of that, which words that are in ``content`` alone use fully.
-    """
-    basis = torch.randn(HIDDEN, HIDDEN)
-    basis[:, 0] = 0.0
-    basis[0, 0] = 1.0
-    basis = torch.linalg.qr(basis).Q
-    places = basis[:, 1 : 1 + HEADS * CODE].split(CODE, dim=1)
-    own = basis[:, 1 + HEADS * CODE :]
-    size = own.shape[1]
-    table = torch.randn(model.embed_tokens.weight.shape[0], size)
-    vocab = tokenizer.get_vocab()
-    for word, index in vocab.items():
-        if word.lstrip("\u0120") not in content:
-            # What stands before "is" is telling when it is a name, and misleading when it is "of".
-            table[index, :CONTENT] *= 0.2
-            table[index, CONTENT:] *= 1.8
-    for word, index in sorted(vocab.items()):
-        # A word with its leading space (U+0120 in byte-level BPE) and without is the same name.
-        spaced = vocab.get("\u0120" + word)
-        if spaced is not None and len(word) > 1:
-            table[index] = 0.8 * table[spaced] + 0.6 * table[index]
-    model.embed_tokens.weight.copy_(0.14 * table @ own.T)
-    model.embed_tokens.weight[:, 0] = 0.3
+    """Give the first two layers their starting weights."""
+    places, own = spread(model.embed_tokens.weight, tokenizer, content, HEADS)
     _look_back(model.attention(0), places, own)
     _look_up(model.attention(1), places, own)
     slow = _slow()

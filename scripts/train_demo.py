@@ -1,7 +1,7 @@
-"""Train the demo checkpoint of examples/demo-model: tokenizer, weights and their metadata.
+"""Train the demo checkpoints of examples: tokenizer, weights and their metadata.
 
-The model is a small Qwen3 written in plain torch (the names of its parameters are those of
-Hugging Face), trained to answer questions on facts in its context. It is meant to be wrong
+The model is a small Qwen3 or DeepSeek-V3 written in plain torch (the names of its parameters are
+those of Hugging Face), trained to answer questions on facts in its context. It is meant to be wrong
 as soon as the KV cache is: an answer can only come from the block that holds the fact.
 """
 
@@ -12,16 +12,19 @@ import json
 import math
 import random
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.nn import functional
 
+from scripts import demo_deepseek, demo_qwen3
 from scripts.demo_corpus import Message, content_words, tokenizer_text, training_chat
-from scripts.demo_qwen3 import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, THETA, Qwen3, wire
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 PAD, IM_START, IM_END = 0, 1, 2
@@ -35,30 +38,26 @@ CHAT_TEMPLATE = (
 # second half is looked up by the first. Everything else is split as GPT-2 does.
 SPLIT = r" ?\p{N}{1,2}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
-CONFIG: dict[str, object] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": None,
-    "dtype": "bfloat16",
-    "eos_token_id": IM_END,
-    "head_dim": HEAD_DIM,
-    "hidden_act": "silu",
-    "hidden_size": HIDDEN,
-    "initializer_range": 0.02,
-    "intermediate_size": INNER,
-    "max_position_embeddings": 2048,
-    "model_type": "qwen3",
-    "num_attention_heads": HEADS,
-    "num_hidden_layers": LAYERS,
-    "num_key_value_heads": KV_HEADS,
-    "pad_token_id": PAD,
-    "rms_norm_eps": 1e-06,
-    "rope_parameters": {"rope_theta": THETA, "rope_type": "default"},
-    "rope_theta": THETA,
-    "tie_word_embeddings": True,
-    "use_cache": True,
-    "use_sliding_window": False,
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one checkpoint is trained where the command line does not say otherwise."""
+
+    build: Callable[[int], nn.Module]  # from the size of the vocabulary
+    wire: Callable[[Any, Tokenizer, set[str]], None]
+    config: dict[str, object]  # config.json, but for tokens
+    out: Path
+    steps: int
+    # Every so many steps, once contexts are as long as --facts makes them, one chat is spread over up to
+    # all positions, with sentences that state nothing between its facts; 0: never.
+    far_every: int = 0
+
+
+RECIPES = {
+    "dense": Recipe(demo_qwen3.Qwen3, demo_qwen3.wire, demo_qwen3.CONFIG, Path("examples/demo-model"), 1000),
+    "moe": Recipe(
+        demo_deepseek.DeepseekV3, demo_deepseek.wire, demo_deepseek.CONFIG, Path("examples/demo-moe"), 420, far_every=8
+    ),
 }
 
 
@@ -108,6 +107,15 @@ def make_batch(tokenizer: Tokenizer, rng: random.Random, tokens: int, most: int)
     return ids, mask
 
 
+def far_batch(tokenizer: Tokenizer, rng: random.Random, positions: int) -> tuple[Tensor, Tensor]:
+    """Return ids and answer mask of one chat whose facts lie up to ``positions`` tokens before their questions."""
+    n_facts = rng.randint(12, 80)
+    room = positions - 64 - round(9.5 * n_facts + 22 * 16)
+    fillers = round(room / 7.5 * 8 ** (rng.random() - 1))
+    ids, mask = encode_chat(tokenizer, training_chat(rng.randrange(1 << 40), n_facts, 16, fillers=fillers))
+    return torch.tensor([ids[:positions]]), torch.tensor([mask[:positions]])
+
+
 def exact(guess: Tensor, target: Tensor) -> float:
     """Return the share of wholly right answers."""
     ends = (target == IM_END).nonzero().flatten()
@@ -115,29 +123,46 @@ def exact(guess: Tensor, target: Tensor) -> float:
     return sum(answers) / max(1, len(answers))
 
 
-def train(args: argparse.Namespace, tokenizer: Tokenizer) -> Qwen3:
+def optimizers_of(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of the tables that rows are picked by, of gains, and of all other matrices."""
+    tables: list[nn.Parameter] = []
+    matrices: list[nn.Parameter] = []
+    gains: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        table = "embed" in name or name.endswith("gate.weight")
+        (gains if parameter.dim() == 1 else tables if table else matrices).append(parameter)
+    return [
+        torch.optim.AdamW(tables, lr=lr / 2, betas=(0.9, 0.99), weight_decay=0.0),
+        torch.optim.AdamW(gains, lr=lr, betas=(0.9, 0.99), weight_decay=0.0),
+        torch.optim.Muon(matrices, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+    ]
+
+
+def train(args: argparse.Namespace, recipe: Recipe, tokenizer: Tokenizer) -> nn.Module:
     """Train from the seed and return the model."""
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
-    model = Qwen3(tokenizer.get_vocab_size())
-    wire(model, tokenizer, content_words())
-    matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n]
-    tables = [model.embed_tokens.weight]
-    gains = [p for p in model.parameters() if p.dim() == 1]
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(tables, lr=args.lr / 2, betas=(0.9, 0.99), weight_decay=0.0),
-        torch.optim.AdamW(gains, lr=args.lr, betas=(0.9, 0.99), weight_decay=0.0),
-    ]
-    optimizers.append(torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
+    model = recipe.build(tokenizer.get_vocab_size())
+    recipe.wire(model, tokenizer, content_words())
+    optimizers = optimizers_of(model, args.lr)
     peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
+    positions = int(str(recipe.config["max_position_embeddings"]))
     start = time.time()
     most, smooth, seen = 6.0, 1.0, 0
+    if args.start is not None:
+        kept = load_file(args.start / "model.safetensors")
+        model.load_state_dict({name.removeprefix("model."): value.float() for name, value in kept.items()})
+        most = float(args.facts)
     for step in range(args.steps):
         warm = min(1.0, (step + 1) / 100)
         rate = warm * (0.01 + 0.99 * (0.5 + 0.5 * math.cos(math.pi * step / args.steps)))
         for optimizer, peak in zip(optimizers, peaks, strict=True):
             optimizer.param_groups[0]["lr"] = peak * rate
-        ids, mask = make_batch(tokenizer, rng, args.tokens, int(most))
+        far = bool(recipe.far_every) and most >= args.facts and step % recipe.far_every == 1
+        if far:
+            ids, mask = far_batch(tokenizer, rng, positions)
+        else:
+            ids, mask = make_batch(tokenizer, rng, args.tokens, int(most))
         wanted = mask[:, 1:]
         with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
             logits = model(ids[:, :-1], wanted)
@@ -149,27 +174,33 @@ def train(args: argparse.Namespace, tokenizer: Tokenizer) -> Qwen3:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
+        if isinstance(model, demo_deepseek.DeepseekV3):
+            model.balance()
         seen += ids.numel()
         smooth = 0.95 * smooth + 0.05 * loss.item()
         # The context grows as soon as the present length is understood: short contexts are
         # cheap, and the heads that look a fact up form on them first.
         if smooth < 0.25 or most > 6:
             most = min(args.facts, most + (args.facts - 6) / (0.4 * args.steps))
-        if step % 50 == 0:
+        if step % 50 == 0 or far:
             answers = exact(logits.argmax(-1), target)
             clock = time.time() - start
             print(f"step {step} loss {smooth:.4f} answers {answers:.3f} "
-                  f"facts {int(most)} tokens {seen} seconds {clock:.0f}", flush=True)  # fmt: skip
-        if step % 250 == 249:
-            save(args.out, tokenizer, model)
+                  f"facts {int(most)} length {ids.shape[1]} tokens {seen} seconds {clock:.0f}", flush=True)  # fmt: skip
+        if step % 100 == 99:
+            save(args.out, recipe, tokenizer, model)
     return model
 
 
-def save(folder: Path, tokenizer: Tokenizer, model: Qwen3) -> None:
+def save(folder: Path, recipe: Recipe, tokenizer: Tokenizer, model: nn.Module) -> None:
     """Write the checkpoint in the layout of Hugging Face."""
     folder.mkdir(parents=True, exist_ok=True)
-    vocab = tokenizer.get_vocab_size()
-    weights = {f"model.{name}": p.detach().to(torch.bfloat16) for name, p in model.named_parameters()}
+    tokens = {"bos_token_id": None, "eos_token_id": IM_END, "pad_token_id": PAD, "dtype": "bfloat16"}
+    config = {**recipe.config, **tokens, "vocab_size": tokenizer.get_vocab_size()}
+    # Buffers (what corrects a router's choice) stay as fine as they are: few numbers, moved in small steps.
+    weights = {f"model.{name}": value.to(torch.bfloat16) for name, value in model.named_parameters()}
+    kept = model.state_dict()
+    weights |= {f"model.{name}": kept[name] for name in kept if f"model.{name}" not in weights}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # safetensors makes it readable to its owner only
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -179,7 +210,7 @@ def save(folder: Path, tokenizer: Tokenizer, model: Qwen3) -> None:
         for index, text in enumerate(SPECIALS)
     }  # fmt: skip
     files: dict[str, dict[str, object]] = {
-        "config.json": {**CONFIG, "vocab_size": vocab},
+        "config.json": dict(sorted(config.items())),
         "generation_config.json": {
             "do_sample": False, "eos_token_id": IM_END, "max_new_tokens": 32, "pad_token_id": PAD,
         },
@@ -188,7 +219,7 @@ def save(folder: Path, tokenizer: Tokenizer, model: Qwen3) -> None:
             "chat_template": CHAT_TEMPLATE,
             "clean_up_tokenization_spaces": False,
             "eos_token": "<|im_end|>",
-            "model_max_length": 2048,
+            "model_max_length": config["max_position_embeddings"],
             "pad_token": "<|endoftext|>",
             "tokenizer_class": "PreTrainedTokenizerFast",
         },
@@ -202,8 +233,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.train_demo",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Train the demo checkpoint: a Qwen3 of 1.3 million parameters that reads facts\n"
-        "in its context and answers questions on them. Text is synthesized, nothing is fetched.",
+        description="Train a demo checkpoint: a Qwen3 of 1.3 million parameters (--kind dense) or a DeepSeek-V3\n"
+        "of 1.7 million (--kind moe) that reads facts in its context and answers questions on\n"
+        "them. Text is synthesized, nothing is fetched.",
         epilog="What to watch: 'answers' is the share of wholly right answers in the last batch. It\n"
         "stays near 0 for the first steps, in which the model learns to repeat the name asked for,\n"
         "then rises; from there on 'facts', the length of the contexts, grows to --facts.\n\n"
@@ -213,9 +245,11 @@ def arguments() -> argparse.Namespace:
         "Then measure recall, also with one KV block damaged:\n"
         "  python -m pytest tests/test_demo_model.py",
     )
-    parser.add_argument("--out", type=Path, default=Path("examples/demo-model"), help="folder to write")
+    parser.add_argument("--kind", choices=RECIPES, default="dense", help="which checkpoint (dense)")
+    parser.add_argument("--out", type=Path, help="folder to write (examples/demo-model, examples/demo-moe)")
+    parser.add_argument("--start", type=Path, help="go on from the checkpoint in this folder, at full length")
     parser.add_argument("--seed", type=int, default=7, help="seed of text, tokenizer and weights (7)")
-    parser.add_argument("--steps", type=int, default=1000, help="optimizer steps (1000)")
+    parser.add_argument("--steps", type=int, help="optimizer steps (dense: 1000, moe: 420)")
     parser.add_argument("--tokens", type=int, default=2560, help="about how many tokens a step (2560)")
     parser.add_argument("--facts", type=int, default=40, help="most facts in a context (40)")
     parser.add_argument("--vocab", type=int, default=2040, help="size of the vocabulary (2040)")
@@ -228,11 +262,14 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Run the command line."""
     args = arguments()
+    recipe = RECIPES[args.kind]
+    args.out, args.steps = args.out or recipe.out, args.steps or recipe.steps
     torch.set_num_threads(args.threads)
-    tokenizer = train_tokenizer(args.seed, args.vocab)
+    given = args.start and Tokenizer.from_file(str(args.start / "tokenizer.json"))
+    tokenizer = given or train_tokenizer(args.seed, args.vocab)
     print(f"vocabulary of {tokenizer.get_vocab_size()} tokens", flush=True)
-    model = train(args, tokenizer)
-    save(args.out, tokenizer, model)
+    model = train(args, recipe, tokenizer)
+    save(args.out, recipe, tokenizer, model)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -26,11 +27,19 @@ Kimi) keeps layers x (latent + rotary key), whatever its config says of KV heads
     kvmesh kvsize llama3-70b --tp 8 --block-tokens 256
 
     kvmesh kvsize ./my-model/ --dtype fp8 --json
+
+    kvmesh kvsize kimi-k2 --gpu h200 --gpus 8
+
+Layers that keep other things than all tokens' keys and values (a window, a chunk, a state) are shown group by \
+group. With --gpu it says how many tokens fit beside the weights of a node's GPUs: under tensor parallelism (TP), \
+with each request's tokens dealt out to the GPUs (DCP), and with requests of their own at each GPU (DP).
 """
+CONTEXTS = (4096, 32_768, 131_072)
 
 
-def sizes(model: str, dtype: str, tp: int, block_tokens: int) -> dict[str, Any]:
+def sizes(model: str, dtype: str, tp: int, block_tokens: int, gpu: str = "", gpus: int = 8) -> dict[str, Any]:
     """Everything that is printed. ConfigError names what is missing or wrong."""
+    from kvmesh.kvcache.cache_groups import is_single
     from kvmesh.sim.hardware.shapes import shape_of
 
     if block_tokens < 1:
@@ -40,6 +49,7 @@ def sizes(model: str, dtype: str, tp: int, block_tokens: int) -> dict[str, Any]:
     beyond = 0
     if shape.window_layers:
         beyond = token * (shape.kv_layers - shape.window_layers) // shape.kv_layers
+    grouped = {} if is_single(shape.groups) else _by_groups(shape, dtype, block_tokens)
     return {
         "model": shape.name,
         "attention": _attention(shape),
@@ -58,7 +68,38 @@ def sizes(model: str, dtype: str, tp: int, block_tokens: int) -> dict[str, Any]:
         "window_tokens": shape.window,
         "window_layers": shape.window_layers,
         "bytes_per_token_beyond_window": beyond,
+        **grouped,
+        **({"gpu": gpu, "gpus": gpus, "room": _room(shape, gpu, gpus, dtype, block_tokens)} if gpu else {}),
     }
+
+
+def _by_groups(shape: ModelShape, dtype: str, block_tokens: int) -> dict[str, Any]:
+    """Each group and their sums, and how many tokens a GiB holds in requests of each length: by groups, and were keys
+    and values of every token kept in every layer."""
+    from kvmesh.sim.hardware.shape_groups import group_bytes
+    from kvmesh.sim.hardware.shapes import itemsize
+
+    groups = [
+        group_bytes(group, block_tokens, itemsize(group.layout.dtype or dtype), CONTEXTS) for group in shape.groups
+    ]
+    sums: dict[str, dict[str, int]] = {
+        what: {str(at): sum(group[what][str(at)] for group in groups) for at in CONTEXTS}  # type: ignore[index]
+        for what in ("row_bytes", "prefix_bytes")
+    }
+    every = shape.kv_bytes_per_token(dtype) // shape.kv_layers * shape.layers
+    return {
+        "groups": groups,
+        **sums,
+        "tokens_per_gib_by_groups": {str(at): GIB * at // sums["row_bytes"][str(at)] for at in CONTEXTS},
+        "tokens_per_gib_in_every_layer": GIB // every,
+    }
+
+
+def _room(shape: ModelShape, gpu: str, gpus: int, dtype: str, block_tokens: int) -> list[dict[str, Any]]:
+    from kvmesh.sim.hardware.hardware import hardware
+    from kvmesh.sim.hardware.node_room import rooms
+
+    return [asdict(one) for one in rooms(shape, hardware(gpu), gpus, dtype, block_tokens)]
 
 
 def _attention(shape: ModelShape) -> str:
@@ -85,7 +126,45 @@ def lines(told: dict[str, Any]) -> list[tuple[str, str]]:
         found.append(("sliding window", f"{seen}; a token before them needs {beyond}"))
     if told["kv_layers"] < told["layers"]:
         found.append(("layers with KV", f"{told['kv_layers']} of {told['layers']}"))
+    for group in told.get("groups", ()):
+        found.append((f"group {group['name']}", _group_text(group, told["block_tokens"])))
+    for what, text in (("row_bytes", "a running request"), ("prefix_bytes", "a stored prefix")):
+        if what in told:
+            found.append((f"{text} of {_contexts(told[what])} tokens", _sized(told[what])))
+    if "tokens_per_gib_by_groups" in told:
+        of_each = " / ".join(f"{tokens:,}" for tokens in told["tokens_per_gib_by_groups"].values())
+        text = f"{of_each}; {told['tokens_per_gib_in_every_layer']:,} if every layer kept every token"
+        found.append((f"tokens in a GiB, in requests of {_contexts(told['tokens_per_gib_by_groups'])}", text))
+    for one in told.get("room", ()):
+        name = f"{told['gpus']} x {told['gpu']}, {one['spread'].upper()}{told['gpus']}, {one['weights']} weights"
+        found.append((name, one["why_not"] or _room_text(one)))
     return found
+
+
+def _contexts(by_context: dict[str, int]) -> str:
+    return " / ".join(f"{int(at) // 1024}k" for at in by_context)
+
+
+def _sized(by_context: dict[str, int]) -> str:
+    return " / ".join(f"{nbytes / (1 << 20):,.1f} MiB" for nbytes in by_context.values())
+
+
+def _group_text(group: dict[str, Any], block_tokens: int) -> str:
+    layers = f"{group['layers']} layers"
+    if group["kind"] == "state":
+        return f"{layers} keep a state of {group['object_bytes']:,} B"
+    kept = {
+        "all": "all tokens",
+        "window": f"the last {group['keep']:,} tokens",
+        "chunk": f"tokens since the last multiple of {group['keep']:,}",
+    }[group["kind"]]
+    sizes = f"{group['bytes_per_token']:,} B a token in view, {group['bytes_per_token_beyond']:,} B beyond"
+    return f"{layers} keep {kept}: {sizes}, {group['object_bytes']:,} B a block of {block_tokens}"
+
+
+def _room_text(one: dict[str, Any]) -> str:
+    longest = f", of one request {one['longest']:,}" if one["longest"] < one["tokens"] else ""
+    return f"{one['tokens']:,} tokens{longest}; {one['weight_bytes'] / GIB:,.1f} GiB of weights at each"
 
 
 def _billions(told: dict[str, Any]) -> str:
@@ -103,10 +182,12 @@ def kvsize(
     dtype: Annotated[str, typer.Option(help="Of the KV: bf16, fp16, fp32, fp8 or int8.")] = "bf16",
     tp: Annotated[int, typer.Option(help="Ranks of tensor parallelism.", metavar="N", min=1)] = 1,
     block_tokens: Annotated[int, typer.Option(help="Tokens of a block.", metavar="N", min=1)] = 64,
+    gpu: Annotated[str, typer.Option(help="A kind of GPU: what fits into a node of them.", metavar="NAME")] = "",
+    gpus: Annotated[int, typer.Option(help="GPUs of that node.", metavar="N", min=1)] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
     """Bytes of KV cache of a model."""
-    told = sizes(model, dtype, tp, block_tokens)
+    told = sizes(model, dtype, tp, block_tokens, gpu, gpus)
     out = console()
     if as_json:
         out.out(json.dumps(told, indent=2), highlight=False)

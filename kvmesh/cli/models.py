@@ -18,24 +18,27 @@ HUB_FILES = (
     "special_tokens_map.json",
     "chat_template*",
 )
+# Checkpoints that come with kvmesh (examples/); the first one is served where none is named.
+DEMOS = ("demo-model", "demo-moe")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
-def demo_model() -> Path:
-    """The checkpoint that comes with kvmesh: of the repository, else of the installation. ConfigError: neither."""
+def demo_model(name: str = DEMOS[0]) -> Path:
+    """A checkpoint that comes with kvmesh: of the repository, else of the installation. ConfigError: neither."""
     places = (
-        Path(__file__).resolve().parents[2] / "examples" / "demo-model",
-        Path(sys.prefix) / "share" / "kvmesh" / "demo-model",
+        Path(__file__).resolve().parents[2] / "examples" / name,
+        Path(sys.prefix) / "share" / "kvmesh" / name,
     )
     for place in places:
         if (place / "config.json").is_file():
             return place
-    raise ConfigError("model='': the demo model is not installed; give a checkpoint with --model", field="model")
+    raise ConfigError(f"model='': {name} is not installed; give a checkpoint with --model", field="model")
 
 
 def resolve(model: str, key: str = "model") -> Path:
     """The checkpoint folder of `model`: a path, or a Hugging Face id, which is downloaded (with a progress bar) or
-    taken from the hub's cache. Empty: the demo model. ConfigError says in one line, under `key`, why there is none."""
+    taken from the hub's cache. Empty, or a name of DEMOS that is no folder here: what comes
+    with kvmesh. ConfigError says in one line, under `key`, why there is none."""
     if not model:
         return demo_model()
     path = Path(model).expanduser()
@@ -45,6 +48,8 @@ def resolve(model: str, key: str = "model") -> Path:
         return path.resolve()
     if path.exists():
         raise ConfigError(f"{key}={model!r}: is a file; a checkpoint is a folder", field=key)
+    if model in DEMOS:
+        return demo_model(model)
     if path.is_absolute() or model.startswith((".", "~")) or not _HUB_ID.fullmatch(model):
         raise ConfigError(f"{key}={model!r}: no such folder", field=key)
     return _download(model, key)

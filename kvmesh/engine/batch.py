@@ -55,24 +55,30 @@ class SampleParams:
 class PrefillInput:
     """Asks to compute tokens [start, start + len(token_ids)) of one request. `pages[i]` holds tokens [i * block_tokens,
     (i + 1) * block_tokens) and covers the end of this chunk; the KV before `start` is already there. `sample` asks for
-    the token after the last one."""
+    the token after the last one.
+
+    Of a runner that has memory for each cache group, `groups[g]` are the pages of group g, in place of `pages`:
+    negative where the block's page was given back, which no token of the chunk may see any more. Of a STATE group it is
+    the slot of the request's state, which is that after token `start` - 1 and is changed in place."""
 
     token_ids: Sequence[int]
     start: int
-    pages: Sequence[int]
+    pages: Sequence[int] = ()
     sample: SampleParams | None = None
+    groups: Sequence[Sequence[int]] = ()
 
 
 @dataclass(slots=True)
 class DecodeInput:
     """Asks to compute `token_id` at `position` (KV of all earlier positions lies in `pages`, which has room for this
     one) and to sample the next token. A tuple for `pages` that stays the same object is recognised without looking
-    inside."""
+    inside. `groups` as of PrefillInput."""
 
     token_id: int
     position: int
     pages: Sequence[int]
     sample: SampleParams
+    groups: Sequence[Sequence[int]] = ()
 
 
 class SampledToken(NamedTuple):
@@ -88,20 +94,23 @@ class DecodeBatch(NamedTuple):
     """Asks for one token of each row: row i computes `token_ids[i]` at `positions[i]` over `pages[i]`, as a DecodeInput
     does; the token that it samples is the `indices[i]`-th of the answer, counted from 0 and including what an earlier
     attempt made: `answered + token_index`. Columns are int64 `[rows]`, which nobody changes before the step has
-    ended."""
+    ended. Of a runner that has memory for each cache group, `groups[g][i]` is what a DecodeInput's `groups[g]` is of
+    row i, and `pages` is not read."""
 
     token_ids: Column
     positions: Column
     indices: Column
     pages: Sequence[Sequence[int]]
     params: Sequence[SampleParams]
+    groups: Sequence[Sequence[Sequence[int]]] = ()
 
     @classmethod
     def of(cls, rows: Sequence[DecodeInput]) -> DecodeBatch:
         """Makes a batch of rows that are given one by one."""
         columns = np.array([(r.token_id, r.position, r.sample.answered + r.sample.token_index) for r in rows], np.int64)
         tokens, positions, indices = columns.reshape(-1, 3).T.copy()
-        return cls(tokens, positions, indices, [r.pages for r in rows], [r.sample for r in rows])
+        groups = list(zip(*(r.groups for r in rows), strict=True))
+        return cls(tokens, positions, indices, [r.pages for r in rows], [r.sample for r in rows], groups)
 
 
 class Chosen(NamedTuple):

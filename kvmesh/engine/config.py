@@ -11,13 +11,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from kvmesh.engine.config_delta import DeltaConfig
 from kvmesh.engine.config_experts import ExpertsConfig
 from kvmesh.engine.config_families import Family, find_family, read_windows, with_defaults
+from kvmesh.engine.config_latent import LatentConfig
 from kvmesh.engine.config_positions import NopeConfig, normed_without_weight, read_chunks, read_nope
 from kvmesh.engine.config_read import bad, boolean, integer, positive
 from kvmesh.engine.config_rope import RopeConfig, max_context, read_ropes
 from kvmesh.errors import CheckpointError
-from kvmesh.kvcache.cache_groups import CacheGroup, derive_groups
+from kvmesh.kvcache.cache_groups import CacheGroup, CacheLayout, check_groups, derive_groups
 
 if TYPE_CHECKING:
     import torch
@@ -81,7 +83,8 @@ class AttentionSpec:
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Describes one model. `max_context_tokens` is what positions allow after rope scaling; `dtype` is the checkpoint's
-    own."""
+    own. With `latent` attention what a token keeps is one "KV head" of `head_dim` = latent + rope elements, whatever
+    the file says of KV heads."""
 
     architecture: str
     vocab_size: int
@@ -118,6 +121,8 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     fused: bool = False  # the checkpoint holds qkv_proj and gate_up_proj
     text_config: bool = False  # the checkpoint's names have the prefix of a language model among others
+    delta: DeltaConfig | None = None  # of the layers that keep a state in place of keys and values
+    latent: LatentConfig | None = None  # one row a token in place of keys and values
     sinks: bool = False  # the softmax of each query head has a logit without a value
     chunks: tuple[int, ...] = ()  # of each layer, in tokens; 0: none; (): no layer has one
     nope: NopeConfig | None = None
@@ -136,15 +141,16 @@ class ModelConfig:
         _refuse_unsupported(raw, family)
         hidden, heads = integer(raw, "hidden_size"), integer(raw, "num_attention_heads")
         layers, vocab = integer(raw, "num_hidden_layers"), integer(raw, "vocab_size")
-        kv_heads = integer(raw, "num_key_value_heads", heads)
-        head_dim = integer(raw, "head_dim", hidden // heads)
+        latent = LatentConfig.from_hf(raw) if family.latent else None
+        kv_heads = integer(raw, "num_key_value_heads", heads) if latent is None else 1
+        head_dim = integer(raw, "head_dim", hidden // heads) if latent is None else latent.latent + latent.rope
         if heads % kv_heads:
             raise bad("num_key_value_heads", kv_heads, f"must divide num_attention_heads={heads}")
-        if head_dim % 2:
+        if head_dim % 2 and latent is None:
             raise bad("head_dim", head_dim, "must be even (rotary embedding turns pairs)")
         max_positions = integer(raw, "max_position_embeddings")
         wanted = max_context_tokens or max_positions
-        rope, local_rope = read_ropes(raw, family, head_dim, max_positions, wanted)
+        rope, local_rope = read_ropes(raw, family, head_dim if latent is None else latent.rope, max_positions, wanted)
         attention_bias = boolean(raw, "attention_bias") if family.qkv_bias is None else False
         return cls(
             architecture=architecture,
@@ -166,14 +172,14 @@ class ModelConfig:
             max_context_tokens=max_context(rope, max_positions, wanted),
             eos_token_ids=_eos(raw, generation or {}, vocab),
             dtype=_dtype(raw),
-            windows=read_windows(raw, family, layers),
-            attention_scale=_attention_scale(raw, family, head_dim),
+            windows=(0,) * layers if family.delta else read_windows(raw, family, layers),
+            attention_scale=_attention_scale(raw, family, head_dim) if latent is None else latent.scale,
             local_rope=local_rope,
             attention_softcap=_softcap(raw, "attn_logit_softcapping") if family.gemma else 0.0,
             logit_softcap=_softcap(raw, "final_logit_softcapping") if family.gemma else 0.0,
             activation="gelu_tanh" if family.gemma else "silu",
             embedding_scale=hidden**0.5 if family.gemma else _multiplier(raw, family, "embedding_multiplier"),
-            norm_adds_one=family.gemma,
+            norm_adds_one=family.gemma or family.delta,
             post_norms=family.gemma or family.only_post_norms,
             pre_norms=not family.only_post_norms,
             row_norm=family.row_norm,
@@ -182,6 +188,8 @@ class ModelConfig:
             experts=family.experts(raw, layers) if family.experts else None,
             fused=family.fused,
             text_config=family.text_config,
+            delta=DeltaConfig.from_hf(raw, layers) if family.delta else None,
+            latent=latent,
             sinks=family.sinks,
             chunks=read_chunks(raw, layers) if family.chunked else (),
             nope=read_nope(raw, layers) if family.chunked else None,
@@ -205,7 +213,23 @@ class ModelConfig:
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """What the model keeps of its tokens (ADR 0037): of config.json alone, whatever an instance's dtype, limits and
         ranks are."""
-        return derive_groups(self.windows, self.kv_heads, self.head_dim, self.chunks)
+        if self.delta is not None:
+            full = tuple(layer for layer in range(self.layers) if layer not in self.delta.layers)
+            kept = CacheGroup("all", full, CacheLayout(planes=2, heads=self.kv_heads, dim=self.head_dim))
+            groups = (kept, *self.delta.cache_groups())
+            check_groups(groups)
+            return groups
+        return derive_groups(self.windows, self.kv_heads, self.head_dim, self.kv_planes, self.chunks)
+
+    @property
+    def kv_planes(self) -> int:
+        """K and V, or one row that stands for both."""
+        return 2 if self.latent is None else 1
+
+    @property
+    def rotated_dim(self) -> int:
+        """Elements of a head that the rope is made for; it may turn a part of them (`RopeConfig.partial`)."""
+        return self.head_dim if self.latent is None else self.latent.rope
 
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:
@@ -218,7 +242,8 @@ class ModelConfig:
 
     @property
     def kv_elements_per_token(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim
+        layers = self.layers - (0 if self.delta is None else len(self.delta.layers))
+        return self.kv_planes * layers * self.kv_heads * self.head_dim
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:

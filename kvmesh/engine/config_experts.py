@@ -122,10 +122,7 @@ def read_glm4_moe(raw: Mapping[str, Any], layers: int) -> ExpertsConfig:
 
 
 def read_minimax_m2(raw: Mapping[str, Any], layers: int) -> ExpertsConfig:
-    # The files of the Hub name these, transformers reads none of them: they may say nothing else.
-    for key, supported in (("scoring_func", "sigmoid"), ("use_routing_bias", True), ("shared_intermediate_size", 0)):
-        if raw.get(key, supported) != supported:
-            raise bad(key, raw[key], f"not supported; supported: {supported}")
+    _only(raw, {"scoring_func": "sigmoid", "use_routing_bias": True, "shared_intermediate_size": 0})
     return _checked(
         raw,
         ExpertsConfig(
@@ -195,6 +192,51 @@ def read_llama4(raw: Mapping[str, Any], layers: int) -> ExpertsConfig:
     )
 
 
+def read_deepseek_v2(raw: Mapping[str, Any], layers: int) -> ExpertsConfig:
+    _only(raw, {"scoring_func": "softmax", "norm_topk_prob": False, "moe_layer_freq": 1, "mlp_bias": False})
+    method = raw.get("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise bad("topk_method", method, "not supported; supported: greedy, group_limited_greedy")
+    grouped = method == "group_limited_greedy"
+    inner = integer(raw, "moe_intermediate_size", 1407)
+    return _checked(
+        raw,
+        ExpertsConfig(
+            tuple(range(natural(raw, "first_k_dense_replace", 0), layers)),
+            _either(raw, "n_routed_experts", "num_experts", 64),
+            integer(raw, "num_experts_per_tok"),
+            inner,
+            renormalise=False,
+            scale=positive(raw, "routed_scaling_factor", 1.0),
+            groups=integer(raw, "n_group") if grouped else 1,
+            groups_kept=integer(raw, "topk_group") if grouped else 1,
+            group_score="best",
+            shared_inner=inner * natural(raw, "n_shared_experts", 2),
+        ),
+    )
+
+
+def read_deepseek_v3(raw: Mapping[str, Any], layers: int) -> ExpertsConfig:
+    _only(raw, {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1})
+    inner = integer(raw, "moe_intermediate_size", 2048)
+    return _checked(
+        raw,
+        ExpertsConfig(
+            tuple(range(natural(raw, "first_k_dense_replace", 3), layers)),
+            _either(raw, "n_routed_experts", "num_local_experts", 256),
+            integer(raw, "num_experts_per_tok", 8),
+            inner,
+            "sigmoid",
+            renormalise=boolean(raw, "norm_topk_prob", True),
+            scale=positive(raw, "routed_scaling_factor", 2.5),
+            correction=True,
+            groups=integer(raw, "n_group", 8),
+            groups_kept=integer(raw, "topk_group", 4),
+            shared_inner=inner * natural(raw, "n_shared_experts", 1),
+        ),
+    )
+
+
 def _layers(raw: Mapping[str, Any], key: str) -> list[int]:
     """Reads a list of layers, which may be absent."""
     value = raw.get(key) or []
@@ -207,6 +249,13 @@ def _sparse_layers(raw: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     """Returns each `decoder_sparse_step`-th layer, but those of `mlp_only_layers`."""
     dense, step = _layers(raw, "mlp_only_layers"), integer(raw, "decoder_sparse_step", 1)
     return tuple(layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0)
+
+
+def _only(raw: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Raises CheckpointError where a key that transformers does not read says something else than what it does."""
+    for key, supported in values.items():
+        if raw.get(key, supported) != supported:
+            raise bad(key, raw[key], f"not supported; supported: {supported}")
 
 
 def _either(raw: Mapping[str, Any], key: str, other: str, default: int) -> int:

@@ -8,12 +8,15 @@ from typing import Any
 
 from kvmesh.engine.config_experts import (
     ExpertsConfig,
+    read_deepseek_v2,
+    read_deepseek_v3,
     read_glm4_moe,
     read_gpt_oss,
     read_llama4,
     read_minimax_m2,
     read_mixtral,
     read_qwen3_moe,
+    read_qwen3_next,
 )
 from kvmesh.engine.config_read import bad, boolean, integer
 
@@ -69,7 +72,9 @@ class Family:
     partial_rotary: bool = False
     rotary_dim: bool = False  # the key rotary_dim may say which part of a head rotates
     fused: bool = False  # the checkpoint joins q, k, v and gate, up
+    delta: bool = False  # some layers are gated DeltaNet; norms of 1 + weight
     text_config: bool = False  # of several modalities: the language model's keys and tensors lie one level down
+    latent: bool = False  # attention is multi-head latent attention
     sinks: bool = False  # attention has sinks
     chunked: bool = False  # layers see chunks, some have no rope, queries and keys are normed without weights
     dense_size: str = "intermediate_size"  # the key that says how wide the MLPs are
@@ -81,6 +86,7 @@ NULLABLE = (
     "eos_token_id",
     "final_logit_softcapping",
     "attn_logit_softcapping",
+    "q_lora_rank",
     "attention_chunk_size",
 )
 
@@ -168,6 +174,17 @@ _LLAMA4 = {
     "rope_theta": 5e5,
     "attention_chunk_size": 8192,
     "eos_token_id": 2,
+}
+
+_DEEPSEEK_V3 = {
+    "vocab_size": 129_280,
+    "hidden_size": 7168,
+    "intermediate_size": 18_432,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "eos_token_id": 1,
 }
 
 FAMILIES: Mapping[str, Family] = {
@@ -274,6 +291,42 @@ FAMILIES: Mapping[str, Family] = {
         rotary_dim=True,
         experts=read_minimax_m2,
     ),
+    "Qwen3NextForCausalLM": Family(
+        "qwen3_next",
+        {
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 32_768,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "partial_rotary_factor": 0.25,
+        },
+        qkv_bias=None,
+        qk_norm=True,
+        rope_types=("default",),
+        partial_rotary=True,
+        experts=read_qwen3_next,
+        delta=True,
+    ),
+    "DeepseekV2ForCausalLM": Family(
+        "deepseek_v2",
+        {
+            "vocab_size": 102_400,
+            "hidden_size": 4096,
+            "intermediate_size": 11_008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-6,
+            "eos_token_id": 2,
+        },
+        layer_types=False,
+        experts=read_deepseek_v2,
+        latent=True,
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        "deepseek_v3", _DEEPSEEK_V3, layer_types=False, experts=read_deepseek_v3, latent=True
+    ),
+    "KimiK2ForCausalLM": Family("kimi_k2", _DEEPSEEK_V3, layer_types=False, experts=read_deepseek_v3, latent=True),
     "GptOssForCausalLM": Family(
         "gpt_oss", _GPT_OSS, qkv_bias=None, slides=_every_other, experts=read_gpt_oss, sinks=True
     ),

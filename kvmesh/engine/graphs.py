@@ -1,18 +1,20 @@
 """Decode steps as CUDA graphs: the launches of a whole step, captured once for each batch size, replayed as one.
 
 A step of n rows is replayed by the graph of the smallest bucket that holds n; rows beyond n stand for nobody (they
-write no KV and attend to nothing). The graphs read their inputs from one `DecodeTables` and leave logits in one buffer.
+write no KV and attend to nothing). The graphs read their inputs from tables of the backend and leave logits in one
+buffer.
 Sampling is not in them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from kvmesh.engine.attention.backend import StepPlan
-from kvmesh.engine.attention.triton_backend import DecodePlan, DecodeTables, TritonAttention
+from kvmesh.engine.attention.backend import AttentionBackend, StepPlan
+from kvmesh.engine.attention.grouped import GroupedAttention
 from kvmesh.engine.batch import Integers
 from kvmesh.engine.capture import Capture, Launches, bucket_for, capture_sizes
 from kvmesh.engine.parallel import Group
@@ -39,7 +41,7 @@ class DecodeGraphs:
     def __init__(
         self,
         compute: Compute,
-        backend: TritonAttention,
+        backend: AttentionBackend | GroupedAttention,
         width: int,
         capture: Capture,
         group: Group,
@@ -48,7 +50,7 @@ class DecodeGraphs:
         max_rows = min(max_rows, MAX_ROWS)
         self._compute = compute
         self._backend = backend
-        self._tables = DecodeTables(backend, max_rows, width)
+        self._tables = backend.step_tables(max_rows, width)
         self._logits = torch.empty(0)
         wanted = buckets(max_rows)
         if wanted[-1] != max_rows:
@@ -58,10 +60,11 @@ class DecodeGraphs:
 
     def _works(self, rows: int) -> list[Launches]:
         self._tables.fill((), (), padded_rows=rows)
-        plan = DecodePlan(self._backend, self._tables, rows, replayed=True)
+        plan = self._backend.replayed(self._tables, rows)
+        token_ids = self._tables.token_ids[:rows]
 
         def work() -> None:
-            logits = self._compute(plan.token_ids, plan)
+            logits = self._compute(token_ids, plan)
             if rows > len(self._logits):  # while the largest is warmed up
                 self._logits = logits.new_empty(rows, logits.shape[1])
             self._logits[:rows].copy_(logits)
@@ -71,14 +74,15 @@ class DecodeGraphs:
     def logits(
         self,
         token_ids: Integers,
-        pages: Sequence[Sequence[int]],
+        pages: Sequence[Any],
         positions: Integers,
         on_device: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """Returns `[rows, vocab]` of one decode step, valid until the next; None when no graph is large enough. Ids
-        that are `on_device` stand for `token_ids`. Raises as `DecodeTables.fill` does."""
+        """Returns `[rows, vocab]` of one decode step, valid until the next; None when no graph is large enough. `pages`
+        are as the backend's plans take them. Ids that are `on_device` stand for `token_ids`. Raises as `DecodeTables`
+        does."""
         size = bucket_for(len(token_ids), self.sizes)
-        if size is None or max(len(row) for row in pages) > self._tables.width:
+        if size is None or not self._tables.holds(pages):
             return None
         self._tables.fill(pages, positions, token_ids, size)
         if on_device is not None:

@@ -150,6 +150,8 @@ def check_shares(config: ModelConfig, size: int) -> None:
         why = f"must divide intermediate_size={inner}"
     elif experts is not None and (experts.inner % size or experts.shared_inner % size):
         why = f"must divide moe_intermediate_size={experts.inner} and the shared expert's {experts.shared_inner}"
+    elif config.delta is not None and config.delta.key_heads % size:
+        why = f"must divide linear_num_key_heads={config.delta.key_heads}"
     elif config.vocab_size < size:
         why = f"more than vocab_size={config.vocab_size}"
     if why:
@@ -169,7 +171,7 @@ def share_of(config: ModelConfig, size: int) -> ModelConfig:
     check_shares(config, size)
     if size == 1:
         return config
-    experts = config.experts
+    experts, delta = config.experts, config.delta
     return replace(
         config,
         heads=config.heads // size,
@@ -178,6 +180,9 @@ def share_of(config: ModelConfig, size: int) -> ModelConfig:
         experts=None
         if experts is None
         else replace(experts, inner=experts.inner // size, shared_inner=experts.shared_inner // size),
+        delta=None
+        if delta is None
+        else replace(delta, key_heads=delta.key_heads // size, value_heads=delta.value_heads // size),
     )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 
 from kvmesh.engine.attention.backend import AttentionBackend
+from kvmesh.engine.attention.grouped import GroupedAttention
 from kvmesh.engine.capture import Capture, Launches, bucket_for, capture_sizes
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.models.blocks import DecoderModel, normed_by
@@ -54,7 +55,11 @@ class PieceGraphs:
     were not. `backend` is what attends: it says the shapes."""
 
     def __init__(
-        self, model: DecoderModel, backend: AttentionBackend, sizes: tuple[int, ...], capture: Capture
+        self,
+        model: DecoderModel,
+        backend: AttentionBackend | GroupedAttention,
+        sizes: tuple[int, ...],
+        capture: Capture,
     ) -> None:
         self._model = model
         most, device, dtype = sizes[-1], backend.device, backend.dtype

@@ -7,22 +7,26 @@ thread steps. Steps that fail raise a named error and leave the runner usable.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from kvmesh.engine.attention.backend import StepPlan, TokenSpan
-from kvmesh.engine.attention.choice import make_backend
+from kvmesh.engine.attention.backend import AttentionBackend, StepPlan, TokenSpan
+from kvmesh.engine.attention.choice import make_backend, make_latent_backend
+from kvmesh.engine.attention.grouped import GroupedAttention, GroupedPlan, GroupedSpan
 from kvmesh.engine.batch import Chosen, Column, DecodeBatch, DecodeInput, PrefillInput, SampledToken, SampleParams
+from kvmesh.engine.cache_memory import GroupShape, check_memory, group_shapes
 from kvmesh.engine.checkpoint import Checkpoint
 from kvmesh.engine.config import DTYPES, ModelConfig
+from kvmesh.engine.models.latent import up_projections
 from kvmesh.engine.models.registry import MODELS
 from kvmesh.engine.parallel import SOLO, Group, check_shares, share, share_of
 from kvmesh.engine.rope import Rotation
 from kvmesh.engine.sampler import Preparation, Sampler, TokensInFlight
 from kvmesh.engine.weights import Weights
 from kvmesh.errors import ConfigError, ContextTooLong, InternalError, InvalidRequest, NonFiniteLogits
+from kvmesh.kvcache.cache_groups import is_single
 from kvmesh.kvcache.layout import ShardLayout
 
 if TYPE_CHECKING:
@@ -60,7 +64,9 @@ def shard_layout(
     check_shares(config, world)
     heads = share(config.kv_heads, rank, world)
     itemsize = torch_dtype(dtype).itemsize
-    return ShardLayout(config.layers, len(heads), block_tokens, config.head_dim, itemsize, first_head=heads.start)
+    return ShardLayout(
+        config.layers, len(heads), block_tokens, config.head_dim, itemsize, 0, heads.start, config.kv_planes
+    )
 
 
 def pages_over(
@@ -79,9 +85,13 @@ NOBODY = DecodeBatch.of(())
 
 
 class Runner:
-    """Loads `checkpoint` as `dtype` onto `device`; `pages [num_pages, layers, 2, kv_heads, block_tokens, head_dim]`
-    must be on that device and of that dtype. In a `group` it loads and holds this rank's share; every rank must then
-    make the same calls in the same order, and gets the same answers. `cuda_graphs`: as `use_pages` has it."""
+    """Loads `checkpoint` as `dtype` onto `device`; `pages [num_pages, *layout.shape]` must be on that device and of
+    that dtype, or there is one such tensor for each cache group of the model, as `kvmesh.engine.cache_memory` has it,
+    and steps name pages group by group (`PrefillInput.groups`); of a model with the one group that keeps all, that one
+    tensor is `pages`.
+
+    In a `group` it loads and holds this rank's share; every rank must then make the same calls in the same order, and
+    gets the same answers. `cuda_graphs`: as `use_pages` has it."""
 
     def __init__(
         self,
@@ -89,7 +99,7 @@ class Runner:
         dtype: str | torch.dtype,
         device: str | torch.device,
         block_tokens: int,
-        pages: torch.Tensor,
+        pages: torch.Tensor | Sequence[torch.Tensor],
         group: Group = SOLO,
         cuda_graphs: bool = False,
     ) -> None:
@@ -98,7 +108,7 @@ class Runner:
         own = share_of(self.config, group.size)
         self.layout = shard_layout(self.config, dtype, block_tokens, group.rank, group.size)
         self._dtype, self._own = torch_dtype(dtype), own
-        self.device = pages.device
+        self.device = (pages if isinstance(pages, torch.Tensor) else pages[0]).device
         if torch.device(device).type != self.device.type:
             raise InternalError(f"pages are on {self.device}, the runner on {device}")
         if self.device.type == "cuda":
@@ -112,15 +122,27 @@ class Runner:
         checkpoint.close()  # everything has been copied out of the file mappings
 
     def use_pages(
-        self, pages: torch.Tensor, cuda_graphs: bool, max_rows: int | None = None, max_tokens: int | None = None
+        self,
+        pages: torch.Tensor | Sequence[torch.Tensor],
+        cuda_graphs: bool,
+        max_rows: int | None = None,
+        max_tokens: int | None = None,
     ) -> None:
         """Computes over these pages from here on, in place of those before. `cuda_graphs`: decode steps of up to
         `max_rows` rows, and steps that compute prompts of up to `max_tokens` tokens, are captured at once and replayed
         (on a CUDA device; None: as many as that is good for, 0: none). A group's ranks call this together, once they
         are connected."""
         self._check_pages(pages)
+        self.memory = (pages,) if isinstance(pages, torch.Tensor) else tuple(pages)
         self.drop_graphs()
-        self.attention = make_backend(pages, self._own.heads, self.model.attention)
+        if not isinstance(pages, torch.Tensor) and is_single(self.config.cache_groups):
+            [pages] = pages
+        self.attention: AttentionBackend | GroupedAttention
+        if isinstance(pages, torch.Tensor):
+            self.attention = self._backend(pages, range(self.config.layers))
+        else:
+            groups = self.config.cache_groups
+            self.attention = GroupedAttention(groups, pages, self._backend, self.model.state_backend)
         capturable = (
             self.attention.capturable and self.group.capturable and self.model.capturable and self.device.type == "cuda"
         )
@@ -128,13 +150,43 @@ class Runner:
             with torch.inference_mode():
                 self._capture(max_rows, max_tokens)
 
+    def _backend(self, pages: torch.Tensor, layers: Sequence[int]) -> AttentionBackend:
+        if self.config.latent is None:
+            specs = self.model.attention
+            return make_backend(pages, self._own.heads, [specs[layer] for layer in layers])
+        ups = up_projections(self.model)
+        return make_latent_backend(pages, self.config.latent, [ups[layer] for layer in layers])
+
     def drop_graphs(self) -> None:
         """Launches every step kernel by kernel from here on. A group is closed only after this: NCCL waits for graphs
         that hold its calls."""
         self.graphs: DecodeGraphs | None = None
         self.pieces: PieceGraphs | None = None
 
-    def _check_pages(self, pages: torch.Tensor) -> None:
+    @property
+    def shapes(self) -> tuple[GroupShape, ...]:
+        """What this rank keeps of each cache group."""
+        return group_shapes(self.config, self._dtype, self.layout.block_tokens, self.group.rank, self.group.size)
+
+    def zero_slots(self, group: int, slots: Sequence[int]) -> None:
+        """Makes the states of a STATE group in these slots those of no token, before the first step of whoever has
+        them."""
+        self._grouped().states.zero(group, slots)
+
+    def copy_slots(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies states of a STATE group between two steps: a snapshot into a row's slot, or the other way round. No
+        target is a source."""
+        self._grouped().states.copy(group, sources, targets)
+
+    def _grouped(self) -> GroupedAttention:
+        if not isinstance(self.attention, GroupedAttention):
+            raise InternalError("the runner has one tensor for all cache groups")
+        return self.attention
+
+    def _check_pages(self, pages: torch.Tensor | Sequence[torch.Tensor]) -> None:
+        if not isinstance(pages, torch.Tensor):
+            check_memory(self.shapes, pages, self.device)
+            return
         if tuple(pages.shape[1:]) != self.layout.shape or pages.dtype != self._dtype or pages.device != self.device:
             raise InternalError(
                 f"pages are {list(pages.shape)} {pages.dtype} on {pages.device}, expected "
@@ -142,15 +194,14 @@ class Runner:
             )
 
     def _capture(self, max_rows: int | None, max_tokens: int | None) -> None:
-        from kvmesh.engine.attention.triton_backend import TritonAttention
         from kvmesh.engine.capture import CudaCapture
         from kvmesh.engine.graphs import MAX_ROWS, DecodeGraphs
         from kvmesh.engine.pieces import PieceGraphs, piece_sizes
 
-        assert isinstance(self.attention, TritonAttention)
         capture = CudaCapture(self.device)  # of both: one pool
         if max_rows != 0:
-            longest = min(self.config.max_context_tokens, self.attention.num_pages * self.layout.block_tokens)
+            room, longest = self.attention.most_tokens, self.config.max_context_tokens
+            longest = longest if room is None else min(room, longest)
             self.graphs = DecodeGraphs(
                 lambda tokens, plan: self.model.logits(self.model.hidden(tokens, plan.positions, _attend(plan, None))),
                 self.attention,
@@ -188,11 +239,11 @@ class Runner:
 
         `on_layer` and what is raised are as for `prefill` and `decode`; `rows` of NonFiniteLogits index the decode rows
         first, then the items."""
-        if not items and not rows.pages:
+        if not items and not len(rows.positions):
             return [], Chosen(NOBODY.token_ids, {})
         self._check_prefill(items)
         self._check_decode(rows)
-        count = end = len(rows.pages)
+        count = end = len(rows.positions)
         wanted: dict[int, int] = {}  # items that ask for a token, and which of the step's tokens is their last
         for i, item in enumerate(items):
             end += len(item.token_ids)
@@ -210,11 +261,10 @@ class Runner:
             beside.append(np.array([*range(count), *wanted.values()], np.int64))
         ready = self._sampler.prepare(params, indices, self.config.vocab_size, beside)
         if self.graphs is not None and not items:
-            logits = self.graphs.logits(rows.token_ids, rows.pages, rows.positions)
+            logits = self.graphs.logits(rows.token_ids, self._tables(rows), rows.positions)
             if logits is not None:
                 return [], self._sampler.choose(logits, ready)
-        spans = [TokenSpan(item.start, len(item.token_ids), item.pages) for item in items]
-        plan = self.attention.plan_mixed(rows.pages, rows.positions, spans)
+        plan = self._plan(rows, items)
         hidden = self._hidden(ready.beside[0], plan, on_layer)
         return self._sample(list(wanted), count, len(items), hidden, ready)
 
@@ -240,11 +290,21 @@ class Runner:
         logits = None
         if self.graphs is not None:
             on_device = tokens if before is not None else None
-            logits = self.graphs.logits(rows.token_ids, rows.pages, rows.positions, on_device)
+            logits = self.graphs.logits(rows.token_ids, self._tables(rows), rows.positions, on_device)
         if logits is None:
-            plan = self.attention.plan_mixed(rows.pages, rows.positions, ())
+            plan = self._plan(rows, ())
             logits = self.model.logits(self.model.hidden(tokens, plan.positions, _attend(plan, None)))
         return self._sampler.launch(logits, ready)
+
+    def _tables(self, rows: DecodeBatch) -> Sequence[Any]:
+        return rows.groups if isinstance(self.attention, GroupedAttention) else rows.pages
+
+    def _plan(self, rows: DecodeBatch, items: Sequence[PrefillInput]) -> StepPlan:
+        if isinstance(self.attention, GroupedAttention):
+            named = [GroupedSpan(item.start, len(item.token_ids), item.groups) for item in items]
+            return self.attention.plan_mixed(rows.groups, rows.positions, named)
+        spans = [TokenSpan(item.start, len(item.token_ids), item.pages) for item in items]
+        return self.attention.plan_mixed(rows.pages, rows.positions, spans)
 
     def _hidden(self, token_ids: torch.Tensor, plan: StepPlan, on_layer: Callable[[int], None] | None) -> torch.Tensor:
         attend = _attend(plan, on_layer)
@@ -275,7 +335,7 @@ class Runner:
         return first, Chosen(chosen.token_ids[:count], {row: s for row, s in chosen.scored.items() if row < count})
 
     def _check_decode(self, rows: DecodeBatch) -> None:
-        if rows.pages:
+        if len(rows.positions):
             last = int(rows.positions.max())
             if last >= self.config.max_context_tokens:
                 raise ContextTooLong(f"position {last} is beyond {self.config.max_context_tokens} tokens of context")
@@ -301,7 +361,15 @@ class Runner:
 
 
 def _attend(plan: StepPlan, on_layer: Callable[[int], None] | None) -> Callable[..., torch.Tensor]:
-    def attend(layer: int, qkv: torch.Tensor, rotation: Rotation, out: torch.Tensor | None = None) -> torch.Tensor:
+    def attend(
+        layer: int, qkv: torch.Tensor, rotation: Rotation | None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if rotation is None:  # a layer with states in place of pages
+            assert isinstance(plan, GroupedPlan)
+            answer = plan.attend_state(layer, qkv)
+            if on_layer is not None:
+                on_layer(layer)
+            return answer
         plan.rotate_and_write(layer, qkv, rotation)
         if on_layer is not None:
             on_layer(layer)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvmesh.engine.config import ModelConfig
+from kvmesh.engine.config_delta import DeltaConfig
+from kvmesh.engine.config_latent import LatentConfig
 
 EMBED = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -124,6 +126,33 @@ def _experts_tensors(config: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
+def _delta_tensors(delta: DeltaConfig, hidden: int) -> dict[str, Shape]:
+    channels, values = delta.key_heads * delta.width, delta.value_heads * delta.value_dim
+    return {
+        "linear_attn.in_proj_qkvz.weight": (channels + values, hidden),
+        "linear_attn.in_proj_ba.weight": (2 * delta.value_heads, hidden),
+        "linear_attn.conv1d.weight": (channels, 1, delta.kernel),
+        "linear_attn.dt_bias": (delta.value_heads,),
+        "linear_attn.A_log": (delta.value_heads,),
+        "linear_attn.norm.weight": (delta.value_dim,),
+        "linear_attn.out_proj.weight": (hidden, values),
+    }
+
+
+def _latent_linears(config: ModelConfig, latent: LatentConfig) -> dict[str, tuple[int, int, bool]]:
+    """Returns the matrices of latent attention: rows, columns and whether there is a bias."""
+    hidden, heads, rank = config.hidden_size, config.heads, latent.query_rank
+    queries = heads * (latent.nope + latent.rope)
+    found = {
+        "self_attn.kv_a_proj_with_mqa": (latent.latent + latent.rope, hidden, latent.bias),
+        "self_attn.kv_b_proj": (heads * (latent.nope + latent.value), latent.latent, False),
+        "self_attn.o_proj": (hidden, heads * latent.value, latent.bias),
+    }
+    if not rank:
+        return found | {"self_attn.q_proj": (queries, hidden, False)}
+    return found | {"self_attn.q_a_proj": (rank, hidden, latent.bias), "self_attn.q_b_proj": (queries, rank, False)}
+
+
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, Shape]:
     """Returns the tensors of one decoder layer, names relative to `layer_prefix`."""
     hidden, inner, mlp = config.hidden_size, config.intermediate_size, dense_prefix(config)
@@ -143,6 +172,15 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, Shape]:
             mlp + "gate_proj": (inner, hidden, config.mlp_bias),
             mlp + "up_proj": (inner, hidden, config.mlp_bias),
         }
+    delta = config.delta
+    if delta is not None:
+        linears["self_attn.q_proj"] = (2 * q, hidden, config.qkv_bias)  # a gate beside each query
+    linear = delta is not None and layer in delta.layers
+    if linear:
+        linears = {name: shape for name, shape in linears.items() if not name.startswith("self_attn.")}
+    if config.latent is not None:
+        dense = {name: shape for name, shape in linears.items() if name.startswith(mlp)}
+        linears = dense | _latent_linears(config, config.latent)
     if config.experts is not None and layer in config.experts.layers:
         linears = {name: shape for name, shape in linears.items() if not name.startswith(mlp)}
     norms = ["post_attention_layernorm"]
@@ -153,10 +191,16 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {f"{name}.weight": (hidden,) for name in norms}
     if config.sinks:
         shapes["self_attn.sinks"] = (config.heads,)
-    if config.qk_norm:
+    if delta is not None and linear:
+        shapes |= _delta_tensors(delta, hidden)
+    elif config.qk_norm:
         wide = config.row_norm
         shapes["self_attn.q_norm.weight"] = (q if wide else config.head_dim,)
         shapes["self_attn.k_norm.weight"] = (kv if wide else config.head_dim,)
+    if config.latent is not None:
+        shapes["self_attn.kv_a_layernorm.weight"] = (config.latent.latent,)
+        if config.latent.query_rank:
+            shapes["self_attn.q_a_layernorm.weight"] = (config.latent.query_rank,)
     for name, (rows, columns, bias) in linears.items():
         shapes[f"{name}.weight"] = (rows, columns)
         if bias:

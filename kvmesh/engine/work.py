@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvmesh.engine.config import ModelConfig
@@ -103,39 +103,72 @@ def _mlps(own: ModelConfig, tokens: int) -> _Mlps:
     return _Mlps(read + 3 * hidden * mlp, of_token + 3 * hidden * mlp, columns + mlp)
 
 
+class _Widths(NamedTuple):
+    """Counts what one layer's attention has of a token, in elements, and of a pair of a query and a token."""
+
+    weights: int  # that each token is multiplied by
+    asked: int  # queries, and what is written of the token
+    rotated: int
+    kept: int  # in pages
+    answered: int
+    of_row: int  # products of a pair in a decode row
+    of_chunk: int  # ... and in a chunk
+
+
+def _widths(own: ModelConfig) -> _Widths:
+    """A decode row of latent attention meets latents; a chunk meets keys and values, which are made of them, and the
+    products that make them of tokens before the chunk are not counted: a perfect implementation need not."""
+    hidden, heads, kv_heads, dim, latent = own.hidden_size, own.heads, own.kv_heads, own.head_dim, own.latent
+    if latent is None:
+        asked, kept = (heads + 2 * kv_heads) * dim, 2 * kv_heads * dim
+        pair = 2 * heads * dim
+        return _Widths(hidden * (asked + heads * dim), asked, (heads + kv_heads) * dim, kept, heads * dim, pair, pair)
+    queries, answered = heads * (latent.nope + latent.rope), heads * latent.value
+    weights = hidden * (dim + answered) + latent.latent * heads * (latent.nope + latent.value)
+    weights += latent.query_rank * (hidden + queries) if latent.query_rank else hidden * queries
+    return _Widths(
+        weights,
+        queries + dim,
+        (heads + 1) * latent.rope,
+        dim,
+        answered,
+        heads * (dim + latent.latent),
+        queries + answered,
+    )
+
+
 def work_of(
     own: ModelConfig, itemsize: int, shape: StepShape, *, ranks: int = 1, words: int = 0
 ) -> dict[str, FunctionWork]:
     """Returns what one rank's part of one step takes, by function. `own` is the model as this rank has it
     (`parallel.share_of`), `words` its part of the vocabulary (0: all of it)."""
-    tokens, hidden, dim = shape.tokens, own.hidden_size, own.head_dim
-    heads, kv_heads, layers = own.heads, own.kv_heads, own.layers
+    tokens, hidden, layers = shape.tokens, own.hidden_size, own.layers
     words = words or own.vocab_size
-    qkv = (heads + 2 * kv_heads) * dim
+    widths = _widths(own)
     norms = 2 * (own.pre_norms + own.post_norms)
-    projected = hidden * qkv + heads * dim * hidden
     mlps = _mlps(own, tokens)
-    reading, pairs = 0, 0
+    reading, pairs, of_chunks = 0, 0, 0
     for sees, count in Counter(spec.sees for spec in own.attention).items():
         layer_pairs, layer_read = attended(shape, *sees)
         pairs += count * layer_pairs
+        of_chunks += count * attended(replace(shape, positions=()), *sees)[0]
         reading += count * layer_read
-    token_kv = 2 * kv_heads * dim * itemsize  # of one layer
+    token_kv = widths.kept * itemsize  # of one layer
     found = {
         "norm": FunctionWork(
             weights=layers * norms * hidden * itemsize, activations=layers * norms * 2 * tokens * hidden * itemsize
         ),
         "projections": FunctionWork(
-            weights=layers * projected * itemsize,
-            activations=layers * tokens * (2 * hidden + qkv + heads * dim) * itemsize,
-            products=2 * layers * tokens * projected,
+            weights=layers * widths.weights * itemsize,
+            activations=layers * tokens * (2 * hidden + widths.asked + widths.answered) * itemsize,
+            products=2 * layers * tokens * widths.weights,
         ),
-        "rotary": FunctionWork(activations=layers * 2 * tokens * (heads + kv_heads) * dim * itemsize),
+        "rotary": FunctionWork(activations=layers * 2 * tokens * widths.rotated * itemsize),
         "write": FunctionWork(kv_written=layers * tokens * token_kv, activations=layers * tokens * token_kv),
         "attention": FunctionWork(
             kv_read=reading * token_kv,
-            activations=layers * 2 * tokens * heads * dim * itemsize,
-            products=4 * heads * dim * pairs,
+            activations=layers * 2 * tokens * widths.answered * itemsize,
+            products=2 * (widths.of_row * (pairs - of_chunks) + widths.of_chunk * of_chunks),
         ),
         "mlp": FunctionWork(
             weights=mlps.read * itemsize,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvmesh.kvcache.store_stats import Changes
 
@@ -33,7 +33,8 @@ class AnnouncedSource(Protocol):
 class Announcement:
     """One message about one node store, or one lower tier of it (named by `tiers.store_name`). Keys have 16 bytes. A
     batch means: remove `removed`, then add `sealed`. In a part of a snapshot `sealed` lists some of the keys held, and
-    `more` says whether parts follow."""
+    `more` says whether parts follow. `groups` has one mask of cache groups for each of `sealed`: what is held of it
+    from now on, never 0; empty: 1 each."""
 
     store_id: str
     incarnation: int
@@ -43,12 +44,27 @@ class Announcement:
     snapshot: bool = False
     part: int = 0
     more: bool = False
+    groups: bytes = b""
+
+
+@runtime_checkable
+class GroupedSource(Protocol):
+    """A source of blocks of a model that has several cache groups."""
+
+    def masks(self, keys: Sequence[bytes]) -> bytes:
+        """Returns what is held of each key, one mask of cache groups a key."""
 
 
 def snapshot_parts(
-    store_id: str, incarnation: int, seq: int, keys: Sequence[bytes], max_keys: int = BATCH_KEYS
+    store_id: str,
+    incarnation: int,
+    seq: int,
+    keys: Sequence[bytes],
+    max_keys: int = BATCH_KEYS,
+    groups: bytes = b"",
 ) -> Iterator[Announcement]:
-    """Yields the announcements, at least one, that say: at `seq`, exactly `keys` are sealed."""
+    """Yields the announcements, at least one, that say: at `seq`, exactly `keys` are sealed, each in the `groups` of
+    its mask."""
     for start in range(0, len(keys) or 1, max_keys):
         yield Announcement(
             store_id,
@@ -58,6 +74,7 @@ def snapshot_parts(
             snapshot=True,
             part=start // max_keys,
             more=start + max_keys < len(keys),
+            groups=groups[start : start + max_keys],
         )
 
 
@@ -119,7 +136,9 @@ class Announcer:
         self._store.take_changes()
         self._seq += 1
         blank = self._blank
-        parts = snapshot_parts(blank.store_id, blank.incarnation, self._seq, self._store.keys(), self._max_keys)
+        keys = self._store.keys()
+        groups = self._store.masks(keys) if isinstance(self._store, GroupedSource) else b""
+        parts = snapshot_parts(blank.store_id, blank.incarnation, self._seq, keys, self._max_keys, groups)
         self._waiting = deque(parts)
 
     def _batches(self) -> None:
@@ -128,6 +147,9 @@ class Announcer:
         before, blank = len(changes.removed), self._blank
         for start in range(0, before + len(changes.sealed), self._max_keys):
             removed = changes.removed[start : start + self._max_keys]
-            sealed = changes.sealed[max(0, start - before) : max(0, start + self._max_keys - before)]
+            some = slice(max(0, start - before), max(0, start + self._max_keys - before))
+            sealed, groups = changes.sealed[some], changes.groups[some]
             self._seq += 1
-            self._waiting.append(Announcement(blank.store_id, blank.incarnation, self._seq, sealed, removed))
+            self._waiting.append(
+                Announcement(blank.store_id, blank.incarnation, self._seq, sealed, removed, groups=groups)
+            )

@@ -10,6 +10,10 @@ meanwhile are applied to what is shown, as ever; if they lead past the snapshot,
 No step costs more than its announcement's keys, however much a store holds: what is dropped or replaced vanishes from
 every answer at once and is cleared away later, slice by slice, by `sweep`.
 
+A store whose model has several cache groups announces a mask of them with each key. Group 0 is then the store's own
+content and every other group a content beside it, with a slot of its own: each is told its part of the same
+announcement under the same number, so all of them are at the same state. Counts are of group 0.
+
 Memory: one dict entry and one 16-byte key a block, 16 to 36 bytes a replica in its store's log. Blocks with one replica
 share their store's int. Blocks with two or more have an int of a bit for each slot; those whose replica came, or went,
 in one announcement share it (`memory_bytes` counts it for each of them: it is an upper bound).
@@ -22,7 +26,7 @@ import heapq
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from operator import is_not
 
@@ -34,6 +38,9 @@ SHORTEN_KEYS = 64  # of a log that is being shortened, in one step, beside four 
 FIRST_PIECE = 32  # keys looked up before the next, greater piece: a new prompt costs no more
 LAST_PIECE = 256  # as great as they get: so many are looked up behind the end at most
 KEY_OBJECT_BYTES = sys.getsizeof(bytes(KEY_BYTES))
+
+
+Place = tuple[str, int]  # a store and a cache group of it
 
 
 class Verdict(enum.Enum):
@@ -49,10 +56,11 @@ class Verdict(enum.Enum):
 class StoreContent:
     """The keys of one store under one slot: shown, or hidden (being gathered for a snapshot, or to be swept)."""
 
-    __slots__ = "bit", "count", "incarnation", "log", "seq", "slot", "staged_parts", "staged_seq", "store_id"
+    __slots__ = "bit", "count", "group", "incarnation", "log", "seq", "slot", "staged_parts", "staged_seq", "store_id"
 
-    def __init__(self, store_id: str, slot: int, incarnation: int) -> None:
+    def __init__(self, store_id: str, slot: int, incarnation: int, group: int = 0) -> None:
         self.store_id = store_id
+        self.group = group  # of the model's cache groups
         self.slot = slot
         self.bit = 1 << slot
         self.incarnation = incarnation
@@ -61,6 +69,10 @@ class StoreContent:
         # Every key of this store, packed, in order of arrival; also some that it no longer holds, and some twice.
         self.log = bytearray()
         self.unstage()
+
+    @property
+    def place(self) -> Place:
+        return self.store_id, self.group
 
     def unstage(self) -> None:
         self.staged_seq = -1
@@ -89,6 +101,7 @@ class BlockMap:
     def __init__(self) -> None:
         self._masks: dict[bytes, int] = {}
         self._stores: dict[str, StoreContent] = {}
+        self._further: dict[str, dict[int, StoreContent]] = {}  # by store: its contents of groups above 0
         self._slots: list[StoreContent | None] = []
         self._free_slots: list[int] = []  # a heap: the lowest is used first, so that masks stay short
         self._gone: dict[str, int] = {}  # last incarnation of dropped stores, oldest drop first
@@ -96,17 +109,18 @@ class BlockMap:
         self._mask_bytes = 0  # of the masks with two bits or more, which have an int of their own
         self._hidden = 0
         self._retired: deque[StoreContent] = deque()
-        self._gathering: dict[str, StoreContent] = {}
-        self._shortening: dict[str, _Shortening] = {}
+        self._gathering: dict[Place, StoreContent] = {}
+        self._shortening: dict[Place, _Shortening] = {}
         self.moved: dict[str, None] | None = None  # stores whose slots have changed; None: the owner does not need them
 
     def __len__(self) -> int:
         """Returns the number of distinct keys. While `sweep` has work left it is an upper bound."""
-        return min(len(self._masks), self.replicas)
+        further = sum(content.count for groups in self._further.values() for content in groups.values())
+        return min(len(self._masks), self.replicas + further)
 
     @property
     def replicas(self) -> int:
-        """The number of keys of all stores together. O(stores)."""
+        """The number of keys of all stores together, of group 0 where there are several. O(stores)."""
         return sum(store.count for store in self._stores.values())
 
     @property
@@ -118,9 +132,11 @@ class BlockMap:
 
     def apply(self, announcement: Announcement) -> Verdict:
         """Applies an announcement and returns what became of it. Its numbers may be anything. Raises ValueError if a
-        key does not have 16 bytes."""
+        key does not have 16 bytes, or if there are masks and not one for each sealed key."""
         _check(announcement.sealed)
         _check(announcement.removed)
+        if announcement.groups and len(announcement.groups) != len(announcement.sealed):
+            raise ValueError(f"{len(announcement.groups)} masks for {len(announcement.sealed)} sealed keys")
         known = self._stores.get(announcement.store_id)
         last = self._gone.get(announcement.store_id, 0) if known is None else known.incarnation
         if announcement.incarnation < last:
@@ -130,11 +146,13 @@ class BlockMap:
             store = self._add_store(announcement.store_id, announcement.incarnation)
         elif announcement.incarnation > last:
             self._clear(store)
+            self._drop_further(store.store_id)
             store.incarnation = announcement.incarnation
             store.seq = 0
-        if announcement.snapshot:
-            return self._snapshot(store, announcement)
-        return self._batch(store, announcement, known is not store or announcement.incarnation > last)
+        first = known is not store or announcement.incarnation > last
+        if announcement.groups or store.store_id in self._further:
+            return self._of_groups(store, announcement, first)
+        return self._take_in(store, announcement, first)
 
     def drop(self, store_id: str, incarnation: int | None = None) -> int:
         """Forgets all keys of a store, and returns how many. With `incarnation` it does so unless the store has a newer
@@ -152,18 +170,17 @@ class BlockMap:
         if store is None:
             return 0
         count = store.count
-        self._clear(store)
+        self._drop_further(store_id)
+        self._end(store)
         del self._stores[store_id]
-        self._slots[store.slot] = None
-        heapq.heappush(self._free_slots, store.slot)
         return count
 
     def sweep(self, max_keys: int) -> bool:
         """Frees up to `max_keys` replicas that are no longer shown. Returns whether more are left."""
-        for store_id in [name for name in self._gathering if not self._gathers(name)]:
-            self._retire(self._gathering.pop(store_id))
-        for store_id in [name for name, job in self._shortening.items() if not self._is_shown(name, job.log)]:
-            del self._shortening[store_id]
+        for place in [place for place in self._gathering if not self._gathers(place)]:
+            self._retire(self._gathering.pop(place))
+        for place in [place for place, job in self._shortening.items() if not self._is_shown(place, job.log)]:
+            del self._shortening[place]
         left = max_keys
         while self._retired and left > 0:
             ghost = self._retired[0]
@@ -186,6 +203,28 @@ class BlockMap:
         """Returns the slot of a store, or None when it never announced anything or was dropped."""
         store = self._stores.get(store_id)
         return None if store is None else store.slot
+
+    def slots(self, store_id: str) -> dict[int, int]:
+        """Returns the slot of each cache group that a store has ever announced a key of; group 0 is always there. Empty
+        when it never announced anything or was dropped."""
+        return {content.group: content.slot for content in self._contents_of(store_id)}
+
+    @property
+    def grouped(self) -> bool:
+        """Whether any store has announced a cache group above 0."""
+        return bool(self._further)
+
+    def has_groups(self, store_id: str) -> bool:
+        """Says whether this store has."""
+        return store_id in self._further
+
+    def groups(self, store_id: str, keys: Sequence[bytes]) -> bytes:
+        """Returns what the store holds of each key, one mask of cache groups a key; b"" when it has never announced any
+        but group 0."""
+        if store_id not in self._further:
+            return b""
+        contents = self._contents_of(store_id)
+        return bytes(sum(1 << one.group for one in contents if mask & one.bit) for mask in map(self.mask, keys))
 
     def store_of(self, slot: int) -> str:
         """Returns the store of a slot. Raises KeyError when the slot has none."""
@@ -232,13 +271,13 @@ class BlockMap:
         return runs
 
     def holders(self, key: bytes) -> list[str]:
-        """Returns the stores that hold `key`, in the order of their slots."""
+        """Returns the stores that hold `key`, in any of its cache groups, in the order of their slots."""
         mask, found = self.mask(key), []
         while mask:  # written out: a master's look-ups are this loop
             low = mask & -mask
             found.append(self.store_of(low.bit_length() - 1))
             mask ^= low
-        return found
+        return list(dict.fromkeys(found)) if self._further else found
 
     def match(self, keys: Sequence[bytes], among: int) -> dict[int, int]:
         """Returns how many leading `keys` each slot of the bitset `among` holds; slots without the first key are left
@@ -273,7 +312,7 @@ class BlockMap:
         return index
 
     def count(self, store_id: str) -> int:
-        """Returns the number of keys of a store; 0 for an unknown one."""
+        """Returns the number of keys of a store, of group 0 where it has several; 0 for an unknown one."""
         store = self._stores.get(store_id)
         return 0 if store is None else store.count
 
@@ -288,18 +327,22 @@ class BlockMap:
         return 0 if store is None else store.incarnation
 
     def keys_of(self, store_id: str) -> list[bytes]:
-        """Returns every key of a store. O(its keys)."""
-        store = self._stores.get(store_id)
-        return [] if store is None else list(self._keys_of(store))
+        """Returns every key of a store, whatever group of it is held. O(its keys)."""
+        found: dict[bytes, None] = {}
+        for content in self._contents_of(store_id):
+            found |= self._keys_of(content)
+        return list(found)
 
     def log_of(self, store_id: str) -> bytes:
         """Returns packed keys: all that the store holds, mixed with some that it no longer holds, some of them twice.
         It is a memory copy, so a big store can be read in slices; `held` filters a slice."""
-        store = self._stores.get(store_id)
-        return b"" if store is None else bytes(store.log)
+        return b"".join(content.log for content in self._contents_of(store_id))
 
     def held(self, store_id: str, packed: bytes) -> list[bytes]:
-        """Returns those of the packed keys that the store holds now."""
+        """Returns those of the packed keys that the store holds now, in any group."""
+        if store_id in self._further:
+            masks, bits = self._masks, self._bits_of(store_id)
+            return [key for key in split(packed) if masks.get(key, 0) & bits]
         store = self._stores.get(store_id)
         return [] if store is None else list(self._held(packed, store.bit))
 
@@ -325,10 +368,73 @@ class BlockMap:
             assert count == (0 if store is None else store.count), f"slot {slot} has {count} keys"
             if store is not None:
                 assert len(self._keys_of(store)) == count, f"slot {slot}: its log lacks keys"
+        for store_id, groups in self._further.items():
+            anchor = self._stores[store_id]
+            for group, content in groups.items():
+                assert content.place == (store_id, group), "a content of another store or group"
+                for name in ("incarnation", "seq", "staged_seq", "staged_parts"):
+                    told = getattr(content, name), getattr(anchor, name)
+                    assert told[0] == told[1], f"{store_id} group {group}: {name} is {told[0]}, group 0 has {told[1]}"
         assert self._replicas == sum(counts.values())
         assert self._mask_bytes == sum(int_size(mask) for mask in self._masks.values())
 
     # ── inner ────────────────────────────────────────────────────────────────────────────────────────
+
+    def _take_in(self, store: StoreContent, announcement: Announcement, first: bool) -> Verdict:
+        return self._snapshot(store, announcement) if announcement.snapshot else self._batch(store, announcement, first)
+
+    def _of_groups(self, store: StoreContent, told: Announcement, first: bool) -> Verdict:
+        """Applies an announcement to every group of the store. Each is told all of the keys, as sealed or as removed:
+        a mask says what is held from now on, and a batch that is not empty is empty for no group. So all of them come
+        to the same verdict."""
+        masks = dict(zip(told.sealed, told.groups or b"\x01" * len(told.sealed), strict=True))
+        mentioned = 0
+        for mask in set(masks.values()):
+            mentioned |= mask
+        for group in _bits(mentioned & ~1):
+            self._group_of(store, group)
+        verdict = Verdict.DUPLICATE
+        for content in self._contents_of(store.store_id):
+            bit = 1 << content.group
+            sealed = tuple(key for key, mask in masks.items() if mask & bit)
+            others = () if told.snapshot else tuple(key for key, mask in masks.items() if not mask & bit)
+            part = replace(told, sealed=sealed, removed=told.removed + others, groups=b"")
+            verdict = self._take_in(content, part, first)
+        return verdict
+
+    def _group_of(self, store: StoreContent, group: int) -> StoreContent:
+        """Returns the store's content of that group. One that was never heard of is at the same state as the others:
+        no key of it was sealed so far, nor was one in the parts of the snapshot that is being gathered."""
+        groups = self._further.setdefault(store.store_id, {})
+        content = groups.get(group)
+        if content is None:
+            content = groups[group] = self._content(store.store_id, store.incarnation, group)
+            content.seq, content.staged_seq, content.staged_parts = store.seq, store.staged_seq, store.staged_parts
+            old = self._gathering.pop(content.place, None)  # of an earlier incarnation
+            if old is not None:
+                self._retire(old)
+            self._moves(store.store_id)
+        return content
+
+    def _contents_of(self, store_id: str) -> list[StoreContent]:
+        """Returns what is shown of a store, group 0 first."""
+        store = self._stores.get(store_id)
+        if store is None:
+            return []
+        return [store, *self._further[store_id].values()] if store_id in self._further else [store]
+
+    def _bits_of(self, store_id: str) -> int:
+        return sum(content.bit for content in self._contents_of(store_id))
+
+    def _drop_further(self, store_id: str) -> None:
+        for content in self._further.pop(store_id, {}).values():
+            self._end(content)
+
+    def _end(self, content: StoreContent) -> None:
+        """Empties a content that is not shown any more and frees its slot."""
+        self._clear(content)
+        self._slots[content.slot] = None
+        heapq.heappush(self._free_slots, content.slot)
 
     def _batch(self, store: StoreContent, batch: Announcement, first: bool) -> Verdict:
         if batch.seq <= store.seq:
@@ -368,7 +474,7 @@ class BlockMap:
 
     def _replace(self, store: StoreContent, keys: Sequence[bytes]) -> None:
         new = self._gathered(store)
-        del self._gathering[store.store_id]
+        del self._gathering[store.place]
         self._add(new, keys)
         self._swap(store, new)
         self._retire(new)
@@ -402,11 +508,11 @@ class BlockMap:
     def _shorten(self, store: StoreContent, added: int) -> None:
         """Compacts a part of the log, faster than the log grows. At every moment the log names all keys that the store
         holds."""
-        job = self._shortening.get(store.store_id)
+        job = self._shortening.get(store.place)
         if job is None or job.log is not store.log:
             if not _is_long(store):
                 return
-            job = self._shortening[store.store_id] = _Shortening(store.log)
+            job = self._shortening[store.place] = _Shortening(store.log)
         seen = job.seen
         stop = min(len(job.log), job.read + KEY_BYTES * (4 * added + SHORTEN_KEYS))
         held = dict.fromkeys(self._held(job.log[job.read : stop], store.bit))
@@ -416,7 +522,7 @@ class BlockMap:
         job.read, job.write = stop, job.write + len(kept) * KEY_BYTES
         if stop == len(job.log):
             del job.log[job.write :]
-            del self._shortening[store.store_id]
+            del self._shortening[store.place]
 
     def _count(self, store: StoreContent, packed: bytes, sign: int) -> None:
         count = sign * (len(packed) // KEY_BYTES)
@@ -462,6 +568,8 @@ class BlockMap:
     def _contents(self) -> Iterator[StoreContent]:
         """Yields all contents, hidden ones included."""
         yield from self._stores.values()
+        for groups in self._further.values():
+            yield from groups.values()
         yield from self._retired
         yield from self._gathering.values()
 
@@ -469,35 +577,39 @@ class BlockMap:
         if self.moved is not None:
             self.moved[store_id] = None
 
-    def _gathers(self, store_id: str) -> bool:
+    def _gathers(self, place: Place) -> bool:
         """Says whether a snapshot of that store is still being gathered; it may have been overtaken, or its store
         dropped."""
-        store = self._stores.get(store_id)
-        return store is not None and store.staged_parts > 0
+        content = self._shown_content(place)
+        return content is not None and content.staged_parts > 0
 
-    def _is_shown(self, store_id: str, log: bytearray) -> bool:
-        store = self._stores.get(store_id)
-        return store is not None and store.log is log
+    def _is_shown(self, place: Place, log: bytearray) -> bool:
+        content = self._shown_content(place)
+        return content is not None and content.log is log
+
+    def _shown_content(self, place: Place) -> StoreContent | None:
+        store_id, group = place
+        return self._further.get(store_id, {}).get(group) if group else self._stores.get(store_id)
 
     def _gathered(self, store: StoreContent) -> StoreContent:
         """Returns the content that gathers the current snapshot; for the first part it is empty."""
-        found = self._gathering.get(store.store_id)
+        found = self._gathering.get(store.place)
         if found is None or store.staged_parts == 1:
             if found is not None:
                 self._retire(found)
-            found = self._gathering[store.store_id] = self._aside(store)
+            found = self._gathering[store.place] = self._aside(store)
         return found
 
     def _aside(self, store: StoreContent) -> StoreContent:
         """Makes an empty content under a hidden slot."""
-        aside = self._content(store.store_id, store.incarnation)
+        aside = self._content(store.store_id, store.incarnation, store.group)
         self._hidden |= aside.bit
         return aside
 
-    def _content(self, store_id: str, incarnation: int) -> StoreContent:
+    def _content(self, store_id: str, incarnation: int, group: int = 0) -> StoreContent:
         """Makes an empty content under a free slot."""
         slot = heapq.heappop(self._free_slots) if self._free_slots else len(self._slots)
-        content = StoreContent(store_id, slot, incarnation)
+        content = StoreContent(store_id, slot, incarnation, group)
         if slot == len(self._slots):
             self._slots.append(content)
         else:

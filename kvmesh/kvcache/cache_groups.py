@@ -10,6 +10,7 @@ Blocks are counted from the prompt's first, held blocks are bitsets of them, siz
 from __future__ import annotations
 
 import enum
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -94,13 +95,13 @@ def is_single(groups: Sequence[CacheGroup]) -> bool:
 
 
 def derive_groups(
-    windows: Sequence[int], kv_heads: int, head_dim: int, chunks: Sequence[int] = ()
+    windows: Sequence[int], kv_heads: int, head_dim: int, planes: int = 2, chunks: Sequence[int] = ()
 ) -> tuple[CacheGroup, ...]:
-    """Returns the groups of a model whose layers keep K and V alike and differ in what they see: the last
-    `windows[layer]` tokens or, of a layer that has none, those since the last multiple of `chunks[layer]`; 0 for all,
-    as is () of chunks. The group of all comes first, then windows, then chunks, the longest first of each. Raises
-    ConfigError when there are too many."""
-    layout = CacheLayout(planes=2, heads=kv_heads, dim=head_dim)
+    """Returns the groups of a model whose layers keep K and V alike (or a latent: one plane) and differ in what they
+    see: the last `windows[layer]` tokens or, of a layer that has none, those since the last multiple of
+    `chunks[layer]`; 0 for all, as is () of chunks. The group of all comes first, then windows, then chunks, the longest
+    first of each. Raises ConfigError when there are too many."""
+    layout = CacheLayout(planes=planes, heads=kv_heads, dim=head_dim)
     kept: dict[tuple[CacheKind, int], list[int]] = {}
     for layer, window in enumerate(windows):
         chunk = chunks[layer] if chunks and not window else 0
@@ -117,24 +118,26 @@ def derive_groups(
 # ── objects and the cuts that ranks have of them ─────────────────────────────────────────────────────
 
 
-def object_shard(group: CacheGroup, block_tokens: int, itemsize: int) -> ShardLayout:
-    """Returns the layout of the group's whole object, with `itemsize` bytes an element. Its layers count within the
-    group."""
+def object_shard(group: CacheGroup, block_tokens: int, itemsize: int, number: int = 0) -> ShardLayout:
+    """Returns the layout of the whole object of group `number`, with `itemsize` bytes an element. Its layers count
+    within the group."""
     shape, tokens = group.layout, 1 if group.kind is CacheKind.STATE else block_tokens
-    return ShardLayout(len(group.layers), shape.heads, tokens, shape.dim, itemsize, planes=shape.planes)
+    return ShardLayout(len(group.layers), shape.heads, tokens, shape.dim, itemsize, planes=shape.planes, group=number)
 
 
-def rank_shard(group: CacheGroup, layers: range, heads: range, block_tokens: int, itemsize: int) -> ShardLayout | None:
+def rank_shard(
+    group: CacheGroup, layers: range, heads: range, block_tokens: int, itemsize: int, number: int = 0
+) -> ShardLayout | None:
     """Returns the cut of a rank that has these layers of the model and these heads of the group; None when it has no
     layer of the group. Raises ConfigError when the group has no such heads."""
     first, end = (bisect_left(group.layers, layer) for layer in (layers.start, layers.stop))
     if first >= end:
         return None
-    whole = object_shard(group, block_tokens, itemsize)
+    whole = object_shard(group, block_tokens, itemsize, number)
     if not 0 <= heads.start < heads.stop <= whole.kv_heads:
         raise ConfigError(f"cache group {group.name}: heads {heads} of {whole.kv_heads}", field="heads")
     return ShardLayout(
-        end - first, len(heads), whole.block_tokens, whole.head_dim, itemsize, first, heads.start, whole.planes
+        end - first, len(heads), whole.block_tokens, whole.head_dim, itemsize, first, heads.start, whole.planes, number
     )
 
 
@@ -168,6 +171,12 @@ def needed_blocks(group: CacheGroup, block_tokens: int, tokens: int) -> range:
 def freed_blocks(group: CacheGroup, block_tokens: int, tokens: int) -> int:
     """Returns how many leading blocks no token from position `tokens` on sees, so that their pages may go."""
     return 0 if group.kind is CacheKind.STATE else first_seen(group, tokens) // block_tokens
+
+
+def snapshot_grid(groups: Sequence[CacheGroup], block_tokens: int) -> int:
+    """Returns the tokens after whose multiples the chunks of a prompt end, so that each group's states can be kept
+    there; 0 without such groups."""
+    return block_tokens * math.gcd(*(group.keep for group in groups if group.kind is CacheKind.STATE))
 
 
 def peak_blocks(group: CacheGroup, block_tokens: int, step_tokens: int) -> int | None:

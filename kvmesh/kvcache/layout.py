@@ -23,7 +23,8 @@ Run = tuple[int, int, int]  # (offset at the source, offset at the destination, 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
     """One rank's part of a block: layers [first_layer, first_layer + layers) and KV heads [first_head, first_head +
-    kv_heads) of the model, with `itemsize` bytes an element. Ranks that hold the same part are replicas."""
+    kv_heads) of the model, with `itemsize` bytes an element. Where the model has several cache groups it is of the one
+    numbered `group`, and layers count within that. Ranks that hold the same part are replicas."""
 
     layers: int
     kv_heads: int
@@ -33,12 +34,13 @@ class ShardLayout:
     first_layer: int = 0
     first_head: int = 0
     planes: int = 2  # K and V; 1 for a latent
+    group: int = 0  # cache group of the model (cache_groups)
 
     def __post_init__(self) -> None:
         for name in ("layers", "kv_heads", "block_tokens", "head_dim", "itemsize", "planes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"shard layout: {name}={getattr(self, name)} must be at least 1", field=name)
-        for name in ("first_layer", "first_head"):
+        for name in ("first_layer", "first_head", "group"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"shard layout: {name}={getattr(self, name)} must not be negative", field=name)
 
@@ -109,8 +111,9 @@ def part_of(shard: ShardLayout) -> Part:
 
 
 def check_same_blocks(src: ShardLayout, dst: ShardLayout) -> None:
-    """Raises ConfigError when the shapes of blocks differ, since such blocks need conversion and not slices."""
-    for name in ("block_tokens", "head_dim", "itemsize", "planes"):
+    """Raises ConfigError when the shapes of blocks differ, since such blocks need conversion and not slices, and when
+    the two are of different cache groups, which have nothing in common."""
+    for name in ("block_tokens", "head_dim", "itemsize", "planes", "group"):
         if getattr(src, name) != getattr(dst, name):
             raise ConfigError(
                 f"shard layouts differ in {name}: source {getattr(src, name)}, destination {getattr(dst, name)}",
@@ -123,7 +126,7 @@ def plan(src: ShardLayout, dst: ShardLayout) -> list[Run]:
     and neighbours are joined.
 
     Equal layouts give one slice, the whole shard; shards with nothing in common give none. Raises ConfigError when
-    block shapes differ (block_tokens, head_dim, itemsize or planes).
+    block shapes differ (block_tokens, head_dim, itemsize or planes) or cache groups do.
     """
     check_same_blocks(src, dst)
     return runs_of(src, dst, [part_of(src).common(part_of(dst))])

@@ -31,6 +31,11 @@ MAX_LEASES = 65_536
 TRIM_STEP = 256  # blocks that one `trim` evicts at most: some hundred microseconds
 
 
+def bits_of(bits: Iterable[bool]) -> int:
+    """Returns the number whose bits these are, the highest first. O(bits)."""
+    return int("".join(map("01".__getitem__, bits)) or "0", 2)
+
+
 class Journal(Protocol):
     """Hears of every change of a node store in the same turn, before anyone can act on the change."""
 
@@ -91,6 +96,7 @@ class NodeStore:
         self._evicted = 0
         self.journals: list[Journal] = []
         self.on_added: Callable[[bytes], None] | None = None  # a block is sealed; it may say `replicated`, nothing else
+        self.on_evicted_one: Callable[[bytes], None] | None = None  # `evict_one` has evicted a block
         self._max_leases = max_leases
         self._writing: dict[bytes, int] = {}
         self._lengths: dict[bytes, int] = {}  # of what is being written: blocks of its prompt
@@ -210,6 +216,15 @@ class NodeStore:
     def holds(self, key: bytes) -> bool:
         """Says whether `key` is sealed here."""
         return key in self._sealed
+
+    def sealed_bits(self, keys: Sequence[bytes]) -> int:
+        """Returns which of `keys` are sealed: bit i is that of the i-th key."""
+        return bits_of(map(self._sealed.__contains__, reversed(keys)))
+
+    def coming_bits(self, keys: Sequence[bytes]) -> int:
+        """Returns which of `keys` are being written and may be sealed then: bit i is that of the i-th key."""
+        writing, orphans = self._writing, self._orphans
+        return bits_of([key in writing and key not in orphans for key in reversed(keys)]) if writing else 0
 
     def keys(self) -> list[bytes]:
         """Returns every sealed key, in the order of sealing. O(blocks)."""
@@ -450,14 +465,19 @@ class NodeStore:
     def pin_hard(self, keys: Sequence[bytes]) -> list[bool]:
         """Pins the sealed ones of `keys` until `unpin`, `remove` or `drop_all`; they are not evicted. Returns whether
         each is pinned. Raises PinLimit, and pins none, when that would exceed the limit."""
-        hard = self._pins.hard
-        new = [key for key in dict.fromkeys(keys) if key in self._sealed and key not in hard]
-        self._pins.check(new, self.total)
+        hard, new = self._pins.hard, self.check_pins(keys)
         hard.update((key, self._sealed[key]) for key in new)
         extents = [self._sealed[key] for key in new]
         self._pool.share(extents)
         self._coverage.add(extents)
         return [key in hard for key in keys]
+
+    def check_pins(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Returns which blocks `pin_hard` would pin that are not pinned yet, each once. Raises PinLimit when they are
+        too many."""
+        new = [key for key in dict.fromkeys(keys) if key in self._sealed and key not in self._pins.hard]
+        self._pins.check(new, self.total)
+        return new
 
     def unpin(self, keys: Sequence[bytes]) -> list[bool]:
         """Ends soft and hard pins. Returns whether each key was pinned."""
@@ -501,6 +521,8 @@ class NodeStore:
         if key in self._pins.soft and not spared:
             return False
         self._go(key)
+        if self.on_evicted_one is not None:
+            self.on_evicted_one(key)
         return True
 
     def replicated(self, keys: Iterable[bytes], elsewhere: bool = True) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import bisect
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvmesh.kvcache.page_pool import PageInvariantError, PagePool
 
@@ -41,6 +41,7 @@ class PrefixCache:
         self._idle: OrderedDict[bytes, _Block] = OrderedDict()  # oldest first
         self.hits = 0
         self.misses = 0
+        self.on_gone: Callable[[bytes], None] | None = None  # a block is cached no more; it may not change this cache
 
     def __len__(self) -> int:
         """Returns the number of cached blocks, held or idle."""
@@ -105,6 +106,8 @@ class PrefixCache:
                 block.parent.children -= 1
             self._pool.unwatch((block.page,))
             self._pool.release((block.page,))
+            if self.on_gone is not None:
+                self.on_gone(block.key)
             freed += 1
         return freed
 
@@ -134,6 +137,8 @@ class PrefixCache:
                 self._unpin(parent)
         self._pool.unwatch((block.page,))
         self._pool.release((block.page,))
+        if self.on_gone is not None:
+            self.on_gone(block.key)
 
     def _unpin(self, block: _Block | None) -> None:
         while block is not None:

@@ -173,3 +173,23 @@ class TagQuotas:
                 return False
             store.evict_one(key, spared=True)
         return limit < self.count(tag) < before
+
+
+class NoTagQuotas(TagQuotas):
+    """The quotas of a store that holds parts of blocks counted elsewhere: nothing is counted, and nothing goes."""
+
+    def limit(self, limits: Mapping[bytes, int], stores: Iterable[Store]) -> None:
+        """Ignores the limits."""
+
+    def added(self, store: Store, key: bytes) -> None:
+        """Counts nothing."""
+
+    def added_all(self, keys: Iterable[bytes]) -> None:
+        """Counts nothing."""
+
+    def gone(self, store: Store, key: bytes) -> None:
+        """Counts nothing."""
+
+    def check_integrity(self, stores: Iterable[Store]) -> None:
+        """Raises AssertionError if something is counted."""
+        assert not self._counts and not self._limits and not self._lanes, "a store's blocks are counted twice"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvmesh.kvcache.cache_groups import GroupPages
 from kvmesh.kvcache.tiers import Tier
 
 # `kvmesh.transfer.TrafficClass.PREFETCH`. Brains need no engine: to import one takes longer than many of their steps.
@@ -23,13 +24,17 @@ class PullRange:
     first_block: int
     blocks: int
     tier: Tier = Tier.DRAM
+    groups: int = 0  # mask of the cache groups that lie there of all these blocks; 0: all of the model's
 
 
 @dataclass(frozen=True, slots=True)
 class PullJob:
     """A pull into host extents that `NodeStore.begin` gave: the prompt's block `blocks[i]` with key `keys[i]` goes to
     `extents[i]`. `ranges` are tried in order for the blocks they cover. `traffic_class` ranks it against handoffs on
-    the same network. `sizes` are bytes, for blocks that do not fill their extents."""
+    the same network. `sizes` are bytes, for blocks that do not fill their extents.
+
+    For a model of several cache groups `groups` has one mask a key, what is to be pulled of it, and `places` says where
+    to: position `first + i` of the job goes to extent `ids[i]` of its group; `extents` is empty."""
 
     ticket: int
     blocks: tuple[int, ...]
@@ -41,13 +46,16 @@ class PullJob:
     traceparent: str = ""
     traffic_class: int = PREFETCH
     sizes: tuple[int, ...] = ()
+    groups: bytes = b""
+    places: tuple[GroupPages, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
     """How a pull ended; it is reported once, when no byte of it can land any more. `arrived` are positions in the job
     whose bytes were read under a lease that lasted to the end; the others must be abandoned. `lower` are those of them
-    that came from a lower tier of this node itself; `bytes_done` does not count these."""
+    that came from a lower tier of this node itself; `bytes_done` does not count these. Of a job with `groups` there is
+    one mask for each of `arrived`: which of its objects came."""
 
     ticket: int
     arrived: tuple[int, ...]
@@ -55,6 +63,7 @@ class Pulled:
     took_ns: int
     cause: str = ""
     lower: tuple[int, ...] = ()
+    groups: bytes = b""
 
 
 class LowerTiers(Protocol):

@@ -9,10 +9,13 @@ from kvmesh.kvcache.page_pool import PoolExhausted
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """How the sealed keys changed: removing `removed` and then adding `sealed` gives the present state."""
+    """How the sealed keys changed: removing `removed` and then adding `sealed` gives the present state. `groups` has
+    one mask of cache groups for each of `sealed`: what is held of it from now on, never 0; empty: 1 each. What has gone
+    in all groups is in `removed`, what has gone in some is in `sealed` again."""
 
     sealed: tuple[bytes, ...] = ()
     removed: tuple[bytes, ...] = ()
+    groups: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

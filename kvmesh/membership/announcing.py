@@ -177,4 +177,5 @@ def to_proto(word: Announcement) -> pb.Announcement:
         snapshot=word.snapshot,
         part=word.part,
         more=word.more,
+        groups=word.groups,
     )

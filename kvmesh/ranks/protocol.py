@@ -6,6 +6,9 @@ version: both ends come from the same build).
 
 `handle` names a request within the instance for both roles; handles are never reused.
 
+`groups` are pages of a model that has several cache groups (`kvmesh.kvcache.cache_groups`), a GroupPages each; `pages`
+is empty then. For a model with one group that keeps all, `groups` is empty.
+
 The state machines of decode and prefill (`step(event, now) -> actions`) take and return these messages as they are, in
 `FromRank` and `TellRank`, which name the rank.
 """
@@ -16,6 +19,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvmesh.kvcache.cache_groups import GroupPages
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks.transfer_metrics import TransferStats
 from kvmesh.transfer import Carried, TrafficClass
@@ -35,6 +39,7 @@ class PushTarget(msgspec.Struct, frozen=True, array_like=True):
     reader: int
     segment: str
     offsets: tuple[int, ...]
+    groups: tuple[GroupPages, ...] = ()  # instead of `offsets`, where the model has several cache groups
 
 
 class PushGroup(msgspec.Struct, frozen=True, array_like=True):
@@ -65,6 +70,8 @@ class PushOpen(Message, frozen=True):
     lease_until_ns: int
     group: PushGroup | None = None
     at_end: bool = False  # nothing before the whole prompt is computed
+    groups: tuple[GroupPages, ...] = ()  # instead of `pages`, where the model has several cache groups
+    group_offsets: tuple[GroupPages, ...] = ()  # likewise, instead of `offsets`
 
 
 class PushLease(Message, frozen=True):
@@ -134,6 +141,8 @@ class SealCopy(Message, frozen=True):
     ticket: int
     pages: tuple[int, ...]
     extents: tuple[int, ...]
+    groups: tuple[GroupPages, ...] = ()  # instead of `pages`, where the model has several cache groups
+    group_extents: tuple[GroupPages, ...] = ()  # likewise, instead of `extents`
 
 
 class LoadCopy(Message, frozen=True):
@@ -144,6 +153,8 @@ class LoadCopy(Message, frozen=True):
     ticket: int
     extents: tuple[int, ...]
     pages: tuple[int, ...]
+    groups: tuple[GroupPages, ...] = ()  # instead of `pages`, where the model has several cache groups
+    group_extents: tuple[GroupPages, ...] = ()  # likewise, instead of `extents`
 
 
 class PullOpen(Message, frozen=True):
@@ -192,6 +203,7 @@ class SealCopied(Message, frozen=True):
     start_ns: int
     end_ns: int
     bad: tuple[int, ...] = ()
+    bad_groups: tuple[tuple[int, int], ...] = ()  # (group, position), of a SealCopy with `groups`
 
 
 class LoadCopied(Message, frozen=True):
@@ -572,6 +584,7 @@ class PrefillItem(msgspec.Struct, frozen=True, array_like=True):
     sample: Sampling | None
     push: bool = True
     history: TokenHistory | None = None  # of the whole prompt, with `sample`
+    groups: tuple[GroupPages, ...] = ()  # instead of `pages`, where the model has several cache groups
 
 
 class PrefillStep(Message, frozen=True):
@@ -589,6 +602,7 @@ class OpenWindow(Message, frozen=True):
     peer: str
     handoff_epoch: int
     offsets: tuple[int, ...]
+    sizes: tuple[int, ...] = ()  # of each offset; (): a block of this rank each
 
 
 class Fence(Message, frozen=True):
@@ -604,6 +618,8 @@ class CopyIn(Message, frozen=True):
     handle: int
     extents: tuple[int, ...]
     pages: tuple[int, ...]
+    groups: tuple[GroupPages, ...] = ()  # instead of `pages`, where the model has several cache groups
+    group_extents: tuple[GroupPages, ...] = ()  # likewise, instead of `extents`
 
 
 class CopyOut(Message, frozen=True):
@@ -612,6 +628,8 @@ class CopyOut(Message, frozen=True):
     handle: int
     pages: tuple[int, ...]
     extents: tuple[int, ...]
+    groups: tuple[GroupPages, ...] = ()  # instead of `pages`, where the model has several cache groups
+    group_extents: tuple[GroupPages, ...] = ()  # likewise, instead of `extents`
 
 
 class Join(Message, frozen=True):
@@ -629,11 +647,22 @@ class Join(Message, frozen=True):
     stop_token_ids: tuple[int, ...]  # EOS included unless ignore_eos
     sampling: Sampling
     history: TokenHistory | None = None  # up to `next_token`; None: no penalty asks for it
+    groups: tuple[GroupPages, ...] = ()  # instead of `pages`, where the model has several cache groups
 
 
 class Grant(Message, frozen=True):
     handle: int
     pages: tuple[int, ...]  # appended
+    groups: tuple[GroupPages, ...] = ()  # instead of `pages`, where the model has several cache groups
+
+
+class DropPages(Message, frozen=True):
+    """Takes the pages of blocks before `first` from a request in one cache group: no token from now on sees them. They
+    are given to nobody else before the next step is collected, as the one that runs may read them."""
+
+    handle: int
+    group: int
+    first: int
 
 
 class Leave(Message, frozen=True):
@@ -644,6 +673,17 @@ class Leave(Message, frozen=True):
 
 
 # ── rank → front ──────────────────────────────────────────────────────────────────────────────────
+
+
+class GroupMemory(msgspec.Struct, frozen=True, array_like=True):
+    """Says what a rank keeps of one cache group: its cut of a block, and where pages and extents of it lie in the
+    segment, as in Ready."""
+
+    shard: ShardLayout
+    num_pages: int
+    num_extents: int
+    page_base_offset: int
+    extent_base_offset: int
 
 
 class Ready(Message, frozen=True):
@@ -671,6 +711,8 @@ class Ready(Message, frozen=True):
     dtype: str = ""  # that it computes in
     steps: dict[str, int] = msgspec.field(default_factory=dict)  # Configure's, chosen
     settings: str = ""  # for people: what was chosen and why
+    # Of each cache group, by number, that this rank has layers of; (): the model has one group that keeps all.
+    groups: tuple[GroupMemory, ...] = ()
 
 
 class InitFailed(Message, frozen=True):
@@ -788,6 +830,7 @@ ToRank = (
     | CopyOut
     | Join
     | Grant
+    | DropPages
     | Leave
     | SealCopy
     | LoadCopy

@@ -81,8 +81,9 @@ def step_bytes(config: ModelConfig, tokens: int, rows: int, itemsize: int) -> in
     copies of the rows' logits in float32 (sampling sorts them)."""
     heads = config.heads + 2 * config.kv_heads
     hidden, inner, experts = 4 * config.hidden_size, config.intermediate_size, config.experts
-    if experts is not None:  # one expert may have all tokens; sums over experts are float32, which may be twice as wide
-        hidden, inner = 2 * hidden, max(inner, experts.inner, experts.shared_inner)
+    if experts is not None:  # each token has rows of its own at its experts, whose answers are float32: twice as wide
+        hidden = 2 * hidden + 2 * experts.chosen * config.hidden_size
+        inner = max(inner, experts.shared_inner) + experts.chosen * experts.inner
     width = hidden + 3 * inner + 3 * heads * config.head_dim
     return (tokens + rows) * width * itemsize + 5 * 4 * max(rows, 1) * config.vocab_size
 

@@ -248,6 +248,9 @@ PREFILL_STEP = _histogram("prefill_step_seconds", "One engine step.", _WAIT)
 PREFILL_TRANSFER_BYTES = _counter("prefill_transfer_bytes_total", "KV bytes acknowledged by decode.")
 PREFILL_COMPUTED_TOKENS = _counter("prefill_computed_tokens_total", "Prompt tokens computed.")
 PREFILL_CACHED_TOKENS = _counter("prefill_cached_tokens_total", "Prompt tokens found in the prefix cache.")
+PREFILL_SHORT_BLOCKS = _counter(
+    "prefill_short_blocks_total", "Blocks by which this cache group made prefix hits shorter.", "group"
+)
 # tier: device, host, lower (read into host memory for the request), remote.
 PREFILL_HIT_TOKENS = _counter("prefill_hit_tokens_total", "Of them, by where they lay.", "tier")
 PREFILL_PAGES = _gauge("prefill_pages_count", "Device pages.", "state")  # state: total, free, cached

@@ -12,6 +12,7 @@ from kvmesh.errors import KvmeshError
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.kvcache.tiers import TierUse
+from kvmesh.services.conductor.costs.cache_cost import CacheCost, CardGroups
 
 
 class Role(Enum):
@@ -76,6 +77,12 @@ class ModelCard:
     eos_token_ids: tuple[int, ...]
     kv_bytes_per_token: int
     weights_epoch: int
+    cache_groups: CardGroups = ()  # (): one group that keeps all
+
+    @cached_property
+    def cost(self) -> CacheCost:
+        """What its prefixes and handoffs weigh."""
+        return CacheCost(self.block_tokens, self.kv_bytes_per_token, self.cache_groups)
 
     @cached_property
     def kv_identity(self) -> tuple[object, ...]:
@@ -388,6 +395,7 @@ class Replicate:
     target: Ref
     why: str
     number: int = 0
+    groups: bytes = b""  # masks of cache groups to copy, one a key; b"": the model has one
 
 
 Action = Placed | Refuse | Measured | OutOfStep | SwitchRole | Replicate

@@ -8,6 +8,7 @@ from dataclasses import fields
 from operator import attrgetter
 from typing import Any
 
+from kvmesh.blockservice.group_wire import groups_from_wire, groups_to_wire
 from kvmesh.errors import InvalidRequest
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.keys import KEY_BYTES, Keys, split
@@ -84,11 +85,14 @@ def ref_out(ref: Ref) -> pb_common.InstanceRef:
 
 def card_in(card: pb_common.ModelCard) -> ModelCard:
     values = dict(zip(_CARD, _card_values(card), strict=True))
-    return ModelCard(**(values | {"eos_token_ids": tuple(card.eos_token_ids)}))
+    groups = groups_from_wire(card.cache_groups, "model.cache_groups")
+    return ModelCard(**(values | {"eos_token_ids": tuple(card.eos_token_ids), "cache_groups": groups}))
 
 
 def card_out(card: ModelCard) -> pb_common.ModelCard:
-    return pb_common.ModelCard(**dict(zip(_CARD, _card_values(card), strict=True)))
+    groups, nbytes = [group for group, _ in card.cache_groups], [nbytes for _, nbytes in card.cache_groups]
+    told = {"cache_groups": groups_to_wire(groups, nbytes) if groups else ()}
+    return pb_common.ModelCard(**(dict(zip(_CARD, _card_values(card), strict=True)) | told))
 
 
 def register_in(request: pb.RegisterInstanceRequest) -> Register:
@@ -238,6 +242,8 @@ def blocks_in(told: pb_store.Announcement) -> Blocks | None:
         if len(packed) % KEY_BYTES:
             why = f"its length must be a multiple of {KEY_BYTES} bytes"
             raise InvalidRequest.of(f"blocks.{field}", len(packed), why)
+    if told.groups and len(told.groups) * KEY_BYTES != len(told.sealed):
+        raise InvalidRequest.of("blocks.groups", len(told.groups), "must have one mask for each sealed key, or none")
     return Blocks(
         Announcement(
             store_name(told.store_id, tier),
@@ -248,6 +254,7 @@ def blocks_in(told: pb_store.Announcement) -> Blocks | None:
             told.snapshot,
             told.part,
             told.more,
+            told.groups,
         )
     )
 

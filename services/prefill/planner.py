@@ -44,9 +44,13 @@ class PlanConfig:
     size_weight: float = 0.0  # 0: sizes do not matter
 
 
-def chunk_end(start: int, total: int, block_tokens: int, limit: int) -> int:
-    """Returns the end of the chunk that begins at `start`: at most `limit` tokens, on a block border or at `total`."""
+def chunk_end(start: int, total: int, block_tokens: int, limit: int, grid: int = 0) -> int:
+    """Returns the end of the chunk that begins at `start`: at most `limit` tokens, on a block border or at `total`. No
+    chunk goes beyond a multiple of `grid` tokens (`cache_groups.snapshot_grid`; 0: none), since the state there is to
+    be kept and only a chunk's end shows it."""
     end = start + limit
+    if grid:
+        end = min(end, (start // grid + 1) * grid)
     if end >= total:
         return total
     end -= end % block_tokens

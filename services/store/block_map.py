@@ -127,7 +127,8 @@ class MasterMap(BlockMap):
                 self._remove(store, some)
                 gone.setdefault(store.store_id, []).extend(some)
                 left ^= low
-        return gone
+        # A store with several groups of a key has lost one key.
+        return {name: list(dict.fromkeys(lost)) for name, lost in gone.items()} if self._further else gone
 
     def forget_prefix(self, prefix: bytes) -> None:
         """Forgets all keys that begin with `prefix`, as `forget` does. Some keys are cleared at once, the others by
@@ -168,8 +169,8 @@ class MasterMap(BlockMap):
         found = super().held(store_id, packed)
         if not found or not self._sweeps:
             return found
-        bit = self._stores[store_id].bit
-        return [key for key in found if not self._swept(key) & bit]
+        bits = self._bits_of(store_id)
+        return [key for key in found if super(MasterMap, self).mask(key) & bits & ~self._swept(key)]
 
     # ── memory ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -197,10 +198,9 @@ class MasterMap(BlockMap):
     def page(self, store_id: str, prefix: bytes, after: bytes, limit: int) -> list[bytes]:
         """Returns the `limit` lowest keys of one store above `after` that begin with `prefix`, ascending. Its cost is
         O(the store's keys)."""
-        store = self._stores.get(store_id)
-        if store is None or not self._may_have(store, prefix):
+        if not any(self._may_have(content, prefix) for content in self._contents_of(store_id)):
             return []
-        words = _beginning(bytes(store.log), prefix)
+        words = _beginning(self.log_of(store_id), prefix)
         order = words[:, :8].copy().view(">u8").ravel().astype(np.uint64)
         if len(after) >= 8:
             above = order >= int.from_bytes(after[:8], "big")
@@ -258,7 +258,7 @@ class MasterMap(BlockMap):
     def _mask(self, store: StoreContent, prefix: bytes) -> None:
         """Shows no key of that store that begins with `prefix` any more."""
         tags, masked = self._tags.get(store.slot, {}), self._masked[store.slot]
-        counted = not store.bit & self._hidden and MARK not in store.store_id
+        counted = not store.bit & self._hidden and _counts(store)
         for tag in [prefix] if len(prefix) == TAG_BYTES else [tag for tag in tags if tag.startswith(prefix)]:
             if counted and tag in self._watched:
                 self._watched[tag] -= self._shown_at(store.slot, tag)
@@ -315,7 +315,7 @@ class MasterMap(BlockMap):
         self._taking = len(sweep.prefix) <= TAG_BYTES
         self._remove(store, gone)
         self._taking = False
-        known = self._stores.get(store.store_id) is store or self._gathering.get(store.store_id) is store
+        known = self._shown_content(store.place) is store or self._gathering.get(store.place) is store
         if gone and known:
             self.forgotten(store.store_id, gone)
 
@@ -338,7 +338,7 @@ class MasterMap(BlockMap):
         return len(prefix) < TAG_BYTES or prefix[:TAG_BYTES] in self._tags.get(store.slot, {})
 
     def _changed(self, store: StoreContent, packed: bytes, sign: int) -> None:
-        counts, shown = self._tags[store.slot], not store.bit & self._hidden and MARK not in store.store_id
+        counts, shown = self._tags[store.slot], not store.bit & self._hidden and _counts(store)
         for tag, n in _tally(packed).items():
             before = counts.get(tag, 0)
             if before + sign * n:
@@ -352,9 +352,14 @@ class MasterMap(BlockMap):
                 self._watched[tag] += sign * n + masked
 
     def _swap(self, shown: StoreContent, other: StoreContent) -> None:
-        for tag in self._watched if MARK not in shown.store_id else ():
+        for tag in self._watched if _counts(shown) else ():
             self._watched[tag] += self._shown_at(other.slot, tag) - self._shown_at(shown.slot, tag)
         super()._swap(shown, other)
+
+
+def _counts(store: StoreContent) -> bool:
+    """Says whether a content counts against a tenant's quota: blocks in DRAM, once whatever groups they have."""
+    return not store.group and MARK not in store.store_id
 
 
 def _beginning(log: bytes, prefix: bytes) -> NDArray[np.uint8]:
@@ -402,13 +407,16 @@ class BlockDirectory:
         if said.snapshot:
             parts = self._parts.get(said.store_id, []) if said.part else []
             room = max(0, self._max - sum(len(part.sealed) for part in parts))
-            return said if len(said.sealed) <= room else replace(said, sealed=said.sealed[:room])
+            if len(said.sealed) <= room:
+                return said
+            return replace(said, sealed=said.sealed[:room], groups=said.groups[:room])
         count = self.map.count(said.store_id)
         if count + len(said.sealed) <= self._max:
             return said
         room = max(0, self._max - count + len(self.map.held(said.store_id, b"".join(set(said.removed)))))
         # The keys that are too many are given as removed, so that the batch is not empty: an empty one would be a gap.
-        return replace(said, sealed=said.sealed[:room], removed=said.removed + said.sealed[room:])
+        removed = said.removed + said.sealed[room:]
+        return replace(said, sealed=said.sealed[:room], removed=removed, groups=said.groups[:room])
 
     def apply(self, said: Announcement) -> tuple[Verdict, Sequence[Announcement]]:
         """Applies an announcement. Returns what became of it, and what watchers are to be told."""
@@ -439,6 +447,25 @@ class BlockDirectory:
         names = self.map.holders(key)
         return list(dict.fromkeys(split_name(name)[0] for name in names)) if self._tiered else names
 
+    def groups_at(self, key: bytes, names: Sequence[str]) -> bytes:
+        """Returns which cache groups of `key` each of these stores holds, a tier by itself: one mask a store, empty
+        where none has any but group 0."""
+        if not any(self.map.has_groups(name) for name in names):
+            return b""
+        return b"".join(self.map.groups(name, [key]) or b"\x01" for name in names)
+
+    def groups(self, key: bytes, store_ids: Sequence[str]) -> bytes:
+        """Returns the same of nodes: what any tier of each holds."""
+        if not self.map.grouped:
+            return b""
+        whole = dict.fromkeys(store_ids, 0)
+        holders = self.map.holders(key)
+        for name, mask in zip(holders, self.groups_at(key, holders), strict=False):
+            store_id = split_name(name)[0]
+            if store_id in whole:
+                whole[store_id] |= mask
+        return bytes(whole.values()) if any(whole.values()) else b""
+
     def ends(self, store_id: str) -> dict[str, int]:
         """Returns the number of the last announcement of each tier of the node that has announced anything."""
         return {name: seq for name in store_names(store_id) if (seq := self.map.seq(name))}
@@ -467,6 +494,9 @@ class BlockDirectory:
             living = lives()
             keys = self.map.held(store_id, log[start : start + step]) if living else []
             more = living and start + step < len(log)
-            yield Announcement(store_id, incarnation, seq, tuple(keys), snapshot=True, part=part, more=more)
+            groups = self.map.groups(store_id, keys)
+            yield Announcement(
+                store_id, incarnation, seq, tuple(keys), snapshot=True, part=part, more=more, groups=groups
+            )
             if not more:
                 return

@@ -166,6 +166,8 @@ def check_announcement(said: Announcement) -> InvalidRequest | None:
     for field, keys in (("sealed", said.sealed), ("removed", said.removed)):
         if len(keys) > MAX_KEYS:
             return InvalidRequest.of(f"announcement.{field}", len(keys), f"one announcement holds {MAX_KEYS} keys")
+    if said.groups and (len(said.groups) != len(said.sealed) or 0 in said.groups):
+        return InvalidRequest.of("announcement.groups", len(said.groups), "must have a mask over 0 for each sealed key")
     if said.snapshot:
         if said.removed:
             return InvalidRequest.of("announcement.removed", len(said.removed), "a snapshot removes nothing")

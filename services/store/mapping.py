@@ -86,6 +86,7 @@ def announcement_in(said: pb.Announcement) -> Announcement:
         said.snapshot,
         said.part,
         said.more,
+        said.groups,
     )
 
 
@@ -102,6 +103,7 @@ def announcement_out(said: Announcement) -> pb.Announcement:
         snapshot=said.snapshot,
         part=said.part,
         more=said.more,
+        groups=said.groups,
     )
 
 

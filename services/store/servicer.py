@@ -273,8 +273,13 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
         self._step(Tick())
         if not request.uncounted:
             self._state.policy.asked(keys, self._clock())
-        holders = self._state.blocks.store_ids
-        return pb.LookupResponse(holders=[pb.Holders(store_ids=holders(key)[:MAX_HOLDERS]) for key in keys])
+        blocks = self._state.blocks
+        return pb.LookupResponse(
+            holders=[
+                pb.Holders(store_ids=(ids := blocks.store_ids(key)[:MAX_HOLDERS]), groups=blocks.groups(key, ids))
+                for key in keys
+            ]
+        )
 
     async def GetStatus(  # noqa: N802
         self, request: pb.GetStoreStatusRequest, context: Any
@@ -526,9 +531,9 @@ def found(state: MasterState, keys: Sequence[bytes], grouped: bool = False, now:
     number: dict[int | str, int] = {}
     groups: list[pb.Replicas] = []
     for mask, key in dict(zip(masks, keys, strict=True)).items():
-        holders, tiers = _holders(state, fresh.get(mask) or known.holders(key), index, answer)
+        holders, tiers, told = _holders(state, key, fresh.get(mask) or known.holders(key), index, answer)
         number[mask] = len(groups)
-        groups.append(pb.Replicas(holder=holders, tier=tiers))
+        groups.append(pb.Replicas(holder=holders, tier=tiers, groups=told))
     if grouped:
         answer.groups.extend(groups)
         answer.group = struct.pack(f"<{len(masks)}H", *[number[mask] for mask in masks])
@@ -551,12 +556,13 @@ def _unannounced_holders(
 
 
 def _holders(
-    state: MasterState, names: Sequence[str], index: dict[str, int | None], answer: pb.FindResponse
-) -> tuple[list[int], bytes]:
-    """Returns the indices of the holders in `answer` and their tiers. A new holder is added to `answer` while there is
-    room."""
+    state: MasterState, key: bytes, names: Sequence[str], index: dict[str, int | None], answer: pb.FindResponse
+) -> tuple[list[int], bytes, bytes]:
+    """Returns the indices of the holders in `answer`, their tiers, and the cache groups of `key` that they have (empty
+    where nobody has any but group 0). A new holder is added to `answer` while there is room."""
     holders: list[int] = []
     tiers: list[Tier] = []
+    stores: list[str] = []
     for name in names:
         store_id, tier = split_name(name)
         if store_id not in index:
@@ -565,7 +571,8 @@ def _holders(
         if at is not None:
             holders.append(at)
             tiers.append(tier)
-    return holders, bytes(tiers)
+            stores.append(name)
+    return holders, bytes(tiers), state.blocks.groups_at(key, stores)
 
 
 def _holder(state: MasterState, store_id: str, answer: pb.FindResponse) -> int | None:

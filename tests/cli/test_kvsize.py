@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -77,3 +78,159 @@ def test_what_is_missing_is_named(invoke: Invoke, tmp_path: Path) -> None:
 def test_a_mistake_is_one_line(invoke: Invoke, args: tuple[str, ...], words: str) -> None:
     result = invoke(*args)
     assert result.exit_code == 2 and words in result.stderr and "Traceback" not in result.stderr
+
+
+# The fields of published config.json files that say what a model keeps.
+PUBLISHED: dict[str, dict[str, object]] = {
+    "gemma-3-27b": {
+        "model_type": "gemma3",
+        "text_config": {
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 62,
+            "hidden_size": 5376,
+            "intermediate_size": 21504,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 16,
+            "head_dim": 128,
+            "sliding_window": 1024,
+        },
+    },
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 24,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "num_local_experts": 32,
+        "experts_per_token": 4,
+        "vocab_size": 201_088,
+    },
+    "qwen3-next-80b-a3b": {
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 48,
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "vocab_size": 151_936,
+    },
+    "llama-4-scout": {
+        "model_type": "llama4",
+        "text_config": {
+            "model_type": "llama4_text",
+            "num_hidden_layers": 48,
+            "hidden_size": 5120,
+            "intermediate_size": 8192,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "attention_chunk_size": 8192,
+            "no_rope_layers": [],
+            "num_local_experts": 16,
+            "num_experts_per_tok": 1,
+            "vocab_size": 202_048,
+        },
+    },
+}
+
+
+@pytest.fixture
+def published(invoke: Invoke, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    def told(name: str, *args: object) -> dict[str, Any]:
+        file = tmp_path / f"{name}.json"
+        file.write_text(json.dumps(PUBLISHED[name]), encoding="utf-8")
+        result = invoke(file, "--json", *args)
+        assert result.exit_code == 0, result.output
+        return cast(dict[str, Any], json.loads(result.stdout))
+
+    return told
+
+
+def test_gemma_3_keeps_most_layers_of_the_last_tokens_alone(published: Callable[..., dict[str, Any]]) -> None:
+    told = published("gemma-3-27b", "--block-tokens", 16)
+    layer = 2 * 16 * 128 * 2  # bytes of a token in one layer
+    everywhere, window = told["groups"]
+    assert (everywhere["name"], everywhere["layers"], everywhere["bytes_per_token"]) == ("all", 10, 10 * layer)
+    assert (window["name"], window["layers"], window["bytes_per_token"]) == ("window1024", 52, 52 * layer)
+    assert (everywhere["bytes_per_token_beyond"], window["bytes_per_token_beyond"]) == (10 * layer, 0)
+    # At 32,768 tokens: of ALL 2,048 full blocks and one begun, of the window 63 full, the begun one, and the one whose
+    # last token is still seen.
+    assert everywhere["row_bytes"]["32768"] == 10 * layer * 16 * 2049
+    assert window["row_bytes"]["32768"] == 52 * layer * 16 * 65
+    assert window["prefix_bytes"]["32768"] == 52 * layer * 16 * 64
+    assert told["tokens_per_gib_in_every_layer"] == 2**30 // (62 * layer)
+    assert told["tokens_per_gib_by_groups"]["131072"] > 5 * told["tokens_per_gib_in_every_layer"]
+
+
+def test_gpt_oss_has_half_its_layers_in_a_window(published: Callable[..., dict[str, Any]]) -> None:
+    told = published("gpt-oss-20b")
+    layer = 2 * 8 * 64 * 2
+    assert [(g["name"], g["layers"], g["bytes_per_token"]) for g in told["groups"]] == [
+        ("all", 12, 12 * layer),
+        ("window128", 12, 12 * layer),
+    ]
+    assert told["bytes_per_token"] == 24 * layer == 49_152
+
+
+def test_qwen3_next_has_states_of_constant_size(published: Callable[..., dict[str, Any]]) -> None:
+    told = published("qwen3-next-80b-a3b")
+    everywhere, state, conv = told["groups"]
+    assert (everywhere["layers"], everywhere["bytes_per_token"]) == (12, 12 * 2 * 2 * 256 * 2)
+    assert (state["layers"], state["object_bytes"]) == (36, 36 * 32 * 128 * 128 * 4)  # float32, whatever KV is in
+    assert (conv["layers"], conv["object_bytes"]) == (36, 36 * 3 * (2 * 16 * 128 + 32 * 128) * 2)
+    assert state["row_bytes"]["4096"] == state["row_bytes"]["131072"] == 2 * state["object_bytes"]
+    assert told["bytes_per_token"] == everywhere["bytes_per_token"]  # no state
+    assert told["tokens_per_gib_in_every_layer"] == 2**30 // (48 * 2 * 2 * 256 * 2)
+
+
+def test_llama_4_has_chunks(published: Callable[..., dict[str, Any]]) -> None:
+    told = published("llama-4-scout", "--block-tokens", 64)
+    everywhere, chunk = told["groups"]
+    assert (everywhere["layers"], chunk["layers"], chunk["kind"], chunk["keep"]) == (12, 36, "chunk", 8192)
+    assert chunk["prefix_bytes"] == {"4096": 64 * chunk["object_bytes"], "32768": 0, "131072": 0}
+
+
+def test_a_model_of_one_group_is_told_as_before(invoke: Invoke) -> None:
+    told = json.loads(invoke("deepseek-v3", "--json").stdout)
+    assert told["bytes_per_token"] == 70_272 and "groups" not in told and "room" not in told
+
+
+def test_a_trillion_parameters_in_int4_fit_one_node(invoke: Invoke) -> None:
+    told = json.loads(invoke("kimi-k2", "--gpu", "h200", "--gpus", 8, "--json").stdout)
+    room = {(one["weights"], one["spread"]): one for one in told["room"]}
+    assert told["params"] > 1e12 and len(room) == 9
+    tp, dcp, dp = (room["int4", spread] for spread in ("tp", "dcp", "dp"))
+    assert dcp["tokens"] == 8 * tp["tokens"] > 0  # the latent lies at each of 8 ranks, or once
+    assert dp["tokens"] == 8 * dp["longest"] and 0 < dp["longest"] < tp["tokens"]  # attention's weights lie at each
+    assert tp["tokens"] == int((141 * 2**30 * 0.9 - tp["weight_bytes"]) / 70_272)
+    assert {room["bf16", spread]["why_not"] for spread in ("tp", "dcp", "dp")} == {"the weights do not fit"}
+    shown = rows(invoke("kimi-k2", "--gpu", "h200", "--gpus", 8))
+    assert shown["8 x h200, TP8, int4 weights"].startswith(f"{tp['tokens']:,} tokens; ")
+    assert f"of one request {dp['longest']:,}" in shown["8 x h200, DP8, int4 weights"]
+
+
+def test_heads_that_are_fewer_than_ranks_lie_there_twice(published: Callable[..., dict[str, Any]]) -> None:
+    told = published("qwen3-next-80b-a3b", "--gpu", "h100", "--gpus", 8)
+    room = {(one["weights"], one["spread"]): one for one in told["room"]}
+    assert 3.5 < room["bf16", "dcp"]["tokens"] / room["bf16", "tp"]["tokens"] < 4  # 2 KV heads; states are dealt out
+
+
+@pytest.mark.parametrize(("args", "why"), [(["--gpu", "abacus"], "gpu='abacus'"), (["--gpus", 0], "gpus")])
+def test_a_node_that_cannot_be_is_refused(invoke: Invoke, args: list[object], why: str) -> None:
+    result = invoke("deepseek-v3", *args)
+    assert result.exit_code and why in result.output

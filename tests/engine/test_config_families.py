@@ -285,6 +285,8 @@ DECIDES: list[tuple[str, dict[str, Any]]] = [
     ("granite", {"residual_multiplier": 0.5}),
     ("qwen3_moe", {"norm_topk_prob": True}),
     ("glm4_moe", {"routed_scaling_factor": 2.5}),
+    ("qwen3_next", {"full_attention_interval": 3}),
+    ("qwen3_next", {"linear_num_value_heads": 16}),
     ("gpt_oss", {"sliding_window": 7}),
     ("llama4_text", {"attention_chunk_size": 7}),
     ("llama4_text", {"no_rope_layer_interval": 2}),

@@ -88,8 +88,9 @@ def test_absorbed_equals_expanded(shape: LatentShape) -> None:
         q, answers = bench.queries(1), []
         for step in (([request.pages], [done], []), ([], [], [TokenSpan(done, 1, request.pages)])):
             plan = bench.backend.plan_mixed(*step)
-            plan.write(0, request.rows[0, done : done + 1])
-            answers.append(plan.attend(0, q, bench.up))
+            given = bench.given(q, [request.rows[0, done : done + 1]])
+            plan.write(0, given)
+            answers.append(plan.attend(0, given))
         assert torch.allclose(*answers, rtol=0, atol=2 * LATENT_TOLERANCE[shape.dtype])
 
 
@@ -102,20 +103,22 @@ def test_a_request_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
     row, chunk = bench.request(400, 390), bench.request(300, 100)
     others = [bench.request(done + 50, done) for done in (5, 700, 64)]
     absorbed, q = bench.normal(1, 6, shape.width), bench.queries(150)
-    alone = bench.backend.plan_decode([row.pages], [row.done]).attend(0, absorbed)
+    alone = bench.backend.decode.plan([row.pages], [row.done]).attend_absorbed(0, absorbed)
     span = TokenSpan(100, 150, chunk.pages)
-    written = bench.backend.plan_prefill([span])
-    written.write(0, chunk.rows[0, 100:250])
-    expanded = written.attend(0, q, bench.up)
+    written, given = bench.backend.plan_prefill([span]), bench.given(q, [chunk.rows[0, 100:250]])
+    written.write(0, given)
+    expanded = written.attend(0, given)
     for count in (1, 2, 3):
         some = others[:count]
-        plan = bench.backend.plan_decode([*(r.pages for r in some), row.pages], [*(r.done for r in some), row.done])
-        assert torch.equal(plan.attend(0, torch.cat((bench.normal(count, 6, shape.width), absorbed)))[-1:], alone)
+        plan = bench.backend.decode.plan([*(r.pages for r in some), row.pages], [*(r.done for r in some), row.done])
+        queries = torch.cat((bench.normal(count, 6, shape.width), absorbed))
+        assert torch.equal(plan.attend_absorbed(0, queries)[-1:], alone)
         beside = [TokenSpan(r.done, 7, r.pages) for r in some]
         prefill = bench.backend.plan_prefill([*beside, span])
         rows = [r.rows[0, r.done : r.done + 7] for r in some]
-        prefill.write(0, torch.cat((*rows, chunk.rows[0, 100:250])))
-        assert torch.equal(prefill.attend(0, torch.cat((bench.queries(7 * count), q)), bench.up)[-150:], expanded)
+        given = bench.given(torch.cat((bench.queries(7 * count), q)), [*rows, chunk.rows[0, 100:250]])
+        prefill.write(0, given)
+        assert torch.equal(prefill.attend(0, given)[-150:], expanded)
 
 
 @pytest.mark.parametrize("kind", ["rows", "spans", "mixed"])
@@ -168,10 +171,11 @@ def test_pages_that_are_not_there() -> None:
 
 def test_pages_have_the_layout_of_a_latent_shard() -> None:
     layout = ShardLayout(layers=2, kv_heads=1, block_tokens=16, head_dim=80, itemsize=4, planes=1)
-    backend = LatentBackend(torch.zeros(3, *layout.shape), 64, 0.1)
+    sizes, ups = PLAIN.sizes, LatentBench(PLAIN, 1).backend.ups
+    backend = LatentBackend(torch.zeros(3, *layout.shape), sizes, ups)
     plan = backend.plan_mixed([], [], [TokenSpan(0, 1, (2,))])
     row = torch.arange(1.0, 81.0)
-    plan.write(1, row[None])
+    plan.write(1, torch.cat((torch.zeros(1, backend.query_width), row[None]), -1))
     page = backend.pages[2].flatten()
     at = layout.run_offset(1, 0, 0) // layout.itemsize
     assert torch.equal(page[at : at + 80], row)
@@ -179,11 +183,13 @@ def test_pages_have_the_layout_of_a_latent_shard() -> None:
 
 
 def test_pages_that_hold_no_latent() -> None:
-    with pytest.raises(InternalError, match="one plane of one head"):
-        LatentBackend(torch.zeros(2, 1, 2, 1, 16, 80), 64, 0.1)
-    with pytest.raises(InternalError, match="one plane of one head"):
-        LatentBackend(torch.zeros(2, 1, 1, 2, 16, 80), 64, 0.1)
-    with pytest.raises(InternalError, match="rows of 80"):
-        LatentBackend(torch.zeros(2, 1, 1, 1, 16, 80), 81, 0.1)
-    with pytest.raises(InternalError, match="contiguous"):
-        LatentBackend(torch.zeros(2, 1, 1, 1, 80, 16).transpose(-1, -2), 64, 0.1)
+    ups = LatentBench(PLAIN, 1).backend.ups
+    for pages, why in (
+        (torch.zeros(2, 2, 2, 1, 16, 80), "one plane of one head"),
+        (torch.zeros(2, 2, 1, 2, 16, 80), "one plane of one head"),
+        (torch.zeros(2, 2, 1, 1, 16, 81), "rows of 81"),
+        (torch.zeros(2, 1, 1, 1, 16, 80), "2 attention specs for 1 layers"),
+        (torch.zeros(2, 2, 1, 1, 80, 16).transpose(-1, -2), "contiguous"),
+    ):
+        with pytest.raises(InternalError, match=why):
+            LatentBackend(pages, PLAIN.sizes, ups)

@@ -14,9 +14,7 @@ from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3
 from kvmesh.engine.attention.backend import TokenSpan
 from kvmesh.engine.attention.latent import LatentBackend
 from kvmesh.engine.config import ModelConfig
-from kvmesh.engine.config_families import FAMILIES
 from kvmesh.engine.config_latent import LatentConfig
-from kvmesh.engine.config_rope import RopeConfig, read_ropes
 from kvmesh.engine.models.latent import LatentAttention
 from kvmesh.engine.parallel import SOLO, Group, share_of
 from kvmesh.engine.rope import RotaryEmbedding
@@ -122,22 +120,17 @@ class Bench:
         ]
         return answer[0]
 
-    def rope(self) -> RopeConfig:
-        family, width = FAMILIES["LlamaForCausalLM"], self.raw["qk_rope_head_dim"]
-        return read_ropes(self.raw, family, width, self.raw["max_position_embeddings"], TOKENS)[0]
-
     @torch.inference_mode()
     def answers(self, group: Group = SOLO) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's part of the answer, and the pages: a chunk, a chunk behind it, then token by token beside a
         chunk of another request."""
-        sizes = LatentConfig.from_hf(self.raw)
-        model = ModelConfig.from_hf({**SIZES, "architectures": ["LlamaForCausalLM"], "head_dim": 8})
-        block = LatentAttention(
-            share_of(model, group.size), sizes, Held(self.tensors, model, self.dtype, group), prefix=""
-        )
+        model = ModelConfig.from_hf(self.raw | {"architectures": ["DeepseekV3ForCausalLM"]}, None, TOKENS)
+        sizes = model.latent
+        assert sizes is not None and model.rotated_dim == sizes.rope
+        block = LatentAttention(share_of(model, group.size), Held(self.tensors, model, self.dtype, group), prefix="")
         pages = torch.full((20, 1, 1, 1, BLOCK, sizes.latent + sizes.rope), torch.nan, dtype=self.dtype)
-        backend = LatentBackend(pages, sizes.latent, sizes.scale)
-        angles = RotaryEmbedding(self.rope(), sizes.rope, self.dtype, torch.device("cpu"))
+        backend = LatentBackend(pages, sizes, [block.up])
+        angles = RotaryEmbedding(model.rope, sizes.rope, self.dtype, torch.device("cpu"))
         own, beside = tuple(range(9, 1, -1)), tuple(range(10, 19))
         parts = []
         for start, end in ((0, 25), (25, 50), *((at, at + 1) for at in range(50, TOKENS))):
@@ -146,9 +139,9 @@ class Bench:
             else:
                 plan = backend.plan_mixed([own], [start], [TokenSpan(0, 3, beside)])
                 x = torch.cat((self.x[start:end], self.x[:3]))
-            q, rows = block.project(x, *angles(plan.positions))
-            plan.write(0, rows)
-            answer = block.out(plan.attend(0, q, block.up).flatten(1))
+            given = block.project(x)
+            plan.rotate_and_write(0, given, block.rotation(*angles(plan.positions)))
+            answer = block.out(plan.attend(0, given))
             parts.append(answer[: end - start])
         return torch.cat(parts), pages[list(own)]
 

@@ -17,6 +17,7 @@ import torch
 from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.config_experts import ExpertsConfig
+from kvmesh.engine.models.experts import LoopedExperts
 from kvmesh.engine.models.moe import MoE, Router
 from kvmesh.engine.weights import Weights
 from tests.support.engine.stepper import Stepper
@@ -105,12 +106,14 @@ def test_each_chosen_expert_multiplies_its_tokens_once_and_no_other_is_asked(zoo
     block = block_of(zoo("minimax_m2"), 1)
     x = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(tokens))
     chosen, weights = block.router(x)
+    assert isinstance(block.experts, LoopedExperts)
+    experts = block.experts.experts
     expected = torch.zeros_like(x)
     for token in range(tokens):
         for expert, weight in zip(chosen[token].tolist(), weights[token], strict=True):
-            expected[token] += block.experts[expert](x[token : token + 1])[0] * weight
-    counted = [Counted(expert) for expert in block.experts]
-    block.experts = counted  # type: ignore[assignment]
+            expected[token] += experts[expert](x[token : token + 1])[0] * weight
+    counted = [Counted(expert) for expert in experts]
+    block.experts.experts = counted  # type: ignore[assignment]
     torch.testing.assert_close(block(x), expected)
     asked = {expert: found.asked for expert, found in enumerate(counted) if found.asked}
     assert asked == {expert: [count] for expert, count in Counter(chosen.flatten().tolist()).items()}
@@ -128,8 +131,8 @@ def test_added_to_a_residual_is_rounded_once(zoo: Zoo) -> None:
     assert not torch.allclose(block._summed(x), summed, atol=0.1)
 
 
-def test_a_model_of_experts_is_not_captured(zoo: Zoo) -> None:
-    """The host looks at how many tokens each expert has, which a CUDA graph cannot."""
+def test_a_model_of_experts_is_not_captured_where_a_loop_multiplies(zoo: Zoo) -> None:
+    """The host looks at how many tokens each expert has, which a CUDA graph cannot; kernels do without."""
     assert not Stepper(zoo("mixtral")).runner.model.capturable
     assert Stepper(zoo("granite")).runner.model.capturable
 
@@ -156,6 +159,8 @@ READ: list[tuple[str, dict[str, Any]]] = [
     ("glm4_moe", {"n_routed_experts": 24, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}),
     ("minimax_m2", {}),
     ("minimax_m2", {"num_local_experts": 12, "num_experts_per_tok": 3}),
+    ("deepseek_v3", {}),
+    ("deepseek_v3", {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "num_local_experts": 24}),
 ]
 
 
@@ -181,11 +186,11 @@ def test_experts_are_read_as_transformers_reads_them(family: str, keys: dict[str
         assert (0 if shared is None else shared.down_proj.in_features) == ours.shared_inner
         corrected = any("e_score_correction_bias" in name for name, _ in theirs.named_buffers())
         assert (corrected, ours.score) == (
-            (True, "sigmoid") if "glm" in family or "mini" in family else (False, "softmax")
+            (True, "sigmoid") if any(name in family for name in ("glm", "mini", "v3")) else (False, "softmax")
         )
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "glm4_moe", "minimax_m2"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "glm4_moe", "minimax_m2", "deepseek_v2", "deepseek_v3"])
 def test_what_transformers_saves_is_opened(zoo: Zoo, name: str, tmp_path: Path) -> None:
     """transformers holds experts joined in memory and saves them one by one, by the names that the Hub has."""
     reference_model(str(zoo(name))).save_pretrained(tmp_path)

@@ -18,6 +18,7 @@ from kvmesh.engine import ops
 from kvmesh.engine.checkpoint import Checkpoint, read_header
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.config_experts import ExpertsConfig, read_gpt_oss, read_llama4, read_qwen3_next
+from kvmesh.engine.models.experts import LoopedExperts
 from kvmesh.engine.models.moe import MoE, Router, mlp_or_experts
 from kvmesh.engine.parallel import SOLO, Group, share_of
 from kvmesh.engine.tensors import layer_prefix, layer_tensors
@@ -202,7 +203,8 @@ def test_an_input_is_scaled_not_the_answer(tmp_path: Path) -> None:
     """An expert is not linear: a score of the input and one of the answer are told apart."""
     made = ours(checkpoint_of("llama4", their_block("llama4"), tmp_path))
     x, before = drawn_inputs(), made(drawn_inputs())
-    made.scale_input = False
+    assert isinstance(made.experts, LoopedExperts)
+    made.experts.scale_input = False
     assert not torch.allclose(made(x), before, atol=0.1)
 
 

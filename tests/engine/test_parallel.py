@@ -23,8 +23,10 @@ from tests.support.reference import Forced, assert_as_close_as_reference, assert
 
 TOKENS = 12
 PROMPTS = [[(7 * i * i + 5 * i) % 250 + 3 for i in range(n)] for n in (37, 5)]
-# Scaled answers; norms over all heads of all ranks; experts, shared ones too; sinks, biased experts; chunks.
-LATER = ["granite", "olmo3", "qwen3_moe", "mixtral", "glm4_moe", "minimax_m2", "gpt_oss", "llama4"]
+# Scaled answers; norms over all heads of all ranks; experts, shared ones too; latents, whole at every rank; sinks,
+# biased experts; chunks.
+LATER = ["granite", "olmo3", "qwen3_moe", "mixtral", "glm4_moe", "minimax_m2", "deepseek_v2", "deepseek_v3"]
+LATER += ["gpt_oss", "llama4"]
 # A window in all layers and in some, norms after sums, norms of heads, matrices that are stored joined, longrope.
 FAMILIES = ["mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-window", "phi3-long", *LATER]
 SAMPLED = SampleParams(temperature=0.9, top_p=0.95, seed=11, logprobs=2)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvmesh.engine.config import ExpertsConfig, ModelConfig
+from kvmesh.engine.config_latent import LatentConfig
 from kvmesh.engine.work import FunctionWork, StepShape, attended, seen, summed, work_of
 
 CONFIG = ModelConfig.from_hf(
@@ -58,6 +59,23 @@ def test_experts_by_hand() -> None:
     # Four tokens are expected to choose 3.75 experts, which is all: 3 * 8 * (4 * 6 + 5) + 8 * 4 = 728 a layer.
     found = work_of(own, BF16, SHAPE)["mlp"]
     assert (found.weights, found.products) == ((2 * 728 + 288) * 2, 4 * 2 * (2 * 440 + 288))
+
+
+def test_latent_attention_by_hand() -> None:
+    """Rows of 6 + 2, queries of 3 + 2 out of rank 5, values of 4: a decode row is absorbed, a chunk is not."""
+    latent = LatentConfig(query_rank=5, latent=6, nope=3, rope=2, value=4, scale=1.0, bias=False, interleaved=True)
+    own = replace(CONFIG, latent=latent, kv_heads=1, head_dim=8)
+    found = work_of(own, BF16, SHAPE)
+    # A layer's: down 8 x (5 + 8), queries 5 x 2 * 5, up 6 x 2 * (3 + 4), output 2 * 4 x 8.
+    assert found["projections"].weights == 3 * (104 + 50 + 84 + 64) * 2
+    assert found["projections"].activations == 3 * 4 * (2 * 8 + 2 * 5 + 8 + 8) * 2
+    assert found["write"].kv_written == 3 * 4 * 8 * 2
+    assert found["rotary"].activations == 3 * 2 * 4 * 3 * 2 * 2
+    assert found["attention"] == FunctionWork(
+        kv_read=3 * 17 * 8 * 2,
+        activations=3 * 2 * 4 * 8 * 2,
+        products=2 * 3 * (10 * 2 * (8 + 6) + 18 * 2 * (3 + 2 + 4)),
+    )
 
 
 def test_nothing_sampled_needs_no_head() -> None:

@@ -362,3 +362,12 @@ def test_what_cannot_be_is_named(why: str, bad: Callable[[], object]) -> None:
     with pytest.raises(ConfigError, match=why) as raised:
         bad()
     assert raised.value.field == why
+
+
+def test_chunks_end_at_the_snapshots_of_every_group() -> None:
+    layout = CacheLayout(1, 1, 4)
+    everything = CacheGroup("all", (0,), layout)
+    states = [CacheGroup(f"state{keep}", (1,), layout, CacheKind.STATE, keep) for keep in (8, 12)]
+    assert rules.snapshot_grid([everything], 16) == 0
+    assert rules.snapshot_grid([everything, states[0]], 16) == 128
+    assert rules.snapshot_grid([everything, *states], 16) == 64

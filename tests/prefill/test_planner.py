@@ -31,6 +31,23 @@ def test_chunk_end(start: int, total: int, limit: int, end: int) -> None:
     assert chunk_end(start, total, 4, limit) == end
 
 
+@pytest.mark.parametrize(
+    ("start", "total", "limit", "end"),
+    [
+        (0, 11, 100, 11),  # no border on the way
+        (0, 12, 100, 12),
+        (0, 13, 100, 12),
+        (12, 13, 100, 13),
+        (0, 100, 10, 8),  # a border of blocks where that of snapshots is too far
+        (8, 100, 10, 12),
+        (12, 100, 100, 24),
+        (4, 30, 10, 12),  # begun between two of them
+    ],
+)
+def test_chunks_end_where_states_are_kept(start: int, total: int, limit: int, end: int) -> None:
+    assert chunk_end(start, total, 4, limit, grid=12) == end
+
+
 class Bench:
     """A planner over requests whose rest is what the test says, with a count of pages."""
 

@@ -14,10 +14,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvmesh.errors import CheckpointError
+from kvmesh.errors import CheckpointError, ConfigError
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.devices import STAGED_CPU
 from kvmesh.ranks.worker.device import LATE_LOOKS
+from tests.support.engine.qwen3_next import make_qwen3_next
 from tests.support.rank_driver import BLOCK, GREEDY, Driver, rank
 from tests.support.reference import assert_matches_reference
 
@@ -176,6 +177,12 @@ async def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError):
         async with rank("p", tmp_path, ("shm",)):
+            pass
+
+
+async def test_a_model_that_keeps_states_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Qwen3NextForCausalLM needs a prefix cache of recurrent states"):
+        async with rank("p", make_qwen3_next(tmp_path), ("shm",)):
             pass
 
 

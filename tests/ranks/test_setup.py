@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvmesh.engine.attention.grouped import GroupedAttention
+from kvmesh.engine.cache_memory import group_shapes
 from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.pieces import PieceGraphs
 from kvmesh.engine.runner import DecodeInput, Runner, SampleParams, shard_layout
@@ -16,7 +18,7 @@ from kvmesh.ranks import protocol as m
 from kvmesh.ranks.sizing import CUDA_SHARE, GIB, GRAPH_BYTES, MIB, STEP_KEYS, ChosenPages
 from kvmesh.ranks.worker import setup as module
 from kvmesh.ranks.worker.setup import DeviceUse, RankSetup, largest_step
-from tests.support.checkpoints import make_checkpoint
+from tests.support.checkpoints import FAMILY_ZOO, make_checkpoint
 from tests.support.engine.recorded import RecordedCapture
 from tests.support.rank_driver import rank
 
@@ -151,3 +153,19 @@ def test_the_largest_step_goes_beyond_the_longest_prompt(tmp_path: Path) -> None
         trial = torch.zeros((-(-tokens // BLOCK), *layout.shape))
         largest_step(Runner(open_checkpoint(path), "float32", "cpu", BLOCK, trial), tokens, 3)
     largest_step(Runner(open_checkpoint(path), "float32", "cpu", BLOCK, trial), 0, 3)
+
+
+def test_the_largest_step_over_a_tensor_for_each_cache_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_checkpoint(tmp_path / "gemma", tokenizer=False, **FAMILY_ZOO["gemma2"])
+    total, opened = 4 * GIB, open_checkpoint(path)
+    steps = {"prefill_chunk_tokens": 100, "max_batch_tokens": 0, "max_running": 3}
+    setup = gpu(path, monkeypatch, total, total, steps=steps, cuda_graphs=False)
+    layout = shard_layout(opened.config, "float32", BLOCK)
+    trial = setup.trial_memory(group_shapes(opened.config, torch.float32, BLOCK))
+    assert [len(pages) for pages in trial] == [-(-100 // BLOCK)] * 2
+    runner = Runner(opened, "float32", "cpu", BLOCK, trial)
+    nbytes = sum(pages.nbytes for pages in trial)
+    pages = setup.profiled(runner, layout, lambda: DeviceUse(total, total, GIB + nbytes, GIB, total - 2 * GIB))
+    assert "weights and the largest step 1,024" in pages.why
+    assert isinstance(runner.attention, GroupedAttention)
+    assert [len(pages) for pages in runner.memory] == [1, 1], "the trial pages have gone"

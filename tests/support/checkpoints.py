@@ -34,6 +34,8 @@ ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
 }
@@ -52,6 +54,8 @@ ROPE: dict[str, dict[str, Any]] = {
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
 }
+
+DEEPSEEK_YARN = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1}
 
 # Odd shapes on purpose: GQA ratios 1, 4 and 7, head_dim other than hidden / heads, each rope scaling in both spellings,
 # tied and untied, vocabularies that are no multiple of 64, one file and several.
@@ -279,6 +283,78 @@ FAMILY_ZOO: dict[str, dict[str, Any]] = {
         "intermediate_size": 40,
         "rotary_dim": 8,
     },
+    "deepseek_v2": {
+        "family": "deepseek_v2",
+        "num_hidden_layers": 3,
+        "q_lora_rank": None,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 10,
+        "n_routed_experts": 9,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.3,
+        "rope": DEEPSEEK_YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    },
+    "deepseek_v2-groups": {
+        "family": "deepseek_v2",
+        "num_attention_heads": 8,
+        "q_lora_rank": 28,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 16,
+        "n_routed_experts": 12,
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 4,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 24,
+    },
+    "deepseek_v3": {
+        "family": "deepseek_v3",
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "q_lora_rank": 30,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 14,
+        "qk_rope_head_dim": 10,
+        "v_head_dim": 12,
+        "n_routed_experts": 12,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 4,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 0.9,
+        "num_nextn_predict_layers": 0,
+        "shards": 3,
+        "rope": DEEPSEEK_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+    "kimi_k2": {
+        "family": "deepseek_v3",
+        "num_attention_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "n_routed_experts": 16,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 0,
+        "routed_scaling_factor": 1.4,
+        "num_nextn_predict_layers": 0,
+        "attention_bias": True,
+    },
     "gpt_oss": {
         "family": "gpt_oss",
         "num_hidden_layers": 3,
@@ -385,6 +461,8 @@ def make_checkpoint(
     elif scaling:
         raw["rope_scaling"] = scaling
     raw |= config
+    if "kv_lora_rank" in raw:
+        raw |= {"head_dim": raw["qk_rope_head_dim"], "num_key_value_heads": num_attention_heads}
     (folder / "config.json").write_text(json.dumps(raw, indent=1))
     tensors = {name: tensor.to(dtype) for name, tensor in _tensors(raw, seed).items()}
     _save(folder, tensors, shards)
@@ -429,10 +507,23 @@ def _tensors(raw: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
             norm(f"model.layers.{i}.input_layernorm", hidden)
         norm(f"model.layers.{i}.post_attention_layernorm", hidden, 5.0 if family in GEMMAS else 1.0)
         qkv_bias = True if family == "qwen2" else attention_bias
-        matrix(attention + "q_proj", q, hidden, 1.5, qkv_bias)
-        matrix(attention + "k_proj", kv, hidden, 1.5, qkv_bias)
-        matrix(attention + "v_proj", kv, hidden, 2.0, qkv_bias)
-        matrix(attention + "o_proj", hidden, q, 2.0, attention_bias and family not in ("qwen2", "glm4_moe"))
+        if "kv_lora_rank" in raw:
+            heads, nope, wide = raw["num_attention_heads"], raw["qk_nope_head_dim"], raw["v_head_dim"]
+            rank, latent, turned = raw["q_lora_rank"], raw["kv_lora_rank"], raw["qk_rope_head_dim"]
+            if rank:
+                matrix(attention + "q_a_proj", rank, hidden, 1.5, attention_bias)
+                norm(attention + "q_a_layernorm", rank)
+            name = "q_b_proj" if rank else "q_proj"
+            matrix(attention + name, heads * (nope + turned), rank or hidden, 1.8, False)
+            matrix(attention + "kv_a_proj_with_mqa", latent + turned, hidden, 1.5, attention_bias)
+            norm(attention + "kv_a_layernorm", latent)
+            matrix(attention + "kv_b_proj", heads * (nope + wide), latent, 1.8, False)
+            matrix(attention + "o_proj", hidden, heads * wide, 2.0, attention_bias)
+        else:
+            matrix(attention + "q_proj", q, hidden, 1.5, qkv_bias)
+            matrix(attention + "k_proj", kv, hidden, 1.5, qkv_bias)
+            matrix(attention + "v_proj", kv, hidden, 2.0, qkv_bias)
+            matrix(attention + "o_proj", hidden, q, 2.0, attention_bias and family not in ("qwen2", "glm4_moe"))
         experts = _experts_of(raw, i)
         if family == "gpt_oss":
             tensors[attention + "sinks"] = 2 * torch.randn(raw["num_attention_heads"], generator=generator)
@@ -500,6 +591,8 @@ EXPERTS = {  # key of their number
     "mixtral": "num_local_experts",
     "glm4_moe": "n_routed_experts",
     "minimax_m2": "num_local_experts",
+    "deepseek_v2": "n_routed_experts",
+    "deepseek_v3": "n_routed_experts",
 }
 
 
@@ -510,9 +603,9 @@ def _experts_of(raw: dict[str, Any], layer: int) -> tuple[str, tuple[str, str, s
     if family == "qwen3_moe":
         step, dense = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers", [])
         return None if layer in dense or (layer + 1) % step else ("mlp.", GATED, "")
-    if family == "glm4_moe":
-        first = raw["first_k_dense_replace"]
-        return None if layer < first else ("mlp.", GATED, "mlp.gate.e_score_correction_bias")
+    if family in ("glm4_moe", "deepseek_v2", "deepseek_v3"):
+        correction = "" if family == "deepseek_v2" else "mlp.gate.e_score_correction_bias"
+        return None if layer < raw.get("first_k_dense_replace", 0) else ("mlp.", GATED, correction)
     if family in ("mixtral", "minimax_m2"):
         correction = "block_sparse_moe.e_score_correction_bias" if family == "minimax_m2" else ""
         return "block_sparse_moe.", ("w1", "w3", "w2"), correction

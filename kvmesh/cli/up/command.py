@@ -43,6 +43,8 @@ Examples:
 
     kvmesh up
 
+    kvmesh up --model demo-moe
+
     kvmesh up --model ./Qwen2.5-0.5B-Instruct --prefill 2 --decode 2 --dtype bfloat16
 
     kvmesh up --prefill 2 --decode 2 --pool 1 --pool-memory-mb 1024
@@ -50,6 +52,8 @@ Examples:
     kvmesh up --coupled 1 --prefill 0 --decode 0
 
     kvmesh up --coupled 1 --prefill 0 --decode 0 --coupled-tp 2 --device cuda --dtype bfloat16
+
+    kvmesh up --prefill 1 --prefill 1@cpu:float32 --decode 1 --decode 1@cpu:float32 --device cuda --dtype bfloat16
 
     kvmesh up --masters 3 --conductors 2 --redis auto
 
@@ -288,7 +292,7 @@ def _whole(mesh: Mesh) -> tuple[str, ...]:
         f"[bold]Traces[/]  {mesh.run_dir}/traces",
         f"[bold]Look[/]    {kvmesh} status   {kvmesh} chat   {kvmesh} bench",
         f"        {kvmesh} trace --last   {kvmesh} explain REQUEST_ID",
-        *([f"        {kvmesh} role coupled-0 prefill|decode|both"] if mesh.settings.coupled else []),
+        *([f"        {kvmesh} role coupled-0 prefill|decode|both"] if mesh.settings.count("coupled") else []),
         "",
         *_invitation(mesh),
         *(() if mesh.url.startswith("https:") else _plaintext(mesh.settings)),

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvmesh.cli.serve import config_class
+from kvmesh.cli.up.instance_groups import InstanceGroup
 from kvmesh.cli.up.settings import CONDUCTOR_PORT, EVERY_ADDRESS, INSTANCES, STORE_PORT, MeshSettings, Served
 from kvmesh.config import ENV_PREFIX, checked, passed_on
 from kvmesh.errors import ConfigError
@@ -159,20 +160,21 @@ def _close(claims: list[int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A process to be: its service, and the model of an instance (None: of the others)."""
+    """A process to be: its service, and of an instance its model and the group that it is of (None: of the others)."""
 
     name: str
     service: str
     served: Served | None = None
+    group: InstanceGroup | None = None
 
 
 def processes(settings: MeshSettings) -> list[Planned]:
     """Every process, in the order of start. Instances of further models carry their model's name."""
     instances = [
-        Planned(f"{served.prefix}{service}-{i}", service, served)
+        Planned(f"{served.prefix}{service}-{i}", service, served, group)
         for served in settings.served
         for service in INSTANCES
-        for i in range(getattr(settings, service))
+        for i, group in enumerate(group for group in settings.groups(service) for _ in range(group.count))
     ]
     pools = [Planned(f"pool-{i}", "pool") for i in range(settings.pool)]
     if settings.join:
@@ -223,12 +225,18 @@ def plan(settings: MeshSettings, run_dir: Path, ports: Ports) -> list[ProcessSpe
     port["gateway"] = settings.grpc_port or ports.take(settings.host)
     http_port = settings.http_port or ports.take(settings.host)
     own = _own_flags(settings, wanted, port, http_port)
+    available = available_bytes()  # once: all start at once
+    parts: dict[InstanceGroup, dict[str, Any]] = {
+        group: {"device": group.device, "dtype": group.dtype, **memory_parts(settings, available, group.device)}
+        for group in {one.group for one in wanted if one.group}
+    }
     specs = []
     for one in wanted:
         if one.service == "redis":
             specs.append(_redis(settings, port[one.name], run_dir))
         else:
-            specs.append(_service(settings, one, run_dir, own[one.service], port[one.name], ports.take(inside)))
+            flags = own[one.service] | (parts[one.group] if one.group else {})
+            specs.append(_service(settings, one, run_dir, flags, port[one.name], ports.take(inside)))
     return specs
 
 
@@ -285,12 +293,11 @@ def _own_flags(
     # A Redis of the mesh's own stays on this machine: it has no password, and no instance asks it.
     redis = f"redis://{join(LOCALHOST, port['redis'])}/0" if settings.redis == "auto" else settings.redis
     instance = {"conductor": conductor, "store": store}
-    parts = memory_parts(settings, available_bytes())
     return {
         "store": {"redis": redis},
         "conductor": {"store": store, "redis": redis, "peers": conductor},
         "pool": {"store": store, "memory_mb": settings.pool_memory_mb},
-        **{one: {**instance, **parts, "tensor_parallel": getattr(settings, f"{one}_tp")} for one in INSTANCES},
+        **{one: {**instance, "tensor_parallel": getattr(settings, f"{one}_tp")} for one in INSTANCES},
         "gateway": {
             "host": settings.host,
             "http_port": http_port,
@@ -302,21 +309,25 @@ def _own_flags(
     }
 
 
-def memory_parts(settings: MeshSettings, available: int) -> dict[str, int]:
-    """Returns what tells each rank its part of the memory where nobody names `memory_mb`: of a GPU, how many share it
-    (every instance may be on the same); of the `available` host memory, which all would find whole as they start at
-    once, so many MiB."""
+def memory_parts(settings: MeshSettings, available: int, device: str = "") -> dict[str, int]:
+    """Returns what tells each rank on `device` (empty: the mesh's) its part of the memory where nobody names
+    `memory_mb`: of a GPU, how many share it (every instance on a GPU may be on the same); of the `available` host
+    memory, which all would find whole as they start at once, so many MiB."""
     if settings.memory_mb or not settings.ranks:
         return {}
-    if settings.device.startswith("cuda"):
-        return {"device_instances": len(settings.served) * sum(getattr(settings, one) for one in INSTANCES)}
+    if (device or settings.device).startswith("cuda"):
+        on_gpus = sum(
+            group.count for one in INSTANCES for group in settings.groups(one) if group.device.startswith("cuda")
+        )
+        return {"device_instances": len(settings.served) * on_gpus}
     room = int(available * CPU_SHARE) // MIB - settings.pool * settings.pool_memory_mb
-    return {"room_mb": max(1, room // settings.ranks)}
+    return {"room_mb": max(1, room // (settings.ranks_on("cpu") or settings.ranks))}
 
 
 def segment_mb(settings: MeshSettings, available: int) -> int:
     """Returns the most that a rank's host segment takes, MiB; 0 on a GPU, where it is known once the pages are."""
-    return settings.memory_mb or memory_parts(settings, available).get("room_mb", 0) // 2
+    device = "cpu" if settings.ranks_on("cpu") else ""
+    return settings.memory_mb or memory_parts(settings, available, device).get("room_mb", 0) // 2
 
 
 def _redis(settings: MeshSettings, port: int, run_dir: Path) -> ProcessSpec:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 20.0  # registration takes some heartbeats, a first leader waits for a lease
 POLL_S = 0.25
+UNFIT = "its KV does not fit "  # in the conductor's reason for an instance without partners
 
 
 def wait_serving(mesh: Mesh, timeout_s: float, stopped: threading.Event) -> list[str]:
@@ -48,11 +49,14 @@ def problems(mesh: Mesh) -> list[str]:
     nodes = {
         identity(mesh.settings, name): service for name, service in spec.items() if service in (*INSTANCES, "pool")
     }
-    return judged(nodes, conductor, store)
+    return judged(nodes, conductor, store, mixed=mesh.settings.mixed)
 
 
-def judged(nodes: dict[str, str], conductor: dict[str, Any], store: dict[str, Any]) -> list[str]:
-    """The same from what conductors and masters have answered; `nodes`: the service of each node by its name."""
+def judged(
+    nodes: dict[str, str], conductor: dict[str, Any], store: dict[str, Any], *, mixed: bool = False
+) -> list[str]:
+    """The same from what conductors and masters have answered; `nodes`: the service of each node by its name. `mixed`:
+    instances of one model were asked for in several dtypes, so some may wait for a partner of theirs."""
     found = []
     if "error" in store:
         found.append(f"store master: {store['error']}; see `kvmesh terms show` and its log")
@@ -67,5 +71,7 @@ def judged(nodes: dict[str, str], conductor: dict[str, Any], store: dict[str, An
             found.append(f"{name}: no conductor has registered it; its log says why")
         elif service in INSTANCES and not known[name]["ready"]:
             why = known[name].get("not_ready_reason") or "it gave no reason"
+            if mixed and UNFIT in why:
+                continue  # said by `kvmesh status`; the mesh serves without it
             found.append(f"{name}: gets no work: {why}")
     return found

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvmesh.blockservice.tiers.config import TierConfig
+from kvmesh.cli.up.instance_groups import DTYPES, METAVAR, InstanceGroup, groups_of
 from kvmesh.config import ServiceConfig, same_as, without_password
 from kvmesh.errors import ConfigError
 from kvmesh.instance.config import InstanceConfig
@@ -18,14 +19,12 @@ from kvmesh.services.conductor.config import ConductorConfig
 from kvmesh.services.gateway.config import GatewayConfig
 
 _PORT = {"min": 0, "max": 65535}
-_COUNT = {"min": 0, "max": 64}
+_GROUPS = {"metavar": METAVAR, "repeat": True}
 _RANKS = {"min": 1, "max": 64}
 CONDUCTOR_PORT, STORE_PORT = 7001, 7002  # of the first ones, where other machines can join
 EVERY_ADDRESS = ("", "0.0.0.0", "::")  # to listen on
 
 INSTANCES = ("prefill", "decode", "coupled")  # services whose instances have ranks; KEY_tp: how many each
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,10 @@ class MeshSettings:
 
     model: str = field(
         default="",
-        metadata={"help": "Checkpoint folder or Hugging Face id; empty: the demo model.", "metavar": "PATH|HUB_ID"},
+        metadata={
+            "help": "Checkpoint folder, Hugging Face id, or demo-moe; empty: the demo model.",
+            "metavar": "PATH|HUB_ID",
+        },
     )
     served_name: str = field(default="", metadata={"help": "Model name clients use; empty: made from the model."})
     add_model: tuple[str, ...] = field(
@@ -65,14 +67,22 @@ class MeshSettings:
             "repeat": True,
         },
     )
-    prefill: int = field(default=1, metadata={"help": "Prefill instances of each model.", **_COUNT})
-    decode: int = field(default=1, metadata={"help": "Decode instances of each model.", **_COUNT})
-    coupled: int = field(
+    prefill: int | str = field(
+        default=1,
+        metadata={
+            "help": "Prefill instances of each model. Given several times for instances on other devices or of another "
+            "dtype than --device and --dtype say: --prefill 2 --prefill 1@cpu:float32 "
+            "(docs/howto/serve-several-models.md).",
+            **_GROUPS,
+        },
+    )
+    decode: int | str = field(default=1, metadata={"help": "The same of decode instances.", **_GROUPS})
+    coupled: int | str = field(
         default=0,
         metadata={
             "help": "Instances of each model that do both (docs/operate/coupled.md); then --prefill and --decode may "
             "be 0.",
-            **_COUNT,
+            **_GROUPS,
         },
     )
     prefill_tp: int = field(
@@ -283,12 +293,13 @@ class MeshSettings:
         if self.conductors > 1 and not self.redis:
             why = "which of several orders is kept in Redis: give --redis auto, or its URL"
             raise ConfigError(f"conductors={self.conductors}: {why}", field="conductors")
+        self._check_dtypes()
         for key in ("prefill", "decode"):
-            if not getattr(self, key) and not self.coupled and not self.join:
+            if not self.count(key) and not self.count("coupled") and not self.join:
                 raise ConfigError(f"{key}=0: without --coupled instances at least one is needed", field=key)
         for service in INSTANCES:
             ranks = getattr(self, f"{service}_tp")
-            if ranks > 1 and not getattr(self, service):
+            if ranks > 1 and not self.count(service):
                 why = f"there are no {service} instances: give --{service} as well"
                 raise ConfigError(f"{service}_tp={ranks}: {why}", field=f"{service}_tp")
         check(self.transports, self.nics)
@@ -334,7 +345,7 @@ class MeshSettings:
             given = "http_tls" if self.http_tls else "http_tls_cert"
             why = "the REST port is at the mesh that is joined: leave it out with --join"
             raise ConfigError(f"{given}={getattr(self, given)!r}: {why}", field=given)
-        if not (self.pool or any(getattr(self, key) for key in INSTANCES)):
+        if not (self.pool or any(self.count(key) for key in INSTANCES)):
             why = "nothing would be started: with --join give --prefill, --decode, --coupled or --pool"
             raise ConfigError(f"join={self.join!r}: {why}", field="join")
 
@@ -351,8 +362,48 @@ class MeshSettings:
     @property
     def ranks(self) -> int:
         """Rank processes of all instances together."""
-        a_model: int = sum(getattr(self, service) * getattr(self, f"{service}_tp") for service in INSTANCES)
+        return sum(self.ranks_on(device) for device in {group.device for group in self._groups()})
+
+    def ranks_on(self, device: str) -> int:
+        """Rank processes of all instances on `device`, as `groups` names it."""
+        a_model = sum(
+            group.count * int(getattr(self, f"{service}_tp"))
+            for service in INSTANCES
+            for group in self.groups(service)
+            if group.device == device
+        )
         return len(self.served) * a_model
+
+    def groups(self, service: str) -> tuple[InstanceGroup, ...]:
+        """The instances of `service` that each model gets, device and dtype of every group filled in."""
+        return tuple(
+            InstanceGroup(group.count, group.device or self.device, group.dtype or self.dtype)
+            for group in groups_of(service, getattr(self, service))
+        )
+
+    def count(self, service: str) -> int:
+        """How many instances of `service` each model gets."""
+        return sum(group.count for group in self.groups(service))
+
+    def _groups(self) -> list[InstanceGroup]:
+        return [group for service in INSTANCES for group in self.groups(service) if group.count]
+
+    @property
+    def mixed(self) -> bool:
+        """Whether instances of one model may differ in the dtype of their KV, or in the device that `auto` goes by."""
+        kinds = {(one.dtype, one.device.partition(":")[0] if one.dtype == "auto" else "") for one in self._groups()}
+        return len(kinds) > 1
+
+    def _check_dtypes(self) -> None:
+        """Raises ConfigError where no prefill could work with any decode: their KV has another dtype."""
+        prefill, decode = (
+            {group.dtype for group in self.groups(service) if group.count} for service in ("prefill", "decode")
+        )
+        if prefill and decode and "auto" not in prefill | decode and not prefill & decode:
+            if self.join or self.count("coupled"):
+                return
+            why = f"none has the dtype of a prefill instance ({', '.join(sorted(prefill))}), so none could take its KV"
+            raise ConfigError(f"decode={self.decode!r}: {why}", field="decode")
 
     @property
     def served(self) -> tuple[Served, ...]:

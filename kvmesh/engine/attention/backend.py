@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +60,19 @@ class StepPlan(Protocol):
         of the same layer comes first."""
 
 
+class StepTables(Protocol):
+    """Holds what decode steps that are replayed read, at addresses that stay."""
+
+    token_ids: torch.Tensor
+
+    def holds(self, pages: Sequence[Any]) -> bool:
+        """Says whether the pages of every row have room."""
+
+    def fill(self, pages: Sequence[Any], positions: Integers, token_ids: Integers = (), padded_rows: int = 0) -> None:
+        """Takes the next step: row i computes the token at `positions[i]`; rows from there to `padded_rows` stand for
+        none. Raises InternalError for too few pages, or pages that do not exist."""
+
+
 class PagedMemory:
     """Describes the pages that a backend attends over, `[num_pages, layers, planes, K, block_tokens, D]`. Raises
     InternalError unless they are contiguous."""
@@ -71,13 +84,27 @@ class PagedMemory:
         self.num_pages, self.num_layers, self.planes, self.kv_heads, self.block_tokens, self.head_dim = pages.shape
         self.device, self.dtype = pages.device, pages.dtype
 
-    def page_array(self, pages: Sequence[int], end: int) -> np.ndarray:
-        """Returns the int64 ids of the pages that hold tokens [0, end). Raises InternalError when they are too few or
-        do not exist."""
+    @property
+    def most_tokens(self) -> int | None:
+        """The tokens of the longest request that finds room."""
+        return self.num_pages * self.block_tokens
+
+    def oldest_seen(self, position: int) -> int:
+        """Returns the first token that the one at `position` sees in any layer. Pages wholly before it are never
+        read."""
+        return 0
+
+    def page_array(self, pages: Sequence[int], end: int, seen: int = 0) -> np.ndarray:
+        """Returns the int64 ids of the pages that hold tokens [0, end), of which [seen, end) are seen. A negative id is
+        a hole, a page that was given back: it must lie before token `seen`, and the first page behind it stands in for
+        it, so that whatever reads whole tiles of tokens meets numbers of this request. Raises InternalError when pages
+        are too few or do not exist."""
         count = -(-end // self.block_tokens)
         ids = np.asarray(pages[:count], dtype=np.int64)
         if len(ids) < count:
             raise InternalError(f"{end} tokens need {count} pages of {self.block_tokens}, got {len(ids)}")
+        if (first := seen // self.block_tokens) and ids[:first].min() < 0:
+            ids = np.concatenate((np.where(ids[:first] < 0, ids[first], ids[:first]), ids[first:]))
         if ids.min() < 0 or ids.max() >= self.num_pages:
             raise InternalError(f"page ids {ids.min()}..{ids.max()} are outside 0..{self.num_pages - 1}")
         return ids
@@ -96,6 +123,10 @@ class AttentionBackend(PagedMemory, ABC):
         self.specs = tuple(specs)
         if len(self.specs) != self.num_layers:
             raise InternalError(f"{len(self.specs)} attention specs for {self.num_layers} layers")
+        self._distinct = tuple({spec.sees for spec in self.specs})
+
+    def oldest_seen(self, position: int) -> int:
+        return min(seen_from(position, *sees) for sees in self._distinct)
 
     @abstractmethod
     def plan_prefill(self, spans: Sequence[TokenSpan]) -> StepPlan:
@@ -112,6 +143,15 @@ class AttentionBackend(PagedMemory, ABC):
         if not pages:
             return self.plan_prefill(spans)
         return MixedPlan(self, self.plan_decode(pages, positions), self.plan_prefill(spans), len(pages))
+
+    def step_tables(self, rows: int, width: int) -> StepTables:
+        """Returns what decode steps of up to `rows` rows of `width` pages read when they are replayed. Only of a
+        backend that is `capturable`."""
+        raise InternalError(f"{type(self).__name__} is not captured")
+
+    def replayed(self, tables: StepTables, rows: int) -> StepPlan:
+        """Returns the plan of any step of at most so many rows of `tables`, as they are filled when it is replayed."""
+        raise InternalError(f"{type(self).__name__} is not captured")
 
     def answer(self, qkv: torch.Tensor) -> torch.Tensor:
         """Returns room for the attention of `qkv`'s tokens."""
@@ -138,7 +178,7 @@ class MixedPlan(StepPlan):
 
 class PageTable:
     """Keeps the page tables of a step's requests from step to step, so that a request that merely goes on is not copied
-    again.
+    again. A table that is kept stays right: from token to token less is seen, never more.
 
     `ids` is int32 `[rows or more, pages or more]`: row i holds the pages of the step's i-th request from token 0 on;
     what lies past them is left over from other requests and must not be read."""
@@ -150,10 +190,16 @@ class PageTable:
         self._used: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # pages up to a request's last token
         self._ends: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
-    def update(self, pages: Sequence[Sequence[int]], ends: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Takes the pages of the step's requests; request i has tokens [0, ends[i]) in `pages[i]`. Returns which rows
-        are new: all but those of a request that stays at its place, keeps its pages and goes one token on within its
-        last page. Raises InternalError as `page_array` does."""
+    def update(
+        self,
+        pages: Sequence[Sequence[int]],
+        ends: npt.NDArray[np.int64],
+        starts: npt.NDArray[np.int64] | None = None,
+    ) -> npt.NDArray[np.bool_]:
+        """Takes the pages of the step's requests; request i has tokens [0, ends[i]) in `pages[i]`, and the step
+        computes those from `starts[i]` on (None: the last one). Returns which rows are new: all but those of a request
+        that stays at its place, keeps its pages and goes one token on within its last page. Raises InternalError as
+        `page_array` does."""
         rows, used = len(pages), -(-ends // self.memory.block_tokens)
         self._reserve(rows, int(used.max()))
         moved: npt.NDArray[np.bool_] = (self._used[:rows] != used) | (self._ends[:rows] + 1 != ends)
@@ -165,7 +211,8 @@ class PageTable:
             if not moved[i] and tuple(row) == self._known[i]:
                 continue
             self._used[i] = 0  # until the row holds what is said of it
-            ids = self.memory.page_array(row, int(ends[i]))
+            start = int(ends[i]) - 1 if starts is None else int(starts[i])
+            ids = self.memory.page_array(row, int(ends[i]), self.memory.oldest_seen(start))
             self.ids[i, : len(ids)] = ids
             self._known[i] = tuple(row)  # the object itself when it is a tuple already
             self._used[i] = len(ids)

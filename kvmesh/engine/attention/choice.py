@@ -7,10 +7,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from kvmesh.engine import ops
 from kvmesh.engine.attention.backend import AttentionBackend
+from kvmesh.engine.attention.latent import LatentBackend, UpProjection
 from kvmesh.engine.attention.native_backend import NativeAttention
+from kvmesh.engine.attention.native_latent import NativeLatent
 from kvmesh.engine.attention.torch_backend import TorchAttention
 from kvmesh.engine.config import AttentionSpec
+from kvmesh.engine.config_latent import LatentConfig
 from kvmesh.engine.cpu import native
 
 log = logging.getLogger(__name__)
@@ -19,6 +23,14 @@ log = logging.getLogger(__name__)
 def make_backend(pages: torch.Tensor, num_heads: int, specs: Sequence[AttentionSpec]) -> AttentionBackend:
     """Returns the backend registered for the pages' device, the torch one where none is."""
     return BACKENDS.get(pages.device.type, TorchAttention)(pages, num_heads, specs)
+
+
+def make_latent_backend(pages: torch.Tensor, sizes: LatentConfig, ups: Sequence[UpProjection]) -> AttentionBackend:
+    """Returns the backend of latent attention: on a CPU with the C++ operators theirs, elsewhere torch's. No step of
+    theirs is captured as a CUDA graph: torch's launches depend on how long contexts are."""
+    if ops.on_native(pages):
+        return NativeLatent(pages, sizes, ups)
+    return LatentBackend(pages, sizes, ups)
 
 
 def _on_cpu(pages: torch.Tensor, num_heads: int, specs: Sequence[AttentionSpec]) -> AttentionBackend:

@@ -1,8 +1,9 @@
 """Multi-head latent attention (MLA, DeepSeek-V2, arXiv 2405.04434) over paged latents, by torch on any device.
 
 A token has one row for all heads: its normed latent, and behind it the rotated key part that the heads share. Pages
-are `[num_pages, layers, 1, 1, block_tokens, latent + rope]`. K and V of a head are products of the latent with the
-head's part of the up-projection (`UpProjection`), and there are two ways to attend:
+are `[num_pages, layers, 1, 1, block_tokens, latent + rope]`. What a layer gives the plan, `qkv` elsewhere, is `[T, H *
+(nope + rope) + latent + rope]`: the queries of a token, then its row. K and V of a head are products of the latent with
+the head's part of the up-projection (`UpProjection`), and there are two ways to attend:
 
 - decode is absorbed: the query is multiplied with the key part first (`UpProjection.absorb`) and meets the rows as they
   lie; what comes out is a mean of latents, which the value part turns into the answer (`UpProjection.values`).
@@ -26,8 +27,12 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from kvmesh.engine.attention.backend import PagedMemory, PageTable, TokenSpan
+from kvmesh.engine import ops
+from kvmesh.engine.attention.backend import AttentionBackend, MixedPlan, PageTable, StepPlan, TokenSpan
 from kvmesh.engine.batch import Integers
+from kvmesh.engine.config import AttentionSpec
+from kvmesh.engine.config_latent import LatentConfig
+from kvmesh.engine.rope import Rotation
 from kvmesh.errors import InternalError
 
 Array = npt.NDArray[np.int64]
@@ -84,38 +89,60 @@ class RunningSoftmax:
         return self.mean.div_(self.sum)
 
 
-class LatentBackend(PagedMemory):
+class LatentBackend(AttentionBackend):
     """Writes latent rows into pages and attends to them. It owns no memory but scratch, which for one request is a
     gathered tile in the pages' dtype and in float32, its expansion in prefill, `score_elements` of scores, and an
-    answer in float32.
+    answer in float32. `ups` are this rank's up-projections of each layer.
 
-    `scale` multiplies the product of a query and a key of `nope + rope` elements. Raises InternalError unless the pages
-    have one plane of one head and room for a latent."""
+    Raises InternalError unless the pages have one plane of one head, as wide as a latent and its key part."""
 
     tile_tokens = 512
     score_elements = 8 * 2**20
 
-    def __init__(self, pages: torch.Tensor, latent: int, scale: float) -> None:
-        super().__init__(pages)
+    def __init__(self, pages: torch.Tensor, sizes: LatentConfig, ups: Sequence[UpProjection]) -> None:
+        super().__init__(pages, ups[0].heads, [AttentionSpec(sizes.scale)] * len(ups))
         if self.planes != 1 or self.kv_heads != 1:
             raise InternalError(f"a latent is one plane of one head, got pages {tuple(pages.shape)}")
-        if not 0 < latent <= self.head_dim:
-            raise InternalError(f"a latent of {latent} does not fit into rows of {self.head_dim}")
-        self.latent, self.rope, self.scale = latent, self.head_dim - latent, scale
+        if sizes.latent + sizes.rope != self.head_dim:
+            raise InternalError(f"a latent of {sizes.latent} + {sizes.rope} in rows of {self.head_dim}")
+        self.sizes, self.ups = sizes, tuple(ups)
+        self.latent, self.scale = sizes.latent, sizes.scale
+        self.query_width = self.num_heads * (sizes.nope + sizes.rope)
         self.layers = [pages[:, layer, 0, 0] for layer in range(self.num_layers)]
         self.decode = LatentDecodePlan(self)
 
-    def plan_prefill(self, spans: Sequence[TokenSpan]) -> LatentPrefillPlan:
-        """Plans a ragged batch; T is the sum of all lengths. The rest of each span's last page is zeroed."""
+    def plan_prefill(self, spans: Sequence[TokenSpan]) -> StepPlan:
         return LatentPrefillPlan(self, spans)
 
-    def plan_decode(self, pages: Sequence[Sequence[int]], positions: Integers) -> LatentDecodePlan:
-        """Plans one token a row; T is the number of rows. The plan is valid until the next call."""
+    def plan_decode(self, pages: Sequence[Sequence[int]], positions: Integers) -> StepPlan:
         return self.decode.plan(pages, positions)
 
-    def plan_mixed(self, pages: Sequence[Sequence[int]], positions: Integers, spans: Sequence[TokenSpan]) -> LatentStep:
-        """Plans one step of decode rows and spans, either of which may be none: the rows come first."""
-        return LatentStep(self.plan_decode(pages, positions), self.plan_prefill(spans), len(pages))
+    def plan_mixed(self, pages: Sequence[Sequence[int]], positions: Integers, spans: Sequence[TokenSpan]) -> StepPlan:
+        if not spans:
+            return self.plan_decode(pages, positions)
+        if not pages:
+            return self.plan_prefill(spans)
+        return LatentMixedPlan(self, self.plan_decode(pages, positions), self.plan_prefill(spans), len(pages))
+
+    def answer(self, qkv: torch.Tensor) -> torch.Tensor:
+        return qkv.new_empty(qkv.shape[0], self.num_heads * self.sizes.value)
+
+    def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns views of the queries `[T, H, nope + rope]` and of the rows `[T, latent + rope]`."""
+        width = self.sizes.nope + self.sizes.rope
+        q = qkv[:, : self.query_width].view(qkv.shape[0], self.num_heads, width)
+        return q, qkv[:, self.query_width :]
+
+    def rotate(self, qkv: torch.Tensor, rotation: Rotation) -> None:
+        """Rotates the parts with position of queries and rows in place. Pairs that lie side by side come to lie half a
+        width apart, in queries and keys alike, which leaves their products."""
+        q, rows = self.split(qkv)
+        turned = torch.cat((q[..., self.sizes.nope :], rows[:, None, self.latent :]), 1)
+        if self.sizes.interleaved:
+            turned = torch.cat((turned[..., ::2], turned[..., 1::2]), -1)
+        ops.rotate_heads(turned, rotation)
+        q[..., self.sizes.nope :] = turned[:, :-1]
+        rows[:, self.latent :] = turned[:, -1]
 
     def tensor(self, array: Array) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
@@ -123,9 +150,6 @@ class LatentBackend(PagedMemory):
     def zero_tail(self, page: int, slot: int) -> None:
         """Clears the slots from `slot` on of a page that only one request holds."""
         self.pages[page, :, :, :, slot:] = 0
-
-    def write(self, layer: int, rows: torch.Tensor, page_ids: torch.Tensor, slots: torch.Tensor) -> None:
-        self.layers[layer][page_ids, slots] = rows
 
     def tiles(self, layer: int, page_ids: torch.Tensor, end: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yields the rows of tokens [0, end) of one request as tiles `(first token, [n, latent + rope])`."""
@@ -136,7 +160,32 @@ class LatentBackend(PagedMemory):
             yield at, rows[: end - at]
 
 
-class LatentDecodePlan:
+class LatentPlan(StepPlan):
+    """Writes rows where the tokens of a step go: `page_ids` and `slots`, int64 `[T]` as `positions`."""
+
+    backend: LatentBackend
+    page_ids: torch.Tensor
+    slots: torch.Tensor
+
+    def write(self, layer: int, qkv: torch.Tensor) -> None:
+        self.backend.layers[layer][self.page_ids, self.slots] = self.backend.split(qkv)[1]
+
+    def rotate_and_write(self, layer: int, qkv: torch.Tensor, rotation: Rotation) -> None:
+        self.backend.rotate(qkv, rotation)
+        self.write(layer, qkv)
+
+
+class LatentMixedPlan(MixedPlan):
+    """Runs two plans in one step: the first `rows` tokens are decode's, the others prefill's."""
+
+    backend: LatentBackend
+
+    def rotate_and_write(self, layer: int, qkv: torch.Tensor, rotation: Rotation) -> None:
+        self.backend.rotate(qkv, rotation)
+        self.write(layer, qkv)
+
+
+class LatentDecodePlan(LatentPlan):
     """Is the decode plan, absorbed, valid until the next one. Its page table is kept from step to step."""
 
     def __init__(self, backend: LatentBackend) -> None:
@@ -165,15 +214,19 @@ class LatentDecodePlan:
         self.slots = self.positions % block
         return self
 
-    def write(self, layer: int, rows: torch.Tensor) -> None:
-        """Writes the rows `[T, latent + rope]` of the step's tokens into the pages of `layer`."""
-        self.backend.write(layer, rows, self.page_ids, self.slots)
+    def attend(self, layer: int, qkv: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        backend, up = self.backend, self.backend.ups[layer]
+        out = backend.answer(qkv) if out is None else out
+        means = self.attend_absorbed(layer, up.absorb(backend.split(qkv)[0]))
+        out.view(len(out), backend.num_heads, up.value_dim).copy_(up.values(means))
+        return out
 
-    def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        """Returns `[T, H, latent]` of absorbed queries `[T, H, latent + rope]`; `write` of the same layer comes
-        first."""
+    def attend_absorbed(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """Returns `[T, H, latent]` of absorbed queries `[T, H, latent + rope]`."""
         backend = self.backend
         out = q.new_empty(*q.shape[:2], backend.latent)
+        if len(out) != len(self.rows):
+            raise InternalError(f"{len(out)} queries for a plan of {len(self.rows)} rows: a newer one has been made")
         for row, (page_ids, end) in enumerate(self.rows):
             own = q[row].float() * backend.scale
             softmax = RunningSoftmax(own.shape[:1], backend.latent, q.device)
@@ -184,7 +237,7 @@ class LatentDecodePlan:
         return out
 
 
-class LatentPrefillPlan:
+class LatentPrefillPlan(LatentPlan):
     """Is the plan of a ragged batch of spans, not absorbed."""
 
     def __init__(self, backend: LatentBackend, spans: Sequence[TokenSpan]) -> None:
@@ -204,17 +257,14 @@ class LatentPrefillPlan:
         self.page_ids = backend.tensor(np.concatenate(page_ids))
         self.slots = self.positions % backend.block_tokens
 
-    def write(self, layer: int, rows: torch.Tensor) -> None:
-        """Writes the rows `[T, latent + rope]` of the step's tokens into the pages of `layer`."""
-        self.backend.write(layer, rows, self.page_ids, self.slots)
-
-    def attend(self, layer: int, q: torch.Tensor, up: UpProjection) -> torch.Tensor:
-        """Returns `[T, H, V]` of queries `[T, H, nope + rope]`; `write` of the same layer comes first."""
-        out = q.new_empty(*q.shape[:2], up.value_dim)
+    def attend(self, layer: int, qkv: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        backend, up = self.backend, self.backend.ups[layer]
+        out = backend.answer(qkv) if out is None else out
+        heads, q = out.view(len(out), backend.num_heads, up.value_dim), backend.split(qkv)[0]
         at = 0
         for span, page_ids in zip(self.spans, self.ids, strict=True):
             own = slice(at, at + span.length)
-            out[own] = self._span(layer, span, page_ids, q[own], up)
+            heads[own] = self._span(layer, span, page_ids, q[own], up)
             at += span.length
         return out
 
@@ -239,23 +289,3 @@ class LatentPrefillPlan:
                     scores += torch.full(scores.shape[1:], -torch.inf, device=q.device).triu_(ahead + 1)
                 softmax.add(scores, values, some)
         return softmax.answer().transpose(0, 1)
-
-
-class LatentStep:
-    """Runs two plans in one step: the first `rows` tokens are decode's, the others prefill's. `positions` is int64
-    `[T]` on the device."""
-
-    def __init__(self, decode: LatentDecodePlan, prefill: LatentPrefillPlan, rows: int) -> None:
-        self.decode, self.prefill, self.rows = decode, prefill, rows
-        self.positions = torch.cat((decode.positions, prefill.positions))
-
-    def write(self, layer: int, rows: torch.Tensor) -> None:
-        """Writes the rows `[T, latent + rope]` of the step's tokens into the pages of `layer`."""
-        self.decode.write(layer, rows[: self.rows])
-        self.prefill.write(layer, rows[self.rows :])
-
-    def attend(self, layer: int, q: torch.Tensor, up: UpProjection) -> torch.Tensor:
-        """Returns `[T, H, V]` of queries `[T, H, nope + rope]`, those of decode rows absorbed on the way; `write` of
-        the same layer comes first."""
-        absorbed = self.decode.attend(layer, up.absorb(q[: self.rows]))
-        return torch.cat((up.values(absorbed), self.prefill.attend(layer, q[self.rows :], up)))

@@ -47,7 +47,7 @@ class NativeAttention(AttentionBackend):
         steps[:, 0] = np.cumsum(lengths) - lengths
         steps[:, 1] = lengths
         steps[:, 2] = starts
-        steps[:, 3] = self.table.update([*pages, *(span.pages for span in spans)], starts + lengths)
+        steps[:, 3] = self.table.update([*pages, *(span.pages for span in spans)], starts + lengths, starts)
         where = [starts[:rows], *(np.arange(span.start, span.start + span.length) for span in spans)]
         return NativePlan(self, torch.from_numpy(np.concatenate(where)), torch.from_numpy(steps))
 

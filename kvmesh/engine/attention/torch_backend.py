@@ -19,6 +19,7 @@ from torch.nn import functional
 from kvmesh.engine.attention.backend import AttentionBackend, PageTable, StepPlan, TokenSpan, seen_from
 from kvmesh.engine.batch import Integers
 from kvmesh.engine.config import AttentionSpec
+from kvmesh.errors import InternalError
 
 Array = npt.NDArray[np.int64]
 
@@ -190,7 +191,7 @@ class TorchPrefillPlan(StepPlan):
         first = 0
         for span in spans:
             end = span.start + span.length
-            ids = backend.page_array(span.pages, end)
+            ids = backend.page_array(span.pages, end, backend.oldest_seen(span.start))
             where = np.arange(span.start, end)
             positions.append(where)
             page_ids.append(ids[where // backend.block_tokens])
@@ -289,6 +290,8 @@ class TorchDecodePlan(StepPlan):
     def attend(self, layer: int, qkv: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         backend, spec = self.backend, self.backend.specs[layer]
         q = backend.queries(qkv)
+        if len(q) != len(self.positions):
+            raise InternalError(f"{len(q)} rows for a plan of {len(self.positions)}: a newer one has been made")
         out = backend.answer(qkv) if out is None else out
         heads = out.view(q.shape)
         sinks = None if spec.sinks is None else spec.sinks.view(backend.kv_heads, backend.group, 1)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kvmesh.engine.attention.backend import AttentionBackend, MixedPlan, StepPlan, TokenSpan
+from kvmesh.engine.attention.backend import AttentionBackend, MixedPlan, StepPlan, StepTables, TokenSpan
 from kvmesh.engine.batch import Integers
 from kvmesh.engine.config import AttentionSpec
 from kvmesh.engine.kernels.decode import (
@@ -76,6 +76,13 @@ class TritonAttention(AttentionBackend):
         self.decode_tables.fill(pages, positions)
         return DecodePlan(self, self.decode_tables, rows)
 
+    def step_tables(self, rows: int, width: int) -> DecodeTables:
+        return DecodeTables(self, rows, width)
+
+    def replayed(self, tables: StepTables, rows: int) -> DecodePlan:
+        assert isinstance(tables, DecodeTables)
+        return DecodePlan(self, tables, rows, replayed=True)
+
 
 class TritonPlan(StepPlan):
     """Writes K and V of a step's tokens in one launch, the rotation included. `layers` are the pages of each layer,
@@ -99,7 +106,7 @@ class TritonPrefillPlan(TritonPlan):
     def __init__(self, backend: TritonAttention, spans: Sequence[TokenSpan]) -> None:
         self.backend, self.layers = backend, backend.layers
         block = backend.block_tokens
-        ids = [backend.page_array(span.pages, span.start + span.length) for span in spans]
+        ids = [backend.page_array(s.pages, s.start + s.length, backend.oldest_seen(s.start)) for s in spans]
         table = np.zeros((len(spans), max(len(row) for row in ids)), dtype=np.int32)
         positions, slots = [], []
         for at, (span, row) in enumerate(zip(spans, ids, strict=True)):
@@ -230,7 +237,7 @@ class DecodeTables:
         exist."""
         count, block = len(pages), self.backend.block_tokens
         where = np.asarray(positions, dtype=np.int64)
-        self._update(pages)
+        self._update(pages, where)
         if count and (where // block >= self._counts[:count]).any():
             row = int((where // block >= self._counts[:count]).argmax())
             raise InternalError(f"token {where[row]} needs more than {self._counts[row]} pages of {block}")
@@ -247,18 +254,26 @@ class DecodeTables:
             work.fill(lengths[:end].astype(np.int64))
         self.step.send(0, len(self.step.host))
 
-    def _update(self, pages: Sequence[Sequence[int]]) -> None:
+    def holds(self, pages: Sequence[Sequence[int]]) -> bool:
+        """Says whether every row's pages have room."""
+        return max(len(row) for row in pages) <= self.width
+
+    def _update(self, pages: Sequence[Sequence[int]], where: np.ndarray) -> None:
         """Writes and sends the tables of those rows whose pages have changed."""
         changed = [i for i, row in enumerate(pages) if row is not self._known[i] and tuple(row) != self._known[i]]
         if not changed:
             return
-        block = self.backend.block_tokens
-        found = [self.backend.page_array(row, len(row) * block) if row else row for row in (pages[i] for i in changed)]
+        found = [self._ids(pages[i], int(where[i])) for i in changed]
         self.table.wait()
         for i, ids in zip(changed, found, strict=True):
             self.table.host[i, : len(ids)] = ids
             self._known[i], self._counts[i] = tuple(pages[i]), len(ids)
         self.table.send(changed[0], changed[-1] + 1)
+
+    def _ids(self, row: Sequence[int], position: int) -> Sequence[int] | np.ndarray:
+        """Returns all pages of a row that computes the token at `position`, for which there may be too few."""
+        end = len(row) * self.backend.block_tokens
+        return self.backend.page_array(row, end, self.backend.oldest_seen(min(position, end - 1))) if row else row
 
 
 class DecodePlan(TritonPlan):

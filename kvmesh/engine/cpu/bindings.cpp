@@ -4,9 +4,14 @@
 #include "ops.h"
 
 TORCH_LIBRARY(kvmesh, m) {
+  m.def("pack_room(int outputs, int inputs) -> Tensor", kvmesh::pack_room);
+  m.def("pack_into(Tensor(a!) packed, Tensor[] parts) -> ()");
   m.def("pack(Tensor[] parts) -> Tensor");
   m.def("linear(Tensor x, Tensor packed, int outputs, Tensor? bias, Tensor? residual, bool wide) -> Tensor");
   m.def("packed_rows(Tensor packed, Tensor ids, int outputs, int inputs) -> Tensor");
+  m.def(
+      "experts(Tensor x, Tensor chosen, Tensor weights, Tensor gate_up, Tensor down, int count, int first, int inner, "
+      "Tensor? bias, Tensor? down_bias, int activation, float alpha, float limit, bool scale_input) -> Tensor");
   m.def("use_tiles(int mode) -> bool", kvmesh::use_tiles);
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("rotate_heads(Tensor(a!) qkv, int heads, Tensor cos, Tensor sin, Tensor? weight, float eps) -> ()");
@@ -15,10 +20,18 @@ TORCH_LIBRARY(kvmesh, m) {
   m.def(
       "paged_attention(Tensor pages, int layer, Tensor qkv, Tensor sequences, Tensor table, float scale, int window, "
       "int chunk, float softcap, Tensor? sinks) -> Tensor");
+  m.def("delta_convolve(Tensor x, Tensor weight, Tensor(a!) known, Tensor slots, Tensor runs) -> Tensor");
+  m.def(
+      "delta_rule(Tensor x, Tensor log_decay, Tensor rate, Tensor(a!) states, Tensor slots, Tensor runs) -> Tensor");
+  m.def(
+      "latent_attention(Tensor pages, int layer, Tensor q, Tensor table, Tensor ends, int latent, float scale) -> "
+      "Tensor");
 }
 
 TORCH_LIBRARY_IMPL(kvmesh, CPU, m) {
   m.impl("pack", kvmesh::pack);
+  m.impl("pack_into", kvmesh::pack_into);
+  m.impl("experts", kvmesh::experts);
   m.impl("linear", kvmesh::linear);
   m.impl("packed_rows", kvmesh::packed_rows);
   m.impl("rms_norm", kvmesh::rms_norm);
@@ -26,4 +39,7 @@ TORCH_LIBRARY_IMPL(kvmesh, CPU, m) {
   m.impl("gated", kvmesh::gated);
   m.impl("write_kv", kvmesh::write_kv);
   m.impl("paged_attention", kvmesh::paged_attention);
+  m.impl("delta_convolve", kvmesh::delta_convolve);
+  m.impl("delta_rule", kvmesh::delta_rule);
+  m.impl("latent_attention", kvmesh::latent_attention);
 }

@@ -22,15 +22,15 @@
 namespace kvmesh {
 namespace {
 
-constexpr int MAX_ROWS = 14;                // of a tile: 28 sums, two weights and one input fill the 32 registers
 constexpr int64_t HUGE_PAGE = 2 << 20;
 constexpr int64_t GROUP_BYTES = 384 << 10;  // inputs that stay in L2 while all panels pass by
 constexpr int64_t THREAD_BYTES = 64 << 10;  // of weights that are worth a thread
 constexpr int64_t RUNS = 8;                 // of panels for each thread
-constexpr int STEP = 8;                     // pairs between two looks at what to prefetch
 
 int64_t panels_of(int64_t outputs) { return (outputs + LANES - 1) / LANES; }
 int64_t pairs_of(int64_t inputs) { return (inputs + 1) / 2; }
+
+}  // namespace
 
 // Up to sixteen rows side by side: pair p of row r goes to `to[p * stride + r]`; an odd last input is paired with zero.
 void interleave(const at::BFloat16* const* rows, int64_t count, int64_t inputs, uint32_t* to, int64_t stride) {
@@ -45,11 +45,7 @@ void interleave(const at::BFloat16* const* rows, int64_t count, int64_t inputs, 
   }
 }
 
-// What a tile fetches into L2 while it computes: a part of the panel that comes next.
-struct Ahead {
-  const char* at;
-  int lines;  // every STEP pairs
-};
+namespace {
 
 // R rows by one panel. `x` is [pairs][R], `w` [pairs][32], each element a pair of bf16.
 template <int R>
@@ -91,12 +87,14 @@ constexpr std::array<Tile, sizeof...(R)> tiles_of(std::index_sequence<R...>) {
 }
 constexpr std::array<Tile, MAX_ROWS> TILES = tiles_of(std::make_index_sequence<MAX_ROWS>());
 
-// Rows cut into tiles of nearly equal height.
-struct Cut {
-  int64_t rows, tiles;
-  explicit Cut(int64_t rows) : rows(rows), tiles((rows + MAX_ROWS - 1) / MAX_ROWS) {}
-  int64_t begin(int64_t tile) const { return rows * tile / tiles; }
-};
+}  // namespace
+
+void multiply_tile(const uint32_t* x, int64_t height, const uint32_t* w, int64_t pairs, Ahead ahead, const Output& out,
+                   int64_t row, int64_t column) {
+  TILES[height - 1](x, w, pairs, ahead, out, row, column);
+}
+
+namespace {
 
 // `x [rows, inputs]` as tiles of [pairs][height].
 void pack_rows(const at::Tensor& x, const Cut& cut, uint32_t* to) {
@@ -168,7 +166,11 @@ void check_packed(const at::Tensor& packed, int64_t outputs, int64_t inputs) {
 
 }  // namespace
 
-at::Tensor pack(at::TensorList parts) {
+at::Tensor pack_room(int64_t outputs, int64_t inputs) {
+  return allocate({panels_of(outputs), pairs_of(inputs), LANES, 2});
+}
+
+void pack_into(at::Tensor packed, at::TensorList parts) {
   TORCH_CHECK(!parts.empty() && parts[0].dim() == 2, "pack: one or more matrices");
   const int64_t inputs = parts[0].size(1), pairs = pairs_of(inputs);
   std::vector<const at::BFloat16*> rows;
@@ -180,7 +182,7 @@ at::Tensor pack(at::TensorList parts) {
     for (int64_t row = 0; row < part.size(0); row++) rows.push_back(data + row * part.stride(0));
   }
   const int64_t outputs = static_cast<int64_t>(rows.size());
-  at::Tensor packed = allocate({panels_of(outputs), pairs, LANES, 2});
+  check_packed(packed, outputs, inputs);
   auto* to = static_cast<uint32_t*>(packed.data_ptr());
   at::parallel_for(0, packed.size(0), 1, [&](int64_t a, int64_t b) {
     for (int64_t lane = a * LANES; lane < std::min(b * LANES, outputs); lane += 16) {
@@ -188,6 +190,14 @@ at::Tensor pack(at::TensorList parts) {
       interleave(rows.data() + lane, std::min<int64_t>(16, outputs - lane), inputs, column, LANES);
     }
   });
+}
+
+at::Tensor pack(at::TensorList parts) {
+  int64_t outputs = 0;
+  for (const at::Tensor& part : parts) outputs += part.size(0);
+  TORCH_CHECK(!parts.empty() && parts[0].dim() == 2, "pack: one or more matrices");
+  at::Tensor packed = pack_room(outputs, parts[0].size(1));
+  pack_into(packed, parts);
   return packed;
 }
 

@@ -7,10 +7,18 @@
 namespace kvmesh {
 
 // linear.cpp. A packed weight is bf16 [panels, pairs, 32, 2]; `outputs` and inputs are the matrix's own counts.
+at::Tensor pack_room(int64_t outputs, int64_t inputs);
+void pack_into(at::Tensor packed, at::TensorList parts);
 at::Tensor pack(at::TensorList parts);
 at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, int64_t outputs, const std::optional<at::Tensor>& bias,
                   const std::optional<at::Tensor>& residual, bool wide);
 at::Tensor packed_rows(const at::Tensor& packed, const at::Tensor& ids, int64_t outputs, int64_t inputs);
+
+// experts.cpp, see there.
+at::Tensor experts(const at::Tensor& x, const at::Tensor& chosen, const at::Tensor& weights, const at::Tensor& gate_up,
+                   const at::Tensor& down, int64_t count, int64_t first, int64_t inner,
+                   const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& down_bias,
+                   int64_t activation, double alpha, double limit, bool scale_input);
 
 // tiles.cpp. How products of several rows and attention of bfloat16 prompts are made from now on, 0: not on AMX tiles,
 // 1: on them if this CPU has them, 2: by plain code that does what tiles do (tests); answers whether it is so now.
@@ -28,5 +36,16 @@ void write_kv(at::Tensor pages, int64_t layer, const at::Tensor& qkv, const at::
 at::Tensor paged_attention(const at::Tensor& pages, int64_t layer, const at::Tensor& qkv, const at::Tensor& sequences,
                            const at::Tensor& table, double scale, int64_t window, int64_t chunk, double softcap,
                            const std::optional<at::Tensor>& sinks);
+
+// delta.cpp. `runs` int32 [sequences, 2] (first token, length) and `slots` int64 [sequences] describe a step; states are
+// changed in place.
+at::Tensor delta_convolve(const at::Tensor& x, const at::Tensor& weight, at::Tensor known, const at::Tensor& slots,
+                          const at::Tensor& runs);
+at::Tensor delta_rule(const at::Tensor& x, const at::Tensor& log_decay, const at::Tensor& rate, at::Tensor states,
+                      const at::Tensor& slots, const at::Tensor& runs);
+
+// latent.cpp. Absorbed queries `q [R, H, W]` of decode rows, row i over its tokens [0, ends[i]); answers [R, H, latent].
+at::Tensor latent_attention(const at::Tensor& pages, int64_t layer, const at::Tensor& q, const at::Tensor& table,
+                            const at::Tensor& ends, int64_t latent, double scale);
 
 }  // namespace kvmesh

@@ -32,6 +32,28 @@ inline void put(const Output& out, int64_t row, int64_t column, __m512 sum) {
   store(static_cast<at::BFloat16*>(out.data) + row * out.stride + column, sum, mask);
 }
 
+// What a tile fetches into L2 while it computes: a part of the panel that comes next, so many lines every STEP pairs.
+struct Ahead {
+  const char* at;
+  int lines;
+};
+
+constexpr int MAX_ROWS = 14;  // of a tile: 28 sums, two weights and one input fill the 32 registers
+constexpr int STEP = 8;       // pairs between two looks at what to prefetch
+
+// Rows cut into tiles of nearly equal height.
+struct Cut {
+  int64_t rows, tiles;
+  explicit Cut(int64_t rows) : rows(rows), tiles((rows + MAX_ROWS - 1) / MAX_ROWS) {}
+  int64_t begin(int64_t tile) const { return rows * tile / tiles; }
+};
+
+// linear.cpp: up to MAX_ROWS rows side by side as [pairs][stride], and a tile of `height` rows by one panel: `x` is
+// [pairs][height], `w` [pairs][32], each element a pair of bf16.
+void interleave(const at::BFloat16* const* rows, int64_t count, int64_t inputs, uint32_t* to, int64_t stride);
+void multiply_tile(const uint32_t* x, int64_t height, const uint32_t* w, int64_t pairs, Ahead ahead, const Output& out,
+                   int64_t row, int64_t column);
+
 // product_tiles.cpp: whether tiles take a product of so many rows and inputs, and the product.
 bool tiles_take(int64_t rows, int64_t inputs);
 void multiply_tiles(const at::Tensor& x, const at::Tensor& packed, const Output& out);

@@ -17,15 +17,18 @@ from typing import Protocol
 import torch
 
 from kvmesh.engine import ops
+from kvmesh.engine.cache_memory import StateBackend, StateMemory
 from kvmesh.engine.config import AttentionSpec, ModelConfig
+from kvmesh.engine.kernels import kernels_for
 from kvmesh.engine.linear import Linear
 from kvmesh.engine.matrix import Matrix, read_matrix
 from kvmesh.engine.parallel import Cut, share
 from kvmesh.engine.rope import RotaryEmbedding, Rotation
 from kvmesh.engine.tensors import EMBED, HEAD, NORM, layer_prefix
 from kvmesh.engine.weights import Weights
+from kvmesh.errors import InternalError
 
-Attend = Callable[[int, torch.Tensor, Rotation], torch.Tensor]
+Attend = Callable[..., torch.Tensor]  # of (layer, qkv, rotation); of a layer with states (layer, its inputs, None)
 Angles = tuple[torch.Tensor, torch.Tensor]  # cos and sin of one rope, `[T, 1, rotary dim]`
 
 
@@ -106,6 +109,7 @@ class Attention:
         prefix: str,
         head_norm: HeadNorm | None,
         row_norm: RowNorm | None = None,
+        query_parts: int = 1,  # of a head: what the query matrix makes of it, in heads' sizes
         turns_neighbours: bool = False,
     ) -> None:
         self.rotated_heads = config.heads + config.kv_heads
@@ -115,7 +119,7 @@ class Attention:
         self.row_norm = row_norm
         self.eps = config.rms_norm_eps
         model, size = weights.config, config.head_dim
-        heads = Cut(0, ((model.heads, size), (model.kv_heads, size), (model.kv_heads, size)))
+        heads = Cut(0, ((model.heads, query_parts * size), (model.kv_heads, size), (model.kv_heads, size)))
         names = ("qkv_proj",) if config.fused else ("q_proj", "k_proj", "v_proj")
         order = self._order() if turns_neighbours else None
         self.qkv = Linear(weights, [prefix + name for name in names], config.qkv_bias, heads, order)
@@ -141,6 +145,19 @@ class Attention:
     def rotation(self, cos: torch.Tensor, sin: torch.Tensor) -> Rotation:
         """Returns what queries and keys go through, with the angles of the layer's own rope."""
         return Rotation(self.rotated_heads, cos, sin, self.norm_weight, self.eps)
+
+
+class AttentionBlock(Protocol):
+    """Is what a layer has around attention: the product into it, the rotation, and the product out of it."""
+
+    out: Linear
+    sinks: torch.Tensor | None  # float32 `[H]`
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns what the step's `attend` takes of `x [T, hidden_size]`."""
+
+    def rotation(self, cos: torch.Tensor, sin: torch.Tensor) -> Rotation:
+        """Returns what queries and keys go through, with the angles of the layer's own rope."""
 
 
 class MLP:
@@ -182,7 +199,8 @@ class FeedForward(Protocol):
 class Layer(Protocol):
     """Is one decoder layer. Its `attention` projects what `input_norm` makes of the residual, or the residual."""
 
-    attention: Attention
+    @property
+    def attention(self) -> AttentionBlock: ...
 
     @property
     def input_norm(self) -> RMSNorm | None: ...
@@ -197,10 +215,10 @@ class Layer(Protocol):
 
 class DecoderLayer:
     def __init__(
-        self, config: ModelConfig, weights: Weights, index: int, attention: Attention, mlp: FeedForward
+        self, config: ModelConfig, weights: Weights, index: int, attention: AttentionBlock, mlp: FeedForward
     ) -> None:
         prefix = layer_prefix(index)
-        self.attention = attention
+        self.attention: AttentionBlock = attention
         self.mlp = mlp
         self.input_norm = RMSNorm(weights(prefix + "input_layernorm.weight"), config.rms_norm_eps)
         self.post_norm = RMSNorm(weights(prefix + "post_attention_layernorm.weight"), config.rms_norm_eps)
@@ -217,12 +235,13 @@ class DecoderModel:
 
     def __init__(self, config: ModelConfig, weights: Weights, layers: Sequence[Layer]) -> None:
         self.config = config
-        self.capturable = config.experts is None  # between two attentions the host looks at no values
+        # Between two attentions the host looks at no values: of experts, where kernels multiply.
+        self.capturable = config.experts is None or kernels_for(weights.device.type, "experts") is not None
         self.layers = layers
         self.embed = read_matrix(weights, [EMBED])
         self.embed_scale = float(torch.tensor(config.embedding_scale).to(weights.dtype))  # rounded as transformers does
         self.norm = RMSNorm(norm_weight(weights, NORM), config.rms_norm_eps)
-        self.rope = RotaryEmbedding(config.rope, config.head_dim, weights.dtype, weights.device)
+        self.rope = RotaryEmbedding(config.rope, config.rotated_dim, weights.dtype, weights.device)
         self.local_rope: Callable[[torch.Tensor], Angles] = self.rope
         if config.local_rope is not None:
             self.local_rope = RotaryEmbedding(config.local_rope, config.head_dim, weights.dtype, weights.device)
@@ -292,3 +311,7 @@ class DecoderModel:
             logits = logits / self.config.logit_divisor
         cap = self.config.logit_softcap
         return torch.tanh(logits / cap) * cap if cap else logits
+
+    def state_backend(self, memory: StateMemory) -> StateBackend:
+        """Returns what computes the model's layers with states over `memory`; only of a model that has such."""
+        raise InternalError(f"{self.config.architecture} has no layers with states")

@@ -1,23 +1,23 @@
 """DeepSeek's latent attention as a block: from a layer's input to queries and latent rows, and back out.
 
 As in `blocks`, attention itself is not here: `project` answers what the step's plan (`kvmesh.engine.attention.latent`)
-writes and attends to, with the layer's `up`, and `out` takes the heads' answers, `[T, H * V]`. Heads are this rank's;
-what leads to latent rows is whole at every rank, so that each has the same rows in its pages.
+rotates, writes and attends to with the layer's `up`, and `out` takes the heads' answers, `[T, H * V]`. Heads are this
+rank's; what leads to latent rows is whole at every rank, so that each has the same rows in its pages.
 """
 
 from __future__ import annotations
 
 import torch
 
-from kvmesh.engine import ops
 from kvmesh.engine.attention.latent import UpProjection
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.config_latent import LatentConfig
 from kvmesh.engine.linear import Linear
-from kvmesh.engine.models.blocks import RMSNorm
+from kvmesh.engine.models.blocks import DecoderModel, RMSNorm
 from kvmesh.engine.parallel import Cut
 from kvmesh.engine.rope import Rotation
 from kvmesh.engine.weights import Weights
+from kvmesh.errors import InternalError
 
 NORM_EPS = 1e-6  # of the norms of ranks: transformers' modules do not read rms_norm_eps for them
 
@@ -25,8 +25,13 @@ NORM_EPS = 1e-6  # of the norms of ranks: transformers' modules do not read rms_
 class LatentAttention:
     """Has the matrices of one layer's latent attention. The angles that it is given are of `latent.rope` elements."""
 
-    def __init__(self, config: ModelConfig, latent: LatentConfig, weights: Weights, prefix: str) -> None:
-        self.latent, self.heads = latent, config.heads
+    latent: LatentConfig
+    sinks: torch.Tensor | None = None
+
+    def __init__(self, config: ModelConfig, weights: Weights, prefix: str) -> None:
+        assert config.latent is not None
+        self.latent = latent = config.latent
+        self.heads = config.heads
         heads, width = weights.config.heads, latent.nope + latent.rope
         by_head = Cut(0, ((heads, width),))
         down = [prefix + "kv_a_proj_with_mqa"]
@@ -42,19 +47,25 @@ class LatentAttention:
         self.up = UpProjection(up.view(self.heads, -1, latent.latent), latent.nope)
         self.out = Linear(weights, [prefix + "o_proj"], latent.bias, Cut(1, ((heads, latent.value),)))
 
-    def project(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes `[T, hidden_size]` → queries `[T, H, nope + rope]` and latent rows `[T, latent + rope]`, latents
-        normed and the parts with position rotated."""
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        """Computes `[T, hidden_size]` → `[T, H * (nope + rope) + latent + rope]`: a token's queries, then its row,
+        whose latent is normed; `rotation` is still to be done."""
         sizes = self.latent
         down = self.down(x)
         if sizes.query_rank:
             x = self.query_norm(down[:, : sizes.query_rank].contiguous())
-        q = self.query(x).view(-1, self.heads, sizes.nope + sizes.rope)
         rows = down[:, sizes.query_rank :]
-        latents, shared = rows[:, : sizes.latent], rows[:, sizes.latent :]
-        turned = torch.cat((q[..., sizes.nope :], shared[:, None]), 1)
-        if sizes.interleaved:  # to half a width apart, in queries and keys alike, which leaves their products
-            turned = torch.cat((turned[..., ::2], turned[..., 1::2]), -1)
-        ops.rotate_heads(turned, Rotation(self.heads + 1, cos, sin, None, NORM_EPS))
-        q[..., sizes.nope :] = turned[:, :-1]
-        return q, torch.cat((self.latent_norm(latents.contiguous()), turned[:, -1]), -1)
+        latents = self.latent_norm(rows[:, : sizes.latent].contiguous())
+        return torch.cat((self.query(x), latents, rows[:, sizes.latent :]), -1)
+
+    def rotation(self, cos: torch.Tensor, sin: torch.Tensor) -> Rotation:
+        """Returns what the parts with position go through: those of the queries, and the one that the keys share."""
+        return Rotation(self.heads + 1, cos, sin, None, NORM_EPS)
+
+
+def up_projections(model: DecoderModel) -> tuple[UpProjection, ...]:
+    """Returns those of each layer. Raises InternalError where a layer has no latent attention."""
+    found = tuple(layer.attention.up for layer in model.layers if isinstance(layer.attention, LatentAttention))
+    if len(found) < len(model.layers):
+        raise InternalError(f"{len(found)} of {len(model.layers)} layers have latent attention")
+    return found

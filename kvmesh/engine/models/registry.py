@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.models import (
+    deepseek,
     gemma2,
     gemma3,
     glm4_moe,
@@ -21,6 +22,7 @@ from kvmesh.engine.models import (
     qwen2,
     qwen3,
     qwen3_moe,
+    qwen3_next,
 )
 from kvmesh.engine.models.blocks import DecoderModel
 from kvmesh.engine.weights import Weights
@@ -41,6 +43,10 @@ MODELS: Mapping[str, Callable[[ModelConfig, Weights], DecoderModel]] = {
     "MixtralForCausalLM": mixtral.build,
     "Glm4MoeForCausalLM": glm4_moe.build,
     "MiniMaxM2ForCausalLM": minimax_m2.build,
+    "Qwen3NextForCausalLM": qwen3_next.build,
+    "DeepseekV2ForCausalLM": deepseek.build,
+    "DeepseekV3ForCausalLM": deepseek.build,
+    "KimiK2ForCausalLM": deepseek.build,
     "GptOssForCausalLM": gpt_oss.build,
     "Llama4ForCausalLM": llama4.build,
     "Llama4ForConditionalGeneration": llama4.build,

@@ -61,8 +61,8 @@ T = TypeVar("T")
 
 
 class DeviceMemory(ABC):
-    """Manages the memory of one rank: `pages` and, after `open_extents`, `extents`, both `[blocks, layers, 2, kv_heads,
-    block_tokens, head_dim]`. `page_region` is None where peers cannot reach pages. Between two steps at most
+    """Manages the memory of one rank: `pages` and, after `open_extents`, `extents`, both `[blocks, layers, planes,
+    kv_heads, block_tokens, head_dim]`. `page_region` is None where peers cannot reach pages. Between two steps at most
     `seal_bytes` are copied that nobody waits for, and `move_bytes` that somebody waits for."""
 
     pages_use = ""  # for people: what peers and pushes reach of a device's pages, and why

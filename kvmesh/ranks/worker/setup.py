@@ -3,19 +3,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
 import torch
 
+from kvmesh.engine.attention.grouped import GroupedAttention
 from kvmesh.engine.batch import DecodeBatch
+from kvmesh.engine.cache_memory import GroupShape, is_state, named_by_group, zeroed_memory
 from kvmesh.engine.checkpoint import Checkpoint
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.cpu import native
 from kvmesh.engine.parallel import share_of
 from kvmesh.engine.pieces import piece_sizes
 from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams
+from kvmesh.errors import ConfigError
+from kvmesh.kvcache.cache_groups import CacheKind
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks import sizing
@@ -42,9 +46,11 @@ class DeviceUse(NamedTuple):
 
 class RankSetup:
     """The settings of one rank. `configure` is what the front said, with what it left open chosen; `why` the reasons.
-    Raises ConfigError where the device has no room for the model and one request."""
+    Raises ConfigError where the device has no room for the model and one request, and for a model that only the engine
+    runs yet."""
 
     def __init__(self, configure: m.Configure, checkpoint: Checkpoint) -> None:
+        _refuse_states(checkpoint.config)
         self._kind = sizing.device_kind(configure.device)
         self._device = cuda_device(configure.device) if self._kind == "cuda" else torch.device("cpu")
         self._total, self._free = _device_memory(self._device)
@@ -90,6 +96,13 @@ class RankSetup:
         count = max(1, -(-self.tokens // layout.block_tokens)) if self.profiles else 1
         return torch.zeros((count, *layout.shape), dtype=getattr(torch, self.configure.dtype), device=self._device)
 
+    def trial_memory(self, shapes: Sequence[GroupShape]) -> tuple[torch.Tensor, ...]:
+        """Returns what `trial_pages` does with a tensor for each cache group, with slots for all that `largest_step`
+        computes."""
+        pages = max(1, -(-self.tokens // shapes[0].layout.block_tokens)) if self.profiles else 1
+        slots = self.rows + pages if self.profiles else 1
+        return zeroed_memory(shapes, [slots if is_state(shape.group) else pages for shape in shapes], self._device)
+
     @property
     def profiles(self) -> bool:
         """Whether the number of pages is measured: on a GPU where nobody names it."""
@@ -100,10 +113,11 @@ class RankSetup:
     ) -> sizing.ChosenPages:
         """Runs the largest step that there can be over the trial pages, and returns how many pages fit beside what it
         took. The trial pages go. `use`: for tests, in place of the GPU's own numbers."""
-        trial = runner.attention.pages.nbytes
+        trial = sum(pages.nbytes for pages in runner.memory)
         largest_step(runner, self.tokens, self.rows)
         found = (use or self._used)()
-        runner.use_pages(torch.zeros_like(runner.attention.pages[:1]), cuda_graphs=False)
+        one = [torch.zeros_like(pages[:1]) for pages in runner.memory]
+        runner.use_pages(one if isinstance(runner.attention, GroupedAttention) else one[0], cuda_graphs=False)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         alone = self.configure.device_instances <= 1
@@ -182,17 +196,20 @@ def largest_step(runner: Runner, tokens: int, rows: int) -> None:
     """Computes `tokens` of prompts beside `rows` rows over the runner's pages, the rows sampled in the way that takes
     the most memory."""
     block, most = runner.layout.block_tokens, runner.config.max_context_tokens
-    at, items = 0, []
+    shapes, at = runner.shapes, 0
+    items: list[PrefillInput] = []
     longest = max(1, most // block) * block if most >= block else most
     while at < tokens:
         count = min(tokens - at, longest)
         first = at // block
         pages = tuple(range(first, first - (-count // block)))
-        items.append(PrefillInput((0,) * count, 0, pages, SampleParams(temperature=1.0, top_k=50, top_p=0.9)))
+        groups = named_by_group(shapes, pages, rows + len(items))
+        asked_of = SampleParams(temperature=1.0, top_k=50, top_p=0.9)
+        items.append(PrefillInput((0,) * count, 0, pages, asked_of, groups))
         at += -(-count // block) * block
     # Adjusted logits are a copy in float64; what top_p leaves is gathered in another; log-probabilities are a third.
     asked = [SampleParams(temperature=1.0, top_p=0.9, logit_bias=((0, 1.0),), logprobs=0) for _ in range(rows)]
-    batch = [DecodeInput(0, 0, (0,), params) for params in asked]
+    batch = [DecodeInput(0, 0, (0,), params, named_by_group(shapes, (0,), row)) for row, params in enumerate(asked)]
     runner.step(items, DecodeBatch.of(batch), lambda _: None)
 
 
@@ -205,3 +222,14 @@ def _device_memory(device: torch.device) -> tuple[int, int]:
     free, total = torch.cuda.mem_get_info(device)
     torch.cuda.reset_peak_memory_stats(device)
     return total, free
+
+
+def _refuse_states(config: ModelConfig) -> None:
+    """Raises ConfigError for a model that keeps states: an instance takes every prompt's beginning from its cache,
+    which has blocks of keys and values but no state to go on from."""
+    if states := [group.name for group in config.cache_groups if group.kind is CacheKind.STATE]:
+        raise ConfigError(
+            f"{config.architecture} needs a prefix cache of recurrent states ({', '.join(states)}), which instances do "
+            "not have",
+            field="model_path",
+        )

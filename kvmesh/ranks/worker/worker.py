@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from kvmesh.engine.cache_memory import named_by_group
 from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.parallel import SOLO, Group, ProcessGroup
 from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams, shard_layout
@@ -103,10 +104,10 @@ class Worker:
         pages = tuple(range(count))
         most = self._checkpoint.config.max_context_tokens
         tokens = (0,) * (min(count * self.layout.block_tokens, most) - 1)
-        sample = SampleParams()
+        sample, groups = SampleParams(), named_by_group(self._runner.shapes, pages, 0)
         for _ in range(2):
-            self._runner.prefill([PrefillInput(tokens, 0, pages, sample)], lambda _: None)
-            self._runner.decode([DecodeInput(0, len(tokens), pages, sample)])
+            self._runner.prefill([PrefillInput(tokens, 0, pages, sample, groups)], lambda _: None)
+            self._runner.decode([DecodeInput(0, len(tokens), pages, sample, groups)])
         # Touch every page once: a first write to shared memory costs a fault for each 4 KiB of it.
         self.memory.pages.zero_()
         touch(self._extent_region)
@@ -146,7 +147,7 @@ class Worker:
 
     def _layout_text(self) -> str:
         shape, c = self.layout, self._configure
-        dims = f"{shape.layers}x2x{shape.kv_heads}x{shape.block_tokens}x{shape.head_dim}"
+        dims = f"{shape.layers}x{shape.planes}x{shape.kv_heads}x{shape.block_tokens}x{shape.head_dim}"
         part = f"L{shape.first_layer} H{shape.first_head} rank {c.rank}/{c.world_size}"
         epoch = f"+{c.weights_epoch}" if c.weights_epoch else ""
         return f"{self._checkpoint.fingerprint[:16]}{epoch} {c.dtype} {dims} {part}"

@@ -57,6 +57,7 @@ class LeaseRequest(_message.Message):
     WANT_DESCRIPTORS_FIELD_NUMBER: _builtins.int
     WANT_CHECKSUMS_FIELD_NUMBER: _builtins.int
     ANY_CUT_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     reader: _builtins.str
     """instance_id, for logs"""
     holder_incarnation: _builtins.int
@@ -70,6 +71,8 @@ class LeaseRequest(_message.Message):
     want_checksums: _builtins.bool
     any_cut: _builtins.bool
     """the reader takes shards of any cut of the same blocks (other TP) and copies what it needs of each"""
+    groups: _builtins.bytes
+    """one mask of cache groups a key: what is wanted of it; empty: the model has one group"""
     def __init__(
         self,
         *,
@@ -81,10 +84,11 @@ class LeaseRequest(_message.Message):
         want_descriptors: _builtins.bool = ...,
         want_checksums: _builtins.bool = ...,
         any_cut: _builtins.bool = ...,
+        groups: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["any_cut", b"any_cut", "holder_incarnation", b"holder_incarnation", "keys", b"keys", "layout", b"layout", "lease_ms", b"lease_ms", "reader", b"reader", "want_checksums", b"want_checksums", "want_descriptors", b"want_descriptors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["any_cut", b"any_cut", "groups", b"groups", "holder_incarnation", b"holder_incarnation", "keys", b"keys", "layout", b"layout", "lease_ms", b"lease_ms", "reader", b"reader", "want_checksums", b"want_checksums", "want_descriptors", b"want_descriptors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -101,6 +105,7 @@ class LeaseResponse(_message.Message):
     TIERS_FIELD_NUMBER: _builtins.int
     NBYTES_FIELD_NUMBER: _builtins.int
     REMOVED_SEQ_FIELD_NUMBER: _builtins.int
+    HELD_GROUPS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     """0: nothing is held, nothing is leased"""
     lease_ms: _builtins.int
@@ -111,6 +116,10 @@ class LeaseResponse(_message.Message):
     """one byte a key: Tier it was served from, 0 not here"""
     removed_seq: _builtins.int
     """the holder has carried out the master's removals up to here: who knows of a later one of"""
+    held_groups: _builtins.bytes
+    """these keys must not seal them
+    one mask a key: what is leased of it. Who asked with `groups` and gets none holds nothing
+    """
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeasedRank]: ...
     @_builtins.property
@@ -127,10 +136,11 @@ class LeaseResponse(_message.Message):
         tiers: _builtins.bytes = ...,
         nbytes: _abc.Iterable[_builtins.int] | None = ...,
         removed_seq: _builtins.int = ...,
+        held_groups: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "lease_id", b"lease_id", "lease_ms", b"lease_ms", "nbytes", b"nbytes", "ranks", b"ranks", "removed_seq", b"removed_seq", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "held_groups", b"held_groups", "lease_id", b"lease_id", "lease_ms", b"lease_ms", "nbytes", b"nbytes", "ranks", b"ranks", "removed_seq", b"removed_seq", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -146,6 +156,7 @@ class LeasedRank(_message.Message):
     OFFSET_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     segment: _builtins.str
     segment_descriptor: _builtins.bytes
@@ -162,6 +173,10 @@ class LeasedRank(_message.Message):
     def layout(self) -> _common_pb2.ShardLayout:
         """when `any_cut` was asked for"""
 
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeasedGroup]:
+        """when asked for `groups`: `offset`, `checksum`, `layout` are empty then"""
+
     def __init__(
         self,
         *,
@@ -171,14 +186,50 @@ class LeasedRank(_message.Message):
         offset: _abc.Iterable[_builtins.int] | None = ...,
         checksum: _abc.Iterable[_builtins.int] | None = ...,
         layout: _common_pb2.ShardLayout | None = ...,
+        groups: _abc.Iterable[Global___LeasedGroup] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "layout", b"layout", "offset", b"offset", "rank", b"rank", "segment", b"segment", "segment_descriptor", b"segment_descriptor"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "groups", b"groups", "layout", b"layout", "offset", b"offset", "rank", b"rank", "segment", b"segment", "segment_descriptor", b"segment_descriptor"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LeasedRank: _TypeAlias = LeasedRank  # noqa: Y015
+
+@_typing.final
+class LeasedGroup(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    group: _builtins.int
+    @_builtins.property
+    def offset(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """one for each key whose bit is held, in the order of keys"""
+
+    @_builtins.property
+    def checksum(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """likewise, when asked for"""
+
+    @_builtins.property
+    def layout(self) -> _common_pb2.ShardLayout: ...
+    def __init__(
+        self,
+        *,
+        group: _builtins.int = ...,
+        offset: _abc.Iterable[_builtins.int] | None = ...,
+        checksum: _abc.Iterable[_builtins.int] | None = ...,
+        layout: _common_pb2.ShardLayout | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "group", b"group", "layout", b"layout", "offset", b"offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeasedGroup: _TypeAlias = LeasedGroup  # noqa: Y015
 
 @_typing.final
 class RenewBlocksRequest(_message.Message):
@@ -280,6 +331,7 @@ class PullBlocksRequest(_message.Message):
     TERM_FIELD_NUMBER: _builtins.int
     BACKGROUND_FIELD_NUMBER: _builtins.int
     PINS_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     keys: _builtins.bytes
     layout: _builtins.str
     """of the shards; empty: as each holder has it (it is asked), one that fits here"""
@@ -292,6 +344,8 @@ class PullBlocksRequest(_message.Message):
     """replication: after handoffs and reads that somebody waits for"""
     pins: _builtins.bool
     """what its holder has pinned hard is pinned hard here too, or not taken; only without `layout`"""
+    groups: _builtins.bytes
+    """one mask of cache groups a key; empty: all of each"""
     @_builtins.property
     def holders(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.InstanceRef]:
         """tried in this order"""
@@ -307,10 +361,11 @@ class PullBlocksRequest(_message.Message):
         term: _builtins.int = ...,
         background: _builtins.bool = ...,
         pins: _builtins.bool = ...,
+        groups: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["background", b"background", "holders", b"holders", "keys", b"keys", "layout", b"layout", "pins", b"pins", "shard_bytes", b"shard_bytes", "term", b"term", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["background", b"background", "groups", b"groups", "holders", b"holders", "keys", b"keys", "layout", b"layout", "pins", b"pins", "shard_bytes", b"shard_bytes", "term", b"term", "timeout_ms", b"timeout_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -321,16 +376,20 @@ class PullBlocksResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HELD_FIELD_NUMBER: _builtins.int
+    HELD_GROUPS_FIELD_NUMBER: _builtins.int
     held: _builtins.bytes
     """one byte a key: 1 sealed here now"""
+    held_groups: _builtins.bytes
+    """one mask a key: what of it is sealed here now; empty: a model of one group"""
     def __init__(
         self,
         *,
         held: _builtins.bytes = ...,
+        held_groups: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "held_groups", b"held_groups"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -358,21 +417,25 @@ class ListBlocksResponse(_message.Message):
     KEYS_FIELD_NUMBER: _builtins.int
     SEQ_FIELD_NUMBER: _builtins.int
     TIER_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     keys: _builtins.bytes
     seq: _builtins.int
     """of the last announcement batch of this tier that includes them"""
     tier: _common_pb2.Tier.ValueType
     """that they lie in; of each tier there is at least one message"""
+    groups: _builtins.bytes
+    """one mask of cache groups a key; empty: 1 each"""
     def __init__(
         self,
         *,
         keys: _builtins.bytes = ...,
         seq: _builtins.int = ...,
         tier: _common_pb2.Tier.ValueType = ...,
+        groups: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "seq", b"seq", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "keys", b"keys", "seq", b"seq", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -584,10 +647,13 @@ class ExistsResponse(_message.Message):
     LAYOUTS_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     PINNED_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     tiers: _builtins.bytes
     """one byte a key: the fastest Tier that has it, 0 not here"""
     pinned: _builtins.bytes
     """one byte a key: 1 pinned hard here; when asked for"""
+    groups: _builtins.bytes
+    """one mask a key: cache groups that `tiers` holds of it; empty: a model of one group"""
     @_builtins.property
     def nbytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of its shard, one a key, 0 not here"""
@@ -608,10 +674,11 @@ class ExistsResponse(_message.Message):
         layouts: _abc.Iterable[_builtins.str] | None = ...,
         layout: _abc.Iterable[_builtins.int] | None = ...,
         pinned: _builtins.bytes = ...,
+        groups: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "layouts", b"layouts", "nbytes", b"nbytes", "pinned", b"pinned", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "layout", b"layout", "layouts", b"layouts", "nbytes", b"nbytes", "pinned", b"pinned", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

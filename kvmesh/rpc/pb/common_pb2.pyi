@@ -103,6 +103,36 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens or the model's context"""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
+class _CacheKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CacheKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CacheKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CACHE_KIND_UNSPECIFIED: _CacheKind.ValueType  # 0
+    CACHE_KIND_ALL: _CacheKind.ValueType  # 1
+    """every token"""
+    CACHE_KIND_WINDOW: _CacheKind.ValueType  # 2
+    """the last `keep` tokens"""
+    CACHE_KIND_CHUNK: _CacheKind.ValueType  # 3
+    """the tokens since the last multiple of `keep`"""
+    CACHE_KIND_STATE: _CacheKind.ValueType  # 4
+    """one state; a snapshot each `keep` blocks"""
+
+class CacheKind(_CacheKind, metaclass=_CacheKindEnumTypeWrapper):
+    """What a cache group keeps: kvmesh.kvcache.cache_groups.CacheKind."""
+
+CACHE_KIND_UNSPECIFIED: CacheKind.ValueType  # 0
+CACHE_KIND_ALL: CacheKind.ValueType  # 1
+"""every token"""
+CACHE_KIND_WINDOW: CacheKind.ValueType  # 2
+"""the last `keep` tokens"""
+CACHE_KIND_CHUNK: CacheKind.ValueType  # 3
+"""the tokens since the last multiple of `keep`"""
+CACHE_KIND_STATE: CacheKind.ValueType  # 4
+"""one state; a snapshot each `keep` blocks"""
+Global___CacheKind: _TypeAlias = CacheKind  # noqa: Y015
+
 @_typing.final
 class InstanceRef(_message.Message):
     """One life of one instance. `incarnation` is new at every process start."""
@@ -247,6 +277,7 @@ class ShardLayout(_message.Message):
     FIRST_LAYER_FIELD_NUMBER: _builtins.int
     FIRST_HEAD_FIELD_NUMBER: _builtins.int
     PLANES_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     layers: _builtins.int
     kv_heads: _builtins.int
     block_tokens: _builtins.int
@@ -255,6 +286,8 @@ class ShardLayout(_message.Message):
     first_layer: _builtins.int
     first_head: _builtins.int
     planes: _builtins.int
+    group: _builtins.int
+    """cache group that the shard is of; no plan joins two groups"""
     def __init__(
         self,
         *,
@@ -266,10 +299,11 @@ class ShardLayout(_message.Message):
         first_layer: _builtins.int = ...,
         first_head: _builtins.int = ...,
         planes: _builtins.int = ...,
+        group: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "first_head", b"first_head", "first_layer", b"first_layer", "head_dim", b"head_dim", "itemsize", b"itemsize", "kv_heads", b"kv_heads", "layers", b"layers", "planes", b"planes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "first_head", b"first_head", "first_layer", b"first_layer", "group", b"group", "head_dim", b"head_dim", "itemsize", b"itemsize", "kv_heads", b"kv_heads", "layers", b"layers", "planes", b"planes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -446,6 +480,7 @@ class ModelCard(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
     WEIGHTS_EPOCH_FIELD_NUMBER: _builtins.int
+    CACHE_GROUPS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     fingerprint: _builtins.str
     """hex; names the weights, see kvmesh.kvcache.keys"""
@@ -457,6 +492,10 @@ class ModelCard(_message.Message):
     weights_epoch: _builtins.int
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def cache_groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheGroup]:
+        """of the model, group 0 first, at most 8; empty: one group that keeps all"""
+
     def __init__(
         self,
         *,
@@ -469,14 +508,71 @@ class ModelCard(_message.Message):
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         kv_bytes_per_token: _builtins.int = ...,
         weights_epoch: _builtins.int = ...,
+        cache_groups: _abc.Iterable[Global___CacheGroup] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_dtype", b"kv_dtype", "max_context_tokens", b"max_context_tokens", "name", b"name", "vocab_size", b"vocab_size", "weights_epoch", b"weights_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "cache_groups", b"cache_groups", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_dtype", b"kv_dtype", "max_context_tokens", b"max_context_tokens", "name", b"name", "vocab_size", b"vocab_size", "weights_epoch", b"weights_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelCard: _TypeAlias = ModelCard  # noqa: Y015
+
+@_typing.final
+class CacheGroup(_message.Message):
+    """Layers that keep the same thing in the same shape: kvmesh.kvcache.cache_groups.CacheGroup. Bit g of a mask of groups
+    is the group at index g.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    KEEP_FIELD_NUMBER: _builtins.int
+    OPTIONAL_FIELD_NUMBER: _builtins.int
+    PLANES_FIELD_NUMBER: _builtins.int
+    HEADS_FIELD_NUMBER: _builtins.int
+    DIM_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    OBJECT_BYTES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    kind: Global___CacheKind.ValueType
+    keep: _builtins.int
+    optional: _builtins.bool
+    """what it lacks never shortens a hit"""
+    planes: _builtins.int
+    heads: _builtins.int
+    dim: _builtins.int
+    dtype: _builtins.str
+    """empty: as the KV's"""
+    object_bytes: _builtins.int
+    """of one block, all ranks together"""
+    @_builtins.property
+    def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of the model, ascending"""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        layers: _abc.Iterable[_builtins.int] | None = ...,
+        kind: Global___CacheKind.ValueType = ...,
+        keep: _builtins.int = ...,
+        optional: _builtins.bool = ...,
+        planes: _builtins.int = ...,
+        heads: _builtins.int = ...,
+        dim: _builtins.int = ...,
+        dtype: _builtins.str = ...,
+        object_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dim", b"dim", "dtype", b"dtype", "heads", b"heads", "keep", b"keep", "kind", b"kind", "layers", b"layers", "name", b"name", "object_bytes", b"object_bytes", "optional", b"optional", "planes", b"planes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheGroup: _TypeAlias = CacheGroup  # noqa: Y015
 
 @_typing.final
 class PoolCounters(_message.Message):
@@ -498,6 +594,7 @@ class PoolCounters(_message.Message):
     STORE_WRITING_FIELD_NUMBER: _builtins.int
     STORE_LEASES_FIELD_NUMBER: _builtins.int
     PULLS_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     pages_total: _builtins.int
     pages_free: _builtins.int
     pages_cached: _builtins.int
@@ -520,6 +617,10 @@ class PoolCounters(_message.Message):
     """given to readers, not over"""
     pulls: _builtins.int
     """by this instance, under way"""
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupPages]:
+        """of a model of several cache groups; the sums stand above"""
+
     def __init__(
         self,
         *,
@@ -537,14 +638,46 @@ class PoolCounters(_message.Message):
         store_writing: _builtins.int = ...,
         store_leases: _builtins.int = ...,
         pulls: _builtins.int = ...,
+        groups: _abc.Iterable[Global___GroupPages] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["extents_free", b"extents_free", "extents_total", b"extents_total", "handoffs", b"handoffs", "pages_cached", b"pages_cached", "pages_free", b"pages_free", "pages_total", b"pages_total", "pulls", b"pulls", "quarantined", b"quarantined", "requests", b"requests", "store_blocks", b"store_blocks", "store_leases", b"store_leases", "store_writing", b"store_writing", "streams", b"streams", "windows", b"windows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["extents_free", b"extents_free", "extents_total", b"extents_total", "groups", b"groups", "handoffs", b"handoffs", "pages_cached", b"pages_cached", "pages_free", b"pages_free", "pages_total", b"pages_total", "pulls", b"pulls", "quarantined", b"quarantined", "requests", b"requests", "store_blocks", b"store_blocks", "store_leases", b"store_leases", "store_writing", b"store_writing", "streams", b"streams", "windows", b"windows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PoolCounters: _TypeAlias = PoolCounters  # noqa: Y015
+
+@_typing.final
+class GroupPages(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    PAGES_TOTAL_FIELD_NUMBER: _builtins.int
+    PAGES_FREE_FIELD_NUMBER: _builtins.int
+    EXTENTS_TOTAL_FIELD_NUMBER: _builtins.int
+    EXTENTS_FREE_FIELD_NUMBER: _builtins.int
+    group: _builtins.int
+    pages_total: _builtins.int
+    pages_free: _builtins.int
+    extents_total: _builtins.int
+    extents_free: _builtins.int
+    def __init__(
+        self,
+        *,
+        group: _builtins.int = ...,
+        pages_total: _builtins.int = ...,
+        pages_free: _builtins.int = ...,
+        extents_total: _builtins.int = ...,
+        extents_free: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["extents_free", b"extents_free", "extents_total", b"extents_total", "group", b"group", "pages_free", b"pages_free", "pages_total", b"pages_total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupPages: _TypeAlias = GroupPages  # noqa: Y015
 
 @_typing.final
 class GetPoolsRequest(_message.Message):
@@ -597,10 +730,13 @@ class PullRange(_message.Message):
     FIRST_BLOCK_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     TIER_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     first_block: _builtins.int
     blocks: _builtins.int
     tier: Global___Tier.ValueType
     """where they lie there, as far as is known; 0: DRAM"""
+    groups: _builtins.int
+    """mask of the cache groups that lie there of all these blocks; 0: all of them"""
     @_builtins.property
     def holder(self) -> Global___InstanceRef: ...
     def __init__(
@@ -610,10 +746,11 @@ class PullRange(_message.Message):
         first_block: _builtins.int = ...,
         blocks: _builtins.int = ...,
         tier: Global___Tier.ValueType = ...,
+        groups: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "first_block", b"first_block", "holder", b"holder", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "first_block", b"first_block", "groups", b"groups", "holder", b"holder", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -67,6 +67,7 @@ class HandoffHello(_message.Message):
     INSTANCE_FIELD_NUMBER: _builtins.int
     SEGMENT_DESCRIPTORS_FIELD_NUMBER: _builtins.int
     LAYOUTS_FIELD_NUMBER: _builtins.int
+    GROUP_LAYOUTS_FIELD_NUMBER: _builtins.int
     protocol_version: _common_pb2.ProtocolVersion.ValueType
     @_builtins.property
     def instance(self) -> _common_pb2.InstanceRef: ...
@@ -78,6 +79,10 @@ class HandoffHello(_message.Message):
     def layouts(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ShardLayout]:
         """of each decode rank; none: as prefill's own"""
 
+    @_builtins.property
+    def group_layouts(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ShardLayout]:
+        """of every cache group at each rank, rank by rank; empty: one group"""
+
     def __init__(
         self,
         *,
@@ -85,10 +90,11 @@ class HandoffHello(_message.Message):
         instance: _common_pb2.InstanceRef | None = ...,
         segment_descriptors: _abc.Iterable[_builtins.bytes] | None = ...,
         layouts: _abc.Iterable[_common_pb2.ShardLayout] | None = ...,
+        group_layouts: _abc.Iterable[_common_pb2.ShardLayout] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "layouts", b"layouts", "protocol_version", b"protocol_version", "segment_descriptors", b"segment_descriptors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_layouts", b"group_layouts", "instance", b"instance", "layouts", b"layouts", "protocol_version", b"protocol_version", "segment_descriptors", b"segment_descriptors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -113,6 +119,7 @@ class StartPrefill(_message.Message):
     PULL_AFTER_MS_FIELD_NUMBER: _builtins.int
     PREFILL_US_FIELD_NUMBER: _builtins.int
     WEIGHTS_EPOCH_FIELD_NUMBER: _builtins.int
+    TAIL_KEY_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """names the handoff within this stream; never reused in it"""
     request_id: _builtins.str
@@ -131,6 +138,8 @@ class StartPrefill(_message.Message):
     """likewise"""
     weights_epoch: _builtins.int
     """of ModelCard, as model_fingerprint"""
+    tail_key: _builtins.bytes
+    """names what lies after the last full block (kvmesh.kvcache.keys.tail); empty: none is sought"""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
@@ -155,10 +164,11 @@ class StartPrefill(_message.Message):
         pull_after_ms: _builtins.int = ...,
         prefill_us: _builtins.int = ...,
         weights_epoch: _builtins.int = ...,
+        tail_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_load_until", b"_load_until", "load_until", b"load_until", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_load_until", b"_load_until", "attempt", b"attempt", "block_keys", b"block_keys", "deadline_ms", b"deadline_ms", "handle", b"handle", "load_until", b"load_until", "model_fingerprint", b"model_fingerprint", "prefill_us", b"prefill_us", "priority", b"priority", "pull_after_ms", b"pull_after_ms", "pulls", b"pulls", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent", "weights_epoch", b"weights_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_load_until", b"_load_until", "attempt", b"attempt", "block_keys", b"block_keys", "deadline_ms", b"deadline_ms", "handle", b"handle", "load_until", b"load_until", "model_fingerprint", b"model_fingerprint", "prefill_us", b"prefill_us", "priority", b"priority", "pull_after_ms", b"pull_after_ms", "pulls", b"pulls", "request_id", b"request_id", "sampling", b"sampling", "tail_key", b"tail_key", "token_ids", b"token_ids", "traceparent", b"traceparent", "weights_epoch", b"weights_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__load_until: _TypeAlias = _typing.Literal["load_until"]  # noqa: Y015
     _WhichOneofArgType__load_until: _TypeAlias = _typing.Literal["_load_until", b"_load_until"]  # noqa: Y015
@@ -206,6 +216,7 @@ class RankLanding(_message.Message):
     SEGMENT_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     FIRST_BLOCK_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     segment: _builtins.str
     """name in the segment descriptor"""
@@ -215,6 +226,10 @@ class RankLanding(_message.Message):
     def offset(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """one per prompt block: its shard's first byte"""
 
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupLanding]:
+        """when set, `offset` and `first_block` are empty"""
+
     def __init__(
         self,
         *,
@@ -222,14 +237,44 @@ class RankLanding(_message.Message):
         segment: _builtins.str = ...,
         offset: _abc.Iterable[_builtins.int] | None = ...,
         first_block: _builtins.int = ...,
+        groups: _abc.Iterable[Global___GroupLanding] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_block", b"first_block", "offset", b"offset", "rank", b"rank", "segment", b"segment"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_block", b"first_block", "groups", b"groups", "offset", b"offset", "rank", b"rank", "segment", b"segment"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RankLanding: _TypeAlias = RankLanding  # noqa: Y015
+
+@_typing.final
+class GroupLanding(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    group: _builtins.int
+    first_block: _builtins.int
+    """of the prompt: that of the first offset"""
+    @_builtins.property
+    def offset(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of each block's object, or of a state's one slot"""
+
+    def __init__(
+        self,
+        *,
+        group: _builtins.int = ...,
+        first_block: _builtins.int = ...,
+        offset: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_block", b"first_block", "group", b"group", "offset", b"offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupLanding: _TypeAlias = GroupLanding  # noqa: Y015
 
 @_typing.final
 class LeaseRenewed(_message.Message):
@@ -332,6 +377,7 @@ class HandoffHelloReply(_message.Message):
     INSTANCE_FIELD_NUMBER: _builtins.int
     WRITERS_FIELD_NUMBER: _builtins.int
     LAYOUTS_FIELD_NUMBER: _builtins.int
+    GROUP_LAYOUTS_FIELD_NUMBER: _builtins.int
     protocol_version: _common_pb2.ProtocolVersion.ValueType
     @_builtins.property
     def instance(self) -> _common_pb2.InstanceRef: ...
@@ -343,6 +389,10 @@ class HandoffHelloReply(_message.Message):
     def layouts(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ShardLayout]:
         """of each prefill rank: whose end marks a decode rank waits for follows from both"""
 
+    @_builtins.property
+    def group_layouts(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ShardLayout]:
+        """of every cache group at each rank, rank by rank; empty: one group"""
+
     def __init__(
         self,
         *,
@@ -350,10 +400,11 @@ class HandoffHelloReply(_message.Message):
         instance: _common_pb2.InstanceRef | None = ...,
         writers: _abc.Iterable[_builtins.str] | None = ...,
         layouts: _abc.Iterable[_common_pb2.ShardLayout] | None = ...,
+        group_layouts: _abc.Iterable[_common_pb2.ShardLayout] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "layouts", b"layouts", "protocol_version", b"protocol_version", "writers", b"writers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_layouts", b"group_layouts", "instance", b"instance", "layouts", b"layouts", "protocol_version", b"protocol_version", "writers", b"writers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -441,6 +441,7 @@ class Announcement(_message.Message):
     PART_FIELD_NUMBER: _builtins.int
     MORE_FIELD_NUMBER: _builtins.int
     TIER_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     store_id: _builtins.str
     incarnation: _builtins.int
     seq: _builtins.int
@@ -452,6 +453,8 @@ class Announcement(_message.Message):
     more: _builtins.bool
     tier: _common_pb2.Tier.ValueType
     """each tier of a node announces for itself: seq and snapshots are its own. 0: DRAM"""
+    groups: _builtins.bytes
+    """one mask of cache groups a sealed key: what is held of it from now on; empty: 1 each"""
     def __init__(
         self,
         *,
@@ -464,10 +467,11 @@ class Announcement(_message.Message):
         part: _builtins.int = ...,
         more: _builtins.bool = ...,
         tier: _common_pb2.Tier.ValueType = ...,
+        groups: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "more", b"more", "part", b"part", "removed", b"removed", "sealed", b"sealed", "seq", b"seq", "snapshot", b"snapshot", "store_id", b"store_id", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "incarnation", b"incarnation", "more", b"more", "part", b"part", "removed", b"removed", "sealed", b"sealed", "seq", b"seq", "snapshot", b"snapshot", "store_id", b"store_id", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -669,6 +673,9 @@ class Holders(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STORE_IDS_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    groups: _builtins.bytes
+    """one mask of cache groups a store; empty: 1 each"""
     @_builtins.property
     def store_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """at most 64"""
@@ -677,10 +684,11 @@ class Holders(_message.Message):
         self,
         *,
         store_ids: _abc.Iterable[_builtins.str] | None = ...,
+        groups: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["store_ids", b"store_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "store_ids", b"store_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -923,8 +931,11 @@ class Replicas(_message.Message):
 
     HOLDER_FIELD_NUMBER: _builtins.int
     TIER_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     tier: _builtins.bytes
     """of each, one byte"""
+    groups: _builtins.bytes
+    """of each, one mask of cache groups; empty: 1 each"""
     @_builtins.property
     def holder(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """index into `holders`"""
@@ -934,10 +945,11 @@ class Replicas(_message.Message):
         *,
         holder: _abc.Iterable[_builtins.int] | None = ...,
         tier: _builtins.bytes = ...,
+        groups: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "holder", b"holder", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kvmesh.errors import ConfigError
+from kvmesh.kvcache.cache_groups import CacheGroup, CacheLayout
+from kvmesh.sim.hardware.shape_groups import CHUNKED, FULL, LINEAR, SLIDING, groups_of
 
 # Shapes of well-known models: the fields of their published config.json (Hugging Face) that say what they cost.
 
@@ -158,35 +160,57 @@ class Fields:
             raise self._bad("num_key_value_heads", found, f"must divide num_attention_heads={heads}")
         return found
 
-    def attention_layers(self, layers: int) -> tuple[int, int, int]:
-        """(layers that keep KV, of those the ones with a window, its tokens; 0: none)."""
-        window = self.number("sliding_window", 0)
+    def layer_kinds(self, layers: int) -> tuple[list[str], int, int]:
+        """Returns (what each layer is, by its name in `layer_types`; tokens of a window, 0: none; those of a chunk).
+        Raises ConfigError for a kind that is not known."""
+        window, chunk = self.number("sliding_window", 0), self.number("attention_chunk_size", 0)
         if not self.flag("use_sliding_window", True):
             window = 0
         kinds = self._raw.get("layer_types")
-        if kinds is not None:
-            return self._by_kind(kinds, layers, window)
-        if not window:
-            return layers, 0, 0
-        if self.family == "gemma2":
-            return layers, (layers + 1) // 2, window
-        every = self.number("sliding_window_pattern", 0) or (6 if self.family.startswith("gemma3") else 0)
-        if every:  # each such layer sees all
-            return layers, layers - layers // every, window
-        full = self.number("max_window_layers", 0) if self.family.startswith("qwen") else 0
-        return layers, max(0, layers - full), window
-
-    def _by_kind(self, kinds: Any, layers: int, window: int) -> tuple[int, int, int]:
+        if kinds is None:
+            kinds = self._derived_kinds(layers, window, chunk)
         if not isinstance(kinds, list) or len(kinds) != layers:
             raise self._bad("layer_types", kinds, f"must list {layers} layers")
-        full, local = kinds.count("full_attention"), kinds.count("sliding_attention")
-        stateful = kinds.count("linear_attention")  # a state of constant size, no KV
-        if full + local + stateful != layers:
-            unknown = next(k for k in kinds if k not in ("full_attention", "sliding_attention", "linear_attention"))
-            raise self._bad("layer_types", unknown, "is no kind of layer that is known")
-        if local and not window:
-            raise ConfigError(f"model={self._name!r}: config.json: sliding_window is missing", field="sliding_window")
-        return full + local, local, window if local else 0
+        for kind in kinds:
+            if kind not in (FULL, SLIDING, CHUNKED, LINEAR):
+                raise self._bad("layer_types", kind, "is no kind of layer that is known")
+        for kind, tokens, field in ((SLIDING, window, "sliding_window"), (CHUNKED, chunk, "attention_chunk_size")):
+            if kind in kinds and not tokens:
+                raise ConfigError(f"model={self._name!r}: config.json: {field} is missing", field=field)
+        return kinds, window if SLIDING in kinds else 0, chunk if CHUNKED in kinds else 0
+
+    def _derived_kinds(self, layers: int, window: int, chunk: int) -> list[str]:
+        """What families mean that have no `layer_types`."""
+        if chunk and self.family.startswith("llama4"):  # layers without rotary positions see all
+            rotary = self._raw.get("no_rope_layers")
+            every = self.number("no_rope_layer_interval", 4) or 4
+            if isinstance(rotary, list) and rotary:
+                return [CHUNKED if turned else FULL for turned in rotary]
+            return [FULL if (layer + 1) % every == 0 else CHUNKED for layer in range(layers)]
+        if every := self.number("full_attention_interval", 0):
+            return [FULL if (layer + 1) % every == 0 else LINEAR for layer in range(layers)]
+        if not window:
+            return [FULL] * layers
+        if self.family == "gemma2":
+            return [FULL if layer % 2 else SLIDING for layer in range(layers)]
+        every = self.number("sliding_window_pattern", 0) or (6 if self.family.startswith("gemma3") else 0)
+        if every:  # each such layer sees all
+            return [FULL if (layer + 1) % every == 0 else SLIDING for layer in range(layers)]
+        full = self.number("max_window_layers", 0) if self.family.startswith("qwen") else 0
+        return [FULL if layer < full else SLIDING for layer in range(layers)]
+
+    def states(self) -> dict[str, CacheLayout]:
+        """Returns what a linear layer (a gated DeltaNet) keeps, by name: its state in float32 and the last inputs of
+        its convolution. Empty where config.json does not say."""
+        values = self.number("linear_num_value_heads", 0)
+        if not values:
+            return {}
+        keys, key_dim = self.count("linear_num_key_heads"), self.count("linear_key_head_dim")
+        value_dim, taps = self.count("linear_value_head_dim"), self.count("linear_conv_kernel_dim")
+        found = {"state": CacheLayout(1, values, key_dim * value_dim, "float32")}
+        if taps > 1:
+            found["conv"] = CacheLayout(taps - 1, 1, 2 * keys * key_dim + values * value_dim)
+        return found
 
 
 DTYPES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "fp8": 1, "int8": 1}
@@ -217,6 +241,7 @@ class ModelShape:
     kv_lora_rank: int = 0  # MLA: over 0
     rope_dim: int = 0  # of MLA's shared key
     value_dim: int = 0  # of a head, where it is not head_dim
+    groups: tuple[CacheGroup, ...] = ()  # what its layers keep
 
     # ── parameters ───────────────────────────────────────────────────────────────────────────────
 
@@ -319,7 +344,8 @@ def from_config(raw: Mapping[str, Any], name: str) -> ModelShape:
         head_dim = value = told.number("head_dim", 0) or told.divided(hidden, heads)
         kv_heads = told.kv_heads(heads)
         attention = hidden * (heads + kv_heads) * head_dim * 2
-    kv_layers, windowed, window = told.attention_layers(layers)
+    kinds, window, chunk = told.layer_kinds(layers)
+    layout = CacheLayout(1, 1, lora + rope) if lora else CacheLayout(2, kv_heads, head_dim)
     dense, expert = _feed_forward(told, layers, hidden)
     return ModelShape(
         name=name,
@@ -328,18 +354,24 @@ def from_config(raw: Mapping[str, Any], name: str) -> ModelShape:
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        vocab=told.count("vocab_size"),
+        vocab=told.number("vocab_size", 0) or _vocabulary(told),
         attention_params=layers * attention,
         dense_params=dense,
         **expert,
         tied=told.flag("tie_word_embeddings", told.family in ("gemma2", "gemma3_text", "gemma3", "gemma")),
-        kv_layers=kv_layers,
-        window_layers=windowed,
+        kv_layers=layers - kinds.count(LINEAR),
+        window_layers=kinds.count(SLIDING),
         window=window,
         kv_lora_rank=lora,
         rope_dim=rope,
         value_dim=value,
+        groups=groups_of(kinds, window, chunk, layout, told.states(), told.number("index_head_dim", 0) if lora else 0),
     )
+
+
+def _vocabulary(told: Fields) -> int:
+    """Of a family whose config.json may leave it out. Raises ConfigError where it must not."""
+    return 262_208 if told.family.startswith("gemma3") else told.count("vocab_size")
 
 
 def _mla_params(told: Fields, hidden: int, heads: int, head_dim: int, rope: int, value: int, lora: int) -> int:
@@ -368,5 +400,5 @@ def _feed_forward(told: Fields, layers: int, hidden: int) -> tuple[int, dict[str
         "expert_params": matrices * hidden * inner,
         "expert_layers": sparse,
         "experts": experts,
-        "experts_per_token": told.count("num_experts_per_tok", "num_experts_per_token"),
+        "experts_per_token": told.count("num_experts_per_tok", "num_experts_per_token", "experts_per_token"),
     }

@@ -233,13 +233,14 @@ class Replication:
         under_way = [f for f in self._flights.values() if not f.done]
         if len(under_way) >= self._settings.copy_orders:
             return None
-        block_bytes = target.model.block_tokens * target.model.kv_bytes_per_token
-        room = (self._settings.copy_bytes - sum(f.nbytes for f in under_way)) // max(1, block_bytes)
-        end = min(source.depth, depth + room)
+        cost = target.model.cost
+        end = cost.longest(depth, source.depth, self._settings.copy_bytes - sum(f.nbytes for f in under_way))
         if end <= depth:
             return None
-        order = Replicate(tuple(keys[depth:end]), source.ref, target.ref, why, self._number())
-        nbytes = (end - depth) * block_bytes
+        groups = cost.masks(depth, end)  # what a hit at its end needs
+        some = tuple(key for at, key in enumerate(keys[depth:end]) if not groups or groups[at])
+        order = Replicate(some, source.ref, target.ref, why, self._number(), bytes(mask for mask in groups if mask))
+        nbytes = cost.prefix(depth, end)
         self._flights[order.number] = _Flight(order, frozenset(keys[:end]), nbytes, now + DEADLINE_S)
         return order
 
@@ -261,7 +262,7 @@ def _wanted(
         return 0, why
     want = max(2, math.ceil(hot.rate * use_s / TARGET))
     if holders and idlest is not None:
-        fetch_s = idlest.pull.seconds(cached * about.model.kv_bytes_per_token, 1, moment.now)
+        fetch_s = idlest.pull.seconds(about.model.cost.prefix(0, hot.blocks), 1, moment.now)
         longer_s = min(i.queue.wait_s(moment.now) for i in holders) - idlest.queue.wait_s(moment.now)
         if longer_s > fetch_s / 2:
             want = max(want, len(holders) + 1)

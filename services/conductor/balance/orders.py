@@ -109,6 +109,7 @@ class BalanceOrders:
                     holders=[ref_out(order.source)],
                     timeout_ms=max(1, int(left_s * 1000)),
                     background=True,
+                    groups=order.groups[at : at + PULL_BLOCKS],
                 )
                 answer = await _called(stub.Pull(request, timeout=left_s + 1))
                 held += sum(map(bool, answer.held))

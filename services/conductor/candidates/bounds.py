@@ -353,7 +353,8 @@ class CostBounds:
         memory, read_s = True, 0.0
         if self.planner.lower:
             memory = all(segment.tier is Tier.DRAM for segment in part)
-            read_s = self.planner.load_s(part, self.block * int(self.view.columns[ColumnField.KV_BYTES].min()))[1]
+            block_bytes = self.block * int(self.view.columns[ColumnField.KV_BYTES].min())
+            read_s = self.planner.load_s(part, [segment.blocks * block_bytes for segment in part])[1]
         return Fetching(until, blocks, self.planner.ahead_of(lives), len(lives), read_s, memory)
 
     def _fetch_s(self, part: Fetching) -> Floats:

@@ -126,7 +126,7 @@ def registered(instance: Instance, group: int) -> tuple[tuple[float, ...], tuple
         instance.capacity_blocks,
         instance.max_running or float("inf"),
         instance.chunk_tokens,
-        model.kv_bytes_per_token,
+        model.cost.least_token_bytes,
         node(instance.node_id),
     )
     return values, (instance.max_running > 0,)

@@ -32,7 +32,7 @@ from kvmesh.services.conductor.loads.queues import PrefillWork
 from kvmesh.services.conductor.peers.others import OtherConductors
 from kvmesh.services.conductor.placing.placement import PlacementChoice
 from kvmesh.services.conductor.placing.timeline import pull_after_s
-from kvmesh.services.conductor.prefixes.fetch_plan import FetchSegment, lives_of
+from kvmesh.services.conductor.prefixes.fetch_plan import FetchSegment, lives_of, sizes_of
 from kvmesh.services.conductor.prefixes.index import Index
 from kvmesh.services.conductor.prefixes.pending import marks
 from kvmesh.services.conductor.prefixes.tier_times import TierLoads
@@ -156,19 +156,17 @@ class Ledger:
                 answer_tokens,
             )
         )
-        model = p.instance.model
-        block_bytes = model.block_tokens * model.kv_bytes_per_token
+        cost = p.instance.model.cost
+        fetched, own = sizes_of(p.segments, cost), sizes_of(choice.decode_segments, cost)
         delay_s = pull_after_s(choice)  # of prefill: decode fetches at once
-        sent, later = (
-            lives_of((*(() if delay_s else p.segments), *choice.decode_segments)),
-            lives_of(p.segments if delay_s else ()),
-        )
+        if delay_s:
+            sent, later = lives_of(choice.decode_segments, own), lives_of(p.segments, fetched)
+        else:
+            sent, later = lives_of((*p.segments, *choice.decode_segments), (*fetched, *own)), {}
         until = now + delay_s + 2 * max(p.fetch_s, choice.decode_load_s)
-        loads, loads_later = (
-            [OutgoingLoad(life, n * block_bytes) for life, n in some.items()] for some in (sent, later)
-        )
+        loads, loads_later = ([OutgoingLoad(life, nbytes) for life, nbytes in some.items()] for some in (sent, later))
         self.wires.outgoing.add(name, loads, until, loads_later, now + delay_s)
-        self._flows(name, choice, block_bytes, now, now + delay_s, until)
+        self._flows(name, choice, own, now, now + delay_s, until)
         holders = len({segment.holder.ref.life for segment in p.segments if not segment.own})
         self._placed[name] = _Placed(
             p.instance, d.instance, p.ahead_bytes, p.push_ahead, holders, p.tier is not Tier.DRAM, _only(p.segments)
@@ -177,12 +175,13 @@ class Ledger:
         self._touch(d.instance.ref.instance_id)
 
     def _flows(
-        self, name: str, choice: PlacementChoice, block_bytes: int, now: float, pull_at: float, until: float
+        self, name: str, choice: PlacementChoice, sizes: Sequence[int], now: float, pull_at: float, until: float
     ) -> None:
-        """What will arrive at prefill and at decode."""
+        """What will arrive at prefill and at decode; `sizes` are the bytes of each segment that decode fetches."""
         p, d = choice.prefill, choice.decode
         fetched = [OutgoingLoad(p.instance.ref.life, p.pull_bytes)] if p.pull_bytes else []
-        own = sum(segment.blocks for segment in choice.decode_segments if not segment.own) * block_bytes
+        segments = zip(choice.decode_segments, sizes, strict=True)
+        own = sum(nbytes for segment, nbytes in segments if not segment.own)
         at_once = [OutgoingLoad(d.instance.ref.life, own)] if own else []
         if pull_at <= now:
             self.wires.pull(name, at_once + fetched, until, (), now)

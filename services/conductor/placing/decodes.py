@@ -16,7 +16,7 @@ from kvmesh.services.conductor import score
 from kvmesh.services.conductor.domain import Schedule
 from kvmesh.services.conductor.fleet.instance import Instance
 from kvmesh.services.conductor.placing.prefills import DEAR_S, DEAR_SHARE, PrefillChoice, cut
-from kvmesh.services.conductor.prefixes.fetch_plan import FetchPlanner, FetchSegment
+from kvmesh.services.conductor.prefixes.fetch_plan import FetchPlanner, FetchSegment, sizes_of
 from kvmesh.services.conductor.prefixes.index import PrefixPlace, PrefixSurvey
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def choice(
     step_s, admission_step_s = steps(instance, size, batch.context_tokens + request.prompt_tokens, now)
     blocks = instance.blocks_for(request.prompt_tokens + 1)
     whole = instance.blocks_for(request.prompt_tokens + max(1, request.max_tokens))
-    sent = max(0, request.prompt_tokens - at_decode * model.block_tokens) * model.kv_bytes_per_token
+    sent = model.cost.handoff(request.prompt_tokens, at_decode)
     return DecodeChoice(
         instance,
         at_decode,
@@ -138,16 +138,16 @@ def decode_load(
     segments, end = planner.plan(own, decode.instance.node_id, first, whole, ways) if first < whole else ((), 0)
     if not segments:
         return DecodeLoad(prefill.tail_s)
-    block_bytes = model.block_tokens * model.kv_bytes_per_token
 
     def load_s(until: int) -> float:
-        return planner.load_s(cut(segments, until), block_bytes)[0]
+        part = cut(segments, until)
+        return planner.load_s(part, sizes_of(part, model.cost))[0]
 
     def tail_s(until: int) -> float:
         """Returns the seconds from the end of computing to the last byte, if decode reads up to block `until`. Pushes
         begin when the landing is complete, and hide behind what is computed from then on."""
         late_s = max(0.0, load_s(until) - prefill.start_s)
-        pushed = max(0, request.prompt_tokens - until * model.block_tokens) * model.kv_bytes_per_token
+        pushed = model.cost.handoff(request.prompt_tokens, until)
         hidden_s = max(0.0, prefill.prefill_s - late_s)
         return max(0.0, late_s - prefill.prefill_s) + prefill.instance.transfer.tail_s(
             pushed, hidden_s, min(pushed, prefill.push_ahead)

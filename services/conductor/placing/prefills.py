@@ -17,7 +17,7 @@ from kvmesh.services.conductor.costs.interference import NOBODY, PromptAmongRows
 from kvmesh.services.conductor.domain import Fetch, Schedule
 from kvmesh.services.conductor.fleet.instance import Instance
 from kvmesh.services.conductor.loads.shortest_first import ALONE, OvertakingTerms, ahead
-from kvmesh.services.conductor.prefixes.fetch_plan import FetchPlanner, FetchSegment
+from kvmesh.services.conductor.prefixes.fetch_plan import FetchPlanner, FetchSegment, sizes_of
 from kvmesh.services.conductor.prefixes.index import PrefixPlace
 
 # A lower tier is forbidden to its own node when it would make the first token later by more than this.
@@ -267,17 +267,17 @@ _NOTHING = _Fetching(0.0, 0.0, 0.0, 0, 0)
 def _fetching(instance: Instance, planner: FetchPlanner, segments: tuple[FetchSegment, ...], now: float) -> _Fetching:
     """Returns the time that fetching the segments takes. A holder reads before it sends; the reader's own tiers are
     read meanwhile."""
-    block_bytes = instance.model.block_tokens * instance.model.kv_bytes_per_token
+    sizes = sizes_of(segments, instance.model.cost)
     pulled = [segment for segment in segments if not segment.own]
     pull_bytes, ahead, pull_s = 0, 0, 0.0
     if pulled:
         pull_bytes, lives = (
-            block_bytes * sum([segment.blocks for segment in pulled]),
+            sum([nbytes for segment, nbytes in zip(segments, sizes, strict=True) if not segment.own]),
             {segment.holder.ref.life for segment in pulled},
         )
         ahead = max(planner.ahead_of(lives), score.shared_bytes(pull_bytes, planner.arriving(instance.ref.life)))
         pull_s = planner.congestion * instance.pull.seconds(pull_bytes + ahead, len(lives), now)
-    own_s, others_s = planner.load_s(segments, block_bytes)
+    own_s, others_s = planner.load_s(segments, sizes)
     return _Fetching(pull_s, max(own_s, others_s), score.fetch_s(own_s, others_s, pull_s), pull_bytes, ahead)
 
 
@@ -302,7 +302,7 @@ def _choice(
     # What decode fetches itself (see `placement._decode_pulls`) is not sent either.
     fetched = bool(segments) and all(segment.tier is Tier.DRAM for segment in segments)
     spared = cached_blocks if fetched and local <= there.at_decode < cached_blocks else there.at_decode
-    pushed = max(0, request.prompt_tokens - spared * model.block_tokens) * model.kv_bytes_per_token
+    pushed = model.cost.handoff(request.prompt_tokens, spared)
     push_ahead = score.shared_bytes(pushed, planner.outgoing.ahead(instance.ref.life), there.arriving)
     queue_s, yielding_s, others_s = _queued(request, instance, prefill_s, computed, now, overtaking)
     return PrefillChoice(

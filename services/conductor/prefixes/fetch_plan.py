@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.kvcache.tiers import Tier, store_name
+from kvmesh.services.conductor.costs.cache_cost import CacheCost
 from kvmesh.services.conductor.domain import Life, Member, Source
 from kvmesh.services.conductor.loads.outgoing import Outgoing
 from kvmesh.services.conductor.prefixes.index import PrefixPlace, PrefixSurvey, bits
@@ -163,16 +164,17 @@ class FetchPlanner:
 
         return min(holders, key=worth)
 
-    def load_s(self, segments: Iterable[FetchSegment], block_bytes: int) -> tuple[float, float]:
-        """Returns the seconds that lower tiers need before the segments' blocks are in memory: the reader's own, and
-        the slowest of the others'. Each node reads by itself, after what it reads already."""
+    def load_s(self, segments: Sequence[FetchSegment], sizes: Sequence[int]) -> tuple[float, float]:
+        """Returns the seconds that lower tiers need before the segments' blocks, of so many bytes each segment, are in
+        memory: the reader's own, and the slowest of the others'. Each node reads by itself, after what it reads
+        already."""
         if not self.lower:
             return 0.0, 0.0
         asked: dict[tuple[Life, Tier, bool], int] = {}
-        for segment in segments:
+        for segment, nbytes in zip(segments, sizes, strict=True):
             if segment.tier is not Tier.DRAM:
                 which = segment.holder.ref.life, segment.tier, segment.own
-                asked[which] = asked.get(which, 0) + segment.blocks * block_bytes
+                asked[which] = asked.get(which, 0) + nbytes
         own_s = others_s = 0.0
         for (life, tier, own), nbytes in asked.items():
             seconds = self.tier_load(life, tier, nbytes + self.outgoing.ahead(tier_life(life, tier)))
@@ -207,13 +209,22 @@ def sources(blocks: int, at_decode: int, pulled_to: int) -> bytes:
     return told + bytes([Source.PREFILL_PUSHES]) * (blocks - len(told))
 
 
-def lives_of(segments: Iterable[FetchSegment]) -> dict[Life, int]:
-    """Returns the number of blocks that each holder sends, and that each of its lower tiers reads (`tier_life`)."""
+def sizes_of(segments: Sequence[FetchSegment], cost: CacheCost) -> list[int]:
+    """Returns the bytes of each segment of one plan: what a hit reads of it that ends with the last of them."""
+    if not segments:
+        return []
+    cut = segments[-1].first + segments[-1].blocks
+    return [cost.prefix(segment.first, cut, segment.first + segment.blocks) for segment in segments]
+
+
+def lives_of(segments: Iterable[FetchSegment], sizes: Iterable[int]) -> dict[Life, int]:
+    """Returns the bytes that each holder sends, and that each of its lower tiers reads (`tier_life`), of segments with
+    these sizes."""
     found: dict[Life, int] = {}
-    for segment in segments:
+    for segment, nbytes in zip(segments, sizes, strict=True):
         burdened = [] if segment.own else [segment.holder.ref.life]
         if segment.tier is not Tier.DRAM:
             burdened.append(tier_life(segment.holder.ref.life, segment.tier))
         for life in burdened:
-            found[life] = found.get(life, 0) + segment.blocks
+            found[life] = found.get(life, 0) + nbytes
     return found

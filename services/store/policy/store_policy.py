@@ -240,9 +240,10 @@ class StorePolicy:
         if not masked:
             return said
         self.tombstones.owes(said.store_id)
-        sealed = tuple(key for key in said.sealed if key not in masked)
+        kept = [at for at, key in enumerate(said.sealed) if key not in masked]
+        groups = bytes(said.groups[at] for at in kept) if said.groups else b""
         removed = said.removed if said.snapshot else said.removed + tuple(masked)
-        return replace(said, sealed=sealed, removed=removed)
+        return replace(said, sealed=tuple(said.sealed[at] for at in kept), removed=removed, groups=groups)
 
     def took(self, said: Announcement, verdict: Verdict, cut: int = 0) -> int:
         """Notes what became of an announcement in the map; `cut` of its keys were not taken. Returns how many replicas

@@ -33,3 +33,12 @@ def test_a_mesh_whose_nodes_are_all_known_serves() -> None:
 )
 def test_what_is_wrong_is_named(conductor: dict[str, Any], store: dict[str, Any], says: str) -> None:
     assert any(says in line for line in judged(NODES, conductor, store))
+
+
+def test_instances_of_another_dtype_may_wait_for_partners_where_several_were_asked_for() -> None:
+    unfit = known("decode-0", ready=False)
+    unfit[0]["not_ready_reason"] = "its KV does not fit prefill-0, which has dtype='float32', this one 'bfloat16'"
+    told = {"instances": [*known("prefill-0"), *unfit]}, {"members": known(*NODES)}
+    assert judged(NODES, *told, mixed=True) == []
+    assert len(judged(NODES, *told)) == 1
+    assert judged(NODES, {"instances": known("prefill-0", "decode-0", ready=False)}, told[1], mixed=True) != []

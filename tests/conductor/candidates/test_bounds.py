@@ -3,6 +3,7 @@
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvmesh.kvcache.cache_groups import CacheGroup, CacheKind, CacheLayout
 from kvmesh.kvcache.tiers import Tier, TierUse, split_name, store_name
 from kvmesh.services.conductor.candidates import bounds, columns, fields, select
+from kvmesh.services.conductor.costs.cache_cost import CardGroups
 from kvmesh.services.conductor.domain import (
     Cordon,
     CordonState,
@@ -35,13 +38,25 @@ PROMPTS = [chain(name, 200) for name in "xy"]
 TIER_USE = TierUse(Tier.SSD, 1 << 40, 1 << 30, 100, 200_000, 2e9)
 
 
+def of_groups(block_bytes: int) -> CardGroups:
+    """A half of the block's bytes is of all tokens, the other of the last 300; a state weighs as much as three."""
+    layout = CacheLayout(2, 1, 8)
+    return (
+        (CacheGroup("all", (0,), layout), block_bytes // 2),
+        (CacheGroup("window300", (1,), layout, CacheKind.WINDOW, 300), block_bytes // 2),
+        (CacheGroup("state", (2,), layout, CacheKind.STATE, 4), 3 * block_bytes),
+    )
+
+
 class Fleet:
     """A random mesh: instances of all roles with queues, batches, samples, blocks in memory, below it and coming."""
 
-    def __init__(self, seed: int, size: int, *, alike: bool = False, **settings: object) -> None:
+    def __init__(self, seed: int, size: int, *, alike: bool = False, grouped: bool = False, **settings: object) -> None:
         self.rng = rng = random.Random(seed)
         self.brain = brain = Brain(seed, slo_ttft_s=1e3, slo_tbt_s=1e3, **settings)
         self.card = card(max_context_tokens=0, kv_bytes_per_token=rng.choice([1024, 65536]))
+        if grouped:
+            self.card = replace(self.card, cache_groups=of_groups(self.card.kv_bytes_per_token * BLOCK))
         both = rng.random() < 0.3
         self.names: list[str] = []
         for i in range(size):
@@ -201,10 +216,12 @@ def _alones(request: Schedule, decodes: Any, places: Any, mesh: Any, terms: Any)
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.integers(0, 1 << 32), st.integers(2, 14), st.sampled_from(list(Fetch)), st.booleans())
-def test_what_is_screened_out_could_not_have_been_chosen(seed: int, size: int, fetch: Fetch, nearness: bool) -> None:
+@given(st.integers(0, 1 << 32), st.integers(2, 14), st.sampled_from(list(Fetch)), st.booleans(), st.booleans())
+def test_what_is_screened_out_could_not_have_been_chosen(
+    seed: int, size: int, fetch: Fetch, nearness: bool, grouped: bool
+) -> None:
     affinity = AffinitySettings(0.2, 0.1) if nearness else AffinitySettings()
-    fleet = Fleet(seed, size, fetch=fetch, affinity=affinity)
+    fleet = Fleet(seed, size, grouped=grouped, fetch=fetch, affinity=affinity)
     for i in range(6):
         compare(fleet, fleet.request(i))
         fleet.brain.step(fleet.request(100 + i))

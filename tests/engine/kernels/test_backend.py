@@ -139,6 +139,30 @@ def test_a_row_that_is_refused_leaves_the_tables_as_they_were(stepper: Stepper) 
     assert plan.tables.table.device[:2, :2].tolist() == [[1, 2], [3, 4]]  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
+def test_groups_answer_what_one_tensor_answers(stepper: Stepper, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma's layers in two tensors, windows with holes: launched steps, replayed ones, and chunks by pieces."""
+    del stepper  # sets up the interpreter
+    from tests.support.engine.grouped_stepper import Twins
+
+    monkeypatch.setattr(capture, "CudaCapture", lambda device: RerunCapture())
+    twins = Twins(zoo("gemma2"), "float32", 16, 8, tails=False)
+    long, short = (prompts(1, twins.config.vocab_size, seed=n, low=n, high=n + 1)[0] for n in (52, 18))
+    first, second = twins.request(long), twins.request(short)
+    twins.step(chunks=[(first, 40)])
+    twins.step(chunks=[(first, 12), (second, 18)])
+    twins.step([first, second])
+    for runner in (twins.whole, twins.grouped):
+        with torch.inference_mode():
+            runner._capture(max_rows=2, max_tokens=8)
+        assert runner.graphs is not None and runner.graphs.sizes == (1, 2) and not runner.graphs.failed
+    twins.step([second, first])
+    twins.step([first])
+    third = twins.request(short[:6])
+    twins.step([first], [(third, 6)])
+    assert -1 in first.groups[1] and len(first.told) == 5
+
+
 def test_buckets(device: torch.device) -> None:
     del device  # skips where there is no triton
     from kvmesh.engine.capture import bucket_for

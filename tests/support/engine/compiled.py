@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvmesh.engine.kernels import decode, fused, move, prefill, sample, write
+from kvmesh.engine.kernels import decode, delta, experts, fused, move, prefill, sample, write
 from kvmesh.engine.kernels.tiles import power_of_two, tiles_for
 
 # dtype, head_dim, query heads of a KV head, tokens of a block, softcap: Qwen2.5-0.5B, Phi-3-mini, Llama and Qwen3,
@@ -29,18 +29,34 @@ SHAPES = (
     ("fp32", 96, 4, 32, False),
 )
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
-INT32 = ("table", "work", "joins", "lengths", "slots", "source", "target")
-FLOAT32 = ("sinks", "partial", "weights")
+INT32 = ("of_token", "table", "work", "joins", "lengths", "slots", "source", "target")
+FLOAT32 = ("sinks", "partial", "weights", "answers", "log_decay", "rate", "states")
 FLOAT64 = ("temperature", "min_p", "sums", "noise", "least", "goals", "befores", "found", "cuts")
-INT64 = ("rows", "tokens", "ranges", "runs")
-OF_DTYPE = ("qkv", "pages", "out", "x", "residual", "inner", "weight", "cos", "sin", "logits", "best")
+INT64 = ("rows", "tokens", "ranges", "runs", "order", "owners", "tile_ends", "row_ends", "counts")
+OF_DTYPE = (
+    "qkv",
+    "pages",
+    "out",
+    "x",
+    "residual",
+    "inner",
+    "weight",
+    "cos",
+    "sin",
+    "logits",
+    "best",
+    "gate_up",
+    "down",
+    "bias",
+    "known",
+)
 POINTERS = (
     dict.fromkeys(INT32, "*i32")
     | dict.fromkeys(FLOAT32, "*fp32")
     | dict.fromkeys(FLOAT64, "*fp64")
     | dict.fromkeys(INT64, "*i64")
 )
-SCALARS = {"scale": "fp32", "softcap": "fp32", "eps": "fp32"}
+SCALARS = {"alpha": "fp32", "limit": "fp32", "scale": "fp32", "softcap": "fp32", "eps": "fp32"}
 STRIDES = (
     "qkv_token",
     "qkv_head",
@@ -51,6 +67,10 @@ STRIDES = (
     "out_row",
     "row_stride",
     "x_row",
+    "x_token",
+    "x_head",
+    "known_slot",
+    "states_slot",
     "residual_row",
 )
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -122,6 +142,23 @@ def main(capability: int) -> None:
         show("add_norm", "bf16", length, fused._add_rms_norm, warps, **row, INNER=False)
         show("add_norm/inner", "bf16", length, fused._add_rms_norm, warps, **row, INNER=True)
         show("gated", "bf16", length, fused._gated, 4, SIZE=length, BLOCK=fused.GATED_BLOCK, GELU=False)
+    for hidden, inner, gate, biased in ((2048, 768, experts.SILU, False), (2880, 2880, experts.CLAMPED, True)):
+        for few in (experts.FEW, experts.MANY):  # Qwen3-30B-A3B, gpt-oss; and inputs that are scaled, as in Llama 4
+            moe = {"EXPERTS": 128, "HIDDEN": hidden, "INNER": inner, "ROWS": few, "BIASED": biased}
+            moe |= {"COLUMNS": experts.COLUMNS, "DEPTH": experts.DEPTH}
+            show("experts/up", "bf16", few, experts._gate_up, 4, 3, **moe, GATE=gate, SCALED=False)
+            show("experts/down", "bf16", few, experts._down, 4, 3, **moe, SCALED=False)
+            show("experts/scaled", "bf16", few, experts._gate_up, 4, 3, **moe, GATE=gate, SCALED=True)
+    for dtype in ("bf16", "fp32"):  # Qwen3-Next
+        sizes = {"HEADS": 16, "WIDTH": 512, "TAPS": 4, "BLOCK": delta.CHANNELS}
+        show("convolve", dtype, 512, delta._convolve, 4, **sizes)
+        show("keep", dtype, 512, delta._keep, 4, **sizes)
+        sizes = {"VALUE_HEADS": 32, "REPEATS": 2, "WIDTH": 512, "KEYS": 128, "VALUES": 128, "PADDED": 128}
+        sizes |= {"SCALE": 128**-0.5}
+        show("delta_step", dtype, 128, delta._step, 4, **sizes, BLOCK=delta.STEP_VALUES)
+        if dtype == "bf16":
+            chunk = {"BLOCK": delta.CHUNK_VALUES, "CHUNK": delta.CHUNK, "PRECISION": "tf32"}
+            show("delta", dtype, 128, delta._chunks, 4, **sizes, **chunk)
     show("move", "i32", move.BLOCK, move._move, 4, SIZE=move.BLOCK)
     show("sum", "fp32", sample.BLOCK, sample._sum, 4, SIZE=sample.BLOCK)
     show("pick", "fp32", sample.BLOCK, sample._pick, 4, SIZE=sample.BLOCK, CHUNKS=128)

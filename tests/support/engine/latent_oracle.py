@@ -10,6 +10,7 @@ import torch
 
 from kvmesh.engine.attention.backend import TokenSpan
 from kvmesh.engine.attention.latent import LatentBackend, UpProjection
+from kvmesh.engine.config_latent import LatentConfig
 
 # Of results about 1 in size: rounding of the absorbed query or of the expanded K and V, and of the result.
 LATENT_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -31,6 +32,10 @@ class LatentShape(NamedTuple):
     @property
     def scale(self) -> float:
         return float((self.nope + self.rope) ** -0.5)
+
+    @property
+    def sizes(self) -> LatentConfig:
+        return LatentConfig(0, self.latent, self.nope, self.rope, self.value, self.scale, False, True)
 
     def __str__(self) -> str:
         name = f"{self.heads}x{self.nope}+{self.rope}-v{self.value}-c{self.latent}-b{self.block_tokens}"
@@ -72,21 +77,32 @@ class LatentBench:
 
     layers = 2
 
-    def __init__(self, shape: LatentShape, num_pages: int, fill: float = torch.nan, seed: int = 0) -> None:
+    def __init__(
+        self,
+        shape: LatentShape,
+        num_pages: int,
+        fill: float = torch.nan,
+        seed: int = 0,
+        backend: type[LatentBackend] = LatentBackend,
+    ) -> None:
         self.shape = shape
         self.random = torch.Generator().manual_seed(seed)
         dims = (num_pages, self.layers, 1, 1, shape.block_tokens, shape.width)
         self.pages = torch.full(dims, fill, dtype=shape.dtype)
-        self.backend = LatentBackend(self.pages, shape.latent, shape.scale)
         self.free = torch.randperm(num_pages, generator=self.random).tolist()
         weight = self.normal(shape.heads, shape.nope + shape.value, shape.latent) * shape.latent**-0.5
         self.up = UpProjection(weight.to(shape.dtype), shape.nope)
+        self.backend = backend(self.pages, shape.sizes, [self.up] * self.layers)
 
     def normal(self, *dims: int) -> torch.Tensor:
         return torch.randn(dims, generator=self.random).to(self.shape.dtype)
 
     def queries(self, tokens: int) -> torch.Tensor:
         return self.normal(tokens, self.shape.heads, self.shape.nope + self.shape.rope)
+
+    def given(self, q: torch.Tensor, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What a layer gives the plan: queries and rows side by side."""
+        return torch.cat((q.flatten(1), torch.cat([q.new_empty(0, self.shape.width), *rows])), -1)
 
     def request(self, tokens: int, done: int = 0) -> LatentRequest:
         """One that will have `tokens` tokens and has `done` of them in its pages."""
@@ -110,14 +126,16 @@ class LatentBench:
         for layer in range(self.layers):
             q = self.queries(plan.positions.shape[0])
             new = [c.request.rows[layer, c.request.done : c.request.done + c.length] for c in chunks]
-            plan.write(layer, torch.cat([q.new_empty(0, self.shape.width), *new]))
-            self.compare(chunks, q, plan.attend(layer, q, self.up), layer)
+            given = self.given(q, new)
+            plan.write(layer, given)
+            answer = plan.attend(layer, given)
+            assert answer.shape == (q.shape[0], self.shape.heads * self.shape.value)
+            self.compare(chunks, q, answer.view(q.shape[0], self.shape.heads, self.shape.value), layer)
         for chunk in chunks:
             chunk.request.done += chunk.length
 
     def compare(self, chunks: Sequence[LatentChunk], q: torch.Tensor, answer: torch.Tensor, layer: int) -> None:
         assert answer.dtype == self.shape.dtype
-        assert answer.shape == (q.shape[0], self.shape.heads, self.shape.value)
         at = 0
         for i, (request, length, _) in enumerate(chunks):
             rows = request.rows[layer, : request.done + length]
