@@ -47,6 +47,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo3": FAMILY_ZOO["olmo3"],
     "glm4_moe": FAMILY_ZOO["glm4_moe"],
     "deepseek_v3": FAMILY_ZOO["deepseek_v3"],
+    "gpt_oss": FAMILY_ZOO["gpt_oss"],
+    "llama4": FAMILY_ZOO["llama4"],
 }
 EACH = pytest.mark.parametrize("name", FAMILIES)
 
