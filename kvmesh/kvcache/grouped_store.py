@@ -387,7 +387,9 @@ class GroupedStore:
             store.evict_first(found)
 
     def _evict_rest(self, key: bytes) -> None:
-        """Removes a block, whose anchor a quota has evicted, in the other groups: readers keep what they read."""
+        """Removes a block, whose anchor a quota has evicted, in the other groups: readers keep what they read, and what
+        is pinned hard stays."""
         for store in self.stores[1:]:
-            if store.evict_one(key, spared=True) is None and store.holds(key):
+            busy = store.evict_one(key, spared=True) is None and store.holds(key)
+            if busy and not any(store.pinned_hard((key,))):
                 store.remove((key,))

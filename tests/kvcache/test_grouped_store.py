@@ -213,6 +213,10 @@ def test_a_quota_counts_the_anchor_and_takes_the_whole_block() -> None:
     assert list(store.masks(chain("aaaaaa"))) == [7] * 5 + [0] and quotas.count(tag) == 2
     assert store.stores[2].stats.tombstones == 1, "its reader goes on"
     store.stores[2].release(held)
+    store.stores[2].pin_hard(chain("aaaaa")[4:])
+    quotas.limit({tag: 1}, [store.stores[0]])
+    assert not quotas.enforce()
+    assert list(store.masks(chain("aaaaaa"))) == [7] * 4 + [4, 0], "what is pinned stays"
     store.check_integrity()
     with pytest.raises(ValueError, match="again"):
         GroupedStore((ALL, EXTRA), [NodeStore(1, quotas=quotas) for _ in range(2)], BLOCK)
