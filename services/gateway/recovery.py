@@ -58,11 +58,12 @@ class _Loss(NamedTuple):
 class AttemptRecovery:
     """Decides what becomes of one answer when attempts fail. Times are seconds on one clock."""
 
-    __slots__ = ("_loss", "_patience", "_since", "_taken", "_tries", "migrations")
+    __slots__ = ("_last", "_loss", "_patience", "_since", "_taken", "_tries", "migrations")
 
     def __init__(self, patience: RecoveryPatience) -> None:
         self._patience = patience
         self._loss: _Loss | None = None
+        self._last: KvmeshError | None = None  # of the last attempt that failed since the loss
         self._since = 0.0  # before the first token: of the first failure
         self._tries = 0  # attempts that failed since the last token
         self._taken = 0  # those of them that an instance had
@@ -94,7 +95,7 @@ class AttemptRecovery:
         return min(MAX_BACKOFF_S, BACKOFF_S * 4.0 ** min(self._tries - 1, MAX_DOUBLINGS)) * chance
 
     def _lost(self, failure: Failure, now: float) -> RecoveryPlan:
-        self._loss = _Loss(now, failure)
+        self._loss, self._last = _Loss(now, failure), None
         self._tries = self._taken = 0
         most = self._patience.max_migrations
         if self.migrations >= most:
@@ -107,18 +108,19 @@ class AttemptRecovery:
         assert self._loss is not None, "an answer that has begun and fails without a new token was lost before"
         if not error.retryable:
             raise self._ended(error, error.message)
+        self._last = error
         delay_s = self._back_off_s(chance)
         self._taken += failure.taken and not isinstance(error, Overloaded)
         if self._taken > patience.max_retries:
             why = f"max_retries={patience.max_retries} and one more attempt failed, the last one: {error.message}"
             raise self._ended(error, why)
         if now + delay_s >= self.ends_at:
-            raise self.late(error)
+            raise self.late()
         return RecoveryPlan(delay_s, anew=False)
 
     def went_on(self) -> None:
         """A token has come."""
-        self._loss = None
+        self._loss = self._last = None
         self._tries = self._taken = 0
 
     @property
@@ -127,10 +129,11 @@ class AttemptRecovery:
         assert self._loss is not None, "asked during a migration"
         return self._loss.at + self._patience.migration_timeout_s
 
-    def late(self, last: KvmeshError | None = None) -> KvmeshError:
-        """The error of a migration that took too long. `last`: of its last attempt, if that has failed."""
+    def late(self) -> KvmeshError:
+        """The error of a migration that took too long; it names why the last attempt failed, if one has."""
         assert self._loss is not None, "asked during a migration"
         why = f"no further token came within migration_timeout_s={self._patience.migration_timeout_s:g}"
+        last = self._last
         return self._ended(last or self._loss.failure.error, f"{why} ({last.message})" if last else why)
 
     def _ended(self, kind: KvmeshError, why: str) -> KvmeshError:

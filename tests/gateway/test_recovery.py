@@ -105,6 +105,17 @@ def test_until_its_next_token_it_is_placed_again_and_again_for_a_while() -> None
         one.failed(nobody, 129.0, 1.0)
 
 
+def test_a_migration_that_runs_out_while_an_attempt_is_on_its_way_says_why_the_last_one_failed() -> None:
+    one = AttemptRecovery(patience())
+    one.failed(failure(fresh=5), 0.0, 1.0)
+    assert str(one.late()).endswith("within migration_timeout_s=30")
+    one.failed(failure(Unavailable("no decode instance is ready"), taken=False), 1.0, 1.0)
+    assert str(one.late()).endswith("within migration_timeout_s=30 (no decode instance is ready)")
+    one.went_on()
+    one.failed(failure(fresh=5), 2.0, 1.0)
+    assert str(one.late()).endswith("within migration_timeout_s=30")
+
+
 def test_few_instances_may_fail_what_goes_on() -> None:
     """It may be the request that kills them."""
     one = AttemptRecovery(patience())
