@@ -188,7 +188,7 @@ class Sides:
         for router, experts in zip(self.routers, self.packed, strict=True):
             chosen, weights = router(x)
             of_expert = 3 * x.shape[-1] * self.experts.inner * 2
-            nbytes += len(chosen.unique()) * of_expert + router.weight.nbytes
+            nbytes += len(set(chosen.flatten().tolist())) * of_expert + router.weight.nbytes
             x = self._normed(experts(x, chosen, weights).to(x.dtype))
         return nbytes
 
