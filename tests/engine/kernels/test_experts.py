@@ -71,7 +71,7 @@ def test_grouped_products(gate: str, tokens: int, scale_input: bool, biased: boo
     count, chosen_count, hidden, inner = 5, 2, 96, 70
     gate_up = random(count, 2 * inner, hidden, device=device, seed=1) / hidden**0.5
     down = random(count, hidden, inner, device=device, seed=2) / inner**0.5
-    biases = (None, None)
+    biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if biased:
         biases = (random(count, 2 * inner, device=device, seed=3), random(count, hidden, device=device, seed=4))
     x = random(tokens, hidden + 5, device=device, seed=5)[:, :hidden]  # rows lie apart
@@ -108,7 +108,7 @@ def test_tiles_have_each_choice_once_and_are_never_more_than_the_list(
         assert len(tiles.owners) == experts.most_tiles(chosen.numel(), count, rows) >= len(needed)
 
 
-class NoReads(TorchDispatchMode):
+class NoReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses operations that make a host wait for the device, as a capture does."""
 
     READS = ("_local_scalar_dense", "nonzero", "bincount", "masked_select", "unique")
@@ -121,7 +121,7 @@ class NoReads(TorchDispatchMode):
 
 @pytest.fixture
 def no_reads() -> Iterator[None]:
-    with NoReads():
+    with NoReads():  # type: ignore[no-untyped-call]
         yield
 
 
