@@ -213,7 +213,7 @@ class ModelConfig:
         if self.delta is not None:
             full = tuple(layer for layer in range(self.layers) if layer not in self.delta.layers)
             kept = CacheGroup("all", full, CacheLayout(planes=2, heads=self.kv_heads, dim=self.head_dim))
-            groups = (kept, *self.delta.cache_groups())
+            groups = (kept, *self.delta.cache_groups(kept))
             check_groups(groups)
             return groups
         return derive_groups(self.windows, self.kv_heads, self.head_dim, self.kv_planes, self.chunks)

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvmesh.engine.config_read import bad, integer
-from kvmesh.kvcache.cache_groups import CacheGroup, CacheKind, CacheLayout
+from kvmesh.kvcache.cache_groups import CacheGroup, CacheKind, CacheLayout, snapshot_blocks
 
 LINEAR, FULL = "linear_attention", "full_attention"
-SNAPSHOT_BLOCKS = 8  # between two snapshots of a prompt's states: of one model at every instance
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +53,16 @@ class DeltaConfig:
         """The channels of a key head: its query, its key and the values of its value heads, in this order."""
         return 2 * self.key_dim + self.repeats * self.value_dim
 
-    def cache_groups(self) -> tuple[CacheGroup, CacheGroup]:
+    def cache_groups(self, kept: CacheGroup) -> tuple[CacheGroup, CacheGroup]:
         """Returns the groups of the delta rule's states, float32, and of the last inputs of the convolutions, which are
-        numbers of the model's own dtype. A rank's share of either is a run of heads."""
+        numbers of the model's own dtype. A rank's share of either is a run of heads. `kept` is the group of the other
+        layers' K and V."""
         states = CacheLayout(planes=1, heads=self.value_heads, dim=self.key_dim * self.value_dim, dtype="float32")
         inputs = CacheLayout(planes=self.kernel - 1, heads=self.key_heads, dim=self.width)
+        apart = snapshot_blocks(kept, len(self.layers), (states, inputs))
         return (
-            CacheGroup("delta", self.layers, states, CacheKind.STATE, SNAPSHOT_BLOCKS),
-            CacheGroup("convolution", self.layers, inputs, CacheKind.STATE, SNAPSHOT_BLOCKS),
+            CacheGroup("delta", self.layers, states, CacheKind.STATE, apart),
+            CacheGroup("convolution", self.layers, inputs, CacheKind.STATE, apart),
         )
 
 

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvmesh.kvcache.cache_groups import CacheGroup, CacheKind, CacheLayout, freed_blocks, needed_blocks, object_shard
+from kvmesh.kvcache.cache_groups import (
+    CacheGroup,
+    CacheKind,
+    CacheLayout,
+    freed_blocks,
+    needed_blocks,
+    object_shard,
+    snapshot_blocks,
+)
 
-SNAPSHOT_BLOCKS = 8  # between two snapshots of a state, where nobody says otherwise
 # Kinds of layers as `layer_types` of config.json names them.
 FULL, SLIDING, CHUNKED, LINEAR = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
 
@@ -31,7 +38,8 @@ def groups_of(
     if chunked := of(CHUNKED):
         found.append(CacheGroup(f"chunk{chunk}", chunked, layout, CacheKind.CHUNK, chunk))
     if linear := of(LINEAR):
-        found += [CacheGroup(name, linear, of_it, CacheKind.STATE, SNAPSHOT_BLOCKS) for name, of_it in states.items()]
+        apart = snapshot_blocks(found[0], len(linear), states.values()) if found else 8
+        found += [CacheGroup(name, linear, of_it, CacheKind.STATE, apart) for name, of_it in states.items()]
     return tuple(found)
 
 
