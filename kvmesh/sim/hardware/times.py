@@ -3,7 +3,9 @@
 Roofline: each kind of kernel is bound by arithmetic or by memory, whichever takes longer, and the kinds add up:
 
     linear      max(2 x parameters x tokens / FLOP/s, weights / bytes/s)     weights once a step, whatever it computes
-    attention   max(FLOPs of all (query, key) pairs / FLOP/s, KV read / bytes/s), rows and prompts apart
+    attention   max(FLOPs of all (query, key) pairs / FLOP/s, KV read / bytes/s), rows and prompts apart; a linear
+                layer has no pairs: its state is read and written once a row or piece, whatever their context, and each
+                of its numbers takes three multiply-adds a token (what the key finds, what is put there, the answer)
     all-reduce  two a layer: 2 (n-1)/n x tokens x hidden x bytes over the GPUs' links, and a latency each
     overhead    a constant of a step
 
@@ -83,6 +85,8 @@ class Roofline:
         row_pair_s = _row_pair_flops(shape) / (gpus * hardware.flops * reached.attention)
         self._row_s = max(row_pair_s, self.kv_rank_bytes / shape.kv_layers * self._read_s)  # a layer and context token
         self._context_s = self.kv_rank_bytes * self._read_s  # reading one cached token
+        self._delta_s = 6.0 * shape.delta_numbers / (gpus * hardware.flops * reached.attention)  # a token
+        self._state_s = 2 * shape.state_bytes(kv_dtype) / gpus * self._read_s  # a row, or a piece of a prompt
         reduces = 2 * shape.layers if gpus > 1 else 0
         self._reduce_s = reduces * reached.all_reduce_s
         moved = 2 * (gpus - 1) / gpus * shape.hidden * 2  # activations are bf16
@@ -105,6 +109,9 @@ class Roofline:
             if self._window_pair_s:
                 pairs_s += self._window_pair_s * attended_within(self.shape.window, computed, cached)
             read_s += self._context_s * (cached + computed)
+            if self._state_s:
+                pairs_s += self._delta_s * computed
+                read_s += self._state_s
         rows_s = self._rows_s(batch, context_tokens) if batch else 0.0
         return self._fixed_s(tokens + batch, len(pieces) + batch) + max(pairs_s, read_s) + rows_s
 
@@ -121,7 +128,7 @@ class Roofline:
         seen = context_tokens * (shape.kv_layers - shape.window_layers)
         if shape.window_layers:
             seen += min(context_tokens, float(batch * shape.window)) * shape.window_layers
-        return self._row_s * seen
+        return self._row_s * seen + batch * max(self._delta_s, self._state_s)
 
 
 def _pair_flops(shape: ModelShape) -> float:
