@@ -20,8 +20,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvmesh.errors import ConfigError
+from kvmesh.kvcache.cache_groups import CacheGroup, is_single, object_shard
+from kvmesh.services.conductor.costs.cache_cost import CacheCost
 from kvmesh.services.conductor.costs.file import Costs
 from kvmesh.sim.hardware.hardware import GPUS_OF_A_NODE, Hardware
+from kvmesh.sim.hardware.node_room import token_bytes
 from kvmesh.sim.hardware.shapes import ModelShape, itemsize
 
 Pieces = Sequence[tuple[int, int]]
@@ -51,6 +54,7 @@ class NodeSpec:
     nic_bytes_per_s: float  # each way
     ssd_read_bytes_per_s: float
     kv_bytes_per_token: int
+    groups: tuple[tuple[CacheGroup, int], ...] = ()  # with bytes of a value; (): one group that keeps all
 
 
 def attended(computed: int, cached: int) -> float:
@@ -160,28 +164,37 @@ def node_spec(
     weight_dtype: str = "bf16",
     kv_dtype: str = "bf16",
     times: Times | None = None,
+    block_tokens: int = 512,
 ) -> NodeSpec:
     """An instance over `gpus` GPUs with its share of the node's memory, disks and NICs; `times`: measured ones instead
-    of the roofline's. ConfigError: the weights do not fit."""
+    of the roofline's. Where the model keeps several cache groups, device memory holds tokens of running requests as
+    `node_room` counts them, and stores hold full blocks of `block_tokens`. ConfigError: the weights do not fit."""
     if gpus < 1:
         raise ConfigError(f"gpus={gpus}: must be at least 1", field="gpus")
     roofline = Roofline(hardware, gpus, shape, weight_dtype=weight_dtype, kv_dtype=kv_dtype)
     room = hardware.memory_bytes * hardware.efficiency.device_memory - roofline.weight_bytes / gpus
-    kv_tokens = int(room // roofline.kv_rank_bytes)
+    single = is_single(shape.groups)
+    of_token = roofline.kv_rank_bytes if single else token_bytes(shape, gpus, kv_dtype, block_tokens)
+    kv_tokens = int(room // of_token)
     if kv_tokens < 1:
         need, have = roofline.weight_bytes / 2**30, gpus * hardware.memory_bytes / 2**30
         why = f"the weights ({need:,.0f} GiB in {weight_dtype}) do not fit {gpus} x {hardware.name} ({have:,.0f} GiB)"
         raise ConfigError(f"model={shape.name!r}: {why}; more GPUs, or --weight-dtype fp8", field="model")
     share = gpus / GPUS_OF_A_NODE
-    kv_bytes = shape.kv_bytes_per_token(kv_dtype)
+    kv_bytes = stored = shape.kv_bytes_per_token(kv_dtype)
+    groups = () if single else tuple((g, itemsize(g.layout.dtype or kv_dtype)) for g in shape.groups)
+    if groups:
+        objects = tuple((g, object_shard(g, block_tokens, size).shard_bytes) for g, size in groups)
+        stored = -(-CacheCost(block_tokens, kv_bytes, objects).block // block_tokens)
     return NodeSpec(
         times=times or roofline,
         kv_tokens=kv_tokens,
-        dram_tokens=int(hardware.node_dram_bytes * share // kv_bytes),
-        ssd_tokens=int(hardware.node_ssd_bytes * share // kv_bytes),
+        dram_tokens=int(hardware.node_dram_bytes * share // stored),
+        ssd_tokens=int(hardware.node_ssd_bytes * share // stored),
         nic_bytes_per_s=hardware.node_nic_bytes_per_s * share * hardware.efficiency.network,
         ssd_read_bytes_per_s=hardware.node_ssd_bytes_per_s * share,
         kv_bytes_per_token=kv_bytes,
+        groups=groups,
     )
 
 
