@@ -69,6 +69,8 @@ def screen(told: dict[str, Any], width: int = 80) -> RenderableType:
     """Everything, for people."""
     cached = told["best_prefix_blocks"]
     asked = f"{told['prompt_tokens']:,} tokens, {blocks(told['prompt_blocks'])}; the first {cached} lay in the mesh"
+    if short := told.get("short_groups"):
+        asked += f" (a longer prefix lacks {', '.join(short)})"
     head = f"[bold]{escape(told['request_id'])}[/]  {escape(told['model'])}, attempt {told['attempt'] + 1}"
     parts: list[RenderableType] = [head, f"[dim]{asked}[/]", ""]
     for role, word in _ROLES:

@@ -30,14 +30,20 @@ Kimi) keeps layers x (latent + rotary key), whatever its config says of KV heads
 
     kvmesh kvsize kimi-k2 --gpu h200 --gpus 8
 
+    kvmesh kvsize gemma3-27b --compare
+
 Layers that keep other things than all tokens' keys and values (a window, a chunk, a state) are shown group by \
 group. With --gpu it says how many tokens fit beside the weights of a node's GPUs: under tensor parallelism (TP), \
-with each request's tokens dealt out to the GPUs (DCP), and with requests of their own at each GPU (DP).
+with each request's tokens dealt out to the GPUs (DCP), and with requests of their own at each GPU (DP). With \
+--compare it says how many tokens of running requests a GiB holds, beside what it would hold if every layer kept a \
+block of keys and values for every token.
 """
 CONTEXTS = (4096, 32_768, 131_072)
 
 
-def sizes(model: str, dtype: str, tp: int, block_tokens: int, gpu: str = "", gpus: int = 8) -> dict[str, Any]:
+def sizes(
+    model: str, dtype: str, tp: int, block_tokens: int, gpu: str = "", gpus: int = 8, *, comparing: bool = False
+) -> dict[str, Any]:
     """Everything that is printed. ConfigError names what is missing or wrong."""
     from kvmesh.kvcache.cache_groups import is_single
     from kvmesh.sim.hardware.shapes import shape_of
@@ -70,7 +76,34 @@ def sizes(model: str, dtype: str, tp: int, block_tokens: int, gpu: str = "", gpu
         "bytes_per_token_beyond_window": beyond,
         **grouped,
         **({"gpu": gpu, "gpus": gpus, "room": _room(shape, gpu, gpus, dtype, block_tokens)} if gpu else {}),
+        **({"compared": compared(shape, dtype, block_tokens)} if comparing else {}),
     }
+
+
+def compared(shape: ModelShape, dtype: str, block_tokens: int) -> list[dict[str, Any]]:
+    """Returns, for running requests of each length, how many of their tokens a GiB holds: by cache groups, and if every
+    layer kept a block of keys and values (of MLA those of all heads, made of the latent) for every token. Requests are
+    counted in whole blocks, the one begun included, and with both slots of a state."""
+    from kvmesh.kvcache.cache_groups import object_shard
+    from kvmesh.sim.hardware.shape_groups import row_objects
+    from kvmesh.sim.hardware.shapes import itemsize
+
+    objects = [(g, object_shard(g, block_tokens, itemsize(g.layout.dtype or dtype)).shard_bytes) for g in shape.groups]
+    every_block = shape.full_heads_per_token * itemsize(dtype) * block_tokens
+    found = []
+    for tokens in CONTEXTS:
+        by_groups = sum(nbytes * row_objects(group, block_tokens, tokens) for group, nbytes in objects)
+        in_every_layer = every_block * -(-(tokens + 1) // block_tokens)
+        found.append(
+            {
+                "context": tokens,
+                "row_bytes": by_groups,
+                "row_bytes_in_every_layer": in_every_layer,
+                "tokens_per_gib": GIB * tokens // by_groups,
+                "tokens_per_gib_in_every_layer": GIB * tokens // in_every_layer,
+            }
+        )
+    return found
 
 
 def _by_groups(shape: ModelShape, dtype: str, block_tokens: int) -> dict[str, Any]:
@@ -135,6 +168,11 @@ def lines(told: dict[str, Any]) -> list[tuple[str, str]]:
         of_each = " / ".join(f"{tokens:,}" for tokens in told["tokens_per_gib_by_groups"].values())
         text = f"{of_each}; {told['tokens_per_gib_in_every_layer']:,} if every layer kept every token"
         found.append((f"tokens in a GiB, in requests of {_contexts(told['tokens_per_gib_by_groups'])}", text))
+    for one in told.get("compared", ()):
+        here, there = one["tokens_per_gib"], one["tokens_per_gib_in_every_layer"]
+        times = one["row_bytes_in_every_layer"] / one["row_bytes"]
+        text = f"{here:,}, {times:.2f} times the {there:,} of a block of every layer for every token"
+        found.append((f"tokens in a GiB, in requests of {one['context'] // 1024}k", text))
     for one in told.get("room", ()):
         name = f"{told['gpus']} x {told['gpu']}, {one['spread'].upper()}{told['gpus']}, {one['weights']} weights"
         found.append((name, one["why_not"] or _room_text(one)))
@@ -184,10 +222,11 @@ def kvsize(
     block_tokens: Annotated[int, typer.Option(help="Tokens of a block.", metavar="N", min=1)] = 64,
     gpu: Annotated[str, typer.Option(help="A kind of GPU: what fits into a node of them.", metavar="NAME")] = "",
     gpus: Annotated[int, typer.Option(help="GPUs of that node.", metavar="N", min=1)] = 8,
+    compare: Annotated[bool, typer.Option("--compare", help="Beside a block of every layer for every token.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
     """Bytes of KV cache of a model."""
-    told = sizes(model, dtype, tp, block_tokens, gpu, gpus)
+    told = sizes(model, dtype, tp, block_tokens, gpu, gpus, comparing=compare)
     out = console()
     if as_json:
         out.out(json.dumps(told, indent=2), highlight=False)

@@ -4,6 +4,10 @@ roofline. Pure.
 Bytes are those that a perfect implementation moves between memory and the processor: each matrix once a step, each
 token's KV once for each layer that sees it, activations where they enter and leave a function. Products are the
 multiplications and additions of matrix products and attention; what norms and activations compute is not counted.
+
+A layer of linear attention keeps no KV: its states are read and written once for each row and chunk, and each number of
+the delta rule's state takes three multiply-adds a token (what the key finds there, what is put there, the answer); that
+chunked kernels multiply more is their choice.
 """
 
 from __future__ import annotations
@@ -115,6 +119,35 @@ class _Widths(NamedTuple):
     of_chunk: int  # ... and in a chunk
 
 
+class _Linear(NamedTuple):
+    """Counts what all layers of linear attention together have of a token, in elements, and of a request."""
+
+    weights: int = 0  # that each token is multiplied by
+    made: int = 0  # of them: channels, the answer's gates, decays and rates
+    channels: int = 0
+    answered: int = 0
+    filters: int = 0  # of the convolutions, float32
+    products: int = 0  # multiply-adds of convolution and delta rule
+    state_bytes: int = 0  # of a request
+
+
+def _linear(own: ModelConfig, itemsize: int) -> _Linear:
+    delta = own.delta
+    if delta is None:
+        return _Linear()
+    layers, channels, answered = len(delta.layers), delta.key_heads * delta.width, delta.value_heads * delta.value_dim
+    made, numbers = channels + answered + 2 * delta.value_heads, answered * delta.key_dim
+    return _Linear(
+        layers * own.hidden_size * (made + answered),
+        layers * made,
+        layers * channels,
+        layers * answered,
+        layers * channels * delta.kernel,
+        layers * (3 * numbers + channels * delta.kernel),
+        layers * (4 * numbers + (delta.kernel - 1) * channels * itemsize),
+    )
+
+
 def _widths(own: ModelConfig) -> _Widths:
     """A decode row of latent attention meets latents; a chunk meets keys and values, which are made of them, and the
     products that make them of tokens before the chunk are not counted: a perfect implementation need not."""
@@ -122,6 +155,8 @@ def _widths(own: ModelConfig) -> _Widths:
     if latent is None:
         asked, kept = (heads + 2 * kv_heads) * dim, 2 * kv_heads * dim
         pair = 2 * heads * dim
+        if own.delta is not None:  # Qwen3-Next's queries have gates beside them
+            asked += heads * dim
         return _Widths(hidden * (asked + heads * dim), asked, (heads + kv_heads) * dim, kept, heads * dim, pair, pair)
     queries, answered = heads * (latent.nope + latent.rope), heads * latent.value
     weights = hidden * (dim + answered) + latent.latent * heads * (latent.nope + latent.value)
@@ -144,11 +179,13 @@ def work_of(
     (`parallel.share_of`), `words` its part of the vocabulary (0: all of it)."""
     tokens, hidden, layers = shape.tokens, own.hidden_size, own.layers
     words = words or own.vocab_size
-    widths = _widths(own)
+    widths, linear = _widths(own), _linear(own, itemsize)
+    none = () if own.delta is None else own.delta.layers
+    with_kv, held = layers - len(none), (len(shape.positions) + len(shape.chunks)) * linear.state_bytes
     norms = 2 * (own.pre_norms + own.post_norms)
     mlps = _mlps(own, tokens)
     reading, pairs, of_chunks = 0, 0, 0
-    for sees, count in Counter(spec.sees for spec in own.attention).items():
+    for sees, count in Counter(spec.sees for at, spec in enumerate(own.attention) if at not in none).items():
         layer_pairs, layer_read = attended(shape, *sees)
         pairs += count * layer_pairs
         of_chunks += count * attended(replace(shape, positions=()), *sees)[0]
@@ -159,16 +196,19 @@ def work_of(
             weights=layers * norms * hidden * itemsize, activations=layers * norms * 2 * tokens * hidden * itemsize
         ),
         "projections": FunctionWork(
-            weights=layers * widths.weights * itemsize,
-            activations=layers * tokens * (2 * hidden + widths.asked + widths.answered) * itemsize,
-            products=2 * layers * tokens * widths.weights,
+            weights=(with_kv * widths.weights + linear.weights) * itemsize,
+            activations=tokens
+            * (layers * 2 * hidden + with_kv * (widths.asked + widths.answered) + linear.made + linear.answered)
+            * itemsize,
+            products=2 * tokens * (with_kv * widths.weights + linear.weights),
         ),
-        "rotary": FunctionWork(activations=layers * 2 * tokens * widths.rotated * itemsize),
-        "write": FunctionWork(kv_written=layers * tokens * token_kv, activations=layers * tokens * token_kv),
+        "rotary": FunctionWork(activations=with_kv * 2 * tokens * widths.rotated * itemsize),
+        "write": FunctionWork(kv_written=with_kv * tokens * token_kv + held, activations=with_kv * tokens * token_kv),
         "attention": FunctionWork(
-            kv_read=reading * token_kv,
-            activations=layers * 2 * tokens * widths.answered * itemsize,
-            products=2 * (widths.of_row * (pairs - of_chunks) + widths.of_chunk * of_chunks),
+            weights=linear.filters * 4,
+            kv_read=reading * token_kv + held,
+            activations=tokens * (with_kv * 2 * widths.answered + linear.channels + linear.answered) * itemsize,
+            products=2 * (widths.of_row * (pairs - of_chunks) + widths.of_chunk * of_chunks + linear.products * tokens),
         ),
         "mlp": FunctionWork(
             weights=mlps.read * itemsize,

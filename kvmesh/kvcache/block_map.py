@@ -226,6 +226,18 @@ class BlockMap:
         contents = self._contents_of(store_id)
         return bytes(sum(1 << one.group for one in contents if mask & one.bit) for mask in map(self.mask, keys))
 
+    def by_group(self, mask: int, count: int) -> tuple[int, ...]:
+        """Returns who of a bitset of slots holds each of the first `count` cache groups, as bitsets of the slots that
+        these stores have of group 0. O(slots of the bitset)."""
+        found = [0] * count
+        while mask:
+            low = mask & -mask
+            content = self._slots[low.bit_length() - 1]
+            if content is not None and content.group < count:
+                found[content.group] |= self._stores[content.store_id].bit if content.group else low
+            mask ^= low
+        return tuple(found)
+
     def store_of(self, slot: int) -> str:
         """Returns the store of a slot. Raises KeyError when the slot has none."""
         store = self._slots[slot] if 0 <= slot < len(self._slots) else None

@@ -91,7 +91,8 @@ class Brains:
     def register(self, node: Node, role: Role) -> None:
         """Registers a node in this role with every conductor."""
         config, spec = self._config, node.spec
-        card = ModelCard(MODEL, MODEL, config.block_tokens, "", 0, 1, (), spec.kv_bytes_per_token, 0)
+        kept = node.cost.groups
+        card = ModelCard(MODEL, MODEL, config.block_tokens, "", 0, 1, (), spec.kv_bytes_per_token, 0, kept)
         pages = spec.kv_tokens // config.block_tokens
         event = Register(
             node.ref,

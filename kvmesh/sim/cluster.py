@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import groupby
 from math import inf, nan
 
 from kvmesh.errors import KvmeshError, Overloaded
@@ -72,9 +73,15 @@ class Orders:
         if target.dead or target.ref != order.target:
             self._ended(OrderEnded(order.number, error=f"{order.target.instance_id} is gone"))
             return
+        target.note(order.keys, order.groups)
         begun = zip(order.keys, target.store.begin(order.keys), strict=True)
         wanted = [(at, key) for at, (key, extent) in enumerate(begun) if extent is not None]
-        source = PullRange(order.source.instance_id, ADDRESS, order.source.incarnation, 0, len(order.keys))
+        ref = order.source.instance_id, ADDRESS, order.source.incarnation
+        sources, at = [], 0
+        for mask, some in groupby(order.groups or bytes(len(order.keys))):
+            count = len(list(some))
+            sources.append(PullRange(*ref, at, count, groups=mask))
+            at += count
 
         def over(pull: TransferJob) -> None:
             self.pulls -= 1
@@ -84,7 +91,7 @@ class Orders:
             self._ended(OrderEnded(order.number, target.store.peek(order.keys)))
 
         self.pulls += 1
-        self._puller.pull(target, wanted, (source,), over)
+        self._puller.pull(target, wanted, sources, over)
 
 
 STILL = 1e-9  # of what a NIC carries: nothing, for links that must carry something

@@ -98,6 +98,7 @@ class Decoder:
         if error is None:
             life.admitted_s = self._loop.now
             self.lives[life.handle] = life
+            self.node.note((*life.request.keys, *life.request.answer_keys))
             self._begin_pull(life)
         else:
             self.refusals += 1
@@ -248,7 +249,7 @@ class Decoder:
             del self._loading[0]
             self._seated[seat.life.handle] = seat
             if self._load_rate:
-                nbytes = seat.context * self.node.spec.kv_bytes_per_token
+                nbytes = self.node.cost.handoff(seat.context, 0)
                 self._loop.after(nbytes / self._load_rate, lambda seat=seat: self._loaded(seat))  # type: ignore[misc]
             else:
                 self._loaded(seat)

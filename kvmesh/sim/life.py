@@ -103,7 +103,7 @@ class Life:
         self.flow: Flow | None = None
         self.computed = 0  # tokens of the prompt whose KV is in pages here
         self.sent_to = 0  # tokens of the prompt that were fed to the flow, or that decode has
-        self.bytes_per_token = 0
+        self.bytes_per_token: float = 0
         self.push_bytes = 0
         self.over = False  # all is computed
         # at decode

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from kvmesh.kvcache.announce import Announcement, Announcer
+from kvmesh.kvcache.cache_groups import longest_hit, object_shard
+from kvmesh.kvcache.grouped_store import written_mask
 from kvmesh.kvcache.node_store import NodeStore
-from kvmesh.kvcache.quotas import Store, TagQuotas
+from kvmesh.kvcache.quotas import NoTagQuotas
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.kvcache.tiers import Tier, TierUse, store_name
+from kvmesh.services.conductor.costs.cache_cost import CacheCost
 from kvmesh.services.conductor.domain import Ref
 from kvmesh.sim.config import SimConfig
 from kvmesh.sim.hardware.times import NodeSpec
@@ -22,25 +26,19 @@ ADDRESS = "sim:1"  # nobody dials it
 Tell = Callable[[Announcement], bool]  # whether somebody wants a snapshot instead
 
 
-class _NoQuotas(TagQuotas):
-    """No tenant has an allowance in a simulation: nobody counts."""
-
-    def added(self, store: Store, key: bytes) -> None:
-        """Does nothing."""
-
-    def added_all(self, keys: Iterable[bytes]) -> None:
-        """Does nothing."""
-
-    def gone(self, store: Store, key: bytes) -> None:
-        """Does nothing."""
-
-
 class SimulatedTier:
     """A node store, or a tier below it, and its announcer. Every change is announced `announce_s` after the first one
-    that was not."""
+    that was not. `masks` say which cache groups of each block there are; None: the model has one."""
 
     def __init__(
-        self, name: str, blocks: int, config: SimConfig, loop: Loop, tell: Tell, incarnation: int = INCARNATION
+        self,
+        name: str,
+        blocks: int,
+        config: SimConfig,
+        loop: Loop,
+        tell: Tell,
+        incarnation: int = INCARNATION,
+        masks: Mapping[bytes, int] | None = None,
     ) -> None:
         self.store = NodeStore(
             blocks,
@@ -48,12 +46,13 @@ class SimulatedTier:
             low_percent=config.store_low_percent,
             eviction=config.eviction,
             block_tokens=config.block_tokens,
-            quotas=_NoQuotas(),
+            quotas=NoTagQuotas(),  # no tenant has an allowance here,
         )
         self.store.journals.append(self)
         self.below: Callable[[bytes], None] | None = None  # takes what is evicted here
         self._announcer = Announcer(name, incarnation, self.store)
         self.dead = False
+        self._masks = masks
         self._loop, self._tell, self._delay_s = loop, tell, config.announce_s
         self._due = False
 
@@ -83,11 +82,17 @@ class SimulatedTier:
         if self.dead:
             return
         while (announcement := self._announcer.next()) is not None:
+            if self._masks is not None:
+                groups = bytes(map(self._masks.__getitem__, announcement.sealed))
+                announcement = replace(announcement, groups=groups)
             self._announcer.acked(self._tell(announcement))
 
 
 class Node:
-    """What instances on it share. `ref`: of its one instance. `machine`: what it shares with other nodes, if so."""
+    """What instances on it share. `ref`: of its one instance. `machine`: what it shares with other nodes, if so.
+
+    Of a model with several cache groups a store has whole blocks: all objects that whoever computes one seals, so
+    states at every `keep` blocks alone. A window's old objects do not go before their blocks do."""
 
     def __init__(
         self,
@@ -105,18 +110,44 @@ class Node:
         self.clock = config.clock_of(name)
         self.ref = Ref(name, ADDRESS, incarnation)
         self.dead = False
-        self.block_bytes = config.block_tokens * spec.kv_bytes_per_token
-        self.shelf = SimulatedTier(name, spec.dram_tokens // config.block_tokens, config, loop, tell, incarnation)
+        block = config.block_tokens
+        objects = tuple((g, object_shard(g, block, itemsize).shard_bytes) for g, itemsize in spec.groups)
+        self.cost = CacheCost(block, spec.kv_bytes_per_token, objects)
+        self.block_bytes = self.cost.block
+        self._groups = [group for group, _ in objects]
+        self._masks: dict[bytes, int] | None = {} if objects else None
+        self._cuts: dict[int, int] = {}
+        self.shelf = SimulatedTier(name, spec.dram_tokens // block, config, loop, tell, incarnation, self._masks)
         self.store = self.shelf.store
         self.tx = Link(f"{name}.tx", spec.nic_bytes_per_s)
         self.rx = Link(f"{name}.rx", spec.nic_bytes_per_s)
         self.ssd: NodeStore | None = None
         if spec.ssd_tokens >= config.block_tokens:
             tier = store_name(name, Tier.SSD)
-            self._lower = SimulatedTier(tier, spec.ssd_tokens // config.block_tokens, config, loop, tell, incarnation)
+            self._lower = SimulatedTier(tier, spec.ssd_tokens // block, config, loop, tell, incarnation, self._masks)
             self.ssd = self._lower.store
             self.disk = Link(tier, spec.ssd_read_bytes_per_s)
             self.shelf.below = self._demote
+
+    def note(self, keys: Sequence[bytes], masks: bytes = b"") -> None:
+        """Notes that these blocks, of a prompt from its first on unless `masks` say what they have, may come here."""
+        if self._masks is not None:
+            told = masks or [written_mask(self._groups, block) for block in range(len(keys))]
+            for key, mask in zip(keys, told, strict=True):
+                self._masks[key] = self._masks.get(key, 0) | mask
+
+    def cut(self, blocks: int) -> int:
+        """Returns how many of so many leading blocks, which lie here, a prompt can go on behind."""
+        if not self._groups:
+            return blocks
+        found = self._cuts.get(blocks)
+        if found is None:
+            masks = [written_mask(self._groups, block) for block in range(blocks)]
+            held = [
+                sum(1 << block for block, mask in enumerate(masks) if mask >> g & 1) for g in range(len(self._groups))
+            ]
+            found = self._cuts[blocks] = longest_hit(self._groups, self.cost.block_tokens, blocks, held).blocks
+        return found
 
     def die(self) -> None:
         """Ends the node: it announces nothing more."""

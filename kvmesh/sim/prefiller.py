@@ -66,6 +66,7 @@ class Prefiller:
     def expect(self, life: Life, pull_after_s: float) -> None:
         """A placement named this instance: it joins the line, and pulls so long after that."""
         self.lives[life.handle] = life
+        self.node.note(life.request.keys)
         now = self._loop.now
         size_ns = round(life.placed.life.prefill_s * 1e9) if life.placed is not None else 0
         self.planner.waiting.add(life.handle, life.request.priority, int(now * 1e9), size_ns)
@@ -74,7 +75,7 @@ class Prefiller:
             self._loop.after(pull_after_s, lambda: self._begin_planned(life))
         else:
             self._begin_pull(life)
-        found = max(self.store.peek(self._usable(life)), life.planned_to)
+        found = max(self.node.cut(self.store.peek(self._usable(life))), life.planned_to)
         life.expected_rest = life.tokens - found * self._block
         self.pump()
 
@@ -87,8 +88,8 @@ class Prefiller:
         usable, can_come = self._usable(life), self._sources(life)
         for at, key in enumerate(usable):
             if not (can_come(at) or key in self._promised or key in self._pulling or self.store.holds(key)):
-                return at
-        return len(usable)
+                return self.node.cut(at)
+        return self.node.cut(len(usable))
 
     def _sources(self, life: Life) -> Callable[[int], bool]:
         """Whether a block can be fetched: its placement names it, or a lower tier of this node may be read for it."""
@@ -184,6 +185,7 @@ class Prefiller:
             if pull is not None and self._loop.now < pull.until_s:
                 self._join(life, pull)
                 return Wait.PULL
+        found = self.node.cut(found)
         if self._pays(life, found):
             found = life.planned_to
         life.expected_rest = life.tokens - found * self._block
@@ -198,7 +200,7 @@ class Prefiller:
         """See `prefill.handoff_table.HandoffTable.admit`. A pull that was planned for later begins now, or
         never."""
         life = self.lives[handle]
-        if life.planned_to and self._pays(life, self.store.peek(self._usable(life))):
+        if life.planned_to and self._pays(life, self.node.cut(self.store.peek(self._usable(life)))):
             self._begin_pull(life)
             if life.pulls:
                 return Wait.PULL
@@ -210,7 +212,7 @@ class Prefiller:
         life.pages = need
         life.planned_to = 0
         extents = self.store.hold(usable)
-        life.cached_blocks = life.promised_from = len(extents)
+        life.cached_blocks = life.promised_from = self.node.cut(len(extents))
         self.store.release(extents)  # loaded into pages
         self.store.release(life.pinned)
         life.pinned = []
@@ -396,7 +398,7 @@ class Prefiller:
 
     def alone_s(self, tokens: int, keys: tuple[bytes, ...]) -> float:
         """Seconds that a prompt takes here, as steps go now, behind what of it is in the store."""
-        cached = self.store.peek(keys[: (tokens - 1) // self._block]) * self._block
+        cached = self.node.cut(self.store.peek(keys[: (tokens - 1) // self._block])) * self._block
         return self._times_as_long() * self.node.spec.times.prefill_s([(tokens - cached, cached)])
 
     def _sample(self, life: Life) -> PrefillSample:

@@ -95,7 +95,7 @@ class Puller:
         if holder is not reader:
             path += [holder.tx, reader.rx]
         assert path, "a block in the reader's own memory is not pulled"
-        nbytes = len(found) * reader.block_bytes
+        nbytes = len(found) * reader.cost.objects(source.groups)
 
         def done() -> None:
             store.unlease(lease.lease_id)
@@ -164,8 +164,10 @@ class Pushes:
     def landing(self, life: Life, source: Node, target: Node, at_decode: int) -> None:
         """There is room at decode, where the prompt's first `at_decode` tokens lie already."""
         life.sent_to = at_decode
+        life.push_bytes = source.cost.handoff(life.tokens, at_decode // source.cost.block_tokens)
         life.bytes_per_token = source.spec.kv_bytes_per_token
-        life.push_bytes = (life.tokens - at_decode) * life.bytes_per_token
+        if source.cost.groups:  # evenly over what is computed, though a window's are those of the last tokens
+            life.bytes_per_token = life.push_bytes / max(1, life.tokens - at_decode)
         life.flow = self._links.open((source.tx, target.rx), lambda: self._done(life))
         self._feed(life)
 

@@ -295,7 +295,7 @@ def placement_out(placed: Placed) -> pb.Placement:
 def range_out(r: PullRange) -> pb_common.PullRange:
     holder = pb_common.InstanceRef(instance_id=r.instance_id, address=r.address, incarnation=r.incarnation)
     tier: Any = r.tier.value
-    return pb_common.PullRange(holder=holder, first_block=r.first_block, blocks=r.blocks, tier=tier)
+    return pb_common.PullRange(holder=holder, first_block=r.first_block, blocks=r.blocks, tier=tier, groups=r.groups)
 
 
 def decision_out(decision: Decision, now: float) -> pb.ExplainResponse:
@@ -309,6 +309,7 @@ def decision_out(decision: Decision, now: float) -> pb.ExplainResponse:
         prompt_tokens=max(0, decision.prompt_tokens),
         prompt_blocks=decision.prompt_blocks,
         best_prefix_blocks=decision.best_prefix_blocks,
+        short_groups=decision.short,
         candidates=[_candidate_out(decision, c) for c in decision.candidates],
         age_ms=_ms(max(0.0, now - decision.at)),
         kinds=[_kind_out(decision, kind) for kind in decision.kinds],

@@ -123,7 +123,7 @@ class Scheduling:
         self._ledger.expect_others(request.model, prefills, now)
         self._known.columns.keep_up()
         # Match the prefix: who holds how many leading blocks of the prompt, and who of them may be asked for them.
-        planner = self._planner(self._index.survey(request.keys), request, view)
+        planner = self._planner(self._survey(request, serving), request, view)
         # The cost of each candidate, the prefill and the decode instance: by the policy (policies/), which as a rule
         # leaves that to the least cost (placing/placement.py: `choose`); an SLO that nobody meets is found there.
         found = self.chooser.choose(request, prefills, decodes, LazyMapping(self._place), planner, scoring)
@@ -177,8 +177,10 @@ class Scheduling:
         """Records why the answer was given, for `kvmesh explain`, and returns the answer. `found` and `planner` are
         None where no instance was weighed."""
         if self._settings.max_explained:
-            best = planner.survey.reach(planner.anywhere) if planner is not None else 0
-            self._explain(request, answer, serving, found, best, scoring)
+            best, short = 0, tuple[str, ...]()
+            if planner is not None:
+                best, short = planner.survey.reach(planner.anywhere), planner.survey.short(planner.anywhere)
+            self._explain(request, answer, serving, found, best, short, scoring)
         return answer
 
     def _explain(
@@ -188,9 +190,11 @@ class Scheduling:
         serving: Selection,
         found: WeighedModes | None,
         best: int,
+        short: tuple[str, ...],
         scoring: ScoringContext,
     ) -> None:
-        """Keeps the explanation of an answer. `best` is the number of leading blocks that are held anywhere."""
+        """Keeps the explanation of an answer. `best` is the number of leading blocks that are held anywhere, `short`
+        the cache groups because of which it is no greater."""
         self._known.explanations.keep(
             explain.decided(
                 request,
@@ -201,6 +205,7 @@ class Scheduling:
                 scoring=scoring,
                 serving=len(serving),
                 best_prefix=best,
+                short=short,
                 expected=self._expected(answer) if isinstance(answer, Placed) else None,
             )
         )
@@ -222,7 +227,7 @@ class Scheduling:
         if prefills and decodes:
             return None
         if lonely := placement.able_alone(decodes):
-            planner = self._planner(self._index.survey(request.keys), request, decodes.view)
+            planner = self._planner(self._survey(request, serving), request, decodes.view)
             if placement.possible(request, prefills, lonely, LazyMapping(self._place), planner):
                 return None
         known = request.model in self._fleet.known_models
@@ -242,6 +247,9 @@ class Scheduling:
         instance = self._fleet.named(name)
         assert instance is not None, f"{name} is weighed and not registered"
         return self._index.place_of(instance.ref.life, instance.slot)
+
+    def _survey(self, request: Schedule, serving: Selection) -> PrefixSurvey:
+        return self._index.survey(request.keys, serving.first.model.cost, request.prompt_tokens)
 
     def _planner(self, survey: PrefixSurvey, request: Schedule, view: View) -> FetchPlanner:
         """Returns a fetch planner over the holders of these blocks that may be asked for them."""

@@ -170,7 +170,7 @@ class ConductorState:
         return self._columns.view(now, self.why_not, self._breakers.tripped)
 
     def _tier_views(self, i: Instance, now: float) -> tuple[TierView, ...]:
-        indexed, block_bytes = self._index.counts(i.ref.life), i.model.block_tokens * i.model.kv_bytes_per_token
+        indexed, block_bytes = self._index.counts(i.ref.life), i.model.cost.block
         return tuple(
             TierView(use, indexed.get(use.tier, 0), self._tiers.seconds(i.ref.life, use.tier, block_bytes, now))
             for use in i.tiers

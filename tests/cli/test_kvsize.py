@@ -11,6 +11,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvmesh.cli.app import app
+from kvmesh.cli.kvsize import compared
+from kvmesh.sim.hardware.shapes import from_config, shape_of
 from tests.support.paths import ROOT
 
 Invoke = Callable[..., Result]
@@ -217,7 +219,7 @@ def test_a_trillion_parameters_in_int4_fit_one_node(invoke: Invoke) -> None:
     tp, dcp, dp = (room["int4", spread] for spread in ("tp", "dcp", "dp"))
     assert dcp["tokens"] == 8 * tp["tokens"] > 0  # the latent lies at each of 8 ranks, or once
     assert dp["tokens"] == 8 * dp["longest"] and 0 < dp["longest"] < tp["tokens"]  # attention's weights lie at each
-    assert tp["tokens"] == int((141 * 2**30 * 0.9 - tp["weight_bytes"]) / 70_272)
+    assert tp["tokens"] == int((139 * 2**30 * 0.9 - tp["weight_bytes"]) / 70_272)
     assert {room["bf16", spread]["why_not"] for spread in ("tp", "dcp", "dp")} == {"the weights do not fit"}
     shown = rows(invoke("kimi-k2", "--gpu", "h200", "--gpus", 8))
     assert shown["8 x h200, TP8, int4 weights"].startswith(f"{tp['tokens']:,} tokens; ")
@@ -234,3 +236,59 @@ def test_heads_that_are_fewer_than_ranks_lie_there_twice(published: Callable[...
 def test_a_node_that_cannot_be_is_refused(invoke: Invoke, args: list[object], why: str) -> None:
     result = invoke("deepseek-v3", *args)
     assert result.exit_code and why in result.output
+
+
+# ── against a block of every layer for every token ──────────────────────────────────────────────────
+
+GIB = 1 << 30
+PRESETS_OF = {"gemma3-27b": "gemma-3-27b", "gpt-oss-20b": "gpt-oss-20b", "qwen3-next-80b-a3b": "qwen3-next-80b-a3b"}
+
+
+def by_hand(model: str, context: int) -> tuple[int, int]:
+    """Bytes of a running request in bf16 with blocks of 64: by groups, and with every layer's keys and values."""
+    blocks = context // 64 + 1  # the one begun is there
+    if model == "gemma3-27b":  # 10 layers see all, 52 the last 1,024: 15 full blocks, the one begun, and one in part
+        layer = 2 * 16 * 128 * 2 * 64
+        return 10 * layer * blocks + 52 * layer * 17, 62 * layer * blocks
+    if model == "gpt-oss-20b":  # 12 of 24 see the last 128
+        layer = 2 * 8 * 64 * 2 * 64
+        return 12 * layer * blocks + 12 * layer * 3, 24 * layer * blocks
+    if model == "deepseek-v3":  # 576 numbers, or 128 heads of 192 + 128
+        return 61 * 576 * 2 * 64 * blocks, 61 * 128 * (192 + 128) * 2 * 64 * blocks
+    layer = (
+        2 * 2 * 256 * 2 * 64
+    )  # Qwen3-Next: 12 of 48 keep all; a state is 32 x 128 x 128 in float32, 3 inputs of 8,192
+    return 12 * layer * blocks + 2 * 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2), 48 * layer * blocks
+
+
+@pytest.mark.parametrize("model", ["gemma3-27b", "gpt-oss-20b", "deepseek-v3", "qwen3-next-80b-a3b"])
+def test_groups_against_a_block_of_every_layer(invoke: Invoke, model: str) -> None:
+    told = json.loads(invoke(model, "--compare", "--json").stdout)["compared"]
+    assert [one["context"] for one in told] == [4096, 32_768, 131_072]
+    for one in told:
+        here, there = by_hand(model, one["context"])
+        assert (one["row_bytes"], one["row_bytes_in_every_layer"]) == (here, there)
+        assert one["tokens_per_gib"] == GIB * one["context"] // here
+        assert one["tokens_per_gib_in_every_layer"] == GIB * one["context"] // there
+    shown = rows(invoke(model, "--compare"))["tokens in a GiB, in requests of 128k"]
+    assert shown.startswith(f"{told[-1]['tokens_per_gib']:,}, ")
+
+
+def test_the_report_has_what_the_command_says() -> None:
+    """docs/reports/memory.md is not older than the code."""
+    page = (ROOT / "docs" / "reports" / "memory.md").read_text(encoding="utf-8")
+    found = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("|")
+    ]
+    told = {(row[0], row[1]): row[2:5] for row in found if row[0].strip("`") in (*PRESETS_OF, "deepseek-v3")}
+    for model in (*PRESETS_OF, "deepseek-v3"):
+        for one in compared(shape_of(model), "bf16", 64):
+            here, there = one["tokens_per_gib"], one["tokens_per_gib_in_every_layer"]
+            wanted = [f"{here:,}", f"{there:,}", f"{one['row_bytes_in_every_layer'] / one['row_bytes']:.2f}"]
+            assert told.pop((f"`{model}`", f"{one['context'] // 1024}k")) == wanted
+    assert not told
+
+
+@pytest.mark.parametrize("preset", PRESETS_OF)
+def test_a_preset_keeps_what_its_published_config_says(preset: str) -> None:
+    assert shape_of(preset).groups == from_config(PUBLISHED[PRESETS_OF[preset]], preset).groups

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvmesh.engine.config import ExpertsConfig, ModelConfig
+from kvmesh.engine.config_delta import DeltaConfig
 from kvmesh.engine.config_latent import LatentConfig
 from kvmesh.engine.work import FunctionWork, StepShape, attended, seen, summed, work_of
 
@@ -76,6 +77,32 @@ def test_latent_attention_by_hand() -> None:
         activations=3 * 2 * 4 * 8 * 2,
         products=2 * 3 * (10 * 2 * (8 + 6) + 18 * 2 * (3 + 2 + 4)),
     )
+
+
+def test_linear_layers_by_hand() -> None:
+    """Layers 0 and 2 of three are gated DeltaNets: one key head of 3, two value heads of 5, a convolution 4 wide."""
+    own = replace(CONFIG, delta=DeltaConfig((0, 2), key_heads=1, value_heads=2, key_dim=3, value_dim=5, kernel=4))
+    found = work_of(own, BF16, SHAPE)
+    # Channels 3 + 3 + 10; with gates of the answer and decay and rate of each head 16 + 10 + 4 = 30 columns, and the
+    # output's 10 x 8. The layer that attends has a gate beside each query: 192 + 8 x 8.
+    linear, attends = 8 * 30 + 10 * 8, 8 * (8 + 8 + 8) + 8 * 8
+    assert found["projections"] == FunctionWork(
+        weights=(2 * linear + attends) * 2,
+        activations=4 * (3 * 2 * 8 + 2 * (30 + 10) + (24 + 8)) * 2,
+        products=2 * 4 * (2 * linear + attends),
+    )
+    # Two requests, the row's and the chunk's: 2 x 3 x 5 numbers in float32 and three inputs of 16 channels, each layer.
+    states = 2 * 2 * (30 * 4 + 3 * 16 * 2)
+    assert found["write"] == FunctionWork(kv_written=4 * 8 * 2 + states, activations=4 * 8 * 2)
+    # One layer attends: 28 pairs, KV of 17 tokens. Linear ones: three multiply-adds a number and the filters, a token.
+    assert found["attention"] == FunctionWork(
+        weights=2 * 16 * 4 * 4,
+        kv_read=17 * 8 * 2 + states,
+        activations=4 * (2 * 8 + 2 * (16 + 10)) * 2,
+        products=2 * (16 * 28 + 4 * 2 * (3 * 30 + 16 * 4)),
+    )
+    assert found["rotary"] == FunctionWork(activations=2 * 4 * 12 * 2)
+    assert found["mlp"] == work_of(CONFIG, BF16, SHAPE)["mlp"]
 
 
 def test_nothing_sampled_needs_no_head() -> None:

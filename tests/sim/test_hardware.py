@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from kvmesh.errors import ConfigError
 from kvmesh.sim.hardware.hardware import GIB, HARDWARE, changed, hardware
 from kvmesh.sim.hardware.shapes import shape_of
 from kvmesh.sim.hardware.times import node_spec
+from tests.support.paths import ROOT
 
 
 def test_every_preset_names_its_source_and_is_found_by_name() -> None:
@@ -16,6 +19,16 @@ def test_every_preset_names_its_source_and_is_found_by_name() -> None:
         assert hardware(name.upper()) is gpu and gpu.source
     with pytest.raises(ConfigError, match="gpu='b300': choose one of a100"):
         hardware("b300")
+
+
+def test_memory_is_what_a_gpu_tells_of_not_decimal_gigabytes() -> None:
+    """An H200 of "141 GB" told CUDA of 139 whole GiB; 141e9 bytes would be 131, and all of 141 GiB it never told."""
+    told = json.loads((ROOT / "benchmarks" / "results" / "gpu-h200.json").read_text(encoding="utf-8"))
+    (line,) = [line for line in told["after"]["environment"]["lines"] if "NVIDIA H200" in line]
+    (measured,) = [int(part.removesuffix(" GiB")) for part in line.split(", ") if part.endswith(" GiB")]
+    assert measured * GIB <= hardware("h200").memory_bytes < (measured + 1) * GIB
+    for one in HARDWARE.values():
+        assert one.memory_bytes % GIB == 0, f"{one.name}: whole GiB, as datasheets count"
 
 
 def test_the_papers_node() -> None:
@@ -40,7 +53,7 @@ def test_a_latent_on_every_rank_takes_room_on_every_rank() -> None:
     """MLA: eight ranks keep eight copies in device memory, the store one."""
     shape = shape_of("deepseek-v3")
     spec = node_spec(hardware("h200"), 8, shape, weight_dtype="fp8")
-    free = 141 * GIB * 0.9 - shape.params / 8
+    free = 139 * GIB * 0.9 - shape.params / 8
     assert spec.kv_tokens == int(free // 70_272)
     assert spec.dram_tokens == int(1024 * GIB // 70_272)
 

@@ -48,6 +48,7 @@ def test_kv_of_a_token(model: str, bytes_per_token: int) -> None:
         ("llama3-8b", 8.03, 8.03), ("llama3-70b", 70.6, 70.6), ("llama3-405b", 406, 406),
         ("mixtral-8x7b", 46.7, 12.9), ("mixtral-8x22b", 141, 39), ("qwen3-30b-a3b", 30.5, 3.3),
         ("qwen3-235b-a22b", 235, 22), ("deepseek-v3", 671, 37), ("kimi-k2", 1026, 32), ("gemma2-9b", 9.24, 9.24),
+        ("gemma3-27b", 27.0, 27.0), ("gpt-oss-20b", 20.9, 4.2), ("qwen3-next-80b-a3b", 79.7, 3.87),
     ],
 )  # fmt: skip
 def test_parameters_are_those_that_the_models_are_named_by(model: str, billions: float, active: float) -> None:
@@ -118,6 +119,21 @@ def test_sliding_windows_are_counted_by_layer() -> None:
     unused = from_config({**LLAMA, "sliding_window": 4096, "use_sliding_window": False}, "m")
     assert unused.window_layers == 0
     assert shape_of("gemma2-9b").window_layers == 21
+
+
+def test_a_linear_layer_has_matrices_and_states_of_its_own() -> None:
+    """Qwen3-Next by hand: 12 layers attend, with a gate beside each query, 36 are linear."""
+    shape = shape_of("qwen3-next-80b-a3b")
+    attends = 2048 * 256 * (2 * 16 + 2 * 2 + 16)  # queries and gates, keys and values, output
+    channels = 2 * 16 * 128 + 32 * 128
+    linear = 2048 * (channels + 32 * 128) + 2048 * 2 * 32 + 4 * channels + 32 * 128 * 2048
+    assert shape.attention_params == 12 * attends + 36 * linear
+    assert shape.delta_numbers == 36 * 32 * 128 * 128
+    assert shape.state_bytes() == 36 * (32 * 128 * 128 * 4 + 3 * channels * 2)
+    assert shape.state_bytes("fp8") == 36 * (32 * 128 * 128 * 4 + 3 * channels)  # the states stay float32
+    assert shape_of("llama3-8b").delta_numbers == shape_of("gemma3-27b").state_bytes() == 0
+    with pytest.raises(ConfigError, match="linear_num_value_heads=33: must be a multiple of linear_num_key_heads=16"):
+        from_config({**PRESETS["qwen3-next-80b-a3b"], "linear_num_value_heads": 33}, "m")
 
 
 def test_the_text_model_of_several_is_meant_and_other_names_are_known() -> None:

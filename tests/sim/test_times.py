@@ -90,6 +90,22 @@ def test_windows_spare_time() -> None:
     assert node.decode_s(1, 100_000) - node.decode_s(1, 0) < 0.6 * 100_000 * 344_064 / (2.039e12 * 0.75)
 
 
+def test_states_are_read_and_written_once_a_row_whatever_its_context() -> None:
+    """Qwen3-Next on two H200 by hand: 36 linear layers, 12 that read their context."""
+    shape = shape_of("qwen3-next-80b-a3b")
+    node = Roofline(hardware("h200"), 2, shape)
+    read, attend = 2 * 4.8e12 * 0.75, 2 * 989e12 * 0.5
+    state = 2 * 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2) / read
+    rows_s = node._rows_s(7, 0)
+    assert rows_s == pytest.approx(7 * state, rel=1e-9)
+    assert node._rows_s(7, 70_000) - rows_s == pytest.approx(70_000 * 12 * 2 * 2 * 256 * 2 / read, rel=1e-9)
+    # A prompt: pairs of 12 layers, and three multiply-adds for each number of 36 layers' states.
+    for n in (8192, 4096):
+        pairs_s = 12 * 2 * 16 * 512 * n * (n + 1) / 2 / attend
+        delta_s = 6 * 36 * 32 * 128 * 128 * n / attend
+        assert node.prefill_s([(n, 0)]) == pytest.approx(node._fixed_s(n, 1) + pairs_s + delta_s, rel=1e-9)
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 20_000), st.integers(0, 100_000), st.integers(1, 2_000))
 def test_more_work_never_takes_less(computed: int, cached: int, more: int) -> None:

@@ -168,6 +168,7 @@ def node_of(options: Options) -> NodeSpec:
         shape_of(options.model),
         weight_dtype=options.weight_dtype,
         kv_dtype=options.kv_dtype,
+        block_tokens=options.block_tokens,
     )
     for name in ("kv_tokens", "dram_tokens"):
         if (tokens := getattr(options, name)) is not None:

@@ -1302,6 +1302,7 @@ class ExplainResponse(_message.Message):
     SCREENED_FIELD_NUMBER: _builtins.int
     TTFT_FIELD_NUMBER: _builtins.int
     TBT_FIELD_NUMBER: _builtins.int
+    SHORT_GROUPS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     model: _builtins.str
@@ -1340,6 +1341,10 @@ class ExplainResponse(_message.Message):
 
     @_builtins.property
     def tbt(self) -> Global___PredictedRange: ...
+    @_builtins.property
+    def short_groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """cache groups that lack something of a longer prefix than best_prefix_blocks"""
+
     def __init__(
         self,
         *,
@@ -1362,10 +1367,11 @@ class ExplainResponse(_message.Message):
         screened: _builtins.int = ...,
         ttft: Global___PredictedRange | None = ...,
         tbt: Global___PredictedRange | None = ...,
+        short_groups: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "placement", b"placement", "tbt", b"tbt", "ttft", b"ttft"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "attempt", b"attempt", "best_prefix_blocks", b"best_prefix_blocks", "cached_tokens", b"cached_tokens", "candidates", b"candidates", "ended", b"ended", "kinds", b"kinds", "message", b"message", "model", b"model", "outcome", b"outcome", "placement", b"placement", "prefill_ms", b"prefill_ms", "prompt_blocks", b"prompt_blocks", "prompt_tokens", b"prompt_tokens", "reported", b"reported", "request_id", b"request_id", "screened", b"screened", "tbt", b"tbt", "ttft", b"ttft"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "attempt", b"attempt", "best_prefix_blocks", b"best_prefix_blocks", "cached_tokens", b"cached_tokens", "candidates", b"candidates", "ended", b"ended", "kinds", b"kinds", "message", b"message", "model", b"model", "outcome", b"outcome", "placement", b"placement", "prefill_ms", b"prefill_ms", "prompt_blocks", b"prompt_blocks", "prompt_tokens", b"prompt_tokens", "reported", b"reported", "request_id", b"request_id", "screened", b"screened", "short_groups", b"short_groups", "tbt", b"tbt", "ttft", b"ttft"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

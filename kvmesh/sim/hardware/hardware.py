@@ -63,7 +63,9 @@ GPUS_OF_A_NODE = 8
 
 
 def _gpu(name: str, tflops: float, gib: float, gb_s: float, link: float, pcie: int, nics: float, said: str) -> Hardware:
-    """`link`: datasheet GB/s, both ways together; `pcie`: its generation, 16 lanes; `nics`: Gb/s of a node."""
+    """`gib`: memory. What datasheets call GB of it are 2^30 bytes, a little less than that for a process: an H200 of
+    "141 GB" tells CUDA of 139 GiB (benchmarks/results/gpu-h200.json), while 141e9 bytes would be 131. `link`: datasheet
+    GB/s, both ways together; `pcie`: its generation, 16 lanes; `nics`: Gb/s of a node."""
     host = {4: 32, 5: 64}[pcie] * GIGA
     return Hardware(name, tflops * TERA, gib * GIB, gb_s * GIGA, link / 2 * GIGA, host, nics * GIGABIT, said)
 
@@ -76,7 +78,7 @@ HARDWARE = {
         _gpu("h100", 989, 80, 3350, 900, 5, 8 * 400, "NVIDIA H100 SXM datasheet (2023); DGX H100: 8 x 400 Gb/s"),
         _gpu("h800", 989, 80, 3350, 400, 5, 8 * 400, "as H100, NVLink 400 GB/s; NICs: Mooncake's 8 x 400 Gb/s"),
         _gpu("h20", 148, 96, 4000, 900, 5, 8 * 400, "NVIDIA H20 datasheet (2023); NICs as in HGX H100"),
-        _gpu("h200", 989, 141, 4800, 900, 5, 8 * 400, "NVIDIA H200 SXM datasheet (2024); NICs as in HGX H100"),
+        _gpu("h200", 989, 139, 4800, 900, 5, 8 * 400, "NVIDIA H200 datasheet (2024), memory measured; NICs as H100"),
         _gpu("l20", 119.5, 48, 864, 64, 4, 2 * 200, "NVIDIA L20 datasheet (2023), no NVLink; NICs: assumed"),
     )
 }  # fmt: skip

@@ -50,7 +50,7 @@ def _room(
 ) -> NodeRoom:
     weights = weight_bytes(shape, kind, gpus, spread == "dp")
     try:
-        of_token = _token_bytes(shape, gpus if spread == "tp" else 1, dtype, block_tokens)
+        of_token = token_bytes(shape, gpus if spread == "tp" else 1, dtype, block_tokens)
     except ConfigError as error:
         return NodeRoom(kind, spread, weights, 0, 0, error.message)
     free = gpu.memory_bytes * gpu.efficiency.device_memory - weights
@@ -72,7 +72,7 @@ def weight_bytes(shape: ModelShape, kind: str, gpus: int, own_rows: bool) -> flo
     return experts * WEIGHTS[kind] / gpus + (everywhere if own_rows else everywhere / gpus)
 
 
-def _token_bytes(shape: ModelShape, tp: int, dtype: str, block_tokens: int) -> float:
+def token_bytes(shape: ModelShape, tp: int, dtype: str, block_tokens: int) -> float:
     """Returns the bytes of one token at one of `tp` ranks that deal out heads; of a token among ROW_TOKENS where the
     model does not keep all of every token."""
     if is_single(shape.groups):

@@ -16,6 +16,7 @@ from kvmesh.kvcache.cache_groups import (
 
 # Kinds of layers as `layer_types` of config.json names them.
 FULL, SLIDING, CHUNKED, LINEAR = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
+DELTA, CONVOLUTION = "delta", "convolution"  # groups of a gated DeltaNet, as the engine names them
 
 
 def groups_of(

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kvmesh.errors import ConfigError
-from kvmesh.kvcache.cache_groups import CacheGroup, CacheLayout
-from kvmesh.sim.hardware.shape_groups import CHUNKED, FULL, LINEAR, SLIDING, groups_of
+from kvmesh.kvcache.cache_groups import CacheGroup, CacheKind, CacheLayout, object_shard
+from kvmesh.sim.hardware.shape_groups import CHUNKED, CONVOLUTION, DELTA, FULL, LINEAR, SLIDING, groups_of
 
 # Shapes of well-known models: the fields of their published config.json (Hugging Face) that say what they cost.
 
@@ -92,6 +92,28 @@ PRESETS: dict[str, dict[str, Any]] = {
         "multi_query": True,
         "vocab_size": 65_024,
         "tie_word_embeddings": True,
+    },
+    "gemma3-27b": {
+        **_dense(62, 5376, 32, 16, 21504, 262_208, tied=True),
+        "model_type": "gemma3_text",
+        "sliding_window": 1024,
+    },
+    "gpt-oss-20b": {
+        **_sparse(_dense(24, 2880, 64, 8, 2880, 201_088, head_dim=64), 32, 4, 2880),
+        "model_type": "gpt_oss",
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+    },
+    "qwen3-next-80b-a3b": {
+        **_sparse(_dense(48, 2048, 16, 2, 5120, QWEN3, head_dim=256), 512, 10, 512),
+        "model_type": "qwen3_next",
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "shared_expert_intermediate_size": 512,
     },
     "deepseek-v3": _deepseek(heads=128, experts=256, first_dense=3, vocab=129_280),
     "kimi-k2": _deepseek(heads=64, experts=384, first_dense=1, vocab=163_840),
@@ -199,17 +221,44 @@ class Fields:
         full = self.number("max_window_layers", 0) if self.family.startswith("qwen") else 0
         return [FULL if layer < full else SLIDING for layer in range(layers)]
 
-    def states(self) -> dict[str, CacheLayout]:
-        """Returns what a linear layer (a gated DeltaNet) keeps, by name: its state in float32 and the last inputs of
-        its convolution. Empty where config.json does not say."""
+    def delta_net(self) -> DeltaShape | None:
+        """Returns the heads of the linear layers (gated DeltaNets); None where config.json does not say."""
         values = self.number("linear_num_value_heads", 0)
         if not values:
-            return {}
-        keys, key_dim = self.count("linear_num_key_heads"), self.count("linear_key_head_dim")
-        value_dim, taps = self.count("linear_value_head_dim"), self.count("linear_conv_kernel_dim")
-        found = {"state": CacheLayout(1, values, key_dim * value_dim, "float32")}
-        if taps > 1:
-            found["conv"] = CacheLayout(taps - 1, 1, 2 * keys * key_dim + values * value_dim)
+            return None
+        keys, taps = self.count("linear_num_key_heads"), self.count("linear_conv_kernel_dim")
+        if values % keys:
+            raise self._bad("linear_num_value_heads", values, f"must be a multiple of linear_num_key_heads={keys}")
+        return DeltaShape(keys, values, self.count("linear_key_head_dim"), self.count("linear_value_head_dim"), taps)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaShape:
+    """The heads of one gated DeltaNet, and how many tokens its convolution is wide."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+    @property
+    def channels(self) -> int:
+        """Queries, keys and values of all heads, which the convolution runs over."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def params(self, hidden: int) -> int:
+        """Returns the parameters of one layer: what makes channels, gates of the answer and two numbers a value head
+        (decay and rate), the convolution, and the output."""
+        answers = self.value_heads * self.value_dim
+        return hidden * (self.channels + answers + 2 * self.value_heads + answers) + self.channels * self.taps
+
+    def states(self) -> dict[str, CacheLayout]:
+        """Returns what one layer keeps, by the group's name: the delta rule's state in float32, and the last inputs of
+        its convolution."""
+        found = {DELTA: CacheLayout(1, self.value_heads, self.key_dim * self.value_dim, "float32")}
+        if self.taps > 1:
+            found[CONVOLUTION] = CacheLayout(self.taps - 1, self.key_heads, self.channels // self.key_heads)
         return found
 
 
@@ -279,6 +328,22 @@ class ModelShape:
     # ── KV ───────────────────────────────────────────────────────────────────────────────────────
 
     @property
+    def delta_numbers(self) -> int:
+        """Numbers of all layers' states that the delta rule reads and changes for each token."""
+        return sum(len(g.layers) * g.layout.heads * g.layout.dim for g in self.groups if g.name == DELTA)
+
+    def state_bytes(self, dtype: str = "bf16") -> int:
+        """Returns the bytes of one request's states in all layers, those of convolutions included."""
+        states = [group for group in self.groups if group.kind is CacheKind.STATE]
+        return sum(object_shard(g, 1, itemsize(g.layout.dtype or dtype)).shard_bytes for g in states)
+
+    @property
+    def full_heads_per_token(self) -> int:
+        """Numbers that one token would have in every layer if each kept keys and values of all its KV heads: of MLA,
+        what is made of the latent."""
+        return self.layers * self.kv_heads * (self.head_dim + self.value_dim)
+
+    @property
     def kv_values_per_token(self) -> int:
         """Numbers kept for one token."""
         if self.mla:
@@ -344,7 +409,10 @@ def from_config(raw: Mapping[str, Any], name: str) -> ModelShape:
         head_dim = value = told.number("head_dim", 0) or told.divided(hidden, heads)
         kv_heads = told.kv_heads(heads)
         attention = hidden * (heads + kv_heads) * head_dim * 2
+        if told.family.startswith("qwen3_next"):  # a gate beside each query
+            attention += hidden * heads * head_dim
     kinds, window, chunk = told.layer_kinds(layers)
+    linear, delta = kinds.count(LINEAR), told.delta_net()
     layout = CacheLayout(1, 1, lora + rope) if lora else CacheLayout(2, kv_heads, head_dim)
     dense, expert = _feed_forward(told, layers, hidden)
     return ModelShape(
@@ -355,17 +423,24 @@ def from_config(raw: Mapping[str, Any], name: str) -> ModelShape:
         kv_heads=kv_heads,
         head_dim=head_dim,
         vocab=told.number("vocab_size", 0) or _vocabulary(told),
-        attention_params=layers * attention,
+        attention_params=(layers - linear) * attention + linear * (delta.params(hidden) if delta else attention),
         dense_params=dense,
         **expert,
         tied=told.flag("tie_word_embeddings", told.family in ("gemma2", "gemma3_text", "gemma3", "gemma")),
-        kv_layers=layers - kinds.count(LINEAR),
+        kv_layers=layers - linear,
         window_layers=kinds.count(SLIDING),
         window=window,
         kv_lora_rank=lora,
         rope_dim=rope,
         value_dim=value,
-        groups=groups_of(kinds, window, chunk, layout, told.states(), told.number("index_head_dim", 0) if lora else 0),
+        groups=groups_of(
+            kinds,
+            window,
+            chunk,
+            layout,
+            delta.states() if delta else {},
+            told.number("index_head_dim", 0) if lora else 0,
+        ),
     )
 
 

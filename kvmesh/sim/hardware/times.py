@@ -3,7 +3,9 @@
 Roofline: each kind of kernel is bound by arithmetic or by memory, whichever takes longer, and the kinds add up:
 
     linear      max(2 x parameters x tokens / FLOP/s, weights / bytes/s)     weights once a step, whatever it computes
-    attention   max(FLOPs of all (query, key) pairs / FLOP/s, KV read / bytes/s), rows and prompts apart
+    attention   max(FLOPs of all (query, key) pairs / FLOP/s, KV read / bytes/s), rows and prompts apart; a linear
+                layer has no pairs: its state is read and written once a row or piece, whatever their context, and each
+                of its numbers takes three multiply-adds a token (what the key finds, what is put there, the answer)
     all-reduce  two a layer: 2 (n-1)/n x tokens x hidden x bytes over the GPUs' links, and a latency each
     overhead    a constant of a step
 
@@ -18,8 +20,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvmesh.errors import ConfigError
+from kvmesh.kvcache.cache_groups import CacheGroup, is_single, object_shard
+from kvmesh.services.conductor.costs.cache_cost import CacheCost
 from kvmesh.services.conductor.costs.file import Costs
 from kvmesh.sim.hardware.hardware import GPUS_OF_A_NODE, Hardware
+from kvmesh.sim.hardware.node_room import token_bytes
 from kvmesh.sim.hardware.shapes import ModelShape, itemsize
 
 Pieces = Sequence[tuple[int, int]]
@@ -49,6 +54,7 @@ class NodeSpec:
     nic_bytes_per_s: float  # each way
     ssd_read_bytes_per_s: float
     kv_bytes_per_token: int
+    groups: tuple[tuple[CacheGroup, int], ...] = ()  # with bytes of a value; (): one group that keeps all
 
 
 def attended(computed: int, cached: int) -> float:
@@ -83,6 +89,8 @@ class Roofline:
         row_pair_s = _row_pair_flops(shape) / (gpus * hardware.flops * reached.attention)
         self._row_s = max(row_pair_s, self.kv_rank_bytes / shape.kv_layers * self._read_s)  # a layer and context token
         self._context_s = self.kv_rank_bytes * self._read_s  # reading one cached token
+        self._delta_s = 6.0 * shape.delta_numbers / (gpus * hardware.flops * reached.attention)  # a token
+        self._state_s = 2 * shape.state_bytes(kv_dtype) / gpus * self._read_s  # a row, or a piece of a prompt
         reduces = 2 * shape.layers if gpus > 1 else 0
         self._reduce_s = reduces * reached.all_reduce_s
         moved = 2 * (gpus - 1) / gpus * shape.hidden * 2  # activations are bf16
@@ -105,6 +113,9 @@ class Roofline:
             if self._window_pair_s:
                 pairs_s += self._window_pair_s * attended_within(self.shape.window, computed, cached)
             read_s += self._context_s * (cached + computed)
+            if self._state_s:
+                pairs_s += self._delta_s * computed
+                read_s += self._state_s
         rows_s = self._rows_s(batch, context_tokens) if batch else 0.0
         return self._fixed_s(tokens + batch, len(pieces) + batch) + max(pairs_s, read_s) + rows_s
 
@@ -121,7 +132,7 @@ class Roofline:
         seen = context_tokens * (shape.kv_layers - shape.window_layers)
         if shape.window_layers:
             seen += min(context_tokens, float(batch * shape.window)) * shape.window_layers
-        return self._row_s * seen
+        return self._row_s * seen + batch * max(self._delta_s, self._state_s)
 
 
 def _pair_flops(shape: ModelShape) -> float:
@@ -153,28 +164,37 @@ def node_spec(
     weight_dtype: str = "bf16",
     kv_dtype: str = "bf16",
     times: Times | None = None,
+    block_tokens: int = 512,
 ) -> NodeSpec:
     """An instance over `gpus` GPUs with its share of the node's memory, disks and NICs; `times`: measured ones instead
-    of the roofline's. ConfigError: the weights do not fit."""
+    of the roofline's. Where the model keeps several cache groups, device memory holds tokens of running requests as
+    `node_room` counts them, and stores hold full blocks of `block_tokens`. ConfigError: the weights do not fit."""
     if gpus < 1:
         raise ConfigError(f"gpus={gpus}: must be at least 1", field="gpus")
     roofline = Roofline(hardware, gpus, shape, weight_dtype=weight_dtype, kv_dtype=kv_dtype)
     room = hardware.memory_bytes * hardware.efficiency.device_memory - roofline.weight_bytes / gpus
-    kv_tokens = int(room // roofline.kv_rank_bytes)
+    single = is_single(shape.groups)
+    of_token = roofline.kv_rank_bytes if single else token_bytes(shape, gpus, kv_dtype, block_tokens)
+    kv_tokens = int(room // of_token)
     if kv_tokens < 1:
         need, have = roofline.weight_bytes / 2**30, gpus * hardware.memory_bytes / 2**30
         why = f"the weights ({need:,.0f} GiB in {weight_dtype}) do not fit {gpus} x {hardware.name} ({have:,.0f} GiB)"
         raise ConfigError(f"model={shape.name!r}: {why}; more GPUs, or --weight-dtype fp8", field="model")
     share = gpus / GPUS_OF_A_NODE
-    kv_bytes = shape.kv_bytes_per_token(kv_dtype)
+    kv_bytes = stored = shape.kv_bytes_per_token(kv_dtype)
+    groups = () if single else tuple((g, itemsize(g.layout.dtype or kv_dtype)) for g in shape.groups)
+    if groups:
+        objects = tuple((g, object_shard(g, block_tokens, size).shard_bytes) for g, size in groups)
+        stored = -(-CacheCost(block_tokens, kv_bytes, objects).block // block_tokens)
     return NodeSpec(
         times=times or roofline,
         kv_tokens=kv_tokens,
-        dram_tokens=int(hardware.node_dram_bytes * share // kv_bytes),
-        ssd_tokens=int(hardware.node_ssd_bytes * share // kv_bytes),
+        dram_tokens=int(hardware.node_dram_bytes * share // stored),
+        ssd_tokens=int(hardware.node_ssd_bytes * share // stored),
         nic_bytes_per_s=hardware.node_nic_bytes_per_s * share * hardware.efficiency.network,
         ssd_read_bytes_per_s=hardware.node_ssd_bytes_per_s * share,
         kv_bytes_per_token=kv_bytes,
+        groups=groups,
     )
 
 

@@ -177,8 +177,9 @@ class Replication:
 
     def _orders(self, hot: Hot, leaving: Mapping[Life, Instance], moment: ReplicationContext) -> Iterable[Replicate]:
         keys, field = hot.keys, self._field
-        survey = moment.index.survey(keys)
-        whole, coming = _everywhere(survey, len(keys))
+        model = next((one[3].model for one in field.idlest(hot.model)), None)
+        survey = moment.index.survey(keys, model.cost if model is not None else None)
+        whole, coming = survey.everywhere(len(keys))
         slots = bits(whole & field.mask)
         holders = [field.by_slot[slot] for slot in slots[:MAX_LISTED]]
         bound = {f.order.target.life for f in self._flights.values() if keys[-1] in f.brings}
@@ -194,7 +195,9 @@ class Replication:
         if source is None:
             return
         for target, depth in self._targets(hot, survey, chain([first], others), source, moment)[: want - have]:
-            order = self._order(keys, source, target, depth, f"{why}; {have} have it, {want} wanted", moment.now)
+            order = self._order(
+                keys, survey, source, target, depth, f"{why}; {have} have it, {want} wanted", moment.now
+            )
             if order is not None:
                 yield order
 
@@ -227,7 +230,14 @@ class Replication:
         return sorted(found, key=lambda one: (-one[1], one[0].node_id == source.node_id))
 
     def _order(
-        self, keys: Keys, source: _Source, target: Instance, depth: int, why: str, now: float
+        self,
+        keys: Keys,
+        survey: PrefixSurvey,
+        source: _Source,
+        target: Instance,
+        depth: int,
+        why: str,
+        now: float,
     ) -> Replicate | None:
         """Returns an order within the limits, or None when they leave no room."""
         under_way = [f for f in self._flights.values() if not f.done]
@@ -235,9 +245,10 @@ class Replication:
             return None
         cost = target.model.cost
         end = cost.longest(depth, source.depth, self._settings.copy_bytes - sum(f.nbytes for f in under_way))
+        end = survey.usable(source.place, end)
         if end <= depth:
             return None
-        groups = cost.masks(depth, end)  # what a hit at its end needs
+        groups = survey.there(source.place, depth, cost.masks(depth, end))  # what a hit at its end needs
         some = tuple(key for at, key in enumerate(keys[depth:end]) if not groups or groups[at])
         order = Replicate(some, source.ref, target.ref, why, self._number(), bytes(mask for mask in groups if mask))
         nbytes = cost.prefix(depth, end)
@@ -270,21 +281,11 @@ def _wanted(
     return want, why
 
 
-def _everywhere(survey: PrefixSurvey, blocks: int) -> tuple[int, int]:
-    """Returns the slots of stores that hold all of the chain, and the pending slots to which all of it is coming."""
-    if not survey.runs or survey.runs[-1].end < blocks:
-        return 0, 0
-    whole = coming = -1
-    for run in survey.runs:
-        whole &= run.sealed
-        coming &= run.coming
-    return whole, coming
-
-
 @dataclass(frozen=True, slots=True)
 class _Source:
     ref: Ref
     node_id: str
+    place: PrefixPlace
     depth: int  # leading blocks that it has in memory
     identity: tuple[object, ...] | None  # of its KV; None: it is no instance that is known here
 
@@ -301,11 +302,12 @@ def _source(
         if tier is not Tier.DRAM or member is None:
             continue
         life = member.ref.life
-        depth = survey.depth(PrefixPlace(moment.index.place_of(life).sealed & (1 << slot)))
+        place = PrefixPlace(moment.index.place_of(life).sealed & (1 << slot))
+        depth = survey.depth(place)
         instance = known.get(life) or leaving.get(life)
         wait_s = instance.queue.wait_s(moment.now) if instance is not None else 0.0
         worth = (-depth, life not in leaving, wait_s, store_id)
         if depth and (best is None or worth < best[0]):
             identity = instance.model.kv_identity if instance is not None else None
-            best = worth, _Source(member.ref, member.node_id, depth, identity)
+            best = worth, _Source(member.ref, member.node_id, place, depth, identity)
     return best[1] if best is not None else None

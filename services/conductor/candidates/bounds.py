@@ -25,7 +25,7 @@ from kvmesh.services.conductor.loads.queues import PRIORITY_STEP_S
 from kvmesh.services.conductor.loads.shortest_first import LASTS, MARKS, ahead
 from kvmesh.services.conductor.placing.prefills import worth_weighing
 from kvmesh.services.conductor.placing.scoring_context import ScoringContext
-from kvmesh.services.conductor.prefixes.fetch_plan import FetchPlanner, FetchSegment
+from kvmesh.services.conductor.prefixes.fetch_plan import FetchPlanner, FetchSegment, blocks_of
 from kvmesh.services.conductor.prefixes.index import PrefixPlace
 from kvmesh.work_class import work_classes
 
@@ -321,6 +321,8 @@ class CostBounds:
         segments, end = self.planner.plan(_NOBODY, "", local, reach, self.planner.sources(_NOBODY))
         if not segments or not worth_weighing(end, local, self.scoring.threshold):
             return None
+        if self.planner.grouped and self.planner.lower:  # shorter plans are not parts of the longest
+            return among & (self.held.depth == local)
         instead = self.scoring.fetch is Fetch.ALWAYS
         for part in self._parts(segments, local, end):
             spared = part.until if part.memory and local <= at_decode < part.until else at_decode
@@ -349,7 +351,7 @@ class CostBounds:
         if segments[-1].first + segments[-1].blocks > until:
             part = [segment.until(until) for segment in segments if segment.first < until]
         lives = {segment.holder.ref.life for segment in part}
-        blocks = sum([segment.blocks for segment in part])
+        blocks = blocks_of(part)
         memory, read_s = True, 0.0
         if self.planner.lower:
             memory = all(segment.tier is Tier.DRAM for segment in part)

@@ -34,6 +34,7 @@ from kvmesh.services.conductor.domain import Schedule
 from kvmesh.services.conductor.placing.scoring_context import ScoringContext
 from kvmesh.services.conductor.placing.ties import TIE_CAP_S, TIE_FLOOR_S, TIE_SHARE
 from kvmesh.services.conductor.prefixes.fetch_plan import FetchPlanner
+from kvmesh.services.conductor.prefixes.grouped_survey import GroupedSurvey
 from kvmesh.services.conductor.prefixes.index import PrefixSurvey
 from kvmesh.services.conductor.score import SLOWEST, STALL_WEIGHT, TAIL_SHARE
 
@@ -242,7 +243,7 @@ def held(view: View, survey: PrefixSurvey) -> HeldBlocks:
     """Returns what `prefix_holders.held` does, compiled where that is possible; `ends` holds exactly the values of
     `depth`, and 0."""
     native = functions()
-    if native is None:
+    if native is None or isinstance(survey, GroupedSurvey):
         return prefix_holders.held(view, survey)
     columns, slots, runs = view.columns, view.columns.slots, survey.runs
     count, size = len(columns), len(runs)

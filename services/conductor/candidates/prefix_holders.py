@@ -9,6 +9,7 @@ import numpy as np
 
 from kvmesh.services.conductor.candidates.columns import View
 from kvmesh.services.conductor.candidates.fields import ColumnField, Floats, Mask
+from kvmesh.services.conductor.prefixes.grouped_survey import GroupedSurvey
 from kvmesh.services.conductor.prefixes.index import FEW_BITS, HeldRun, PrefixPlace, PrefixSurvey
 
 MAX_RUNS = 64  # of a survey, that are told apart where many hold them
@@ -42,6 +43,8 @@ def is_few(run: HeldRun) -> bool:
 def held(view: View, survey: PrefixSurvey) -> HeldBlocks:
     """Returns the held blocks of every instance. Runs that many hold are looked at for all instances at once; from the
     first run that few hold, only these few can have more."""
+    if isinstance(survey, GroupedSurvey):
+        return _held_of_groups(view, survey)
     count, slots = len(view.columns), view.columns.slots
     depth, sealed, last = np.zeros(count), np.zeros(count), np.zeros(count + 1)
     alive: Mask | None = None  # who has all the runs so far; None: all have
@@ -64,6 +67,31 @@ def held(view: View, survey: PrefixSurvey) -> HeldBlocks:
         ends.add(run.end)
     _last(view, survey, last)
     return HeldBlocks(depth, sealed, last[:count], sorted(ends))
+
+
+def _held_of_groups(view: View, survey: GroupedSurvey) -> HeldBlocks:
+    """Returns the same of several cache groups, where `sealed` is what decode needs not be sent. Instances that have
+    the same objects of the same runs are told of together."""
+    columns, slots = view.columns, view.columns.slots
+    count = len(columns)
+    has, last = [], np.zeros(count)
+    for run in survey.runs:
+        any_here = _has(view, run.sealed, run.coming)
+        last[any_here] = run.end
+        has += [_has(view, slots.in_memory(sealed), 0) for sealed in run.groups]
+        has += [_has(view, 0, coming) for coming in run.soon if coming]
+    depth, sealed, ends = np.zeros(count), np.zeros(count), {0}
+    if has and count:
+        packed = np.packbits(np.stack(has), axis=0)
+        _, rows, alike = np.unique(packed, axis=1, return_index=True, return_inverse=True)
+        told = []
+        for row in rows.tolist():
+            slot, coming = columns[ColumnField.SEALED].item(row), columns[ColumnField.PENDING].item(row)
+            place = PrefixPlace(1 << int(slot) if slot >= 0 else 0, 1 << int(coming))
+            told.append((survey.depth(place), survey.landed(place)))
+            ends.add(told[-1][0])
+        depth, sealed = np.array(told, dtype=np.float64)[alike.reshape(-1)].T.copy()
+    return HeldBlocks(depth, sealed, last, sorted(ends))
 
 
 def _exact(view: View, survey: PrefixSurvey, rows: list[int], depth: Floats, sealed: Floats) -> set[int]:

@@ -7,6 +7,7 @@ hit of c blocks reads what `cache_groups.needed_blocks` says, which is not in pr
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvmesh.kvcache.cache_groups import CacheGroup, CacheKind, needed_blocks
@@ -27,7 +28,25 @@ class CacheCost:
         """What each further token of a prefix or a handoff weighs at least, which bounds go by."""
         if not self.groups:
             return self.token_bytes
-        return sum(nbytes for group, nbytes in self.groups if group.kind is CacheKind.ALL) // self.block_tokens
+        return sum(nbytes for group, nbytes in self.groups if _is_anchor(group)) // self.block_tokens
+
+    @property
+    def anchored(self) -> bool:
+        """Whether every prefix needs all of its blocks."""
+        return not self.groups or any(_is_anchor(group) for group, _ in self.groups)
+
+    @property
+    def block(self) -> int:
+        """The bytes of a full block as it is stored; of a state its share of a snapshot."""
+        if not self.groups:
+            return self.block_tokens * self.token_bytes
+        return sum(n // g.keep if g.kind is CacheKind.STATE else n for g, n in self.groups)
+
+    def objects(self, mask: int) -> int:
+        """Returns the bytes of a block's objects of these groups; 0: of all."""
+        if not self.groups:
+            return self.block_tokens * self.token_bytes
+        return sum(nbytes for g, (_, nbytes) in enumerate(self.groups) if not mask or mask >> g & 1)
 
     def prefix(self, first: int, cut: int, end: int | None = None) -> int:
         """Returns the bytes that a hit of `cut` blocks reads of its blocks [first, end), up to its own end by
@@ -55,6 +74,10 @@ class CacheCost:
                 total += nbytes * max(0, needed.stop - max(needed.start, at_decode))
         return total
 
+    def sent_tokens(self, tokens: int, at_decode: int) -> int:
+        """Returns of how many tokens' computing a handoff is the fruit, whatever the groups keep of them."""
+        return max(0, tokens - at_decode * self.block_tokens)
+
     def longest(self, first: int, most: int, nbytes: int) -> int:
         """Returns a cut of at most `most` blocks of which [first, cut) weigh at most `nbytes`; the longest one where
         longer prefixes weigh more. `first` when there is none."""
@@ -74,3 +97,28 @@ class CacheCost:
             for block in range(max(needed.start, first), min(needed.stop, cut)):
                 found[block - first] |= 1 << number
         return bytes(found)
+
+    def coming(self, ends: Sequence[int], cached: int) -> bytes:
+        """Returns which groups of a prompt's blocks an instance has once it has computed what follows a prefix of
+        `cached` blocks: a mask for each span of blocks, of which entry i ends before block `ends[i]`. b"" for one group
+        that keeps all. Whoever shares a span shares all blocks before it, too: so a span has a bit if a prefix that
+        ends with it or later finds all that it needs there, and that of a state if any of its blocks has a snapshot."""
+        if not self.groups:
+            return b""
+        found, before = bytearray(), 0
+        needed = [needed_blocks(group, self.block_tokens, cached * self.block_tokens) for group, _ in self.groups]
+        for end in ends:
+            mask = 0
+            for g, (group, _) in enumerate(self.groups):
+                if group.kind is CacheKind.STATE:
+                    kept = before < cached <= end or end // group.keep * group.keep > max(before, cached)
+                else:
+                    kept = needed[g].start <= before or end >= cached
+                mask |= kept << g
+            found.append(mask)
+            before = end
+        return bytes(found)
+
+
+def _is_anchor(group: CacheGroup) -> bool:
+    return group.kind is CacheKind.ALL and not group.optional

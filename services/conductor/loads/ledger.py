@@ -34,7 +34,7 @@ from kvmesh.services.conductor.placing.placement import PlacementChoice
 from kvmesh.services.conductor.placing.timeline import pull_after_s
 from kvmesh.services.conductor.prefixes.fetch_plan import FetchSegment, lives_of, sizes_of
 from kvmesh.services.conductor.prefixes.index import Index
-from kvmesh.services.conductor.prefixes.pending import marks
+from kvmesh.services.conductor.prefixes.pending import ends, marks
 from kvmesh.services.conductor.prefixes.tier_times import TierLoads
 from kvmesh.services.conductor.settings import Settings
 
@@ -123,7 +123,8 @@ class Ledger:
         """The chosen instances carry the work from this moment on. `answer_tokens`: predicted."""
         p, d = choice.prefill, choice.decode
         name, patience_s = request.request_id, self._settings.pending_timeout_s
-        promised = marks(request.keys)
+        promised, cost = marks(request.keys), p.instance.model.cost
+        masks = cost.coming(ends(len(request.keys)), p.cached_tokens // cost.block_tokens)
         p.instance.queue.add(
             PrefillWork(
                 name,
@@ -135,9 +136,10 @@ class Ledger:
                 request.priority,
                 request.lane is Lane.BATCH,
                 p.instance.prefill.chunks_of(p.computed_tokens),
+                masks,
             )
         )
-        self._index.place(p.instance.ref.life, p.instance.slot, promised, name)
+        self._index.place(p.instance.ref.life, p.instance.slot, promised, name, masks)
         answer_s = min(request.max_tokens or MAX_PREDICTED_TOKENS, MAX_PREDICTED_TOKENS) * d.tbt_s
         stay_s = 2 * (choice.ttft_s + d.slot_wait_s + answer_s) + patience_s
         blocks = d.instance.blocks_for(request.prompt_tokens + 1)
@@ -156,7 +158,6 @@ class Ledger:
                 answer_tokens,
             )
         )
-        cost = p.instance.model.cost
         fetched, own = sizes_of(p.segments, cost), sizes_of(choice.decode_segments, cost)
         delay_s = pull_after_s(choice)  # of prefill: decode fetches at once
         if delay_s:
@@ -268,7 +269,7 @@ class Ledger:
         work = instance.queue.finish(s.request_id, now, done=True)
         if work is not None:
             until = now + self._settings.confirmed_s
-            self._index.confirm(instance.ref.life, instance.slot, work.keys, until)
+            self._index.confirm(instance.ref.life, instance.slot, work.keys, until, work.masks)
         self.wires.end(s.request_id)
 
     def _pulled(self, instance: Instance, s: PrefillSample, now: float) -> None:

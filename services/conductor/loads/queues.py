@@ -50,6 +50,7 @@ class PrefillWork:
     priority: int = 0  # smaller goes first
     yields: bool = False  # of the batch lane: nobody is refused for it
     chunks: int = 1  # more than one: it is long, and its chunks take turns with short prompts
+    masks: bytes = b""  # which cache groups of `keys` will be there; b"": the model has one
     class_s: float = field(init=False)  # of `seconds`: what it counts as in a queue that goes by size
 
     def __post_init__(self) -> None:

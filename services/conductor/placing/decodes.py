@@ -66,7 +66,7 @@ def choice(
     it also computes the prompt, in device pages, and nothing lands. `arriving` is the number of bytes that others send
     there."""
     batch, model = instance.batch, instance.model
-    at_decode = 0 if alone else survey.sealed_depth(place)
+    at_decode = 0 if alone else survey.landed(place)
     size = batch.requests + 1
     too_many = max(0, size - instance.max_running) if instance.max_running else 0
     step_s, admission_step_s = steps(instance, size, batch.context_tokens + request.prompt_tokens, now)
@@ -135,7 +135,9 @@ def decode_load(
     model = decode.instance.model
     whole = (request.prompt_tokens - 1) // model.block_tokens
     own = PrefixPlace(place.sealed, 0, place.lower)
-    segments, end = planner.plan(own, decode.instance.node_id, first, whole, ways) if first < whole else ((), 0)
+    if first >= whole:
+        return DecodeLoad(prefill.tail_s)
+    segments, end = planner.plan(own, decode.instance.node_id, first, whole, ways, to_decode=True)
     if not segments:
         return DecodeLoad(prefill.tail_s)
 

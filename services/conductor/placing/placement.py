@@ -54,7 +54,6 @@ from kvmesh.services.conductor.prefixes.index import PrefixPlace, PrefixSurvey
 HANDOFF_S = 0.001
 MIN_RETRY_S, HOPELESS_RETRY_S, MAX_RETRY_S = 0.1, 1.0, 60.0
 DECODE_EVEN = 0.1  # of its score, that a decode instance may be handicapped by
-_ALL_BLOCKS = 1 << 40  # of any prompt: nothing is sent
 _INF = float("inf")
 C = TypeVar("C")
 
@@ -308,7 +307,8 @@ def _decode_pulls(
     if not prefill.segments or not prefill.local_blocks <= decode.at_decode < prefill.fetched_to:
         return (), 0
     own = PrefixPlace(place.sealed)
-    return planner.plan(own, decode.instance.node_id, decode.at_decode, prefill.fetched_to, planner.memory)
+    end = prefill.fetched_to
+    return planner.plan(own, decode.instance.node_id, decode.at_decode, end, planner.memory, to_decode=True)
 
 
 # ── one instance ─────────────────────────────────────────────────────────────────────────────────
@@ -426,7 +426,7 @@ def weigh_alone(
         instance,
         place,
         planner,
-        _ALL_BLOCKS,
+        prefilling.ALL_BLOCKS,
         scoring.threshold,
         scoring.now,
         scoring.fetch,

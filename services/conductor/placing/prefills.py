@@ -17,11 +17,12 @@ from kvmesh.services.conductor.costs.interference import NOBODY, PromptAmongRows
 from kvmesh.services.conductor.domain import Fetch, Schedule
 from kvmesh.services.conductor.fleet.instance import Instance
 from kvmesh.services.conductor.loads.shortest_first import ALONE, OvertakingTerms, ahead
-from kvmesh.services.conductor.prefixes.fetch_plan import FetchPlanner, FetchSegment, sizes_of
+from kvmesh.services.conductor.prefixes.fetch_plan import FetchPlanner, FetchSegment, blocks_of, sizes_of
 from kvmesh.services.conductor.prefixes.index import PrefixPlace
 
 # A lower tier is forbidden to its own node when it would make the first token later by more than this.
 DEAR_SHARE, DEAR_S = 0.25, 0.05
+ALL_BLOCKS = 1 << 40  # at decode, of any prompt: nothing is sent
 WAIT_STEPS = 12  # halvings of the time after which one would pass
 
 
@@ -45,6 +46,7 @@ class PrefillChoice:
     pull_bytes: int = 0
     ahead_bytes: int = 0  # what the holders have to send before, or what slows it down on the way here as much
     pushed_bytes: int = 0  # to decode
+    pushed_tokens: int = 0  # whose computing these bytes are the fruit of
     push_ahead: int = 0  # what slows that down, as if it went before
     shared: PromptAmongRows = NOBODY  # with rows that run there; what they add is in `prefill_s`
     yielding_s: float = 0.0  # of `queue_s`: work for which nobody is refused
@@ -100,12 +102,12 @@ class PrefillChoice:
     @property
     def pulled_blocks(self) -> int:
         """The number of blocks to fetch from others."""
-        return sum([segment.blocks for segment in self.segments if not segment.own]) if self.segments else 0
+        return blocks_of([segment for segment in self.segments if not segment.own]) if self.segments else 0
 
     @property
     def loaded_blocks(self) -> int:
         """The number of blocks to read from its own lower tiers."""
-        return sum(segment.blocks for segment in self.segments if segment.own) if self.load_s else 0
+        return blocks_of([segment for segment in self.segments if segment.own]) if self.load_s else 0
 
     @property
     def tier(self) -> Tier:
@@ -184,7 +186,7 @@ def candidate(
     for segments, end in _plans(instance, place, planner, local, reach, others=others):
         if not worth_weighing(end, local, threshold) and not all(segment.own for segment in segments):
             continue
-        for part, until in _ends(instance, planner, segments, local, end, now):
+        for part, until in _ends(instance, place, planner, segments, local, end, now):
             fetches.append(_choice(request, instance, local, until, there, now, planner, overtaking, part))
     own = None
     if place.lower and (found := _plans(instance, place, planner, local, usable, others=False)):
@@ -213,13 +215,26 @@ def _plans(
 
 
 def _ends(
-    instance: Instance, planner: FetchPlanner, segments: tuple[FetchSegment, ...], local: int, end: int, now: float
+    instance: Instance,
+    place: PrefixPlace,
+    planner: FetchPlanner,
+    segments: tuple[FetchSegment, ...],
+    local: int,
+    end: int,
+    now: float,
 ) -> list[tuple[tuple[FetchSegment, ...], int]]:
     """Returns a plan and, if it includes lower tiers, those beginnings of it that may be faster than the whole. Reading
     takes longer with each block, and each block read saves more computing than the one before; so the best end is the
     whole plan, a point where another segment begins, or what hides behind the queue."""
     if not planner.lower or all(segment.tier is Tier.DRAM for segment in segments):
         return [(segments, end)]
+    if planner.grouped:  # a shorter prefix needs objects that the longer one does not
+        shorter = {
+            planner.plan(place, instance.node_id, local, until, planner.sources(place))
+            for until in {segment.first for segment in segments} - {local, end}
+            if until > local
+        }
+        return [(segments, end), *sorted((one for one in shorter if one[0]), key=lambda one: one[1])]
     ends = {segment.first for segment in segments} | {_hidden(instance, planner, segments, local, end, now)}
     return [(segments, end)] + [(cut(segments, until), until) for until in sorted(ends - {local, end})]
 
@@ -302,7 +317,7 @@ def _choice(
     # What decode fetches itself (see `placement._decode_pulls`) is not sent either.
     fetched = bool(segments) and all(segment.tier is Tier.DRAM for segment in segments)
     spared = cached_blocks if fetched and local <= there.at_decode < cached_blocks else there.at_decode
-    pushed = model.cost.handoff(request.prompt_tokens, spared)
+    pushed = model.cost.handoff(request.prompt_tokens, spared) if spared < ALL_BLOCKS else 0
     push_ahead = score.shared_bytes(pushed, planner.outgoing.ahead(instance.ref.life), there.arriving)
     queue_s, yielding_s, others_s = _queued(request, instance, prefill_s, computed, now, overtaking)
     return PrefillChoice(
@@ -322,6 +337,7 @@ def _choice(
         pull_bytes=took.pull_bytes,
         ahead_bytes=took.ahead_bytes,
         pushed_bytes=pushed,
+        pushed_tokens=model.cost.sent_tokens(request.prompt_tokens, spared) if pushed else 0,
         push_ahead=push_ahead,
         shared=beside,
         yielding_s=yielding_s,

@@ -169,7 +169,9 @@ class Threshold:
         p = choice.prefill
         self._awaited.pop(request_id, None)
         model, prefill = p.instance.model, p.instance.prefill
-        tokens, pushed = p.pulled_blocks * model.block_tokens, p.pushed_bytes // max(1, model.kv_bytes_per_token)
+        tokens, pushed = p.pulled_blocks * model.block_tokens, p.pushed_tokens
+        if tokens and model.cost.groups:  # a few objects may make a long prefix usable
+            tokens = p.cached_tokens - min(p.cached_tokens, p.local_blocks * model.block_tokens)
         if not self.adapts or not (tokens or pushed):
             return
         cached, prompt = p.cached_tokens, p.computed_tokens + p.cached_tokens

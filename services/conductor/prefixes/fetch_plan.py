@@ -11,7 +11,10 @@ from kvmesh.kvcache.tiers import Tier, store_name
 from kvmesh.services.conductor.costs.cache_cost import CacheCost
 from kvmesh.services.conductor.domain import Life, Member, Source
 from kvmesh.services.conductor.loads.outgoing import Outgoing
+from kvmesh.services.conductor.prefixes.grouped_plan import GroupedPlan
+from kvmesh.services.conductor.prefixes.grouped_survey import GroupedSurvey
 from kvmesh.services.conductor.prefixes.index import PrefixPlace, PrefixSurvey, bits
+from kvmesh.services.conductor.prefixes.sources import FetchSources as FetchSources
 
 MAX_RANGES = 8
 MAX_HOLDERS = 64  # of one block, among whom the one to ask is sought
@@ -22,32 +25,30 @@ TierLoad = Callable[[Life, Tier, int], float]  # seconds to read so many bytes o
 @dataclass(slots=True, unsafe_hash=True)
 class FetchSegment:
     """Prompt blocks [first, first + blocks) come from that tier of `holder`. `own` says that the holder is the reader
-    itself."""
+    itself. `groups` is the mask of the cache groups that are meant; 0: all of the model's."""
 
     holder: Member
     first: int
     blocks: int
     tier: Tier = Tier.DRAM
     own: bool = False
+    groups: int = 0
+
+    @property
+    def end(self) -> int:
+        """The block after its last."""
+        return self.first + self.blocks
 
     @property
     def range(self) -> PullRange:
         """The segment as a placement describes it."""
         ref = self.holder.ref
-        return PullRange(ref.instance_id, ref.address, ref.incarnation, self.first, self.blocks, self.tier)
+        return PullRange(ref.instance_id, ref.address, ref.incarnation, self.first, self.blocks, self.tier, self.groups)
 
     def until(self, end: int) -> FetchSegment:
         """Returns its part before block `end`."""
-        return FetchSegment(self.holder, self.first, min(self.blocks, end - self.first), self.tier, self.own)
-
-
-@dataclass(frozen=True, slots=True)
-class FetchSources:
-    """Stores of equal rank: of the same tier, and all of others or the reader's own."""
-
-    slots: int
-    tier: Tier
-    own: bool
+        blocks = min(self.blocks, end - self.first)
+        return FetchSegment(self.holder, self.first, blocks, self.tier, self.own, self.groups)
 
 
 class _Calmest(NamedTuple):
@@ -79,6 +80,12 @@ class FetchPlanner:
             self.anywhere |= slots
         self.memory = (FetchSources(self.among, Tier.DRAM, own=False),) if self.among else ()
 
+    @property
+    def grouped(self) -> bool:
+        """Whether the model keeps several cache groups: a shorter prefix is then no part of the plan of a longer
+        one."""
+        return isinstance(self.survey, GroupedSurvey)
+
     def reach(self, own: PrefixPlace, start: int) -> int:
         """Returns how far the prefix goes, in blocks, when all live stores together supply what is missing from `start`
         on."""
@@ -102,11 +109,39 @@ class FetchPlanner:
         return tuple(found)
 
     def plan(
-        self, own: PrefixPlace, node_id: str, start: int, end: int, sources: tuple[FetchSources, ...]
+        self,
+        own: PrefixPlace,
+        node_id: str,
+        start: int,
+        end: int,
+        sources: tuple[FetchSources, ...],
+        *,
+        to_decode: bool = False,
     ) -> tuple[tuple[FetchSegment, ...], int]:
         """Returns segments for blocks [start, end), by longest runs and without those that lie at `own`, and the end
         that they reach. A run of a worse source ends where a better one begins. Among holders of equal runs the one
-        with the least to send is chosen, then one on the same node."""
+        with the least to send is chosen, then one on the same node. Of several cache groups the segments name what a
+        prefix up to that end needs or, `to_decode`, what decode needs after the whole prompt."""
+        if isinstance(self.survey, GroupedSurvey):
+            groups, wanted = GroupedPlan(self.survey, own, start, sources), end
+            while True:
+                pieces, reached = groups.pieces(wanted, to_decode=to_decode)
+                if len(pieces) <= MAX_RANGES or not pieces[MAX_RANGES].needed:
+                    break
+                wanted = min(piece.first for piece in pieces[MAX_RANGES:] if piece.needed)
+            found = pieces[:MAX_RANGES]
+            told = [
+                FetchSegment(
+                    self._preferred(one.alive, node_id, sources[one.source].tier),
+                    one.first,
+                    one.end - one.first,
+                    sources[one.source].tier,
+                    sources[one.source].own,
+                    one.groups,
+                )
+                for one in found
+            ]
+            return tuple(told), reached
         segments: list[FetchSegment] = []
         at = start
         runs = [run for run in self.survey.runs if run.end > start and run.first < end]
@@ -210,11 +245,16 @@ def sources(blocks: int, at_decode: int, pulled_to: int) -> bytes:
 
 
 def sizes_of(segments: Sequence[FetchSegment], cost: CacheCost) -> list[int]:
-    """Returns the bytes of each segment of one plan: what a hit reads of it that ends with the last of them."""
-    if not segments:
-        return []
-    cut = segments[-1].first + segments[-1].blocks
-    return [cost.prefix(segment.first, cut, segment.first + segment.blocks) for segment in segments]
+    """Returns the bytes of each segment."""
+    return [segment.blocks * cost.objects(segment.groups) for segment in segments]
+
+
+def blocks_of(segments: Iterable[FetchSegment]) -> int:
+    """Returns how many blocks are fetched, each of which may be named for several cache groups."""
+    found = list(segments)
+    if any(segment.groups for segment in found):
+        return len({block for segment in found for block in range(segment.first, segment.end)})
+    return sum([segment.blocks for segment in found])
 
 
 def lives_of(segments: Iterable[FetchSegment], sizes: Iterable[int]) -> dict[Life, int]:

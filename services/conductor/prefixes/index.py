@@ -3,10 +3,8 @@ incarnation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,81 +12,17 @@ import numpy.typing as npt
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.block_map import Verdict
 from kvmesh.kvcache.tiers import Tier, split_name
+from kvmesh.services.conductor.costs.cache_cost import CacheCost
 from kvmesh.services.conductor.domain import Life
+from kvmesh.services.conductor.prefixes.grouped_survey import GroupedSurvey
 from kvmesh.services.conductor.prefixes.pending import Marks, Pending
-from kvmesh.services.conductor.prefixes.walks import WalkedMap
+from kvmesh.services.conductor.prefixes.survey import HeldRun as HeldRun
+from kvmesh.services.conductor.prefixes.survey import PrefixPlace as PrefixPlace
+from kvmesh.services.conductor.prefixes.survey import PrefixSurvey as PrefixSurvey
+from kvmesh.services.conductor.prefixes.walks import Runs, WalkedMap
 
 SWEEP_KEYS = 16_384  # in one tick: some milliseconds
 FEW_BITS = 24  # of a bitset, that are found faster one by one
-
-
-@dataclass(slots=True, unsafe_hash=True)
-class PrefixPlace:
-    """Where an instance's blocks show in a survey: its bits among blocks announced in memory, among pending blocks, and
-    among blocks announced in its lower tiers; 0 for none."""
-
-    sealed: int
-    coming: int = 0
-    lower: tuple[tuple[Tier, int], ...] = ()
-
-
-class HeldRun(NamedTuple):
-    """Prompt blocks [first, end) with the same holders: the stores `sealed`, and the instances to which they are
-    `coming`."""
-
-    first: int
-    end: int
-    sealed: int
-    coming: int
-
-
-@dataclass(slots=True)
-class PrefixSurvey:
-    """Who holds the leading blocks of one prompt, in runs; it ends at the first block that nobody holds. Queries cost
-    O(runs), whatever the number of blocks and instances."""
-
-    runs: tuple[HeldRun, ...]
-
-    @property
-    def everyone(self) -> int:
-        """The bitset of all slots of the block map that hold any of these blocks."""
-        found = 0
-        for run in self.runs:
-            found |= run.sealed
-        return found
-
-    def depth(self, place: PrefixPlace) -> int:
-        """Returns how many leading blocks are in memory there, or will be."""
-        return self._depth(place.sealed, place.coming)
-
-    def sealed_depth(self, place: PrefixPlace) -> int:
-        """Returns how many leading blocks are announced in memory there."""
-        return self._depth(place.sealed, 0)
-
-    def depth_in_all(self, place: PrefixPlace) -> int:
-        """Returns how many leading blocks are there or will be, in memory or a lower tier."""
-        bits = place.sealed
-        for _, bit in place.lower:
-            bits |= bit
-        return self._depth(bits, place.coming)
-
-    def _depth(self, sealed: int, coming: int) -> int:
-        depth = 0
-        for run in self.runs:
-            if not (run.sealed & sealed or run.coming & coming):
-                break
-            depth = run.end
-        return depth
-
-    def reach(self, among: int, start: int = 0) -> int:
-        """Returns the block up to which each one from `start` on is sealed at some slot of `among`; at least
-        `start`."""
-        for run in self.runs:
-            if run.end > start:
-                if not run.sealed & among:
-                    break
-                start = run.end
-        return start
 
 
 class Index:
@@ -104,25 +38,44 @@ class Index:
         self.pending = Pending()
         self._lower: dict[str, dict[Tier, str]] = {}  # by instance: its tiers below DRAM that have said anything
 
-    def survey(self, keys: Sequence[bytes]) -> PrefixSurvey:
-        """Returns where the blocks of one prompt lie. O(keys)."""
+    def survey(self, keys: Sequence[bytes], cost: CacheCost | None = None, tokens: int = 0) -> PrefixSurvey:
+        """Returns where the blocks of one prompt lie. O(keys). `cost` is that of the prompt's model, and `tokens` the
+        prompt's, of which the last is always computed (0: these blocks, and at least a token after them)."""
         coming = self.pending.prefix(keys)
+        if cost is not None and cost.groups:
+            return self._survey_groups(keys, cost, tokens, coming)
         sealed = self.truth.prefix(keys, coming[-1][0] if coming else 0)
         runs: list[HeldRun] = []
-        first, at_coming = 0, 0
-        for end, here in sealed:
-            while first < end:
-                while at_coming < len(coming) and coming[at_coming][0] <= first:
-                    at_coming += 1
-                until, soon = coming[at_coming] if at_coming < len(coming) else (end, 0)
-                if not (here or soon):
-                    return PrefixSurvey(tuple(runs))
-                last, first = first, min(end, until)
-                if runs and runs[-1].sealed == here and runs[-1].coming == soon:
-                    runs[-1] = HeldRun(runs[-1].first, first, here, soon)
-                else:
-                    runs.append(HeldRun(last, first, here, soon))
+        for first, end, here, soon in _joined(sealed, coming):
+            if not (here or soon):
+                break
+            if runs and runs[-1].sealed == here and runs[-1].coming == soon:
+                runs[-1] = HeldRun(runs[-1].first, end, here, soon)
+            else:
+                runs.append(HeldRun(first, end, here, soon))
         return PrefixSurvey(tuple(runs))
+
+    def _survey_groups(self, keys: Sequence[bytes], cost: CacheCost, tokens: int, coming: Runs) -> PrefixSurvey:
+        groups, anchored = [group for group, _ in cost.groups], cost.anchored
+        # Where a group needs every block, none behind a gap is of use; else a window behind it may be.
+        least = (coming[-1][0] if coming else 0) if anchored else len(keys)
+        runs: list[HeldRun] = []
+        known: dict[tuple[int, int], tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        for first, end, here, soon in _joined(self.truth.prefix(keys, least), coming):
+            if anchored and not (here or soon):
+                break
+            told = known.get((here, soon))
+            if told is None:
+                told = self.truth.by_group(here, len(groups)), self.pending.by_group(soon, len(groups))
+                known[here, soon] = told
+            held, due = (_union(of_groups) for of_groups in told)
+            if runs and runs[-1][2:] == (held, due, *told):
+                first = runs.pop().first
+            runs.append(HeldRun(first, end, held, due, *told))
+        while runs and not (runs[-1].sealed or runs[-1].coming):
+            runs.pop()
+        most = len(keys) if not tokens else min(len(keys), (tokens - 1) // cost.block_tokens)
+        return GroupedSurvey(tuple(runs), tuple(groups), cost.block_tokens, most, tokens or most * cost.block_tokens)
 
     def place_of(self, life: Life, slot: int | None = None) -> PrefixPlace:
         """Returns where that incarnation's blocks show. `slot` is its slot among the pending ones."""
@@ -172,10 +125,10 @@ class Index:
         verdict = self.truth.apply(announcement)
         if tier is Tier.DRAM and verdict is Verdict.APPLIED and slot is not None and life == speaks:
             if announcement.snapshot:
-                bit = self.truth.bit(*life)
-                self.pending.settle(slot, lambda key: bool(self.truth.mask(key) & bit))
+                bits_of = self.truth.slots(life[0])
+                self.pending.settle(slot, lambda key, group: bool(self.truth.mask(key) >> bits_of[group] & 1), bits_of)
             else:
-                self.pending.arrived(slot, announcement.sealed)
+                self.pending.arrived(slot, announcement.sealed, announcement.groups)
         return verdict is not Verdict.GAP
 
     def expire(self, now: float, *, promises: bool) -> None:
@@ -193,19 +146,32 @@ class Index:
         if lower and not any(self.truth.incarnation(name) for name in lower.values()):
             del self._lower[life[0]]
 
-    def place(self, life: Life, slot: int, marked: Marks, request_id: str) -> None:
+    def place(self, life: Life, slot: int, marked: Marks, request_id: str, masks: bytes = b"") -> None:
         """Notes that the request was placed there: blocks that are not sealed there count as coming. `marked` are its
-        prompt's marks."""
-        self.pending.put(slot, marked, request_id, 0.0, self._unsealed(life, marked))
+        prompt's marks, `masks` which cache groups of each will be there (b"": the model has one)."""
+        for of_group, lacks in self._unsealed(life, slot, marked, masks):
+            self.pending.put(of_group, marked, request_id, 0.0, lacks)
 
-    def confirm(self, life: Life, slot: int, marked: Marks, until: float) -> None:
+    def confirm(self, life: Life, slot: int, marked: Marks, until: float, masks: bytes = b"") -> None:
         """Notes that these blocks are there now; those not announced count until `until`."""
-        self.pending.put(slot, marked, None, until, self._unsealed(life, marked))
+        for of_group, lacks in self._unsealed(life, slot, marked, masks):
+            self.pending.put(of_group, marked, None, until, lacks)
 
-    def _unsealed(self, life: Life, marked: Marks) -> bytes | None:
-        """Returns for each mark 1 if it is not sealed there, else 0; None when none is sealed."""
-        bit = self.truth.bit(*life)
-        return self.truth.lacking(marked, bit.bit_length() - 1) if bit else None
+    def _unsealed(self, life: Life, slot: int, marked: Marks, masks: bytes) -> Iterator[tuple[int, bytes | None]]:
+        """Yields each slot of `Pending` that is meant, and for each mark 1 if it is to be there and not sealed, else 0;
+        None when all are."""
+        if not masks:
+            bit = self.truth.bit(*life)
+            yield slot, self.truth.lacking(marked, bit.bit_length() - 1) if bit else None
+            return
+        sealed = self.truth.slots(life[0]) if self.truth.bit(*life) else {}
+        for group in range(max(masks).bit_length()):
+            lacks = bytes(mask >> group & 1 for mask in masks)
+            if group in sealed:
+                lacking = self.truth.lacking(marked, sealed[group])
+                lacks = bytes(one & other for one, other in zip(lacks, lacking, strict=True))
+            if any(lacks):
+                yield self.pending.of_group(slot, group), lacks
 
     def _only(self, life: Life, ended: Callable[[Life], bool]) -> bool:
         """Drops what other incarnations of that name hold, in any tier. Returns False when this incarnation is the
@@ -222,6 +188,26 @@ class Index:
     def _names(self, instance_id: str) -> tuple[str, ...]:
         lower = self._lower.get(instance_id)
         return (instance_id, *lower.values()) if lower else (instance_id,)
+
+
+def _joined(sealed: Runs, coming: Runs) -> Iterator[tuple[int, int, int, int]]:
+    """Yields (first, end, sealed, coming) of blocks that have the same in both; `sealed` reaches as far as
+    `coming`."""
+    first = at_coming = 0
+    for end, here in sealed:
+        while first < end:
+            while at_coming < len(coming) and coming[at_coming][0] <= first:
+                at_coming += 1
+            until, soon = coming[at_coming] if at_coming < len(coming) else (end, 0)
+            last, first = first, min(end, until)
+            yield last, first, here, soon
+
+
+def _union(bitsets: Iterable[int]) -> int:
+    found = 0
+    for one in bitsets:
+        found |= one
+    return found
 
 
 def bits(mask: int) -> list[int]:

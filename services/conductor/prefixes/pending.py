@@ -5,6 +5,9 @@ worker's report confirms it; the end of a request without a report withdraws it.
 announces it, or a bounded time after it was confirmed, since a full store seals nothing. Each instance's part is an LRU
 list no longer than its device pool.
 
+Of a model with several cache groups each instance has a slot for each group, as a store has in the `BlockMap`: what is
+coming of group g is there. The first one is the instance's own.
+
 Of a long prompt only some blocks are stored, its *marks*: the first 32, every 8th up to the 256th, every 32nd from
 there on, and the last one. A block's key stands for all before it, so an instance that will have a mark will also have
 the blocks between that mark and the one before. A promise that ends between two marks is rounded down to the first of
@@ -92,6 +95,8 @@ class Pending:
         self._slots: dict[int, _Slot] = {}
         self._freed: list[int] = []
         self._confirming: set[int] = set()  # slots with confirmed blocks, and some whose last one has gone
+        self._further: dict[int, dict[int, int]] = {}  # by an instance's slot: those of groups above 0
+        self._group_of: dict[int, tuple[int, int]] = {}  # of such a slot: the instance's, and the group
 
     def __len__(self) -> int:
         """Returns the number of distinct marks."""
@@ -118,8 +123,34 @@ class Pending:
         self._slots[slot] = _Slot(capacity_blocks)
         return slot
 
+    def of_group(self, slot: int, group: int) -> int:
+        """Returns the slot of that group of the instance whose slot this is."""
+        if not group:
+            return slot
+        further = self._further.setdefault(slot, {})
+        if group not in further:
+            further[group] = self.open(self._slots[slot].capacity)
+            self._group_of[further[group]] = slot, group
+        return further[group]
+
+    def by_group(self, mask: int, count: int) -> tuple[int, ...]:
+        """Returns who of a bitset of slots stands for each of the first `count` groups, by their instances' slots."""
+        found = [0] * count
+        while mask:
+            low = mask & -mask
+            own = low.bit_length() - 1
+            slot, group = self._group_of.get(own, (own, 0))
+            if group < count:
+                found[group] |= 1 << slot
+            mask ^= low
+        return tuple(found)
+
     def close(self, slot: int) -> None:
-        """Forgets everything that the slot expects and frees it, because its instance or incarnation is gone."""
+        """Forgets everything that the slot expects and frees it, because its instance or incarnation is gone; likewise
+        those of its other groups."""
+        for further in self._further.pop(slot, {}).values():
+            del self._group_of[further]
+            self.close(further)
         for key in self._slots.pop(slot).held:
             self._clear_bit(key, slot)
         heapq.heappush(self._freed, slot)
@@ -134,21 +165,28 @@ class Pending:
 
     def withdraw(self, slot: int, marked: Sequence[bytes], request_id: str) -> None:
         """Notes that the request ended unreported: blocks that only it would have brought do not come."""
-        held = self._slots[slot].held
-        for key in marked:
-            if held.get(key, _NOBODY)[0] == request_id:
-                self._remove(slot, key)
+        for of_group in (slot, *self._further.get(slot, {}).values()):
+            held = self._slots[of_group].held
+            for key in marked:
+                if held.get(key, _NOBODY)[0] == request_id:
+                    self._remove(of_group, key)
 
-    def arrived(self, slot: int, keys: Sequence[bytes]) -> None:
-        """Notes that the node store has announced these blocks."""
+    def arrived(self, slot: int, keys: Sequence[bytes], masks: bytes = b"") -> None:
+        """Notes that the node store has announced these blocks; `masks` say which groups of each (b"": the first)."""
         held = self._slots[slot].held
         if held:
-            for key in filter(held.__contains__, keys):
+            for key in filter(held.__contains__, keys if not masks else _of_group(keys, masks, 0)):
                 self._remove(slot, key)
+        if masks:
+            for group, further in self._further.get(slot, {}).items():
+                self.arrived(further, _of_group(keys, masks, group))
 
-    def settle(self, slot: int, is_there: Callable[[bytes], bool]) -> None:
-        """Removes, as `arrived` does, all blocks of this slot for which `is_there` is true."""
-        self.arrived(slot, [key for key in self._slots[slot].held if is_there(key)])
+    def settle(self, slot: int, is_there: Callable[[bytes, int], bool], groups: Iterable[int] = (0,)) -> None:
+        """Removes, as `arrived` does, all blocks of this slot for which `is_there` says so of one of these groups."""
+        for group in groups:
+            if group == 0 or group in self._further.get(slot, {}):
+                of_group = self.of_group(slot, group)
+                self.arrived(of_group, [key for key in self._slots[of_group].held if is_there(key, group)])
 
     def expire(self, now: float) -> None:
         """Removes confirmed blocks whose time is over."""
@@ -217,6 +255,10 @@ class Pending:
             self._masks[key] = left
         else:
             del self._masks[key]
+
+
+def _of_group(keys: Sequence[bytes], masks: bytes, group: int) -> list[bytes]:
+    return [key for key, mask in zip(keys, masks, strict=True) if mask >> group & 1]
 
 
 _NOBODY = None, 0

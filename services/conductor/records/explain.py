@@ -178,6 +178,7 @@ class Decision:
     decode: Winner | None = None  # likewise
     kind: Winner | None = None
     expected: Expected | None = None
+    short: tuple[str, ...] = ()  # cache groups because of which `best_prefix_blocks` is no greater
 
     def is_chosen(self, candidate: Candidate) -> bool:
         """Says whether the request went to this candidate, as part of a pair."""
@@ -290,6 +291,7 @@ def decided(
     scoring: ScoringContext,
     serving: int,
     best_prefix: int,
+    short: tuple[str, ...] = (),
     expected: Expected | None = None,
 ) -> Decision:
     """Returns the record of one answer. It mentions `some` of the `serving` instances of the model, weighed or not; see
@@ -322,6 +324,7 @@ def decided(
         decode=decode.winner,
         kind=kind,
         expected=expected,
+        short=short,
     )
 
 

@@ -55,6 +55,7 @@ class Fleet:
         self.rng = rng = random.Random(seed)
         self.brain = brain = Brain(seed, slo_ttft_s=1e3, slo_tbt_s=1e3, **settings)
         self.card = card(max_context_tokens=0, kv_bytes_per_token=rng.choice([1024, 65536]))
+        self.grouped = grouped
         if grouped:
             self.card = replace(self.card, cache_groups=of_groups(self.card.kv_bytes_per_token * BLOCK))
         both = rng.random() < 0.3
@@ -67,17 +68,25 @@ class Fleet:
         pools = [f"pool{i}" for i in range(rng.randrange(3))]
         brain.step(reset(1, *[n for n in (*self.names, *pools) if rng.random() < 0.95]))
         for name in pools if not alike else ():
-            brain.seal(name, rng.choice(PROMPTS)[: rng.randrange(200)])
+            self.seal(name, rng.choice(PROMPTS)[: rng.randrange(200)])
         for name in self.names if not alike else ():
             self.vary(name)
+
+    def seal(self, name: str, keys: tuple[bytes, ...]) -> None:
+        """What a store announces: of groups states at every fourth block, and sometimes a window with holes."""
+        holes = self.rng.choice([0.0, 0.0, 0.02]) if self.grouped else 0.0
+        masks = [
+            1 | 2 * (self.rng.random() >= holes) | 4 * (int(key.split(b"-")[1].strip(b".")) % 4 == 3) for key in keys
+        ]
+        self.brain.seal(name, keys, **({"groups": bytes(masks)} if self.grouped and keys else {}))
 
     def vary(self, name: str) -> None:
         """Some of its past, and what it tells of now."""
         rng, brain = self.rng, self.brain
         if rng.random() < 0.3:
-            brain.seal(name, rng.choice(PROMPTS)[rng.choice([0, 0, 0, 5]) : rng.randrange(200)])
+            self.seal(name, rng.choice(PROMPTS)[rng.choice([0, 0, 0, 5]) : rng.randrange(200)])
         if rng.random() < 0.15:
-            brain.seal(store_name(name, Tier.SSD), rng.choice(PROMPTS)[: rng.randrange(200)])
+            self.seal(store_name(name, Tier.SSD), rng.choice(PROMPTS)[: rng.randrange(200)])
         slow = rng.choice([1.0, 1.0, 3.0])
         for i in range(rng.choice([0, 0, 3, 12])):
             tokens = rng.randrange(1, 3000)

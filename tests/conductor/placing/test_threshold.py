@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvmesh.kvcache.cache_groups import CacheGroup, CacheKind, CacheLayout
+from kvmesh.services.conductor.costs.cache_cost import CacheCost
 from kvmesh.services.conductor.domain import Fetch, Load, PrefillSample, Role
 from kvmesh.services.conductor.placing.placement import PlacementChoice
 from kvmesh.services.conductor.placing.prefills import worth_weighing
@@ -45,14 +47,19 @@ class Prefill:
 
 def placement(pull_s: float, tokens: int = TOKENS) -> PlacementChoice:
     """As much of a choice as is looked at: `tokens` are fetched, and TOKENS go to decode."""
-    instance = SimpleNamespace(model=SimpleNamespace(block_tokens=BLOCK, kv_bytes_per_token=1024), prefill=Prefill())
+    return choice_of(CacheCost(BLOCK, 1024), tokens // BLOCK, pull_s)
+
+
+def choice_of(cost: CacheCost, pulled_blocks: int, pull_s: float, pushed: int = TOKENS) -> PlacementChoice:
+    instance = SimpleNamespace(model=SimpleNamespace(block_tokens=BLOCK, cost=cost), prefill=Prefill())
     p = SimpleNamespace(
-        pulled_blocks=tokens // BLOCK,
+        pulled_blocks=pulled_blocks,
         instance=instance,
         computed_tokens=10,
         cached_tokens=TOKENS,
         pull_s=pull_s,
-        pushed_bytes=TOKENS * 1024,
+        local_blocks=4,
+        pushed_tokens=pushed,
     )
     return cast(PlacementChoice, SimpleNamespace(prefill=p))
 
@@ -291,3 +298,17 @@ def until_computing(mode: ThresholdMode) -> int:
 def test_the_brain_turns_to_computing_no_later_than_its_model_does() -> None:
     adaptive, fixed = until_computing(ThresholdMode.ADAPTIVE), until_computing(ThresholdMode.FIXED)
     assert 0 < adaptive <= fixed, (adaptive, fixed)
+
+
+def test_of_several_groups_tokens_are_those_that_were_computed_or_spared_whatever_their_bytes() -> None:
+    """One snapshot that is fetched spares six blocks; a push of few bytes is the fruit of many tokens."""
+    states = CacheGroup("state", (0,), CacheLayout(1, 1, 8), CacheKind.STATE, 4)
+    cost = CacheCost(BLOCK, 0, ((CacheGroup("all", (1,), CacheLayout(2, 1, 8)), 10), (states, 1000)))
+    threshold = Threshold(ADAPTIVE)
+    threshold.placed("r", choice_of(cost, 1, 0.5, pushed=80))
+    (awaited,) = threshold._awaited.values()
+    assert awaited.tokens == TOKENS - 4 * BLOCK == 96
+    assert awaited.saved_s == pytest.approx(SAVED_S * 96 / TOKENS)
+    assert awaited.pushed_s == pytest.approx(SAVED_S * 80 / TOKENS)
+    threshold.placed("r", choice_of(cost, 0, 0.0, pushed=80))  # nothing is fetched: what it has it had
+    assert next(iter(threshold._awaited.values())).tokens == 0
