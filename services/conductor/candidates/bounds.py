@@ -322,7 +322,8 @@ class CostBounds:
         if not segments or not worth_weighing(end, local, self.scoring.threshold):
             return None
         if self.planner.grouped and self.planner.lower:  # shorter plans are not parts of the longest
-            return among & (self.held.depth == local)
+            here: Mask = among & (self.held.depth == local)
+            return here
         instead = self.scoring.fetch is Fetch.ALWAYS
         for part in self._parts(segments, local, end):
             spared = part.until if part.memory and local <= at_decode < part.until else at_decode

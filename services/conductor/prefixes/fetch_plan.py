@@ -11,7 +11,7 @@ from kvmesh.kvcache.tiers import Tier, store_name
 from kvmesh.services.conductor.costs.cache_cost import CacheCost
 from kvmesh.services.conductor.domain import Life, Member, Source
 from kvmesh.services.conductor.loads.outgoing import Outgoing
-from kvmesh.services.conductor.prefixes.grouped_plan import GroupedPlan
+from kvmesh.services.conductor.prefixes.grouped_plan import GroupedFetch
 from kvmesh.services.conductor.prefixes.grouped_survey import GroupedSurvey
 from kvmesh.services.conductor.prefixes.index import PrefixPlace, PrefixSurvey, bits
 from kvmesh.services.conductor.prefixes.sources import FetchSources as FetchSources
@@ -123,7 +123,7 @@ class FetchPlanner:
         with the least to send is chosen, then one on the same node. Of several cache groups the segments name what a
         prefix up to that end needs or, `to_decode`, what decode needs after the whole prompt."""
         if isinstance(self.survey, GroupedSurvey):
-            groups, wanted = GroupedPlan(self.survey, own, start, sources), end
+            groups, wanted = GroupedFetch(self.survey, own, start, sources), end
             while True:
                 pieces, reached = groups.pieces(wanted, to_decode=to_decode)
                 if len(pieces) <= MAX_RANGES or not pieces[MAX_RANGES].needed:

@@ -17,7 +17,7 @@ from kvmesh.services.conductor.prefixes.survey import HeldRun, PrefixPlace
 
 
 @dataclass(slots=True)
-class Piece:
+class FetchPiece:
     """Blocks [first, end) of the cache groups of a mask, which the stores `alive` of one of the sources have."""
 
     first: int
@@ -29,7 +29,7 @@ class Piece:
 
 
 @dataclass(slots=True)
-class GroupedPlan:
+class GroupedFetch:
     """The plans of one reader, which has what a prefix of `start` blocks needs. `sources` are ranked, best first."""
 
     survey: GroupedSurvey
@@ -37,7 +37,7 @@ class GroupedPlan:
     start: int
     sources: Sequence[FetchSources]
 
-    def pieces(self, most: int, *, to_decode: bool) -> tuple[list[Piece], int]:
+    def pieces(self, most: int, *, to_decode: bool) -> tuple[list[FetchPiece], int]:
         """Returns the pieces of the longest prefix of at most `most` blocks that can be had, needed ones before others
         and each kind by block, and its end; none and `start` when there is no longer one than the reader's. `to_decode`
         says that decode reads: it needs what comes after the whole prompt."""
@@ -54,7 +54,7 @@ class GroupedPlan:
             needed = [needed_blocks(g, survey.block_tokens, end * survey.block_tokens) for g in survey.groups]
         if end <= self.start:
             return [], min(self.start, most)
-        found: list[Piece] = []
+        found: list[FetchPiece] = []
         for optional in (False, True):
             numbers = [g for g, group in enumerate(survey.groups) if group.optional is optional]
             found += self._joined(
@@ -62,11 +62,11 @@ class GroupedPlan:
             )
         return found, end
 
-    def _joined(self, needed: Sequence[range], end: int, required: bool) -> list[Piece]:
+    def _joined(self, needed: Sequence[range], end: int, required: bool) -> list[FetchPiece]:
         """Returns pieces for these blocks of each group from `start` to `end`, neighbours with a holder in common as
         one."""
-        found: list[Piece] = []
-        growing: list[Piece] = []  # those that the next run of blocks may continue
+        found: list[FetchPiece] = []
+        growing: list[FetchPiece] = []  # those that the next run of blocks may continue
         for run, first, until in self._runs(needed, end):
             wanted = sum(1 << g for g, blocks in enumerate(needed) if first in blocks) & ~self._here(run)
             now = []
@@ -77,7 +77,7 @@ class GroupedPlan:
                         piece.end, piece.alive = until, piece.alive & alive
                         break
                 else:
-                    piece = Piece(first, until, groups, source, alive, required)
+                    piece = FetchPiece(first, until, groups, source, alive, required)
                     found.append(piece)
                 now.append(piece)
             growing = now

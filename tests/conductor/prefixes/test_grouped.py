@@ -15,7 +15,7 @@ from kvmesh.services.conductor.costs.cache_cost import CacheCost
 from kvmesh.services.conductor.domain import Member, Ref
 from kvmesh.services.conductor.loads.outgoing import Outgoing
 from kvmesh.services.conductor.prefixes.fetch_plan import MAX_RANGES, FetchPlanner, FetchSegment, sizes_of
-from kvmesh.services.conductor.prefixes.grouped_plan import GroupedPlan
+from kvmesh.services.conductor.prefixes.grouped_plan import GroupedFetch
 from kvmesh.services.conductor.prefixes.grouped_survey import GroupedSurvey
 from kvmesh.services.conductor.prefixes.index import Index, PrefixPlace
 from kvmesh.services.conductor.prefixes.pending import ends, marks
@@ -141,7 +141,7 @@ def test_a_plan_names_each_needed_object_once_and_its_holder_has_it(
     assert reach == longest(groups, everybody, most)
     segments, end = plan.plan(own, "node-a", start, reach, plan.sources(own))
     assert len(segments) <= MAX_RANGES
-    pieces, _ = GroupedPlan(survey, own, start, plan.sources(own)).pieces(reach, to_decode=False)
+    pieces, _ = GroupedFetch(survey, own, start, plan.sources(own)).pieces(reach, to_decode=False)
     assert (end < reach) == (sum(piece.needed for piece in pieces) > MAX_RANGES)
     named = [(block, g) for s in segments for block in range(s.first, s.end) for g in range(8) if s.groups >> g & 1]
     assert len(named) == len(set(named))
