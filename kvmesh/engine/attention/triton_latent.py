@@ -36,16 +36,15 @@ from kvmesh.engine.rope import Rotation
 CAPABILITY = (9, 0)  # for pages that are on no GPU (tests)
 PIECE_TOKENS = 8192  # of contexts that are gathered and written out at a time
 WORKSPACE_BYTES = 256 << 20  # of K and V of some heads, and of what their queries have found so far
-# How many times as long as an operation over K and V that are written out one of the absorbed kernel takes: both groups
-# of its warps compute all scores. An estimate.
-ABSORBED_TIMES = 1.5
 
 
 class TritonLatent(LatentBackend):
     """Attends through Triton's kernels. `decode_tables` serve the steps that are not replayed, and grow with the batch;
-    `variant` and `expanded` are the sizes of programs."""
+    `variant` and `expanded` are the sizes of programs. `absorbed_times`: how many times as long as an operation over K
+    and V that are written out one of the absorbed kernel takes."""
 
     capturable = True
+    absorbed_times = 1.5  # both groups of its warps compute all scores; an estimate
 
     def __init__(self, pages: torch.Tensor, sizes: LatentConfig, ups: Sequence[UpProjection]) -> None:
         super().__init__(pages, sizes, ups)
@@ -174,7 +173,7 @@ class AbsorbedRun(NamedTuple):
     slots: int
 
 
-class Piece(NamedTuple):
+class ContextPiece(NamedTuple):
     """Is one filling of the workspace: pages and slots of the rows that are gathered, and the list of work."""
 
     page_ids: torch.Tensor
@@ -191,9 +190,9 @@ class TritonLatentPrefill(TritonLatentPlan):
         self.positions = backend.tensor(tokens.positions)
         self.slots = backend.tensor((tokens.page_ids * block + tokens.positions % block).astype(np.int32))
         self.runs: list[AbsorbedRun] = []
-        self.pieces: list[Piece] = []
+        self.pieces: list[ContextPiece] = []
         self.queries = 0  # of spans that are written out
-        few = [absorbed_costs_less(span, backend.sizes, ABSORBED_TIMES) for span in spans]
+        few = [absorbed_costs_less(span, backend.sizes, backend.absorbed_times) for span in spans]
         lengths = [span.length for span in spans]
         firsts = [sum(lengths[:at]) for at in range(len(spans))]
         written = [at for at in range(len(spans)) if not few[at]]
@@ -244,7 +243,7 @@ class TritonLatentPrefill(TritonLatentPlan):
             array = np.array(work, dtype=np.int32).reshape(-1, ENTRY)
             # The longest first; entries with no query in common may run in any order.
             array = array[np.argsort(array[:, 4] - array[:, 5], kind="stable")]
-            self.pieces.append(Piece(*(backend.tensor(part) for part in (page_ids, slots, array))))
+            self.pieces.append(ContextPiece(*(backend.tensor(part) for part in (page_ids, slots, array))))
             rows.clear()
             work.clear()
             filled = 0
