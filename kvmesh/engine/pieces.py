@@ -63,12 +63,11 @@ class PieceGraphs:
     ) -> None:
         self._model = model
         most, device, dtype = sizes[-1], backend.device, backend.dtype
-        heads = backend.num_heads + 2 * backend.kv_heads
         self._token_ids = torch.zeros(most, dtype=torch.int64, device=device)
         self._positions = torch.zeros(most, dtype=torch.int64, device=device)
         self._x = torch.zeros(most, model.config.hidden_size, dtype=dtype, device=device)
-        self._qkv = torch.zeros(most, heads, backend.head_dim, dtype=dtype, device=device)
-        self._attended = torch.zeros(most, backend.num_heads * backend.head_dim, dtype=dtype, device=device)
+        self._qkv = backend.inputs(most)
+        self._attended = backend.answer(self._qkv).zero_()
         angles = model.rope(self._positions)
         local = angles if model.local_rope is model.rope else model.local_rope(self._positions)
         self._angles = [angles, local]

@@ -67,7 +67,7 @@ class Rotation(NamedTuple):
     heads: int  # that are rotated: H query heads and the K key heads behind them
     cos: torch.Tensor  # `[T, 1, rotary dim]`, as sin from `RotaryEmbedding`, contiguous
     sin: torch.Tensor
-    norm_weight: torch.Tensor | None  # `[heads, head_dim]`
+    norm_weight: torch.Tensor | None  # `[heads, head_dim]`; of latent attention `[latent]`, of the rows' latents
     eps: float
 
 

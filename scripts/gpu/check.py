@@ -93,6 +93,7 @@ STAGES = (
     Stage("model", "steps of a model of 8B's shape: MBU, MFU", 240, measured("model")),
     Stage("profile", "where the time of a step goes, and what the GPU idles", 120, measured("profile")),
     Stage("prefill", "prefill attention beside torch's SDPA", 90, measured("prefill")),
+    Stage("latent", "latent attention: decode and chunks, by sizes of programs", 120, measured("latent")),
     Stage("sampler", "tokens from logits of 256 rows", 60, measured("sampler")),
     Stage("moves", "KV between pages and the host, alone and beside steps", 120, measured("moves")),
     Stage("links", "memory export for RDMA cards, collectives in a graph", 60, measured("links")),

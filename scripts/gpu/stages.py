@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import os
 import platform
 import statistics
@@ -279,11 +280,93 @@ def prefill(report: Report) -> None:
         report.line(f"{text}; {', '.join(told)}")
 
 
+class Latents:
+    """One latent backend of DeepSeek-V3's widths over pages with values, and requests whose pages lie scattered."""
+
+    def __init__(self, report: Report, heads: int, contexts: Sequence[int], layers: int) -> None:
+        import torch
+
+        from kvmesh.engine.attention.latent import UpProjection
+        from kvmesh.engine.attention.triton_latent import TritonLatent
+        from kvmesh.engine.config_latent import LatentConfig
+
+        widths = (32, 16, 16, 16) if report.dry else (512, 128, 64, 128)
+        latent, nope, rope, value = widths
+        self.sizes = LatentConfig(1536, latent, nope, rope, value, (nope + rope) ** -0.5, False, True)
+        self.dtype, block = (torch.float16, 16) if report.dry else (torch.bfloat16, BLOCK)
+        counts = [-(-(tokens + 1) // block) for tokens in contexts]
+        order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).tolist()
+        shape = (sum(counts), layers, 1, 1, block, latent + rope)
+        pages = torch.empty(shape, dtype=self.dtype, device=report.device).normal_()
+        ends = [sum(counts[: at + 1]) for at in range(len(counts))]
+        self.requests = [tuple(order[end - count : end]) for end, count in zip(ends, counts, strict=True)]
+        weight = torch.randn(heads, nope + value, latent, device=report.device) * latent**-0.5
+        self.backend = TritonLatent(pages, self.sizes, [UpProjection(weight.to(self.dtype), nope)] * layers)
+        self.heads, self.layers, self.device = heads, layers, report.device
+
+    def qkv(self, tokens: int) -> Any:
+        return self.backend.inputs(tokens).normal_()
+
+    def row_bytes(self, tokens: int) -> int:
+        return tokens * (self.sizes.latent + self.sizes.rope) * self.dtype.itemsize
+
+
+def latent(report: Report) -> None:
+    """Latent attention: decode, whose limit is reading rows once or, with 128 heads, products; chunks, both ways."""
+    from kvmesh.engine.attention.backend import TokenSpan
+    from kvmesh.engine.attention.triton_backend import DecodeTables
+    from kvmesh.engine.kernels.latent_decode import CANDIDATES, head_tiles
+    from kvmesh.engine.kernels.latent_prefill import CANDIDATES as EXPANDED
+
+    copy = copy_rate(report)
+    cases = ((2, [17, 40]),) if report.dry else ((16, [8192] * 32), (128, [8192] * 32), (128, [1024] * 31 + [65536]))
+    for heads, contexts in cases:
+        held = 2 if report.dry else max(1, -(-ROTATED_BYTES // (1152 * sum(contexts))))
+        made = Latents(report, heads, contexts, held)
+        backend, qkv, told = made.backend, made.qkv(len(contexts)), []
+        served = backend.variant
+        for variant in (served,) if report.dry else (served, *(v for v in CANDIDATES if v != served)):
+            backend.variant, backend.tile, backend.resident = variant, variant.keys, variant.resident
+            backend.share_programs = head_tiles(heads, variant)
+            backend.decode_tables = DecodeTables(backend, len(contexts), max(map(len, made.requests)))
+            plan = backend.plan_decode(made.requests, contexts)
+
+            def layers(plan: Any = plan, made: Latents = made, qkv: Any = qkv) -> None:
+                for layer in range(made.layers):
+                    plan.attend(layer, qkv)
+
+            took = replayed(report, layers) / made.layers
+            rate = made.row_bytes(sum(contexts) + len(contexts)) / took
+            flop = 2 * heads * (2 * made.sizes.latent + made.sizes.rope) * sum(contexts)
+            report.row(heads=heads, rows=len(contexts), seconds=took, bytes_per_s=rate, of_copy=rate / copy,
+                       flop_per_s=flop / took, programs=list(variant))  # fmt: skip
+            told.append(f"{variant.heads}x{variant.keys}x{variant.stages} {took * 1e6:.0f} us {100 * rate / copy:.0f}%")
+        report.line(f"{heads} heads, {len(contexts)} rows of {sum(contexts)} tokens: {', '.join(told)}")
+    for tokens, prefix in ((20, 30),) if report.dry else ((8192, 0), (8192, 57344), (64, 65536), (256, 65536)):
+        made = Latents(report, 2 if report.dry else 128, [tokens + prefix], 1)
+        backend, qkv, told = made.backend, made.qkv(tokens), []
+        backend.plan_prefill([TokenSpan(prefix, tokens, made.requests[0])]).write(0, qkv)
+        pairs = tokens * prefix + tokens * (tokens + 1) / 2
+        flop = 2 * made.heads * pairs * (made.sizes.nope + made.sizes.rope + made.sizes.value)
+        ways = {"absorbed": None} | {"x".join(map(str, v)): v for v in (backend.expanded, *EXPANDED)}
+        for name, cut in ways.items():
+            if tokens > 256 and cut is None:
+                continue
+            backend.absorbed_times = 0.0 if cut is None else math.inf
+            backend.expanded = cut or backend.expanded
+            plan = backend.plan_prefill([TokenSpan(prefix, tokens, made.requests[0])])
+            took = seconds(report, lambda plan=plan, qkv=qkv: plan.attend(0, qkv), 7)
+            report.row(tokens=tokens, prefix=prefix, way=name, seconds=took, flop_per_s=flop / took)
+            told.append(f"{name} {took * 1e3:.2f} ms {flop / took / 1e12:.0f}")
+        report.line(f"{tokens} after {prefix}, TFLOP/s of what is written out: {', '.join(told)}")
+
+
 def small(report: Report) -> None:
     """Each kernel once, on shapes with ragged ends: for tools that watch kernels."""
     import torch
 
     from kvmesh.engine.attention.backend import TokenSpan
+    from kvmesh.engine.rope import Rotation
 
     paged = Paged(report, [5, 17, 33, 130], 1)
     tokens = 7
@@ -293,7 +376,6 @@ def small(report: Report) -> None:
     out = plan.attend(0, qkv)
     if not report.dry:
         from kvmesh.engine import ops
-        from kvmesh.engine.rope import Rotation
 
         x = torch.randn(3, 100, device=report.device, dtype=paged.dtype)
         angle = torch.rand(len(qkv), 1, paged.dim, device=report.device).to(paged.dtype)
@@ -305,6 +387,15 @@ def small(report: Report) -> None:
     if not bool(out.isfinite().all()):
         raise AssertionError("attention answered values that are not finite")
     report.line(f"wrote, prefilled and decoded {len(qkv)} tokens")
+    made = Latents(report, 2 if report.dry else 128, [5, 17, 130, 40], 1)
+    spans = [TokenSpan(0, 5, made.requests[0]), TokenSpan(36, 4, made.requests[3])]
+    latents, given = made.backend.plan_mixed(made.requests[1:3], [17, 130], spans), made.qkv(11)
+    angle = torch.rand(11, 1, made.sizes.rope, device=report.device).to(made.dtype)
+    weight = torch.rand(made.sizes.latent, device=report.device).to(made.dtype)
+    latents.rotate_and_write(0, given, Rotation(made.heads + 1, angle, angle, weight, 1e-6))
+    if not bool(latents.attend(0, given).isfinite().all()):
+        raise AssertionError("latent attention answered values that are not finite")
+    report.line(f"and {len(given)} tokens of latent attention")
 
 
 @functools.cache
@@ -591,7 +682,7 @@ def links(report: Report) -> None:
     report.line(f"an all-reduce and an all-gather of one rank in a graph: {took * 1e6:.1f} us")
 
 
-STAGES = (environment, ceilings, decode, prefill, small, model, sampler, profile, moves, links)
+STAGES = (environment, ceilings, decode, prefill, latent, small, model, sampler, profile, moves, links)
 
 
 def main() -> None:

@@ -3,11 +3,14 @@ that end anywhere in a part, one thread and several."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from kvmesh.engine.attention import native_latent
+from kvmesh.engine.attention.backend import TokenSpan
 from kvmesh.engine.attention.choice import make_latent_backend
 from kvmesh.engine.attention.latent import LatentBackend
 from kvmesh.engine.attention.native_latent import NativeLatent
@@ -104,3 +107,42 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(RuntimeError, match=why):
             attend(*args, 64, 0.1)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_chunks_of_every_size_equal_float64(shape: LatentShape, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Absorbed and written out, all heads at once and one at a time, cold and behind a cached prefix."""
+    monkeypatch.setattr(native_latent, "WRITTEN_BYTES", 2 * 200 * 80 * shape.dtype.itemsize)
+    for times in (0.0, native_latent.ABSORBED_TIMES, math.inf):
+        monkeypatch.setattr(native_latent, "ABSORBED_TIMES", times)
+        bench = native_bench(shape, 160 * 16 // shape.block_tokens + 16)
+        cold = [bench.request(length + 1) for length in (1, 2, 16, 130)]
+        warm = [bench.request(start + length + 1, start) for start, length in ((1, 1), (37, 92), (300, 3), (290, 33))]
+        with torch.inference_mode():
+            bench.step([LatentChunk(row, row.rows.shape[1] - 1 - row.done) for row in (*cold, *warm)])
+            bench.step([LatentChunk(row, 1, span=False) for row in (*cold, *warm)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+def test_a_chunk_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
+    """Of few queries and of many, on one thread and on several."""
+    bench = native_bench(LatentShape(6, 24, 10, 24, 52, 16, dtype), 200)
+    chunks = [bench.request(700, start) for start in (600, 650)]
+    spans = [TokenSpan(600, 100, chunks[0].pages), TokenSpan(650, 2, chunks[1].pages)]
+    q = [bench.queries(span.length) for span in spans]
+    rows = [chunk.rows[0, span.start : span.start + span.length] for chunk, span in zip(chunks, spans, strict=True)]
+    alone = []
+    for span, asked, own in zip(spans, q, rows, strict=True):
+        plan = bench.backend.plan_prefill([span])
+        given = bench.given(asked, [own])
+        plan.write(0, given)
+        alone.append(plan.attend(0, given))
+    other = bench.request(90, 40)
+    beside = TokenSpan(40, 30, other.pages)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        plan = bench.backend.plan_prefill([spans[0], beside, spans[1]])
+        given = bench.given(torch.cat((q[0], bench.queries(30), q[1])), [rows[0], other.rows[0, 40:70], rows[1]])
+        plan.write(0, given)
+        answer = plan.attend(0, given)
+        assert torch.equal(answer[:100], alone[0]) and torch.equal(answer[-2:], alone[1])

@@ -20,7 +20,15 @@ from tests.support.reference import assert_matches_reference, reference_logits
 
 pytestmark = NEEDS_GPU
 Zoo = Callable[[str], Path]
-MODELS = ("qwen3-gqa4-yarn", "qwen2-gqa7-yarn-parameters", "llama-gqa7-linear", "gemma2", "mistral")
+MODELS = (
+    "qwen3-gqa4-yarn",
+    "qwen2-gqa7-yarn-parameters",
+    "llama-gqa7-linear",
+    "gemma2",
+    "mistral",
+    "deepseek_v2",
+    "deepseek_v3",
+)
 
 
 def engine(path: Path, **settings: object) -> LocalEngine:
@@ -145,12 +153,13 @@ def test_the_graphs_bucket_does_not_bound_a_batch(zoo: Zoo, monkeypatch: pytest.
         assert_matches_reference(zoo("llama-gqa7-linear"), prompt, answer.token_ids)
 
 
+@pytest.mark.parametrize(("name", "module"), [("qwen2-gqa4-tied", "triton_backend"), ("deepseek_v3", "triton_latent")])
 def test_without_triton_torch_attends(
-    zoo: Zoo, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    name: str, module: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(sys.modules, "kvmesh.engine.attention.triton_backend", None)
-    local = LocalEngine(zoo("qwen2-gqa4-tied"), device="cuda", block_tokens=16, num_pages=64)
+    monkeypatch.setitem(sys.modules, f"kvmesh.engine.attention.{module}", None)
+    local = LocalEngine(zoo(name), device="cuda", block_tokens=16, num_pages=64)
     assert local.runner.graphs is None and "kvmesh[cuda]" in caplog.text
     asked = prompts(3, local.config.vocab_size, seed=9)
     for prompt, answer in zip(asked, local.generate(asked, GenerateParams(max_tokens=8)), strict=True):
-        assert_matches_reference(zoo("qwen2-gqa4-tied"), prompt, answer.token_ids)
+        assert_matches_reference(zoo(name), prompt, answer.token_ids)

@@ -153,9 +153,44 @@ class AttentionBackend(PagedMemory, ABC):
         """Returns the plan of any step of at most so many rows of `tables`, as they are filled when it is replayed."""
         raise InternalError(f"{type(self).__name__} is not captured")
 
+    def inputs(self, tokens: int) -> torch.Tensor:
+        """Returns zeros of the form of what a layer gives the plan of so many tokens."""
+        heads = self.num_heads + 2 * self.kv_heads
+        return torch.zeros(tokens, heads, self.head_dim, dtype=self.dtype, device=self.device)
+
     def answer(self, qkv: torch.Tensor) -> torch.Tensor:
         """Returns room for the attention of `qkv`'s tokens."""
         return qkv.new_empty(qkv.shape[0], self.num_heads * self.head_dim)
+
+    def zero_tail(self, page: int, slot: int) -> None:
+        """Clears the slots from `slot` on of a page that only one request holds."""
+        self.pages[page, :, :, :, slot:] = 0
+
+
+class SpanTokens(NamedTuple):
+    """Says where the tokens of a step's spans lie: the pages of each span from token 0 on, and for each of the T tokens
+    its position and its page; int64."""
+
+    ids: list[np.ndarray]
+    positions: npt.NDArray[np.int64]
+    page_ids: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, backend: AttentionBackend, spans: Sequence[TokenSpan]) -> SpanTokens:
+        """Finds the pages of spans and zeroes the rest of each span's last page. Raises InternalError as `page_array`
+        does, before anything is zeroed."""
+        block, none = backend.block_tokens, np.zeros(0, dtype=np.int64)
+        ends = [span.start + span.length for span in spans]
+        ids = [
+            backend.page_array(span.pages, end, backend.oldest_seen(span.start))
+            for span, end in zip(spans, ends, strict=True)
+        ]
+        where = [np.arange(span.start, end) for span, end in zip(spans, ends, strict=True)]
+        page_ids = [own[at // block] for own, at in zip(ids, where, strict=True)]
+        for own, end in zip(ids, ends, strict=True):
+            if end % block:
+                backend.zero_tail(int(own[-1]), end % block)
+        return cls(ids, np.concatenate((none, *where)), np.concatenate((none, *page_ids)))
 
 
 class MixedPlan(StepPlan):

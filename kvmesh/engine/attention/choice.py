@@ -18,6 +18,7 @@ from kvmesh.engine.config_latent import LatentConfig
 from kvmesh.engine.cpu import native
 
 log = logging.getLogger(__name__)
+WITHOUT_TRITON = "attention through torch, slower and without CUDA graphs (pip install 'kvmesh[cuda]'): %s"
 
 
 def make_backend(pages: torch.Tensor, num_heads: int, specs: Sequence[AttentionSpec]) -> AttentionBackend:
@@ -26,11 +27,24 @@ def make_backend(pages: torch.Tensor, num_heads: int, specs: Sequence[AttentionS
 
 
 def make_latent_backend(pages: torch.Tensor, sizes: LatentConfig, ups: Sequence[UpProjection]) -> AttentionBackend:
-    """Returns the backend of latent attention: on a CPU with the C++ operators theirs, elsewhere torch's. No step of
-    theirs is captured as a CUDA graph: torch's launches depend on how long contexts are."""
-    if ops.on_native(pages):
-        return NativeLatent(pages, sizes, ups)
-    return LatentBackend(pages, sizes, ups)
+    """Returns the backend of latent attention registered for the pages' device, the torch one where none is."""
+    return LATENT_BACKENDS.get(pages.device.type, LatentBackend)(pages, sizes, ups)
+
+
+def _latent_on_cpu(pages: torch.Tensor, sizes: LatentConfig, ups: Sequence[UpProjection]) -> AttentionBackend:
+    """Returns the C++ operator's backend where it has been built, is wanted and computes in the pages' dtype, else
+    torch's."""
+    return (NativeLatent if ops.on_native(pages) else LatentBackend)(pages, sizes, ups)
+
+
+def _latent_on_cuda(pages: torch.Tensor, sizes: LatentConfig, ups: Sequence[UpProjection]) -> AttentionBackend:
+    """Returns the backend of Triton's kernels, which are imported only here, else torch's with a warning."""
+    try:
+        from kvmesh.engine.attention.triton_latent import TritonLatent
+    except ImportError as error:
+        log.warning(WITHOUT_TRITON, error)
+        return LatentBackend(pages, sizes, ups)
+    return TritonLatent(pages, sizes, ups)
 
 
 def _on_cpu(pages: torch.Tensor, num_heads: int, specs: Sequence[AttentionSpec]) -> AttentionBackend:
@@ -46,7 +60,7 @@ def _on_cuda(pages: torch.Tensor, num_heads: int, specs: Sequence[AttentionSpec]
     try:
         from kvmesh.engine.attention.triton_backend import TritonAttention
     except ImportError as error:
-        log.warning("attention through torch, slower and without CUDA graphs (pip install 'kvmesh[cuda]'): %s", error)
+        log.warning(WITHOUT_TRITON, error)
         return TorchAttention(pages, num_heads, specs)
     return TritonAttention(pages, num_heads, specs)
 
@@ -54,4 +68,9 @@ def _on_cuda(pages: torch.Tensor, num_heads: int, specs: Sequence[AttentionSpec]
 BACKENDS: dict[str, Callable[[torch.Tensor, int, Sequence[AttentionSpec]], AttentionBackend]] = {
     "cpu": _on_cpu,
     "cuda": _on_cuda,
+}
+
+LATENT_BACKENDS: dict[str, Callable[[torch.Tensor, LatentConfig, Sequence[UpProjection]], AttentionBackend]] = {
+    "cpu": _latent_on_cpu,
+    "cuda": _latent_on_cuda,
 }

@@ -118,6 +118,9 @@ class GroupedAttention:
         plans = [backend.replayed(own, rows) for backend, own in zip(self.backends, tables.tables, strict=True)]
         return GroupedPlan(self, plans, None)
 
+    def inputs(self, tokens: int) -> torch.Tensor:
+        return self.backends[0].inputs(tokens)
+
     def answer(self, qkv: torch.Tensor) -> torch.Tensor:
         return self.backends[0].answer(qkv)
 

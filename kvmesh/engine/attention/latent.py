@@ -28,7 +28,14 @@ import torch
 from torch.nn import functional
 
 from kvmesh.engine import ops
-from kvmesh.engine.attention.backend import AttentionBackend, MixedPlan, PageTable, StepPlan, TokenSpan
+from kvmesh.engine.attention.backend import (
+    AttentionBackend,
+    MixedPlan,
+    PageTable,
+    SpanTokens,
+    StepPlan,
+    TokenSpan,
+)
 from kvmesh.engine.batch import Integers
 from kvmesh.engine.config import AttentionSpec
 from kvmesh.engine.config_latent import LatentConfig
@@ -89,6 +96,17 @@ class RunningSoftmax:
         return self.mean.div_(self.sum)
 
 
+def absorbed_costs_less(span: TokenSpan, sizes: LatentConfig, times: float) -> bool:
+    """Says whether the queries of a span cost less absorbed than with the K and V of their context written out, by
+    multiplications of a head, where one that is absorbed counts `times` as much in attention. Absorbing a query and
+    its way back cost what it costs to write out a token."""
+    pairs = span.length * span.start + span.length * (span.length + 1) // 2
+    absorbed = 2 * sizes.latent + sizes.rope
+    expanded = sizes.nope + sizes.rope + sizes.value
+    product = sizes.latent * (sizes.nope + sizes.value)
+    return pairs * times * absorbed + span.length * product < pairs * expanded + (span.start + span.length) * product
+
+
 class LatentBackend(AttentionBackend):
     """Writes latent rows into pages and attends to them. It owns no memory but scratch, which for one request is a
     gathered tile in the pages' dtype and in float32, its expansion in prefill, `score_elements` of scores, and an
@@ -124,6 +142,9 @@ class LatentBackend(AttentionBackend):
             return self.plan_prefill(spans)
         return LatentMixedPlan(self, self.plan_decode(pages, positions), self.plan_prefill(spans), len(pages))
 
+    def inputs(self, tokens: int) -> torch.Tensor:
+        return torch.zeros(tokens, self.query_width + self.head_dim, dtype=self.dtype, device=self.device)
+
     def answer(self, qkv: torch.Tensor) -> torch.Tensor:
         return qkv.new_empty(qkv.shape[0], self.num_heads * self.sizes.value)
 
@@ -134,22 +155,22 @@ class LatentBackend(AttentionBackend):
         return q, qkv[:, self.query_width :]
 
     def rotate(self, qkv: torch.Tensor, rotation: Rotation) -> None:
-        """Rotates the parts with position of queries and rows in place. Pairs that lie side by side come to lie half a
-        width apart, in queries and keys alike, which leaves their products."""
+        """Norms the latents of rows where the rotation has a weight `[latent]`, and rotates the parts with position of
+        queries and rows, in place. Pairs that lie side by side come to lie half a width apart, in queries and keys
+        alike, which leaves their products."""
         q, rows = self.split(qkv)
+        if rotation.norm_weight is not None:
+            latents = rows[:, : self.latent]
+            latents.copy_(ops.rms_norm(latents.contiguous(), rotation.norm_weight, rotation.eps))
         turned = torch.cat((q[..., self.sizes.nope :], rows[:, None, self.latent :]), 1)
         if self.sizes.interleaved:
             turned = torch.cat((turned[..., ::2], turned[..., 1::2]), -1)
-        ops.rotate_heads(turned, rotation)
+        ops.rotate_heads(turned, rotation._replace(norm_weight=None))
         q[..., self.sizes.nope :] = turned[:, :-1]
         rows[:, self.latent :] = turned[:, -1]
 
     def tensor(self, array: Array) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
-
-    def zero_tail(self, page: int, slot: int) -> None:
-        """Clears the slots from `slot` on of a page that only one request holds."""
-        self.pages[page, :, :, :, slot:] = 0
 
     def tiles(self, layer: int, page_ids: torch.Tensor, end: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yields the rows of tokens [0, end) of one request as tiles `(first token, [n, latent + rope])`."""
@@ -242,19 +263,10 @@ class LatentPrefillPlan(LatentPlan):
 
     def __init__(self, backend: LatentBackend, spans: Sequence[TokenSpan]) -> None:
         self.backend, self.spans = backend, spans
-        self.ids: list[torch.Tensor] = []
-        positions, page_ids = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
-        for span in spans:
-            end = span.start + span.length
-            ids = backend.page_array(span.pages, end)
-            where = np.arange(span.start, end)
-            positions.append(where)
-            page_ids.append(ids[where // backend.block_tokens])
-            self.ids.append(backend.tensor(ids))
-            if end % backend.block_tokens:
-                backend.zero_tail(int(ids[-1]), end % backend.block_tokens)
-        self.positions = backend.tensor(np.concatenate(positions))
-        self.page_ids = backend.tensor(np.concatenate(page_ids))
+        tokens = SpanTokens.of(backend, spans)
+        self.ids = [backend.tensor(ids) for ids in tokens.ids]
+        self.positions = backend.tensor(tokens.positions)
+        self.page_ids = backend.tensor(tokens.page_ids)
         self.slots = self.positions % backend.block_tokens
 
     def attend(self, layer: int, qkv: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

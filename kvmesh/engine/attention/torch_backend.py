@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from kvmesh.engine.attention.backend import AttentionBackend, PageTable, StepPlan, TokenSpan, seen_from
+from kvmesh.engine.attention.backend import AttentionBackend, PageTable, SpanTokens, StepPlan, TokenSpan, seen_from
 from kvmesh.engine.batch import Integers
 from kvmesh.engine.config import AttentionSpec
 from kvmesh.errors import InternalError
@@ -47,10 +47,6 @@ class TorchAttention(AttentionBackend):
     def queries(self, qkv: torch.Tensor) -> torch.Tensor:
         """Returns the queries of `qkv`, `[T, K, G, D]`."""
         return qkv[:, : self.num_heads].view(-1, self.kv_heads, self.group, self.head_dim)
-
-    def zero_tail(self, page: int, slot: int) -> None:
-        """Clears the slots from `slot` on of a page that only one request holds."""
-        self.pages[page, :, :, :, slot:] = 0
 
     def write(self, layer: int, qkv: torch.Tensor, page_ids: torch.Tensor, slots: torch.Tensor) -> None:
         kv = qkv[:, self.num_heads :].view(-1, 2, self.kv_heads, self.head_dim)
@@ -187,20 +183,12 @@ class TorchPrefillPlan(StepPlan):
     def __init__(self, backend: TorchAttention, spans: Sequence[TokenSpan]) -> None:
         self.backend = backend
         self.spans: list[PrefillSpan] = []
-        positions, page_ids = [], []
-        first = 0
-        for span in spans:
-            end = span.start + span.length
-            ids = backend.page_array(span.pages, end, backend.oldest_seen(span.start))
-            where = np.arange(span.start, end)
-            positions.append(where)
-            page_ids.append(ids[where // backend.block_tokens])
+        tokens, first = SpanTokens.of(backend, spans), 0
+        for span, ids in zip(spans, tokens.ids, strict=True):
             self.spans.append(PrefillSpan(backend, span, ids, first))
-            if end % backend.block_tokens:
-                backend.zero_tail(int(ids[-1]), end % backend.block_tokens)
             first += span.length
-        self.positions = backend.tensor(np.concatenate(positions))
-        self.page_ids = backend.tensor(np.concatenate(page_ids))
+        self.positions = backend.tensor(tokens.positions)
+        self.page_ids = backend.tensor(tokens.page_ids)
         self.slots = self.positions % backend.block_tokens
 
     def write(self, layer: int, qkv: torch.Tensor) -> None:

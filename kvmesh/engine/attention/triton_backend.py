@@ -9,14 +9,23 @@ here; those of a page that a prompt ends in are zeroed, since pages are pushed w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from kvmesh.engine.attention.backend import AttentionBackend, MixedPlan, StepPlan, StepTables, TokenSpan
+from kvmesh.engine.attention.backend import (
+    AttentionBackend,
+    MixedPlan,
+    SpanTokens,
+    StepPlan,
+    StepTables,
+    TokenSpan,
+)
 from kvmesh.engine.batch import Integers
 from kvmesh.engine.config import AttentionSpec
 from kvmesh.engine.kernels.decode import (
+    RESIDENT,
     longest_share,
     most_shares,
     paged_decode,
@@ -37,6 +46,39 @@ STEP_COLUMNS = 4  # token ids, positions, slots, lengths
 ROW_MULTIPLE = 16  # rows of a table: columns stay aligned, so that kernels are compiled once
 
 
+def processors_of(device: torch.device) -> int:
+    """Returns how many streaming multiprocessors the device has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else PROCESSORS
+
+
+def sent(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copies an array to the device without waiting for the copy."""
+    made = torch.from_numpy(np.ascontiguousarray(array))
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
+
+
+class ShareBackend(Protocol):
+    """Is a backend whose decode steps are lists of shares: `share_programs` programs have each, a processor holds
+    `resident` of them, and `share_dim` columns of each query head are what a share finds; tiles are of `tile` tokens,
+    `windows` is what layers see."""
+
+    share_programs: int
+    resident: int
+    share_dim: int
+    tile: int
+    windows: list[tuple[int, int]]
+    processors: int
+    num_heads: int
+    block_tokens: int
+    device: torch.device
+
+    def page_array(self, pages: Sequence[int], end: int, seen: int = 0) -> np.ndarray:
+        """As of `PagedMemory`."""
+
+    def oldest_seen(self, position: int) -> int:
+        """As of `PagedMemory`."""
+
+
 class TritonAttention(AttentionBackend):
     """Attends through Triton's kernels. `decode_tables` serve the steps that are not replayed, and grow with the
     batch."""
@@ -46,19 +88,16 @@ class TritonAttention(AttentionBackend):
     def __init__(self, pages: torch.Tensor, num_heads: int, specs: Sequence[AttentionSpec]) -> None:
         super().__init__(pages, num_heads, specs)
         self.layers = [pages[:, layer] for layer in range(self.num_layers)]
-        on_gpu = self.device.type == "cuda"
-        self.processors = torch.cuda.get_device_properties(self.device).multi_processor_count if on_gpu else PROCESSORS
+        self.processors = processors_of(self.device)
         self.windows = sorted({spec.sees for spec in self.specs})  # and chunks
+        self.share_programs, self.resident, self.share_dim = self.kv_heads, RESIDENT, self.head_dim
         self.tile = tiles_for(self.head_dim, pages.element_size(), self.block_tokens).keys
         self.variant = usual(self.head_dim, pages.element_size(), self.block_tokens)  # of prefill
         self.decode_tables = DecodeTables(self, ROW_MULTIPLE, 8)
 
     def tensor(self, array: np.ndarray) -> torch.Tensor:
         """Copies an array to the device without waiting for the copy."""
-        made = torch.from_numpy(np.ascontiguousarray(array))
-        if self.device.type != "cuda":
-            return made
-        return made.pin_memory().to(self.device, non_blocking=True)
+        return sent(array, self.device)
 
     def plan_prefill(self, spans: Sequence[TokenSpan]) -> TritonPrefillPlan:
         return TritonPrefillPlan(self, spans)
@@ -102,24 +141,23 @@ class TritonPlan(StepPlan):
             rotate_and_write(qkv, pages, self.slots, rotation)
 
 
+def table_of(ids: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns int32 `[rows, width]`, each row the pages of one request; what lies behind them is 0."""
+    table = np.zeros((len(ids), max(map(len, ids), default=0)), dtype=np.int32)
+    for row, own in zip(table, ids, strict=True):
+        row[: len(own)] = own
+    return table
+
+
 class TritonPrefillPlan(TritonPlan):
     def __init__(self, backend: TritonAttention, spans: Sequence[TokenSpan]) -> None:
         self.backend, self.layers = backend, backend.layers
         block = backend.block_tokens
-        ids = [backend.page_array(s.pages, s.start + s.length, backend.oldest_seen(s.start)) for s in spans]
-        table = np.zeros((len(spans), max(len(row) for row in ids)), dtype=np.int32)
-        positions, slots = [], []
-        for at, (span, row) in enumerate(zip(spans, ids, strict=True)):
-            table[at, : len(row)] = row
-            where = np.arange(span.start, span.start + span.length)
-            positions.append(where)
-            slots.append(row[where // block] * block + where % block)
-            if filled := (span.start + span.length) % block:
-                backend.pages[int(row[-1]), :, :, :, filled:] = 0
+        tokens = SpanTokens.of(backend, spans)
         self.variant = backend.variant
-        self.positions = backend.tensor(np.concatenate(positions))
-        self.slots = backend.tensor(np.concatenate(slots).astype(np.int32))
-        self.table = backend.tensor(table)
+        self.positions = backend.tensor(tokens.positions)
+        self.slots = backend.tensor((tokens.page_ids * block + tokens.positions % block).astype(np.int32))
+        self.table = backend.tensor(table_of(tokens.ids))
         self.work = backend.tensor(work_of([(span.start, span.length) for span in spans], self.variant.queries))
 
     def attend(self, layer: int, qkv: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -168,7 +206,7 @@ class WorkList:
 
     def __init__(
         self,
-        backend: TritonAttention,
+        backend: ShareBackend,
         sees: tuple[int, int],
         host: tuple[np.ndarray, np.ndarray],
         device: tuple[torch.Tensor, torch.Tensor],
@@ -184,11 +222,11 @@ class WorkList:
         self._age += 1
         if len(lengths) != self._rows or self._age >= CHOICE_STEPS:
             _, tiles = tiles_of(lengths, self.window, tile, self.chunk)
-            self._longest = longest_share(tiles, backend.kv_heads, backend.processors)
+            self._longest = longest_share(tiles, backend.share_programs, backend.processors, backend.resident)
             self._rows, self._age = len(lengths), 0
         work, joins = shares_of(lengths, self.window, tile, self._longest, self.chunk)
         # Rows may have been replaced by longer ones since the choice.
-        while len(work) > most_shares(len(lengths), backend.kv_heads, backend.processors):
+        while len(work) > most_shares(len(lengths), backend.share_programs, backend.processors):
             self._longest *= 2
             work, joins = shares_of(lengths, self.window, tile, self._longest, self.chunk)
         self.used, self.split = len(work), bool((joins[:, 1] != 1).any())
@@ -201,11 +239,11 @@ class DecodeTables:
     """Holds what the kernels read of a decode batch of up to `rows` rows and `width` pages a row, at addresses that
     stay. `scratch` serves all layers, which follow each other."""
 
-    def __init__(self, backend: TritonAttention, rows: int, width: int) -> None:
+    def __init__(self, backend: ShareBackend, rows: int, width: int) -> None:
         self.rows = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
         self.backend, self.width = backend, width
         self.table = Mirrored((self.rows, width), torch.int32, backend.device)
-        entries = most_shares(self.rows, backend.kv_heads, backend.processors)
+        entries = most_shares(self.rows, backend.share_programs, backend.processors)
         columns, lists = STEP_COLUMNS * self.rows, 4 * entries + 2 * self.rows
         self.step = Mirrored((columns + lists * len(backend.windows),), torch.int32, backend.device)
         host, device = self.step.host, self.step.device
@@ -220,7 +258,7 @@ class DecodeTables:
                 (host[at:joins].reshape(-1, 4), host[joins : at + lists].reshape(-1, 2)),
                 (device[at:joins].view(-1, 4), device[joins : at + lists].view(-1, 2)),
             )
-        need = scratch_elements(entries, backend.num_heads, backend.head_dim)
+        need = scratch_elements(entries, backend.num_heads, backend.share_dim)
         self.scratch = torch.empty(need, dtype=torch.float32, device=backend.device)
         self._known: list[tuple[int, ...]] = [()] * self.rows
         self._counts = np.zeros(self.rows, dtype=np.int64)
@@ -276,27 +314,41 @@ class DecodeTables:
         return self.backend.page_array(row, end, self.backend.oldest_seen(min(position, end - 1))) if row else row
 
 
-class DecodePlan(TritonPlan):
-    """Attends for the first `rows` rows of `tables` as they were filled last, until they are filled again. A `replayed`
-    plan then serves any step of at most so many rows, over the same addresses."""
+class DecodeStep:
+    """Is the first `rows` rows of `tables` as they were filled last, until they are filled again. A `replayed` step
+    then is any of at most so many rows, over the same addresses."""
 
-    def __init__(self, backend: TritonAttention, tables: DecodeTables, rows: int, replayed: bool = False) -> None:
-        self.backend, self.layers, self.tables, self.replayed = backend, backend.layers, tables, replayed
+    def __init__(self, tables: DecodeTables, rows: int, replayed: bool) -> None:
+        self.tables, self.replayed = tables, replayed
         columns = (tables.token_ids, tables.positions, tables.slots, tables.lengths)
         self.token_ids, self.positions, self.slots, self.lengths = (column[:rows] for column in columns)
-        self.most = most_shares(rows, backend.kv_heads, backend.processors)
+        self.most = most_shares(rows, tables.backend.share_programs, tables.backend.processors)
+
+    def shares(self, sees: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the list of work of layers that see so much, and what joins it, None where no row needs that."""
+        work = self.tables.lists[sees]
+        joins = work.joins if self.replayed or work.split else None
+        return work.work[: self.most if self.replayed else work.used], joins
+
+
+class DecodePlan(DecodeStep, TritonPlan):
+    """Attends for the rows of a `DecodeStep`."""
+
+    def __init__(self, backend: TritonAttention, tables: DecodeTables, rows: int, replayed: bool = False) -> None:
+        DecodeStep.__init__(self, tables, rows, replayed)
+        self.backend, self.layers = backend, backend.layers
 
     def attend(self, layer: int, qkv: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         backend, tables, spec = self.backend, self.tables, self.backend.specs[layer]
         out = backend.answer(qkv) if out is None else out
-        work = tables.lists[spec.sees]
+        work, joins = self.shares(spec.sees)
         paged_decode(
             qkv,
             backend.layers[layer],
             tables.table.device,
             self.lengths,
-            work.work[: self.most if self.replayed else work.used],
-            work.joins if self.replayed or work.split else None,
+            work,
+            joins,
             spec,
             tables.scratch,
             out,

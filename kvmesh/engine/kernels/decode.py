@@ -157,11 +157,13 @@ def tiles_of(lengths: Longs, window: int, tile: int, chunk: int = 0) -> tuple[Lo
     return first, -(-lengths // tile) - first
 
 
-def longest_share(tiles: Longs, kv_heads: int, processors: int) -> int:
+def longest_share(tiles: Longs, kv_heads: int, processors: int, resident: int = RESIDENT) -> int:
     """Returns how many tiles the longest share should have so that the launch ends first, among a few candidates.
+    `kv_heads` are the programs of a share.
 
-    Programs run in waves of RESIDENT a processor; while a wave runs, each has an equal part of the bandwidth. So a last
-    wave of few programs, and a share that is longer than the others, run on after the bandwidth was full."""
+    Programs run in waves of `resident` a processor; while a wave runs, each has an equal part of the bandwidth. So a
+    last wave of few programs, and a share that is longer than the others, run on after the bandwidth was full."""
+    busy = min(BUSY, resident)
     total, most = int(tiles.sum()), int(tiles.max(initial=1))
     times = {}
     for wanted in {most, *(-(-total * kv_heads // (processors * crowd)) for crowd in CROWDS)}:
@@ -169,10 +171,10 @@ def longest_share(tiles: Longs, kv_heads: int, processors: int) -> int:
         counts = -(-tiles // longest)
         programs = max(1, int(counts.sum())) * kv_heads / processors
         mean = total * kv_heads / processors / programs
-        waves = int(programs / RESIDENT)
-        rest = programs - waves * RESIDENT
-        time = mean * (waves * RESIDENT + (max(rest, BUSY) if rest else 0))
-        time += BUSY * max(0.0, longest - time / min(programs, RESIDENT))
+        waves = int(programs / resident)
+        rest = programs - waves * resident
+        time = mean * (waves * resident + (max(rest, busy) if rest else 0))
+        time += busy * max(0.0, longest - time / min(programs, resident))
         time += START * (waves + (rest > 0)) + (JOIN if longest < most else 0.0)
         times[longest] = time
     return min(times, key=lambda longest: (times[longest], -longest))
@@ -217,7 +219,7 @@ def paged_decode(
     row has other than one share. `scratch`: float32, `scratch_elements` of the slots."""
     sinks = spec.sinks
     _, _, kv_heads, block_tokens, dim = pages.shape
-    rows, heads = qkv.shape[0], qkv.shape[1] - 2 * kv_heads
+    heads = qkv.shape[1] - 2 * kv_heads
     tiles = tiles_for(dim, pages.element_size(), block_tokens)
     weights = scratch[len(scratch) // (dim + 1) * dim :]
     _attend[(len(work), kv_heads)](
@@ -249,19 +251,34 @@ def paged_decode(
         **ATTEND,
     )
     if joins is not None:
-        _join[(rows, heads)](
-            scratch,
-            weights,
-            joins,
-            sinks,
-            out,
-            out.stride(0),
-            DIM=dim,
-            PADDED=tiles.padded_dim,
-            AT_ONCE=JOINED_AT_ONCE,
-            SINKS=sinks is not None,
-            num_warps=4,
-        )
+        join_shares(scratch, weights, joins, sinks, out, dim)
+
+
+def join_shares(
+    partial: torch.Tensor,
+    weights: torch.Tensor,
+    joins: torch.Tensor,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    dim: int,
+    at_once: int = JOINED_AT_ONCE,
+) -> None:
+    """Fills those rows of `out [rows, H * dim]` that have other than one share, `at_once` shares at a time; the other
+    arguments are those of `paged_decode`."""
+    rows, heads = len(out), out.shape[1] // dim
+    _join[(rows, heads)](
+        partial,
+        weights,
+        joins,
+        sinks,
+        out,
+        out.stride(0),
+        DIM=dim,
+        PADDED=power_of_two(dim),
+        AT_ONCE=at_once,
+        SINKS=sinks is not None,
+        num_warps=4,
+    )
 
 
 def scratch_elements(slots: int, heads: int, dim: int) -> int:

@@ -28,7 +28,7 @@ def _scaled(values, weight, scale, dtype: tl.constexpr, ROUND_FIRST: tl.constexp
 
 
 @triton.jit
-def _normed(values, weight, at, eps, dtype: tl.constexpr, SIZE: tl.constexpr, ROUND_FIRST: tl.constexpr):
+def norm_row(values, weight, at, eps, dtype: tl.constexpr, SIZE: tl.constexpr, ROUND_FIRST: tl.constexpr):
     """Returns a row's float32 values normed over its SIZE elements, zeros behind them, and multiplied by `weight`."""
     scale = tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)
     return _scaled(values, tl.load(weight + at, mask=at < SIZE, other=0.0), scale, dtype, ROUND_FIRST)
@@ -39,7 +39,7 @@ def _rms_norm(x, weight, out, x_row, eps, SIZE: tl.constexpr, PADDED: tl.constex
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, PADDED)
     values = tl.load(x + row * x_row + at, mask=at < SIZE, other=0.0).to(tl.float32)
-    answer = _normed(values, weight, at, eps, out.dtype.element_ty, SIZE, ROUND_FIRST)
+    answer = norm_row(values, weight, at, eps, out.dtype.element_ty, SIZE, ROUND_FIRST)
     tl.store(out + row * SIZE + at, answer, mask=at < SIZE)
 
 
@@ -83,12 +83,12 @@ def _add_rms_norm(
     dtype = out.dtype.element_ty
     values = tl.load(x + row * x_row + at, mask=at < SIZE, other=0.0).to(tl.float32)
     if INNER:
-        values = _normed(values, inner, at, eps, dtype, SIZE, ROUND_FIRST).to(tl.float32)
+        values = norm_row(values, inner, at, eps, dtype, SIZE, ROUND_FIRST).to(tl.float32)
     place = residual + row * residual_row + at
     total = (tl.load(place, mask=at < SIZE, other=0.0).to(tl.float32) + values).to(dtype)
     tl.store(place, total, mask=at < SIZE)
     # What is normed is the sum as the next addition will find it: rounded.
-    answer = _normed(total.to(tl.float32), weight, at, eps, dtype, SIZE, ROUND_FIRST)
+    answer = norm_row(total.to(tl.float32), weight, at, eps, dtype, SIZE, ROUND_FIRST)
     tl.store(out + row * SIZE + at, answer, mask=at < SIZE)
 
 

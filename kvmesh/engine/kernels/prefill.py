@@ -51,7 +51,7 @@ def usual(head_dim: int, itemsize: int, block_tokens: int) -> Variant:
 
 
 @triton.jit
-def _pages_of(table, tile, end, length, BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr):
+def pages_of_tile(table, tile, end, length, BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr):
     """Returns the page of a tile, or of each token of a tile that is longer than a page; from tile `end` on any."""
     if TILE > BLOCK_TOKENS:
         token = tile * TILE + tl.arange(0, TILE)
@@ -91,9 +91,9 @@ def _walk(
     at = tl.arange(0, PADDED)
     whole: tl.constexpr = (not MASKED) and (DIM == PADDED)
     # Looked up one tile ahead: loads whose address was itself loaded in the same turn are not pipelined.
-    page = _pages_of(table, begin, end, length, BLOCK_TOKENS, TILE)
+    page = pages_of_tile(table, begin, end, length, BLOCK_TOKENS, TILE)
     for tile in range(begin, end):
-        following = _pages_of(table, tile + 1, end, length, BLOCK_TOKENS, TILE)
+        following = pages_of_tile(table, tile + 1, end, length, BLOCK_TOKENS, TILE)
         token = tile * TILE + tl.arange(0, TILE)
         there = token < length
         block = pages + page.to(tl.int64) * page_stride

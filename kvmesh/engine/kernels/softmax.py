@@ -37,13 +37,11 @@ def scores_of(query, keys, there, scale, softcap, CAPPED: tl.constexpr, WHOLE: t
 
 
 @triton.jit
-def fold(
-    scores, values, there, best, total, found, WHOLE: tl.constexpr = False, factor=1.0, FOLDED: tl.constexpr = False
-):
-    """Adds one tile, its values at `values [N, D]`, to a running softmax: the best score so far, the sum of 2 ** (score
-    - best) and that sum weighted by the values. What a row does not see scores -inf; a row may see none of a tile, or
-    of all so far. With `FOLDED` a score is `factor`, above 0, times what `scores` says: multiplied in the exponent, by
-    the instruction that subtracts there."""
+def weigh(scores, best, WHOLE: tl.constexpr = False, factor=1.0, FOLDED: tl.constexpr = False):
+    """Takes the scores of one tile, exponents of 2, into a running softmax. Returns the best score so far, what all
+    that was summed before is to be multiplied by, and the weights of the tile. What a row does not see scores -inf; a
+    row may see none of a tile, or of all so far, unless `WHOLE`. With `FOLDED` a score is `factor`, above 0, times what
+    `scores` says: multiplied in the exponent, by the instruction that subtracts there."""
     peak = tl.max(scores, 1)
     if FOLDED:
         peak *= factor
@@ -52,7 +50,16 @@ def fold(
     fade = tl.exp2(best - base)
     if FOLDED:
         scores *= factor
-    part = tl.exp2(scores - base[:, None])
+    return higher, fade, tl.exp2(scores - base[:, None])
+
+
+@triton.jit
+def fold(
+    scores, values, there, best, total, found, WHOLE: tl.constexpr = False, factor=1.0, FOLDED: tl.constexpr = False
+):
+    """Adds one tile, its values at `values [N, D]`, to a running softmax: the best score so far, the sum of 2 ** (score
+    - best) and that sum weighted by the values. The other arguments are those of `weigh`."""
+    higher, fade, part = weigh(scores, best, WHOLE, factor, FOLDED)
     value = load_tile(values, there, WHOLE)
     found = found * fade[:, None] + tl.dot(part.to(value.dtype), value, input_precision="ieee")
     return higher, total * fade + tl.sum(part, 1), found

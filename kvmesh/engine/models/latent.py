@@ -1,8 +1,8 @@
 """DeepSeek's latent attention as a block: from a layer's input to queries and latent rows, and back out.
 
 As in `blocks`, attention itself is not here: `project` answers what the step's plan (`kvmesh.engine.attention.latent`)
-rotates, writes and attends to with the layer's `up`, and `out` takes the heads' answers, `[T, H * V]`. Heads are this
-rank's; what leads to latent rows is whole at every rank, so that each has the same rows in its pages.
+norms, rotates, writes and attends to with the layer's `up`, and `out` takes the heads' answers, `[T, H * V]`. Heads are
+this rank's; what leads to latent rows is whole at every rank, so that each has the same rows in its pages.
 """
 
 from __future__ import annotations
@@ -42,25 +42,24 @@ class LatentAttention:
         else:
             self.query = Linear(weights, [prefix + "q_proj"], False, by_head)
         self.down = Linear(weights, down, latent.bias)
-        self.latent_norm = RMSNorm(weights(prefix + "kv_a_layernorm.weight"), NORM_EPS)
+        self.latent_norm = weights(prefix + "kv_a_layernorm.weight")
         up = weights(prefix + "kv_b_proj.weight", cut=Cut(0, ((heads, latent.nope + latent.value),)))
         self.up = UpProjection(up.view(self.heads, -1, latent.latent), latent.nope)
         self.out = Linear(weights, [prefix + "o_proj"], latent.bias, Cut(1, ((heads, latent.value),)))
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
         """Computes `[T, hidden_size]` → `[T, H * (nope + rope) + latent + rope]`: a token's queries, then its row,
-        whose latent is normed; `rotation` is still to be done."""
+        to both of which `rotation` is still to be done."""
         sizes = self.latent
         down = self.down(x)
         if sizes.query_rank:
             x = self.query_norm(down[:, : sizes.query_rank].contiguous())
-        rows = down[:, sizes.query_rank :]
-        latents = self.latent_norm(rows[:, : sizes.latent].contiguous())
-        return torch.cat((self.query(x), latents, rows[:, sizes.latent :]), -1)
+        return torch.cat((self.query(x), down[:, sizes.query_rank :]), -1)
 
     def rotation(self, cos: torch.Tensor, sin: torch.Tensor) -> Rotation:
-        """Returns what the parts with position go through: those of the queries, and the one that the keys share."""
-        return Rotation(self.heads + 1, cos, sin, None, NORM_EPS)
+        """Returns what rows and the parts with position go through: the norm of latents, and the rotation of those of
+        the queries and of the one that the keys share."""
+        return Rotation(self.heads + 1, cos, sin, self.latent_norm, NORM_EPS)
 
 
 def up_projections(model: DecoderModel) -> tuple[UpProjection, ...]:

@@ -1,6 +1,7 @@
-"""Compiles every kernel in the shapes that are served for one GPU, as `python -m tests.support.engine.compiled 90`; no
-GPU is needed. Prints a line for each: name, dtype, head_dim (or row length), shared memory in bytes, registers of a
-thread, bytes of a thread that spill to memory."""
+"""Compiles every kernel in the shapes that are served for one GPU, as `python -m tests.support.engine.compiled 90`, or
+those of latent attention, which are not among the others, as `... 90 latents`; no GPU is needed. Prints a line for
+each: name, dtype, head_dim (or row length), shared memory in bytes, registers of a thread, bytes of a thread that spill
+to memory."""
 
 from __future__ import annotations
 
@@ -15,7 +16,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvmesh.engine.kernels import decode, delta, experts, fused, move, prefill, sample, write
+from kvmesh.engine.kernels import (
+    decode,
+    delta,
+    experts,
+    fused,
+    latent_decode,
+    latent_prefill,
+    latent_write,
+    move,
+    prefill,
+    sample,
+    write,
+)
 from kvmesh.engine.kernels.tiles import power_of_two, tiles_for
 
 # dtype, head_dim, query heads of a KV head, tokens of a block, softcap: Qwen2.5-0.5B, Phi-3-mini, Llama and Qwen3,
@@ -29,7 +42,7 @@ SHAPES = (
     ("fp32", 96, 4, 32, False),
 )
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
-INT32 = ("of_token", "table", "work", "joins", "lengths", "slots", "source", "target")
+INT32 = ("of_token", "table", "owners", "work", "joins", "lengths", "slots", "source", "target")
 FLOAT32 = ("sinks", "partial", "weights", "answers", "log_decay", "rate", "states")
 FLOAT64 = ("temperature", "min_p", "sums", "noise", "least", "goals", "befores", "found", "cuts")
 INT64 = ("rows", "tokens", "ranges", "runs", "order", "owners", "tile_ends", "row_ends", "counts")
@@ -49,6 +62,10 @@ OF_DTYPE = (
     "down",
     "bias",
     "known",
+    "absorbed",
+    "rotated",
+    "lines",
+    "expanded",
 )
 POINTERS = (
     dict.fromkeys(INT32, "*i32")
@@ -72,6 +89,11 @@ STRIDES = (
     "known_slot",
     "states_slot",
     "residual_row",
+    "absorbed_token",
+    "absorbed_head",
+    "rotated_token",
+    "rotated_head",
+    "expanded_row",
 )
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -103,10 +125,13 @@ def compiled(kernel: Any, dtype: str, capability: int, warps: int, stages: int, 
     return int(made.metadata.shared), int(found[1]), int(found[2])
 
 
-def main(capability: int) -> None:
+def main(capability: int, part: str = "") -> None:
     def show(name: str, dtype: str, size: int, kernel: Any, warps: int, stages: int = 2, **constants: Any) -> None:
         print(name, dtype, size, *compiled(kernel, dtype, capability, warps, stages, **constants), flush=True)
 
+    if part == "latents":
+        latents(show, capability)
+        return
     for dtype, dim, group, block, capped in SHAPES:
         tiles = tiles_for(dim, ITEMSIZE[dtype], block)
         size = {"DIM": dim, "PADDED": tiles.padded_dim}
@@ -171,5 +196,35 @@ def main(capability: int) -> None:
         show("finish", dtype, sample.GATHER, sample._finish, 16, COUNTS=counts, SIZE=sample.GATHER)
 
 
+def latents(show: Any, capability: int) -> None:
+    """DeepSeek-V3's latent attention, whole and of one rank of 4 or 8; and, of float32, the shape of a small demo."""
+    of = capability // 10, capability % 10
+    for dtype, heads, latent, rope in (("bf16", 128, 512, 64), ("bf16", 32, 512, 64), ("bf16", 16, 512, 64),
+                                       ("fp16", 128, 512, 64), ("fp32", 8, 64, 16)):  # fmt: skip
+        shape = {"HEADS": heads, "LATENT": latent, "PADDED": latent, "ROPE": rope, "PADDED_ROPE": power_of_two(rope)}
+        variant = latent_decode.variant_for(heads, latent, ITEMSIZE[dtype], of)
+        own = (dtype, heads, capability) == ("bf16", 128, 90)  # candidates are measured on Hopper
+        for at, cut in enumerate((variant, *(latent_decode.CANDIDATES if own else ()))):
+            sizes = shape | {"HEAD_TILE": cut.heads, "TILE": cut.keys, "BLOCK_TOKENS": 64, "OWNED": False}
+            name = f"latent/{heads}" + (f"/{at}" if at else "")
+            show(name, dtype, latent, latent_decode._attend, cut.warps, cut.stages, **sizes)
+        nope = value = 128 if dtype != "fp32" else 32
+        sizes = {"NOPE": nope, "PADDED_NOPE": nope, "ROPE": rope, "PADDED_ROPE": power_of_two(rope), "LATENT": latent}
+        sizes |= {"VALUE": value, "PADDED_VALUE": value}
+        if heads in (128, 8):
+            chosen = latent_prefill.expanded_variant(ITEMSIZE[dtype], of)
+            for at, piece in enumerate((chosen, *(latent_prefill.CANDIDATES if own else ()))):
+                tiles = {"QUERIES": piece.queries, "TILE": piece.keys}
+                name = "latent_prefill" + (f"/{at}" if at else "")
+                show(name, dtype, nope, latent_prefill._attend, piece.warps, piece.stages, **sizes, **tiles)
+            joined = {"DIM": latent, "PADDED": latent, "AT_ONCE": latent_decode.JOINED_AT_ONCE, "SINKS": False}
+            show("latent_join", dtype, latent, decode._join, 4, **joined)
+            half = {"NOPE": nope, "HALF": rope // 2, "PADDED_HALF": power_of_two(rope // 2), "INTERLEAVED": True}
+            half |= {"LATENT": latent, "PADDED": latent, "AT_ONCE": latent_write.HEADS_AT_ONCE, "ROUND_FIRST": True}
+            for turned in (True, False):
+                name = "latent_write" if turned else "latent_write/plain"
+                show(name, dtype, latent, latent_write._rotate_and_write, 4, **half, TURNED=turned, NORMED=turned)
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), *sys.argv[2:])

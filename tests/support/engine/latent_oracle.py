@@ -11,6 +11,7 @@ import torch
 from kvmesh.engine.attention.backend import TokenSpan
 from kvmesh.engine.attention.latent import LatentBackend, UpProjection
 from kvmesh.engine.config_latent import LatentConfig
+from kvmesh.engine.rope import Rotation
 
 # Of results about 1 in size: rounding of the absorbed query or of the expanded K and V, and of the result.
 LATENT_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -53,9 +54,27 @@ def dense_latent_attention(
     keys = torch.cat((keys, shared[:, None].expand(-1, shape.heads, -1)), -1)
     values = torch.einsum("nc,hdc->nhd", latents, weight[:, shape.nope :])
     scores = torch.einsum("thd,nhd->htn", q, keys) * shape.scale
-    behind = torch.arange(start, start + q.shape[0])[:, None] - torch.arange(rows.shape[0])
+    behind = torch.arange(start, start + q.shape[0], device=q.device)[:, None]
+    behind = behind - torch.arange(rows.shape[0], device=q.device)
     weights = scores.masked_fill(behind < 0, -torch.inf).softmax(-1)
     return torch.einsum("htn,nhd->thd", weights, values)
+
+
+def normed_and_rotated(qkv: torch.Tensor, rotation: Rotation, shape: LatentShape) -> torch.Tensor:
+    """Returns float64 of `qkv`'s form, whose queries' and rows' parts with position are rotated, from pairs side by
+    side to halves, and whose latents are normed where there is a weight."""
+    answer, width = qkv.double(), shape.nope + shape.rope
+    rows = answer[:, shape.heads * width :]
+    if rotation.norm_weight is not None:
+        latents = rows[:, : shape.latent].clone()
+        scale = (latents.square().mean(-1, keepdim=True) + rotation.eps).rsqrt()
+        rows[:, : shape.latent] = latents * scale * rotation.norm_weight.double()
+    heads = answer[:, : shape.heads * width].view(len(qkv), shape.heads, width)
+    for part in (*heads[..., shape.nope :].unbind(1), rows[:, shape.latent :]):
+        first, second = part[:, ::2].clone(), part[:, 1::2].clone()
+        (cos, other_cos), (sin, other_sin) = (angle.double()[:, 0].chunk(2, -1) for angle in rotation[1:3])
+        part[:] = torch.cat((first * cos + second * sin, second * other_cos + first * other_sin), -1)
+    return answer
 
 
 @dataclass
@@ -84,18 +103,19 @@ class LatentBench:
         fill: float = torch.nan,
         seed: int = 0,
         backend: type[LatentBackend] = LatentBackend,
+        device: torch.device | None = None,
     ) -> None:
-        self.shape = shape
+        self.shape, self.device = shape, device or torch.device("cpu")
         self.random = torch.Generator().manual_seed(seed)
         dims = (num_pages, self.layers, 1, 1, shape.block_tokens, shape.width)
-        self.pages = torch.full(dims, fill, dtype=shape.dtype)
+        self.pages = torch.full(dims, fill, dtype=shape.dtype, device=self.device)
         self.free = torch.randperm(num_pages, generator=self.random).tolist()
         weight = self.normal(shape.heads, shape.nope + shape.value, shape.latent) * shape.latent**-0.5
         self.up = UpProjection(weight.to(shape.dtype), shape.nope)
         self.backend = backend(self.pages, shape.sizes, [self.up] * self.layers)
 
     def normal(self, *dims: int) -> torch.Tensor:
-        return torch.randn(dims, generator=self.random).to(self.shape.dtype)
+        return torch.randn(dims, generator=self.random).to(self.device, self.shape.dtype)
 
     def queries(self, tokens: int) -> torch.Tensor:
         return self.normal(tokens, self.shape.heads, self.shape.nope + self.shape.rope)
