@@ -160,6 +160,7 @@ class Front:
             room_bytes=c.room_mb << 20,
             device_instances=c.device_instances,
             steps={key: getattr(c, key) for key in STEP_KEYS if hasattr(c, key)},
+            cache_groups=c.cache_groups,
         )
 
     def settled(self, config: Settled) -> Settled:
