@@ -16,8 +16,8 @@ from kvmesh.ranks.devices import STAGED_CPU
 from kvmesh.transfer import EngineConfig, TransferEngine
 from tests.support.checkpoints import FAMILY_ZOO, make_checkpoint, prompts
 from tests.support.engine.qwen3_next import make_qwen3_next
-from tests.support.grouped_rank import GroupedFront, told_by_runner
-from tests.support.rank_driver import rank
+from tests.support.grouped_rank import GroupedFront, hand_over, told_by_runner
+from tests.support.rank_driver import rank, ranks
 
 MOST = 40
 MODELS = ("gemma2", "gemma3", "llama4", "qwen3_next")
@@ -119,3 +119,42 @@ async def test_what_a_rank_says_of_its_groups(models: Models) -> None:
     ends = [one.extent_base_offset + one.num_extents * one.shard.shard_bytes for one in ready.groups]
     assert all(end <= one.extent_base_offset for end, one in zip(ends, ready.groups[1:], strict=False))
     assert ready.shard == ready.groups[0].shard and ready.num_pages == ready.groups[0].num_pages
+
+
+@pytest.mark.parametrize(("device", "at"), [("cpu", 0), ("cpu", 40), (STAGED_CPU, 0), (STAGED_CPU, 75)])
+@pytest.mark.parametrize("name", MODELS)
+async def test_a_push_from_one_rank_to_another_goes_on(models: Models, name: str, device: str, at: int) -> None:
+    """The landing is known before anything is computed, in the middle, or at the end."""
+    path, prompt = models(name), prompt_of(models(name), 75)
+    async with serving("p", path, device=device) as a, serving("d", path, device=device) as b:
+        request = await hand_over(a, b, prompt, 32, at)
+        b.join(request, MOST)
+        await b.decode(request, MOST)
+    assert request.made == told_by_runner(path, prompt, MOST)
+
+
+async def test_a_window_with_the_first_groups_size_is_too_small(models: Models) -> None:
+    path = models("qwen3_next")  # whose states are larger than a block of its keys and values
+    async with serving("p", path) as a, serving("d", path) as b:
+        with pytest.raises(AssertionError, match="window"):
+            await hand_over(a, b, prompt_of(path, 75), 32, 0, by_first_group=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+async def test_two_ranks_share_every_group_and_push_to_one(models: Models, name: str, tmp_path: Path) -> None:
+    path, prompt = models(name), prompt_of(models(name), 75)
+    expected = told_by_runner(path, prompt, MOST)
+    settings = {"cache_groups": True, "pages": 40}
+    async with ranks("p", path, 2, tmp_path, **settings) as both, serving("d", path) as b:
+        a = GroupedFront(both, path)
+        request = a.request(prompt)
+        await a.prefill(request, 32)
+        a.join(request, MOST)
+        await a.decode(request, MOST)
+        assert request.made == expected
+        await a.give_back_all(request)
+        landed = await hand_over(a, b, prompt, 32, 40)
+        b.join(landed, MOST)
+        await b.decode(landed, MOST)
+        assert landed.made == expected

@@ -5,10 +5,12 @@ else has them."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import torch
 
 from kvmesh.engine.batch import PrefillInput
@@ -17,9 +19,9 @@ from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.runner import DecodeInput, Runner, SampleParams
 from kvmesh.kvcache.cache_groups import CacheGroup, GroupPages, freed_blocks, needed_blocks, snapshot_grid
 from kvmesh.ranks import protocol as m
-from kvmesh.transfer import EngineConfig, Range, TransferEngine
+from kvmesh.transfer import TransferEngine
 from kvmesh.transfer.groups import GroupWrite
-from tests.support.rank_driver import BLOCK, GREEDY, Driver
+from tests.support.rank_driver import BLOCK, GREEDY, AnyDriver
 
 POISON_EPOCH = 77
 
@@ -63,7 +65,7 @@ class GroupedFront:
     """Has what one rank told of its groups. `spoils`: pages that come back are overwritten with NaN. `early`: pages are
     given back so many blocks too early, which must show."""
 
-    def __init__(self, driver: Driver, path: Path, early: int = 0) -> None:
+    def __init__(self, driver: AnyDriver, path: Path, early: int = 0) -> None:
         self.driver, self.early = driver, early
         self.groups: tuple[CacheGroup, ...] = open_checkpoint(path).config.cache_groups
         self.memory = driver.client.ready.groups
@@ -132,6 +134,42 @@ class GroupedFront:
             found.append(GroupPages(group, first, tuple(table[first:end])))
         return tuple(found)
 
+    def landing(self, tokens: int) -> tuple[GroupedRequest, tuple[GroupPages, ...]]:
+        """Reserves what a handoff of so many tokens needs; returns the places that it lands in, page or extent."""
+        request = self.request(())
+        offsets = []
+        for number, (group, of) in enumerate(zip(self.groups, self.memory, strict=True)):
+            if is_state(group):
+                first, own = 0, request.tables[number][:1]
+            else:
+                blocks = needed_blocks(group, BLOCK, tokens)
+                first, own = blocks.start, [self.free[number].pop() for _ in blocks]
+                request.tables[number] = [-1] * blocks.start + own
+            base = of.page_base_offset if self.driver.client.ready.direct_landing else of.extent_base_offset
+            places = own if self.driver.client.ready.direct_landing else [1 + at for at in range(len(own))]
+            offsets.append(GroupPages(number, first, tuple(base + at * of.shard.shard_bytes for at in places)))
+        return request, tuple(offsets)
+
+    def window(self, peer: str, epoch: int, landing: Sequence[GroupPages], by_first_group: bool = False) -> None:
+        """Opens a window for a landing; `by_first_group`: with the size of group 0 throughout, which is too small for
+        wider groups."""
+        shards = [self.memory[0 if by_first_group else pages.group].shard for pages in landing]
+        sizes = [shard.shard_bytes for shard, pages in zip(shards, landing, strict=True) for _ in pages.ids]
+        offsets = tuple(offset for pages in landing for offset in pages.ids)
+        self.driver.client.send(m.OpenWindow(peer, epoch, offsets, tuple(sizes)))
+
+    async def landed(self, request: GroupedRequest, landing: Sequence[GroupPages]) -> None:
+        """Copies what came into pages, where it did not land there."""
+        if self.driver.client.ready.direct_landing:
+            return
+        pages = []
+        for number, at in enumerate(landing):
+            own = request.tables[number]
+            pages.append(GroupPages(number, at.first, tuple(own[at.first :][: len(at.ids)])))
+        extents = [GroupPages(at.group, at.first, tuple(range(1, 1 + len(at.ids)))) for at in landing]
+        self.driver.client.send(m.CopyIn(request.handle, (), (), tuple(pages), tuple(extents)))
+        await self.driver.take(m.Copied)
+
     # ── a request's life ─────────────────────────────────────────────────────────────────────────
 
     def request(self, prompt: Sequence[int]) -> GroupedRequest:
@@ -165,9 +203,10 @@ class GroupedFront:
         push: bool = False,
         sealed: Sequence[dict[int, int]] = (),
         source: Sequence[int] = (),
+        computed: Callable[[int], None] = lambda _: None,
     ) -> None:
         """Computes the prompt from token `start` on in chunks. What is complete and may be needed goes into `sealed`;
-        states begin with the snapshots `source` of each STATE group."""
+        states begin with the snapshots `source` of each STATE group. `computed` is told how far it is."""
         prompt = request.prompt
         while start < len(prompt):
             end = min(start + chunk, len(prompt))
@@ -200,6 +239,7 @@ class GroupedFront:
             for number, slot in snapshots.items():
                 await self.give_back(number, [slot])
             start, source = end, ()
+            computed(end)
 
     async def seal(
         self,
@@ -312,4 +352,40 @@ class GroupedFront:
         await self.driver.take(m.Copied)
 
 
-__all__ = ["EngineConfig", "GroupedFront", "GroupedRequest", "Range", "TransferEngine", "told_by_runner"]
+async def hand_over(
+    a: GroupedFront, b: GroupedFront, prompt: Sequence[int], chunk: int, at: int, by_first_group: bool = False
+) -> GroupedRequest:
+    """Prefills on `a`, whose ranks push to the one rank of `b` and are told where to once `at` tokens are computed.
+    Returns the request as `b` has it."""
+    ready, writers = b.driver.client.ready, a.driver.readies
+    landed, landing = b.landing(len(prompt))
+    for writer in writers:
+        b.window(writer.engine_name, 1, landing, by_first_group)
+    a.driver.client.send(m.OpenSegment(ready.descriptor))
+    request = a.request(prompt)
+    lease = time.monotonic_ns() + 60_000_000_000
+    layouts = tuple(group.shard for writer in writers for group in writer.groups)
+
+    def push(done: int) -> None:
+        if not at <= done or request.handle in told:
+            return
+        told.add(request.handle)
+        spec = m.PushOpen(request.handle, 1, ready.engine_name, (), (), 0, 0, len(prompt), lease, group_offsets=landing)
+        for number in range(len(writers)):
+            target = m.PushTarget(0, ready.engine_name, (), landing)
+            group = m.PushGroup(number, layouts, tuple(one.shard for one in ready.groups), (target,))
+            a.driver.send_to(number, msgspec.structs.replace(spec, group=group) if len(writers) > 1 else spec)
+
+    told: set[int] = set()
+    push(0)
+    await a.prefill(request, chunk, push=True, computed=push)
+    pushed = await a.driver.take(m.PushDone | m.PushFailed)
+    assert isinstance(pushed, m.PushDone), pushed.cause
+    for writer in writers:
+        await b.driver.take(m.FillEnded)
+        b.driver.client.send(m.Fence(writer.engine_name, 1))
+        await b.driver.take(m.Fenced)
+    await a.give_back_all(request)
+    await b.landed(landed, landing)
+    landed.prompt, landed.made = list(prompt), list(request.made)
+    return landed

@@ -34,7 +34,7 @@ from kvmesh.ranks.worker.device_cuda import CudaMemory, cuda_device
 from kvmesh.ranks.worker.prefault import touch
 from kvmesh.ranks.worker.profiler import StepProfiler
 from kvmesh.ranks.worker.puller import ShardPuller
-from kvmesh.ranks.worker.pusher import Pusher
+from kvmesh.ranks.worker.pusher import PushedGroup, Pusher
 from kvmesh.ranks.worker.setup import RankSetup
 from kvmesh.ranks.worker.slices import Moves, Seals
 from kvmesh.ranks.worker.stager import Stager
@@ -108,14 +108,18 @@ class Worker:
         memory, region = self.memory, self.memory.page_region
         outbox = Stager(memory, self.engine.reaches_devices) if isinstance(memory, StagedMemory) else None
         first = region.address if region is not None and outbox is None else 0  # a Stager counts from the first page
-        self.pusher = Pusher(self.engine, self.layout, first, send, outbox=outbox)
+        kept = config.cache_groups if self._shapes else ()
+        pushed = [
+            PushedGroup(group.layers, own.layout, start, is_state(group))
+            for group, own, start in zip(kept, memory.groups, memory.page_blocks.starts, strict=False)
+        ]
+        self.pusher = Pusher(self.engine, self.layout, first, send, outbox=outbox, groups=pushed)
         self.puller = ShardPuller(self.engine, self._extent_region, send)
         self.sums = Sums(self._extent_region, send)
         self.tiers = TierWorker(self._extent_region, send)
         self.seals = Seals(memory, send)
         self.moves = Moves(memory, send)
         begin = memory.begin_step if setup.ahead else None
-        kept = config.cache_groups if self._shapes else ()
         self.steps = Steps(self._runner, self.pusher, configure.block_tokens, send, begin, kept)
         settings = (
             setup.group_settings(pages, self._shapes, self._runner)
