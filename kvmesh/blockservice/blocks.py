@@ -22,6 +22,7 @@ from typing import Any
 from kvmesh.blockservice.checksums import ChecksumClient
 from kvmesh.blockservice.copies import Copies
 from kvmesh.blockservice.leasing import Leasing
+from kvmesh.blockservice.object_family import GroupPlace
 from kvmesh.blockservice.offload import Offload
 from kvmesh.blockservice.partitions import Partitions
 from kvmesh.blockservice.peer_segments import PeerSegments
@@ -34,7 +35,7 @@ from kvmesh.blockservice.servicer import FastPathServers, NodeStoreServicer, cou
 from kvmesh.blockservice.tiers.parts import TierSettings
 from kvmesh.blockservice.tiers.tiering import Tiering
 from kvmesh.clock import lease_clock_ns
-from kvmesh.kvcache.announce import AnnouncedSource, Announcer
+from kvmesh.kvcache.announce import AnnouncedSource, Announcer, GroupedSource
 from kvmesh.kvcache.sources import LowerTiers, Pulled, PullJob
 from kvmesh.kvcache.tiers import Tier, store_name
 from kvmesh.membership.announcing import Announcing
@@ -63,7 +64,10 @@ class QuotaEnforcer:
 
     def set_limits(self, limits: Mapping[bytes, int]) -> None:
         """Sets the limits (tag → blocks): these and no others hold from now on."""
-        self._partitions.quotas.limit(limits, [partition.store for partition in self._partitions.all()])
+        quotas = self._partitions.quotas
+        # Stores of groups behind the anchor count nothing: what the anchor's store evicts goes there too.
+        stores = [partition.store for partition in self._partitions.all() if partition.store.quotas is quotas]
+        quotas.limit(limits, stores)
         self.enforce()
 
     def enforce(self) -> None:
@@ -164,7 +168,7 @@ class BlockService:
         self.fast_paths = FastPathServers(self._servicer, own.incarnation)
         self._offload: Offload | None = None
         if offload_percent < 100:
-            self._offload = Offload(partitions.all()[0], offload_percent, self._peers, ref, random.Random())
+            self._offload = Offload(partitions.all(), offload_percent, self._peers, ref, random.Random())
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns = 0
         self._sending = SendRate()
@@ -176,8 +180,10 @@ class BlockService:
     # ── what roles use ───────────────────────────────────────────────────────────────────────────
 
     def pull(self, job: PullJob) -> None:
-        """Fetches blocks that the role's store has begun. `on_pulled` is called once, in a later turn of the loop."""
-        self._pulls.start(job, self.partitions.all()[0], self._on_pulled)
+        """Fetches blocks that the role's store has begun. `on_pulled` is called once, in a later turn of the loop. Of a
+        model of several cache groups the job has `groups` and `places`."""
+        parts = self.partitions.all()
+        self._pulls.start(job, {part.group: part for part in parts} if job.groups else parts[0], self._on_pulled)
 
     def cancel_pull(self, ticket: int) -> None:
         """Ends a pull soon, with what has arrived; `on_pulled` is called as ever. Unknown tickets are ignored."""
@@ -205,8 +211,11 @@ class BlockService:
 
     @property
     def layout(self) -> str:
-        """The layout of the only partition; "" when there are several or none."""
+        """The layout of the only partition, or the family of all of them; "" when there are several or none."""
         found = self.partitions.all()
+        families = {part.family for part in found}
+        if len(families) == 1 and "" not in families:
+            return found[0].family
         return found[0].layout if len(found) == 1 else ""
 
     # ── what the front uses ──────────────────────────────────────────────────────────────────────
@@ -309,7 +318,7 @@ class BlockService:
         return pb_store.StoreUsage(
             capacity_bytes=self.partitions.capacity_bytes,
             free_bytes=0 if self.draining else self.partitions.free_bytes,
-            blocks=sum(each.sealed for each in stats),
+            blocks=sum(part.store.stats.sealed for part in self.partitions.all() if not part.group),
             writing=sum(each.writing for each in stats),
             sending_bytes_per_s=self._sending.bytes_per_s,
             tiers=self._tiering.usages if self._tiering is not None else [],
@@ -343,12 +352,17 @@ class BlockService:
     def segments(self) -> Sequence[tuple[str, bytes]]:
         return [(rank.ready.engine_name, rank.ready.descriptor) for rank in self._ranks]
 
-    def listed(self) -> list[tuple[Tier, Sequence[bytes], int]]:
-        """Returns each tier's keys as they are now and the number of its last announcement, the fastest tier first. Its
-        cost is O(blocks)."""
+    def listed(self) -> list[tuple[Tier, Sequence[bytes], int, bytes]]:
+        """Returns each tier's keys as they are now, the number of its last announcement, and where the keys have cache
+        groups one mask a key; the fastest tier first. Its cost is O(blocks)."""
         levels = self._tiering.levels if self._tiering is not None else []
-        lower = [(level.tier, level.source.keys(), self._lower_tiers[level.tier].seq) for level in levels]
-        return [(Tier.DRAM, self.partitions.source.keys(), self._announcer.seq), *lower]
+        sources: list[tuple[Tier, AnnouncedSource, int]] = [(Tier.DRAM, self.partitions.source, self._announcer.seq)]
+        sources += [(level.tier, level.source, self._lower_tiers[level.tier].seq) for level in levels]
+        found = []
+        for tier, source, seq in sources:
+            keys = source.keys()
+            found.append((tier, keys, seq, source.masks(keys) if isinstance(source, GroupedSource) else b""))
+        return found
 
     @property
     def counters(self) -> pb.GetNodeStoreResponse:
@@ -359,7 +373,7 @@ class BlockService:
         answer.pulled_bytes = self._pulls.stats.nbytes
         answer.offloaded_blocks = self._offload.blocks if self._offload is not None else 0
         answer.layout = self.layout
-        answer.shard_bytes = self.partitions.all()[0].shard_bytes if answer.layout else 0
+        answer.shard_bytes = sum(part.shard_bytes for part in self.partitions.all()) if answer.layout else 0
         answer.term = self.terms.highest
         answer.transports = self._ranks[0].ready.transports
         answer.settings = self._ranks[0].ready.settings
@@ -374,6 +388,18 @@ class BlockService:
             return await self._tiering.stage(layout, keys, timeout_s)
         stores = [partition.store for partition in self.partitions.family(layout)]
         return {key: Tier.DRAM for key in keys if any(store.holds(key) for store in stores)}
+
+    async def stage_objects(
+        self, keys: Sequence[bytes], masks: Sequence[int], places: Mapping[int, GroupPlace], timeout_s: float
+    ) -> dict[int, dict[bytes, Tier]]:
+        """Brings objects that lie only below DRAM into it, as `stage` does. Returns, of each group, where each object
+        that can be leased now was found."""
+        if self._tiering is None:
+            return {}
+        wanted = {g: [key for key, mask in zip(keys, masks, strict=True) if mask >> g & 1] for g in places}
+        groups = [g for g, some in wanted.items() if some]
+        done = await asyncio.gather(*(self._tiering.stage(places[g].layout, wanted[g], timeout_s) for g in groups))
+        return dict(zip(groups, done, strict=True))
 
     async def forget(self, keys: Sequence[bytes]) -> int:
         """Removes blocks from every tier, also for after a restart; returns how many there were. Readers under a lease
@@ -392,7 +418,7 @@ class BlockService:
         if self._tiering is not None:
             self._tiering.used(layout, keys)
 
-    def below(self, layout: str, key: bytes) -> tuple[Tier, str, int] | None:
+    def below(self, layout: str, key: bytes) -> tuple[Tier, str, int, int] | None:
         """See `Tiering.below`."""
         return self._tiering.below(layout, key) if self._tiering is not None else None
 

@@ -1,11 +1,13 @@
-"""Leases over blocks that lie in several partitions (layout "bytes": one for each size of extents), under one number.
+"""Leases over blocks that lie in several partitions, under one number: layout "bytes" has one for each size of extents,
+a model of several cache groups one for each group.
 
-Each store gives its part a lease of its own; the first part's number stands for all of them.
+Each store gives its part a lease of its own; the first part's number stands for all of them. A lease of which any part
+is over is over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvmesh.blockservice.partitions import Partition, Partitions
@@ -24,6 +26,19 @@ class Leased:
     places: tuple[tuple[Partition, int] | None, ...]
 
 
+@dataclass(frozen=True)
+class LeasedObjects:
+    """The result of a lease of objects: `extents[g][i]` is the extent of the i-th key's object in group g; those that
+    are not here, or were not asked for, are left out."""
+
+    lease_id: int
+    extents: dict[int, dict[int, int]]
+
+    def masks(self, keys: int) -> bytes:
+        """Returns what is leased of each of so many keys, as one mask a key."""
+        return bytes(sum(1 << g for g, mine in self.extents.items() if at in mine) for at in range(keys))
+
+
 class Leasing:
     """Gives, renews and ends all leases of one process. Times are ns of the lease clock."""
 
@@ -38,8 +53,8 @@ class Leasing:
         return sum(partition.store.stats.leases for partition in self._partitions.all())
 
     def lease(self, layout: str, keys: Sequence[bytes], duration_ns: int, now: int) -> Leased:
-        """Leases those of `keys` that are here: see `NodeStore.lease`."""
-        family = self._partitions.family(layout)
+        """Leases those of `keys` that are here as whole blocks: see `NodeStore.lease`."""
+        family = [partition for partition in self._partitions.family(layout) if not partition.family]
         places: list[tuple[Partition, int] | None] = [None] * len(keys)
         parts: list[tuple[NodeStore, int]] = []
         open_ = list(range(len(keys)))
@@ -54,6 +69,27 @@ class Leasing:
                 if extent is not None:
                     places[at] = (partition, extent)
             open_ = [at for at in open_ if places[at] is None]
+        return Leased(self._join(parts, duration_ns, now), tuple(places))
+
+    def lease_objects(
+        self, parts: Mapping[int, Partition], keys: Sequence[bytes], masks: Sequence[int], duration_ns: int, now: int
+    ) -> LeasedObjects:
+        """Leases what is here of the objects `masks[i]` of each key; `parts` has the partition of each group."""
+        extents: dict[int, dict[int, int]] = {}
+        given: list[tuple[NodeStore, int]] = []
+        for group, partition in parts.items():
+            asked = [at for at, mask in enumerate(masks) if mask >> group & 1]
+            if not asked:
+                continue
+            lease = partition.store.lease([keys[at] for at in asked], duration_ns, now)
+            if lease.lease_id:
+                given.append((partition.store, lease.lease_id))
+            found = zip(asked, lease.extents, strict=True)
+            extents[group] = {at: extent for at, extent in found if extent is not None}
+        return LeasedObjects(self._join(given, duration_ns, now), extents)
+
+    def _join(self, parts: Sequence[tuple[NodeStore, int]], duration_ns: int, now: int) -> int:
+        """Returns the number that stands for all these parts; 0 when there are none."""
         lease_id = parts[0][1] if parts else 0
         if len(parts) > 1:
             for over in self._ends.due(now, SWEEP):
@@ -61,7 +97,7 @@ class Leasing:
                     store.unlease(part)  # a part that outlived the others would confirm all of them
             self._groups[lease_id] = tuple(parts)
             self._ends.extend(lease_id, now + duration_ns)
-        return Leased(lease_id, tuple(places))
+        return lease_id
 
     def renew(self, lease_id: int, duration_ns: int, now: int) -> int | None:
         """Returns the lease's new end; None if the lease is over."""

@@ -30,12 +30,13 @@ MAX_REMEMBERED = 65_536
 
 
 class Offload:
-    """Offloads blocks of one partition, one request at a time. `pools` are the live pool nodes of the master's last
+    """Offloads blocks of an instance, one request at a time. `partitions` is its only one, or one for each cache group
+    of its model: then it is objects that go, each group's coldest. `pools` are the live pool nodes of the master's last
     answer."""
 
     def __init__(
         self,
-        partition: Partition,
+        partitions: Sequence[Partition],
         percent: int,
         peers: PeerPool,
         ref: Callable[[], pb_common.InstanceRef],
@@ -44,52 +45,61 @@ class Offload:
     ) -> None:
         self.blocks = 0
         self.pools: Sequence[pb_store.PoolNode] = ()
-        self._partition = partition
+        self._partitions = partitions
         self._percent = percent
         self._peers = peers
         self._ref = ref
         self._rng = rng
         self._clock = clock
-        self._done: OrderedDict[bytes, float] = OrderedDict()
-        self._copied: list[bytes] = []
+        self._done: OrderedDict[tuple[bytes, int], float] = OrderedDict()  # by key and group
+        self._copied: list[list[bytes]] = [[] for _ in partitions]
 
     async def run(self) -> None:
         """Offloads until cancelled."""
         while True:
             await asyncio.sleep(INTERVAL_S)
             # By now the pool node has given back the lease under which it read them, which made them look used.
-            self._partition.store.evict_first(self._copied)
-            self._copied = []
+            for partition, copied in zip(self._partitions, self._copied, strict=True):
+                partition.store.evict_first(copied)
+            self._copied = [[] for _ in self._partitions]
             if not self.pools:
                 continue
-            keys = self.choose()
-            if keys and not await self._ask(self._pick(), keys):
+            chosen = self.choose()
+            if chosen and not await self._ask(self._pick(), chosen):
                 await asyncio.sleep(FAILED_S)
 
-    def choose(self) -> list[bytes]:
-        """Returns the coldest blocks above the threshold that were not copied lately."""
+    def choose(self) -> dict[bytes, int]:
+        """Returns the coldest blocks above the threshold that were not copied lately: of each, the mask of its objects
+        that are to go (1 where a block is one object)."""
         now = self._clock()
         while self._done and (len(self._done) > MAX_REMEMBERED or next(iter(self._done.values())) + AGAIN_S < now):
             self._done.popitem(last=False)
-        store: NodeStore = self._partition.store
-        excess = store.total - unused(self._partition) - store.total * self._percent // 100
-        most = max(1, min(MAX_BLOCKS, MAX_BYTES // self._partition.shard_bytes))
-        return [key for key in store.coldest(excess) if key not in self._done][:most]
+        chosen: dict[bytes, int] = {}
+        share = len(self._partitions)
+        for number, partition in enumerate(self._partitions):
+            store: NodeStore = partition.store
+            excess = store.total - unused(partition) - store.total * self._percent // 100
+            most = max(1, min(MAX_BLOCKS, MAX_BYTES // partition.shard_bytes) // share)
+            for key in [key for key in store.coldest(excess) if (key, number) not in self._done][:most]:
+                chosen[key] = chosen.get(key, 0) | 1 << number
+        return chosen
 
     def _pick(self) -> pb_store.PoolNode:
         """Returns a pool node: of two drawn at random the one with more free bytes."""
         two = self._rng.sample(list(self.pools), min(2, len(self.pools)))
         return max(two, key=lambda pool: pool.free_bytes)
 
-    async def _ask(self, pool: pb_store.PoolNode, keys: list[bytes]) -> bool:
-        """Asks a pool node to pull these blocks. Returns whether it answered."""
+    async def _ask(self, pool: pb_store.PoolNode, chosen: dict[bytes, int]) -> bool:
+        """Asks a pool node to pull these. Returns whether it answered."""
+        first = self._partitions[0]
         request = pb.PullBlocksRequest(
-            keys=b"".join(keys),
+            keys=b"".join(chosen),
             holders=[self._ref()],
-            layout=self._partition.layout,
-            shard_bytes=self._partition.shard_bytes,
+            layout=first.family or first.layout,
+            shard_bytes=0 if first.family else first.shard_bytes,
             timeout_ms=TIMEOUT_MS,
             background=True,
+            groups=bytes(chosen.values()) if first.family else b"",
         )
         now = self._clock()
         async with self._peers.use(pool.instance.address) as peer:
@@ -99,8 +109,18 @@ class Offload:
                 log.info("offload to %s: %s", pool.instance.instance_id, error.message)
                 self._peers.forget(peer)
                 return False
-        self._copied = [key for key, here in zip(keys, answer.held, strict=False) if here]
-        self._done.update((key, now) for key in keys)
-        self.blocks += len(self._copied)
-        names.NODE_OFFLOADED.inc(len(self._copied))
+        masks = answer.held_groups if first.family else answer.held
+        for key, here in zip(chosen, masks, strict=False):
+            for number, copied in enumerate(self._copied):
+                if chosen[key] & here & 1 << number:
+                    copied.append(key)
+        self._done.update(
+            ((key, number), now)
+            for key, mask in chosen.items()
+            for number in range(len(self._partitions))
+            if mask >> number & 1
+        )
+        went = len(set().union(*self._copied))
+        self.blocks += went
+        names.NODE_OFFLOADED.inc(went)
         return True

@@ -8,6 +8,9 @@
 A block has arrived when every rank has all of its bytes and the holder, to whom the lease is given back then, confirms
 that the lease was open until that moment.
 
+What is fetched is an *item*: a block, or one object of it where the model has several cache groups. Each arrives, or
+does not, by itself; the lease is one for all that a range brings, and so is its end.
+
 Memory that a rank reads into is given back (the job ends) only after its PullEnded, or when the rank is gone.
 """
 
@@ -17,9 +20,9 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -99,17 +102,55 @@ class PullStats:
     nbytes: int = 0
 
 
+class _Item(NamedTuple):
+    """The object of group `group` of the job's block at `position`; of a model of one group, the block."""
+
+    position: int
+    group: int
+    extent: int
+
+
+def _items_of(job: PullJob) -> tuple[_Item, ...]:
+    if not job.groups:
+        return tuple(_Item(at, 0, extent) for at, extent in enumerate(job.extents))
+    return tuple(
+        _Item(first + i, group, extent)
+        for group, first, extents in job.places
+        for i, extent in enumerate(extents)
+        if extent >= 0 and job.groups[first + i] >> group & 1
+    )
+
+
 @dataclass(eq=False)
 class _Running:
     job: PullJob
-    partition: Partition
+    parts: Mapping[int, Partition]  # by group
     deadline_ns: int
+    items: tuple[_Item, ...]
     stop: asyncio.Event = field(default_factory=asyncio.Event)  # set when the job is cancelled
     nbytes: int = 0  # bytes that came from other nodes
-    lower: set[int] = field(default_factory=set)  # positions that came from a lower tier of this node
-    removed_seqs: dict[int, int] = field(default_factory=dict)  # by position: which removals its holder had applied
-    hung: set[int] = field(default_factory=set)  # positions whose memory a hanging tier may still write to
+    # Items, by their numbers:
+    lower: set[int] = field(default_factory=set)  # that came from a lower tier of this node
+    removed_seqs: dict[int, int] = field(default_factory=dict)  # which removals the item's holder had applied
+    hung: set[int] = field(default_factory=set)  # whose memory a hanging tier may still write to
     causes: dict[str, None] = field(default_factory=dict)
+
+    def blocks_of(self, items: set[int]) -> set[int]:
+        """Returns the positions of the job's blocks of which something is among these items."""
+        return {self.items[at].position for at in items} if self.job.groups else items
+
+    def masks_of(self, items: set[int]) -> bytes:
+        """Returns which objects are among these items, as one mask for each of `blocks_of`; b"" of a job without
+        groups."""
+        masks = dict.fromkeys(sorted(self.blocks_of(items)) if self.job.groups else (), 0)
+        for at in items if self.job.groups else ():
+            masks[self.items[at].position] |= 1 << self.items[at].group
+        return bytes(masks.values())
+
+    def nbytes_of(self, items: Sequence[int] | set[int]) -> int:
+        """Returns the bytes of these items at one rank."""
+        sizes, parts = self.job.sizes, self.parts
+        return sum(sizes[at] if sizes else parts[self.items[at].group].shard_bytes for at in items)
 
     def left_ns(self) -> int:
         return 0 if self.stop.is_set() else max(0, self.deadline_ns - time.monotonic_ns())
@@ -152,11 +193,15 @@ class Pulls:
 
     # ── what callers do ──────────────────────────────────────────────────────────────────────────
 
-    def start(self, job: PullJob, partition: Partition, on_pulled: Callable[[Pulled], None]) -> None:
-        """Begins a job; `on_pulled` is called with its result once, in a later turn of the loop."""
+    def start(
+        self, job: PullJob, partition: Partition | Mapping[int, Partition], on_pulled: Callable[[Pulled], None]
+    ) -> None:
+        """Begins a job into a partition, or into those of several cache groups; `on_pulled` is called with its result
+        once, in a later turn of the loop."""
         assert job.ticket not in self._jobs, f"ticket {job.ticket} names a pull already"
         deadline_ns = time.monotonic_ns() + job.timeout_ms * 1_000_000
-        record = self._jobs[job.ticket] = _Running(job, partition, deadline_ns)
+        parts = {0: partition} if isinstance(partition, Partition) else partition
+        record = self._jobs[job.ticket] = _Running(job, parts, deadline_ns, _items_of(job))
 
         async def run() -> None:
             try:
@@ -229,35 +274,36 @@ class Pulls:
         arrived -= self._removed(record)  # a block removed later is not sealed either: it counts as being written
         took = time.monotonic_ns() - start
         cause = ""
-        if len(arrived) < len(job.keys):
+        blocks, lower = record.blocks_of(arrived), record.blocks_of(record.lower)
+        if len(arrived) < len(record.items):
             stopped = "cancelled" if record.stop.is_set() else "" if record.left_ns() else "not within its time"
             cause = "; ".join(filter(None, (self._lost or stopped, *record.causes))) or "nobody to ask"
             wanted, who = len(job.keys), job.request_id or "-"
-            log.info("pull of %d blocks for %s: %d came (%s)", wanted, who, len(arrived), cause)
-        self.stats.blocks += len(arrived - record.lower)
+            log.info("pull of %d blocks for %s: %d came (%s)", wanted, who, len(blocks), cause)
+        self.stats.blocks += len(blocks - lower)
         self.stats.nbytes += record.nbytes
         names.NODE_PULLS.labels(outcome="all" if not cause else "some" if arrived else "none").inc()
         names.NODE_PULL.observe(took / NS)
         names.NODE_PULLED_BYTES.inc(record.nbytes)
-        names.NODE_PULLED_BLOCKS.inc(len(arrived - record.lower))
-        lower = tuple(sorted(record.lower))
-        return Pulled(job.ticket, tuple(sorted(arrived)), record.nbytes, took, cause, lower)
+        names.NODE_PULLED_BLOCKS.inc(len(blocks - lower))
+        came = tuple(sorted(blocks))
+        return Pulled(job.ticket, came, record.nbytes, took, cause, tuple(sorted(lower)), record.masks_of(arrived))
 
     async def _ranges(self, record: _Running, arrived: set[int]) -> None:
-        """Gives every missing position to the first range that covers it and was not tried for it yet, until none is
-        left to give or the time is over. Ranges run beside one another: no position is with two of them."""
+        """Gives every missing item to the first range that covers it and was not tried for it yet, until none is left
+        to give or the time is over. Ranges run beside one another: no item is with two of them."""
         job = record.job
-        missing = set(range(len(job.keys)))
+        missing = set(range(len(record.items)))
         tried: list[set[int]] = [set() for _ in job.ranges]
         running: dict[asyncio.Task[set[int]], set[int]] = {}
         while True:
             for i, source in enumerate(job.ranges):
-                mine = {p for p in missing - tried[i] if _covers(source, job.blocks[p])}
+                mine = {at for at in missing - tried[i] if _covers(source, record, at)}
                 if mine and record.left_ns():
                     tried[i] |= mine
                     missing -= mine
                     rest = zip(job.ranges, tried, strict=True)
-                    spare = any(_covers(other, job.blocks[p]) for other, had in rest for p in mine - had)
+                    spare = any(_covers(other, record, at) for other, had in rest for at in mine - had)
                     running[asyncio.ensure_future(self._guarded(record, source, sorted(mine), spare))] = mine
             if not running:
                 return
@@ -272,8 +318,8 @@ class Pulls:
                 arrived |= got
                 missing |= mine - got - record.hung
 
-    async def _guarded(self, record: _Running, source: PullRange, positions: list[int], spare: bool) -> set[int]:
-        """Returns which of `positions` came from this holder; never raises. `spare` says that another range could be
+    async def _guarded(self, record: _Running, source: PullRange, items: list[int], spare: bool) -> set[int]:
+        """Returns which of `items` came from this holder; never raises. `spare` says that another range could be
         tried afterwards, so this one gets only half of the time."""
         start = time.monotonic_ns()
         deadline_ns = start + record.left_ns() // (2 if spare else 1)
@@ -281,11 +327,11 @@ class Pulls:
         cause = ""
         reads: list[m.PullEnded] = []
         if source.instance_id == self._reader:
-            return await self._below(record, source, positions, deadline_ns)
+            return await self._below(record, source, items, deadline_ns)
         try:
             async with self._peers.use(source.address) as peer:
                 try:
-                    got, cause = await self._from(record, source, positions, peer, deadline_ns, reads)
+                    got, cause = await self._from(record, source, items, peer, deadline_ns, reads)
                 except KvmeshError as error:
                     if worth_forgetting(error):
                         self._peers.forget(peer)
@@ -297,29 +343,41 @@ class Pulls:
             cause = f"{type(error).__name__}: {error}"
         if cause:
             record.causes[f"{source.instance_id}: {cause}"] = None
-        sizes, whole = record.job.sizes, record.partition.shard_bytes
-        nbytes = sum(sizes[at] if sizes else whole for at in got) * len(self._ranks)
+        nbytes = record.nbytes_of(got) * len(self._ranks)
         record.nbytes += nbytes
-        self._trace(record.job, source, start, (len(positions), len(got), nbytes), cause, reads)
+        self._trace(record.job, source, start, (len(items), len(got), nbytes), cause, reads)
         return got
 
-    async def _below(self, record: _Running, source: PullRange, positions: list[int], deadline_ns: int) -> set[int]:
-        """Returns which of `positions` a lower tier of this very node brought. It is neither cut short before its
-        deadline nor cancelled: memory that was given to the tier comes back with the tier's answer."""
-        start, job = time.monotonic_ns(), record.job
-        keys, extents = [job.keys[p] for p in positions], [job.extents[p] for p in positions]
-        sizes: dict[int, int] = {}
-        cause = "nothing is kept below DRAM here"
+    async def _below(self, record: _Running, source: PullRange, items: list[int], deadline_ns: int) -> set[int]:
+        """Returns which of `items` a lower tier of this very node brought. It is neither cut short before its deadline
+        nor cancelled: memory that was given to the tier comes back with the tier's answer."""
+        start = time.monotonic_ns()
+        got: set[int] = set()
+        nbytes, cause = 0, "nothing is kept below DRAM here"
         if self._tiering is not None and source.tier is not Tier.DRAM:
-            read = await self._tiering.read(record.partition, keys, extents, deadline_ns, source.tier)
-            sizes, cause = read.arrived, read.cause
-            record.hung.update(positions if read.hung else ())
+            by_group: dict[int, list[int]] = {}
+            for at in items:
+                by_group.setdefault(record.items[at].group, []).append(at)
+            reads = [self._read_below(record, source, mine, deadline_ns) for mine in by_group.values()]
+            ends = await asyncio.gather(*reads)
+            cause = next((why for *_, why in ends if why), "")
+            got, nbytes = set().union(*(came for came, *_ in ends)), sum(size for _, size, _ in ends)
         if cause:
             record.causes[f"{source.instance_id}: {cause}"] = None
-        got = {positions[at] for at in sizes}
         record.lower |= got
-        self._trace(job, source, start, (len(positions), len(got), sum(sizes.values()) * len(self._ranks)), cause, ())
+        self._trace(record.job, source, start, (len(items), len(got), nbytes * len(self._ranks)), cause, ())
         return got
+
+    async def _read_below(
+        self, record: _Running, source: PullRange, items: list[int], deadline_ns: int
+    ) -> tuple[set[int], int, str]:
+        """Reads items of one group from a lower tier. Returns which came, their bytes at one rank, and why not all."""
+        assert self._tiering is not None
+        keys = [record.job.keys[record.items[at].position] for at in items]
+        extents, partition = [record.items[at].extent for at in items], record.parts[record.items[items[0]].group]
+        read = await self._tiering.read(partition, keys, extents, deadline_ns, source.tier)
+        record.hung.update(items if read.hung else ())
+        return {items[at] for at in read.arrived}, sum(read.arrived.values()), read.cause
 
     def _trace(
         self,
@@ -355,28 +413,36 @@ class Pulls:
         self,
         record: _Running,
         source: PullRange,
-        positions: list[int],
+        items: list[int],
         peer: Peer,
         deadline_ns: int,
         reads: list[m.PullEnded],
     ) -> tuple[set[int], str]:
-        """Returns the positions that arrived from one holder, and why not all did. The ranks' answers are appended to
+        """Returns the items that arrived from one holder, and why not all did. The ranks' answers are appended to
         `reads`. Raises KvmeshError."""
-        own = record.partition
-        terms = LeaseTerms(self._reader, self._lease_ms, own.shown_layout, len(self._ranks), own.shards)
+        positions = sorted({record.items[at].position for at in items}) if record.job.groups else items
+        masks = dict.fromkeys(positions, 0)
+        for at in items if record.job.groups else ():
+            masks[record.items[at].position] |= 1 << record.items[at].group
         keys = [record.job.keys[p] for p in positions]
         most_s = CALL_S if source.tier is Tier.DRAM else LOWER_CALL_S
         timeout_s = max(min(most_s, (deadline_ns - time.monotonic_ns()) / NS), 0.001)
         life = (source.instance_id, source.incarnation)
-        asking = reader_lease.ask(terms, life, keys, peer, self._peers, self._releases, timeout_s)
+        asked = bytes(masks.values()) if record.job.groups else b""
+        terms = self._terms(record)
+        asking = reader_lease.ask(terms, life, keys, peer, self._peers, self._releases, timeout_s, asked)
         lease = await self._lease(record, asking)
         if lease is None:
             return set(), "holds none of them"
+        leased = [positions[i] for i in lease.held]
+        if record.job.groups:
+            number = {(record.items[at].position, record.items[at].group): at for at in items}
+            leased = [number[positions[i], group] for group, part in lease.parts.items() for i in part.held]
         # The pull holds the segments itself too, as the peer may be forgotten while ranks read from them.
         for name in lease.segments:
             self._segments.share(name)
         try:
-            ended = await self._read(record, lease, [positions[i] for i in lease.held], deadline_ns)
+            ended = await self._read(record, lease, leased, deadline_ns)
             reads += [said for said in ended if said is not None]
             confirmed = await self._releases.confirm(lease)
         finally:
@@ -386,12 +452,19 @@ class Pulls:
         if not record.stop.is_set() and any(said is None or said.cause for said in ended):
             # The holder's segment may be broken, so whoever comes next asks for descriptors again.
             self._peers.forget(peer)
-        whole, cause = _judge(lease, ended, confirmed)
-        seqs = {positions[lease.held[i]]: lease.removed_seq for i in whole}
+        whole, cause = _judge(len(leased), ended, confirmed)
+        seqs = {leased[i]: lease.removed_seq for i in whole}
         record.removed_seqs |= seqs
-        if len(lease.held) < len(keys):
-            cause = cause or f"holds {len(lease.held)} of {len(keys)}"
+        if len(leased) < len(items):
+            cause = cause or f"holds {len(leased)} of {len(items)}"
         return seqs.keys() - self._removed(record), cause
+
+    def _terms(self, record: _Running) -> LeaseTerms:
+        own = next(iter(record.parts.values()))
+        if not record.job.groups:
+            return LeaseTerms(self._reader, self._lease_ms, own.shown_layout, len(self._ranks), own.shards)
+        cuts = {group: partition.shards for group, partition in record.parts.items()}
+        return LeaseTerms(self._reader, self._lease_ms, own.family, len(self._ranks), groups=cuts)
 
     async def _lease(self, record: _Running, asking: Coroutine[None, None, ReaderLease | None]) -> ReaderLease | None:
         """Returns the holder's answer, unless the pull is stopped first. A lease that is granted after that is given
@@ -417,18 +490,20 @@ class Pulls:
                 self._releases.give_back(lease)
 
     def _removed(self, record: _Running) -> set[int]:
-        """Returns the positions that must not be sealed: blocks removed here while their holder had yet to apply the
+        """Returns the items that must not be sealed: of blocks removed here while their holder had yet to apply the
         removal."""
-        found = {at for at, seq in record.removed_seqs.items() if self._refuses(record.job.keys[at], seq)}
+        keys, items = record.job.keys, record.items
+        found = {at for at, seq in record.removed_seqs.items() if self._refuses(keys[items[at].position], seq)}
         if found:
             record.causes["removed, and the holder has yet to hear of it"] = None
         return found
 
     async def _read(
-        self, record: _Running, lease: ReaderLease, positions: list[int], deadline_ns: int
+        self, record: _Running, lease: ReaderLease, leased: list[int], deadline_ns: int
     ) -> list[m.PullEnded | None]:
-        """Returns every rank's PullEnded, None for one that is gone. It returns only when nothing can land any more."""
-        reads, cuts = self._open(record, lease, positions, deadline_ns)
+        """Returns every rank's PullEnded about the leased items, None for one that is gone. It returns only when
+        nothing can land any more."""
+        reads, cuts = self._open(record, lease, leased, deadline_ns)
         ended = asyncio.gather(*reads.values())
         stopping = asyncio.ensure_future(record.stop.wait())
         try:
@@ -437,33 +512,54 @@ class Pulls:
                 for rank, ticket in reads:
                     self._ranks[rank].send(m.PullCancel(ticket))
             said = await ended
-            count = len(positions)
+            count = len(leased)
             return [by_block(one, cut, count) for one, cut in zip(said, cuts, strict=True)] if cuts else list(said)
         finally:
             stopping.cancel()
 
     def _open(
-        self, record: _Running, lease: ReaderLease, positions: list[int], deadline_ns: int
+        self, record: _Running, lease: ReaderLease, leased: list[int], deadline_ns: int
     ) -> tuple[dict[tuple[int, int], asyncio.Future[m.PullEnded | None]], list[CutRead]]:
-        """Orders the reads of all ranks. Returns them with, where shards are cut otherwise, one CutRead for each of
-        them."""
-        reads, partition, job = {}, record.partition, record.job
-        sizes = tuple(job.sizes[at] for at in positions) if job.sizes else ()
+        """Orders the reads of all ranks. Returns them with, where shards are cut otherwise or are of several groups,
+        one CutRead for each of them."""
+        reads, job = {}, record.job
         ranks, klass = range(len(self._ranks)), job.traffic_class
-        landing = [tuple(partition.offset(rank, job.extents[at]) for at in positions) for rank in ranks]
-        cuts = cut_reads(lease.plan, lease.offsets, landing) if lease.plan is not None else []
+        cuts: list[CutRead] = []
+        if job.groups:
+            cuts = self._group_reads(record, lease, leased)
+        else:
+            extents = [record.items[at].extent for at in leased]
+            partition = record.parts[0]
+            landing = [tuple(partition.offset(rank, extent) for extent in extents) for rank in ranks]
+            cuts = cut_reads(lease.plan, lease.offsets, landing) if lease.plan is not None else []
         for cut in cuts:
             name, longest = lease.segments[cut.writer], max(cut.sizes)
             where = next(self._tickets), name, cut.offsets, cut.landing
             opened = m.PullOpen(*where, longest, deadline_ns, klass, cut.sizes)
             reads[cut.reader, opened.ticket] = self._say(cut.reader, opened)
-        if lease.plan is not None:
+        if job.groups or lease.plan is not None:
             return reads, cuts
+        sizes = tuple(job.sizes[at] for at in leased) if job.sizes else ()
         for rank, (name, offsets) in enumerate(zip(lease.segments, lease.offsets, strict=True)):
             size, ticket = partition.shard_bytes, next(self._tickets)
             opened = m.PullOpen(ticket, name, offsets, landing[rank], size, deadline_ns, klass, sizes)
             reads[rank, ticket] = self._say(rank, opened)
         return reads, []
+
+    def _group_reads(self, record: _Running, lease: ReaderLease, leased: list[int]) -> list[CutRead]:
+        """Returns the reads of all groups of a lease. Their `blocks` are positions in `leased`, which has the items
+        group by group; their writers are ranks of the holder."""
+        found: list[CutRead] = []
+        first = 0
+        for group, part in lease.parts.items():
+            partition = record.parts[group]
+            extents = [record.items[at].extent for at in leased[first : first + len(part.held)]]
+            landing = [tuple(partition.offset(rank, e) for e in extents) for rank in range(len(self._ranks))]
+            for read in cut_reads(part.plan, part.offsets, landing):
+                blocks = tuple(first + block for block in read.blocks)
+                found.append(replace(read, writer=part.ranks[read.writer], blocks=blocks))
+            first += len(part.held)
+        return found
 
     def _say(self, rank: int, opened: m.PullOpen) -> asyncio.Future[m.PullEnded | None]:
         done: asyncio.Future[m.PullEnded | None] = asyncio.get_running_loop().create_future()
@@ -475,10 +571,10 @@ class Pulls:
         return done
 
 
-def _judge(lease: ReaderLease, ended: Sequence[m.PullEnded | None], confirmed: bool) -> tuple[set[int], str]:
-    """Returns which of the leased blocks count, and why not all: those that every rank has, if the holder has confirmed
-    the lease."""
-    whole, cause = set(range(len(lease.held))), ""
+def _judge(leased: int, ended: Sequence[m.PullEnded | None], confirmed: bool) -> tuple[set[int], str]:
+    """Returns which of so many leased items count, and why not all: those that every rank has, if the holder has
+    confirmed the lease."""
+    whole, cause = set(range(leased)), ""
     for said in ended:
         if said is None:
             return set(), "the rank that read is gone"
@@ -490,5 +586,8 @@ def _judge(lease: ReaderLease, ended: Sequence[m.PullEnded | None], confirmed: b
     return whole, cause
 
 
-def _covers(source: PullRange, block: int) -> bool:
-    return source.first_block <= block < source.first_block + source.blocks
+def _covers(source: PullRange, record: _Running, at: int) -> bool:
+    position, group, _ = record.items[at]
+    if source.groups and record.job.groups and not source.groups >> group & 1:
+        return False
+    return source.first_block <= record.job.blocks[position] < source.first_block + source.blocks

@@ -370,3 +370,13 @@ def pin(
     if kind == pb.PIN_KIND_NONE:
         store.unpin(keys)
     return [store.holds(key) for key in keys]
+
+
+def check_pins(partitions: Partitions, wanted: Sequence[tuple[Partition, Sequence[bytes]]]) -> None:
+    """Raises Overloaded when these blocks, of several partitions, must not all be pinned hard."""
+    blocks = nbytes = 0
+    for partition, keys in wanted:
+        new = partition.store.check_pins(keys)
+        blocks += len(new)
+        nbytes += len(new) * partition.shard_bytes
+    partitions.may_pin(blocks, nbytes)

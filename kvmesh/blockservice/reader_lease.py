@@ -4,6 +4,10 @@ The reader counts a lease from before its request, less 10 %: by that count the 
 holder. That count only says when to renew and when to give up. What was read counts when the holder has confirmed, as
 the lease is given back, that it was open until then (docs/adr/0032-seals-are-confirmed.md), or when its checksum is
 right: a reader whose clocks have all stood still cannot know.
+
+A reader of a model that has several cache groups names the groups it wants of each key, and believes of the answer only
+what each rank says group by group: a holder of an older version, or of blocks that an older version wrote, knows of no
+groups, and what it has under the same keys is something else.
 """
 
 from __future__ import annotations
@@ -11,8 +15,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvmesh.blockservice.peers import Life, Peer, PeerPool, worth_forgetting
@@ -36,7 +40,8 @@ UNCONFIRMED = "the lease ran out: its holder has not confirmed that it was open 
 @dataclass(frozen=True, slots=True)
 class LeaseTerms:
     """What a reader asks for every time. `ranks` is how many shards of a block it reads; `shards` is how it cuts
-    blocks, () when it takes no other cut than its own."""
+    blocks, () when it takes no other cut than its own. `groups` is how it cuts the objects of each cache group, where a
+    model has several; `layout` is the text of their family then."""
 
     reader: str
     lease_ms: int
@@ -44,6 +49,19 @@ class LeaseTerms:
     ranks: int = 1
     shards: tuple[ShardLayout, ...] = ()
     checksums: bool = False
+    groups: Mapping[int, tuple[ShardLayout, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedPart:
+    """The leased objects of one cache group: `held[i]` is the position of the i-th one's key among those asked for, and
+    `offsets[w][i]` where it begins in the segment of rank `ranks[w]` of the holder, which cuts it as
+    `plan.writers[w]`."""
+
+    held: tuple[int, ...]
+    ranks: tuple[int, ...]
+    offsets: tuple[tuple[int, ...], ...]
+    plan: GroupPlan
 
 
 @dataclass(eq=False, slots=True)
@@ -51,7 +69,8 @@ class ReaderLease:
     """A lease that a reader has. `held` are positions among the keys asked for. `offsets[rank][i]` is the offset of the
     i-th of them in `segments[rank]`; `sizes` and `checksums` (when asked for) have one entry for each. `tiers` says
     where each key asked for was found, one byte each. `removed_seq` is the last removal that the holder had applied by
-    then. `over` means given back, or over as the holder said, whatever the reader's count."""
+    then. `over` means given back, or over as the holder said, whatever the reader's count. Of a lease of objects of
+    several cache groups `parts` has each group, and `offsets` is empty."""
 
     peer: Peer
     lease_id: int
@@ -65,6 +84,7 @@ class ReaderLease:
     plan: GroupPlan | None = None  # where the holder cuts blocks otherwise: which of its bytes go where
     removed_seq: int = 0
     over: bool = False
+    parts: Mapping[int, LeasedPart] = field(default_factory=dict)
 
     def holds_at(self, when_ns: int) -> bool:
         """Whether what was read until then counts, by the reader's own clock."""
@@ -169,10 +189,11 @@ async def ask(
     peers: PeerPool,
     releases: Releases,
     timeout_s: float,
+    masks: bytes = b"",
 ) -> ReaderLease | None:
     """Returns a lease on those of `keys` that this incarnation of a holder has, with its segments open here; None if
-    it holds none of them. Raises KvmeshError when the holder does not answer, TransferError when its answer is
-    malformed."""
+    it holds none of them. `masks` says which objects of each key are wanted, of a model of several cache groups. Raises
+    KvmeshError when the holder does not answer, TransferError when its answer is malformed."""
     known = peer.segments.get(life)
     asked_ns = lease_clock_ns()
     request = pb.LeaseRequest(
@@ -184,16 +205,24 @@ async def ask(
         any_cut=bool(terms.shards),
         want_descriptors=known is None,
         want_checksums=terms.checksums,
+        groups=masks,
     )
     answer: pb.LeaseResponse = await peer.call("Lease", request, timeout_s)
     if not answer.lease_id:
         return None
     lease = ReaderLease(peer, answer.lease_id, _until(asked_ns, answer.lease_ms))
+    if masks and not answer.held_groups:
+        releases.give_back(lease)
+        return None
     try:
-        lease.plan = _plan(answer, terms)
-        lease.held = tuple(i for i, here in enumerate(answer.held) if here)
-        ranks = terms.ranks if lease.plan is None else len(lease.plan.writers)
-        _check(answer, terms, len(keys), len(lease.held), ranks)
+        if masks:
+            lease.parts = _parts(answer, terms, masks)
+            lease.held = tuple(i for i, mask in enumerate(answer.held_groups) if mask)
+        else:
+            lease.plan = _plan(answer, terms)
+            lease.held = tuple(i for i, here in enumerate(answer.held) if here)
+            ranks = terms.ranks if lease.plan is None else len(lease.plan.writers)
+            _check(answer, terms, len(keys), len(lease.held), ranks)
         # Another request may have opened the segments while this one was under way.
         descriptors = [rank.segment_descriptor for rank in answer.ranks]
         lease.segments = peer.segments.get(life) or peers.learn(peer, life, descriptors)
@@ -202,9 +231,10 @@ async def ask(
     except TransferError:
         releases.give_back(lease)
         raise
-    lease.offsets = tuple(tuple(rank.offset) for rank in answer.ranks)
+    if not masks:
+        lease.offsets = tuple(tuple(rank.offset) for rank in answer.ranks)
     lease.sizes, lease.tiers, lease.removed_seq = tuple(answer.nbytes), answer.tiers, answer.removed_seq
-    lease.checksums = tuple(answer.ranks[0].checksum) if terms.checksums else ()
+    lease.checksums = tuple(answer.ranks[0].checksum) if terms.checksums and not masks else ()
     return lease
 
 
@@ -273,6 +303,42 @@ def _plan(answer: pb.LeaseResponse, terms: LeaseTerms) -> GroupPlan | None:
         return plan_group(cuts, terms.shards) if cuts and cuts != terms.shards else None
     except KvmeshError as error:
         raise TransferError(error.message) from None
+
+
+def _parts(answer: pb.LeaseResponse, terms: LeaseTerms, masks: bytes) -> dict[int, LeasedPart]:
+    """Returns what is leased of each cache group, and how it becomes this reader's. Raises TransferError when the
+    answer does not fit the request, or cannot be read into this reader's cut."""
+    held = answer.held_groups
+    if len(held) != len(masks) or any(mask & ~asked for mask, asked in zip(held, masks, strict=True)) or not any(held):
+        raise TransferError(f"a lease of objects that speaks of {len(held)} keys, or of what was not asked for")
+    if [rank.rank for rank in answer.ranks] != list(range(len(answer.ranks))):
+        raise TransferError("a lease whose ranks are not in order")
+    told: dict[int, list[tuple[int, pb.LeasedGroup]]] = {}
+    for rank in answer.ranks:
+        for group in rank.groups:
+            told.setdefault(group.group, []).append((rank.rank, group))
+    parts: dict[int, LeasedPart] = {}
+    for number, shards in terms.groups.items():
+        positions = tuple(at for at, mask in enumerate(held) if mask >> number & 1)
+        mine = told.pop(number, [])
+        if not positions and not mine:
+            continue
+        ranks = tuple(rank for rank, _ in mine)
+        if not positions or not mine or len(set(ranks)) < len(ranks):
+            raise TransferError(f"a lease whose ranks do not agree on what they hold of group {number}")
+        if any(len(group.offset) != len(positions) for _, group in mine):
+            raise TransferError(f"a lease whose offsets do not match its objects of group {number}")
+        if terms.checksums and any(len(group.checksum) != len(positions) for _, group in mine):
+            raise TransferError("a lease without the checksums that were asked for")
+        try:
+            # Cuts of another group, or of other shapes, are refused here: no plan joins two groups.
+            plan = plan_group(from_wire([group.layout for _, group in mine], "ranks.groups.layout"), shards)
+        except KvmeshError as error:
+            raise TransferError(error.message) from None
+        parts[number] = LeasedPart(positions, ranks, tuple(tuple(group.offset) for _, group in mine), plan)
+    if told or any(mask >> g & 1 for g in range(8) if g not in parts for mask in held):
+        raise TransferError(f"a lease of groups that were not asked for: {sorted(told)}")
+    return parts
 
 
 def _check(answer: pb.LeaseResponse, terms: LeaseTerms, keys: int, held: int, ranks: int) -> None:

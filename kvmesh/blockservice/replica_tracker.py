@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvmesh.blockservice.partitions import Partition, Partitions
 from kvmesh.errors import KvmeshError
+from kvmesh.kvcache.cache_groups import MAX_GROUPS
 from kvmesh.rpc.leader_client import LeaderClient, LeaderTracker
 from kvmesh.rpc.pb import store_pb2 as pb
 
@@ -120,18 +121,27 @@ class ReplicaTracker:
 
         try:
             answer: pb.LookupResponse = await self._caller.call("Lookup", request, CALL_S)
-            shared, sole = self._known.sort(keys, [one.store_ids for one in answer.holders])
+            told = [_holders_by_group(one) for one in answer.holders]
+            sorted_ = {group: self._known.sort(keys, [one[group] for one in told]) for group in range(MAX_GROUPS)}
         except (KvmeshError, ValueError) as error:
             self._known.unanswered(keys)
             log.info("who else has the coldest blocks: %s", error)
             return False
         for partition in self._partitions.all():
-            self._tell(partition, shared, sole)
+            self._tell(partition, *sorted_[partition.group])
         return True
 
     def _tell(self, partition: Partition, shared: list[bytes], sole: list[bytes]) -> None:
         """Tells a partition about all keys; it heeds those that it holds."""
         partition.store.replicated(shared)
         self._partitions.evict_first(partition, shared)
-        alone = [key for key in sole if partition.store.holds(key) and not self._below(partition.shown_layout, key)]
+        layout = partition.layout if partition.family else partition.shown_layout
+        alone = [key for key in sole if partition.store.holds(key) and not self._below(layout, key)]
         partition.store.replicated(alone, False)
+
+
+def _holders_by_group(told: pb.Holders) -> list[list[str]]:
+    """Returns the stores that have a block's object of each cache group; of a block that is one object, of group 0."""
+    masks = told.groups or bytes([1]) * len(told.store_ids)
+    rows = list(zip(told.store_ids, masks, strict=True))
+    return [[store_id for store_id, mask in rows if mask >> group & 1] for group in range(MAX_GROUPS)]

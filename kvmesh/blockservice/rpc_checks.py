@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from kvmesh.blockservice.checksums import ChecksumClient
 from kvmesh.blockservice.copies import Copies
 from kvmesh.blockservice.leasing import Leasing
+from kvmesh.blockservice.object_family import GroupPlace
 from kvmesh.blockservice.partitions import CLASS_MARK, Partitions
 from kvmesh.blockservice.puts import Puts
 from kvmesh.blockservice.removal_applier import RemovalApplier
@@ -67,17 +68,22 @@ class ServedNode(Protocol):
     def stage(self, keys: Sequence[bytes], layout: str, timeout_s: float) -> Awaitable[dict[bytes, Tier]]:
         """Brings blocks that lie below DRAM into it; returns where each block that can be leased now was found."""
 
+    def stage_objects(
+        self, keys: Sequence[bytes], masks: Sequence[int], places: Mapping[int, GroupPlace], timeout_s: float
+    ) -> Awaitable[dict[int, dict[bytes, Tier]]]:
+        """Brings objects that lie below DRAM into it; returns, of each group, where each was found."""
+
     def used(self, layout: str, keys: Sequence[bytes]) -> None:
         """Notes that these blocks were read in memory."""
 
-    def below(self, layout: str, key: bytes) -> tuple[Tier, str, int] | None:
-        """Returns tier, layout and bytes of a block that lies below DRAM."""
+    def below(self, layout: str, key: bytes) -> tuple[Tier, str, int, int] | None:
+        """Returns tier, layout, bytes and mask of cache groups of a block that lies below DRAM."""
 
     @property
     def counters(self) -> pb.GetNodeStoreResponse: ...
 
-    def listed(self) -> list[tuple[Tier, Sequence[bytes], int]]:
-        """Returns (tier, keys, number of its last announcement), the fastest tier first."""
+    def listed(self) -> list[tuple[Tier, Sequence[bytes], int, bytes]]:
+        """Returns (tier, keys, number of its last announcement, masks of the keys or none), the fastest tier first."""
 
 
 def keys_in(packed: bytes, *, once: bool = True) -> list[bytes]:
@@ -91,6 +97,13 @@ def keys_in(packed: bytes, *, once: bool = True) -> list[bytes]:
     if once and len(set(keys)) != len(keys):
         raise InvalidRequest("keys: one of them stands there twice", field="keys")
     return keys
+
+
+def masks_in(groups: bytes, keys: Sequence[bytes]) -> bytes:
+    """Returns the masks of cache groups, one a key. Raises InvalidRequest when they are not as many."""
+    if len(groups) != len(keys):
+        raise InvalidRequest(f"groups: {len(groups)} masks for {len(keys)} keys", field="groups")
+    return groups
 
 
 def lease_ms_in(asked: int, most: int) -> int:

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 from kvmesh.blockservice import puts
 from kvmesh.blockservice.copies import CopyRequest
-from kvmesh.blockservice.leasing import Leased
+from kvmesh.blockservice.leasing import Leased, LeasedObjects
+from kvmesh.blockservice.object_family import family_of
 from kvmesh.blockservice.partitions import Partition, Partitions, size_of, unused
 from kvmesh.blockservice.peers import SERVICE, this_machine
 from kvmesh.blockservice.puts import PutJob
@@ -26,6 +27,7 @@ from kvmesh.blockservice.rpc_checks import (
     keys_in,
     layout_in,
     lease_ms_in,
+    masks_in,
     order_in,
     patience_s,
     ranges_in,
@@ -82,8 +84,13 @@ class NodeStoreServicer(pb_grpc.NodeStoreServicer):
                 f"holder_incarnation={request.holder_incarnation}: this is another life of {node.ref.instance_id}",
                 field="holder_incarnation",
             )
+        if request.groups:
+            return await self._lease_objects(request, keys, lease_ms, patience_s(context, STAGE_S))
+        if node.partitions.groups_of(request.layout):
+            return pb.LeaseResponse(held=bytes(len(keys)))  # who does not name groups cannot know what a block is
         # A key names a block's content, however the block is cut into shards, so the layout asked for does not matter.
-        cut = next((own for own in node.partitions.all() if own.shards), None) if request.any_cut else None
+        whole = (own for own in node.partitions.all() if own.shards and not own.family)
+        cut = next(whole, None) if request.any_cut else None
         layout = cut.layout if cut is not None else request.layout
         tiers = await node.stage(keys, layout, patience_s(context, STAGE_S))
         if node.leasing.open >= MAX_LEASES:
@@ -120,25 +127,82 @@ class NodeStoreServicer(pb_grpc.NodeStoreServicer):
             await self._sum(answer, lease, places, sizes)
         return answer
 
+    async def _lease_objects(
+        self, request: pb.LeaseRequest, keys: Sequence[bytes], lease_ms: int, wait_s: float
+    ) -> pb.LeaseResponse:
+        """Leases objects of cache groups, in whatever cut this node has them. Raises as `Lease`."""
+        node = self._node
+        masks = masks_in(request.groups, keys)
+        places = node.partitions.groups_of(request.layout)
+        tiers = await node.stage_objects(keys, masks, places, wait_s)
+        if node.leasing.open >= MAX_LEASES:
+            raise Overloaded(f"{MAX_LEASES} leases are open here", retry_after_ms=lease_ms)
+        found = {g: node.partitions.get(place.layout) for g, place in places.items()}
+        parts = {g: partition for g, partition in found.items() if partition is not None}
+        lease = node.leasing.lease_objects(parts, keys, masks, lease_ms * MS, self._lease_clock_ns())
+        held = lease.masks(len(keys))
+        answer = pb.LeaseResponse(held=bytes(map(bool, held)), held_groups=held)
+        if not lease.lease_id:
+            return answer
+        node.leases_changed()
+        names.NODE_LEASES_GIVEN.inc()
+        answer.lease_id, answer.lease_ms = lease.lease_id, lease_ms
+        answer.tiers = bytes(
+            max((tiers.get(g, {}).get(key, Tier.DRAM) for g in lease.extents if mask >> g & 1), default=0)
+            for key, mask in zip(keys, held, strict=True)
+        )
+        answer.removed_seq = node.removals.reached  # no turn of the loop since the lease
+        for rank, (name, descriptor) in enumerate(node.segments):
+            answer.ranks.add(
+                rank=rank,
+                segment=name,
+                segment_descriptor=descriptor if request.want_descriptors else b"",
+                groups=[
+                    pb.LeasedGroup(
+                        group=group,
+                        offset=[parts[group].offset(rank, extent) for extent in extents.values()],
+                        layout=to_wire(parts[group].shards[rank : rank + 1])[0],
+                    )
+                    for group, extents in lease.extents.items()
+                    if extents
+                ],
+            )
+        if request.want_checksums:
+            await self._sum_objects(answer, lease, parts)
+        return answer
+
+    async def _sum_objects(self, answer: pb.LeaseResponse, lease: LeasedObjects, parts: dict[int, Partition]) -> None:
+        """Adds the checksums of the leased objects, as `_sum` does."""
+        told = [(rank.rank, group) for rank in answer.ranks for group in rank.groups]
+        spans = [(rank, [(offset, parts[group.group].shard_bytes) for offset in group.offset]) for rank, group in told]
+        for (_, group), sums in zip(told, await self._summed(lease.lease_id, answer.lease_ms, spans), strict=True):
+            group.checksum.extend(sums)
+
     async def _sum(
         self, answer: pb.LeaseResponse, lease: Leased, places: Sequence[tuple[Partition, int]], sizes: Sequence[int]
     ) -> None:
-        """Adds the checksums of the leased blocks. The ranks read under this lease, which nobody else renews yet."""
-        node = self._node
-        try:
-            spans = [list(zip(rank.offset, sizes, strict=True)) for rank in answer.ranks]
-            sums = await asyncio.gather(
-                *(node.sums.sums(rank, spans[rank], SUM_S) for rank in range(len(answer.ranks)))
-            )
-            # The lease is counted anew, as the reader counts it from an answer that took as long as the checksums.
-            if node.leasing.renew(lease.lease_id, answer.lease_ms * MS, self._lease_clock_ns()) is None:
-                raise Overloaded("the lease ran out before its checksums were there", retry_after_ms=100)
-        except KvmeshError:
-            node.leasing.release(lease.lease_id)
-            node.leases_changed()
-            raise
+        """Adds the checksums of the leased blocks."""
+        spans = [(rank.rank, list(zip(rank.offset, sizes, strict=True))) for rank in answer.ranks]
+        sums = await self._summed(lease.lease_id, answer.lease_ms, spans)
         for rank, found in zip(answer.ranks, sums, strict=True):
             rank.checksum.extend(found)
+
+    async def _summed(
+        self, lease_id: int, lease_ms: int, spans: Sequence[tuple[int, list[tuple[int, int]]]]
+    ) -> list[Sequence[int]]:
+        """Returns the checksums of all spans, (rank, spans of bytes there). The ranks read under this lease, which
+        nobody else renews yet."""
+        node = self._node
+        try:
+            sums = await asyncio.gather(*(node.sums.sums(rank, some, SUM_S) for rank, some in spans))
+            # The lease is counted anew, as the reader counts it from an answer that took as long as the checksums.
+            if node.leasing.renew(lease_id, lease_ms * MS, self._lease_clock_ns()) is None:
+                raise Overloaded("the lease ran out before its checksums were there", retry_after_ms=100)
+        except KvmeshError:
+            node.leasing.release(lease_id)
+            node.leases_changed()
+            raise
+        return list(sums)
 
     async def RenewLease(self, request: pb.RenewBlocksRequest, context: Any) -> pb.RenewBlocksResponse:  # noqa: N802
         """Renews a lease. Raises InvalidRequest, or UnknownInstance when the lease is over."""
@@ -164,26 +228,38 @@ class NodeStoreServicer(pb_grpc.NodeStoreServicer):
     # ── which blocks are here, removals, pins ───────────────────────────────────────────────────────
 
     async def Exists(self, request: pb.ExistsRequest, context: Any) -> pb.ExistsResponse:  # noqa: N802
-        """Says of each block in which tier it is, its size and layout. Raises InvalidRequest."""
+        """Says of each block in which tier it is, its size and layout; of one that has several cache groups, which of
+        its objects are in that tier, and their bytes together. Raises InvalidRequest."""
         node = self._node
         keys = keys_in(request.keys)
         layout = layout_in(request.layout, any_=True)
         layouts: dict[str, int] = {}
         answer = pb.ExistsResponse()
-        tiers, pinned = bytearray(), bytearray()
+        tiers, pinned, groups = bytearray(), bytearray(), bytearray()
+        grouped = False
         family = node.partitions.family(layout)
         for at, key in enumerate(keys):
             if at % TURN == TURN - 1:
                 await asyncio.sleep(0)
                 family = node.partitions.family(layout)
             found = next((found for found in family if found.store.holds(key)), None)
-            below = node.below(layout, key) if found is None else (Tier.DRAM, found.shown_layout, size_of(found, key))
+            mask, nbytes = 0, 0
+            if found is None:
+                below = node.below(layout, key)
+                grouped = grouped or (below is not None and family_of(below[1]) is not None)
+                mask = below[3] if below is not None else 0
+            else:
+                mask, nbytes = _held(family, found, key)
+                below = (Tier.DRAM, found.shown_layout, nbytes, mask)
+                grouped = grouped or bool(found.family)
             tiers.append(0 if below is None else below[0])
+            groups.append(mask)
             answer.nbytes.append(0 if below is None else below[2])
             answer.layout.append(0 if below is None else layouts.setdefault(below[1], len(layouts)))
             if request.want_pinned:
-                pinned.append(found is not None and found.store.pinned_hard([key])[0])
+                pinned.append(found is not None and any(p.store.pinned_hard([key])[0] for p in _kin(family, found)))
         answer.tiers, answer.pinned = bytes(tiers), bytes(pinned)
+        answer.groups = bytes(groups) if grouped else b""
         answer.layouts.extend(layouts)
         return answer
 
@@ -258,13 +334,22 @@ class NodeStoreServicer(pb_grpc.NodeStoreServicer):
         if kind == pb.PIN_KIND_HARD:
             await node.stage(keys, layout, patience_s(context, STAGE_S))
         done = bytearray(len(keys))
+        wanted: list[tuple[Partition, list[int]]] = []
         for partition in node.partitions.family(layout):
-            mine = [at for at, key in enumerate(keys) if partition.store.holds(key)]
+            told = family_of(partition.family) if kind != pb.PIN_KIND_NONE else None
+            # Of a chain only what a hit at its end needs is worth being kept.
+            asked = range(len(keys)) if told is None else told.needed(partition.group, len(keys))
+            mine = [at for at in asked if partition.store.holds(keys[at])]
             if mine:
-                some = [keys[at] for at in mine]
-                pinned = puts.pin(node.partitions, partition, some, kind, ttl_ns, self._lease_clock_ns())
-                for at, yes in zip(mine, pinned, strict=True):
-                    done[at] |= yes
+                wanted.append((partition, mine))
+        if kind == pb.PIN_KIND_HARD:
+            groups = [(partition, [keys[at] for at in mine]) for partition, mine in wanted if partition.family]
+            puts.check_pins(node.partitions, groups)
+        for partition, mine in wanted:
+            some = [keys[at] for at in mine]
+            pinned = puts.pin(node.partitions, partition, some, kind, ttl_ns, self._lease_clock_ns())
+            for at, yes in zip(mine, pinned, strict=True):
+                done[at] |= yes
         node.leases_changed()
         return pb.PinBlocksResponse(done=bytes(done))
 
@@ -272,10 +357,15 @@ class NodeStoreServicer(pb_grpc.NodeStoreServicer):
         self, request: pb.ListBlocksRequest, context: Any
     ) -> AsyncIterator[pb.ListBlocksResponse]:
         """Yields all keys of all tiers as they are now, in messages of at most LIST_KEYS."""
-        for tier, keys, seq in self._node.listed():
+        for tier, keys, seq, groups in self._node.listed():
             for start in range(0, len(keys) or 1, LIST_KEYS):
-                packed = b"".join(keys[start : start + LIST_KEYS])
-                yield pb.ListBlocksResponse(keys=packed, seq=seq, tier=tier.value)  # type: ignore[arg-type]
+                some = slice(start, start + LIST_KEYS)
+                yield pb.ListBlocksResponse(
+                    keys=b"".join(keys[some]),
+                    seq=seq,
+                    tier=tier.value,  # type: ignore[arg-type]
+                    groups=groups[some],
+                )
 
     async def GetStore(self, request: pb.GetNodeStoreRequest, context: Any) -> pb.GetNodeStoreResponse:  # noqa: N802
         """Returns counts of now and since the start."""
@@ -302,11 +392,13 @@ class NodeStoreServicer(pb_grpc.NodeStoreServicer):
         klass = TrafficClass.BACKGROUND if request.background else TrafficClass.PREFETCH
         if request.pins and layout:
             raise InvalidRequest.of("layout", layout, "must be empty with pins")
+        masks = masks_in(request.groups, keys) if request.groups else b""
         wish = CopyRequest(
-            tuple(keys), tuple(ranges), layout, request.shard_bytes, request.timeout_ms, klass, request.pins
+            tuple(keys), tuple(ranges), layout, request.shard_bytes, request.timeout_ms, klass, request.pins, masks
         )
         self._pulls += 1
-        return pb.PullBlocksResponse(held=await _outliving(node.copies.pull(wish), self._pull_ended))
+        copied = await _outliving(node.copies.pull(wish), self._pull_ended)
+        return pb.PullBlocksResponse(held=copied.held, held_groups=copied.groups)
 
     def _pull_ended(self) -> None:
         self._pulls -= 1
@@ -381,6 +473,7 @@ def counted(partitions: Partitions) -> pb.GetNodeStoreResponse:
     pools = answer.pools
     for partition in partitions.all():
         stats = partition.store.stats
+        free = unused(partition) + stats.idle
         answer.block_hits += stats.hits
         answer.block_misses += stats.misses
         answer.evicted += stats.evicted
@@ -389,11 +482,31 @@ def counted(partitions: Partitions) -> pb.GetNodeStoreResponse:
         answer.soft_pinned += stats.soft_pinned
         answer.hard_pinned += stats.hard_pinned
         pools.extents_total += partition.store.total
-        pools.extents_free += unused(partition) + stats.idle
-        pools.store_blocks += stats.sealed
+        pools.extents_free += free
+        pools.store_blocks += stats.sealed if not partition.group else 0  # of a model of several groups: the anchors
         pools.store_writing += stats.writing
         pools.store_leases += stats.leases
+        if partition.family:
+            group = next((one for one in pools.groups if one.group == partition.group), None) or pools.groups.add()
+            group.group = partition.group
+            group.extents_total += partition.store.total
+            group.extents_free += free
     return answer
+
+
+def _kin(family: Sequence[Partition], found: Partition) -> list[Partition]:
+    """Returns the partitions that keep the same blocks as `found`: itself, or all groups of its model."""
+    return [one for one in family if one is found or (found.family and one.family == found.family)]
+
+
+def _held(family: Sequence[Partition], found: Partition, key: bytes) -> tuple[int, int]:
+    """Returns which objects of a block are in DRAM, and their bytes in one rank; a whole block is one object."""
+    mask = nbytes = 0
+    for partition in _kin(family, found):
+        if partition.store.holds(key):
+            mask |= 1 << partition.group
+            nbytes += size_of(partition, key)
+    return mask, nbytes
 
 
 async def _outliving(work: Coroutine[Any, Any, T], ended: Callable[[], None]) -> T:

@@ -41,10 +41,10 @@ def group_shapes(
     cannot share the model."""
     check_shares(config, world)
     shapes = []
-    for group in config.cache_groups:
+    for number, group in enumerate(config.cache_groups):
         own = getattr(torch, group.layout.dtype) if group.layout.dtype else dtype
         heads = share(group.layout.heads, rank, world)
-        layout = rank_shard(group, range(config.layers), heads, block_tokens, own.itemsize)
+        layout = rank_shard(group, range(config.layers), heads, block_tokens, own.itemsize, number)
         assert layout is not None, "a rank has all layers"
         shapes.append(GroupShape(group, layout, own))
     return tuple(shapes)
@@ -53,9 +53,15 @@ def group_shapes(
 def group_offsets(shapes: Sequence[GroupShape], counts: Sequence[int]) -> tuple[int, ...]:
     """Returns where the memory of each group begins, in bytes, where the groups with so many pages follow each other in
     one buffer; and behind them how long it is."""
+    return group_starts([count * shape.page_bytes for shape, count in zip(shapes, counts, strict=True)])
+
+
+def group_starts(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Returns where each of several pieces of memory begins that follow each other in one buffer, in bytes, and behind
+    them how long it is."""
     offsets = [0]
-    for shape, count in zip(shapes, counts, strict=True):
-        offsets.append(offsets[-1] + -(-count * shape.page_bytes // ALIGNED) * ALIGNED)
+    for size in sizes:
+        offsets.append(offsets[-1] + -(-size // ALIGNED) * ALIGNED)
     return tuple(offsets)
 
 

@@ -90,6 +90,9 @@ class Runner:
     and steps name pages group by group (`PrefillInput.groups`); of a model with the one group that keeps all, that one
     tensor is `pages`.
 
+    A step raises NonFiniteLogits, and may then be computed again without those rows, unless the runner is `tolerant`:
+    then it answers the token -1 where logits are not finite, as a step over states changes these in place.
+
     In a `group` it loads and holds this rank's share; every rank must then make the same calls in the same order, and
     gets the same answers. `cuda_graphs`: as `use_pages` has it."""
 
@@ -114,6 +117,7 @@ class Runner:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # where Triton launches
         self._sampler = Sampler(self.device)
+        self.tolerant = False
         self._check_pages(pages)
         with torch.inference_mode():
             weights = Weights(checkpoint, self._dtype, self.device, group)
@@ -263,7 +267,7 @@ class Runner:
         if self.graphs is not None and not items:
             logits = self.graphs.logits(rows.token_ids, self._tables(rows), rows.positions)
             if logits is not None:
-                return [], self._sampler.choose(logits, ready)
+                return [], self._choose(logits, ready)
         plan = self._plan(rows, items)
         hidden = self._hidden(ready.beside[0], plan, on_layer)
         return self._sample(list(wanted), count, len(items), hidden, ready)
@@ -324,7 +328,7 @@ class Runner:
         if len(ready.beside) > 1:
             hidden = hidden[ready.beside[1]]
         try:
-            chosen = self._sampler.choose(self.model.logits(hidden), ready)
+            chosen = self._choose(self.model.logits(hidden), ready)
         except NonFiniteLogits as err:
             names = [*range(count), *(count + i for i in wanted)]
             raise NonFiniteLogits(err.message, rows=tuple(names[row] for row in err.rows)) from None
@@ -333,6 +337,9 @@ class Runner:
         for row, i in enumerate(wanted, count):
             first[i] = chosen.scored.get(row) or SampledToken(int(chosen.token_ids[row]))
         return first, Chosen(chosen.token_ids[:count], {row: s for row, s in chosen.scored.items() if row < count})
+
+    def _choose(self, logits: torch.Tensor, ready: Preparation) -> Chosen:
+        return self._sampler.launch(logits, ready).result() if self.tolerant else self._sampler.choose(logits, ready)
 
     def _check_decode(self, rows: DecodeBatch) -> None:
         if len(rows.positions):

@@ -15,15 +15,19 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from kvmesh.blockservice.blocks import BlockService
-from kvmesh.blockservice.partitions import OnePartition, Partition, layout_tag
+from kvmesh.blockservice.group_wire import groups_to_wire
+from kvmesh.blockservice.partitions import OnePartition, Partition, Partitions, layout_tag
 from kvmesh.blockservice.peer_segments import PeerSegments
 from kvmesh.blockservice.tiers.config import checked_id
 from kvmesh.blockservice.warm.memory import WarmMemory
 from kvmesh.errors import ConfigError, InternalError, KvmeshError
 from kvmesh.instance.config import InstanceConfig
+from kvmesh.instance.grouped_memory import GroupedMemory, groups_of_model
 from kvmesh.instance.profiling import RankProfiles
 from kvmesh.instance.served_weights import ServedWeights
 from kvmesh.instance.servicer import add_instance
+from kvmesh.kvcache.cache_groups import CacheGroup
+from kvmesh.kvcache.grouped_store import GroupedStore
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.sources import Pulled
@@ -75,6 +79,7 @@ class Front:
         self.segments = PeerSegments(self.ranks)
         self.profiles = RankProfiles(self.ranks)
         self.blocks: BlockService | None = None
+        self._grouped: GroupedMemory | None = None  # where the ranks keep several cache groups
         self._warm: WarmMemory | None = None
         self._on_message = on_message
         self.server: Server | None = None
@@ -94,7 +99,8 @@ class Front:
     async def start_ranks(self, stop: asyncio.Event) -> None:
         """Starts and configures all ranks; returns when each has loaded its weights.
 
-        Raises CheckpointError or ConfigError as a rank answered it; InternalError when stopped meanwhile.
+        Raises CheckpointError or ConfigError as a rank answered it, or when ranks keep parts of cache groups that no
+        store can be made of; InternalError when stopped meanwhile.
         """
         if len(self.ranks) > 1:
             self._meeting = TemporaryDirectory(prefix="kvmesh-ranks-")
@@ -114,6 +120,9 @@ class Front:
             stopping.cancel()
         for rank in self.ranks:
             log.info("rank %d: %s", rank.rank, rank.ready.settings)
+        readies = [rank.ready for rank in self.ranks]
+        if any(ready.groups for ready in readies):
+            self._grouped = GroupedMemory(groups_of_model(self.config.model), self.config, readies)
         self._tasks.append(asyncio.create_task(self._watch_ranks(), name="ping ranks"))
 
     def _configure(self, rank: int) -> m.Configure:
@@ -151,6 +160,7 @@ class Front:
             room_bytes=c.room_mb << 20,
             device_instances=c.device_instances,
             steps={key: getattr(c, key) for key in STEP_KEYS if hasattr(c, key)},
+            cache_groups=c.cache_groups,
         )
 
     def settled(self, config: Settled) -> Settled:
@@ -167,8 +177,25 @@ class Front:
                 self.server.set_ready(self.ready, self.not_ready_reason)
             await asyncio.sleep(PING_INTERVAL_S)
 
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """The cache groups of the model, group 0 first; () if it has one that keeps all, and everything is of whole
+        blocks."""
+        return self._grouped.groups if self._grouped is not None else ()
+
+    @property
+    def group_shards(self) -> tuple[ShardLayout, ...]:
+        """Every rank's cut of every cache group, rank by rank and within a rank by group; () without `cache_groups`."""
+        return self._grouped.cuts if self._grouped is not None else ()
+
+    def new_grouped_store(self) -> GroupedStore:
+        """Returns the node stores of all `cache_groups`, of which there must be some, over the ranks' host extents."""
+        assert self._grouped is not None, "a model of one cache group has one store"
+        return self._grouped.new_store(self.incarnation)
+
     def new_store(self) -> NodeStore:
-        """Returns a node store over the ranks' host extents, as configured."""
+        """Returns a node store over the ranks' host extents, as configured. There must be no `cache_groups`."""
+        assert self._grouped is None, "a model of several cache groups has a store for each"
         readies, c = [rank.ready for rank in self.ranks], self.config
         return NodeStore(
             min(ready.num_extents for ready in readies),
@@ -180,32 +207,46 @@ class Front:
             lease_seed=self.incarnation,
         )
 
-    def attach(self, store: NodeStore, on_pulled: Callable[[Pulled], None]) -> BlockService:
-        """Serves this node store, whose extents are the ranks' host extents. It is called once, after `start_ranks` and
-        before `serve`. `on_pulled` is called at the end of every pull job, on the event loop and never from inside
+    def attach(self, store: NodeStore | GroupedStore, on_pulled: Callable[[Pulled], None]) -> BlockService:
+        """Serves this node store, whose extents are the ranks' host extents: that of `new_store`, or where there are
+        `cache_groups` that of `new_grouped_store`. It is called once, after `start_ranks` and before `serve`.
+        `on_pulled` is called at the end of every pull job, on the event loop and never from inside
         `BlockService.pull`."""
         assert self.blocks is None, "one node store an instance"
-        readies, c = [rank.ready for rank in self.ranks], self.config
-        bases = tuple(ready.extent_base_offset for ready in readies)
-        partition = Partition(layout_tag(readies), readies[0].shard_bytes, store, bases, self.shards)
+        c = self.config
+        partitions = self._partitions(store)
+        slots = sum(partition.store.total for partition in partitions.all())
         if c.warm_segment:
-            self._warm = WarmMemory(c.warm_segment, self.ranks, store.total, self.incarnation)
+            self._warm = WarmMemory(c.warm_segment, self.ranks, slots, self.incarnation)
+        # A pool node has one rank: it puts objects of cache groups together from any cut, whole blocks it does not.
+        offloads = len(self.ranks) == 1 or self._grouped is not None
         self.blocks = BlockService(
             lambda: self.ref,
             self.ranks,
             self.segments,
-            OnePartition(partition),
+            partitions,
             on_pulled,
             transports=c.transport_list,
             lease_ms=c.store_lease_ms,
             announce_ms=c.announce_ms,
-            offload_percent=c.offload_percent if len(self.ranks) == 1 else 100,  # a pool node has one rank
+            offload_percent=c.offload_percent if offloads else 100,
             tiers=c.tiers(),
             returning=self._warm.candidates if self._warm is not None else None,
         )
-        if self._warm is not None:
-            self._warm.keep(store, partition.shard_bytes)
+        if self._warm is not None and isinstance(store, GroupedStore):
+            assert self._grouped is not None
+            self._warm.keep_groups(self._grouped.kept(store))
+        elif self._warm is not None and isinstance(store, NodeStore):
+            self._warm.keep(store, partitions.all()[0].shard_bytes)
         return self.blocks
+
+    def _partitions(self, store: NodeStore | GroupedStore) -> Partitions:
+        if isinstance(store, GroupedStore):
+            assert self._grouped is not None, "the ranks keep one cache group"
+            return self._grouped.partitions(store)
+        readies = [rank.ready for rank in self.ranks]
+        bases = tuple(ready.extent_base_offset for ready in readies)
+        return OnePartition(Partition(layout_tag(readies), readies[0].shard_bytes, store, bases, self.shards))
 
     def _rank_said(self, rank: int, message: m.ToFront) -> None:
         if self._warm is not None and self._warm.rank_said(message):
@@ -259,7 +300,7 @@ class Front:
 
     @property
     def card(self) -> pb.ModelCard:
-        ready, c = self.ranks[0].ready, self.config
+        ready, c, grouped = self.ranks[0].ready, self.config, self._grouped
         return pb.ModelCard(
             name=c.served_name or ready.model_name,
             fingerprint=ready.fingerprint,
@@ -268,8 +309,9 @@ class Front:
             max_context_tokens=ready.max_context_tokens,
             vocab_size=ready.vocab_size,
             eos_token_ids=ready.eos_token_ids,
-            kv_bytes_per_token=ready.kv_bytes_per_token,
+            kv_bytes_per_token=ready.kv_bytes_per_token if grouped is None else grouped.kv_bytes_per_token,
             weights_epoch=c.weights_epoch,
+            cache_groups=groups_to_wire(grouped.groups, grouped.object_bytes) if grouped is not None else (),
         )
 
     @property

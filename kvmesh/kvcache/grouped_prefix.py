@@ -226,6 +226,18 @@ class GroupedPrefixCache:
         self.misses += min(most, len(keys)) - hit.blocks
         return hit, found
 
+    def take(self, group: int, keys: Sequence[bytes]) -> list[int]:
+        """Returns the page of each of these blocks in one group, -1 where it has none, with one reference each that the
+        caller must release: for who finds the rest of what a hit needs elsewhere. Of a group 0 that keeps all, `keys`
+        is a chain from its first block on."""
+        if group in self._sides:
+            pages = [self._sides[group].pages.get(key, -1) for key in keys]
+            self._pools[group].share(page for page in pages if page >= 0)
+            return pages
+        assert self._chain is not None
+        found = self._chain.match(keys)
+        return found + [-1] * (len(keys) - len(found))
+
     def insert(self, keys: Sequence[bytes], pages: Sequence[GroupPages], start: int = 0) -> int:
         """Caches the chain `keys` (from the prompt's first block on), with what `pages` has of it; -1 stands for a
         hole. Returns the number of new pages.

@@ -4,6 +4,9 @@ They share one region (`slabs`): a partition takes free slabs first, and then wh
 it. Its own blocks go before somebody else's when they are colder; with none of its own that may go, it takes others' in
 any case, so nobody starves. A partition that holds nothing gives all its memory back. The watermarks are the whole
 region's: above the high one the runs that were used longest ago go until the low one is reached.
+
+Of a model with several cache groups each group's objects are a partition of their own, whole objects however their
+writers cut them. They come and go by themselves: a mask says which objects of a block are here.
 """
 
 from __future__ import annotations
@@ -11,12 +14,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
+from kvmesh.blockservice.object_family import GroupPlace, PartLayout, family_of, part_of
 from kvmesh.blockservice.partitions import CLASS_MARK, Partition, unused
 from kvmesh.errors import InvalidRequest, Overloaded, PinLimit
 from kvmesh.kvcache.announce import AnnouncedSource
 from kvmesh.kvcache.leases import PINNED_PERCENT
 from kvmesh.kvcache.node_store import NodeStore
-from kvmesh.kvcache.quotas import TagQuotas
+from kvmesh.kvcache.quotas import NoTagQuotas, TagQuotas
 from kvmesh.kvcache.size_classes import BYTES, PAGE, size_class
 from kvmesh.kvcache.store_stats import Changes
 from kvmesh.pool.slabs import SlabPartition, Slabs, SlabStore
@@ -59,7 +63,17 @@ class PoolPartitions:
         for partition in self._partitions.values():
             changed.update(_touched(partition.store))
         sealed = tuple(key for key in changed if self._holds(key))
-        return Changes(sealed, tuple(changed.keys() - set(sealed)))
+        return Changes(sealed, tuple(changed.keys() - set(sealed)), self.masks(sealed))
+
+    def masks(self, keys: Sequence[bytes]) -> bytes:
+        """Returns which objects of each block are here, as one mask a key; b"" where every block is one object."""
+        if not any(partition.family for partition in self._partitions.values()):
+            return b""
+        masks = bytearray(len(keys))
+        for partition in self._partitions.values():
+            for at, key in enumerate(keys):
+                masks[at] |= partition.store.holds(key) << partition.group
+        return bytes(masks)
 
     def keys(self) -> list[bytes]:
         stores = [partition.store for partition in self._partitions.values()]
@@ -80,7 +94,14 @@ class PoolPartitions:
         if not layout:
             return self.all()
         found = self._partitions.get(layout)
+        if found is None and family_of(layout) is not None:
+            places = self.groups_of(layout).values()
+            return [kept for place in places if (kept := self._partitions.get(place.layout)) is not None]
         return () if found is None else (found,)
+
+    def groups_of(self, family: str) -> dict[int, GroupPlace]:
+        found = family_of(family)
+        return found.wholes() if found is not None else {}
 
     def room(self, layout: str, shard_bytes: int, blocks: int) -> Partition:
         if layout == BYTES:
@@ -197,20 +218,43 @@ class PoolPartitions:
         def used(extents: Sequence[int]) -> None:
             self._slabs.used(partition, extents)
 
+        kept = part_of(layout)
         # Hard pins are limited by bytes of the whole pool, see `may_pin`.
         store = SlabStore(
             used,
             block_bytes=shard_bytes,
             lease_seed=self._seed,
             pinned_percent=100,
-            quotas=self._quotas,
+            quotas=NoTagQuotas() if kept is not None and kept.group else self._quotas,
             **self._settings,
         )
         partition = SlabPartition(layout, shard_bytes, store)
+        if kept is not None:
+            self._keeps_objects(partition, kept)
         for heard in self.on_partition:
             heard(partition)
         self._partitions[layout] = partition
         return partition
+
+    def _keeps_objects(self, partition: SlabPartition, kept: PartLayout) -> None:
+        """Makes the partition that of whole objects of one group. Raises InvalidRequest when they are of another
+        size."""
+        whole, places = kept.family.object(kept.group), kept.family.wholes()
+        if kept.cuts != (whole,) or whole.shard_bytes != partition.shard_bytes:
+            raise InvalidRequest.of("layout", partition.layout, f"whole objects of {whole.shard_bytes} bytes are kept")
+        partition.family, partition.group, partition.shards = kept.family.text, kept.group, (whole,)
+        if kept.group:
+            return
+
+        def evicted(key: bytes) -> None:
+            """A quota has evicted an anchor: the rest of the block goes, but for what is pinned hard."""
+            for place in list(places.values())[1:]:
+                other = self._partitions.get(place.layout)
+                busy = other is not None and other.store.evict_one(key, spared=True) is None and other.store.holds(key)
+                if other is not None and busy and not any(other.store.pinned_hard((key,))):
+                    other.store.remove((key,))
+
+        partition.store.on_evicted_one = evicted
 
 
 def _touched(store: NodeStore) -> dict[bytes, None]:

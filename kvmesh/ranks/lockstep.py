@@ -25,7 +25,7 @@ from typing import NamedTuple
 from kvmesh.errors import InternalError
 from kvmesh.ranks import protocol as m
 
-SHARED = (m.PrefillStep, m.Join, m.Grant, m.Leave, m.Profile)
+SHARED = (m.PrefillStep, m.Join, m.Grant, m.DropPages, m.Leave, m.Profile)
 # Messages that all ranks would send alike: only the leader sends them. When it has ended a step, every rank has entered
 # the last all-reduce of that step, and so has touched the step's pages for the last time.
 LEADERS = (m.DecodeStepDone, m.Stalled, m.Left)

@@ -457,6 +457,9 @@ class Configure(Message, frozen=True):
     device_instances: int = 0  # instances that share this GPU, or, where `room_bytes` is 0, the host; 0 = not known
     # Sizes of a step by the key of the service's configuration; 0 = by device, not there = the role has no such size.
     steps: dict[str, int] = msgspec.field(default_factory=dict)
+    # Whether a model that has several cache groups, or one that does not keep all, is served group by group: Ready says
+    # its `groups`, and every message that names pages or extents must name them by group.
+    cache_groups: bool = False
 
 
 class OpenSegment(Message, frozen=True):
@@ -684,6 +687,7 @@ class GroupMemory(msgspec.Struct, frozen=True, array_like=True):
     num_extents: int
     page_base_offset: int
     extent_base_offset: int
+    layout: str = ""  # what the shard holds, as Ready's `layout`, for this group alone
 
 
 class Ready(Message, frozen=True):

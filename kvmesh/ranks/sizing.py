@@ -5,7 +5,7 @@ Whatever is named wins. What is not goes by the device: `kind` is "cpu" or "cuda
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvmesh.engine.config import ModelConfig
@@ -133,10 +133,52 @@ class PageNeed:
 
 @dataclass(frozen=True, slots=True)
 class ChosenPages:
-    """How many pages a rank has, and why."""
+    """How many pages a rank has, and why. Of a model that is kept by cache groups `groups` has a number for each, and
+    `count` is that of group 0."""
 
     count: int
     why: str
+    groups: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GroupNeed:
+    """What decides how many blocks there are of a cache group: the bytes of one, and the most that one request has of
+    it at once; `peak` is None where blocks are kept for all tokens."""
+
+    block_bytes: int
+    peak: int | None
+
+
+def split(nbytes: int, needs: Sequence[GroupNeed], rows: int) -> tuple[int, ...]:
+    """Returns how many blocks of each group `nbytes` are cut into: for groups that give back what lies behind, and for
+    states, what `rows` requests have at once, at most half of the memory and no less than one request has; for the
+    others, and always for group 0, as many of each as the rest has room for. Those may be none."""
+    bounded = {at: need.peak for at, need in enumerate(needs) if at and need.peak is not None}
+    while True:
+        whole = sum(rows * peak * needs[at].block_bytes for at, peak in bounded.items())
+        share = min(1.0, nbytes / (2 * whole)) if whole else 1.0
+        counts = {at: max(peak, int(rows * peak * share)) for at, peak in bounded.items()}
+        rest = nbytes - sum(count * needs[at].block_bytes for at, count in counts.items())
+        by_tokens = max(0, rest) // sum(need.block_bytes for at, need in enumerate(needs) if at not in bounded)
+        # Whoever never has as many tokens as that has no use for more blocks of a window than of all.
+        if not (wide := [at for at, count in counts.items() if count > max(by_tokens, bounded[at])]):
+            return tuple(counts.get(at, by_tokens) for at in range(len(needs)))
+        for at in wide:
+            del bounded[at]
+
+
+def named_counts(count: int, needs: Sequence[GroupNeed], rows: int) -> tuple[int, ...]:
+    """Returns how many blocks of each group there are where the operator names the `count` of group 0."""
+    return tuple(
+        count if not at or need.peak is None else max(2, min(count, rows * need.peak)) for at, need in enumerate(needs)
+    )
+
+
+def longest_context(counts: Sequence[int], needs: Sequence[GroupNeed], block_tokens: int) -> int | None:
+    """Returns the tokens of the longest request that so many blocks hold; None where no group keeps all."""
+    full = (count for count, need in zip(counts, needs, strict=True) if need.peak is None or count < need.peak)
+    return min((count * block_tokens for count in full), default=None)
 
 
 def choose_pages(room: int, taken: Mapping[str, int], need: PageNeed, source: str, most_bytes: int = 0) -> ChosenPages:

@@ -17,6 +17,7 @@ from kvmesh.blockservice.shard_wire import to_wire
 from kvmesh.clock import Tick
 from kvmesh.errors import KvmeshError, Overloaded, Unavailable
 from kvmesh.instance.front import Front
+from kvmesh.kvcache.cache_groups import GroupPages
 from kvmesh.kvcache.sources import Pulled
 from kvmesh.ranks import protocol as m
 from kvmesh.rpc import protocol
@@ -125,7 +126,7 @@ class DecodeCore:
         assert found is not None, event
         self.feed(i.FromPrefill(i.OWN_PEER, *found))
 
-    def adopt(self, first: prefill_pb2.FirstToken, pages: tuple[int, ...]) -> None:
+    def adopt(self, first: prefill_pb2.FirstToken, pages: tuple[int, ...], groups: tuple[GroupPages, ...] = ()) -> None:
         """Takes over a computed prompt: one reference to each of its pages passes to the request."""
         self.feed(i.FromPrefill(i.OWN_PEER, first.handle, e.Adopted(mapping.first_token(first), pages)))
 

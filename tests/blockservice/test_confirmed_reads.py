@@ -19,14 +19,15 @@ SOME = st.lists(st.sampled_from(KEYS), min_size=1, max_size=4, unique=True)
 
 
 class Reads(RuleBasedStateMachine):
-    """A reader's own clock appears nowhere: it may read and ask at any time. Two stores, so that leases have parts."""
+    """A reader's own clock appears nowhere: it may read and ask at any time. Two stores, so that leases have parts: two
+    sizes of blocks, or two cache groups."""
 
     leases = Bundle("leases")
 
     def __init__(self) -> None:
         super().__init__()
         self.stores = [NodeStore(EXTENTS, lease_seed=seed) for seed in (1, 2)]
-        parts = [SimpleNamespace(store=store) for store in self.stores]
+        self.parts = parts = [SimpleNamespace(store=store, family="") for store in self.stores]
         both = SimpleNamespace(all=lambda: parts, family=lambda _: parts)
         self.leasing = Leasing(cast(Partitions, both))
         self.memory: list[list[bytes]] = [[b""] * EXTENTS for _ in self.stores]
@@ -48,6 +49,14 @@ class Reads(RuleBasedStateMachine):
                 self.memory[at][extent] = key
                 self.stores[at].seal(key)
 
+    @rule(at=st.integers(0, 1), keys=SOME)
+    def put_objects(self, at: int, keys: list[bytes]) -> None:
+        """Of one group, whatever the other has."""
+        for key, extent in zip(keys, self.stores[at].begin(keys), strict=True):
+            if extent is not None:
+                self.memory[at][extent] = key
+                self.stores[at].seal(key)
+
     @rule(keys=SOME)
     def remove(self, keys: list[bytes]) -> None:
         for store in self.stores:
@@ -62,6 +71,20 @@ class Reads(RuleBasedStateMachine):
         leased = self.leasing.lease("", keys, ns, self.now)
         places = [(key, *place) for key, place in zip(keys, leased.places, strict=True) if place is not None]
         where = [(key, part.store, extent) for key, part, extent in places]
+        return (leased.lease_id, where, []) if leased.lease_id else multiple()
+
+    @rule(target=leases, keys=SOME, masks=st.lists(st.integers(0, 3), min_size=4, max_size=4), ns=st.integers(1, 40))
+    def lease_objects(self, keys: list[bytes], masks: list[int], ns: int) -> Any:
+        parts = dict(enumerate(self.parts))
+        leased = self.leasing.lease_objects(parts, keys, masks[: len(keys)], ns, self.now)
+        where = [
+            (keys[at], self.stores[g], extent) for g, mine in leased.extents.items() for at, extent in mine.items()
+        ]
+        wanted = bytes(
+            sum(1 << g for g in parts if mask >> g & 1 and self.stores[g].holds(key))
+            for key, mask in zip(keys, masks, strict=False)
+        )
+        assert leased.masks(len(keys)) == wanted and bool(leased.lease_id) == any(wanted)
         return (leased.lease_id, where, []) if leased.lease_id else multiple()
 
     @rule(lease=leases, ns=st.integers(1, 40))

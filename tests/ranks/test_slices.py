@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
+from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
-from kvmesh.ranks.worker.device import CopyPieces, CpuMemory, OnDone
+from kvmesh.ranks.worker.device import Blocks, CopyPieces, CpuMemory, GroupBlocks, OnDone, byte_view
 from kvmesh.ranks.worker.slices import Moves, Seals
 
 SHARD = 4 * 6
@@ -18,8 +17,9 @@ class Rows(CpuMemory):
     """Blocks of six numbers, outside any region."""
 
     def __init__(self, blocks_a_slice: int) -> None:
-        self.pages, self.extents = torch.arange(60.0).view(10, 6), torch.zeros(10, 6)
-        self.layout = SimpleNamespace(shard_bytes=SHARD)  # type: ignore[assignment]
+        self.groups = (GroupBlocks(ShardLayout(1, 1, 1, 6, 4, planes=1), torch.float32, 10),)
+        self.page_blocks = Blocks(self.groups, byte_view(torch.arange(60.0)))
+        self.extent_blocks = Blocks(self.groups, byte_view(torch.zeros(60)))
         self.seal_bytes = self.move_bytes = blocks_a_slice * SHARD
 
 
@@ -42,7 +42,7 @@ class Later(Rows):
 def made(blocks_a_slice: int, kind: type[Rows] = Rows) -> tuple[Seals, torch.Tensor, torch.Tensor, list[m.ToFront]]:
     memory = kind(blocks_a_slice)
     said: list[m.ToFront] = []
-    return Seals(memory, said.append), memory.pages, memory.extents, said
+    return Seals(memory, said.append), memory.pages.view(10, 6), memory.extents.view(10, 6), said
 
 
 def test_one_slice_at_a_time_is_under_way_on_a_device() -> None:
@@ -93,7 +93,7 @@ def test_blocks_that_are_not_finite_are_named_across_slices(value: float) -> Non
 @pytest.mark.parametrize("kind", [Rows, Later])
 def test_what_somebody_waits_for_goes_in_its_order_a_slice_a_gap(kind: type[Rows]) -> None:
     memory, said = kind(2), list[m.ToFront]()
-    memory.extents += 100
+    memory.extents.add_(100)
     before = memory.pages.clone()
     moves = Moves(memory, said.append)
     moves.add(m.LoadCopy(7, (0, 1, 2), (5, 6, 7)))

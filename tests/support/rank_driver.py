@@ -11,9 +11,11 @@ from typing import Any, TypeVar
 import msgspec
 import psutil
 
+from kvmesh.instance.front import spawn_ranks
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.client import RankClient
 from kvmesh.ranks.devices import STAGED_CPU
+from kvmesh.ranks.lockstep import LEADERS
 
 BLOCK = 16
 GREEDY = m.Sampling(0.0, 1.0, 0, 1, -1)
@@ -43,12 +45,12 @@ def staged_configure(checkpoint: Path) -> m.Configure:
 class Driver:
     """One rank and an inbox of what it said."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0) -> None:
         self.inbox: list[m.ToFront] = []
         self.lost = ""
         self._news = asyncio.Event()
         self.on_message: Callable[[m.ToFront], bool] = lambda _: False  # whether it was for somebody else
-        self.client = RankClient(0, self._on_message, self._on_lost)
+        self.client = RankClient(rank, self._on_message, self._on_lost)
 
     def _on_message(self, _: int, message: m.ToFront) -> None:
         if self.on_message(message):
@@ -67,6 +69,13 @@ class Driver:
     def page_offset(self, page: int) -> int:
         ready = self.client.ready
         return ready.page_base_offset + page * ready.shard_bytes
+
+    @property
+    def readies(self) -> list[m.Ready]:
+        return [self.client.ready]
+
+    def send_to(self, _: int, message: m.ToRank) -> None:
+        self.client.send(message)
 
     async def take(self, kind: type[M], timeout_s: float = 30.0) -> M:
         """The oldest message of that kind; those of other kinds stay in the inbox."""
@@ -121,3 +130,62 @@ async def rank(
     finally:
         await driver.client.close()
     assert not psutil.pid_exists(driver.client.pid)
+
+
+class AllRanks:
+    """The ranks of one instance, driven as one: each gets every message, and what each says is taken from all."""
+
+    def __init__(self, drivers: list[Driver]) -> None:
+        self.drivers = drivers
+        self.client: Any = self
+
+    @property
+    def ready(self) -> m.Ready:
+        return self.drivers[0].client.ready
+
+    @property
+    def readies(self) -> list[m.Ready]:
+        return [driver.client.ready for driver in self.drivers]
+
+    @property
+    def inbox(self) -> list[m.ToFront]:
+        return self.drivers[0].inbox
+
+    def send(self, message: m.ToRank) -> None:
+        for driver in self.drivers:
+            driver.client.send(message)
+
+    def send_to(self, rank: int, message: m.ToRank) -> None:
+        self.drivers[rank].client.send(message)
+
+    async def take(self, kind: type[M], timeout_s: float = 30.0) -> M:
+        """What the leader said, once the others have said it, too, if they do."""
+        found = await self.drivers[0].take(kind, timeout_s)
+        if not isinstance(found, LEADERS):
+            for driver in self.drivers[1:]:
+                await driver.take(kind, timeout_s)
+        return found
+
+
+AnyDriver = Driver | AllRanks
+
+
+@asynccontextmanager
+async def ranks(name: str, checkpoint: Path, count: int, folder: Path, **settings: Any) -> AsyncIterator[AllRanks]:
+    """As `rank`, of an instance of `count` ranks that meet in `folder`."""
+    drivers = [Driver(number) for number in range(count)]
+    spawn_ranks([driver.client for driver in drivers], 1)
+    settings = {"pages": 24, "group_file": str(folder / f"{name}-ranks"), "group_timeout_ms": 60_000} | settings
+    pages = settings.pop("pages")
+    try:
+        known = msgspec.structs.replace(
+            staged_configure(checkpoint), instance_id=name, device="cpu", num_pages=pages, num_extents=pages
+        )
+        configures = [
+            msgspec.structs.replace(known, rank=number, world_size=count, **settings) for number in range(count)
+        ]
+        await asyncio.gather(*(d.client.configure(c, 120) for d, c in zip(drivers, configures, strict=True)))
+        yield AllRanks(drivers)
+    finally:
+        for driver in drivers:
+            await driver.client.close()

@@ -19,9 +19,11 @@ MAX_FRESH = 65_536
 
 
 class Contents:
-    """Keeps the keys of one part of one tier. A block is there when every one of `ranks` ranks has its shard."""
+    """Keeps the keys of one part of one tier. A block is there when every one of `ranks` ranks has its shard. `group`
+    is the cache group whose objects these are; None if a block is one object."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, group: int | None = None) -> None:
+        self.group = group
         self._all = (1 << ranks) - 1
         self._ranks: dict[bytes, int] = {}
         self.sizes: dict[bytes, int] = {}  # bytes of blocks, where ranks have told them
@@ -113,7 +115,17 @@ class TierSource:
         for part in self.parts:
             touched.update(part.take_touched())
         here = tuple(key for key in touched if self.holds(key))
-        return Changes(here, tuple(touched.keys() - set(here)))
+        return Changes(here, tuple(touched.keys() - set(here)), self.masks(here))
+
+    def masks(self, keys: Sequence[bytes]) -> bytes:
+        """Returns which objects of each key are there, as one mask a key; b"" where every block is one object."""
+        if all(part.group is None for part in self.parts):
+            return b""
+        masks = bytearray(len(keys))
+        for part in self.parts:
+            for at, key in enumerate(keys):
+                masks[at] |= (key in part) << (part.group or 0)
+        return bytes(masks)
 
     def keys(self) -> list[bytes]:
         """Returns all keys, each once. Its cost is O(blocks)."""

@@ -41,8 +41,16 @@ class TierLevel:
             self._ranks.send(rank, opening(self.settings, part, rank, len(self._ranks)))
 
     def ready(self, layout: str) -> list[TierPart]:
-        """Returns the parts of this layout ("": of any) that take operations."""
-        return [part for name, part in self.parts.items() if layout in ("", name) and part.ready]
+        """Returns the parts of this layout ("": of any), or of all groups of this family, that take operations."""
+        return [part for part in self.named(layout) if part.ready]
+
+    def named(self, layout: str) -> list[TierPart]:
+        """Returns the parts of this layout, as `ready` does, whether they take operations or not."""
+        return [
+            part
+            for part in self.parts.values()
+            if layout in ("", part.layout) or (part.kept is not None and part.kept.family.text == layout)
+        ]
 
     def numbered(self, number: int) -> TierPart:
         """Returns the part with this number."""

@@ -1,7 +1,8 @@
 """A node's tiers below DRAM have one part for each layout of shards; this module says where each lies on the disk.
 
 <ssd_path>/rank-0/                  an instance's only part
-<ssd_path>/rank-0/<layout's hash>/  a pool node's: one for each layout
+<ssd_path>/rank-0/<layout's hash>/  a pool node's: one for each layout; and one for each cache group of an instance's
+                                    model that has several, in the cut of its ranks
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvmesh.blockservice.object_family import PartLayout, part_of
 from kvmesh.blockservice.partitions import Partition
 from kvmesh.blockservice.tiers.brain import Contents, Promotion, ReadTime, WriteBehind
 from kvmesh.errors import ConfigError
@@ -43,7 +45,8 @@ MIXED_BYTES, MIXED_SHARE = 16 << 20, 64  # the largest block of "bytes" in a tie
 @dataclass(frozen=True)
 class TierSettings:
     """What `--ssd-*` or `--object-*` say. `capacity_bytes` is for all ranks and layouts together; 0 means as much as
-    there is. `layouts` 0 is an instance, which has one layout and a folder without a name for it. `url` is that of an
+    there is. `layouts` 0 is an instance, which has one layout and a folder without a name for it, or those of its
+    model's cache groups. `url` is that of an
     object store; `path` has no meaning then. `below` is another tier, which gets blocks that this one evicts and that
     were used `demote_uses` times."""
 
@@ -108,6 +111,9 @@ class TierPart:
     noted: dict[bytes, None] = field(default_factory=dict)  # keys used since the ranks were told
     promoted: int = 0  # blocks that stayed in DRAM after they were read from here
 
+    def __post_init__(self) -> None:
+        self.kept: PartLayout | None = part_of(self.layout)  # what objects it keeps; None if a block is one object
+
     @property
     def ready(self) -> bool:
         """Whether the part takes operations."""
@@ -171,7 +177,9 @@ def make_part(
 ) -> TierPart:
     """Returns a part that is not opened yet."""
     opened = asyncio.get_running_loop().create_future()
-    part = TierPart(number, layout, shard_bytes, Contents(ranks), opened, settings.tier, health=health)
+    kept = part_of(layout)
+    contents = Contents(ranks, None if kept is None else kept.group)
+    part = TierPart(number, layout, shard_bytes, contents, opened, settings.tier, health=health)
     part.unopened.update(range(ranks))
     part.tells = settings.below is not None
     with contextlib.suppress(ConfigError):  # a rank reports the error when the part is opened
@@ -193,13 +201,21 @@ def opening(settings: TierSettings, part: TierPart, rank: int, ranks: int) -> m.
         owner = f"{owner} rank {rank}/{ranks}"
         return m.TierOpen(part.tier, part.number, settings.url, owner, 0, room, not part.shard_bytes)
     path = settings.path / f"rank-{rank}"
-    if settings.layouts:
+    if settings.layouts or part.kept is not None:
         path /= hashlib.sha256(identity(part.layout, part.shard_bytes).encode()).hexdigest()[:32]
-    capacity = settings.capacity_bytes // ranks // max(settings.layouts, 1)
+    capacity = int(settings.capacity_bytes // ranks // max(settings.layouts, 1) * _share(settings, part))
     room = part.shard_bytes or min(MIXED_BYTES, capacity // MIXED_SHARE)
     below = settings.below.tier if settings.below is not None else 0
     mixed = not part.shard_bytes
     return m.TierOpen(part.tier, part.number, str(path), owner, capacity, room, mixed, int(below), settings.demote_uses)
+
+
+def _share(settings: TierSettings, part: TierPart) -> float:
+    """Returns which share of an instance's space is this part's: groups share it as they fill it with long prompts."""
+    if settings.layouts or part.kept is None:
+        return 1
+    stored = part.kept.family.stored_bytes
+    return stored[part.kept.group] / sum(stored)
 
 
 def identity(layout: str, shard_bytes: int) -> str:
@@ -230,8 +246,8 @@ def layouts_found(settings: TierSettings) -> list[tuple[str, int]]:
 
 
 class OwnTier:
-    """Implements `sources.LowerTiers` for an instance. `parts()` returns the parts of its layout in tiers that answer,
-    the fastest first; `note` is told which blocks requests use."""
+    """Implements `sources.LowerTiers` for an instance. `parts()` returns the parts of its layout, or of its model's
+    cache groups, in tiers that answer, the fastest first; `note` is told which blocks requests use."""
 
     def __init__(
         self,
@@ -244,20 +260,30 @@ class OwnTier:
         self._note = note
 
     def holds(self, key: bytes) -> bool:
-        """See `LowerTiers`."""
+        """See `LowerTiers`; of a block with several objects, one of them is enough."""
         return any(key in part.contents for part in self._parts())
 
     def ranges(self, keys: Sequence[bytes]) -> tuple[PullRange, ...]:
-        """See `LowerTiers`: one range for each run of blocks in each tier; a reader that fails at one tier tries the
-        next."""
+        """See `LowerTiers`: one range for each run of blocks in each tier, of which the same groups are there; a reader
+        that fails at one tier tries the next."""
         own = self._ref()
         where = (own.instance_id, own.address, own.incarnation)
         found: list[PullRange] = []
-        for part in self._parts():
-            for here, run in itertools.groupby(enumerate(keys), lambda at, part=part: at[1] in part.contents):  # type: ignore[misc]
-                if here:
+        for tier, of_tier in itertools.groupby(self._parts(), lambda part: part.tier):
+            parts = list(of_tier)
+
+            def there(at: tuple[int, bytes], parts: list[TierPart] = parts) -> int:
+                """Returns the mask of the block's objects that are there."""
+                mask = 0
+                for part in parts:
+                    mask |= (at[1] in part.contents) << (part.contents.group or 0)
+                return mask
+
+            for mask, run in itertools.groupby(enumerate(keys), there):
+                if mask:
                     blocks = [block for block, _ in run]
-                    found.append(PullRange(*where, blocks[0], len(blocks), part.tier))
+                    groups = mask if parts[0].kept is not None else 0
+                    found.append(PullRange(*where, blocks[0], len(blocks), tier, groups))
         return tuple(found)
 
     def note(self, keys: Sequence[bytes]) -> None:

@@ -99,7 +99,7 @@ class Staging:
                 log.info("staging: %s", error)
                 continue
             self._follow(partition)
-            extents = partition.store.begin(wanted)
+            extents = partition.begin(wanted)
             begun = [(key, extent) for key, extent in zip(wanted, extents, strict=True) if extent is not None]
             self._staged_bytes += len(begun) * partition.shard_bytes
             if begun:
@@ -126,7 +126,7 @@ class Staging:
             for at in reversed(range(len(keys))):  # the head of a chain is sealed last, to be evicted last
                 del part.staging[keys[at]]
                 if at in arrived:
-                    partition.store.seal(keys[at], arrived[at])
+                    partition.seal(keys[at], arrived[at])
                 else:
-                    partition.store.abandon(keys[at])
+                    partition.abandon(keys[at])
             self._partitions.settle()

@@ -315,12 +315,17 @@ class Tiering:
     ) -> Read:
         return await self._reads.read(self._level(part.tier), part, partition, keys, extents, deadline_ns)
 
-    def below(self, layout: str, key: bytes) -> tuple[Tier, str, int] | None:
-        """Returns tier, layout and bytes of a shard of a block, in the fastest tier that has it; None if none has.
-        `layout` "" means any."""
+    def below(self, layout: str, key: bytes) -> tuple[Tier, str, int, int] | None:
+        """Returns tier, layout, bytes of a shard and mask of cache groups of a block, in the fastest tier that has it;
+        None if none has. `layout` "" means any."""
         for part in self._ready(layout):
+            if key in part.contents and (kept := part.kept) is not None:
+                text = kept.family.text
+                kin = [one for one in self._ready(text) if one.tier is part.tier and key in one.contents]
+                mask = sum(1 << group for group in {one.contents.group or 0 for one in kin})
+                return part.tier, text, sum(one.shard_bytes for one in kin), mask
             if key in part.contents:
-                return part.tier, part.layout, part.shard_bytes or part.contents.sizes.get(key, 0)
+                return part.tier, part.layout, part.shard_bytes or part.contents.sizes.get(key, 0), 1
         return None
 
     async def stage(self, layout: str, keys: Sequence[bytes], timeout_s: float) -> dict[bytes, Tier]:
@@ -331,9 +336,8 @@ class Tiering:
     def used(self, layout: str, keys: Sequence[bytes]) -> None:
         """Notes that somebody uses these blocks, wherever they lie: what is used often deserves its place. `layout` ""
         means any."""
-        for name, part in self.levels[0].parts.items():
-            if layout in ("", name):
-                part.note(keys)
+        for part in self.levels[0].named(layout):
+            part.note(keys)
 
     def _ready(self, layout: str) -> list[TierPart]:
         return [part for level in self.levels for part in level.ready(layout)]
@@ -348,9 +352,11 @@ class Tiering:
     # ── what is told of it ───────────────────────────────────────────────────────────────────────
 
     def lower(self, layout: str) -> OwnTier | None:
-        """Returns the tiers as the brain of the instance that keeps this layout asks them."""
-        first = self.levels[0].parts.get(layout)
-        return OwnTier(lambda: self._ready(layout), self._ref, first.note) if first is not None else None
+        """Returns the tiers as the brain of the instance that keeps this layout, or objects of this family, asks
+        them."""
+        if not layout or not self.levels[0].named(layout):
+            return None
+        return OwnTier(lambda: self._ready(layout), self._ref, lambda keys: self.used(layout, list(keys)))
 
     def keys(self) -> list[bytes]:
         """Returns the keys of all blocks in all tiers. Its cost is O(blocks)."""

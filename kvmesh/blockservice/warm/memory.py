@@ -11,7 +11,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvmesh.blockservice.warm.store import ExtentLayout, WarmStore
 from kvmesh.clock import lease_clock
@@ -26,6 +26,15 @@ VERIFY_S = 60.0  # blocks that are not verified by then are given up
 ROWS = 4096  # rows in one message
 
 Found = Iterable[tuple[int, Entry | None]]  # extents that held something, with the block's entry where it is known
+
+
+class KeptStore(NamedTuple):
+    """The store of one cache group of an instance: extents of `shard_bytes`, the first of which begins at offset
+    `start` of the host region, at every rank."""
+
+    store: NodeStore
+    shard_bytes: int
+    start: int
 
 
 class Rank(Protocol):
@@ -87,6 +96,26 @@ class WarmMemory:
             found = [(extent, None) for extent in range(store.total)]
         place = ExtentLayout(shard_bytes, _same, lambda extent: extent * shard_bytes)
         self.restore([(self.journal(store, place), found)])
+
+    def keep_groups(self, stores: Sequence[KeptStore]) -> None:
+        """Keeps all objects of an instance's stores, one a cache group, as `keep` does. The slots of a group follow
+        those of the group before it, and an entry's kind is 1 + the group."""
+        entries = list(self.table.entries()) if self.table.kept else []
+        restores: list[tuple[WarmStore, Found]] = []
+        first = 0
+        for group, kept in enumerate(stores):
+            place = _grouped(kept, first, group)
+            found: list[tuple[int, Entry | None]] = []
+            for entry in entries:
+                slot = entry.slot if isinstance(entry, Entry) else entry
+                if first <= slot < first + kept.store.total:
+                    mine = isinstance(entry, Entry) and entry.kind == 1 + group
+                    found.append((slot - first, entry if mine and isinstance(entry, Entry) else None))
+            if self.unknown:
+                found = [(extent, None) for extent in range(kept.store.total)]
+            restores.append((self.journal(kept.store, place), found))
+            first += kept.store.total
+        self.restore(restores)
 
     def restore(self, restores: Sequence[tuple[WarmStore, Found]], then: Callable[[], None] | None = None) -> None:
         """Begins to bring blocks back; `then` is called when no reader of the last incarnation is left."""
@@ -159,6 +188,13 @@ class WarmMemory:
             warm.let_go()
         self._then()
         self.settled.set()
+
+
+def _grouped(kept: KeptStore, first: int, group: int) -> ExtentLayout:
+    _, shard_bytes, start = kept
+    return ExtentLayout(
+        shard_bytes, lambda extent: first + extent, lambda extent: start + extent * shard_bytes, 1 + group
+    )
 
 
 def _same(extent: int) -> int:

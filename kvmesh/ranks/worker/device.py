@@ -22,8 +22,9 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 
+from kvmesh.engine.cache_memory import GroupShape, group_starts
 from kvmesh.engine.checkpoint import Checkpoint
-from kvmesh.engine.runner import pages_over, torch_dtype
+from kvmesh.engine.runner import torch_dtype
 from kvmesh.kvcache.layout import Run, ShardLayout
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.host_memory import available_bytes
@@ -45,11 +46,13 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # target, source
 
 class CopyPieces(NamedTuple):
     """Names bytes to copy from `source` to `target`, both uint8 `[bytes]`; offsets of `runs` count from their first
-    bytes. No byte of `target` is in two runs."""
+    bytes. No byte of `target` is in two runs. Where they are checked, they are whole blocks of the cache group
+    `group`."""
 
     source: torch.Tensor
     target: torch.Tensor
     runs: Sequence[Run]
+    group: int = 0
 
     def pairs(self) -> Iterator[Pair]:
         for begin, end, length in self.runs:
@@ -60,30 +63,91 @@ OnDone = Callable[[CopiesDone], None]
 T = TypeVar("T")
 
 
+class GroupBlocks(NamedTuple):
+    """Says how many blocks there are of one cache group, and what one is."""
+
+    layout: ShardLayout
+    dtype: torch.dtype
+    blocks: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.blocks * self.layout.shard_bytes
+
+
+class Blocks:
+    """Is memory of blocks, those of each cache group in one piece: `tensors[g]` is `[blocks, *layout.shape]` of group
+    g and begins `starts[g]` bytes after the first of `data`, which is uint8 `[bytes]`."""
+
+    def __init__(self, groups: Sequence[GroupBlocks], data: torch.Tensor) -> None:
+        self.groups = tuple(groups)
+        self.starts = starts_of(groups)
+        self.data = data[: blocks_bytes(groups)]
+        self.tensors = tuple(
+            data[start : start + group.nbytes].view(group.dtype).view(group.blocks, *group.layout.shape)
+            for group, start in zip(groups, self.starts, strict=True)
+        )
+
+    def place(self, group: int, block: int) -> int:
+        """Returns where a block begins, in bytes after the first of `data`."""
+        return self.starts[group] + block * self.groups[group].layout.shard_bytes
+
+
+def starts_of(groups: Sequence[GroupBlocks]) -> tuple[int, ...]:
+    return group_starts([group.nbytes for group in groups])[:-1]
+
+
+def blocks_bytes(groups: Sequence[GroupBlocks]) -> int:
+    """Returns the bytes that the blocks of all groups take together."""
+    return starts_of(groups)[-1] + groups[-1].nbytes
+
+
+def blocks_of(shapes: Sequence[GroupShape], counts: Sequence[int]) -> tuple[GroupBlocks, ...]:
+    """Describes `counts[g]` blocks of each group."""
+    return tuple(GroupBlocks(s.layout, s.dtype, count) for s, count in zip(shapes, counts, strict=True))
+
+
 class DeviceMemory(ABC):
     """Manages the memory of one rank: `pages` and, after `open_extents`, `extents`, both `[blocks, layers, planes,
     kv_heads, block_tokens, head_dim]`. `page_region` is None where peers cannot reach pages. Between two steps at most
-    `seal_bytes` are copied that nobody waits for, and `move_bytes` that somebody waits for."""
+    `seal_bytes` are copied that nobody waits for, and `move_bytes` that somebody waits for.
+
+    Of a model that is kept by cache groups there are `groups`, as many pages of each as these say, in place of
+    `num_pages` of `layout`; `pages` and `extents` are those of group 0, `page_blocks` and `extent_blocks` have all."""
 
     pages_use = ""  # for people: what peers and pushes reach of a device's pages, and why
     step_tokens = 0  # rows and prompt tokens of the step that runs or is likely to run next
     seal_bytes = 8 << 20  # about a millisecond of copying and checking
     move_bytes = 64 << 20  # about ten milliseconds: a step with a chunk of a prompt takes far longer
     page_region: Region | None = None
-    pages: torch.Tensor
-    extents: torch.Tensor
+    page_blocks: Blocks
+    extent_blocks: Blocks
 
-    def __init__(self, configure: m.Configure, layout: ShardLayout, device: torch.device) -> None:
+    def __init__(
+        self,
+        configure: m.Configure,
+        layout: ShardLayout,
+        device: torch.device,
+        num_pages: int,
+        groups: Sequence[GroupBlocks] = (),
+    ) -> None:
         self.device, self.layout = device, layout
-        self.dtype = configure.dtype
+        self.groups = tuple(groups) or (GroupBlocks(layout, torch_dtype(configure.dtype), num_pages),)
+        self.grouped = bool(groups)
 
-    def over(self, region: Region, blocks: int) -> torch.Tensor:
-        assert region.memory is not None
-        return pages_over(region.memory, self.layout, blocks, self.dtype)
+    @property
+    def pages(self) -> torch.Tensor:
+        return self.page_blocks.tensors[0]
 
-    def open_extents(self, region: Region, blocks: int) -> None:
-        """Makes `extents` of the host segment's memory."""
-        self.extents = self.over(region, blocks)
+    @property
+    def extents(self) -> torch.Tensor:
+        return self.extent_blocks.tensors[0]
+
+    def open_extents(self, region: Region, blocks: int | Sequence[int]) -> None:
+        """Makes `extents` of the host segment's memory, so many of each group."""
+        counts = (blocks,) if isinstance(blocks, int) else blocks
+        groups = [group._replace(blocks=count) for group, count in zip(self.groups, counts, strict=True)]
+        self.extent_blocks = Blocks(groups, _bytes_of(region))
 
     def open_pages(self, engine: TransferEngine) -> None:
         """Registers pages, where they are not yet and can be, once nothing of the start writes to them any more."""
@@ -135,15 +199,21 @@ class CpuMemory(Synchronous, DeviceMemory):
     """Has pages in a region of their own, which peers may be allowed to write to."""
 
     def __init__(
-        self, configure: m.Configure, layout: ShardLayout, num_pages: int, engine: TransferEngine, home: str
+        self,
+        configure: m.Configure,
+        layout: ShardLayout,
+        num_pages: int,
+        engine: TransferEngine,
+        home: str,
+        groups: Sequence[GroupBlocks] = (),
     ) -> None:
-        super().__init__(configure, layout, torch.device("cpu"))
-        self.page_region = engine.allocate(num_pages * layout.shard_bytes, home)
-        self.pages = self.over(self.page_region, num_pages)
+        super().__init__(configure, layout, torch.device("cpu"), num_pages, groups)
+        self.page_region = engine.allocate(blocks_bytes(self.groups), home)
+        self.page_blocks = Blocks(self.groups, _bytes_of(self.page_region))
 
     def copy(self, pieces: CopyPieces, done: OnDone, *, into_pages: bool, check: bool = False) -> None:
         start = time.monotonic_ns()
-        bad = move(pieces, self.pages.dtype if check else None)
+        bad = move(pieces, self.groups[pieces.group].dtype if check else None)
         done(CopiesDone(start, time.monotonic_ns(), bad))
 
     copying = False
@@ -198,18 +268,19 @@ class StagedMemory(DeviceMemory):
         num_pages: int,
         engine: TransferEngine,
         home: str,
+        groups: Sequence[GroupBlocks] = (),
     ) -> None:
-        super().__init__(configure, layout, device)
+        super().__init__(configure, layout, device, num_pages, groups)
         # Zeros, as places that no token was written to may be sent with their block, and are checked when it is sealed.
-        self.pages = self._new_pages(num_pages, engine)
-        self.slot_bytes = max(layout.layer_bytes, self.least_slot_bytes)
+        self.page_blocks = Blocks(self.groups, self._new_pages(blocks_bytes(self.groups), engine))
+        self.slot_bytes = max(self.least_slot_bytes, *(group.layout.layer_bytes for group in self.groups))
         self.slots = max(4, self.staging_bytes // self.slot_bytes)
         self.staging = engine.allocate(self.slots * self.slot_bytes, home)
         self._waiting: dict[bool, deque[tuple[Copy, int, OnDone]]] = {True: deque(), False: deque()}  # by into_pages
 
-    def _new_pages(self, num_pages: int, engine: TransferEngine) -> torch.Tensor:
-        """Returns zeroed pages."""
-        return torch.zeros((num_pages, *self.layout.shape), dtype=torch_dtype(self.dtype), device=self.device)
+    def _new_pages(self, nbytes: int, engine: TransferEngine) -> torch.Tensor:
+        """Returns zeroed memory for the pages, uint8 `[nbytes]`."""
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
 
     @abstractmethod
     def _launch(self, pieces: CopyPieces, into_pages: bool, check: bool) -> Copy: ...
@@ -299,9 +370,15 @@ class StagedCpuMemory(Synchronous, StagedMemory):
     move_bytes = 1
 
     def __init__(
-        self, configure: m.Configure, layout: ShardLayout, num_pages: int, engine: TransferEngine, home: str
+        self,
+        configure: m.Configure,
+        layout: ShardLayout,
+        num_pages: int,
+        engine: TransferEngine,
+        home: str,
+        groups: Sequence[GroupBlocks] = (),
     ) -> None:
-        super().__init__(configure, layout, torch.device("cpu"), num_pages, engine, home)
+        super().__init__(configure, layout, torch.device("cpu"), num_pages, engine, home, groups)
         self._newest: LateStep[Any] | None = None
 
     def begin_step(self, launch: Callable[[], T]) -> Callable[[], T]:
@@ -309,7 +386,8 @@ class StagedCpuMemory(Synchronous, StagedMemory):
         return step.launched
 
     def _launch(self, pieces: CopyPieces, into_pages: bool, check: bool) -> Copy:
-        return LateCopy(pieces, self.pages.dtype if check else None, None if into_pages else self._newest)
+        dtype = self.groups[pieces.group].dtype if check else None
+        return LateCopy(pieces, dtype, None if into_pages else self._newest)
 
 
 def weight_bytes(checkpoint: Checkpoint, itemsize: int) -> int:
@@ -325,9 +403,13 @@ def num_extents(configure: m.Configure, memory: DeviceMemory) -> int:
     pages = len(memory.pages)
     if memory.device.type == "cpu":
         return pages
+    return max(1, min(pages, extents_room(configure) // memory.layout.shard_bytes))
+
+
+def extents_room(configure: m.Configure) -> int:
+    """Returns the bytes of the host that the extents of one rank beside a device may take, where nobody names them."""
     ranks = max(1, configure.device_instances) * configure.world_size
-    room = int(available_bytes() * min(EXTENTS_SHARE, 2 * EXTENTS_SHARE / ranks)) // memory.layout.shard_bytes
-    return max(1, min(pages, room))
+    return int(available_bytes() * min(EXTENTS_SHARE, 2 * EXTENTS_SHARE / ranks))
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
@@ -338,3 +420,9 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
 def region_bytes(region: Region) -> torch.Tensor:
     """Returns uint8 `[nbytes]` over a region of this process."""
     return torch.frombuffer((ctypes.c_ubyte * region.length).from_address(region.address), dtype=torch.uint8)
+
+
+def _bytes_of(region: Region) -> torch.Tensor:
+    """Returns uint8 `[nbytes]` over a region that has a view of its memory, which lives as long."""
+    assert region.memory is not None
+    return torch.frombuffer(region.memory, dtype=torch.uint8)

@@ -13,18 +13,17 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from kvmesh.engine.runner import torch_dtype
 from kvmesh.errors import ConfigError, TransferError
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.devices import check_device
 from kvmesh.ranks.worker.copy_rule import kernel_programs
-from kvmesh.ranks.worker.device import Copy, CopyPieces, StagedMemory, byte_view, region_bytes, total
+from kvmesh.ranks.worker.device import Copy, CopyPieces, GroupBlocks, StagedMemory, region_bytes, total
 from kvmesh.ranks.worker.pages_rule import choose_pages_use
 from kvmesh.transfer import Region, TransferEngine
 from kvmesh.transfer.cuda_driver import (
@@ -100,20 +99,20 @@ class CudaMemory(StagedMemory):
         num_pages: int,
         engine: TransferEngine,
         home: str,
+        groups: Sequence[GroupBlocks] = (),
     ) -> None:
         torch.cuda.set_device(device)
-        super().__init__(configure, layout, device, num_pages, engine, home)
+        super().__init__(configure, layout, device, num_pages, engine, home, groups)
         self._streams = {into: torch.cuda.Stream(device) for into in (True, False)}  # type: ignore[no-untyped-call]
         self._pinned: list[Region] = []
         self._layers: deque[torch.cuda.Event] = deque()
         self._mover: Any = None  # kernels.move, if it can copy here
         self._staging_pinned = self._pin(self.staging)
 
-    def _new_pages(self, num_pages: int, engine: TransferEngine) -> torch.Tensor:
-        """Returns zeroed pages: the driver's own where rdma may reach them, else of torch's pool."""
+    def _new_pages(self, nbytes: int, engine: TransferEngine) -> torch.Tensor:
+        """Returns zeroed memory for the pages: the driver's own where rdma may reach it, else of torch's pool."""
         if "rdma" not in engine.config.transports:
-            return super()._new_pages(num_pages, engine)
-        nbytes = num_pages * self.layout.shard_bytes
+            return super()._new_pages(nbytes, engine)
         try:
             driver = CudaDriver(f"cuda:{self.device.index}")
             if not driver.attribute(DMA_BUF_SUPPORTED):
@@ -121,19 +120,20 @@ class CudaMemory(StagedMemory):
             memory = torch.as_tensor(DriverMemory(driver.allocate(nbytes), nbytes), device=self.device)
         except (TransferError, RuntimeError) as error:  # the latter is torch's, which may not take the memory
             self._no_pages = str(error)
-            return super()._new_pages(num_pages, engine)
+            return super()._new_pages(nbytes, engine)
         self._driver = driver
-        return memory.zero_().view(torch_dtype(self.dtype)).view(num_pages, *self.layout.shape)
+        return memory.zero_()
 
     def open_pages(self, engine: TransferEngine) -> None:
         torch.cuda.synchronize(self.device)  # a peer may write as soon as it is told
         region: Region | None = None
         ordered = flushable = False
         if self._driver is not None:
+            pages = self.page_blocks.data
             try:
                 ordered = self._driver.attribute(WRITES_ORDERING) >= ORDERED_FOR_OWNER
                 flushable = bool(self._driver.attribute(FLUSH_OPTIONS) & FLUSH_BY_HOST)
-                region = engine.register_memory((self.pages.data_ptr(), self.pages.nbytes), self._driver.location)
+                region = engine.register_memory((pages.data_ptr(), pages.nbytes), self._driver.location)
             except TransferError as error:
                 self._no_pages = error.message
         use = choose_pages_use(engine.config.transports, self._no_pages, ordered=ordered, flushable=flushable)
@@ -147,7 +147,7 @@ class CudaMemory(StagedMemory):
         if self._flushes and self._driver is not None:
             self._driver.flush()
 
-    def open_extents(self, region: Region, blocks: int) -> None:
+    def open_extents(self, region: Region, blocks: int | Sequence[int]) -> None:
         super().open_extents(region, blocks)
         if self._pin(region) and self._staging_pinned:
             self._start_mover()
@@ -157,7 +157,7 @@ class CudaMemory(StagedMemory):
         try:
             from kvmesh.engine.kernels import move
 
-            pages, staging = byte_view(self.pages), region_bytes(self.staging)
+            pages, staging = self.page_blocks.data, region_bytes(self.staging)
             staging[:WARM_BYTES] = 255
             for source, target in ((pages, staging), (staging, pages)):
                 table = move.as_table(source, target, [(0, 0, WARM_BYTES)])
@@ -193,8 +193,9 @@ class CudaMemory(StagedMemory):
         with torch.cuda.stream(stream):
             copy_pieces(pieces, self._mover, into_pages, self.step_tokens)
             if check and pieces.runs:
+                dtype = self.groups[pieces.group].dtype
                 blocks = (target if into_pages else source for target, source in pieces.pairs())
-                found = torch.stack([total(block.view(self.pages.dtype)).float() for block in blocks])
+                found = torch.stack([total(block.view(dtype)).float() for block in blocks])
                 sums = torch.empty(len(found), pin_memory=True)
                 sums.copy_(found, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -220,7 +221,7 @@ class CudaMemory(StagedMemory):
 def copy_pieces(pieces: CopyPieces, mover: Any, into_pages: bool, step_tokens: int) -> None:
     """Copies on the current stream: by `mover`, if it is not None and `kernel_programs` and the pieces' places allow
     it, else one by one."""
-    source, target, runs = pieces
+    source, target, runs = pieces.source, pieces.target, pieces.runs
     lengths = [length for _, _, length in runs]
     longest = max(lengths, default=0)
     programs = kernel_programs(

@@ -114,7 +114,7 @@ class StepProfiler:
         ) -> Any:
             answer = step(items, rows, on_layer)
             chunks = tuple((item.start, len(item.token_ids)) for item in items)
-            sampled = len(rows.pages) + sum(item.sample is not None for item in items)
+            sampled = len(rows.positions) + sum(item.sample is not None for item in items)
             self._shapes.append(StepShape(tuple(rows.positions.tolist()), chunks, sampled))
             return answer
 

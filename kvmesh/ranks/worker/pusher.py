@@ -5,6 +5,10 @@ written go as whole shards; those of the running step go layer by layer; reader 
 the runs that the group's plan gives this rank. Posting happens on the rank's main thread, acknowledgements arrive on
 transfer engine threads; one lock guards the table and all `GroupWrite`s.
 
+Of a model that is kept by cache groups a layer is posted group by group, of each group the blocks that its landing
+names: a block's page is what PushOpen says or, behind that, the PrefillItem that computed it. States are posted as they
+are after the last chunk.
+
 Invariants: nothing is posted after the lease, after a failure or after a cancel; PushDone, PushFailed and PushDrained
 are sent once per handoff, and only when no slice of it can still be on the way (`drained` says when that is not known).
 """
@@ -12,11 +16,14 @@ are sent once per handoff, and only when no slice of it can still be on the way 
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvmesh.errors import ConfigError
-from kvmesh.kvcache.groups import plan_group
+from kvmesh.kvcache.cache_groups import GroupPages
+from kvmesh.kvcache.groups import GroupPlan, plan_group
 from kvmesh.kvcache.layout import Run, ShardLayout, joined
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.worker.stager import Direct, StagedPushes
@@ -37,16 +44,37 @@ class _Computed:
     done_tokens: int = 0
     chunk_end: int = 0  # the running step writes [done_tokens, chunk_end)
     layers_done: int = 0
+    groups: tuple[GroupPages, ...] = ()  # what the last step named
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """Describes one reader rank. `runs(block, layer0, layer1)` returns which bytes of this rank's shard go where in the
-    reader's shard."""
+class PushedGroup(NamedTuple):
+    """Is what one cache group has to push: which of the model's `layers`, this rank's `layout` of a block, and how many
+    bytes behind the first of all pages its own begin."""
+
+    layers: Sequence[int]
+    layout: ShardLayout
+    start: int = 0
+    state: bool = False
+
+
+Runs = Callable[[int, int, int], Sequence[Run]]
+
+
+class _Landing(NamedTuple):
+    """Says where one group's blocks from `first` on land in a reader's segment: `runs(block, layer0, layer1)` returns
+    which bytes of this rank's shard go where in the reader's, by layers of the group."""
+
+    group: int
+    first: int
+    offsets: tuple[int, ...]
+    runs: Runs
+
+
+class _Target(NamedTuple):
+    """Describes one reader rank."""
 
     segment: str
-    offsets: tuple[int, ...]
-    runs: Callable[[int, int, int], Sequence[Run]]
+    landings: tuple[_Landing, ...]
 
 
 @dataclass(slots=True)
@@ -65,6 +93,33 @@ class _Push:
         return not self.write.over
 
 
+class _Pages:
+    """Finds the page of a block: where PushOpen names none, the last step did. Raises ConfigError where nobody did."""
+
+    def __init__(self, spec: m.PushOpen, computed: tuple[GroupPages, ...]) -> None:
+        own = spec.groups or (GroupPages(0, 0, spec.pages),)
+        self._named: dict[int, list[GroupPages]] = {}
+        for pages in (*own, *computed):
+            self._named.setdefault(pages.group, []).append(pages)
+
+    def of(self, group: int, block: int) -> int:
+        for _, first, ids in self._named.get(group, ()):
+            if 0 <= block - first < len(ids) and ids[block - first] >= 0:
+                return ids[block - first]
+        raise ConfigError(f"groups: nobody named the page of block {block} in cache group {group}", field="groups")
+
+    def slot(self, group: int) -> int:
+        for pages in self._named.get(group, ()):
+            if pages.ids:
+                return pages.ids[0]
+        raise ConfigError(f"groups: nobody named the slot of cache group {group}", field="groups")
+
+
+def planned(plan: GroupPlan, writer: int, reader: int) -> Runs:
+    """Returns the runs that `plan` gives this writer for a reader."""
+    return lambda block, layer0, layer1: plan.runs(writer, reader, block, layer0, layer1)
+
+
 class Pusher:
     """Pushes the KV of all handoffs that this rank writes."""
 
@@ -76,9 +131,14 @@ class Pusher:
         send: Callable[[m.ToFront], None],
         clock_ns: Callable[[], int] = time.monotonic_ns,
         outbox: StagedPushes | None = None,
+        groups: Sequence[PushedGroup] = (),
     ) -> None:
+        """`layout` is that of the whole model, or of group 0 where there are `groups`."""
         self._engine = engine
-        self._layout = layout
+        self._grouped = bool(groups)
+        self._groups = tuple(groups) or (PushedGroup(range(layout.layers), layout),)
+        self._layers = 1 + max(group.layers[-1] for group in self._groups)
+        self._block_tokens = next(group.layout.block_tokens for group in self._groups if not group.state)
         self._page_address = page_address
         self._send = send
         self._clock_ns = clock_ns
@@ -86,7 +146,6 @@ class Pusher:
         self._lock = self._outbox.lock
         self._computed: dict[int, _Computed] = {}
         self._pushes: dict[int, _Push] = {}
-        self._slices = [layout.layer_slice(layer) for layer in range(layout.layers)]
 
     # ── the step tells how far it is (main thread) ───────────────────────────────────────────────
 
@@ -97,6 +156,7 @@ class Pusher:
                 computed.done_tokens = item.start
                 computed.chunk_end = item.start + len(item.token_ids)
                 computed.layers_done = 0
+                computed.groups = item.groups
             while len(self._computed) > MAX_COMPUTED:
                 del self._computed[next(iter(self._computed))]
 
@@ -107,7 +167,7 @@ class Pusher:
                 if computed is None:
                     continue
                 computed.layers_done = layer + 1
-                if layer + 1 == self._layout.layers:
+                if layer + 1 == self._layers:
                     computed.done_tokens, computed.layers_done = computed.chunk_end, 0
                 push = self._pushes.get(item.handle)
                 if push is not None:
@@ -145,34 +205,79 @@ class Pusher:
                 lock=self._lock,
                 clock_ns=self._clock_ns,
             )
-            first = spec.first_block * self._layout.block_tokens
-            push = _Push(spec, targets, write, spec.lease_until_ns, min(first, spec.prompt_tokens))
+            first = spec.first_block
+            if self._grouped:
+                every = (landing for target in targets for landing in target.landings)
+                first = min((one.first for one in every if not self._groups[one.group].state), default=0)
+            begin = min(first * self._block_tokens, spec.prompt_tokens)
+            push = _Push(spec, targets, write, spec.lease_until_ns, begin)
             self._pushes[spec.handle] = push
             self._post_ready(push, computed)
 
     def _targets(self, spec: m.PushOpen) -> tuple[_Target, ...]:
         """Returns the reader ranks. Raises ConfigError when the group's layouts do not fit together, or the writer's is
         not this rank's."""
+        if self._grouped:
+            return self._group_targets(spec)
         group = spec.group
         if group is None:
-            return (_Target(spec.segment, spec.offsets, self._whole),)
-        if not 0 <= group.writer < len(group.writers) or group.writers[group.writer] != self._layout:
+            return (_Target(spec.segment, (_Landing(0, 0, spec.offsets, self._whole(0)),)),)
+        layout = self._groups[0].layout
+        if not 0 <= group.writer < len(group.writers) or group.writers[group.writer] != layout:
             raise ConfigError(f"group: writer {group.writer} does not have this rank's layout", field="group")
-        plan, writer = plan_group(group.writers, group.readers), group.writer
-
-        def runs(reader: int) -> Callable[[int, int, int], Sequence[Run]]:
-            return lambda block, layer0, layer1: plan.runs(writer, reader, block, layer0, layer1)
-
+        plan = plan_group(group.writers, group.readers)
         for target in group.targets:
             if not 0 <= target.reader < len(group.readers) or len(target.offsets) != len(spec.pages):
                 why = f"reader {target.reader} of {len(group.readers)}, {len(target.offsets)} offsets"
                 raise ConfigError(f"group: a target is {why} for {len(spec.pages)} blocks", field="group")
-        return tuple(_Target(target.segment, target.offsets, runs(target.reader)) for target in group.targets)
+        return tuple(
+            _Target(target.segment, (_Landing(0, 0, target.offsets, planned(plan, group.writer, target.reader)),))
+            for target in group.targets
+        )
 
-    def _whole(self, _: int, layer0: int, layer1: int) -> Sequence[Run]:
-        """Returns the run for a reader with the same layout: these layers of the shard."""
-        first, last = self._slices[layer0], self._slices[layer1 - 1]
-        return ((first[0], first[0], sum(last) - first[0]),)
+    def _group_targets(self, spec: m.PushOpen) -> tuple[_Target, ...]:
+        """Returns the reader ranks of a model that is kept by cache groups, each of which is planned by itself."""
+        named = (pages for target in (spec.group.targets if spec.group is not None else ()) for pages in target.groups)
+        blocks = -(-spec.prompt_tokens // self._block_tokens)
+        for pages in (*spec.group_offsets, *named):
+            if not 0 <= pages.group < len(self._groups):
+                raise ConfigError(f"groups: the model has no cache group {pages.group}", field="groups")
+            if pages.ids and not self._groups[pages.group].state and pages.first + len(pages.ids) != blocks:
+                why = f"{len(pages.ids)} offsets from block {pages.first} on, of {blocks} blocks"
+                raise ConfigError(f"groups: cache group {pages.group} has {why}", field="groups")
+        group = spec.group
+        if group is None:
+            landings = (_Landing(*pages, self._whole(pages.group)) for pages in spec.group_offsets)
+            return (_Target(spec.segment, tuple(landings)),)
+        plans = []
+        for number, own in enumerate(self._groups):
+            writers, readers = (
+                tuple(shard for shard in shards if shard.group == number) for shards in (group.writers, group.readers)
+            )
+            if not 0 <= group.writer < len(writers) or writers[group.writer] != own.layout:
+                why = f"writer {group.writer} does not have this rank's layout of cache group {number}"
+                raise ConfigError(f"group: {why}", field="group")
+            plans.append(plan_group(writers, readers))
+        targets = []
+        for target in group.targets:
+            landings = []
+            for pages in target.groups:
+                if not 0 <= target.reader < len(plans[pages.group].readers):
+                    raise ConfigError(f"group: no reader {target.reader} in cache group {pages.group}", field="group")
+                landings.append(_Landing(*pages, planned(plans[pages.group], group.writer, target.reader)))
+            targets.append(_Target(target.segment, tuple(landings)))
+        return tuple(targets)
+
+    def _whole(self, group: int) -> Runs:
+        """Returns the runs for a reader with the same layout: layers of the shard as they lie there."""
+        layout = self._groups[group].layout
+        slices = [layout.layer_slice(layer) for layer in range(layout.layers)]
+
+        def runs(_: int, layer0: int, layer1: int) -> Sequence[Run]:
+            first, last = slices[layer0], slices[layer1 - 1]
+            return ((first[0], first[0], sum(last) - first[0]),)
+
+        return runs
 
     def renew(self, handle: int, lease_until_ns: int) -> None:
         with self._lock:
@@ -226,30 +331,52 @@ class Pusher:
         spans: list[tuple[int, int, int, int]] = []
         if push.posted_tokens < done:
             # layers [0, posted_layers) of the first blocks may be posted already, as the running chunk's
-            spans.append((push.posted_tokens, done, push.posted_layers, self._layout.layers))
+            spans.append((push.posted_tokens, done, push.posted_layers, self._layers))
             push.posted_tokens, push.posted_layers = done, 0
         if computed.layers_done > push.posted_layers and push.posted_tokens == done < prompt:
             end = min(computed.chunk_end, prompt)
             spans.append((done, end, push.posted_layers, computed.layers_done))
             push.posted_layers = computed.layers_done
+        over = push.posted_tokens >= prompt
+        pages = _Pages(push.spec, computed.groups)
         for target in push.targets:
-            runs = (run for span in spans for run in self._runs(push.spec, target, *span))
+            try:
+                runs = [run for span in spans for run in self._runs(pages, target, *span)]
+                runs += self._state_runs(pages, target) if over else []
+            except ConfigError as error:
+                push.write.fail(error.message)
+                return
             self._outbox.write(push.write, target.segment, joined(runs, BATCH_BYTES))
-        if push.posted_tokens >= prompt:
+        if over:
             # The end mark is delivered after every write before it, and its answer ends this handoff.
             self._outbox.mark(push.write)
 
-    def _runs(self, spec: m.PushOpen, target: _Target, begin: int, end: int, layer0: int, layer1: int) -> Iterator[Run]:
+    def _runs(self, pages: _Pages, target: _Target, begin: int, end: int, layer0: int, layer1: int) -> Iterator[Run]:
         """Yields (address, remote offset, length) of layers [layer0, layer1) of the blocks that hold tokens [begin,
         end)."""
-        tokens, shard = self._layout.block_tokens, self._layout.shard_bytes
-        if layer0 >= layer1:
-            return
-        for block in range(max(begin // tokens, spec.first_block), -(-end // tokens)):
-            page = self._page_address + spec.pages[block] * shard
-            landing = target.offsets[block]
-            for a, b, length in target.runs(block, layer0, layer1):
-                yield page + a, landing + b, length
+        tokens = self._block_tokens
+        for number, first, offsets, planned_runs in target.landings:
+            layers, layout, start, state = self._groups[number]
+            own0, own1 = bisect_left(layers, layer0), bisect_left(layers, layer1)
+            if state or own0 >= own1 or not offsets:
+                continue
+            address, shard = self._page_address + start, layout.shard_bytes
+            for block in range(max(begin // tokens, first), -(-end // tokens)):
+                landing = offsets[block - first]
+                if landing < 0:
+                    continue
+                page = address + pages.of(number, block) * shard
+                for a, b, length in planned_runs(block, own0, own1):
+                    yield page + a, landing + b, length
+
+    def _state_runs(self, pages: _Pages, target: _Target) -> Iterator[Run]:
+        """Yields the runs of all states, which the prompt's last token has changed."""
+        for number, _, offsets, planned_runs in target.landings:
+            _, layout, start, state = self._groups[number]
+            if state and offsets:
+                slot = self._page_address + start + pages.slot(number) * layout.shard_bytes
+                for a, b, length in planned_runs(0, 0, layout.layers):
+                    yield slot + a, offsets[0] + b, length
 
     # ── what became of it (any thread, lock held) ────────────────────────────────────────────────
 

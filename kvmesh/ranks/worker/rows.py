@@ -22,8 +22,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmesh.engine.batch import Chosen, Column, DecodeBatch, SampledToken, SampleParams
+from kvmesh.engine.cache_memory import is_state
+from kvmesh.errors import InternalError
+from kvmesh.kvcache.cache_groups import CacheGroup, GroupPages
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.protocol import Logprobs, Token
+from kvmesh.ranks.worker.tables import tables_of
 
 # Columns: the token whose KV is not computed yet; tokens whose KV lies in pages; index of the next token, counted from
 # the first attempt of the request; tokens of the answer so far; tokens that its pages hold; most tokens of the answer;
@@ -90,10 +94,14 @@ class PageHolds(Generic[T]):
 
 
 class RunningRows:
-    """Keeps the rows of the batch. Handles are the front's; row numbers change with every call."""
+    """Keeps the rows of the batch. Handles are the front's; row numbers change with every call. With `groups`, the
+    model's cache groups, a row has a table for each."""
 
-    def __init__(self, block_tokens: int) -> None:
+    def __init__(self, block_tokens: int, groups: Sequence[CacheGroup] = ()) -> None:
         self._block_tokens = block_tokens
+        self._groups = tuple(groups)
+        self._tables: list[list[tuple[int, ...]]] = [[] for _ in groups]  # of each group, each row's
+        self._roles: list[tuple[tuple[int, ...], ...]] = []  # of each row, with `groups`: the slots of its states
         self.live = 0
         self._at: dict[int, int] = {}  # by handle
         self._handles: list[int] = []
@@ -120,7 +128,8 @@ class RunningRows:
         row = len(self._handles)
         if row == self._columns.shape[1]:
             self._columns = np.concatenate((self._columns, np.zeros_like(self._columns)), axis=1)
-        room = len(j.pages) * self._block_tokens
+        named = tables_of(self._groups, j.groups) if self._groups else None
+        room = len(j.pages) * self._block_tokens if named is None else self._room(named.tables)
         length = j.token_index + 1
         index = params.answered + length
         most, least = j.max_tokens, j.min_tokens
@@ -128,6 +137,10 @@ class RunningRows:
         self._at[j.handle] = row
         self._handles.append(j.handle)
         self._pages.append(j.pages)
+        if named is not None:
+            self._roles.append(named.roles)
+            for column, table in zip(self._tables, named.tables, strict=True):
+                column.append(table)
         self._params.append(params)
         self._stop.append(frozenset(j.stop_token_ids))
         self._stops.update(self._stop[row])
@@ -135,16 +148,37 @@ class RunningRows:
         self._swap(row, self.live)
         self.live += 1
 
-    def grant(self, handle: int, pages: tuple[int, ...]) -> None:
-        """Gives a row more pages; does nothing when the row has left."""
+    def grant(self, handle: int, pages: tuple[int, ...], groups: Sequence[GroupPages] = ()) -> None:
+        """Gives a row more pages, behind those that it has of each group; does nothing when the row has left."""
         row = self._at.get(handle)
         if row is None:
             return
-        self._pages[row] = (*self._pages[row], *pages)
-        self._columns[ROOM, row] += len(pages) * self._block_tokens
+        if self._groups:
+            for more in groups:
+                self._tables[more.group][row] += more.ids
+            self._columns[ROOM, row] = self._room([column[row] for column in self._tables])
+        else:
+            self._pages[row] = (*self._pages[row], *pages)
+            self._columns[ROOM, row] += len(pages) * self._block_tokens
         if row >= self.live:
             self._swap(row, self.live)
             self.live += 1
+
+    def drop(self, handle: int, group: int, first: int) -> None:
+        """Makes holes of a row's blocks before `first` in one group; does nothing when the row has left. Raises
+        InternalError for a state."""
+        row = self._at.get(handle)
+        if row is None:
+            return
+        if is_state(self._groups[group]):
+            raise InternalError(f"cache group {self._groups[group].name}: a state has no blocks to give back")
+        table = self._tables[group][row]
+        self._tables[group][row] = (-1,) * min(first, len(table)) + table[first:]
+
+    def _room(self, tables: Sequence[Sequence[int]]) -> int:
+        """Returns how many tokens there is room for in every group that keeps tokens."""
+        tokens = (len(table) for group, table in zip(self._groups, tables, strict=True) if not is_state(group))
+        return min(tokens) * self._block_tokens
 
     def leave(self, handle: int) -> None:
         """Takes a row out of the batch, if it is there."""
@@ -158,6 +192,10 @@ class RunningRows:
         self._swap(row, len(self._handles) - 1)
         del self._at[self._handles.pop()]
         self._pages.pop()
+        for tables in self._tables:
+            tables.pop()
+        if self._groups:
+            self._roles.pop()
         self._params.pop()
         gone = self._stop.pop()
         self._stops.subtract(gone)
@@ -170,7 +208,9 @@ class RunningRows:
         if a == b:
             return
         self._columns[:, [a, b]] = self._columns[:, [b, a]]
-        lists: tuple[list[Any], ...] = (self._handles, self._pages, self._params, self._stop)
+        lists: tuple[list[Any], ...] = (self._handles, self._pages, self._params, self._stop, *self._tables)
+        if self._groups:
+            lists += (self._roles,)
         for column in lists:
             column[a], column[b] = column[b], column[a]
         self._at[self._handles[a]], self._at[self._handles[b]] = a, b
@@ -190,7 +230,12 @@ class RunningRows:
     def batch(self) -> DecodeBatch:
         """Returns a copy of the inputs of the live rows' next step."""
         tokens, positions, indices = self._columns[: INDEX + 1, : self.live].copy()
-        return DecodeBatch(tokens, positions, indices, self._pages[: self.live], self._params[: self.live])
+        groups = [column[: self.live] for column in self._tables]
+        return DecodeBatch(tokens, positions, indices, self._pages[: self.live], self._params[: self.live], groups)
+
+    def live_roles(self) -> list[tuple[tuple[int, ...], ...]]:
+        """Returns the slots of the states of the rows that `batch` has; () without cache groups."""
+        return self._roles[: self.live]
 
     def advance(self, chosen: Chosen) -> tuple[Token, ...]:
         """Records the tokens that the live rows have made, takes rows that end out of the batch, and returns the

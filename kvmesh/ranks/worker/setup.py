@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -19,12 +20,12 @@ from kvmesh.engine.parallel import share_of
 from kvmesh.engine.pieces import piece_sizes
 from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams
 from kvmesh.errors import ConfigError
-from kvmesh.kvcache.cache_groups import CacheKind
+from kvmesh.kvcache.cache_groups import CacheKind, is_single, peak_blocks
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks import sizing
 from kvmesh.ranks.host_memory import available_bytes
-from kvmesh.ranks.worker.device import weight_bytes
+from kvmesh.ranks.worker.device import extents_room, weight_bytes
 from kvmesh.ranks.worker.device_cuda import cuda_device
 
 
@@ -50,7 +51,9 @@ class RankSetup:
     runs yet."""
 
     def __init__(self, configure: m.Configure, checkpoint: Checkpoint) -> None:
-        _refuse_states(checkpoint.config)
+        self.grouped = configure.cache_groups and not is_single(checkpoint.config.cache_groups)
+        if not self.grouped:
+            _refuse_states(checkpoint.config)
         self._kind = sizing.device_kind(configure.device)
         self._device = cuda_device(configure.device) if self._kind == "cuda" else torch.device("cpu")
         self._total, self._free = _device_memory(self._device)
@@ -86,6 +89,90 @@ class RankSetup:
         copies = 1 if c.num_extents else 2
         return sizing.choose_pages(room, taken, self._need(layout, copies), source, sizing.MOST_CPU_BYTES)
 
+    # ── by cache group ───────────────────────────────────────────────────────────────────────────
+
+    def needs(self, shapes: Sequence[GroupShape]) -> tuple[sizing.GroupNeed, ...]:
+        """Returns what decides how many blocks there are of each group."""
+        block, step = self.configure.block_tokens, max(1, self.tokens)
+        return tuple(sizing.GroupNeed(shape.page_bytes, peak_blocks(shape.group, block, step)) for shape in shapes)
+
+    def choose_group_pages(self, shapes: Sequence[GroupShape], checkpoint: Checkpoint) -> sizing.ChosenPages:
+        """Returns what `choose_pages` does, with a number for each group."""
+        c, needs = self.configure, self.needs(shapes)
+        if c.num_pages:
+            return _counted(sizing.named_counts(c.num_pages, needs, self._requests), "as told")
+        if c.memory_bytes:
+            return self._split(c.memory_bytes, needs, "as told")
+        layout = shapes[0].layout
+        weights = weight_bytes(checkpoint, layout.itemsize) // c.world_size
+        step = sizing.step_bytes(self._config, self.tokens, self.rows, layout.itemsize)
+        if self._kind == "cuda":
+            room, source = sizing.cuda_room(self._total, self._free, max(1, c.device_instances))
+            taken = {"weights": weights, "a step": step, "CUDA graphs": self._graph_bytes(layout)}
+            return self._choose(room, taken, shapes, 1, source)
+        room, source = sizing.host_room(available_bytes(), c.device_instances, c.world_size, c.room_bytes)
+        taken = {"weights": weights, "a step": step, "the process": sizing.RANK_BYTES}
+        if c.num_extents:
+            counts = self.extent_counts(shapes, ())
+            taken["host blocks"] = sum(n * shape.page_bytes for n, shape in zip(counts, shapes, strict=True))
+        return self._choose(room, taken, shapes, 1 if c.num_extents else 2, source, sizing.MOST_CPU_BYTES)
+
+    def extent_counts(self, shapes: Sequence[GroupShape], pages: Sequence[int]) -> tuple[int, ...]:
+        """Returns the number of blocks of each group in the host segment, as `num_extents` does of one group."""
+        c, needs = self.configure, self.needs(shapes)
+        if c.num_extents:
+            return sizing.named_counts(c.num_extents, needs, self._requests)
+        if self._kind == "cpu":
+            return tuple(pages)
+        counts = sizing.split(extents_room(c), needs, self._requests)
+        return tuple(max(2, min(own, there)) for own, there in zip(counts, pages, strict=True))
+
+    @property
+    def _requests(self) -> int:
+        return self.rows or sizing.PREFILL_ROWS
+
+    def _split(self, nbytes: int, needs: Sequence[sizing.GroupNeed], why: str) -> sizing.ChosenPages:
+        counts = sizing.split(nbytes, needs, self._requests)
+        if not counts[0]:
+            least = sum(max(1, need.peak or 1) * need.block_bytes for need in needs)
+            raise ConfigError(
+                f"memory_mb={nbytes / sizing.MIB:.1f}: one request needs {-(-least // sizing.MIB)} MiB of windows and "
+                "states, and as much again for the rest",
+                field="memory_mb",
+            )
+        return _counted(counts, why)
+
+    def _choose(
+        self,
+        room: int,
+        taken: Mapping[str, int],
+        shapes: Sequence[GroupShape],
+        copies: int,
+        source: str,
+        most_bytes: int = 0,
+    ) -> sizing.ChosenPages:
+        """Chooses windows and states first, then as many pages of the others as there is room for beside them."""
+        needs = self.needs(shapes)
+        room_left = max(0, room - sum(taken.values())) // copies
+        counts = sizing.split(min(room_left, most_bytes or room_left), needs, self._requests)
+        kept = {at: count for at, count in enumerate(counts) if at and needs[at].peak is not None}
+        nbytes = sum(count * needs[at].block_bytes for at, count in kept.items())
+        need = self._need(shapes[0].layout, copies)
+        others = sum(one.block_bytes for at, one in enumerate(needs) if at not in kept)
+        need = dataclasses.replace(need, page_bytes=others)
+        taken = {**taken, "windows and states": nbytes * copies}
+        found = sizing.choose_pages(room, taken, need, source, max(1, most_bytes - nbytes) if most_bytes else 0)
+        return _counted(tuple(kept.get(at, found.count) for at in range(len(needs))), found.why)
+
+    def group_settings(self, pages: sizing.ChosenPages, shapes: Sequence[GroupShape], runner: Runner) -> str:
+        """Returns what `settings` does, with the pages of each group."""
+        sizes = [
+            f"{count:,} {'slots' if is_state(shape.group) else 'pages'} of {shape.group.name}, "
+            f"{count * shape.page_bytes >> 20:,} MiB"
+            for shape, count in zip(shapes, pages.groups, strict=True)
+        ]
+        return self._told(f"{'; '.join(sizes)}: {pages.why}", runner)
+
     @property
     def most_tokens(self) -> int:
         """The tokens of the largest step that computes prompts; 0 where none does."""
@@ -109,10 +196,15 @@ class RankSetup:
         return self._kind == "cuda" and not self.configure.num_pages and not self.configure.memory_bytes
 
     def profiled(
-        self, runner: Runner, layout: ShardLayout, use: Callable[[], DeviceUse] | None = None
+        self,
+        runner: Runner,
+        layout: ShardLayout,
+        use: Callable[[], DeviceUse] | None = None,
+        shapes: Sequence[GroupShape] = (),
     ) -> sizing.ChosenPages:
         """Runs the largest step that there can be over the trial pages, and returns how many pages fit beside what it
-        took. The trial pages go. `use`: for tests, in place of the GPU's own numbers."""
+        took, of each group where there are `shapes`. The trial pages go. `use`: for tests, in place of the GPU's own
+        numbers."""
         trial = sum(pages.nbytes for pages in runner.memory)
         largest_step(runner, self.tokens, self.rows)
         found = (use or self._used)()
@@ -127,13 +219,18 @@ class RankSetup:
             "libraries": found.libraries if alone else min(found.libraries, sizing.LIBRARY_BYTES),
             "CUDA graphs": self._graph_bytes(layout),
         }
+        if shapes:
+            return self._choose(room, taken, shapes, 1, source)
         return sizing.choose_pages(room, taken, self._need(layout, 1), source)
 
     def settings(self, pages: sizing.ChosenPages, layout: ShardLayout, runner: Runner) -> str:
         """Returns what was chosen and why, in one line for people."""
         tokens, nbytes = pages.count * layout.block_tokens, pages.count * layout.shard_bytes
         size = f"{pages.count:,} pages of {layout.block_tokens} tokens ({tokens:,} in all), {nbytes >> 20:,} MiB"
-        told = [*self.why, f"{size}: {pages.why}"]
+        return self._told(f"{size}: {pages.why}", runner)
+
+    def _told(self, pages: str, runner: Runner) -> str:
+        told = [*self.why, pages]
         if self.rows and (self._kind == "cuda" or self.ahead):
             order = "a step is launched before the last one's tokens are read" if self.ahead else "steps are waited for"
             told.append(f"{order} ({self._ahead_why})")
@@ -222,6 +319,10 @@ def _device_memory(device: torch.device) -> tuple[int, int]:
     free, total = torch.cuda.mem_get_info(device)
     torch.cuda.reset_peak_memory_stats(device)
     return total, free
+
+
+def _counted(counts: tuple[int, ...], why: str) -> sizing.ChosenPages:
+    return sizing.ChosenPages(counts[0], why, counts)
 
 
 def _refuse_states(config: ModelConfig) -> None:

@@ -25,7 +25,7 @@ from itertools import groupby
 from typing import NamedTuple, Protocol
 
 from kvmesh.kvcache.layout import joined
-from kvmesh.ranks.worker.device import CopiesDone, CopyPieces, StagedMemory, byte_view, region_bytes
+from kvmesh.ranks.worker.device import CopiesDone, CopyPieces, StagedMemory, region_bytes
 from kvmesh.ranks.worker.pages_rule import straight
 from kvmesh.transfer.groups import Copy, GroupWrite
 
@@ -112,7 +112,7 @@ class Stager:
         self._memory = memory
         self._reaches = reaches
         self._slot_bytes = memory.slot_bytes
-        self._pages = byte_view(memory.pages)
+        self._pages = memory.page_blocks.data
         self._staging = region_bytes(memory.staging)
         self._free = list(range(memory.slots))  # a heap: slots taken together are mostly neighbours
         self._most = max(1, memory.slots // 2)

@@ -14,15 +14,20 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvmesh.engine.batch import DecodeBatch, PrefillInput, SampleParams
 from kvmesh.engine.runner import NOBODY, Runner
 from kvmesh.engine.sampler import TokensInFlight
 from kvmesh.engine.sampling.history import History
-from kvmesh.errors import KvmeshError, NonFiniteLogits
+from kvmesh.errors import ContextTooLong, InvalidRequest, KvmeshError, NonFiniteLogits
+from kvmesh.kvcache.cache_groups import CacheGroup
 from kvmesh.kvcache.keys import unpack_tokens
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.worker.pusher import Pusher
 from kvmesh.ranks.worker.rows import LaunchedRows, PageHolds, RunningRows, logprobs
+from kvmesh.ranks.worker.snapshots import Roles, Snapshots
+from kvmesh.ranks.worker.tables import GroupTables, tables_of
 
 log = logging.getLogger("kvmesh.rank")
 
@@ -38,6 +43,7 @@ class StepInFlight:
     batch: DecodeBatch
     rows: LaunchedRows
     launched_ns: int
+    roles: Sequence[Roles] = ()  # of each row, where the model has states
 
     def may_precede(self, batch: DecodeBatch) -> bool:
         """Whether the step of `batch` can be sampled before this one's tokens are known: the sampler reads histories on
@@ -47,8 +53,11 @@ class StepInFlight:
 
 class Steps:
     """Keeps the running rows, and runs the steps. `begin` gives the device a step for which nobody waits, and returns
-    what waits until the device has begun it; None: every step is waited for. All methods run on the rank's main
-    thread."""
+    what waits until the device has begun it; None: every step is waited for. With `groups`, those of the model, pages
+    are named by cache group. All methods run on the rank's main thread.
+
+    A step over states changes them in place, so it is never computed again: what is not finite fails alone, and any
+    other error fails all that were in the step, whose states are lost."""
 
     def __init__(
         self,
@@ -57,8 +66,12 @@ class Steps:
         block_tokens: int,
         send: Callable[[m.ToFront], None],
         begin: Callable[[Launch], Launch] | None = None,
+        groups: Sequence[CacheGroup] = (),
     ) -> None:
-        self.rows = RunningRows(block_tokens)
+        self.rows = RunningRows(block_tokens, groups)
+        self._groups = tuple(groups)
+        self._snapshots = Snapshots(runner, groups, block_tokens)
+        runner.tolerant = bool(self._snapshots)
         self.begin = begin
         self._runner = runner
         self._pusher = pusher
@@ -77,10 +90,16 @@ class Steps:
     def join(self, j: m.Join) -> None:
         """Adds a row to the batch."""
         self.rows.join(j, _params(j.sampling, j.history))
+        if self._snapshots:
+            self._snapshots.save_at_borders(np.array([j.context_tokens]), [tables_of(self._groups, j.groups).roles])
 
     def grant(self, grant: m.Grant) -> None:
         """Gives a row more pages; does nothing when the row has left."""
-        self.rows.grant(grant.handle, grant.pages)
+        self.rows.grant(grant.handle, grant.pages, grant.groups)
+
+    def drop(self, message: m.DropPages) -> None:
+        """Takes pages from a row that no later step reads; does nothing when the row has left."""
+        self.rows.drop(message.handle, message.group, message.first)
 
     def leave(self, handle: int) -> None:
         """Takes a row out of the batch: no later step touches its pages. Left waits for a step that has it."""
@@ -114,10 +133,15 @@ class Steps:
 
         start = time.monotonic_ns()
         batch = self.rows.batch() if decode else NOBODY
-        rows = len(batch.pages)
+        rows, roles = len(batch.positions), self.rows.live_roles()
+        named: list[GroupTables] | None = None
         self._pusher.step_begins(pushed)
         try:
-            first, chosen = self._runner.step(_inputs(items), batch, on_layer if items else None)
+            named = [tables_of(self._groups, item.groups) for item in items] if self._groups else []
+            self._snapshots.load([tables.roles for tables in named])
+            first, chosen = self._runner.step(_inputs(items, named), batch, on_layer if items else None)
+            self._snapshots.save([tables.roles for tables in named])
+            self._snapshots.save_at_borders(batch.positions + 1, roles)
         except NonFiniteLogits as error:
             bad = set(error.rows)
             bad_items = {item.handle for at, item in enumerate(items, rows) if at in bad}
@@ -130,7 +154,8 @@ class Steps:
         except Exception as error:
             if self._runner.group.size > 1 and not isinstance(error, KvmeshError):
                 raise  # the other ranks may not have failed, so it is unknown where they stand
-            if items and rows:  # which of the two fails shows when they run apart
+            nothing_done = named is None or isinstance(error, InvalidRequest | ContextTooLong)
+            if items and rows and (nothing_done or not self._snapshots):  # which of the two fails shows apart
                 self._run(step, False, between_layers)
                 self._run(None, True, between_layers)
                 return
@@ -140,16 +165,27 @@ class Steps:
             return
         end = time.monotonic_ns()
         if step is not None:
+            answers = [(item, token) for item, token in zip(items, first, strict=True) if token is not None]
+            # Only a step that is not computed again answers what is not finite by -1.
+            bad_items = {item.handle for item, token in answers if token.token_id < 0}
+            self._items_failed(tuple(bad_items), NonFiniteLogits("logits are not finite"))
             sampled = tuple(
                 m.Sampled(item.handle, token.token_id, logprobs(token))
-                for item, token in zip(items, first, strict=True)
-                if token is not None
+                for item, token in answers
+                if token.token_id >= 0
             )
             self._send(m.PrefillStepDone(step.step_id, start, end, sampled))
         if rows:
-            tokens = self.rows.advance(chosen)
+            lost: tuple[int, ...] = ()
+            if self._snapshots and chosen.token_ids.min() < 0:
+                made = self.rows.collected(self.rows.launched(), chosen)
+                tokens, lost = made.tokens, made.bad
+            else:
+                tokens = self.rows.advance(chosen)
             beside = sum(len(item.token_ids) for item in items)
             self._send(m.DecodeStepDone(start, end, rows, int(batch.positions.sum()), tokens, beside))
+            if lost:
+                self._rows_failed(lost, NonFiniteLogits("logits are not finite"))
 
     # ── steps in flight ──────────────────────────────────────────────────────────────────────────
 
@@ -175,9 +211,10 @@ class Steps:
     def _launch(self, begin: Callable[[Launch], Launch], before: StepInFlight | None) -> StepInFlight | None:
         """Launches a step of the live rows; None if it failed."""
         batch, launched_ns = self.rows.batch(), time.monotonic_ns()
-        source = self.rows.source()
+        source, roles = self.rows.source(), self.rows.live_roles()
 
         def launch() -> TokensInFlight:
+            self._snapshots.save_at_borders(batch.positions, roles)
             if before is None:
                 return self._runner.launch(batch)
             return self._runner.launch(batch, before.tokens(), source)
@@ -190,7 +227,7 @@ class Steps:
             return None
         rows = self.rows.launched()
         self._holds.launched(rows.handles)
-        return StepInFlight(tokens, batch, rows, launched_ns)
+        return StepInFlight(tokens, batch, rows, launched_ns, roles)
 
     def _collect(self, flight: StepInFlight, following: StepInFlight | None) -> None:
         """Reads what a step has made and reports it. Rows that end here are in the `following` step in vain: their
@@ -198,6 +235,8 @@ class Steps:
         rows, next_rows = flight.rows, following.rows if following is not None else None
         try:
             chosen = flight.tokens().result()
+            if self._snapshots:
+                self._save_last(flight, following)
         except Exception as error:
             log.exception("decode step failed")
             handles = [handle for handle in rows.handles if handle not in rows.vain]
@@ -218,6 +257,13 @@ class Steps:
         for message in over:
             self._send(message)
 
+    def _save_last(self, flight: StepInFlight, following: StepInFlight | None) -> None:
+        """Saves the states of rows at a border whose last step was this one, as far as is known. For those in the
+        `following` one that was done before it was launched."""
+        others = flight.rows.vain.union(following.rows.handles if following is not None else ())
+        last = [at for at, handle in enumerate(flight.rows.handles) if handle not in others]
+        self._snapshots.save_at_borders(flight.batch.positions[last] + 1, [flight.roles[at] for at in last])
+
     def _items_failed(self, handles: tuple[int, ...], error: Exception) -> None:
         if handles:
             self._pusher.step_failed(handles)
@@ -234,10 +280,14 @@ class Steps:
             self._send(m.RankError(tuple(free), text))
 
 
-def _inputs(items: Sequence[m.PrefillItem]) -> list[PrefillInput]:
-    return [
+def _inputs(items: Sequence[m.PrefillItem], named: Sequence[GroupTables] = ()) -> list[PrefillInput]:
+    """Returns what the runner is asked; `named` are the items' tables of a model that is kept by cache groups."""
+    inputs = [
         PrefillInput(i.token_ids, i.start, i.pages, _params(i.sample, i.history) if i.sample else None) for i in items
     ]
+    for one, tables in zip(inputs, named, strict=False):
+        one.groups = tables.tables
+    return inputs
 
 
 def _params(sampling: m.Sampling, history: m.TokenHistory | None) -> SampleParams:

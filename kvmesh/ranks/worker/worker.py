@@ -5,26 +5,36 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from kvmesh.engine.cache_memory import named_by_group
+from kvmesh.engine.cache_memory import GroupShape, group_shapes, is_state, named_by_group
 from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.parallel import SOLO, Group, ProcessGroup
-from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams, shard_layout
+from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams, shard_layout, torch_dtype
 from kvmesh.errors import TransferError
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.devices import STAGED_CPU
+from kvmesh.ranks.sizing import longest_context
 from kvmesh.ranks.transfer_config import own_location, start_engine
 from kvmesh.ranks.worker.checksums import Sums
-from kvmesh.ranks.worker.device import CpuMemory, DeviceMemory, StagedCpuMemory, StagedMemory, num_extents
+from kvmesh.ranks.worker.device import (
+    CpuMemory,
+    DeviceMemory,
+    GroupBlocks,
+    StagedCpuMemory,
+    StagedMemory,
+    blocks_bytes,
+    blocks_of,
+    num_extents,
+)
 from kvmesh.ranks.worker.device_cuda import CudaMemory, cuda_device
 from kvmesh.ranks.worker.prefault import touch
 from kvmesh.ranks.worker.profiler import StepProfiler
 from kvmesh.ranks.worker.puller import ShardPuller
-from kvmesh.ranks.worker.pusher import Pusher
+from kvmesh.ranks.worker.pusher import PushedGroup, Pusher
 from kvmesh.ranks.worker.setup import RankSetup
 from kvmesh.ranks.worker.slices import Moves, Seals
 from kvmesh.ranks.worker.stager import Stager
@@ -52,30 +62,44 @@ class Worker:
         config, rank, world = self._checkpoint.config, configure.rank, configure.world_size
         setup = RankSetup(configure, self._checkpoint)
         configure = self._configure = setup.configure
-        self.layout = shard_layout(config, configure.dtype, configure.block_tokens, rank, world)
-        pages = setup.choose_pages(self.layout, self._checkpoint)
+        block, dtype = configure.block_tokens, configure.dtype
+        # Of each cache group, where the model is kept by them; else () and one layout.
+        self._shapes = group_shapes(config, torch_dtype(dtype), block, rank, world) if setup.grouped else ()
+        self.layout = self._shapes[0].layout if self._shapes else shard_layout(config, dtype, block, rank, world)
+        pages = (
+            setup.choose_group_pages(self._shapes, self._checkpoint)
+            if self._shapes
+            else setup.choose_pages(self.layout, self._checkpoint)
+        )
         name = f"{configure.instance_id}/{configure.rank}@{configure.incarnation:x}"
         self.engine = start_engine(name, configure, self._notified)
         home = own_location()
         try:
-            trial = setup.trial_pages(self.layout)
-            self._group = _group(configure, trial.device)
-            self._runner = Runner(
-                self._checkpoint, configure.dtype, trial.device, configure.block_tokens, trial, self._group
-            )
+            trial = setup.trial_memory(self._shapes) if self._shapes else setup.trial_pages(self.layout)
+            device = trial.device if isinstance(trial, torch.Tensor) else trial[0].device
+            self._group = _group(configure, device)
+            self._runner = Runner(self._checkpoint, dtype, device, block, trial, self._group)
             del trial
             fingerprinted.result().check()  # what was loaded is what was hashed
             self._group.connect(LOAD_PATIENCE_S)
             if setup.profiles:
-                pages = setup.profiled(self._runner, self.layout)
-            self.memory = open_memory(configure, self.layout, pages.count, self.engine, home)
-            blocks = num_extents(configure, self.memory)
+                pages = setup.profiled(self._runner, self.layout, shapes=self._shapes)
+            groups = blocks_of(self._shapes, pages.groups) if self._shapes else ()
+            self.memory = open_memory(configure, self.layout, pages.count, self.engine, home, groups)
+            if self._shapes:
+                extents: tuple[int, ...] = setup.extent_counts(self._shapes, pages.groups)
+                self._longest = longest_context(pages.groups, setup.needs(self._shapes), block)
+            else:
+                extents = (num_extents(configure, self.memory),)
+                self._longest = pages.count * block
             owner = self._layout_text() if configure.warm_segment else ""  # this waits for the fingerprint
+            sized = [group._replace(blocks=count) for group, count in zip(self.memory.groups, extents, strict=True)]
             self._extent_region, self.warm = host_region(
-                self.engine, blocks * self.layout.shard_bytes, home, configure, owner, blocks, send
+                self.engine, blocks_bytes(sized), home, configure, owner, sum(extents), send
             )
-            self.memory.open_extents(self._extent_region, blocks)
-            self._runner.use_pages(self.memory.pages, configure.cuda_graphs, setup.rows, setup.most_tokens)
+            self.memory.open_extents(self._extent_region, extents)
+            over = self.memory.page_blocks.tensors if self._shapes else self.memory.pages
+            self._runner.use_pages(over, configure.cuda_graphs, setup.rows, setup.most_tokens)
             self._warm_up()
             self.memory.open_pages(self.engine)
         except BaseException:
@@ -84,15 +108,24 @@ class Worker:
         memory, region = self.memory, self.memory.page_region
         outbox = Stager(memory, self.engine.reaches_devices) if isinstance(memory, StagedMemory) else None
         first = region.address if region is not None and outbox is None else 0  # a Stager counts from the first page
-        self.pusher = Pusher(self.engine, self.layout, first, send, outbox=outbox)
+        kept = config.cache_groups if self._shapes else ()
+        pushed = [
+            PushedGroup(group.layers, own.layout, start, is_state(group))
+            for group, own, start in zip(kept, memory.groups, memory.page_blocks.starts, strict=False)
+        ]
+        self.pusher = Pusher(self.engine, self.layout, first, send, outbox=outbox, groups=pushed)
         self.puller = ShardPuller(self.engine, self._extent_region, send)
         self.sums = Sums(self._extent_region, send)
         self.tiers = TierWorker(self._extent_region, send)
         self.seals = Seals(memory, send)
         self.moves = Moves(memory, send)
         begin = memory.begin_step if setup.ahead else None
-        self.steps = Steps(self._runner, self.pusher, configure.block_tokens, send, begin)
-        settings = setup.settings(pages, self.layout, self._runner)
+        self.steps = Steps(self._runner, self.pusher, configure.block_tokens, send, begin, kept)
+        settings = (
+            setup.group_settings(pages, self._shapes, self._runner)
+            if self._shapes
+            else setup.settings(pages, self.layout, self._runner)
+        )
         self._settings = f"{settings}; {memory.pages_use}" if memory.pages_use else settings
         self.profiler = StepProfiler(self.steps, self._runner, send)
         self._load_ms = int((time.monotonic() - started) * 1000)
@@ -100,7 +133,9 @@ class Worker:
     def _warm_up(self) -> None:
         """Runs two steps: the first steps of a process take tens of milliseconds more than the others, and no user
         should wait for them."""
-        count = min(4, len(self.memory.pages))
+        states = [is_state(shape.group) for shape in self._shapes] or [False]
+        blocks = zip(states, self.memory.groups, strict=True)
+        count = min(4, *(group.blocks for state, group in blocks if not state))
         pages = tuple(range(count))
         most = self._checkpoint.config.max_context_tokens
         tokens = (0,) * (min(count * self.layout.block_tokens, most) - 1)
@@ -109,14 +144,15 @@ class Worker:
             self._runner.prefill([PrefillInput(tokens, 0, pages, sample, groups)], lambda _: None)
             self._runner.decode([DecodeInput(0, len(tokens), pages, sample, groups)])
         # Touch every page once: a first write to shared memory costs a fault for each 4 KiB of it.
-        self.memory.pages.zero_()
+        self.memory.page_blocks.data.zero_()
         touch(self._extent_region)
 
     def ready(self) -> m.Ready:
         config, checkpoint = self._checkpoint.config, self._checkpoint
         # A request whose KV cannot lie in the pool at all must not be promised.
         num_pages, region = len(self.memory.pages), self.memory.page_region
-        limit = min(config.max_context_tokens, num_pages * self.layout.block_tokens)
+        limit = config.max_context_tokens
+        limit = limit if self._longest is None else min(limit, self._longest)
         wanted = self._configure.max_context_tokens
         return m.Ready(
             engine_name=self.engine.name,
@@ -143,14 +179,30 @@ class Worker:
             dtype=self._configure.dtype,
             steps=self._configure.steps,
             settings=self._settings,
+            groups=tuple(self._group_memory(number) for number in range(len(self._shapes))),
         )
 
-    def _layout_text(self) -> str:
-        shape, c = self.layout, self._configure
-        dims = f"{shape.layers}x{shape.planes}x{shape.kv_heads}x{shape.block_tokens}x{shape.head_dim}"
-        part = f"L{shape.first_layer} H{shape.first_head} rank {c.rank}/{c.world_size}"
+    def _group_memory(self, number: int) -> m.GroupMemory:
+        """Says what there is of one cache group."""
+        pages, extents, region = self.memory.page_blocks, self.memory.extent_blocks, self.memory.page_region
+        return m.GroupMemory(
+            pages.groups[number].layout,
+            pages.groups[number].blocks,
+            extents.groups[number].blocks,
+            region.base_offset + pages.starts[number] if region is not None else 0,
+            self._extent_region.base_offset + extents.starts[number],
+            self._layout_text((self._shapes[number],)),
+        )
+
+    def _layout_text(self, shapes: Sequence[GroupShape] | None = None) -> str:
+        """Returns what is kept here, of these cache groups (None: of all)."""
+        c, shapes = self._configure, self._shapes if shapes is None else shapes
         epoch = f"+{c.weights_epoch}" if c.weights_epoch else ""
-        return f"{self._checkpoint.fingerprint[:16]}{epoch} {c.dtype} {dims} {part}"
+        begin = f"{self._checkpoint.fingerprint[:16]}{epoch}"
+        if not shapes:
+            return f"{begin} {c.dtype} {_part(self.layout)} rank {c.rank}/{c.world_size}"
+        parts = (f"G{s.group.name} {str(s.dtype).removeprefix('torch.')} {_part(s.layout)}" for s in shapes)
+        return f"{begin} {', '.join(parts)} rank {c.rank}/{c.world_size}"
 
     def close(self) -> None:
         self.sums.close()
@@ -245,9 +297,10 @@ class Worker:
                     log.error("%s", error)
             case m.CloseSegment(name):
                 self.engine.close_segment(name)
-            case m.OpenWindow(peer, epoch, offsets):
-                shard = self.layout.shard_bytes
-                self.engine.open_window(peer, epoch, [Range(o, shard) for o in offsets])
+            case m.OpenWindow(peer, epoch, offsets, sizes):
+                sizes = sizes or (self.layout.shard_bytes,) * len(offsets)
+                ranges = [Range(offset, size) for offset, size in zip(offsets, sizes, strict=True)]
+                self.engine.open_window(peer, epoch, ranges)
                 self._send(m.WindowOpened(peer, epoch))
             case m.Fence(peer, epoch):
                 # The fence may wait for a slice in flight: never on the thread that runs steps.
@@ -266,6 +319,8 @@ class Worker:
                 self.steps.join(message)
             case m.Grant():
                 self.steps.grant(message)
+            case m.DropPages():
+                self.steps.drop(message)
             case m.Leave(handle):
                 self.steps.leave(handle)
             case m.Profile():
@@ -302,14 +357,25 @@ def _group(configure: m.Configure, device: torch.device) -> Group:
     return ProcessGroup(rank, size, configure.group_file, device, timeout_s)
 
 
+def _part(shape: ShardLayout) -> str:
+    """Returns a layout in words."""
+    dims = f"{shape.layers}x{shape.planes}x{shape.kv_heads}x{shape.block_tokens}x{shape.head_dim}"
+    return f"{dims} L{shape.first_layer} H{shape.first_head}"
+
+
 def open_memory(
-    configure: m.Configure, layout: ShardLayout, num_pages: int, engine: TransferEngine, home: str
+    configure: m.Configure,
+    layout: ShardLayout,
+    num_pages: int,
+    engine: TransferEngine,
+    home: str,
+    groups: Sequence[GroupBlocks] = (),
 ) -> DeviceMemory:
-    """Returns `num_pages` pages of the kind that `configure.device` names. Raises ConfigError when there is no such
-    device."""
+    """Returns `num_pages` pages, or those of `groups`, of the kind that `configure.device` names. Raises ConfigError
+    when there is no such device."""
     name = configure.device
     if name in ("cpu", STAGED_CPU):
         kind = CpuMemory if name == "cpu" else StagedCpuMemory
-        return kind(configure, layout, num_pages, engine, home)
+        return kind(configure, layout, num_pages, engine, home, groups)
     device = cuda_device(name)
-    return CudaMemory(configure, layout, device, num_pages, engine, home)
+    return CudaMemory(configure, layout, device, num_pages, engine, home, groups)

@@ -1,0 +1,160 @@
+"""A real rank process keeps models by cache groups: cold prefills in chunks, hits from extents, preemption, pages that
+go while rows run. What is given back holds NaN; the tokens are those of a runner that keeps everything."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvmesh.kvcache.cache_groups import CacheKind
+from kvmesh.ranks import protocol as m
+from kvmesh.ranks.devices import STAGED_CPU
+from kvmesh.transfer import EngineConfig, TransferEngine
+from tests.support.checkpoints import FAMILY_ZOO, make_checkpoint, prompts
+from tests.support.engine.qwen3_next import make_qwen3_next
+from tests.support.grouped_rank import GroupedFront, hand_over, told_by_runner
+from tests.support.rank_driver import rank, ranks
+
+MOST = 40
+MODELS = ("gemma2", "gemma3", "llama4", "qwen3_next")
+KINDS = {
+    "gemma2": {CacheKind.ALL, CacheKind.WINDOW},
+    "gemma3": {CacheKind.ALL, CacheKind.WINDOW},
+    "llama4": {CacheKind.ALL, CacheKind.CHUNK},
+    "qwen3_next": {CacheKind.ALL, CacheKind.STATE},
+    "mistral": {CacheKind.WINDOW},
+}
+Models = Callable[[str], Path]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            path = tmp_path_factory.mktemp(name) / "model"
+            made[name] = make_qwen3_next(path) if name == "qwen3_next" else make_checkpoint(path, **FAMILY_ZOO[name])
+        return made[name]
+
+    return get
+
+
+@asynccontextmanager
+async def serving(
+    name: str, path: Path, pages: int = 40, early: int = 0, **settings: Any
+) -> AsyncIterator[GroupedFront]:
+    with TransferEngine(f"test-{name}@1", EngineConfig(transports=("shm",))) as engine:
+        async with rank(name, path, pages=pages, cache_groups=True, **settings) as driver:
+            front = GroupedFront(driver, path, early)
+            await front.poison(engine)
+            yield front
+
+
+def prompt_of(path: Path, tokens: int, seed: int = 3) -> list[int]:
+    return prompts(1, 250, seed=seed, low=tokens, high=tokens + 1)[0]
+
+
+@pytest.mark.parametrize("ahead", ["off", "on"])
+@pytest.mark.parametrize("name", [*MODELS, "mistral"])
+async def test_tokens_are_the_runners_while_pages_come_and_go(models: Models, name: str, ahead: str) -> None:
+    path, prompt = models(name), prompt_of(models(name), 75)
+    expected = told_by_runner(path, prompt, MOST)
+    device = STAGED_CPU if ahead == "on" else "cpu"
+    async with serving("a", path, device=device, async_steps=ahead) as front:
+        assert {group.kind for group in front.groups} == KINDS[name]
+        request = front.request(prompt)
+        await front.prefill(request, 32)
+        front.join(request, MOST)
+        await front.decode(request, MOST)
+        assert request.made == expected
+        assert front.holes or CacheKind.STATE in KINDS[name]
+        await front.give_back_all(request)
+        assert [len(pages) for pages in front.free] == [one.num_pages for one in front.memory]
+
+
+@pytest.mark.parametrize("device", ["cpu", STAGED_CPU])
+@pytest.mark.parametrize("name", MODELS)
+async def test_a_hit_from_sealed_extents_and_a_preemption(models: Models, name: str, device: str) -> None:
+    path = models(name)
+    shared, tail = prompt_of(path, 129), prompt_of(path, 60, seed=4)
+    other = [*shared[:128], *tail]
+    expected = told_by_runner(path, other, MOST)
+    async with serving("a", path, device=device) as front:
+        sealed: list[dict[int, int]] = [{} for _ in front.groups]
+        first = front.request(shared)
+        await front.prefill(first, 48, sealed=sealed)
+        await front.give_back_all(first)
+        assert first.made == told_by_runner(path, shared, 1)
+        request = front.request(other)
+        await front.load(request, 8, sealed)
+        await front.prefill(request, 32, start=128)
+        front.join(request, MOST)
+        await front.decode(request, MOST, until=15)
+        kept = await front.preempt(request)
+        assert len(request.made) < MOST
+        await front.resume(request, kept)
+        front.join(request, MOST)
+        await front.decode(request, MOST)
+        assert request.made == expected
+
+
+async def test_without_the_switch_a_model_of_two_groups_has_one(models: Models) -> None:
+    async with rank("a", models("gemma2")) as driver:
+        ready = driver.client.ready
+        assert not ready.groups and ready.shard is not None and ready.shard.layers == 3
+        assert ready.layout.split()[1] == "float32" and " G" not in ready.layout
+
+
+async def test_what_a_rank_says_of_its_groups(models: Models) -> None:
+    async with rank("a", models("qwen3_next"), cache_groups=True) as driver:
+        ready: m.Ready = driver.client.ready
+    assert [one.layout.split()[1] for one in ready.groups] == ["Gall", "Gdelta", "Gconvolution"]
+    assert [one.shard.group for one in ready.groups] == [0, 1, 2]
+    assert all(one.layout.split(" G")[0] in ready.layout and "rank 0/1" in one.layout for one in ready.groups)
+    ends = [one.extent_base_offset + one.num_extents * one.shard.shard_bytes for one in ready.groups]
+    assert all(end <= one.extent_base_offset for end, one in zip(ends, ready.groups[1:], strict=False))
+    assert ready.shard == ready.groups[0].shard and ready.num_pages == ready.groups[0].num_pages
+
+
+@pytest.mark.parametrize(("device", "at"), [("cpu", 0), ("cpu", 40), (STAGED_CPU, 0), (STAGED_CPU, 75)])
+@pytest.mark.parametrize("name", MODELS)
+async def test_a_push_from_one_rank_to_another_goes_on(models: Models, name: str, device: str, at: int) -> None:
+    """The landing is known before anything is computed, in the middle, or at the end."""
+    path, prompt = models(name), prompt_of(models(name), 75)
+    async with serving("p", path, device=device) as a, serving("d", path, device=device) as b:
+        request = await hand_over(a, b, prompt, 32, at)
+        b.join(request, MOST)
+        await b.decode(request, MOST)
+    assert request.made == told_by_runner(path, prompt, MOST)
+
+
+async def test_a_window_with_the_first_groups_size_is_too_small(models: Models) -> None:
+    path = models("qwen3_next")  # whose states are larger than a block of its keys and values
+    async with serving("p", path) as a, serving("d", path) as b:
+        with pytest.raises(AssertionError, match="window"):
+            await hand_over(a, b, prompt_of(path, 75), 32, 0, by_first_group=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+async def test_two_ranks_share_every_group_and_push_to_one(models: Models, name: str, tmp_path: Path) -> None:
+    path, prompt = models(name), prompt_of(models(name), 75)
+    expected = told_by_runner(path, prompt, MOST)
+    settings = {"cache_groups": True, "pages": 40}
+    async with ranks("p", path, 2, tmp_path, **settings) as both, serving("d", path) as b:
+        a = GroupedFront(both, path)
+        request = a.request(prompt)
+        await a.prefill(request, 32)
+        a.join(request, MOST)
+        await a.decode(request, MOST)
+        assert request.made == expected
+        await a.give_back_all(request)
+        landed = await hand_over(a, b, prompt, 32, 40)
+        b.join(landed, MOST)
+        await b.decode(landed, MOST)
+        assert landed.made == expected
