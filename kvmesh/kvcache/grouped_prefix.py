@@ -24,7 +24,7 @@ from kvmesh.kvcache.cache_groups import (
 )
 from kvmesh.kvcache.node_store import bits_of
 from kvmesh.kvcache.page_pool import PageInvariantError, PagePool
-from kvmesh.kvcache.prefix_cache import PrefixCache
+from kvmesh.kvcache.prefix_cache import IdlePages, PrefixCache
 
 
 class _SidePages:
@@ -307,6 +307,10 @@ class GroupedPrefixCache:
         self._chain.check_integrity()
         if not hung.keys() <= set(self._chain.keys()):
             raise PageInvariantError("a page hangs on a block that is not cached")
+
+    def of_group(self, group: int) -> IdlePages:
+        """Returns what this cache has of one group's pool, for `CachedPages`."""
+        return self._of(group)
 
     def _of(self, group: int) -> PrefixCache | _SidePages:
         if group in self._sides:

@@ -16,7 +16,9 @@ from kvmesh.errors import ContextTooLong, KvmeshError, Overloaded
 from kvmesh.kvcache.cache_groups import GroupPages
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool, Pages
+from kvmesh.kvcache.store_stats import StoreStats
 from kvmesh.ranks import protocol as m
+from kvmesh.rpc.pb import common_pb2
 from kvmesh.services.decode import events as e
 from kvmesh.services.decode import rules
 from kvmesh.services.decode.events import LandingPlace, Phase
@@ -167,6 +169,16 @@ class Scheduler:
     def seals(self) -> int:
         """The number of copies under way."""
         return len(self.sealing)
+
+    @property
+    def store_stats(self) -> list[StoreStats]:
+        """Counts of the node store, of each cache group's where the model has several."""
+        return [self.extents.stats]
+
+    @property
+    def group_counters(self) -> list[common_pb2.GroupPages]:
+        """Pages and extents of each cache group, where the model has several."""
+        return []
 
     def drop_store(self) -> None:
         """Forgets all blocks, because their memory is gone."""

@@ -36,6 +36,7 @@ class PageRules:
     block_tokens: int
     step_tokens: int
     snapshots: int = 0
+    least: tuple[int, ...] = ()  # of each group, that a prompt claims in any case: rows that adopt prompts need them
 
     def blocks(self, tokens: int) -> int:
         """Returns how many blocks these tokens fill, the last one perhaps in part."""
@@ -50,11 +51,11 @@ class PageRules:
 
     def claim(self, group: int, tokens: int) -> int:
         """Returns how many pages of the group a prompt of so many tokens has at most at a time."""
-        kept = self.kept(group, tokens)
+        kept, least = self.kept(group, tokens), self.least[group] if self.least else 0
         if is_state(self.groups[group]):
-            return len(kept) + self.snapshots
+            return max(least, len(kept) + self.snapshots)
         peak = peak_blocks(self.groups[group], self.block_tokens, self.step_tokens)
-        return len(kept) + (kept.start if peak is None else min(kept.start, peak))
+        return max(least, len(kept) + (kept.start if peak is None else min(kept.start, peak)))
 
     def seen(self, group: int, start: int) -> range:
         """Returns the blocks that the token at `start` sees in a group of tokens; the last one may be its own, of which

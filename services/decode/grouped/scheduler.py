@@ -14,7 +14,9 @@ from kvmesh.errors import Overloaded
 from kvmesh.kvcache.cache_groups import GroupPages
 from kvmesh.kvcache.grouped_store import GroupedStore
 from kvmesh.kvcache.page_pool import PagePool, Pages
+from kvmesh.kvcache.store_stats import StoreStats
 from kvmesh.ranks import protocol as m
+from kvmesh.rpc.pb import common_pb2
 from kvmesh.services.decode import events as e
 from kvmesh.services.decode import rules
 from kvmesh.services.decode.events import LandingPlace
@@ -42,6 +44,8 @@ class GroupedScheduler(Scheduler):
         super().__init__(limits, shape, store.stores[0], new_ticket, self.pools[0], first_epoch)
         self.store = store
         self.group_sealing = GroupedSealing(store, self.pools, shape.block_tokens, len(shape.ranks), new_ticket)
+        # How many pages of a group that does not keep all are claimed by others, who share its pool: prompts.
+        self.others: Callable[[int], int] = lambda _: 0
         self._spares = [
             rules.watermark(room.num_pages, limits) if room.claim(shape.block_tokens, 1) is None else 0
             for room in shape.groups
@@ -52,7 +56,17 @@ class GroupedScheduler(Scheduler):
 
     def free(self, g: int) -> int:
         """Returns how many pages of group g are neither held nor reserved."""
-        return self.pools[g].free - self._credits(g)
+        free = self.pools[g].free - self._credits(g)
+        if self._keeps_all(g):
+            return free
+        return min(free, self.pools[g].total - self.others(g) - self._claims(g))
+
+    def _keeps_all(self, g: int) -> bool:
+        return self.shape.groups[g].claim(self.shape.block_tokens, 1) is None
+
+    def _claims(self, g: int) -> int:
+        """Returns how many pages of a group rows hold, or have reserved."""
+        return sum(len(h.runs[g].ids) + h.credit(g) for h in self._grouped() if g in h.runs)
 
     def _credits(self, g: int) -> int:
         return sum(h.credit(g) for h in self._grouped())
@@ -68,20 +82,20 @@ class GroupedScheduler(Scheduler):
         claim = h.claims[g]
         return need if claim is None else max(need, claim)
 
-    @property
-    def reserves(self) -> list[int]:
-        """How many pages of each group no new prompt may take, as `reserve` says: what is claimed is among them."""
-        coming = [0] * len(self.pools)
-        for h in cast("list[GroupedHandoff]", list(self._loading.values())):
-            for g, run in self._wanted_to_load(h).items():
-                coming[g] += self._claimed(h, g, len(run.ids))
-        busy = self.seats or self._loading or self._ready
-        spares = self._spares if busy else [0] * len(self.pools)
-        return [coming[g] + spares[g] + self._credits(g) for g in range(len(self.pools))]
+    def reserved(self, g: int) -> int:
+        """Returns how many pages of group g no new prompt may take, as `reserve` says. Of a group that gives back what
+        lies behind, these are of all its pages: those that rows have, and have reserved, are among them."""
+        coming = sum(
+            self._claimed(h, g, len(self._wanted_to_load(h)[g].ids))
+            for h in cast("list[GroupedHandoff]", list(self._loading.values()))
+        )
+        if not self._keeps_all(g):
+            return coming + self._claims(g)
+        return coming + (self._spares[g] if self.seats or self._loading or self._ready else 0)
 
     @property
     def reserve(self) -> int:
-        return self.reserves[0]
+        return self.reserved(0)
 
     @property
     def object_room(self) -> list[int]:
@@ -137,6 +151,23 @@ class GroupedScheduler(Scheduler):
     @property
     def seals(self) -> int:
         return len(self.group_sealing)
+
+    @property
+    def store_stats(self) -> list[StoreStats]:
+        return [store.stats for store in self.store.stores]
+
+    @property
+    def group_counters(self) -> list[common_pb2.GroupPages]:
+        return [
+            common_pb2.GroupPages(
+                group=g,
+                pages_total=pool.total,
+                pages_free=pool.free,
+                extents_total=store.total,
+                extents_free=store.free,
+            )
+            for g, (pool, store) in enumerate(zip(self.pools, self.store.stores, strict=True))
+        ]
 
     def drop_store(self) -> None:
         self.store.drop_all()

@@ -76,13 +76,13 @@ class GroupedSealing:
         states = h.states()
         if states is not None and 0 < states[0] <= len(keys) * self._step:
             self._add_states(found, h, runs, states[0] // self._step - 1, states[1])
-        if h.parting is not None and not (h.extra or h.vain) and len(keys) <= h.sealable and (digest := h.chain.digest):
-            rest = h.context % self._step
-            tail = block_keys.tail(digest, block_keys.pack_tokens(h.chain.rest[:rest]))
+        rest = h.context % self._step
+        if h.parting is not None and rest and not (h.extra or h.vain) and len(keys) <= h.sealable and h.chain.digest:
             self._add_states(found, h, runs, len(keys), 0)
             for g, run in runs.items():
-                if rest and not is_state(h.groups[g]) and run.first <= len(keys) < run.end:
+                if not is_state(h.groups[g]) and run.first <= len(keys) < run.end:
                     found[len(keys), g] = run.ids[len(keys) - run.first]
+            tail = block_keys.tail(h.chain.digest, block_keys.pack_tokens(h.chain.rest[:rest]))
             return self._copy([*keys, tail], found, room)
         return self._copy(keys[: h.sealable], found, room)
 
