@@ -3,21 +3,23 @@ go while rows run. What is given back holds NaN; the tokens are those of a runne
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvmesh.kvcache.cache_groups import CacheKind
+from kvmesh.kvcache.cache_groups import CacheKind, needed_blocks
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.devices import STAGED_CPU
 from kvmesh.transfer import EngineConfig, TransferEngine
 from tests.support.checkpoints import FAMILY_ZOO, make_checkpoint, prompts
 from tests.support.engine.qwen3_next import make_qwen3_next
 from tests.support.grouped_rank import GroupedFront, hand_over, told_by_runner
-from tests.support.rank_driver import rank, ranks
+from tests.support.rank_driver import BLOCK, rank, ranks
 
 MOST = 40
 MODELS = ("gemma2", "gemma3", "llama4", "qwen3_next")
@@ -103,6 +105,56 @@ async def test_a_hit_from_sealed_extents_and_a_preemption(models: Models, name: 
         assert request.made == expected
 
 
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])
+async def test_objects_of_all_groups_are_pulled_in_one_order_and_hit(models: Models, name: str) -> None:
+    path, shared = models(name), prompt_of(models(name), 129)
+    other = [*shared[:128], *prompt_of(path, 30, seed=4)]
+    async with serving("a", path) as a, serving("b", path) as b:
+        sealed: list[dict[int, int]] = [{} for _ in a.groups]
+        await a.prefill(a.request(shared), 64, sealed=sealed)
+        pulled: list[dict[int, int]] = [{} for _ in b.groups]
+        theirs, ours, sizes = [], [], []
+        for number, group in enumerate(a.groups):
+            for block in needed_blocks(group, BLOCK, 128):
+                pulled[number][block] = b.free_extents[number].pop()
+                for front, extent, into in ((a, sealed[number][block], theirs), (b, pulled[number][block], ours)):
+                    of = front.memory[number]
+                    into.append(of.extent_base_offset + extent * of.shard.shard_bytes)
+                sizes.append(a.memory[number].shard.shard_bytes)
+        segment, deadline = a.driver.client.ready.engine_name, time.monotonic_ns() + 30_000_000_000
+        b.driver.client.send(m.OpenSegment(a.driver.client.ready.descriptor))
+        named = (tuple(theirs), tuple(ours), max(sizes), deadline)
+        b.driver.client.send(m.PullOpen(5, segment, *named, sizes=tuple(sizes)))
+        ended = await b.driver.take(m.PullEnded)
+        assert sorted(ended.arrived) == list(range(len(sizes))) and ended.bytes_done == sum(sizes)
+        sums = []
+        for front, offsets in ((a, theirs), (b, ours)):
+            front.driver.client.send(m.Sum(6, tuple(offsets), tuple(sizes), deadline))
+            sums.append((await front.driver.take(m.Summed)).sums)
+        assert sums[0] == sums[1] and len(set(sums[0])) == len(sizes)
+        request = b.request(other)
+        await b.load(request, 8, pulled)
+        await b.prefill(request, 64, start=128)
+        b.join(request, 12)
+        await b.decode(request, 12)
+    assert request.made == told_by_runner(path, other, 12)
+
+
+@pytest.fixture
+def memory_folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kvmesh-test-", dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+async def test_memory_that_outlives_a_rank_is_of_its_groups(models: Models, memory_folder: Path) -> None:
+    settings = {"warm_segment": str(memory_folder / "warm"), "warm_lease_ms": 1000}
+    found = []
+    for switched in (True, True, False):
+        async with rank("a", models("gemma2"), cache_groups=switched, **settings) as driver:
+            found.append(bool(driver.client.ready.warm_until_ns))
+    assert found == [False, True, False], "of one group it is another layout"
+
+
 async def test_without_the_switch_a_model_of_two_groups_has_one(models: Models) -> None:
     async with rank("a", models("gemma2")) as driver:
         ready = driver.client.ready
@@ -158,3 +210,78 @@ async def test_two_ranks_share_every_group_and_push_to_one(models: Models, name:
         b.join(landed, MOST)
         await b.decode(landed, MOST)
         assert landed.made == expected
+
+
+# ── what goes too early shows ────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llama4"])
+async def test_pages_that_go_a_block_early_show(models: Models, name: str) -> None:
+    """The rank refuses a hole that a token sees."""
+    path = models(name)
+    async with serving("a", path, early=1) as front:
+        request = front.request(prompt_of(path, 75))
+        with pytest.raises(AssertionError, match="RankError"):
+            await front.prefill(request, 32)
+    async with serving("b", path) as front:
+        request = front.request(prompt_of(path, 75))
+        await front.prefill(request, 32)
+        front.join(request, MOST)
+        front.early = 1
+        with pytest.raises(AssertionError, match="RankError"):
+            await front.decode(request, MOST)
+
+
+# ── states ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("ahead", ["off", "on"])
+@pytest.mark.parametrize(("tokens", "stops"), [(6, False), (6, True), (9, False), (9, True), (22, True)])
+async def test_the_second_slot_has_the_state_after_the_last_full_block(
+    models: Models, tokens: int, stops: bool, ahead: str
+) -> None:
+    """It ends at a border of blocks (80 or 96 tokens are computed) or beyond one, by length or by a stop token, after
+    which a step that was launched ahead has changed the slot in vain. Another request goes on from there."""
+    path, prompt = models("qwen3_next"), prompt_of(models("qwen3_next"), 75)
+    expected = told_by_runner(path, prompt, tokens)
+    device = STAGED_CPU if ahead == "on" else "cpu"
+    async with serving("a", path, device=device, async_steps=ahead) as front:
+        request = front.request(prompt)
+        await front.prefill(request, 32)
+        front.join(request, 90 if stops else tokens, stop=(expected[-1],) if stops else (), room=128, least=tokens)
+        await front.decode(request, tokens)
+        assert request.made == expected
+        if ahead == "on" and stops:
+            await front.driver.take(m.Left)
+        blocks = request.done // 16
+        other = front.request([*prompt, *expected][: 16 * blocks] + prompt_of(path, 20, seed=9))
+        for number, group in enumerate(front.groups):
+            if group.kind is CacheKind.ALL:
+                other.tables[number] = request.tables[number][:blocks]
+        source = [request.tables[n][1] for n, group in enumerate(front.groups) if group.kind is CacheKind.STATE]
+        await front.prefill(other, 32, start=16 * blocks, source=source)
+        front.join(other, 8, room=128)
+        await front.decode(other, 8)
+        assert other.made == told_by_runner(path, other.prompt, 8)
+
+
+@pytest.mark.parametrize("ahead", ["off", "on"])
+async def test_what_is_not_finite_fails_alone_and_no_state_goes_twice(models: Models, ahead: str) -> None:
+    path = models("qwen3_next")
+    prompts_ = [prompt_of(path, 40), prompt_of(path, 41, seed=8), prompt_of(path, 70, seed=9)]
+    device = STAGED_CPU if ahead == "on" else "cpu"
+    async with serving("a", path, pages=60, device=device, async_steps=ahead) as front:
+        well, bad, late = (front.request(prompt) for prompt in prompts_)
+        await front.prefill(well, 32)
+        await front.prefill(bad, 32)
+        await front.give_back(0, bad.tables[0][:1])  # somebody spoils a page that it has
+        front.join(well, MOST, room=96)
+        front.join(bad, MOST, room=96)
+        # A prompt beside them, of which a step may have the one that is spoiled as well.
+        await front.prefill(late, 128)
+        await front.decode(well, MOST)
+        assert well.made == told_by_runner(path, well.prompt, MOST)
+        front.join(late, 8, room=96)
+        await front.decode(late, 8)
+        assert late.made == told_by_runner(path, late.prompt, 8)
+        assert front.failed == [bad.handle]
