@@ -158,3 +158,78 @@ async def test_two_ranks_share_every_group_and_push_to_one(models: Models, name:
         b.join(landed, MOST)
         await b.decode(landed, MOST)
         assert landed.made == expected
+
+
+# ── what goes too early shows ────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llama4"])
+async def test_pages_that_go_a_block_early_show(models: Models, name: str) -> None:
+    """The rank refuses a hole that a token sees."""
+    path = models(name)
+    async with serving("a", path, early=1) as front:
+        request = front.request(prompt_of(path, 75))
+        with pytest.raises(AssertionError, match="RankError"):
+            await front.prefill(request, 32)
+    async with serving("b", path) as front:
+        request = front.request(prompt_of(path, 75))
+        await front.prefill(request, 32)
+        front.join(request, MOST)
+        front.early = 1
+        with pytest.raises(AssertionError, match="RankError"):
+            await front.decode(request, MOST)
+
+
+# ── states ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("ahead", ["off", "on"])
+@pytest.mark.parametrize(("tokens", "stops"), [(6, False), (6, True), (9, False), (9, True), (22, True)])
+async def test_the_second_slot_has_the_state_after_the_last_full_block(
+    models: Models, tokens: int, stops: bool, ahead: str
+) -> None:
+    """It ends at a border of blocks (80 or 96 tokens are computed) or beyond one, by length or by a stop token, after
+    which a step that was launched ahead has changed the slot in vain. Another request goes on from there."""
+    path, prompt = models("qwen3_next"), prompt_of(models("qwen3_next"), 75)
+    expected = told_by_runner(path, prompt, tokens)
+    device = STAGED_CPU if ahead == "on" else "cpu"
+    async with serving("a", path, device=device, async_steps=ahead) as front:
+        request = front.request(prompt)
+        await front.prefill(request, 32)
+        front.join(request, 90 if stops else tokens, stop=(expected[-1],) if stops else (), room=128, least=tokens)
+        await front.decode(request, tokens)
+        assert request.made == expected
+        if ahead == "on" and stops:
+            await front.driver.take(m.Left)
+        blocks = request.done // 16
+        other = front.request([*prompt, *expected][: 16 * blocks] + prompt_of(path, 20, seed=9))
+        for number, group in enumerate(front.groups):
+            if group.kind is CacheKind.ALL:
+                other.tables[number] = request.tables[number][:blocks]
+        source = [request.tables[n][1] for n, group in enumerate(front.groups) if group.kind is CacheKind.STATE]
+        await front.prefill(other, 32, start=16 * blocks, source=source)
+        front.join(other, 8, room=128)
+        await front.decode(other, 8)
+        assert other.made == told_by_runner(path, other.prompt, 8)
+
+
+@pytest.mark.parametrize("ahead", ["off", "on"])
+async def test_what_is_not_finite_fails_alone_and_no_state_goes_twice(models: Models, ahead: str) -> None:
+    path = models("qwen3_next")
+    prompts_ = [prompt_of(path, 40), prompt_of(path, 41, seed=8), prompt_of(path, 70, seed=9)]
+    device = STAGED_CPU if ahead == "on" else "cpu"
+    async with serving("a", path, pages=60, device=device, async_steps=ahead) as front:
+        well, bad, late = (front.request(prompt) for prompt in prompts_)
+        await front.prefill(well, 32)
+        await front.prefill(bad, 32)
+        await front.give_back(0, bad.tables[0][:1])  # somebody spoils a page that it has
+        front.join(well, MOST, room=96)
+        front.join(bad, MOST, room=96)
+        # A prompt beside them, of which a step may have the one that is spoiled as well.
+        await front.prefill(late, 128)
+        await front.decode(well, MOST)
+        assert well.made == told_by_runner(path, well.prompt, MOST)
+        front.join(late, 8, room=96)
+        await front.decode(late, 8)
+        assert late.made == told_by_runner(path, late.prompt, 8)
+        assert front.failed == [bad.handle]

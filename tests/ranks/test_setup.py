@@ -169,3 +169,33 @@ def test_the_largest_step_over_a_tensor_for_each_cache_group(tmp_path: Path, mon
     assert "weights and the largest step 1,024" in pages.why
     assert isinstance(runner.attention, GroupedAttention)
     assert [len(pages) for pages in runner.memory] == [1, 1], "the trial pages have gone"
+
+
+@pytest.mark.parametrize("named", [{}, {"memory_bytes": 4 * MIB}, {"num_pages": 60}])
+def test_pages_of_each_cache_group(tmp_path: Path, named: dict[str, int]) -> None:
+    path = make_checkpoint(tmp_path / "gemma", tokenizer=False, **FAMILY_ZOO["gemma2"])
+    opened = open_checkpoint(path)
+    steps = {"prefill_chunk_tokens": 64, "max_batch_tokens": 0, "max_running": 3}
+    setup = RankSetup(told(path, steps=steps, room_bytes=2 * GIB, cache_groups=True, **named), opened)
+    assert setup.grouped
+    shapes = group_shapes(opened.config, torch.float32, BLOCK)
+    pages = setup.choose_group_pages(shapes, opened)
+    window = -(-(16 + 64 - 2) // BLOCK) + 1
+    assert pages.groups[1] == 3 * window, "of the window of 16 tokens, while a chunk of 64 is computed"
+    assert pages.count == pages.groups[0] > 3 * window
+    if named.get("memory_bytes"):
+        nbytes = sum(count * shape.page_bytes for count, shape in zip(pages.groups, shapes, strict=True))
+        assert 4 * MIB - shapes[0].page_bytes < nbytes <= 4 * MIB
+    if not named:
+        assert pages.count == 3 * (opened.config.max_context_tokens // BLOCK) + 1
+    assert setup.extent_counts(shapes, pages.groups) == pages.groups
+    settings = setup.group_settings(pages, shapes, Runner(opened, "float32", "cpu", BLOCK, setup.trial_memory(shapes)))
+    assert f"{pages.groups[1]} pages of window16" in settings
+
+
+def test_memory_that_holds_no_windows_is_refused(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "gemma", tokenizer=False, **FAMILY_ZOO["gemma2"])
+    opened = open_checkpoint(path)
+    setup = RankSetup(told(path, memory_bytes=1000, cache_groups=True), opened)
+    with pytest.raises(ConfigError, match=r"memory_mb=0\.0: one request needs"):
+        setup.choose_group_pages(group_shapes(opened.config, torch.float32, BLOCK), opened)

@@ -15,6 +15,7 @@ from kvmesh.ranks.sizing import (
     MIB,
     MOST_CPU_BYTES,
     STEP_KEYS,
+    GroupNeed,
     PageNeed,
     choose_dtype,
     choose_order,
@@ -22,6 +23,9 @@ from kvmesh.ranks.sizing import (
     choose_steps,
     cuda_room,
     host_room,
+    longest_context,
+    named_counts,
+    split,
     step_tokens,
 )
 
@@ -137,3 +141,47 @@ def test_a_bound_never_takes_away_the_longest_request() -> None:
     wide = dataclasses.replace(QWEN, page_bytes=4 * QWEN.page_bytes)
     pages = choose_pages(200 * GIB, {}, wide, "all", MOST_CPU_BYTES)
     assert pages.count == wide.pages_for(40_960) and "where nobody names memory_mb" in pages.why
+
+
+# ── by cache group ───────────────────────────────────────────────────────────────────────────────
+
+ALL, WINDOW, STATE = GroupNeed(1000, None), GroupNeed(500, 33), GroupNeed(20_000, 2)
+
+
+def test_windows_get_what_rows_fill_and_the_rest_is_for_all_tokens() -> None:
+    assert split(1_000_000, [ALL, WINDOW], rows=4) == ((1_000_000 - 4 * 33 * 500) // 1000, 4 * 33)
+    assert split(10_000_000, [ALL, WINDOW, STATE], rows=10)[1:] == (330, 20)
+
+
+@given(
+    st.integers(10_000, 50_000_000),
+    st.lists(st.tuples(st.integers(1, 5000), st.none() | st.integers(1, 300)), min_size=1, max_size=5),
+    st.integers(1, 300),
+)
+def test_windows_and_states_take_half_at_most(nbytes: int, told: list[tuple[int, int | None]], rows: int) -> None:
+    needs = [GroupNeed(*one) for one in told]
+    counts = split(nbytes, needs, rows)
+    bounded = [at for at, need in enumerate(needs) if at and need.peak is not None and counts[at] != counts[0]]
+    taken = sum(counts[at] * needs[at].block_bytes for at in bounded)
+    least = sum((needs[at].peak or 0) * needs[at].block_bytes for at in bounded)
+    assert taken <= max(nbytes // 2 + sum(needs[at].block_bytes for at in bounded), least + nbytes // 2)
+    assert all((needs[at].peak or 0) <= counts[at] <= rows * (needs[at].peak or 0) for at in bounded)
+    if counts[0]:
+        assert sum(count * need.block_bytes for count, need in zip(counts, needs, strict=True)) <= nbytes
+    assert all(count == counts[0] for count, need in zip(counts, needs, strict=True) if need.peak is None)
+
+
+def test_no_window_has_more_blocks_than_there_are_tokens_for() -> None:
+    assert split(150_000, [ALL, WINDOW], rows=100) == (100, 100)
+    assert split(99_000, [WINDOW], rows=2) == (198,), "the first group gets all that there is"
+
+
+def test_what_the_operator_names_is_the_first_groups() -> None:
+    assert named_counts(50, [ALL, WINDOW, STATE], rows=3) == (50, 50, 6)
+    assert named_counts(1, [ALL, STATE], rows=3) == (1, 2), "a request has two"
+
+
+def test_a_window_that_is_whole_bounds_no_context() -> None:
+    assert longest_context((50, 33, 2), [ALL, WINDOW, STATE], 16) == 800
+    assert longest_context((33,), [WINDOW], 16) is None
+    assert longest_context((32,), [WINDOW], 16) == 512

@@ -76,6 +76,7 @@ class GroupedFront:
         self.requests = 0
         self.tickets = 0
         self.holes = 0
+        self.failed: list[int] = []  # requests of which a step failed
 
     async def poison(self, engine: TransferEngine) -> None:
         """Fills extent 0 of each group with NaN, over the wire and into a window whose parts differ in size."""
@@ -170,6 +171,15 @@ class GroupedFront:
         self.driver.client.send(m.CopyIn(request.handle, (), (), tuple(pages), tuple(extents)))
         await self.driver.take(m.Copied)
 
+    async def hear(self, request: GroupedRequest, *kinds: type[m.Message]) -> m.Message:
+        """Returns the next message of some kind. Raises AssertionError when the request fails."""
+        while True:
+            message = await self.driver.take((*kinds, m.RankError))
+            if not isinstance(message, m.RankError):
+                return message
+            assert request.handle not in message.handles, message
+            self.failed += message.handles
+
     # ── a request's life ─────────────────────────────────────────────────────────────────────────
 
     def request(self, prompt: Sequence[int]) -> GroupedRequest:
@@ -232,7 +242,8 @@ class GroupedFront:
             sample = GREEDY if end == len(prompt) else None
             item = m.PrefillItem(request.handle, tuple(prompt[start:end]), start, (), sample, push, groups=tuple(named))
             self.driver.client.send(m.PrefillStep(start + 1, (item,)))
-            done = await self.driver.take(m.PrefillStepDone)
+            done = await self.hear(request, m.PrefillStepDone)
+            assert isinstance(done, m.PrefillStepDone)
             request.made += [token.token_id for token in done.sampled]
             if sealed:
                 await self.seal(request, start // BLOCK, end // BLOCK, whole, snapshots, sealed)
@@ -264,9 +275,12 @@ class GroupedFront:
         copied = await self.driver.take(m.SealCopied)
         assert copied.ticket == self.tickets and not copied.bad and not copied.bad_groups
 
-    def join(self, request: GroupedRequest, most: int) -> None:
-        """Puts it into the batch, with a page for the next token in every group."""
-        self._grow(request, request.done + 1)
+    def join(
+        self, request: GroupedRequest, most: int, stop: tuple[int, ...] = (), room: int = 0, least: int = 0
+    ) -> None:
+        """Puts it into the batch, with pages for the next token in every group, or for `room` tokens. It ends by length
+        at `most` tokens, or at a `stop` token once it has `least`."""
+        self._grow(request, room or request.done + 1)
         self.driver.client.send(
             m.Join(
                 request.handle,
@@ -275,8 +289,8 @@ class GroupedFront:
                 request.made[-1],
                 len(request.made) - 1,
                 most,
-                0,
-                (),
+                least,
+                stop,
                 GREEDY,
                 groups=self.named(request),
             )
@@ -297,16 +311,17 @@ class GroupedFront:
         """Decodes to the end, or until there are `until` tokens; grants pages when it stalls and drops those behind."""
         going: list[tuple[int, list[int]]] = []  # dropped, and given back with the next step
         while len(request.made) < (until or most):
-            step = await self.driver.take(m.DecodeStepDone | m.Stalled)
+            step = await self.hear(request, m.DecodeStepDone, m.Stalled)
             if isinstance(step, m.Stalled):
                 if more := self._grow(request, request.done + 1):
                     self.driver.client.send(m.Grant(request.handle, (), more))
                 continue
+            assert isinstance(step, m.DecodeStepDone)
             for number, pages in going:
                 await self.give_back(number, pages)
             going = []
             for token in step.tokens:
-                assert token.token_index == len(request.made)
+                assert token.handle == request.handle and token.token_index == len(request.made)
                 request.made.append(token.token_id)
             for number, table in enumerate(request.tables):
                 freed = 0 if is_state(self.groups[number]) else self.freed(number, request.done)
@@ -379,8 +394,8 @@ async def hand_over(
     told: set[int] = set()
     push(0)
     await a.prefill(request, chunk, push=True, computed=push)
-    pushed = await a.driver.take(m.PushDone | m.PushFailed)
-    assert isinstance(pushed, m.PushDone), pushed.cause
+    pushed = await a.driver.take((m.PushDone, m.PushFailed))
+    assert isinstance(pushed, m.PushDone), pushed
     for writer in writers:
         await b.driver.take(m.FillEnded)
         b.driver.client.send(m.Fence(writer.engine_name, 1))

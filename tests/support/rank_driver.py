@@ -77,7 +77,7 @@ class Driver:
     def send_to(self, _: int, message: m.ToRank) -> None:
         self.client.send(message)
 
-    async def take(self, kind: type[M], timeout_s: float = 30.0) -> M:
+    async def take(self, kind: type[M] | tuple[type[M], ...], timeout_s: float = 30.0) -> M:
         """The oldest message of that kind; those of other kinds stay in the inbox."""
         async with asyncio.timeout(timeout_s):
             while True:
@@ -158,7 +158,7 @@ class AllRanks:
     def send_to(self, rank: int, message: m.ToRank) -> None:
         self.drivers[rank].client.send(message)
 
-    async def take(self, kind: type[M], timeout_s: float = 30.0) -> M:
+    async def take(self, kind: type[M] | tuple[type[M], ...], timeout_s: float = 30.0) -> M:
         """What the leader said, once the others have said it, too, if they do."""
         found = await self.drivers[0].take(kind, timeout_s)
         if not isinstance(found, LEADERS):

@@ -247,8 +247,8 @@ class Pusher:
                 raise ConfigError(f"groups: cache group {pages.group} has {why}", field="groups")
         group = spec.group
         if group is None:
-            landings = (_Landing(*pages, self._whole(pages.group)) for pages in spec.group_offsets)
-            return (_Target(spec.segment, tuple(landings)),)
+            same = tuple(_Landing(*pages, self._whole(pages.group)) for pages in spec.group_offsets)
+            return (_Target(spec.segment, same),)
         plans = []
         for number, own in enumerate(self._groups):
             writers, readers = (
