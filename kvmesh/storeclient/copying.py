@@ -18,6 +18,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from kvmesh.blockservice.object_family import family_of
 from kvmesh.blockservice.peers import PeerPool
 from kvmesh.clock import lease_clock
 from kvmesh.errors import DeadlinePassed, InvalidRequest, KvmeshError, Unavailable
@@ -252,20 +253,23 @@ class Mover:
             return guard
         told = await self._ask(work.to, "Exists", pb.ExistsRequest(keys=b"".join(keys)), work.deadline)
         by_layout: dict[str, list[bytes]] = {}
+        masks = dict(zip(keys, told.groups, strict=False))  # of a model of several cache groups
         for key, tier, at in zip(keys, told.tiers, told.layout, strict=True):
             if tier:
                 by_layout.setdefault(told.layouts[at], []).append(key)
         for layout, some in by_layout.items():
+            groups = bytes(masks[key] for key in some) if family_of(layout) is not None else b""
             request = pb.LeaseRequest(
                 reader="move",
                 holder_incarnation=work.to.incarnation,
                 keys=b"".join(some),
                 lease_ms=GUARD_MS,
                 layout=layout,
+                groups=groups,
             )
             asked = lease_clock()
             answer = await self._ask(work.to, "Lease", request, work.deadline)
-            if answer.lease_id:
+            if answer.lease_id and (not groups or answer.held_groups == groups):
                 guard.keys.extend(key for key, here in zip(some, answer.held, strict=True) if here)
                 guard.leases.append(answer.lease_id)
                 guard.until = min(guard.until, asked + answer.lease_ms * 0.0009)

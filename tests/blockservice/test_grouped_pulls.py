@@ -1,4 +1,4 @@
-"""Objects of several cache groups between instances of any cut: leased under one number, read, compared byte by byte."""
+"""Objects of several cache groups between instances of any cut: leased under one number, read, every byte compared."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ async def test_what_is_here_pinned_listed_and_removed(bench: Desk) -> None:
         parts = [part async for part in rpc.ListBlocks(pb.ListBlocksRequest())]
         listed = dict(zip(a.store.keys(), parts[0].groups, strict=True))
         assert parts[0].keys == b"".join(a.store.keys()) and [listed[key] for key in keys] == masks
-        # A hit at block 3's end (4 blocks) needs all anchors, the last three windows, and the state of block 3: it lacks.
+        # A hit at the end of 4 blocks needs all anchors, the last three windows, and the state of block 3, which lacks.
         pin = pb.PinBlocksRequest(keys=b"".join(keys[:4]), layout=FAMILY.text, kind=pb.PIN_KIND_HARD)
         assert (await rpc.Pin(pin)).done == b"\1" * 4
         assert a.store.stores[0].pinned_hard(keys) == [True] * 4 + [False] * 2

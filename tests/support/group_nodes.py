@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 
+import numpy as np
 import psutil
 
 from kvmesh.blockservice.blocks import BlockService
@@ -16,7 +17,7 @@ from kvmesh.blockservice.object_family import ObjectFamily
 from kvmesh.blockservice.partitions import GroupedPartitions, Partition
 from kvmesh.blockservice.peer_segments import PeerSegments
 from kvmesh.blockservice.tiers.parts import TierSettings
-from kvmesh.kvcache.cache_groups import CacheGroup, CacheKind, CacheLayout, GroupPages, byte_ranges, rank_shard
+from kvmesh.kvcache.cache_groups import CacheGroup, CacheKind, CacheLayout, GroupPages, rank_shard
 from kvmesh.kvcache.grouped_store import GroupedStore
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.kvcache.node_store import NodeStore
@@ -60,9 +61,11 @@ def cuts(ranks: int, group: int) -> tuple[ShardLayout, ...]:
 
 
 def piece(key: bytes, cut: ShardLayout) -> bytes:
-    """The bytes of the object that are this cut."""
-    whole = object_of(key, cut.group)
-    return b"".join(whole[at : at + size] for at, size in byte_ranges(cut, FAMILY.object(cut.group)))
+    """The bytes of the object `[layers, planes, heads, tokens, dim]` that are this cut."""
+    whole = FAMILY.object(cut.group)
+    values = np.frombuffer(object_of(key, cut.group), dtype=np.uint8).reshape(*whole.shape[:3], -1)
+    layers = slice(cut.first_layer, cut.first_layer + cut.layers)
+    return values[layers, :, cut.first_head : cut.first_head + cut.kv_heads].tobytes()
 
 
 class Desk:
