@@ -3,11 +3,13 @@ every object is what its key says, no page goes while a step or decode needs it,
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 
 from tests.support.prefill.grouped_world import ALL, CHUNK, WINDOW, GroupedWorld
 
-TIMES = settings(max_examples=100, stateful_step_count=60, deadline=None)
+pytestmark = pytest.mark.timeout(600)
+TIMES = settings(max_examples=60, stateful_step_count=60, deadline=None)
 
 
 class Windows(GroupedWorld):
@@ -32,8 +34,10 @@ class Chunks(GroupedWorld):
 
 
 TestStates = GroupedWorld.TestCase
+TestStates.settings = TIMES
 TestWindows = Windows.TestCase
+TestWindows.settings = TIMES
 TestWindowAlone = WindowAlone.TestCase
+TestWindowAlone.settings = TIMES
 TestChunks = Chunks.TestCase
-for case in (TestStates, TestWindows, TestWindowAlone, TestChunks):
-    case.settings = TIMES
+TestChunks.settings = TIMES

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 
 from kvmesh.errors import ConfigError
+from kvmesh.kvcache.cache_groups import needed_blocks
+from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.status import from_rpc_error
 from kvmesh.services.prefill.config import PrefillConfig
 from kvmesh.services.prefill.main import run
 from tests.support.checkpoints import FAMILY_ZOO, make_checkpoint, prompts
 from tests.support.engine.qwen3_next import make_qwen3_next
 from tests.support.grouped_rank import told_by_runner
-from tests.support.prefill.client import decode, pools
+from tests.support.prefill.client import decode, instance, pools
 from tests.support.prefill.grouped_client import grouped_decode
 from tests.support.rank_driver import BLOCK, rank
 from tests.support.services import running, until
@@ -79,3 +81,26 @@ async def test_a_decode_instance_without_groups_is_refused(tmp_path: Path) -> No
             await client.hello()
         error = from_rpc_error(failed.value)  # type: ignore[arg-type]
         assert isinstance(error, ConfigError) and error.field == "group_layouts"
+
+
+@pytest.mark.parametrize("name", ["gemma2", "qwen3_next"])
+@pytest.mark.slow
+async def test_what_another_instance_has_is_pulled_group_by_group(name: str, tmp_path: Path) -> None:
+    path = model(name, tmp_path)
+    prompt = prompts(1, 250, seed=8, low=150, high=151)[0]
+    async with (
+        running(run, config(path, instance_id="prefill-a")) as holder,
+        running(run, config(path, instance_id="prefill-b")) as service,
+        rank("decode-x", path, ("shm",), pages=40, cache_groups=True) as driver,
+    ):
+        async with grouped_decode(holder.address, driver, path) as client:
+            await client.told(prompt, 2)
+        where = (await instance(holder.address)).instance
+        hint = pb_common.PullRange(holder=where, first_block=0, blocks=len(prompt) // BLOCK)
+        async with grouped_decode(service.address, driver, path) as client:
+            first, told = await client.told(prompt, ANSWER, pulls=[hint])
+            parts = zip(client.front.groups, client.front.memory, strict=True)
+            needed = [(needed_blocks(group, BLOCK, AGAIN[name]), one.shard.shard_bytes) for group, one in parts]
+        assert told == told_by_runner(path, prompt, ANSWER)
+        assert (first.cached_tokens, first.timings.pulled_tokens) == (AGAIN[name], AGAIN[name])
+        assert first.timings.pull_bytes == sum(len(blocks) * size for blocks, size in needed), "what a hit needs alone"

@@ -271,7 +271,9 @@ class GroupedWorld(RuleBasedStateMachine):
         ]
 
     def begun(self) -> list[int]:
-        return [n for n in self.open(landed=False) if self.asked[n].has(ev.SendBeginFill)]
+        """Those that wait for a landing; whoever is adopted gets none."""
+        known = [n for n in self.open(landed=False) if self.asked[n].has(ev.SendBeginFill)]
+        return [n for n in known if not self.asked[n].start.adopt]
 
     @precondition(lambda self: self.begun())
     @rule(data=st.data(), lease_ms=st.sampled_from([100, 1000]), skip=st.integers(0, 3))
