@@ -93,6 +93,36 @@ async def test_in_every_situation(name: str, ways: str, tmp_path: Path, mesh: Me
         await running.settled()
 
 
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])
+async def test_steps_run_ahead(name: str, tmp_path: Path, mesh: MeshFactory) -> None:
+    """On a device that runs behind the host, which lands in host memory and launches a step before it has read the one
+    before: rows end in steps in vain, and a turn goes on from the state that they left at the last block border."""
+    path = checkpoint(name, tmp_path)
+    device = {"device": "cpu-staged", "async_steps": "on", "num_pages": 3 * PAGES}
+    flags = FLAGS | {"coupled": FLAGS["coupled"] | device}
+    async with mesh(path, block_tokens=BLOCK, prefill=0, decode=0, coupled=2, flags=flags) as running:
+        direct = await Direct.of(running, name)
+
+        async def ask(prompt: list[int], stop: list[int]) -> list[int]:
+            answer = await direct.generate(
+                prompt, 21, prefill="coupled-1", decode="coupled-0", stop_token_ids=stop, pulls=[("coupled-0", 0, 1)]
+            )
+            assert answer.error is None
+            return answer.tokens
+
+        async def converse(prompt: list[int]) -> None:
+            whole = await ask(prompt, [])
+            assert_matches_reference(path, prompt, whole)
+            last = whole[10]  # the answer ends with it while the next step runs
+            cut = await ask(prompt, [last])
+            assert cut == whole[: whole.index(last) + 1]
+            turn = [*prompt, *cut, 5, 6, 7]
+            assert_matches_reference(path, turn, await ask(turn, []))
+
+        await asyncio.gather(*(converse(prompt) for prompt in prompts(6, 300, seed=24, low=20, high=60)))
+        await running.settled()
+
+
 @EACH
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=["drained", "killed"])
 async def test_an_answer_goes_on_elsewhere(name: str, how: signal.Signals, tmp_path: Path, mesh: MeshFactory) -> None:
