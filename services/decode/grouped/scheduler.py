@@ -194,7 +194,9 @@ class GroupedScheduler(Scheduler):
                 del self.needy[h.handle]
                 continue
             given = [
-                GroupPages(g, h.runs[g].end, tuple(self.pools[g].allocate(1))) for g in short if self.pools[g].free
+                GroupPages(g, h.runs[g].end, tuple(self.pools[g].allocate(1)))
+                for g in short
+                if self.pools[g].free and (h.claims[g] is None or h.credit(g))
             ]
             if len(given) == len(short):
                 del self.needy[h.handle]
