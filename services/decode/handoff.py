@@ -262,8 +262,9 @@ class Handoff:
             self.limits.lookahead_tokens,
         )
 
-    def drop(self, out: list[e.Action]) -> None:
-        """Gives pages back that no token sees any more. Where every token sees all those before it, there are none."""
+    def drop(self, out: list[e.Action], *, idle: bool = False) -> None:
+        """Gives pages back that no token sees any more; `idle` says that no step has the row. Where every token sees
+        all those before it, there are none."""
 
     def _offsets(self, rank: int) -> tuple[int, ...]:
         """Returns the byte offsets of the landing's blocks in the segment of rank `rank`."""

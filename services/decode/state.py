@@ -254,7 +254,7 @@ class DecodeState:
         if h is not None and h.running and h.room <= 0:  # room may have been granted while this message was on its way
             h.stalled = True
             self.scheduler.want_page(h)
-            self._drop(h, now)  # no step has the row: what was dropped comes back at once
+            self._drop(h, now, idle=True)
 
     def _step_done(self, rank: int, step: m.DecodeStepDone, now: int) -> None:
         """Handles the tokens of one step. It is the path of every token: it makes no objects, and schedules only when a
@@ -334,9 +334,9 @@ class DecodeState:
     def _seal(self, h: Handoff) -> None:
         self._tell_ranks(self.scheduler.seal(h))
 
-    def _drop(self, h: Handoff, now: int) -> None:
+    def _drop(self, h: Handoff, now: int, *, idle: bool = False) -> None:
         actions: list[e.Action] = []
-        h.drop(actions)
+        h.drop(actions, idle=idle)
         self._do(h, actions, now)
 
     def _tell_ranks(self, message: m.ToRank | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from kvmesh.errors import ContextTooLong, KvmeshError
 from kvmesh.kvcache.cache_groups import CacheKind, GroupPages, needed_blocks
@@ -278,13 +279,14 @@ class GroupedTable(HandoffBook):
 
     # ── tests ────────────────────────────────────────────────────────────────────────────────────
 
-    def check_integrity(self, others: Sequence[int] = ()) -> None:
-        assert not others, "others hold pages group by group"
+    def check_integrity(self, others: Sequence[Any] = ()) -> None:
+        """`others` has the (group, page) that others hold, as often as they do."""
         self.cache.check_integrity()
-        self.blocks.check_integrity(self.handoffs)
+        self.blocks.check_integrity(self.handoffs, alone=not others)
         memories = [h.memory for h in self.handoffs.values() if h.memory is not None]
         for g, pool in enumerate(self.pages.pools):
             held = [page for memory in memories for page in memory.held[g].values()] + self.blocks.sealing_pages(g)
+            held += [page for group, page in others if group == g]
             held += [slots[g] for memory in memories for slots in memory.snapshots.values() if g in slots]
             for page in range(pool.total):
                 holders = held.count(page) + self.cache.holds_page(g, page)

@@ -147,8 +147,9 @@ class GroupedHandoff(Handoff):
 
     # ── pages that no token sees any more ────────────────────────────────────────────────────────
 
-    def drop(self, out: list[e.Action]) -> None:
-        """Has the ranks forget pages that no token from now on sees, and gives back those of the last time."""
+    def drop(self, out: list[e.Action], *, idle: bool = False) -> None:
+        """Has the ranks forget pages that no token from now on sees, and gives back those of the last time; if no step
+        has the row (`idle`), all of them."""
         self._free_dropped(out)
         for g, run in self._token_runs():
             count = self._freed(g) - run.first
@@ -159,6 +160,8 @@ class GroupedHandoff(Handoff):
             run.first += count
             out.extend(self._to_all(m.DropPages(self.handle, g, run.first)))
             self.dropped[g] = gone
+        if idle:
+            self._free_dropped(out)
         self.drop_at = self._next_drop()
 
     def _freed(self, g: int) -> int:
@@ -240,6 +243,8 @@ class GroupedHandoff(Handoff):
         for g, run in self.runs.items():
             if is_state(self.groups[g]):
                 run.first = 0
+            elif not run.ids:
+                run.first = self.needed(g).start  # nothing of the prompt is seen any more
 
     def _keep_extents(self) -> e.FreeExtents:
         """What lies in extents is in pages, too, and sealed out of those."""

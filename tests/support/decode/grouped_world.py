@@ -90,6 +90,7 @@ class GroupedRank:
     over: dict[int, m.ToFront] = field(default_factory=dict)  # said when no step in flight has the row
     vain: set[int] = field(default_factory=set)
     stops: set[int] = field(default_factory=set)  # rows that sample a stop token next
+    steps: deque[m.PrefillStep] = field(default_factory=deque)
     doubts: bool = False  # now and then something that is sealed is not finite
 
     # ── commands ─────────────────────────────────────────────────────────────────────────────────
@@ -124,6 +125,10 @@ class GroupedRank:
                     old = row.tables[g]
                     assert first > old.first
                     row.tables[g] = GroupPages(g, first, old.ids[first - old.first :])
+            case m.PrefillStep() as step:
+                for copy in [copy for copy in self.copies if isinstance(copy, m.LoadCopy)]:
+                    self.finish_copy(self.copies.index(copy))  # it is done before the step
+                self.steps.append(step)
             case m.Leave(handle):
                 if self.rows.pop(handle, None) is not None or handle not in self.over:
                     self._say_when_over(handle, m.Left(handle))
@@ -186,6 +191,33 @@ class GroupedRank:
             if not any(flying.handle == handle for launched in self.flights for flying in launched):
                 self.says.append(self.over.pop(handle))
                 self.vain.discard(handle)
+
+    def chunks(self) -> None:
+        """The oldest step of prompts runs."""
+        step = self.steps.popleft()
+        for item in step.items:
+            tokens, end = self.tokens[item.handle], item.start + len(item.token_ids)
+            tables = {table.group: table for table in item.groups}
+            for g, group in enumerate(self.groups):
+                table = tables[g]
+                if group.kind is CacheKind.STATE:
+                    slot, done = ("page", g, table.ids[0]), ("state", tuple(tokens[:end]))
+                    if item.start:
+                        assert self.memory.get(slot) == ("state", tuple(tokens[: item.start])), (
+                            f"state of {item.handle}"
+                        )
+                    self.memory[slot] = done
+                    if len(table.ids) > 1 and table.ids[1] >= 0:
+                        self.memory["page", g, table.ids[1]] = done
+                    continue
+                for block in range(first_seen(group, item.start) // B, -(-item.start // B)):
+                    found = self.memory.get(("page", g, table.ids[block - table.first]))
+                    assert found == ("kv", tuple(tokens[: min(item.start, (block + 1) * B)])), f"{group.name} {block}"
+                for block in range(item.start // B, -(-end // B)):
+                    place = ("page", g, table.ids[block - table.first])
+                    self.memory[place] = ("kv", tuple(tokens[: min(end, (block + 1) * B)]))
+        sampled = tuple(m.Sampled(item.handle, 1000) for item in step.items if item.sample)
+        self.says.append(m.PrefillStepDone(step.step_id, 1, 2, sampled))
 
     def _compute(self, flying: Flying, tokens: list[int]) -> None:
         """Reads all that the token at `position` sees, and writes its own."""
@@ -257,6 +289,8 @@ class GroupedRank:
 
 
 class GroupedWorld:
+    peer = 1  # of requests
+
     def __init__(
         self,
         groups: Sequence[CacheGroup],
@@ -266,7 +300,6 @@ class GroupedWorld:
         running: int = 3,
         direct: bool = True,
         lookahead: int = 1,
-        pools: Sequence[object] | None = None,
     ) -> None:
         self.groups = tuple(groups)
         self.limits = Limits(max_running=running, lookahead_tokens=lookahead, watermark_percent=0, swap_percent=0)
@@ -292,7 +325,7 @@ class GroupedWorld:
             for g, x in enumerate(extents)
         ]
         self.store = GroupedStore(groups, stores, B)
-        self.state = DecodeState(self.limits, self.shape, self.store)
+        self.state = self.make_state()
         assert isinstance(self.state.scheduler, GroupedScheduler)
         self.scheduler = self.state.scheduler
         self.rank = GroupedRank(self.groups)
@@ -309,23 +342,30 @@ class GroupedWorld:
         self.feed(i.SessionOpened(1))
         self.feed(i.PeerReady(1, ((0, "p"),)))
 
+    def make_state(self) -> DecodeState:
+        return DecodeState(self.limits, self.shape, self.store)
+
     # ── into the brain ───────────────────────────────────────────────────────────────────────────
 
     def feed(self, event: i.Input) -> None:
         for output in self.state.step(event, self.now):
-            match output:
-                case m.TellRank(_, message):
-                    self.rank.commands.append(message)
-                case e.AskPrefill(_, handle, spec):
-                    self.asked[handle] = self.shape.blocks(spec.prompt_tokens)
-                    self.rank.tokens[handle] = block_keys.unpack_tokens(spec.carry)
-                case e.TellLanding(_, handle, epoch, _, ranks, _):
-                    self.landings[handle] = epoch, ranks[0]
-                case i.Pull(job, _):
-                    self.jobs.append(job)
-                case i.Flush(session):
-                    self._read(session)
+            self.does(output)
         self.check()
+
+    def does(self, output: i.Output) -> None:
+        """Carries out what the brain wants."""
+        match output:
+            case m.TellRank(_, message):
+                self.rank.commands.append(message)
+            case e.AskPrefill(_, handle, spec):
+                self.asked[handle] = self.shape.blocks(spec.prompt_tokens)
+                self.rank.tokens[handle] = block_keys.unpack_tokens(spec.carry)
+            case e.TellLanding(_, handle, epoch, _, ranks, _):
+                self.landings[handle] = epoch, ranks[0]
+            case i.Pull(job, _):
+                self.jobs.append(job)
+            case i.Flush(session):
+                self._read(session)
 
     def _read(self, session: int) -> None:
         parcel = self.state.sessions[session].take()
@@ -362,7 +402,7 @@ class GroupedWorld:
             pulls=(PullRange("h", "h:1", 1, *pull, groups=mask),) if pull[1] else (),
             carry=block_keys.pack_tokens(tokens),
         )
-        self.feed(i.Admit(1, slot, 1, spec, self.now))
+        self.feed(i.Admit(1, slot, self.peer, spec, self.now))
         return slot
 
     def cancel(self, slot: int) -> None:
@@ -478,6 +518,8 @@ class GroupedWorld:
         for _ in range(steps):
             self.go_on()
             before = len(self.rank.flights)
+            if self.rank.steps:
+                self.rank.chunks()
             self.rank.launch()
             if not ahead or len(self.rank.flights) > 1 or len(self.rank.flights) == before:
                 self.rank.collect()
