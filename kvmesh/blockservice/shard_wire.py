@@ -43,3 +43,28 @@ def writers_of(
     except ConfigError as error:
         raise InvalidRequest(f"layouts: {error.message}", field="layouts") from None
     return tuple((reader, names[writer]) for reader in range(len(readers)) for writer in sorted(plan.marks(reader)))
+
+
+# ── models of several cache groups ───────────────────────────────────────────────────────────────────
+
+
+def by_group(layouts: Sequence[ShardLayout], ranks: int) -> tuple[tuple[ShardLayout, ...], ...]:
+    """Returns, for each cache group, how `ranks` ranks cut it, of layouts as a Hello has them: rank by rank, within a
+    rank by group number. Raises InvalidRequest unless each rank has every group."""
+    count, rest = divmod(len(layouts), ranks) if ranks else (0, len(layouts))
+    numbers = [layout.group for layout in layouts]
+    if rest or not count or numbers != [*range(count)] * ranks:
+        raise InvalidRequest.of("group_layouts", f"groups {numbers}", f"every group at each of {ranks} ranks, in order")
+    return tuple(tuple(layouts[group::count]) for group in range(count))
+
+
+def grouped_writers_of(
+    names: Sequence[str], writers: Sequence[ShardLayout], readers: Sequence[ShardLayout], ranks: int
+) -> tuple[tuple[int, str], ...]:
+    """Returns what `writers_of` does, of a model of several cache groups and `ranks` readers: a pair for each writer
+    that sends something of any group, whatever one handoff's landing names. Layouts are as `by_group` takes them."""
+    cuts, wanted = by_group(writers, len(names)), by_group(readers, ranks)
+    if len(cuts) != len(wanted):
+        raise InvalidRequest.of("group_layouts", f"{len(wanted)} groups", f"{len(cuts)}, as the other side has")
+    pairs = {pair for own, theirs in zip(cuts, wanted, strict=True) for pair in writers_of(names, own, theirs)}
+    return tuple(sorted(pairs))

@@ -56,6 +56,13 @@ class InstanceConfig(TierConfig):
     block_tokens: int = field(default=64, metadata={"help": "Tokens a block: a power of two in 16..512."})
     num_pages: int = field(default=0, metadata={"help": "Device pages of a rank; 0: as many as memory_mb holds."})
     num_extents: int = field(default=0, metadata={"help": "Blocks of the host segment; 0: as many as pages."})
+    cache_groups: bool = field(
+        default=False,
+        metadata={
+            "help": "Keep a model whose layers keep different things (windows, chunks, states) group by group "
+            "(docs/adr/0037-cache-groups.md), which all instances of that model must agree on."
+        },
+    )
     memory_mb: int = field(
         default=0,
         metadata={

@@ -160,6 +160,7 @@ class Front:
             room_bytes=c.room_mb << 20,
             device_instances=c.device_instances,
             steps={key: getattr(c, key) for key in STEP_KEYS if hasattr(c, key)},
+            cache_groups=c.cache_groups,
         )
 
     def settled(self, config: Settled) -> Settled:
@@ -388,13 +389,15 @@ class Front:
         if self._registrar is not None:
             self._registrar.urge()
 
-    async def depart(self) -> None:
-        """Takes no new work from now on, moves away what only this node holds within `evacuate_ms`, then calls
-        `leave`."""
+    async def depart(self, after: asyncio.Event | None = None) -> None:
+        """Takes no new work from now on, moves away what only this node holds within `evacuate_ms`, once `after` is
+        set, then calls `leave`."""
         self._retired = True
         if self.server is not None:
             self.server.set_ready(False, "shutting down")
         self.urge()
+        if after is not None:
+            await after.wait()
         if self.config.evacuate_ms and not self._lost and self.server is not None:
             await evacuate_node(self.ref, self.config.store, self.config.evacuate_ms / 1000)
         await self.leave()

@@ -24,7 +24,7 @@ from kvmesh.kvcache.cache_groups import (
 )
 from kvmesh.kvcache.node_store import bits_of
 from kvmesh.kvcache.page_pool import PageInvariantError, PagePool
-from kvmesh.kvcache.prefix_cache import PrefixCache
+from kvmesh.kvcache.prefix_cache import IdlePages, PrefixCache
 
 
 class _SidePages:
@@ -226,6 +226,18 @@ class GroupedPrefixCache:
         self.misses += min(most, len(keys)) - hit.blocks
         return hit, found
 
+    def take(self, group: int, keys: Sequence[bytes]) -> list[int]:
+        """Returns the page of each of these blocks in one group, -1 where it has none, with one reference each that the
+        caller must release: for who finds the rest of what a hit needs elsewhere. Of a group 0 that keeps all, `keys`
+        is a chain from its first block on."""
+        if group in self._sides:
+            pages = [self._sides[group].pages.get(key, -1) for key in keys]
+            self._pools[group].share(page for page in pages if page >= 0)
+            return pages
+        assert self._chain is not None
+        found = self._chain.match(keys)
+        return found + [-1] * (len(keys) - len(found))
+
     def insert(self, keys: Sequence[bytes], pages: Sequence[GroupPages], start: int = 0) -> int:
         """Caches the chain `keys` (from the prompt's first block on), with what `pages` has of it; -1 stands for a
         hole. Returns the number of new pages.
@@ -295,6 +307,10 @@ class GroupedPrefixCache:
         self._chain.check_integrity()
         if not hung.keys() <= set(self._chain.keys()):
             raise PageInvariantError("a page hangs on a block that is not cached")
+
+    def of_group(self, group: int) -> IdlePages:
+        """Returns what this cache has of one group's pool, for `CachedPages`."""
+        return self._of(group)
 
     def _of(self, group: int) -> PrefixCache | _SidePages:
         if group in self._sides:

@@ -152,6 +152,16 @@ class GroupedStore:
             self._told[g].difference_update(mine)
         return held
 
+    def hold_of(self, group: int, keys: Sequence[bytes]) -> list[int]:
+        """Returns the extents of these objects of one group, with one reference each that the caller must `release`:
+        for who finds the rest of what a hit needs elsewhere. Raises PageInvariantError, and holds nothing, when one is
+        not sealed."""
+        store = self.stores[group]
+        if store.peek(keys) < len(keys):
+            raise PageInvariantError(f"group {self.groups[group].name} lacks some of {len(keys)} blocks")
+        self._told[group].difference_update(keys)
+        return store.hold(keys)
+
     def release(self, held: Iterable[GroupPages]) -> None:
         """Drops one reference of each extent, as `hold` gave them."""
         for group, _, extents in held:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 from kvmesh.kvcache.page_pool import PageInvariantError, PagePool
 
@@ -220,11 +221,24 @@ class PrefixCache:
 # What the cache holds alone is free for the taking.
 
 
+class IdlePages(Protocol):
+    """What a cache tells of the pages that it has of one pool; see `PrefixCache`."""
+
+    @property
+    def evictable(self) -> int: ...
+
+    def holds_page(self, page: int, /) -> bool: ...
+
+    def evict(self, n: int, /) -> int: ...
+
+    def check_integrity(self) -> None: ...
+
+
 class CachedPages:
     """The view of `pool` with `cache` on top: idle cached pages count as free and are evicted when pages are taken, and
     the cache's own references do not count. Pure, as both are."""
 
-    def __init__(self, pool: PagePool, cache: PrefixCache) -> None:
+    def __init__(self, pool: PagePool, cache: IdlePages) -> None:
         self._pool = pool
         self._cache = cache
 

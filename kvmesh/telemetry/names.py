@@ -112,6 +112,7 @@ PULLED_TOKENS = "kvmesh.pulled_tokens"  # on other nodes
 PULL_BYTES = "kvmesh.pull.bytes"
 TIER = "kvmesh.pull.tier"  # of it that they lay in, as far as was known
 LOWER_TOKENS = "kvmesh.lower_tokens"  # of the cached ones in the own host segment: read from a tier below for this
+SHORT_GROUPS = "kvmesh.short_groups"  # cache groups, by name, that lacked something, so that fewer tokens are cached
 HOLDER = "kvmesh.pull.holder"  # instance id of the node that blocks were read from
 WANTED_BLOCKS = "kvmesh.pull.wanted_blocks"
 AT_DECODE_TOKENS = "kvmesh.at_decode_tokens"  # of the prompt: their KV lay in decode's store and was not sent

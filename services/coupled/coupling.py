@@ -14,13 +14,18 @@ Each brain decides as it does alone; what joins them is here, and all of it:
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
 from kvmesh.errors import KvmeshError, Unavailable
+from kvmesh.kvcache.grouped_store import GroupedStore
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.prefix_cache import CachedPages
 from kvmesh.ranks import protocol as m
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.services.decode import inputs as i
+from kvmesh.services.decode.grouped.scheduler import GroupedScheduler
 from kvmesh.services.decode.limits import Limits, Shape
 from kvmesh.services.decode.state import DecodeState
 from kvmesh.services.prefill import events as ev
@@ -38,42 +43,84 @@ class Coupling:
     its events, and gives it a Tick when it is due."""
 
     def __init__(
-        self, config: BrainConfig, limits: Limits, shape: Shape, store: NodeStore, mixed_chunk_tokens: int
+        self,
+        config: BrainConfig,
+        limits: Limits,
+        shape: Shape,
+        store: NodeStore | GroupedStore,
+        mixed_chunk_tokens: int,
     ) -> None:
-        pool = PagePool(shape.num_pages)
-        self.prefill = PrefillState(config, pool, store)
-        self.pages = CachedPages(pool, self.prefill.cache)
-        self.decode = DecodeState(limits, shape, store, self.pages, FIRST_OF_DECODE)
-        self._store = store
-        self._room = 0  # when prefill looked last
-        self._free = (0, 0)  # pages and extents, when decode looked last
+        self.store = store
+        if isinstance(store, GroupedStore):
+            self._share_groups(config, limits, shape, store)
+        else:
+            pool = PagePool(shape.num_pages)
+            self.prefill = PrefillState(config, pool, store)
+            self.pages = CachedPages(pool, self.prefill.cache)
+            self.decode = DecodeState(limits, shape, store, self.pages, FIRST_OF_DECODE)
+            self.prefill.reserve = lambda: scheduler.reserve
+        self._rooms = [0]  # when prefill looked last
+        self._free = [0, 0]  # pages and extents, when decode looked last
         scheduler, most = self.decode.scheduler, max(mixed_chunk_tokens, shape.block_tokens)
-        self.prefill.reserve = lambda: scheduler.reserve
         self.prefill.most = lambda: most if scheduler.running else None
 
     # ── who looks again ──────────────────────────────────────────────────────────────────────────
 
+    def _share_groups(self, config: BrainConfig, limits: Limits, shape: Shape, store: GroupedStore) -> None:
+        """Both halves over one pool of each cache group. A prompt claims of a group what its row will, so that a row
+        that adopts a prompt has what it needs."""
+        pools = [PagePool(room.num_pages) for room in shape.groups]
+        self.prefill = PrefillState(config, pools, store)
+        table = self.prefill.grouped
+        assert table is not None
+        views = [CachedPages(pool, table.cache.of_group(g)) for g, pool in enumerate(pools)]
+        self.pages = views[0]
+        self.decode = DecodeState(limits, shape, store, views, FIRST_OF_DECODE)
+        scheduler = self.decode.scheduler
+        assert isinstance(scheduler, GroupedScheduler)
+        prompts = table.pages
+        claims = [room.claim(shape.block_tokens, room.num_pages) or 0 for room in shape.groups]
+        prompts.rules = dataclasses.replace(prompts.rules, least=tuple(claims))
+        prompts.reserve = scheduler.reserved
+        scheduler.others = lambda g: prompts.claimed[g]
+
     @property
-    def room(self) -> int:
-        """Pages that a new prompt may take."""
-        return self.pages.free - self.decode.scheduler.reserve
+    def rooms(self) -> list[int]:
+        """Pages that a new prompt may take; of several cache groups of each, and what is free and not reserved."""
+        scheduler = self.decode.scheduler
+        if not isinstance(scheduler, GroupedScheduler):
+            return [self.pages.free - scheduler.reserve]
+        free = [pool.free for pool in scheduler.pools]
+        return free + [pages - scheduler.reserved(g) for g, pages in enumerate(free)]
+
+    @property
+    def _memory(self) -> list[int]:
+        """Free pages and extents; of several cache groups of each."""
+        scheduler = self.decode.scheduler
+        if not isinstance(scheduler, GroupedScheduler):
+            return [self.pages.free, scheduler.extents.free]
+        return [pool.free for pool in scheduler.pools] + [store.free for store in scheduler.store.stores]
 
     def prefill_looked(self) -> None:
         """Prefill has taken all its events."""
-        self._room = self.room
+        self._rooms = self.rooms
 
     def decode_looked(self) -> None:
         """Decode has taken all its inputs."""
-        self._free = (self.pages.free, self._store.free)
+        self._free = self._memory
 
     def prefill_due(self) -> bool:
         """Prompts wait, and there is more room than when they were looked at."""
-        return bool(self.prefill.planner.waiting) and self.room > self._room
+        return bool(self.prefill.planner.waiting) and _more(self.rooms, self._rooms)
 
     def decode_due(self) -> bool:
         """Somebody waits for memory, and there is more than when he was looked at."""
-        pages, extents = self._free
-        return self.decode.scheduler.waits and (self.pages.free > pages or self._store.free > extents)
+        return self.decode.scheduler.waits and _more(self._memory, self._free)
+
+
+def _more(now: Sequence[int], before: Sequence[int]) -> bool:
+    """Says whether one of these counts has grown."""
+    return any(one > other for one, other in zip(now, before, strict=False))
 
 
 def to_prefill(message: m.ToFront) -> bool:

@@ -64,7 +64,8 @@ class CoupledInstance:
             config = front.settled(self.config)
             shape = shape_of(front, config.landing == "host")
             brain = prefill.brain_config(front, config)
-            coupling = Coupling(brain, config.limits(), shape, front.new_store(), config.mixed_chunk_tokens)
+            store = front.new_grouped_store() if front.cache_groups else front.new_store()
+            coupling = Coupling(brain, config.limits(), shape, store, config.mixed_chunk_tokens)
             halves = self._halves = CoupledShell(front, coupling, config)
             try:
                 await front.serve(
@@ -109,7 +110,7 @@ class CoupledShell:
         self.coupling = coupling
         self.config = config
         self.runner = prefill.make_runner(front, coupling.prefill)
-        blocks = front.attach(coupling.prefill.store, self._pulled)
+        blocks = front.attach(coupling.store, self._pulled)
         prefill.connect(self.runner, blocks)
         self.core = DecodeCore(front, coupling.decode, blocks, connect_s=config.connect_ms / 1000)
         self._prefill_servicer = PrefillServicer(self.runner, lambda: front.ref, prefill.writers(front), self.counters)

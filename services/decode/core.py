@@ -17,6 +17,7 @@ from kvmesh.blockservice.shard_wire import to_wire
 from kvmesh.clock import Tick
 from kvmesh.errors import KvmeshError, Overloaded, Unavailable
 from kvmesh.instance.front import Front
+from kvmesh.kvcache.cache_groups import GroupPages
 from kvmesh.kvcache.sources import Pulled
 from kvmesh.ranks import protocol as m
 from kvmesh.rpc import protocol
@@ -27,7 +28,7 @@ from kvmesh.services.decode import inputs as i
 from kvmesh.services.decode import mapping
 from kvmesh.services.decode.events import Phase
 from kvmesh.services.decode.handoffs import Handoffs
-from kvmesh.services.decode.limits import NS_PER_MS, RankShape, Shape
+from kvmesh.services.decode.limits import NS_PER_MS, GroupRoom, RankShape, Shape
 from kvmesh.services.decode.observe import Observer, RequestTrace, begin_request
 from kvmesh.services.decode.requests import ServingInstance, check_start
 from kvmesh.services.decode.state import DecodeState
@@ -125,9 +126,9 @@ class DecodeCore:
         assert found is not None, event
         self.feed(i.FromPrefill(i.OWN_PEER, *found))
 
-    def adopt(self, first: prefill_pb2.FirstToken, pages: tuple[int, ...]) -> None:
+    def adopt(self, first: prefill_pb2.FirstToken, pages: tuple[int, ...], groups: tuple[GroupPages, ...] = ()) -> None:
         """Takes over a computed prompt: one reference to each of its pages passes to the request."""
-        self.feed(i.FromPrefill(i.OWN_PEER, first.handle, e.Adopted(mapping.first_token(first), pages)))
+        self.feed(i.FromPrefill(i.OWN_PEER, first.handle, e.Adopted(mapping.first_token(first), pages, groups)))
 
     # ── out ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -185,7 +186,8 @@ class DecodeCore:
             protocol_version=protocol.PROTOCOL_VERSION,
             instance=self.front.ref,
             segment_descriptors=[rank.ready.descriptor for rank in self.front.ranks],
-            layouts=to_wire(self.front.shards),
+            layouts=() if self.front.group_shards else to_wire(self.front.shards),
+            group_layouts=to_wire(self.front.group_shards),
         )
 
     def counters(self) -> common_pb2.PoolCounters:
@@ -222,6 +224,14 @@ def shape_of(front: Front, host_landing: bool) -> Shape:
     """Returns how many pages and extents the ranks of `front` have and where they lie. Every rank counts as having as
     many as the smallest. `host_landing` forbids landings in device pages."""
     readies = [rank.ready for rank in front.ranks]
+    groups = tuple(
+        GroupRoom(
+            group=group,
+            num_pages=min(ready.groups[g].num_pages for ready in readies),
+            num_extents=min(ready.groups[g].num_extents for ready in readies),
+        )
+        for g, group in enumerate(front.cache_groups)
+    )
     return Shape(
         block_tokens=front.config.block_tokens,
         num_pages=min(ready.num_pages for ready in readies),
@@ -234,9 +244,11 @@ def shape_of(front: Front, host_landing: bool) -> Shape:
                 shard_bytes=rank.ready.shard_bytes,
                 page_base_offset=rank.ready.page_base_offset,
                 extent_base_offset=rank.ready.extent_base_offset,
+                groups=rank.ready.groups,
             )
             for rank in front.ranks
         ),
+        groups=groups,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvmesh.clock import NEVER
 from kvmesh.errors import KvmeshError
+from kvmesh.kvcache.cache_groups import GroupPages
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.ranks.protocol import FromRank, Logprobs, Sampling, TellRank
 from kvmesh.services.decode.timeline import Timeline
@@ -147,11 +148,12 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """The prompt has been computed in this instance. One reference to each of its `pages` passes over to the
-    request."""
+    """The prompt has been computed in this instance. One reference to each of its `pages` passes over to the request;
+    of a model of several cache groups the pages are `groups`, and a state has its slot."""
 
     first: FirstToken
     pages: tuple[int, ...]
+    groups: tuple[GroupPages, ...] = ()
 
 
 # From this instance's ranks: `FromRank`, and
@@ -180,6 +182,10 @@ class Land:
     slots: list[int]
     writers: tuple[tuple[int, str], ...]  # (rank of this instance, writer that sends to it)
     held: list[int] = field(default_factory=list)
+    # Instead of `slots` and `held`, where the model has several cache groups. Of a state there is one slot to land in,
+    # and in pages a second one behind it.
+    group_slots: tuple[GroupPages, ...] = ()
+    group_held: tuple[GroupPages, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +193,7 @@ class LoadExtents:
     """The scheduler gives pages for the KV in the extents and for the next token, and a seat in the batch with them."""
 
     pages: list[int]
+    groups: tuple[GroupPages, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +204,7 @@ class Seat:
 @dataclass(frozen=True, slots=True)
 class Grow:
     pages: list[int]
+    groups: tuple[GroupPages, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +212,7 @@ class Preempt:
     """The scheduler takes the pages back: the KV is copied to these extents, one for each page held."""
 
     extents: list[int]
+    groups: tuple[GroupPages, ...] = ()
 
 
 # From the client and the clock:
@@ -217,13 +226,21 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Ends the request with this error, once the step that runs is over: what it has computed by then is what its
+    client has been told."""
+
+    error: KvmeshError
+
+
+@dataclass(frozen=True, slots=True)
 class Timer:
     """Time has passed: the machine acts on what is due."""
 
 
 Event = (
     BeginFill | RenewLease | FirstToken | FillDone | Drained | HandoffFailed | PeerLost | Adopted
-    | FromRank | Ended | Land | LoadExtents | Seat | Grow | Preempt | Cancel | Timer
+    | FromRank | Ended | Land | LoadExtents | Seat | Grow | Preempt | Cancel | Part | Timer
 )  # fmt: skip
 
 
@@ -248,6 +265,7 @@ class RankOffsets:
     rank: int
     segment: str
     offsets: tuple[int, ...]
+    groups: tuple[GroupPages, ...] = ()  # instead of `offsets`, of what is to be sent of each cache group
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +313,14 @@ class FreePages:
     sealing may hold references of their own."""
 
     pages: tuple[int, ...]
+    groups: tuple[GroupPages, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FreeDropped:
+    """Gives back pages that were dropped from a row, as the step that ran then has been collected."""
+
+    groups: tuple[GroupPages, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +328,7 @@ class FreeExtents:
     """Gives back the request's references to these extents. Nothing of the request touches them any more."""
 
     extents: tuple[int, ...]
+    groups: tuple[GroupPages, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,5 +364,5 @@ class Freed:
 
 Action = (
     TellRank | AskPrefill | TellLanding | TellRenewed | TellCancel
-    | SealFull | FreePages | FreeExtents | KeepExtents | EmitFirst | EmitFinish | EmitFail | Freed
+    | SealFull | FreePages | FreeDropped | FreeExtents | KeepExtents | EmitFirst | EmitFinish | EmitFail | Freed
 )  # fmt: skip

@@ -27,6 +27,7 @@ from kvmesh.clock import NEVER
 from kvmesh.errors import DeadlinePassed, HandoffLost, InternalError, KvmeshError, Overloaded, Unavailable
 from kvmesh.instance.sampling import history_of
 from kvmesh.kvcache import keys as block_keys
+from kvmesh.kvcache.cache_groups import GroupPages
 from kvmesh.ranks import protocol as m
 from kvmesh.services.decode import events as e
 from kvmesh.services.decode.events import LandingPlace, Phase, Reason
@@ -50,6 +51,16 @@ class Chain:
         self._block_tokens = block_tokens
         # Tokens after the last named block; None without a digest, as no further block can be named then.
         self.pending: array[int] | None = array("I", block_keys.unpack_tokens(tail)) if digest else None
+
+    @property
+    def digest(self) -> bytes:
+        """The full digest of the last named block, 32 bytes; empty where no further block can be named."""
+        return self._digest
+
+    @property
+    def rest(self) -> Sequence[int]:
+        """The tokens after the last named block."""
+        return self.pending if self.pending is not None else ()
 
     def upto(self, blocks: int) -> list[bytes]:
         """Returns the keys of the leading `blocks` blocks, or of fewer when too few tokens are known to name them
@@ -113,9 +124,11 @@ class Handoff:
         # the batch
         self.seated = False
         self.leaving = False
+        self.parting: KvmeshError | None = None  # it leaves the batch to end with this error
         self.swap: list[int] = []  # extents reserved for a preemption under way
         self.stalled = False
         self.grow_at = NEVER  # the value of `made` at which another page is wanted
+        self.drop_at = NEVER  # the value of `made` at which pages may go that no token sees any more
         # the shared pool
         self.chain = Chain(spec.block_keys, spec.chain_digest, spec.tail, shape.block_tokens)
         self.pulling: set[int] = set()  # pulls that its landing waits for
@@ -154,11 +167,30 @@ class Handoff:
     @property
     def wants_pages(self) -> bool:
         """Whether the complete KV lies in extents and waits for pages."""
-        return self.phase is Phase.LOADING and bool(self.extents) and not self.pages and self.copying is None
+        return self.phase is Phase.LOADING and self.has_extents and not self.has_pages and self.copying is None
 
     @property
     def wants_seat(self) -> bool:
         return self.phase is Phase.READY
+
+    @property
+    def has_pages(self) -> bool:
+        return bool(self.pages)
+
+    @property
+    def has_extents(self) -> bool:
+        """Whether its KV lies in extents, or is to land there."""
+        return bool(self.extents)
+
+    @property
+    def has_tail(self) -> bool:
+        """Whether what lies after its last full block may be sealed when it parts."""
+        return False
+
+    @property
+    def has_host_memory(self) -> bool:
+        """Whether it has any extents: of its KV, for a preemption, or that its landing is loaded from."""
+        return bool(self.extents or self.swap or self.held)
 
     @property
     def running(self) -> bool:
@@ -230,6 +262,10 @@ class Handoff:
             self.limits.lookahead_tokens,
         )
 
+    def drop(self, out: list[e.Action], *, idle: bool = False) -> None:
+        """Gives pages back that no token sees any more; `idle` says that no step has the row. Where every token sees
+        all those before it, there are none."""
+
     def _offsets(self, rank: int) -> tuple[int, ...]:
         """Returns the byte offsets of the landing's blocks in the segment of rank `rank`."""
         shape = self.shape.ranks[rank]
@@ -241,6 +277,10 @@ class Handoff:
         """Returns the order to open a window for the writer `peer`. Blocks that this node had already are outside the
         window: nobody may write them."""
         return m.TellRank(rank, m.OpenWindow(peer, self.epoch, self._offsets(rank)[self.first_block :]))
+
+    def _landing(self, rank: int) -> e.RankOffsets:
+        """Returns where the landing lies at rank `rank`."""
+        return e.RankOffsets(rank, self.shape.ranks[rank].segment, self._offsets(rank))
 
     def _to_all(self, message: m.ToRank) -> Iterable[m.TellRank]:
         return (m.TellRank(rank, message) for rank in range(len(self.shape.ranks)))
@@ -300,21 +340,35 @@ class Handoff:
         assert self.wants_landing, self.phase
         self.phase = Phase.RESERVED
         self.epoch = event.epoch
-        self.first_block = len(event.held)
+        self._take_landing(event)
         self.times.at_decode_tokens = self.first_block * self.shape.block_tokens
+        self.windows = dict.fromkeys(event.writers, Window.OPENING)
+        self.marks = set(event.writers)
+        self._arm(now, self.limits.fill_begin_ms)
+        out.extend(self._invite(rank, peer) for rank, peer in event.writers)
+        load = self._load_held()
+        if load is not None:
+            self.loading = self.all_ranks()
+            out.extend(self._to_all(load))
+
+    def _take_landing(self, event: e.Land) -> None:
+        self.first_block = len(event.held)
         if event.place is LandingPlace.PAGES:
             self.pages, self.held = event.slots, event.held
         else:
             self.extents, self.shared = [*event.held, *event.slots], len(event.held)
         assert len(self.pages) + len(self.extents) == self.prompt_blocks > self.first_block
-        self.windows = dict.fromkeys(event.writers, Window.OPENING)
-        self.marks = set(event.writers)
-        self._arm(now, self.limits.fill_begin_ms)
-        out.extend(self._invite(rank, peer) for rank, peer in event.writers)
-        if self.held:
-            self.loading = self.all_ranks()
-            # A request loads once, for its landing: the epoch is the ticket.
-            out.extend(self._to_all(m.LoadCopy(self.epoch, tuple(self.held), tuple(self.pages[: self.first_block]))))
+
+    def _load_held(self) -> m.LoadCopy | None:
+        """Returns the order to copy blocks of this node's store into the landing; None if there are none. A request
+        loads once, for its landing: the epoch is the ticket."""
+        if not self.held:
+            return None
+        return m.LoadCopy(self.epoch, tuple(self.held), tuple(self.pages[: self.first_block]))
+
+    def _drop_held(self) -> e.FreeExtents:
+        held, self.held = self.held, []
+        return e.FreeExtents(tuple(held))
 
     def _loaded(self, rank: int, done: m.LoadCopied, now: int, out: list[e.Action]) -> None:
         if rank not in self.loading:
@@ -323,8 +377,7 @@ class Handoff:
         if self.loading:
             return  # other ranks still copy
         self.times.load_start, self.times.load_end = done.start_ns, done.end_ns
-        out.append(e.FreeExtents(tuple(self.held)))
-        self.held = []
+        out.append(self._drop_held())
         if self.phase is Phase.LOADING:
             self.in_pages = True
             self._advance(now, out)
@@ -344,7 +397,7 @@ class Handoff:
         # margin before decode's own timer could.
         waited_ms = (now - self.times.begin_fill) // NS_PER_MS
         lease_ms = waited_ms + self.limits.lease_ms - self.limits.lease_margin_ms
-        ranks = tuple(e.RankOffsets(n, at.segment, self._offsets(n)) for n, at in enumerate(self.shape.ranks))
+        ranks = tuple(map(self._landing, range(len(self.shape.ranks))))
         out.append(e.TellLanding(self.peer, self.handle, self.epoch, lease_ms, ranks, self.first_block))
 
     def _progress(self, now: int) -> None:
@@ -387,9 +440,13 @@ class Handoff:
         landing and no copy."""
         assert self.adopts and self.phase is Phase.ADMITTED, self.phase
         self.phase = Phase.LOADING
-        self.pages, self.in_pages = list(event.pages), True
+        self._take_adopted(event)
+        self.in_pages = True
         self.writer_done = self.drained = True
         self._first_token(event.first, now, out)
+
+    def _take_adopted(self, event: e.Adopted) -> None:
+        self.pages = list(event.pages)
 
     def _finish_early(self, reason: Reason, now: int, out: list[e.Action]) -> None:
         """Ends a request whose answer is complete with its first token. Prefill may still write, so the landing is kept
@@ -411,7 +468,7 @@ class Handoff:
         if self.phase in (Phase.RESERVED, Phase.FILLING):
             self.times.filled = now
             self.phase = Phase.LOADING
-            self.in_pages = bool(self.pages) and not self.loading
+            self.in_pages = self.has_pages and not self.loading
             self._arm(now, self.limits.batch_wait_ms if self.first else self.limits.lease_ms)
             self._fence_windows(out)
             self._advance(now, out)
@@ -465,9 +522,8 @@ class Handoff:
 
     def _advance(self, now: int, out: list[e.Action]) -> None:
         """Goes from LOADING to READY once the KV is in pages that nobody else writes and the first token is here."""
-        if self.in_pages and self.extents and not self.windows and self.copying is None:
-            out.append(e.KeepExtents(tuple(self.extents), self.shared))
-            self.extents, self.shared = [], 0
+        if self.in_pages and self.has_extents and not self.windows and self.copying is None:
+            out.append(self._keep_extents())
         if self.in_pages and not self.windows and not self.times.load_end:
             # The KV landed straight in pages: nothing was copied, but only from here on no writer can touch them.
             self.times.load_start, self.times.load_end = self.times.filled, now
@@ -476,13 +532,21 @@ class Handoff:
             if self.seated:
                 self._join(now, out)
 
+    def _keep_extents(self) -> e.KeepExtents | e.FreeExtents:
+        extents, shared, self.extents, self.shared = tuple(self.extents), self.shared, [], 0
+        return e.KeepExtents(extents, shared)
+
     def _load(self, event: e.LoadExtents, now: int, out: list[e.Action]) -> None:
-        assert self.wants_pages and len(event.pages) >= len(self.extents), self.phase
-        self.pages = event.pages
+        assert self.wants_pages, self.phase
+        copy = self._take_pages(event)
         self.seated = True
         self.copying = ("in", self.all_ranks())
-        pages = tuple(self.pages[: len(self.extents)])
-        out.extend(self._to_all(m.CopyIn(self.handle, tuple(self.extents), pages)))
+        out.extend(self._to_all(copy))
+
+    def _take_pages(self, event: e.LoadExtents) -> m.CopyIn:
+        assert len(event.pages) >= len(self.extents)
+        self.pages = event.pages
+        return m.CopyIn(self.handle, tuple(self.extents), tuple(self.pages[: len(self.extents)]))
 
     def _copied(self, rank: int, done: m.Copied, now: int, out: list[e.Action]) -> None:
         if self.copying is None or done.into_pages != (self.copying[0] == "in"):
@@ -497,8 +561,7 @@ class Handoff:
             self.in_pages = True
             self._advance(now, out)
         elif self.phase is Phase.LOADING:
-            out.append(e.FreePages(tuple(self.pages)))
-            self.pages = []
+            self._give_pages(out)
         self._free_if_unused(now, out)
 
     def _seat(self, event: e.Seat, now: int, out: list[e.Action]) -> None:
@@ -517,6 +580,7 @@ class Handoff:
         join = m.Join(
             handle=self.handle,
             pages=tuple(self.pages),
+            groups=self._tables(),
             context_tokens=self.context,
             next_token=self.last_token,
             token_index=self.made - 1,
@@ -529,6 +593,10 @@ class Handoff:
         out.extend(self._to_all(join))
         out.append(e.SealFull())
 
+    def _tables(self) -> tuple[GroupPages, ...]:
+        """Returns its pages by cache groups, where the model has several."""
+        return ()
+
     def _history(self) -> m.TokenHistory | None:
         if self.answer is None:
             return None
@@ -536,16 +604,19 @@ class Handoff:
 
     def _grow(self, event: e.Grow, now: int, out: list[e.Action]) -> None:
         assert self.running, self.phase
-        self.pages.extend(event.pages)
         self.times.gaps.fold()  # here, as the path of every token is to do nothing more than append
         self.stalled = False
+        grant = self._take_growth(event)
         self.plan_growth()
-        out.extend(self._to_all(m.Grant(self.handle, tuple(event.pages))))
+        out.extend(self._to_all(grant))
+
+    def _take_growth(self, event: e.Grow) -> m.Grant:
+        self.pages.extend(event.pages)
+        return m.Grant(self.handle, tuple(event.pages))
 
     def _preempt(self, event: e.Preempt, now: int, out: list[e.Action]) -> None:
         assert self.running or self.phase is Phase.READY, self.phase
-        assert len(event.extents) == len(self.pages) and not self.extents
-        self.swap = event.extents
+        self._take_swap(event)
         self.times.preemptions += 1
         if self.phase is Phase.RUNNING:
             self._leave(out)
@@ -555,15 +626,27 @@ class Handoff:
     def _copy_out(self, now: int, out: list[e.Action]) -> None:
         """Copies the KV of a preempted request into extents. The request has left the batch, so the answer's length is
         known and only blocks with KV are copied."""
-        used = self.shape.blocks(self.context)
-        self.extents, spare, self.swap = self.swap[:used], self.swap[used:], []
-        if spare:
-            out.append(e.FreeExtents(tuple(spare)))
+        copy = self._use_swap(out)
         self.phase = Phase.LOADING
         self.seated = self.in_pages = self.stalled = False
         self._arm(now, self.limits.batch_wait_ms)
         self.copying = ("out", self.all_ranks())
-        out.extend(self._to_all(m.CopyOut(self.handle, tuple(self.pages[:used]), tuple(self.extents))))
+        out.extend(self._to_all(copy))
+
+    def _take_swap(self, event: e.Preempt) -> None:
+        assert len(event.extents) == len(self.pages) and not self.extents
+        self.swap = event.extents
+
+    @property
+    def _has_swap(self) -> bool:
+        return bool(self.swap)
+
+    def _use_swap(self, out: list[e.Action]) -> m.CopyOut:
+        used = self.shape.blocks(self.context)
+        self.extents, spare, self.swap = self.swap[:used], self.swap[used:], []
+        if spare:
+            out.append(e.FreeExtents(tuple(spare)))
+        return m.CopyOut(self.handle, tuple(self.pages[:used]), tuple(self.extents))
 
     def _left(self, rank: int, left: m.Left, now: int, out: list[e.Action]) -> None:
         if self.leaving:
@@ -573,8 +656,10 @@ class Handoff:
         self.in_batch = self.leaving = False
         if self.ended:
             self._free_if_unused(now, out)
-        elif self.swap:
+        elif self._has_swap:
             self._copy_out(now, out)
+        elif self.parting is not None:
+            self._cancel(e.Cancel(self.parting), now, out)
 
     def _answer_ended(self, event: e.Ended, now: int, out: list[e.Action]) -> None:
         if not self.in_batch:
@@ -586,6 +671,13 @@ class Handoff:
             self.leaving, self.due = True, NEVER
         else:
             self._out_of_batch(now, out)
+
+    def _part(self, event: e.Part, now: int, out: list[e.Action]) -> None:
+        if self.running and self.has_tail:
+            self.parting = event.error
+            self._leave(out)
+        else:
+            self._cancel(e.Cancel(event.error), now, out)
 
     def _step_failed(self, rank: int, failed: m.RankError, now: int, out: list[e.Action]) -> None:
         if not self.in_batch:
@@ -651,15 +743,22 @@ class Handoff:
     def _free_if_unused(self, now: int, out: list[e.Action]) -> None:
         if not self.ended or self.windows or self.loading or self.copying or self.in_batch:
             return
-        if self.pages:
-            out.append(e.FreePages(tuple(self.pages)))
-        if self.extents or self.swap:
-            out.append(e.FreeExtents((*self.extents, *self.swap)))
-        self.pages, self.extents, self.swap = [], [], []
+        self._give_pages(out)
+        self._give_extents(out)
         self.seated = False
         self.phase = Phase.FREE
         self.due = NEVER
         out.append(e.Freed())
+
+    def _give_pages(self, out: list[e.Action]) -> None:
+        if self.pages:
+            out.append(e.FreePages(tuple(self.pages)))
+        self.pages = []
+
+    def _give_extents(self, out: list[e.Action]) -> None:
+        if self.extents or self.swap:
+            out.append(e.FreeExtents((*self.extents, *self.swap)))
+        self.extents, self.swap = [], []
 
     def _leave(self, out: list[e.Action]) -> None:
         if self.in_batch and not self.leaving:
@@ -687,6 +786,7 @@ _HANDLERS: dict[type[Any], _Handler] = {
     e.Grow: Handoff._grow,
     e.Preempt: Handoff._preempt,
     e.Cancel: Handoff._cancel,
+    e.Part: Handoff._part,
     e.Timer: Handoff._timer,
 }
 _RankHandler = Callable[[Handoff, int, Any, int, list[e.Action]], None]

@@ -8,8 +8,8 @@ import itertools
 import logging
 from collections.abc import Callable
 
-from kvmesh.blockservice.shard_wire import from_wire, writers_of
-from kvmesh.errors import KvmeshError, ProtocolMismatch
+from kvmesh.blockservice.shard_wire import from_wire, grouped_writers_of, writers_of
+from kvmesh.errors import ConfigError, KvmeshError, ProtocolMismatch
 from kvmesh.rpc.bidi import ClientStream
 from kvmesh.rpc.pb import common_pb2, prefill_pb2, prefill_pb2_grpc
 from kvmesh.services.decode import inputs as i
@@ -40,7 +40,9 @@ class PeerStream:
         self._gone = gone
         self._connect_s = connect_s
         self._hello = hello
-        self._readers = from_wire(hello.layouts, "layouts")
+        self._field = "group_layouts" if hello.group_layouts else "layouts"
+        self._readers = from_wire(getattr(hello, self._field), self._field)
+        self._ranks = len(hello.segment_descriptors)
         self._stream = ClientStream[prefill_pb2.HandoffRequest, prefill_pb2.HandoffEvent](
             f"prefill instance {ref.instance_id} at {ref.address}",
             ref.address,
@@ -63,8 +65,16 @@ class PeerStream:
     def _welcome(self, event: prefill_pb2.HandoffEvent) -> None:
         if not event.hello.writers:
             raise ProtocolMismatch(f"{self._stream.who} names no writers", field="writers")
-        cuts = from_wire(event.hello.layouts, "layouts")
-        self._feed(i.PeerReady(self.peer, writers_of(tuple(event.hello.writers), cuts, self._readers)))
+        names, grouped = tuple(event.hello.writers), self._field == "group_layouts"
+        if bool(event.hello.group_layouts) != grouped:
+            why = "keeps no cache groups" if grouped else "keeps its model by cache groups"
+            raise ConfigError(f"group_layouts: {self._stream.who} {why}, this instance does not", field="group_layouts")
+        cuts = from_wire(getattr(event.hello, self._field), self._field)
+        if grouped:
+            writers = grouped_writers_of(names, cuts, self._readers, self._ranks)
+        else:
+            writers = writers_of(names, cuts, self._readers)
+        self._feed(i.PeerReady(self.peer, writers))
 
     def _take(self, message: prefill_pb2.HandoffEvent) -> None:
         found = mapping.from_prefill(message)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvmesh.kvcache.cache_groups import CacheGroup, CacheKind, peak_blocks
+from kvmesh.ranks.protocol import GroupMemory
+
 NS_PER_MS = 1_000_000
 
 
@@ -34,6 +37,25 @@ class RankShape:
     shard_bytes: int
     page_base_offset: int
     extent_base_offset: int
+    groups: tuple[GroupMemory, ...] = ()  # instead, where the model has several cache groups: of each, by number
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupRoom:
+    """Says how many pages and extents every rank has of one cache group."""
+
+    group: CacheGroup
+    num_pages: int
+    num_extents: int
+
+    def claim(self, block_tokens: int, blocks_max: int) -> int | None:
+        """Returns how many pages are reserved for a row that has `blocks_max` blocks in the end: those that its tokens
+        see at most, and one that is granted ahead of its use. None if the group keeps all, so that pages are granted as
+        the row grows."""
+        peak = peak_blocks(self.group, block_tokens, 1)
+        if peak is None or self.group.kind is CacheKind.STATE:
+            return peak
+        return min(peak + 1, blocks_max)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +69,19 @@ class Shape:
     direct_landing: bool
     max_context_tokens: int
     ranks: tuple[RankShape, ...]
+    groups: tuple[GroupRoom, ...] = ()  # of a model of several cache groups; `num_pages`, `num_extents` are group 0's
 
     @property
     def context_limit(self) -> int:
         """The most tokens that prompt and answer may have together: the model's limit, or what all pages hold."""
-        return min(self.max_context_tokens, self.num_pages * self.block_tokens)
+        if not self.groups:
+            return min(self.max_context_tokens, self.num_pages * self.block_tokens)
+        limits = [self.max_context_tokens]
+        for room in self.groups:
+            claim = room.claim(self.block_tokens, room.num_pages + 1)
+            if claim is None or claim > room.num_pages:
+                limits.append(room.num_pages * self.block_tokens if room.group.kind is not CacheKind.STATE else 0)
+        return min(limits)
 
     def blocks(self, tokens: int) -> int:
         """Returns how many blocks hold `tokens` tokens."""

@@ -56,7 +56,7 @@ async def run(config: DecodeConfig, stop: asyncio.Event, started: Callable[[dict
 
 
 def _make_core(front: Front, config: DecodeConfig, limits: Limits) -> DecodeCore:
-    store = front.new_store()
+    store = front.new_grouped_store() if front.cache_groups else front.new_store()
     state = DecodeState(limits, shape_of(front, config.landing == "host"), store)
     blocks = front.attach(store, lambda result: core.pulled(result))
     core = DecodeCore(front, state, blocks, connect_s=config.connect_ms / 1000)
@@ -74,10 +74,16 @@ async def wind_down(front: Front, core: DecodeCore, servicer: DecodeServicer, gr
     gateways are told."""
     why = f"decode instance {front.instance_id} " + (f"lost a rank: {lost[0]}" if lost else "is shutting down")
     core.feed(i.CloseDoor(Unavailable(why)))
-    leaving = asyncio.create_task(front.depart(), name="say goodbye")
-    state = core.state
+    state, parted = core.state, asyncio.Event()
+    # What rows leave behind when they part is moved away with the rest.
+    after = parted if state.shape.groups else None
+    leaving = asyncio.create_task(front.depart(after), name="say goodbye")
     if not lost:
         await core.settled(lambda: not state.scheduler.live or bool(lost), grace_s)
+    if not lost and state.shape.groups:
+        core.feed(i.EndAll(Unavailable(why), part=True))
+        await core.settled(lambda: bool(lost) or not (state.requests or state.scheduler.seals), DRAIN_S)
+    parted.set()
     core.feed(i.EndAll(Unavailable(why), lost=bool(lost)))
     if not lost:
         await core.settled(lambda: not state.requests or bool(lost), DRAIN_S)

@@ -94,6 +94,7 @@ def start_prefill(
         ask.load_until = start.placement.load_until
     ask.pull_after_ms = start.placement.pull_after_ms
     ask.prefill_us = start.placement.prefill_us
+    ask.tail_key = start.tail_key
     return message
 
 
@@ -105,7 +106,14 @@ def to_prefill(output: e.ToPrefill) -> prefill_pb2.HandoffRequest:
             landing = message.landing
             landing.handle, landing.handoff_epoch, landing.lease_ms = handle, epoch, lease_ms
             for rank in ranks:
-                landing.ranks.add(rank=rank.rank, segment=rank.segment, offset=rank.offsets, first_block=first_block)
+                if not rank.groups:
+                    landing.ranks.add(
+                        rank=rank.rank, segment=rank.segment, offset=rank.offsets, first_block=first_block
+                    )
+                    continue
+                told = landing.ranks.add(rank=rank.rank, segment=rank.segment)
+                for group, first, offsets in rank.groups:
+                    told.groups.add(group=group, first_block=first, offset=offsets)
         case e.TellRenewed(_, handle, epoch, lease_ms):
             renewed = message.renewed
             renewed.handle, renewed.handoff_epoch, renewed.lease_ms = handle, epoch, lease_ms

@@ -197,8 +197,10 @@ class Observer:
 
     def counters(self, streams: int) -> common_pb2.PoolCounters:
         state, scheduler = self._state, self._state.scheduler
-        requests, store = state.requests.values(), scheduler.extents.stats
+        requests, stats = state.requests.values(), scheduler.store_stats
+        store = stats[0]
         return common_pb2.PoolCounters(
+            groups=scheduler.group_counters,
             pages_total=scheduler.pages.total,
             pages_free=scheduler.pages.free,
             extents_total=scheduler.extents.total,
@@ -209,8 +211,8 @@ class Observer:
             windows=sum(len(h.windows) for h in requests),
             quarantined=sum(h.phase is Phase.QUARANTINED for h in requests),
             store_blocks=store.sealed,
-            store_writing=store.writing,
-            store_leases=store.leases,
+            store_writing=sum(one.writing for one in stats),
+            store_leases=sum(one.leases for one in stats),
             pulls=len(state.pulls),
         )
 

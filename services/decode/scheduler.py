@@ -13,8 +13,12 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from kvmesh.errors import ContextTooLong, KvmeshError, Overloaded
+from kvmesh.kvcache.cache_groups import GroupPages
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool, Pages
+from kvmesh.kvcache.store_stats import StoreStats
+from kvmesh.ranks import protocol as m
+from kvmesh.rpc.pb import common_pb2
 from kvmesh.services.decode import events as e
 from kvmesh.services.decode import rules
 from kvmesh.services.decode.events import LandingPlace, Phase
@@ -69,17 +73,21 @@ class Scheduler:
         if spec.prompt_tokens + 1 > limit:
             why = f"prompt and answer together have {limit} tokens here"
             return ContextTooLong.of("prompt_tokens", spec.prompt_tokens, why)
-        blocks = self.shape.blocks(spec.prompt_tokens)
-        landing = max(self.shape.num_extents, self.shape.num_pages if self.shape.direct_landing else 0)
-        if blocks > landing and not adopts:
-            why = f"a landing here holds {landing * self.shape.block_tokens} tokens"
-            return ContextTooLong.of("prompt_tokens", spec.prompt_tokens, why)
+        if (lacking := self._landing_fault(spec.prompt_tokens)) and not adopts:
+            return ContextTooLong.of("prompt_tokens", spec.prompt_tokens, lacking)
         if not rules.admits(self.live, self.limits):
             room = self.limits.max_running + self.limits.max_waiting
             share = self.limits.max_running / (self.live - self.seats + 1)
             retry_ms = rules.retry_after_ms(self._request_ms.mean, share)
             return Overloaded(f"{self.live} requests here, room for {room}", retry_after_ms=retry_ms)
         return self._too_slow(spec, now)
+
+    def _landing_fault(self, tokens: int) -> str:
+        """Returns why a prompt of so many tokens could never land here; "" if it can."""
+        landing = max(self.shape.num_extents, self.shape.num_pages if self.shape.direct_landing else 0)
+        if self.shape.blocks(tokens) <= landing:
+            return ""
+        return f"a landing here holds {landing * self.shape.block_tokens} tokens"
 
     def _too_slow(self, spec: e.Spec, now: int) -> KvmeshError | None:
         """Returns the refusal of a request beside which steps would become longer than its own SLO, or that of a
@@ -120,6 +128,61 @@ class Scheduler:
     def waits(self) -> bool:
         """Whether any request waits for pages or extents."""
         return bool(self.needy or self._loading or self._landing)
+
+    # ── what states give back, and seal ───────────────────────────────────────────────────────────
+
+    def release_pages(self, pages: Sequence[int], groups: Sequence[GroupPages] = ()) -> None:
+        """Drops one reference of each page."""
+        self.pages.release(pages)
+        self.dirty = True
+
+    def release_extents(self, extents: Sequence[int], groups: Sequence[GroupPages] = ()) -> None:
+        """Drops one reference of each extent."""
+        self.extents.release(extents)
+        self.dirty = True
+
+    def seal(self, h: Handoff) -> m.SealCopy | None:
+        """Begins to copy full blocks of a running request into the store."""
+        return self.sealing.running(h, self.room_for_blocks)
+
+    def seal_last(self, h: Handoff, action: e.FreePages) -> m.SealCopy | None:
+        """Begins to copy full blocks of a request that has ended, whose pages are about to be given back."""
+        return self.sealing.last(h, action.pages, self.room_for_blocks)
+
+    def sealed(self, rank: int, done: m.SealCopied) -> bool:
+        """Notes that a rank has copied; returns whether it was the last one."""
+        return self.sealing.copied(rank, done.ticket, done.bad)
+
+    def adopt(self, adopted: e.Adopted) -> e.Adopted:
+        """Returns what a request gets that adopts the pages of its prompt."""
+        return adopted
+
+    def close_sealing(self) -> None:
+        """Seals nothing more."""
+        self.sealing.closed = True
+
+    def drop_seals(self) -> None:
+        """Forgets the copies under way, because the ranks are gone."""
+        self.sealing.drop()
+
+    @property
+    def seals(self) -> int:
+        """The number of copies under way."""
+        return len(self.sealing)
+
+    @property
+    def store_stats(self) -> list[StoreStats]:
+        """Counts of the node store, of each cache group's where the model has several."""
+        return [self.extents.stats]
+
+    @property
+    def group_counters(self) -> list[common_pb2.GroupPages]:
+        """Pages and extents of each cache group, where the model has several."""
+        return []
+
+    def drop_store(self) -> None:
+        """Forgets all blocks, because their memory is gone."""
+        self.extents.drop_all()
 
     # ── queues ───────────────────────────────────────────────────────────────────────────────────
 
@@ -208,7 +271,7 @@ class Scheduler:
 
     def _make_room(self) -> Grant | None:
         """Decides who gives its pages back when they ran out and a request stands still: the last in order."""
-        if self.sealing.frees_pages or any(h.moving_out and h.pages for h in self.requests.values()):
+        if self.sealing.frees_pages or any(h.moving_out and h.has_pages for h in self.requests.values()):
             return None  # some pages come back soon
         victim = rules.victim(rules.in_order((*self.running.values(), *self._ready.values())))
         if victim is None:
@@ -228,24 +291,34 @@ class Scheduler:
                 return h, e.Seat()
             if pages_wanted:
                 continue
-            need = self.shape.blocks(h.context + 1)
-            if rules.may_load(self.pages.free, need, self._watermark, self.seats):
-                return h, e.LoadExtents(self.pages.allocate(need))
+            load = self._load(h)
+            if load is not None:
+                return h, load
             pages_wanted = True
+        return None
+
+    def _load(self, h: Handoff) -> e.LoadExtents | None:
+        need = self.shape.blocks(h.context + 1)
+        if rules.may_load(self.pages.free, need, self._watermark, self.seats):
+            return e.LoadExtents(self.pages.allocate(need))
         return None
 
     def _next_landing(self) -> Grant | None:
         for h in rules.in_order(self._landing.values()):
-            place = self._place(h.prompt_blocks)
-            if place is None:
-                return None
-            held = self.extents.hold(h.shared_keys)
-            if place is LandingPlace.PAGES:
-                slots = self.pages.allocate(h.prompt_blocks)
-            else:
-                slots = self.extents.allocate(h.prompt_blocks - len(held))
-            return h, e.Land(next(self._epochs), place, slots, h.writers, held)
+            land = self._land(h)
+            return None if land is None else (h, land)
         return None
+
+    def _land(self, h: Handoff) -> e.Land | None:
+        place = self._place(h.prompt_blocks)
+        if place is None:
+            return None
+        held = self.extents.hold(h.shared_keys)
+        if place is LandingPlace.PAGES:
+            slots = self.pages.allocate(h.prompt_blocks)
+        else:
+            slots = self.extents.allocate(h.prompt_blocks - len(held))
+        return e.Land(next(self._epochs), place, slots, h.writers, held)
 
     def _place(self, blocks: int) -> LandingPlace | None:
         """Chooses the kind of memory for a landing, or None if there is no room now. Requests that will run soon land
@@ -254,10 +327,10 @@ class Scheduler:
         would."""
         if self.shape.direct_landing and not self._loading:
             idle = self.pages.free == self.pages.total
-            holders = sum(1 for h in self.requests.values() if h.pages)
+            holders = sum(1 for h in self.requests.values() if h.has_pages)
             free, spare = self.pages.free, self._watermark
             if rules.may_land_in_pages(free, blocks, spare, holders, self.limits, idle=idle):
                 return LandingPlace.PAGES
-        idle = not any(h.extents or h.swap or h.held for h in self.requests.values())
+        idle = not any(h.has_host_memory for h in self.requests.values())
         lands = rules.may_land_in_extents(self.extents.free, blocks, self._swap_reserve, idle=idle)
         return LandingPlace.EXTENTS if lands else None

@@ -17,7 +17,9 @@ from kvmesh.transfer import TrafficClass
 
 
 @dataclass(slots=True)
-class _Pull:
+class PullUnderWay:
+    """A pull, and the requests whose landings wait for it."""
+
     job: PullJob
     waiting: dict[int, Handoff] = field(default_factory=dict)  # by handle
 
@@ -31,7 +33,7 @@ class DecodePulls:
         self._store = store
         self._timeout_ms = timeout_ms
         self._new_ticket = new_ticket
-        self._pulls: dict[int, _Pull] = {}
+        self._pulls: dict[int, PullUnderWay] = {}
         self._by_key: dict[bytes, int] = {}
 
     def __len__(self) -> int:
@@ -64,7 +66,7 @@ class DecodePulls:
             h.spec.request_id,
             traffic_class=TrafficClass.HANDOFF,  # its landing waits for it
         )
-        self._pulls[ticket] = _Pull(job, {h.handle: h})
+        self._pulls[ticket] = PullUnderWay(job, {h.handle: h})
         self._by_key.update(dict.fromkeys(keys, ticket))
         h.pulling.add(ticket)
         return job
@@ -101,18 +103,23 @@ class DecodePulls:
         pull = self._pulls.pop(result.ticket, None)
         if pull is None:
             return []
-        job, arrived = pull.job, set(result.arrived)
-        for at, key in enumerate(job.keys):
+        job = pull.job
+        for key in job.keys:
             del self._by_key[key]
+        self._arrived(job, result)
+        asked = next(iter(pull.waiting.values()))
+        asked.times.pulled_blocks += len(set(result.arrived)) - len(result.lower)
+        for h in pull.waiting.values():
+            h.pulling.discard(job.ticket)
+        return list(pull.waiting)
+
+    def _arrived(self, job: PullJob, result: Pulled) -> None:
+        arrived = set(result.arrived)
+        for at, key in enumerate(job.keys):
             if at in arrived:
                 self._store.seal(key)
             else:
                 self._store.abandon(key)
-        asked = next(iter(pull.waiting.values()))
-        asked.times.pulled_blocks += len(arrived) - len(result.lower)
-        for h in pull.waiting.values():
-            h.pulling.discard(job.ticket)
-        return list(pull.waiting)
 
     def drop(self) -> None:
         """Ends all pulls without a block, because the memory is gone."""

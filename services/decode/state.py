@@ -10,12 +10,13 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 from kvmesh.blockservice.removals import NotHere
 from kvmesh.clock import NEVER, Tick
 from kvmesh.errors import DeadlinePassed, KvmeshError, RequestCancelled
+from kvmesh.kvcache.grouped_store import GroupedStore
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import Pages
 from kvmesh.kvcache.sources import Pulled
@@ -23,6 +24,9 @@ from kvmesh.ranks import protocol as m
 from kvmesh.services.decode import events as e
 from kvmesh.services.decode import inputs as i
 from kvmesh.services.decode.events import Phase
+from kvmesh.services.decode.grouped.handoff import GroupedHandoff
+from kvmesh.services.decode.grouped.scheduler import GroupedScheduler
+from kvmesh.services.decode.grouped.sources import GroupedPulls
 from kvmesh.services.decode.handoff import Handoff
 from kvmesh.services.decode.limits import Limits, Shape
 from kvmesh.services.decode.outbox import Finish, GatewayStream, Outbox
@@ -35,16 +39,32 @@ MAX_SAMPLES = 16  # step times kept between two heartbeats; the conductor keeps 
 class DecodeState:
     """Keeps the whole state of one decode instance. In a coupled instance `pages` is the pool that it shares with
     the prefill half, and handles, tickets and epochs begin at `first`, so that they differ from those of the prefill
-    half."""
+    half. Of a model of several cache groups `store` has the stores of all, and `pages` is one pool a group."""
 
     def __init__(
-        self, limits: Limits, shape: Shape, store: NodeStore, pages: Pages | None = None, first: int = 1
+        self,
+        limits: Limits,
+        shape: Shape,
+        store: NodeStore | GroupedStore,
+        pages: Pages | Sequence[Pages] | None = None,
+        first: int = 1,
     ) -> None:
         self.limits = limits
         self.shape = shape
         tickets = itertools.count(first)
-        self.scheduler = Scheduler(limits, shape, store, lambda: next(tickets), pages, first)
-        self.pulls = DecodePulls(store, limits.pull_timeout_ms, lambda: next(tickets))
+
+        def new_ticket() -> int:
+            return next(tickets)
+
+        self.scheduler: Scheduler
+        self.pulls: DecodePulls
+        if isinstance(store, GroupedStore):
+            pools = cast("Sequence[Pages] | None", pages)
+            self.scheduler = GroupedScheduler(limits, shape, store, new_ticket, pools, first)
+            self.pulls = GroupedPulls(store, limits.pull_timeout_ms, new_ticket)
+        else:
+            self.scheduler = Scheduler(limits, shape, store, new_ticket, cast("Pages | None", pages), first)
+            self.pulls = DecodePulls(store, limits.pull_timeout_ms, new_ticket)
         self.requests = self.scheduler.requests
         self.sessions: dict[int, Outbox] = {}
         self.steps: deque[tuple[int, int, int]] = deque(maxlen=MAX_SAMPLES)  # (batch, context_tokens, duration_ns)
@@ -135,7 +155,7 @@ class DecodeState:
             self._out.append(i.Refused(event.spec, error))
             return
         handle = next(self._handles)
-        h = Handoff(handle, event.spec, self.limits, self.shape)
+        h = (GroupedHandoff if self.shape.groups else Handoff)(handle, event.spec, self.limits, self.shape)
         h.peer, h.adopts = event.peer, event.peer == i.OWN_PEER
         h.times.received = event.received_ns
         h.stream = box.open(event.slot, handle, event.spec.credit_tokens, event.spec.deadline_ns)
@@ -191,8 +211,7 @@ class DecodeState:
     def _from_prefill(self, event: i.FromPrefill, now: int) -> None:
         h = self.requests.get(event.handle)
         if type(event.event) is e.Adopted and (h is None or h.ended):  # cancelled while this was on its way
-            self.scheduler.pages.release(event.event.pages)
-            self.scheduler.dirty = True
+            self.scheduler.release_pages(event.event.pages, event.event.groups)
             return
         if h is None or h.peer != event.peer:
             return  # the request has been freed, or the message is not from its writer
@@ -202,7 +221,8 @@ class DecodeState:
                 return  # cannot be: the stream's hello, which names the writers, comes first
             seq, keys = event.event.removed_seq, h.chain.keys
             h.sealable = min(h.sealable, next((at for at, key in enumerate(keys) if self.refuses(key, seq)), NEVER))
-        self._run(h, event.event, now)
+        given = self.scheduler.adopt(event.event) if type(event.event) is e.Adopted else event.event
+        self._run(h, given, now)
 
     # ── ranks ────────────────────────────────────────────────────────────────────────────────────
 
@@ -213,12 +233,12 @@ class DecodeState:
                 self._step_done(rank, message, now)
             case m.WindowOpened(_, epoch) | m.FillEnded(_, epoch) | m.Fenced(_, epoch) | m.LoadCopied(epoch):
                 self._give(self._by_epoch.get(epoch), event, now)
-            case m.SealCopied(ticket, _, _, bad):
-                self.scheduler.dirty |= self.scheduler.sealing.copied(rank, ticket, bad)
+            case m.SealCopied():
+                self.scheduler.dirty |= self.scheduler.sealed(rank, message)
             case m.Copied(handle) | m.Left(handle):
                 self._give(self.requests.get(handle), event, now)
             case m.Stalled(handle):
-                self._stalled(handle)
+                self._stalled(handle, now)
             case m.RankError(handles):
                 for handle in handles:
                     self._give(self.requests.get(handle), event, now)
@@ -229,11 +249,12 @@ class DecodeState:
         if h is not None:
             self._run(h, event, now)
 
-    def _stalled(self, handle: int) -> None:
+    def _stalled(self, handle: int, now: int) -> None:
         h = self.requests.get(handle)
         if h is not None and h.running and h.room <= 0:  # room may have been granted while this message was on its way
             h.stalled = True
             self.scheduler.want_page(h)
+            self._drop(h, now, idle=True)
 
     def _step_done(self, rank: int, step: m.DecodeStepDone, now: int) -> None:
         """Handles the tokens of one step. It is the path of every token: it makes no objects, and schedules only when a
@@ -252,6 +273,8 @@ class DecodeState:
                     self.scheduler.want_page(h)
                 if h.made >= h.seal_at:
                     self._seal(h)
+                if h.made >= h.drop_at and not token.finish and h.running:
+                    self._drop(h, now)
             if token.finish:
                 self._run(h, e.Ended(e.Reason(token.finish), token.handle in step.held), now)
         if rank == 0 and not step.prefill_tokens:  # a step that computed prompts beside its rows tells nothing of rows
@@ -291,12 +314,15 @@ class DecodeState:
                 h.sealable = min(h.sealable, first)
 
     def _end_all(self, event: i.EndAll, now: int) -> None:
-        sealing = self.scheduler.sealing
-        sealing.closed = True
+        if event.part:
+            for h in list(self.requests.values()):
+                self._run(h, e.Part(event.error), now)
+            return
+        self.scheduler.close_sealing()
         if event.lost:
-            sealing.drop()
+            self.scheduler.drop_seals()
             self.pulls.drop()
-            self.scheduler.extents.drop_all()
+            self.scheduler.drop_store()
         for h in list(self.requests.values()):
             self._run(h, e.Cancel(event.error), now)
 
@@ -306,7 +332,12 @@ class DecodeState:
         self._seal(h)
 
     def _seal(self, h: Handoff) -> None:
-        self._tell_ranks(self.scheduler.sealing.running(h, self.scheduler.room_for_blocks))
+        self._tell_ranks(self.scheduler.seal(h))
+
+    def _drop(self, h: Handoff, now: int, *, idle: bool = False) -> None:
+        actions: list[e.Action] = []
+        h.drop(actions, idle=idle)
+        self._do(h, actions, now)
 
     def _tell_ranks(self, message: m.ToRank | None) -> None:
         if message is not None:
@@ -314,13 +345,14 @@ class DecodeState:
 
     def _do_free_pages(self, h: Handoff, action: e.FreePages, now: int) -> None:
         if h.ended and h.in_pages and h.first is not None and not h.failed:
-            self._tell_ranks(self.scheduler.sealing.last(h, action.pages, self.scheduler.room_for_blocks))
-        self.scheduler.pages.release(action.pages)
-        self.scheduler.dirty = True
+            self._tell_ranks(self.scheduler.seal_last(h, action))
+        self.scheduler.release_pages(action.pages, action.groups)
+
+    def _do_free_dropped(self, h: Handoff, action: e.FreeDropped, now: int) -> None:
+        self.scheduler.release_pages((), action.groups)
 
     def _do_free_extents(self, h: Handoff, action: e.FreeExtents, now: int) -> None:
-        self.scheduler.extents.release(action.extents)
-        self.scheduler.dirty = True
+        self.scheduler.release_extents(action.extents, action.groups)
 
     def _do_keep_extents(self, h: Handoff, action: e.KeepExtents, now: int) -> None:
         self.scheduler.keep(h, action.extents, action.shared)
@@ -377,6 +409,7 @@ _OUTWARD = (m.TellRank, e.AskPrefill, e.TellLanding, e.TellRenewed, e.TellCancel
 _ACTIONS: dict[type[Any], Callable[[DecodeState, Handoff, Any, int], None]] = {
     e.SealFull: DecodeState._do_seal,
     e.FreePages: DecodeState._do_free_pages,
+    e.FreeDropped: DecodeState._do_free_dropped,
     e.FreeExtents: DecodeState._do_free_extents,
     e.KeepExtents: DecodeState._do_keep_extents,
     e.EmitFirst: DecodeState._do_first,

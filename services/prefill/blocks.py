@@ -21,27 +21,12 @@ from dataclasses import dataclass, field, replace
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.prefix_cache import PrefixCache
-from kvmesh.kvcache.sources import LowerTiers, Pulled, PullJob, PullRange, ranges_with
+from kvmesh.kvcache.sources import Pulled, PullJob, ranges_with
 from kvmesh.ranks import protocol as m
 from kvmesh.services.prefill import events as ev
+from kvmesh.services.prefill.block_traffic import BlockPull, BlockTraffic, covered_blocks
 from kvmesh.services.prefill.checks import BrainConfig
 from kvmesh.services.prefill.handoff import PrefillHandoff
-from kvmesh.services.prefill.rates import Rates
-from kvmesh.transfer import TrafficClass
-
-NS_PER_MS = 1_000_000
-
-
-@dataclass(slots=True)
-class _Pull:
-    """Has blocks that are being pulled; the extents of the job are WRITING in the store."""
-
-    job: PullJob
-    owner: int  # handle of the request that began it
-    from_ns: int
-    until_ns: int  # no request waits for the pull longer than this
-    waiters: dict[int, PrefillHandoff] = field(default_factory=dict)
-    cancelled: bool = False
 
 
 @dataclass(slots=True)
@@ -68,12 +53,8 @@ class PrefixLoad:
     until_ns: int = 0
 
 
-class SharedBlocks:
-    """Keeps all pulls, loads and seals of one instance. `emit` takes the actions, in order.
-
-    The brain sets `now` (monotonic ns) at every event. `lower` is what this node keeps below its host segment: a source
-    of pulls whether or not a request's hints name it.
-    """
+class SharedBlocks(BlockTraffic):
+    """Keeps all pulls, loads and seals of one instance whose model has one cache group."""
 
     def __init__(
         self,
@@ -83,63 +64,25 @@ class SharedBlocks:
         cache: PrefixCache,
         emit: Callable[[ev.Action], None],
     ) -> None:
+        super().__init__(config, emit)
         self.store = store
-        self.now = 0
-        self.lower: LowerTiers | None = None
-        self.rates = Rates()
         self._pool = pool
         self._cache = cache
-        self._world = config.world
-        self._block = config.plan.block_tokens
-        self._timeout_ms = config.pull_timeout_ms
-        self._emit = emit
-        self._next_ticket = 1
-        self._pulls: dict[int, _Pull] = {}
-        self._pulling: dict[bytes, _Pull] = {}  # key → the pull that writes it
         self._seals: dict[int, _Seal] = {}
         self._loads: dict[int, PrefixLoad] = {}
 
-    @property
-    def pulls(self) -> int:
-        """The number of pulls under way, cancelled ones included."""
-        return len(self._pulls)
-
-    def _ticket(self) -> int:
-        self._next_ticket += 1
-        return self._next_ticket - 1
-
-    def _to_ranks(self, message: m.ToRank) -> None:
-        for rank in range(self._world):
-            self._emit(m.TellRank(rank, message))
-
     # ── pulls ────────────────────────────────────────────────────────────────────────────────────
 
-    def arrive(self, h: PrefillHandoff, usable: Sequence[bytes], promised: Container[bytes], *, next_up: bool) -> int:
-        """Takes a request that joins the queue: begins its pull (see `fetch`, also for what is returned), or plans the
-        pull if the conductor asked for a later begin."""
-        if self.lower is not None:
-            self.lower.note(h.start.block_keys)
-        if h.start.pulls and h.start.pull_at_ns > self.now:
-            h.pull_at_ns = h.start.pull_at_ns
-            h.planned_to = self._reach(h, usable, promised)
-            h.patient_until_ns = self.now + self._timeout_ms * NS_PER_MS
-            return 0
-        return self.fetch(h, usable, promised, next_up=next_up)
-
-    def fetch(self, h: PrefillHandoff, usable: Sequence[bytes], promised: Container[bytes], *, next_up: bool) -> int:
-        """Lets a request wait for the pulls of its missing blocks, and begins one for the blocks that its hints cover
-        without a gap and that nobody fetches yet. It is called once for each request. A request that is `next_up` pulls
-        with the most urgent traffic class, as nothing is computed before its pull ends. Returns the time (monotonic ns)
-        until which the request waits for its own pull; 0 if it began none."""
-        h.pull_at_ns = 0
-        h.patient_until_ns = self.now + self._timeout_ms * NS_PER_MS
+    def _begin(
+        self, h: PrefillHandoff, usable: Sequence[bytes], promised: Container[bytes], traffic_class: int
+    ) -> PullJob | None:
         needed = self._needed(h, usable, promised)
         # `begin` gives None for blocks that the store has, and does not evict those to make room for the others.
         extents = self.store.begin([usable[i] for i in needed])
         begun = [(i, extent) for i, extent in zip(needed, extents, strict=True) if extent is not None]
         if not begun:
-            return 0
-        job = PullJob(
+            return None
+        return PullJob(
             ticket=self._ticket(),
             blocks=tuple(i for i, _ in begun),
             keys=tuple(usable[i] for i, _ in begun),
@@ -148,14 +91,8 @@ class SharedBlocks:
             timeout_ms=self._timeout_ms,
             request_id=h.start.request_id,
             traceparent=h.start.traceparent,
-            traffic_class=TrafficClass.HANDOFF if next_up else TrafficClass.PREFETCH,
+            traffic_class=traffic_class,
         )
-        pull = _Pull(job, h.handle, self.now, h.patient_until_ns)
-        self._pulls[job.ticket] = pull
-        self._pulling.update(dict.fromkeys(job.keys, pull))
-        self._join(h, pull)
-        self._emit(ev.FetchBlocks(job))
-        return pull.until_ns
 
     def _needed(self, h: PrefillHandoff, usable: Sequence[bytes], promised: Container[bytes]) -> list[int]:
         """Returns the indices of the blocks to be read from the host segment, up to the first block that is neither in
@@ -178,8 +115,6 @@ class SharedBlocks:
         return needed
 
     def _reach(self, h: PrefillHandoff, usable: Sequence[bytes], promised: Container[bytes]) -> int:
-        """Returns how many leading blocks the request's prefix will have when everything comes that is on its way or
-        would be asked for now."""
         can_come = self._sources(h, usable)
         for i in range(self._cache.peek(usable), len(usable)):
             key = usable[i]
@@ -191,36 +126,13 @@ class SharedBlocks:
         """Returns the test whether block i can be fetched: a hint covers it, or a lower tier of this node has it and
         may be read. A block that was removed since the request came cannot, as the request's pull may have been planned
         for later."""
-        covered, lower = _covered(h.start.pulls, len(usable)), self.lower
+        covered, lower = covered_blocks(h.start.pulls, len(usable)), self.lower
         until = len(usable) if h.start.load_until is None else h.start.load_until
 
         def can_come(i: int) -> bool:
             return i < h.sealable and (bool(covered[i]) or (lower is not None and i < until and lower.holds(usable[i])))
 
         return can_come
-
-    def _join(self, h: PrefillHandoff, pull: _Pull) -> None:
-        pull.waiters[h.handle] = h
-        h.pulls.add(pull.job.ticket)
-        if not h.found.pull_from_ns:
-            h.found = replace(h.found, pull_from_ns=self.now)
-
-    def _runs(self, pull: _Pull) -> bool:
-        """Whether it is worth waiting for the pull."""
-        return not pull.cancelled and self.now < pull.until_ns
-
-    def waits(self, h: PrefillHandoff, key: bytes | None = None) -> bool:
-        """Whether a queued request should wait for a pull: one that it has joined or, if `key` is its next missing
-        block, the pull that fetches that block (which the request then joins)."""
-        if self.now >= h.patient_until_ns:
-            return False  # the bound is for all pulls of a request together, also where one follows another
-        if key is None:
-            return any(self._runs(self._pulls[ticket]) for ticket in h.pulls)
-        pull = self._pulling.get(key)
-        if pull is None or not self._runs(pull):
-            return False
-        self._join(h, pull)
-        return True
 
     def coming(self, keys: Sequence[bytes]) -> int:
         """Returns how many leading blocks of `keys` are in the host segment or on their way to it."""
@@ -231,30 +143,14 @@ class SharedBlocks:
                 return n
         return len(keys)
 
-    def leave(self, h: PrefillHandoff, *, cancel: bool) -> None:
-        """Ends a request's waiting for pulls. `cancel` says that the request no longer wants the blocks: a pull that
-        only this request waited for is cancelled then."""
-        for ticket in h.pulls:
-            pull = self._pulls[ticket]
-            del pull.waiters[h.handle]
-            if cancel and not pull.waiters and not pull.cancelled:
-                pull.cancelled = True
-                self._emit(ev.CancelPull(ticket))
-        h.pulls.clear()
+    def _unpin(self, h: PrefillHandoff) -> None:
         self.store.release(h.pinned)
         h.pinned = []
-        h.pull_at_ns = 0
 
-    def pulled(self, result: Pulled) -> None:
-        """Seals the blocks that arrived and pins them for the requests that waited. The tail of the chain is sealed
-        first, so that its head is the most recently used and is evicted last."""
-        pull = self._pulls.pop(result.ticket, None)
-        assert pull is not None, "a pull is answered once"
+    def _take(self, pull: BlockPull, result: Pulled) -> None:
         job, arrived, lower = pull.job, set(result.arrived), set(result.lower)
-        self.rates.pulled(len(arrived), self.now - pull.from_ns)
         for at in reversed(range(len(job.keys))):
             key, extent = job.keys[at], job.extents[at]
-            del self._pulling[key]
             if at not in arrived:
                 self.store.abandon(key)
                 continue
@@ -263,10 +159,6 @@ class SharedBlocks:
                 h.pinned.append(extent)
                 (h.raised if at in lower else h.arrived).add(key)
             self.store.seal(key)
-        for h in pull.waiters.values():
-            h.pulls.discard(job.ticket)
-            nbytes = result.bytes_done if h.handle == pull.owner else 0
-            h.found = replace(h.found, pull_until_ns=self.now, pull_bytes=h.found.pull_bytes + nbytes)
 
     # ── loads ────────────────────────────────────────────────────────────────────────────────────
 
@@ -372,18 +264,4 @@ class SharedBlocks:
         for seal in self._seals.values():
             writing.update(seal.keys[i] for i in seal.blocks)
         assert all(self.store.writing(key) for key in writing)
-        for ticket, pull in self._pulls.items():
-            for handle, h in pull.waiters.items():
-                assert handoffs.get(handle) is h and ticket in h.pulls, f"{handle} waits and is gone"
-        for h in handoffs.values():
-            assert h.pulls <= set(self._pulls)
-            assert not h.pull_at_ns or h.handle not in {pull.owner for pull in self._pulls.values()}, "planned, begun"
-
-
-def _covered(ranges: Sequence[PullRange], blocks: int) -> bytearray:
-    """Returns one byte for each block: 1 where a range names it."""
-    covered = bytearray(blocks)
-    for r in ranges:
-        first, end = min(r.first_block, blocks), min(r.first_block + r.blocks, blocks)
-        covered[first:end] = b"\1" * (end - first)
-    return covered
+        self._check_waiters(handoffs)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvmesh.errors import ContextTooLong, InvalidRequest, KvmeshError
+from kvmesh.kvcache.cache_groups import CacheGroup
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.services.prefill import events as ev
 from kvmesh.services.prefill.planner import PlanConfig
@@ -13,7 +15,8 @@ from kvmesh.services.prefill.planner import PlanConfig
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrainConfig:
     """Has the limits of one prefill instance, in tokens and requests. `world` is its number of ranks, which cut blocks
-    into shards as `layouts` say."""
+    into shards as `layouts` say: one a rank or, where the model has several cache `groups`, one for each group, rank by
+    rank."""
 
     plan: PlanConfig
     max_context_tokens: int
@@ -23,6 +26,7 @@ class BrainConfig:
     layouts: tuple[ShardLayout, ...] = ()
     pull_timeout_ms: int = 2_000
     push_at_end: bool = False
+    groups: tuple[CacheGroup, ...] = ()  # (): the model has one that keeps all
 
 
 def refusal(start: ev.Start, config: BrainConfig, num_pages: int) -> KvmeshError | None:
@@ -59,4 +63,24 @@ def landing_fault(landing: ev.Landing, blocks: int, readers: int) -> str:
             return f"it has {len(target.offsets)} offsets for {blocks} blocks"
         if target.first_block > blocks:
             return f"first_block={target.first_block} of {blocks} blocks"
+    return ""
+
+
+def grouped_landing_fault(landing: ev.Landing, kept: Sequence[range], readers: int) -> str:
+    """Returns what is wrong with the landing of a prompt at `readers` ranks of decode, which may need the blocks
+    `kept[group]`; "" if nothing is."""
+    ranks = [target.rank for target in landing.ranks]
+    if sorted(ranks) != list(range(readers)):
+        return f"it names ranks {ranks}, there are {readers}"
+    named = [[(one.group, one.first, len(one.ids)) for one in target.groups] for target in landing.ranks]
+    if any(one != named[0] for one in named):
+        return f"its ranks take (group, first block, blocks) {named}"
+    groups = [group for group, _, _ in named[0]]
+    if groups != sorted(set(groups)) or not set(groups) <= set(range(len(kept))):
+        return f"it names groups {groups} of {len(kept)}"
+    for group, first, count in named[0]:
+        if first not in kept[group] or first + count != kept[group].stop:
+            return f"it takes blocks {first} to {first + count} of group {group}, which are {kept[group]} at most"
+    if 0 not in groups:
+        return "it takes nothing of group 0, whose last block says that all is computed"
     return ""

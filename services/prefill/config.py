@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from kvmesh.errors import ConfigError
 from kvmesh.instance.config import InstanceConfig
+from kvmesh.kvcache.cache_groups import CacheGroup, snapshot_grid
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.services.prefill.checks import BrainConfig
 from kvmesh.services.prefill.planner import PlanConfig
@@ -75,10 +76,16 @@ class PrefillConfig(InstanceConfig):
             raise _bad("push", self.push, "layers or end")
 
     def brain(
-        self, *, max_context_tokens: int, vocab_size: int, world: int, layouts: tuple[ShardLayout, ...] = ()
+        self,
+        *,
+        max_context_tokens: int,
+        vocab_size: int,
+        world: int,
+        layouts: tuple[ShardLayout, ...] = (),
+        groups: tuple[CacheGroup, ...] = (),
     ) -> BrainConfig:
         """Returns the settings that the brain decides by, of a configuration whose sizes of steps are chosen
-        (`Front.settled`)."""
+        (`Front.settled`). `groups` are the model's cache groups, where its ranks keep them apart."""
         chunk = max(self.prefill_chunk_tokens, self.block_tokens)
         plan = PlanConfig(
             block_tokens=self.block_tokens,
@@ -88,6 +95,7 @@ class PrefillConfig(InstanceConfig):
             pipeline_depth=self.pipeline_depth,
             priority_step_ns=self.priority_step_ms * 1_000_000,
             size_weight=self.size_weight,
+            grid=snapshot_grid(groups, self.block_tokens),
         )
         return BrainConfig(
             plan=plan,
@@ -98,6 +106,7 @@ class PrefillConfig(InstanceConfig):
             layouts=layouts,
             pull_timeout_ms=self.pull_timeout_ms,
             push_at_end=self.push == "end",
+            groups=groups,
         )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from kvmesh.blockservice.removals import NotHere
 from kvmesh.clock import Tick
 from kvmesh.errors import KvmeshError
+from kvmesh.kvcache.cache_groups import GroupPages
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
 from kvmesh.ranks import protocol as m
@@ -40,16 +41,19 @@ class Start:
     adopt: bool = False  # decode is in this instance: it takes the pages themselves, nothing lands or is pushed
     pull_at_ns: int = 0  # when `pulls` are fetched, or at the request's turn if that is sooner; 0: at once
     size_ns: int = 0  # the predicted time of computing the prompt, which may order the queue; 0: unknown
+    tail_key: bytes = b""  # names what lies after the last full block before the prompt's last token; b"": nothing
 
 
 @dataclass(frozen=True, slots=True)
 class RankLanding:
-    """Has the byte offsets in `segment` at which one decode rank's shards land, one for each block of the prompt."""
+    """Has the byte offsets in `segment` at which one decode rank's shards land, one for each block of the prompt. For a
+    model of several cache groups `groups` has them for what is to be sent of each, and `offsets` is empty."""
 
     rank: int
     segment: str
     offsets: tuple[int, ...]
     first_block: int
+    groups: tuple[GroupPages, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +187,8 @@ class Found:
     pull_bytes: int = 0  # of the pull that this request began
     load_from_ns: int = 0  # host segment → device pages; 0: nothing was loaded
     load_until_ns: int = 0
+    short: tuple[int, ...] = ()  # cache groups that lacked something, so that the prefix found was no longer
+    short_blocks: int = 0  # by so many blocks
 
     @property
     def cached_tokens(self) -> int:
@@ -204,12 +210,13 @@ class SendFirstToken:
 
 @dataclass(frozen=True, slots=True)
 class SendAdopted:
-    """Hands a computed prompt to decode in this instance. One reference to each of the pages passes to whoever gets
-    this."""
+    """Hands a computed prompt to decode in this instance. One reference to each of the pages, which are `groups` where
+    the model has several cache groups, passes to whoever gets this."""
 
     handle: int
     first: SendFirstToken
     pages: tuple[int, ...]
+    groups: tuple[GroupPages, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,10 @@ import enum
 from dataclasses import dataclass, field
 
 from kvmesh.errors import KvmeshError
+from kvmesh.kvcache.cache_groups import GroupPages
 from kvmesh.services.prefill.compute_progress import ComputeProgress
 from kvmesh.services.prefill.events import Found, HandoffEnded, Landing, PrefillOutcome, Start
+from kvmesh.services.prefill.prompt_pages import PromptPages
 from kvmesh.transfer import Carried
 
 # The writer stops before its lease ends, as decode counts the lease from a little later and with another clock. The
@@ -68,11 +70,13 @@ class PrefillHandoff:
     patient_until_ns: int = 0  # the request waits for no pull longer than this
     pulls: set[int] = field(default_factory=set)  # tickets of the pulls it waits for
     pinned: list[int] = field(default_factory=list)  # extents that arrived for it, one reference each, while QUEUED
+    pinned_groups: list[GroupPages] = field(default_factory=list)  # in place of `pinned`, of several cache groups
     arrived: set[bytes] = field(default_factory=set)  # keys of the pinned blocks that came from other nodes,
     raised: set[bytes] = field(default_factory=set)  # and of those that came from this node's lower tiers
     found: Found = field(default_factory=Found)
 
     pages: list[int] = field(default_factory=list)  # one reference each, until the end
+    memory: PromptPages | None = None  # in place of `pages`, of several cache groups
     cached_tokens: int = 0  # tokens that need not be computed
     ready_tokens: int = 0  # of those: their KV is complete in `pages`; the others' is being loaded
     computed_tokens: int = 0  # prefix whose KV is complete when the steps before are, cached tokens included
@@ -118,6 +122,10 @@ class PrefillHandoff:
     @property
     def prompt_tokens(self) -> int:
         return len(self.start.token_ids)
+
+    def prompt_blocks(self, block_tokens: int) -> int:
+        """Returns how many blocks the prompt has, the last of which may be filled in part."""
+        return -(-self.prompt_tokens // block_tokens)
 
     @property
     def epoch(self) -> int:

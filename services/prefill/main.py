@@ -10,6 +10,7 @@ from collections.abc import Callable
 from kvmesh.blockservice.blocks import BlockService
 from kvmesh.errors import InternalError
 from kvmesh.instance.front import Front
+from kvmesh.kvcache.grouped_store import GroupedStore
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.ranks import protocol as m
@@ -80,7 +81,8 @@ class PrefillInstance:
             raise InternalError(self._cause)
 
     def _build(self) -> PrefillRunner:
-        store = self.front.new_store()
+        front = self.front
+        store = front.new_grouped_store() if front.cache_groups else front.new_store()
         runner = make_runner(self.front, make_state(self.front, self.config, store))
         connect(runner, self.front.attach(store, runner.pulled))
         return runner
@@ -107,9 +109,13 @@ class PrefillInstance:
             self._runner.feed(ev.RankLost(0, cause))
 
 
-def make_state(front: Front, config: PrefillConfig, store: NodeStore) -> PrefillState:
+def make_state(front: Front, config: PrefillConfig, store: NodeStore | GroupedStore) -> PrefillState:
     """Returns the brain of an instance whose ranks are ready."""
-    return PrefillState(brain_config(front, config), PagePool(min(rank.ready.num_pages for rank in front.ranks)), store)
+    brain, readies = brain_config(front, config), [rank.ready for rank in front.ranks]
+    if not front.cache_groups:
+        return PrefillState(brain, PagePool(min(ready.num_pages for ready in readies)), store)
+    counts = zip(*([memory.num_pages for memory in ready.groups] for ready in readies), strict=True)
+    return PrefillState(brain, [PagePool(min(pages)) for pages in counts], store)
 
 
 def brain_config(front: Front, config: PrefillConfig) -> BrainConfig:
@@ -119,7 +125,8 @@ def brain_config(front: Front, config: PrefillConfig) -> BrainConfig:
         max_context_tokens=front.max_context_tokens,
         vocab_size=vocab_size,
         world=len(front.ranks),
-        layouts=front.shards,
+        layouts=front.group_shards or front.shards,
+        groups=front.cache_groups,
     )
 
 

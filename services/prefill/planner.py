@@ -42,6 +42,7 @@ class PlanConfig:
     pipeline_depth: int = 2
     priority_step_ns: int = 30_000_000_000
     size_weight: float = 0.0  # 0: sizes do not matter
+    grid: int = 0  # no chunk goes beyond a multiple of so many tokens (`cache_groups.snapshot_grid`); 0: no bound
 
 
 def chunk_end(start: int, total: int, block_tokens: int, limit: int, grid: int = 0) -> int:
@@ -132,6 +133,9 @@ Rest = Callable[[int], "int | Wait"]
 # Gives the request its pages. Returns how many leading tokens are cached, PAGES if there are too few pages, or PULL if
 # the request's blocks are fetched first.
 Admit = Callable[[int], "int | Wait"]
+# Gives the chunk [start, end) of an admitted request what it needs beyond that. Returns False if it has to wait, which
+# ends by itself.
+Prepare = Callable[[int, int, int], bool]
 
 
 class Planner:
@@ -144,6 +148,7 @@ class Planner:
         self._blocked = 0  # the handle of the request that did not get its pages; 0: none (handles begin at 1)
         self._last_long = True  # whether the last step was of a long request; so the first one is of short ones
         self._chunk = self._batch = 0  # limits of the step being planned
+        self.prepare: Prepare | None = None  # None: an admitted request has all it needs. It is set once.
 
     def drop(self, handle: int) -> None:
         """Forgets a request, whether it waits or was admitted. An unknown handle is ignored."""
@@ -227,9 +232,10 @@ class Planner:
         return [handle for handle, _ in zip(self.waiting, range(SCAN), strict=False)]
 
     def _take(self, work: Work, room: int, chunks: list[Chunk]) -> int:
-        """Moves the next chunk of `work` into `chunks` if it fits into `room` tokens; returns the room that is left."""
-        end = chunk_end(work.start, work.total, self.config.block_tokens, self._chunk)
-        if end - work.start > room:
+        """Moves the next chunk of `work` into `chunks` if it fits into `room` tokens and need not wait; returns the
+        room that is left."""
+        end = chunk_end(work.start, work.total, self.config.block_tokens, self._chunk, self.config.grid)
+        if end - work.start > room or (self.prepare is not None and not self.prepare(work.handle, work.start, end)):
             return room
         chunks.append(Chunk(work.handle, work.start, end, end == work.total))
         room -= end - work.start

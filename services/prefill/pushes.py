@@ -9,24 +9,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kvmesh.blockservice.shard_wire import by_group
 from kvmesh.errors import HandoffLost, InternalError
+from kvmesh.kvcache.cache_groups import GroupPages
 from kvmesh.kvcache.groups import plan_group
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
 from kvmesh.services.prefill import events as ev
-from kvmesh.services.prefill.checks import landing_fault
+from kvmesh.services.prefill.checks import grouped_landing_fault, landing_fault
 from kvmesh.services.prefill.handoff import LandingLease, PrefillHandoff, PrefillPhase, Push
-from kvmesh.services.prefill.handoff_table import HandoffTable
+from kvmesh.services.prefill.handoff_book import HandoffBook
 
 
 class HandoffPushes:
     """Is the part of the brain that lets ranks write into decode's memory."""
 
     def __init__(
-        self, lives: HandoffTable, world: int, layouts: tuple[ShardLayout, ...] = (), *, at_end: bool = False
+        self, lives: HandoffBook, world: int, layouts: tuple[ShardLayout, ...] = (), *, at_end: bool = False
     ) -> None:
-        """`layouts` says how this instance's ranks cut blocks into shards. `at_end` pushes a prompt's KV when all of it
-        is computed, instead of layer by layer."""
+        """`layouts` says how this instance's ranks cut blocks into shards, as of BrainConfig. `at_end` pushes a
+        prompt's KV when all of it is computed, instead of layer by layer."""
         self._lives = lives
         self._world = world
         self._layouts = layouts
@@ -42,7 +44,7 @@ class HandoffPushes:
         if h is None or h.ending or h.landing is not None:
             return  # the handoff was ending meanwhile, or the message came twice
         early = "it came before BeginFill" if h.phase is PrefillPhase.QUEUED else ""
-        fault = early or landing_fault(landing, len(h.pages), len(landing.readers) or self._world)
+        fault = early or self._fault(h, landing)
         if fault:
             self._lives.abort(h, InternalError(f"landing of {h.start.request_id}: {fault}"))
             return
@@ -56,41 +58,60 @@ class HandoffPushes:
         self._leased[h.handle] = h
         if landing.readers in ((), self._layouts):
             for target in landing.ranks:
-                self._push(h, target.rank, segment=target.segment, offsets=target.offsets)
+                self._push(h, target.rank, target)
             return
-        plan = plan_group(self._layouts, landing.readers)
-        at = {target.rank: m.PushTarget(target.rank, target.segment, target.offsets) for target in landing.ranks}
-        for writer in range(self._world):
-            targets = tuple(at[reader] for reader in plan.targets(writer))
+        at = {t.rank: m.PushTarget(t.rank, t.segment, t.offsets, t.groups) for t in landing.ranks}
+        for writer, readers in enumerate(self._targets(h, landing)):
+            targets = tuple(at[reader] for reader in readers)
             if targets:
                 self._push(h, writer, group=m.PushGroup(writer, self._layouts, landing.readers, targets))
             else:
                 h.pushes[writer] = Push.DONE  # other ranks send all that this one holds
 
+    def _fault(self, h: PrefillHandoff, landing: ev.Landing) -> str:
+        if h.memory is None:
+            return landing_fault(landing, len(h.pages), len(landing.readers) or self._world)
+        kept = h.memory.kept
+        return grouped_landing_fault(landing, kept, len(landing.readers) // len(kept) or self._world)
+
+    def _targets(self, h: PrefillHandoff, landing: ev.Landing) -> list[tuple[int, ...]]:
+        """Returns the readers that each writer sends to, where the two cut blocks differently."""
+        if h.memory is None:
+            plan = plan_group(self._layouts, landing.readers)
+            return [plan.targets(writer) for writer in range(self._world)]
+        cuts = zip(by_group(self._layouts, self._world), by_group(landing.readers, len(landing.ranks)), strict=True)
+        plans = [plan_group(own, theirs) for own, theirs in cuts]
+        return [tuple(sorted({r for plan in plans for r in plan.targets(writer)})) for writer in range(self._world)]
+
     def _push(
         self,
         h: PrefillHandoff,
         rank: int,
+        target: ev.RankLanding | None = None,
         *,
-        segment: str = "",
-        offsets: tuple[int, ...] = (),
         group: m.PushGroup | None = None,
     ) -> None:
-        """Lets one rank write: whole shards at `offsets` of `segment`, or what the group's plan gives that rank."""
+        """Lets one rank write: whole shards at the offsets of `target`, or what the group's plan gives that rank."""
         assert h.landing is not None and h.lease is not None
         h.pushes[rank] = Push.OPEN
+        sent: tuple[GroupPages, ...] = ()
+        if h.memory is not None:
+            named = h.landing.ranks[0].groups
+            sent = tuple(h.memory.sent(one.group, one.first, len(one.ids)) for one in named)
         push = m.PushOpen(
             handle=h.handle,
             handoff_epoch=h.epoch,
-            segment=segment,
+            segment=target.segment if target else "",
             pages=tuple(h.pages),
-            offsets=offsets,
+            offsets=target.offsets if target else (),
             first_block=h.landing.ranks[0].first_block,
             ready_tokens=h.ready_tokens,  # pages being loaded follow with the step: this message overtakes a LoadCopy
             prompt_tokens=h.prompt_tokens,
             lease_until_ns=h.lease.until_ns,
             group=group,
             at_end=self._at_end,
+            groups=sent,
+            group_offsets=target.groups if target else (),
         )
         self._lives.actions.append(m.TellRank(rank, push))
 

@@ -124,8 +124,8 @@ class Reporter:
         names.PREFILL_QUEUED.set(load.queued_requests)
         names.PREFILL_QUEUED_TOKENS.set(load.queued_tokens)
         names.PREFILL_RUNNING.set(load.running_requests)
-        pool, cache = self._state.pool, self._state.cache
-        pages = {"total": pool.total, "free": pool.free, "cached": cache.evictable}
+        pool = self._state.pool
+        pages = {"total": pool.total, "free": pool.free, "cached": self._state.cached_pages}
         for state, count in pages.items():
             names.PREFILL_PAGES.labels(state=state).set(count)
         phases = [h.phase for h in self._state.handoffs.values()]
@@ -139,7 +139,7 @@ class Reporter:
         return pb_common.PoolCounters(
             pages_total=state.pool.total,
             pages_free=state.pool.free,
-            pages_cached=state.cache.evictable,
+            pages_cached=state.cached_pages,
             extents_total=state.store.total,
             extents_free=state.store.free,
             store_blocks=store.sealed,
@@ -149,7 +149,24 @@ class Reporter:
             handoffs=len(state.handoffs),
             requests=len(state.handoffs),
             streams=streams,
+            groups=self._groups(),
         )
+
+    def _groups(self) -> list[pb_common.GroupPages]:
+        """Returns the counts of each cache group; none where the model has one."""
+        table = self._state.grouped
+        if table is None:
+            return []
+        return [
+            pb_common.GroupPages(
+                group=g,
+                pages_total=pool.total,
+                pages_free=table.pages.free(g),
+                extents_total=store.total,
+                extents_free=store.free,
+            )
+            for g, (pool, store) in enumerate(zip(table.pages.pools, table.blocks.store.stores, strict=True))
+        ]
 
     def _spans(self, end: ev.HandoffEnded, origin: Origin, now: int) -> None:
         done, found = end.outcome is ev.PrefillOutcome.DONE, end.found
@@ -160,6 +177,8 @@ class Reporter:
             names.LOWER_TOKENS: found.lower_tokens,
             names.PULLED_TOKENS: found.pulled_tokens,
         }
+        if found.short:
+            prefix[names.SHORT_GROUPS] = ",".join(self._state.config.groups[g].name for g in found.short)
         computed: dict[str, spans.Value] = {names.COMPUTED_TOKENS: end.computed_tokens, names.CHUNKS: end.chunks}
         attributes = prefix | computed | {names.OUTCOME: end.outcome.value, names.PROMPT_TOKENS: end.prompt_tokens}
         error = ""
@@ -192,6 +211,8 @@ class Reporter:
             names.PREFILL_COMPUTED_TOKENS.inc(end.computed_tokens)
             names.PREFILL_CACHED_TOKENS.inc(end.found.cached_tokens)
             self._count_hits(end)
+            for g in end.found.short:
+                names.PREFILL_SHORT_BLOCKS.labels(group=self._state.config.groups[g].name).inc(end.found.short_blocks)
         if end.outcome is ev.PrefillOutcome.DONE:
             names.PREFILL_COMPUTE.observe((end.last_step_ns - end.first_step_ns) * S)
             if not end.adopt:

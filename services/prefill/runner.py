@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from kvmesh.blockservice.peers import SegmentOpener
-from kvmesh.blockservice.shard_wire import writers_of
+from kvmesh.blockservice.shard_wire import grouped_writers_of, writers_of
 from kvmesh.errors import InvalidRequest, KvmeshError, TransferError
 from kvmesh.instance.served_weights import ServedWeights
+from kvmesh.kvcache.cache_groups import GroupPages
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.kvcache.sources import Pulled, PullJob
 from kvmesh.ranks import protocol as m
@@ -64,13 +65,22 @@ class HandoffStream:
         return events
 
 
+class Adopt(Protocol):
+    """Takes a computed prompt over: its first token, and one reference to each of its pages, which are `groups` where
+    the model has several cache groups."""
+
+    def __call__(
+        self, first: pb.FirstToken, pages: tuple[int, ...], groups: tuple[GroupPages, ...] = (), /
+    ) -> None: ...
+
+
 @dataclass(eq=False, kw_only=True)
 class OwnStream(HandoffStream):
     """Is the connection to the decode half of this instance. `hear` gets each event at once; `adopt` gets the first
     token of a computed prompt and one reference to each of its pages."""
 
     hear: Callable[[pb.HandoffEvent], None]
-    adopt: Callable[[pb.FirstToken, tuple[int, ...]], None]
+    adopt: Adopt
 
     def put(self, event: pb.HandoffEvent) -> None:
         self.hear(event)
@@ -163,12 +173,10 @@ class PrefillRunner:
 
     def open_stream(self, segment_descriptors: Sequence[bytes], readers: tuple[ShardLayout, ...] = ()) -> HandoffStream:
         """Opens the stream of a decode instance that has said hello: ranks learn where its segments are. Its ranks cut
-        blocks as `readers` say (empty: as this instance's do). Raises InvalidRequest for a descriptor that is not
-        valid, or when the two instances do not cut the same blocks."""
-        if readers and len(readers) != len(segment_descriptors):
-            raise InvalidRequest.of("layouts", f"{len(readers)} layouts", f"{len(segment_descriptors)} segments")
-        if readers:
-            writers_of([""] * self.state.config.world, self.state.config.layouts, readers)
+        blocks as `readers` say (empty: as this instance's do; of several cache groups rank by rank, as a Hello has
+        them). Raises InvalidRequest for a descriptor that is not valid, or when the two instances do not cut the same
+        blocks."""
+        self._check_readers(readers, len(segment_descriptors))
         stream = HandoffStream(next(self._stream_numbers), readers)
         for at, descriptor in enumerate(segment_descriptors):
             try:
@@ -180,9 +188,16 @@ class PrefillRunner:
         self._streams[stream.number] = stream
         return stream
 
-    def open_own_stream(
-        self, hear: Callable[[pb.HandoffEvent], None], adopt: Callable[[pb.FirstToken, tuple[int, ...]], None]
-    ) -> OwnStream:
+    def _check_readers(self, readers: tuple[ShardLayout, ...], segments: int) -> None:
+        config = self.state.config
+        if config.groups:
+            grouped_writers_of([""] * config.world, config.layouts, readers, segments)
+        elif readers and len(readers) != segments:
+            raise InvalidRequest.of("layouts", f"{len(readers)} layouts", f"{segments} segments")
+        elif readers:
+            writers_of([""] * config.world, config.layouts, readers)
+
+    def open_own_stream(self, hear: Callable[[pb.HandoffEvent], None], adopt: Adopt) -> OwnStream:
         """Opens the stream of the decode half of this instance."""
         stream = OwnStream(next(self._stream_numbers), hear=hear, adopt=adopt)
         self._streams[stream.number] = stream
@@ -245,7 +260,7 @@ class PrefillRunner:
         owner = self._owners[action.handle]  # type: ignore[union-attr]
         if isinstance(action, ev.SendAdopted):
             assert isinstance(owner.stream, OwnStream), "pages are handed over within an instance"
-            owner.stream.adopt(wire.first_token(action.first, owner.handle), action.pages)
+            owner.stream.adopt(wire.first_token(action.first, owner.handle), action.pages, action.groups)
             return
         event = wire.event_out(action, owner.handle)
         assert event is not None, action

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from kvmesh.blockservice.shard_wire import from_wire, to_wire
-from kvmesh.errors import Unavailable
+from kvmesh.errors import ConfigError, Unavailable
+from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.rpc import protocol
 from kvmesh.rpc.bidi import ServerStream
 from kvmesh.rpc.pb import common_pb2 as pb_common
@@ -57,15 +58,16 @@ class PrefillServicer(pb_grpc.PrefillServicer):
         protocol.check(hello.protocol_version, who)
         if self._closing:
             raise Unavailable("this prefill instance is shutting down")
-        readers = from_wire(hello.layouts, "layouts")
+        readers = self._readers(hello, who)
         stream = self._runner.open_stream(tuple(hello.segment_descriptors), readers)
         log.info("handoff stream of %s", who)
         try:
+            own = to_wire(self._runner.state.config.layouts)
             reply = pb.HandoffHelloReply(
                 protocol_version=protocol.PROTOCOL_VERSION,
                 instance=self._instance(),
                 writers=self._writers,
-                layouts=to_wire(self._runner.state.config.layouts),
+                **{self._layouts_field: own},
             )
             await talk.write(pb.HandoffEvent(hello=reply))
             if await talk.serve(
@@ -75,3 +77,17 @@ class PrefillServicer(pb_grpc.PrefillServicer):
         finally:
             self._runner.close_stream(stream)
             log.info("handoff stream of %s has ended", who)
+
+    @property
+    def _layouts_field(self) -> str:
+        """Where a hello has the layouts of a model such as this instance's."""
+        return "group_layouts" if self._runner.state.config.groups else "layouts"
+
+    def _readers(self, hello: pb.HandoffHello, who: str) -> tuple[ShardLayout, ...]:
+        """Returns how the ranks of decode cut blocks. Raises ConfigError when its model is not kept by cache groups and
+        this instance's is, or the other way round."""
+        grouped = bool(self._runner.state.config.groups)
+        if bool(hello.group_layouts) != grouped:
+            why = "kept by cache groups, of which it says none" if grouped else "of one cache group, it names several"
+            raise ConfigError(f"group_layouts: {who} cannot take the KV of a model {why}", field="group_layouts")
+        return from_wire(getattr(hello, self._layouts_field), self._layouts_field)

@@ -25,15 +25,18 @@ from kvmesh.blockservice.removals import NotHere
 from kvmesh.clock import NEVER, Tick
 from kvmesh.errors import DeadlinePassed, HandoffLost, KvmeshError, Overloaded, Unavailable
 from kvmesh.instance.sampling import history_of
+from kvmesh.kvcache.grouped_store import GroupedStore
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.prefix_cache import PrefixCache
 from kvmesh.kvcache.sources import LowerTiers, Pulled
 from kvmesh.ranks import protocol as m
 from kvmesh.services.prefill import events as ev
-from kvmesh.services.prefill.checks import BrainConfig, refusal
+from kvmesh.services.prefill.checks import BrainConfig
 from kvmesh.services.prefill.compute_progress import ComputeProgress
+from kvmesh.services.prefill.grouped_table import GroupedTable
 from kvmesh.services.prefill.handoff import PrefillHandoff, PrefillPhase
+from kvmesh.services.prefill.handoff_book import HandoffBook
 from kvmesh.services.prefill.handoff_table import HandoffTable
 from kvmesh.services.prefill.planner import Chunk, Planner, Wait
 from kvmesh.services.prefill.pushes import HandoffPushes
@@ -75,14 +78,23 @@ class _Step:
 
 class PrefillState:
     """Keeps all handoffs of one instance. It has one owner and one thread; a request costs O(its blocks), a message
-    O(1)."""
+    O(1). For a model of several cache groups `store` is a GroupedStore, and `pool` has one pool for each of them."""
 
-    def __init__(self, config: BrainConfig, pool: PagePool, store: NodeStore) -> None:
+    def __init__(
+        self, config: BrainConfig, pool: PagePool | Sequence[PagePool], store: NodeStore | GroupedStore
+    ) -> None:
         self.config = config
         self.planner = Planner(config.plan)
-        self._lives = HandoffTable(config, pool, store, self.planner)
+        self._lives: HandoffBook
+        if isinstance(store, GroupedStore):
+            assert not isinstance(pool, PagePool), "one pool a cache group"
+            self._lives = GroupedTable(config, pool, store, self.planner)
+        else:
+            assert isinstance(pool, PagePool), "one pool"
+            self._lives = HandoffTable(config, pool, store, self.planner)
         self._done = ComputeProgress()  # of the steps that every rank has answered; steps run one after another
         self._pushes = HandoffPushes(self._lives, config.world, config.layouts, at_end=config.push_at_end)
+        self._block = config.plan.block_tokens
         self._steps: dict[int, _Step] = {}
         self._next_step = 1
         self._deadlines: list[tuple[int, int]] = []
@@ -97,16 +109,34 @@ class PrefillState:
     # ── queries ──────────────────────────────────────────────────────────────────────────────────
 
     @property
+    def grouped(self) -> GroupedTable | None:
+        """The handoffs of a model of several cache groups; None: it has one."""
+        return self._lives if isinstance(self._lives, GroupedTable) else None
+
+    @property
+    def _single(self) -> HandoffTable:
+        assert isinstance(self._lives, HandoffTable), "the model has several cache groups"
+        return self._lives
+
+    @property
     def pool(self) -> PagePool:
-        return self._lives.pool
+        """The pages; of several cache groups those of the first."""
+        return self._single.pool if self.grouped is None else self.grouped.pages.pools[0]
 
     @property
     def cache(self) -> PrefixCache:
-        return self._lives.cache
+        """Which pages have which blocks, for a model of one cache group."""
+        return self._single.cache
+
+    @property
+    def cached_pages(self) -> int:
+        """How many of `pool`'s pages hold what can be evicted."""
+        return self._single.cache.evictable if self.grouped is None else self.grouped.cache.evictable(0)
 
     @property
     def store(self) -> NodeStore:
-        return self._lives.blocks.store
+        """The node store; of several cache groups that of the first."""
+        return self._single.blocks.store if self.grouped is None else self.grouped.blocks.store.stores[0]
 
     @property
     def lower(self) -> LowerTiers | None:
@@ -120,11 +150,11 @@ class PrefillState:
     @property
     def reserve(self) -> Callable[[], int]:
         """Returns how many pages no new prompt may take. Whoever shares the pool sets it once."""
-        return self._lives.reserve
+        return self._single.reserve
 
     @reserve.setter
     def reserve(self, reserve: Callable[[], int]) -> None:
-        self._lives.reserve = reserve
+        self._single.reserve = reserve
 
     @property
     def pulls(self) -> int:
@@ -150,7 +180,7 @@ class PrefillState:
             running_requests=sum(
                 h.phase in (PrefillPhase.COMPUTING, PrefillPhase.PUSHING) for h in self.handoffs.values()
             ),
-            free_pages=self.pool.free + self.cache.evictable,
+            free_pages=self._lives.free_pages,
         )
 
     def check_integrity(self, others: Sequence[int] = ()) -> None:
@@ -188,7 +218,7 @@ class PrefillState:
                 self._steps.clear()
                 self._lives.blocks.lost()
                 self._give_up(cause, dead=True)
-                self.cache.clear()
+                self._lives.clear()
             case ev.RanksSilent(cause):
                 self._silent = cause
                 self._give_up(cause, dead=False)
@@ -210,7 +240,7 @@ class PrefillState:
     def _start(self, start: ev.Start, now: int) -> None:
         assert start.handle > 0 and start.handle not in self.handoffs, "handles are unique"
         h = self.handoffs[start.handle] = PrefillHandoff(start, now, self.config.world)
-        error = refusal(start, self.config, self.pool.total) or self._no_room(start, now)
+        error = self._lives.refusal(start) or self._no_room(start, now)
         if error is not None:
             self._lives.abort(h, error)
             return
@@ -286,21 +316,23 @@ class PrefillState:
             h.chunks += 1
             if h.chunks == 1:
                 h.begin_sent_ns = now
-                self._lives.tell(h, ev.SendBeginFill(h.handle, len(h.pages), h.start.removed_seq))
+                self._lives.tell(h, ev.SendBeginFill(h.handle, h.prompt_blocks(self._block), h.start.removed_seq))
         message = m.PrefillStep(number, tuple(self._item(chunk) for chunk in chunks))
         self._lives.actions.extend(m.TellRank(rank, message) for rank in range(self.config.world))
 
     def _item(self, chunk: Chunk) -> m.PrefillItem:
         h = self.handoffs[chunk.handle]
         sampling = h.start.sampling if chunk.last else None
+        pages, groups = self._lives.for_step(h, chunk.end)
         return m.PrefillItem(
             handle=h.handle,
             token_ids=h.start.token_ids[chunk.start : chunk.end],
             start=chunk.start,
-            pages=tuple(h.pages[: -(-chunk.end // self.config.plan.block_tokens)]),
+            pages=pages,
             sample=sampling,
             push=not h.start.adopt,
             history=history_of(sampling, h.start.token_ids) if sampling is not None else None,
+            groups=groups,
         )
 
     def _from_rank(self, rank: int, message: m.ToFront, now: int) -> None:
@@ -310,7 +342,7 @@ class PrefillState:
             case m.RankError(handles, text):
                 self._step_failed(rank, handles, text)
             case m.SealCopied():
-                self._lives.blocks.sealed(rank, message)
+                self._lives.sealed(rank, message)
             case m.LoadCopied():
                 self._lives.loaded(rank, message)
             case m.PushProgress() | m.PushDone() | m.PushFailed() | m.PushDrained():
@@ -343,7 +375,7 @@ class PrefillState:
         # The ranks check only the result for a prompt's last token. What made it fail may lie in any block before, and
         # would fail whoever shares that block. So all are computed again, or loaded from the store, which only takes
         # blocks whose KV is finite.
-        self.cache.forget([key for handle in handles for key in self.handoffs[handle].start.block_keys])
+        self._lives.forget([key for handle in handles for key in self.handoffs[handle].start.block_keys])
         for handle in handles:
             self._lives.abort(self.handoffs[handle], Unavailable(f"the prefill failed: {text}"))
         if step.failed.issuperset((rank, handle) for handle in members):

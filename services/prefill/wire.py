@@ -8,6 +8,7 @@ from kvmesh.errors import InvalidRequest
 from kvmesh.instance.sampling import sampling_of
 from kvmesh.instance.served_weights import ServedWeights
 from kvmesh.kvcache import keys
+from kvmesh.kvcache.cache_groups import GroupPages
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.kvcache.tiers import Tier, tier_of
@@ -57,7 +58,16 @@ def start_in(
         traceparent=traceparent,
         pull_at_ns=_pull_at(request, now),
         size_ns=request.prefill_us * NS_PER_US,
+        tail_key=tail_key_in(request.tail_key),
     )
+
+
+def tail_key_in(key: bytes) -> bytes:
+    """Returns the key of what lies after a prompt's last full block; b"" for none. Raises InvalidRequest when it has
+    another length than a key."""
+    if key and len(key) != keys.KEY_BYTES:
+        raise InvalidRequest.of("tail_key", f"{len(key)} bytes", f"{keys.KEY_BYTES}, or none")
+    return key
 
 
 def _pull_at(request: pb.StartPrefill, now: int) -> int:
@@ -89,13 +99,22 @@ def pulls_in(ranges: Sequence[pb_common.PullRange], blocks: int, own: str) -> tu
             raise InvalidRequest.of(f"{at}.tier", r.tier, "no such tier")
         if holder.instance_id != own or tier is not Tier.DRAM:
             where = holder.instance_id, holder.address, holder.incarnation
-            found.append(PullRange(*where, r.first_block, r.blocks, tier))
+            found.append(PullRange(*where, r.first_block, r.blocks, tier, r.groups))
     return tuple(found)
 
 
 def landing_in(landing: pb.Landing, handle: int, readers: tuple[ShardLayout, ...]) -> ev.Landing:
     """Returns the event of a landing, under its instance-wide handle; decode's ranks cut blocks as `readers` say."""
-    ranks = tuple(ev.RankLanding(r.rank, r.segment, tuple(r.offset), r.first_block) for r in landing.ranks)
+    ranks = tuple(
+        ev.RankLanding(
+            r.rank,
+            r.segment,
+            tuple(r.offset),
+            r.first_block,
+            tuple(GroupPages(one.group, one.first_block, tuple(one.offset)) for one in r.groups),
+        )
+        for r in landing.ranks
+    )
     return ev.Landing(handle, landing.handoff_epoch, landing.lease_ms, ranks, readers)
 
 

@@ -467,7 +467,7 @@ def make_checkpoint(
     tensors = {name: tensor.to(dtype) for name, tensor in _tensors(raw, seed).items()}
     _save(folder, tensors, shards)
     if tokenizer:
-        _save_tokenizer(folder, vocab_size, max_position_embeddings)
+        save_tokenizer(folder, vocab_size, max_position_embeddings)
     return folder
 
 
@@ -628,7 +628,7 @@ def _save(folder: Path, tensors: dict[str, torch.Tensor], shards: int) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 
-def _save_tokenizer(folder: Path, vocab_size: int, max_length: int) -> None:
+def save_tokenizer(folder: Path, vocab_size: int, max_length: int) -> None:
     """Byte-level BPE: ids 0..255 are the bytes, then SPECIALS, then merges up to `vocab_size`."""
     if vocab_size < TOKENIZER_IDS:
         raise ValueError(f"vocab_size={vocab_size}: the tokenizer needs at least {TOKENIZER_IDS}; pass tokenizer=False")

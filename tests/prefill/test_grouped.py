@@ -1,0 +1,224 @@
+"""What a prefill brain of a model with several cache groups decides, case by case."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from kvmesh.kvcache.cache_groups import CacheGroup, GroupPages, is_single
+from kvmesh.kvcache.sources import Pulled, PullRange
+from kvmesh.ranks import protocol as m
+from kvmesh.services.prefill import events as ev
+from kvmesh.services.prefill.checks import grouped_landing_fault
+from kvmesh.services.prefill.grouped_blocks import seen_before
+from kvmesh.services.prefill.prompt_pages import PageRules
+from kvmesh.services.prefill.state import PrefillState
+from tests.support.prefill.grouped_world import ALL, BLOCK, CHUNK, STATE, WINDOW, grouped_state
+from tests.support.prefill.script import BOOT_NS, prompt
+
+TAIL = b"t" * 16
+
+
+def begin(handle: int, text: str, **fields: object) -> ev.Start:
+    tokens, keys = prompt(text, BLOCK)
+    known = {"pulls": (), "tail_key": b""} | fields
+    return ev.Start(handle, 1, f"r{handle}", tokens, keys, m.Sampling(0, 1, 0, 0), **known)  # type: ignore[arg-type]
+
+
+class Played:
+    """A brain whose one rank answers at once, and decode that lands at once."""
+
+    def __init__(self, groups: Sequence[CacheGroup], pages: Sequence[int], extents: Sequence[int]) -> None:
+        self.state: PrefillState = grouped_state(groups, pages, extents)
+        self.steps: list[m.PrefillItem] = []
+        self.seals: list[m.SealCopy] = []
+        self.loads: list[m.LoadCopy] = []
+        self.jobs: list[ev.FetchBlocks] = []
+        self.pushes: list[m.PushOpen] = []
+        self.ended: list[ev.HandoffEnded] = []
+        self.failed: list[ev.SendFailed] = []
+        self.answers = True  # to seals
+
+    @property
+    def store(self):  # type: ignore[no-untyped-def]
+        assert self.state.grouped is not None
+        return self.state.grouped.blocks.store
+
+    def feed(self, event: ev.Event) -> None:
+        todo = [event]
+        while todo:
+            for action in self.state.step(todo.pop(0), BOOT_NS):
+                todo += self.answer(action)
+        self.state.check_integrity()
+
+    def answer(self, action: ev.Action) -> list[ev.Event]:
+        match action:
+            case m.TellRank(_, m.PrefillStep() as step):
+                self.steps += step.items
+                sampled = tuple(m.Sampled(item.handle, 7) for item in step.items if item.sample)
+                return [m.FromRank(0, m.PrefillStepDone(step.step_id, BOOT_NS, BOOT_NS, sampled))]
+            case m.TellRank(_, m.SealCopy() as copy):
+                self.seals.append(copy)
+                return [m.FromRank(0, m.SealCopied(copy.ticket, BOOT_NS, BOOT_NS))] if self.answers else []
+            case m.TellRank(_, m.LoadCopy() as copy):
+                self.loads.append(copy)
+                return [m.FromRank(0, m.LoadCopied(copy.ticket, BOOT_NS, BOOT_NS))]
+            case m.TellRank(_, m.PushOpen() as push):
+                self.pushes.append(push)
+                return [m.FromRank(0, m.PushDone(push.handle, push.handoff_epoch, BOOT_NS, BOOT_NS, 1))]
+            case ev.SendFirstToken(handle):
+                assert self.state.grouped is not None
+                memory = self.state.grouped.handoffs[handle].memory
+                assert memory is not None
+                kept = enumerate(memory.kept)
+                named = tuple(GroupPages(g, at.start, tuple(range(len(at)))) for g, at in kept if at)
+                return [ev.Landing(handle, 7, 1000, (ev.RankLanding(0, "d", (), 0, named),))]
+            case ev.FetchBlocks():
+                self.jobs.append(action)
+            case ev.HandoffEnded():
+                self.ended.append(action)
+            case ev.SendFailed():
+                self.failed.append(action)
+        return []
+
+
+def test_a_window_gives_pages_back_and_keeps_what_decode_needs() -> None:
+    played = Played((ALL, WINDOW), (8, 8), (0, 0))
+    played.feed(begin(1, "abcdefgh"))  # 32 tokens in 4 chunks; the window of 6 sees blocks 6 and 7 after them
+    tables = [next(one for one in item.groups if one.group == 1) for item in played.steps]
+    assert [(one.first, len(one.ids)) for one in tables] == [(0, 2), (0, 4), (0, 6), (2, 6)]
+    (push,) = played.pushes
+    assert [(one.group, one.first, len(one.ids)) for one in push.groups] == [(0, 0, 8), (1, 6, 2)]
+    assert not push.pages and not push.offsets and len(played.ended) == 1
+
+
+def test_a_prompt_that_never_fits_is_refused_and_names_the_group() -> None:
+    played = Played((ALL, WINDOW), (8, 4), (0, 0))
+    played.feed(begin(1, "abcdefgh"))
+    assert "cache group window" in played.failed[0].error.message
+
+
+def test_chunks_end_on_the_grid_and_leave_a_snapshot_there() -> None:
+    played = Played((ALL, STATE), (8, 4), (8, 4))
+    played.feed(begin(1, "abcde+1"))
+    assert [(item.start, item.start + len(item.token_ids)) for item in played.steps] == [(0, 8), (8, 16), (16, 21)]
+    slots = [next(one.ids for one in item.groups if one.group == 1) for item in played.steps]
+    assert [len(ids) for ids in slots] == [2, 2, 1] and len({ids[0] for ids in slots}) == 1
+    keys = prompt("abcde", BLOCK)[1]
+    assert list(played.store.masks(keys)) == [1, 3, 1, 3, 1]
+
+
+def test_a_snapshot_that_is_still_copied_holds_up_that_prompt_alone() -> None:
+    played = Played((ALL, STATE), (12, 3), (8, 4))
+    played.answers = False
+    played.feed(begin(1, "abcdefgh"))
+    assert len(played.steps) == 2, "both spare slots are with seals"
+    for copy in list(played.seals):
+        played.feed(m.FromRank(0, m.SealCopied(copy.ticket, BOOT_NS, BOOT_NS)))
+    assert len(played.steps) == 4
+
+
+def test_a_hit_is_of_the_union_of_pages_and_extents() -> None:
+    played = Played((ALL, WINDOW, STATE), (10, 8, 4), (8, 8, 4))
+    played.feed(begin(1, "abcd+1"))
+    table = played.state.grouped
+    assert table is not None
+    table.cache.evict(1, 8)  # the window's pages go, its extents stay
+    played.steps.clear()
+    played.feed(begin(2, "abcd+2"))
+    (load,) = played.loads
+    assert [(one.group, one.first, len(one.ids)) for one in load.groups] == [(1, 2, 2), (2, 3, 1)]
+    assert [item.start for item in played.steps] == [16]
+    assert played.ended[1].found.device_tokens == 16
+
+
+def test_a_state_that_is_missing_makes_a_hit_shorter_and_is_named() -> None:
+    played = Played((ALL, STATE), (10, 4), (8, 4))
+    played.feed(begin(1, "abcd+1"))
+    played.store.stores[1].remove([b"abcd"])
+    played.feed(begin(2, "abcd+2"))
+    found = played.ended[1].found
+    assert (found.cached_tokens, found.short, found.short_blocks) == (8, (1,), 2)
+
+
+def test_a_tail_is_taken_only_with_all_before_it() -> None:
+    played = Played((ALL, WINDOW, STATE), (10, 8, 4), (8, 8, 4))
+    played.feed(begin(1, "ab+1"))
+    for store in played.store.stores:
+        store.begin([TAIL])
+        store.seal(TAIL)
+    played.steps.clear()
+    played.feed(begin(2, "ab+3", tail_key=TAIL))
+    assert [(item.start, len(item.token_ids)) for item in played.steps] == [(10, 1)]
+    assert [(one.group, one.first) for one in played.loads[-1].groups] == [(0, 2), (1, 2), (2, 2)]
+    played.steps.clear()
+    played.store.stores[2].remove([TAIL])
+    played.feed(begin(3, "ab+3", tail_key=TAIL))
+    assert [(item.start, len(item.token_ids)) for item in played.steps] == [(8, 3)]
+
+
+def test_a_tail_is_pulled_from_who_has_the_block_before() -> None:
+    played = Played((ALL, WINDOW, STATE), (10, 8, 4), (8, 8, 4))
+    hints = (PullRange("A", "A:1", 1, 0, 2), PullRange("B", "B:1", 1, 2, 1))
+    played.feed(begin(1, "abc+3", pulls=hints, tail_key=TAIL))
+    (fetch,) = played.jobs
+    assert fetch.job.keys[-1] == TAIL and fetch.job.blocks == (0, 1, 2, 3)
+    assert list(fetch.job.groups) == [1, 1 | 2 * (seen_before(WINDOW, BLOCK, 14).start <= 1), 3, 7]
+    assert [(r.first_block, r.blocks) for r in fetch.job.ranges] == [(0, 2), (2, 2)]
+    played.feed(Pulled(fetch.job.ticket, (0, 1, 2, 3), 9, 0, groups=fetch.job.groups))
+    assert [(item.start, len(item.token_ids)) for item in played.steps] == [(14, 1)]
+
+
+def test_a_pull_asks_for_what_the_hit_needs_alone() -> None:
+    played = Played((ALL, WINDOW, STATE), (10, 8, 4), (8, 8, 4))
+    played.feed(begin(1, "abcd+1", pulls=(PullRange("A", "A:1", 1, 0, 4),)))
+    (fetch,) = played.jobs
+    assert list(fetch.job.groups) == [1, 1, 3, 7]
+    played.feed(Pulled(fetch.job.ticket, (0, 1, 2, 3), 9, 0, groups=bytes([1, 1, 3, 3])))
+    assert [item.start for item in played.steps] == [0, 8, 16], "without the state nothing is of use"
+    assert played.ended[0].found.short == (2,)
+
+
+def test_a_holder_without_a_group_is_not_asked_for_it() -> None:
+    played = Played((ALL, STATE), (10, 4), (8, 4))
+    played.feed(begin(1, "abcd+1", pulls=(PullRange("A", "A:1", 1, 0, 4, groups=1),)))
+    assert not played.jobs and [item.start for item in played.steps] == [0, 8, 16]
+
+
+@pytest.mark.parametrize(
+    ("named", "why"),
+    [
+        (((0, 0, 3), (1, 1, 2)), ""),
+        (((0, 2, 1),), ""),
+        (((1, 1, 2),), "nothing of group 0"),
+        (((0, 0, 2), (1, 1, 2)), "of group 0"),
+        (((0, 0, 3), (1, 0, 3)), "of group 1"),
+        (((1, 1, 2), (0, 0, 3)), "it names groups"),
+        (((0, 0, 3), (2, 2, 1)), "it names groups"),
+    ],
+)
+def test_landings_are_checked(named: Sequence[tuple[int, int, int]], why: str) -> None:
+    groups = tuple(GroupPages(group, first, tuple(range(count))) for group, first, count in named)
+    landing = ev.Landing(1, 7, 1000, (ev.RankLanding(0, "d", (), 0, groups),))
+    assert why in grouped_landing_fault(landing, (range(3), range(1, 3)), 1)
+    assert bool(why) == bool(grouped_landing_fault(landing, (range(3), range(1, 3)), 1))
+    other = replace(landing.ranks[0], rank=1, groups=groups[:1])
+    assert "there are 1" in grouped_landing_fault(replace(landing, ranks=(landing.ranks[0], other)), (range(3),), 1)
+
+
+@pytest.mark.parametrize("group", [WINDOW, CHUNK], ids=lambda one: one.name)
+def test_no_prompt_ever_has_more_pages_than_it_claims(group: CacheGroup) -> None:
+    """Against the blocks that chunks in flight see, token by token."""
+    rules = PageRules((group,), BLOCK, 16)
+    for tokens in range(1, 90):
+        kept = set(rules.kept(0, tokens))
+        for start in range(0, tokens, BLOCK):
+            end = min(start + 16, tokens)
+            live = set(range(rules.seen(0, start).start, -(-end // BLOCK))) | kept
+            assert len(live) <= rules.claim(0, tokens)
+
+
+def test_one_group_that_keeps_all_is_single() -> None:
+    assert is_single((ALL,)) and not is_single((WINDOW,))
