@@ -17,7 +17,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.checkpoints import FAMILY_ZOO, make_checkpoint, prompts
+from tests.support.checkpoints import FAMILY_ZOO, make_checkpoint, prompts, save_tokenizer
+from tests.support.engine.qwen3_next import make_qwen3_next
 from tests.support.mesh.client import Answer
 from tests.support.mesh.direct import Direct
 from tests.support.mesh.harness import Running
@@ -37,7 +38,7 @@ ROUNDS = 5  # of the crowd, until somebody had to leave: on a busy machine they 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": FAMILY_ZOO["llama3"]
     | {"num_attention_heads": 14, "hidden_size": 112, "head_dim": 18, "tie_word_embeddings": True, "vocab_size": 389},
-    "mistral": FAMILY_ZOO["mistral"] | {"num_key_value_heads": 4, "rope": "linear", "vocab_size": 517},
+    "mistral": FAMILY_ZOO["mistral-some"] | {"num_key_value_heads": 4, "rope": "linear", "vocab_size": 517},
     "qwen2": FAMILY_ZOO["qwen2"] | {"rope": "yarn", "tie_word_embeddings": True, "vocab_size": 333},
     "qwen3": FAMILY_ZOO["qwen3"] | {"num_key_value_heads": 1, "head_dim": 40, "shards": 3, "vocab_size": 411},
     "gemma2": FAMILY_ZOO["gemma2"] | {"num_attention_heads": 8},
@@ -50,8 +51,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": FAMILY_ZOO["deepseek_v3"],
     "gpt_oss": FAMILY_ZOO["gpt_oss"],
     "llama4": FAMILY_ZOO["llama4"],
+    "qwen3_next": {},
 }
 EACH = pytest.mark.parametrize("name", FAMILIES)
+BOUNDED = ("phi3",)  # all layers have a window: rows reserve what they will ever have, so that none is preempted
 
 # Instances of one rank and of two for each precision, with few pages.
 HALF = {"dtype": "bfloat16", "served_name": "half"}
@@ -71,18 +74,22 @@ Asked = list[tuple[list[int], Answer]]
 @EACH
 async def test_every_way(name: str, tmp_path: Path, mesh: MeshFactory) -> None:
     """One rank and two, each by itself and each handing over to the other."""
-    path = make_checkpoint(tmp_path / name, seed=len(name), **FAMILIES[name])
+    if name == "qwen3_next":
+        path = make_qwen3_next(tmp_path / name)
+        save_tokenizer(path, 331, 512)
+    else:
+        path = make_checkpoint(tmp_path / name, seed=len(name), **FAMILIES[name])
     async with mesh(path, block_tokens=BLOCK, prefill=0, decode=0, coupled=4, flags=FLAGS) as running:
         for instance in running.instances():
             await running.ready(instance)
         direct = await Direct.of(running, name)
         for way in itertools.product(("coupled-0", "coupled-1"), repeat=2):
-            for prompt, answer in await every_situation(direct, *way):
+            for prompt, answer in await every_situation(name, direct, *way):
                 assert_matches_reference(path, prompt, answer.tokens)
         await through_the_gateway(running, path)
         direct = await Direct.of(running, "half")
         for way in (("coupled-2", "coupled-3"), ("coupled-3", "coupled-3")):
-            asked = await every_situation(direct, *way, logprobs=True, top_logprobs=TOP)
+            asked = await every_situation(name, direct, *way, logprobs=True, top_logprobs=TOP)
             assert_as_close_as_reference(path, [forced(*one) for one in asked])
         await running.settled()
 
@@ -93,7 +100,7 @@ def forced(prompt: list[int], answer: Answer) -> Forced:
     return [*prompt, *answer.tokens[:-1]], len(prompt), answer.logprobs
 
 
-async def every_situation(direct: Direct, prefill: str, decode: str, **sampling: Any) -> Asked:
+async def every_situation(name: str, direct: Direct, prefill: str, decode: str, **sampling: Any) -> Asked:
     """A long prompt cold and in chunks, then over its prefix, and a crowd of which some are preempted and resumed. What
     was asked, with the answers; each situation is seen to have come about."""
     metrics = Metrics(direct)
@@ -113,16 +120,16 @@ async def every_situation(direct: Direct, prefill: str, decode: str, **sampling:
     cold = await ask(long, ANSWER)
     assert cold.cached_tokens == 0
     chunks = (await metrics.of(prefill, "prefill_step_seconds_count") - steps) / RANKS[prefill]  # each counts its steps
-    assert chunks == 3, "not in chunks"
+    assert chunks == (4 if name == "qwen3_next" else 3), "not in chunks"  # one ends where a snapshot is kept
     warm = await ask(long, ANSWER)
     assert warm.cached_tokens == LONG // BLOCK * BLOCK
     asked, before = [(long, cold), (long, warm)], await metrics.of(decode, "decode_preemptions_total")
     for _ in range(ROUNDS):
         answers = await asyncio.gather(*(ask(prompt, CROWD_ANSWER) for prompt in crowd))
         asked += zip(crowd, answers, strict=True)
-        if await metrics.of(decode, "decode_preemptions_total") > before:
+        if (await metrics.of(decode, "decode_preemptions_total") > before) == (name not in BOUNDED):
             return asked
-    raise AssertionError("nobody had to leave")
+    raise AssertionError("nobody had to leave" if name not in BOUNDED else "somebody had to leave")
 
 
 class Metrics:
