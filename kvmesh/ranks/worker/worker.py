@@ -6,17 +6,19 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import cast
 
 import torch
 
 from kvmesh.engine.cache_memory import named_by_group
 from kvmesh.engine.checkpoint import open_checkpoint
-from kvmesh.engine.parallel import SOLO, Group, ProcessGroup
+from kvmesh.engine.parallel import SOLO, ExpertsCut, Group, ProcessGroup
 from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams, shard_layout
 from kvmesh.errors import TransferError
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.devices import STAGED_CPU
+from kvmesh.ranks.expert_metrics import ExpertStats, stats_of
 from kvmesh.ranks.transfer_config import own_location, start_engine
 from kvmesh.ranks.worker.checksums import Sums
 from kvmesh.ranks.worker.device import CpuMemory, DeviceMemory, StagedCpuMemory, StagedMemory, num_extents
@@ -61,7 +63,13 @@ class Worker:
             trial = setup.trial_pages(self.layout)
             self._group = _group(configure, trial.device)
             self._runner = Runner(
-                self._checkpoint, configure.dtype, trial.device, configure.block_tokens, trial, self._group
+                self._checkpoint,
+                configure.dtype,
+                trial.device,
+                configure.block_tokens,
+                trial,
+                self._group,
+                experts_cut=cast(ExpertsCut, configure.experts_cut),
             )
             del trial
             fingerprinted.result().check()  # what was loaded is what was hashed
@@ -111,6 +119,14 @@ class Worker:
         # Touch every page once: a first write to shared memory costs a fault for each 4 KiB of it.
         self.memory.pages.zero_()
         touch(self._extent_region)
+        if self._runner.expert_counts is not None:
+            self._runner.expert_counts.clear()
+
+    @property
+    def expert_stats(self) -> ExpertStats | None:
+        """Returns how often each expert was chosen; None at other ranks than the first, which count the same."""
+        counts = self._runner.expert_counts
+        return stats_of(counts) if counts is not None and self._configure.rank == 0 else None
 
     def ready(self) -> m.Ready:
         config, checkpoint = self._checkpoint.config, self._checkpoint
