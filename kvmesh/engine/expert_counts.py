@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ class ExpertCounts:
         self._ones = torch.ones(0, dtype=torch.int64, device=device)
         self._live: torch.Tensor | None = None
         self._host: torch.Tensor | None = None  # of a CUDA device: what the last `told` asked for
-        self._copied: torch.cuda.Event | None = None
+        self._copied: Any = None  # a torch.cuda.Event
 
     def add(self, row: int, chosen: torch.Tensor) -> None:
         """Counts a step's choices `[T, chosen]`, int64, of the layer in this row of the table."""
@@ -66,6 +67,7 @@ class ExpertCounts:
                 return None
             found = self._host.tolist()
         self._host.copy_(self.table, non_blocking=True)
-        self._copied = torch.cuda.Event()
+        event: Any = torch.cuda.Event
+        self._copied = event()
         self._copied.record()
         return found

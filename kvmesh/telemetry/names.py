@@ -394,7 +394,8 @@ NODE_EXPERT_IMBALANCE = SampledFamily(
 NODE_EXPERT_IDLE = SampledFamily(
     "kvmesh_node_expert_idle_count", "Experts of a layer that no token had lately.", "gauge", ("layer",)
 )
-NODE_EXPERTS = SampledMetrics((NODE_EXPERT_CHOICES, NODE_EXPERT_IMBALANCE, NODE_EXPERT_IDLE))  # told by rank 0's pongs
+NODE_EXPERT_FAMILIES = (NODE_EXPERT_CHOICES, NODE_EXPERT_IMBALANCE, NODE_EXPERT_IDLE)
+NODE_EXPERTS = SampledMetrics(NODE_EXPERT_FAMILIES)  # told by rank 0's pongs
 REGISTRIES["node"].register(NODE_EXPERTS)
 
 BUILD_INFO: dict[str, Gauge] = {
