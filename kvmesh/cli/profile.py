@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -161,6 +162,16 @@ class FunctionLook:
 
 
 @dataclass(frozen=True)
+class ExpertsLook:
+    """For how many of the steps' tokens each expert of one layer was chosen; `imbalance` is the busiest's number over
+    the mean."""
+
+    layer: int
+    imbalance: float
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
 class RankLook:
     """What one rank's profile comes to; all but limits and counts are of an average step."""
 
@@ -181,6 +192,7 @@ class RankLook:
     products_per_s: float
     least_us: float  # that the limits allow a step; 0: unknown
     bound_by: str  # "memory", "products" or ""
+    experts: list[ExpertsLook]  # of each layer that has any
 
     @classmethod
     def of(cls, rank: instance_pb2.RankProfile, bytes_per_s: float = 0.0, products_per_s: float = 0.0) -> RankLook:
@@ -232,7 +244,12 @@ class RankLook:
             products_per_s,
             max(moving, multiplying) * 1e6 if known else 0.0,
             ("memory" if moving >= multiplying else "products") if known else "",
+            [ExpertsLook(one.layer, _imbalance(one.tokens), list(one.tokens)) for one in rank.experts],
         )
+
+
+def _imbalance(tokens: Sequence[int]) -> float:
+    return max(tokens) * len(tokens) / total if (total := sum(tokens)) else 0.0
 
 
 def _ratio(part: float, whole: float) -> float | None:
@@ -284,6 +301,15 @@ def _screen(title: str, look: RankLook, wanted: int) -> tuple[str, Table, list[s
         lines.append(f"limits {limits}: {least}; it took {look.step_us / look.least_us:.1f} times as long")
     else:
         lines.append("limits not measured: give --bandwidth and --compute")
+    if look.experts:
+        worst = max(look.experts, key=lambda one: one.imbalance)
+        usual = median(one.imbalance for one in look.experts)
+        busiest = worst.tokens.index(max(worst.tokens))
+        lines.append(
+            f"experts: the busiest of a layer has {usual:.1f} times the mean (median of {len(look.experts)} layers), "
+            f"at most {worst.imbalance:.1f} times: expert {busiest} of layer {worst.layer}, {max(worst.tokens):,} "
+            f"tokens; {worst.tokens.count(0)} of its {len(worst.tokens)} experts had none"
+        )
     return head, table, lines
 
 

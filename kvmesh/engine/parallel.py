@@ -2,9 +2,10 @@
 
 Each rank holds whole heads of attention and a part of every MLP (Megatron's cut): matrices into heads and MLP are cut
 along their output, those out of them along their input, so a layer needs one sum over the ranks after attention and one
-after the MLP. Norms and the embedding are whole at every rank (a sum the less, for memory); the head is cut by
-vocabulary, and logits are gathered for the sampled rows only: every rank then samples the same token from the same
-bytes. With more ranks than KV heads, ranks that share a head are replicas of it.
+after the MLP. Experts are cut as an MLP is, or dealt out whole (`cuts_experts_whole`). Norms and the embedding are
+whole at every rank (a sum the less, for memory); the head is cut by vocabulary, and logits are gathered for the sampled
+rows only: every rank then samples the same token from the same bytes. With more ranks than KV heads, ranks that share a
+head are replicas of it.
 
 `Group` is one rank by itself and costs nothing; `ProcessGroup` is one of several, over torch.distributed (gloo on CPUs,
 NCCL on CUDA).
@@ -17,12 +18,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.nn import functional
 
 from kvmesh.engine.config import ModelConfig
+from kvmesh.engine.config_experts import ExpertsConfig
 from kvmesh.errors import ConfigError
 
 
@@ -148,8 +150,10 @@ def check_shares(config: ModelConfig, size: int) -> None:
         why = f"must divide num_key_value_heads={kv} or be a multiple of it"
     elif inner % size:
         why = f"must divide intermediate_size={inner}"
-    elif experts is not None and (experts.inner % size or experts.shared_inner % size):
-        why = f"must divide moe_intermediate_size={experts.inner} and the shared expert's {experts.shared_inner}"
+    elif experts is not None and experts.shared_inner % size:
+        why = f"must divide the shared expert's {experts.shared_inner} columns"
+    elif experts is not None and experts.inner % size and experts.count < size:
+        why = f"must divide moe_intermediate_size={experts.inner}, or be at most the {experts.count} experts"
     elif config.delta is not None and config.delta.key_heads % size:
         why = f"must divide linear_num_key_heads={config.delta.key_heads}"
     elif config.vocab_size < size:
@@ -165,9 +169,48 @@ def share(units: int, rank: int, size: int) -> range:
     return range(first, max(units * (rank + 1) // size, first + 1))
 
 
+ExpertsCut = Literal["auto", "columns", "whole"]
+LEAST_COLUMNS = (
+    64  # of an expert at a rank: a kernel's tile has so many (kernels.experts), two panels of a CPU's weights
+)
+
+
+def cuts_experts_whole(experts: ExpertsConfig, size: int, cut: ExpertsCut) -> bool:
+    """Returns whether each of `size` ranks has some experts whole, rather than some columns of every expert. Columns
+    give all ranks equal work whatever a router chooses; with "auto" experts stay whole only where columns do not
+    divide, or a rank's would not fill a tile. Raises ConfigError where so many ranks cannot have them as `cut` says.
+    """
+    even, enough = experts.inner % size == 0, experts.count >= size
+    if cut == "auto":
+        cut = "whole" if enough and (not even or experts.inner // size < LEAST_COLUMNS) else "columns"
+    why = ""
+    if cut == "columns" and not even:
+        why = f"tensor_parallel={size} must divide moe_intermediate_size={experts.inner}"
+    elif cut == "whole" and not enough:
+        why = f"tensor_parallel={size} must be at most the {experts.count} experts"
+    if why:
+        raise ConfigError(f"experts_cut={cut!r}: {why}", field="experts_cut")
+    return cut == "whole" and size > 1
+
+
+class ExpertShare(NamedTuple):
+    """Says what a rank has of a layer's experts: which of them, and which columns of each."""
+
+    experts: range
+    columns: range
+
+
+def expert_share(experts: ExpertsConfig, group: Group, cut: ExpertsCut) -> ExpertShare:
+    """Returns what this rank has of the experts. Raises ConfigError as `cuts_experts_whole` does."""
+    if cuts_experts_whole(experts, group.size, cut):
+        return ExpertShare(share(experts.count, group.rank, group.size), range(experts.inner))
+    return ExpertShare(range(experts.count), share(experts.inner, group.rank, group.size))
+
+
 def share_of(config: ModelConfig, size: int) -> ModelConfig:
     """Returns the configuration of the model as the blocks of one of `size` ranks see it: its own heads, KV heads and
-    part of the MLP. Raises ConfigError as `check_shares` does."""
+    part of the MLP; of experts that ranks have whole, the columns that it has of each on average. Raises ConfigError as
+    `check_shares` does."""
     check_shares(config, size)
     if size == 1:
         return config
@@ -179,7 +222,7 @@ def share_of(config: ModelConfig, size: int) -> ModelConfig:
         intermediate_size=config.intermediate_size // size,
         experts=None
         if experts is None
-        else replace(experts, inner=experts.inner // size, shared_inner=experts.shared_inner // size),
+        else replace(experts, inner=-(-experts.inner // size), shared_inner=experts.shared_inner // size),
         delta=None
         if delta is None
         else replace(delta, key_heads=delta.key_heads // size, value_heads=delta.value_heads // size),

@@ -10,6 +10,7 @@ write no KV and reach no result.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 
@@ -17,6 +18,7 @@ from kvmesh.engine.attention.backend import AttentionBackend
 from kvmesh.engine.attention.grouped import GroupedAttention
 from kvmesh.engine.capture import Capture, Launches, bucket_for, capture_sizes
 from kvmesh.engine.config import ModelConfig
+from kvmesh.engine.expert_counts import ExpertCounts
 from kvmesh.engine.models.blocks import DecoderModel, normed_by
 from kvmesh.engine.rope import Rotation
 
@@ -52,7 +54,7 @@ def piece_sizes(own: ModelConfig, max_tokens: int | None) -> tuple[int, ...]:
 class PieceGraphs:
     """Captures the pieces of `model` for the token counts `sizes`, ascending, and computes steps by them. The
     constructor captures, which takes seconds; afterwards `sizes` are the token counts captured, `failed` is why some
-    were not. `backend` is what attends: it says the shapes."""
+    were not. `backend` is what attends: it says the shapes. `counts` has what the step's own tokens choose."""
 
     def __init__(
         self,
@@ -60,14 +62,17 @@ class PieceGraphs:
         backend: AttentionBackend | GroupedAttention,
         sizes: tuple[int, ...],
         capture: Capture,
+        counts: ExpertCounts | None = None,
     ) -> None:
-        self._model = model
+        self._model, self._counts = model, counts
         most, device, dtype = sizes[-1], backend.device, backend.dtype
         self._token_ids = torch.zeros(most, dtype=torch.int64, device=device)
         self._positions = torch.zeros(most, dtype=torch.int64, device=device)
         self._x = torch.zeros(most, model.config.hidden_size, dtype=dtype, device=device)
         self._qkv = backend.inputs(most)
         self._attended = backend.answer(self._qkv).zero_()
+        if counts is not None:
+            self._live = torch.zeros(most, counts.chosen, dtype=torch.int64, device=device)
         angles = model.rope(self._positions)
         local = angles if model.local_rope is model.rope else model.local_rope(self._positions)
         self._angles = [angles, local]
@@ -91,7 +96,8 @@ class PieceGraphs:
 
         def work() -> None:
             if index:
-                answer, normed = model.layers[index - 1].after(x, attended, model.input_norm(index))
+                with nullcontext() if self._counts is None else self._counts.only(self._live[:tokens]):
+                    answer, normed = model.layers[index - 1].after(x, attended, model.input_norm(index))
             else:
                 answer, *angles = model.embedded(self._token_ids[:tokens], self._positions[:tokens])
                 for own, made in zip(self._angles, angles, strict=True):
@@ -114,6 +120,9 @@ class PieceGraphs:
             return None
         self._token_ids[:count].copy_(token_ids)
         self._positions[:count].copy_(positions)
+        if self._counts is not None:
+            self._live[:count] = 1
+            self._live[count:size] = 0
         first, *rest = self._pieces[size]
         first()
         angles = [(cos[:count], sin[:count]) for cos, sin in self._angles]

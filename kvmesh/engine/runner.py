@@ -7,6 +7,7 @@ thread steps. Steps that fail raise a named error and leave the runner usable.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,8 +21,9 @@ from kvmesh.engine.cache_memory import GroupShape, check_memory, group_shapes
 from kvmesh.engine.checkpoint import Checkpoint
 from kvmesh.engine.config import DTYPES, ModelConfig
 from kvmesh.engine.models.latent import up_projections
+from kvmesh.engine.models.moe import count_choices
 from kvmesh.engine.models.registry import MODELS
-from kvmesh.engine.parallel import SOLO, Group, check_shares, share, share_of
+from kvmesh.engine.parallel import SOLO, ExpertsCut, Group, check_shares, share, share_of
 from kvmesh.engine.rope import Rotation
 from kvmesh.engine.sampler import Preparation, Sampler, TokensInFlight
 from kvmesh.engine.weights import Weights
@@ -94,7 +96,8 @@ class Runner:
     then it answers the token -1 where logits are not finite, as a step over states changes these in place.
 
     In a `group` it loads and holds this rank's share; every rank must then make the same calls in the same order, and
-    gets the same answers. `cuda_graphs`: as `use_pages` has it."""
+    gets the same answers. `experts_cut` says how they share experts (`parallel.cuts_experts_whole`). `cuda_graphs`: as
+    `use_pages` has it."""
 
     def __init__(
         self,
@@ -105,6 +108,7 @@ class Runner:
         pages: torch.Tensor | Sequence[torch.Tensor],
         group: Group = SOLO,
         cuda_graphs: bool = False,
+        experts_cut: ExpertsCut = "auto",
     ) -> None:
         self.config = checkpoint.config
         self.group = group
@@ -120,8 +124,10 @@ class Runner:
         self.tolerant = False
         self._check_pages(pages)
         with torch.inference_mode():
-            weights = Weights(checkpoint, self._dtype, self.device, group)
+            weights = Weights(checkpoint, self._dtype, self.device, group, experts_cut)
             self.model = MODELS[self.config.architecture](own, weights)
+        experts = self.config.experts
+        self.expert_counts = None if experts is None else count_choices(self.model.layers, experts, self.device)
         self.use_pages(pages, cuda_graphs)
         checkpoint.close()  # everything has been copied out of the file mappings
 
@@ -207,7 +213,7 @@ class Runner:
             room, longest = self.attention.most_tokens, self.config.max_context_tokens
             longest = longest if room is None else min(room, longest)
             self.graphs = DecodeGraphs(
-                lambda tokens, plan: self.model.logits(self.model.hidden(tokens, plan.positions, _attend(plan, None))),
+                self._replayable,
                 self.attention,
                 -(-longest // self.layout.block_tokens),
                 capture,
@@ -215,7 +221,16 @@ class Runner:
                 max_rows or MAX_ROWS,
             )
         if max_tokens != 0 and not (self.graphs and self.graphs.failed):
-            self.pieces = PieceGraphs(self.model, self.attention, piece_sizes(self._own, max_tokens), capture)
+            self.pieces = PieceGraphs(
+                self.model, self.attention, piece_sizes(self._own, max_tokens), capture, self.expert_counts
+            )
+
+    def _replayable(self, tokens: torch.Tensor, plan: StepPlan) -> torch.Tensor:
+        """Computes a decode step's logits by launches that can be captured. Rows that stand for none are at position 0,
+        where no decode row is, and choose no expert that is counted."""
+        positions, counts = plan.positions, self.expert_counts
+        with nullcontext() if counts is None else counts.only(counts.once(positions > 0)):
+            return self.model.logits(self.model.hidden(tokens, positions, _attend(plan, None)))
 
     def prefill(
         self, items: Sequence[PrefillInput], on_layer: Callable[[int], None] | None = None

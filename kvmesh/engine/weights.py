@@ -8,20 +8,29 @@ import torch
 
 from kvmesh.engine.checkpoint import Checkpoint
 from kvmesh.engine.config import ModelConfig
-from kvmesh.engine.parallel import SOLO, Cut, Group
+from kvmesh.engine.parallel import SOLO, Cut, ExpertsCut, Group
 
 STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class Weights:
     """Reads tensors of one checkpoint as `dtype` on `device`. Every tensor is copied out of the file mapping; of one
-    that the ranks of `group` share only this rank's part is touched."""
+    that the ranks of `group` share only this rank's part is touched. `experts_cut` says how they share experts
+    (`parallel.cuts_experts_whole`)."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: Group = SOLO) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: Group = SOLO,
+        experts_cut: ExpertsCut = "auto",
+    ) -> None:
         self.checkpoint = checkpoint
         self.dtype = dtype
         self.device = device
         self.group = group
+        self.experts_cut = experts_cut
 
     @property
     def config(self) -> ModelConfig:

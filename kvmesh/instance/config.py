@@ -92,6 +92,14 @@ class InstanceConfig(TierConfig):
         default=1,
         metadata={"help": "Rank processes that share the model; see docs/operate/tensor-parallel.md.", "min": 1},
     )
+    experts_cut: str = field(
+        default="auto",
+        metadata={
+            "help": "How ranks share a mixture of experts: each has some columns of every expert, or some experts "
+            "whole; auto: columns, unless they do not divide or are fewer than 64 (docs/operate/tensor-parallel.md).",
+            "choices": ("auto", "columns", "whole"),
+        },
+    )
     rank_timeout_ms: int = field(
         default=30_000, metadata={"help": "Ranks that wait so long for one another in a step give up.", "min": 100}
     )

@@ -137,6 +137,7 @@ class Front:
             device=device_of(c.device, rank, len(self.ranks)),
             cuda_graphs=c.cuda_graphs,
             async_steps=c.async_steps,
+            experts_cut=c.experts_cut,
             block_tokens=c.block_tokens,
             num_pages=c.num_pages,
             num_extents=c.num_extents,

@@ -117,4 +117,5 @@ def on_wire(answer: m.Profiled) -> instance_pb2.RankProfile:
         pieces_left_out=pieces.left_out,
         bytes_per_s=answer.bytes_per_s,
         products_per_s=answer.products_per_s,
+        experts=[instance_pb2.ProfiledExperts(layer=one.layer, tokens=one.tokens) for one in answer.experts],
     )

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from kvmesh.errors import BY_CODE, InternalError, KvmeshError
+from kvmesh.ranks import expert_metrics, transfer_metrics
 from kvmesh.ranks import protocol as m
-from kvmesh.ranks import transfer_metrics
 from kvmesh.ranks.ipc import RECEIVE_BYTES, RankFrames, frame
 
 log = logging.getLogger(__name__)
@@ -78,6 +78,7 @@ class RankClient:
         self._nonce = 0
         self.last_pong = 0.0
         self.cpu_seconds = 0.0
+        self._experts = expert_metrics.ExpertMetrics()
 
     @property
     def ready(self) -> m.Ready:
@@ -192,10 +193,12 @@ class RankClient:
                     self._ready.set_exception(BY_CODE.get(code, InternalError)(text))
             case m.RankFailed(text):
                 self._lost(text)  # at once: the other ranks, which wait for this one, fail next and are not the cause
-            case m.Pong(_, cpu_seconds, transfer):
+            case m.Pong(_, cpu_seconds, transfer, experts):
                 self.cpu_seconds = cpu_seconds
                 if transfer is not None:
                     transfer_metrics.tell(self, self.rank, transfer)
+                if experts is not None:
+                    self._experts.tell(self, experts)
             case _:
                 try:
                     self._on_message(self.rank, message)
@@ -232,6 +235,7 @@ class RankClient:
     async def close(self) -> None:
         """Asks the rank to end, then kills it. It takes at most twice the grace; a rank ignores SIGTERM."""
         transfer_metrics.forget(self)
+        expert_metrics.forget(self)
         self.send(m.Shutdown())
         self._closing = True
         process = self._process

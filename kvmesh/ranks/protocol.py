@@ -21,6 +21,7 @@ import msgspec
 
 from kvmesh.kvcache.cache_groups import GroupPages
 from kvmesh.kvcache.layout import ShardLayout
+from kvmesh.ranks.expert_metrics import ExpertStats
 from kvmesh.ranks.transfer_metrics import TransferStats
 from kvmesh.transfer import Carried, TrafficClass
 
@@ -449,6 +450,7 @@ class Configure(Message, frozen=True):
     warm_lease_ms: int = 0  # the longest lease that this incarnation gives
     cuda_graphs: bool = True
     async_steps: str = "auto"  # "auto" | "on" | "off"
+    experts_cut: str = "auto"  # "auto" | "columns" | "whole": how ranks share experts (kvmesh.engine.parallel)
     group_file: str = ""  # where the ranks of this instance meet; "" = there is only one
     group_timeout_ms: int = 0  # longest wait of one rank for another
     cache_dir: str = ""  # where digests of weights are kept when the model's folder cannot be written; "" = the user's
@@ -533,6 +535,13 @@ class ProfiledPieces(msgspec.Struct, frozen=True, array_like=True):
     left_out: int = 0
 
 
+class ProfiledExperts(msgspec.Struct, frozen=True, array_like=True):
+    """For how many tokens of the steps each expert of a layer was chosen."""
+
+    layer: int
+    tokens: tuple[int, ...]
+
+
 class Profiled(Message, frozen=True):
     """`why_not`: "" or why there are no times. The limits are what a copy and a matrix product reached on this rank's
     device; 0: not measured."""
@@ -546,6 +555,7 @@ class Profiled(Message, frozen=True):
     bytes_per_s: float = 0.0
     products_per_s: float = 0.0
     why_not: str = ""
+    experts: tuple[ProfiledExperts, ...] = ()
 
 
 # ── front → rank: prefill ─────────────────────────────────────────────────────────────────────────
@@ -734,6 +744,7 @@ class Pong(Message, frozen=True):
     nonce: int
     cpu_seconds: float
     transfer: TransferStats | None = None
+    experts: ExpertStats | None = None  # of rank 0, where the model has any
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):

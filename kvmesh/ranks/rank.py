@@ -255,7 +255,7 @@ class RankLoop:
             case m.PrefillStep():
                 self._steps.append((message, worker.loads))
             case m.Ping(nonce):
-                self._port.send(m.Pong(nonce, time.process_time(), stats_of(worker.engine)))
+                self._port.send(m.Pong(nonce, time.process_time(), stats_of(worker.engine), worker.expert_stats))
                 worker.tiers.report()
             case m.Shutdown():
                 raise SystemExit(0)

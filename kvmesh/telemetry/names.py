@@ -382,6 +382,23 @@ NODE_TRANSFER_FAMILIES = (
 NODE_TRANSFERS = SampledMetrics(NODE_TRANSFER_FAMILIES)  # told by the ranks with their pongs
 REGISTRIES["node"].register(NODE_TRANSFERS)
 
+# A mixture of experts; one series a layer. `kvmesh.ranks.expert_metrics` says over how many tokens.
+NODE_EXPERT_CHOICES = SampledFamily(
+    "kvmesh_node_expert_choices", "Experts chosen for tokens, of all layers together.", "counter", ()
+)
+NODE_EXPERT_IMBALANCE = SampledFamily(
+    "kvmesh_node_expert_imbalance_ratio",
+    "Tokens of a layer's busiest expert over the mean, lately.",
+    "gauge",
+    ("layer",),
+)
+NODE_EXPERT_IDLE = SampledFamily(
+    "kvmesh_node_expert_idle_count", "Experts of a layer that no token had lately.", "gauge", ("layer",)
+)
+NODE_EXPERT_FAMILIES = (NODE_EXPERT_CHOICES, NODE_EXPERT_IMBALANCE, NODE_EXPERT_IDLE)
+NODE_EXPERTS = SampledMetrics(NODE_EXPERT_FAMILIES)  # told by rank 0's pongs
+REGISTRIES["node"].register(NODE_EXPERTS)
+
 BUILD_INFO: dict[str, Gauge] = {
     name: _gauge(f"{name}_build_info", "Always 1; the label tells the build.", "version") for name in SERVICES
 }

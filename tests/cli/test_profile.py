@@ -81,6 +81,23 @@ def test_the_screen_says_what_was_asked_and_what_there_was() -> None:
     assert "bound by memory; it took 5.4 times as long" in lines[1]
 
 
+def test_experts_of_the_least_even_layer_are_named() -> None:
+    layers = [
+        pb.ProfiledExperts(layer=layer, tokens=tokens) for layer, tokens in ((1, [4, 4]), (3, [0, 6]), (5, [3, 1]))
+    ]
+    look = RankLook.of(rank_profile(experts=layers))
+    assert [(one.layer, one.imbalance, one.tokens) for one in look.experts] == [
+        (1, 1.0, [4, 4]),
+        (3, 2.0, [0, 6]),
+        (5, 1.5, [3, 1]),
+    ]
+    said = _screen("d-0", look, 2)[2][-1]
+    assert (
+        "1.5 times the mean (median of 3 layers), at most 2.0 times: expert 1 of layer 3, 6 tokens; 1 of its 2" in said
+    )
+    assert "experts" not in _screen("d-0", RankLook.of(rank_profile()), 2)[2][-1]
+
+
 @pytest.mark.parametrize(
     ("spans", "expected"),
     [

@@ -18,12 +18,13 @@ from kvmesh.engine import ops
 from kvmesh.engine.checkpoint import Checkpoint, read_header
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.config_experts import ExpertsConfig, read_gpt_oss, read_llama4, read_qwen3_next
-from kvmesh.engine.models.experts import LoopedExperts
+from kvmesh.engine.cpu import native
+from kvmesh.engine.models.experts import LoopedExperts, PackedExperts
 from kvmesh.engine.models.moe import MoE, Router, mlp_or_experts
-from kvmesh.engine.parallel import SOLO, Group, share_of
+from kvmesh.engine.parallel import SOLO, ExpertsCut, Group, cuts_experts_whole, share_of
 from kvmesh.engine.tensors import layer_prefix, layer_tensors
 from kvmesh.engine.weights import Weights
-from kvmesh.errors import CheckpointError
+from kvmesh.errors import CheckpointError, ConfigError
 
 HIDDEN, INNER, TOKENS = 48, 40, 23
 DEMO = Path(__file__).parents[2] / "examples/demo-model/config.json"
@@ -123,8 +124,10 @@ def checkpoint_of(family: str, block: Any, folder: Path) -> Checkpoint:
     return Checkpoint(folder, config, read_header(file))
 
 
-def ours(checkpoint: Checkpoint, group: Group = SOLO, dtype: torch.dtype = torch.float32) -> MoE:
-    weights = Weights(checkpoint, dtype, torch.device("cpu"), group)
+def ours(
+    checkpoint: Checkpoint, group: Group = SOLO, dtype: torch.dtype = torch.float32, cut: ExpertsCut = "auto"
+) -> MoE:
+    weights = Weights(checkpoint, dtype, torch.device("cpu"), group, cut)
     made = mlp_or_experts(share_of(checkpoint.config, group.size), weights, 0)
     assert isinstance(made, MoE)
     return made
@@ -162,13 +165,61 @@ def test_in_bfloat16_a_block_is_as_close_as_transformers_block_is(family: str, t
     assert 0 < far <= 1.5 * theirs
 
 
+CUTS: list[ExpertsCut] = ["columns", "whole"]
+
+
 @pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("family", BLOCKS)
-def test_the_parts_of_all_ranks_add_up(family: str, size: int, tmp_path: Path) -> None:
-    """Each has its columns of every expert; a bias of down is added once."""
+def test_the_parts_of_all_ranks_add_up(family: str, cut: ExpertsCut, size: int, tmp_path: Path) -> None:
+    """Each has its columns of every expert, or some experts whole, whose number need not divide; a bias of down is
+    added once."""
     checkpoint, x = checkpoint_of(family, their_block(family), tmp_path), drawn_inputs()
-    parts = [ours(checkpoint, RankByItself(rank, size))(x) for rank in range(size)]
+    parts = [ours(checkpoint, RankByItself(rank, size), cut=cut)(x) for rank in range(size)]
     torch.testing.assert_close(torch.stack(parts).sum(0), ours(checkpoint)(x), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.skipif(bool(native.why_not()), reason=f"no C++ operators: {native.why_not()}")
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("family", BLOCKS)
+def test_the_parts_of_packed_experts_add_up(family: str, cut: ExpertsCut, tmp_path: Path) -> None:
+    checkpoint, x = checkpoint_of(family, their_block(family), tmp_path), drawn_inputs().to(torch.bfloat16)
+    whole = ours(checkpoint, dtype=torch.bfloat16)._summed(x)
+    blocks = [ours(checkpoint, RankByItself(rank, 2), torch.bfloat16, cut) for rank in range(2)]
+    assert all(isinstance(block.experts, PackedExperts) for block in blocks)
+    far = torch.stack([block._summed(x) for block in blocks]).sum(0) - whole
+    assert far.abs().median() < 2e-2 * whole.abs().median()
+
+
+@pytest.mark.parametrize("family", BLOCKS)
+def test_a_rank_reads_no_other_s_whole_experts(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a tensor of theirs, and of stacked tensors not an element: each other expert's are NaN here."""
+    block, read = their_block(family), list[str]()
+    checkpoint = checkpoint_of(family, block, tmp_path)
+    expected = ours(checkpoint, RankByItself(1, 2), cut="whole")(drawn_inputs())
+    own = range(READERS[family][0](READERS[family][1], 1).count // 2, 99)
+    with torch.no_grad():
+        for name, parameter in block.named_parameters():
+            if "experts." in name and "shared" not in name:
+                parameter[: own.start] = torch.nan
+    view = Weights.view
+    monkeypatch.setattr(Weights, "view", lambda self, name: (read.append(name), view(self, name))[1])
+    made = ours(checkpoint_of(family, block, tmp_path), RankByItself(1, 2), cut="whole")
+    assert torch.equal(made(drawn_inputs()), expected) and expected.abs().max() > 0.1
+    numbers = {int(part) for name in read for part in name.split(".experts.")[-1].split(".")[:1] if part.isdigit()}
+    assert numbers == (set() if family != "qwen3_next" else {4, 5, 6, 7, 8})
+
+
+def test_experts_are_cut_by_columns_where_these_fill_a_tile() -> None:
+    experts = ExpertsConfig((0,), 128, 8, 768)
+    assert [cuts_experts_whole(experts, size, "auto") for size in (1, 2, 8, 12, 16)] == [False] * 4 + [True]
+    assert cuts_experts_whole(experts, 5, "auto") and cuts_experts_whole(experts, 2, "whole")
+    assert not cuts_experts_whole(replace(experts, count=8), 16, "auto")  # too few for so many ranks
+    assert not cuts_experts_whole(experts, 1, "whole")
+    with pytest.raises(ConfigError, match=r"experts_cut='columns': tensor_parallel=5 must divide .*=768"):
+        cuts_experts_whole(experts, 5, "columns")
+    with pytest.raises(ConfigError, match=r"experts_cut='whole': tensor_parallel=16 must be at most the 8 experts"):
+        cuts_experts_whole(replace(experts, count=8), 16, "whole")
 
 
 # ── pieces, by hand ───────────────────────────────────────────────────────────────────────────────

@@ -13,7 +13,7 @@ import torch
 from torch.multiprocessing.spawn import spawn
 
 from kvmesh.engine.checkpoint import open_checkpoint
-from kvmesh.engine.parallel import Cut, Group, ProcessGroup, RanksLost, check_shares, share, share_of
+from kvmesh.engine.parallel import Cut, ExpertsCut, Group, ProcessGroup, RanksLost, check_shares, share, share_of
 from kvmesh.engine.runner import DecodeInput, PrefillInput, SampleParams, shard_layout
 from kvmesh.engine.weights import Weights
 from kvmesh.errors import ConfigError
@@ -78,8 +78,12 @@ def test_a_model_that_so_many_ranks_cannot_share_is_refused(zoo: Callable[[str],
             check_shares(config, size)
     experts = open_checkpoint(zoo("glm4_moe")).config  # 24 columns an expert, 48 of the shared one
     assert experts.experts is not None
-    with pytest.raises(ConfigError, match=r"tensor_parallel=4: must divide moe_intermediate_size=6 and .* 48"):
-        check_shares(replace(experts, experts=replace(experts.experts, inner=6)), 4)
+    with pytest.raises(ConfigError, match=r"tensor_parallel=4: must divide the shared expert's 6 columns"):
+        check_shares(replace(experts, experts=replace(experts.experts, shared_inner=6)), 4)
+    few = replace(experts.experts, inner=6, count=3)
+    with pytest.raises(ConfigError, match=r"=4: must divide moe_intermediate_size=6, or be at most the 3 experts"):
+        check_shares(replace(experts, experts=few), 4)
+    check_shares(replace(experts, experts=replace(few, count=4)), 4)
     odd = open_checkpoint(zoo("qwen3-gqa1-tied")).config  # 3 KV heads
     check_shares(odd, 3)
     layouts = [shard_layout(config, "float32", 16, rank, 4) for rank in range(4)]
@@ -104,8 +108,8 @@ class Said:
     pages: torch.Tensor  # of the first prompt
 
 
-def answer(path: Path, group: Group) -> Said:
-    stepper = Stepper(path, group=group)
+def answer(path: Path, group: Group, cut: ExpertsCut = "auto") -> Said:
+    stepper = Stepper(path, group=group, experts_cut=cut)
     pages = [stepper.take(len(prompt) + TOKENS) for prompt in PROMPTS]
     first = [
         stepper.prefill(PROMPTS[0], pages[0], chunks=(16, 7)),
@@ -119,16 +123,16 @@ def answer(path: Path, group: Group) -> Said:
     greedy = [[token, *tokens] for token, tokens in zip(first, rest, strict=True)]
     sampled = [stepper.runner.prefill([PrefillInput(prompt, 0, stepper.take(40), SAMPLED)]) for prompt in PROMPTS]
     found = [token.token_id for [token] in sampled if token is not None]
-    half = Stepper(path, dtype="bfloat16", group=group).forced(PROMPTS[0], 25, chunks=(16, 7))
+    half = Stepper(path, dtype="bfloat16", group=group, experts_cut=cut).forced(PROMPTS[0], 25, chunks=(16, 7))
     kv = stepper.pages[list(pages[0])][:2]
     return Said(greedy, found, half, stepper.layout.first_head, kv.clone())
 
 
-def rank_main(rank: int, size: int, folder: Path, checkpoints: list[Path]) -> None:
+def rank_main(rank: int, size: int, folder: Path, checkpoints: list[Path], cut: ExpertsCut) -> None:
     torch.set_num_threads(1)
     group = ProcessGroup(rank, size, str(folder / "meet"), torch.device("cpu"), 20)
     group.connect(60)
-    torch.save([answer(path, group) for path in checkpoints], folder / f"{rank}.pt")
+    torch.save([answer(path, group, cut) for path in checkpoints], folder / f"{rank}.pt")
     if size == 2:
         dies_while_others_wait(rank, group, folder)
     group.close()
@@ -145,15 +149,16 @@ def dies_while_others_wait(rank: int, group: Group, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "names"),
+    ("size", "names", "cut"),
     [
-        (2, ["qwen3-gqa4-yarn", "qwen2-gqa7-yarn-parameters", "llama-gqa4-llama3", "biased", *FAMILIES]),
-        (4, ["qwen3-gqa4-yarn", "llama-gqa4-llama3"]),
+        (2, ["qwen3-gqa4-yarn", "qwen2-gqa7-yarn-parameters", "llama-gqa4-llama3", "biased", *FAMILIES], "columns"),
+        (4, ["qwen3-gqa4-yarn", "llama-gqa4-llama3"], "auto"),
+        (2, ["qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral"], "whole"),
     ],
 )
 @pytest.mark.slow
 def test_ranks_together_answer_as_one_does(
-    size: int, names: list[str], zoo: Callable[[str], Path], tmp_path: Path
+    size: int, names: list[str], cut: ExpertsCut, zoo: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Biases at every matrix (added once), KV heads that several ranks share, a vocabulary that does not divide."""
     made: dict[str, dict[str, Any]] = {
@@ -161,7 +166,7 @@ def test_ranks_together_answer_as_one_does(
         "phi3-long": FAMILY_ZOO["phi3"] | {"original_max_position_embeddings": 4},  # shorter than the prompts
     }
     paths = [make_checkpoint(tmp_path / name, **made[name]) if name in made else zoo(name) for name in names]
-    spawn(rank_main, (size, tmp_path, paths), nprocs=size)  # type: ignore[no-untyped-call]
+    spawn(rank_main, (size, tmp_path, paths, cut), nprocs=size)  # type: ignore[no-untyped-call]
     said = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(size)]
     assert (tmp_path / "heard").exists() == (size == 2)
     for at, path in enumerate(paths):

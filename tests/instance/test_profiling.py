@@ -144,7 +144,9 @@ def test_other_messages_are_for_others() -> None:
 def test_the_answer_on_the_wire_says_all() -> None:
     function = m.ProfiledFunction("mlp", 300, 1, 2, 3, 4, 5)
     pieces = m.ProfiledPieces(("mlp",), (0, 0), (10, 30), (5, 6), 7)
-    sent = on_wire(m.Profiled(1, "cpu", 2, (STEP,), (function,), pieces, 1e9, 2e9))
+    experts = (m.ProfiledExperts(1, (3, 0, 5)),)
+    sent = on_wire(m.Profiled(1, "cpu", 2, (STEP,), (function,), pieces, 1e9, 2e9, experts=experts))
+    assert [(layer.layer, list(layer.tokens)) for layer in sent.experts] == [(1, [3, 0, 5])]
     (step,), (one,) = sent.steps, sent.functions
     assert (step.start_unix_ns, step.duration_ns, step.rows, step.context_tokens) == (1_000, 500, 4, 40)
     moved = (one.weight_bytes, one.kv_read_bytes, one.kv_written_bytes, one.activation_bytes, one.products)

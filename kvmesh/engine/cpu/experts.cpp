@@ -3,7 +3,8 @@
 //
 // An expert's gate and up lie panel by panel by turns, made up to whole panels by zeros: a thread that has taken a run
 // of them reads one stream and has both halves of its columns, which it gates at once. Threads take runs of all touched
-// experts as they come to them. So a token's products wait for two barriers, however many experts it has.
+// experts as they come to them, of gate and up first and then of down, and fetch the run that they have next: they meet
+// once, at the end, however many experts a token has.
 //
 // Sums are float32, rounded to bf16 where they are the inputs of `down` only; a token's answers are added in the order
 // of its choices. Each row's sums are one chain: a token's result does not depend on its neighbours (where
@@ -11,6 +12,8 @@
 #include <ATen/Parallel.h>
 
 #include <atomic>
+#include <cstring>
+#include <thread>
 #include <vector>
 
 #include "ops.h"
@@ -52,9 +55,11 @@ struct Job {
   int64_t expert, begin, count;
 };
 
-// A tile of a job's rows, as multiply_tile takes them.
+// A tile of a job's rows: `x` as multiply_tile takes them, [pairs][height], and where what `down` is given goes, as it
+// takes it.
 struct RowTile {
   const uint32_t* x;
+  uint32_t* middle;
   int64_t begin, height;
 };
 
@@ -66,34 +71,31 @@ struct Tiled {
 
 // Packs the rows `from(i)` of all jobs as tiles. A single row is one as it lies.
 template <typename From>
-Tiled tiled(const std::vector<Job>& jobs, int64_t rows, int64_t inputs, From from) {
+Tiled tiled(const std::vector<Job>& jobs, int64_t rows, int64_t inputs, uint32_t* middle, int64_t middle_pairs,
+            From from) {
   Tiled made;
   const int64_t pairs = (inputs + 1) / 2;
-  const bool whole = inputs % 2 == 0;
   bool packs = false;
   for (const Job& job : jobs) {
     made.firsts.push_back(static_cast<int64_t>(made.tiles.size()));
     const Cut cut(job.count);
     for (int64_t t = 0; t < cut.tiles; t++) {
       const int64_t begin = job.begin + cut.begin(t), height = job.begin + cut.begin(t + 1) - begin;
-      made.tiles.push_back({nullptr, begin, height});
-      packs |= height > 1 || !whole;
+      const bool as_it_lies = height == 1 && inputs % 2 == 0;
+      const auto* x = as_it_lies ? reinterpret_cast<const uint32_t*>(from(begin)) : nullptr;
+      made.tiles.push_back({x, middle + begin * middle_pairs, begin, height});
+      packs |= !as_it_lies;
     }
   }
   made.firsts.push_back(static_cast<int64_t>(made.tiles.size()));
-  uint32_t* to = nullptr;
-  if (packs) {
-    made.memory = at::empty({rows, pairs}, at::kInt);
-    to = static_cast<uint32_t*>(made.memory.data_ptr());
-  }
+  if (!packs) return made;
+  made.memory = at::empty({rows, pairs}, at::kInt);
+  auto* to = static_cast<uint32_t*>(made.memory.data_ptr());
   const int64_t grain = std::max<int64_t>(1, THREAD_BYTES / (MAX_ROWS * inputs));
   at::parallel_for(0, static_cast<int64_t>(made.tiles.size()), grain, [&](int64_t a, int64_t b) {
     for (int64_t i = a; i < b; i++) {
       RowTile& tile = made.tiles[i];
-      if (tile.height == 1 && whole) {
-        tile.x = reinterpret_cast<const uint32_t*>(from(tile.begin));
-        continue;
-      }
+      if (tile.x) continue;
       const at::BFloat16* found[MAX_ROWS];
       for (int64_t r = 0; r < tile.height; r++) found[r] = from(tile.begin + r);
       interleave(found, tile.height, inputs, to + tile.begin * pairs, tile.height);
@@ -103,29 +105,34 @@ Tiled tiled(const std::vector<Job>& jobs, int64_t rows, int64_t inputs, From fro
   return made;
 }
 
-// Calls unit(job, first tile, end tile, first panel, end panel) for all of them, `step` panels at a time or a multiple.
-template <typename Unit>
-void each_unit(const std::vector<Job>& jobs, const Tiled& rows, int64_t panels, int64_t step, int64_t pairs, Unit unit) {
-  if (jobs.empty()) return;
-  const int64_t count = static_cast<int64_t>(jobs.size()), panel_bytes = pairs * LANES * 4;
-  const bool small = count * panels * panel_bytes < 2 * THREAD_BYTES;
-  const int64_t threads = small ? 1 : at::get_num_threads();
-  const int64_t run = std::max<int64_t>(1, count * panels / step / (threads * RUNS)) * step;
-  const int64_t runs = (panels + run - 1) / run;
-  const int64_t group = std::max<int64_t>(1, GROUP_BYTES / (MAX_ROWS * pairs * 4));
-  std::atomic<int64_t> taken{0};
-  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
-    for (int64_t i = taken++; i < count * runs; i = taken++) {
-      const int64_t job = i / runs, a = i % runs * run, b = std::min(panels, a + run);
-      for (int64_t first = rows.firsts[job]; first < rows.firsts[job + 1]; first += group)
-        unit(jobs[job], first, std::min(rows.firsts[job + 1], first + group), a, b);
-    }
-  });
+// The panels of each job's matrix `[panels, pairs, LANES, 2]`, cut into runs that threads take.
+struct Runs {
+  const uint32_t* weights;
+  int64_t panels, pairs, run, of_job;
+
+  Runs(const at::Tensor& weights, int64_t jobs, int64_t panels, int64_t pairs, int64_t step, int64_t threads)
+      : weights(static_cast<const uint32_t*>(weights.const_data_ptr())),
+        panels(panels),
+        pairs(pairs),
+        run(std::max<int64_t>(1, jobs * panels / step / (threads * RUNS)) * step),
+        of_job((panels + run - 1) / run) {}
+
+  int64_t begin(int64_t i) const { return i % of_job * run; }
+  int64_t end(int64_t i) const { return std::min(panels, begin(i) + run); }
+  const uint32_t* panel(int64_t expert, int64_t n) const { return weights + (expert * panels + n) * pairs * LANES; }
+};
+
+// Calls part(first tile, end tile, last) for a job's tiles, as many at a time as stay in L2.
+template <typename Part>
+void each_group(const Tiled& rows, int64_t job, int64_t pairs, Part part) {
+  const int64_t group = std::max<int64_t>(1, GROUP_BYTES / (MAX_ROWS * pairs * 4)), end = rows.firsts[job + 1];
+  for (int64_t first = rows.firsts[job]; first < end; first += group)
+    part(first, std::min(end, first + group), first + group >= end);
 }
 
-// What tile `t` of [first, end) fetches of the panel that comes next.
-Ahead ahead_of(const uint32_t* next, bool there, int64_t t, int64_t first, int64_t end, int64_t pairs) {
-  const int lines = there ? static_cast<int>((2 * STEP + end - first - 1) / (end - first)) : 0;
+// What tile `t` of [first, end) fetches of the panel `next`, which may be none.
+Ahead ahead_of(const uint32_t* next, int64_t t, int64_t first, int64_t end, int64_t pairs) {
+  const int lines = next ? static_cast<int>((2 * STEP + end - first - 1) / (end - first)) : 0;
   return {reinterpret_cast<const char*>(next) + (t - first) * (pairs / STEP) * lines * 64, lines};
 }
 
@@ -197,9 +204,8 @@ at::Tensor experts(const at::Tensor& x, const at::Tensor& chosen, const at::Tens
   const auto row_of = [&](int64_t i) { return ready ? ready + i * hidden : given + sources[i] / k * stride; };
 
   const Gate gate{activation, _mm512_set1_ps(static_cast<float>(alpha)), _mm512_set1_ps(static_cast<float>(limit))};
-  at::Tensor middle = at::empty({rows, inner}, x.options());
+  at::Tensor middle = at::empty({rows, inner_pairs}, x.options().dtype(at::kInt));
   at::Tensor answers = at::empty({rows, hidden}, x.options().dtype(at::kFloat));
-  auto* mid = middle.data_ptr<at::BFloat16>();
   auto* answer = answers.data_ptr<float>();
   const at::BFloat16* added = bias ? bias->const_data_ptr<at::BFloat16>() : nullptr;
   const at::BFloat16* down_added = down_bias ? down_bias->const_data_ptr<at::BFloat16>() : nullptr;
@@ -218,6 +224,8 @@ at::Tensor experts(const at::Tensor& x, const at::Tensor& chosen, const at::Tens
     });
     at::Tensor both = at::empty({job.count, 2 * panels * LANES}, x.options().dtype(at::kFloat));
     auto* gated = both.data_ptr<float>();
+    at::Tensor between = at::empty({job.count, inner}, x.options());
+    auto* mid = between.data_ptr<at::BFloat16>();
     multiply_tiles(gathered, gate_up.narrow(0, job.expert * 2 * panels, 2 * panels),
                    {gated, both.size(1), both.size(1), true, nullptr, nullptr, 0});
     at::parallel_for(0, job.count, 8, [&](int64_t a, int64_t b) {
@@ -229,53 +237,91 @@ at::Tensor experts(const at::Tensor& x, const at::Tensor& chosen, const at::Tens
             const at::BFloat16* own = added + job.expert * 2 * inner + j;
             g = _mm512_add_ps(g, load(own, m)), u = _mm512_add_ps(u, load(own + inner, m));
           }
-          store(mid + (job.begin + i) * inner + j, gate(g, u), m);
+          store(mid + i * inner + j, gate(g, u), m);
         });
     });
-    multiply_tiles(middle.narrow(0, job.begin, job.count), down.narrow(0, job.expert * down_panels, down_panels),
+    multiply_tiles(between, down.narrow(0, job.expert * down_panels, down_panels),
                    {answer + job.begin * hidden, hidden, hidden, true,
                     down_added ? down_added + job.expert * hidden : nullptr, nullptr, 0});
   }
 
-  const auto* up_weights = static_cast<const uint32_t*>(gate_up.const_data_ptr());
-  const Tiled inputs = tiled(few, rows, hidden, row_of);
-  each_unit(few, inputs, 2 * panels, 2, pairs, [&](const Job& job, int64_t t0, int64_t t1, int64_t a, int64_t b) {
-    alignas(64) float both[2][MAX_ROWS * LANES];
-    for (int64_t n = a; n < b; n += 2) {
-      const uint32_t* w = up_weights + (job.expert * 2 * panels + n) * pairs * LANES;
-      const int64_t column = n / 2 * LANES, width = std::min(LANES, inner - column);
-      for (int64_t t = t0; t < t1; t++) {
-        const RowTile& tile = inputs.tiles[t];
-        for (int64_t half = 0; half < 2; half++) {
-          const uint32_t* panel = w + half * pairs * LANES;
-          const bool there = half == 0 || n + 2 < b;
-          const Output out{both[half], LANES, width, true,
-                           added ? added + (job.expert * 2 + half) * inner + column : nullptr, nullptr, 0};
-          multiply_tile(tile.x, tile.height, panel, pairs, ahead_of(panel + pairs * LANES, there, t, t0, t1, pairs), out,
-                        0, 0);
-        }
-        for (int64_t r = 0; r < tile.height; r++)
-          each16(width, [&](int64_t j, __mmask16 m) {
-            const __m512 g = load(both[0] + r * LANES + j, m), u = load(both[1] + r * LANES + j, m);
-            store(mid + (tile.begin + r) * inner + column + j, gate(g, u), m);
-          });
-      }
-    }
-  });
+  // The others at once: first all of gate and up, then all of down, in the order of jobs. A run of `down` waits for the
+  // last of its job's gate and up, which were taken before it, by a thread that waits for nobody.
+  const int64_t jobs_left = static_cast<int64_t>(few.size());
+  const int64_t each = (2 * panels * pairs + down_panels * inner_pairs) * LANES * 4;
+  const int64_t threads = jobs_left * each < 2 * THREAD_BYTES ? 1 : at::get_num_threads();
+  const Tiled own = tiled(few, rows, hidden, static_cast<uint32_t*>(middle.data_ptr()), inner_pairs, row_of);
+  const Runs ups(gate_up, jobs_left, 2 * panels, pairs, 2, threads);
+  const Runs downs(down, jobs_left, down_panels, inner_pairs, 1, threads);
+  std::vector<std::atomic<int64_t>> waits(few.size());  // for so many runs of a job's gate and up
+  for (auto& runs : waits) runs = ups.of_job;
 
-  const auto* down_weights = static_cast<const uint32_t*>(down.const_data_ptr());
-  const Tiled between = tiled(few, rows, inner, [&](int64_t i) { return mid + i * inner; });
-  each_unit(few, between, down_panels, 1, inner_pairs, [&](const Job& job, int64_t t0, int64_t t1, int64_t a, int64_t b) {
-    const Output out{answer, hidden, hidden, true, down_added ? down_added + job.expert * hidden : nullptr, nullptr, 0};
-    for (int64_t n = a; n < b; n++) {
-      const uint32_t* w = down_weights + (job.expert * down_panels + n) * inner_pairs * LANES;
-      for (int64_t t = t0; t < t1; t++) {
-        const RowTile& tile = between.tiles[t];
-        multiply_tile(tile.x, tile.height, w, inner_pairs,
-                      ahead_of(w + inner_pairs * LANES, n + 1 < b, t, t0, t1, inner_pairs), out, tile.begin, n * LANES);
+  const auto multiply_up = [&](int64_t i, const uint32_t* after) {
+    alignas(64) float both[2][MAX_ROWS * LANES];
+    alignas(64) at::BFloat16 gated[MAX_ROWS * LANES];
+    const at::BFloat16* found[MAX_ROWS];
+    for (int64_t r = 0; r < MAX_ROWS; r++) found[r] = gated + r * LANES;
+    const int64_t expert = few[i / ups.of_job].expert, b = ups.end(i);
+    each_group(own, i / ups.of_job, pairs, [&](int64_t t0, int64_t t1, bool last) {
+      for (int64_t n = ups.begin(i); n < b; n += 2) {
+        const int64_t column = n / 2 * LANES, width = std::min(LANES, inner - column);
+        for (int64_t t = t0; t < t1; t++) {
+          const RowTile& tile = own.tiles[t];
+          for (int64_t half = 0; half < 2; half++) {
+            const uint32_t* next = n + half + 1 < b ? ups.panel(expert, n + half + 1) : last ? after : nullptr;
+            const Output out{both[half], LANES, width, true,
+                             added ? added + (expert * 2 + half) * inner + column : nullptr, nullptr, 0};
+            multiply_tile(tile.x, tile.height, ups.panel(expert, n + half), pairs, ahead_of(next, t, t0, t1, pairs),
+                          out, 0, 0);
+          }
+          for (int64_t r = 0; r < tile.height; r++)
+            each16(width, [&](int64_t j, __mmask16 m) {
+              const __m512 g = load(both[0] + r * LANES + j, m), u = load(both[1] + r * LANES + j, m);
+              store(gated + r * LANES + j, gate(g, u), m);
+            });
+          uint32_t* to = tile.middle + column / 2 * tile.height;
+          if (tile.height == 1 && width % 2 == 0)
+            std::memcpy(to, gated, width * 2);
+          else
+            interleave(found, tile.height, width, to, tile.height);
+        }
       }
-    }
-  });
+    });
+  };
+  const auto multiply_down = [&](int64_t i, const uint32_t* after) {
+    const int64_t expert = few[i / downs.of_job].expert, b = downs.end(i);
+    const Output out{answer, hidden, hidden, true, down_added ? down_added + expert * hidden : nullptr, nullptr, 0};
+    each_group(own, i / downs.of_job, inner_pairs, [&](int64_t t0, int64_t t1, bool last) {
+      for (int64_t n = downs.begin(i); n < b; n++) {
+        const uint32_t* next = n + 1 < b ? downs.panel(expert, n + 1) : last ? after : nullptr;
+        for (int64_t t = t0; t < t1; t++) {
+          const RowTile& tile = own.tiles[t];
+          multiply_tile(tile.middle, tile.height, downs.panel(expert, n), inner_pairs,
+                        ahead_of(next, t, t0, t1, inner_pairs), out, tile.begin, n * LANES);
+        }
+      }
+    });
+  };
+  const int64_t up_runs = jobs_left * ups.of_job, runs = up_runs + jobs_left * downs.of_job;
+  const auto first_panel = [&](int64_t i) -> const uint32_t* {
+    if (i >= runs) return nullptr;
+    if (i < up_runs) return ups.panel(few[i / ups.of_job].expert, ups.begin(i));
+    return downs.panel(few[(i - up_runs) / downs.of_job].expert, downs.begin(i - up_runs));
+  };
+  std::atomic<int64_t> taken{0};
+  if (runs)
+    at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+      for (int64_t i = taken++, next; i < runs; i = next) {
+        next = taken++;
+        if (i < up_runs) {
+          multiply_up(i, first_panel(next));
+          waits[i / ups.of_job].fetch_sub(1, std::memory_order_release);
+        } else {
+          while (waits[(i - up_runs) / downs.of_job].load(std::memory_order_acquire)) std::this_thread::yield();
+          multiply_down(i - up_runs, first_panel(next));
+        }
+      }
+    });
 
   at::Tensor out = at::empty({tokens, hidden}, answers.options());
   auto* to = out.data_ptr<float>();

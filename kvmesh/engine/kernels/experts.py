@@ -43,11 +43,16 @@ def most_tiles(choices: int, experts: int, rows: int) -> int:
     return min(choices, (choices + min(choices, experts) * (rows - 1)) // rows)
 
 
-def row_tiles(chosen: torch.Tensor, experts: int, rows: int) -> RowTiles:
-    """Sorts the choices `chosen [T, k]`, int64, into tiles of up to `rows` of one expert each."""
+def row_tiles(chosen: torch.Tensor, experts: int, rows: int, first: int | None = None) -> RowTiles:
+    """Sorts the choices `chosen [T, k]`, int64, into tiles of up to `rows` of one expert each. With `first` only the
+    experts [first, first + experts) are here, in the tiles as 0 to experts - 1: choices of others are in no tile."""
     choices = chosen.flatten()
-    counts = torch.zeros(experts, dtype=torch.int64, device=chosen.device)
+    counts = torch.zeros(experts + 1, dtype=torch.int64, device=chosen.device)
+    if first is not None:
+        choices = choices - first
+        choices = choices.where((choices >= 0) & (choices < experts), experts)
     counts.scatter_add_(0, choices, torch.ones_like(choices))
+    counts = counts[:experts]
     tile_ends = ((counts + (rows - 1)) // rows).cumsum(0)
     tiles = torch.arange(most_tiles(len(choices), experts, rows), device=chosen.device)
     owners = torch.searchsorted(tile_ends, tiles, right=True)
@@ -190,20 +195,25 @@ def experts(
     gate: int,
     swiglu: tuple[float, float],
     scale_input: bool,
+    first: int = 0,
+    total: int = 0,
 ) -> torch.Tensor:
     """Returns the weighted sum of what each token's experts answer: `x [T, hidden]`, `chosen` int64 and `weights`
     float32 `[T, k]`, `gate_up [experts, 2 * inner, hidden]`, `down [experts, hidden, inner]` and their biases
     `[experts, outputs]` of x's dtype → float32 `[T, hidden]`. `gate` is SILU, GELU or CLAMPED, with `swiglu` of (alpha,
-    limit); with `scale_input` weights multiply what an expert is given instead of its answer."""
+    limit); with `scale_input` weights multiply what an expert is given instead of its answer. Where there are `total`
+    experts and these are some of them, number `first` and the following, choices of the others answer nothing."""
     tokens, hidden = x.shape
     count, _, inner = down.shape
     choices = chosen.numel()
     if not tokens:
         return x.new_zeros((0, hidden), dtype=torch.float32)
-    rows = rows_of_tile(choices, count)
-    tiles = row_tiles(chosen, count, rows)
+    partial = total > count
+    rows = rows_of_tile(choices, total or count)
+    tiles = row_tiles(chosen, count, rows, first if partial else None)
     middle = torch.empty((choices, inner), dtype=x.dtype, device=x.device)
-    answers = torch.empty((choices, hidden), dtype=torch.float32, device=x.device)
+    new_answers = torch.zeros if partial else torch.empty  # rows of others' choices are summed, and written by nobody
+    answers = new_answers((choices, hidden), dtype=torch.float32, device=x.device)
     sizes = {"EXPERTS": count, "HIDDEN": hidden, "INNER": inner, "ROWS": rows, "COLUMNS": COLUMNS, "DEPTH": DEPTH}
     launch = {"SCALED": scale_input, "num_warps": 4, "num_stages": 3}
     programs = len(tiles.owners)

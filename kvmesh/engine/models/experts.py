@@ -17,7 +17,7 @@ from kvmesh.engine.config_experts import ExpertsConfig
 from kvmesh.engine.cpu import native
 from kvmesh.engine.kernels import kernels_for
 from kvmesh.engine.matrix import LANES, Matrix, matrix_of, read_matrix
-from kvmesh.engine.parallel import Cut, share
+from kvmesh.engine.parallel import Cut, ExpertShare, expert_share
 from kvmesh.engine.tensors import expert_names
 from kvmesh.engine.weights import Weights
 
@@ -60,10 +60,11 @@ class GatedExpert:
 
 
 class LoopedExperts:
-    """Sorts tokens by expert and has each expert that has any multiply its own: the host looks at how many."""
+    """Sorts tokens by expert and has each of its experts, number `first` and the following, that has any multiply its
+    own: the host looks at how many."""
 
-    def __init__(self, experts: list[GatedExpert], scale_input: bool) -> None:
-        self.experts, self.scale_input = experts, scale_input
+    def __init__(self, experts: list[GatedExpert], scale_input: bool, first: int = 0) -> None:
+        self.experts, self.scale_input, self.first = experts, scale_input, first
 
     def __call__(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         own = chosen.flatten()
@@ -71,40 +72,44 @@ class LoopedExperts:
         tokens = order // chosen.shape[1]
         scales = weights.flatten()[order, None]
         out = torch.zeros_like(x, dtype=torch.float32)
-        first = 0
-        for expert, count in enumerate(own.bincount(minlength=len(self.experts)).tolist()):
-            if count:
-                rows, scale = tokens[first : first + count], scales[first : first + count]
+        end = 0
+        for number, count in enumerate(own.bincount(minlength=len(self.experts)).tolist(), -self.first):
+            at, end = end, end + count
+            if count and 0 <= number < len(self.experts):
+                rows, scale, expert = tokens[at:end], scales[at:end], self.experts[number]
                 given = x[rows]
                 if self.scale_input:
-                    answer = self.experts[expert]((given.float() * scale).to(x.dtype)).float()
+                    answer = expert((given.float() * scale).to(x.dtype)).float()
                 else:
-                    answer = self.experts[expert](given).float().mul_(scale)
+                    answer = expert(given).float().mul_(scale)
                 out.index_add_(0, rows, answer)
-                first += count
         return out
 
 
 class PackedExperts:
-    """Has all experts' bfloat16 weights in two packed tensors, which one operator multiplies by. Where the loop rounds
-    products to bfloat16, this rounds only what `down` is given."""
+    """Has the bfloat16 weights of all experts, or of those that are this rank's `own`, `inner` columns of each, in two
+    packed tensors, which one operator multiplies by. Where the loop rounds products to bfloat16, this rounds only what
+    `down` is given."""
 
     KINDS = ("silu", "gelu_tanh")
 
-    def __init__(self, experts: ExpertsConfig, inner: int, hidden: int, gate: ExpertGate) -> None:
-        self.count, self.inner, self.scale_input = experts.count, inner, experts.scale_input
+    def __init__(
+        self, experts: ExpertsConfig, inner: int, hidden: int, gate: ExpertGate, own: range | None = None
+    ) -> None:
+        own = range(experts.count) if own is None else own
+        self.first, self.count, self.inner, self.scale_input = own.start, len(own), inner, experts.scale_input
         self.kind = self.KINDS.index(gate.activation) if gate.swiglu is None else len(self.KINDS)
         self.alpha, self.limit = gate.swiglu or (0.0, 0.0)
         self.filling = torch.zeros(LANES, hidden, dtype=torch.bfloat16)  # rows behind the last of gate and of up
         self.down_filling = self.filling.new_zeros(-hidden % LANES, inner)
         columns, outputs = -(-inner // LANES) * LANES, hidden + len(self.down_filling)
-        self.gate_up = torch.ops.kvmesh.pack_room.default(experts.count * 2 * columns, hidden)
-        self.down = torch.ops.kvmesh.pack_room.default(experts.count * outputs, inner)
-        self.bias = self.filling.new_zeros(experts.count, 2 * inner) if experts.biases else None
-        self.down_bias = self.filling.new_zeros(experts.count, hidden) if experts.biases else None
+        self.gate_up = torch.ops.kvmesh.pack_room.default(self.count * 2 * columns, hidden)
+        self.down = torch.ops.kvmesh.pack_room.default(self.count * outputs, inner)
+        self.bias = self.filling.new_zeros(self.count, 2 * inner) if experts.biases else None
+        self.down_bias = self.filling.new_zeros(self.count, hidden) if experts.biases else None
 
     def read(self, index: int, parts: ExpertParts) -> None:
-        """Packs one expert: gate and up by turns of LANES columns."""
+        """Packs number `index` of these experts: gate and up by turns of LANES columns."""
         dtype = torch.bfloat16
         gate, up, down = (part.to(dtype).contiguous() for part in (parts.gate, parts.up, parts.down))
         turns = []
@@ -129,7 +134,7 @@ class PackedExperts:
             self.gate_up,
             self.down,
             self.count,
-            0,
+            self.first,
             self.inner,
             self.bias,
             self.down_bias,
@@ -142,15 +147,24 @@ class PackedExperts:
 
 
 class StackedExperts:
-    """Has all experts' weights in two tensors on a GPU, which kernels multiply by: the host looks at no values."""
+    """Has the weights of this rank's experts in two tensors on a GPU, which kernels multiply by: the host looks at no
+    values."""
 
     def __init__(
-        self, kernels: ModuleType, weights: Weights, experts: ExpertsConfig, inner: int, hidden: int, gate: ExpertGate
+        self,
+        kernels: ModuleType,
+        weights: Weights,
+        experts: ExpertsConfig,
+        own: ExpertShare,
+        hidden: int,
+        gate: ExpertGate,
     ) -> None:
         def room(*shape: int) -> torch.Tensor:
-            return torch.zeros(experts.count, *shape, dtype=weights.dtype, device=weights.device)
+            return torch.zeros(len(own.experts), *shape, dtype=weights.dtype, device=weights.device)
 
+        inner = len(own.columns)
         self.kernels, self.scale_input = kernels, experts.scale_input
+        self.first, self.total = own.experts.start, experts.count
         self.kind = kernels.CLAMPED if gate.swiglu else kernels.GELU if gate.activation == "gelu_tanh" else kernels.SILU
         self.swiglu = gate.swiglu or (0.0, 0.0)
         self.gate_up, self.down = room(2 * inner, hidden), room(hidden, inner)
@@ -179,13 +193,15 @@ class StackedExperts:
             self.kind,
             self.swiglu,
             self.scale_input,
+            self.first,
+            self.total,
         )
         return out
 
 
 class ExpertParts(NamedTuple):
     """One expert's tensors at this rank, over the file mapping: gate and up `[inner, hidden_size]`, down `[hidden_size,
-    inner]`, any strides; biases of gate and up joined, and of down at the first rank."""
+    inner]`, any strides; biases of gate and up joined, and of down where the expert is whole or at the first rank."""
 
     gate: torch.Tensor
     up: torch.Tensor
@@ -195,28 +211,28 @@ class ExpertParts(NamedTuple):
 
 
 def read_experts(config: ModelConfig, weights: Weights, prefix: str) -> Experts:
-    """Reads this rank's part of every expert of a layer."""
+    """Reads this rank's part of the experts of a layer."""
     experts = weights.config.experts
     assert experts is not None
     gate = ExpertGate(config.activation, experts.swiglu)
-    inner = len(share(experts.inner, weights.group.rank, weights.group.size))
+    own = expert_share(experts, weights.group, weights.experts_cut)
     made: PackedExperts | StackedExperts | None = None
     if weights.device.type == "cpu" and weights.dtype == torch.bfloat16 and native.loaded():
-        made = PackedExperts(experts, inner, config.hidden_size, gate)
+        made = PackedExperts(experts, len(own.columns), config.hidden_size, gate, own.experts)
     elif (kernels := kernels_for(weights.device.type, "experts")) is not None:
-        made = StackedExperts(kernels, weights, experts, inner, config.hidden_size, gate)
+        made = StackedExperts(kernels, weights, experts, own, config.hidden_size, gate)
     if made is not None:
-        for index, parts in enumerate(_parts(weights, experts, prefix)):
+        for index, parts in enumerate(_parts(weights, experts, own, prefix)):
             made.read(index, parts)
         return made
     looped = []
-    for parts in _parts(weights, experts, prefix):
+    for parts in _parts(weights, experts, own, prefix):
         gate_up, down = matrix_of(weights, [parts.gate, parts.up]), matrix_of(weights, [parts.down])
         biases = [
             bias if bias is None else bias.to(weights.device, weights.dtype) for bias in (parts.bias, parts.down_bias)
         ]
         looped.append(GatedExpert(gate, gate_up, down, *biases))
-    return LoopedExperts(looped, experts.scale_input)
+    return LoopedExperts(looped, experts.scale_input, own.experts.start)
 
 
 def read_shared(config: ModelConfig, weights: Weights, prefix: str) -> GatedExpert | None:
@@ -231,28 +247,28 @@ def read_shared(config: ModelConfig, weights: Weights, prefix: str) -> GatedExpe
     return GatedExpert(ExpertGate(config.activation), gate_up, read_matrix(weights, [down], Cut(1, (inner,))))
 
 
-def _parts(weights: Weights, experts: ExpertsConfig, prefix: str) -> Iterator[ExpertParts]:
-    """Yields the experts of a layer in their order; what was read is given back."""
-    names, inner = expert_names(weights.config), (experts.inner, 1)
+def _parts(weights: Weights, experts: ExpertsConfig, own: ExpertShare, prefix: str) -> Iterator[ExpertParts]:
+    """Yields this rank's experts of a layer in their order; what was read is given back, and nothing of others' experts
+    is read."""
+    names, columns = expert_names(weights.config), slice(own.columns.start, own.columns.stop)
     if experts.stacked is None:
-        for index in range(experts.count):
+        for index in own.experts:
             files = [prefix + name for name in names.expert(index)]
-            gate, up = weights.parts(*files[:2], cut=Cut(0, (inner, inner)))
-            yield ExpertParts(gate, up, *weights.parts(files[2], cut=Cut(1, (inner,))))
+            gate, up, down = (weights.view(name) for name in files)
+            yield ExpertParts(gate[columns], up[columns], down[:, columns])
             weights.release(*files)
         return
     files = [prefix + name for name in names.stacked]
     biased = [f"{name}_bias" for name in files if experts.biases]
-    own = share(experts.inner, weights.group.rank, weights.group.size)
-    columns = slice(own.start, own.stop)
+    adds = weights.group.rank == 0 or len(own.columns) == experts.inner
     both, downs = (weights.view(name).transpose(1, 2) for name in files)  # [experts, outputs, inputs]
     biases = [weights.view(name) for name in biased]
-    for index in range(experts.count):
+    for index in own.experts:
         gate, up = (half[columns] for half in _gate_and_up(experts, both[index]))
         bias = down_bias = None
         if biases:
             bias = torch.cat([half[columns] for half in _gate_and_up(experts, biases[0][index])])
-            down_bias = biases[1][index].clone() if weights.group.rank == 0 else None
+            down_bias = biases[1][index].clone() if adds else None
         yield ExpertParts(gate, up, downs[index][:, columns], bias, down_bias)
     weights.release(*files, *biased)
 

@@ -2,20 +2,25 @@
 
 Each expert that any token has multiplies its own tokens (`models.experts`): at decode only the weights of chosen ones
 are read. Every expert is cut by columns over the ranks, as a dense MLP is, so that all ranks have equal work whatever
-the router chooses; the ranks' parts of all experts are summed at once.
+the router chooses, or each rank has some experts whole where columns would be too few (`parallel.cuts_experts_whole`).
+The router is whole at every rank, the shared expert cut by columns; the ranks' parts of all experts are summed at once.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch.nn import functional
 
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.config_experts import ExpertsConfig
+from kvmesh.engine.expert_counts import ExpertCounts
 from kvmesh.engine.models.blocks import MLP, RMSNorm, normed_by
 from kvmesh.engine.models.experts import GatedExpert, read_experts, read_shared
 from kvmesh.engine.tensors import dense_prefix, expert_names, layer_prefix
 from kvmesh.engine.weights import Weights
+from kvmesh.errors import InternalError
 
 
 class Router:
@@ -72,6 +77,8 @@ class MoE:
         if experts.shared_gate:
             self.shared_gate = _float32(weights, prefix + names.shared_gate)
         self.group = weights.group
+        self.counts: ExpertCounts | None = None
+        self.row = 0  # of this layer in `counts`
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._summed(x).to(x.dtype)
@@ -85,7 +92,10 @@ class MoE:
 
     def _summed(self, x: torch.Tensor) -> torch.Tensor:
         """Computes `[T, hidden_size]` → float32 `[T, hidden_size]`, summed over experts and ranks."""
-        out = self.experts(x, *self.router(x))
+        chosen, shares = self.router(x)
+        if self.counts is not None:
+            self.counts.add(self.row, chosen)
+        out = self.experts(x, chosen, shares)
         if self.shared is not None:
             out.add_(self._of_shared(self.shared, x))
         return self.group.all_reduce(out)
@@ -104,6 +114,20 @@ def mlp_or_experts(config: ModelConfig, weights: Weights, layer: int) -> MLP | M
     if experts is not None and layer in experts.layers:
         return MoE(config, weights, layer)
     return MLP(config, weights, layer_prefix(layer) + dense_prefix(weights.config))
+
+
+def count_choices(layers: Sequence[object], experts: ExpertsConfig, device: torch.device) -> ExpertCounts:
+    """Has the layers that have experts count, from here on, how often each is chosen. Raises InternalError where these
+    are not the layers that have them."""
+    counts = ExpertCounts(experts, device)
+    blocks = {
+        index: block for index, layer in enumerate(layers) if isinstance(block := getattr(layer, "mlp", None), MoE)
+    }
+    if tuple(blocks) != experts.layers:
+        raise InternalError(f"layers {list(blocks)} have experts, the configuration says {list(experts.layers)}")
+    for row, block in enumerate(blocks.values()):
+        block.counts, block.row = counts, row
+    return counts
 
 
 def _float32(weights: Weights, name: str) -> torch.Tensor:

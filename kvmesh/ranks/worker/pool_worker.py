@@ -27,6 +27,7 @@ class StoreWorker:
     wants_step = has_chores = False
     rows = loads = 0
     needs_ticks = copying = False
+    expert_stats = None  # there is no model
 
     def __init__(self, configure: m.Configure, send: Callable[[m.ToFront], None]) -> None:
         started = time.monotonic()

@@ -46,6 +46,7 @@ class StepProfiler:
         self._offset_ns = 0  # from the clock of pieces to the time since 1970
         self._shapes: list[StepShape] = []
         self._done: list[m.ProfiledStep] = []
+        self._counted: list[list[int]] = []  # of each expert, where the profile begins
 
     @property
     def active(self) -> bool:
@@ -58,6 +59,8 @@ class StepProfiler:
         self._clock, self._parts = FunctionClock(), Replacements()
         self._shapes, self._done = [], []
         self._offset_ns = time.time_ns() - time.perf_counter_ns()
+        counts = self._runner.expert_counts
+        self._counted = [] if counts is None else counts.table.tolist()
         try:
             if self._runner.device.type == "cuda":
                 self._kernels = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
@@ -166,6 +169,18 @@ class StepProfiler:
             _told(pieces, spans[0][0]),
             bytes_per_s,
             products_per_s,
+            experts=self._experts(),
+        )
+
+    def _experts(self) -> tuple[m.ProfiledExperts, ...]:
+        """Tells what the steps chose."""
+        counts = self._runner.expert_counts
+        if counts is None:
+            return ()
+        pairs = zip(counts.layers, counts.table.tolist(), self._counted, strict=True)
+        return tuple(
+            m.ProfiledExperts(layer, tuple(now - then for now, then in zip(after, before, strict=True)))
+            for layer, after, before in pairs
         )
 
 

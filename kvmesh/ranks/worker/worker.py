@@ -6,17 +6,19 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 
 from kvmesh.engine.cache_memory import GroupShape, group_shapes, is_state, named_by_group
 from kvmesh.engine.checkpoint import open_checkpoint
-from kvmesh.engine.parallel import SOLO, Group, ProcessGroup
+from kvmesh.engine.parallel import SOLO, ExpertsCut, Group, ProcessGroup
 from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams, shard_layout, torch_dtype
 from kvmesh.errors import TransferError
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.devices import STAGED_CPU
+from kvmesh.ranks.expert_metrics import ExpertStats, stats_of
 from kvmesh.ranks.sizing import longest_context
 from kvmesh.ranks.transfer_config import own_location, start_engine
 from kvmesh.ranks.worker.checksums import Sums
@@ -78,7 +80,8 @@ class Worker:
             trial = setup.trial_memory(self._shapes) if self._shapes else setup.trial_pages(self.layout)
             device = trial.device if isinstance(trial, torch.Tensor) else trial[0].device
             self._group = _group(configure, device)
-            self._runner = Runner(self._checkpoint, dtype, device, block, trial, self._group)
+            cut = cast(ExpertsCut, configure.experts_cut)
+            self._runner = Runner(self._checkpoint, dtype, device, block, trial, self._group, experts_cut=cut)
             del trial
             fingerprinted.result().check()  # what was loaded is what was hashed
             self._group.connect(LOAD_PATIENCE_S)
@@ -146,6 +149,14 @@ class Worker:
         # Touch every page once: a first write to shared memory costs a fault for each 4 KiB of it.
         self.memory.page_blocks.data.zero_()
         touch(self._extent_region)
+        if self._runner.expert_counts is not None:
+            self._runner.expert_counts.clear()
+
+    @property
+    def expert_stats(self) -> ExpertStats | None:
+        """Returns how often each expert was chosen; None at other ranks than the first, which count the same."""
+        counts = self._runner.expert_counts
+        return stats_of(counts) if counts is not None and self._configure.rank == 0 else None
 
     def ready(self) -> m.Ready:
         config, checkpoint = self._checkpoint.config, self._checkpoint

@@ -137,6 +137,7 @@ class RankProfile(_message.Message):
     PIECES_LEFT_OUT_FIELD_NUMBER: _builtins.int
     BYTES_PER_S_FIELD_NUMBER: _builtins.int
     PRODUCTS_PER_S_FIELD_NUMBER: _builtins.int
+    EXPERTS_FIELD_NUMBER: _builtins.int
     device: _builtins.str
     layers: _builtins.int
     pieces_left_out: _builtins.int
@@ -163,6 +164,10 @@ class RankProfile(_message.Message):
     def piece_starts_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def piece_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def experts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProfiledExperts]:
+        """of each layer that has any; all ranks tell the same"""
+
     def __init__(
         self,
         *,
@@ -177,14 +182,40 @@ class RankProfile(_message.Message):
         pieces_left_out: _builtins.int = ...,
         bytes_per_s: _builtins.float = ...,
         products_per_s: _builtins.float = ...,
+        experts: _abc.Iterable[Global___ProfiledExperts] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "device", b"device", "functions", b"functions", "layers", b"layers", "piece_names", b"piece_names", "piece_ns", b"piece_ns", "piece_starts_ns", b"piece_starts_ns", "piece_which", b"piece_which", "pieces_left_out", b"pieces_left_out", "products_per_s", b"products_per_s", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "device", b"device", "experts", b"experts", "functions", b"functions", "layers", b"layers", "piece_names", b"piece_names", "piece_ns", b"piece_ns", "piece_starts_ns", b"piece_starts_ns", "piece_which", b"piece_which", "pieces_left_out", b"pieces_left_out", "products_per_s", b"products_per_s", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RankProfile: _TypeAlias = RankProfile  # noqa: Y015
+
+@_typing.final
+class ProfiledExperts(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYER_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    layer: _builtins.int
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of the steps, for which expert i was chosen"""
+
+    def __init__(
+        self,
+        *,
+        layer: _builtins.int = ...,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layer", b"layer", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfiledExperts: _TypeAlias = ProfiledExperts  # noqa: Y015
 
 @_typing.final
 class ProfiledStep(_message.Message):

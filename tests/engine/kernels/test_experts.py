@@ -157,3 +157,40 @@ def test_a_block_over_kernels_answers_as_one_over_a_loop(
     stacked = ours(checkpoint)
     assert isinstance(looped.experts, LoopedExperts) and isinstance(stacked.experts, StackedExperts)
     torch.testing.assert_close(stacked(x), looped(x), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("tokens", "biased"), [(1, False), (40, True)])
+def test_experts_that_are_cut_whole_add_up(tokens: int, biased: bool, device: torch.device) -> None:
+    """Each rank has some of the experts, and nothing to say for choices of the others."""
+    from kvmesh.engine.kernels import experts
+
+    count, hidden, inner = 5, 64, 40
+    gate_up = random(count, 2 * inner, hidden, device=device, seed=1) / hidden**0.5
+    down = random(count, hidden, inner, device=device, seed=2) / inner**0.5
+    biases = [random(count, size, device=device, seed=3) if biased else None for size in (2 * inner, hidden)]
+    x, weights = random(tokens, hidden, device=device, seed=5), random(tokens, 2, device=device, seed=7).abs()
+    chosen = random(tokens, count, device=device, seed=6).topk(2, -1).indices
+
+    def of(first: int, end: int) -> torch.Tensor:
+        own = [None if bias is None else bias[first:end] for bias in biases]
+        gates = (GATES["silu"], (ALPHA, LIMIT), False)
+        return experts.experts(x, chosen, weights, gate_up[first:end], down[first:end], *own, *gates, first, count)
+
+    parts = [of(0, 2), of(2, 3), of(3, 5)]
+    torch.testing.assert_close(torch.stack(parts).sum(0), of(0, 5), rtol=1e-5, atol=1e-5)
+    assert [bool(part.any()) for part in parts] == [
+        bool(((chosen >= first) & (chosen < end)).any()) for first, end in ((0, 2), (2, 3), (3, 5))
+    ]
+
+
+def test_tiles_have_no_choices_of_other_ranks(no_reads: None, device: torch.device) -> None:
+    from kvmesh.engine.kernels import experts
+
+    chosen = torch.tensor([[4, 0], [2, 9], [3, 2]], device=device)
+    tiles = experts.row_tiles(chosen, 3, 16, first=2)  # 2, 3 and 4
+    assert torch.equal(tiles.counts, torch.tensor([2, 1, 1], device=device))
+    assert torch.equal(tiles.order[:4], torch.tensor([2, 5, 4, 0], device=device))
+    assert torch.equal(tiles.owners, torch.tensor([0, 1, 2], device=device))
+    tiles = experts.row_tiles(chosen, 3, 16, first=7)
+    assert torch.equal(tiles.counts, torch.tensor([0, 0, 1], device=device))
+    assert torch.equal(tiles.owners, torch.tensor([2, 3, 3], device=device))  # there are two tiles too many

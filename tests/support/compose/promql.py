@@ -32,7 +32,7 @@ def known() -> dict[str, Series]:
     found = {name: Series(kind, frozenset()) for name, kind in PROMETHEUS_OWN.items()}
     metrics = [one for one in vars(names).values() if isinstance(one, MetricWrapperBase)]
     told = [(one._name, one._type, one._labelnames) for one in (*metrics, *names.BUILD_INFO.values())]
-    told += [(one.name, one.kind, one.labels) for one in names.NODE_TRANSFER_FAMILIES]
+    told += [(one.name, one.kind, one.labels) for one in (*names.NODE_TRANSFER_FAMILIES, *names.NODE_EXPERT_FAMILIES)]
     for name, kind, labels in told:
         for suffix in SUFFIXES[kind]:
             extra = {"le"} if suffix == "_bucket" else set()
