@@ -166,7 +166,7 @@ async def index_is_truth(running: Running) -> str:
     counted = {store.member.instance.instance_id: store.blocks for store in status.stores}
     async with connect(running.mesh.addresses["conductor"]) as channel:
         stub = conductor_pb2_grpc.ConductorStub(channel)
-        told = await stub.GetStatus(conductor_pb2.GetConductorStatusRequest(), timeout=5)
+        told = await stub.GetStatus(conductor_pb2.GetConductorStatusRequest(), timeout=30)
     indexed = {i.instance.instance_id: i.indexed_blocks for i in told.instances}
     for name in ("prefill-0", "prefill-1", "decode-0", "decode-1", "pool-0"):
         truth = await blocks_at(running.mesh.addresses[name])

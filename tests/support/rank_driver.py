@@ -68,7 +68,7 @@ class Driver:
         ready = self.client.ready
         return ready.page_base_offset + page * ready.shard_bytes
 
-    async def take(self, kind: type[M], timeout_s: float = 30.0) -> M:
+    async def take(self, kind: type[M], timeout_s: float = 60.0) -> M:
         """The oldest message of that kind; those of other kinds stay in the inbox."""
         async with asyncio.timeout(timeout_s):
             while True:
@@ -79,7 +79,7 @@ class Driver:
                 self._news.clear()
                 await self._news.wait()
 
-    async def until_lost(self, timeout_s: float = 30.0) -> str:
+    async def until_lost(self, timeout_s: float = 60.0) -> str:
         async with asyncio.timeout(timeout_s):
             while not self.lost:
                 self._news.clear()

@@ -142,7 +142,7 @@ class Direct:
 async def model_card(running: Running, name: str = "") -> pb.ModelCard:
     async with connect(running.mesh.addresses["conductor"]) as channel:
         stub: Any = conductor_pb2_grpc.ConductorStub(channel)
-        cards = (await stub.ListModels(conductor_pb2.ListModelsRequest(), timeout=5)).models
+        cards = (await stub.ListModels(conductor_pb2.ListModelsRequest(), timeout=30)).models
     found: pb.ModelCard = next(card for card in cards if name in ("", card.name))
     return found
 
@@ -151,7 +151,7 @@ async def members(running: Running) -> dict[str, pb.InstanceRef]:
     """instance_id → its present life, as the master knows it."""
     async with connect(running.mesh.addresses["store"]) as channel:
         stub: Any = store_pb2_grpc.StoreMasterStub(channel)
-        found = (await stub.ListMembers(store_pb2.ListMembersRequest(), timeout=5)).members
+        found = (await stub.ListMembers(store_pb2.ListMembersRequest(), timeout=30)).members
     return {member.instance.instance_id: member.instance for member in found}
 
 
@@ -168,7 +168,7 @@ async def blocks_at(address: str) -> set[bytes]:
 async def node_store(address: str) -> blocks_pb2.GetNodeStoreResponse:
     async with connect(address) as channel:
         stub: Any = blocks_pb2_grpc.NodeStoreStub(channel)
-        found: blocks_pb2.GetNodeStoreResponse = await stub.GetStore(blocks_pb2.GetNodeStoreRequest(), timeout=5)
+        found: blocks_pb2.GetNodeStoreResponse = await stub.GetStore(blocks_pb2.GetNodeStoreRequest(), timeout=30)
     return found
 
 
@@ -176,7 +176,7 @@ async def lookup(running: Running, keys: Sequence[bytes]) -> list[set[str]]:
     """Who holds each key, as the master's map has it."""
     async with connect(running.mesh.addresses["store"]) as channel:
         stub: Any = store_pb2_grpc.StoreMasterStub(channel)
-        answer = await stub.Lookup(store_pb2.LookupRequest(keys=b"".join(keys)), timeout=5)
+        answer = await stub.Lookup(store_pb2.LookupRequest(keys=b"".join(keys)), timeout=30)
     return [set(holders.store_ids) for holders in answer.holders]
 
 
@@ -196,5 +196,5 @@ async def ask_to_pull(
 async def store_status(running: Running) -> store_pb2.GetStoreStatusResponse:
     async with connect(running.mesh.addresses["store"]) as channel:
         stub: Any = store_pb2_grpc.StoreMasterStub(channel)
-        found: store_pb2.GetStoreStatusResponse = await stub.GetStatus(store_pb2.GetStoreStatusRequest(), timeout=5)
+        found: store_pb2.GetStoreStatusResponse = await stub.GetStatus(store_pb2.GetStoreStatusRequest(), timeout=30)
     return found
