@@ -11,6 +11,7 @@ import grpc
 
 from kvmesh.errors import KvmeshError
 from kvmesh.kvcache.keys import Namespace, chain_tip, split
+from kvmesh.kvcache.tiers import Tier
 from kvmesh.rpc.channels import connect
 from kvmesh.rpc.pb import (
     blocks_pb2,
@@ -155,13 +156,14 @@ async def members(running: Running) -> dict[str, pb.InstanceRef]:
     return {member.instance.instance_id: member.instance for member in found}
 
 
-async def blocks_at(address: str) -> set[bytes]:
-    """The truth: every key sealed at that node store."""
+async def blocks_at(address: str, tier: Tier | None = None) -> set[bytes]:
+    """The truth: every key sealed at that node store, in one tier or (None) in any."""
     keys: set[bytes] = set()
     async with connect(address) as channel:
         stub: Any = blocks_pb2_grpc.NodeStoreStub(channel)
         async for part in stub.ListBlocks(blocks_pb2.ListBlocksRequest(), timeout=10):
-            keys.update(split(part.keys))
+            if tier is None or part.tier == tier.value:
+                keys.update(split(part.keys))
     return keys
 
 
@@ -178,6 +180,15 @@ async def lookup(running: Running, keys: Sequence[bytes]) -> list[set[str]]:
         stub: Any = store_pb2_grpc.StoreMasterStub(channel)
         answer = await stub.Lookup(store_pb2.LookupRequest(keys=b"".join(keys)), timeout=30)
     return [set(holders.store_ids) for holders in answer.holders]
+
+
+async def replicas(running: Running, keys: Sequence[bytes]) -> list[set[tuple[str, Tier]]]:
+    """Who holds each key in which tier, as the master's map has it; at most 4096 keys."""
+    async with connect(running.mesh.addresses["store"]) as channel:
+        stub: Any = store_pb2_grpc.StoreMasterStub(channel)
+        answer = await stub.Find(store_pb2.FindRequest(keys=b"".join(keys)), timeout=30)
+    names = [holder.member.instance.instance_id for holder in answer.holders]
+    return [{(names[at], Tier(tier)) for at, tier in zip(one.holder, one.tier, strict=True)} for one in answer.replicas]
 
 
 async def ask_to_pull(
