@@ -28,7 +28,7 @@ MASTER = StoreConfig(heartbeat_interval_ms=100, lease_ms=5_000)
 async def known(master: str, keys: list[bytes], holders: int) -> bool:
     async with channels.connect(master) as channel:
         request = store_pb2.LookupRequest(keys=b"".join(keys))
-        answer = await store_pb2_grpc.StoreMasterStub(channel).Lookup(request, timeout=5)
+        answer = await store_pb2_grpc.StoreMasterStub(channel).Lookup(request, timeout=30)
     return all(len(one.store_ids) == holders for one in answer.holders)
 
 

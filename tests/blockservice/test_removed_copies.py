@@ -277,14 +277,14 @@ async def test_no_copy_from_a_node_that_has_yet_to_hear() -> None:
     ):
         gone, kept = keys_of("gone", "kept")
         await a.fill(desk, [gone, kept])
-        await at_b.Remove(pb.RemoveBlocksRequest(keys=gone, term=1, seq=5), timeout=5)
+        await at_b.Remove(pb.RemoveBlocksRequest(keys=gone, term=1, seq=5), timeout=30)
         asked = pb.PullBlocksRequest(
             keys=gone + kept, holders=[a.ref], layout=LAYOUT, shard_bytes=SHARD, timeout_ms=5_000
         )
         assert (await at_b.Pull(asked, timeout=10)).held == bytes([0, 1])
         pulled = await b.ended(b.pull([gone], [a.range_of(0, 1)]))
         assert not pulled.arrived and "yet to hear" in pulled.cause
-        await at_a.Remove(pb.RemoveBlocksRequest(keys=gone, term=1, seq=5), timeout=5)
+        await at_a.Remove(pb.RemoveBlocksRequest(keys=gone, term=1, seq=5), timeout=30)
         await a.fill(desk, [gone])
         assert (await at_b.Pull(asked, timeout=10)).held == bytes([1, 1])
         await b.check(desk, [gone, kept])

@@ -39,7 +39,7 @@ def test_a_service_alone_from_file_environment_and_flags(tmp_path: Path, number:
         assert told["address"] == f"127.0.0.1:{by_environment}"
         assert told["metrics"] == f"127.0.0.1:{by_file}"
         assert not (tmp_path / "file.json").exists()
-        with socket.create_connection(("127.0.0.1", by_environment), timeout=5):
+        with socket.create_connection(("127.0.0.1", by_environment), timeout=30):
             pass
         process.send_signal(number)
         rest, _ = process.communicate(timeout=30)

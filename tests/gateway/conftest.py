@@ -22,7 +22,7 @@ from tests.support.gateway import tokenizers_made
 from tests.support.gateway.documented import documented
 from tests.support.gateway.scripted import MODEL, Conductor, Decode, Run, Script
 
-TURN_S = 15.0
+TURN_S = 60.0
 
 
 class Mesh:
@@ -55,7 +55,7 @@ class Mesh:
         return script
 
     async def status(self) -> gateway_pb2.GetGatewayStatusResponse:
-        return await self.stub.GetGatewayStatus(gateway_pb2.GetGatewayStatusRequest(), timeout=5)
+        return await self.stub.GetGatewayStatus(gateway_pb2.GetGatewayStatusRequest(), timeout=30)
 
     async def quiet(self) -> None:
         """Returns once no request is in flight at the gateway."""

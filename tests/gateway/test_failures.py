@@ -61,7 +61,7 @@ async def cancelled(mesh: Mesh, runs: int) -> None:
     (decode,) = mesh.decodes
     await seen(lambda: len(decode.runs) == runs)
     for run in decode.runs:
-        await asyncio.wait_for(run.cancelled.wait(), 10)
+        await asyncio.wait_for(run.cancelled.wait(), 30)
     await mesh.quiet()
 
 
@@ -266,7 +266,7 @@ async def test_one_failed_choice_cancels_the_others(mesh: Mesh) -> None:
     await mesh.quiet()
     others = [run for run in mesh.decodes[0].runs if not run.start.request_id.endswith("-1")]
     for run in others:
-        await asyncio.wait_for(run.cancelled.wait(), 10)
+        await asyncio.wait_for(run.cancelled.wait(), 30)
         assert run.cancel_reason == "broken"
 
 

@@ -240,7 +240,7 @@ async def test_no_further_than_max_migrations(make_mesh: MeshMaker) -> None:
 
 async def test_no_longer_than_the_timeout(make_mesh: MeshMaker) -> None:
     """The next instance takes it and says nothing; then it is told that nobody waits any more."""
-    mesh = await make_mesh(decodes=2, migration_timeout_s=0.4)
+    mesh = await make_mesh(decodes=2, migration_timeout_s=3.0)
     tokens, before = mesh.ids(TEXT), counted("failed")
 
     async def script(run: Run) -> None:
@@ -251,10 +251,10 @@ async def test_no_longer_than_the_timeout(make_mesh: MeshMaker) -> None:
     for decode in mesh.decodes:
         decode.script = script
     error = await error_of(mesh)
-    assert "after 7 tokens" in str(error) and "within migration_timeout_s=0.4" in str(error)
+    assert "after 7 tokens" in str(error) and "within migration_timeout_s=3" in str(error)
     assert counted("failed") - before == 1
     last = next(run for decode in mesh.decodes for run in decode.runs if run.start.attempt == 1)
-    await asyncio.wait_for(last.cancelled.wait(), 10)
+    await asyncio.wait_for(last.cancelled.wait(), 30)
     await mesh.quiet()
 
 
@@ -274,15 +274,15 @@ async def test_a_mesh_without_instances_is_waited_for(make_mesh: MeshMaker) -> N
 
 
 async def test_a_mesh_that_stays_empty_is_one_error(make_mesh: MeshMaker) -> None:
-    mesh = await make_mesh(schedule_retry_ms=0, migration_timeout_s=1.0)
+    mesh = await make_mesh(schedule_retry_ms=0, migration_timeout_s=3.0)
 
     async def script(run: Run) -> None:
-        mesh.conductor.failures.extend([Unavailable("no ready decode instance")] * 50)
+        mesh.conductor.failures.extend([Unavailable("no ready decode instance")] * 10_000)
         await engine(mesh.ids(TEXT), at_positions(7), LOST)(run)
 
     mesh.decodes[0].script = script
     error = await error_of(mesh)
-    assert "after 7 tokens" in str(error) and "migration_timeout_s=1 (no ready decode instance)" in str(error)
+    assert "after 7 tokens" in str(error) and "migration_timeout_s=3 (no ready decode instance)" in str(error)
     await mesh.quiet()
 
 
@@ -317,14 +317,14 @@ async def test_a_full_instance_is_tried_again_and_one_that_dies_of_it_not_for_lo
 
 async def test_an_instance_that_falls_silent_is_left(make_mesh: MeshMaker) -> None:
     """It goes on talking when it has been given up: nobody hears it."""
-    mesh = await make_mesh(token_timeout_s=0.3)
+    mesh = await make_mesh(token_timeout_s=2.0)
     tokens, wrong = mesh.ids(TEXT), mesh.ids("wrong")
     old: list[Run] = []
 
     async def script(run: Run) -> None:
         if run.start.attempt:
             first = old[0]
-            await asyncio.wait_for(first.cancelled.wait(), 10)
+            await asyncio.wait_for(first.cancelled.wait(), 30)
             for at, token in enumerate(wrong, 6):
                 await first.token(token, at)
             await first.send(decode_pb2.SessionResponse(finished=[first.finished(6 + len(wrong))]))
@@ -337,7 +337,7 @@ async def test_an_instance_that_falls_silent_is_left(make_mesh: MeshMaker) -> No
 
     mesh.decodes[0].script = script
     assert await read(mesh, max_tokens=len(tokens)) == [TEXT]
-    assert "token_timeout_s=0.3" in old[0].cancel_reason
+    assert "token_timeout_s=2" in old[0].cancel_reason
     assert list(mesh.conductor.asked[1].avoid_instance_ids) == ["decode-0"]
 
 
@@ -353,7 +353,7 @@ async def test_a_client_that_leaves_during_a_migration(mesh: Mesh) -> None:
     call = asyncio.create_task(mesh.http.post("/v1/chat/completions", json=CHAT))
     await seen(lambda: len(mesh.decodes[0].runs) == 2)
     call.cancel()
-    await asyncio.wait_for(mesh.decodes[0].runs[1].cancelled.wait(), 10)
+    await asyncio.wait_for(mesh.decodes[0].runs[1].cancelled.wait(), 30)
     await mesh.quiet()
     assert counted("abandoned") - before == 1
 

@@ -44,7 +44,7 @@ async def test_who_waits_for_a_session_hears_of_the_end() -> None:
     await seen(lambda: sessions._opening)
     await sessions.close()
     with pytest.raises(Unavailable, match="shutting down"):
-        await asyncio.wait_for(waiting, 10)
+        await asyncio.wait_for(waiting, 30)
     mute.close()
 
 
@@ -61,5 +61,5 @@ async def test_closing_ends_a_session_that_another_has_replaced() -> None:
     assert second is not first and first.error is None
     await sessions.close()
     assert isinstance(listener.failed, Unavailable)
-    await asyncio.wait_for(decode.ended.wait(), 10)
+    await asyncio.wait_for(decode.ended.wait(), 30)
     await decode.server.stop(0)

@@ -110,7 +110,7 @@ async def test_what_is_open_to_all(guarded: Mesh) -> None:
     status = await guarded.status()
     assert status.ready
     async with connect(str(guarded.told["address"])) as channel:
-        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
     schema = (await guarded.http.get("/openapi.json")).json()
     assert schema["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}

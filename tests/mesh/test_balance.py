@@ -43,7 +43,7 @@ def prompt(tokens: int, seed: int) -> list[int]:
 async def statuses(running: Running) -> dict[str, conductor_pb2.InstanceStatus]:
     async with connect(running.mesh.addresses["conductor"]) as channel:
         stub: Any = conductor_pb2_grpc.ConductorStub(channel)
-        told = await stub.GetStatus(conductor_pb2.GetConductorStatusRequest(), timeout=5)
+        told = await stub.GetStatus(conductor_pb2.GetConductorStatusRequest(), timeout=30)
     return {one.instance.instance_id: one for one in told.instances}
 
 

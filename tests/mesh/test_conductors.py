@@ -77,7 +77,7 @@ async def asked(mesh: Running, name: str) -> float:
 def _metrics(address: str) -> str:
     import urllib.request
 
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as answer:
         return str(answer.read().decode())
 
 

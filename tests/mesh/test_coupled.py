@@ -230,7 +230,7 @@ async def test_it_takes_another_role_under_load_and_keeps_its_blocks(mixed: Runn
 async def has_role(running: Running, name: str, role: pb.Role.ValueType) -> bool:
     async with connect(running.mesh.addresses["conductor"]) as channel:
         stub = conductor_pb2_grpc.ConductorStub(channel)
-        status = await stub.GetStatus(conductor_pb2.GetConductorStatusRequest(), timeout=5)
+        status = await stub.GetStatus(conductor_pb2.GetConductorStatusRequest(), timeout=30)
     return any(one.instance.instance_id == name and one.role == role for one in status.instances)
 
 

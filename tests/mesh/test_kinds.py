@@ -42,7 +42,7 @@ async def set_role(running: Running, name: str, role: common_pb2.Role.ValueType)
     async def heard() -> bool:
         async with connect(running.mesh.addresses["conductor"]) as channel:
             stub: Any = conductor_pb2_grpc.ConductorStub(channel)
-            status = await stub.GetStatus(conductor_pb2.GetConductorStatusRequest(), timeout=5)
+            status = await stub.GetStatus(conductor_pb2.GetConductorStatusRequest(), timeout=30)
         return any(i.instance.instance_id == name and i.role == role and i.ready for i in status.instances)
 
     await until(heard, f"the role of {name}")

@@ -143,9 +143,9 @@ async def test_health_and_reflection_on_every_service(small_mesh: Running) -> No
         service = {"store": "StoreMaster"}.get(process.spec.service, process.spec.service.capitalize())
         async with connect(small_mesh.mesh.addresses[name]) as channel:
             request = health_pb2.HealthCheckRequest(service=f"kvmesh.v1.{service}")
-            health = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
+            health = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=30)
             assert health.status == health_pb2.HealthCheckResponse.SERVING, name
-            call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(timeout=5)
+            call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(timeout=30)
             await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
             listed = await call.read()
             assert not isinstance(listed, type(grpc.aio.EOF))

@@ -20,7 +20,7 @@ TOKENS = 24
 async def status(running: Running) -> Any:
     async with connect(running.mesh.addresses["conductor"]) as channel:
         stub: Any = conductor_pb2_grpc.ConductorStub(channel)
-        return await stub.GetStatus(conductor_pb2.GetConductorStatusRequest(), timeout=5)
+        return await stub.GetStatus(conductor_pb2.GetConductorStatusRequest(), timeout=30)
 
 
 async def told(running: Running, request_id: str) -> dict[str, Any]:

@@ -31,7 +31,7 @@ async def statuses(running: Running) -> dict[str, Any]:
     """What the conductor says of each instance."""
     async with connect(running.mesh.addresses["conductor"]) as channel:
         stub: Any = conductor_pb2_grpc.ConductorStub(channel)
-        found = (await stub.GetStatus(conductor_pb2.GetConductorStatusRequest(), timeout=5)).instances
+        found = (await stub.GetStatus(conductor_pb2.GetConductorStatusRequest(), timeout=30)).instances
     return {one.instance.instance_id: one for one in found}
 
 

@@ -27,7 +27,7 @@ LAYOUT = ShardLayout(layers=3, kv_heads=4, block_tokens=16, head_dim=8, itemsize
 BLOCKS = 4
 TOKENS = BLOCKS * LAYOUT.block_tokens
 NBYTES = BLOCKS * LAYOUT.shard_bytes
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 FLOAT32: Any = type("Configure", (), {"dtype": "float32"})
 
 

@@ -24,7 +24,7 @@ from kvmesh.transfer.groups import END_MARK
 
 LAYOUT = ShardLayout(layers=2, kv_heads=1, block_tokens=16, head_dim=8, itemsize=4)
 BLOCKS = 4
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 PATIENCE = EngineConfig(transports=("shm",))
 FLOAT32: Any = type("Configure", (), {"dtype": "float32"})
 

@@ -35,7 +35,7 @@ async def hand_over(a: Driver, b: Driver, prompt: list[int], chunk: int, handle:
     pages = tuple(range(3, 3 + blocks))
     a.client.send(m.OpenSegment(ready.descriptor))
     b.client.send(m.OpenWindow(a.client.ready.engine_name, epoch, offsets))
-    lease = time.monotonic_ns() + 30_000_000_000
+    lease = time.monotonic_ns() + 60_000_000_000
     segment = ready.engine_name
     starts = list(range(0, len(prompt), chunk))
     for n, start in enumerate(starts):
@@ -162,7 +162,7 @@ async def test_a_push_outside_its_window_or_after_its_lease_fails(checkpoint: Pa
         a.client.send(m.PrefillStep(0, (m.PrefillItem(1, prompt, 0, (0, 1), GREEDY),)))
         await a.take(m.PrefillStepDone)
         offsets = (ready.page_base_offset, ready.page_base_offset + ready.shard_bytes)
-        far = time.monotonic_ns() + 30_000_000_000
+        far = time.monotonic_ns() + 60_000_000_000
         a.client.send(m.PushOpen(1, 1, ready.engine_name, (0, 1), offsets, 0, 32, 32, far))
         failed = await a.take(m.PushFailed)
         assert "window" in failed.cause

@@ -24,7 +24,7 @@ from kvmesh.transfer.groups import Copy, GroupWrite
 LAYOUT = ShardLayout(layers=3, kv_heads=1, block_tokens=16, head_dim=8, itemsize=4)
 BLOCKS = 4
 TOKENS = BLOCKS * LAYOUT.block_tokens
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 FLOAT32: Any = type("Configure", (), {"dtype": "float32"})
 
 

@@ -87,7 +87,7 @@ async def test_messages_go_both_ways_and_what_is_sent_early_follows_the_hello(se
             echo.over = True
             echo.news.set()
 
-    why = await asyncio.wait_for(stream.read(take), 10)
+    why = await asyncio.wait_for(stream.read(take), 30)
     assert heard == [1, 2] and written == [1]
     assert isinstance(why, HandoffLost) and "closed the stream" in why.message
     assert await echo.ended is True
@@ -99,7 +99,7 @@ async def test_the_end_of_the_client_is_an_end_that_the_server_sees(server: tupl
     stream = client(address)
     await stream.open(HELLO, 10)
     await stream._call.done_writing()
-    assert await asyncio.wait_for(echo.ended, 10) is False
+    assert await asyncio.wait_for(echo.ended, 30) is False
     await stream.close()
 
 
@@ -108,7 +108,7 @@ async def test_what_the_reader_refuses_ends_the_stream_with_the_reason(server: t
     stream = client(address)
     await stream.open(HELLO, 10)
     stream.send(credit(13))
-    why = await asyncio.wait_for(stream.read(lambda response: None), 10)
+    why = await asyncio.wait_for(stream.read(lambda response: None), 30)
     assert isinstance(why, HandoffLost) and "unlucky" in why.message
     await stream.close()
 
@@ -146,7 +146,7 @@ async def test_a_queue_that_is_full_ends_the_stream(server: tuple[Echo, str], mo
     await stream.open(HELLO, 10)
     for slot in range(4):
         stream.send(credit(slot))  # the writer has had no turn yet
-    why = await asyncio.wait_for(stream.read(lambda response: None), 10)
+    why = await asyncio.wait_for(stream.read(lambda response: None), 30)
     assert isinstance(why, HandoffLost) and "takes no messages" in why.message
     await stream.close()
 
@@ -156,7 +156,7 @@ async def test_a_message_that_cannot_be_read_ends_the_stream(server: tuple[Echo,
     stream = client(address)
     await stream.open(HELLO, 10)
     stream.send(credit(1))
-    why = await asyncio.wait_for(stream.read(lambda response: [][1]), 10)
+    why = await asyncio.wait_for(stream.read(lambda response: [][1]), 30)
     assert why.code == "internal" and "IndexError" in why.message
     await stream.close()
 

@@ -69,7 +69,7 @@ async def test_a_tick_comes_when_the_machine_is_due_and_none_after_the_end() -> 
     machine.due = 0  # long ago
     shell.feed("")
     assert not ticked.is_set(), "a timer, and no step within the step"
-    await asyncio.wait_for(ticked.wait(), 10)
+    await asyncio.wait_for(ticked.wait(), 30)
     assert [event for event, _ in machine.heard] == ["", Tick()]
 
     machine.due = 0

@@ -78,7 +78,7 @@ async def test_a_failure_leaves_nothing_running(failing: str) -> None:
     service = Recorder(failing)
     with pytest.raises(ZeroDivisionError, match=failing):
         async with running(service.run, ServiceConfig()) as live:
-            await asyncio.wait_for(live.stop(), 10)
+            await asyncio.wait_for(live.stop(), 30)
     assert service.seen[-1] == "close"
     check_port("127.0.0.1", service.port)
 

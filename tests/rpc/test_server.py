@@ -54,7 +54,7 @@ async def test_health_follows_readiness_for_the_server_and_each_service() -> Non
         stub = health_pb2_grpc.HealthStub(channel)
 
         async def status(name: str) -> int:
-            return int((await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=5)).status)
+            return int((await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=30)).status)
 
         assert [await status(name) for name in ("", STORE)] == [HEALTH.NOT_SERVING] * 2
         server.set_ready(True)
@@ -86,7 +86,7 @@ async def test_reflection_lists_the_services() -> None:
             reflection_pb2.ServerReflectionRequest(list_services=""),
             reflection_pb2.ServerReflectionRequest(file_containing_symbol=STORE),
         ]
-        answers: Any = stub.ServerReflectionInfo(iter(asks), timeout=5)
+        answers: Any = stub.ServerReflectionInfo(iter(asks), timeout=30)
         found = [answer async for answer in answers]
     names = {service.name for service in found[0].list_services_response.service}
     assert names == {STORE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
@@ -123,9 +123,9 @@ async def test_the_trace_context_travels_in_metadata() -> None:
     await server.start()
     async with connect(server.address) as channel:
         unary = channel.unary_unary("/t.T/Look", StringValue.SerializeToString, StringValue.FromString)
-        await unary(StringValue(), metadata=metadata(parent), timeout=5)
-        await unary(StringValue(), metadata=(("traceparent", "nonsense"),), timeout=5)
-        await unary(StringValue(), timeout=5)
+        await unary(StringValue(), metadata=metadata(parent), timeout=30)
+        await unary(StringValue(), metadata=(("traceparent", "nonsense"),), timeout=30)
+        await unary(StringValue(), timeout=30)
     await server.stop(0)
     assert seen == [f"00-{'a1' * 16}-{'b2' * 8}-01", "", ""]
 

@@ -21,7 +21,7 @@ from tests.support.fastpath_service import SERVICE, Desk, Swallows
 from tests.support.services import until
 
 FAST = ("Lease", "Put")
-LONG_S = 20.0
+LONG_S = 60.0
 
 
 @dataclass

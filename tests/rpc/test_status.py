@@ -90,11 +90,11 @@ async def call(channel: grpc.aio.Channel, name: str) -> list[str]:
     answers: Any
     try:
         if name == "Unary":
-            return [(await channel.unary_unary("/t.T/Unary", **codec)(hello, timeout=5)).value]
+            return [(await channel.unary_unary("/t.T/Unary", **codec)(hello, timeout=30)).value]
         if name == "Both":
-            answers = channel.stream_stream("/t.T/Both", **codec)(iter([hello]), timeout=5)
+            answers = channel.stream_stream("/t.T/Both", **codec)(iter([hello]), timeout=30)
         else:
-            answers = channel.unary_stream(f"/t.T/{name}", **codec)(hello, timeout=5)
+            answers = channel.unary_stream(f"/t.T/{name}", **codec)(hello, timeout=30)
         return [answer.value async for answer in answers]
     except grpc.RpcError as err:
         raise from_rpc_error(err) from err
@@ -110,11 +110,11 @@ async def test_a_message_that_cannot_be_read_is_the_callers_fault(
     _, channel = failing
     bad = b"\x0a\x01\xff"
     if name == "Unary":
-        answer = channel.unary_unary("/t.T/Unary")(bad, timeout=5)
+        answer = channel.unary_unary("/t.T/Unary")(bad, timeout=30)
     elif name == "Both":
-        answer = channel.stream_stream("/t.T/Both")(iter([bad]), timeout=5).read()
+        answer = channel.stream_stream("/t.T/Both")(iter([bad]), timeout=30).read()
     else:
-        answer = channel.unary_stream(f"/t.T/{name}")(bad, timeout=5).read()
+        answer = channel.unary_stream(f"/t.T/{name}")(bad, timeout=30).read()
     with caplog.at_level(logging.WARNING), pytest.raises(grpc.RpcError) as caught:
         await answer
     err = from_rpc_error(caught.value)
@@ -197,7 +197,7 @@ async def test_a_cancelled_call_is_no_error_of_the_service(failing: Any, caplog:
         )
         assert (await answers.read()) == StringValue()
         answers.cancel()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await ended.wait()
     await server.stop(0)
     assert started.is_set()

@@ -38,7 +38,7 @@ def one() -> Iterator[Stores]:
 async def counted(address: str) -> blocks_pb2.GetNodeStoreResponse:
     async with channels.connect(address) as channel:
         found: blocks_pb2.GetNodeStoreResponse
-        found = await blocks_pb2_grpc.NodeStoreStub(channel).GetStore(blocks_pb2.GetNodeStoreRequest(), timeout=5)
+        found = await blocks_pb2_grpc.NodeStoreStub(channel).GetStore(blocks_pb2.GetNodeStoreRequest(), timeout=30)
         return found
 
 

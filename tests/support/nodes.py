@@ -326,7 +326,7 @@ async def stub(address: str) -> AsyncIterator[pb_grpc.NodeStoreAsyncStub]:
         await channel.close()
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     """Poll; for states that have no event."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110

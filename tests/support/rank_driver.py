@@ -77,7 +77,7 @@ class Driver:
     def send_to(self, _: int, message: m.ToRank) -> None:
         self.client.send(message)
 
-    async def take(self, kind: type[M] | tuple[type[M], ...], timeout_s: float = 30.0) -> M:
+    async def take(self, kind: type[M] | tuple[type[M], ...], timeout_s: float = 60.0) -> M:
         """The oldest message of that kind; those of other kinds stay in the inbox."""
         async with asyncio.timeout(timeout_s):
             while True:
@@ -88,7 +88,7 @@ class Driver:
                 self._news.clear()
                 await self._news.wait()
 
-    async def until_lost(self, timeout_s: float = 30.0) -> str:
+    async def until_lost(self, timeout_s: float = 60.0) -> str:
         async with asyncio.timeout(timeout_s):
             while not self.lost:
                 self._news.clear()

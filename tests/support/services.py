@@ -51,7 +51,7 @@ async def running(run: Run, config: Any) -> AsyncIterator[Running]:
         await service.stop()
 
 
-async def until(what: Callable[[], Awaitable[Any]], timeout_s: float = 20.0) -> Any:
+async def until(what: Callable[[], Awaitable[Any]], timeout_s: float = 60.0) -> Any:
     """Asks until the answer is true; returns it. AssertionErrors of the question count as false until the end."""
     deadline = asyncio.get_running_loop().time() + timeout_s
     while True:

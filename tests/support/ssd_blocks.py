@@ -16,7 +16,7 @@ from kvmesh.tiers.ssd.disk import Disk
 from kvmesh.tiers.ssd.format import PAGE
 
 BUCKET = 64 * PAGE
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 def key(n: int) -> bytes:

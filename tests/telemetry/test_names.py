@@ -61,7 +61,7 @@ def test_metrics_are_served_until_closed() -> None:
     names.CONDUCTOR_DECISIONS.labels(outcome="placed").inc()
     port, close = names.serve_metrics("127.0.0.1", 0)
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
             text = answer.read().decode()
         assert 'kvmesh_conductor_decisions_total{outcome="placed"} ' in text
         assert "kvmesh_conductor_build_info{version=" in text

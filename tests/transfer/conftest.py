@@ -61,7 +61,7 @@ def engine_threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("kvmesh-")]
 
 
-def until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+def until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
     """Waits for something that gives no event."""
     deadline = time.monotonic() + timeout_s
     pause = threading.Event()

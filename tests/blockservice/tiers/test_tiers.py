@@ -154,7 +154,7 @@ async def test_a_restart_serves_and_announces_what_the_disk_holds(desk: Bench, t
 
 async def holds(store: Master, key: bytes, wanted: set[tuple[str, Tier]]) -> bool:
     """What the master says of this key, tier by tier."""
-    answer = await store.rpc.Find(pb_store.FindRequest(keys=key), timeout=5)
+    answer = await store.rpc.Find(pb_store.FindRequest(keys=key), timeout=30)
     nodes = [holder.member.instance.instance_id for holder in answer.holders]
     found = answer.replicas[0]
     return {(nodes[at], Tier(tier)) for at, tier in zip(found.holder, found.tier, strict=True)} == wanted
@@ -185,9 +185,9 @@ async def test_a_copy_for_others_waits_for_the_tier_and_loses_nothing(desk: Benc
         await b.fill(desk, new)
         async with stub(a.address) as rpc:
             request = pb.PullBlocksRequest(
-                keys=b"".join(new), holders=[b.ref], layout=LAYOUT, shard_bytes=SHARD, timeout_ms=20_000
+                keys=b"".join(new), holders=[b.ref], layout=LAYOUT, shard_bytes=SHARD, timeout_ms=60_000
             )
-            assert all((await rpc.Pull(request, timeout=30)).held)
+            assert all((await rpc.Pull(request, timeout=90)).held)
         assert a.blocks is not None
         await until(lambda: not a.store.usage.held)
         assert set(old) <= {*a.store.keys(), *a.blocks.lower_keys()}

@@ -30,7 +30,7 @@ from tests.support.transfer.networks import networks
 from tests.support.transfer.sysfs import two_sockets
 from tests.transfer.conftest import until
 
-QUICK = ("--size-mb", "2", "--seconds", "0.01", "--timeout-s", "10")
+QUICK = ("--size-mb", "2", "--seconds", "0.01", "--timeout-s", "40")
 CORRUPT = '{"seed": 1, "rules": [{"kind": "corrupt", "op": "%s"}]}'
 
 
@@ -46,7 +46,7 @@ def doctor(*words: str, within: Sequence[str] = ()) -> subprocess.Popen[str]:
 
 class Listener:
     def __init__(self, host: str, within: Sequence[str] = (), *words: str) -> None:
-        words = ("--listen", "0", "--host", host, "--token", "secret", "--timeout-s", "10", *words)
+        words = ("--listen", "0", "--host", host, "--token", "secret", "--timeout-s", "40", *words)
         self.process = doctor(*words, within=within)
         assert self.process.stdout is not None
         shown = self.until("Ctrl-C ends it.")
@@ -65,13 +65,13 @@ class Listener:
 
     def call(self, *words: str, token: str = "secret", within: Sequence[str] = ()) -> tuple[int, str]:
         process = doctor("--peer", self.peer, "--token", token, *QUICK, *words, within=within)
-        shown, _ = process.communicate(timeout=60)
+        shown, _ = process.communicate(timeout=110)
         return process.returncode, shown
 
     def end(self) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
-        shown, _ = self.process.communicate(timeout=20)
+        shown, _ = self.process.communicate(timeout=60)
         assert (self.process.returncode, shown.strip().splitlines()[-1]) == (0, "stopped"), shown
 
 
@@ -178,7 +178,7 @@ def test_errors_in_plain_words() -> None:
 @pytest.mark.slow
 def test_bad_options(words: tuple[str, ...], expected: str) -> None:
     process = doctor(*words)
-    shown, _ = process.communicate(timeout=20)
+    shown, _ = process.communicate(timeout=60)
     assert (process.returncode, expected in shown) == (2, True), shown
 
 
@@ -202,7 +202,7 @@ def test_a_caller_that_is_interrupted_leaves_the_listener_free() -> None:
         code, shown = other.call()
         assert (code, "busy with another caller" in shown) == (1, True), shown
         first.send_signal(signal.SIGINT)
-        shown, _ = first.communicate(timeout=60)
+        shown, _ = first.communicate(timeout=110)
         assert (first.returncode, "Traceback" in shown) == (130, False), shown
         other.until("hung up")
         assert other.call("--transports", "tcp")[0] == 0
@@ -262,7 +262,7 @@ def test_every_pair_of_nics() -> None:
 def test_a_port_that_is_taken_says_what_to_do() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        shown, _ = doctor("--listen", str(port), "--host", "127.0.0.1").communicate(timeout=20)
+        shown, _ = doctor("--listen", str(port), "--host", "127.0.0.1").communicate(timeout=60)
     assert shown.strip() == (
         f"error: port={port}: cannot listen on 127.0.0.1: Address already in use; "
         "kvmesh doctor --listen PORT takes another"
@@ -275,8 +275,8 @@ def test_a_listener_that_is_stopped_amid_a_call_says_nothing_odd() -> None:
         caller = doctor("--peer", other.peer, "--token", "secret", *QUICK, "--transports", "tcp", "--seconds", "30")
         other.until(": tcp")
         other.process.send_signal(signal.SIGINT)
-        told, _ = other.process.communicate(timeout=20)
-        shown, _ = caller.communicate(timeout=20)
+        told, _ = other.process.communicate(timeout=60)
+        shown, _ = caller.communicate(timeout=60)
         assert (other.process.returncode, told.split()) == (0, ["stopped"])
         assert (caller.returncode, "hung up" in shown, "Traceback" in shown) == (1, True, False), shown
 

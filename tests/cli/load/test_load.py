@@ -106,7 +106,7 @@ async def test_stop_drops_what_is_in_flight_and_keeps_what_there_is() -> None:
         running = asyncio.create_task(generator.run(jobs(100)))
         await asyncio.wait_for(one.hanging.wait(), 20)
         generator.stop()
-        await asyncio.wait_for(running, 10)
+        await asyncio.wait_for(running, 30)
     assert len(generator.results) == 2
     assert generator.dropped == 1
     assert generator.in_flight == 0

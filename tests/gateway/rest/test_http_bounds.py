@@ -139,7 +139,7 @@ async def test_trailers_of_a_chunked_body_are_bounded(dial: Dial, mesh: Mesh) ->
 
 
 async def test_silent_connections_end_and_late_heads_are_408(dial: Dial, make_mesh: MeshMaker) -> None:
-    mesh = await make_mesh(http_head_timeout_s=0.3, http_idle_timeout_s=0.3)
+    mesh = await make_mesh(http_head_timeout_s=1.5, http_idle_timeout_s=1.5)
     silent, half, idle, empty = [await dial(mesh) for _ in range(4)]
     half[1].write(b"GET /health HTTP/1.1\r\nHost: loc")
     empty[1].write(b"\r\n")

@@ -24,7 +24,7 @@ from kvmesh.rpc.status import from_rpc_error
 from tests.support.fastpath_service import SERVICE, Desk
 from tests.support.services import until
 
-LONG_S = 20.0
+LONG_S = 60.0
 
 
 @dataclass

@@ -99,7 +99,7 @@ async def pools(address: str, role: str) -> pb.PoolCounters:
     """The live counters of one instance."""
     async with connect(address) as channel:
         stub: Any = prefill_pb2_grpc.PrefillStub(channel) if role == "prefill" else decode_pb2_grpc.DecodeStub(channel)
-        response = await stub.GetPools(pb.GetPoolsRequest(), timeout=5)
+        response = await stub.GetPools(pb.GetPoolsRequest(), timeout=30)
     counters: pb.PoolCounters = response.pools
     return counters
 
@@ -107,7 +107,7 @@ async def pools(address: str, role: str) -> pb.PoolCounters:
 async def gateway_status(address: str) -> gateway_pb2.GetGatewayStatusResponse:
     async with connect(address) as channel:
         request = gateway_pb2.GetGatewayStatusRequest()
-        return await gateway_pb2_grpc.GatewayStub(channel).GetGatewayStatus(request, timeout=5)
+        return await gateway_pb2_grpc.GatewayStub(channel).GetGatewayStatus(request, timeout=30)
 
 
 def leaks(counters: pb.PoolCounters) -> list[str]:
@@ -123,7 +123,7 @@ def leaks(counters: pb.PoolCounters) -> list[str]:
     return found
 
 
-async def until(check: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
+async def until(check: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
     """Poll an async check until it answers something true; the error names what was waited for."""
     last: Any = None
     try:

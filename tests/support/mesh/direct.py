@@ -11,6 +11,7 @@ import grpc
 
 from kvmesh.errors import KvmeshError
 from kvmesh.kvcache.keys import Namespace, chain_tip, split
+from kvmesh.kvcache.tiers import Tier
 from kvmesh.rpc.channels import connect
 from kvmesh.rpc.pb import (
     blocks_pb2,
@@ -142,7 +143,7 @@ class Direct:
 async def model_card(running: Running, name: str = "") -> pb.ModelCard:
     async with connect(running.mesh.addresses["conductor"]) as channel:
         stub: Any = conductor_pb2_grpc.ConductorStub(channel)
-        cards = (await stub.ListModels(conductor_pb2.ListModelsRequest(), timeout=5)).models
+        cards = (await stub.ListModels(conductor_pb2.ListModelsRequest(), timeout=30)).models
     found: pb.ModelCard = next(card for card in cards if name in ("", card.name))
     return found
 
@@ -151,24 +152,25 @@ async def members(running: Running) -> dict[str, pb.InstanceRef]:
     """instance_id → its present life, as the master knows it."""
     async with connect(running.mesh.addresses["store"]) as channel:
         stub: Any = store_pb2_grpc.StoreMasterStub(channel)
-        found = (await stub.ListMembers(store_pb2.ListMembersRequest(), timeout=5)).members
+        found = (await stub.ListMembers(store_pb2.ListMembersRequest(), timeout=30)).members
     return {member.instance.instance_id: member.instance for member in found}
 
 
-async def blocks_at(address: str) -> set[bytes]:
-    """The truth: every key sealed at that node store."""
+async def blocks_at(address: str, tier: Tier | None = None) -> set[bytes]:
+    """The truth: every key sealed at that node store, in one tier or (None) in any."""
     keys: set[bytes] = set()
     async with connect(address) as channel:
         stub: Any = blocks_pb2_grpc.NodeStoreStub(channel)
         async for part in stub.ListBlocks(blocks_pb2.ListBlocksRequest(), timeout=10):
-            keys.update(split(part.keys))
+            if tier is None or part.tier == tier.value:
+                keys.update(split(part.keys))
     return keys
 
 
 async def node_store(address: str) -> blocks_pb2.GetNodeStoreResponse:
     async with connect(address) as channel:
         stub: Any = blocks_pb2_grpc.NodeStoreStub(channel)
-        found: blocks_pb2.GetNodeStoreResponse = await stub.GetStore(blocks_pb2.GetNodeStoreRequest(), timeout=5)
+        found: blocks_pb2.GetNodeStoreResponse = await stub.GetStore(blocks_pb2.GetNodeStoreRequest(), timeout=30)
     return found
 
 
@@ -176,8 +178,17 @@ async def lookup(running: Running, keys: Sequence[bytes]) -> list[set[str]]:
     """Who holds each key, as the master's map has it."""
     async with connect(running.mesh.addresses["store"]) as channel:
         stub: Any = store_pb2_grpc.StoreMasterStub(channel)
-        answer = await stub.Lookup(store_pb2.LookupRequest(keys=b"".join(keys)), timeout=5)
+        answer = await stub.Lookup(store_pb2.LookupRequest(keys=b"".join(keys)), timeout=30)
     return [set(holders.store_ids) for holders in answer.holders]
+
+
+async def replicas(running: Running, keys: Sequence[bytes]) -> list[set[tuple[str, Tier]]]:
+    """Who holds each key in which tier, as the master's map has it; at most 4096 keys."""
+    async with connect(running.mesh.addresses["store"]) as channel:
+        stub: Any = store_pb2_grpc.StoreMasterStub(channel)
+        answer = await stub.Find(store_pb2.FindRequest(keys=b"".join(keys)), timeout=30)
+    names = [holder.member.instance.instance_id for holder in answer.holders]
+    return [{(names[at], Tier(tier)) for at, tier in zip(one.holder, one.tier, strict=True)} for one in answer.replicas]
 
 
 async def ask_to_pull(
@@ -196,5 +207,5 @@ async def ask_to_pull(
 async def store_status(running: Running) -> store_pb2.GetStoreStatusResponse:
     async with connect(running.mesh.addresses["store"]) as channel:
         stub: Any = store_pb2_grpc.StoreMasterStub(channel)
-        found: store_pb2.GetStoreStatusResponse = await stub.GetStatus(store_pb2.GetStoreStatusRequest(), timeout=5)
+        found: store_pb2.GetStoreStatusResponse = await stub.GetStatus(store_pb2.GetStoreStatusRequest(), timeout=30)
     return found

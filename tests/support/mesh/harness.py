@@ -18,7 +18,7 @@ from kvmesh.rpc.pb import conductor_pb2, conductor_pb2_grpc
 from tests.support.mesh.client import MeshClient, gateway_status, leaks, pools, until
 
 READY_S = 120.0
-SETTLE_S = 30.0
+SETTLE_S = 60.0
 
 
 class Running:
@@ -126,7 +126,7 @@ class Running:
     async def _told(self) -> Sequence[conductor_pb2.InstanceStatus]:
         async with connect(self.mesh.addresses["conductor"]) as channel:
             stub = conductor_pb2_grpc.ConductorStub(channel)
-            return (await stub.GetStatus(conductor_pb2.GetConductorStatusRequest(), timeout=5)).instances
+            return (await stub.GetStatus(conductor_pb2.GetConductorStatusRequest(), timeout=30)).instances
 
 
 @asynccontextmanager

@@ -17,7 +17,7 @@ from kvmesh.rpc.pb import prefill_pb2_grpc as pb_grpc
 from tests.support.rank_driver import BLOCK, Driver
 from tests.support.services import until
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 EPOCHS = itertools.count(1)  # never the same twice while a rank lives: streams of one rank share them
 
 

@@ -72,7 +72,7 @@ class Actor:
         )
         return batch
 
-    def finish(self, batch: BatchId, timeout_s: float = 20.0) -> list[TransferStatus]:
+    def finish(self, batch: BatchId, timeout_s: float = 60.0) -> list[TransferStatus]:
         assert self.engine.wait_sync(batch, timeout_s), self.engine.statuses(batch)
         statuses = self.engine.statuses(batch)
         self.engine.free_batch(batch)

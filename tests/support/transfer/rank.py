@@ -55,7 +55,7 @@ class RankActor(Actor):
         assert self._landing is not None
         self._landing.heard(note)
 
-    def landed(self, idle_s: float, timeout_s: float = 30.0) -> str:
+    def landed(self, idle_s: float, timeout_s: float = 60.0) -> str:
         """ "" when every mark came, else why not."""
         assert self._landing is not None
         try:

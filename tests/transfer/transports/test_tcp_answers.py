@@ -32,7 +32,7 @@ def target() -> Iterator[RawTarget]:
 class Caller(threading.Thread):
     """Waits for a batch, and says which thread its callback ran on."""
 
-    def __init__(self, actor: Actor, batch: BatchId, timeout_s: float = 20.0) -> None:
+    def __init__(self, actor: Actor, batch: BatchId, timeout_s: float = 60.0) -> None:
         super().__init__(name="test-caller", daemon=True)
         self.actor, self.batch, self.timeout_s = actor, batch, timeout_s
         self.final = False
