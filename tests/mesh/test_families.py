@@ -46,6 +46,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": FAMILY_ZOO["qwen3_moe"],
     "olmo3": FAMILY_ZOO["olmo3"],
     "glm4_moe": FAMILY_ZOO["glm4_moe"],
+    "deepseek_v2": FAMILY_ZOO["deepseek_v2"],
     "deepseek_v3": FAMILY_ZOO["deepseek_v3"],
     "gpt_oss": FAMILY_ZOO["gpt_oss"],
     "llama4": FAMILY_ZOO["llama4"],
