@@ -7,15 +7,11 @@ described by how uneven its experts are. `kvmesh profile --json` tells each expe
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvmesh.telemetry import names
 from kvmesh.telemetry.sampled import SampledFamily, Value
-
-if TYPE_CHECKING:
-    from kvmesh.engine.expert_counts import ExpertCounts  # imports torch, which the front does without
 
 WINDOW = 32  # choices of an expert on average, over which a layer is described: fewer are uneven by chance alone
 
@@ -25,12 +21,6 @@ class ExpertStats(msgspec.Struct, frozen=True, array_like=True):
 
     layers: tuple[int, ...]
     tokens: tuple[tuple[int, ...], ...]
-
-
-def stats_of(counts: ExpertCounts) -> ExpertStats | None:
-    """Returns the counts, at the rank; None where a GPU has not told them yet."""
-    told = counts.told()
-    return None if told is None else ExpertStats(tuple(counts.layers), tuple(map(tuple, told)))
 
 
 class ExpertMetrics:

@@ -18,7 +18,7 @@ from kvmesh.errors import TransferError
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.devices import STAGED_CPU
-from kvmesh.ranks.expert_metrics import ExpertStats, stats_of
+from kvmesh.ranks.expert_metrics import ExpertStats
 from kvmesh.ranks.sizing import longest_context
 from kvmesh.ranks.transfer_config import own_location, start_engine
 from kvmesh.ranks.worker.checksums import Sums
@@ -156,7 +156,10 @@ class Worker:
     def expert_stats(self) -> ExpertStats | None:
         """Returns how often each expert was chosen; None at other ranks than the first, which count the same."""
         counts = self._runner.expert_counts
-        return stats_of(counts) if counts is not None and self._configure.rank == 0 else None
+        if counts is None or self._configure.rank:
+            return None
+        told = counts.told()
+        return None if told is None else ExpertStats(tuple(counts.layers), tuple(map(tuple, told)))
 
     def ready(self) -> m.Ready:
         config, checkpoint = self._checkpoint.config, self._checkpoint
