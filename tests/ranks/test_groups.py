@@ -3,21 +3,23 @@ go while rows run. What is given back holds NaN; the tokens are those of a runne
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvmesh.kvcache.cache_groups import CacheKind
+from kvmesh.kvcache.cache_groups import CacheKind, needed_blocks
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.devices import STAGED_CPU
 from kvmesh.transfer import EngineConfig, TransferEngine
 from tests.support.checkpoints import FAMILY_ZOO, make_checkpoint, prompts
 from tests.support.engine.qwen3_next import make_qwen3_next
 from tests.support.grouped_rank import GroupedFront, hand_over, told_by_runner
-from tests.support.rank_driver import rank, ranks
+from tests.support.rank_driver import BLOCK, rank, ranks
 
 MOST = 40
 MODELS = ("gemma2", "gemma3", "llama4", "qwen3_next")
@@ -101,6 +103,56 @@ async def test_a_hit_from_sealed_extents_and_a_preemption(models: Models, name: 
         front.join(request, MOST)
         await front.decode(request, MOST)
         assert request.made == expected
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])
+async def test_objects_of_all_groups_are_pulled_in_one_order_and_hit(models: Models, name: str) -> None:
+    path, shared = models(name), prompt_of(models(name), 129)
+    other = [*shared[:128], *prompt_of(path, 30, seed=4)]
+    async with serving("a", path) as a, serving("b", path) as b:
+        sealed: list[dict[int, int]] = [{} for _ in a.groups]
+        await a.prefill(a.request(shared), 64, sealed=sealed)
+        pulled: list[dict[int, int]] = [{} for _ in b.groups]
+        theirs, ours, sizes = [], [], []
+        for number, group in enumerate(a.groups):
+            for block in needed_blocks(group, BLOCK, 128):
+                pulled[number][block] = b.free_extents[number].pop()
+                for front, extent, into in ((a, sealed[number][block], theirs), (b, pulled[number][block], ours)):
+                    of = front.memory[number]
+                    into.append(of.extent_base_offset + extent * of.shard.shard_bytes)
+                sizes.append(a.memory[number].shard.shard_bytes)
+        segment, deadline = a.driver.client.ready.engine_name, time.monotonic_ns() + 30_000_000_000
+        b.driver.client.send(m.OpenSegment(a.driver.client.ready.descriptor))
+        named = (tuple(theirs), tuple(ours), max(sizes), deadline)
+        b.driver.client.send(m.PullOpen(5, segment, *named, sizes=tuple(sizes)))
+        ended = await b.driver.take(m.PullEnded)
+        assert sorted(ended.arrived) == list(range(len(sizes))) and ended.bytes_done == sum(sizes)
+        sums = []
+        for front, offsets in ((a, theirs), (b, ours)):
+            front.driver.client.send(m.Sum(6, tuple(offsets), tuple(sizes), deadline))
+            sums.append((await front.driver.take(m.Summed)).sums)
+        assert sums[0] == sums[1] and len(set(sums[0])) == len(sizes)
+        request = b.request(other)
+        await b.load(request, 8, pulled)
+        await b.prefill(request, 64, start=128)
+        b.join(request, 12)
+        await b.decode(request, 12)
+    assert request.made == told_by_runner(path, other, 12)
+
+
+@pytest.fixture
+def memory_folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kvmesh-test-", dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+async def test_memory_that_outlives_a_rank_is_of_its_groups(models: Models, memory_folder: Path) -> None:
+    settings = {"warm_segment": str(memory_folder / "warm"), "warm_lease_ms": 1000}
+    found = []
+    for switched in (True, True, False):
+        async with rank("a", models("gemma2"), cache_groups=switched, **settings) as driver:
+            found.append(bool(driver.client.ready.warm_until_ns))
+    assert found == [False, True, False], "of one group it is another layout"
 
 
 async def test_without_the_switch_a_model_of_two_groups_has_one(models: Models) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
-from kvmesh.ranks.worker.device import Blocks, CopyPieces, CpuMemory, GroupBlocks, OnDone, byte_view
+from kvmesh.ranks.worker.device import BlockMemory, CopyPieces, CpuMemory, GroupBlocks, OnDone, byte_view
 from kvmesh.ranks.worker.slices import Moves, Seals
 
 SHARD = 4 * 6
@@ -18,8 +18,8 @@ class Rows(CpuMemory):
 
     def __init__(self, blocks_a_slice: int) -> None:
         self.groups = (GroupBlocks(ShardLayout(1, 1, 1, 6, 4, planes=1), torch.float32, 10),)
-        self.page_blocks = Blocks(self.groups, byte_view(torch.arange(60.0)))
-        self.extent_blocks = Blocks(self.groups, byte_view(torch.zeros(60)))
+        self.page_blocks = BlockMemory(self.groups, byte_view(torch.arange(60.0)))
+        self.extent_blocks = BlockMemory(self.groups, byte_view(torch.zeros(60)))
         self.seal_bytes = self.move_bytes = blocks_a_slice * SHARD
 
 

@@ -75,7 +75,7 @@ class GroupBlocks(NamedTuple):
         return self.blocks * self.layout.shard_bytes
 
 
-class Blocks:
+class BlockMemory:
     """Is memory of blocks, those of each cache group in one piece: `tensors[g]` is `[blocks, *layout.shape]` of group
     g and begins `starts[g]` bytes after the first of `data`, which is uint8 `[bytes]`."""
 
@@ -120,8 +120,8 @@ class DeviceMemory(ABC):
     seal_bytes = 8 << 20  # about a millisecond of copying and checking
     move_bytes = 64 << 20  # about ten milliseconds: a step with a chunk of a prompt takes far longer
     page_region: Region | None = None
-    page_blocks: Blocks
-    extent_blocks: Blocks
+    page_blocks: BlockMemory
+    extent_blocks: BlockMemory
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class DeviceMemory(ABC):
         """Makes `extents` of the host segment's memory, so many of each group."""
         counts = (blocks,) if isinstance(blocks, int) else blocks
         groups = [group._replace(blocks=count) for group, count in zip(self.groups, counts, strict=True)]
-        self.extent_blocks = Blocks(groups, _bytes_of(region))
+        self.extent_blocks = BlockMemory(groups, _bytes_of(region))
 
     def open_pages(self, engine: TransferEngine) -> None:
         """Registers pages, where they are not yet and can be, once nothing of the start writes to them any more."""
@@ -209,7 +209,7 @@ class CpuMemory(Synchronous, DeviceMemory):
     ) -> None:
         super().__init__(configure, layout, torch.device("cpu"), num_pages, groups)
         self.page_region = engine.allocate(blocks_bytes(self.groups), home)
-        self.page_blocks = Blocks(self.groups, _bytes_of(self.page_region))
+        self.page_blocks = BlockMemory(self.groups, _bytes_of(self.page_region))
 
     def copy(self, pieces: CopyPieces, done: OnDone, *, into_pages: bool, check: bool = False) -> None:
         start = time.monotonic_ns()
@@ -272,7 +272,7 @@ class StagedMemory(DeviceMemory):
     ) -> None:
         super().__init__(configure, layout, device, num_pages, groups)
         # Zeros, as places that no token was written to may be sent with their block, and are checked when it is sealed.
-        self.page_blocks = Blocks(self.groups, self._new_pages(blocks_bytes(self.groups), engine))
+        self.page_blocks = BlockMemory(self.groups, self._new_pages(blocks_bytes(self.groups), engine))
         self.slot_bytes = max(self.least_slot_bytes, *(group.layout.layer_bytes for group in self.groups))
         self.slots = max(4, self.staging_bytes // self.slot_bytes)
         self.staging = engine.allocate(self.slots * self.slot_bytes, home)

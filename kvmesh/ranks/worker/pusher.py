@@ -94,7 +94,7 @@ class _Push:
 
 
 class _Pages:
-    """Finds the page of a block: where PushOpen names none, the last step did. Raises ConfigError where nobody did."""
+    """Finds the pages of blocks: where PushOpen names none, the last step did. Raises ConfigError where nobody did."""
 
     def __init__(self, spec: m.PushOpen, computed: tuple[GroupPages, ...]) -> None:
         own = spec.groups or (GroupPages(0, 0, spec.pages),)
@@ -102,7 +102,16 @@ class _Pages:
         for pages in (*own, *computed):
             self._named.setdefault(pages.group, []).append(pages)
 
-    def of(self, group: int, block: int) -> int:
+    def of(self, group: int, blocks: range) -> Sequence[int]:
+        """Returns the pages of these blocks."""
+        for _, first, ids in self._named.get(group, ()):
+            if first <= blocks.start and blocks.stop <= first + len(ids):
+                found = ids[blocks.start - first : blocks.stop - first]
+                if min(found, default=0) >= 0:
+                    return found
+        return [self._page(group, block) for block in blocks]
+
+    def _page(self, group: int, block: int) -> int:
         for _, first, ids in self._named.get(group, ()):
             if 0 <= block - first < len(ids) and ids[block - first] >= 0:
                 return ids[block - first]
@@ -361,13 +370,15 @@ class Pusher:
             if state or own0 >= own1 or not offsets:
                 continue
             address, shard = self._page_address + start, layout.shard_bytes
-            for block in range(max(begin // tokens, first), -(-end // tokens)):
-                landing = offsets[block - first]
+            begun = max(begin // tokens, first)
+            blocks = range(begun, max(begun, -(-end // tokens)))
+            landings = offsets[blocks.start - first : blocks.stop - first]
+            for block, page, landing in zip(blocks, pages.of(number, blocks), landings, strict=True):
                 if landing < 0:
                     continue
-                page = address + pages.of(number, block) * shard
+                place = address + page * shard
                 for a, b, length in planned_runs(block, own0, own1):
-                    yield page + a, landing + b, length
+                    yield place + a, landing + b, length
 
     def _state_runs(self, pages: _Pages, target: _Target) -> Iterator[Run]:
         """Yields the runs of all states, which the prompt's last token has changed."""

@@ -44,8 +44,7 @@ class Snapshots:
 
     def save_at_borders(self, tokens: Column, rows: Sequence[Roles]) -> None:
         """Saves the states of those rows whose `tokens`, int64 `[rows]`, are whole blocks."""
-        if self._numbers:
-            self.save([rows[at] for at in np.flatnonzero(tokens % self._block_tokens == 0).tolist()])
+        self.save([rows[at] for at in np.flatnonzero(tokens % self._block_tokens == 0).tolist()])
 
     def _copy(self, requests: Sequence[Roles], source: int, target: int) -> None:
         for at, number in enumerate(self._numbers):

@@ -138,10 +138,12 @@ class Steps:
         self._pusher.step_begins(pushed)
         try:
             named = [tables_of(self._groups, item.groups) for item in items] if self._groups else []
-            self._snapshots.load([tables.roles for tables in named])
+            if self._snapshots:
+                self._snapshots.load([tables.roles for tables in named])
             first, chosen = self._runner.step(_inputs(items, named), batch, on_layer if items else None)
-            self._snapshots.save([tables.roles for tables in named])
-            self._snapshots.save_at_borders(batch.positions + 1, roles)
+            if self._snapshots:
+                self._snapshots.save([tables.roles for tables in named])
+                self._snapshots.save_at_borders(batch.positions + 1, roles)
         except NonFiniteLogits as error:
             bad = set(error.rows)
             bad_items = {item.handle for at, item in enumerate(items, rows) if at in bad}
@@ -214,7 +216,8 @@ class Steps:
         source, roles = self.rows.source(), self.rows.live_roles()
 
         def launch() -> TokensInFlight:
-            self._snapshots.save_at_borders(batch.positions, roles)
+            if self._snapshots:
+                self._snapshots.save_at_borders(batch.positions, roles)
             if before is None:
                 return self._runner.launch(batch)
             return self._runner.launch(batch, before.tokens(), source)
