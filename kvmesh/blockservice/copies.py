@@ -51,7 +51,7 @@ class CopyRequest:
 
 
 @dataclass(frozen=True)
-class Copied:
+class CopiesHeld:
     """What is here after a copy: `held` has one byte for each key, 1 if all that was to be copied of it is sealed here;
     `groups` one mask, if one of the keys belongs to a model of several cache groups."""
 
@@ -99,7 +99,7 @@ class Copies:
         self._freed = freed
         self._tickets = itertools.count(-1, -1)  # brains count upwards
 
-    async def pull(self, wish: CopyRequest) -> Copied:
+    async def pull(self, wish: CopyRequest) -> CopiesHeld:
         """Copies blocks and returns what is here now. A block that could not be had is simply not held; a block that is
         removed meanwhile is not sealed. Raises InvalidRequest, or Overloaded when nothing of it fits here."""
         deadline_ns = time.monotonic_ns() + wish.timeout_ms * 1_000_000
@@ -137,7 +137,7 @@ class Copies:
             self._freed()
         return self._copied(wish, {g.family.text: g for g in groups if isinstance(g, _Objects)})
 
-    def _copied(self, wish: CopyRequest, objects: dict[str, _Objects]) -> Copied:
+    def _copied(self, wish: CopyRequest, objects: dict[str, _Objects]) -> CopiesHeld:
         held, masks, grouped = bytearray(), bytearray(), bool(objects)
         for key in wish.keys:
             wanted = next((each for each in objects.values() if key in each.masks), None)
@@ -150,7 +150,7 @@ class Copies:
             family = wanted.family.text if wanted is not None else found.family if found is not None else ""
             masks.append(self._mask(family, key))
             held.append(bool(masks[-1]) and not (wanted is not None and wanted.masks[key] & ~masks[-1]))
-        return Copied(bytes(held), bytes(masks) if grouped else b"")
+        return CopiesHeld(bytes(held), bytes(masks) if grouped else b"")
 
     def _mask(self, family: str, key: bytes) -> int:
         """Returns which objects of a key are sealed here."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, multiple, rule
 
 from kvmesh.blockservice.leasing import Leasing
-from kvmesh.blockservice.partitions import Partitions
+from kvmesh.blockservice.partitions import Partition, Partitions
 from kvmesh.kvcache.node_store import NodeStore
 from tests.support.nodes import keys_of
 
@@ -75,7 +75,7 @@ class Reads(RuleBasedStateMachine):
 
     @rule(target=leases, keys=SOME, masks=st.lists(st.integers(0, 3), min_size=4, max_size=4), ns=st.integers(1, 40))
     def lease_objects(self, keys: list[bytes], masks: list[int], ns: int) -> Any:
-        parts = dict(enumerate(self.parts))
+        parts = cast(dict[int, Partition], dict(enumerate(self.parts)))
         leased = self.leasing.lease_objects(parts, keys, masks[: len(keys)], ns, self.now)
         where = [
             (keys[at], self.stores[g], extent) for g, mine in leased.extents.items() for at, extent in mine.items()

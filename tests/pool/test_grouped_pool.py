@@ -67,9 +67,9 @@ async def test_from_two_ranks_to_the_pool_to_one_and_to_four(bench: Desk) -> Non
 
             await until(heard)
         async with stub(service.address) as rpc:
-            told = await rpc.GetStore(pb.GetNodeStoreRequest())
-            assert told.layout == FAMILY.text and told.pools.store_blocks == 6 and not told.pools.store_writing
-            assert sorted(one.group for one in told.pools.groups) == [0, 1, 2]
+            status = await rpc.GetStore(pb.GetNodeStoreRequest())
+            assert status.layout == FAMILY.text and status.pools.store_blocks == 6 and not status.pools.store_writing
+            assert sorted(one.group for one in status.pools.groups) == [0, 1, 2]
             listed = [part async for part in rpc.ListBlocks(pb.ListBlocksRequest())]
             assert dict(zip(split(listed[0].keys), listed[0].groups, strict=True)) == dict(
                 zip(keys, masks, strict=True)
