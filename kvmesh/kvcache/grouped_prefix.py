@@ -269,6 +269,15 @@ class GroupedPrefixCache:
             self._records.tidy(keys[-1])  # and those before it, if nothing hangs on them either
         return new
 
+    def renew(self, keys: Sequence[bytes], pages: Sequence[GroupPages], start: int = 0) -> None:
+        """Has group 0's cached pages of a chain, from block `start` on, be those among `pages`, as `PrefixCache.renew`
+        does: a hole of another group may have had its blocks computed again."""
+        if self._chain is None:
+            return
+        for group, first, ids in pages:
+            if group == 0 and first == 0 and -1 not in ids[: len(keys)]:
+                self._chain.renew(keys[start : len(ids)], ids[start : len(keys)])
+
     def evict(self, group: int, n: int) -> int:
         """Frees up to `n` idle pages of a group, least recently used first; returns how many. Where group 0 keeps all,
         a block of it that goes takes those of the other groups with it."""

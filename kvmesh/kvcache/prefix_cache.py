@@ -94,6 +94,25 @@ class PrefixCache:
             parent = self._blocks.get(key) or self._add(key, page, parent)
         return len(self._blocks) - before
 
+    def renew(self, keys: Sequence[bytes], pages: Sequence[int]) -> None:
+        """Has the cached ones of a chain lie in these pages, which hold the same and whose caller holds them, where
+        nobody but the cache holds those that they lie in: these are freed. Else whoever goes on over them would keep
+        two pages of each block from being evicted."""
+        for key, page in zip(keys, pages, strict=True):
+            block = self._blocks.get(key)
+            if block is None or block.held or page in self._by_page:
+                continue
+            old, block.page = block.page, page
+            del self._by_page[old]
+            self._by_page[page] = block
+            self._pool.unwatch((old,))
+            self._pool.release((old,))
+            others = self._pool.refcount(page) > 1
+            self._pool.watch((page,), self._on_held)
+            self._pool.share((page,))
+            if others:
+                self._on_held([page], True)
+
     def evict(self, n: int) -> int:
         """Frees the pages of up to `n` idle blocks, least recently used first; returns how many."""
         freed = 0

@@ -111,7 +111,9 @@ class Coupling:
 
     def prefill_due(self) -> bool:
         """Prompts wait, and there is more room than when they were looked at."""
-        return bool(self.prefill.planner.waiting) and _more(self.rooms, self._rooms)
+        # Of several cache groups a prompt that is being computed may wait for pages, too.
+        waiting = self.prefill.planner.waiting if self.prefill.grouped is None else self.prefill.handoffs
+        return bool(waiting) and _more(self.rooms, self._rooms)
 
     def decode_due(self) -> bool:
         """Somebody waits for memory, and there is more than when he was looked at."""

@@ -250,6 +250,7 @@ class GroupedTable(HandoffBook):
             held = [at for at in h.memory.held[g] if at < end]
             if held and not is_state(self.groups[g]):
                 named.append(h.memory.named(g, range(min(held), end)))
+        self.cache.renew(h.start.block_keys[:end], named, min(start, end))
         self.cache.insert(h.start.block_keys[:end], named, start=min(start, end))
 
     def forget(self, keys: Sequence[bytes]) -> None:

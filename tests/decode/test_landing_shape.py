@@ -22,11 +22,13 @@ def front(*direct: bool) -> Any:
                 shard_bytes=4096,
                 page_base_offset=4096 if each else 0,
                 extent_base_offset=1 << 20,
+                groups=(),
             )
         )
         for at, each in enumerate(direct)
     ]
-    return SimpleNamespace(ranks=ranks, config=SimpleNamespace(block_tokens=16), max_context_tokens=128)
+    config = SimpleNamespace(block_tokens=16)
+    return SimpleNamespace(ranks=ranks, config=config, max_context_tokens=128, cache_groups=())
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ class CoupledGroupedWorld(GroupedWorld):
             if not self.state.requests and not self.rank.steps:
                 break
         assert not self.state.requests, [
-            (h.phase.name, h.where, h.stalled, h.in_batch) for h in self.state.requests.values()
+            (h.phase.name, h.where, h.stalled, h.runs, h.dropped) for h in self.state.requests.values()
         ]
         while self.rank.flights:
             self.rank.collect()
