@@ -57,7 +57,7 @@ class InstanceConfig(TierConfig):
     num_pages: int = field(default=0, metadata={"help": "Device pages of a rank; 0: as many as memory_mb holds."})
     num_extents: int = field(default=0, metadata={"help": "Blocks of the host segment; 0: as many as pages."})
     cache_groups: bool = field(
-        default=False,
+        default=True,
         metadata={
             "help": "Keep a model whose layers keep different things (windows, chunks, states) group by group "
             "(docs/adr/0037-cache-groups.md), which all instances of that model must agree on."

@@ -138,6 +138,11 @@ class GroupedWorld(RuleBasedStateMachine):
                     if isinstance(action, ev.SendAdopted):
                         self.adopted(asked.start, action.groups)
 
+    def named(self, key: bytes) -> Tokens:
+        """Returns the tokens that a key stands for."""
+        tails = {asked.start.tail_key: asked.start.token_ids[:-1] for asked in self.asked.values()}
+        return tails[key] if key in tails else prompt(key.decode(), BLOCK)[0]
+
     def check_job(self, job: PullJob) -> None:
         assert len(job.groups) == len(job.keys) and not job.extents
         named = {(one.group, one.first + i) for one in job.places for i, place in enumerate(one.ids) if place >= 0}
@@ -456,7 +461,7 @@ class GroupedWorld(RuleBasedStateMachine):
             for at, extent in enumerate(ids, first):
                 there = at in came and came[at] >> g & 1
                 if extent >= 0:
-                    self.extent[g, extent] = prompt(job.keys[at].decode(), BLOCK)[0] if there else BROKEN
+                    self.extent[g, extent] = self.named(job.keys[at]) if there else BROKEN
         self.step(Pulled(job.ticket, tuple(came), 64 * len(came), 0, groups=bytes(came.values())))
 
     @precondition(lambda self: self.asked)
@@ -477,11 +482,9 @@ class GroupedWorld(RuleBasedStateMachine):
 
     @invariant()
     def objects_are_what_their_keys_say(self) -> None:
-        tails = {a.start.tail_key: a.start.token_ids[:-1] for a in self.asked.values() if a.start.tail_key}
         for g, store in enumerate(self.store.stores):
             for key, extent in store._sealed.items():
-                said = tails[key] if key in tails else prompt(key.decode(), BLOCK)[0]
-                assert self.extent[g, extent] == said, f"{key!r} of group {g} is sealed with other bytes"
+                assert self.extent[g, extent] == self.named(key), f"{key!r} of group {g} is sealed with other bytes"
 
     @invariant()
     def the_rank_is_busy_while_anything_can_run(self) -> None:
