@@ -226,7 +226,7 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class EndAfterStep:
     """Ends the request with this error, once the step that runs is over: what it has computed by then is what its
     client has been told."""
 
@@ -240,7 +240,7 @@ class Timer:
 
 Event = (
     BeginFill | RenewLease | FirstToken | FillDone | Drained | HandoffFailed | PeerLost | Adopted
-    | FromRank | Ended | Land | LoadExtents | Seat | Grow | Preempt | Cancel | Part | Timer
+    | FromRank | Ended | Land | LoadExtents | Seat | Grow | Preempt | Cancel | EndAfterStep | Timer
 )  # fmt: skip
 
 

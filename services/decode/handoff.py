@@ -672,7 +672,7 @@ class Handoff:
         else:
             self._out_of_batch(now, out)
 
-    def _part(self, event: e.Part, now: int, out: list[e.Action]) -> None:
+    def _part(self, event: e.EndAfterStep, now: int, out: list[e.Action]) -> None:
         if self.running and self.has_tail:
             self.parting = event.error
             self._leave(out)
@@ -786,7 +786,7 @@ _HANDLERS: dict[type[Any], _Handler] = {
     e.Grow: Handoff._grow,
     e.Preempt: Handoff._preempt,
     e.Cancel: Handoff._cancel,
-    e.Part: Handoff._part,
+    e.EndAfterStep: Handoff._part,
     e.Timer: Handoff._timer,
 }
 _RankHandler = Callable[[Handoff, int, Any, int, list[e.Action]], None]

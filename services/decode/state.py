@@ -316,7 +316,7 @@ class DecodeState:
     def _end_all(self, event: i.EndAll, now: int) -> None:
         if event.part:
             for h in list(self.requests.values()):
-                self._run(h, e.Part(event.error), now)
+                self._run(h, e.EndAfterStep(event.error), now)
             return
         self.scheduler.close_sealing()
         if event.lost:
