@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvmesh.kvcache.cache_groups import CacheGroup, CacheKind, peak_blocks
-from kvmesh.ranks.protocol import GroupMemory
+
+if TYPE_CHECKING:
+    from kvmesh.ranks.protocol import GroupMemory  # imports what a simulation does without
 
 NS_PER_MS = 1_000_000
 
