@@ -17,7 +17,7 @@ from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.sources import Pulled, PullJob, PullRange, ranges_with
 from kvmesh.ranks import protocol as m
 from kvmesh.services.prefill import events as ev
-from kvmesh.services.prefill.block_traffic import BlockPull, BlockTraffic, covered_blocks
+from kvmesh.services.prefill.block_traffic import BlockPull, BlockTraffic
 from kvmesh.services.prefill.checks import BrainConfig
 from kvmesh.services.prefill.handoff import PrefillHandoff
 from kvmesh.services.prefill.prompt_pages import PromptPages, is_state
@@ -123,19 +123,15 @@ class GroupedBlocks(BlockTraffic):
         return [bits_of([bool(mask >> g & 1) for mask in reversed(masks)]) for g in range(len(self.groups))]
 
     def _sources(self, h: PrefillHandoff, usable: Sequence[bytes]) -> Bits:
-        """Returns what can be fetched: a hint covers it, or a lower tier of this node has the block and may be read. A
+        """Returns what can be fetched: a hint covers it, or a lower tier of this node has it and may be read. A
         block that was removed since the request came cannot."""
-        every, count = (1 << len(self.groups)) - 1, len(usable)
-        by_mask = {r.groups or every for r in h.start.pulls}
-        masks = [0] * count
-        for mask in by_mask:
-            ranges = [r for r in h.start.pulls if (r.groups or every) == mask]
-            for block, there in enumerate(covered_blocks(ranges, count)):
-                masks[block] |= mask if there else 0
-        until = count if h.start.load_until is None else h.start.load_until
+        count = len(usable)
+        masks, ranges = [0] * count, list(h.start.pulls)
         if self.lower is not None:
-            for block in range(min(until, count)):
-                masks[block] |= every if self.lower.holds(usable[block]) else 0
+            ranges += self.lower.ranges(usable[: h.start.load_until])
+        for r in ranges:
+            for block in range(min(r.first_block, count), min(r.first_block + r.blocks, count)):
+                masks[block] |= r.groups or written_mask(self.groups, block)
         masks[h.sealable :] = [0] * max(0, count - h.sealable)
         return self._bits(masks)
 

@@ -15,13 +15,13 @@ import httpx
 import pytest
 
 from kvmesh.engine.checkpoint import open_checkpoint
-from kvmesh.kvcache.cache_groups import CacheKind
+from kvmesh.kvcache.cache_groups import CacheKind, longest_hit, snapshot_grid
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.rpc.pb import blocks_pb2
-from tests.support.checkpoints import FAMILY_ZOO, make_checkpoint, prompts
+from tests.support.checkpoints import FAMILY_ZOO, make_checkpoint, prompts, save_tokenizer
 from tests.support.engine.qwen3_next import make_qwen3_next
 from tests.support.mesh.client import Answer, pools, until
-from tests.support.mesh.direct import Direct, blocks_at, node_store
+from tests.support.mesh.direct import Direct, blocks_at, masks_at, node_store
 from tests.support.mesh.harness import Running
 from tests.support.reference import assert_matches_reference
 from tests.support.s3_server import S3, s3_server
@@ -34,12 +34,18 @@ LENGTHS = (149, 64, 11)
 ANSWER, LONG_ANSWER = 12, 160
 PAGES = 96  # of the instances that have a tier below memory
 
+
+def with_tokenizer(path: Path) -> Path:
+    save_tokenizer(path, 331, 512)
+    return path
+
+
 MAKE: dict[str, Callable[[Path], Path]] = {
     "full": lambda path: make_checkpoint(path, **FAMILY_ZOO["llama3"]),
     "window": lambda path: make_checkpoint(path, **FAMILY_ZOO["gemma3"]),
     "chunk": lambda path: make_checkpoint(path, **FAMILY_ZOO["llama4"]),
     "latent": lambda path: make_checkpoint(path, **FAMILY_ZOO["deepseek_v3"]),
-    "state": make_qwen3_next,
+    "state": lambda path: with_tokenizer(make_qwen3_next(path)),
 }
 KINDS: dict[str, set[tuple[CacheKind, int]]] = {  # (kind, planes) of each group: a latent is one plane
     "full": {(CacheKind.ALL, 2)},
@@ -48,14 +54,9 @@ KINDS: dict[str, set[tuple[CacheKind, int]]] = {  # (kind, planes) of each group
     "latent": {(CacheKind.ALL, 1)},
     "state": {(CacheKind.ALL, 2), (CacheKind.STATE, 1), (CacheKind.STATE, 3)},
 }
-# Instances refuse these by name (tests/ranks/test_rank.py); one that is served is taken out here.
-NOT_SERVED = {"state": "instances keep no states yet"}
 # What a holder of two ranks has below memory alone may or may not reach another cut (seen: all blocks, three, none);
 # the rest is computed. Taken out once it does.
 NOT_LENT_FROM_BELOW = {"coupled-0"}
-EACH = [
-    pytest.param(kind, marks=[pytest.mark.skip(reason=NOT_SERVED[kind])] if kind in NOT_SERVED else []) for kind in MAKE
-]
 
 MeshFactory = Callable[..., AbstractAsyncContextManager[Running]]
 
@@ -66,7 +67,7 @@ def s3() -> Iterator[S3]:
         yield server
 
 
-@pytest.mark.parametrize("kind", EACH)
+@pytest.mark.parametrize("kind", MAKE)
 async def test_every_way_of_its_cache(kind: str, tmp_path: Path, mesh: MeshFactory, s3: S3) -> None:
     path = MAKE[kind](tmp_path / kind)
     groups = open_checkpoint(path).config.cache_groups
@@ -106,9 +107,15 @@ class Walk:
         self._running = running
         self._direct = direct
         self._path = path
+        self._groups = open_checkpoint(path).config.cache_groups
         self._asked = [prompts(1, VOCAB, seed=n, low=length, high=length + 1)[0] for n, length in enumerate(LENGTHS)]
         self._long = self._asked[0]
-        self._hit = len(self._long) // BLOCK * BLOCK
+        self._hit = self._found(LENGTHS[0])
+
+    def _found(self, length: int) -> int:
+        """The tokens of a prompt that are found again: whole blocks, up to a snapshot where states are kept."""
+        grid = snapshot_grid(self._groups, BLOCK) or BLOCK
+        return (length - 1) // grid * grid
 
     async def _ask(self, prompt: list[int], prefill: str, decode: str, salt: str, **more: Any) -> Answer:
         answer = await self._direct.generate(
@@ -123,7 +130,7 @@ class Walk:
     async def handed_off(self, prefill: str, decode: str) -> None:
         """Cold; then all of it is found where it was computed, and where it was sent."""
         salt = f"{prefill} {decode}"
-        for hits in ((0, 0, 0), [(length - 1) // BLOCK * BLOCK for length in LENGTHS]):
+        for hits in ((0, 0, 0), [self._found(length) for length in LENGTHS]):
             answers = await asyncio.gather(*(self._ask(prompt, prefill, decode, salt) for prompt in self._asked))
             assert [answer.cached_tokens for answer in answers] == list(hits), salt
             assert all(answer.timings.transfer_bytes for answer in answers), salt  # type: ignore[union-attr]
@@ -149,7 +156,7 @@ class Walk:
         salt = f"{holder} to {reader}"
         keys = await self._put(holder, salt)
         other = "coupled-0" if reader != "coupled-0" else "decode-0"
-        answer = await self._ask(self._long, reader, other, salt, pulls=[(holder, 0, len(keys))])
+        answer = await self._ask(self._long, reader, other, salt, pulls=[(holder, 0, self._hit // BLOCK)])
         assert answer.timings is not None
         assert (answer.cached_tokens, answer.timings.pulled_tokens) == (self._hit, self._hit), salt
         assert answer.timings.pull_bytes, salt
@@ -160,9 +167,15 @@ class Walk:
         await self._ask(self._long, holder, holder, salt)
         keys = self._direct.keys(self._long, salt)
         await self._sealed(holder, keys)
-        answer = await self._ask(self._long, holder, decode, salt, decode_pulls=[(holder, 0, len(keys))])
+        answer = await self._ask(self._long, holder, decode, salt, decode_pulls=[(holder, 0, self._hit // BLOCK)])
         assert answer.timings is not None
         assert (answer.cached_tokens, answer.timings.at_decode_tokens) == (self._hit, self._hit), salt
+
+    def _whole(self, masks: Sequence[int]) -> bool:
+        """Whether these objects of a prompt's blocks are what a hit of all of them needs."""
+        groups = range(len(self._groups))
+        held = [sum(1 << block for block, mask in enumerate(masks) if mask >> group & 1) for group in groups]
+        return longest_hit(self._groups, BLOCK, len(masks), held).blocks * BLOCK == self._hit
 
     async def _tier(self, name: str, tier: Tier) -> blocks_pb2.TierCounters:
         told = await node_store(self._running.mesh.addresses[name])
@@ -178,28 +191,27 @@ class Walk:
         """Blocks outlive their instance in its tier: its next life reads them, and reads them back for `reader`, an
         instance of another cut."""
         running, own, others = self._running, f"{tier.name} of {name}", f"{tier.name} of {name} to {reader}"
-        before = (await self._tier(name, tier)).blocks
-        for salt in (own, others):
-            await self._put(name, salt)
-        keys = self._direct.keys(self._long, others)
+        chains = [await self._put(name, salt) for salt in (own, others)]
+        keys = chains[1]
 
         async def written() -> bool:
-            return (await self._tier(name, tier)).blocks >= before + 2 * len(keys)
+            masks = await masks_at(running.mesh.addresses[name], tier)
+            return all(self._whole([masks.get(key, 0) for key in chain]) for chain in chains)
 
-        await until(written, f"{2 * len(keys)} more blocks in the tier of {name}")
+        await until(written, f"both prompts in the tier of {name}")
         old = running.pid(name)
         running.kill(name)
         await running.restarted(name, old)
         await running.ready(name)
         await self._direct.refresh()
-        await until(written, f"the blocks in the tier of {name} again")
+        await until(written, f"both prompts in the tier of {name} again")
         assert not await blocks_at(running.mesh.addresses[name], Tier.DRAM), "it has just begun"
         answer = await self._ask(self._long, name, "decode-0", own)
         assert answer.timings is not None
         assert answer.cached_tokens and not answer.timings.pulled_tokens, own
         await self._has_read(name, tier, 0)
         hits = (await self._tier(name, tier)).hits
-        answer = await self._ask(self._long, reader, "decode-0", others, pulls=[(name, 0, len(keys))])
+        answer = await self._ask(self._long, reader, "decode-0", others, pulls=[(name, 0, self._hit // BLOCK)])
         assert answer.timings is not None
         assert answer.timings.pulled_tokens == answer.cached_tokens, others
         if name not in NOT_LENT_FROM_BELOW:

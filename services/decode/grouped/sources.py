@@ -72,12 +72,12 @@ class GroupedPulls(DecodePulls):
         """Returns which objects of each block are to be fetched."""
         keys = h.shared_keys
         masks = [0] * len(keys)
-        named = [0] * len(keys)  # masks of what hints offer
-        for r in h.spec.pulls:
+        named = [0] * len(keys)  # masks of what hints and lower tiers of this node offer
+        lower = self.lower.ranges(keys[: h.spec.load_until]) if self.lower is not None else ()
+        for r in (*h.spec.pulls, *lower):
             for block in range(r.first_block, min(r.first_block + r.blocks, len(keys))):
                 named[block] |= r.groups or -1
-        below = len(keys) if h.spec.load_until is None else h.spec.load_until
-        if not any(named) and self.lower is None:
+        if not any(named):
             return masks
         for g, group in enumerate(h.groups):
             store, left = self._groups.stores[g], room
@@ -92,15 +92,12 @@ class GroupedPulls(DecodePulls):
                     if ticket is not None:  # else this node itself copies the object, which is done in a moment
                         h.pulling.add(ticket)
                         self._pulls[ticket].waiting[h.handle] = h
-                elif ticket is None and left > 0 and self._offered(named[block] >> g & 1, block < below, key):
+                elif ticket is None and left > 0 and named[block] >> g & 1:
                     left -= 1
                     masks[block] |= 1 << g
                 else:
                     break
         return masks
-
-    def _offered(self, named: int, may_load: bool, key: bytes) -> bool:
-        return bool(named) or (self.lower is not None and may_load and self.lower.holds(key))
 
     def _arrived(self, job: PullJob, result: Pulled) -> None:
         came = dict(zip(result.arrived, result.groups, strict=True)) if result.groups else {}

@@ -167,6 +167,19 @@ async def blocks_at(address: str, tier: Tier | None = None) -> set[bytes]:
     return keys
 
 
+async def masks_at(address: str, tier: Tier) -> dict[bytes, int]:
+    """The mask of the groups of each block in one tier of that node store; 1 for a model of one group."""
+    masks: dict[bytes, int] = {}
+    async with connect(address) as channel:
+        stub: Any = blocks_pb2_grpc.NodeStoreStub(channel)
+        async for part in stub.ListBlocks(blocks_pb2.ListBlocksRequest(), timeout=10):
+            if part.tier == tier.value:
+                keys = split(part.keys)
+                for key, mask in zip(keys, part.groups or bytes([1]) * len(keys), strict=True):
+                    masks[key] = masks.get(key, 0) | mask
+    return masks
+
+
 async def node_store(address: str) -> blocks_pb2.GetNodeStoreResponse:
     async with connect(address) as channel:
         stub: Any = blocks_pb2_grpc.NodeStoreStub(channel)
