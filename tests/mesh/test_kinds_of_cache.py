@@ -54,9 +54,6 @@ KINDS: dict[str, set[tuple[CacheKind, int]]] = {  # (kind, planes) of each group
     "latent": {(CacheKind.ALL, 1)},
     "state": {(CacheKind.ALL, 2), (CacheKind.STATE, 1), (CacheKind.STATE, 3)},
 }
-# What a holder of two ranks has below memory alone may or may not reach another cut (seen: all blocks, three, none);
-# the rest is computed. Taken out once it does.
-NOT_LENT_FROM_BELOW = {"coupled-0"}
 
 MeshFactory = Callable[..., AbstractAsyncContextManager[Running]]
 
@@ -154,7 +151,7 @@ class Walk:
     async def pulled(self, holder: str, reader: str) -> None:
         """`reader` computes but the rest of what `holder` has."""
         salt = f"{holder} to {reader}"
-        keys = await self._put(holder, salt)
+        await self._put(holder, salt)
         other = "coupled-0" if reader != "coupled-0" else "decode-0"
         answer = await self._ask(self._long, reader, other, salt, pulls=[(holder, 0, self._hit // BLOCK)])
         assert answer.timings is not None
@@ -192,7 +189,6 @@ class Walk:
         instance of another cut."""
         running, own, others = self._running, f"{tier.name} of {name}", f"{tier.name} of {name} to {reader}"
         chains = [await self._put(name, salt) for salt in (own, others)]
-        keys = chains[1]
 
         async def written() -> bool:
             masks = await masks_at(running.mesh.addresses[name], tier)
@@ -214,9 +210,8 @@ class Walk:
         answer = await self._ask(self._long, reader, "decode-0", others, pulls=[(name, 0, self._hit // BLOCK)])
         assert answer.timings is not None
         assert answer.timings.pulled_tokens == answer.cached_tokens, others
-        if name not in NOT_LENT_FROM_BELOW:
-            assert answer.cached_tokens, others  # a slow disk may bring but some in time
-            await self._has_read(name, tier, hits)
+        assert answer.cached_tokens, others  # a slow disk may bring but some in time
+        await self._has_read(name, tier, hits)
 
     async def migrated(self, strike: signal.Signals) -> None:
         """Who decodes is struck in the middle of an answer, which goes on elsewhere: from one rank to two, or back."""

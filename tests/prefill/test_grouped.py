@@ -9,6 +9,7 @@ import pytest
 
 from kvmesh.kvcache.cache_groups import CacheGroup, GroupPages, is_single
 from kvmesh.kvcache.sources import Pulled, PullRange
+from kvmesh.kvcache.tiers import Tier
 from kvmesh.ranks import protocol as m
 from kvmesh.services.prefill import events as ev
 from kvmesh.services.prefill.checks import grouped_landing_fault
@@ -185,6 +186,39 @@ def test_a_holder_without_a_group_is_not_asked_for_it() -> None:
     played = Played((ALL, STATE), (10, 4), (8, 4))
     played.feed(begin(1, "abcd+1", pulls=(PullRange("A", "A:1", 1, 0, 4, groups=1),)))
     assert not played.jobs and [item.start for item in played.steps] == [0, 8, 16]
+
+
+def test_a_prompt_that_ends_behind_a_snapshot_is_pulled_up_to_it() -> None:
+    """Who names blocks and no groups has what is kept of them: no state of the fifth block."""
+    played = Played((ALL, STATE), (10, 4), (8, 4))
+    played.feed(begin(1, "abcde+1", pulls=(PullRange("A", "A:1", 1, 0, 5),)))
+    (fetch,) = played.jobs
+    assert list(fetch.job.groups) == [1, 1, 1, 3]
+
+
+class OfGroups:
+    """A lower tier that has every block, and of those in `states` the state, too."""
+
+    def __init__(self, states: Sequence[int]) -> None:
+        self.states = states
+
+    def holds(self, key: bytes) -> bool:
+        return True
+
+    def ranges(self, keys: Sequence[bytes]) -> tuple[PullRange, ...]:
+        own = ("own", "own:1", 1)
+        return tuple(PullRange(*own, at, 1, Tier.SSD, 3 if at in self.states else 1) for at in range(len(keys)))
+
+    def note(self, keys: Sequence[bytes]) -> None:
+        pass
+
+
+def test_a_lower_tier_is_asked_up_to_the_last_state_that_it_has() -> None:
+    played = Played((ALL, STATE), (10, 4), (8, 4))
+    played.state.lower = OfGroups([1])
+    played.feed(begin(1, "abcde+1"))
+    (fetch,) = played.jobs
+    assert list(fetch.job.groups) == [1, 3]
 
 
 @pytest.mark.parametrize(
