@@ -326,11 +326,9 @@ def _counted(counts: tuple[int, ...], why: str) -> sizing.ChosenPages:
 
 
 def _refuse_states(config: ModelConfig) -> None:
-    """Raises ConfigError for a model that keeps states: an instance takes every prompt's beginning from its cache,
-    which has blocks of keys and values but no state to go on from."""
+    """Raises ConfigError for a model that keeps states, which only an instance with cache groups has a place for."""
     if states := [group.name for group in config.cache_groups if group.kind is CacheKind.STATE]:
         raise ConfigError(
-            f"{config.architecture} needs a prefix cache of recurrent states ({', '.join(states)}), which instances do "
-            "not have",
-            field="model_path",
+            f"{config.architecture} keeps recurrent states ({', '.join(states)}), which need cache_groups=true",
+            field="cache_groups",
         )
