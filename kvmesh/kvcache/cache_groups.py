@@ -20,7 +20,7 @@ from kvmesh.errors import ConfigError
 from kvmesh.kvcache.layout import ShardLayout, plan
 
 MAX_GROUPS = 8  # of a model: a mask of groups is one byte
-_SNAPSHOT_BLOCKS = (8, 16, 32, 64, 128)  # the last one bounds a prompt's chunks: 2,048 tokens in blocks of 16
+_SNAPSHOT_BLOCKS = (8, 16, 32, 64, 128)  # the last one bounds a prompt's chunks: 8,192 tokens in blocks of 64
 
 
 class CacheKind(enum.IntEnum):
@@ -98,10 +98,10 @@ def is_single(groups: Sequence[CacheGroup]) -> bool:
 def snapshot_blocks(kept: CacheGroup, layers: int, states: Iterable[CacheLayout]) -> int:
     """Returns how many blocks lie between two snapshots of the states of `layers` layers: the fewest whose KV, of group
     `kept`, weighs as much as one snapshot, so that snapshots at most double a prefix, but at most 128. Elements count 2
-    bytes, or 4 in float32, and blocks 16 tokens, whatever an instance has: objects of one model are the same at all."""
+    bytes, or 4 in float32, and blocks 64 tokens, whatever an instance has: objects of one model are the same at all."""
     of_layer = sum(shape.planes * shape.heads * shape.dim * (4 if shape.dtype == "float32" else 2) for shape in states)
     one = layers * of_layer
-    block = 16 * 2 * len(kept.layers) * kept.layout.planes * kept.layout.heads * kept.layout.dim
+    block = 64 * 2 * len(kept.layers) * kept.layout.planes * kept.layout.heads * kept.layout.dim
     return next((blocks for blocks in _SNAPSHOT_BLOCKS if blocks * block >= one), _SNAPSHOT_BLOCKS[-1])
 
 

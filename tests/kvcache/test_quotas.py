@@ -152,6 +152,7 @@ class Generous(TagQuotas):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_the_model_notices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Model, "make", Generous)
     test = Model.TestCase

@@ -110,6 +110,7 @@ class OneSided(SegmentAllocator):
 
 @pytest.mark.parametrize("broken", [Shortsighted, OneSided])
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_the_model_notices(broken: type[SegmentAllocator]) -> None:
     class Broken(Units):
         make = broken

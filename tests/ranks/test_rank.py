@@ -181,7 +181,7 @@ async def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
 
 
 async def test_a_model_that_keeps_states_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="Qwen3NextForCausalLM keeps recurrent states .delta, convolution., which need cache_groups=true"):
+    with pytest.raises(ConfigError, match=r"keeps recurrent states .*, which need cache_groups=true"):
         async with rank("p", make_qwen3_next(tmp_path), ("shm",)):
             pass
 
