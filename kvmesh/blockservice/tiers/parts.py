@@ -300,7 +300,7 @@ def counters_of(settings: TierSettings, parts: Sequence[TierPart]) -> pb.TierCou
         tier=settings.tier.value,  # type: ignore[arg-type]
         capacity_bytes=settings.capacity_bytes,
         used_bytes=sum(s.used_bytes for s in stats),
-        blocks=sum(len(part.contents) for part in parts if not part.contents.group),  # their other objects add none
+        blocks=sum(len(part.contents) for part in parts),
         hits=sum(s.hits for s in stats),
         misses=sum(s.misses for s in stats),
         written_bytes=sum(s.written_bytes for s in stats),
