@@ -34,6 +34,27 @@ class BlockPull:
         self.masks = dict(zip(self.job.keys, self.job.groups, strict=False))
 
 
+@dataclass(slots=True, kw_only=True)
+class LoadUnderWay:
+    """Is a copy of sealed extents into pages of one handoff, which holds those pages. `end` is how many blocks of its
+    prompt are whole in pages once it is done, `waiting` the ranks that have not carried it out."""
+
+    handoff: PrefillHandoff
+    end: int
+    waiting: set[int]
+    from_ns: int = 0
+    until_ns: int = 0
+
+    def carried_out(self, rank: int, copied: m.LoadCopied) -> bool:
+        """Notes a rank's answer; says whether it was the last one."""
+        if rank not in self.waiting:
+            return False
+        self.waiting.discard(rank)
+        self.from_ns = min(self.from_ns or copied.start_ns, copied.start_ns)
+        self.until_ns = max(self.until_ns, copied.end_ns)
+        return not self.waiting
+
+
 class BlockTraffic(ABC):
     """Keeps the pulls of one instance. `emit` takes the actions, in order.
 

@@ -24,7 +24,7 @@ from kvmesh.kvcache.prefix_cache import PrefixCache
 from kvmesh.kvcache.sources import Pulled, PullJob, ranges_with
 from kvmesh.ranks import protocol as m
 from kvmesh.services.prefill import events as ev
-from kvmesh.services.prefill.block_traffic import BlockPull, BlockTraffic, covered_blocks
+from kvmesh.services.prefill.block_traffic import BlockPull, BlockTraffic, LoadUnderWay, covered_blocks
 from kvmesh.services.prefill.checks import BrainConfig
 from kvmesh.services.prefill.handoff import PrefillHandoff
 
@@ -40,17 +40,12 @@ class _Seal:
     bad: set[int] = field(default_factory=set)  # positions whose KV is not finite at some rank
 
 
-@dataclass(slots=True)
-class PrefixLoad:
-    """Is a copy of sealed extents into pages of one handoff, which holds those pages."""
+@dataclass(slots=True, kw_only=True)
+class PrefixLoad(LoadUnderWay):
+    """Has the extents that are copied."""
 
-    handoff: PrefillHandoff
     first: int  # blocks [first, end) of its prompt
-    end: int
-    extents: list[int]  # one reference each
-    waiting: set[int]
-    from_ns: int = 0
-    until_ns: int = 0
+    extents: list[int]  # of blocks [first, end), one reference each
 
 
 class SharedBlocks(BlockTraffic):
@@ -171,7 +166,9 @@ class SharedBlocks(BlockTraffic):
         end = first + len(extents)
         if extents:
             ticket = h.loading = self._ticket()
-            self._loads[ticket] = PrefixLoad(h, first, end, extents, set(range(self._world)))
+            self._loads[ticket] = PrefixLoad(
+                handoff=h, first=first, end=end, extents=extents, waiting=set(range(self._world))
+            )
             self._to_ranks(m.LoadCopy(ticket, tuple(extents), tuple(h.pages[first:end])))
         pulled = sum(key in h.arrived for key in usable[first:end])
         raised = sum(key in h.raised for key in usable[first:end])
@@ -189,12 +186,7 @@ class SharedBlocks(BlockTraffic):
         """Notes a rank's answer. Returns the load that is complete with it, whose pages anybody may read now, or
         None."""
         load = self._loads.get(copied.ticket)
-        if load is None or rank not in load.waiting:
-            return None
-        load.waiting.discard(rank)
-        load.from_ns = min(load.from_ns or copied.start_ns, copied.start_ns)
-        load.until_ns = max(load.until_ns, copied.end_ns)
-        if load.waiting:
+        if load is None or not load.carried_out(rank, copied):
             return None
         del self._loads[copied.ticket]
         self.store.release(load.extents)

@@ -17,7 +17,7 @@ from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.sources import Pulled, PullJob, PullRange, ranges_with
 from kvmesh.ranks import protocol as m
 from kvmesh.services.prefill import events as ev
-from kvmesh.services.prefill.block_traffic import BlockPull, BlockTraffic
+from kvmesh.services.prefill.block_traffic import BlockPull, BlockTraffic, LoadUnderWay
 from kvmesh.services.prefill.checks import BrainConfig
 from kvmesh.services.prefill.handoff import PrefillHandoff
 from kvmesh.services.prefill.prompt_pages import PromptPages, is_state
@@ -58,16 +58,11 @@ class _GroupedSeal:
     bad: set[tuple[int, int]] = field(default_factory=set)  # (group, block) whose numbers are not finite at some rank
 
 
-@dataclass(slots=True)
-class GroupedLoad:
-    """Is a copy of sealed extents into pages of one handoff, which holds those pages."""
+@dataclass(slots=True, kw_only=True)
+class GroupedLoad(LoadUnderWay):
+    """Has the extents that are copied."""
 
-    handoff: PrefillHandoff
-    end: int  # blocks whose KV is whole in pages once it is done
     extents: tuple[GroupPages, ...]  # one reference each
-    waiting: set[int]
-    from_ns: int = 0
-    until_ns: int = 0
 
 
 class GroupedBlocks(BlockTraffic):
@@ -272,19 +267,14 @@ class GroupedBlocks(BlockTraffic):
         if not extents:
             return
         ticket = h.loading = self._ticket()
-        self._loads[ticket] = GroupedLoad(h, end, tuple(extents), set(range(self._world)))
+        self._loads[ticket] = GroupedLoad(handoff=h, end=end, extents=tuple(extents), waiting=set(range(self._world)))
         self._to_ranks(m.LoadCopy(ticket, (), (), tuple(pages), tuple(extents)))
 
     def loaded(self, rank: int, copied: m.LoadCopied) -> GroupedLoad | None:
         """Notes a rank's answer. Returns the load that is complete with it, whose pages anybody may read now, or
         None."""
         load = self._loads.get(copied.ticket)
-        if load is None or rank not in load.waiting:
-            return None
-        load.waiting.discard(rank)
-        load.from_ns = min(load.from_ns or copied.start_ns, copied.start_ns)
-        load.until_ns = max(load.until_ns, copied.end_ns)
-        if load.waiting:
+        if load is None or not load.carried_out(rank, copied):
             return None
         del self._loads[copied.ticket]
         self.store.release(load.extents)
