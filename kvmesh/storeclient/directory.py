@@ -37,7 +37,8 @@ QUOTA_NAME_BYTES = 256  # the longest name that a master takes; the name is for 
 @dataclass(frozen=True, slots=True)
 class Removed:
     """Tells what a removal did. `acknowledged` are the stores that have removed the blocks; `pending` are those that
-    could not be asked, and will be told before they announce again; `blocks` is how many copies there were."""
+    could not be asked, and will be told before they announce again; `blocks` is how many copies they counted: a
+    store that heard of the removal with its heartbeat, before it was asked, counts none."""
 
     acknowledged: tuple[str, ...] = ()
     pending: tuple[str, ...] = ()

@@ -162,7 +162,8 @@ async def test_removed_blocks_are_missed_and_can_be_put_again(two: Stores) -> No
         puts = await client.put_many(datas)
         await until(lambda: known(other, [one.key for one in puts]))
         done = await client.remove(puts[0].key, puts[1].key)
-        assert done.blocks == 2 and done.acknowledged and not done.pending
+        assert done.acknowledged and not done.pending
+        assert done.blocks in (0, 2), "none if the store heard of it with its heartbeat first"
         assert await client.exists_many([one.key for one in puts[:3]]) == [None, None, Tier.DRAM]
         assert [one.data for one in await other.get_many([one.key for one in puts[:3]])] == [None, None, datas[2]]
         assert await client.get(await client.put(datas[0])) == datas[0]

@@ -146,7 +146,7 @@ async def test_a_removal_by_name_can_be_said_again(monkeypatch: pytest.MonkeyPat
             patched.setattr(client.directory, "remove", lost)
             with pytest.raises(Unavailable):
                 await client.remove("mine")
-        assert (await client.remove("mine")).blocks == 1
+        assert (await client.remove("mine")).acknowledged == ("a",)
         assert await client.get(key) is None and await client.get("mine") is None
         await client.put(b"else", name="mine")
         assert await client.get("mine") == b"else"
