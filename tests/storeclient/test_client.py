@@ -206,6 +206,7 @@ async def test_prefetch_returns_when_its_policy_says(two: Stores) -> None:
         await reader.prefetch(keys[:10], Policy.BEST_EFFORT)
         await until(lambda: everywhere(reader, keys[:10]))
         assert await reader.prefetch(keys, Policy.WAIT) == [True] * 30
+        await until(lambda: everywhere(reader, keys))  # the master hears of copies a little later
         assert {one.store_id for one in await reader.get_many(keys)} == {"b"}
         assert await reader.prefetch([content_key(b"none")], Policy.DEADLINE, timeout_ms=500) == [False]
     async with two.client(node_id="elsewhere", host="127.0.0.2") as nobody_near:
