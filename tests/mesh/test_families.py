@@ -30,7 +30,7 @@ BLOCK, CHUNK, TOP = 16, 48, 20
 LONG, ANSWER = 131, 8  # three chunks
 CROWD, CROWD_ANSWER = 6, 40  # three of them outgrow PAGES
 PAGES = 12
-ROUNDS = 5  # of the crowd, until somebody had to leave: on a busy machine they may come one after the other
+ROUNDS = 15  # of the crowd, until somebody had to leave: on a busy machine they may come one after the other
 
 # Prompts are longer than every window and than longrope's original context. Shapes are odd on purpose: GQA ratios 1, 2,
 # 4 and 7, one KV head that two ranks share, tied and untied, head_dim ≠ hidden / heads, each rope scaling, odd
