@@ -118,6 +118,7 @@ class Account:
             sum(choice.prompt.tokens for choice in firsts),
             sum(choice.answer.count for choice in choices),
             sum(choice.cached_tokens for choice in firsts),
+            sum(choice.answer.reasoning_tokens for choice in choices),
         )
 
     def stages(self, choices: Sequence[AnswerAttempts]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from kvmesh.rpc.pb import common_pb2, conductor_pb2, decode_pb2
 from kvmesh.services.gateway.migration import Migration
 from kvmesh.services.gateway.recovery import AttemptRecovery, Failure, RecoveryPatience
 from kvmesh.services.gateway.sessions import SessionLane
-from kvmesh.services.gateway.text.completion import LENGTH, STOP, Alternatives, Completion, Delta, TokenLogprob
+from kvmesh.services.gateway.text.completion import LENGTH, STOP, Alternatives, Completion, Delta, WholeAnswer
 from kvmesh.services.gateway.text.prepare import Prepared
 from kvmesh.telemetry import names
 
@@ -99,8 +99,8 @@ class AnswerAttempts:
     __slots__ = (
         "_consumed", "_expected", "_finished", "_granted", "_logprobs", "_problem", "_suspects", "_taken", "_tokens",
         "_touched", "_watched", "_watched_since", "answer", "attempt", "avoid", "cached_tokens", "carried", "delivered",
-        "done", "entries", "index", "lane", "last_token", "max_tokens", "migration", "owner", "placement", "prompt",
-        "recovery", "seed", "texts", "timings",
+        "done", "index", "lane", "last_token", "max_tokens", "migration", "owner", "placement", "prompt",
+        "recovery", "seed", "timings", "whole",
     )  # fmt: skip
 
     def __init__(self, owner: AttemptOwner, index: int, prompt: Prepared, seed: int, max_tokens: int) -> None:
@@ -123,8 +123,7 @@ class AnswerAttempts:
         self.answer = self.owner.new_answer(self.prompt)
         self.carried = ResumePoint(self.prompt, self.owner.block_tokens)
         self.cached_tokens = 0
-        self.texts: list[str] = []
-        self.entries: list[TokenLogprob] = []
+        self.whole = WholeAnswer()
         self.last_token = 0.0
         self._begin_attempt()
 
@@ -250,6 +249,8 @@ class AnswerAttempts:
         if finish:
             last = self.answer.end(finish)
             delta.text += last.text
+            delta.reasoning += last.reasoning
+            delta.calls += last.calls
             delta.logprobs += last.logprobs
             delta.finish = last.finish
 

@@ -15,7 +15,7 @@ from kvmesh.rpc.protocol import (
     MIN_REPETITION_PENALTY,
 )
 from kvmesh.services.gateway.config import GatewayLimits
-from kvmesh.services.gateway.text.chat import TemplateMessage
+from kvmesh.services.gateway.text.chat import Chat
 
 MAX_SEED = 2**63 - 1
 MAX_TOKENS = 2**31 - 1
@@ -30,7 +30,7 @@ INTERACTIVE, BATCH = LANES = ("interactive", "batch")
 BATCH_STEPS = 20
 MAX_VOCABULARY = 2**32 - 1
 
-Prompt = str | list[int] | tuple[TemplateMessage, ...]
+Prompt = str | list[int] | Chat
 """Text, token ids, or a chat."""
 
 
@@ -51,6 +51,8 @@ class Generation:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
     seed: int | None = None
     ignore_eos: bool = False
+    grammar: str = ""  # that every answer must follow, in llguidance's own form
+    parsed: bool = False  # answers are told as content, reasoning and tool calls
     stops: tuple[str, ...] = ()
     logprobs: int = -1  # -1: none; n: the sampled token's and those of n alternatives
     n: int = 1
@@ -102,8 +104,11 @@ class Generation:
         if len(self.cache_salt) > MAX_SALT_CHARS:
             raise refused(salt_field, self.cache_salt, f"must have at most {MAX_SALT_CHARS} characters")
         for prompt in self.prompts:
-            if not prompt:
-                raise refused("messages" if isinstance(prompt, tuple) else "prompt", prompt, "must not be empty")
+            if isinstance(prompt, Chat):
+                if not prompt.messages:
+                    raise refused("messages", [], "must not be empty")
+            elif not prompt:
+                raise refused("prompt", prompt, "must not be empty")
         return self
 
     def check_wishes(self) -> None:

@@ -17,6 +17,7 @@ from types import TracebackType
 
 from kvmesh.errors import BodyTooLarge, Overloaded
 from kvmesh.services.gateway.generation import Prompt
+from kvmesh.services.gateway.text.chat import Chat
 from kvmesh.telemetry import names
 
 RETRY_AFTER_MS = 1000
@@ -36,6 +37,7 @@ _WORST_FACTOR = 64
 _ID_BYTES = 40
 _MESSAGE_BYTES = 256
 _CHARACTER_BYTES = 256
+_STRUCTURE_BYTES = 64  # of a character of a schema or of arguments: see _WORST_FACTOR
 _UNCOUNTED_BYTES = 128 << 10
 
 
@@ -70,13 +72,21 @@ def _prompt_bytes(prompt: Prompt) -> int:
         return sys.getsizeof(prompt)
     if isinstance(prompt, list):
         return len(prompt) * _ID_BYTES
-    return sum(_MESSAGE_BYTES + sys.getsizeof(message.content) for message in prompt)
+    # A character takes up to four bytes; a tool's schema, and a call's arguments, are objects again for the template.
+    parts = sum(1 + len(message.tool_calls) for message in prompt.messages) + len(prompt.tools)
+    return parts * _MESSAGE_BYTES + sum(sys.getsizeof(message.content) for message in prompt.messages) + _more(prompt)
+
+
+def _more(prompt: Chat) -> int:
+    """What tools, calls and reasoning take."""
+    contents = sum(len(message.content) for message in prompt.messages)
+    return (prompt.characters - contents) * _STRUCTURE_BYTES
 
 
 def _prompt_characters(prompt: Prompt) -> int:
     if isinstance(prompt, str):
         return len(prompt)
-    return 0 if isinstance(prompt, list) else sum(len(message.content) for message in prompt)
+    return 0 if isinstance(prompt, list) else prompt.characters
 
 
 class Reservation:

@@ -130,6 +130,7 @@ class RequestBuilder:
             repetition_penalty=wanted.repetition_penalty,
             logit_bias=[common_pb2.LogitBias(token_id=token, bias=bias) for token, bias in wanted.logit_bias],
             answered_tokens=choice.carried.answered,
+            grammar=choice.prompt.grammar,
         )
 
     def _own_name(self, name: str | None) -> str:
@@ -302,9 +303,8 @@ class Request:
                 self._went_on(choice)
             self._left -= choice.done
             if not self._stream:
-                choice.texts.append(delta.text)
-                choice.entries += delta.logprobs
-            elif delta.text or delta.logprobs or delta.finish or (self._token_ids and delta.token_ids):
+                choice.whole.add(delta)
+            elif delta.shows or (self._token_ids and delta.token_ids):
                 choice.delivered = True
                 step.append((choice.index, delta))
             failure = choice.failure()
@@ -353,9 +353,13 @@ class Request:
     def new_answer(self, prompt: Prepared) -> Completion:
         """See AttemptOwner."""
         assert self._facts is not None and self._model is not None, "prepared"
-        detokenizer = self._model.preparer.tokenizer.detokenizer(prompt.context, opens=prompt.blank)
+        parser = self._model.preparer.parser(prompt, self.request_id) if self.generation.parsed else None
+        tokenizer = self._model.preparer.tokenizer
+        markers = parser.markers if parser is not None else frozenset()
+        detokenizer = tokenizer.detokenizer(prompt.context, opens=prompt.blank, markers=markers)
         matcher = StopMatcher(self._stops) if self._stops else None
-        return Completion(detokenizer, matcher, () if self.generation.ignore_eos else self._facts.eos_ids)
+        silent = () if self.generation.ignore_eos else self._facts.eos_ids
+        return Completion(detokenizer, matcher, silent, parser)
 
     # ── attempts ──────────────────────────────────────────────────────────────────────────────────
 

@@ -18,11 +18,11 @@ from kvmesh.services.gateway.generation import BATCH, Generation, Prompt, betwee
 from kvmesh.services.gateway.key_file import KeyFile
 from kvmesh.services.gateway.request_memory import REQUEST_BYTES, RequestMemory
 from kvmesh.services.gateway.requests import Request
-from kvmesh.services.gateway.rest.openai import ROLES
-from kvmesh.services.gateway.text.chat import TemplateMessage
+from kvmesh.services.gateway.text.chat import Chat, TemplateMessage
 from kvmesh.services.gateway.text.completion import Delta
 from kvmesh.telemetry.spans import context_from_metadata
 
+ROLES = ("system", "developer", "user", "assistant")
 SERVICE = "kvmesh.v1.Gateway"
 AUTHORIZATION = "authorization"
 _ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
@@ -171,6 +171,7 @@ def to_generation(request: gateway_pb2.GenerateRequest, core: GatewayCore, tenan
         logit_bias=tuple((one.token_id, one.bias) for one in request.logit_bias),
         seed=request.seed if request.HasField("seed") else None,
         ignore_eos=request.ignore_eos,
+        grammar=request.grammar,
         stops=tuple(request.stop),
         logprobs=request.top_logprobs if request.logprobs else -1,
         cache_salt=request.cache_salt,
@@ -206,5 +207,5 @@ def _prompt(request: gateway_pb2.GenerateRequest) -> Prompt:
         for index, message in enumerate(request.chat.messages):
             if message.role not in ROLES:
                 raise refused(f"chat.messages.{index}.role", message.role, f"must be one of {', '.join(ROLES)}")
-        return tuple(TemplateMessage(message.role, message.content) for message in request.chat.messages)
+        return Chat(tuple(TemplateMessage(message.role, message.content) for message in request.chat.messages))
     raise InvalidRequest("prompt: required and missing; give text, token_ids or chat", field="prompt")

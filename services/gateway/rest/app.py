@@ -21,11 +21,10 @@ from kvmesh.services.gateway.models import Model
 from kvmesh.services.gateway.rest import openapi
 from kvmesh.services.gateway.rest.frames import error_headers, error_json
 from kvmesh.services.gateway.rest.http import Receive, Scope, Send
-from kvmesh.services.gateway.rest.openai import ChatRequest, CompletionRequest
+from kvmesh.services.gateway.rest.interface import Asked
+from kvmesh.services.gateway.rest.interfaces import INTERFACES
 from kvmesh.services.gateway.rest.reply import Reply
 from kvmesh.telemetry import names
-
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 class NotFound(KvmeshError):
@@ -46,20 +45,16 @@ def _failure(err: KvmeshError, status: int | None = None) -> Response:
 
 
 class GatewayApi(FastAPI):
-    """FastAPI, but for the two calls that answer tokens: those reach their Reply without the layers in between, which
-    cost each request as much as its validation, and each chunk of its answer two calls."""
+    """FastAPI, but for the calls that answer tokens: those reach their Reply without the layers in between, which cost
+    each request as much as its validation, and each chunk of its answer two calls."""
 
     def __init__(self, core: GatewayCore) -> None:
         super().__init__(title=openapi.TITLE, docs_url=None, redoc_url=None, openapi_url=None)
         self._core = core
-        self._answering: dict[str, type[ChatRequest] | type[CompletionRequest]] = {
-            CHAT: ChatRequest,
-            COMPLETIONS: CompletionRequest,
-        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # type: ignore[override]
         """Serves one request, as ASGI has it."""
-        kind = self._answering.get(scope.get("path", "")) if scope.get("method") == "POST" else None
+        kind = INTERFACES.get(scope.get("path", "")) if scope.get("method") == "POST" else None
         if kind is None:
             await super().__call__(scope, receive, send)  # type: ignore[arg-type]
         else:
@@ -74,27 +69,8 @@ def build(core: GatewayCore) -> FastAPI:
 
     first = core.models.names[0]
 
-    # The routes of the two that GatewayApi answers: they document them, and refuse other methods.
-
-    @app.post(
-        CHAT,
-        summary="Chat",
-        tags=["OpenAI"],
-        response_model=None,
-        openapi_extra=openapi.body(ChatRequest, first),
-    )
-    async def chat(request: Request) -> Response:
-        return Reply(core, ChatRequest)
-
-    @app.post(
-        COMPLETIONS,
-        summary="Complete",
-        tags=["OpenAI"],
-        response_model=None,
-        openapi_extra=openapi.body(CompletionRequest, first),
-    )
-    async def completions(request: Request) -> Response:
-        return Reply(core, CompletionRequest)
+    for path, kind in INTERFACES.items():
+        _add_interface(app, core, path, kind, first)
 
     def card(model: Model) -> dict[str, Any]:
         facts = ("max_context_tokens", "vocab_size", "block_tokens")
@@ -146,6 +122,22 @@ def build(core: GatewayCore) -> FastAPI:
     _add_failures(app)
     _add_documentation(app, keys=core.keys.required)
     return app
+
+
+def _add_interface(app: FastAPI, core: GatewayCore, path: str, kind: type[Asked], model: str) -> None:
+    """Adds the route of a path that GatewayApi answers: it documents it, and refuses other methods."""
+
+    async def endpoint(request: Request) -> Response:
+        return Reply(core, kind)
+
+    app.post(
+        path,
+        name=kind.route,
+        summary=kind.route.capitalize(),
+        tags=["Generation"],
+        response_model=None,
+        openapi_extra=openapi.body(kind, model),
+    )(endpoint)
 
 
 def _state(model: Model) -> dict[str, Any]:

@@ -6,14 +6,19 @@ encoded anew.
 
 from __future__ import annotations
 
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import orjson
 
 from kvmesh.errors import KvmeshError, Unauthorized
-from kvmesh.services.gateway.text.completion import TokenLogprob
+from kvmesh.services.gateway.text.completion import Delta, TokenLogprob
+
+if TYPE_CHECKING:
+    from kvmesh.services.gateway.requests import Request
 
 DONE = b"data: [DONE]\n\n"
 LOWEST_LOGPROB = -9999.0  # JSON has no -Infinity
@@ -29,6 +34,7 @@ class CompletionUsage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int = 0
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -36,6 +42,7 @@ class CompletionUsage:
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 
 
@@ -59,111 +66,135 @@ def error_headers(err: KvmeshError) -> list[tuple[bytes, bytes]]:
     return [(b"retry-after", b"%d" % -(-wait_ms // 1000)), (b"retry-after-ms", b"%d" % wait_ms)]
 
 
-def _number(logprob: float) -> float:
+def number(logprob: float) -> float:
+    """Returns a logprob that JSON can hold."""
     return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
 
 
-class Frames:
-    """The bytes of one response. `chat` or completion, `id` as the client sees it."""
+class Frames(ABC):
+    """Writes the answers of one request as OpenAI's chats and completions have them (AnswerWriter)."""
 
-    def __init__(
-        self, *, chat: bool, request_id: str, created: int, model: str, include_usage: bool, piece: Piece
-    ) -> None:
-        self.chat = chat
-        self.include_usage = include_usage
-        self._piece = piece
-        self._object = "chat.completion" if chat else "text_completion"
+    prefix: ClassVar[str]  # of the id
+    kind: ClassVar[str]  # `object` of a whole answer, and of a chunk
+    chunk_kind: ClassVar[str]
+    text_key: ClassVar[bytes]  # around the text of a frame that has nothing else
+    text_end: ClassVar[bytes]
+
+    def __init__(self, request: Request, *, include_usage: bool, timings: bool) -> None:
+        self.request = request
+        self._include_usage = include_usage
+        self._timings = timings
         self._head = {
-            "id": ("chatcmpl-" if chat else "cmpl-") + request_id,
-            "object": self._object + (".chunk" if chat else ""),
-            "created": created,
-            "model": model,
+            "id": self.prefix + request.request_id,
+            "object": self.chunk_kind,
+            "created": int(time.time()),
+            "model": request.generation.model,
         }
-        head = orjson.dumps(self._head)[:-1]
         self._usage_null = b',"usage":null' if include_usage else b""
-        self._open = b"data: " + head + b',"choices":[{"index":'
-        self._text_key = b',"delta":{"content":' if chat else b',"text":'
-        closing = b"}" if chat else b""
-        self._plain_end = closing + b',"logprobs":null,"finish_reason":null}]' + self._usage_null + b"}\n\n"
+        self._open = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":[{"index":'
+        self._plain_end = self.text_end + b',"logprobs":null,"finish_reason":null}]' + self._usage_null + b"}\n\n"
         self._prefixes: dict[int, bytes] = {}
+        self._begun: set[int] = set()
+        self._unfinished = request.generation.choices
+
+    # ── what the two differ in ────────────────────────────────────────────────────────────────────
+
+    @abstractmethod
+    def opening(self, index: int) -> bytes:
+        """Returns what comes before the first text of a choice: the role, or the echoed prompt."""
+
+    @abstractmethod
+    def gained(self, delta: Delta) -> dict[str, Any]:
+        """Returns the fields of a choice that hold what it gained."""
+
+    @abstractmethod
+    def said(self, index: int) -> dict[str, Any]:
+        """Returns the fields of a choice that hold its whole answer."""
+
+    @abstractmethod
+    def logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """Returns the logprobs object of a choice."""
+
+    def finish(self, index: int, reason: str) -> str:
+        """Returns the finish reason that the client is told."""
+        return reason
+
+    # ── AnswerWriter ──────────────────────────────────────────────────────────────────────────────
+
+    def step(self, index: int, delta: Delta) -> bytes:
+        """See AnswerWriter."""
+        opening = b""
+        if index not in self._begun:
+            self._begun.add(index)
+            opening = self.opening(index)
+        rich = bool(delta.reasoning or delta.calls or delta.logprobs)
+        if not delta.finish and not rich:
+            return opening + self.text(index, delta.text)
+        body = b""
+        if rich or (delta.text and self._wants_logprobs):
+            body = self._chunk(index, self.gained(delta), delta.logprobs, "", {})
+        elif delta.text:
+            body = self.text(index, delta.text)
+        if not delta.finish:
+            return opening + body
+        self._unfinished -= 1
+        # Timings go with the very last chunk.
+        tail = self._tail() if not self._unfinished and not self._include_usage else {}
+        end = self._chunk(index, self.gained(Delta()), None, self.finish(index, delta.finish), tail)
+        return opening + body + end
+
+    def end(self) -> bytes:
+        """See AnswerWriter."""
+        if not self._include_usage:
+            return DONE
+        usage = self.request.account.usage(self.request.choices)
+        body = {**self._head, "choices": [], "usage": usage.as_json(), **self._tail()}
+        return b"data: " + orjson.dumps(body) + b"\n\n" + DONE
+
+    def whole(self) -> bytes:
+        """See AnswerWriter."""
+        request, listed = self.request, []
+        for index, choice in enumerate(request.choices):
+            listed.append(
+                {
+                    "index": index,
+                    **self.said(index),
+                    "logprobs": self.logprobs(choice.whole.entries) if self._wants_logprobs else None,
+                    "finish_reason": self.finish(index, choice.answer.finish),
+                }
+            )
+        head = self._head | {"object": self.kind}
+        usage = request.account.usage(request.choices)
+        return orjson.dumps({**head, "choices": listed, "usage": usage.as_json(), **self._tail()})
+
+    # ── frames ────────────────────────────────────────────────────────────────────────────────────
 
     def text(self, index: int, text: str) -> bytes:
-        """The usual frame: more text of choice `index`."""
+        """Returns the usual frame: more text of choice `index`."""
         prefix = self._prefixes.get(index)
         if prefix is None:
-            prefix = self._prefixes[index] = self._open + b"%d" % index + self._text_key
+            prefix = self._prefixes[index] = self._open + b"%d" % index + self.text_key
         return prefix + orjson.dumps(text) + self._plain_end
 
-    def role(self, index: int) -> bytes:
-        """First frame of a chat's choice."""
-        delta = b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
-        return self._open + b"%d" % index + delta + self._usage_null + b"}\n\n"
-
-    def rich(
-        self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None, finish: str, tail: dict[str, Any]
+    def _chunk(
+        self,
+        index: int,
+        gained: dict[str, Any],
+        logprobs: Sequence[TokenLogprob] | None,
+        finish: str,
+        tail: dict[str, Any],
     ) -> bytes:
-        """Any frame: text with logprobs, the finish, and `tail` fields of the whole chunk."""
-        choice: dict[str, Any] = {"index": index}
-        if self.chat:
-            choice["delta"] = {"content": text} if text else {}
-        else:
-            choice["text"] = text
-        choice["logprobs"] = None if logprobs is None else self.logprobs(logprobs)
-        choice["finish_reason"] = finish or None
-        body = {**self._head, "choices": [choice]}
-        if self._usage_null:
+        """Returns any frame; `tail` are fields of the whole chunk."""
+        told = self.logprobs(logprobs) if logprobs is not None and self._wants_logprobs else None
+        choice = {"index": index, **gained, "logprobs": told, "finish_reason": finish or None}
+        body: dict[str, Any] = {**self._head, "choices": [choice]}
+        if self._include_usage:
             body["usage"] = None
         return b"data: " + orjson.dumps(body | tail) + b"\n\n"
 
-    def usage(self, usage: CompletionUsage, tail: dict[str, Any]) -> bytes:
-        """The chunk without choices that `include_usage` asks for."""
-        return b"data: " + orjson.dumps({**self._head, "choices": [], "usage": usage.as_json(), **tail}) + b"\n\n"
+    @property
+    def _wants_logprobs(self) -> bool:
+        return self.request.generation.logprobs >= 0
 
-    def whole(
-        self,
-        choices: Sequence[tuple[str, Sequence[TokenLogprob] | None, str]],
-        usage: CompletionUsage,
-        tail: dict[str, Any],
-    ) -> bytes:
-        """The body of an answer that is not streamed; one (text, logprobs, finish) a choice."""
-        listed = []
-        for index, (text, logprobs, finish) in enumerate(choices):
-            choice: dict[str, Any] = {"index": index}
-            if self.chat:
-                choice["message"] = {"role": "assistant", "content": text, "refusal": None}
-            else:
-                choice["text"] = text
-            choice["logprobs"] = None if logprobs is None else self.logprobs(logprobs)
-            choice["finish_reason"] = finish
-            listed.append(choice)
-        head = self._head | {"object": self._object}
-        return orjson.dumps({**head, "choices": listed, "usage": usage.as_json(), **tail})
-
-    def logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """OpenAI's logprobs object, of chats or of completions."""
-        return self._chat_logprobs(entries) if self.chat else self._completion_logprobs(entries)
-
-    def _chat_logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        def one(token_id: int, logprob: float) -> dict[str, Any]:
-            token, raw = self._piece(token_id)
-            return {"token": token, "logprob": _number(logprob), "bytes": raw}
-
-        content = [
-            one(e.token_id, e.logprob) | {"top_logprobs": [one(token, logprob) for token, logprob in e.top]}
-            for e in entries
-        ]
-        return {"content": content, "refusal": None}
-
-    def _completion_logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        def top(e: TokenLogprob) -> dict[str, float]:
-            best: dict[str, float] = {}
-            for token, logprob in (*e.top, (e.token_id, e.logprob)):
-                best.setdefault(self._piece(token)[0], _number(logprob))
-            return best
-
-        return {
-            "tokens": [self._piece(e.token_id)[0] for e in entries],
-            "token_logprobs": [_number(e.logprob) for e in entries],
-            "top_logprobs": [top(e) for e in entries],
-            "text_offset": [e.start for e in entries],
-        }
+    def _tail(self) -> dict[str, Any]:
+        return {"kvmesh": self.request.account.stages(self.request.choices)} if self._timings else {}

@@ -29,6 +29,7 @@ TIMEOUT = b"x-request-timeout-ms"
 TIMINGS = b"x-kvmesh-timings"
 TRACEPARENT = b"traceparent"
 AUTHORIZATION = b"authorization"
+API_KEY = b"x-api-key"
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
 
 JSON: Headers = [(b"content-type", b"application/json")]
@@ -60,11 +61,13 @@ class RequestHeaders:
         self.wishes = serving_headers.read(headers)
         self.timeout_s = _milliseconds(headers.get(TIMEOUT))
         self.authorization = headers.get(AUTHORIZATION)
+        if self.authorization is None and API_KEY in headers:  # as Anthropic's clients tell their key
+            self.authorization = b"Bearer " + headers[API_KEY]
         self.timings = headers.get(TIMINGS, b"") == b"1"
         self.parent: Context = spans.context_from(headers.get(TRACEPARENT, b"").decode("latin-1"))
 
 
-_KNOWN = frozenset((REQUEST_ID, TIMEOUT, TIMINGS, TRACEPARENT, AUTHORIZATION)) | serving_headers.HEADERS
+_KNOWN = frozenset((REQUEST_ID, TIMEOUT, TIMINGS, TRACEPARENT, AUTHORIZATION, API_KEY)) | serving_headers.HEADERS
 
 
 def _milliseconds(value: bytes | None) -> float | None:
@@ -143,8 +146,11 @@ async def send_body(send: Send, status: int, headers: Headers, body: bytes) -> N
     await send({"type": "http.response.body", "body": body})
 
 
-async def send_error(send: Send, err: KvmeshError, headers: Headers, *, unread: bool = False) -> None:
-    """`err` as OpenAI writes it. `unread`: the body was not read to its end, so the connection is closed."""
+async def send_error(
+    send: Send, err: KvmeshError, headers: Headers, *, body: bytes = b"", unread: bool = False
+) -> None:
+    """`err` as `body` says it, else as OpenAI writes it. `unread`: the request's body was not read to its end, so the
+    connection is closed."""
     more = [(b"connection", b"close")] if unread else []
-    body = orjson.dumps(error_json(err))
+    body = body or orjson.dumps(error_json(err))
     await send_body(send, err.http_status, [*JSON, *error_headers(err), *headers, *more], body)

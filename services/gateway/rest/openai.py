@@ -1,4 +1,5 @@
-"""OpenAI's request bodies: strict models, one error that names the first offending field and its value.
+"""What bodies of OpenAI's chats and completions share: strict models, and one error that names the first offending
+field and its value.
 
 Unknown fields are refused by name. Fields that OpenAI knows and kvmesh does not serve are refused too, unless
 they hold the value that asks for nothing.
@@ -7,7 +8,7 @@ they hold the value that asks for nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, ValidationInfo, WithJsonSchema
 from pydantic_core import PydanticCustomError
@@ -18,7 +19,6 @@ from kvmesh.rpc.protocol import (
     MAX_BIASED_TOKENS,
     MAX_PENALTY,
     MAX_REPETITION_PENALTY,
-    MAX_TOP_LOGPROBS,
     MIN_REPETITION_PENALTY,
 )
 from kvmesh.services.gateway.config import GatewayLimits
@@ -30,12 +30,10 @@ from kvmesh.services.gateway.generation import (
     MAX_TOKENS,
     MAX_VOCABULARY,
     Generation,
-    Prompt,
-    between,
     check_stops,
     refused,
 )
-from kvmesh.services.gateway.text.chat import TemplateMessage
+from kvmesh.services.gateway.rest.interface import Asked
 
 # Fields of OpenAI's bodies that say how a request is to be served, not what: its SLO, its lane, what it belongs to.
 
@@ -108,24 +106,16 @@ class ServiceFields(Strict):
         return self.origin or self.prompt_cache_key or None
 
 
-ROLES = ("system", "developer", "user", "assistant")
-DEFAULT_COMPLETION_TOKENS = 16
-
 # Field → values that ask for nothing; null always does.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False), "functions": ([],),
-    "function_call": ("none", "auto"), "response_format": ({"type": "text"},), "best_of": (1,), "suffix": ("",),
-    "audio": (), "modalities": (["text"],), "prediction": (), "reasoning_effort": (), "verbosity": (),
-    "web_search_options": (), "moderation": (),
-}  # fmt: skip
-UNSUPPORTED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
-    "tool_calls": ([],), "tool_call_id": (), "function_call": (), "audio": (), "refusal": ("",), "annotations": ([],),
+    "functions": ([],), "function_call": ("none", "auto"), "audio": (), "modalities": (["text"],), "prediction": (),
+    "verbosity": (), "web_search_options": (), "moderation": (), "best_of": (1,), "suffix": ("",),
 }  # fmt: skip
 # Told to us and of no effect here.
 IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_retention")
 
 
-def _drop_unsupported(body: dict[str, Any], table: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:
+def drop_unsupported(body: dict[str, Any], table: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:
     for name in [name for name in body if name in table]:
         value = body.pop(name)
         if value is not None and not any(type(value) is type(n) and value == n for n in table[name]):
@@ -134,40 +124,18 @@ def _drop_unsupported(body: dict[str, Any], table: Mapping[str, tuple[Any, ...]]
                 raise refused(prefix + name, value, "not supported by kvmesh")
 
 
-def _unknown(body: dict[str, Any], model: type[BaseModel], prefix: str = "") -> None:
+def refuse_unknown(body: dict[str, Any], model: type[BaseModel], prefix: str = "") -> None:
     for name in body:
         if name not in model.model_fields:
             raise refused(prefix + name, body[name], "unknown field")
 
 
-def _wrong(why: str) -> PydanticCustomError:
+def wrong(why: str) -> PydanticCustomError:
     return PydanticCustomError("wrong", "{why}", {"why": why})
 
 
-def _limits(info: ValidationInfo) -> GatewayLimits:
+def limits_of(info: ValidationInfo) -> GatewayLimits:
     return GatewayLimits() if info.context is None else info.context["limits"]
-
-
-def _check_prompt(value: Any, info: ValidationInfo) -> tuple[Prompt, ...]:
-    """string | [string] | [id] | [[id]] to a tuple of prompts."""
-    if isinstance(value, str):
-        return (value,)
-    if not isinstance(value, list):
-        raise _wrong("must be a string, a list of strings, a list of token ids or a list of lists of them")
-    if not value:
-        raise _wrong("must not be empty")
-    if isinstance(value[0], str | list):
-        limit = _limits(info).max_choices
-        if len(value) > limit:
-            raise _wrong(f"{len(value)} prompts; at most {limit} are allowed")
-        for one in value:
-            if type(one) is not type(value[0]):
-                raise _wrong("its prompts must all be strings or all be lists of token ids")
-            if isinstance(one, list):
-                check_ids("prompt", one)
-        return tuple(value)
-    check_ids("prompt", value)
-    return (value,)
 
 
 def check_ids(field: str, ids: list[Any]) -> None:
@@ -184,8 +152,8 @@ def _check_stop(value: Any, info: ValidationInfo) -> tuple[str, ...]:
         return ()
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list):
-        raise _wrong("must be a string or a list of strings")
-    check_stops(stops, _limits(info))
+        raise wrong("must be a string or a list of strings")
+    check_stops(stops, limits_of(info))
     return tuple(stops)
 
 
@@ -194,9 +162,9 @@ def _check_bias(value: Any) -> tuple[tuple[int, float], ...]:
     if value is None:
         return ()
     if not isinstance(value, dict):
-        raise _wrong("must be an object of token ids and biases")
+        raise wrong("must be an object of token ids and biases")
     if len(value) > MAX_BIASED_TOKENS:
-        raise _wrong(f"{len(value)} tokens; at most {MAX_BIASED_TOKENS} are allowed")
+        raise wrong(f"{len(value)} tokens; at most {MAX_BIASED_TOKENS} are allowed")
     for key, bias in value.items():
         if not (key.isascii() and key.isdecimal() and len(key) <= 10 and str(int(key)) == key):
             raise refused(f"logit_bias.{key}", bias, "the key must be a token id")
@@ -205,58 +173,12 @@ def _check_bias(value: Any) -> tuple[tuple[int, float], ...]:
     return tuple((int(key), bias) for key, bias in value.items())
 
 
-def _check_content(value: Any) -> str:
-    """A string, or text parts that are joined."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise _wrong("must be a string or a list of text parts")
-    texts = []
-    for part in value:
-        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-            raise _wrong('a part must be an object {"type": "text", "text": ...}')
-        if part["type"] != "text":
-            raise refused("messages.content.type", part["type"], "not supported by kvmesh; only text parts are")
-        if part.keys() != {"type", "text"} or not isinstance(part["text"], str):
-            raise _wrong('a text part must be {"type": "text", "text": string}')
-        texts.append(part["text"])
-    return "".join(texts)
-
-
-def _check_role(value: Any) -> str:
-    if value in ("tool", "function"):
-        raise _wrong("not supported by kvmesh")
-    if value not in ROLES:
-        raise _wrong(f"must be one of {', '.join(ROLES)}")
-    return str(value)
-
-
-_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
-_TEXTS = {"type": "array", "items": {"type": "string"}}
-_TEXT_PART = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-}
-
-
+TEXTS = {"type": "array", "items": {"type": "string"}}
 _BIASES = {
     "type": "object",
     "additionalProperties": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
     "maxProperties": MAX_BIASED_TOKENS,
 }
-
-
-class ChatMessage(Strict):
-    """One turn of a chat."""
-
-    role: Annotated[str, PlainValidator(_check_role), WithJsonSchema({"enum": list(ROLES)})]
-    content: Annotated[
-        str,
-        PlainValidator(_check_content),
-        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]}),
-    ]
-    name: str | None = None
 
 
 class StreamOptions(Strict):
@@ -266,9 +188,9 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
-class _Request(ServiceFields):
-    """What chats and completions have in common. OpenAI's fields; min_p, top_k and repetition_penalty as vLLM has them;
-    ignore_eos and cache_salt (keeps the KV cache from others) are kvmesh's own."""
+class OpenAIFields(ServiceFields, Asked):
+    """What bodies of chats and completions have in common. OpenAI's fields; min_p, top_k and repetition_penalty as vLLM
+    has them; ignore_eos and cache_salt (keeps the KV cache from others) are kvmesh's own."""
 
     model: str
     max_tokens: int | None = None
@@ -308,7 +230,7 @@ class _Request(ServiceFields):
     stop: Annotated[
         tuple[str, ...],
         PlainValidator(_check_stop),
-        WithJsonSchema({"anyOf": [{"type": "string"}, _TEXTS, {"type": "null"}]}),
+        WithJsonSchema({"anyOf": [{"type": "string"}, TEXTS, {"type": "null"}]}),
     ] = ()
     n: int | None = None
     stream: bool | None = None
@@ -321,30 +243,30 @@ class _Request(ServiceFields):
     safety_identifier: Any = None
     prompt_cache_retention: Any = None
 
-    route: ClassVar[str]
-
     @classmethod
     def read(cls, body: Any, limits: GatewayLimits) -> Self:
         """Validate a parsed JSON body (which it may change). InvalidRequest names the first wrong field."""
         if not isinstance(body, dict):
             raise InvalidRequest("body: must be a JSON object", field="body")
-        _drop_unsupported(body, UNSUPPORTED)
-        _unknown(body, cls)
-        messages = body.get("messages")
-        if isinstance(messages, list):
-            if len(messages) > limits.max_messages:
-                raise refused("messages", messages, f"at most {limits.max_messages} messages are allowed")
-            for index, message in enumerate(messages):
-                if isinstance(message, dict):
-                    _drop_unsupported(message, UNSUPPORTED_IN_MESSAGES, f"messages.{index}.")
-                    _unknown(message, ChatMessage, f"messages.{index}.")
+        cls.look_at(body, limits)
+        refuse_unknown(body, cls)
         try:
             found = cls.model_validate(body, context={"limits": limits})
         except ValidationError as err:
-            raise _first(err) from None
+            raise first_error(err) from None
         if found.stream_options is not None and not found.stream:
             raise refused("stream_options", body["stream_options"], "only allowed with stream=true")
         return found
+
+    @classmethod
+    def look_at(cls, body: dict[str, Any], limits: GatewayLimits) -> None:
+        """Takes out of a body what asks for nothing. Raises InvalidRequest for what is not served."""
+        drop_unsupported(body, UNSUPPORTED)
+
+    @property
+    def streams(self) -> bool:
+        """See Asked."""
+        return bool(self.stream)
 
     @property
     def include_usage(self) -> bool:
@@ -369,60 +291,7 @@ class _Request(ServiceFields):
         )
 
 
-class ChatRequest(_Request):
-    """Body of POST /v1/chat/completions."""
-
-    messages: list[ChatMessage]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-
-    route: ClassVar[str] = "chat"
-
-    def generation(self, limits: GatewayLimits) -> Generation:
-        """The request in the gateway's own terms. InvalidRequest: a value is out of range."""
-        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != limit:
-            raise refused("max_tokens", self.max_tokens, f"differs from max_completion_tokens={limit}")
-        between("max_completion_tokens", self.max_completion_tokens, 1, 2**31 - 1)
-        if self.top_logprobs is not None and not self.logprobs:
-            raise refused("top_logprobs", self.top_logprobs, "only allowed with logprobs=true")
-        between("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
-        if not self.messages:
-            raise refused("messages", [], "must not be empty")
-        turns = tuple(TemplateMessage(m.role, m.content, m.name or "") for m in self.messages)
-        return self._generation(
-            prompts=(turns,), max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else -1
-        ).check(limits)
-
-
-class CompletionRequest(_Request):
-    """Body of POST /v1/completions."""
-
-    prompt: Annotated[
-        tuple[Any, ...],
-        PlainValidator(_check_prompt),
-        WithJsonSchema({"anyOf": [{"type": "string"}, _TEXTS, _IDS, {"type": "array", "items": _IDS}]}),
-    ]
-    echo: bool | None = None
-    logprobs: int | None = None
-
-    route: ClassVar[str] = "completions"
-
-    def generation(self, limits: GatewayLimits) -> Generation:
-        """The request in the gateway's own terms. InvalidRequest: a value is out of range."""
-        between("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
-        if self.echo and self.logprobs is not None:
-            raise refused("logprobs", self.logprobs, "not supported together with echo: prompts have no logprobs")
-        return self._generation(
-            prompts=self.prompt,
-            max_tokens=DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens,
-            logprobs=-1 if self.logprobs is None else self.logprobs,
-            echo=bool(self.echo),
-        ).check(limits)
-
-
-def _first(err: ValidationError) -> InvalidRequest:
+def first_error(err: ValidationError) -> InvalidRequest:
     """The first complaint; the others, and pydantic's links, help nobody."""
     found = err.errors(include_url=False, include_context=False)[0]
     field = ".".join(str(part) for part in found["loc"]) or "body"

@@ -9,7 +9,10 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
-from kvmesh.services.gateway.rest.openai import ChatRequest, CompletionRequest
+from kvmesh.services.gateway.rest.chat import ChatRequest
+from kvmesh.services.gateway.rest.completions import CompletionRequest
+from kvmesh.services.gateway.rest.interface import Asked
+from kvmesh.services.gateway.rest.interfaces import INTERFACES
 
 TITLE = "kvmesh"
 Json = dict[str, Any]
@@ -85,6 +88,10 @@ def _answer(kind: str, text: Json) -> Json:
     )
 
 
+_TOOL_CALL = _object(
+    {"id": _STRING, "type": _one_of("function"), "function": _object({"name": _STRING, "arguments": _STRING})}
+)
+
 SCHEMAS: dict[str, Json] = {
     "Error": _object(
         {"error": _object({"message": _STRING, "type": _STRING, "param": _TEXT_OR_NULL, "code": _STRING})},
@@ -109,11 +116,17 @@ SCHEMAS: dict[str, Json] = {
             "completion_tokens": _INTEGER,
             "total_tokens": _INTEGER,
             "prompt_tokens_details": _object({"cached_tokens": _INTEGER}),
+            "completion_tokens_details": _object({"reasoning_tokens": _INTEGER}),
         }
     ),
     "ChatCompletion": _answer(
         "chat.completion",
-        {"message": _object({"role": _one_of("assistant"), "content": _STRING, "refusal": _TEXT_OR_NULL})},
+        {
+            "message": _object(
+                {"role": _one_of("assistant"), "content": _TEXT_OR_NULL, "refusal": _TEXT_OR_NULL},
+                {"reasoning_content": _STRING, "tool_calls": _list(_TOOL_CALL)},
+            )
+        },
     ),
     "Completion": _answer("text_completion", {"text": _STRING}),
 }
@@ -177,7 +190,7 @@ RESPONSES: dict[str, dict[str, Json]] = {
 }
 
 
-def body(kind: type[ChatRequest] | type[CompletionRequest], model: str) -> Json:
+def body(kind: type[Asked], model: str) -> Json:
     """A request's body, for a route's `openapi_extra`; its example is what "Try it out" sends, and works."""
     example = {"model": model, **_EXAMPLES[kind]}
     content = {"application/json": {"schema": _ref(kind.__name__), "example": example}}
@@ -188,12 +201,12 @@ def schema(app: FastAPI, *, keys: bool) -> Json:
     """The whole document. `keys`: whether this gateway asks for API keys."""
     # Swagger UI 4 reads OpenAPI 3.0.
     found = get_openapi(title=TITLE, version="1", openapi_version="3.0.3", description=_TEXT, routes=app.routes)
-    bodies = [(ChatRequest, "validation"), (CompletionRequest, "validation")]
+    bodies = [(kind, "validation") for kind in INTERFACES.values()]
     _, definitions = models_json_schema(bodies, ref_template=_REF)  # type: ignore[arg-type]
     for path, operations in found["paths"].items():
         for operation in operations.values():
             operation["responses"] = dict(sorted(RESPONSES[path].items()))
-            if keys and "OpenAI" in operation.get("tags", ()):
+            if keys and not {"OpenAI", "Generation"}.isdisjoint(operation.get("tags", ())):
                 operation["security"] = [{"key": []}]
     found["components"] = {"schemas": {**definitions["$defs"], **SCHEMAS}}
     if keys:

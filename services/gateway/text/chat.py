@@ -13,7 +13,7 @@ import dataclasses
 import datetime
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -28,16 +28,100 @@ from kvmesh.services.gateway.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that an earlier answer made. `arguments` is a JSON object as text, as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class TemplateMessage:
-    """One turn of a chat."""
+    """One turn of a chat. `reasoning` and `tool_calls` are an assistant's, `tool_call_id` is that of the call whose
+    result a message of the role "tool" tells."""
 
     role: str
     content: str
     name: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
 
-    def as_template_sees_it(self) -> dict[str, str]:
-        seen = {"role": self.role, "content": self.content}
-        return seen | {"name": self.name} if self.name else seen
+    def as_template_sees_it(self) -> dict[str, Any]:
+        """As Hugging Face's templates expect it: arguments are an object, what is not told is not there."""
+        seen: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.name:
+            seen["name"] = self.name
+        if self.reasoning:
+            seen["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            seen["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": json.loads(call.arguments or "{}")},
+                }
+                for call in self.tool_calls
+            ]
+        if self.tool_call_id:
+            seen["tool_call_id"] = self.tool_call_id
+        return seen
+
+    @property
+    def characters(self) -> int:
+        """How many characters the client gave."""
+        calls = sum(len(call.id) + len(call.name) + len(call.arguments) for call in self.tool_calls)
+        return len(self.content) + len(self.name) + len(self.reasoning) + len(self.tool_call_id) + calls
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call. `parameters` is a JSON Schema; `strict`: its calls must satisfy it."""
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    strict: bool = False
+
+    def as_template_sees_it(self) -> dict[str, Any]:
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
+
+
+AUTO, NONE, REQUIRED = "auto", "none", "required"
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A prompt of turns. `tool_choice` is AUTO, NONE, REQUIRED, or with `named` one tool must be called; `parallel`:
+    an answer may call several. `template_args` are given to the template beside what it has anyway."""
+
+    messages: tuple[TemplateMessage, ...]
+    tools: tuple[Tool, ...] = ()
+    tool_choice: str = AUTO
+    named: str = ""
+    parallel: bool = True
+    template_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def callable_tools(self) -> tuple[Tool, ...]:
+        """The tools whose calls are looked for in the answer."""
+        return () if self.tool_choice == NONE else self.tools
+
+    @property
+    def characters(self) -> int:
+        """How many characters the client gave, but for values of `template_args`."""
+        tools = sum(len(tool.name) + len(tool.description) + len(json.dumps(tool.parameters)) for tool in self.tools)
+        return sum(message.characters for message in self.messages) + tools
+
+    def as_template_sees_it(self) -> dict[str, Any]:
+        """The template's variables: messages, tools and the client's own."""
+        return {
+            **self.template_args,
+            "messages": [message.as_template_sees_it() for message in self.messages],
+            "tools": [tool.as_template_sees_it() for tool in self.callable_tools] or None,
+        }
 
 
 class _Generation(jinja2.ext.Extension):
@@ -78,22 +162,17 @@ class ChatTemplates:
         self._environment.filters["tojson"] = _tojson
         self._environment.globals["raise_exception"] = _raise_exception
 
-    def render(self, messages: Sequence[TemplateMessage], now: Callable[[], datetime.datetime]) -> str:
-        """The prompt of a chat, open for the assistant's answer; `now` is local time for `strftime_now`.
-        InvalidRequest: the model has no template, the template is broken or refuses these messages."""
+    def render(self, variables: Mapping[str, Any], now: Callable[[], datetime.datetime]) -> str:
+        """The prompt of a chat (`Chat.as_template_sees_it`), open for the assistant's answer; `now` is local time for
+        `strftime_now`. InvalidRequest: the model has no template, the template is broken or refuses these messages."""
         if self._source is None:
             raise InvalidRequest("messages: this model has no chat template; use /v1/completions", field="messages")
         try:
             if self._compiled is None:
                 self._compiled = self._environment.from_string(self._source)
-            return self._compiled.render(
-                messages=[message.as_template_sees_it() for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                strftime_now=lambda pattern: now().strftime(pattern),
-                **self._named_tokens,
-            )
+            own: dict[str, Any] = {"documents": None, "add_generation_prompt": True, **self._named_tokens}
+            own["strftime_now"] = lambda pattern: now().strftime(pattern)
+            return self._compiled.render({**own, **variables})
         except jinja2.TemplateSyntaxError as err:
             why = f"messages: the model's chat template is broken at line {err.lineno}: {_short(err)}"
         except jinja2.TemplateError as err:
@@ -130,16 +209,16 @@ class ChatEncoder:
         self._special = re.compile("|".join(map(re.escape, texts))) if texts else None
         self._firsts = sorted({text[0] for text in texts})
 
-    def render(self, messages: Sequence[TemplateMessage], now: Callable[[], datetime.datetime]) -> Rendered:
-        """Renders `messages`. Raises InvalidRequest as `ChatTemplates.render` does."""
+    def render(self, chat: Chat, now: Callable[[], datetime.datetime]) -> Rendered:
+        """Renders `chat`. Raises InvalidRequest as `ChatTemplates.render` does."""
         moment = now()
-        text = self._templates.render(messages, lambda: moment)
-        given = [part for message in messages for part in (message.content, message.name)]
+        variables = chat.as_template_sees_it()
+        text = self._templates.render(variables, lambda: moment)
+        given = list(_texts(variables))
         if self._special is None or not any(first in part for first in self._firsts for part in given):
             return Rendered(text, plain=True)
         marks = self._marks(given)
-        every = self._marked(messages, lambda part: part.translate(marks))
-        told = self._templates.render(every, lambda: moment)
+        told = self._templates.render(_mapped(variables, lambda part: part.translate(marks)), lambda: moment)
         own = self._special.findall(told)
         if self._special.findall(text) == own:
             return Rendered(text, plain=True)
@@ -147,9 +226,7 @@ class ChatEncoder:
         # Marks in whole control tokens alone leave what templates look for in contents (`</think>`) as it is. They do
         # not suffice where the template joins two halves.
         special = self._special
-        whole = self._marked(
-            messages, lambda part: special.sub(lambda found: marks[ord(found[0][0])] + found[0][1:], part)
-        )
+        whole = _mapped(variables, lambda part: special.sub(lambda found: marks[ord(found[0][0])] + found[0][1:], part))
         gentle = self._templates.render(whole, lambda: moment)
         return Rendered(gentle if special.findall(gentle) == own else told, plain=False, unmark=unmark)
 
@@ -183,7 +260,27 @@ class ChatEncoder:
                 return marks
         raise AssertionError("a text holds characters of every block of the private plane")
 
-    def _marked(self, messages: Sequence[TemplateMessage], mark: Callable[[str], str]) -> list[TemplateMessage]:
-        return [
-            dataclasses.replace(message, content=mark(message.content), name=mark(message.name)) for message in messages
-        ]
+
+def _texts(value: Any, key: str = "") -> Iterator[str]:
+    """Every text that a client may have chosen, keys of objects too; roles are not: they are the interface's."""
+    if isinstance(value, str):
+        if key != "role":
+            yield value
+    elif isinstance(value, Mapping):
+        for name, part in value.items():
+            yield str(name)
+            yield from _texts(part, str(name))
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _texts(part)
+
+
+def _mapped(value: Any, change: Callable[[str], str], key: str = "") -> Any:
+    """`value` with each of `_texts` changed."""
+    if isinstance(value, str):
+        return value if key == "role" else change(value)
+    if isinstance(value, Mapping):
+        return {change(str(name)): _mapped(part, change, str(name)) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_mapped(part, change) for part in value]
+    return value

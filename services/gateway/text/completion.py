@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from kvmesh.services.gateway.text.answers.parsed import AnswerParser, CallDelta, Parsed
 from kvmesh.services.gateway.text.detokenize import Detokenizer
 from kvmesh.services.gateway.text.stops import StopMatcher
 
@@ -35,6 +36,58 @@ class Delta:
     finish: str = ""
     first: int = 0
     """Index in the answer of `token_ids[0]`."""
+    reasoning: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+
+    @property
+    def shows(self) -> bool:
+        """Whether there is something to send."""
+        return bool(self.text or self.reasoning or self.calls or self.logprobs or self.finish)
+
+    def add(self, parsed: Parsed) -> None:
+        """Appends what a parser made of more text."""
+        self.text += parsed.content
+        self.reasoning += parsed.reasoning
+        self.calls += parsed.calls
+
+
+class WholeAnswer:
+    """Gathers the deltas of an answer that is not streamed."""
+
+    __slots__ = ("_arguments", "_calls", "_reasoning", "_texts", "entries")
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[CallDelta] = []
+        self._arguments: list[list[str]] = []
+        self.entries: list[TokenLogprob] = []
+
+    def add(self, delta: Delta) -> None:
+        """Appends a delta."""
+        self._texts.append(delta.text)
+        self._reasoning.append(delta.reasoning)
+        self.entries += delta.logprobs
+        for call in delta.calls:
+            if call.index == len(self._calls):
+                self._calls.append(call)
+                self._arguments.append([])
+            self._arguments[call.index].append(call.arguments)
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self._reasoning)
+
+    @property
+    def calls(self) -> list[CallDelta]:
+        """Whole calls, in order."""
+        return [
+            replace(call, arguments="".join(parts)) for call, parts in zip(self._calls, self._arguments, strict=True)
+        ]
 
 
 Alternatives = tuple[float, tuple[tuple[int, float], ...]]
@@ -42,16 +95,26 @@ Alternatives = tuple[float, tuple[tuple[int, float], ...]]
 
 
 class Completion:
-    """The state of one choice. `silent` tokens end answers and are never shown (EOS)."""
+    """The state of one choice. `silent` tokens end answers and are never shown (EOS). With `parser` the text of deltas
+    is what it calls content; reasoning and calls stand beside it."""
 
-    __slots__ = ("_detokenizer", "_matcher", "_read", "_shown", "_silent", "_waiting", "finish", "said")
+    __slots__ = (
+        "_detokenizer", "_matcher", "_parser", "_read", "_shown", "_silent", "_waiting", "finish", "reasoning_tokens",
+        "said",
+    )  # fmt: skip
 
     def __init__(
-        self, detokenizer: Detokenizer, matcher: StopMatcher | None = None, silent: Collection[int] = ()
+        self,
+        detokenizer: Detokenizer,
+        matcher: StopMatcher | None = None,
+        silent: Collection[int] = (),
+        parser: AnswerParser | None = None,
     ) -> None:
         self._detokenizer = detokenizer
         self._matcher = matcher
         self._silent = silent
+        self._parser = parser
+        self.reasoning_tokens = 0
         self._read = 0  # characters detokenized
         self._shown = 0  # characters handed out
         self._waiting: list[TokenLogprob] = []
@@ -74,34 +137,41 @@ class Completion:
     def push(self, token_ids: Sequence[int], logprobs: Sequence[Alternatives] = ()) -> Delta:
         """Take tokens; sets `finish` when their text completes a stop string, and drops the tokens after it."""
         first = len(self.said)
-        if self._matcher is None and not logprobs:
+        if self._matcher is None and not logprobs and self._parser is None:
             self.said.extend(token_ids)
             visible = [token for token in token_ids if token not in self._silent]
-            return Delta(self._show(self._detokenizer.push(visible)), token_ids, first=first)
-        texts = []
+            return Delta(self._show(self._detokenizer.push(visible)), token_ids=token_ids, first=first)
+        delta = Delta(first=first)
         for index, token in enumerate(token_ids):
-            texts.append(self._one(token, logprobs[index] if logprobs else None))
+            self.reasoning_tokens += self._parser is not None and self._parser.reasoning
+            self._add(delta, self._one(token, logprobs[index] if logprobs else None))
             if self.finish:
                 token_ids = token_ids[: index + 1]
                 break
         self.said.extend(token_ids)
-        delta = Delta("".join(texts), token_ids, first=first)
+        delta.token_ids = token_ids
         self._settle(delta)
         return delta
 
     def end(self, finish: str) -> Delta:
         """The engine is done: whatever was held back is text. Sets `finish`, unless a stop string was first."""
         delta = Delta(first=len(self.said))
-        delta.text = self._show(self._detokenizer.finish())
+        self._add(delta, self._show(self._detokenizer.finish()))
         if self._matcher is not None and not self._matcher.stopped:
             rest = self._matcher.finish()
             self._shown += len(rest)
-            delta.text += rest
+            self._add(delta, rest)
         self.finish = self.finish or finish
         self._settle(delta)
         delta.logprobs += self._waiting  # tokens without text at the very end
         self._waiting = []
         return delta
+
+    def _add(self, delta: Delta, text: str) -> None:
+        if self._parser is None:
+            delta.text += text
+        elif text:
+            delta.add(self._parser.feed(text))
 
     def _one(self, token_id: int, logprob: Alternatives | None) -> str:
         if token_id in self._silent:
@@ -128,3 +198,5 @@ class Completion:
         if self._matcher is not None and self._matcher.stopped:
             self._waiting = []
         delta.finish = self.finish
+        if self.finish and self._parser is not None:
+            delta.add(self._parser.finish())

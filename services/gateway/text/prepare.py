@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from kvmesh.errors import ContextTooLong
 from kvmesh.kvcache.keys import Namespace, chain_tip, pack_tokens
 from kvmesh.services.gateway.generation import Generation, Prompt, refused
-from kvmesh.services.gateway.text.chat import ChatEncoder, ChatTemplates
+from kvmesh.services.gateway.text.answers.parsed import AnswerParser
+from kvmesh.services.gateway.text.chat import Chat, ChatEncoder, ChatTemplates, Tool
 from kvmesh.services.gateway.text.detokenize import CONTEXT_TOKENS
 from kvmesh.services.gateway.text.tokenizer import Tokenizer
+
+TAIL_CHARS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,9 @@ class Prepared:
     text: str  # as given; of token ids what they read as; only for `echo`
     context: tuple[int, ...]  # its last tokens, which tell how the answer's first ones read
     blank: bool  # nothing but special tokens
+    grammar: str = ""  # that the answer must follow
+    tail: str = ""  # of a chat: the end of the rendered prompt, where some templates open the reasoning
+    tools: tuple[Tool, ...] = ()  # that the answer may call
 
 
 class Preparer:
@@ -68,14 +74,15 @@ class Preparer:
         bounds: ModelBounds,
         now: Callable[[], datetime.datetime],
     ) -> Prepared:
-        field = "messages" if isinstance(prompt, tuple) else "prompt"
+        field = "messages" if isinstance(prompt, Chat) else "prompt"
+        rendered = None
         if isinstance(prompt, list):
             ids = prompt
             if max(ids) >= bounds.vocab_size:
                 bad = next(token for token in ids if token >= bounds.vocab_size)
                 raise refused(field, bad, f"token id outside the vocabulary of {bounds.vocab_size}")
         else:
-            rendered = self._chats.render(prompt, now) if isinstance(prompt, tuple) else None
+            rendered = self._chats.render(prompt, now) if isinstance(prompt, Chat) else None
             text = rendered.text if rendered is not None else str(prompt)
             # Megabytes of text cost hundreds of megabytes to tokenize: what cannot fit is refused unread.
             if len(text) > bounds.max_context_tokens * self.tokenizer.longest:
@@ -111,4 +118,11 @@ class Preparer:
             echo,
             tuple(ids[-CONTEXT_TOKENS:]),
             all(token in self.tokenizer.special_ids for token in ids),
+            generation.grammar,
+            rendered.text[-TAIL_CHARS:] if rendered is not None else "",
+            prompt.callable_tools if isinstance(prompt, Chat) else (),
         )
+
+    def parser(self, prompt: Prepared, request_id: str) -> AnswerParser | None:
+        """Returns a parser of an answer to `prompt`; None: all of it is content."""
+        return None

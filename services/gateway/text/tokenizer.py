@@ -48,6 +48,7 @@ class Tokenizer:
         self.special_texts = {token.content: token_id for token_id, token in added.items() if token.special}
         """What a text must hold for the tokenizer to see a special token in it."""
         self.pieces = _pieces(inner, self.special_ids)
+        self._tables: dict[frozenset[int], tuple[bytes, ...]] = {}
         self._piece_text = functools.lru_cache(maxsize=8192)(self._decode_one)
 
     @classmethod
@@ -101,12 +102,30 @@ class Tokenizer:
         """Text of `token_ids`, special tokens skipped."""
         return self._inner.decode(list(token_ids), skip_special_tokens=True)
 
-    def detokenizer(self, context: Sequence[int], *, opens: bool) -> Detokenizer:
+    def detokenizer(self, context: Sequence[int], *, opens: bool, markers: frozenset[str] = frozenset()) -> Detokenizer:
         """A detokenizer of the text after `context`; `opens`: only special tokens come before it, so that it opens
-        the text as a whole."""
+        the text as a whole. Special tokens show nothing, but for `markers`."""
+        shown = frozenset(token_id for text, token_id in self.special_texts.items() if text in markers)
         if self.pieces is None:
-            return WindowDetokenizer(self.decode, context)
-        return TableDetokenizer(self.pieces.shown, self.pieces.strip if opens else 0)
+            decode = self.decode if not shown else functools.partial(self._decode_with, shown)
+            return WindowDetokenizer(decode, context)
+        return TableDetokenizer(self._table(shown), self.pieces.strip if opens else 0)
+
+    def _table(self, shown: frozenset[int]) -> Sequence[bytes]:
+        """The bytes that tokens show, those of special tokens in `shown` included."""
+        assert self.pieces is not None, "asked before"
+        if not shown:
+            return self.pieces.shown
+        table = self._tables.get(shown)
+        if table is None:
+            raw = self.pieces.raw
+            table = tuple(raw[at] if at in shown else piece for at, piece in enumerate(self.pieces.shown))
+            self._tables[shown] = table  # as many as families of parsers
+        return table
+
+    def _decode_with(self, shown: frozenset[int], token_ids: Sequence[int]) -> str:
+        hidden = self.special_ids - shown
+        return self._inner.decode([token for token in token_ids if token not in hidden], skip_special_tokens=False)
 
     def piece(self, token_id: int) -> tuple[str, list[int]]:
         """Text and bytes of one token, special ones as they are written. Part of a character reads as U+FFFD."""

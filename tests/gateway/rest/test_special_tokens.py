@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer as Inner
 from tokenizers.processors import TemplateProcessing
 
-from kvmesh.services.gateway.text.chat import ChatTemplates, TemplateMessage
+from kvmesh.services.gateway.text.chat import Chat, ChatTemplates, TemplateMessage
 from kvmesh.services.gateway.text.tokenizer import Tokenizer
 from tests.support.gateway import tokenizers_made
 
@@ -44,7 +44,7 @@ def test_prompts_get_what_transformers_adds(tmp_path: Path, in_tokenizer: bool, 
     assert ids.count(1) == int(in_tokenizer)
 
     rendered = ChatTemplates(ours.templates, ours.named_tokens).render(
-        [TemplateMessage("user", TEXT)], datetime.datetime.now
+        Chat((TemplateMessage("user", TEXT),)).as_template_sees_it(), datetime.datetime.now
     )
     ids = ours.encode(rendered, add_special_tokens=False)
     expected = theirs.apply_chat_template([{"role": "user", "content": TEXT}], add_generation_prompt=True)

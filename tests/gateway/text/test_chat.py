@@ -9,7 +9,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from kvmesh.errors import InvalidRequest
-from kvmesh.services.gateway.text.chat import ChatTemplates, TemplateMessage
+from kvmesh.services.gateway.text.chat import Chat, ChatTemplates, TemplateMessage
 from tests.support.gateway.tokenizers_made import CHAT_TEMPLATE
 
 MESSAGES = [
@@ -40,7 +40,7 @@ TEMPLATES = {
 
 def render(template: str, messages: list[TemplateMessage] = MESSAGES, **named: str) -> str:
     now = datetime.datetime(2026, 1, 2, 3, 4)
-    return ChatTemplates({"default": template}, NAMED | named).render(messages, lambda: now)
+    return ChatTemplates({"default": template}, NAMED | named).render(Chat(tuple(messages)).as_template_sees_it(), lambda: now)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -82,4 +82,4 @@ def test_what_a_template_cannot_do_is_the_requests_fault(template: str, why: str
 
 def test_a_model_without_a_template() -> None:
     with pytest.raises(InvalidRequest, match="no chat template; use /v1/completions"):
-        ChatTemplates({}, {}).render(MESSAGES, datetime.datetime.now)
+        ChatTemplates({}, {}).render(Chat(tuple(MESSAGES)).as_template_sees_it(), datetime.datetime.now)

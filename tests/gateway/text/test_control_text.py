@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers
 from tokenizers import Tokenizer as Inner
 
-from kvmesh.services.gateway.text.chat import ChatEncoder, ChatTemplates, TemplateMessage
+from kvmesh.services.gateway.text.chat import Chat, ChatEncoder, ChatTemplates, TemplateMessage
 from kvmesh.services.gateway.text.tokenizer import Tokenizer
 from tests.support.gateway import tokenizers_made
 
@@ -60,7 +60,7 @@ def encoder(tokenizer: Tokenizer, template: str) -> ChatEncoder:
 
 def encoded(tokenizer: Tokenizer, template: str, messages: list[TemplateMessage]) -> list[int]:
     made = encoder(tokenizer, template)
-    return made.encode(made.render(messages, lambda: NOW))
+    return made.encode(made.render(Chat(tuple(messages)), lambda: NOW))
 
 
 def specials(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
@@ -105,7 +105,7 @@ def test_messages_add_no_special_token(name: str, template: str, contents: list[
 def test_messages_without_control_text_are_encoded_as_ever(name: str, template: str, contents: list[str]) -> None:
     tokenizer = MADE[name]
     messages = [TemplateMessage(ROLES[i % 3], text) for i, text in enumerate(contents)]
-    text = ChatTemplates({"default": TEMPLATES[template]}, {}).render(messages, lambda: NOW)
+    text = ChatTemplates({"default": TEMPLATES[template]}, {}).render(Chat(tuple(messages)).as_template_sees_it(), lambda: NOW)
     assert encoded(tokenizer, template, messages) == tokenizer.encode(text, add_special_tokens=False)
 
 

@@ -1,0 +1,116 @@
+"""POST /v1/completions: OpenAI's completions, as bodies and as bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar
+
+from pydantic import PlainValidator, ValidationInfo, WithJsonSchema
+
+from kvmesh.rpc.protocol import MAX_TOP_LOGPROBS
+from kvmesh.services.gateway.config import GatewayLimits
+from kvmesh.services.gateway.generation import Generation, Prompt, between, refused
+from kvmesh.services.gateway.requests import Request
+from kvmesh.services.gateway.rest.frames import Frames, Piece, number
+from kvmesh.services.gateway.rest.interface import AnswerWriter
+from kvmesh.services.gateway.rest.openai import TEXTS, OpenAIFields, check_ids, limits_of, wrong
+from kvmesh.services.gateway.text.completion import Delta, TokenLogprob
+
+DEFAULT_COMPLETION_TOKENS = 16
+
+
+def _check_prompt(value: Any, info: ValidationInfo) -> tuple[Prompt, ...]:
+    """string | [string] | [id] | [[id]] to a tuple of prompts."""
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list):
+        raise wrong("must be a string, a list of strings, a list of token ids or a list of lists of them")
+    if not value:
+        raise wrong("must not be empty")
+    if isinstance(value[0], str | list):
+        limit = limits_of(info).max_choices
+        if len(value) > limit:
+            raise wrong(f"{len(value)} prompts; at most {limit} are allowed")
+        for one in value:
+            if type(one) is not type(value[0]):
+                raise wrong("its prompts must all be strings or all be lists of token ids")
+            if isinstance(one, list):
+                check_ids("prompt", one)
+        return tuple(value)
+    check_ids("prompt", value)
+    return (value,)
+
+
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+
+
+class CompletionRequest(OpenAIFields):
+    """Body of POST /v1/completions."""
+
+    prompt: Annotated[
+        tuple[Any, ...],
+        PlainValidator(_check_prompt),
+        WithJsonSchema({"anyOf": [{"type": "string"}, TEXTS, _IDS, {"type": "array", "items": _IDS}]}),
+    ]
+    echo: bool | None = None
+    logprobs: int | None = None
+
+    route: ClassVar[str] = "completions"
+
+    def generation(self, limits: GatewayLimits) -> Generation:
+        """The request in the gateway's own terms. InvalidRequest: a value is out of range."""
+        between("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+        if self.echo and self.logprobs is not None:
+            raise refused("logprobs", self.logprobs, "not supported together with echo: prompts have no logprobs")
+        return self._generation(
+            prompts=self.prompt,
+            max_tokens=DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens,
+            logprobs=-1 if self.logprobs is None else self.logprobs,
+            echo=bool(self.echo),
+        ).check(limits)
+
+    def writer(self, request: Request, *, timings: bool) -> AnswerWriter:
+        """See Asked."""
+        return CompletionWriter(request, include_usage=self.include_usage, timings=timings)
+
+
+class CompletionWriter(Frames):
+    """Writes completions."""
+
+    prefix, kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
+    text_key, text_end = b',"text":', b""
+
+    def opening(self, index: int) -> bytes:
+        """See Frames."""
+        request = self.request
+        return self.text(index, request.choices[index].prompt.text) if request.generation.echo else b""
+
+    def gained(self, delta: Delta) -> dict[str, Any]:
+        """See Frames."""
+        return {"text": delta.text}
+
+    def said(self, index: int) -> dict[str, Any]:
+        """See Frames."""
+        choice = self.request.choices[index]
+        return {"text": (choice.prompt.text if self.request.generation.echo else "") + choice.whole.text}
+
+    def logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """See Frames."""
+        return completion_logprobs(entries, self.request.piece)
+
+
+def completion_logprobs(entries: Sequence[TokenLogprob], piece: Piece) -> dict[str, Any]:
+    """Returns the logprobs object of a completion."""
+
+    def top(e: TokenLogprob) -> dict[str, float]:
+        best: dict[str, float] = {}
+        for token, logprob in (*e.top, (e.token_id, e.logprob)):
+            best.setdefault(piece(token)[0], number(logprob))
+        return best
+
+    return {
+        "tokens": [piece(e.token_id)[0] for e in entries],
+        "token_logprobs": [number(e.logprob) for e in entries],
+        "top_logprobs": [top(e) for e in entries],
+        "text_offset": [e.start for e in entries],
+    }
