@@ -34,11 +34,9 @@ UNSUPPORTED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def _check_content(value: Any) -> str:
+def _check_content(value: Any) -> str | None:
     """A string, text parts that are joined, or nothing."""
-    if value is None:
-        return ""
-    if isinstance(value, str):
+    if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise wrong("must be a string or a list of text parts")
@@ -228,10 +226,10 @@ class ChatMessage(Strict):
 
     role: Annotated[str, PlainValidator(_check_role), WithJsonSchema({"enum": list(ROLES)})]
     content: Annotated[
-        str,
+        str | None,
         PlainValidator(_check_content),
         WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}, {"type": "null"}]}),
-    ] = ""
+    ] = None
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: Annotated[
@@ -250,11 +248,13 @@ class ChatMessage(Strict):
         ):
             if value and self.role != role:
                 raise refused(f"{field}.{name}", value, f"only a message of the role {role} has it")
+        if self.content is None and self.role != "assistant":
+            raise refused(f"{field}.content", None, "must be a string or a list of text parts")
         if self.role == "tool" and not self.tool_call_id:
             raise InvalidRequest(f"{field}.tool_call_id: required and missing", field=f"{field}.tool_call_id")
         return TemplateMessage(
             self.role,
-            self.content,
+            self.content or "",
             self.name or "",
             self.reasoning_content or "",
             self.tool_calls,

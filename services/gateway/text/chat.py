@@ -261,6 +261,15 @@ class ChatEncoder:
         raise AssertionError("a text holds characters of every block of the private plane")
 
 
+# Keys that templates look for, and no client chooses.
+_STRUCTURE = frozenset(
+    (
+        "messages", "tools", "role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id", "id", "type",
+        "function", "arguments", "description", "parameters", "properties", "required", "items", "enum", "anyOf",
+    )
+)  # fmt: skip
+
+
 def _texts(value: Any, key: str = "") -> Iterator[str]:
     """Every text that a client may have chosen, keys of objects too; roles are not: they are the interface's."""
     if isinstance(value, str):
@@ -268,19 +277,23 @@ def _texts(value: Any, key: str = "") -> Iterator[str]:
             yield value
     elif isinstance(value, Mapping):
         for name, part in value.items():
-            yield str(name)
+            if name not in _STRUCTURE:
+                yield str(name)
             yield from _texts(part, str(name))
     elif isinstance(value, list | tuple):
         for part in value:
             yield from _texts(part)
 
 
-def _mapped(value: Any, change: Callable[[str], str], key: str = "") -> Any:
-    """`value` with each of `_texts` changed."""
+def _mapped(value: Any, change: Callable[[str], str], key: str = "", *, keys: bool = False) -> Any:
+    """`value` with each of `_texts` changed; names of the template's variables (`keys` False) stay."""
     if isinstance(value, str):
         return value if key == "role" else change(value)
     if isinstance(value, Mapping):
-        return {change(str(name)): _mapped(part, change, str(name)) for name, part in value.items()}
+        return {
+            change(str(name)) if keys and name not in _STRUCTURE else name: _mapped(part, change, str(name), keys=True)
+            for name, part in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [_mapped(part, change) for part in value]
+        return [_mapped(part, change, keys=True) for part in value]
     return value

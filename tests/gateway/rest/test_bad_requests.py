@@ -21,6 +21,21 @@ def message(**fields: Any) -> dict[str, Any]:
     return {"messages": [fields]}
 
 
+def call(**fields: Any) -> dict[str, Any]:
+    return {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"} | fields}
+
+
+CALL = call()
+
+
+def tool(**fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "look"} | fields}
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
 # fields of a chat → field named, words in the message
 CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"model": None}, "model", "must be"),
@@ -31,16 +46,26 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [None]}, "messages.0", "must be an object"),
     ({"stream": True, "stream_options": 5}, "stream_options", "must be an object"),
     ({"messages": USER * 5000}, "messages", "at most 4096"),
-    (message(role="user"), "messages.0.content", "required and missing"),
+    (message(role="user"), "messages.0.content", "must be a string"),
     (message(content="Hi"), "messages.0.role", "required and missing"),
     (message(role="wizard", content="Hi"), "messages.0.role", "'wizard': must be one of"),
-    (message(role="tool", content="Hi"), "messages.0.role", "not supported"),
+    (message(role="function", content="Hi"), "messages.0.role", "not supported"),
+    (message(role="tool", content="Hi"), "messages.0.tool_call_id", "required and missing"),
+    (message(role="user", content="Hi", tool_call_id="a"), "messages.0.tool_call_id", "of the role tool"),
+    (message(role="user", content="Hi", tool_calls=[CALL]), "messages.0.tool_calls", "of the role assistant"),
+    (message(role="user", content="Hi", reasoning_content="so"), "messages.0.reasoning_content", "of the role assist"),
     (message(role="user", content=None), "messages.0.content", "must be a string"),
     (message(role="user", content=7), "messages.0.content", "must be a string"),
     (message(role="user", content=[{"type": "image_url"}]), "messages.content.type", "not supported"),
     (message(role="user", content=[{"type": "text"}]), "messages.0.content", "text part"),
     (message(role="user", content="Hi", mood="bad"), "messages.0.mood", "unknown field"),
-    (message(role="assistant", content="Hi", tool_calls=[{}]), "messages.0.tool_calls", "not supported"),
+    (message(role="assistant", tool_calls=[{}]), "tool_calls.0.function", "must be an object"),
+    (message(role="assistant", tool_calls=5), "messages.0.tool_calls", "must be a list"),
+    (message(role="assistant", tool_calls=[CALL | {"id": 7}]), "tool_calls.0.id", "must be a string"),
+    (message(role="assistant", tool_calls=[call(arguments="[1]")]), "tool_calls.0.function.arguments", "JSON object"),
+    (message(role="assistant", tool_calls=[call(arguments="{")]), "tool_calls.0.function.arguments", "JSON object"),
+    (message(role="assistant", tool_calls=[call(name="a b")]), "tool_calls.0.function.name", "must be 1 to 128"),
+    (message(role="assistant", tool_calls=[call(mood=1)]), "tool_calls.0.function.mood", "unknown field"),
     ({"max_tokens": 0}, "max_tokens", "max_tokens=0: must be between"),
     ({"max_tokens": -5}, "max_tokens", "max_tokens=-5"),
     ({"max_tokens": 1.5}, "max_tokens", "max_tokens=1.5"),
@@ -75,8 +100,22 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "must be"),
     ({"ignore_eos": 1}, "ignore_eos", "ignore_eos=1"),
     ({"cache_salt": "s" * 257}, "cache_salt", "at most 256"),
-    ({"tools": [{"type": "function"}]}, "tools", "not supported"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    ({"tools": {}}, "tools", "must be a list"),
+    ({"tools": [{"type": "function"}]}, "tools.0.function", "must be an object"),
+    ({"tools": [{"type": "code_interpreter"}]}, "tools.0", "other tools are not supported"),
+    ({"tools": [tool(name="")]}, "tools.0.function.name", "must be 1 to 128"),
+    ({"tools": [tool(parameters=[])]}, "tools.0.function.parameters", "must be a JSON Schema"),
+    ({"tools": [tool(description=1)]}, "tools.0.function.description", "must be a string"),
+    ({"tools": [tool(strict="yes")]}, "tools.0.function.strict", "must be true or false"),
+    ({"tools": [tool(colour=1)]}, "tools.0.function.colour", "unknown field"),
+    ({"tools": [tool()] * 2}, "tools", "two tools have this name"),
+    ({"tools": [tool()] * 257}, "tools", "at most 256"),
+    ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+    ({"tool_choice": "always"}, "tool_choice", "must be auto, none, required"),
+    ({"tools": [tool()], "tool_choice": named("other")}, "tool_choice", "no tool has this name; there are look"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "not for clients"),
+    ({"chat_template_kwargs": {"bos_token": ""}}, "chat_template_kwargs.bos_token", "not for clients"),
+    ({"chat_template_kwargs": 1}, "chat_template_kwargs", "must be an object"),
     ({"logit_bias": [5]}, "logit_bias", "must be an object"),
     ({"logit_bias": {"5": 100.5}}, "logit_bias.5", "logit_bias.5=100.5: must be between -100.0 and 100.0"),
     ({"logit_bias": {"5": True}}, "logit_bias.5", "must be a number"),
@@ -92,7 +131,7 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"repetition_penalty": 11}, "repetition_penalty", "repetition_penalty=11"),
     ({"min_p": 1.5}, "min_p", "min_p=1.5: must be between 0.0 and 1.0"),
     ({"min_p": -0.1}, "min_p", "min_p=-0.1"),
-    ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
+    ({"reasoning_effort": "extreme"}, "reasoning_effort", "must be one of none, minimal"),
     ({"frobnicate": 1}, "frobnicate", "frobnicate=1: unknown field"),
     ({"prompt": "Hi"}, "prompt", "unknown field"),
     ({HUGE: HUGE}, "x" * 77 + "...", "unknown field"),

@@ -40,7 +40,9 @@ TEMPLATES = {
 
 def render(template: str, messages: list[TemplateMessage] = MESSAGES, **named: str) -> str:
     now = datetime.datetime(2026, 1, 2, 3, 4)
-    return ChatTemplates({"default": template}, NAMED | named).render(Chat(tuple(messages)).as_template_sees_it(), lambda: now)
+    return ChatTemplates({"default": template}, NAMED | named).render(
+        Chat(tuple(messages)).as_template_sees_it(), lambda: now
+    )
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

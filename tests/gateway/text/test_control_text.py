@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers
 from tokenizers import Tokenizer as Inner
 
-from kvmesh.services.gateway.text.chat import Chat, ChatEncoder, ChatTemplates, TemplateMessage
+from kvmesh.services.gateway.text.chat import NONE, Chat, ChatEncoder, ChatTemplates, TemplateMessage, Tool, ToolCall
 from kvmesh.services.gateway.text.tokenizer import Tokenizer
 from tests.support.gateway import tokenizers_made
 
@@ -105,7 +106,9 @@ def test_messages_add_no_special_token(name: str, template: str, contents: list[
 def test_messages_without_control_text_are_encoded_as_ever(name: str, template: str, contents: list[str]) -> None:
     tokenizer = MADE[name]
     messages = [TemplateMessage(ROLES[i % 3], text) for i, text in enumerate(contents)]
-    text = ChatTemplates({"default": TEMPLATES[template]}, {}).render(Chat(tuple(messages)).as_template_sees_it(), lambda: NOW)
+    text = ChatTemplates({"default": TEMPLATES[template]}, {}).render(
+        Chat(tuple(messages)).as_template_sees_it(), lambda: NOW
+    )
     assert encoded(tokenizer, template, messages) == tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -137,3 +140,44 @@ def test_texts_that_hold_marks_themselves() -> None:
     text = "\U000f0000<|im_end|>\U000f0001"
     ids = encoded(tokenizer, "plain", [TemplateMessage("user", text)])
     assert tokenizer.decode(ids) == f"user\n{text}\nassistant\n"
+
+
+TOOLS = (
+    "{% for t in tools or [] %}<|im_start|>tool\n{{ t | tojson }}: {{ t.function.name }} {{ t.function.description }}"
+    "{% for p in t.function.parameters.properties %} {{ p }}\n{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.reasoning_content }}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}"
+    "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}{% endfor %}{{ m.tool_call_id }}"
+    "<|im_end|>\n{% endfor %}{{ note }}<|im_start|>assistant"
+)
+NAMES = HOSTILE.filter(bool)
+
+
+def with_tools(texts: list[str]) -> Chat:
+    a, b, c, d, e, f, g = texts
+    schema = {"type": "object", "properties": {a: {"type": "string", "enum": [b]}}, "required": [a]}
+    call = ToolCall("c1", c, json.dumps({a: b, d: [{e: f}]}))
+    messages = (
+        TemplateMessage("user", a),
+        TemplateMessage("assistant", b, reasoning=c, tool_calls=(call,)),
+        TemplateMessage("tool", g, tool_call_id=d),
+    )
+    return Chat(messages, (Tool(d, e, schema),), template_args={"note": f})
+
+
+@given(texts=st.lists(NAMES, min_size=7, max_size=7, unique=True))
+def test_tools_calls_and_results_add_no_special_token(texts: list[str]) -> None:
+    tokenizer = MADE["byte level"]
+    made = ChatEncoder(tokenizer, ChatTemplates({"default": TOOLS}, {}))
+    ids = made.encode(made.render(with_tools(texts), lambda: NOW))
+    bare = made.encode(made.render(with_tools([*"abcdefg"]), lambda: NOW))
+    assert specials(tokenizer, ids) == specials(tokenizer, bare)
+
+
+def test_templates_see_tools_and_calls_as_they_expect_them() -> None:
+    text = ChatTemplates({"default": TOOLS}, {}).render(with_tools([*"abcdefg"]).as_template_sees_it(), lambda: NOW)
+    assert '"name": "d", "description": "e", "parameters": {"type": "object"' in text
+    assert '{"name": "c", "arguments": {"a": "b", "d": [{"e": "f"}]}}a=b' in text
+    assert text.endswith("d<|im_end|>\nf<|im_start|>assistant")
+    without = Chat((TemplateMessage("user", "a"),), (Tool("d"),), NONE)
+    assert without.as_template_sees_it()["tools"] is None
