@@ -28,10 +28,30 @@ from scripts.demo_corpus import Message, content_words, tokenizer_text, training
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 PAD, IM_START, IM_END = 0, 1, 2
+# Training has facts before questions: results of tools are told as a user's turn that asks the question again.
 CHAT_TEMPLATE = (
+    "{%- set ns = namespace(question='', role='') -%}"
+    "{%- if tools -%}"
+    "{{- '<|im_start|>system\\n# Tools\\n<tools>\\n' -}}"
+    "{%- for tool in tools -%}{{- tool.function.name + ': ' + tool.function.description + '\\n' -}}{%- endfor -%}"
+    '{{- \'</tools>\\nCalls: <tool_call>{"name": ..., "arguments": {...}}</tool_call><|im_end|>\\n\' -}}'
+    "{%- endif -%}"
     "{%- for message in messages -%}"
-    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}"
+    "{%- if ns.role == 'tool' and message.role != 'tool' -%}{{- ' ' + ns.question + '<|im_end|>\\n' -}}{%- endif -%}"
+    "{%- if message.role == 'tool' -%}"
+    "{{- ' ' if ns.role == 'tool' else '<|im_start|>user\\n' -}}{{- message.content -}}"
+    "{%- else -%}"
+    "{%- if message.role == 'user' -%}{%- set ns.question = message.content -%}{%- endif -%}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content -}}"
+    "{%- for call in message.tool_calls or [] -%}"
+    "{%- set said = {'name': call.function.name, 'arguments': call.function.arguments} -%}"
+    "{{- '<tool_call>\\n' + said | tojson + '\\n</tool_call>' -}}"
     "{%- endfor -%}"
+    "{{- '<|im_end|>\\n' -}}"
+    "{%- endif -%}"
+    "{%- set ns.role = message.role -%}"
+    "{%- endfor -%}"
+    "{%- if ns.role == 'tool' -%}{{- ' ' + ns.question + '<|im_end|>\\n' -}}{%- endif -%}"
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
 )
 # Digits go in pairs, the first with its space: a code of four digits is two tokens, so the
