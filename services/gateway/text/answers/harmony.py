@@ -12,19 +12,19 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from kvmesh.services.gateway.text.answers.parsed import Parsed, ParsedBuilder
-from kvmesh.services.gateway.text.answers.reader import Markers, Steps, TextReader
+from kvmesh.services.gateway.text.answers.reader import Steps, TextReader, any_of
 from kvmesh.services.gateway.text.answers.tools import ToolSpec
 
 _TAIL = re.compile(r"<\|start\|>assistant((?:[^<]|<\|channel\|>|<\|constrain\|>)*)(<\|message\|>)?\Z")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _HEADER_TEXT = re.compile(r"[^<]*")
-_HEADER = Markers(("<|message|>", "<|channel|>", "<|constrain|>"))
-_ENDS = Markers(("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>"))
-_BEGINS = Markers(("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"))
-_START = Markers((" to=", "to=", "<|start|>", "<|channel|>"))
+_HEADER = any_of("<|message|>", "<|channel|>", "<|constrain|>")
+_ENDS = any_of("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")
+_BEGINS = any_of("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
+_START = any_of(" to=", "to=", "<|start|>", "<|channel|>")
 _OPENS_HEADER = ("<|start|>", "<|channel|>", " to=", "to=")
-_BRACE = Markers(("{",))
+_BRACE = any_of("{")
 _BETWEEN = "\n\n"
 
 

@@ -10,14 +10,14 @@ import re
 from typing import ClassVar
 
 from kvmesh.services.gateway.text.answers.markup import MarkupParser
-from kvmesh.services.gateway.text.answers.reader import NAME_LIMIT, Markers, Steps
+from kvmesh.services.gateway.text.answers.reader import NAME_LIMIT, Markers, Steps, any_of
 
-_NO_MARKERS = Markers(())
-_BRACE = Markers(("{",))
-_QUOTE_OR_END = Markers(('"', "}"))
-_COLON = Markers((":",))
-_COMMA_OR_END = Markers((",", "}"))
-_ITEM_OR_END = Markers((",", "]"))
+_NO_MARKERS = any_of()
+_BRACE = any_of("{")
+_QUOTE_OR_END = any_of('"', "}")
+_COLON = any_of(":")
+_COMMA_OR_END = any_of(",", "}")
+_ITEM_OR_END = any_of(",", "]")
 _ARGUMENTS = ("arguments", "parameters")
 _CALL_KEYS = frozenset(("name", "type", "id", *_ARGUMENTS))
 
@@ -92,7 +92,7 @@ class JsonCallParser(MarkupParser):
                 return False
             early.append(text)
             return True
-        if (yield from reader.match(Markers(("null",)))):
+        if (yield from reader.match(any_of("null"))):
             early.append("{}")
             return True
         return False
@@ -111,7 +111,7 @@ class HermesParser(JsonCallParser):
 
     markers = frozenset(("<tool_call>", "</tool_call>", "<think>", "</think>"))
     openers = ("<tool_call>",)
-    _end: ClassVar[Markers] = Markers(("</tool_call>",))
+    _end: ClassVar[Markers] = any_of("</tool_call>")
 
     def read_call(self, opener: str) -> Steps[None]:
         yield from self.reader.space()
@@ -148,8 +148,8 @@ class LlamaParser(JsonCallParser):
             yield from self.read_object(_NO_MARKERS)
 
 
-_SEMICOLON = Markers((";",))
-_TAG = Markers(("<|python_tag|>",))
+_SEMICOLON = any_of(";")
+_TAG = any_of("<|python_tag|>")
 
 
 class MistralParser(JsonCallParser):
@@ -161,12 +161,12 @@ class MistralParser(JsonCallParser):
     openers = ("[TOOL_CALLS]",)
     calls_end_reasoning = True
     _name: ClassVar[re.Pattern[str]] = re.compile(r"[^\[\]{}\"\s]*")
-    _after_name: ClassVar[Markers] = Markers(("[ARGS]", "[CALL_ID]"))
+    _after_name: ClassVar[Markers] = any_of("[ARGS]", "[CALL_ID]")
 
     def read_call(self, opener: str) -> Steps[None]:
         reader = self.reader
         yield from reader.space()
-        if (yield from reader.match(Markers(("[",)))):
+        if (yield from reader.match(any_of("["))):
             while True:
                 yield from reader.space()
                 if not (yield from self.read_object(_NO_MARKERS)):
@@ -206,15 +206,15 @@ class DeepSeekParser(JsonCallParser):
     )
     openers = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
     calls_end_reasoning = True
-    _begin: ClassVar[Markers] = Markers(("<｜tool▁call▁begin｜>",))
-    _separator: ClassVar[Markers] = Markers(("<｜tool▁sep｜>",))
-    _ends: ClassVar[Markers] = Markers(("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"))
-    _next: ClassVar[Markers] = Markers(("<｜tool▁call▁begin｜>", "<｜tool▁calls▁end｜>"))
+    _begin: ClassVar[Markers] = any_of("<｜tool▁call▁begin｜>")
+    _separator: ClassVar[Markers] = any_of("<｜tool▁sep｜>")
+    _ends: ClassVar[Markers] = any_of("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
+    _next: ClassVar[Markers] = any_of("<｜tool▁call▁begin｜>", "<｜tool▁calls▁end｜>")
     _head: ClassVar[re.Pattern[str]] = re.compile(r"[^<\n]*")
     _name: ClassVar[re.Pattern[str]] = re.compile(r"[^<\n{`]*")
-    _fence: ClassVar[Markers] = Markers(("```json",))
-    _fence_end: ClassVar[Markers] = Markers(("```",))
-    _call_end: ClassVar[Markers] = Markers(("<｜tool▁call▁end｜>",))
+    _fence: ClassVar[Markers] = any_of("```json")
+    _fence_end: ClassVar[Markers] = any_of("```")
+    _call_end: ClassVar[Markers] = any_of("<｜tool▁call▁end｜>")
 
     def read_call(self, opener: str) -> Steps[None]:
         reader = self.reader
@@ -262,11 +262,11 @@ class KimiParser(JsonCallParser):
     )
     openers = ("<|tool_calls_section_begin|>", "<|tool_call_begin|>")
     calls_end_reasoning = True
-    _begin: ClassVar[Markers] = Markers(("<|tool_call_begin|>",))
-    _arguments: ClassVar[Markers] = Markers(("<|tool_call_argument_begin|>",))
-    _ends: ClassVar[Markers] = Markers(("<|tool_call_end|>", "<|tool_calls_section_end|>"))
-    _call_end: ClassVar[Markers] = Markers(("<|tool_call_end|>",))
-    _next: ClassVar[Markers] = Markers(("<|tool_call_begin|>", "<|tool_calls_section_end|>"))
+    _begin: ClassVar[Markers] = any_of("<|tool_call_begin|>")
+    _arguments: ClassVar[Markers] = any_of("<|tool_call_argument_begin|>")
+    _ends: ClassVar[Markers] = any_of("<|tool_call_end|>", "<|tool_calls_section_end|>")
+    _call_end: ClassVar[Markers] = any_of("<|tool_call_end|>")
+    _next: ClassVar[Markers] = any_of("<|tool_call_begin|>", "<|tool_calls_section_end|>")
     _word: ClassVar[re.Pattern[str]] = re.compile(r"[^<\s]*")
     _numbered: ClassVar[re.Pattern[str]] = re.compile(r"(?:functions\.)?(.+):[0-9]+")
 

@@ -7,10 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from kvmesh.services.gateway.text.answers.parsed import Parsed, ParsedBuilder
-from kvmesh.services.gateway.text.answers.reader import SPACE_LIMIT, SPACES, Markers, Steps, Tell, TextReader
+from kvmesh.services.gateway.text.answers.reader import SPACE_LIMIT, SPACES, Steps, Tell, TextReader, any_of
 from kvmesh.services.gateway.text.answers.tools import ToolSpec
-
-_NOTHING = Markers(())
 
 
 class EdgeTrim:
@@ -95,7 +93,7 @@ class MarkupParser:
         closed = tail.endswith(self.think[1])
         self.reasoning = reasoning and not closed and (opens_reasoning or tail.endswith(self.think[0]))
         self._may_reason = reasoning and not closed
-        self._openers = Markers(self.openers if tools else ())
+        self._openers = any_of(*(self.openers if tools else ()))
         # Whether whitespace must wait for what follows it: a call may, or a mark after the answer's first spaces.
         self.content = EdgeTrim(self.told.content, marked=False, holds=bool(tools))
         self._steps = self._read()
@@ -148,14 +146,14 @@ class MarkupParser:
         begin, end = self.think
         reader = self.reader
         space = yield from reader.space(SPACE_LIMIT)
-        opened = yield from reader.match(Markers((begin,)))
+        opened = yield from reader.match(any_of(begin))
         if not opened and not self.reasoning:
             self.content.push(space)
             return ""
         self.reasoning = True
         text = EdgeTrim(self.told.reasoning, marked=True, holds=True)
         ends = (end, *self.openers) if self.calls_end_reasoning and self.tools else (end,)
-        found = yield from reader.until(Markers(ends), text.push)
+        found = yield from reader.until(any_of(*ends), text.push)
         if not found:
             text.finish()
         self.reasoning = False

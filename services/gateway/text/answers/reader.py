@@ -7,6 +7,7 @@ records, what it has read since `record`: the text of markup that may still turn
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Generator, Sequence
@@ -52,16 +53,23 @@ class Markers:
         return len(text) - found.start() if found else 0
 
 
+@functools.cache
+def any_of(*texts: str) -> Markers:
+    """Returns the `Markers` of constant texts: compiled once and kept."""
+    return Markers(texts)
+
+
 class TextReader:
     """A position in a text of which more may come."""
 
-    __slots__ = ("_at", "_ended", "_record", "_text", "scanned")
+    __slots__ = ("_at", "_ended", "_record", "_recorded", "_text", "scanned")
 
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
         self._ended = False
         self._record: list[str] | None = None
+        self._recorded = 0  # characters of it
         self.scanned = 0
         """Characters that were looked at; tests count the cost by it."""
 
@@ -82,15 +90,16 @@ class TextReader:
     @property
     def held(self) -> int:
         """Characters kept in memory."""
-        return len(self._text) - self._at + sum(map(len, self._record or ()))
+        return len(self._text) - self._at + self._recorded
 
     def record(self, first: str = "") -> None:
         """Keeps what is read from now on, after `first`, until `forget`."""
-        self._record = [first]
+        self._record, self._recorded = [first], len(first)
 
     def forget(self) -> str:
         """Ends `record`; returns what was read since."""
-        found, self._record = "".join(self._record or ()), None
+        found = "".join(self._record or ())
+        self._record, self._recorded = None, 0
         return found
 
     @property
@@ -252,6 +261,7 @@ class TextReader:
     def _skip(self, end: int) -> None:
         if self._record is not None and end > self._at:
             self._record.append(self._text[self._at : end])
+            self._recorded += end - self._at
         self._at = end
 
     def _pass(self, end: int, tell: Tell) -> None:

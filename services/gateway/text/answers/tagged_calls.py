@@ -12,7 +12,7 @@ import re
 from typing import ClassVar
 
 from kvmesh.services.gateway.text.answers.markup import MarkupParser
-from kvmesh.services.gateway.text.answers.reader import SPACE_LIMIT, Markers, Steps, Tell
+from kvmesh.services.gateway.text.answers.reader import SPACE_LIMIT, Markers, Steps, Tell, any_of
 from kvmesh.services.gateway.text.answers.tools import ToolSpec, property_schema, value_json, value_types
 
 _STRING = frozenset(("string",))
@@ -104,23 +104,23 @@ class XmlParser(TaggedCallParser):
     def read_call(self, opener: str) -> Steps[None]:
         reader = self.reader
         begin, named, end = self.call
-        begins = Markers((begin,))
+        begins = any_of(begin)
         if opener == self.section[0]:
             yield from reader.space()
             if not (yield from reader.match(begins)):
                 return
         while True:
             name = yield from reader.word(self._name)
-            if not name.strip() or not (yield from reader.match(Markers((named,)))):
+            if not name.strip() or not (yield from reader.match(any_of(named))):
                 return
             tool = self.begin_tagged(name.strip())
             whole = yield from self._read_parameters(tool)
             if not whole:
                 return
             self.end_tagged()
-            yield from reader.match(Markers((end,)))
+            yield from reader.match(any_of(end))
             yield from reader.space()
-            if (yield from reader.match(Markers((begin, self.section[1])))) != begin:
+            if (yield from reader.match(any_of(begin, self.section[1]))) != begin:
                 return
             reader.record(begin)
 
@@ -128,8 +128,8 @@ class XmlParser(TaggedCallParser):
         """Reads parameters up to anything that is none. Returns False when the answer ended inside one."""
         reader = self.reader
         begin, named, close = self.parameter
-        begins, names, closes = Markers((begin,)), Markers((named,)), Markers((close,))
-        follow = Markers((begin, self.call[2]))
+        begins, names, closes = any_of(begin), any_of(named), any_of(close)
+        follow = any_of(begin, self.call[2])
         while True:
             yield from reader.space()
             if not (yield from reader.match(begins)):
@@ -181,10 +181,10 @@ class GlmParser(TaggedCallParser):
     openers = ("<tool_call>",)
     _name: ClassVar[re.Pattern[str]] = re.compile(r"[^<>\n{}\"]*")
     _key: ClassVar[re.Pattern[str]] = re.compile(r"[^<>\n]*")
-    _key_end: ClassVar[Markers] = Markers(("</arg_key>",))
-    _value: ClassVar[Markers] = Markers(("<arg_value>",))
-    _value_end: ClassVar[Markers] = Markers(("</arg_value>",))
-    _next: ClassVar[Markers] = Markers(("<arg_key>", "</tool_call>"))
+    _key_end: ClassVar[Markers] = any_of("</arg_key>")
+    _value: ClassVar[Markers] = any_of("<arg_value>")
+    _value_end: ClassVar[Markers] = any_of("</arg_value>")
+    _next: ClassVar[Markers] = any_of("<arg_key>", "</tool_call>")
 
     def read_call(self, opener: str) -> Steps[None]:
         reader = self.reader
