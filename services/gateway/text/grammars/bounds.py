@@ -1,0 +1,109 @@
+"""What a grammar may cost: constant bounds that hold before anything is compiled, and the compiler's own limits.
+
+Each bound was chosen so that the worst request that passes it is compiled, or refused, within one second and 200 MB
+(docs/reference/structured-output.md has the measured cases).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llguidance import LLParserLimits
+
+from kvmesh.errors import InvalidRequest
+
+MAX_SOURCE_BYTES = 131_072
+"""Of a schema as compact JSON, of a grammar's text, and of all choices together."""
+MAX_REGEX_BYTES = 8_192
+MAX_REGEX_STATES = 20_000
+"""Characters that a regex may match at most once its counted repetitions are written out, loops counted once."""
+MAX_REGEX_DEPTH = 64
+MAX_COUNT = 100_000
+"""Of minLength, maxLength, minItems, maxItems, minProperties and maxProperties."""
+MAX_JSON_DEPTH = 96
+"""Nested arrays and objects of the schema's JSON; a level of nested objects takes two."""
+MAX_NODES = 4_000
+"""Subschemas that the schema holds, those reached by `$ref` counted once."""
+MAX_PROPERTIES = 1_000
+"""Of one object."""
+MAX_ENUM_VALUES = 5_000
+"""Of all enums together, and of a list of choices."""
+
+
+def parser_limits() -> LLParserLimits:
+    """llguidance's limits, for the check at the gateway and for the matchers that serve the grammar."""
+    return LLParserLimits(
+        max_items_in_row=2_000,
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=200_000,
+        step_max_items=50_000,
+        max_lexer_states=50_000,
+        max_grammar_size=200_000,
+        precompute_large_lexemes=False,
+        verbose_errors=False,
+    )
+
+
+def check_depth(text: str, field: str) -> None:
+    """Refuses JSON text that nests too deep for a recursive parser; strings in it are skipped."""
+    depth = 0
+    inside = escaped = False
+    for char in text:
+        if inside:
+            if escaped:
+                escaped = False
+            elif char == "\\":
+                escaped = True
+            elif char == '"':
+                inside = False
+        elif char == '"':
+            inside = True
+        elif char in "[{":
+            depth += 1
+            if depth > MAX_JSON_DEPTH:
+                raise InvalidRequest.of(field, text, f"nests deeper than {MAX_JSON_DEPTH} arrays and objects")
+        elif char in "]}":
+            depth -= 1
+
+
+def json_bytes(value: Any, field: str) -> int:
+    """Bytes of `value`, parsed JSON, when it is written compactly (at least). The walk is iterative and stops at the
+    bounds; it raises InvalidRequest for what nests too deep, is too long, or is no JSON."""
+    total = 0
+    stack: list[tuple[Any, int]] = [(value, 1)]
+    while stack:
+        one, depth = stack.pop()
+        if isinstance(one, str):
+            total += 2 + len(_utf8(one, field))
+        elif one is None or isinstance(one, bool):
+            total += 4
+        elif isinstance(one, int):
+            total += max(1, one.bit_length() // 4)
+        elif isinstance(one, float):
+            if one != one or one in (float("inf"), float("-inf")):
+                raise InvalidRequest.of(field, one, "holds a number that JSON cannot write")
+            total += 3
+        elif isinstance(one, (dict, list)):
+            if depth > MAX_JSON_DEPTH:
+                raise InvalidRequest.of(field, "...", f"nests deeper than {MAX_JSON_DEPTH} arrays and objects")
+            total += 2 + len(one)
+            if isinstance(one, dict):
+                for key, inner in one.items():
+                    if not isinstance(key, str):
+                        raise InvalidRequest.of(field, key, "is no name of a JSON object")
+                    total += 3 + len(_utf8(key, field))
+                    stack.append((inner, depth + 1))
+            else:
+                stack.extend((inner, depth + 1) for inner in one)
+        else:
+            raise InvalidRequest.of(field, one, "is not JSON")
+        if total > MAX_SOURCE_BYTES:
+            raise InvalidRequest.of(field, "...", f"is longer than {MAX_SOURCE_BYTES} bytes")
+    return total
+
+
+def _utf8(text: str, field: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest.of(field, text, "holds half of a surrogate pair") from None
