@@ -9,6 +9,7 @@ from kvmesh.errors import InvalidRequest
 from kvmesh.rpc.protocol import (
     MAX_BIAS,
     MAX_BIASED_TOKENS,
+    MAX_GRAMMAR_BYTES,
     MAX_PENALTY,
     MAX_REPETITION_PENALTY,
     MAX_TOP_LOGPROBS,
@@ -64,6 +65,7 @@ class Generation:
     session: str | None = None  # requests of one conversation
     origin: str | None = None  # requests that share much of their prompts
     expected_tokens: int | None = None  # of the answer: the client's own guess
+    grammar: str = ""  # that every token of an answer keeps to, in llguidance's own form; "": none
 
     @property
     def choices(self) -> int:
@@ -92,6 +94,8 @@ class Generation:
         between("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
         between("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
         _check_biases(self.logit_bias)
+        if len(self.grammar) > MAX_GRAMMAR_BYTES or len(self.grammar.encode()) > MAX_GRAMMAR_BYTES:
+            raise refused("grammar", self.grammar, f"must have at most {MAX_GRAMMAR_BYTES} bytes")
         between("seed", self.seed, 0, MAX_SEED)
         between("n", self.n, 1, limits.max_choices)
         self.check_wishes()

@@ -130,6 +130,7 @@ class RequestBuilder:
             repetition_penalty=wanted.repetition_penalty,
             logit_bias=[common_pb2.LogitBias(token_id=token, bias=bias) for token, bias in wanted.logit_bias],
             answered_tokens=choice.carried.answered,
+            grammar=wanted.grammar,
         )
 
     def _own_name(self, name: str | None) -> str:
@@ -355,7 +356,8 @@ class Request:
         assert self._facts is not None and self._model is not None, "prepared"
         detokenizer = self._model.preparer.tokenizer.detokenizer(prompt.context, opens=prompt.blank)
         matcher = StopMatcher(self._stops) if self._stops else None
-        return Completion(detokenizer, matcher, () if self.generation.ignore_eos else self._facts.eos_ids)
+        unending = self.generation.ignore_eos and not self.generation.grammar  # an end token ends a grammar's answer
+        return Completion(detokenizer, matcher, () if unending else self._facts.eos_ids)
 
     # ── attempts ──────────────────────────────────────────────────────────────────────────────────
 

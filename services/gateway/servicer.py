@@ -181,6 +181,7 @@ def to_generation(request: gateway_pb2.GenerateRequest, core: GatewayCore, tenan
         session=request.session or None,
         origin=request.origin or None,
         expected_tokens=request.expected_tokens or None,
+        grammar=request.grammar,
         timeout_s=request.timeout_ms / 1000 if request.timeout_ms else None,
     ).check(core.config.limits)
 

@@ -26,7 +26,7 @@ from kvmesh.rpc.pb import common_pb2 as kvmesh_dot_v1_dot_common__pb2
 from kvmesh.rpc.pb import conductor_pb2 as kvmesh_dot_v1_dot_conductor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvmesh/v1/gateway.proto\x12\tkvmesh.v1\x1a\x16kvmesh/v1/common.proto\x1a\x19kvmesh/v1/conductor.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"0\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.kvmesh.v1.ChatMessage\"\x9b\x05\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\x13\n\ttoken_ids\x18\x04 \x01(\x0cH\x00\x12\x1f\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x0f.kvmesh.v1.ChatH\x00\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\x18\n\x0btemperature\x18\x07 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x08 \x01(\x02H\x02\x88\x01\x01\x12\r\n\x05top_k\x18\t \x01(\r\x12\x11\n\x04seed\x18\n \x01(\x06H\x03\x88\x01\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x10\n\x08logprobs\x18\r \x01(\x08\x12\x14\n\x0ctop_logprobs\x18\x0e \x01(\r\x12\x12\n\ncache_salt\x18\x0f \x01(\t\x12\x10\n\x08priority\x18\x10 \x01(\x11\x12\x12\n\ntimeout_ms\x18\x11 \x01(\r\x12\r\n\x05min_p\x18\x12 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x13 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x14 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x15 \x01(\x02\x12(\n\nlogit_bias\x18\x16 \x03(\x0b\x32\x14.kvmesh.v1.LogitBias\x12\x13\n\x0bttft_slo_ms\x18\x17 \x01(\r\x12\x12\n\ntbt_slo_ms\x18\x18 \x01(\r\x12\x1d\n\x04lane\x18\x19 \x01(\x0e\x32\x0f.kvmesh.v1.Lane\x12\x0f\n\x07session\x18\x1a \x01(\t\x12\x0e\n\x06origin\x18\x1b \x01(\t\x12\x17\n\x0f\x65xpected_tokens\x18\x1c \x01(\rB\x08\n\x06promptB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seed\"\xf4\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.kvmesh.v1.TokenLogprobs\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12\x1f\n\x05usage\x18\x06 \x01(\x0b\x32\x10.kvmesh.v1.Usage\x12(\n\x07timings\x18\x07 \x01(\x0b\x32\x17.kvmesh.v1.StageTimings\x12\x19\n\x11\x66irst_token_index\x18\x08 \x01(\r\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x19\n\x17GetGatewayStatusRequest\"\xa5\x01\n\x18GetGatewayStatusResponse\x12\x10\n\x08requests\x18\x01 \x01(\r\x12\x0f\n\x07streams\x18\x02 \x01(\r\x12\x0e\n\x06models\x18\x03 \x03(\t\x12\r\n\x05ready\x18\x04 \x01(\x08\x12\x18\n\x10not_ready_reason\x18\x05 \x01(\t\x12-\n\x0cmodel_status\x18\x06 \x03(\x0b\x32\x17.kvmesh.v1.GatewayModel\"E\n\x0cGatewayModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05ready\x18\x02 \x01(\x08\x12\x18\n\x10not_ready_reason\x18\x03 \x01(\t2\xad\x01\n\x07Gateway\x12\x45\n\x08Generate\x12\x1a.kvmesh.v1.GenerateRequest\x1a\x1b.kvmesh.v1.GenerateResponse0\x01\x12[\n\x10GetGatewayStatus\x12\".kvmesh.v1.GetGatewayStatusRequest\x1a#.kvmesh.v1.GetGatewayStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvmesh/v1/gateway.proto\x12\tkvmesh.v1\x1a\x16kvmesh/v1/common.proto\x1a\x19kvmesh/v1/conductor.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"0\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.kvmesh.v1.ChatMessage\"\xac\x05\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\x13\n\ttoken_ids\x18\x04 \x01(\x0cH\x00\x12\x1f\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x0f.kvmesh.v1.ChatH\x00\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\x18\n\x0btemperature\x18\x07 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x08 \x01(\x02H\x02\x88\x01\x01\x12\r\n\x05top_k\x18\t \x01(\r\x12\x11\n\x04seed\x18\n \x01(\x06H\x03\x88\x01\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x10\n\x08logprobs\x18\r \x01(\x08\x12\x14\n\x0ctop_logprobs\x18\x0e \x01(\r\x12\x12\n\ncache_salt\x18\x0f \x01(\t\x12\x10\n\x08priority\x18\x10 \x01(\x11\x12\x12\n\ntimeout_ms\x18\x11 \x01(\r\x12\r\n\x05min_p\x18\x12 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x13 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x14 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x15 \x01(\x02\x12(\n\nlogit_bias\x18\x16 \x03(\x0b\x32\x14.kvmesh.v1.LogitBias\x12\x13\n\x0bttft_slo_ms\x18\x17 \x01(\r\x12\x12\n\ntbt_slo_ms\x18\x18 \x01(\r\x12\x1d\n\x04lane\x18\x19 \x01(\x0e\x32\x0f.kvmesh.v1.Lane\x12\x0f\n\x07session\x18\x1a \x01(\t\x12\x0e\n\x06origin\x18\x1b \x01(\t\x12\x17\n\x0f\x65xpected_tokens\x18\x1c \x01(\r\x12\x0f\n\x07grammar\x18\x1d \x01(\tB\x08\n\x06promptB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seed\"\xf4\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.kvmesh.v1.TokenLogprobs\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12\x1f\n\x05usage\x18\x06 \x01(\x0b\x32\x10.kvmesh.v1.Usage\x12(\n\x07timings\x18\x07 \x01(\x0b\x32\x17.kvmesh.v1.StageTimings\x12\x19\n\x11\x66irst_token_index\x18\x08 \x01(\r\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x19\n\x17GetGatewayStatusRequest\"\xa5\x01\n\x18GetGatewayStatusResponse\x12\x10\n\x08requests\x18\x01 \x01(\r\x12\x0f\n\x07streams\x18\x02 \x01(\r\x12\x0e\n\x06models\x18\x03 \x03(\t\x12\r\n\x05ready\x18\x04 \x01(\x08\x12\x18\n\x10not_ready_reason\x18\x05 \x01(\t\x12-\n\x0cmodel_status\x18\x06 \x03(\x0b\x32\x17.kvmesh.v1.GatewayModel\"E\n\x0cGatewayModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05ready\x18\x02 \x01(\x08\x12\x18\n\x10not_ready_reason\x18\x03 \x01(\t2\xad\x01\n\x07Gateway\x12\x45\n\x08Generate\x12\x1a.kvmesh.v1.GenerateRequest\x1a\x1b.kvmesh.v1.GenerateResponse0\x01\x12[\n\x10GetGatewayStatus\x12\".kvmesh.v1.GetGatewayStatusRequest\x1a#.kvmesh.v1.GetGatewayStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,17 +40,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHAT']._serialized_start=135
   _globals['_CHAT']._serialized_end=183
   _globals['_GENERATEREQUEST']._serialized_start=186
-  _globals['_GENERATEREQUEST']._serialized_end=853
-  _globals['_GENERATERESPONSE']._serialized_start=856
-  _globals['_GENERATERESPONSE']._serialized_end=1100
-  _globals['_USAGE']._serialized_start=1102
-  _globals['_USAGE']._serialized_end=1182
-  _globals['_GETGATEWAYSTATUSREQUEST']._serialized_start=1184
-  _globals['_GETGATEWAYSTATUSREQUEST']._serialized_end=1209
-  _globals['_GETGATEWAYSTATUSRESPONSE']._serialized_start=1212
-  _globals['_GETGATEWAYSTATUSRESPONSE']._serialized_end=1377
-  _globals['_GATEWAYMODEL']._serialized_start=1379
-  _globals['_GATEWAYMODEL']._serialized_end=1448
-  _globals['_GATEWAY']._serialized_start=1451
-  _globals['_GATEWAY']._serialized_end=1624
+  _globals['_GENERATEREQUEST']._serialized_end=870
+  _globals['_GENERATERESPONSE']._serialized_start=873
+  _globals['_GENERATERESPONSE']._serialized_end=1117
+  _globals['_USAGE']._serialized_start=1119
+  _globals['_USAGE']._serialized_end=1199
+  _globals['_GETGATEWAYSTATUSREQUEST']._serialized_start=1201
+  _globals['_GETGATEWAYSTATUSREQUEST']._serialized_end=1226
+  _globals['_GETGATEWAYSTATUSRESPONSE']._serialized_start=1229
+  _globals['_GETGATEWAYSTATUSRESPONSE']._serialized_end=1394
+  _globals['_GATEWAYMODEL']._serialized_start=1396
+  _globals['_GATEWAYMODEL']._serialized_end=1465
+  _globals['_GATEWAY']._serialized_start=1468
+  _globals['_GATEWAY']._serialized_end=1641
 # @@protoc_insertion_point(module_scope)

@@ -94,6 +94,7 @@ class GenerateRequest(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     ORIGIN_FIELD_NUMBER: _builtins.int
     EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """empty: the gateway makes one"""
     model: _builtins.str
@@ -131,6 +132,8 @@ class GenerateRequest(_message.Message):
     """requests that share much of their prompts; "": none told"""
     expected_tokens: _builtins.int
     """of the answer, the client's own guess; 0: none"""
+    grammar: _builtins.str
+    """see SamplingParams; at most 1 MiB"""
     @_builtins.property
     def chat(self) -> Global___Chat: ...
     @_builtins.property
@@ -170,10 +173,11 @@ class GenerateRequest(_message.Message):
         session: _builtins.str = ...,
         origin: _builtins.str = ...,
         expected_tokens: _builtins.int = ...,
+        grammar: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "chat", b"chat", "prompt", b"prompt", "seed", b"seed", "temperature", b"temperature", "text", b"text", "token_ids", b"token_ids", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "cache_salt", b"cache_salt", "chat", b"chat", "expected_tokens", b"expected_tokens", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "lane", b"lane", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "model", b"model", "origin", b"origin", "presence_penalty", b"presence_penalty", "priority", b"priority", "prompt", b"prompt", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "seed", b"seed", "session", b"session", "stop", b"stop", "tbt_slo_ms", b"tbt_slo_ms", "temperature", b"temperature", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p", "ttft_slo_ms", b"ttft_slo_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "cache_salt", b"cache_salt", "chat", b"chat", "expected_tokens", b"expected_tokens", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "lane", b"lane", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "model", b"model", "origin", b"origin", "presence_penalty", b"presence_penalty", "priority", b"priority", "prompt", b"prompt", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "seed", b"seed", "session", b"session", "stop", b"stop", "tbt_slo_ms", b"tbt_slo_ms", "temperature", b"temperature", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p", "ttft_slo_ms", b"ttft_slo_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
