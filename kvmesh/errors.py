@@ -2,7 +2,8 @@
 
     KvmeshError
     ├── InvalidRequest ............ INVALID_ARGUMENT     400   field, value
-    │   └── ContextTooLong ........ INVALID_ARGUMENT     400
+    │   ├── ContextTooLong ........ INVALID_ARGUMENT     400
+    │   └── GrammarFailed ......... INVALID_ARGUMENT     400   a limit was reached while a grammar's answer was made
     ├── BodyTooLarge .............. INVALID_ARGUMENT     413
     ├── Unauthorized .............. UNAUTHENTICATED      401   no valid API key
     ├── ModelNotFound ............. NOT_FOUND            404
@@ -67,6 +68,13 @@ class InvalidRequest(KvmeshError):
 
 class ContextTooLong(InvalidRequest):
     code = "context_length_exceeded"
+
+
+class GrammarFailed(InvalidRequest):
+    """The grammar of a request compiled, and its answer cannot go on: a limit of work for one token was reached, or the
+    answer's tokens are none of the grammar's."""
+
+    code = "grammar_failed"
 
 
 class BodyTooLarge(KvmeshError):

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvmesh.engine.sampling.history import History
+
+if TYPE_CHECKING:
+    from kvmesh.engine.sampling.grammar import AnswerGrammar
 
 Column = npt.NDArray[np.int64]
 Integers = Sequence[int] | Column
@@ -39,6 +42,7 @@ class SampleParams:
     logit_bias: Sequence[tuple[int, float]] = ()  # (token id, added to its logit), each id once
     answered: int = 0
     history: History | None = None  # needed where a penalty asks; the sampler adds what it samples
+    grammar: AnswerGrammar | None = None  # None: every token is allowed; the sampler adds what it samples
 
     @property
     def penalised(self) -> bool:
@@ -83,11 +87,12 @@ class DecodeInput:
 
 class SampledToken(NamedTuple):
     """Is one sampled token. `logprob` and `top` (most likely first) come from the raw log-softmax: before bias,
-    penalties, temperature and filters."""
+    penalties, temperature and filters. `token_id` -1 is none; where the row's grammar is why, `fault` says so."""
 
     token_id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    fault: str = ""
 
 
 class DecodeBatch(NamedTuple):
@@ -114,7 +119,8 @@ class DecodeBatch(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """Holds the tokens of some rows, int64 `[rows]`; `scored` has those that asked for log-probabilities, by row."""
+    """Holds the tokens of some rows, int64 `[rows]`; `scored` has those that asked for log-probabilities, by row,
+    and the faults of rows whose grammar failed."""
 
     token_ids: Column
     scored: dict[int, SampledToken]

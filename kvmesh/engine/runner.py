@@ -300,7 +300,7 @@ class Runner:
         if before is not None and source is not None:
             merely_on = len(source) == len(before.token_ids) and np.array_equal(source, np.arange(len(source)))
             beside += [] if merely_on else [source]
-        ready = self._sampler.prepare(rows.params, rows.indices, self.config.vocab_size, beside)
+        ready = self._sampler.prepare(rows.params, rows.indices, self.config.vocab_size, beside, apart=True)
         tokens, *where = ready.beside
         if before is not None and merely_on:
             tokens = before.token_ids

@@ -1,15 +1,17 @@
 """From logits to tokens, for all rows of a step at once. Order of processing (docs/reference/sampling.md):
 
-    logprobs (raw) · bias · repetition · frequency, presence · temperature · min_p · top_k · top_p · draw
+    logprobs (raw) · grammar · bias · repetition · frequency, presence · temperature · min_p · top_k · top_p · draw
 
-Temperature 0 takes the best logit after the penalties. Else each row draws one uniform number from (seed, index in the
-answer) and looks it up in the cumulative distribution of what the filters leave, in token-id order and float64. No
-generator has state, so a row's token depends neither on the other rows nor on where the request ran before.
+A grammar takes the tokens away that it does not allow, so what comes after it sees only the others; a row whose grammar
+allows one token has that. Temperature 0 takes the best logit after the penalties. Else each row draws one uniform
+number from (seed, index in the answer) and looks it up in the cumulative distribution of what the filters leave, in
+token-id order and float64. No generator has state, so a row's token depends neither on the other rows nor on where the
+request ran before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple, cast
 
@@ -21,12 +23,14 @@ from kvmesh.engine.batch import Chosen, Column, SampledToken, SampleParams
 from kvmesh.engine.kernels import kernels_for
 from kvmesh.engine.sampling.adjust import Adjustments
 from kvmesh.engine.sampling.filters import Filters
+from kvmesh.engine.sampling.grammar import WORD_BITS, AnswerGrammar, MaskMaker, StepMasks
 from kvmesh.engine.sampling.history import History
 from kvmesh.engine.sampling.noise import Noise
 from kvmesh.engine.upload import Array, Upload
 from kvmesh.errors import NonFiniteLogits
 
 CPU = torch.device("cpu")
+NO_BITS = torch.empty(0, dtype=torch.int32)
 NO_NOISE, NO_LINES = torch.empty(0, dtype=torch.float64), np.empty((0, 2))
 # What top_k and top_p leave is found on a GPU by the kernels; False: by torch's topk and sort, which need one more
 # read of the device for each block in which a row wants more than `filters.CANDIDATES` tokens.
@@ -36,12 +40,14 @@ BLOCK_BYTES = 8 << 20  # of float64 logits that a CPU works on at a time: they s
 
 class Sampler:
     """Chooses tokens on `device`, and keeps what follows from a batch's rows while the rows stay the same: the same
-    SampleParams objects, in order. Of these only `token_index` (by the caller, and not looked at by `choose`) and
-    `history` (here) may change while a row runs."""
+    SampleParams objects, in order. Of these only `token_index` (by the caller, and not looked at by `choose`),
+    `history` and `grammar` (here) may change while a row runs."""
 
     def __init__(self, device: torch.device = CPU) -> None:
         self._upload = Upload(device)
+        self._masks, self._mask_maker = Upload(device), MaskMaker()
         self._batch: _Batch | None = None
+        self._constrained: _Batch | None = None  # the rows with a grammar, where they are apart
 
     def sample(self, logits: torch.Tensor, params: Sequence[SampleParams]) -> list[SampledToken]:
         """Prepares and chooses, each row's index being its `answered + token_index`."""
@@ -49,62 +55,119 @@ class Sampler:
         return self.choose(logits, self.prepare(params, indices, logits.shape[-1])).tokens()
 
     def prepare(
-        self, params: Sequence[SampleParams], indices: Column, vocab: int, beside: Sequence[Array] = ()
+        self,
+        params: Sequence[SampleParams],
+        indices: Column,
+        vocab: int,
+        beside: Sequence[Array] = (),
+        *,
+        apart: bool = False,
     ) -> Preparation:
         """Sends to the device what choosing a token a row takes, and the arrays `beside` with it: one copy, which runs
-        before whatever is launched after this call. Without rows only `beside` is sent."""
+        before whatever is launched after this call. Without rows only `beside` is sent. The masks of rows with a
+        grammar, all of whose tokens are known by now, are computed while the caller launches the forward, and sent when
+        a choice is made. `apart`: rows with a grammar come and go while the others stay what they are."""
         if not len(params):
-            return Preparation(None, NO_NOISE, self._upload.send(beside))
-        batch, arrays = self._batch, list(beside)
-        if batch is None or batch.vocab != vocab or batch.params != list(params):
-            self._batch = None  # of the old one nothing is needed: histories are with their rows
-            batch = _Batch(params, vocab, self._upload)
-        arrays += batch.arrays
-        if len(batch.drawing):
-            arrays.append(batch.noise.at(indices[batch.drawing]))
+            return Preparation((), self._upload.send(beside))
+        constrained = [row for row, p in enumerate(params) if p.grammar is not None] if apart else []
+        self._constrained = self._constrained if constrained else None
+        if not constrained or len(constrained) == len(params):
+            wanted: list[tuple[list[SampleParams], Column | None]] = [(list(params), None)]
+        else:
+            free = [row for row, p in enumerate(params) if p.grammar is None]
+            wanted = [([params[row] for row in rows], np.array(rows, np.int64)) for rows in (free, constrained)]
+        arrays, batches = list(beside), []
+        for (given, rows), kept in zip(wanted, (self._batch, self._constrained), strict=False):
+            batch = kept
+            if batch is None or batch.vocab != vocab or batch.params != given:
+                # Of the old one nothing is needed: histories are with their rows.
+                batch = _Batch(given, vocab, self._upload, self._masks)
+            batches.append(batch)
+            arrays += batch.arrays
+            if len(batch.drawing):
+                arrays.append(batch.noise.at((indices if rows is None else indices[rows])[batch.drawing]))
+            if rows is not None:
+                arrays.append(rows)
+        self._batch = self._constrained = None
         sent = self._upload.send(arrays)
-        noise = sent.pop() if len(batch.drawing) else NO_NOISE
-        batch.receive(iter(sent[len(beside) :]))
-        self._batch = batch
-        return Preparation(batch, noise, sent[: len(beside)])
+        rest, parts = iter(sent[len(beside) :]), []
+        for batch, (_, rows) in zip(batches, wanted, strict=True):
+            batch.receive(rest)
+            noise = next(rest) if len(batch.drawing) else NO_NOISE
+            masks = self._mask_maker.begin(batch.grammars, vocab) if batch.grammars else None
+            parts.append(PreparedRows(batch, noise, masks, rows, None if rows is None else next(rest)))
+        self._batch, self._constrained = batches[0], batches[1] if len(batches) > 1 else None
+        return Preparation(parts, sent[: len(beside)])
 
     def choose(self, logits: torch.Tensor, ready: Preparation) -> Chosen:
         """Chooses one token a row of `logits [rows, vocab]` (any float dtype), which stay as they are; each goes into
         its row's history. Waits for the device once, to read tokens and log-probabilities. Raises NonFiniteLogits
-        naming the rows; then nothing has changed."""
-        assert ready.batch is not None, "rows were prepared"
-        return ready.batch.choose(logits, ready.noise)
+        naming the rows; then nothing has changed. The rows were not prepared `apart`."""
+        [part] = ready.parts
+        return part.batch.choose(logits, part.noise, part.made_masks())
 
     def launch(self, logits: torch.Tensor, ready: Preparation) -> TokensInFlight:
         """As `choose`, but does not wait for the device. Rows whose logits are not finite leave the others' tokens as
-        they are. Where rows have a history and are not those of the step before, the tokens of that step must have been
-        read (`TokensInFlight.result`) before these were prepared."""
-        assert ready.batch is not None, "rows were prepared"
-        return ready.batch.launch(logits, ready.noise)
+        they are. Where rows have a history and are not those of the step before, but for rows with a grammar that are
+        `apart`, the tokens of that step must have been read (`TokensInFlight.result`) before these were prepared. The
+        same holds for every row with a grammar."""
+        made = [part.launch(logits) for part in ready.parts]
+        if len(made) == 1:
+            tokens = made[0][0]
+        else:
+            tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+            for part, (own, _) in zip(ready.parts, made, strict=True):
+                assert part.on_device is not None, "apart"
+                tokens[part.on_device] = own
+        return TokensInFlight(tokens, [unread for _, unread in made])
+
+
+class PreparedRows(NamedTuple):
+    """Holds what choosing tokens of some rows needs: their batch and, on the device, the noise of those that draw.
+    `masks` waits for the masks of those with a grammar; None: there are none. `rows` are their numbers in the step, and
+    `on_device` the same; None: all rows, in order."""
+
+    batch: _Batch
+    noise: torch.Tensor
+    masks: Callable[[], StepMasks] | None
+    rows: Column | None
+    on_device: torch.Tensor | None
+
+    def made_masks(self) -> StepMasks | None:
+        """Waits for the masks."""
+        return None if self.masks is None else self.masks()
+
+    def launch(self, logits: torch.Tensor) -> tuple[torch.Tensor, UnreadTokens]:
+        """Returns these rows' tokens on the device, and on their way to the host."""
+        own = logits if self.on_device is None else logits[self.on_device]
+        tokens, unread = self.batch.launch(own, self.noise, self.made_masks())
+        unread.rows = self.rows
+        return tokens, unread
 
 
 class Preparation(NamedTuple):
-    """Holds what one choice needs on the device: the batch, the noise of its drawing rows, and what was sent beside."""
+    """Holds what one choice needs on the device: of each part of the rows (none without rows), and what was sent
+    beside."""
 
-    batch: _Batch | None
-    noise: torch.Tensor
+    parts: Sequence[PreparedRows]
     beside: list[torch.Tensor]
 
 
-class TokensInFlight:
-    """Has the tokens of a step that was launched: on the device in `token_ids`, int64 `[rows]`, where the next step
-    reads them (ids of the vocabulary, whatever a row's logits were), and on their way to the host."""
+class UnreadTokens:
+    """Has tokens of rows that are on their way to the host. `rows` are their numbers in the step; None: all rows, in
+    order."""
+
+    rows: Column | None = None
 
     def __init__(
         self,
-        token_ids: torch.Tensor,
         found: torch.Tensor,
         scores: torch.Tensor | None,
-        historic: Sequence[tuple[int, History]],
+        historic: Sequence[tuple[int, History | AnswerGrammar]],
         scored: Sequence[tuple[int, int]],
+        faults: Mapping[int, str],
     ) -> None:
-        self.token_ids = token_ids
-        self._historic, self._scored = historic, scored
+        self._historic, self._scored, self._faults = historic, scored, faults
         self._host, self._host_scores = found, scores
         self._copied: torch.cuda.Event | None = None
         if found.is_cuda:
@@ -114,16 +177,40 @@ class TokensInFlight:
             self._copied.record()
 
     def result(self) -> Chosen:
-        """Waits for the tokens, which go into the rows' histories; -1 stands for those whose logits were not finite.
-        It is called once, in the order of the steps."""
+        """Waits for the tokens. See TokensInFlight."""
         if self._copied is not None:
             self._copied.synchronize()
         found: Column = self._host.numpy()
+        faults = _mark(found, self._faults)
         for row, history in self._historic:
             if found[row] >= 0:
                 history.add(int(found[row]))
         lines = [] if self._host_scores is None else self._host_scores.tolist()
-        return Chosen(found, {row: token for row, token in _with_logprobs(self._scored, lines) if found[row] >= 0})
+        scores = {row: token for row, token in _with_logprobs(self._scored, lines) if found[row] >= 0}
+        return Chosen(found, scores | faults)
+
+
+class TokensInFlight:
+    """Has the tokens of a step that was launched: on the device in `token_ids`, int64 `[rows]`, where the next step
+    reads them (ids of the vocabulary, whatever a row's logits were), and on their way to the host."""
+
+    def __init__(self, token_ids: torch.Tensor, parts: Sequence[UnreadTokens]) -> None:
+        self.token_ids = token_ids
+        self._parts = parts
+
+    def result(self) -> Chosen:
+        """Waits for the tokens, which go into the rows' histories and grammars; -1 stands for those whose logits were
+        not finite, or whose grammar failed. It is called once, in the order of the steps."""
+        if len(self._parts) == 1:
+            return self._parts[0].result()
+        whole = np.empty(len(self.token_ids), np.int64)
+        scored: dict[int, SampledToken] = {}
+        for part in self._parts:
+            rows, chosen = part.rows, part.result()
+            assert rows is not None, "apart"
+            whole[rows] = chosen.token_ids
+            scored.update((int(rows[row]), token) for row, token in chosen.scored.items())
+        return Chosen(whole, scored)
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -135,26 +222,35 @@ class _Batch:
     """Splits the rows: those that take the best logit as it is need nothing, the others lie in blocks of one kind
     each. `drawing` are the rows that draw, block by block, and `noise` is theirs; `arrays` are still to be sent."""
 
-    def __init__(self, params: Sequence[SampleParams], vocab: int, upload: Upload) -> None:
+    def __init__(self, params: Sequence[SampleParams], vocab: int, upload: Upload, masks: Upload) -> None:
         self.params = list(params)
         self.vocab = vocab
-        self._upload = upload
-        kinds: dict[tuple[bool, bool, bool], list[int]] = {}
+        self._upload, self._masks = upload, masks
+        kinds: dict[tuple[bool, bool, bool, bool], list[int]] = {}
+        constrained = [row for row, p in enumerate(self.params) if p.grammar is not None]
         for row, p in enumerate(self.params):
-            draws, adjusted = p.temperature > 0, p.penalised or bool(p.logit_bias)
-            if draws or adjusted:
-                kinds.setdefault((draws, draws and p.filtered, adjusted), []).append(row)
-        room = max(1, BLOCK_BYTES // (8 * vocab)) if upload.shares_memory else len(self.params)
+            draws, adjusted, masked = p.temperature > 0, p.penalised or bool(p.logit_bias), p.grammar is not None
+            if draws or adjusted or masked:
+                kinds.setdefault((draws, draws and p.filtered, adjusted, masked), []).append(row)
+        most = max(1, BLOCK_BYTES // (8 * vocab)) if upload.shares_memory else len(self.params)
         self._blocks: list[_Block] = []
         drawing: list[int] = []
-        for rows in kinds.values():
+        for (_, _, _, masked), rows in kinds.items():
+            room = 1 if masked and upload.shares_memory else most  # a row whose token is forced is then passed over
             for at in range(0, len(rows), room):
-                block = _Block(rows[at : at + room], self.params, vocab, upload.device, len(drawing))
-                drawing += rows[at : at + room] if block.draws else []
+                mine = rows[at : at + room]
+                places = [constrained.index(row) for row in mine] if masked else None
+                block = _Block(mine, self.params, vocab, upload.device, len(drawing), places)
+                drawing += mine if block.draws else []
                 self._blocks.append(block)
         self.drawing = np.array(drawing, np.int64)
         self.noise = Noise([self.params[row].seed for row in drawing])
-        self._historic = [(row, p.history) for row, p in enumerate(self.params) if p.history is not None]
+        self._constrained = constrained
+        self.grammars = [p.grammar for p in self.params if p.grammar is not None]
+        self._historic: list[tuple[int, History | AnswerGrammar]] = [
+            (row, p.history) for row, p in enumerate(self.params) if p.history is not None
+        ]
+        self._historic += zip(constrained, self.grammars, strict=True)
         self._scored = [(row, p.logprobs) for row, p in enumerate(self.params) if p.logprobs is not None]
         self._all_worked = sum(map(len, kinds.values())) == len(self.params)
         self.arrays = [array for block in self._blocks for array in block.arrays]
@@ -170,13 +266,14 @@ class _Batch:
                 self._scored_rows = next(sent)
             self.arrays = []
 
-    def choose(self, logits: torch.Tensor, noise: torch.Tensor) -> Chosen:
+    def choose(self, logits: torch.Tensor, noise: torch.Tensor, masks: StepMasks | None) -> Chosen:
         best, tokens, good = self._best(logits)
+        bits = self._sent(masks)
         if self._blocks and self._upload.shares_memory:
             # What follows wants numbers; elsewhere it is looked at with the tokens.
             _check(good.to(torch.int64).numpy() - 1)
         for block in self._blocks:
-            tokens[block.rows] = block.tokens(logits, noise, best)
+            block.choose(tokens, logits, noise, best, masks, bits)
         chosen = torch.where(good, tokens, -1)
         if self._scored and not self._upload.shares_memory:
             # Torch's draw from a row that is not finite may lie beyond its end.
@@ -191,24 +288,37 @@ class _Batch:
             lines = self._scores(logits, tokens).numpy() if self._scored else NO_LINES
         for block in self._blocks:
             block.took(tokens)
+        faults = _mark(found, self._faults(masks))
         for row, history in self._historic:
-            history.add(int(found[row]))
-        return Chosen(found, dict(_with_logprobs(self._scored, lines.tolist())) if self._scored else {})
+            if found[row] >= 0:
+                history.add(int(found[row]))
+        return Chosen(found, dict(_with_logprobs(self._scored, lines.tolist())) | faults if self._scored else faults)
 
-    def launch(self, logits: torch.Tensor, noise: torch.Tensor) -> TokensInFlight:
+    def launch(
+        self, logits: torch.Tensor, noise: torch.Tensor, masks: StepMasks | None
+    ) -> tuple[torch.Tensor, UnreadTokens]:
         best, tokens, good = self._best(logits)
+        bits = self._sent(masks)
         chosen_from = logits
         if self._blocks and self._upload.shares_memory and not bool(good.all()):
             chosen_from = torch.where(good[:, None], logits, 0.0)  # what follows wants numbers
             best = torch.where(good, best, 0.0)
         for block in self._blocks:
-            tokens[block.rows] = block.tokens(chosen_from, noise, best)
+            block.choose(tokens, chosen_from, noise, best, masks, bits)
         found = torch.where(good, tokens, -1)
         tokens = found.clamp(min=0)  # what a device looks up must be there, whatever the logits were
         scores = self._scores(logits, tokens) if self._scored else None
         for block in self._blocks:
             block.took(tokens)
-        return TokensInFlight(tokens, found, scores, self._historic, self._scored)
+        return tokens, UnreadTokens(found, scores, self._historic, self._scored, self._faults(masks))
+
+    def _sent(self, masks: StepMasks | None) -> torch.Tensor:
+        """Returns the masks' bits on the device, whose launches of the forward stand before the copy."""
+        return NO_BITS if masks is None else self._masks.send([masks.bits])[0]
+
+    def _faults(self, masks: StepMasks | None) -> dict[int, str]:
+        """Says by row why its grammar has no answer."""
+        return {} if masks is None else {self._constrained[place]: why for place, why in masks.failed.items()}
 
     def _best(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns of each row the greatest logit, its token (0 where no row takes it as it is), and whether all logits
@@ -233,6 +343,13 @@ class _Batch:
         return torch.cat([p.double() for p in parts], 1)
 
 
+def _mark(found: Column, faults: Mapping[int, str]) -> dict[int, SampledToken]:
+    """Takes the tokens of rows whose grammar failed away, and returns what is said of them."""
+    for row in faults:
+        found[row] = -1
+    return {row: SampledToken(-1, fault=why) for row, why in faults.items()}
+
+
 def _with_logprobs(
     scored: Sequence[tuple[int, int]], lines: Sequence[Sequence[float]]
 ) -> Iterator[tuple[int, SampledToken]]:
@@ -244,16 +361,25 @@ def _with_logprobs(
 
 
 class _Block:
-    """Holds rows of one kind: all draw or none does, all are filtered or none is, all are adjusted or none is.
-    `arrays` are still to be sent. The noise of its rows is the batch's from `first` on."""
+    """Holds rows of one kind: all draw or none does, all are filtered or none is, all are adjusted or none is, all have
+    a grammar or none has. `arrays` are still to be sent. The noise of its rows is the batch's from `first` on; the mask
+    of row i is the `places[i]`-th of the batch."""
 
     def __init__(
-        self, rows: list[int], params: Sequence[SampleParams], vocab: int, device: torch.device, first: int
+        self,
+        rows: list[int],
+        params: Sequence[SampleParams],
+        vocab: int,
+        device: torch.device,
+        first: int,
+        places: list[int] | None,
     ) -> None:
         mine = [params[row] for row in rows]
         self.draws, self._noise = mine[0].temperature > 0, slice(first, first + len(rows))
         self._adjust = Adjustments(mine) if mine[0].penalised or mine[0].logit_bias else None
         self._filters = Filters(mine, vocab) if self.draws and mine[0].filtered else None
+        self._places_of_masks = places
+        self._mask_kernels = kernels_for(device.type, "mask") if places is not None else None
         self._kernels = kernels_for(device.type, "sample") if self.draws else None
         if self._filters is not None and self._filters.ordered and not CUT_BY_KERNELS:
             self._kernels = None
@@ -263,22 +389,50 @@ class _Block:
             np.array([[p.temperature] for p in mine], np.float64),
             np.zeros(len(rows)),
         ]
+        if places is not None:
+            self.arrays.append(np.array(places, np.int64))
         for part in (self._adjust, self._filters):
             self.arrays += part.arrays if part is not None else ()
 
     def receive(self, sent: Iterator[torch.Tensor]) -> None:
         """Takes `arrays` as they are on the device."""
         self.rows, self._places, self._temperature, self._zeros = (next(sent) for _ in range(4))
+        if self._places_of_masks is not None:
+            self._mask_rows = next(sent)
         for part in (self._adjust, self._filters):
             if part is not None:
                 part.receive(sent)
 
-    def tokens(self, logits: torch.Tensor, noise: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
-        """int64 `[rows]`, of logits, noise and greatest logits of the whole batch."""
-        noise = noise[self._noise]
+    def choose(
+        self,
+        tokens: torch.Tensor,
+        logits: torch.Tensor,
+        noise: torch.Tensor,
+        best: torch.Tensor,
+        masks: StepMasks | None,
+        bits: torch.Tensor,
+    ) -> None:
+        """Writes this block's tokens among the batch's: of logits, noise, greatest logits and masks of the whole
+        batch."""
+        if masks is not None and self._places_of_masks is not None:
+            forced = masks.forced[self._places_of_masks]
+            if forced.min() >= 0 and not self._mask_rows.is_cuda:
+                tokens[self.rows] = torch.from_numpy(forced)
+                return
+        tokens[self.rows] = self._tokens(logits, noise[self._noise], best, bits)
+
+    def _tokens(
+        self, logits: torch.Tensor, noise: torch.Tensor, best: torch.Tensor, bits: torch.Tensor
+    ) -> torch.Tensor:
+        rows = self.rows
+        if self._places_of_masks is not None:
+            logits, rows = self._masked(logits, bits), self._places
+            if self._adjust is None and not self.draws:
+                return logits.max(-1).indices
+            best = logits.amax(-1)
         if self._kernels is not None and self._adjust is None:
-            return self._drawn_by(self._kernels, logits, self.rows, best, noise)
-        x = logits[self.rows].double()
+            return self._drawn_by(self._kernels, logits, rows, best, noise)
+        x = (logits[rows] if self._places_of_masks is None else logits).double()
         if self._adjust is not None:
             self._adjust.apply(x)
         if not self.draws:
@@ -291,6 +445,20 @@ class _Block:
         if self._filters is not None:
             weights.masked_fill_(weights < self._filters.cut(weights)[:, None], 0.0)
         return _draw(weights, noise)
+
+    def _masked(self, logits: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+        """Returns this block's logits, -inf where the mask does not allow the token."""
+        if self._mask_kernels is not None:
+            return cast(torch.Tensor, self._mask_kernels.masked(logits, self.rows, bits, self._mask_rows))
+        vocab = logits.shape[-1]
+        if bits.is_cuda:
+            places = torch.arange(WORD_BITS, dtype=torch.int32, device=bits.device)
+            allowed = ((bits[self._mask_rows][:, :, None] >> places) & 1).flatten(1)[:, :vocab] != 0
+        else:
+            packed = bits.numpy()[self._places_of_masks].view(np.uint8)
+            allowed = torch.from_numpy(np.unpackbits(packed, axis=-1, count=vocab, bitorder="little").view(np.bool_))
+        least = torch.finfo(logits.dtype).min  # a logit of -inf may be all that is allowed
+        return torch.where(allowed, logits[self.rows].clamp(min=least), -torch.inf)
 
     def _drawn_by(
         self, kernels: ModuleType, logits: torch.Tensor, rows: torch.Tensor, best: torch.Tensor, noise: torch.Tensor

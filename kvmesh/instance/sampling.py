@@ -1,4 +1,5 @@
-"""Converts SamplingParams of a request into the form that ranks get, with the tokens that penalties need. Pure."""
+"""Converts SamplingParams of a request into the form that ranks get, with the tokens that penalties and
+grammars need. Pure."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from kvmesh.rpc.pb import common_pb2
 from kvmesh.rpc.protocol import (
     MAX_BIAS,
     MAX_BIASED_TOKENS,
+    MAX_GRAMMAR_BYTES,
     MAX_PENALTY,
     MAX_REPETITION_PENALTY,
     MAX_TOP_LOGPROBS,
@@ -39,6 +41,8 @@ def sampling_of(wanted: common_pb2.SamplingParams, prompt_tokens: int, vocab_siz
     if wanted.answered_tokens and wanted.answered_tokens >= prompt_tokens:
         why = f"fewer than the prompt's {prompt_tokens} tokens"
         raise InvalidRequest.of("answered_tokens", wanted.answered_tokens, why)
+    if len(wanted.grammar) > MAX_GRAMMAR_BYTES or len(wanted.grammar.encode()) > MAX_GRAMMAR_BYTES:
+        raise InvalidRequest.of("grammar", wanted.grammar, f"at most {MAX_GRAMMAR_BYTES} bytes")
     return Sampling(
         temperature=wanted.temperature,
         top_p=wanted.top_p,
@@ -51,6 +55,8 @@ def sampling_of(wanted: common_pb2.SamplingParams, prompt_tokens: int, vocab_siz
         repetition_penalty=wanted.repetition_penalty or 1.0,
         logit_bias=_biases(wanted.logit_bias, vocab_size),
         answered=wanted.answered_tokens,
+        grammar=wanted.grammar,
+        may_end=not wanted.ignore_eos,
     )
 
 
@@ -70,12 +76,13 @@ def _biases(wanted: Sequence[common_pb2.LogitBias], vocab_size: int) -> tuple[tu
 
 
 def needs_history(sampling: Sampling) -> bool:
-    """Whether a penalty needs the tokens so far."""
-    return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1)
+    """Whether a penalty or a grammar needs the tokens so far."""
+    penalties = sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1
+    return bool(penalties or sampling.grammar)
 
 
 def history_of(sampling: Sampling, prompt: Sequence[int], answer: Sequence[int] = ()) -> TokenHistory | None:
-    """Returns the tokens of a prompt and of the answer after it for a rank; None if no penalty needs them. Only
+    """Returns the tokens of a prompt and of the answer after it for a rank; None if nothing needs them. Only
     repetition_penalty needs tokens that are not of the answer."""
     if not needs_history(sampling):
         return None

@@ -573,10 +573,12 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     answered: int = 0  # how many of the prompt's last tokens an earlier attempt of the request has generated
+    grammar: str = ""  # what every token must keep to, in llguidance's own form; "": none
+    may_end: bool = True  # False: a grammar's answer ends only where nothing else is possible
 
 
 class TokenHistory(msgspec.Struct, frozen=True, array_like=True):
-    """Has the packed token ids that penalties look at. `prompt` is empty where only the answer counts."""
+    """Has the packed token ids that penalties and grammars look at. `prompt` is empty where only the answer counts."""
 
     prompt: bytes
     answer: bytes
@@ -603,6 +605,14 @@ class PrefillItem(msgspec.Struct, frozen=True, array_like=True):
 class PrefillStep(Message, frozen=True):
     step_id: int
     items: tuple[PrefillItem, ...]
+
+
+class CompileGrammar(Message, frozen=True):
+    """Compiles the grammar of a request that was admitted, beside the steps. The answer is GrammarCompiled; before that
+    of every rank, no PrefillItem with `sample` and no Join that has this grammar is sent."""
+
+    handle: int
+    grammar: str
 
 
 # ── front → rank: decode ──────────────────────────────────────────────────────────────────────────
@@ -659,7 +669,7 @@ class Join(Message, frozen=True):
     min_tokens: int
     stop_token_ids: tuple[int, ...]  # EOS included unless ignore_eos
     sampling: Sampling
-    history: TokenHistory | None = None  # up to `next_token`; None: no penalty asks for it
+    history: TokenHistory | None = None  # up to `next_token`; None: nothing asks for it
     groups: tuple[GroupPages, ...] = ()  # instead of `pages`, where the model has several cache groups
 
 
@@ -823,10 +833,19 @@ class Left(Message, frozen=True):
 
 
 class RankError(Message, frozen=True):
-    """A step failed. `handles` were in it and are out of every batch; the rank goes on."""
+    """A step failed. `handles` were in it and are out of every batch; the rank goes on. `code` names the error
+    (kvmesh.errors) where it is the requests' own, and nothing is wrong with what was computed."""
 
     handles: tuple[int, ...]
     message: str
+    code: str = ""
+
+
+class GrammarCompiled(Message, frozen=True):
+    """Answers CompileGrammar. `why_not` "": it did compile."""
+
+    handle: int
+    why_not: str = ""
 
 
 ToRank = (
@@ -843,6 +862,7 @@ ToRank = (
     | Fence
     | CopyIn
     | CopyOut
+    | CompileGrammar
     | Join
     | Grant
     | DropPages
@@ -882,6 +902,7 @@ ToFront = (
     | Stalled
     | Left
     | RankError
+    | GrammarCompiled
     | SealCopied
     | LoadCopied
     | PullEnded

@@ -104,6 +104,7 @@ URGENT = (
     m.CloseSegment,
     m.OpenWindow,
     m.Fence,
+    m.CompileGrammar,
     m.Ping,
 )
 HOUSEKEEPING_MS = 50

@@ -30,3 +30,4 @@ MIN_REPETITION_PENALTY = 0.01  # as clients may say it; on the wire 0 is off
 MAX_REPETITION_PENALTY = 10.0
 MAX_BIAS = 100.0  # either sign
 MAX_BIASED_TOKENS = 300
+MAX_GRAMMAR_BYTES = 1 << 20  # as UTF-8

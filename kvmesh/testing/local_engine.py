@@ -22,6 +22,7 @@ import torch
 from kvmesh.engine.batch import DecodeInput, PrefillInput, SampledToken, SampleParams
 from kvmesh.engine.checkpoint import Checkpoint, open_checkpoint
 from kvmesh.engine.runner import Runner, shard_layout, torch_dtype
+from kvmesh.engine.sampling.grammar import GrammarCompiler
 from kvmesh.engine.sampling.history import History
 from kvmesh.errors import ContextTooLong, InvalidRequest
 
@@ -44,6 +45,8 @@ class GenerateParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: str = ""
+    may_end: bool = True  # False: a grammar ends only where nothing else is possible
 
 
 class LocalToken(NamedTuple):
@@ -95,6 +98,7 @@ class LocalEngine:
         layout = shard_layout(self.config, dtype, block_tokens)
         pages = torch.zeros((num_pages, *layout.shape), dtype=torch_dtype(dtype), device=device)
         self.runner = Runner(opened, dtype, device, block_tokens, pages, cuda_graphs=cuda_graphs)
+        self._grammars = GrammarCompiler(opened.path, self.config.vocab_size, self.config.eos_token_ids)
         self._free = list(range(num_pages))
         self._waiting: deque[_Request] = deque()
         self._filling: deque[_Request] = deque()
@@ -121,7 +125,10 @@ class LocalEngine:
             raise ContextTooLong(f"prompt of {len(prompt)} and answer of {params.max_tokens} tokens exceed {limit}")
         handle = self._next_handle
         self._next_handle += 1
-        row = DecodeInput(-1, len(prompt), (), _sample_params(prompt, params))
+        sample = _sample_params(prompt, params)
+        if params.grammar:
+            sample.grammar = self._grammars.begin(params.grammar, (), may_end=params.may_end)
+        row = DecodeInput(-1, len(prompt), (), sample)
         self._waiting.append(_Request(handle, list(prompt), params, row))
         return handle
 

@@ -60,14 +60,14 @@ class Spec:
     max_tokens: int
     deadline_ns: int  # monotonic
     min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()  # EOS included unless ignore_eos
+    stop_token_ids: tuple[int, ...] = ()  # EOS included unless ignore_eos without a grammar
     sampling: Sampling = GREEDY
     priority: int = 0
     credit_tokens: int = 0
     block_keys: tuple[bytes, ...] = ()  # of the prompt's full blocks
     chain_digest: bytes = b""  # 32 bytes that the answer's first key is chained from; empty: its blocks are not sealed
     tail: bytes = b""  # the prompt's tokens after its last full block, packed
-    said: bytes = b""  # the whole prompt, packed, where a penalty needs it; else empty
+    said: bytes = b""  # the whole prompt, packed, where a penalty or a grammar needs it; else empty
     pulls: tuple[PullRange, ...] = ()  # blocks that decode is to fetch, and where they lie: hints
     load_until: int | None = None  # from this block on nothing is read from this node's lower tiers: a push is faster
     tbt_slo_ns: int = 0  # the request is refused where steps would be longer than this; 0: it has no such limit

@@ -24,7 +24,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from kvmesh.clock import NEVER
-from kvmesh.errors import DeadlinePassed, HandoffLost, InternalError, KvmeshError, Overloaded, Unavailable
+from kvmesh.errors import (
+    BY_CODE,
+    DeadlinePassed,
+    HandoffLost,
+    InternalError,
+    InvalidRequest,
+    KvmeshError,
+    Overloaded,
+    Unavailable,
+)
 from kvmesh.instance.sampling import history_of
 from kvmesh.kvcache import keys as block_keys
 from kvmesh.kvcache.cache_groups import GroupPages
@@ -110,6 +119,8 @@ class Handoff:
         self.held: list[int] = []  # the store's extents under `loading`
         self.loading: set[int] = set()  # ranks that copy from `held` into the landing's pages
         self.copying: tuple[Literal["in", "out"], set[int]] | None = None
+        # Ranks that compile its grammar: it joins no batch before they have.
+        self.compiling = self.all_ranks() if spec.sampling.grammar else set()
         self.in_batch = False  # steps of the ranks use `pages`; rank 0 says when none does any more
         # the writer (prefill)
         self.landing_sent = False
@@ -117,7 +128,7 @@ class Handoff:
         self.writer_done = False  # no message of prefill is to be expected any more
         # the answer
         self.first: e.FirstToken | None = None
-        self.answer: list[int] | None = [] if spec.said else None  # the answer's tokens, where a penalty needs them
+        self.answer: list[int] | None = [] if spec.said else None  # the answer's tokens, where something needs them
         self.made = 0  # tokens of the answer known here
         self.last_token = -1
         self.last_ns = 0
@@ -295,7 +306,9 @@ class Handoff:
         KV."""
         self.times.asked = now
         self._arm(now, self.limits.queue_ms)
-        return [e.AskPrefill(self.peer, self.handle, self.spec, self.times)]
+        compile_grammar = m.CompileGrammar(self.handle, self.spec.sampling.grammar)
+        orders = (m.TellRank(rank, compile_grammar) for rank in sorted(self.compiling))
+        return [e.AskPrefill(self.peer, self.handle, self.spec, self.times), *orders]
 
     def step(self, event: e.Event, now: int) -> list[e.Action]:
         """Takes one event and returns the actions that follow from it. Events may come late, twice, or after the
@@ -527,7 +540,8 @@ class Handoff:
         if self.in_pages and not self.windows and not self.times.load_end:
             # The KV landed straight in pages: nothing was copied, but only from here on no writer can touch them.
             self.times.load_start, self.times.load_end = self.times.filled, now
-        if self.phase is Phase.LOADING and self.in_pages and not self.windows and self.first is not None:
+        landed = self.in_pages and not self.windows and not self.compiling
+        if self.phase is Phase.LOADING and landed and self.first is not None:
             self.phase = Phase.READY
             if self.seated:
                 self._join(now, out)
@@ -535,6 +549,13 @@ class Handoff:
     def _keep_extents(self) -> e.KeepExtents | e.FreeExtents:
         extents, shared, self.extents, self.shared = tuple(self.extents), self.shared, [], 0
         return e.KeepExtents(extents, shared)
+
+    def _compiled(self, rank: int, done: m.GrammarCompiled, now: int, out: list[e.Action]) -> None:
+        self.compiling.discard(rank)
+        if done.why_not:
+            self._cancel(e.Cancel(InvalidRequest(done.why_not, field="grammar")), now, out)
+        elif not self.ended:
+            self._advance(now, out)
 
     def _load(self, event: e.LoadExtents, now: int, out: list[e.Action]) -> None:
         assert self.wants_pages, self.phase
@@ -682,9 +703,10 @@ class Handoff:
     def _step_failed(self, rank: int, failed: m.RankError, now: int, out: list[e.Action]) -> None:
         if not self.in_batch:
             return
-        self.failed = True
+        self.failed = self.failed or not failed.code
         if not self.ended:
-            self._end(e.EmitFail(InternalError(failed.message)), now, out)
+            error = BY_CODE[failed.code](failed.message, field="grammar") if failed.code else None
+            self._end(e.EmitFail(error or InternalError(failed.message)), now, out)
             self.phase = Phase.CANCELLING
             self.due = NEVER
         self._out_of_batch(now, out)
@@ -798,4 +820,5 @@ _RANK_HANDLERS: dict[type[Any], _RankHandler] = {
     m.Copied: Handoff._copied,
     m.Left: Handoff._left,
     m.RankError: Handoff._step_failed,
+    m.GrammarCompiled: Handoff._compiled,
 }

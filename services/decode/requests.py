@@ -61,14 +61,14 @@ def check_start(start: decode_pb2.StartRequest, instance: ServingInstance, now: 
     told = sampling_of(sampling, tokens, instance.vocab_size)
     life = start.placement.life
     stops = set(sampling.stop_token_ids)
-    if not sampling.ignore_eos:
+    if sampling.grammar or not sampling.ignore_eos:  # a grammar's answer ends with an end token in any case
         stops.update(instance.eos_token_ids)
     return Spec(
         request_id=start.request_id,
         prompt_tokens=tokens,
         max_tokens=min(sampling.max_tokens, instance.context_limit - tokens),
         deadline_ns=now + start.deadline_ms * NS_PER_MS,
-        min_tokens=sampling.min_tokens,
+        min_tokens=0 if sampling.grammar else sampling.min_tokens,  # a grammar alone says when its answer may end
         stop_token_ids=tuple(sorted(stops)),
         sampling=told,
         said=start.token_ids if needs_history(told) else b"",

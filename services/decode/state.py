@@ -235,7 +235,7 @@ class DecodeState:
                 self._give(self._by_epoch.get(epoch), event, now)
             case m.SealCopied():
                 self.scheduler.dirty |= self.scheduler.sealed(rank, message)
-            case m.Copied(handle) | m.Left(handle):
+            case m.Copied(handle) | m.Left(handle) | m.GrammarCompiled(handle):
                 self._give(self.requests.get(handle), event, now)
             case m.Stalled(handle):
                 self._stalled(handle, now)

@@ -137,6 +137,14 @@ class GatewayConfig(ServiceConfig):
             "in messages of chats they never are."
         },
     )
+    answer_parser: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "How a model's answers are read, and its calls are written (docs/reference/answer-parsers.md): "
+            "MODEL=FAMILY, where its config.json and chat template do not tell.",
+            "metavar": "MODEL=FAMILY,...",
+        },
+    )
     max_stops: int = field(default=16, metadata={"help": "Stop strings a request may name."})
     max_stop_chars: int = field(default=256, metadata={"help": "Characters of one stop string."})
     max_choices: int = field(default=64, metadata={"help": "Answers a request may ask for (prompts x n)."})
@@ -222,7 +230,7 @@ class GatewayConfig(ServiceConfig):
                 f"({2 * self.max_body_bytes})",
                 field="max_request_memory",
             )
-        self.folders  # noqa: B018 (refuses what it cannot read)
+        self.answer_families  # noqa: B018 (refuses what it cannot read)
 
     @property
     def model_name(self) -> str:
@@ -243,6 +251,27 @@ class GatewayConfig(ServiceConfig):
             if name in found:
                 raise ConfigError(f"models={text!r}: there are two models of this name", field="models")
             found[name] = path
+        return found
+
+    @property
+    def answer_families(self) -> dict[str, str]:
+        """Family of answers by model. ConfigError: not MODEL=FAMILY, a model or family that is not there."""
+        folders, found = self.folders, dict[str, str]()
+        if not self.answer_parser:
+            return found
+        from kvmesh.services.gateway.text.answers.families import FAMILIES  # imports llguidance
+
+        for text in self.answer_parser:
+            name, equals, family = text.partition("=")
+            if not (equals and name in folders):
+                raise ConfigError(
+                    f"answer_parser={text!r}: must be MODEL=FAMILY of a model here", field="answer_parser"
+                )
+            if family not in FAMILIES:
+                raise ConfigError(
+                    f"answer_parser={text!r}: no such family; there are {', '.join(FAMILIES)}", field="answer_parser"
+                )
+            found[name] = family
         return found
 
     @property

@@ -9,6 +9,7 @@ from kvmesh.errors import InvalidRequest
 from kvmesh.rpc.protocol import (
     MAX_BIAS,
     MAX_BIASED_TOKENS,
+    MAX_GRAMMAR_BYTES,
     MAX_PENALTY,
     MAX_REPETITION_PENALTY,
     MAX_TOP_LOGPROBS,
@@ -16,6 +17,7 @@ from kvmesh.rpc.protocol import (
 )
 from kvmesh.services.gateway.config import GatewayLimits
 from kvmesh.services.gateway.text.chat import Chat
+from kvmesh.services.gateway.text.grammars.asked import AskedForm
 
 MAX_SEED = 2**63 - 1
 MAX_TOKENS = 2**31 - 1
@@ -51,7 +53,7 @@ class Generation:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
     seed: int | None = None
     ignore_eos: bool = False
-    grammar: str = ""  # that every answer must follow, in llguidance's own form
+    form: AskedForm | None = None  # of every answer
     parsed: bool = False  # answers are told as content, reasoning and tool calls
     stops: tuple[str, ...] = ()
     logprobs: int = -1  # -1: none; n: the sampled token's and those of n alternatives
@@ -66,6 +68,7 @@ class Generation:
     session: str | None = None  # requests of one conversation
     origin: str | None = None  # requests that share much of their prompts
     expected_tokens: int | None = None  # of the answer: the client's own guess
+    grammar: str = ""  # that every token of an answer keeps to, in llguidance's own form; "": none
 
     @property
     def choices(self) -> int:
@@ -94,6 +97,8 @@ class Generation:
         between("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
         between("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
         _check_biases(self.logit_bias)
+        if len(self.grammar) > MAX_GRAMMAR_BYTES or len(self.grammar.encode()) > MAX_GRAMMAR_BYTES:
+            raise refused("grammar", self.grammar, f"must have at most {MAX_GRAMMAR_BYTES} bytes")
         between("seed", self.seed, 0, MAX_SEED)
         between("n", self.n, 1, limits.max_choices)
         self.check_wishes()

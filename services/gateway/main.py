@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 from kvmesh.errors import ConfigError
@@ -27,6 +27,7 @@ from kvmesh.services.gateway.rest import app
 from kvmesh.services.gateway.rest.hosts import HostCheck, checks_hosts
 from kvmesh.services.gateway.rest.http_server import HttpServer
 from kvmesh.services.gateway.sessions import Key, Sessions
+from kvmesh.services.gateway.text.answers.families import FAMILIES, find_family
 from kvmesh.services.gateway.text.prepare import Preparer
 from kvmesh.services.gateway.text.tokenizer import Tokenizer
 from kvmesh.telemetry import names
@@ -39,7 +40,7 @@ _GRPC_GRACE_S = 0.5
 async def run(config: GatewayConfig, stop: asyncio.Event, started: Callable[[dict[str, object]], None]) -> None:
     """Serve until `stop`; `started` hears the addresses (gRPC, "http", "metrics"). ConfigError: a port in use,
     no model, bad API keys or certificates; CheckpointError: no tokenizer there."""
-    models = Models(await _preparers(config.folders, special_prompts=config.special_prompts))
+    models = Models(await _preparers(config))
     keys = KeyFile(config.api_keys)
     keys.load()
     http_tls = security.load_pair(config.http_tls_cert, config.http_tls_key, "http_tls_cert", "http_tls_key")[0]
@@ -102,15 +103,20 @@ async def run(config: GatewayConfig, stop: asyncio.Event, started: Callable[[dic
         await _drain(core, grpc_server, config.stop_grace_ms / 1000)
 
 
-async def _preparers(folders: Mapping[str, str], *, special_prompts: bool) -> dict[str, Preparer]:
+async def _preparers(config: GatewayConfig) -> dict[str, Preparer]:
+    folders, named = config.folders, config.answer_families
     if not folders:
         raise ConfigError("model='': the gateway needs a checkpoint folder (its tokenizer)", field="model")
     # One prompt is one call: rayon's threads would only wait for each other.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    return {
-        name: Preparer(await asyncio.to_thread(Tokenizer.load, folder), special_prompts=special_prompts)
-        for name, folder in folders.items()
-    }
+    found = {}
+    for name, folder in folders.items():
+        tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
+        guess = find_family(tokenizer.model_type, tokenizer.templates.get("default", ""))
+        family = FAMILIES[named[name]] if name in named else guess
+        log.info("model %s: answers are read as those of %s", name, family.name)
+        found[name] = Preparer(tokenizer, special_prompts=config.special_prompts, family=family)
+    return found
 
 
 async def _drain(core: GatewayCore, server: Server, grace_s: float) -> None:

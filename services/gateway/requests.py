@@ -358,7 +358,8 @@ class Request:
         markers = parser.markers if parser is not None else frozenset()
         detokenizer = tokenizer.detokenizer(prompt.context, opens=prompt.blank, markers=markers)
         matcher = StopMatcher(self._stops) if self._stops else None
-        silent = () if self.generation.ignore_eos else self._facts.eos_ids
+        unending = self.generation.ignore_eos and not prompt.grammar  # an end token ends a grammar's answer
+        silent = () if unending else self._facts.eos_ids
         return Completion(detokenizer, matcher, silent, parser)
 
     # ── attempts ──────────────────────────────────────────────────────────────────────────────────

@@ -171,7 +171,6 @@ def to_generation(request: gateway_pb2.GenerateRequest, core: GatewayCore, tenan
         logit_bias=tuple((one.token_id, one.bias) for one in request.logit_bias),
         seed=request.seed if request.HasField("seed") else None,
         ignore_eos=request.ignore_eos,
-        grammar=request.grammar,
         stops=tuple(request.stop),
         logprobs=request.top_logprobs if request.logprobs else -1,
         cache_salt=request.cache_salt,
@@ -182,6 +181,7 @@ def to_generation(request: gateway_pb2.GenerateRequest, core: GatewayCore, tenan
         session=request.session or None,
         origin=request.origin or None,
         expected_tokens=request.expected_tokens or None,
+        grammar=request.grammar,
         timeout_s=request.timeout_ms / 1000 if request.timeout_ms else None,
     ).check(core.config.limits)
 

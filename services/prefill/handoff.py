@@ -65,6 +65,7 @@ class PrefillHandoff:
     world: int
     phase: PrefillPhase = PrefillPhase.QUEUED
 
+    compiling: set[int] = field(default_factory=set)  # ranks that compile its grammar
     pull_at_ns: int = 0  # when its own pull is to begin; 0: the pull has begun, or there is none
     planned_to: int = 0  # the block that its prefix is expected to reach when that pull is over
     patient_until_ns: int = 0  # the request waits for no pull longer than this

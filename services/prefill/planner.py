@@ -126,9 +126,10 @@ class Wait(enum.Enum):
     PAGES = "pages"
     TWIN = "twin"  # its next block is being computed or loaded for another request
     PULL = "pull"  # its next block is on its way from another node
+    GRAMMAR = "grammar"  # its grammar is being compiled
 
 
-# Returns how many tokens of the request are not cached now, or TWIN or PULL.
+# Returns how many tokens of the request are not cached now, or TWIN, PULL or GRAMMAR.
 Rest = Callable[[int], "int | Wait"]
 # Gives the request its pages. Returns how many leading tokens are cached, PAGES if there are too few pages, or PULL if
 # the request's blocks are fetched first.

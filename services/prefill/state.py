@@ -23,7 +23,15 @@ from dataclasses import dataclass, field
 
 from kvmesh.blockservice.removals import NotHere
 from kvmesh.clock import NEVER, Tick
-from kvmesh.errors import DeadlinePassed, HandoffLost, KvmeshError, Overloaded, Unavailable
+from kvmesh.errors import (
+    BY_CODE,
+    DeadlinePassed,
+    HandoffLost,
+    InvalidRequest,
+    KvmeshError,
+    Overloaded,
+    Unavailable,
+)
 from kvmesh.instance.sampling import history_of
 from kvmesh.kvcache.grouped_store import GroupedStore
 from kvmesh.kvcache.node_store import NodeStore
@@ -245,6 +253,10 @@ class PrefillState:
             self._lives.abort(h, error)
             return
         self.planner.waiting.add(start.handle, start.priority, now, start.size_ns)
+        if start.sampling.grammar:
+            h.compiling = set(range(self.config.world))
+            order = m.CompileGrammar(h.handle, start.sampling.grammar)
+            self._lives.actions.extend(m.TellRank(rank, order) for rank in range(self.config.world))
         if start.deadline_ns:
             heapq.heappush(self._deadlines, (start.deadline_ns, start.handle))
         self._patience(self._lives.arrive(h))
@@ -292,10 +304,14 @@ class PrefillState:
             lives = self._lives
             lives.idle = not self._steps
             total = lambda handle: self.handoffs[handle].prompt_tokens  # noqa: E731
-            chunks = self.planner.next_step(lives.rest, self._admit, total, self.most())
+            chunks = self.planner.next_step(self._rest, self._admit, total, self.most())
             if not chunks:
                 return
             self._submit(chunks, now)
+
+    def _rest(self, handle: int) -> int | Wait:
+        """Returns how many tokens of a request are not cached now, or what it waits for."""
+        return Wait.GRAMMAR if self.handoffs[handle].compiling else self._lives.rest(handle)
 
     def _admit(self, handle: int) -> int | Wait:
         """Gives a request whose turn has come its pages. A pull that was planned for later begins now, or never."""
@@ -339,8 +355,10 @@ class PrefillState:
         match message:
             case m.PrefillStepDone():
                 self._step_done(rank, message)
-            case m.RankError(handles, text):
-                self._step_failed(rank, handles, text)
+            case m.RankError(handles, text, code):
+                self._step_failed(rank, handles, text, code)
+            case m.GrammarCompiled(handle, why_not):
+                self._compiled(rank, handle, why_not)
             case m.SealCopied():
                 self._lives.sealed(rank, message)
             case m.LoadCopied():
@@ -363,7 +381,15 @@ class PrefillState:
         self._lives.blocks.rates.computed_ns = self._ns_per_token * self.config.plan.block_tokens
         self._answered(done.step_id, step, rank)
 
-    def _step_failed(self, rank: int, handles: tuple[int, ...], text: str) -> None:
+    def _compiled(self, rank: int, handle: int, why_not: str) -> None:
+        h = self.handoffs.get(handle)
+        if h is None or rank not in h.compiling:
+            return
+        h.compiling.discard(rank)
+        if why_not:
+            self._lives.abort(h, InvalidRequest(why_not, field="grammar"))
+
+    def _step_failed(self, rank: int, handles: tuple[int, ...], text: str, code: str) -> None:
         """Fails requests of the oldest step at the rank (a rank runs steps in order). A step that failed as a whole has
         no other answer; a step that goes on without these requests is answered by PrefillStepDone."""
         number = next((n for n, s in self._steps.items() if rank in s.waiting), None)
@@ -372,12 +398,14 @@ class PrefillState:
             return
         step = self._steps[number]
         step.failed.update((rank, handle) for handle in handles)
-        # The ranks check only the result for a prompt's last token. What made it fail may lie in any block before, and
-        # would fail whoever shares that block. So all are computed again, or loaded from the store, which only takes
-        # blocks whose KV is finite.
-        self._lives.forget([key for handle in handles for key in self.handoffs[handle].start.block_keys])
+        if not code:
+            # The ranks check only the result for a prompt's last token. What made it fail may lie in any block before,
+            # and would fail whoever shares that block. So all are computed again, or loaded from the store, which only
+            # takes blocks whose KV is finite.
+            self._lives.forget([key for handle in handles for key in self.handoffs[handle].start.block_keys])
         for handle in handles:
-            self._lives.abort(self.handoffs[handle], Unavailable(f"the prefill failed: {text}"))
+            error = BY_CODE[code](text, field="grammar") if code else Unavailable(f"the prefill failed: {text}")
+            self._lives.abort(self.handoffs[handle], error)
         if step.failed.issuperset((rank, handle) for handle in members):
             self._answered(number, step, rank)
 

@@ -15,13 +15,23 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from kvmesh.engine.batch import Chosen
+from kvmesh.engine.sampling.grammar import AnswerGrammar
+from kvmesh.errors import GrammarFailed
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.worker import steps as steps_module
 from kvmesh.ranks.worker.rows import PageHolds, RunningRows
 from kvmesh.transfer import EngineConfig, TransferEngine
 from tests.support import steps_world
 from tests.support.checkpoints import make_checkpoint
-from tests.support.steps_world import MOST_REQUESTS, SAMPLING, Device, Request, World
+from tests.support.steps_world import (
+    GRAMMAR,
+    MOST_REQUESTS,
+    PENALISED_GRAMMAR,
+    SAMPLING,
+    Device,
+    Request,
+    World,
+)
 
 EXAMPLES = int(os.environ.get("KVMESH_EXAMPLES", "60"))
 SETTINGS = settings(
@@ -47,10 +57,13 @@ class FrontAndRank(RuleBasedStateMachine):
 
     device: Device
     ahead = True
+    kinds: tuple[int, ...] = tuple(range(len(SAMPLING)))
+    hurries = False
 
     def __init__(self) -> None:
         super().__init__()
         self.world = World(self.device, self.ahead)
+        self.world.hurries = self.hurries
 
     def some(self, data: st.DataObject, **having: bool) -> Request | None:
         found = [
@@ -70,7 +83,7 @@ class FrontAndRank(RuleBasedStateMachine):
         spare=st.integers(0, 2),
     )
     def start(self, prompt: tuple[int, ...], kind: int, most: int, stop_at: int, least: int, spare: int) -> None:
-        self.world.start(prompt, kind, most, stop_at, least, spare)
+        self.world.start(prompt, self.kinds[kind % len(self.kinds)], most, stop_at, least, spare)
 
     @rule(count=st.integers(1, 4), hears=st.booleans())
     def steps(self, count: int, hears: bool) -> None:
@@ -188,6 +201,20 @@ class SamplesWithoutHistory(steps_module.StepInFlight):
         return True
 
 
+class NeverRests(RunningRows):
+    """A row with a grammar is in the next step before its token is known."""
+
+    def rest(self) -> list[int]:
+        return []
+
+
+class ForgetsWhoRests(RunningRows):
+    """Rows that rested are not put back."""
+
+    def wake(self, handles: Any) -> None:
+        pass
+
+
 BROKEN: list[tuple[Any, str, Any]] = [
     (steps_module, "StepInFlight", SamplesWithoutHistory),
     (steps_module, "PageHolds", GivesBackAtOnce),
@@ -196,6 +223,8 @@ BROKEN: list[tuple[Any, str, Any]] = [
     (steps_module, "RunningRows", BelievesRowsStay),
     (steps_world, "Steps", LeavesAtOnce),
     (steps_world, "Steps", TellsStallsFirst),
+    (steps_module, "RunningRows", NeverRests),
+    (steps_module, "RunningRows", ForgetsWhoRests),
 ]
 
 
@@ -205,6 +234,9 @@ def test_a_broken_rule_is_found(
 ) -> None:
     monkeypatch.setattr(FrontAndRank, "device", device, raising=False)
     monkeypatch.setattr(module, name, broken)
+    if broken is SamplesWithoutHistory:  # what its tokens show is rare among all kinds
+        monkeypatch.setattr(FrontAndRank, "kinds", (5, 0))
+        monkeypatch.setattr(FrontAndRank, "hurries", True)
     with pytest.raises(AssertionError):
         run_state_machine_as_test(
             FrontAndRank,
@@ -277,6 +309,47 @@ def test_rows_with_penalties_that_stay_need_not_wait(device: Device) -> None:
     assert len(decoded(world)) == 1 and world.steps.has_work
     world.step()
     assert len(decoded(world)) == 2, "each call launches a step and reads the one before"
+    world.wind_down()
+
+
+@pytest.mark.parametrize("free", [0, 5], ids=["greedy", "penalised"])
+@pytest.mark.parametrize("constrained", [GRAMMAR, PENALISED_GRAMMAR])
+def test_a_row_with_a_grammar_lags_and_the_others_do_not_wait(device: Device, free: int, constrained: int) -> None:
+    world = two(device, (free, constrained))
+    for calls in range(1, 7):
+        world.step()
+        assert len(decoded(world)) == calls, "each call launches a step and reads the one before"
+        assert world.steps.has_work
+    assert [len(step.tokens) for step in decoded(world)] == [2, 1, 2, 1, 2, 1]
+    world.wind_down()
+
+
+def test_rows_with_a_grammar_alone_wait_for_their_own_tokens(device: Device) -> None:
+    world = two(device, (GRAMMAR, PENALISED_GRAMMAR))
+    for calls in range(1, 5):
+        world.step()
+        assert [len(step.tokens) for step in decoded(world)] == [2] * calls
+    world.wind_down()
+
+
+def test_a_grammar_that_fails_ends_its_row_alone(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = two(device, (1, GRAMMAR))
+    well, failing = world.requests.values()
+    world.step()  # reads the first step: the row rests, and is in the next one
+
+    def fails(*_: Any) -> None:
+        raise GrammarFailed("grammar: too much")
+
+    monkeypatch.setattr(AnswerGrammar, "fill", fails)
+    failing.spoiled = True
+    world.hurries = True
+    world.step()
+    world.step()
+    errors = [message for message in world.said if isinstance(message, m.RankError)]
+    assert [(error.handles, error.code) for error in errors] == [((failing.handle,), "grammar_failed")]
+    assert "too much" in errors[0].message
+    world.hear()
+    assert failing.ended and not failing.pages and not well.ended
     world.wind_down()
 
 

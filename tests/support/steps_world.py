@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from llguidance import LLMatcher
 
 from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.runner import Runner, shard_layout
 from kvmesh.engine.sampler import TokensInFlight
+from kvmesh.engine.sampling.grammar import GrammarCompiler
 from kvmesh.kvcache.keys import pack_tokens
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.worker.device import LateStep, StagedCpuMemory
@@ -29,6 +31,8 @@ from kvmesh.transfer import TransferEngine
 
 BLOCK, PAGES, EXTENTS = 4, 28, 16
 MOST_REQUESTS = 5  # all of them find pages, whatever waits for a step
+# Which letters may come next depends on the one before; the answer never has to end.
+LETTERS = LLMatcher.grammar_from_regex("(a[bc]|b[ad]{2}|c[efg]|e{3}[a-d]|[fg]h)+")
 SAMPLING = [
     GenerateParams(),
     GenerateParams(temperature=1.0, seed=7),
@@ -38,7 +42,18 @@ SAMPLING = [
     GenerateParams(
         repetition_penalty=1.01, frequency_penalty=2.0, logit_bias=((5, 40.0), (6, 39.5), (7, 39.0))
     ),  # each token is decided by the ones before
+    GenerateParams(temperature=1.0, seed=11, grammar=LETTERS, may_end=False),
+    GenerateParams(
+        temperature=0.9,
+        seed=12,
+        presence_penalty=1.0,
+        repetition_penalty=1.2,
+        logprobs=1,
+        grammar=LETTERS,
+        may_end=False,
+    ),
 ]
+GRAMMAR, PENALISED_GRAMMAR = len(SAMPLING) - 2, len(SAMPLING) - 1
 Launch = Callable[[], TokensInFlight]
 
 
@@ -58,6 +73,7 @@ class Device:
         self.memory.open_extents(self.engine.allocate(EXTENTS * layout.shard_bytes, "cpu:0"), EXTENTS)
         self.runner = Runner(checkpoint, "float32", "cpu", BLOCK, self.memory.pages)
         self.layout = layout
+        self.grammars = GrammarCompiler(self.path, checkpoint.config.vocab_size, checkpoint.config.eos_token_ids)
         self.alone = LocalEngine(self.path, block_tokens=BLOCK, num_pages=16)
 
     def answer(self, prompt: tuple[int, ...], kind: int, most: int) -> list[LocalToken]:
@@ -113,7 +129,7 @@ class World:
         self.said: deque[m.ToFront] = deque()
         pusher = Pusher(device.engine, device.layout, 0, self.said.append)
         begin = self._begin if ahead else None
-        self.steps = Steps(device.runner, pusher, BLOCK, self.said.append, begin)
+        self.steps = Steps(device.runner, pusher, BLOCK, self.said.append, begin, grammars=device.grammars)
         self.moves = Moves(self.memory, self.said.append)
         self.launched: list[tuple[LateStep[Any], dict[int, set[int]]]] = []  # with the pages of each row
         self.prompts: deque[m.PrefillItem] = deque()
@@ -188,12 +204,14 @@ class World:
             p.frequency_penalty,
             p.repetition_penalty,
             p.logit_bias,
+            grammar=p.grammar,
+            may_end=p.may_end,
         )
 
     @staticmethod
     def _history(prompt: tuple[int, ...], kind: int, made: list[int]) -> m.TokenHistory | None:
-        penalised = SAMPLING[kind].repetition_penalty != 1
-        return m.TokenHistory(pack_tokens(prompt), pack_tokens(made)) if penalised else None
+        needed = SAMPLING[kind].repetition_penalty != 1 or SAMPLING[kind].grammar
+        return m.TokenHistory(pack_tokens(prompt), pack_tokens(made)) if needed else None
 
     def _join(self, request: Request) -> None:
         request.in_batch, request.stalled = True, False

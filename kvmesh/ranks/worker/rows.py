@@ -8,7 +8,8 @@ last one, so a change moves at most two rows; the order is the same at every ran
 A step that is not waited for is told of twice. Once it is `launched` the rows have gone on by one token, whatever that
 will be: a row that ends by length is out of the batch, the others can be in the next step. What the step has made is
 `collected` later, when the next step has been launched, too; a row that stopped is then in one step too many, and its
-token there is thrown away. `PageHolds` says when the pages of a row that is out of the batch are free of every step.
+token there is thrown away. A row with a grammar `rest`s meanwhile, since what it may say next follows from that token.
+`PageHolds` says when the pages of a row that is out of the batch are free of every step.
 """
 
 from __future__ import annotations
@@ -226,6 +227,25 @@ class RunningRows:
             self.live -= 1
             self._swap(row, self.live)
         return handles
+
+    def rest(self) -> list[int]:
+        """Takes rows with a grammar that are in the step in flight out of the next one; returns their handles, for
+        `wake`. Rows without one keep their places."""
+        in_flight = self._columns[NEWEST, : self.live]
+        resting = [row for row in np.flatnonzero(in_flight >= 0).tolist() if self._params[row].grammar is not None]
+        handles = [self._handles[row] for row in resting]
+        for row in reversed(resting):
+            self.live -= 1
+            self._swap(row, self.live)
+        return handles
+
+    def wake(self, handles: Sequence[int]) -> None:
+        """Puts rows that rested back, those that are still here."""
+        for handle in handles:
+            row = self._at.get(handle)
+            if row is not None:
+                self._swap(row, self.live)
+                self.live += 1
 
     def batch(self) -> DecodeBatch:
         """Returns a copy of the inputs of the live rows' next step."""

@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvmesh.engine.batch import DecodeBatch, PrefillInput, SampleParams
+from kvmesh.engine.batch import Chosen, DecodeBatch, PrefillInput, SampleParams
 from kvmesh.engine.runner import NOBODY, Runner
 from kvmesh.engine.sampler import TokensInFlight
+from kvmesh.engine.sampling.grammar import GrammarCompiler
 from kvmesh.engine.sampling.history import History
-from kvmesh.errors import ContextTooLong, InvalidRequest, KvmeshError, NonFiniteLogits
+from kvmesh.errors import ContextTooLong, GrammarFailed, InternalError, InvalidRequest, KvmeshError, NonFiniteLogits
 from kvmesh.kvcache.cache_groups import CacheGroup
 from kvmesh.kvcache.keys import unpack_tokens
 from kvmesh.ranks import protocol as m
@@ -47,14 +48,20 @@ class StepInFlight:
 
     def may_precede(self, batch: DecodeBatch) -> bool:
         """Whether the step of `batch` can be sampled before this one's tokens are known: the sampler reads histories on
-        the host when rows come and go."""
-        return batch.params == self.batch.params or all(p.history is None for p in batch.params)
+        the host when rows come and go. Those with a grammar are in either step or none, and no row but they begins
+        anew with them."""
+        free, before = _without_grammar(batch.params), _without_grammar(self.batch.params)
+        return free == before or all(p.history is None for p in free)
+
+
+def _without_grammar(params: Sequence[SampleParams]) -> list[SampleParams]:
+    return [p for p in params if p.grammar is None]
 
 
 class Steps:
     """Keeps the running rows, and runs the steps. `begin` gives the device a step for which nobody waits, and returns
     what waits until the device has begun it; None: every step is waited for. With `groups`, those of the model, pages
-    are named by cache group. All methods run on the rank's main thread.
+    are named by cache group. Without `grammars` no request has one. All methods run on the rank's main thread.
 
     A step over states changes them in place, so it is never computed again: what is not finite fails alone, and any
     other error fails all that were in the step, whose states are lost."""
@@ -67,7 +74,9 @@ class Steps:
         send: Callable[[m.ToFront], None],
         begin: Callable[[Launch], Launch] | None = None,
         groups: Sequence[CacheGroup] = (),
+        grammars: GrammarCompiler | None = None,
     ) -> None:
+        self._grammars = grammars
         self.rows = RunningRows(block_tokens, groups)
         self._groups = tuple(groups)
         self._snapshots = Snapshots(runner, groups, block_tokens)
@@ -89,7 +98,7 @@ class Steps:
 
     def join(self, j: m.Join) -> None:
         """Adds a row to the batch."""
-        self.rows.join(j, _params(j.sampling, j.history))
+        self.rows.join(j, self._params(j.sampling, j.history))
         if self._snapshots:
             self._snapshots.save_at_borders(np.array([j.context_tokens]), [tables_of(self._groups, j.groups).roles])
 
@@ -140,7 +149,7 @@ class Steps:
             named = [tables_of(self._groups, item.groups) for item in items] if self._groups else []
             if self._snapshots:
                 self._snapshots.load([tables.roles for tables in named])
-            first, chosen = self._runner.step(_inputs(items, named), batch, on_layer if items else None)
+            first, chosen = self._runner.step(self._inputs(items, named), batch, on_layer if items else None)
             if self._snapshots:
                 self._snapshots.save([tables.roles for tables in named])
                 self._snapshots.save_at_borders(batch.positions + 1, roles)
@@ -169,8 +178,11 @@ class Steps:
         if step is not None:
             answers = [(item, token) for item, token in zip(items, first, strict=True) if token is not None]
             # Only a step that is not computed again answers what is not finite by -1.
-            bad_items = {item.handle for item, token in answers if token.token_id < 0}
+            bad_items = {item.handle for item, token in answers if token.token_id < 0 and not token.fault}
             self._items_failed(tuple(bad_items), NonFiniteLogits("logits are not finite"))
+            for item, token in answers:
+                if token.fault:
+                    self._items_failed((item.handle,), GrammarFailed(token.fault))
             sampled = tuple(
                 m.Sampled(item.handle, token.token_id, logprobs(token))
                 for item, token in answers
@@ -179,15 +191,17 @@ class Steps:
             self._send(m.PrefillStepDone(step.step_id, start, end, sampled))
         if rows:
             lost: tuple[int, ...] = ()
-            if self._snapshots and chosen.token_ids.min() < 0:
-                made = self.rows.collected(self.rows.launched(), chosen)
+            faults: dict[int, str] = {}
+            if chosen.token_ids.min() < 0:
+                step_rows = self.rows.launched()
+                faults = _faults(step_rows.handles, chosen)
+                made = self.rows.collected(step_rows, chosen)
                 tokens, lost = made.tokens, made.bad
             else:
                 tokens = self.rows.advance(chosen)
             beside = sum(len(item.token_ids) for item in items)
             self._send(m.DecodeStepDone(start, end, rows, int(batch.positions.sum()), tokens, beside))
-            if lost:
-                self._rows_failed(lost, NonFiniteLogits("logits are not finite"))
+            self._rows_lost(lost, faults)
 
     # ── steps in flight ──────────────────────────────────────────────────────────────────────────
 
@@ -200,10 +214,14 @@ class Steps:
     def _run_ahead(self, begin: Callable[[Launch], Launch]) -> None:
         """Launches the next step of the rows, then reads the one before."""
         stalled = self.rows.stall()
-        if self._flight is not None and not self._flight.may_precede(self.rows.batch()):
+        resting = self.rows.rest() if self._flight is not None else []
+        if self._flight is not None and not (self.rows.live and self._flight.may_precede(self.rows.batch())):
             self.settle()
+            self.rows.wake(resting)
+            resting = []
         before = self._flight
         self._flight = self._launch(begin, before) if self.rows.live else None
+        self.rows.wake(resting)
         if before is not None:
             self._collect(before, self._flight)
         for handle in stalled:  # once the front knows the token before, which may have been the last
@@ -250,13 +268,13 @@ class Steps:
         else:
             start, end = max(flight.launched_ns, self._ended_ns), time.monotonic_ns()
             self._ended_ns = end
+            faults = _faults(rows.handles, chosen)
             made = self.rows.collected(rows, chosen, next_rows)
             over = self._holds.over()
             held = tuple(handle for handle in made.ended if not self._holds.out(handle, m.Left(handle)))
             context = int(flight.batch.positions.sum())
             self._send(m.DecodeStepDone(start, end, len(rows.handles), context, made.tokens, held=held))
-            if made.bad:
-                self._rows_failed(made.bad, NonFiniteLogits("logits are not finite"))
+            self._rows_lost(made.bad, faults)
         for message in over:
             self._send(message)
 
@@ -270,41 +288,69 @@ class Steps:
     def _items_failed(self, handles: tuple[int, ...], error: Exception) -> None:
         if handles:
             self._pusher.step_failed(handles)
-            self._send(m.RankError(handles, f"prefill step: {error}"))
+            self._send(m.RankError(handles, f"prefill step: {error}", _own_code(error)))
+
+    def _rows_lost(self, handles: Iterable[int], faults: Mapping[int, str]) -> None:
+        """Reports rows that a step has made no token for: their grammar failed, which `faults` say by handle, or their
+        logits were not finite."""
+        handles = tuple(handles)
+        for handle in handles:
+            if handle in faults:
+                self._rows_failed((handle,), GrammarFailed(faults[handle]))
+        if rest := [handle for handle in handles if handle not in faults]:
+            self._rows_failed(rest, NonFiniteLogits("logits are not finite"))
 
     def _rows_failed(self, handles: Iterable[int], error: Exception) -> None:
         """Takes rows out of the batch; those that the step in flight has are reported when it is over."""
-        text, free = f"decode step: {error}", []
+        text, code, free = f"decode step: {error}", _own_code(error), []
         for handle in handles:
             self.rows.leave(handle)
-            if self._holds.out(handle, m.RankError((handle,), text)):
+            if self._holds.out(handle, m.RankError((handle,), text, code)):
                 free.append(handle)
         if free:
-            self._send(m.RankError(tuple(free), text))
+            self._send(m.RankError(tuple(free), text, code))
+
+    # ── what the engine is asked ─────────────────────────────────────────────────────────────────
+
+    def _inputs(self, items: Sequence[m.PrefillItem], named: Sequence[GroupTables] = ()) -> list[PrefillInput]:
+        """Returns what the runner is asked; `named` are the items' tables of a model that is kept by cache groups."""
+        inputs = [
+            PrefillInput(i.token_ids, i.start, i.pages, self._params(i.sample, i.history) if i.sample else None)
+            for i in items
+        ]
+        for one, tables in zip(inputs, named, strict=False):
+            one.groups = tables.tables
+        return inputs
+
+    def _params(self, sampling: m.Sampling, history: m.TokenHistory | None) -> SampleParams:
+        params = SampleParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=sampling.seed,
+            logprobs=sampling.logprobs if sampling.logprobs >= 0 else None,
+            min_p=sampling.min_p,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty,
+            logit_bias=sampling.logit_bias,
+            answered=sampling.answered,
+        )
+        answer = unpack_tokens(history.answer) if history is not None else ()
+        if history is not None and params.penalised:
+            params.history = History(unpack_tokens(history.prompt), answer)
+        if sampling.grammar:
+            if self._grammars is None:
+                raise InternalError("this rank compiles no grammars")
+            params.grammar = self._grammars.begin(sampling.grammar, answer, may_end=sampling.may_end)
+        return params
 
 
-def _inputs(items: Sequence[m.PrefillItem], named: Sequence[GroupTables] = ()) -> list[PrefillInput]:
-    """Returns what the runner is asked; `named` are the items' tables of a model that is kept by cache groups."""
-    inputs = [
-        PrefillInput(i.token_ids, i.start, i.pages, _params(i.sample, i.history) if i.sample else None) for i in items
-    ]
-    for one, tables in zip(inputs, named, strict=False):
-        one.groups = tables.tables
-    return inputs
+def _faults(handles: Sequence[int], chosen: Chosen) -> dict[int, str]:
+    """Says by handle why a row's grammar has no token."""
+    return {handles[row]: token.fault for row, token in chosen.scored.items() if token.fault}
 
 
-def _params(sampling: m.Sampling, history: m.TokenHistory | None) -> SampleParams:
-    return SampleParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        seed=sampling.seed,
-        logprobs=sampling.logprobs if sampling.logprobs >= 0 else None,
-        min_p=sampling.min_p,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-        logit_bias=sampling.logit_bias,
-        answered=sampling.answered,
-        history=History(unpack_tokens(history.prompt), unpack_tokens(history.answer)) if history else None,
-    )
+def _own_code(error: Exception) -> str:
+    """Returns the name of an error that is the requests' own."""
+    return error.code if isinstance(error, GrammarFailed) else ""

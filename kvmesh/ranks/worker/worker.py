@@ -6,7 +6,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import cast
+from concurrent.futures import Future
+from typing import Any, cast
 
 import torch
 
@@ -14,7 +15,8 @@ from kvmesh.engine.cache_memory import GroupShape, group_shapes, is_state, named
 from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.parallel import SOLO, ExpertsCut, Group, ProcessGroup
 from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams, shard_layout, torch_dtype
-from kvmesh.errors import TransferError
+from kvmesh.engine.sampling.grammar import GrammarCompiler
+from kvmesh.errors import KvmeshError, TransferError
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.devices import STAGED_CPU
@@ -123,7 +125,8 @@ class Worker:
         self.seals = Seals(memory, send)
         self.moves = Moves(memory, send)
         begin = memory.begin_step if setup.ahead else None
-        self.steps = Steps(self._runner, self.pusher, configure.block_tokens, send, begin, kept)
+        self.grammars = GrammarCompiler(self._checkpoint.path, config.vocab_size, config.eos_token_ids)
+        self.steps = Steps(self._runner, self.pusher, configure.block_tokens, send, begin, kept, grammars=self.grammars)
         settings = (
             setup.group_settings(pages, self._shapes, self._runner)
             if self._shapes
@@ -221,6 +224,7 @@ class Worker:
     def close(self) -> None:
         self.sums.close()
         self.tiers.close()
+        self.grammars.close()
         if self.warm is not None:
             self.warm.close()
         self.memory.close()
@@ -329,6 +333,8 @@ class Worker:
                 self.moves.add(message)
             case m.SealCopy():
                 self.seals.add(message)
+            case m.CompileGrammar(handle, grammar):
+                self._compile(handle, grammar)
             case m.Join():
                 self.steps.join(message)
             case m.Grant():
@@ -345,6 +351,18 @@ class Worker:
                 pass
             case _:
                 log.error("unexpected message %s", type(message).__name__)
+
+    def _compile(self, handle: int, grammar: str) -> None:
+        """Compiles a grammar beside the steps, and answers from there."""
+
+        def answer(compiled: Future[Any]) -> None:
+            error = compiled.exception()
+            if error is not None and not isinstance(error, KvmeshError):
+                log.error("a grammar could not be compiled", exc_info=error)
+            why_not = "" if error is None else str(error) or type(error).__name__
+            self._send(m.GrammarCompiled(handle, why_not))
+
+        self.grammars.compile(grammar).add_done_callback(answer)
 
     def _fence(self, peer: str, epoch: int) -> None:
         while True:

@@ -210,7 +210,9 @@ class SamplingParams(_message.Message):
     as answer, the noise's token_index goes on after them; StepTokens.token_index, max_tokens and min_tokens begin anew.
     """
     grammar: _builtins.str
-    """what the answer must follow, in llguidance's serialised form; "": nothing"""
+    """Every token of the answer is one that this grammar allows; "": none. It is in llguidance's own form, at most 1 MiB.
+    An end token ends the answer, with ignore_eos, too: then none is allowed before nothing else is.
+    """
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property

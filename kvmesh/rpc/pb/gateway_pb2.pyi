@@ -133,7 +133,7 @@ class GenerateRequest(_message.Message):
     expected_tokens: _builtins.int
     """of the answer, the client's own guess; 0: none"""
     grammar: _builtins.str
-    """see SamplingParams"""
+    """see SamplingParams; at most 1 MiB"""
     @_builtins.property
     def chat(self) -> Global___Chat: ...
     @_builtins.property

@@ -34,6 +34,7 @@ from kvmesh.services.gateway.generation import (
     refused,
 )
 from kvmesh.services.gateway.rest.interface import Asked
+from kvmesh.services.gateway.text.grammars.asked import AskedForm, asked_form
 
 # Fields of OpenAI's bodies that say how a request is to be served, not what: its SLO, its lane, what it belongs to.
 
@@ -181,6 +182,46 @@ _BIASES = {
 }
 
 
+_SCHEMA = {"anyOf": [{"type": "object"}, {"type": "boolean"}]}
+_FORM = {
+    "description": "Text, any JSON object, or JSON of a schema (docs/reference/structured-output.md)",
+    "anyOf": [
+        {
+            "type": "object",
+            "properties": {"type": {"enum": ["text"]}},
+            "required": ["type"],
+            "additionalProperties": False,
+        },
+        {
+            "type": "object",
+            "properties": {"type": {"enum": ["json_object"]}},
+            "required": ["type"],
+            "additionalProperties": False,
+        },
+        {
+            "type": "object",
+            "properties": {
+                "type": {"enum": ["json_schema"]},
+                "json_schema": {
+                    "type": "object",
+                    "properties": {
+                        "name": {"type": "string"},
+                        "description": {"type": "string"},
+                        "schema": _SCHEMA,
+                        "strict": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+                    },
+                    "required": ["schema"],
+                    "additionalProperties": False,
+                },
+            },
+            "required": ["type", "json_schema"],
+            "additionalProperties": False,
+        },
+        {"type": "null"},
+    ],
+}
+
+
 class StreamOptions(Strict):
     """`include_usage`: a last chunk tells the usage. `include_obfuscation` is OpenAI's and has no effect."""
 
@@ -232,6 +273,7 @@ class OpenAIFields(ServiceFields, Asked):
         PlainValidator(_check_stop),
         WithJsonSchema({"anyOf": [{"type": "string"}, TEXTS, {"type": "null"}]}),
     ] = ()
+    response_format: Annotated[AskedForm | None, PlainValidator(lambda form: form), WithJsonSchema(_FORM)] = None
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -262,6 +304,8 @@ class OpenAIFields(ServiceFields, Asked):
     def look_at(cls, body: dict[str, Any], limits: GatewayLimits) -> None:
         """Takes out of a body what asks for nothing. Raises InvalidRequest for what is not served."""
         drop_unsupported(body, UNSUPPORTED)
+        if (form := asked_form(body)) is not None:
+            body["response_format"] = form
 
     @property
     def streams(self) -> bool:
@@ -284,6 +328,7 @@ class OpenAIFields(ServiceFields, Asked):
             stops=self.stop,
             logit_bias=self.logit_bias,
             ignore_eos=bool(self.ignore_eos),
+            form=self.response_format,
             cache_salt=self.cache_salt or "",
             **self.service(),
             **{name: value for name, value in given.items() if value is not None},

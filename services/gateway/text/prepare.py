@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from kvmesh.errors import ContextTooLong
 from kvmesh.kvcache.keys import Namespace, chain_tip, pack_tokens
 from kvmesh.services.gateway.generation import Generation, Prompt, refused
+from kvmesh.services.gateway.text.answer_rules import AnswerRules
+from kvmesh.services.gateway.text.answers.families import PLAIN, AnswerFamily
 from kvmesh.services.gateway.text.answers.parsed import AnswerParser
+from kvmesh.services.gateway.text.answers.tools import ToolSpec
 from kvmesh.services.gateway.text.chat import Chat, ChatEncoder, ChatTemplates, Tool
 from kvmesh.services.gateway.text.detokenize import CONTEXT_TOKENS
 from kvmesh.services.gateway.text.tokenizer import Tokenizer
@@ -44,13 +47,15 @@ class Prepared:
 
 
 class Preparer:
-    """Tokenizer and templates of one model. `special_prompts`: special tokens in the text of a prompt (not of a
-    message) are special."""
+    """Tokenizer, templates and answers of one model. `special_prompts`: special tokens in the text of a prompt (not of
+    a message) are special."""
 
-    def __init__(self, tokenizer: Tokenizer, *, special_prompts: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, special_prompts: bool = True, family: AnswerFamily = PLAIN) -> None:
         self.tokenizer = tokenizer
+        self.family = family
         self._special_prompts = special_prompts
         self._chats = ChatEncoder(tokenizer, ChatTemplates(tokenizer.templates, tokenizer.named_tokens))
+        self._rules = AnswerRules(family, tokenizer.special_texts)
 
     def prepare(
         self,
@@ -105,6 +110,8 @@ class Preparer:
                 f"{bounds.max_context_tokens}",
                 field=field,
             )
+        chat = prompt if isinstance(prompt, Chat) else None
+        tail = rendered.text[-TAIL_CHARS:] if rendered is not None else ""
         packed = pack_tokens(ids)
         keys, chain_digest = chain_tip(namespace, packed, bounds.block_tokens)
         echo = ""
@@ -118,11 +125,19 @@ class Preparer:
             echo,
             tuple(ids[-CONTEXT_TOKENS:]),
             all(token in self.tokenizer.special_ids for token in ids),
-            generation.grammar,
-            rendered.text[-TAIL_CHARS:] if rendered is not None else "",
-            prompt.callable_tools if isinstance(prompt, Chat) else (),
+            generation.grammar or self._rules.grammar(generation.form, chat, tail),
+            tail,
+            chat.callable_tools if chat is not None else (),
         )
 
     def parser(self, prompt: Prepared, request_id: str) -> AnswerParser | None:
-        """Returns a parser of an answer to `prompt`; None: all of it is content."""
-        return None
+        """Returns a parser of an answer to `prompt`; None: all of it is content. Ids of calls are made of the
+        request's."""
+        if self.family is PLAIN:
+            return None
+        return self.family.parser(
+            tools=[ToolSpec(tool.name, tool.parameters) for tool in prompt.tools],
+            prompt_tail=prompt.tail,
+            reasoning=True,
+            new_id=lambda index: f"call_{request_id}_{index}",
+        )

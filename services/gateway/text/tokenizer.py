@@ -35,12 +35,15 @@ class Pieces:
 class Tokenizer:
     """One tokenizer.json with its tokenizer_config.json. Safe to use from several threads."""
 
-    def __init__(self, inner: tokenizers.Tokenizer, config: dict[str, Any], templates: dict[str, str]) -> None:
+    def __init__(
+        self, inner: tokenizers.Tokenizer, config: dict[str, Any], templates: dict[str, str], model_type: str = ""
+    ) -> None:
         self._inner = inner
         self._inner.no_truncation()
         self._inner.no_padding()
         self.templates = templates
         """Name to chat template; the usual one is called "default"."""
+        self.model_type = model_type
         self.named_tokens = _named_tokens(config)
         """`bos_token`, `eos_token`, ... as chat templates name them."""
         added = inner.get_added_tokens_decoder()
@@ -64,7 +67,8 @@ class Tokenizer:
             raise CheckpointError(f"{path}: not a tokenizer ({err})", field="model") from None
         special = _json(folder / "special_tokens_map.json")
         config = special | _json(folder / "tokenizer_config.json")
-        return cls(inner, config, _templates(folder, config))
+        model_type = _json(folder / "config.json").get("model_type")
+        return cls(inner, config, _templates(folder, config), model_type if isinstance(model_type, str) else "")
 
     @cached_property
     def longest(self) -> int:

@@ -94,7 +94,7 @@ class Direct:
             token_ids=packed(prompt),
             block_keys=keys,
             chain_digest=digest,
-            sampling=pb.SamplingParams(max_tokens=max_tokens, ignore_eos=True, **{"top_p": 1.0, **sampling}),
+            sampling=pb.SamplingParams(max_tokens=max_tokens, **{"top_p": 1.0, "ignore_eos": True, **sampling}),
             placement=placement,
             deadline_ms=int(timeout_s * 1000),
             credit_tokens=1 << 20,

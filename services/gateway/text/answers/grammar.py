@@ -13,6 +13,7 @@ from typing import Any
 
 from kvmesh.errors import InvalidRequest
 from kvmesh.services.gateway.text.answers.tools import ToolSpec, value_types
+from kvmesh.services.gateway.text.grammars.build import JSON_OPTIONS
 
 _TEXT = "/(?s:.*)/"
 _NOTES = frozenset(
@@ -156,7 +157,7 @@ def _sequence(builder: GrammarBuilder, parts: Sequence[str]) -> str:
 
 def arguments_schema(tool: ToolSpec) -> dict[str, Any]:
     """Returns the schema of a tool's arguments, which are an object whatever it says."""
-    schema = {key: value for key, value in tool.parameters.items() if key != "x-guidance"}
+    schema = {**tool.parameters, "x-guidance": JSON_OPTIONS}
     if schema.setdefault("type", "object") != "object":
         raise InvalidRequest.of("tools", tool.name, 'its parameters are not of type "object"')
     return schema
