@@ -20,10 +20,12 @@ _KEPT_BYTES = 64 << 10  # longer ones are made each time
 
 
 class AnswerRules:
-    """Makes grammars for one model. `special` are the texts and ids of its special tokens."""
+    """Makes grammars for one model. `template` is its chat template, `special` are the texts and ids of its special
+    tokens."""
 
-    def __init__(self, family: AnswerFamily, special: Mapping[str, int]) -> None:
+    def __init__(self, family: AnswerFamily, template: str, special: Mapping[str, int]) -> None:
         self._family = family
+        self._reasons = family.reasons(template)
         self._special = special
         self._remembered = functools.lru_cache(KEPT_GRAMMARS)(self._made)
 
@@ -46,7 +48,7 @@ class AnswerRules:
             chat.tool_choice if chat is not None else "",
             chat.named if chat is not None else "",
             chat is not None and chat.parallel,
-            tail,
+            tail if self._reasons else None,
         )
         small = sum(len(part) for part in (what[1], what[0][1] if what[0] else "")) <= _KEPT_BYTES
         return (self._remembered if small else self._made)(*what)
@@ -55,11 +57,11 @@ class AnswerRules:
         self,
         form: tuple[str, str, str, bool] | None,
         told: str,
-        reasons: bool,
+        chatted: bool,
         choice: str,
         named: str,
         parallel: bool,
-        tail: str,
+        tail: str | None,
     ) -> str:
         tools = [Tool(name, parameters=parameters) for name, parameters in json.loads(told)]
         inner: list[dict[str, object]] = []
@@ -73,7 +75,7 @@ class AnswerRules:
         assert form is not None, "there are calls or a form"
         kind, source, field, strict = form
         made = form_grammar(AskedForm(kind, json.loads(source), field, strict))  # type: ignore[arg-type]
-        if not reasons:
+        if not chatted:
             return made
         inner.append({**json.loads(made)["grammars"][0], "name": "form"})
         answer = " | ".join(f"@{part['name']}" for part in inner)

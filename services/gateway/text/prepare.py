@@ -55,7 +55,7 @@ class Preparer:
         self.family = family
         self._special_prompts = special_prompts
         self._chats = ChatEncoder(tokenizer, ChatTemplates(tokenizer.templates, tokenizer.named_tokens))
-        self._rules = AnswerRules(family, tokenizer.special_texts)
+        self._rules = AnswerRules(family, tokenizer.templates.get("default", ""), tokenizer.special_texts)
 
     def prepare(
         self,

@@ -106,14 +106,20 @@ class AnswerFamily:
         return builder.finish()
 
     def grammar_after_reasoning(
-        self, answer: str, *, prompt_tail: str, special: Mapping[str, int] = MappingProxyType({})
+        self, answer: str, *, prompt_tail: str | None, special: Mapping[str, int] = MappingProxyType({})
     ) -> str:
         """Returns a grammar of reasoning, as `prompt_tail` has it, and what `answer`, the body of a Lark rule, matches:
-        for other structured output of models that reason."""
+        for other structured output of models that reason. None: nothing comes before."""
         builder = GrammarBuilder(self.markers, special)
         builder.rule("answer", answer)
         self._add_start(builder, prompt_tail)
         return builder.finish()
+
+    def reasons(self, template: str) -> bool:
+        """Whether a model with this chat template may reason before it answers: the template knows the marks of it."""
+        if issubclass(self.parser_class, MarkupParser):
+            return self.opens_reasoning or any(mark in template for mark in self.parser_class.think)
+        return self.parser_class is HarmonyParser
 
     def _add_start(self, builder: GrammarBuilder, prompt_tail: str | None) -> None:
         if self.parser_class is HarmonyParser and prompt_tail is not None:
