@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -87,6 +89,24 @@ def test_any_text_is_parsed_the_same_in_pieces(family: str, parts: list[str], da
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert parse(family, pieces, **options) == whole
+
+
+@settings(max_examples=1500, deadline=None)
+@given(st.integers(0, 2**32))
+def test_a_damaged_answer_is_parsed_the_same_in_pieces(seed: int) -> None:
+    chance = random.Random(seed)
+    one = chance.choice(TRANSCRIPTS)
+    text = one.text
+    for _ in range(chance.randint(1, 4)):
+        at = chance.randint(0, len(text))
+        put = chance.choice(["", chance.choice(MARKUP), chance.choice('{}[]"\\<>, \n')])
+        text = text[:at] + put + text[at + chance.choice([0, 1, 3, 20]) :]
+    family = one.family if chance.random() < 0.8 else chance.choice(sorted(FAMILIES))
+    whole = parse(family, [text], **one.options)
+    assert parse(family, list(text), **one.options) == whole
+    cuts = sorted(chance.randint(0, len(text)) for _ in range(5))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert parse(family, pieces, **one.options) == whole
 
 
 @settings(max_examples=500, deadline=None)

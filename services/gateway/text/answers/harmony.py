@@ -16,7 +16,7 @@ from kvmesh.services.gateway.text.answers.reader import Steps, TextReader, any_o
 from kvmesh.services.gateway.text.answers.tools import ToolSpec
 
 _TAIL = re.compile(r"<\|start\|>assistant((?:[^<]|<\|channel\|>|<\|constrain\|>)*)(<\|message\|>)?\Z")
-_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _HEADER_TEXT = re.compile(r"[^<]*")
 _HEADER = any_of("<|message|>", "<|channel|>", "<|constrain|>")
@@ -139,8 +139,8 @@ class HarmonyParser:
             self.told.content(found)
         return found
 
-    def _begin_call(self, recipient: str) -> None:
-        self.told.call(self._new_id(self.told.calls), recipient.removeprefix("functions."))
+    def _begin_call(self, name: str) -> None:
+        self.told.call(self._new_id(self.told.calls), name)
 
     def _is_reasoning(self, header: str) -> bool:
         channel = _CHANNEL.search(header)
