@@ -198,7 +198,10 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     folder = tokenizer_folder()
     end = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id(END)
-    grammars, text = GrammarCompiler(folder, VOCAB, (end,)), LLMatcher.grammar_from_json_schema(SCHEMA)
+    grammars, text = (
+        GrammarCompiler(folder, VOCAB, (end,)),
+        LLMatcher.grammar_from_json_schema(SCHEMA, overrides={"whitespace_flexible": False}),
+    )
     began = time.perf_counter()
     grammars.compile(LLMatcher.grammar_from_regex("a")).result()
     tokenizer_s = time.perf_counter() - began

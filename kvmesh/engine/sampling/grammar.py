@@ -194,11 +194,12 @@ class AnswerGrammar:
 
 
 class StepMasks(NamedTuple):
-    """Holds the masks of a step's rows with a grammar, in order: `bits [rows, words]`, and of each row the one token
-    that it can have, or -1. `failed` says by the row's place why its grammar has no answer: its mask allows
-    everything."""
+    """Holds the masks of a step's rows with a grammar, in order: `bits [rows, words]`, how many tokens each allows, and
+    of each row the one token that it can have, or -1. `failed` says by the row's place why its grammar has no answer:
+    its mask allows everything."""
 
     bits: Mask
+    allowed: npt.NDArray[np.int64]
     forced: npt.NDArray[np.int64]
     failed: dict[int, str]
 
@@ -236,7 +237,8 @@ class MaskMaker:
             failed.setdefault(place, "grammar: no token may come next")
         bits[list(failed)] = -1
         forced[list(failed)] = -1
-        return StepMasks(bits, forced, failed)
+        allowed[list(failed)] = vocab
+        return StepMasks(bits, allowed, forced, failed)
 
 
 ROWS_A_THREAD, MASK_THREADS = 16, 8
