@@ -35,6 +35,7 @@ NO_NOISE, NO_LINES = torch.empty(0, dtype=torch.float64), np.empty((0, 2))
 # What top_k and top_p leave is found on a GPU by the kernels; False: by torch's topk and sort, which need one more
 # read of the device for each block in which a row wants more than `filters.CANDIDATES` tokens.
 CUT_BY_KERNELS = True
+FEW = 4  # times the allowed tokens are at most the vocabulary: then a CPU looks at these alone
 BLOCK_BYTES = 8 << 20  # of float64 logits that a CPU works on at a time: they stay in its cache, and memory stays small
 
 
@@ -414,12 +415,44 @@ class _Block:
     ) -> None:
         """Writes this block's tokens among the batch's: of logits, noise, greatest logits and masks of the whole
         batch."""
-        if masks is not None and self._places_of_masks is not None:
-            forced = masks.forced[self._places_of_masks]
-            if forced.min() >= 0 and not self._mask_rows.is_cuda:
-                tokens[self.rows] = torch.from_numpy(forced)
-                return
-        tokens[self.rows] = self._tokens(logits, noise[self._noise], best, bits)
+        noise = noise[self._noise]
+        if masks is not None and self._places_of_masks is not None and not bits.is_cuda:
+            [row], [place] = self.rows.tolist(), self._places_of_masks
+            forced = int(masks.forced[place])
+            tokens[row] = forced if forced >= 0 else self._constrained(logits[row], noise, masks, place)
+            return
+        tokens[self.rows] = self._tokens(logits, noise, best, bits)
+
+    def _constrained(self, logits: torch.Tensor, noise: torch.Tensor, masks: StepMasks, place: int) -> int:
+        """Returns the token of one row on a CPU. Where few tokens are allowed, the others are left out; the draw is the
+        same, as they have no weight."""
+        vocab, names = len(logits), None
+        allowed = np.unpackbits(masks.bits[place].view(np.uint8), count=vocab, bitorder="little").view(np.bool_)
+        if self._adjust is None and masks.allowed[place] * FEW <= vocab:
+            names = np.flatnonzero(allowed)
+            # One token of no weight beside them: filters may ask for more than there are.
+            x = torch.cat((logits[torch.from_numpy(names)], logits.new_full((1,), -torch.inf)))[None]
+        else:
+            x = logits[None].masked_fill(torch.from_numpy(~allowed), -torch.inf)
+        token = int(self._picked(x, noise)[0])
+        if token >= len(allowed if names is None else names) or not allowed[token if names is None else names[token]]:
+            return int(np.flatnonzero(allowed)[0])  # the model gives nothing to any token that is allowed
+        return token if names is None else int(names[token])
+
+    def _picked(self, x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        """Returns the places of tokens among `x [rows, tokens]`, logits of this block's rows that no kernel draws
+        from."""
+        if self._adjust is not None:
+            x = x.double()
+            self._adjust.apply(x)
+        if not self.draws:
+            return x.max(-1).indices
+        x = x.double()
+        # The best first to 0: a tiny temperature then overflows to -inf, never to NaN.
+        weights = x.sub_(x.amax(-1, keepdim=True)).div_(self._temperature).exp_()
+        if self._filters is not None:
+            weights.masked_fill_(weights < self._filters.cut(weights)[:, None], 0.0)
+        return _draw(weights, noise)
 
     def _tokens(
         self, logits: torch.Tensor, noise: torch.Tensor, best: torch.Tensor, bits: torch.Tensor
@@ -433,30 +466,17 @@ class _Block:
         if self._kernels is not None and self._adjust is None:
             return self._drawn_by(self._kernels, logits, rows, best, noise)
         x = (logits[rows] if self._places_of_masks is None else logits).double()
-        if self._adjust is not None:
-            self._adjust.apply(x)
-        if not self.draws:
-            return x.max(-1).indices
-        best = x.amax(-1, keepdim=True)
-        if self._kernels is not None:
-            return self._drawn_by(self._kernels, x, self._places, best[:, 0], noise)
-        # The best first to 0: a tiny temperature then overflows to -inf, never to NaN.
-        weights = x.sub_(best).div_(self._temperature).exp_()
-        if self._filters is not None:
-            weights.masked_fill_(weights < self._filters.cut(weights)[:, None], 0.0)
-        return _draw(weights, noise)
+        if self._adjust is None or not self.draws or self._kernels is None:
+            return self._picked(x, noise)
+        self._adjust.apply(x)
+        return self._drawn_by(self._kernels, x, self._places, x.amax(-1), noise)
 
     def _masked(self, logits: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-        """Returns this block's logits, -inf where the mask does not allow the token."""
+        """Returns this block's logits on a GPU, -inf where the mask does not allow the token."""
         if self._mask_kernels is not None:
             return cast(torch.Tensor, self._mask_kernels.masked(logits, self.rows, bits, self._mask_rows))
-        vocab = logits.shape[-1]
-        if bits.is_cuda:
-            places = torch.arange(WORD_BITS, dtype=torch.int32, device=bits.device)
-            allowed = ((bits[self._mask_rows][:, :, None] >> places) & 1).flatten(1)[:, :vocab] != 0
-        else:
-            packed = bits.numpy()[self._places_of_masks].view(np.uint8)
-            allowed = torch.from_numpy(np.unpackbits(packed, axis=-1, count=vocab, bitorder="little").view(np.bool_))
+        places = torch.arange(WORD_BITS, dtype=torch.int32, device=bits.device)
+        allowed = ((bits[self._mask_rows][:, :, None] >> places) & 1).flatten(1)[:, : logits.shape[-1]] != 0
         least = torch.finfo(logits.dtype).min  # a logit of -inf may be all that is allowed
         return torch.where(allowed, logits[self.rows].clamp(min=least), -torch.inf)
 

@@ -107,9 +107,13 @@ class GrammarCompiler:
     def _compiled(self, grammar: str) -> LLMatcher:
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(self._made_tokenizer(), grammar, log_level=0, limits=_limits())
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # the lexer is built with the first mask: that is compiling, too
+        tokenizer = self._made_tokenizer()
+        try:
+            matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_limits())
+            if not matcher.is_error():
+                matcher.compute_bitmask()  # the lexer is built with the first mask: that is compiling, too
+        except BaseException as error:  # a panic in Rust is no Exception
+            raise InvalidRequest(f"grammar: {_brief(f'{type(error).__name__}: {error}')}", field="grammar") from None
         if matcher.is_error():
             raise InvalidRequest(f"grammar: {_brief(matcher.get_error())}", field="grammar")
         return matcher
@@ -132,7 +136,7 @@ class GrammarCompiler:
             raise InvalidRequest(f"grammar: {why}", field="grammar") from None
         try:
             return LLTokenizer(text, n_vocab=self.vocab, eos_token=list(self.eos))
-        except Exception as error:
+        except BaseException as error:  # a panic in Rust is no Exception
             why = f"the model's tokenizer cannot be used: {_brief(str(error))}"
             raise InvalidRequest(f"grammar: {why}", field="grammar") from None
 
@@ -190,11 +194,12 @@ class AnswerGrammar:
 
 
 class StepMasks(NamedTuple):
-    """Holds the masks of a step's rows with a grammar, in order: `bits [rows, words]`, and of each row the one token
-    that it can have, or -1. `failed` says by the row's place why its grammar has no answer: its mask allows
-    everything."""
+    """Holds the masks of a step's rows with a grammar, in order: `bits [rows, words]`, how many tokens each allows, and
+    of each row the one token that it can have, or -1. `failed` says by the row's place why its grammar has no answer:
+    its mask allows everything."""
 
     bits: Mask
+    allowed: npt.NDArray[np.int64]
     forced: npt.NDArray[np.int64]
     failed: dict[int, str]
 
@@ -232,7 +237,8 @@ class MaskMaker:
             failed.setdefault(place, "grammar: no token may come next")
         bits[list(failed)] = -1
         forced[list(failed)] = -1
-        return StepMasks(bits, forced, failed)
+        allowed[list(failed)] = vocab
+        return StepMasks(bits, allowed, forced, failed)
 
 
 ROWS_A_THREAD, MASK_THREADS = 16, 8
@@ -244,6 +250,6 @@ def _filled(grammar: AnswerGrammar, mask: Mask) -> str:
         grammar.fill(mask)
     except InvalidRequest as error:
         return error.message
-    except Exception as error:  # whatever it was, it is this row's alone
+    except BaseException as error:  # whatever it was, it is this row's alone; a panic in Rust is no Exception
         return f"grammar: {type(error).__name__}: {_brief(str(error))}"
     return ""

@@ -24,6 +24,7 @@ from kvmesh.engine.kernels import (
     latent_decode,
     latent_prefill,
     latent_write,
+    mask,
     move,
     prefill,
     sample,
@@ -42,10 +43,10 @@ SHAPES = (
     ("fp32", 96, 4, 32, False),
 )
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
-INT32 = ("of_token", "table", "owners", "work", "joins", "lengths", "slots", "source", "target")
+INT32 = ("of_token", "table", "owners", "work", "joins", "lengths", "slots", "source", "target", "bits")
 FLOAT32 = ("sinks", "partial", "weights", "answers", "log_decay", "rate", "states")
 FLOAT64 = ("temperature", "min_p", "sums", "noise", "least", "goals", "befores", "found", "cuts")
-INT64 = ("rows", "tokens", "ranges", "runs", "order", "owners", "tile_ends", "row_ends", "counts")
+INT64 = ("rows", "tokens", "ranges", "runs", "order", "owners", "tile_ends", "row_ends", "counts", "masks")
 OF_DTYPE = (
     "qkv",
     "pages",
@@ -185,6 +186,7 @@ def main(capability: int, part: str = "") -> None:
             chunk = {"BLOCK": delta.CHUNK_VALUES, "CHUNK": delta.CHUNK, "PRECISION": "tf32"}
             show("delta", dtype, 128, delta._chunks, 4, **sizes, **chunk)
     show("move", "i32", move.BLOCK, move._move, 4, SIZE=move.BLOCK)
+    show("mask", "fp32", mask.BLOCK, mask._mask, 4, SIZE=mask.BLOCK)
     show("sum", "fp32", sample.BLOCK, sample._sum, 4, SIZE=sample.BLOCK)
     show("pick", "fp32", sample.BLOCK, sample._pick, 4, SIZE=sample.BLOCK, CHUNKS=128)
     for dtype, counts in (("fp32", True), ("fp32", False), ("fp64", False)):
