@@ -84,6 +84,7 @@ class GroupedBlocks(BlockTraffic):
         self._cache = cache
         self._seals: dict[int, _GroupedSeal] = {}
         self._loads: dict[int, GroupedLoad] = {}
+        self.snapshots: dict[bytes, int] = {}  # key → how many requests will keep their states behind that block
 
     # ── what is here and what is coming ──────────────────────────────────────────────────────────────────────
 
@@ -97,7 +98,10 @@ class GroupedBlocks(BlockTraffic):
 
     def promised_bits(self, keys: Sequence[bytes], promised: Container[bytes]) -> Bits:
         """Returns what will be sealed of blocks that are being computed."""
-        masks = [written_mask(self.groups, block) if key in promised else 0 for block, key in enumerate(keys)]
+        masks = [
+            written_mask(self.groups, block, last=key in self.snapshots) if key in promised else 0
+            for block, key in enumerate(keys)
+        ]
         return self._bits(masks)
 
     def sealing_bits(self, keys: Sequence[bytes]) -> Bits:
@@ -118,15 +122,17 @@ class GroupedBlocks(BlockTraffic):
         return [bits_of([bool(mask >> g & 1) for mask in reversed(masks)]) for g in range(len(self.groups))]
 
     def _sources(self, h: PrefillHandoff, usable: Sequence[bytes]) -> Bits:
-        """Returns what can be fetched: a hint covers it, or a lower tier of this node has it and may be read. A
-        block that was removed since the request came cannot."""
+        """Returns what can be fetched: a hint covers it, or a lower tier of this node has it and may be read. A hint
+        that names no groups is of a prefix that can be used. A block that was removed since the request came cannot be
+        fetched."""
         count = len(usable)
         masks, ranges = [0] * count, list(h.start.pulls)
         if self.lower is not None:
             ranges += self.lower.ranges(usable[: h.start.load_until])
         for r in ranges:
-            for block in range(min(r.first_block, count), min(r.first_block + r.blocks, count)):
-                masks[block] |= r.groups or written_mask(self.groups, block)
+            end = r.first_block + r.blocks
+            for block in range(min(r.first_block, count), min(end, count)):
+                masks[block] |= r.groups or written_mask(self.groups, block, last=block + 1 == end)
         masks[h.sealable :] = [0] * max(0, count - h.sealable)
         return self._bits(masks)
 
@@ -291,7 +297,7 @@ class GroupedBlocks(BlockTraffic):
             for block in range(first, full)
         ]
         if masks and states:
-            masks[-1] |= sum(1 << g for g in states) & written_mask(self.groups, full - 1)
+            masks[-1] |= sum(1 << g for g in states)
         if not any(masks):
             return
         begun = self.store.begin(keys, masks, first)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvmesh.blockservice.removals import NotHere
 from kvmesh.kvcache.cache_groups import CacheGroup, GroupPages, is_single
 from kvmesh.kvcache.sources import Pulled, PullRange
 from kvmesh.kvcache.tiers import Tier
@@ -46,6 +47,12 @@ class Played:
     def store(self):  # type: ignore[no-untyped-def]
         assert self.state.grouped is not None
         return self.state.grouped.blocks.store
+
+    def spans(self) -> list[tuple[int, int]]:
+        """The tokens of the steps since the last call."""
+        found = [(item.start, item.start + len(item.token_ids)) for item in self.steps]
+        self.steps.clear()
+        return found
 
     def feed(self, event: ev.Event) -> None:
         todo = [event]
@@ -101,14 +108,85 @@ def test_a_prompt_that_never_fits_is_refused_and_names_the_group() -> None:
     assert "cache group window" in played.failed[0].error.message
 
 
-def test_chunks_end_on_the_grid_and_leave_a_snapshot_there() -> None:
+def test_chunks_end_on_the_grid_and_at_the_last_full_block_and_leave_snapshots_there() -> None:
     played = Played((ALL, STATE), (8, 4), (8, 4))
     played.feed(begin(1, "abcde+1"))
-    assert [(item.start, item.start + len(item.token_ids)) for item in played.steps] == [(0, 8), (8, 16), (16, 21)]
     slots = [next(one.ids for one in item.groups if one.group == 1) for item in played.steps]
-    assert [len(ids) for ids in slots] == [2, 2, 1] and len({ids[0] for ids in slots}) == 1
+    assert played.spans() == [(0, 8), (8, 16), (16, 20), (20, 21)]
+    assert [len(ids) for ids in slots] == [2, 2, 2, 1] and len({ids[0] for ids in slots}) == 1
     keys = prompt("abcde", BLOCK)[1]
-    assert list(played.store.masks(keys)) == [1, 3, 1, 3, 1]
+    assert list(played.store.masks(keys)) == [1, 3, 1, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("text", "first", "again"),
+    [
+        ("+3", [(0, 3)], [(0, 3)]),  # no full block
+        ("a", [(0, 4)], [(0, 4)]),  # the block of the last token is computed
+        ("a+1", [(0, 4), (4, 5)], [(4, 5)]),
+        ("ab", [(0, 4), (4, 8)], [(4, 8)]),
+        ("ab+1", [(0, 8), (8, 9)], [(8, 9)]),  # on the grid
+        ("abc+2", [(0, 8), (8, 12), (12, 14)], [(12, 14)]),
+        ("abcd", [(0, 8), (8, 12), (12, 16)], [(12, 16)]),
+    ],
+)
+def test_a_repeated_prompt_hits_all_but_its_last_block(
+    text: str, first: list[tuple[int, int]], again: list[tuple[int, int]]
+) -> None:
+    played = Played((ALL, STATE), (8, 4), (8, 4))
+    played.feed(begin(1, text))
+    assert played.spans() == first
+    played.feed(begin(2, text))
+    assert played.spans() == again
+    assert played.ended[1].found.cached_tokens == again[0][0]
+
+
+def test_the_next_turn_hits_what_the_last_one_computed() -> None:
+    played = Played((ALL, STATE), (10, 4), (10, 4))
+    played.feed(begin(1, "abc+2"))
+    assert played.spans()
+    played.feed(begin(2, "abcdefg+1"))
+    assert played.spans() == [(12, 16), (16, 24), (24, 28), (28, 29)]
+
+
+def test_where_prompts_part_the_second_one_leaves_a_snapshot() -> None:
+    """The third one finds what is common to them."""
+    played = Played((ALL, STATE), (16, 5), (16, 8))
+    played.feed(begin(1, "abcde+1"))
+    assert played.spans()
+    played.feed(begin(2, "abcfg+1"))
+    assert played.spans() == [(8, 12), (12, 16), (16, 20), (20, 21)]
+    played.feed(begin(3, "abchi+1"))
+    assert played.spans() == [(12, 16), (16, 20), (20, 21)]
+
+
+def test_who_has_no_room_for_states_does_not_cut_for_them() -> None:
+    played = Played((ALL, STATE), (8, 4), (8, 0))
+    played.feed(begin(1, "abc+2"))
+    assert played.spans() == [(0, 8), (8, 14)]
+
+
+def test_a_twin_waits_for_the_snapshot_at_the_last_full_block() -> None:
+    played = Played((ALL, STATE), (12, 4), (8, 4))
+    played.answers = False
+    for handle in (1, 2):
+        played.feed(begin(handle, "abc+2"))
+    assert played.spans() == [(0, 8), (8, 12), (12, 14)]
+    for copy in list(played.seals):
+        played.feed(m.FromRank(0, m.SealCopied(copy.ticket, BOOT_NS, BOOT_NS)))
+    assert played.spans() == [(12, 14)]
+
+
+def test_what_is_removed_while_it_is_computed_leaves_no_snapshot() -> None:
+    played = Played((ALL, STATE), (12, 3), (8, 4))
+    played.answers = False  # the chunk behind the second snapshot waits for a slot
+    played.feed(begin(1, "abcde+1"))
+    keys = prompt("abcde", BLOCK)[1]
+    played.feed(NotHere(frozenset({keys[4]})))
+    played.answers = True
+    for copy in list(played.seals):
+        played.feed(m.FromRank(0, m.SealCopied(copy.ticket, BOOT_NS, BOOT_NS)))
+    assert list(played.store.masks(keys)) == [1, 3, 1, 3, 0]
 
 
 def test_a_snapshot_that_is_still_copied_holds_up_that_prompt_alone() -> None:
@@ -189,11 +267,11 @@ def test_a_holder_without_a_group_is_not_asked_for_it() -> None:
 
 
 def test_a_prompt_that_ends_behind_a_snapshot_is_pulled_up_to_it() -> None:
-    """Who names blocks and no groups has what is kept of them: no state of the fifth block."""
+    """Who names blocks and no groups has what a prefix of them needs: the state behind the last one."""
     played = Played((ALL, STATE), (10, 4), (8, 4))
     played.feed(begin(1, "abcde+1", pulls=(PullRange("A", "A:1", 1, 0, 5),)))
     (fetch,) = played.jobs
-    assert list(fetch.job.groups) == [1, 1, 1, 3]
+    assert list(fetch.job.groups) == [1, 1, 1, 1, 3]
 
 
 class OfGroups:
