@@ -92,7 +92,8 @@ class Node:
     """What instances on it share. `ref`: of its one instance. `machine`: what it shares with other nodes, if so.
 
     Of a model with several cache groups a store has whole blocks: all objects that whoever computes one seals, so
-    states at every `keep` blocks and behind the last block that a prompt finds again. A window's old objects do not go before their blocks do."""
+    states at every `keep` blocks and behind the last block that a prompt finds again. A window's old objects do not go
+    before their blocks do."""
 
     def __init__(
         self,

@@ -75,8 +75,6 @@ class GroupedTable(HandoffBook):
             return Wait.PULL
         usable, blocks = self.usable(h), self.blocks
         here = blocks.here(usable)
-        if self._tail_is_here(h, here):
-            return 1
         found = blocks.hit(here, len(usable)).blocks
         on_device = self.cache.held(usable)[0] if self._anchored else (1 << found) - 1
         first = (~on_device & on_device + 1).bit_length() - 1
@@ -98,25 +96,6 @@ class GroupedTable(HandoffBook):
         found = self.blocks.hit(soon, len(usable)).blocks
         return h.prompt_tokens - max(found, h.planned_to if h.pull_at_ns else 0) * self._block
 
-    def _tail_is_here(self, h: PrefillHandoff, here: Bits) -> bool:
-        """Whether all that is needed to compute the prompt's last token alone is here: what lies after its last full
-        block, under its tail key, and what the token sees before that."""
-        computed = h.prompt_tokens - 1
-        if not h.start.tail_key or computed % self._block == 0 or len(self.usable(h)) > h.sealable:
-            return False
-        stores = self.blocks.store.stores
-        for g, group in enumerate(self.groups):
-            if group.optional:
-                continue
-            if not stores[g].holds(h.start.tail_key):
-                return False
-            if not is_state(group):
-                seen = self.pages.rules.seen(g, computed)
-                wanted = (1 << seen.stop - 1) - (1 << seen.start)
-                if here[g] & wanted != wanted:
-                    return False
-        return True
-
     def admit(self, handle: int) -> int | Wait:
         """Gives a waiting request the pages that it keeps to its end and those that its first token sees: cached ones
         first, then those that extents are loaded into. Returns how many tokens need not be computed, or PAGES."""
@@ -124,13 +103,12 @@ class GroupedTable(HandoffBook):
         usable, blocks = self.usable(h), self.blocks
         here = blocks.here(usable)
         hit = blocks.hit(here, len(usable))
-        tail = self._tail_is_here(h, here)
-        full = len(usable) if tail else hit.blocks
-        start = h.prompt_tokens - 1 if tail else full * self._block
+        full = hit.blocks
+        start = full * self._block
         memory = PromptPages(self.pages.rules, h.prompt_tokens)
         loads: list[dict[int, bytes]] = [{} for _ in self.groups]
         for g in self._numbers:
-            loads[g] = self._take(memory, g, usable, full, h.start.tail_key if tail else b"")
+            loads[g] = self._take(memory, g, usable, full)
         wanted = [
             sorted(set(self.pages.rules.kept(g, h.prompt_tokens)).union(() if is_state(self.groups[g]) else loads[g]))
             for g in self._numbers
@@ -148,21 +126,16 @@ class GroupedTable(HandoffBook):
             h.found = replace(h.found, short=hit.short, short_blocks=longest - hit.blocks)
         return start
 
-    def _take(self, memory: PromptPages, g: int, usable: Sequence[bytes], full: int, tail: bytes) -> dict[int, bytes]:
-        """Takes the cached pages of what a prefix of `full` blocks, and what `tail` names after it, needs of a group.
-        Returns what is to be loaded: the key by block."""
+    def _take(self, memory: PromptPages, g: int, usable: Sequence[bytes], full: int) -> dict[int, bytes]:
+        """Takes the cached pages of what a prefix of `full` blocks needs of a group. Returns what is to be loaded: the
+        key by block."""
         group = self.groups[g]
         if is_state(group):
-            if tail:
-                return {full: tail}
             return {full - 1: usable[full - 1]} if full else {}
         seen = needed_blocks(group, self._block, full * self._block)
-        if tail:  # one more token in, but in the same block
-            seen = range(self.pages.rules.seen(g, memory.tokens - 1).start, full)
         pages = self.cache.take(g, usable[seen.start : seen.stop])
         memory.held[g].update((at, page) for at, page in zip(seen, pages, strict=True) if page >= 0)
-        lacks = {at: usable[at] for at in seen if at not in memory.held[g]}
-        return lacks | ({full: tail} if tail else {})
+        return {at: usable[at] for at in seen if at not in memory.held[g]}
 
     def _begin(
         self,

@@ -133,8 +133,8 @@ Rest = Callable[[int], "int | Wait"]
 # Gives the request its pages. Returns how many leading tokens are cached, PAGES if there are too few pages, or PULL if
 # the request's blocks are fetched first.
 Admit = Callable[[int], "int | Wait"]
-# Returns the tokens, ascending block borders, after which the state of an admitted request is to be kept beside those on
-# the grid: a chunk ends there.
+# Returns the tokens, ascending block borders, after which states of an admitted request are kept beside those on the
+# grid: a chunk ends there.
 Ends = Callable[[int], Sequence[int]]
 # Gives the chunk [start, end) of an admitted request what it needs beyond that. Returns False if it has to wait, which
 # ends by itself.

@@ -270,8 +270,8 @@ def test_the_next_turn_hits_at_the_answers_last_full_block() -> None:
 
 
 @pytest.mark.parametrize("steps", range(3, 9))
-def test_a_row_that_parts_leaves_its_tail(steps: int) -> None:
-    """Wherever in a block it is cut, the state, and what lies after the last full block, is found under the tail."""
+def test_a_row_that_parts_leaves_its_state_at_the_last_full_block(steps: int) -> None:
+    """Wherever in a block it is cut: who goes on computes the rest of that block, and not the answer."""
     world = GroupedWorld((ALL, window(7), state()), [12] * 3, [20] * 3)
     slot = world.start(6, 40)
     world.run(steps, ahead=True)
@@ -280,10 +280,10 @@ def test_a_row_that_parts_leaves_its_tail(steps: int) -> None:
     assert world.ends[slot] == 1 and world.errors == ["unavailable"]
     world.learn()
     [tokens] = world.rank.tokens.values()
-    known = tuple(tokens[: 6 + world.made[slot] - 1])
-    names = [key for key, found in world.known.items() if found == known]  # as a block and as a tail
-    masks = [mask for mask in world.store.masks(names) if mask]
-    assert masks == [0b111], "a block's own key is enough where it is full"
+    full = (6 + world.made[slot] - 1) // B
+    names = {known: key for key, known in world.known.items()}
+    keys = [names[tuple(tokens[: B * n])] for n in range(1, full + 1)]
+    assert world.store.masks(keys)[-1] == 0b111 and world.store.peek(keys, full).blocks == full
     world.wind_down()
 
 

@@ -14,18 +14,15 @@ from kvmesh.kvcache.tiers import Tier
 from kvmesh.ranks import protocol as m
 from kvmesh.services.prefill import events as ev
 from kvmesh.services.prefill.checks import grouped_landing_fault
-from kvmesh.services.prefill.grouped_blocks import seen_before
 from kvmesh.services.prefill.prompt_pages import PageRules
 from kvmesh.services.prefill.state import PrefillState
 from tests.support.prefill.grouped_world import ALL, BLOCK, CHUNK, STATE, WINDOW, grouped_state
 from tests.support.prefill.script import BOOT_NS, prompt
 
-TAIL = b"t" * 16
-
 
 def begin(handle: int, text: str, **fields: object) -> ev.Start:
     tokens, keys = prompt(text, BLOCK)
-    known = {"pulls": (), "tail_key": b""} | fields
+    known = {"pulls": ()} | fields
     return ev.Start(handle, 1, f"r{handle}", tokens, keys, m.Sampling(0, 1, 0, 0), **known)  # type: ignore[arg-type]
 
 
@@ -220,34 +217,6 @@ def test_a_state_that_is_missing_makes_a_hit_shorter_and_is_named() -> None:
     played.feed(begin(2, "abcd+2"))
     found = played.ended[1].found
     assert (found.cached_tokens, found.short, found.short_blocks) == (8, (1,), 2)
-
-
-def test_a_tail_is_taken_only_with_all_before_it() -> None:
-    played = Played((ALL, WINDOW, STATE), (10, 8, 4), (8, 8, 4))
-    played.feed(begin(1, "ab+1"))
-    for store in played.store.stores:
-        store.begin([TAIL])
-        store.seal(TAIL)
-    played.steps.clear()
-    played.feed(begin(2, "ab+3", tail_key=TAIL))
-    assert [(item.start, len(item.token_ids)) for item in played.steps] == [(10, 1)]
-    assert [(one.group, one.first) for one in played.loads[-1].groups] == [(0, 2), (1, 2), (2, 2)]
-    played.steps.clear()
-    played.store.stores[2].remove([TAIL])
-    played.feed(begin(3, "ab+3", tail_key=TAIL))
-    assert [(item.start, len(item.token_ids)) for item in played.steps] == [(8, 3)]
-
-
-def test_a_tail_is_pulled_from_who_has_the_block_before() -> None:
-    played = Played((ALL, WINDOW, STATE), (10, 8, 4), (8, 8, 4))
-    hints = (PullRange("A", "A:1", 1, 0, 2), PullRange("B", "B:1", 1, 2, 1))
-    played.feed(begin(1, "abc+3", pulls=hints, tail_key=TAIL))
-    (fetch,) = played.jobs
-    assert fetch.job.keys[-1] == TAIL and fetch.job.blocks == (0, 1, 2, 3)
-    assert list(fetch.job.groups) == [1, 1 | 2 * (seen_before(WINDOW, BLOCK, 14).start <= 1), 3, 7]
-    assert [(r.first_block, r.blocks) for r in fetch.job.ranges] == [(0, 2), (2, 2)]
-    played.feed(Pulled(fetch.job.ticket, (0, 1, 2, 3), 9, 0, groups=fetch.job.groups))
-    assert [(item.start, len(item.token_ids)) for item in played.steps] == [(14, 1)]
 
 
 def test_a_pull_asks_for_what_the_hit_needs_alone() -> None:

@@ -101,8 +101,9 @@ class CacheCost:
     def coming(self, ends: Sequence[int], cached: int, last: int = 0) -> bytes:
         """Returns which groups of a prompt's blocks an instance has once it has computed what follows a prefix of
         `cached` blocks: a mask for each span of blocks, of which entry i ends before block `ends[i]`. `last` is how
-        many blocks the prompt finds again, behind which states are kept, too. b"" for one group that keeps all. Whoever shares a span shares all blocks before it, too: so a span has a bit if a prefix that
-        ends with it or later finds all that it needs there, and that of a state if any of its blocks has a snapshot."""
+        many blocks the prompt finds again, behind which states are kept, too. b"" for one group that keeps all. Whoever
+        shares a span shares all blocks before it, too: so a span has a bit if a prefix that ends with it or later finds
+        all that it needs there, and that of a state if any of its blocks has a snapshot."""
         if not self.groups:
             return b""
         found, before = bytearray(), 0

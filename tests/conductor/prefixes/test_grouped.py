@@ -293,7 +293,7 @@ def test_the_state_behind_a_prompts_last_block_is_coming(tokens: int) -> None:
     longer = (*keys, *chain("y", 8))
     exact = last if last <= 32 or last % 4 == 0 else last // 4 * 4
     found = index.survey(longer, COST, len(longer) * B + 1).depth(own)
-    assert found == exact or last > 32 and found <= exact and found % 4 == 0
+    assert found == exact or (last > 32 and found <= exact and found % 4 == 0)
     shorter = keys[: last - 1]
     assert index.survey(shorter, COST, len(shorter) * B + 1).depth(own) == len(shorter) // 4 * 4
 
