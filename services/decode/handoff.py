@@ -167,6 +167,10 @@ class Handoff:
     def has_pages(self) -> bool:
         return bool(self.pages)
 
+    def extents_of(self, group: int) -> Sequence[int]:
+        """Returns the extents of one cache group that it holds."""
+        return self.extents
+
     @property
     def has_extents(self) -> bool:
         """Whether its KV lies in extents, or is to land there."""

@@ -15,7 +15,9 @@ from kvmesh.ranks import protocol as m
 from kvmesh.services.prefill import events as ev
 from kvmesh.services.prefill.checks import grouped_landing_fault
 from kvmesh.services.prefill.prompt_pages import PageRules
+from kvmesh.services.prefill.report import Reporter
 from kvmesh.services.prefill.state import PrefillState
+from kvmesh.telemetry import names
 from tests.support.prefill.grouped_world import ALL, BLOCK, CHUNK, STATE, WINDOW, grouped_state
 from tests.support.prefill.script import BOOT_NS, prompt
 
@@ -161,6 +163,18 @@ def test_who_has_no_room_for_states_does_not_cut_for_them() -> None:
     played = Played((ALL, STATE), (8, 4), (8, 0))
     played.feed(begin(1, "abc+2"))
     assert played.spans() == [(0, 8), (8, 14)]
+
+
+def test_the_gauges_tell_the_groups_apart() -> None:
+    played = Played((ALL, STATE), (8, 4), (8, 4))
+    played.feed(begin(1, "abc+2"))
+    Reporter(played.state, "p").beat()
+    found = {
+        (group, state): names.PREFILL_PAGES.labels(state=state, group=group)._value.get()
+        for group in ("all", "state")
+        for state in ("total", "free", "cached")
+    }
+    assert found == dict(zip(found, (8, 5, 3, 4, 4, 0), strict=True))
 
 
 def test_a_twin_waits_for_the_snapshot_at_the_last_full_block() -> None:
