@@ -44,11 +44,14 @@ def _leading(bits: int) -> int:
     return (~bits & (bits + 1)).bit_length() - 1
 
 
-def written_mask(groups: Sequence[CacheGroup], block: int) -> Mask:
+def written_mask(groups: Sequence[CacheGroup], block: int, *, last: bool = False) -> Mask:
     """Returns which objects of a block are there to be sealed when a prompt is computed over its end: all but those of
-    states, of which `keep` blocks lie between two snapshots."""
+    states, of which `keep` blocks lie between two snapshots. `last` says that it is the last block that the prompt can
+    find again, behind which there is a snapshot, too."""
     return sum(
-        1 << g for g, group in enumerate(groups) if group.kind is not CacheKind.STATE or (block + 1) % group.keep == 0
+        1 << g
+        for g, group in enumerate(groups)
+        if last or group.kind is not CacheKind.STATE or (block + 1) % group.keep == 0
     )
 
 

@@ -31,7 +31,6 @@ _MANY = struct.Struct(f"{KEY_BYTES}s" * 32)  # keys cut at C speed
 
 _DOMAIN = b"kvmesh.block-key\x00"
 _TAG_DOMAIN = b"kvmesh.tenant-tag\x00"
-_TAIL_DOMAIN = b"kvmesh.tail\x00"
 
 
 class KeyKind(enum.IntEnum):
@@ -145,17 +144,6 @@ def extend(digest: bytes, packed_block: bytes | memoryview) -> tuple[bytes, byte
     hashed.update(packed_block)
     digest = digest[:TAG_BYTES] + hashed.digest()[TAG_BYTES:]
     return digest[:KEY_BYTES], digest
-
-
-def tail(digest: bytes, packed_rest: bytes | memoryview) -> bytes:
-    """Returns the key of what lies after the last full block of a chain: the tokens `packed_rest`, fewer than a block,
-    after the block whose full digest is `digest` (32 bytes). It has the chain's tag and is never a block's key, as its
-    hash begins with a domain of its own. Raises ValueError when the digest has another length."""
-    if len(digest) != DIGEST_BYTES:
-        raise ValueError(f"a chain digest has {DIGEST_BYTES} bytes, not {len(digest)}")
-    hashed = hashlib.sha256(_TAIL_DOMAIN + digest)
-    hashed.update(packed_rest)
-    return digest[:TAG_BYTES] + hashed.digest()[TAG_BYTES:KEY_BYTES]
 
 
 class Keys(Sequence[bytes]):

@@ -98,7 +98,10 @@ class Decoder:
         if error is None:
             life.admitted_s = self._loop.now
             self.lives[life.handle] = life
-            self.node.note((*life.request.keys, *life.request.answer_keys))
+            keys = (*life.request.keys, *life.request.answer_keys)
+            self.node.note(keys)
+            for key in keys[-1:]:  # a row's states are kept when it ends
+                self.node.keep_states(key)
             self._begin_pull(life)
         else:
             self.refusals += 1

@@ -8,7 +8,7 @@ from dataclasses import replace
 from kvmesh.kvcache.announce import Announcement, Announcer
 from kvmesh.kvcache.cache_groups import longest_hit, object_shard
 from kvmesh.kvcache.grouped_store import written_mask
-from kvmesh.kvcache.node_store import NodeStore
+from kvmesh.kvcache.node_store import NodeStore, bits_of
 from kvmesh.kvcache.quotas import NoTagQuotas
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.kvcache.tiers import Tier, TierUse, store_name
@@ -92,7 +92,8 @@ class Node:
     """What instances on it share. `ref`: of its one instance. `machine`: what it shares with other nodes, if so.
 
     Of a model with several cache groups a store has whole blocks: all objects that whoever computes one seals, so
-    states at every `keep` blocks alone. A window's old objects do not go before their blocks do."""
+    states at every `keep` blocks and behind the last block that a prompt finds again. A window's old objects do not go
+    before their blocks do."""
 
     def __init__(
         self,
@@ -116,7 +117,6 @@ class Node:
         self.block_bytes = self.cost.block
         self._groups = [group for group, _ in objects]
         self._masks: dict[bytes, int] | None = {} if objects else None
-        self._cuts: dict[int, int] = {}
         self.shelf = SimulatedTier(name, spec.dram_tokens // block, config, loop, tell, incarnation, self._masks)
         self.store = self.shelf.store
         self.tx = Link(f"{name}.tx", spec.nic_bytes_per_s)
@@ -136,18 +136,18 @@ class Node:
             for key, mask in zip(keys, told, strict=True):
                 self._masks[key] = self._masks.get(key, 0) | mask
 
-    def cut(self, blocks: int) -> int:
-        """Returns how many of so many leading blocks, which lie here, a prompt can go on behind."""
-        if not self._groups:
+    def keep_states(self, key: bytes) -> None:
+        """Notes that the states behind this block are kept, wherever it lies."""
+        if self._masks is not None:
+            self._masks[key] = (1 << len(self._groups)) - 1
+
+    def cut(self, keys: Sequence[bytes], blocks: int) -> int:
+        """Returns how many of so many leading blocks of a prompt, which lie here, it can go on behind."""
+        if not self._groups or self._masks is None:
             return blocks
-        found = self._cuts.get(blocks)
-        if found is None:
-            masks = [written_mask(self._groups, block) for block in range(blocks)]
-            held = [
-                sum(1 << block for block, mask in enumerate(masks) if mask >> g & 1) for g in range(len(self._groups))
-            ]
-            found = self._cuts[blocks] = longest_hit(self._groups, self.cost.block_tokens, blocks, held).blocks
-        return found
+        masks = [self._masks.get(key, 0) for key in keys[:blocks]]
+        held = [bits_of([bool(mask >> g & 1) for mask in reversed(masks)]) for g in range(len(self._groups))]
+        return longest_hit(self._groups, self.cost.block_tokens, blocks, held).blocks
 
     def die(self) -> None:
         """Ends the node: it announces nothing more."""

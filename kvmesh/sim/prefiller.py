@@ -75,7 +75,7 @@ class Prefiller:
             self._loop.after(pull_after_s, lambda: self._begin_planned(life))
         else:
             self._begin_pull(life)
-        found = max(self.node.cut(self.store.peek(self._usable(life))), life.planned_to)
+        found = max(self._found(life), life.planned_to)
         life.expected_rest = life.tokens - found * self._block
         self.pump()
 
@@ -83,13 +83,18 @@ class Prefiller:
         # The last token is always computed: its logits are the answer's first token.
         return life.request.keys[: (life.tokens - 1) // self._block]
 
+    def _found(self, life: Life) -> int:
+        """How many leading blocks lie here that it can go on behind."""
+        usable = self._usable(life)
+        return self.node.cut(usable, self.store.peek(usable))
+
     def _reach(self, life: Life) -> int:
         """Up to which block its prefix goes when all that it asks for comes."""
         usable, can_come = self._usable(life), self._sources(life)
         for at, key in enumerate(usable):
             if not (can_come(at) or key in self._promised or key in self._pulling or self.store.holds(key)):
-                return self.node.cut(at)
-        return self.node.cut(len(usable))
+                return self.node.cut(usable, at)
+        return self.node.cut(usable, len(usable))
 
     def _sources(self, life: Life) -> Callable[[int], bool]:
         """Whether a block can be fetched: its placement names it, or a lower tier of this node may be read for it."""
@@ -185,7 +190,7 @@ class Prefiller:
             if pull is not None and self._loop.now < pull.until_s:
                 self._join(life, pull)
                 return Wait.PULL
-        found = self.node.cut(found)
+        found = self.node.cut(usable, found)
         if self._pays(life, found):
             found = life.planned_to
         life.expected_rest = life.tokens - found * self._block
@@ -200,7 +205,7 @@ class Prefiller:
         """See `prefill.handoff_table.HandoffTable.admit`. A pull that was planned for later begins now, or
         never."""
         life = self.lives[handle]
-        if life.planned_to and self._pays(life, self.node.cut(self.store.peek(self._usable(life)))):
+        if life.planned_to and self._pays(life, self._found(life)):
             self._begin_pull(life)
             if life.pulls:
                 return Wait.PULL
@@ -212,8 +217,11 @@ class Prefiller:
         life.pages = need
         life.planned_to = 0
         extents = self.store.hold(usable)
-        life.cached_blocks = life.promised_from = self.node.cut(len(extents))
+        life.cached_blocks = life.promised_from = self.node.cut(usable, len(extents))
         self.store.release(extents)  # loaded into pages
+        for end in (len(extents), len(usable)):
+            if end > life.cached_blocks:
+                self.node.keep_states(usable[end - 1])
         self.store.release(life.pinned)
         life.pinned = []
         for key in life.request.keys[life.cached_blocks :]:
@@ -398,7 +406,8 @@ class Prefiller:
 
     def alone_s(self, tokens: int, keys: tuple[bytes, ...]) -> float:
         """Seconds that a prompt takes here, as steps go now, behind what of it is in the store."""
-        cached = self.node.cut(self.store.peek(keys[: (tokens - 1) // self._block])) * self._block
+        usable = keys[: (tokens - 1) // self._block]
+        cached = self.node.cut(usable, self.store.peek(usable)) * self._block
         return self._times_as_long() * self.node.spec.times.prefill_s([(tokens - cached, cached)])
 
     def _sample(self, life: Life) -> PrefillSample:

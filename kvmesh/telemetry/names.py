@@ -254,7 +254,8 @@ PREFILL_SHORT_BLOCKS = _counter(
 )
 # tier: device, host, lower (read into host memory for the request), remote.
 PREFILL_HIT_TOKENS = _counter("prefill_hit_tokens_total", "Of them, by where they lay.", "tier")
-PREFILL_PAGES = _gauge("prefill_pages_count", "Device pages.", "state")  # state: total, free, cached
+# state: total, free, cached
+PREFILL_PAGES = _gauge("prefill_pages_count", "Device pages, by cache group.", "state", "group")
 PREFILL_HANDOFFS = _gauge("prefill_handoffs_count", "Handoffs by state.", "state")
 PREFILL_LEASE_STOPS = _counter("prefill_lease_stops_total", "Transfers stopped as their lease ran out.")
 PREFILL_READY = _gauge("prefill_ready_bool", "1 when work is taken.")
@@ -274,8 +275,10 @@ DECODE_BATCH = _histogram("decode_batch_requests", "Requests in a step.", _BATCH
 DECODE_CONTEXT_TOKENS = _gauge("decode_context_tokens", "Tokens of KV that a step reads.")
 DECODE_OUTPUT_TOKENS = _counter("decode_output_tokens_total", "Tokens made.")
 DECODE_PREEMPTIONS = _counter("decode_preemptions_total", "Requests whose KV went back to the host segment.")
-DECODE_PAGES = _gauge("decode_pages_count", "Device pages.", "state")  # state: total, free
-DECODE_EXTENTS = _gauge("decode_extents_count", "Host extents.", "state")  # state: total, free, quarantined, sealed
+# state: total, free
+DECODE_PAGES = _gauge("decode_pages_count", "Device pages, by cache group.", "state", "group")
+# state: total, free, quarantined, sealed
+DECODE_EXTENTS = _gauge("decode_extents_count", "Host extents, by cache group.", "state", "group")
 DECODE_AT_DECODE_TOKENS = _counter("decode_at_decode_tokens_total", "Prompt tokens whose KV lay here: not sent.")
 DECODE_FENCES = _counter("decode_fences_total", "Writers fenced.", "reason")
 DECODE_STREAMS = _gauge("decode_streams_count", "Open streams.", "kind")  # kind: session, handoff
@@ -319,18 +322,18 @@ NODE_FRAGMENTATION = _gauge(
 )
 NODE_EVICTED = _gauge("node_evicted_blocks_count", "Blocks evicted since the start.")
 NODE_OFFLOADED = _counter("node_offloaded_blocks_total", "Cold blocks that pool nodes hold at this node's wish.")
-# Below DRAM. tier: ssd; outcome: hit, miss.
-NODE_TIER_BLOCKS = _gauge("node_tier_blocks_count", "Blocks in this tier of the node.", "tier")
+# Below DRAM. tier: ssd; outcome: hit, miss. Of a model with several cache groups an object of a block counts as one.
+NODE_TIER_BLOCKS = _gauge("node_tier_blocks_count", "Blocks, or objects, in this tier of the node.", "tier")
 NODE_TIER_USED = _gauge("node_tier_used_bytes", "Bytes that this tier takes.", "tier")
-NODE_TIER_WRITTEN = _counter("node_tier_written_blocks_total", "Blocks copied to this tier.", "tier")
+NODE_TIER_WRITTEN = _counter("node_tier_written_blocks_total", "Blocks, or objects, copied to this tier.", "tier")
 NODE_TIER_DEMOTED = _counter(
-    "node_tier_demoted_blocks_total", "Blocks that the tier above evicted and were to come here.", "tier", "outcome"
+    "node_tier_demoted_blocks_total", "Blocks, or objects, that the tier above evicted to here.", "tier", "outcome"
 )
-NODE_TIER_READ = _counter("node_tier_read_blocks_total", "Blocks asked of this tier.", "tier", "outcome")
+NODE_TIER_READ = _counter("node_tier_read_blocks_total", "Blocks, or objects, asked of this tier.", "tier", "outcome")
 NODE_TIER_READ_SECONDS = _histogram(
     "node_tier_read_seconds", "A read asked of the ranks until answered.", _WAIT, "tier"
 )
-NODE_TIER_REFUSED = _counter("node_tier_refused_blocks_total", "Blocks not staged for readers: over the budget.")
+NODE_TIER_REFUSED = _counter("node_tier_refused_blocks_total", "Blocks, or objects, not staged: over the budget.")
 NODE_ANNOUNCED = _counter("node_announcements_total", "Announcements sent to the store master.", "outcome")
 
 # The transfer engines of a node's ranks; a NIC "" where the transport has no choice. operation: write, read, notify,

@@ -61,16 +61,6 @@ class Chain:
         # Tokens after the last named block; None without a digest, as no further block can be named then.
         self.pending: array[int] | None = array("I", block_keys.unpack_tokens(tail)) if digest else None
 
-    @property
-    def digest(self) -> bytes:
-        """The full digest of the last named block, 32 bytes; empty where no further block can be named."""
-        return self._digest
-
-    @property
-    def rest(self) -> Sequence[int]:
-        """The tokens after the last named block."""
-        return self.pending if self.pending is not None else ()
-
     def upto(self, blocks: int) -> list[bytes]:
         """Returns the keys of the leading `blocks` blocks, or of fewer when too few tokens are known to name them
         all."""
@@ -187,6 +177,10 @@ class Handoff:
     @property
     def has_pages(self) -> bool:
         return bool(self.pages)
+
+    def extents_of(self, group: int) -> Sequence[int]:
+        """Returns the extents of one cache group that it holds."""
+        return self.extents
 
     @property
     def has_extents(self) -> bool:

@@ -94,7 +94,6 @@ def start_prefill(
         ask.load_until = start.placement.load_until
     ask.pull_after_ms = start.placement.pull_after_ms
     ask.prefill_us = start.placement.prefill_us
-    ask.tail_key = start.tail_key
     return message
 
 

@@ -251,16 +251,17 @@ class Observer:
         for phase in Phase:
             if phase is not Phase.FREE:
                 names.DECODE_HANDOFFS.labels(state=phase.name.lower()).set(phases[phase])
-        quarantined = sum(len(h.extents) for h in requests if h.phase is Phase.QUARANTINED)
         names.DECODE_RUNNING.set(scheduler.seats)
         names.DECODE_WAITING.set(max(0, scheduler.live - scheduler.seats))
         names.DECODE_CONTEXT_TOKENS.set(self._context_tokens())
-        names.DECODE_PAGES.labels(state="total").set(scheduler.pages.total)
-        names.DECODE_PAGES.labels(state="free").set(scheduler.pages.free)
-        names.DECODE_EXTENTS.labels(state="total").set(scheduler.extents.total)
-        names.DECODE_EXTENTS.labels(state="free").set(scheduler.extents.free)
-        names.DECODE_EXTENTS.labels(state="quarantined").set(quarantined)
-        names.DECODE_EXTENTS.labels(state="sealed").set(scheduler.extents.stats.sealed)
+        in_doubt = [h for h in requests if h.phase is Phase.QUARANTINED]
+        for number, (group, pages, store) in enumerate(scheduler.memory):
+            names.DECODE_PAGES.labels(state="total", group=group).set(pages.total)
+            names.DECODE_PAGES.labels(state="free", group=group).set(pages.free)
+            quarantined = sum(len(h.extents_of(number)) for h in in_doubt)
+            extents = {"total": store.total, "free": store.free, "sealed": store.stats.sealed}
+            for state, count in (extents | {"quarantined": quarantined}).items():
+                names.DECODE_EXTENTS.labels(state=state, group=group).set(count)
         names.DECODE_STREAMS.labels(kind="session").set(sessions)
         names.DECODE_STREAMS.labels(kind="handoff").set(handoffs)
         names.DECODE_READY.set(int(ready))

@@ -176,6 +176,11 @@ class Scheduler:
         return [self.extents.stats]
 
     @property
+    def memory(self) -> list[tuple[str, Pages, NodeStore]]:
+        """The pages and the store of each cache group, with its name; "all" where the model has one group."""
+        return [("all", self.pages, self.extents)]
+
+    @property
     def group_counters(self) -> list[common_pb2.GroupPages]:
         """Pages and extents of each cache group, where the model has several."""
         return []

@@ -7,7 +7,6 @@ from typing import Protocol
 
 from kvmesh.errors import HandoffLost, InternalError, KvmeshError, Overloaded
 from kvmesh.kvcache.keys import TOKEN_BYTES, extend, pack_tokens
-from kvmesh.kvcache.keys import tail as tail_key
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, decode_pb2
 from kvmesh.services.gateway.migration import Migration
 from kvmesh.services.gateway.recovery import AttemptRecovery, Failure, RecoveryPatience
@@ -23,7 +22,7 @@ class ResumePoint:
     """`token_ids`, `keys` and `chain_digest` as in Prepared, over the prompt and the first `answered` tokens of its
     answer. What was hashed once is not hashed again."""
 
-    __slots__ = ("_before_last", "_step", "answered", "chain_digest", "keys", "token_ids", "tokens")
+    __slots__ = ("_step", "answered", "chain_digest", "keys", "token_ids", "tokens")
 
     def __init__(self, prompt: Prepared, block_tokens: int) -> None:
         self._step = block_tokens * TOKEN_BYTES
@@ -32,17 +31,6 @@ class ResumePoint:
         self.token_ids = prompt.token_ids
         self.keys = prompt.keys
         self.chain_digest = prompt.chain_digest
-        self._before_last = b""  # the digest that the last block hashed here was chained from
-
-    def tail(self) -> tuple[bytes, int]:
-        """Returns the key of what an instance that left may have sealed after the last full block of all tokens but the
-        last, whose KV it had not computed, and how many tokens that is; (b"", 0) where there can be none."""
-        rest = (self.tokens - 1) * TOKEN_BYTES % self._step
-        if not self.answered or not rest:
-            return b"", 0
-        end = (self.tokens - 1) * TOKEN_BYTES
-        digest = self.chain_digest if self.tokens * TOKEN_BYTES % self._step else self._before_last
-        return tail_key(digest, memoryview(self.token_ids)[end - rest : end]), rest // TOKEN_BYTES
 
     def extend(self, said: array[int]) -> None:
         """Carry `said`, the whole answer so far: it begins with what is carried already."""
@@ -53,7 +41,6 @@ class ResumePoint:
         self.token_ids += pack_tokens(new)
         keys, view = [self.keys], memoryview(self.token_ids)
         for end in range(hashed + self._step, len(view) + 1, self._step):
-            self._before_last = self.chain_digest
             key, self.chain_digest = extend(self.chain_digest, view[end - self._step : end])
             keys.append(key)
         self.keys = b"".join(keys)

@@ -26,7 +26,6 @@ class ServedModelFacts:
     vocab_size: int
     eos_ids: frozenset[int]
     weights_epoch: int
-    grouped: bool = False  # its instances keep it by cache groups
 
     @classmethod
     def of(cls, card: common_pb2.ModelCard) -> ServedModelFacts:
@@ -38,7 +37,6 @@ class ServedModelFacts:
             card.vocab_size,
             frozenset(card.eos_token_ids),
             card.weights_epoch,
-            bool(card.cache_groups),
         )
 
     def namespace(self, tenant: Tenant, cache_salt: str) -> Namespace:

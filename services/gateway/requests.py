@@ -53,7 +53,6 @@ class RequestBuilder:
     def schedule(self, choice: AnswerAttempts) -> conductor_pb2.ScheduleRequest:
         """Asks the conductor for a placement of an answer's next attempt."""
         wanted, carried = self.wanted, choice.carried
-        tail_key, tail_tokens = carried.tail() if self.facts.grouped else (b"", 0)
         return conductor_pb2.ScheduleRequest(
             request_id=self._engine_id(choice),
             attempt=choice.attempt,
@@ -72,8 +71,6 @@ class RequestBuilder:
             endpoint=self.route,
             expected_output_tokens=wanted.expected_tokens or 0,
             answered_tokens=carried.answered,
-            tail_key=tail_key,
-            tail_tokens=tail_tokens,
         )
 
     def final_error(self, err: KvmeshError) -> KvmeshError:
@@ -95,7 +92,6 @@ class RequestBuilder:
         """Starts the attempt at its decode instance. `left_s`: what is left of the request's time; `credit_tokens`: so
         many tokens may be on the way."""
         carried = choice.carried
-        tail_key, _ = carried.tail() if self.facts.grouped else (b"", 0)
         return decode_pb2.StartRequest(
             request_id=self._engine_id(choice),
             attempt=choice.attempt,
@@ -110,7 +106,6 @@ class RequestBuilder:
             traceparent=traceparent,
             credit_tokens=credit_tokens,
             chain_digest=carried.chain_digest,
-            tail_key=tail_key,
         )
 
     def _sampling(self, choice: AnswerAttempts) -> common_pb2.SamplingParams:

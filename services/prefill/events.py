@@ -41,7 +41,6 @@ class Start:
     adopt: bool = False  # decode is in this instance: it takes the pages themselves, nothing lands or is pushed
     pull_at_ns: int = 0  # when `pulls` are fetched, or at the request's turn if that is sooner; 0: at once
     size_ns: int = 0  # the predicted time of computing the prompt, which may order the queue; 0: unknown
-    tail_key: bytes = b""  # names what lies after the last full block before the prompt's last token; b"": nothing
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,14 @@ way, is a bitset of blocks a group. Every reference taken here has one way back,
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from kvmesh.kvcache.cache_groups import CacheGroup, GroupPages, PrefixHit, first_seen, longest_hit, needed_blocks
+from kvmesh.kvcache.cache_groups import CacheGroup, GroupPages, PrefixHit, longest_hit, needed_blocks
 from kvmesh.kvcache.grouped_prefix import GroupedPrefixCache
 from kvmesh.kvcache.grouped_store import GroupedStore, Mask, written_mask
 from kvmesh.kvcache.node_store import bits_of
 from kvmesh.kvcache.page_pool import PagePool
-from kvmesh.kvcache.sources import Pulled, PullJob, PullRange, ranges_with
+from kvmesh.kvcache.sources import Pulled, PullJob, ranges_with
 from kvmesh.ranks import protocol as m
 from kvmesh.services.prefill import events as ev
 from kvmesh.services.prefill.block_traffic import BlockPull, BlockTraffic, LoadUnderWay
@@ -31,19 +31,6 @@ def joined(*several: Bits) -> Bits:
     for bits in several[1:]:
         found = [one | other for one, other in zip(found, bits, strict=True)]
     return found
-
-
-def seen_before(group: CacheGroup, block_tokens: int, position: int) -> range:
-    """Returns the full blocks that the token at `position` sees in a group before its own block; of a state none."""
-    full = position // block_tokens
-    return range(0) if is_state(group) else range(first_seen(group, position) // block_tokens, full)
-
-
-def with_tail(ranges: Sequence[PullRange], blocks: int) -> tuple[PullRange, ...]:
-    """Returns the ranges, those that end at block `blocks` with what lies after it; 0: as they are."""
-    return tuple(
-        replace(r, blocks=r.blocks + 1) if blocks and r.first_block + r.blocks == blocks else r for r in ranges
-    )
 
 
 @dataclass(slots=True)
@@ -84,6 +71,7 @@ class GroupedBlocks(BlockTraffic):
         self._cache = cache
         self._seals: dict[int, _GroupedSeal] = {}
         self._loads: dict[int, GroupedLoad] = {}
+        self.snapshots: dict[bytes, int] = {}  # key → how many requests will keep their states behind that block
 
     # ── what is here and what is coming ──────────────────────────────────────────────────────────────────────
 
@@ -97,7 +85,10 @@ class GroupedBlocks(BlockTraffic):
 
     def promised_bits(self, keys: Sequence[bytes], promised: Container[bytes]) -> Bits:
         """Returns what will be sealed of blocks that are being computed."""
-        masks = [written_mask(self.groups, block) if key in promised else 0 for block, key in enumerate(keys)]
+        masks = [
+            written_mask(self.groups, block, last=key in self.snapshots) if key in promised else 0
+            for block, key in enumerate(keys)
+        ]
         return self._bits(masks)
 
     def sealing_bits(self, keys: Sequence[bytes]) -> Bits:
@@ -118,15 +109,17 @@ class GroupedBlocks(BlockTraffic):
         return [bits_of([bool(mask >> g & 1) for mask in reversed(masks)]) for g in range(len(self.groups))]
 
     def _sources(self, h: PrefillHandoff, usable: Sequence[bytes]) -> Bits:
-        """Returns what can be fetched: a hint covers it, or a lower tier of this node has it and may be read. A
-        block that was removed since the request came cannot."""
+        """Returns what can be fetched: a hint covers it, or a lower tier of this node has it and may be read. A hint
+        that names no groups is of a prefix that can be used. A block that was removed since the request came cannot be
+        fetched."""
         count = len(usable)
         masks, ranges = [0] * count, list(h.start.pulls)
         if self.lower is not None:
             ranges += self.lower.ranges(usable[: h.start.load_until])
         for r in ranges:
-            for block in range(min(r.first_block, count), min(r.first_block + r.blocks, count)):
-                masks[block] |= r.groups or written_mask(self.groups, block)
+            end = r.first_block + r.blocks
+            for block in range(min(r.first_block, count), min(end, count)):
+                masks[block] |= r.groups or written_mask(self.groups, block, last=block + 1 == end)
         masks[h.sealable :] = [0] * max(0, count - h.sealable)
         return self._bits(masks)
 
@@ -147,22 +140,18 @@ class GroupedBlocks(BlockTraffic):
         soon = joined(here, self.promised_bits(usable, promised), self.sealing_bits(usable))
         whole = joined(soon, pulling, can_come)
         cut = self.hit(whole, len(usable)).blocks
-        needed = [needed_blocks(group, self._block, cut * self._block) for group in self.groups]
-        tail = self._tail(h, usable, whole)
-        if tail:  # its token sees other blocks, and no snapshot
-            needed = [seen_before(group, self._block, h.prompt_tokens - 1) for group in self.groups]
-        elif cut <= self.hit(here, len(usable)).blocks:
+        if cut <= self.hit(here, len(usable)).blocks:
             return None
-        end = len(usable) if tail else cut
-        masks = [0] * end
+        needed = [needed_blocks(group, self._block, cut * self._block) for group in self.groups]
+        masks = [0] * cut
         for g, blocks_of in enumerate(needed):
             for block in blocks_of:
                 if pulling[g] >> block & 1 and not soon[g] >> block & 1:
                     self._join(h, self._pulling[usable[block]])
                 elif can_come[g] >> block & 1 and not soon[g] >> block & 1 and usable[block] not in self._pulling:
                     masks[block] |= 1 << g
-        keys = (*usable[:end], h.start.tail_key) if tail else tuple(usable[:end])
-        begun = self.store.begin(keys, [*masks, tail] if tail else masks)
+        keys = tuple(usable[:cut])
+        begun = self.store.begin(keys, masks)
         blocks = [block for block, extents in enumerate(begun) if any(extent is not None for extent in extents)]
         if not blocks:
             return None
@@ -172,7 +161,7 @@ class GroupedBlocks(BlockTraffic):
             blocks=tuple(blocks),
             keys=tuple(keys[block] for block in blocks),
             extents=(),
-            ranges=with_tail(ranges_with(h.start.pulls, self.lower, usable), len(usable) if tail else 0),
+            ranges=ranges_with(h.start.pulls, self.lower, usable),
             timeout_ms=self._timeout_ms,
             request_id=h.start.request_id,
             traceparent=h.start.traceparent,
@@ -184,30 +173,6 @@ class GroupedBlocks(BlockTraffic):
                 if any(extent is not None for extent in column)
             ),
         )
-
-    def _tail(self, h: PrefillHandoff, usable: Sequence[bytes], whole: Bits) -> Mask:
-        """Returns which objects of what lies after the last full block are to be pulled: those that are not here, if
-        who has the block before is named for each of them, and the token after them would find the rest of what it
-        sees among `whole`. 0: none."""
-        computed, key, count = h.prompt_tokens - 1, h.start.tail_key, len(usable)
-        if not key or computed % self._block == 0 or count > h.sealable or key in self._pulling:
-            return 0
-        every = (1 << len(self.groups)) - 1
-        can_come, wanted = 0, 0
-        for r in h.start.pulls:
-            can_come |= (r.groups or every) if r.first_block + r.blocks == count else 0
-        for g, group in enumerate(self.groups):
-            seen = seen_before(group, self._block, computed)
-            bits = (1 << seen.stop) - (1 << seen.start) if seen else 0
-            if self.store.stores[g].holds(key):
-                continue
-            if can_come >> g & 1:
-                wanted |= 1 << g
-            elif not group.optional:
-                return 0
-            if not group.optional and whole[g] & bits != bits:
-                return 0
-        return wanted
 
     def joins(self, h: PrefillHandoff, usable: Sequence[bytes], here: Bits, found: int) -> bool:
         """Whether a queued request should wait for pulls that others have begun and that make its prefix longer than
@@ -291,7 +256,7 @@ class GroupedBlocks(BlockTraffic):
             for block in range(first, full)
         ]
         if masks and states:
-            masks[-1] |= sum(1 << g for g in states) & written_mask(self.groups, full - 1)
+            masks[-1] |= sum(1 << g for g in states)
         if not any(masks):
             return
         begun = self.store.begin(keys, masks, first)

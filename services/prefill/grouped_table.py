@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from kvmesh.errors import ContextTooLong, KvmeshError
-from kvmesh.kvcache.cache_groups import CacheKind, GroupPages, needed_blocks
+from kvmesh.kvcache.cache_groups import CacheKind, GroupPages, longest_hit, needed_blocks
 from kvmesh.kvcache.grouped_prefix import GroupedPrefixCache
-from kvmesh.kvcache.grouped_store import GroupedStore
+from kvmesh.kvcache.grouped_store import GroupedStore, Mask, written_mask
 from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.ranks import protocol as m
 from kvmesh.services.prefill import events as ev
@@ -37,7 +37,8 @@ class GroupedTable(HandoffBook):
         super().__init__(planner)
         plan = config.plan
         slots = [pool.total for pool, group in zip(pools, store.groups, strict=True) if is_state(group)]
-        snapshots = min([plan.pipeline_depth, *(max(0, count - 1) for count in slots)]) if slots else 0
+        kept = bool(slots) and all(store.stores[g].total for g, group in enumerate(store.groups) if is_state(group))
+        snapshots = min([plan.pipeline_depth, *(max(0, count - 1) for count in slots)]) if kept else 0
         at_ranks = plan.pipeline_depth * plan.prefill_chunk_tokens
         rules = PageRules(store.groups, plan.block_tokens, at_ranks, snapshots)
         self.cache = GroupedPrefixCache(store.groups, pools, plan.block_tokens)
@@ -47,7 +48,9 @@ class GroupedTable(HandoffBook):
         self._config = config
         self._numbers = range(len(self.groups))
         self._anchored = self.groups[0].kind is CacheKind.ALL  # group 0 has a page of every block that it has found
+        self._states = sum(1 << g for g in self._numbers if is_state(self.groups[g]))
         planner.prepare = self._prepare
+        planner.ends = lambda handle: self.handoffs[handle].snapshots
 
     # ── in ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -72,8 +75,6 @@ class GroupedTable(HandoffBook):
             return Wait.PULL
         usable, blocks = self.usable(h), self.blocks
         here = blocks.here(usable)
-        if self._tail_is_here(h, here):
-            return 1
         found = blocks.hit(here, len(usable)).blocks
         on_device = self.cache.held(usable)[0] if self._anchored else (1 << found) - 1
         first = (~on_device & on_device + 1).bit_length() - 1
@@ -95,25 +96,6 @@ class GroupedTable(HandoffBook):
         found = self.blocks.hit(soon, len(usable)).blocks
         return h.prompt_tokens - max(found, h.planned_to if h.pull_at_ns else 0) * self._block
 
-    def _tail_is_here(self, h: PrefillHandoff, here: Bits) -> bool:
-        """Whether all that is needed to compute the prompt's last token alone is here: what lies after its last full
-        block, under its tail key, and what the token sees before that."""
-        computed = h.prompt_tokens - 1
-        if not h.start.tail_key or computed % self._block == 0 or len(self.usable(h)) > h.sealable:
-            return False
-        stores = self.blocks.store.stores
-        for g, group in enumerate(self.groups):
-            if group.optional:
-                continue
-            if not stores[g].holds(h.start.tail_key):
-                return False
-            if not is_state(group):
-                seen = self.pages.rules.seen(g, computed)
-                wanted = (1 << seen.stop - 1) - (1 << seen.start)
-                if here[g] & wanted != wanted:
-                    return False
-        return True
-
     def admit(self, handle: int) -> int | Wait:
         """Gives a waiting request the pages that it keeps to its end and those that its first token sees: cached ones
         first, then those that extents are loaded into. Returns how many tokens need not be computed, or PAGES."""
@@ -121,13 +103,12 @@ class GroupedTable(HandoffBook):
         usable, blocks = self.usable(h), self.blocks
         here = blocks.here(usable)
         hit = blocks.hit(here, len(usable))
-        tail = self._tail_is_here(h, here)
-        full = len(usable) if tail else hit.blocks
-        start = h.prompt_tokens - 1 if tail else full * self._block
+        full = hit.blocks
+        start = full * self._block
         memory = PromptPages(self.pages.rules, h.prompt_tokens)
         loads: list[dict[int, bytes]] = [{} for _ in self.groups]
         for g in self._numbers:
-            loads[g] = self._take(memory, g, usable, full, h.start.tail_key if tail else b"")
+            loads[g] = self._take(memory, g, usable, full)
         wanted = [
             sorted(set(self.pages.rules.kept(g, h.prompt_tokens)).union(() if is_state(self.groups[g]) else loads[g]))
             for g in self._numbers
@@ -138,27 +119,23 @@ class GroupedTable(HandoffBook):
             return Wait.PAGES
         self.pages.claim(memory)
         h.memory = memory
+        h.snapshots = self._snapshots(h, usable, here, start)
         self._begin(h, memory, usable, full, start, loads)
         if hit.short:
             longest = max(limit for limit, group in zip(hit.limits, self.groups, strict=True) if not group.optional)
             h.found = replace(h.found, short=hit.short, short_blocks=longest - hit.blocks)
         return start
 
-    def _take(self, memory: PromptPages, g: int, usable: Sequence[bytes], full: int, tail: bytes) -> dict[int, bytes]:
-        """Takes the cached pages of what a prefix of `full` blocks, and what `tail` names after it, needs of a group.
-        Returns what is to be loaded: the key by block."""
+    def _take(self, memory: PromptPages, g: int, usable: Sequence[bytes], full: int) -> dict[int, bytes]:
+        """Takes the cached pages of what a prefix of `full` blocks needs of a group. Returns what is to be loaded: the
+        key by block."""
         group = self.groups[g]
         if is_state(group):
-            if tail:
-                return {full: tail}
             return {full - 1: usable[full - 1]} if full else {}
         seen = needed_blocks(group, self._block, full * self._block)
-        if tail:  # one more token in, but in the same block
-            seen = range(self.pages.rules.seen(g, memory.tokens - 1).start, full)
         pages = self.cache.take(g, usable[seen.start : seen.stop])
         memory.held[g].update((at, page) for at, page in zip(seen, pages, strict=True) if page >= 0)
-        lacks = {at: usable[at] for at in seen if at not in memory.held[g]}
-        return lacks | ({full: tail} if tail else {})
+        return {at: usable[at] for at in seen if at not in memory.held[g]}
 
     def _begin(
         self,
@@ -197,8 +174,7 @@ class GroupedTable(HandoffBook):
         assert h.memory is not None
         if not self.pages.give(h.memory, [h.memory.missing(g, start, end) for g in self._numbers]):
             return False
-        keeps = self.pages.rules.snapshots > 0 and self._ends_on_grid(end)
-        return not keeps or self.pages.give_snapshots(h.memory, end)
+        return not self._kept(h, end) or self.pages.give_snapshots(h.memory, end)
 
     def for_step(self, h: PrefillHandoff, end: int) -> tuple[tuple[int, ...], tuple[GroupPages, ...]]:
         assert h.memory is not None
@@ -223,14 +199,46 @@ class GroupedTable(HandoffBook):
         assert h.memory is not None
         full = chunk.end // self._block
         slots = h.memory.snapshots.pop(chunk.end, {})
-        states = slots if full <= h.sealable else {}
+        kept = self._kept(h, chunk.end) if full <= h.sealable else 0
+        states = {g: slot for g, slot in slots.items() if kept >> g & 1}
         self.blocks.seal(h, h.memory, chunk.start // self._block, min(full, h.sealable), states)
         self.pages.end_snapshots(slots)
         self.pages.give_back(h.memory, chunk.end)
 
-    def _ends_on_grid(self, end: int) -> bool:
-        grid = self._config.plan.grid
-        return bool(grid) and end % grid == 0
+    def _kept(self, h: PrefillHandoff, end: int) -> Mask:
+        """Returns of which groups the states are kept after `end` tokens of a prompt."""
+        if not self.pages.rules.snapshots or end % self._block:
+            return 0
+        return self._states & written_mask(self.groups, end // self._block - 1, last=end in h.snapshots)
+
+    def _snapshots(self, h: PrefillHandoff, usable: Sequence[bytes], here: Bits, start: int) -> tuple[int, ...]:
+        """Returns after which tokens, off the grid, the states of a prompt are to be kept that computes from `start`
+        on: at the end of what it would find again, and where it leaves a prefix of which all but the states is here,
+        as others may leave it, too."""
+        if not self.pages.rules.snapshots:
+            return ()
+        others = [g for g in self._numbers if not is_state(self.groups[g]) and not self.groups[g].optional]
+        groups, held = [self.groups[g] for g in others], [here[g] for g in others]
+        shared = longest_hit(groups, self._block, len(usable), held).blocks if others else 0
+        ends = {min(blocks, h.sealable) for blocks in (shared, len(usable))}
+        return tuple(sorted(end * self._block for end in ends if end * self._block > start))
+
+    def _promise(self, h: PrefillHandoff, first: int) -> None:
+        super()._promise(h, first)
+        for key in self._snapshot_keys(h, len(h.start.block_keys)):
+            self.blocks.snapshots[key] = self.blocks.snapshots.get(key, 0) + 1
+
+    def _unpromise(self, h: PrefillHandoff, until: int | None = None) -> None:
+        for key in self._snapshot_keys(h, len(h.start.block_keys) if until is None else until):
+            self.blocks.snapshots[key] -= 1
+            if not self.blocks.snapshots[key]:
+                del self.blocks.snapshots[key]
+        super()._unpromise(h, until)
+
+    def _snapshot_keys(self, h: PrefillHandoff, until: int) -> list[bytes]:
+        """Returns the keys of the blocks, of those promised and before block `until`, behind which states are kept."""
+        blocks = [end // self._block - 1 for end in h.snapshots]
+        return [h.start.block_keys[block] for block in blocks if h.promised_from <= block < until]
 
     def _hand_over(self, h: PrefillHandoff, first: ev.SendFirstToken) -> None:
         """Hands over the pages that decode may need, and the slots. Nobody else writes in them."""

@@ -85,6 +85,7 @@ class PrefillHandoff:
     steps: set[int] = field(default_factory=set)  # numbers of its steps that the ranks have not answered
     chunks: int = 0
     sealable: int = 1 << 62  # how many leading blocks may be cached or sealed: a removed block must not come back
+    snapshots: tuple[int, ...] = ()  # tokens after which states are kept that lie not on the grid; ascending
     promised_from: int = 0  # blocks from here on are promised to requests with the same prefix
 
     begin_sent_ns: int = 0

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import bisect
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvmesh.work_class import work_class
@@ -134,6 +134,9 @@ Rest = Callable[[int], "int | Wait"]
 # Gives the request its pages. Returns how many leading tokens are cached, PAGES if there are too few pages, or PULL if
 # the request's blocks are fetched first.
 Admit = Callable[[int], "int | Wait"]
+# Returns the tokens, ascending block borders, after which states of an admitted request are kept beside those on the
+# grid: a chunk ends there.
+Ends = Callable[[int], Sequence[int]]
 # Gives the chunk [start, end) of an admitted request what it needs beyond that. Returns False if it has to wait, which
 # ends by itself.
 Prepare = Callable[[int, int, int], bool]
@@ -150,6 +153,7 @@ class Planner:
         self._last_long = True  # whether the last step was of a long request; so the first one is of short ones
         self._chunk = self._batch = 0  # limits of the step being planned
         self.prepare: Prepare | None = None  # None: an admitted request has all it needs. It is set once.
+        self.ends: Ends = lambda _: ()  # It is set once.
 
     def drop(self, handle: int) -> None:
         """Forgets a request, whether it waits or was admitted. An unknown handle is ignored."""
@@ -235,7 +239,8 @@ class Planner:
     def _take(self, work: Work, room: int, chunks: list[Chunk]) -> int:
         """Moves the next chunk of `work` into `chunks` if it fits into `room` tokens and need not wait; returns the
         room that is left."""
-        end = chunk_end(work.start, work.total, self.config.block_tokens, self._chunk, self.config.grid)
+        stop = next((end for end in self.ends(work.handle) if end > work.start), work.total)
+        end = chunk_end(work.start, stop, self.config.block_tokens, self._chunk, self.config.grid)
         if end - work.start > room or (self.prepare is not None and not self.prepare(work.handle, work.start, end)):
             return room
         chunks.append(Chunk(work.handle, work.start, end, end == work.total))

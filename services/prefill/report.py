@@ -124,10 +124,9 @@ class Reporter:
         names.PREFILL_QUEUED.set(load.queued_requests)
         names.PREFILL_QUEUED_TOKENS.set(load.queued_tokens)
         names.PREFILL_RUNNING.set(load.running_requests)
-        pool = self._state.pool
-        pages = {"total": pool.total, "free": pool.free, "cached": self._state.cached_pages}
-        for state, count in pages.items():
-            names.PREFILL_PAGES.labels(state=state).set(count)
+        for group, pool, cached in self._state.page_pools():
+            for state, count in {"total": pool.total, "free": pool.free, "cached": cached}.items():
+                names.PREFILL_PAGES.labels(state=state, group=group).set(count)
         phases = [h.phase for h in self._state.handoffs.values()]
         for phase in PrefillPhase:
             names.PREFILL_HANDOFFS.labels(state=phase.value.lower()).set(phases.count(phase))

@@ -141,6 +141,15 @@ class PrefillState:
         """How many of `pool`'s pages hold what can be evicted."""
         return self._single.cache.evictable if self.grouped is None else self.grouped.cache.evictable(0)
 
+    def page_pools(self) -> list[tuple[str, PagePool, int]]:
+        """Returns the pages of each cache group, with its name ("all" where the model has one), and how many of them
+        hold what can be evicted."""
+        table = self.grouped
+        if table is None:
+            return [("all", self.pool, self.cached_pages)]
+        numbered = enumerate(zip(table.groups, table.pages.pools, strict=True))
+        return [(group.name, pool, table.cache.evictable(g)) for g, (group, pool) in numbered]
+
     @property
     def store(self) -> NodeStore:
         """The node store; of several cache groups that of the first."""

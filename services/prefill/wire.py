@@ -58,16 +58,7 @@ def start_in(
         traceparent=traceparent,
         pull_at_ns=_pull_at(request, now),
         size_ns=request.prefill_us * NS_PER_US,
-        tail_key=tail_key_in(request.tail_key),
     )
-
-
-def tail_key_in(key: bytes) -> bytes:
-    """Returns the key of what lies after a prompt's last full block; b"" for none. Raises InvalidRequest when it has
-    another length than a key."""
-    if key and len(key) != keys.KEY_BYTES:
-        raise InvalidRequest.of("tail_key", f"{len(key)} bytes", f"{keys.KEY_BYTES}, or none")
-    return key
 
 
 def _pull_at(request: pb.StartPrefill, now: int) -> int:

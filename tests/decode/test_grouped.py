@@ -16,6 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from kvmesh.kvcache.cache_groups import CacheGroup, freed_blocks
 from kvmesh.services.decode import events as e
 from kvmesh.services.decode.grouped import handoff, scheduler, sealing
+from kvmesh.services.decode.observe import Observer
+from kvmesh.telemetry import names
 from tests.support.decode.grouped_world import ALL, B, GroupedWorld, chunk, state, window
 
 EXAMPLES = int(os.environ.get("KVMESH_EXAMPLES", "30"))
@@ -269,9 +271,23 @@ def test_the_next_turn_hits_at_the_answers_last_full_block() -> None:
     world.wind_down()
 
 
+def test_the_gauges_tell_the_groups_apart() -> None:
+    world = GroupedWorld((ALL, window(6), state()), [12, 9, 4], [20, 11, 5])
+    world.start(9, 12)
+    world.run(2, ahead=True)
+    Observer(world.state, "d").publish(0, 0, True)
+    named = [room.group.name for room in world.scheduler.shape.groups]
+    for group, pool, store in zip(named, world.scheduler.pools, world.store.stores, strict=True):
+        assert names.DECODE_PAGES.labels(state="total", group=group)._value.get() == pool.total
+        assert names.DECODE_PAGES.labels(state="free", group=group)._value.get() == pool.free < pool.total
+        assert names.DECODE_EXTENTS.labels(state="total", group=group)._value.get() == store.total
+        assert names.DECODE_EXTENTS.labels(state="sealed", group=group)._value.get() == store.stats.sealed
+    world.wind_down()
+
+
 @pytest.mark.parametrize("steps", range(3, 9))
-def test_a_row_that_parts_leaves_its_tail(steps: int) -> None:
-    """Wherever in a block it is cut, the state, and what lies after the last full block, is found under the tail."""
+def test_a_row_that_parts_leaves_its_state_at_the_last_full_block(steps: int) -> None:
+    """Wherever in a block it is cut: who goes on computes the rest of that block, and not the answer."""
     world = GroupedWorld((ALL, window(7), state()), [12] * 3, [20] * 3)
     slot = world.start(6, 40)
     world.run(steps, ahead=True)
@@ -280,10 +296,10 @@ def test_a_row_that_parts_leaves_its_tail(steps: int) -> None:
     assert world.ends[slot] == 1 and world.errors == ["unavailable"]
     world.learn()
     [tokens] = world.rank.tokens.values()
-    known = tuple(tokens[: 6 + world.made[slot] - 1])
-    names = [key for key, found in world.known.items() if found == known]  # as a block and as a tail
-    masks = [mask for mask in world.store.masks(names) if mask]
-    assert masks == [0b111], "a block's own key is enough where it is full"
+    full = (6 + world.made[slot] - 1) // B
+    named = {known: key for key, known in world.known.items()}
+    keys = [named[tuple(tokens[: B * n])] for n in range(1, full + 1)]
+    assert world.store.masks(keys)[-1] == 0b111 and world.store.peek(keys, full).blocks == full
     world.wind_down()
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import pytest
 
 from kvmesh.blockservice.group_wire import groups_from_wire, groups_to_wire
 from kvmesh.blockservice.shard_wire import from_wire, to_wire
 from kvmesh.errors import ConfigError, InvalidRequest
-from kvmesh.kvcache import keys
 from kvmesh.kvcache.cache_groups import CacheGroup, CacheKind, CacheLayout, derive_groups, object_shard, rank_shard
 from kvmesh.kvcache.layout import ShardLayout, plan
 from kvmesh.rpc.pb import common_pb2 as pb
@@ -76,14 +73,3 @@ def test_a_card_with_groups_that_cannot_be_is_refused(wrong: dict[str, object]) 
 def test_more_groups_than_a_mask_has_bits_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="at most 8"):
         groups_from_wire([pb.CacheGroup()] * 9, "f")
-
-
-def test_a_tail_has_its_chains_tag_and_no_blocks_key() -> None:
-    rest = keys.pack_tokens([7, 8, 9])
-    key = keys.tail(DIGEST, rest)
-    assert len(key) == keys.KEY_BYTES and key[:4] == DIGEST[:4]
-    assert key[4:] == hashlib.sha256(b"kvmesh.tail\x00" + DIGEST + rest).digest()[4:16]
-    assert key != keys.extend(DIGEST, rest)[0]
-    assert len({key, keys.tail(DIGEST, b""), keys.tail(DIGEST[::-1], rest), keys.tail(DIGEST, rest[:8])}) == 4
-    with pytest.raises(ValueError, match="32 bytes"):
-        keys.tail(DIGEST[:16], rest)

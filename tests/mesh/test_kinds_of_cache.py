@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from kvmesh.engine.checkpoint import open_checkpoint
-from kvmesh.kvcache.cache_groups import CacheKind, longest_hit, snapshot_grid
+from kvmesh.kvcache.cache_groups import CacheKind, longest_hit
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.rpc.pb import blocks_pb2
 from tests.support.checkpoints import FAMILY_ZOO, make_checkpoint, prompts, save_tokenizer
@@ -110,9 +110,8 @@ class Walk:
         self._hit = self._found(LENGTHS[0])
 
     def _found(self, length: int) -> int:
-        """The tokens of a prompt that are found again: whole blocks, up to a snapshot where states are kept."""
-        grid = snapshot_grid(self._groups, BLOCK) or BLOCK
-        return (length - 1) // grid * grid
+        """The tokens of a prompt that are found again: all blocks but that of its last token."""
+        return (length - 1) // BLOCK * BLOCK
 
     async def _ask(self, prompt: list[int], prefill: str, decode: str, salt: str, **more: Any) -> Answer:
         answer = await self._direct.generate(

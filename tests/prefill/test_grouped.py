@@ -7,24 +7,24 @@ from dataclasses import replace
 
 import pytest
 
+from kvmesh.blockservice.removals import NotHere
 from kvmesh.kvcache.cache_groups import CacheGroup, GroupPages, is_single
 from kvmesh.kvcache.sources import Pulled, PullRange
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.ranks import protocol as m
 from kvmesh.services.prefill import events as ev
 from kvmesh.services.prefill.checks import grouped_landing_fault
-from kvmesh.services.prefill.grouped_blocks import seen_before
 from kvmesh.services.prefill.prompt_pages import PageRules
+from kvmesh.services.prefill.report import Reporter
 from kvmesh.services.prefill.state import PrefillState
+from kvmesh.telemetry import names
 from tests.support.prefill.grouped_world import ALL, BLOCK, CHUNK, STATE, WINDOW, grouped_state
 from tests.support.prefill.script import BOOT_NS, prompt
-
-TAIL = b"t" * 16
 
 
 def begin(handle: int, text: str, **fields: object) -> ev.Start:
     tokens, keys = prompt(text, BLOCK)
-    known = {"pulls": (), "tail_key": b""} | fields
+    known = {"pulls": ()} | fields
     return ev.Start(handle, 1, f"r{handle}", tokens, keys, m.Sampling(0, 1, 0, 0), **known)  # type: ignore[arg-type]
 
 
@@ -46,6 +46,12 @@ class Played:
     def store(self):  # type: ignore[no-untyped-def]
         assert self.state.grouped is not None
         return self.state.grouped.blocks.store
+
+    def spans(self) -> list[tuple[int, int]]:
+        """The tokens of the steps since the last call."""
+        found = [(item.start, item.start + len(item.token_ids)) for item in self.steps]
+        self.steps.clear()
+        return found
 
     def feed(self, event: ev.Event) -> None:
         todo = [event]
@@ -101,14 +107,97 @@ def test_a_prompt_that_never_fits_is_refused_and_names_the_group() -> None:
     assert "cache group window" in played.failed[0].error.message
 
 
-def test_chunks_end_on_the_grid_and_leave_a_snapshot_there() -> None:
+def test_chunks_end_on_the_grid_and_at_the_last_full_block_and_leave_snapshots_there() -> None:
     played = Played((ALL, STATE), (8, 4), (8, 4))
     played.feed(begin(1, "abcde+1"))
-    assert [(item.start, item.start + len(item.token_ids)) for item in played.steps] == [(0, 8), (8, 16), (16, 21)]
     slots = [next(one.ids for one in item.groups if one.group == 1) for item in played.steps]
-    assert [len(ids) for ids in slots] == [2, 2, 1] and len({ids[0] for ids in slots}) == 1
+    assert played.spans() == [(0, 8), (8, 16), (16, 20), (20, 21)]
+    assert [len(ids) for ids in slots] == [2, 2, 2, 1] and len({ids[0] for ids in slots}) == 1
     keys = prompt("abcde", BLOCK)[1]
-    assert list(played.store.masks(keys)) == [1, 3, 1, 3, 1]
+    assert list(played.store.masks(keys)) == [1, 3, 1, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("text", "first", "again"),
+    [
+        ("+3", [(0, 3)], [(0, 3)]),  # no full block
+        ("a", [(0, 4)], [(0, 4)]),  # the block of the last token is computed
+        ("a+1", [(0, 4), (4, 5)], [(4, 5)]),
+        ("ab", [(0, 4), (4, 8)], [(4, 8)]),
+        ("ab+1", [(0, 8), (8, 9)], [(8, 9)]),  # on the grid
+        ("abc+2", [(0, 8), (8, 12), (12, 14)], [(12, 14)]),
+        ("abcd", [(0, 8), (8, 12), (12, 16)], [(12, 16)]),
+    ],
+)
+def test_a_repeated_prompt_hits_all_but_its_last_block(
+    text: str, first: list[tuple[int, int]], again: list[tuple[int, int]]
+) -> None:
+    played = Played((ALL, STATE), (8, 4), (8, 4))
+    played.feed(begin(1, text))
+    assert played.spans() == first
+    played.feed(begin(2, text))
+    assert played.spans() == again
+    assert played.ended[1].found.cached_tokens == again[0][0]
+
+
+def test_the_next_turn_hits_what_the_last_one_computed() -> None:
+    played = Played((ALL, STATE), (10, 4), (10, 4))
+    played.feed(begin(1, "abc+2"))
+    assert played.spans()
+    played.feed(begin(2, "abcdefg+1"))
+    assert played.spans() == [(12, 16), (16, 24), (24, 28), (28, 29)]
+
+
+def test_where_prompts_part_the_second_one_leaves_a_snapshot() -> None:
+    """The third one finds what is common to them."""
+    played = Played((ALL, STATE), (16, 5), (16, 8))
+    played.feed(begin(1, "abcde+1"))
+    assert played.spans()
+    played.feed(begin(2, "abcfg+1"))
+    assert played.spans() == [(8, 12), (12, 16), (16, 20), (20, 21)]
+    played.feed(begin(3, "abchi+1"))
+    assert played.spans() == [(12, 16), (16, 20), (20, 21)]
+
+
+def test_who_has_no_room_for_states_does_not_cut_for_them() -> None:
+    played = Played((ALL, STATE), (8, 4), (8, 0))
+    played.feed(begin(1, "abc+2"))
+    assert played.spans() == [(0, 8), (8, 14)]
+
+
+def test_the_gauges_tell_the_groups_apart() -> None:
+    played = Played((ALL, STATE), (8, 4), (8, 4))
+    played.feed(begin(1, "abc+2"))
+    Reporter(played.state, "p").beat()
+    found = {
+        (group, state): names.PREFILL_PAGES.labels(state=state, group=group)._value.get()
+        for group in ("all", "state")
+        for state in ("total", "free", "cached")
+    }
+    assert found == dict(zip(found, (8, 5, 3, 4, 4, 0), strict=True))
+
+
+def test_a_twin_waits_for_the_snapshot_at_the_last_full_block() -> None:
+    played = Played((ALL, STATE), (12, 4), (8, 4))
+    played.answers = False
+    for handle in (1, 2):
+        played.feed(begin(handle, "abc+2"))
+    assert played.spans() == [(0, 8), (8, 12), (12, 14)]
+    for copy in list(played.seals):
+        played.feed(m.FromRank(0, m.SealCopied(copy.ticket, BOOT_NS, BOOT_NS)))
+    assert played.spans() == [(12, 14)]
+
+
+def test_what_is_removed_while_it_is_computed_leaves_no_snapshot() -> None:
+    played = Played((ALL, STATE), (12, 3), (8, 4))
+    played.answers = False  # the chunk behind the second snapshot waits for a slot
+    played.feed(begin(1, "abcde+1"))
+    keys = prompt("abcde", BLOCK)[1]
+    played.feed(NotHere(frozenset({keys[4]})))
+    played.answers = True
+    for copy in list(played.seals):
+        played.feed(m.FromRank(0, m.SealCopied(copy.ticket, BOOT_NS, BOOT_NS)))
+    assert list(played.store.masks(keys)) == [1, 3, 1, 3, 0]
 
 
 def test_a_snapshot_that_is_still_copied_holds_up_that_prompt_alone() -> None:
@@ -144,34 +233,6 @@ def test_a_state_that_is_missing_makes_a_hit_shorter_and_is_named() -> None:
     assert (found.cached_tokens, found.short, found.short_blocks) == (8, (1,), 2)
 
 
-def test_a_tail_is_taken_only_with_all_before_it() -> None:
-    played = Played((ALL, WINDOW, STATE), (10, 8, 4), (8, 8, 4))
-    played.feed(begin(1, "ab+1"))
-    for store in played.store.stores:
-        store.begin([TAIL])
-        store.seal(TAIL)
-    played.steps.clear()
-    played.feed(begin(2, "ab+3", tail_key=TAIL))
-    assert [(item.start, len(item.token_ids)) for item in played.steps] == [(10, 1)]
-    assert [(one.group, one.first) for one in played.loads[-1].groups] == [(0, 2), (1, 2), (2, 2)]
-    played.steps.clear()
-    played.store.stores[2].remove([TAIL])
-    played.feed(begin(3, "ab+3", tail_key=TAIL))
-    assert [(item.start, len(item.token_ids)) for item in played.steps] == [(8, 3)]
-
-
-def test_a_tail_is_pulled_from_who_has_the_block_before() -> None:
-    played = Played((ALL, WINDOW, STATE), (10, 8, 4), (8, 8, 4))
-    hints = (PullRange("A", "A:1", 1, 0, 2), PullRange("B", "B:1", 1, 2, 1))
-    played.feed(begin(1, "abc+3", pulls=hints, tail_key=TAIL))
-    (fetch,) = played.jobs
-    assert fetch.job.keys[-1] == TAIL and fetch.job.blocks == (0, 1, 2, 3)
-    assert list(fetch.job.groups) == [1, 1 | 2 * (seen_before(WINDOW, BLOCK, 14).start <= 1), 3, 7]
-    assert [(r.first_block, r.blocks) for r in fetch.job.ranges] == [(0, 2), (2, 2)]
-    played.feed(Pulled(fetch.job.ticket, (0, 1, 2, 3), 9, 0, groups=fetch.job.groups))
-    assert [(item.start, len(item.token_ids)) for item in played.steps] == [(14, 1)]
-
-
 def test_a_pull_asks_for_what_the_hit_needs_alone() -> None:
     played = Played((ALL, WINDOW, STATE), (10, 8, 4), (8, 8, 4))
     played.feed(begin(1, "abcd+1", pulls=(PullRange("A", "A:1", 1, 0, 4),)))
@@ -189,11 +250,11 @@ def test_a_holder_without_a_group_is_not_asked_for_it() -> None:
 
 
 def test_a_prompt_that_ends_behind_a_snapshot_is_pulled_up_to_it() -> None:
-    """Who names blocks and no groups has what is kept of them: no state of the fifth block."""
+    """Who names blocks and no groups has what a prefix of them needs: the state behind the last one."""
     played = Played((ALL, STATE), (10, 4), (8, 4))
     played.feed(begin(1, "abcde+1", pulls=(PullRange("A", "A:1", 1, 0, 5),)))
     (fetch,) = played.jobs
-    assert list(fetch.job.groups) == [1, 1, 1, 3]
+    assert list(fetch.job.groups) == [1, 1, 1, 1, 3]
 
 
 class OfGroups:

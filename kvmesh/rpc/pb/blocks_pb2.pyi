@@ -547,6 +547,8 @@ Global___GetNodeStoreResponse: _TypeAlias = GetNodeStoreResponse  # noqa: Y015
 
 @_typing.final
 class TierCounters(_message.Message):
+    """Of a model with several cache groups each object of a block counts as one."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TIER_FIELD_NUMBER: _builtins.int

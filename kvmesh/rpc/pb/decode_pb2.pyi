@@ -99,7 +99,6 @@ class StartRequest(_message.Message):
     CREDIT_TOKENS_FIELD_NUMBER: _builtins.int
     CHAIN_DIGEST_FIELD_NUMBER: _builtins.int
     WEIGHTS_EPOCH_FIELD_NUMBER: _builtins.int
-    TAIL_KEY_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """names the request within this Session; never reused in it"""
     request_id: _builtins.str
@@ -123,8 +122,6 @@ class StartRequest(_message.Message):
     """
     weights_epoch: _builtins.int
     """of ModelCard; refused unless it is the instance's own"""
-    tail_key: _builtins.bytes
-    """as in StartPrefill"""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
@@ -146,11 +143,10 @@ class StartRequest(_message.Message):
         credit_tokens: _builtins.int = ...,
         chain_digest: _builtins.bytes = ...,
         weights_epoch: _builtins.int = ...,
-        tail_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_keys", b"block_keys", "chain_digest", b"chain_digest", "credit_tokens", b"credit_tokens", "deadline_ms", b"deadline_ms", "model_fingerprint", b"model_fingerprint", "placement", b"placement", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "slot", b"slot", "tail_key", b"tail_key", "token_ids", b"token_ids", "traceparent", b"traceparent", "weights_epoch", b"weights_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_keys", b"block_keys", "chain_digest", b"chain_digest", "credit_tokens", b"credit_tokens", "deadline_ms", b"deadline_ms", "model_fingerprint", b"model_fingerprint", "placement", b"placement", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "slot", b"slot", "token_ids", b"token_ids", "traceparent", b"traceparent", "weights_epoch", b"weights_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

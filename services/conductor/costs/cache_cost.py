@@ -98,11 +98,12 @@ class CacheCost:
                 found[block - first] |= 1 << number
         return bytes(found)
 
-    def coming(self, ends: Sequence[int], cached: int) -> bytes:
+    def coming(self, ends: Sequence[int], cached: int, last: int = 0) -> bytes:
         """Returns which groups of a prompt's blocks an instance has once it has computed what follows a prefix of
-        `cached` blocks: a mask for each span of blocks, of which entry i ends before block `ends[i]`. b"" for one group
-        that keeps all. Whoever shares a span shares all blocks before it, too: so a span has a bit if a prefix that
-        ends with it or later finds all that it needs there, and that of a state if any of its blocks has a snapshot."""
+        `cached` blocks: a mask for each span of blocks, of which entry i ends before block `ends[i]`. `last` is how
+        many blocks the prompt finds again, behind which states are kept, too. b"" for one group that keeps all. Whoever
+        shares a span shares all blocks before it, too: so a span has a bit if a prefix that ends with it or later finds
+        all that it needs there, and that of a state if any of its blocks has a snapshot."""
         if not self.groups:
             return b""
         found, before = bytearray(), 0
@@ -111,7 +112,8 @@ class CacheCost:
             mask = 0
             for g, (group, _) in enumerate(self.groups):
                 if group.kind is CacheKind.STATE:
-                    kept = before < cached <= end or end // group.keep * group.keep > max(before, cached)
+                    here = before < cached <= end or before < last <= end
+                    kept = here or end // group.keep * group.keep > max(before, cached)
                 else:
                     kept = needed[g].start <= before or end >= cached
                 mask |= kept << g

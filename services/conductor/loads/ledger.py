@@ -124,7 +124,8 @@ class Ledger:
         p, d = choice.prefill, choice.decode
         name, patience_s = request.request_id, self._settings.pending_timeout_s
         promised, cost = marks(request.keys), p.instance.model.cost
-        masks = cost.coming(ends(len(request.keys)), p.cached_tokens // cost.block_tokens)
+        last = (request.prompt_tokens - 1) // cost.block_tokens
+        masks = cost.coming(ends(len(request.keys)), p.cached_tokens // cost.block_tokens, last)
         p.instance.queue.add(
             PrefillWork(
                 name,

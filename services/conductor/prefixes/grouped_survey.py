@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvmesh.kvcache.cache_groups import CacheGroup, CacheKind, PrefixHit, longest_hit, needed_blocks
+from kvmesh.services.conductor.prefixes.pending import EACH
 from kvmesh.services.conductor.prefixes.survey import HeldRun, PrefixPlace, PrefixSurvey
 
 
@@ -32,7 +33,7 @@ class GroupedSurvey(PrefixSurvey):
                 if run.groups[g] & sealed:
                     found[g] |= span
                 elif run.soon[g] & coming:
-                    found[g] |= span & snapshots(group, run) if group.kind is CacheKind.STATE else span
+                    found[g] |= snapshots(group, run, self.most) if group.kind is CacheKind.STATE else span
         return found
 
     def hit(self, sealed: int, coming: int = 0, *, start: int = 0, most: int | None = None) -> PrefixHit:
@@ -99,7 +100,13 @@ class GroupedSurvey(PrefixSurvey):
         return max(start, self.hit(among, start=start).blocks)
 
 
-def snapshots(group: CacheGroup, run: HeldRun) -> int:
-    """Returns at which blocks of the run whoever computes it keeps a snapshot."""
+def snapshots(group: CacheGroup, run: HeldRun, most: int) -> int:
+    """Returns at which blocks of a run whoever computes it keeps a snapshot, of a prompt that can have a prefix of
+    `most` blocks. It is known of each of the first blocks; behind them of those on the grid and, of a prompt as long as
+    this one, of the last that it finds again."""
     first = run.first // group.keep * group.keep
-    return sum(1 << block for block in range(first + group.keep - 1, run.end, group.keep))
+    found = sum(1 << block for block in range(first + group.keep - 1, run.end, group.keep))
+    found |= (1 << min(run.end, EACH)) - (1 << min(run.first, EACH))
+    if run.first < most <= run.end:
+        found |= 1 << (most - 1)
+    return found & (1 << run.end) - (1 << run.first)

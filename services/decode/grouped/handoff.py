@@ -7,7 +7,7 @@ into which the rank copies it at block borders.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvmesh.clock import NEVER
@@ -82,6 +82,9 @@ class GroupedHandoff(Handoff):
     @property
     def has_pages(self) -> bool:
         return bool(self.runs)
+
+    def extents_of(self, group: int) -> Sequence[int]:
+        return self.parked[group].ids if group in self.parked else ()
 
     @property
     def has_extents(self) -> bool:

@@ -13,6 +13,7 @@ from typing import cast
 from kvmesh.errors import Overloaded
 from kvmesh.kvcache.cache_groups import GroupPages
 from kvmesh.kvcache.grouped_store import GroupedStore
+from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool, Pages
 from kvmesh.kvcache.store_stats import StoreStats
 from kvmesh.ranks import protocol as m
@@ -155,6 +156,11 @@ class GroupedScheduler(Scheduler):
     @property
     def store_stats(self) -> list[StoreStats]:
         return [store.stats for store in self.store.stores]
+
+    @property
+    def memory(self) -> list[tuple[str, Pages, NodeStore]]:
+        names = [room.group.name for room in self.shape.groups]
+        return list(zip(names, self.pools, self.store.stores, strict=True))
 
     @property
     def group_counters(self) -> list[common_pb2.GroupPages]:

@@ -1,7 +1,7 @@
 """Blocks of running requests are copied into the node store, group by group (ADR 0037). Pure.
 
 All groups of a block begin in one turn. Of a running request what is live in its pages is sealed; a state only at the
-end, as it is changed in place: at the last block border, and when its request parts, at exactly the last token.
+end, as it is changed in place: at the last block border.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvmesh.clock import NEVER
-from kvmesh.kvcache import keys as block_keys
 from kvmesh.kvcache.cache_groups import GroupPages
 from kvmesh.kvcache.grouped_store import GroupedStore, Mask
 from kvmesh.kvcache.page_pool import Pages
@@ -69,21 +68,12 @@ class GroupedSealing:
 
     def last(self, h: GroupedHandoff, runs: Mapping[int, BlockRun], room: Sequence[int]) -> m.SealCopy | None:
         """Begins to copy what a request that has ended has of full blocks, as `running` does, and its state at the last
-        of them for which there is one; if it parts, the tail, too. Nobody touches its pages `runs`, which are about to
-        be given back."""
+        of them for which there is one. Nobody touches its pages `runs`, which are about to be given back."""
         keys = h.chain.upto(h.context // self._step)
         found = self._full(h, runs, min(len(keys), h.sealable))
         states = h.states()
         if states is not None and 0 < states[0] <= len(keys) * self._step:
             self._add_states(found, h, runs, states[0] // self._step - 1, states[1])
-        rest = h.context % self._step
-        if h.parting is not None and rest and not (h.extra or h.vain) and len(keys) <= h.sealable and h.chain.digest:
-            self._add_states(found, h, runs, len(keys), 0)
-            for g, run in runs.items():
-                if not is_state(h.groups[g]) and run.first <= len(keys) < run.end:
-                    found[len(keys), g] = run.ids[len(keys) - run.first]
-            tail = block_keys.tail(h.chain.digest, block_keys.pack_tokens(h.chain.rest[:rest]))
-            return self._copy([*keys, tail], found, room)
         return self._copy(keys[: h.sealable], found, room)
 
     def _full(self, h: GroupedHandoff, runs: Mapping[int, BlockRun], blocks: int) -> Found:

@@ -281,6 +281,23 @@ def test_marks_have_masks_until_they_are_announced_or_withdrawn() -> None:
     assert len(index.pending) == 0 and index.pending.open(1) == slot
 
 
+@pytest.mark.parametrize("tokens", [9 * B + 1, 10 * B, 10 * B + 1, 43 * B, 43 * B + 5, 44 * B])
+def test_the_state_behind_a_prompts_last_block_is_coming(tokens: int) -> None:
+    """Whoever repeats the prompt finds it there. A longer one that shares its blocks finds it where each block is
+    known, else the last one on the grid; a shorter one finds that, too."""
+    index, keys, life = Index(), chain("x", tokens // B), ("p", 1)
+    slot, last = index.pending.open(100), (tokens - 1) // B
+    index.place(life, slot, marks(keys), "r", COST.coming(ends(len(keys)), 0, last))
+    own = index.place_of(life, slot)
+    assert index.survey(keys, COST, tokens).depth(own) == last
+    longer = (*keys, *chain("y", 8))
+    exact = last if last <= 32 or last % 4 == 0 else last // 4 * 4
+    found = index.survey(longer, COST, len(longer) * B + 1).depth(own)
+    assert found == exact or (last > 32 and found <= exact and found % 4 == 0)
+    shorter = keys[: last - 1]
+    assert index.survey(shorter, COST, len(shorter) * B + 1).depth(own) == len(shorter) // 4 * 4
+
+
 def test_a_snapshot_settles_each_group_by_itself() -> None:
     index, keys, life = Index(), chain("x", 4), ("p", 1)
     slot = index.pending.open(100)

@@ -329,7 +329,7 @@ class GroupedWorld:
         assert isinstance(self.state.scheduler, GroupedScheduler)
         self.scheduler = self.state.scheduler
         self.rank = GroupedRank(self.groups)
-        self.known: dict[bytes, tuple[int, ...]] = {}  # key or tail → the tokens up to its end
+        self.known: dict[bytes, tuple[int, ...]] = {}  # key → the tokens up to its end
         self.jobs: list[PullJob] = []
         self.landings: dict[int, tuple[int, e.RankOffsets]] = {}
         self.asked: dict[int, int] = {}
@@ -447,14 +447,10 @@ class GroupedWorld:
     # ── what must hold at every moment ───────────────────────────────────────────────────────────
 
     def learn(self) -> None:
-        """Names all blocks and tails of what requests and ranks know."""
+        """Names all blocks of what requests and ranks know."""
         for tokens in list(self.rank.tokens.values()):
             digest = ROOT
             for end in range(B, len(tokens) + B + 1, B):
-                for rest in range(B):
-                    if end - B + rest <= len(tokens):
-                        tail = block_keys.tail(digest, block_keys.pack_tokens(tokens[end - B : end - B + rest]))
-                        self.known.setdefault(tail, tuple(tokens[: end - B + rest]))
                 if end <= len(tokens):
                     key, digest = block_keys.extend(digest, block_keys.pack_tokens(tokens[end - B : end]))
                     self.known.setdefault(key, tuple(tokens[:end]))

@@ -18,7 +18,6 @@ from kvmesh.blockservice.removals import NotHere
 from kvmesh.clock import Tick
 from kvmesh.kvcache.cache_groups import CacheGroup, CacheKind, CacheLayout, GroupPages, first_seen, snapshot_grid
 from kvmesh.kvcache.grouped_store import GroupedStore
-from kvmesh.kvcache.keys import KEY_BYTES
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.quotas import NoTagQuotas
@@ -140,8 +139,7 @@ class GroupedWorld(RuleBasedStateMachine):
 
     def named(self, key: bytes) -> Tokens:
         """Returns the tokens that a key stands for."""
-        tails = {asked.start.tail_key: asked.start.token_ids[:-1] for asked in self.asked.values()}
-        return tails[key] if key in tails else prompt(key.decode(), BLOCK)[0]
+        return prompt(key.decode(), BLOCK)[0]
 
     def check_job(self, job: PullJob) -> None:
         assert len(job.groups) == len(job.keys) and not job.extents
@@ -212,7 +210,6 @@ class GroupedWorld(RuleBasedStateMachine):
         hints=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5), st.integers(0, 7)), max_size=2),
         later_ms=st.sampled_from([0, 0, 30]),
         adopt=st.sampled_from([False, False, True]),
-        tail=st.booleans(),
     )
     def start(
         self,
@@ -222,7 +219,6 @@ class GroupedWorld(RuleBasedStateMachine):
         hints: list[tuple[int, int, int]],
         later_ms: int,
         adopt: bool,
-        tail: bool,
     ) -> None:
         if stream in self.broken:
             return
@@ -244,29 +240,9 @@ class GroupedWorld(RuleBasedStateMachine):
             pulls=pulls,
             pull_at_ns=self.now + later_ms * MS if later_ms else 0,
             adopt=adopt,
-            tail_key=self.tail_key(tokens[:-1]) if tail and tokens else b"",
         )
         self.asked[handle] = Asked(start)
         self.step(start)
-
-    @staticmethod
-    def tail_key(tokens: Tokens) -> bytes:
-        return f"tail{len(tokens)}{hash(tokens) & 0xFFFFFF:x}".encode()[:KEY_BYTES]
-
-    @precondition(lambda self: self.open() and not self.lost)
-    @rule(data=st.data(), skipped=st.integers(0, 255))
-    def a_tail_is_sealed(self, data: st.DataObject, skipped: int) -> None:
-        """By a decode half in this instance, say: what lies after the last full block, in some of the groups."""
-        start = self.asked[data.draw(st.sampled_from(self.open()))].start
-        tokens = start.token_ids[:-1]
-        if not start.tail_key or len(tokens) % BLOCK == 0:
-            return
-        for g, store in enumerate(self.store.stores):
-            if (skipped >> g & 1 and g) or store.holds(start.tail_key) or store.writing(start.tail_key):
-                continue
-            if (extent := store.begin([start.tail_key])[0]) is not None:
-                self.extent[g, extent] = tokens
-                store.seal(start.tail_key)
 
     def open(self, *, landed: bool | None = None) -> list[int]:
         return [
