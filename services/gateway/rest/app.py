@@ -21,7 +21,7 @@ from kvmesh.services.gateway.models import Model
 from kvmesh.services.gateway.rest import openapi
 from kvmesh.services.gateway.rest.bounded_call import BoundedCall
 from kvmesh.services.gateway.rest.frames import error_headers, error_json
-from kvmesh.services.gateway.rest.http import Receive, Scope, Send
+from kvmesh.services.gateway.rest.http import Receive, Scope, Send, authorization
 from kvmesh.services.gateway.rest.interfaces import INTERFACES, QUERIES
 from kvmesh.services.gateway.rest.reply import Reply
 from kvmesh.telemetry import names
@@ -88,8 +88,7 @@ def build(core: GatewayCore) -> FastAPI:
         return {**head, **known, **_state(model)}
 
     def tenant(request: Request) -> Tenant:
-        given = request.headers.get("authorization")
-        return core.keys.tenant(None if given is None else given.encode("latin-1"), "models")
+        return core.keys.tenant(authorization(dict(request.headers.raw)), "models")
 
     @app.get("/v1/models", summary="Models", tags=["OpenAI"], response_model=None)
     async def models(request: Request) -> Response:

@@ -128,7 +128,8 @@ class BoundedCall(Response, Generic[Read]):
 
     async def _refuse(self, send: Send, err: KvmeshError, *, unread: bool = False) -> None:
         body = self._errors.error_body(err, self._request_id)
-        await send_error(send, err, self.own_headers, unread=unread, body=body)
+        status = self._errors.status(err)
+        await send_error(send, err, self.own_headers, unread=unread, body=body, status=status)
 
 
 class QueryCall(BoundedCall[Read]):

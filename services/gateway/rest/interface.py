@@ -40,6 +40,11 @@ class ErrorStyle:
     """Headers of every answer that tell the request's id."""
 
     @classmethod
+    def status(cls, err: KvmeshError) -> int:
+        """Returns the HTTP status of an error."""
+        return err.http_status
+
+    @classmethod
     def error_body(cls, err: KvmeshError, request_id: str) -> bytes:
         """Returns the body of an error."""
         return orjson.dumps(error_json(err))

@@ -10,10 +10,14 @@ from kvmesh.services.gateway.rest.bounded_call import QueryCall
 from kvmesh.services.gateway.rest.chat import ChatRequest
 from kvmesh.services.gateway.rest.completions import CompletionRequest
 from kvmesh.services.gateway.rest.interface import Asked
+from kvmesh.services.gateway.rest.messages import CountTokens, MessagesRequest
 
 INTERFACES: Mapping[str, type[Asked]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/messages": MessagesRequest,
 }
 
-QUERIES: Mapping[str, type[QueryCall[Any]]] = {}
+QUERIES: Mapping[str, type[QueryCall[Any]]] = {
+    "/v1/messages/count_tokens": CountTokens,
+}
