@@ -82,5 +82,5 @@ async def test_errors(mesh: Mesh, client: Any) -> None:
     mesh.decodes[0].script = stalls
     stream = await client.messages.create(**ASKED, stream=True, extra_headers={"x-request-timeout-ms": "500"})
     with pytest.raises(anthropic.APIStatusError) as broken:
-        await stream.until_done()
+        [event async for event in stream]
     assert broken.value.body["error"]["type"] == "timeout_error"
