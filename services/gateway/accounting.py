@@ -42,7 +42,7 @@ class Account:
         self.scheduled_ns = 0
         self.first_token_ns = 0
         self.first_write_ns = 0
-        operation = names.SPAN_CHAT if route == "chat" else names.SPAN_COMPLETION
+        operation = names.SPAN_CHAT if route in ("chat", "messages") else names.SPAN_COMPLETION
         attributes: dict[str, spans.Value] = {
             names.OPERATION: operation,
             names.PROVIDER: "kvmesh",

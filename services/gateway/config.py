@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from kvmesh.errors import ConfigError
 from kvmesh.rpc.call_limits import CallLimits
 from kvmesh.services.gateway.recovery import RecoveryPatience
 from kvmesh.services.gateway.rest.http_limits import BodyBounds, HttpLimits
+from kvmesh.services.gateway.rest.system_text import ATTRIBUTION, DROP, HANDLINGS, VolatileLines
 
 MAX_NAME_CHARS = 200
 
@@ -145,6 +147,21 @@ class GatewayConfig(ServiceConfig):
             "metavar": "MODEL=FAMILY,...",
         },
     )
+    volatile_system: str = field(
+        default=DROP,
+        metadata={
+            "help": "Lines of system prompts of /v1/messages that differ from request to request, and would spoil "
+            "prefix hits: keep, last (moved to the end of the system prompt), drop."
+        },
+    )
+    volatile_patterns: tuple[str, ...] = field(
+        default=(ATTRIBUTION,),
+        metadata={
+            "help": "How such lines begin: regular expressions. The default is Claude Code's attribution, which is "
+            "for Anthropic's billing and tells a model nothing.",
+            "metavar": "REGEX,...",
+        },
+    )
     max_stops: int = field(default=16, metadata={"help": "Stop strings a request may name."})
     max_stop_chars: int = field(default=256, metadata={"help": "Characters of one stop string."})
     max_choices: int = field(default=64, metadata={"help": "Answers a request may ask for (prompts x n)."})
@@ -224,6 +241,18 @@ class GatewayConfig(ServiceConfig):
                 raise ConfigError(
                     f"allowed_hosts={name!r}: must be a host name, without scheme and port", field="allowed_hosts"
                 )
+        if self.volatile_system not in HANDLINGS:
+            raise ConfigError(
+                f"volatile_system={self.volatile_system!r}: must be one of {', '.join(HANDLINGS)}",
+                field="volatile_system",
+            )
+        for pattern in self.volatile_patterns:
+            try:
+                re.compile(pattern)
+            except re.error as err:
+                raise ConfigError(
+                    f"volatile_patterns={pattern!r}: not a regular expression: {err}", field="volatile_patterns"
+                ) from None
         if self.max_request_memory < 2 * self.max_body_bytes:
             raise ConfigError(
                 f"max_request_memory={self.max_request_memory}: must be at least 2 x max_body_bytes "
@@ -315,6 +344,11 @@ class GatewayConfig(ServiceConfig):
             waiting=self.grpc_waiting,
             receive_s=self.grpc_receive_timeout_s,
         )
+
+    @property
+    def volatile_lines(self) -> VolatileLines:
+        """What becomes of lines of system prompts that differ from request to request."""
+        return VolatileLines(self.volatile_system, self.volatile_patterns)
 
     @property
     def limits(self) -> GatewayLimits:

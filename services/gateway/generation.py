@@ -146,15 +146,15 @@ def _check_biases(biases: tuple[tuple[int, float], ...]) -> None:
         seen.add(token_id)
 
 
-def check_stops(stops: Any, limits: GatewayLimits) -> None:
+def check_stops(stops: Any, limits: GatewayLimits, field: str = "stop") -> None:
     """InvalidRequest unless `stops` are few, short, non-empty strings. The count is looked at first."""
     if len(stops) > limits.max_stops:
-        raise refused("stop", stops, f"{len(stops)} stop strings; at most {limits.max_stops} are allowed")
+        raise refused(field, stops, f"{len(stops)} stop strings; at most {limits.max_stops} are allowed")
     for stop in stops:
         if not isinstance(stop, str) or not stop:
-            raise refused("stop", stop, "a stop must be a string that is not empty")
+            raise refused(field, stop, "a stop must be a string that is not empty")
         if len(stop) > limits.max_stop_chars:
-            raise refused("stop", stop, f"a stop may have at most {limits.max_stop_chars} characters")
+            raise refused(field, stop, f"a stop may have at most {limits.max_stop_chars} characters")
 
 
 def refused(field: str, value: Any, why: str) -> InvalidRequest:

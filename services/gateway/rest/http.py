@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import orjson
@@ -60,14 +60,19 @@ class RequestHeaders:
             self.request_id = f"{text}-{self.request_id[:8]}"
         self.wishes = serving_headers.read(headers)
         self.timeout_s = _milliseconds(headers.get(TIMEOUT))
-        self.authorization = headers.get(AUTHORIZATION)
-        if self.authorization is None and API_KEY in headers:  # as Anthropic's clients tell their key
-            self.authorization = b"Bearer " + headers[API_KEY]
+        self.authorization = authorization(headers)
         self.timings = headers.get(TIMINGS, b"") == b"1"
         self.parent: Context = spans.context_from(headers.get(TRACEPARENT, b"").decode("latin-1"))
 
 
 _KNOWN = frozenset((REQUEST_ID, TIMEOUT, TIMINGS, TRACEPARENT, AUTHORIZATION, API_KEY)) | serving_headers.HEADERS
+
+
+def authorization(headers: Mapping[bytes, bytes]) -> bytes | None:
+    """Returns what `headers` say of the caller's key, which Anthropic's clients tell by a header of their own."""
+    if AUTHORIZATION not in headers and API_KEY in headers:
+        return b"Bearer " + headers[API_KEY]
+    return headers.get(AUTHORIZATION)
 
 
 def _milliseconds(value: bytes | None) -> float | None:
@@ -147,10 +152,10 @@ async def send_body(send: Send, status: int, headers: Headers, body: bytes) -> N
 
 
 async def send_error(
-    send: Send, err: KvmeshError, headers: Headers, *, body: bytes = b"", unread: bool = False
+    send: Send, err: KvmeshError, headers: Headers, *, body: bytes = b"", unread: bool = False, status: int = 0
 ) -> None:
-    """`err` as `body` says it, else as OpenAI writes it. `unread`: the request's body was not read to its end, so the
-    connection is closed."""
+    """`err` as `body` and `status` say it, else as OpenAI writes it. `unread`: the request's body was not read to its
+    end, so the connection is closed."""
     more = [(b"connection", b"close")] if unread else []
     body = body or orjson.dumps(error_json(err))
-    await send_body(send, err.http_status, [*JSON, *error_headers(err), *headers, *more], body)
+    await send_body(send, status or err.http_status, [*JSON, *error_headers(err), *headers, *more], body)

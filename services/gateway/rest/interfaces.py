@@ -1,14 +1,23 @@
-"""The interfaces of the REST door by path. A new one is one file and a line here (and its answers in openapi.py)."""
+"""The POSTs of the REST door by path: interfaces, which generate, and queries, which do not. A new one is one file and
+a line here (and its answers in openapi.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+from kvmesh.services.gateway.rest.bounded_call import QueryCall
 from kvmesh.services.gateway.rest.chat import ChatRequest
 from kvmesh.services.gateway.rest.completions import CompletionRequest
 from kvmesh.services.gateway.rest.interface import Asked
+from kvmesh.services.gateway.rest.messages import CountTokens, MessagesRequest
 
 INTERFACES: Mapping[str, type[Asked]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/messages": MessagesRequest,
+}
+
+QUERIES: Mapping[str, type[QueryCall[Any]]] = {
+    "/v1/messages/count_tokens": CountTokens,
 }

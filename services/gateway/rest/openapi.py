@@ -11,8 +11,8 @@ from pydantic.json_schema import models_json_schema
 
 from kvmesh.services.gateway.rest.chat import ChatRequest
 from kvmesh.services.gateway.rest.completions import CompletionRequest
-from kvmesh.services.gateway.rest.interface import Asked
-from kvmesh.services.gateway.rest.interfaces import INTERFACES
+from kvmesh.services.gateway.rest.interfaces import INTERFACES, QUERIES
+from kvmesh.services.gateway.rest.messages import CountTokensRequest, MessagesRequest
 
 TITLE = "kvmesh"
 Json = dict[str, Any]
@@ -22,6 +22,8 @@ _REF = "#/components/schemas/{model}"
 _EXAMPLES: dict[Any, Json] = {
     ChatRequest: {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32},
     CompletionRequest: {"prompt": "Hello", "max_tokens": 32, "temperature": 0},
+    MessagesRequest: {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32},
+    CountTokensRequest: {"messages": [{"role": "user", "content": "Hello"}]},
 }
 
 # Refusals by the connection itself, before the request has reached an endpoint: a line of text, not an error object.
@@ -45,6 +47,8 @@ _GENERATING = _WITH_KEYS | {
     "503": "No instance can serve now; Retry-After tells when to come again",
     "504": "The request's deadline passed, or its body came too slowly",
 }
+# As Anthropic's clients know it: 529 where the others answer 503.
+_MESSAGES = {("529" if status == "503" else status): text for status, text in _GENERATING.items()}
 
 
 def _object(required: Json, optional: Json | None = None, *, more: bool = False) -> Json:
@@ -129,6 +133,49 @@ SCHEMAS: dict[str, Json] = {
         },
     ),
     "Completion": _answer("text_completion", {"text": _STRING}),
+    "AnthropicError": _object(
+        {
+            "type": _one_of("error"),
+            "error": _object({"type": _STRING, "message": _STRING}),
+            "request_id": _TEXT_OR_NULL,
+        }
+    ),
+    "Message": _object(
+        {
+            "id": _STRING,
+            "type": _one_of("message"),
+            "role": _one_of("assistant"),
+            "model": _STRING,
+            "content": _list(
+                _object(
+                    {"type": _one_of("text", "thinking", "tool_use")},
+                    {
+                        "text": _STRING,
+                        "thinking": _STRING,
+                        "signature": _STRING,
+                        "id": _STRING,
+                        "name": _STRING,
+                        "input": _ANYTHING,
+                    },
+                )
+            ),
+            "stop_reason": _one_of(
+                "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
+            ),
+            "stop_sequence": _TEXT_OR_NULL,
+            "usage": _object(
+                {
+                    "input_tokens": {"type": "integer", "description": "Without those that were cached"},
+                    "cache_creation_input_tokens": _INTEGER,
+                    "cache_read_input_tokens": _INTEGER,
+                    "output_tokens": _INTEGER,
+                    "output_tokens_details": _object({"thinking_tokens": _INTEGER}),
+                }
+            ),
+        },
+        {"kvmesh": {**_ANYTHING, "description": "Where the time went, with the header x-kvmesh-timings: 1"}},
+    ),
+    "InputTokens": _object({"input_tokens": _INTEGER}),
 }
 
 
@@ -148,16 +195,17 @@ _LATER = {
     "Retry-After": _header("Seconds", _INTEGER),
     "Retry-After-Ms": _header("The same in milliseconds", _INTEGER),
 }
-_HEADERS = {"401": {"WWW-Authenticate": _header("Bearer", _STRING)}, "429": _LATER, "503": _LATER}
+_HEADERS = {"401": {"WWW-Authenticate": _header("Bearer", _STRING)}, "429": _LATER, "503": _LATER, "529": _LATER}
 
 
-def _failures(texts: dict[str, str]) -> dict[str, Json]:
-    """By status: an error object of an endpoint, a line of text of the connection, or (400) either."""
+def _failures(texts: dict[str, str], error: str = "Error") -> dict[str, Json]:
+    """By status: an error object of an endpoint (`error` is its name; that of a foreign host is always OpenAI's), a
+    line of text of the connection, or (400) either."""
     found: dict[str, Json] = {}
     for status in sorted({*texts, *_EVERYWHERE, *_BY_CONNECTION}):
         why, content = [], {}
         if own := texts.get(status) or _EVERYWHERE.get(status):
-            why, content = [own], _json("Error")
+            why, content = [own], _json("Error" if status == "403" else error)
         if early := _BY_CONNECTION.get(status):
             why, content = [*why, early], {**content, "text/plain": {"schema": _STRING}}
         found[status] = _said("; ".join(why), content, _HEADERS.get(status))
@@ -170,17 +218,27 @@ _EVENT = {
 }
 
 
-def _streamed(name: str) -> Json:
-    return {**_json(name), "text/event-stream": {"schema": _EVENT}}
+_NAMED_EVENT = {
+    "description": "A server-sent event; its data is JSON of the type that its name says",
+    **_object({"event": _STRING, "data": _STRING}, more=True),
+}
+
+
+def _streamed(name: str, event: Json) -> Json:
+    return {**_json(name), "text/event-stream": {"schema": event}}
 
 
 def _generated(name: str) -> dict[str, Json]:
-    return {"200": _said("OpenAI's answer; with stream=true, server-sent events", _streamed(name))}
+    return {"200": _said("OpenAI's answer; with stream=true, server-sent events", _streamed(name, _EVENT))}
 
 
 RESPONSES: dict[str, dict[str, Json]] = {
     "/v1/chat/completions": _failures(_GENERATING) | _generated("ChatCompletion"),
     "/v1/completions": _failures(_GENERATING) | _generated("Completion"),
+    "/v1/messages": _failures(_MESSAGES, "AnthropicError")
+    | {"200": _said("Anthropic's answer; with stream=true, server-sent events", _streamed("Message", _NAMED_EVENT))},
+    "/v1/messages/count_tokens": _failures(_MESSAGES, "AnthropicError")
+    | {"200": _said("The prompt's tokens, cached ones included", _json("InputTokens"))},
     "/v1/models": _failures(_WITH_KEYS) | {"200": _said("The models that the caller may use", _json("Models"))},
     "/v1/models/{model}": _failures(_WITH_KEYS | {"404": "Unknown model"})
     | {"200": _said("That model", _json("Model"))},
@@ -190,7 +248,7 @@ RESPONSES: dict[str, dict[str, Json]] = {
 }
 
 
-def body(kind: type[Asked], model: str) -> Json:
+def body(kind: type[Any], model: str) -> Json:
     """A request's body, for a route's `openapi_extra`; its example is what "Try it out" sends, and works."""
     example = {"model": model, **_EXAMPLES[kind]}
     content = {"application/json": {"schema": _ref(kind.__name__), "example": example}}
@@ -201,7 +259,8 @@ def schema(app: FastAPI, *, keys: bool) -> Json:
     """The whole document. `keys`: whether this gateway asks for API keys."""
     # Swagger UI 4 reads OpenAPI 3.0.
     found = get_openapi(title=TITLE, version="1", openapi_version="3.0.3", description=_TEXT, routes=app.routes)
-    bodies = [(kind, "validation") for kind in INTERFACES.values()]
+    kinds = [*INTERFACES.values(), *(query.body_model for query in QUERIES.values())]
+    bodies = [(kind, "validation") for kind in kinds]
     _, definitions = models_json_schema(bodies, ref_template=_REF)  # type: ignore[arg-type]
     for path, operations in found["paths"].items():
         for operation in operations.values():

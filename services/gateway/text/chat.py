@@ -124,6 +124,24 @@ class Chat:
         }
 
 
+def fold_late_system(chat: Chat) -> Chat:
+    """Returns `chat` with the system messages after its first message told by the user: at the end of the user's turn
+    before them, else in a turn of their own. They stay where they are, so prefixes stay the same. Returns `chat`
+    itself when there are none."""
+    folded: list[TemplateMessage] = []
+    for message in chat.messages:
+        if not folded or message.role not in ("system", "developer"):
+            folded.append(message)
+        elif folded[-1].role == "user":
+            before = folded[-1]
+            folded[-1] = dataclasses.replace(before, content=f"{before.content}\n\n{message.content}")
+        else:
+            folded.append(TemplateMessage("user", message.content))
+    if all(told is message for told, message in zip(folded, chat.messages, strict=False)):
+        return chat
+    return dataclasses.replace(chat, messages=tuple(folded))
+
+
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}` marks the assistant's tokens for training; it renders as its body."""
 
@@ -210,7 +228,17 @@ class ChatEncoder:
         self._firsts = sorted({text[0] for text in texts})
 
     def render(self, chat: Chat, now: Callable[[], datetime.datetime]) -> Rendered:
-        """Renders `chat`. Raises InvalidRequest as `ChatTemplates.render` does."""
+        """Renders `chat`; a template that takes no system message after the first one gets it as a user's. Raises
+        InvalidRequest as `ChatTemplates.render` does."""
+        try:
+            return self._render(chat, now)
+        except InvalidRequest:
+            folded = fold_late_system(chat)
+            if folded is chat:
+                raise
+            return self._render(folded, now)
+
+    def _render(self, chat: Chat, now: Callable[[], datetime.datetime]) -> Rendered:
         moment = now()
         variables = chat.as_template_sees_it()
         text = self._templates.render(variables, lambda: moment)

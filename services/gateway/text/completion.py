@@ -128,6 +128,11 @@ class Completion:
         """How many tokens were taken."""
         return len(self.said)
 
+    @property
+    def stop_string(self) -> str:
+        """The stop string that ended the answer; "" when something else did."""
+        return "" if self._matcher is None else self._matcher.found
+
     def settled(self, max_tokens: int) -> str:
         """Returns how the engine must have ended an answer whose end was not heard; "" when it goes on."""
         if self.said and self.said[-1] in self._silent:

@@ -61,13 +61,15 @@ class StopStrings:
 class StopMatcher:
     """One text's position among the stops."""
 
-    __slots__ = ("_held", "_node", "_stops", "stopped")
+    __slots__ = ("_held", "_node", "_stops", "found", "stopped")
 
     def __init__(self, stops: StopStrings) -> None:
         self._stops = stops
         self._node = 0
         self._held = ""
         self.stopped = False
+        self.found = ""
+        """The stop that cut the text."""
 
     def push(self, text: str) -> str:
         """Append `text`; returns what is certain to come before any stop. Sets `stopped` at a stop, after
@@ -81,6 +83,7 @@ class StopMatcher:
             if cut:
                 self.stopped = True
                 seen = self._held + text[:at]
+                self.found = seen[len(seen) - cut :]
                 self._held = ""
                 return seen[: len(seen) - cut]
         self._node = node
