@@ -122,7 +122,7 @@ class RequestBuilder:
             top_k=wanted.top_k,
             seed=choice.seed,
             ignore_eos=wanted.ignore_eos,
-            logprobs=wanted.logprobs >= 0,
+            logprobs=wanted.scored,
             top_logprobs=max(0, wanted.logprobs),
             min_p=wanted.min_p,
             presence_penalty=wanted.presence_penalty,
@@ -317,6 +317,17 @@ class Request:
         and a moment for the last words. TimeoutError then; nobody is left to be told."""
         return asyncio.timeout_at(self._deadline + _LAST_WORDS_S)
 
+    @property
+    def returned(self) -> list[AnswerAttempts]:
+        """The answers that the client gets, in order: all, or of each prompt those with the highest log-probability a
+        token, the best first."""
+        n, most = self.generation.n, self.generation.returned
+        if most is None:
+            return self.choices
+        groups = (self.choices[at : at + n] for at in range(0, len(self.choices), n))
+        ranked = (sorted(group, key=lambda choice: -choice.answer.mean_logprob) for group in groups)
+        return [choice for group in ranked for choice in group[:most]]
+
     def piece(self, token_id: int) -> tuple[str, list[int]]:
         """Text and bytes of one of the model's tokens."""
         assert self._model is not None, "prepared"
@@ -332,7 +343,7 @@ class Request:
     @property
     def wants_logprobs(self) -> bool:
         """See AttemptOwner."""
-        return self.generation.logprobs >= 0
+        return self.generation.scored
 
     @property
     def patience(self) -> RecoveryPatience:

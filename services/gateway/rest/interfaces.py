@@ -6,9 +6,11 @@ from collections.abc import Mapping
 
 from kvmesh.services.gateway.rest.chat import ChatRequest
 from kvmesh.services.gateway.rest.completions import CompletionRequest
+from kvmesh.services.gateway.rest.generate import GenerateTokensRequest
 from kvmesh.services.gateway.rest.interface import Asked
 
 INTERFACES: Mapping[str, type[Asked]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/inference/v1/generate": GenerateTokensRequest,
 }

@@ -11,6 +11,7 @@ from pydantic.json_schema import models_json_schema
 
 from kvmesh.services.gateway.rest.chat import ChatRequest
 from kvmesh.services.gateway.rest.completions import CompletionRequest
+from kvmesh.services.gateway.rest.generate import GenerateTokensRequest
 from kvmesh.services.gateway.rest.interface import Asked
 from kvmesh.services.gateway.rest.interfaces import INTERFACES
 
@@ -22,6 +23,7 @@ _REF = "#/components/schemas/{model}"
 _EXAMPLES: dict[Any, Json] = {
     ChatRequest: {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32},
     CompletionRequest: {"prompt": "Hello", "max_tokens": 32, "temperature": 0},
+    GenerateTokensRequest: {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 32}},
 }
 
 # Refusals by the connection itself, before the request has reached an endpoint: a line of text, not an error object.
@@ -72,8 +74,12 @@ _FACTS = {"max_context_tokens": _INTEGER, "vocab_size": _INTEGER, "block_tokens"
 _MODELS = {"models": {"type": "object", "additionalProperties": _object({"ready": {"type": "boolean"}}, _STATE)}}
 
 
-def _answer(kind: str, text: Json) -> Json:
-    """A whole answer; `text`: where a choice has its text."""
+_IDS = {"type": "array", "items": _INTEGER}
+_TIMINGS = {"kvmesh": {**_ANYTHING, "description": "Where the time went, with the header x-kvmesh-timings: 1"}}
+
+
+def _answer(kind: str, text: Json, more_of_choices: Json, more: Json) -> Json:
+    """A whole answer; `text`: where a choice has its text; what follows it is there when it was asked for."""
     choice = {"index": _INTEGER, **text, "logprobs": _OBJECT_OR_NULL, "finish_reason": _STRING}
     return _object(
         {
@@ -81,10 +87,10 @@ def _answer(kind: str, text: Json) -> Json:
             "object": _one_of(kind),
             "created": _INTEGER,
             "model": _STRING,
-            "choices": _list(_object(choice)),
+            "choices": _list(_object(choice, {"token_ids": _IDS, **more_of_choices})),
             "usage": _ref("Usage"),
         },
-        {"kvmesh": {**_ANYTHING, "description": "Where the time went, with the header x-kvmesh-timings: 1"}},
+        {**_TIMINGS, **more},
     )
 
 
@@ -127,8 +133,24 @@ SCHEMAS: dict[str, Json] = {
                 {"reasoning_content": _STRING, "tool_calls": _list(_TOOL_CALL)},
             )
         },
+        {},
+        {"prompt_token_ids": _IDS},
     ),
-    "Completion": _answer("text_completion", {"text": _STRING}),
+    "Completion": _answer("text_completion", {"text": _STRING}, {"prompt_token_ids": _IDS}, {}),
+    "GeneratedTokens": _object(
+        {
+            "request_id": _STRING,
+            "model": _STRING,
+            "created": _INTEGER,
+            "choices": _list(
+                _object({"index": _INTEGER, "logprobs": _OBJECT_OR_NULL, "finish_reason": _STRING, "token_ids": _IDS})
+            ),
+            "usage": _ref("Usage"),
+            "prompt_logprobs": {**_list(_OBJECT_OR_NULL), "nullable": True},
+            "kv_transfer_params": _OBJECT_OR_NULL,
+        },
+        _TIMINGS,
+    ),
 }
 
 
@@ -181,6 +203,8 @@ def _generated(name: str) -> dict[str, Json]:
 RESPONSES: dict[str, dict[str, Json]] = {
     "/v1/chat/completions": _failures(_GENERATING) | _generated("ChatCompletion"),
     "/v1/completions": _failures(_GENERATING) | _generated("Completion"),
+    "/inference/v1/generate": _failures(_GENERATING)
+    | {"200": _said("Token ids; with stream=true, server-sent events", _streamed("GeneratedTokens"))},
     "/v1/models": _failures(_WITH_KEYS) | {"200": _said("The models that the caller may use", _json("Models"))},
     "/v1/models/{model}": _failures(_WITH_KEYS | {"404": "Unknown model"})
     | {"200": _said("That model", _json("Model"))},

@@ -109,6 +109,7 @@ class Reply(Response):
             parent=told.parent,
             received_ns=received_ns,
             tenant=tenant,
+            token_ids=asked.tells_token_ids,
         )
         answer = self._stream if asked.streams else self._whole
         await self._unless_gone(receive, self._guarded(answer, request, asked, told.timings, send))
