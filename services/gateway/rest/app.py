@@ -19,10 +19,10 @@ from kvmesh.services.gateway.core import GatewayCore
 from kvmesh.services.gateway.generation import brief
 from kvmesh.services.gateway.models import Model
 from kvmesh.services.gateway.rest import openapi
+from kvmesh.services.gateway.rest.bounded_call import BoundedCall
 from kvmesh.services.gateway.rest.frames import error_headers, error_json
 from kvmesh.services.gateway.rest.http import Receive, Scope, Send
-from kvmesh.services.gateway.rest.interface import Asked
-from kvmesh.services.gateway.rest.interfaces import INTERFACES
+from kvmesh.services.gateway.rest.interfaces import INTERFACES, QUERIES
 from kvmesh.services.gateway.rest.reply import Reply
 from kvmesh.telemetry import names
 
@@ -54,11 +54,18 @@ class GatewayApi(FastAPI):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # type: ignore[override]
         """Serves one request, as ASGI has it."""
-        kind = INTERFACES.get(scope.get("path", "")) if scope.get("method") == "POST" else None
-        if kind is None:
+        call = _call(self._core, scope.get("path", "")) if scope.get("method") == "POST" else None
+        if call is None:
             await super().__call__(scope, receive, send)  # type: ignore[arg-type]
         else:
-            await Reply(self._core, kind)(scope, receive, send)
+            await call(scope, receive, send)
+
+
+def _call(core: GatewayCore, path: str) -> BoundedCall[Any] | None:
+    """Returns what answers a POST to `path`; None: FastAPI does."""
+    if path in INTERFACES:
+        return Reply(core, INTERFACES[path])
+    return QUERIES[path](core) if path in QUERIES else None
 
 
 def build(core: GatewayCore) -> FastAPI:
@@ -70,7 +77,9 @@ def build(core: GatewayCore) -> FastAPI:
     first = core.models.names[0]
 
     for path, kind in INTERFACES.items():
-        _add_interface(app, core, path, kind, first)
+        _add_post(app, core, path, kind.route, kind, first)
+    for path, query in QUERIES.items():
+        _add_post(app, core, path, query.route, query.body_model, first)
 
     def card(model: Model) -> dict[str, Any]:
         facts = ("max_context_tokens", "vocab_size", "block_tokens")
@@ -124,19 +133,21 @@ def build(core: GatewayCore) -> FastAPI:
     return app
 
 
-def _add_interface(app: FastAPI, core: GatewayCore, path: str, kind: type[Asked], model: str) -> None:
+def _add_post(app: FastAPI, core: GatewayCore, path: str, route: str, body: type[Any], model: str) -> None:
     """Adds the route of a path that GatewayApi answers: it documents it, and refuses other methods."""
 
     async def endpoint(request: Request) -> Response:
-        return Reply(core, kind)
+        call = _call(core, path)
+        assert call is not None, "one of the two"
+        return call
 
     app.post(
         path,
-        name=kind.route,
-        summary=kind.route.capitalize(),
+        name=route,
+        summary=route.replace("_", " ").capitalize(),
         tags=["Generation"],
         response_model=None,
-        openapi_extra=openapi.body(kind, model),
+        openapi_extra=openapi.body(body, model),
     )(endpoint)
 
 

@@ -32,8 +32,26 @@ class AnswerWriter(Protocol):
         ...
 
 
-class Asked:
-    """The body of a request of one interface. What is here serves interfaces without memory; errors are OpenAI's."""
+class ErrorStyle:
+    """How errors are written: what is here is OpenAI's way. `request_id` is the id that the client knows; "" when its
+    headers were refused."""
+
+    id_headers: ClassVar[tuple[bytes, ...]] = (b"x-request-id",)
+    """Headers of every answer that tell the request's id."""
+
+    @classmethod
+    def error_body(cls, err: KvmeshError, request_id: str) -> bytes:
+        """Returns the body of an error."""
+        return orjson.dumps(error_json(err))
+
+    @classmethod
+    def error_event(cls, err: KvmeshError, request_id: str) -> bytes:
+        """Returns the last event of a stream that failed after its first byte."""
+        return error_event(err)
+
+
+class Asked(ErrorStyle):
+    """The body of a request of one interface. What is here serves interfaces without memory."""
 
     route: ClassVar[str]
 
@@ -65,13 +83,3 @@ class Asked:
 
     async def ended(self, request: Request, writer: AnswerWriter, err: KvmeshError | None) -> None:
         """The answers are whole, or have failed; called before the last bytes are sent."""
-
-    @classmethod
-    def error_body(cls, err: KvmeshError) -> bytes:
-        """Returns the body of an error."""
-        return orjson.dumps(error_json(err))
-
-    @classmethod
-    def error_event(cls, err: KvmeshError) -> bytes:
-        """Returns the last event of a stream that failed after its first byte."""
-        return error_event(err)

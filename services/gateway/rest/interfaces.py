@@ -1,9 +1,12 @@
-"""The interfaces of the REST door by path. A new one is one file and a line here (and its answers in openapi.py)."""
+"""The POSTs of the REST door by path: interfaces, which generate, and queries, which do not. A new one is one file and
+a line here (and its answers in openapi.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+from kvmesh.services.gateway.rest.bounded_call import QueryCall
 from kvmesh.services.gateway.rest.chat import ChatRequest
 from kvmesh.services.gateway.rest.completions import CompletionRequest
 from kvmesh.services.gateway.rest.generate import GenerateTokensRequest
@@ -14,3 +17,5 @@ INTERFACES: Mapping[str, type[Asked]] = {
     "/v1/completions": CompletionRequest,
     "/inference/v1/generate": GenerateTokensRequest,
 }
+
+QUERIES: Mapping[str, type[QueryCall[Any]]] = {}

@@ -12,8 +12,7 @@ from pydantic.json_schema import models_json_schema
 from kvmesh.services.gateway.rest.chat import ChatRequest
 from kvmesh.services.gateway.rest.completions import CompletionRequest
 from kvmesh.services.gateway.rest.generate import GenerateTokensRequest
-from kvmesh.services.gateway.rest.interface import Asked
-from kvmesh.services.gateway.rest.interfaces import INTERFACES
+from kvmesh.services.gateway.rest.interfaces import INTERFACES, QUERIES
 
 TITLE = "kvmesh"
 Json = dict[str, Any]
@@ -214,7 +213,7 @@ RESPONSES: dict[str, dict[str, Json]] = {
 }
 
 
-def body(kind: type[Asked], model: str) -> Json:
+def body(kind: type[Any], model: str) -> Json:
     """A request's body, for a route's `openapi_extra`; its example is what "Try it out" sends, and works."""
     example = {"model": model, **_EXAMPLES[kind]}
     content = {"application/json": {"schema": _ref(kind.__name__), "example": example}}
@@ -225,7 +224,8 @@ def schema(app: FastAPI, *, keys: bool) -> Json:
     """The whole document. `keys`: whether this gateway asks for API keys."""
     # Swagger UI 4 reads OpenAPI 3.0.
     found = get_openapi(title=TITLE, version="1", openapi_version="3.0.3", description=_TEXT, routes=app.routes)
-    bodies = [(kind, "validation") for kind in INTERFACES.values()]
+    kinds = [*INTERFACES.values(), *(query.body_model for query in QUERIES.values())]
+    bodies = [(kind, "validation") for kind in kinds]
     _, definitions = models_json_schema(bodies, ref_template=_REF)  # type: ignore[arg-type]
     for path, operations in found["paths"].items():
         for operation in operations.values():
