@@ -217,6 +217,14 @@ _TOOL = _functional(
     },
     "name",
 )
+Tools = Annotated[
+    tuple[Tool, ...],
+    PlainValidator(_check_tools),
+    WithJsonSchema({"anyOf": [{"type": "array", "items": _TOOL, "maxItems": MAX_TOOLS}, {"type": "null"}]}),
+]
+TemplateVariables = Annotated[
+    dict[str, Any], PlainValidator(_check_variables), WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "null"}]})
+]
 _CHOICE = {"anyOf": [{"enum": [AUTO, NONE, REQUIRED]}, _functional({"name": _FUNCTION_NAME}, "name"), {"type": "null"}]}
 _CALL = _functional({"name": _FUNCTION_NAME, "arguments": {"type": "string"}}, "name")
 _CALL = {**_CALL, "properties": {**_CALL["properties"], "id": {"type": "string"}}, "required": ["id", "function"]}
@@ -269,11 +277,7 @@ class ChatRequest(OpenAIFields):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: Annotated[
-        tuple[Tool, ...],
-        PlainValidator(_check_tools),
-        WithJsonSchema({"anyOf": [{"type": "array", "items": _TOOL, "maxItems": MAX_TOOLS}, {"type": "null"}]}),
-    ] = ()
+    tools: Tools = ()
     tool_choice: Annotated[tuple[str, str], PlainValidator(_check_choice), WithJsonSchema(_CHOICE)] = (AUTO, "")
     parallel_tool_calls: bool | None = None
     reasoning_effort: Annotated[
@@ -282,11 +286,9 @@ class ChatRequest(OpenAIFields):
     include_reasoning: Annotated[
         bool | None, Field(description="false: reasoning is computed and not told. Default true")
     ] = None
-    chat_template_kwargs: Annotated[
-        dict[str, Any],
-        PlainValidator(_check_variables),
-        WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "null"}]}),
-    ] = Field(default_factory=dict, description="Variables of the model's chat template, such as enable_thinking")
+    chat_template_kwargs: TemplateVariables = Field(
+        default_factory=dict, description="Variables of the model's chat template, such as enable_thinking"
+    )
 
     route: ClassVar[str] = "chat"
 
@@ -294,15 +296,7 @@ class ChatRequest(OpenAIFields):
     def look_at(cls, body: dict[str, Any], limits: GatewayLimits) -> None:
         """See OpenAIFields; messages too, whose count is looked at first."""
         super().look_at(body, limits)
-        messages = body.get("messages")
-        if not isinstance(messages, list):
-            return
-        if len(messages) > limits.max_messages:
-            raise refused("messages", messages, f"at most {limits.max_messages} messages are allowed")
-        for index, message in enumerate(messages):
-            if isinstance(message, dict):
-                drop_unsupported(message, UNSUPPORTED_IN_MESSAGES, f"messages.{index}.")
-                refuse_unknown(message, ChatMessage, f"messages.{index}.")
+        look_at_messages(body, limits)
 
     def generation(self, limits: GatewayLimits) -> Generation:
         """The request in the gateway's own terms. InvalidRequest: a value is out of range."""
@@ -336,6 +330,20 @@ class ChatRequest(OpenAIFields):
         """See Asked."""
         reasoning = self.include_reasoning is not False
         return ChatWriter(request, self.frame_options(timings), reasoning=reasoning)
+
+
+def look_at_messages(body: dict[str, Any], limits: GatewayLimits) -> None:
+    """Takes out of the messages of a body what asks for nothing. Raises InvalidRequest for too many, and for what is
+    not served."""
+    messages = body.get("messages")
+    if not isinstance(messages, list):
+        return
+    if len(messages) > limits.max_messages:
+        raise refused("messages", messages, f"at most {limits.max_messages} messages are allowed")
+    for index, message in enumerate(messages):
+        if isinstance(message, dict):
+            drop_unsupported(message, UNSUPPORTED_IN_MESSAGES, f"messages.{index}.")
+            refuse_unknown(message, ChatMessage, f"messages.{index}.")
 
 
 class ChatWriter(Frames):

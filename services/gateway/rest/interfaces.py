@@ -11,6 +11,7 @@ from kvmesh.services.gateway.rest.chat import ChatRequest
 from kvmesh.services.gateway.rest.completions import CompletionRequest
 from kvmesh.services.gateway.rest.generate import GenerateTokensRequest
 from kvmesh.services.gateway.rest.interface import Asked
+from kvmesh.services.gateway.rest.tokenize import DetokenizeCall, TokenizeCall
 
 INTERFACES: Mapping[str, type[Asked]] = {
     "/v1/chat/completions": ChatRequest,
@@ -18,4 +19,7 @@ INTERFACES: Mapping[str, type[Asked]] = {
     "/inference/v1/generate": GenerateTokensRequest,
 }
 
-QUERIES: Mapping[str, type[QueryCall[Any]]] = {}
+QUERIES: Mapping[str, type[QueryCall[Any]]] = {
+    "/tokenize": TokenizeCall,
+    "/detokenize": DetokenizeCall,
+}

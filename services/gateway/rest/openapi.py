@@ -13,6 +13,7 @@ from kvmesh.services.gateway.rest.chat import ChatRequest
 from kvmesh.services.gateway.rest.completions import CompletionRequest
 from kvmesh.services.gateway.rest.generate import GenerateTokensRequest
 from kvmesh.services.gateway.rest.interfaces import INTERFACES, QUERIES
+from kvmesh.services.gateway.rest.tokenize import DetokenizeBody, TokenizeBody
 
 TITLE = "kvmesh"
 Json = dict[str, Any]
@@ -22,6 +23,8 @@ _REF = "#/components/schemas/{model}"
 _EXAMPLES: dict[Any, Json] = {
     ChatRequest: {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32},
     CompletionRequest: {"prompt": "Hello", "max_tokens": 32, "temperature": 0},
+    TokenizeBody: {"prompt": "Hello"},
+    DetokenizeBody: {"tokens": [1, 2, 3]},
     GenerateTokensRequest: {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 32}},
 }
 
@@ -136,6 +139,10 @@ SCHEMAS: dict[str, Json] = {
         {"prompt_token_ids": _IDS},
     ),
     "Completion": _answer("text_completion", {"text": _STRING}, {"prompt_token_ids": _IDS}, {}),
+    "Tokenized": _object(
+        {"count": _INTEGER, "max_model_len": _INTEGER, "tokens": _IDS}, {"token_strs": _list(_STRING)}
+    ),
+    "Detokenized": _object({"prompt": _STRING}),
     "GeneratedTokens": _object(
         {
             "request_id": _STRING,
@@ -204,6 +211,8 @@ RESPONSES: dict[str, dict[str, Json]] = {
     "/v1/completions": _failures(_GENERATING) | _generated("Completion"),
     "/inference/v1/generate": _failures(_GENERATING)
     | {"200": _said("Token ids; with stream=true, server-sent events", _streamed("GeneratedTokens"))},
+    "/tokenize": _failures(_GENERATING) | {"200": _said("Its tokens", _json("Tokenized"))},
+    "/detokenize": _failures(_GENERATING) | {"200": _said("Their text", _json("Detokenized"))},
     "/v1/models": _failures(_WITH_KEYS) | {"200": _said("The models that the caller may use", _json("Models"))},
     "/v1/models/{model}": _failures(_WITH_KEYS | {"404": "Unknown model"})
     | {"200": _said("That model", _json("Model"))},

@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 import jsonschema  # type: ignore[import-untyped]
 
-from kvmesh.services.gateway.rest.interfaces import INTERFACES
+from kvmesh.services.gateway.rest.interfaces import INTERFACES, QUERIES
 from kvmesh.services.gateway.rest.openapi import RESPONSES, SCHEMAS
 
-METHODS = dict.fromkeys(INTERFACES, "POST")  # of the others: GET
+METHODS = dict.fromkeys((*INTERFACES, *QUERIES), "POST")  # of the others: GET
 
 
 def _draft(schema: Any) -> Any:
