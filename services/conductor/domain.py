@@ -223,6 +223,7 @@ class Schedule:
     endpoint: str = ""
     expected_output_tokens: int = 0  # of the whole answer
     answered_tokens: int = 0  # of `prompt_tokens`, the last: its answer so far; it was admitted then and goes on
+    sibling_prefill: str = ""  # the prefill instance of the same request's first answer to the same prompt
 
 
 @dataclass(frozen=True)

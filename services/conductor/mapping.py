@@ -194,7 +194,7 @@ def schedule_in(request: pb.ScheduleRequest) -> Schedule:
         raise InvalidRequest.of("request_id", request.request_id, f"is longer than {MAX_REQUEST_ID} characters")
     if request.lane not in pb.Lane.values():
         raise InvalidRequest.of("lane", request.lane, f"must be one of {', '.join(pb.Lane.keys())}")
-    for name in ("session", "origin", "tenant", "endpoint"):
+    for name in ("session", "origin", "tenant", "endpoint", "sibling_prefill_id"):
         if len(getattr(request, name)) > MAX_BELONGING:
             raise InvalidRequest.of(name, getattr(request, name), f"is longer than {MAX_BELONGING} characters")
     if request.answered_tokens and request.answered_tokens >= request.prompt_tokens:
@@ -218,6 +218,7 @@ def schedule_in(request: pb.ScheduleRequest) -> Schedule:
         endpoint=request.endpoint,
         expected_output_tokens=request.expected_output_tokens,
         answered_tokens=request.answered_tokens,
+        sibling_prefill=request.sibling_prefill_id,
     )
 
 

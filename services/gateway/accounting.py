@@ -112,12 +112,14 @@ class Account:
         spans.finish(self.span, end_ns=now_ns, error="" if err is None else str(err) or outcome)
 
     def usage(self, choices: Sequence[AnswerAttempts]) -> CompletionUsage:
-        """Tokens so far. Each prompt counts once, as its first answer found it."""
-        firsts = choices[:: self._generation.n]
+        """Tokens so far. Each prompt counts once, and as cached what was cached before the first of its answers: the
+        others find what that one has computed, and any of them may have been the first."""
+        n = self._generation.n
+        firsts = choices[::n]
         return CompletionUsage(
             sum(choice.prompt.tokens for choice in firsts),
             sum(choice.answer.count for choice in choices),
-            sum(choice.cached_tokens for choice in firsts),
+            sum(min(choice.cached_tokens for choice in choices[at : at + n]) for at in range(0, len(choices), n)),
             sum(choice.answer.reasoning_tokens for choice in choices),
         )
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import functools
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvmesh.services.gateway.api_keys import Tenant
 from kvmesh.services.gateway.concurrency import AnswerRoom
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from kvmesh.services.gateway.requests import Request
 
 _SMALL_WORK_BYTES = 4 << 20
+Made = TypeVar("Made")
 
 
 class GatewayCore:
@@ -51,7 +54,7 @@ class GatewayCore:
         self.idle.set()
         self.leaving = False  # nobody should send it new requests; what comes all the same is served
         self.stopping = False  # what runs is being ended
-        self._preparing: set[asyncio.Task[list[Prepared]]] = set()
+        self._preparing: set[asyncio.Task[Any]] = set()
         self._pool = ThreadPoolExecutor(config.threads, thread_name_prefix="tokenize")
 
     def enter(self, request: Request) -> None:
@@ -78,32 +81,28 @@ class GatewayCore:
         self, generation: Generation, model: Model, facts: ServedModelFacts, tenant: Tenant
     ) -> list[Prepared]:
         """Template, tokens and keys, off the event loop."""
-        cost = tokenize_cost(generation.prompts)
+        bounds = ModelBounds(facts.block_tokens, facts.max_context_tokens, facts.vocab_size)
+        namespace = facts.namespace(tenant, generation.cache_salt)
+        now = datetime.datetime.now
+        work = functools.partial(model.preparer.prepare, generation, namespace, bounds, now)
+        return await self.in_thread(tokenize_cost(generation.prompts), work)
+
+    async def in_thread(self, cost: int, work: Callable[[], Made]) -> Made:
+        """Does `work`, which takes about `cost` bytes of memory, off the event loop. Raises Overloaded when there is no
+        room for it in time."""
         if cost <= _SMALL_WORK_BYTES:  # as many as there are threads
-            return await self._prepare(generation, model, facts, tenant)
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
         # Who waits may go; the thread that has begun works on, and its memory is taken until it has ended.
-        task = asyncio.create_task(self._in_turn(cost, generation, model, facts, tenant))
+        task = asyncio.create_task(self._in_turn(cost, work))
         self._preparing.add(task)
         task.add_done_callback(self._prepared)
         return await asyncio.shield(task)
 
-    async def _in_turn(
-        self, cost: int, generation: Generation, model: Model, facts: ServedModelFacts, tenant: Tenant
-    ) -> list[Prepared]:
+    async def _in_turn(self, cost: int, work: Callable[[], Made]) -> Made:
         async with self.memory.work(min(cost, self.memory.work_limit), WORK_TIMEOUT_S):
-            return await self._prepare(generation, model, facts, tenant)
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    async def _prepare(
-        self, generation: Generation, model: Model, facts: ServedModelFacts, tenant: Tenant
-    ) -> list[Prepared]:
-        bounds = ModelBounds(facts.block_tokens, facts.max_context_tokens, facts.vocab_size)
-        namespace = facts.namespace(tenant, generation.cache_salt)
-        now = datetime.datetime.now
-        return await asyncio.get_running_loop().run_in_executor(
-            self._pool, model.preparer.prepare, generation, namespace, bounds, now
-        )
-
-    def _prepared(self, task: asyncio.Task[list[Prepared]]) -> None:
+    def _prepared(self, task: asyncio.Task[Any]) -> None:
         self._preparing.discard(task)
         if not task.cancelled():
             task.exception()  # nobody may be left to take it

@@ -58,6 +58,7 @@ class Generation:
     stops: tuple[str, ...] = ()
     logprobs: int = -1  # -1: none; n: the sampled token's and those of n alternatives
     n: int = 1
+    returned: int | None = None  # of the n, so many: those with the highest log-probability a token; None: all
     echo: bool = False
     cache_salt: str = ""
     priority: int | None = None  # smaller goes first; None: 0
@@ -74,6 +75,11 @@ class Generation:
     def choices(self) -> int:
         """Answers asked for."""
         return self.n * len(self.prompts)
+
+    @property
+    def scored(self) -> bool:
+        """Whether the log-probabilities of sampled tokens are needed."""
+        return self.logprobs >= 0 or self.returned is not None
 
     @property
     def is_batch(self) -> bool:

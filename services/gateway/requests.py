@@ -50,8 +50,9 @@ class RequestBuilder:
     tbt_slo_ms: int
     alone: bool
 
-    def schedule(self, choice: AnswerAttempts) -> conductor_pb2.ScheduleRequest:
-        """Asks the conductor for a placement of an answer's next attempt."""
+    def schedule(self, choice: AnswerAttempts, sibling_prefill: str) -> conductor_pb2.ScheduleRequest:
+        """Asks the conductor for a placement of an answer's next attempt. `sibling_prefill` is the prefill instance of
+        the first answer to the same prompt; "": there is none."""
         wanted, carried = self.wanted, choice.carried
         return conductor_pb2.ScheduleRequest(
             request_id=self._engine_id(choice),
@@ -71,6 +72,7 @@ class RequestBuilder:
             endpoint=self.route,
             expected_output_tokens=wanted.expected_tokens or 0,
             answered_tokens=carried.answered,
+            sibling_prefill_id=sibling_prefill,
         )
 
     def final_error(self, err: KvmeshError) -> KvmeshError:
@@ -117,7 +119,7 @@ class RequestBuilder:
             top_k=wanted.top_k,
             seed=choice.seed,
             ignore_eos=wanted.ignore_eos,
-            logprobs=wanted.logprobs >= 0,
+            logprobs=wanted.scored,
             top_logprobs=max(0, wanted.logprobs),
             min_p=wanted.min_p,
             presence_penalty=wanted.presence_penalty,
@@ -258,8 +260,8 @@ class Request:
             self.choices.append(AnswerAttempts(self, index, prompt, (seed + index) & (2**64 - 1), limit))
         self._asks = self._made_asks(facts)
         self._left = len(self.choices)
-        for choice in self.choices:
-            self._spawn(choice, 0.0)
+        for choice in self.choices[:: wanted.n]:
+            self._spawn(choice, 0.0)  # its siblings follow once it is placed
         if core.config.token_timeout_s and self.patience.max_migrations:
             self._watch()
 
@@ -312,6 +314,17 @@ class Request:
         and a moment for the last words. TimeoutError then; nobody is left to be told."""
         return asyncio.timeout_at(self._deadline + _LAST_WORDS_S)
 
+    @property
+    def returned(self) -> list[AnswerAttempts]:
+        """The answers that the client gets, in order: all, or of each prompt those with the highest log-probability a
+        token, the best first."""
+        n, most = self.generation.n, self.generation.returned
+        if most is None:
+            return self.choices
+        groups = (self.choices[at : at + n] for at in range(0, len(self.choices), n))
+        ranked = (sorted(group, key=lambda choice: -choice.answer.mean_logprob) for group in groups)
+        return [choice for group in ranked for choice in group[:most]]
+
     def piece(self, token_id: int) -> tuple[str, list[int]]:
         """Text and bytes of one of the model's tokens."""
         assert self._model is not None, "prepared"
@@ -327,7 +340,7 @@ class Request:
     @property
     def wants_logprobs(self) -> bool:
         """See AttemptOwner."""
-        return self.generation.logprobs >= 0
+        return self.generation.scored
 
     @property
     def patience(self) -> RecoveryPatience:
@@ -426,6 +439,8 @@ class Request:
             log.exception("request %s cannot be placed", self.request_id)
             self._fail(InternalError(f"placing failed: {type(err).__name__}: {err}"))
             return
+        if not choice.attempt:
+            self._spawn_siblings(choice)
         try:
             session = await self.core.sessions.get(placement.decode)
             choice.started(session.start(choice, self._start_request(choice, placement)))
@@ -435,12 +450,27 @@ class Request:
             log.exception("request %s cannot be started", self.request_id)
             self._fail(InternalError(f"starting failed: {type(err).__name__}: {err}"))
 
+    def _spawn_siblings(self, choice: AnswerAttempts) -> None:
+        """Begins the other answers to the prompt of `choice`, if that is the first: they are placed where its prefill
+        is, which then computes the prompt once and gives its pages to all of them."""
+        n = self.generation.n
+        for other in self.choices[choice.index + 1 : choice.index + n] if choice.index % n == 0 else ():
+            self._spawn(other, 0.0)
+
+    def _sibling_prefill(self, choice: AnswerAttempts) -> str:
+        """Returns where the prompt of `choice` is computed for the first answer to it; "": nowhere, or not any more."""
+        first = self.choices[choice.index - choice.index % self.generation.n]
+        if first is choice or first.placement is None or choice.carried.answered:
+            return ""
+        name = first.placement.prefill.instance_id
+        return name if name not in choice.avoid else ""
+
     async def _place(self, choice: AnswerAttempts) -> conductor_pb2.Placement:
         assert self._asks is not None, "prepared"
         start_ns = time.monotonic_ns()
         attributes: dict[str, spans.Value] = {names.ATTEMPT: choice.attempt}
         span = spans.begin(names.SPAN_SCHEDULE, self.account.context, attributes, start_ns=start_ns)
-        request = self._asks.schedule(choice)
+        request = self._asks.schedule(choice, self._sibling_prefill(choice))
         failure = "cancelled"
         try:
             placement = await self.core.conductor.schedule(request, self._deadline, spans.context_of(span))

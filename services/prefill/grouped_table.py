@@ -92,7 +92,8 @@ class GroupedTable(HandoffBook):
     def expected_rest(self, handle: int) -> int:
         h = self.handoffs[handle]
         usable = self.usable(h)
-        soon = joined(self.blocks.here(usable), self.blocks.sealing_bits(usable), self.blocks.pulling_bits(usable))
+        coming = joined(self.blocks.sealing_bits(usable), self.blocks.pulling_bits(usable))
+        soon = joined(self.blocks.here(usable), coming, self.blocks.promised_bits(usable, self.promised))
         found = self.blocks.hit(soon, len(usable)).blocks
         return h.prompt_tokens - max(found, h.planned_to if h.pull_at_ns else 0) * self._block
 

@@ -65,6 +65,8 @@ class HandoffTable(HandoffBook):
         h = self.handoffs[handle]
         usable = self.usable(h)
         found = self.cache.peek(usable)
+        while found < len(usable) and usable[found] in self.promised:
+            found += 1
         found += self.blocks.coming(usable[found:])
         return h.prompt_tokens - max(found, h.planned_to if h.pull_at_ns else 0) * self._block
 

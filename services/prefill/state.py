@@ -189,7 +189,15 @@ class PrefillState:
 
     def load(self) -> PrefillLoad:
         """Returns the load for heartbeats. Its cost is O(waiting requests)."""
-        queued = sum(map(self._lives.expected_rest, self.planner.waiting))
+        queued, ahead = 0, set[bytes]()  # the prompts, by their last usable keys, of those before in the queue
+        for handle in self.planner.waiting:
+            h = self.handoffs[handle]
+            usable = self._lives.usable(h)
+            if usable and usable[-1] in ahead:
+                queued += h.prompt_tokens - len(usable) * self._block
+            else:
+                queued += self._lives.expected_rest(handle)
+                ahead.update(usable[-1:])
         at_ranks = sum(step.tokens for step in self._steps.values())
         return PrefillLoad(
             queued_requests=len(self.planner.waiting),

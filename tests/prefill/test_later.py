@@ -100,3 +100,20 @@ def test_what_was_removed_meanwhile_is_not_fetched() -> None:
     (pull,) = [a for a in state.step(Tick(), BOOT_NS + 30 * MS) if isinstance(a, ev.FetchBlocks)]
     assert pull.job.keys == tuple(keys[:2])
     state.check_integrity()
+
+
+def test_prompts_that_are_the_same_are_computed_once_in_the_load_too() -> None:
+    """Of 13 tokens the last one gives the answer's first. Later ones wait for those before, running or waiting."""
+    state = make_state(pages=64, depth=1, long=100, batch=100, chunk=100)
+
+    def start(handle: int, text: str) -> None:
+        tokens, keys = prompt(text, 4)
+        state.step(ev.Start(handle, 1, f"r{handle}", tokens, keys, m.Sampling(0.0, 1.0, 0, 0)), BOOT_NS)
+
+    start(1, "abc+1")  # runs
+    start(2, "abc+1")
+    start(3, "abc+1")
+    assert state.load().queued_tokens == 13 + 1 + 1
+    for handle in (4, 5, 6):
+        start(handle, "xyz+1")
+    assert state.load().queued_tokens == 13 + 2 + 13 + 1 + 1

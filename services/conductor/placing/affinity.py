@@ -3,12 +3,15 @@ Affinity is a term of the score, not a router of its own. Pure.
 
     session   The instances of its last request hold more of it than the index knows: decode has its answer sealed or
               about to be, and prefill the end of the prompt, which no announcement has reported yet.
+    sibling   The answers to one prompt of one request (`n`) are placed where the first one went: its blocks are coming
+              there, so the prompt is computed once. Anywhere else it would be computed again, which takes the sibling
+              as long as waiting for the first one and costs the mesh a whole prefill.
     origin    Requests that share much of their prompts and run in one batch share reads of the KV (cascade attention),
               so they gather at one decode instance, among those where they went lately.
 
-Each term is what it costs a request, in seconds, *not* to be placed there (nearness.py). It is at most what
-`AffinitySettings` says, and falls with time. Where an instance's load costs more than that, requests go elsewhere, so
-they do not accumulate at one instance.
+Each term is what it costs a request, in seconds, *not* to be placed there (nearness.py). Those of sessions and origins
+are at most what `AffinitySettings` says, and fall with time. Where an instance's load costs more than that, requests go
+elsewhere, so they do not accumulate at one instance.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from kvmesh.services.conductor.score import COUNTED_TOKENS
 from kvmesh.services.conductor.settings import AffinitySettings
 
 SESSION_FADES_S, ORIGIN_FADES_S = 60.0, 10.0  # to 1/e
+# Siblings are placed within milliseconds: waiting where the first one is and computing elsewhere come to the same.
+SIBLING_S = 1.0
 MAX_SESSIONS, MAX_ORIGINS, MAX_PLACES = 65_536, 8_192, 4
 
 
@@ -45,12 +50,17 @@ class Affinity:
         most = self._settings
         last = self._sessions.get(_session(request)) if most.session_s > 0 and request.session else None
         places = self._origins.get(_origin(request)) if most.origin_s > 0 and request.origin else None
-        if last is None and places is None:
+        sibling = request.sibling_prefill
+        if last is None and places is None and not sibling:
             return NOWHERE
         prefill = decode = together = NOTHING
+        prefills = {sibling: SIBLING_S} if sibling else {}
         if last is not None:
             worth_s = most.session_s * math.exp(-max(0.0, now - last[2]) / SESSION_FADES_S)
-            prefill, decode = NearInstances({last[0]: worth_s}), NearInstances({last[1]: worth_s / COUNTED_TOKENS})
+            prefills[last[0]] = prefills.get(last[0], 0.0) + worth_s
+            decode = NearInstances({last[1]: worth_s / COUNTED_TOKENS})
+        if prefills:
+            prefill = NearInstances(prefills)
         if places is not None:
             each_s = most.origin_s / COUNTED_TOKENS
             faded = {i: math.exp(-max(0.0, now - at) / ORIGIN_FADES_S) for i, at in places.items()}

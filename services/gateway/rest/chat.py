@@ -14,7 +14,7 @@ from kvmesh.rpc.protocol import MAX_TOP_LOGPROBS
 from kvmesh.services.gateway.config import GatewayLimits
 from kvmesh.services.gateway.generation import Generation, between, refused
 from kvmesh.services.gateway.requests import Request
-from kvmesh.services.gateway.rest.frames import Frames, number
+from kvmesh.services.gateway.rest.frames import FrameOptions, Frames, Piece, number
 from kvmesh.services.gateway.rest.interface import AnswerWriter
 from kvmesh.services.gateway.rest.openai import OpenAIFields, Strict, drop_unsupported, refuse_unknown, wrong
 from kvmesh.services.gateway.text.answers.parsed import CallDelta
@@ -215,6 +215,14 @@ _TOOL = _functional(
     },
     "name",
 )
+Tools = Annotated[
+    tuple[Tool, ...],
+    PlainValidator(_check_tools),
+    WithJsonSchema({"anyOf": [{"type": "array", "items": _TOOL, "maxItems": MAX_TOOLS}, {"type": "null"}]}),
+]
+TemplateVariables = Annotated[
+    dict[str, Any], PlainValidator(_check_variables), WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "null"}]})
+]
 _CHOICE = {"anyOf": [{"enum": [AUTO, NONE, REQUIRED]}, _functional({"name": _FUNCTION_NAME}, "name"), {"type": "null"}]}
 _CALL = _functional({"name": _FUNCTION_NAME, "arguments": {"type": "string"}}, "name")
 _CALL = {**_CALL, "properties": {**_CALL["properties"], "id": {"type": "string"}}, "required": ["id", "function"]}
@@ -269,11 +277,7 @@ class ChatRequest(OpenAIFields):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: Annotated[
-        tuple[Tool, ...],
-        PlainValidator(_check_tools),
-        WithJsonSchema({"anyOf": [{"type": "array", "items": _TOOL, "maxItems": MAX_TOOLS}, {"type": "null"}]}),
-    ] = ()
+    tools: Tools = ()
     tool_choice: Annotated[tuple[str, str], PlainValidator(_check_choice), WithJsonSchema(_CHOICE)] = (AUTO, "")
     parallel_tool_calls: bool | None = None
     reasoning_effort: Annotated[
@@ -282,11 +286,9 @@ class ChatRequest(OpenAIFields):
     include_reasoning: Annotated[
         bool | None, Field(description="false: reasoning is computed and not told. Default true")
     ] = None
-    chat_template_kwargs: Annotated[
-        dict[str, Any],
-        PlainValidator(_check_variables),
-        WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "null"}]}),
-    ] = Field(default_factory=dict, description="Variables of the model's chat template, such as enable_thinking")
+    chat_template_kwargs: TemplateVariables = Field(
+        default_factory=dict, description="Variables of the model's chat template, such as enable_thinking"
+    )
 
     route: ClassVar[str] = "chat"
 
@@ -294,15 +296,7 @@ class ChatRequest(OpenAIFields):
     def look_at(cls, body: dict[str, Any], limits: GatewayLimits) -> None:
         """See OpenAIFields; messages too, whose count is looked at first."""
         super().look_at(body, limits)
-        messages = body.get("messages")
-        if not isinstance(messages, list):
-            return
-        if len(messages) > limits.max_messages:
-            raise refused("messages", messages, f"at most {limits.max_messages} messages are allowed")
-        for index, message in enumerate(messages):
-            if isinstance(message, dict):
-                drop_unsupported(message, UNSUPPORTED_IN_MESSAGES, f"messages.{index}.")
-                refuse_unknown(message, ChatMessage, f"messages.{index}.")
+        look_at_messages(body, limits)
 
     def generation(self, limits: GatewayLimits) -> Generation:
         """The request in the gateway's own terms. InvalidRequest: a value is out of range."""
@@ -335,7 +329,21 @@ class ChatRequest(OpenAIFields):
     def writer(self, request: Request, *, timings: bool) -> AnswerWriter:
         """See Asked."""
         reasoning = self.include_reasoning is not False
-        return ChatWriter(request, include_usage=self.include_usage, timings=timings, reasoning=reasoning)
+        return ChatWriter(request, self.frame_options(timings), reasoning=reasoning)
+
+
+def look_at_messages(body: dict[str, Any], limits: GatewayLimits) -> None:
+    """Takes out of the messages of a body what asks for nothing. Raises InvalidRequest for too many, and for what is
+    not served."""
+    messages = body.get("messages")
+    if not isinstance(messages, list):
+        return
+    if len(messages) > limits.max_messages:
+        raise refused("messages", messages, f"at most {limits.max_messages} messages are allowed")
+    for index, message in enumerate(messages):
+        if isinstance(message, dict):
+            drop_unsupported(message, UNSUPPORTED_IN_MESSAGES, f"messages.{index}.")
+            refuse_unknown(message, ChatMessage, f"messages.{index}.")
 
 
 class ChatWriter(Frames):
@@ -344,13 +352,18 @@ class ChatWriter(Frames):
     prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
     text_key, text_end = b',"delta":{"content":', b"}"
 
-    def __init__(self, request: Request, *, include_usage: bool, timings: bool, reasoning: bool = True) -> None:
-        super().__init__(request, include_usage=include_usage, timings=timings)
+    def __init__(self, request: Request, options: FrameOptions, *, reasoning: bool = True) -> None:
+        super().__init__(request, options)
         self._reasoning = reasoning
         self._called: set[int] = set()
+        self._opened = False  # some choice has begun
 
     def opening(self, index: int) -> bytes:
         """See Frames."""
+        if self.options.token_ids or self.options.continuous_usage:
+            once = {"prompt_token_ids": self.prompt_ids(index)} if self.options.token_ids and not self._opened else {}
+            self._opened = True
+            return self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None, "", once)
         delta = b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
         return self._open + b"%d" % index + delta + self._usage_null + b"}\n\n"
 
@@ -360,7 +373,7 @@ class ChatWriter(Frames):
             self._called.add(index)
         if not self._reasoning:
             delta.reasoning = ""
-            if not delta.shows:
+            if not delta.shows and not self.options.token_ids:
                 return b""
         return super().step(index, delta)
 
@@ -388,23 +401,31 @@ class ChatWriter(Frames):
             ]
         return {"message": message}
 
+    def head(self) -> dict[str, Any]:
+        """See Frames."""
+        return {"prompt_token_ids": self.prompt_ids(0)} if self.options.token_ids else {}
+
     def finish(self, index: int, reason: str) -> str:
         """See Frames."""
         return "tool_calls" if reason == STOP and index in self._called else reason
 
     def logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         """See Frames."""
-        piece = self.request.piece
+        return chat_logprobs(entries, self.piece)
 
-        def one(token_id: int, logprob: float) -> dict[str, Any]:
-            token, raw = piece(token_id)
-            return {"token": token, "logprob": number(logprob), "bytes": raw}
 
-        content = [
-            one(e.token_id, e.logprob) | {"top_logprobs": [one(token, logprob) for token, logprob in e.top]}
-            for e in entries
-        ]
-        return {"content": content, "refusal": None}
+def chat_logprobs(entries: Sequence[TokenLogprob], piece: Piece) -> dict[str, Any]:
+    """Returns the logprobs object of a chat."""
+
+    def one(token_id: int, logprob: float) -> dict[str, Any]:
+        token, raw = piece(token_id)
+        return {"token": token, "logprob": number(logprob), "bytes": raw}
+
+    content = [
+        one(e.token_id, e.logprob) | {"top_logprobs": [one(token, logprob) for token, logprob in e.top]}
+        for e in entries
+    ]
+    return {"content": content, "refusal": None}
 
 
 def _gained_call(call: CallDelta) -> dict[str, Any]:

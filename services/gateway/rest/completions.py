@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
-from pydantic import PlainValidator, ValidationInfo, WithJsonSchema
+from pydantic import Field, PlainValidator, ValidationInfo, WithJsonSchema
 
 from kvmesh.rpc.protocol import MAX_TOP_LOGPROBS
 from kvmesh.services.gateway.config import GatewayLimits
@@ -13,7 +13,7 @@ from kvmesh.services.gateway.generation import Generation, Prompt, between, refu
 from kvmesh.services.gateway.requests import Request
 from kvmesh.services.gateway.rest.frames import Frames, Piece, number
 from kvmesh.services.gateway.rest.interface import AnswerWriter
-from kvmesh.services.gateway.rest.openai import TEXTS, OpenAIFields, check_ids, limits_of, wrong
+from kvmesh.services.gateway.rest.openai import TEXTS, UNSUPPORTED, OpenAIFields, check_ids, limits_of, wrong
 from kvmesh.services.gateway.text.completion import Delta, TokenLogprob
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -54,15 +54,26 @@ class CompletionRequest(OpenAIFields):
     ]
     echo: bool | None = None
     logprobs: int | None = None
+    best_of: Annotated[
+        int | None, Field(description="So many answers are made, and the n likeliest a token returned; not with stream")
+    ] = None
 
     route: ClassVar[str] = "completions"
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {k: v for k, v in UNSUPPORTED.items() if k != "best_of"}
 
     def generation(self, limits: GatewayLimits) -> Generation:
         """The request in the gateway's own terms. InvalidRequest: a value is out of range."""
         between("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
         if self.echo and self.logprobs is not None:
             raise refused("logprobs", self.logprobs, "not supported together with echo: prompts have no logprobs")
+        returned = 1 if self.n is None else self.n
+        made = returned if self.best_of is None else self.best_of
+        between("best_of", self.best_of, returned, limits.max_choices)
+        if made > returned and self.stream:
+            raise refused("best_of", made, "not together with stream: which answers are returned is known at the end")
         return self._generation(
+            n=made,
+            returned=returned if made > returned else None,
             prompts=self.prompt,
             max_tokens=DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens,
             logprobs=-1 if self.logprobs is None else self.logprobs,
@@ -71,7 +82,7 @@ class CompletionRequest(OpenAIFields):
 
     def writer(self, request: Request, *, timings: bool) -> AnswerWriter:
         """See Asked."""
-        return CompletionWriter(request, include_usage=self.include_usage, timings=timings)
+        return CompletionWriter(request, self.frame_options(timings))
 
 
 class CompletionWriter(Frames):
@@ -82,8 +93,10 @@ class CompletionWriter(Frames):
 
     def opening(self, index: int) -> bytes:
         """See Frames."""
-        request = self.request
-        return self.text(index, request.choices[index].prompt.text) if request.generation.echo else b""
+        echoed = self.request.choices[index].prompt.text if self.request.generation.echo else ""
+        if self.options.token_ids:
+            return self._chunk(index, {"text": echoed, "prompt_token_ids": self.prompt_ids(index)}, None, "", {})
+        return self.text(index, echoed) if self.request.generation.echo else b""
 
     def gained(self, delta: Delta) -> dict[str, Any]:
         """See Frames."""
@@ -92,11 +105,16 @@ class CompletionWriter(Frames):
     def said(self, index: int) -> dict[str, Any]:
         """See Frames."""
         choice = self.request.choices[index]
-        return {"text": (choice.prompt.text if self.request.generation.echo else "") + choice.whole.text}
+        said: dict[str, Any] = {
+            "text": (choice.prompt.text if self.request.generation.echo else "") + choice.whole.text
+        }
+        if self.options.token_ids:
+            said["prompt_token_ids"] = self.prompt_ids(index)
+        return said
 
     def logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         """See Frames."""
-        return completion_logprobs(entries, self.request.piece)
+        return completion_logprobs(entries, self.piece)
 
 
 def completion_logprobs(entries: Sequence[TokenLogprob], piece: Piece) -> dict[str, Any]:

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import orjson
 
 from kvmesh.errors import KvmeshError, Unauthorized
+from kvmesh.kvcache.keys import unpack_tokens
 from kvmesh.services.gateway.text.completion import Delta, TokenLogprob
 
 if TYPE_CHECKING:
+    from kvmesh.services.gateway.attempts import AnswerAttempts
     from kvmesh.services.gateway.requests import Request
 
 DONE = b"data: [DONE]\n\n"
@@ -25,6 +27,19 @@ LOWEST_LOGPROB = -9999.0  # JSON has no -Infinity
 
 Piece = Callable[[int], tuple[str, list[int]]]
 """Text and bytes of one token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameOptions:
+    """What a client wants to be told besides the answer. `continuous_usage`: each chunk tells the usage of its choice
+    so far; `token_ids`: of the answers and their prompts; `tokens_as_ids`: logprobs name tokens "token_id:7";
+    `timings`: where the time went."""
+
+    include_usage: bool = False
+    continuous_usage: bool = False
+    token_ids: bool = False
+    tokens_as_ids: bool = False
+    timings: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +59,12 @@ class CompletionUsage:
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
+
+
+def usage_of(choice: AnswerAttempts) -> CompletionUsage:
+    """Returns the tokens of one answer so far, and of its prompt."""
+    answer = choice.answer
+    return CompletionUsage(choice.prompt.tokens, answer.count, choice.cached_tokens, answer.reasoning_tokens)
 
 
 def error_json(err: KvmeshError) -> dict[str, Any]:
@@ -80,17 +101,17 @@ class Frames(ABC):
     text_key: ClassVar[bytes]  # around the text of a frame that has nothing else
     text_end: ClassVar[bytes]
 
-    def __init__(self, request: Request, *, include_usage: bool, timings: bool) -> None:
+    def __init__(self, request: Request, options: FrameOptions) -> None:
         self.request = request
-        self._include_usage = include_usage
-        self._timings = timings
+        self.options = options
         self._head = {
             "id": self.prefix + request.request_id,
             "object": self.chunk_kind,
             "created": int(time.time()),
             "model": request.generation.model,
         }
-        self._usage_null = b',"usage":null' if include_usage else b""
+        self._usage_null = b',"usage":null' if options.include_usage else b""
+        self._rich = options.continuous_usage  # no chunk is put together from prepared parts
         self._open = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":[{"index":'
         self._plain_end = self.text_end + b',"logprobs":null,"finish_reason":null}]' + self._usage_null + b"}\n\n"
         self._prefixes: dict[int, bytes] = {}
@@ -115,6 +136,10 @@ class Frames(ABC):
     def logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         """Returns the logprobs object of a choice."""
 
+    def head(self) -> dict[str, Any]:
+        """Returns further fields of a whole answer."""
+        return {}
+
     def finish(self, index: int, reason: str) -> str:
         """Returns the finish reason that the client is told."""
         return reason
@@ -127,25 +152,26 @@ class Frames(ABC):
         if index not in self._begun:
             self._begun.add(index)
             opening = self.opening(index)
-        rich = bool(delta.reasoning or delta.calls or delta.logprobs)
+        told_ids = self.options.token_ids and bool(delta.token_ids)
+        rich = bool(delta.reasoning or delta.calls or delta.logprobs or told_ids or (self._rich and delta.text))
         if not delta.finish and not rich:
             return opening + self.text(index, delta.text)
         body = b""
         if rich or (delta.text and self._wants_logprobs):
-            body = self._chunk(index, self.gained(delta), delta.logprobs, "", {})
+            body = self._chunk(index, self.gained(delta), delta.logprobs, "", {}, delta.token_ids)
         elif delta.text:
             body = self.text(index, delta.text)
         if not delta.finish:
             return opening + body
         self._unfinished -= 1
         # Timings go with the very last chunk.
-        tail = self._tail() if not self._unfinished and not self._include_usage else {}
+        tail = self._tail() if not self._unfinished and not self.options.include_usage else {}
         end = self._chunk(index, self.gained(Delta()), None, self.finish(index, delta.finish), tail)
         return opening + body + end
 
     def end(self) -> bytes:
         """See AnswerWriter."""
-        if not self._include_usage:
+        if not self.options.include_usage:
             return DONE
         usage = self.request.account.usage(self.request.choices)
         body = {**self._head, "choices": [], "usage": usage.as_json(), **self._tail()}
@@ -154,16 +180,17 @@ class Frames(ABC):
     def whole(self) -> bytes:
         """See AnswerWriter."""
         request, listed = self.request, []
-        for index, choice in enumerate(request.choices):
-            listed.append(
-                {
-                    "index": index,
-                    **self.said(index),
-                    "logprobs": self.logprobs(choice.whole.entries) if self._wants_logprobs else None,
-                    "finish_reason": self.finish(index, choice.answer.finish),
-                }
-            )
-        head = self._head | {"object": self.kind}
+        for index, choice in enumerate(request.returned):
+            one = {
+                "index": index,
+                **self.said(choice.index),
+                "logprobs": self.logprobs(choice.whole.entries) if self._wants_logprobs else None,
+                "finish_reason": self.finish(choice.index, choice.answer.finish),
+            }
+            if self.options.token_ids:
+                one["token_ids"] = choice.answer.said.tolist()
+            listed.append(one)
+        head = self._head | {"object": self.kind} | self.head()
         usage = request.account.usage(request.choices)
         return orjson.dumps({**head, "choices": listed, "usage": usage.as_json(), **self._tail()})
 
@@ -171,6 +198,8 @@ class Frames(ABC):
 
     def text(self, index: int, text: str) -> bytes:
         """Returns the usual frame: more text of choice `index`."""
+        if self._rich:
+            return self._chunk(index, self.gained(Delta(text)), (), "", {})
         prefix = self._prefixes.get(index)
         if prefix is None:
             prefix = self._prefixes[index] = self._open + b"%d" % index + self.text_key
@@ -183,18 +212,32 @@ class Frames(ABC):
         logprobs: Sequence[TokenLogprob] | None,
         finish: str,
         tail: dict[str, Any],
+        token_ids: Sequence[int] = (),
     ) -> bytes:
         """Returns any frame; `tail` are fields of the whole chunk."""
         told = self.logprobs(logprobs) if logprobs is not None and self._wants_logprobs else None
         choice = {"index": index, **gained, "logprobs": told, "finish_reason": finish or None}
+        if self.options.token_ids:
+            choice["token_ids"] = list(token_ids)
         body: dict[str, Any] = {**self._head, "choices": [choice]}
-        if self._include_usage:
+        if self.options.continuous_usage:
+            body["usage"] = usage_of(self.request.choices[index]).as_json()
+        elif self.options.include_usage:
             body["usage"] = None
         return b"data: " + orjson.dumps(body | tail) + b"\n\n"
+
+    def piece(self, token_id: int) -> tuple[str, list[int]]:
+        """Returns the name and the bytes of a token, as logprobs tell them."""
+        text, raw = self.request.piece(token_id)
+        return (f"token_id:{token_id}" if self.options.tokens_as_ids else text), raw
+
+    def prompt_ids(self, index: int) -> list[int]:
+        """Returns the prompt of choice `index`."""
+        return unpack_tokens(self.request.choices[index].prompt.token_ids)
 
     @property
     def _wants_logprobs(self) -> bool:
         return self.request.generation.logprobs >= 0
 
     def _tail(self) -> dict[str, Any]:
-        return {"kvmesh": self.request.account.stages(self.request.choices)} if self._timings else {}
+        return {"kvmesh": self.request.account.stages(self.request.choices)} if self.options.timings else {}

@@ -70,6 +70,11 @@ class Asked(ErrorStyle):
         """Whether the answer is to be streamed."""
         raise NotImplementedError
 
+    @property
+    def tells_token_ids(self) -> bool:
+        """Whether the client is told token ids: a stream then has a step for tokens without text, too."""
+        return False
+
     async def resolve(self, core: GatewayCore, tenant: Tenant) -> None:
         """Fetches what the body refers to."""
 

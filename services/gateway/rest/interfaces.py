@@ -9,15 +9,20 @@ from typing import Any
 from kvmesh.services.gateway.rest.bounded_call import QueryCall
 from kvmesh.services.gateway.rest.chat import ChatRequest
 from kvmesh.services.gateway.rest.completions import CompletionRequest
+from kvmesh.services.gateway.rest.generate import GenerateTokensRequest
 from kvmesh.services.gateway.rest.interface import Asked
 from kvmesh.services.gateway.rest.messages import CountTokens, MessagesRequest
+from kvmesh.services.gateway.rest.tokenize import DetokenizeCall, TokenizeCall
 
 INTERFACES: Mapping[str, type[Asked]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
     "/v1/messages": MessagesRequest,
+    "/inference/v1/generate": GenerateTokensRequest,
 }
 
 QUERIES: Mapping[str, type[QueryCall[Any]]] = {
     "/v1/messages/count_tokens": CountTokens,
+    "/tokenize": TokenizeCall,
+    "/detokenize": DetokenizeCall,
 }

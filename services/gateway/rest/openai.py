@@ -8,7 +8,7 @@ they hold the value that asks for nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, ValidationInfo, WithJsonSchema
 from pydantic_core import PydanticCustomError
@@ -33,6 +33,7 @@ from kvmesh.services.gateway.generation import (
     check_stops,
     refused,
 )
+from kvmesh.services.gateway.rest.frames import FrameOptions
 from kvmesh.services.gateway.rest.interface import Asked
 from kvmesh.services.gateway.text.grammars.asked import AskedForm, asked_form
 
@@ -223,17 +224,17 @@ _FORM = {
 
 
 class StreamOptions(Strict):
-    """`include_usage`: a last chunk tells the usage. `include_obfuscation` is OpenAI's and has no effect."""
+    """`include_usage`: a last chunk tells the usage. `continuous_usage_stats`, which is vLLM's: each chunk tells that
+    of its choice so far. `include_obfuscation` is OpenAI's and has no effect."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
-class OpenAIFields(ServiceFields, Asked):
-    """What bodies of chats and completions have in common. OpenAI's fields; min_p, top_k and repetition_penalty as vLLM
-    has them; ignore_eos and cache_salt (keeps the KV cache from others) are kvmesh's own."""
+class SamplingFields(Strict):
+    """How answers are sampled: OpenAI's fields; min_p, top_k, repetition_penalty and ignore_eos as vLLM has them."""
 
-    model: str
     max_tokens: int | None = None
     temperature: Annotated[float | None, told("0: always the likeliest token. Default 1", 0, MAX_TEMPERATURE)] = None
     top_p: Annotated[
@@ -275,15 +276,39 @@ class OpenAIFields(ServiceFields, Asked):
     ] = ()
     response_format: Annotated[AskedForm | None, PlainValidator(lambda form: form), WithJsonSchema(_FORM)] = None
     n: int | None = None
+    ignore_eos: bool | None = None
+
+    def sampling(self) -> dict[str, Any]:
+        """Returns fields of a Generation."""
+        names = (
+            "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+            "n",
+        )  # fmt: skip
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        fixed = {"seed": self.seed, "stops": self.stop, "logit_bias": self.logit_bias}
+        return {**given, **fixed, "ignore_eos": bool(self.ignore_eos)}
+
+
+class OpenAIFields(SamplingFields, ServiceFields, Asked):
+    """What bodies of chats and completions have in common; cache_salt keeps the KV cache from others."""
+
+    model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    ignore_eos: bool | None = None
     cache_salt: str | None = None
+    return_token_ids: Annotated[
+        bool | None, Field(description="Answers tell their token ids, and prompt_token_ids those of the prompt")
+    ] = None
+    return_tokens_as_token_ids: Annotated[
+        bool | None, Field(description='Logprobs name tokens by their ids: "token_id:7"')
+    ] = None
     user: Any = None
     metadata: Any = None
     store: Any = None
     safety_identifier: Any = None
     prompt_cache_retention: Any = None
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSUPPORTED
 
     @classmethod
     def read(cls, body: Any, limits: GatewayLimits) -> Self:
@@ -303,7 +328,7 @@ class OpenAIFields(ServiceFields, Asked):
     @classmethod
     def look_at(cls, body: dict[str, Any], limits: GatewayLimits) -> None:
         """Takes out of a body what asks for nothing. Raises InvalidRequest for what is not served."""
-        drop_unsupported(body, UNSUPPORTED)
+        drop_unsupported(body, cls.unsupported)
         if (form := asked_form(body)) is not None:
             body["response_format"] = form
 
@@ -313,27 +338,24 @@ class OpenAIFields(ServiceFields, Asked):
         return bool(self.stream)
 
     @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
+    def tells_token_ids(self) -> bool:
+        """See Asked."""
+        return bool(self.return_token_ids)
+
+    def frame_options(self, timings: bool) -> FrameOptions:
+        """Returns what the client wants to be told besides the answer."""
+        options = self.stream_options or StreamOptions()
+        return FrameOptions(
+            include_usage=bool(options.include_usage),
+            continuous_usage=bool(options.continuous_usage_stats),
+            token_ids=self.tells_token_ids,
+            tokens_as_ids=bool(self.return_tokens_as_token_ids),
+            timings=timings,
+        )
 
     def _generation(self, **more: Any) -> Generation:
-        names = (
-            "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-            "n",
-        )  # fmt: skip
-        given: dict[str, Any] = {name: getattr(self, name) for name in names}
-        return Generation(
-            model=self.model,
-            seed=self.seed,
-            stops=self.stop,
-            logit_bias=self.logit_bias,
-            ignore_eos=bool(self.ignore_eos),
-            form=self.response_format,
-            cache_salt=self.cache_salt or "",
-            **self.service(),
-            **{name: value for name, value in given.items() if value is not None},
-            **more,
-        )
+        fields = {**self.sampling(), **self.service(), "form": self.response_format, **more}
+        return Generation(model=self.model, cache_salt=self.cache_salt or "", **fields)
 
 
 def first_error(err: ValidationError) -> InvalidRequest:

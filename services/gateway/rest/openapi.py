@@ -11,8 +11,10 @@ from pydantic.json_schema import models_json_schema
 
 from kvmesh.services.gateway.rest.chat import ChatRequest
 from kvmesh.services.gateway.rest.completions import CompletionRequest
+from kvmesh.services.gateway.rest.generate import GenerateTokensRequest
 from kvmesh.services.gateway.rest.interfaces import INTERFACES, QUERIES
 from kvmesh.services.gateway.rest.messages import CountTokensRequest, MessagesRequest
+from kvmesh.services.gateway.rest.tokenize import DetokenizeBody, TokenizeBody
 
 TITLE = "kvmesh"
 Json = dict[str, Any]
@@ -24,6 +26,9 @@ _EXAMPLES: dict[Any, Json] = {
     CompletionRequest: {"prompt": "Hello", "max_tokens": 32, "temperature": 0},
     MessagesRequest: {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32},
     CountTokensRequest: {"messages": [{"role": "user", "content": "Hello"}]},
+    TokenizeBody: {"prompt": "Hello"},
+    DetokenizeBody: {"tokens": [1, 2, 3]},
+    GenerateTokensRequest: {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 32}},
 }
 
 # Refusals by the connection itself, before the request has reached an endpoint: a line of text, not an error object.
@@ -76,8 +81,12 @@ _FACTS = {"max_context_tokens": _INTEGER, "vocab_size": _INTEGER, "block_tokens"
 _MODELS = {"models": {"type": "object", "additionalProperties": _object({"ready": {"type": "boolean"}}, _STATE)}}
 
 
-def _answer(kind: str, text: Json) -> Json:
-    """A whole answer; `text`: where a choice has its text."""
+_IDS = {"type": "array", "items": _INTEGER}
+_TIMINGS = {"kvmesh": {**_ANYTHING, "description": "Where the time went, with the header x-kvmesh-timings: 1"}}
+
+
+def _answer(kind: str, text: Json, more_of_choices: Json, more: Json) -> Json:
+    """A whole answer; `text`: where a choice has its text; what follows it is there when it was asked for."""
     choice = {"index": _INTEGER, **text, "logprobs": _OBJECT_OR_NULL, "finish_reason": _STRING}
     return _object(
         {
@@ -85,10 +94,10 @@ def _answer(kind: str, text: Json) -> Json:
             "object": _one_of(kind),
             "created": _INTEGER,
             "model": _STRING,
-            "choices": _list(_object(choice)),
+            "choices": _list(_object(choice, {"token_ids": _IDS, **more_of_choices})),
             "usage": _ref("Usage"),
         },
-        {"kvmesh": {**_ANYTHING, "description": "Where the time went, with the header x-kvmesh-timings: 1"}},
+        {**_TIMINGS, **more},
     )
 
 
@@ -131,8 +140,28 @@ SCHEMAS: dict[str, Json] = {
                 {"reasoning_content": _STRING, "tool_calls": _list(_TOOL_CALL)},
             )
         },
+        {},
+        {"prompt_token_ids": _IDS},
     ),
-    "Completion": _answer("text_completion", {"text": _STRING}),
+    "Completion": _answer("text_completion", {"text": _STRING}, {"prompt_token_ids": _IDS}, {}),
+    "Tokenized": _object(
+        {"count": _INTEGER, "max_model_len": _INTEGER, "tokens": _IDS}, {"token_strs": _list(_STRING)}
+    ),
+    "Detokenized": _object({"prompt": _STRING}),
+    "GeneratedTokens": _object(
+        {
+            "request_id": _STRING,
+            "model": _STRING,
+            "created": _INTEGER,
+            "choices": _list(
+                _object({"index": _INTEGER, "logprobs": _OBJECT_OR_NULL, "finish_reason": _STRING, "token_ids": _IDS})
+            ),
+            "usage": _ref("Usage"),
+            "prompt_logprobs": {**_list(_OBJECT_OR_NULL), "nullable": True},
+            "kv_transfer_params": _OBJECT_OR_NULL,
+        },
+        _TIMINGS,
+    ),
     "AnthropicError": _object(
         {
             "type": _one_of("error"),
@@ -239,6 +268,10 @@ RESPONSES: dict[str, dict[str, Json]] = {
     | {"200": _said("Anthropic's answer; with stream=true, server-sent events", _streamed("Message", _NAMED_EVENT))},
     "/v1/messages/count_tokens": _failures(_MESSAGES, "AnthropicError")
     | {"200": _said("The prompt's tokens, cached ones included", _json("InputTokens"))},
+    "/inference/v1/generate": _failures(_GENERATING)
+    | {"200": _said("Token ids; with stream=true, server-sent events", _streamed("GeneratedTokens", _EVENT))},
+    "/tokenize": _failures(_GENERATING) | {"200": _said("Its tokens", _json("Tokenized"))},
+    "/detokenize": _failures(_GENERATING) | {"200": _said("Their text", _json("Detokenized"))},
     "/v1/models": _failures(_WITH_KEYS) | {"200": _said("The models that the caller may use", _json("Models"))},
     "/v1/models/{model}": _failures(_WITH_KEYS | {"404": "Unknown model"})
     | {"200": _said("That model", _json("Model"))},

@@ -55,6 +55,7 @@ class Reply(BoundedCall[tuple[Asked, Generation]]):
             parent=told.parent,
             received_ns=caller.received_ns,
             tenant=caller.tenant,
+            token_ids=asked.tells_token_ids,
         )
         answer = self._stream if asked.streams else self._whole
         await self._unless_gone(receive, self._guarded(answer, request, asked, told.timings, send))

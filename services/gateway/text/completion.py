@@ -99,8 +99,8 @@ class Completion:
     is what it calls content; reasoning and calls stand beside it."""
 
     __slots__ = (
-        "_detokenizer", "_matcher", "_parser", "_read", "_shown", "_silent", "_waiting", "finish", "reasoning_tokens",
-        "said",
+        "_detokenizer", "_matcher", "_parser", "_read", "_shown", "_silent", "_waiting", "finish", "logprob",
+        "reasoning_tokens", "said",
     )  # fmt: skip
 
     def __init__(
@@ -115,6 +115,8 @@ class Completion:
         self._silent = silent
         self._parser = parser
         self.reasoning_tokens = 0
+        self.logprob = 0.0
+        """Of all tokens taken; 0 where none were told."""
         self._read = 0  # characters detokenized
         self._shown = 0  # characters handed out
         self._waiting: list[TokenLogprob] = []
@@ -133,6 +135,11 @@ class Completion:
         """The stop string that ended the answer; "" when something else did."""
         return "" if self._matcher is None else self._matcher.found
 
+    @property
+    def mean_logprob(self) -> float:
+        """The log-probability a token."""
+        return self.logprob / max(1, len(self.said))
+
     def settled(self, max_tokens: int) -> str:
         """Returns how the engine must have ended an answer whose end was not heard; "" when it goes on."""
         if self.said and self.said[-1] in self._silent:
@@ -149,6 +156,7 @@ class Completion:
         delta = Delta(first=first)
         for index, token in enumerate(token_ids):
             self.reasoning_tokens += self._parser is not None and self._parser.reasoning
+            self.logprob += logprobs[index][0] if logprobs else 0.0
             self._add(delta, self._one(token, logprobs[index] if logprobs else None))
             if self.finish:
                 token_ids = token_ids[: index + 1]

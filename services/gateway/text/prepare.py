@@ -96,12 +96,8 @@ class Preparer:
                     f"{bounds.max_context_tokens} tokens",
                     field=field,
                 )
-            if rendered is not None:
-                ids = self._chats.encode(rendered)  # templates write the special tokens themselves
-            elif self._special_prompts:
-                ids = self.tokenizer.encode(text, add_special_tokens=True)
-            else:
-                ids = self.tokenizer.encode_as_text(text, add_special_tokens=True)
+            # Templates write the special tokens themselves.
+            ids = self._chats.encode(rendered) if rendered is not None else self._encode(text, add_special_tokens=True)
         if not ids:
             raise refused(field, prompt, "has no tokens")
         if len(ids) >= bounds.max_context_tokens:
@@ -129,6 +125,19 @@ class Preparer:
             tail,
             chat.callable_tools if chat is not None else (),
         )
+
+    def tokens(
+        self, prompt: str | Chat, now: Callable[[], datetime.datetime], *, add_special_tokens: bool
+    ) -> list[int]:
+        """Returns the token ids of a prompt, however many. `add_special_tokens` is for texts: chats have what their
+        template writes. Raises InvalidRequest for a template that refuses."""
+        if isinstance(prompt, Chat):
+            return self._chats.encode(self._chats.render(prompt, now))
+        return self._encode(prompt, add_special_tokens=add_special_tokens)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        encode = self.tokenizer.encode if self._special_prompts else self.tokenizer.encode_as_text
+        return encode(text, add_special_tokens=add_special_tokens)
 
     def parser(self, prompt: Prepared, request_id: str) -> AnswerParser | None:
         """Returns a parser of an answer to `prompt`; None: all of it is content. Ids of calls are made of the

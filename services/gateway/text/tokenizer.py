@@ -106,6 +106,14 @@ class Tokenizer:
         """Text of `token_ids`, special tokens skipped."""
         return self._inner.decode(list(token_ids), skip_special_tokens=True)
 
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids`, special tokens as they are written."""
+        return self._inner.decode(list(token_ids), skip_special_tokens=False)
+
+    def names(self, token_ids: Sequence[int]) -> list[str]:
+        """The tokens as the vocabulary writes them; "" for an id without a token."""
+        return [self._inner.id_to_token(token_id) or "" for token_id in token_ids]
+
     def detokenizer(self, context: Sequence[int], *, opens: bool, markers: frozenset[str] = frozenset()) -> Detokenizer:
         """A detokenizer of the text after `context`; `opens`: only special tokens come before it, so that it opens
         the text as a whole. Special tokens show nothing, but for `markers`."""

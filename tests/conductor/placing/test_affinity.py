@@ -17,7 +17,7 @@ from kvmesh.services.conductor.placing.nearness import NOWHERE, NearInstances
 from kvmesh.services.conductor.placing.placement import PlacementChoice
 from kvmesh.services.conductor.score import COUNTED_TOKENS
 from kvmesh.services.conductor.settings import AffinitySettings
-from tests.support.conductor.brain import Brain
+from tests.support.conductor.brain import Brain, chain
 
 BOTH = AffinitySettings(session_s=0.2, origin_s=0.1)
 EACH_S = 0.2 / COUNTED_TOKENS  # of a session at decode, where a score is that of one token
@@ -162,3 +162,23 @@ def _spread(origin_s: float) -> list[tuple[int, str]]:
         went.append((n % 5, placed.decode.instance_id))
         brain.now += 0.01
     return went
+
+
+def test_siblings_are_computed_where_the_first_one_is() -> None:
+    near = Affinity(AffinitySettings()).near(asked(sibling_prefill="p1"), 0.0)
+    assert (near.prefill_s("p1"), near.prefill_s("p0")) == (0.0, affinity.SIBLING_S)
+    assert near.decode_s("d0") == near.decode_s("d1") == 0.0, "their answers may be made anywhere"
+    known = Affinity(BOTH)
+    known.placed(asked(session="s"), at("p0", "d0"), 0.0)
+    near = known.near(asked(session="s", sibling_prefill="p1"), 0.0)
+    assert near.prefill_s("p1") == 0.0 < near.prefill_s("p0") < near.prefill_s("p2")
+
+
+def test_a_sibling_waits_for_the_first_one_rather_than_compute_elsewhere() -> None:
+    brain = mesh(3, 2)
+    keys = chain("prompt", 93)
+    first = brain.placed(1500, keys=keys)
+    there = first.prefill.instance_id
+    for _ in range(7):
+        assert brain.placed(1500, keys=keys, sibling_prefill=there).prefill.instance_id == there
+    assert brain.placed(1500, keys=chain("other", 93)).prefill.instance_id != there
