@@ -14,7 +14,7 @@ from types import TracebackType
 
 from opentelemetry.context import Context
 
-from kvmesh.errors import DeadlinePassed, InternalError, KvmeshError, Overloaded, Unavailable
+from kvmesh.errors import DeadlinePassed, InternalError, KvmeshError, Overloaded, RequestCancelled, Unavailable
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, decode_pb2
 from kvmesh.services.gateway.accounting import Account
 from kvmesh.services.gateway.api_keys import ANYBODY, Tenant
@@ -316,6 +316,10 @@ class Request:
         """Around all that is written to the client: one that takes nothing cannot hold the request beyond its deadline
         and a moment for the last words. TimeoutError then; nobody is left to be told."""
         return asyncio.timeout_at(self._deadline + _LAST_WORDS_S)
+
+    def cancel(self, why: str) -> None:
+        """Ends the request: who waits for its answers gets RequestCancelled."""
+        self._fail(RequestCancelled(why))
 
     def piece(self, token_id: int) -> tuple[str, list[int]]:
         """Text and bytes of one of the model's tokens."""

@@ -18,7 +18,7 @@ from kvmesh.services.gateway.api_keys import Tenant
 from kvmesh.services.gateway.core import GatewayCore
 from kvmesh.services.gateway.generation import brief
 from kvmesh.services.gateway.models import Model
-from kvmesh.services.gateway.rest import openapi
+from kvmesh.services.gateway.rest import openapi, response_calls
 from kvmesh.services.gateway.rest.frames import error_headers, error_json
 from kvmesh.services.gateway.rest.http import Receive, Scope, Send
 from kvmesh.services.gateway.rest.interface import Asked
@@ -71,6 +71,7 @@ def build(core: GatewayCore) -> FastAPI:
 
     for path, kind in INTERFACES.items():
         _add_interface(app, core, path, kind, first)
+    response_calls.add(app, core)
 
     def card(model: Model) -> dict[str, Any]:
         facts = ("max_context_tokens", "vocab_size", "block_tokens")

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from kvmesh.services.gateway.rest.chat import ChatRequest
 from kvmesh.services.gateway.rest.completions import CompletionRequest
 from kvmesh.services.gateway.rest.interface import Asked
+from kvmesh.services.gateway.rest.responses import ResponseRequest
 
 INTERFACES: Mapping[str, type[Asked]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponseRequest,
 }

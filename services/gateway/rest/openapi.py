@@ -13,6 +13,7 @@ from kvmesh.services.gateway.rest.chat import ChatRequest
 from kvmesh.services.gateway.rest.completions import CompletionRequest
 from kvmesh.services.gateway.rest.interface import Asked
 from kvmesh.services.gateway.rest.interfaces import INTERFACES
+from kvmesh.services.gateway.rest.responses import ResponseRequest
 
 TITLE = "kvmesh"
 Json = dict[str, Any]
@@ -22,6 +23,7 @@ _REF = "#/components/schemas/{model}"
 _EXAMPLES: dict[Any, Json] = {
     ChatRequest: {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32},
     CompletionRequest: {"prompt": "Hello", "max_tokens": 32, "temperature": 0},
+    ResponseRequest: {"input": "Hello", "max_output_tokens": 32, "store": False},
 }
 
 # Refusals by the connection itself, before the request has reached an endpoint: a line of text, not an error object.
@@ -44,6 +46,12 @@ _GENERATING = _WITH_KEYS | {
     "429": "The mesh cannot meet its latency targets now; Retry-After tells when to come again",
     "503": "No instance can serve now; Retry-After tells when to come again",
     "504": "The request's deadline passed, or its body came too slowly",
+}
+
+_STORED = _WITH_KEYS | {
+    "400": "A parameter is out of range; the response has ended, and cannot be cancelled",
+    "404": "No such response is stored, or it is another tenant's",
+    "503": "The store of responses does not answer; Retry-After tells when to come again",
 }
 
 
@@ -92,6 +100,57 @@ _TOOL_CALL = _object(
     {"id": _STRING, "type": _one_of("function"), "function": _object({"name": _STRING, "arguments": _STRING})}
 )
 
+_LOGPROB = {"token": _STRING, "logprob": _NUMBER, "bytes": _list(_INTEGER)}
+_OUTPUT_TEXT = _object(
+    {
+        "type": _one_of("output_text"),
+        "text": _STRING,
+        "annotations": _list(_ANYTHING),
+        "logprobs": _list(_object({**_LOGPROB, "top_logprobs": _list(_object(_LOGPROB))})),
+    }
+)
+_RESPONSE_ITEM = {
+    **_object({"type": _STRING, "id": _STRING, "status": _STRING}, more=True),
+    "description": "A message, reasoning, a call, or a call's output",
+}
+_RESPONSE = _object(
+    {
+        "id": _STRING,
+        "object": _one_of("response"),
+        "created_at": _INTEGER,
+        "completed_at": {"type": "integer", "nullable": True},
+        "status": _one_of("completed", "incomplete", "failed", "cancelled", "in_progress"),
+        "error": _OBJECT_OR_NULL,
+        "incomplete_details": _OBJECT_OR_NULL,
+        "model": _STRING,
+        "previous_response_id": _TEXT_OR_NULL,
+        "instructions": _TEXT_OR_NULL,
+        "output": _list(_ref("ResponseItem")),
+        "tools": _list(_ANYTHING),
+        "tool_choice": {"description": "As in the request: a word, or an object that names a tool"},
+        "parallel_tool_calls": {"type": "boolean"},
+        "max_output_tokens": {"type": "integer", "nullable": True},
+        "max_tool_calls": {"type": "integer", "nullable": True},
+        "temperature": _NUMBER,
+        "top_p": _NUMBER,
+        "presence_penalty": _NUMBER,
+        "frequency_penalty": _NUMBER,
+        "top_logprobs": _INTEGER,
+        "reasoning": _object({"effort": _TEXT_OR_NULL, "summary": _TEXT_OR_NULL}),
+        "text": _ANYTHING,
+        "truncation": _one_of("disabled"),
+        "background": {"type": "boolean"},
+        "store": {"type": "boolean"},
+        "service_tier": _one_of("default", "flex"),
+        "metadata": {"type": "object", "additionalProperties": _STRING},
+        "user": _TEXT_OR_NULL,
+        "safety_identifier": _TEXT_OR_NULL,
+        "prompt_cache_key": _TEXT_OR_NULL,
+        "usage": {"description": "Null while it is in progress", "anyOf": [_ref("ResponseUsage"), _OBJECT_OR_NULL]},
+    },
+    {"kvmesh": {**_ANYTHING, "description": "Where the time went, with the header x-kvmesh-timings: 1"}},
+)
+
 SCHEMAS: dict[str, Json] = {
     "Error": _object(
         {"error": _object({"message": _STRING, "type": _STRING, "param": _TEXT_OR_NULL, "code": _STRING})},
@@ -129,6 +188,28 @@ SCHEMAS: dict[str, Json] = {
         },
     ),
     "Completion": _answer("text_completion", {"text": _STRING}),
+    "Response": _RESPONSE,
+    "ResponseItem": _RESPONSE_ITEM,
+    "ResponseOutputText": _OUTPUT_TEXT,
+    "ResponseUsage": _object(
+        {
+            "input_tokens": _INTEGER,
+            "input_tokens_details": _object({"cached_tokens": _INTEGER, "cache_write_tokens": _INTEGER}),
+            "output_tokens": _INTEGER,
+            "output_tokens_details": _object({"reasoning_tokens": _INTEGER}),
+            "total_tokens": _INTEGER,
+        }
+    ),
+    "DeletedResponse": _object({"id": _STRING, "object": _one_of("response"), "deleted": {"type": "boolean"}}),
+    "ResponseItems": _object(
+        {
+            "object": _one_of("list"),
+            "data": _list(_ref("ResponseItem")),
+            "first_id": _STRING,
+            "last_id": _STRING,
+            "has_more": {"type": "boolean"},
+        }
+    ),
 }
 
 
@@ -181,6 +262,19 @@ def _generated(name: str) -> dict[str, Json]:
 RESPONSES: dict[str, dict[str, Json]] = {
     "/v1/chat/completions": _failures(_GENERATING) | _generated("ChatCompletion"),
     "/v1/completions": _failures(_GENERATING) | _generated("Completion"),
+    "/v1/responses": _failures(_GENERATING | {"499": "Cancelled, before the stream had begun"})
+    | _generated("Response"),
+    "/v1/responses/{response_id}": _failures(_STORED)
+    | {
+        "200": _said(
+            "The response; to DELETE, that it is forgotten",
+            {"application/json": {"schema": {"anyOf": [_ref("Response"), _ref("DeletedResponse")]}}},
+        )
+    },
+    "/v1/responses/{response_id}/cancel": _failures(_STORED)
+    | {"200": _said("The response, with what had come of it", _json("Response"))},
+    "/v1/responses/{response_id}/input_items": _failures(_STORED)
+    | {"200": _said("What the response was given, and all before that", _json("ResponseItems"))},
     "/v1/models": _failures(_WITH_KEYS) | {"200": _said("The models that the caller may use", _json("Models"))},
     "/v1/models/{model}": _failures(_WITH_KEYS | {"404": "Unknown model"})
     | {"200": _said("That model", _json("Model"))},

@@ -89,8 +89,8 @@ class Reply(Response):
             body = await read_body(receive, core.config.body_bounds, held, REQUEST_BYTES)
             async with core.memory.work(parse_cost(body), WORK_TIMEOUT_S):
                 asked = self._kind.read(parse_json(body), core.config.limits)
-                await asked.resolve(core, tenant)
-                wanted = serving_headers.joined(asked.generation(core.config.limits), told.wishes)
+            await asked.resolve(core, tenant)  # others may be parsed while it waits
+            wanted = serving_headers.joined(asked.generation(core.config.limits), told.wishes)
             held.resize(REQUEST_BYTES + prompts_bytes(wanted.prompts))
         except ClientGone:
             return
@@ -147,9 +147,18 @@ class Reply(Response):
         try:
             async with request:
                 await answer(request, asked, writer, send)
-        except KvmeshError as err:
-            await asked.ended(request, writer, err)
-            await self._error(send, err)
+        except Exception as err:
+            named = err if isinstance(err, KvmeshError) else InternalError(f"the gateway failed: {type(err).__name__}")
+            if named is not err:
+                log.exception("request %s failed", request.request_id)
+            await asked.ended(request, writer, named)
+            words = asked.last_words(writer, named, begun=self._streaming)
+            if words is None:
+                await self._error(send, named)
+            elif self._streaming:
+                await send({"type": "http.response.body", "body": words})
+            else:
+                await send_body(send, 200, [*JSON, *self._own_headers], words)
 
     async def _error(self, send: Send, err: KvmeshError) -> None:
         if self._streaming:
