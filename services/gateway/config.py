@@ -10,7 +10,7 @@ from kvmesh.errors import ConfigError
 from kvmesh.rpc.call_limits import CallLimits
 from kvmesh.services.gateway.recovery import RecoveryPatience
 from kvmesh.services.gateway.rest.http_limits import BodyBounds, HttpLimits
-from kvmesh.services.gateway.rest.response_store import ResponseBounds
+from kvmesh.services.gateway.rest.response_bounds import ResponseBounds
 
 MAX_NAME_CHARS = 200
 

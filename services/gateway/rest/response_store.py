@@ -26,6 +26,7 @@ import orjson
 
 from kvmesh.errors import ConfigError, InvalidRequest, KvmeshError, Unavailable
 from kvmesh.leader.redis_lease import Redis
+from kvmesh.services.gateway.rest.response_bounds import ResponseBounds
 from kvmesh.telemetry import names
 
 if TYPE_CHECKING:
@@ -62,15 +63,6 @@ class ResponseStoreUnavailable(Unavailable):
     """The store of responses failed or did not answer in time."""
 
     code = "response_store_unavailable"
-
-
-@dataclass(frozen=True, slots=True)
-class ResponseBounds:
-    """What a store may hold: so many responses, of so many bytes together, each for so long after its last use."""
-
-    count: int
-    size: int
-    ttl_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,11 @@ import pytest
 from kvmesh.errors import ConfigError
 from kvmesh.leader.redis_lease import Redis
 from kvmesh.services.gateway.rest import response_store
+from kvmesh.services.gateway.rest.response_bounds import ResponseBounds
 from kvmesh.services.gateway.rest.response_store import (
     MemoryResponses,
     RedisResponses,
     ResponseBackend,
-    ResponseBounds,
     ResponseStore,
     ResponseStoreUnavailable,
     SqliteResponses,
