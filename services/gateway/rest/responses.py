@@ -56,6 +56,7 @@ from kvmesh.services.gateway.rest.response_tools import (
     tools_for,
 )
 from kvmesh.services.gateway.text.chat import Chat
+from kvmesh.services.gateway.text.grammars.asked import AskedForm
 
 RESOLVE_TIMEOUT_S = 10.0
 MAX_REFERENCED = 64  # responses whose items one body may refer to
@@ -80,9 +81,12 @@ INCLUDABLE = (
 )  # fmt: skip
 
 
-def form_fields(text_format: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a Generation for `text.format` as the client gave it. Text asks for nothing."""
-    return {}
+def response_form(text_format: Mapping[str, Any]) -> AskedForm | None:
+    """Returns the form that a `text.format` asks for; None: any text."""
+    if text_format["type"] == "json_schema":
+        strict = text_format.get("strict") is True
+        return AskedForm("json_schema", text_format["schema"], "text.format.schema", strict)
+    return AskedForm("json_object", None, "text.format") if text_format["type"] == "json_object" else None
 
 
 def _check_input(value: Any, info: ValidationInfo) -> list[Json]:
@@ -382,7 +386,7 @@ class ResponseRequest(ServiceFields, Asked):
             ignore_eos=bool(self.ignore_eos),
             cache_salt=self.cache_salt or "",
             logprobs=self._logprobs,
-            **form_fields(self.text.get("format") or {"type": "text"}),
+            form=response_form(self.text.get("format") or {"type": "text"}),
             **self.service(),
             **{name: value for name, value in given.items() if value is not None},
         ).check(limits)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 from openai.types.responses import Response
 
@@ -227,6 +228,88 @@ async def test_references_to_stored_items(mesh: Mesh) -> None:
     assert prompts(mesh)[1] == prompts(mesh)[2]
     with pytest.raises(openai.BadRequestError, match=r"input\.0\.id='msg_x_0': no such item is stored"):
         await respond(mesh, input=[{"type": "item_reference", "id": "msg_x_0"}])
+
+
+# ── tools, reasoning, forms ───────────────────────────────────────────────────────────────────────
+
+THOUGHT = "<think>\nThe sea?\n</think>\n\nI look."
+CALLED = '\n<tool_call>\n{"name": "look", "arguments": {"what": "sea"}}\n</tool_call>'
+
+
+async def reading_mesh(make_mesh: MeshMaker, tmp_path: Path, text: str) -> Mesh:
+    """A mesh whose model answers `text`, as Hermes and Qwen write answers."""
+    mesh = await make_mesh(folder=tool_checkpoint(tmp_path), answer_parser=(f"{MODEL}=hermes",))
+    mesh.decodes[0].script = mesh.says(text)
+    return mesh
+
+
+async def test_a_loop_with_tools(make_mesh: MeshMaker, tmp_path: Path) -> None:
+    mesh = await reading_mesh(make_mesh, tmp_path, THOUGHT + CALLED + CALLED.replace("sea", "sky"))
+    first = told(await respond(mesh, tools=[TOOL]))
+    assert [item.type for item in first.output] == ["reasoning", "message", "function_call", "function_call"]
+    reasoning, message, sea, sky = first.output
+    assert (reasoning.content[0].text.strip(), reasoning.summary) == ("The sea?", [])
+    assert message.content[0].text.strip() == "I look."
+    assert [json.loads(call.arguments) for call in (sea, sky)] == [{"what": "sea"}, {"what": "sky"}]
+    assert first.usage.output_tokens_details.reasoning_tokens > 0
+    # By the id, by the items, and as a chat: one prompt.
+    results: Any = [
+        {"type": "function_call_output", "call_id": call.call_id, "output": call.name} for call in (sea, sky)
+    ]
+    await respond(mesh, previous_response_id=first.id, input=results, tools=[TOOL])
+    whole: Any = [{"role": "user", "content": "Hello"}, *(item.to_dict() for item in first.output), *results]
+    await respond(mesh, input=whole, tools=[TOOL])
+    calls = [
+        {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in (sea, sky)
+    ]
+    messages: Any = [
+        {"role": "user", "content": "Hello"},
+        {
+            "role": "assistant",
+            "content": message.content[0].text,
+            "reasoning_content": reasoning.content[0].text,
+            "tool_calls": calls,
+        },
+        *({"role": "tool", "tool_call_id": call.call_id, "content": "look"} for call in (sea, sky)),
+    ]
+    chat_tool: Any = {"type": "function", "function": {name: TOOL[name] for name in TOOL if name != "type"}}
+    await mesh.client.chat.completions.create(model=MODEL, messages=messages, tools=[chat_tool])
+    assert prompts(mesh)[1] == prompts(mesh)[2] == prompts(mesh)[3]
+
+
+async def test_a_streamed_call(make_mesh: MeshMaker, tmp_path: Path) -> None:
+    mesh = await reading_mesh(make_mesh, tmp_path, THOUGHT + CALLED)
+    tools: Any = [TOOL]
+    async with mesh.client.responses.stream(model=MODEL, input="Hello", tools=tools) as stream:
+        kinds = [event.type async for event in stream if not event.type.endswith("delta")]
+        final = await stream.get_final_response()
+    assert kinds[2:] == [
+        "response.output_item.added", "response.content_part.added", "response.reasoning_text.done",
+        "response.content_part.done", "response.output_item.done",
+        "response.output_item.added", "response.content_part.added", "response.output_text.done",
+        "response.content_part.done", "response.output_item.done",
+        "response.output_item.added", "response.function_call_arguments.done", "response.output_item.done",
+        "response.completed",
+    ]  # fmt: skip
+    assert json.loads(final.output[2].arguments) == {"what": "sea"}  # type: ignore[union-attr]
+    assert (await mesh.client.responses.retrieve(final.id)).output[2].type == "function_call"
+
+
+async def test_a_form(mesh: Mesh) -> None:
+    class Place(pydantic.BaseModel):
+        name: str
+        deep: bool
+
+    mesh.decodes[0].script = mesh.says('{"name":"sea","deep":true}')
+    answer = await mesh.client.responses.parse(model=MODEL, input="Hello", text_format=Place)
+    assert answer.output_parsed == Place(name="sea", deep=True)
+    assert '"deep"' in mesh.decodes[0].runs[0].start.sampling.grammar
+    await respond(mesh, text={"format": {"type": "json_object"}})
+    assert mesh.decodes[0].runs[1].start.sampling.grammar
+    wrong: Any = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "nothing"}}}
+    with pytest.raises(openai.BadRequestError, match=r"text\.format\.schema"):
+        await respond(mesh, text=wrong)
 
 
 # ── stored responses ──────────────────────────────────────────────────────────────────────────────
