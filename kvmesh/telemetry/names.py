@@ -207,6 +207,9 @@ GATEWAY_UNAUTHORIZED = _counter("gateway_unauthorized_total", "Calls without a v
 # what: requests (too many in flight), placements (too many wait for the conductor).
 GATEWAY_REFUSED = _counter("gateway_refused_total", "Requests refused at once, for want of room here.", "what")
 
+# reason: too_large (over max_response_bytes), unavailable (the store failed, or was too slow).
+GATEWAY_RESPONSES_NOT_STORED = _counter("gateway_responses_not_stored_total", "Responses that are not kept.", "reason")
+
 # Conductor. outcome: placed, overloaded, unavailable, ...; reason: ttft, tbt, capacity, no_instance.
 CONDUCTOR_DECISIONS = _counter("conductor_decisions_total", "Schedule calls answered.", "outcome")
 CONDUCTOR_REJECTIONS = _counter("conductor_rejections_total", "Schedule calls refused.", "reason", "lane")

@@ -11,6 +11,7 @@ from kvmesh.errors import ConfigError
 from kvmesh.rpc.call_limits import CallLimits
 from kvmesh.services.gateway.recovery import RecoveryPatience
 from kvmesh.services.gateway.rest.http_limits import BodyBounds, HttpLimits
+from kvmesh.services.gateway.rest.response_bounds import ResponseBounds
 from kvmesh.services.gateway.rest.system_text import ATTRIBUTION, DROP, HANDLINGS, VolatileLines
 
 MAX_NAME_CHARS = 200
@@ -208,6 +209,25 @@ class GatewayConfig(ServiceConfig):
     session_credit_tokens: int = field(
         default=256, metadata={"help": "Tokens of one answer that may wait for a slow client."}
     )
+    response_store: str = field(
+        default="",
+        metadata={
+            "help": "Where /v1/responses are kept: a file of SQLite, which gateways of one machine may share, or "
+            "redis://HOST:PORT/0, for all gateways of the mesh; empty: this process."
+        },
+    )
+    mesh: str = field(
+        default="default", metadata={"help": "Name of the mesh in Redis, the same at all gateways of it."}
+    )
+    max_responses: int = field(
+        default=10_000, metadata={"help": "Responses that the store holds; those used longest ago go."}
+    )
+    max_response_bytes: int = field(
+        default=64 << 20, metadata={"help": "Bytes that all stored responses together may take."}
+    )
+    response_ttl_s: float = field(
+        default=86_400.0, metadata={"help": "A stored response goes so long after it was used last."}
+    )
     threads: int = field(default=2, metadata={"help": "Threads that tokenize and hash."})
     stop_delay_ms: int = field(
         default=0,
@@ -231,7 +251,8 @@ class GatewayConfig(ServiceConfig):
             ("grpc_max_connections", 1), ("grpc_idle_s", 1), ("http_max_connections", 0),
             ("http_max_head_bytes", 1024), ("http_max_headers", 16), ("http_max_url_bytes", 256),
             ("http_head_timeout_s", 0.1), ("http_body_timeout_s", 0.1), ("http_body_rate", 1),
-            ("http_idle_timeout_s", 0.1), ("http_write_timeout_s", 0.1),
+            ("http_idle_timeout_s", 0.1), ("http_write_timeout_s", 0.1), ("max_responses", 1),
+            ("max_response_bytes", 1024), ("response_ttl_s", 0.001),
         ):  # fmt: skip
             value = getattr(self, name)
             if not value >= low:
@@ -253,6 +274,8 @@ class GatewayConfig(ServiceConfig):
                 raise ConfigError(
                     f"volatile_patterns={pattern!r}: not a regular expression: {err}", field="volatile_patterns"
                 ) from None
+        if not self.mesh or not self.mesh.isprintable() or any(letter in " :" for letter in self.mesh):
+            raise ConfigError(f"mesh={self.mesh!r}: must be a name without spaces and colons", field="mesh")
         if self.max_request_memory < 2 * self.max_body_bytes:
             raise ConfigError(
                 f"max_request_memory={self.max_request_memory}: must be at least 2 x max_body_bytes "
@@ -349,6 +372,11 @@ class GatewayConfig(ServiceConfig):
     def volatile_lines(self) -> VolatileLines:
         """What becomes of lines of system prompts that differ from request to request."""
         return VolatileLines(self.volatile_system, self.volatile_patterns)
+
+    @property
+    def response_bounds(self) -> ResponseBounds:
+        """What the store of responses may hold."""
+        return ResponseBounds(self.max_responses, self.max_response_bytes, self.response_ttl_s)
 
     @property
     def limits(self) -> GatewayLimits:

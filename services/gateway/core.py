@@ -17,6 +17,7 @@ from kvmesh.services.gateway.generation import Generation
 from kvmesh.services.gateway.key_file import KeyFile
 from kvmesh.services.gateway.models import Model, Models, ServedModelFacts
 from kvmesh.services.gateway.request_memory import WORK_TIMEOUT_S, RequestMemory, tokenize_cost
+from kvmesh.services.gateway.rest.response_store import MemoryResponses, ResponseStore
 from kvmesh.services.gateway.sessions import Sessions
 from kvmesh.services.gateway.text.prepare import ModelBounds, Prepared
 from kvmesh.telemetry import names
@@ -40,6 +41,7 @@ class GatewayCore:
         sessions: Sessions,
         catalog: Catalog,
         memory: RequestMemory | None = None,
+        responses: ResponseStore | None = None,
     ) -> None:
         self.config = config
         self.models = models
@@ -48,6 +50,8 @@ class GatewayCore:
         self.sessions = sessions
         self.catalog = catalog
         self.memory = memory or RequestMemory(config.request_memory)
+        bounds = config.response_bounds
+        self.responses = responses or ResponseStore(MemoryResponses(bounds), bounds)
         self.room = AnswerRoom(config.max_answers)
         self.running: set[Request] = set()
         self.idle = asyncio.Event()

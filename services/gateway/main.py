@@ -26,6 +26,7 @@ from kvmesh.services.gateway.request_memory import RequestMemory
 from kvmesh.services.gateway.rest import app
 from kvmesh.services.gateway.rest.hosts import HostCheck, checks_hosts
 from kvmesh.services.gateway.rest.http_server import HttpServer
+from kvmesh.services.gateway.rest.response_store import open_store
 from kvmesh.services.gateway.sessions import Key, Sessions
 from kvmesh.services.gateway.text.answers.families import FAMILIES, find_family
 from kvmesh.services.gateway.text.prepare import Preparer
@@ -60,6 +61,8 @@ async def run(config: GatewayConfig, stop: asyncio.Event, started: Callable[[dic
         sessions = Sessions(gateway_id, secrets.randbits(63), config.session_timeout_ms / 1000)
         stack.push_async_callback(sessions.close)
         memory = RequestMemory(config.request_memory)
+        responses = await open_store(config.response_store, config.response_bounds, config.mesh)
+        stack.push_async_callback(responses.close)
         calls = PublicCalls(
             config.call_limits,
             servicer.GatewayPolicy(keys, memory),
@@ -77,7 +80,7 @@ async def run(config: GatewayConfig, stop: asyncio.Event, started: Callable[[dic
             sessions.keep_only(living)
 
         catalog = Catalog(conductor, models, on_ready=on_ready, on_instances=on_instances)
-        core = GatewayCore(config, models, keys, conductor, sessions, catalog, memory)
+        core = GatewayCore(config, models, keys, conductor, sessions, catalog, memory, responses)
         stack.callback(core.close)
         gateway_pb2_grpc.add_GatewayServicer_to_server(servicer.GatewayServicer(core), grpc_server.grpc)
         grpc_server.serves(servicer.SERVICE)

@@ -14,7 +14,7 @@ from types import TracebackType
 
 from opentelemetry.context import Context
 
-from kvmesh.errors import DeadlinePassed, InternalError, KvmeshError, Overloaded, Unavailable
+from kvmesh.errors import DeadlinePassed, InternalError, KvmeshError, Overloaded, RequestCancelled, Unavailable
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, decode_pb2
 from kvmesh.services.gateway.accounting import Account
 from kvmesh.services.gateway.api_keys import ANYBODY, Tenant
@@ -324,6 +324,10 @@ class Request:
         groups = (self.choices[at : at + n] for at in range(0, len(self.choices), n))
         ranked = (sorted(group, key=lambda choice: -choice.answer.mean_logprob) for group in groups)
         return [choice for group in ranked for choice in group[:most]]
+
+    def cancel(self, why: str) -> None:
+        """Ends the request: who waits for its answers gets RequestCancelled."""
+        self._fail(RequestCancelled(why))
 
     def piece(self, token_id: int) -> tuple[str, list[int]]:
         """Text and bytes of one of the model's tokens."""

@@ -18,7 +18,7 @@ from kvmesh.services.gateway.api_keys import Tenant
 from kvmesh.services.gateway.core import GatewayCore
 from kvmesh.services.gateway.generation import brief
 from kvmesh.services.gateway.models import Model
-from kvmesh.services.gateway.rest import openapi
+from kvmesh.services.gateway.rest import openapi, response_calls
 from kvmesh.services.gateway.rest.bounded_call import BoundedCall
 from kvmesh.services.gateway.rest.frames import error_headers, error_json
 from kvmesh.services.gateway.rest.http import Receive, Scope, Send, authorization
@@ -80,6 +80,7 @@ def build(core: GatewayCore) -> FastAPI:
         _add_post(app, core, path, kind.route, kind, first)
     for path, query in QUERIES.items():
         _add_post(app, core, path, query.route, query.body_model, first)
+    response_calls.add(app, core)
 
     def card(model: Model) -> dict[str, Any]:
         facts = ("max_context_tokens", "vocab_size", "block_tokens")

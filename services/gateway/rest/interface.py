@@ -76,7 +76,7 @@ class Asked(ErrorStyle):
         return False
 
     async def resolve(self, core: GatewayCore, tenant: Tenant) -> None:
-        """Fetches what the body refers to."""
+        """Fetches what the body refers to, within a deadline of its own."""
 
     def generation(self, limits: GatewayLimits) -> Generation:
         """Returns the request in the gateway's own terms. Raises InvalidRequest for a value out of range."""
@@ -88,3 +88,8 @@ class Asked(ErrorStyle):
 
     async def ended(self, request: Request, writer: AnswerWriter, err: KvmeshError | None) -> None:
         """The answers are whole, or have failed; called before the last bytes are sent."""
+
+    def last_words(self, writer: AnswerWriter, err: KvmeshError, *, begun: bool) -> bytes | None:
+        """Returns what ends the answer of a request that failed: of a stream that has `begun` its last event, else the
+        body of an answer with status 200; None: the error is the answer."""
+        return None

@@ -12,12 +12,14 @@ from kvmesh.services.gateway.rest.completions import CompletionRequest
 from kvmesh.services.gateway.rest.generate import GenerateTokensRequest
 from kvmesh.services.gateway.rest.interface import Asked
 from kvmesh.services.gateway.rest.messages import CountTokens, MessagesRequest
+from kvmesh.services.gateway.rest.responses import ResponseRequest
 from kvmesh.services.gateway.rest.tokenize import DetokenizeCall, TokenizeCall
 
 INTERFACES: Mapping[str, type[Asked]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
     "/v1/messages": MessagesRequest,
+    "/v1/responses": ResponseRequest,
     "/inference/v1/generate": GenerateTokensRequest,
 }
 

@@ -14,6 +14,7 @@ from kvmesh.services.gateway.rest.completions import CompletionRequest
 from kvmesh.services.gateway.rest.generate import GenerateTokensRequest
 from kvmesh.services.gateway.rest.interfaces import INTERFACES, QUERIES
 from kvmesh.services.gateway.rest.messages import CountTokensRequest, MessagesRequest
+from kvmesh.services.gateway.rest.responses import ResponseRequest
 from kvmesh.services.gateway.rest.tokenize import DetokenizeBody, TokenizeBody
 
 TITLE = "kvmesh"
@@ -29,6 +30,7 @@ _EXAMPLES: dict[Any, Json] = {
     TokenizeBody: {"prompt": "Hello"},
     DetokenizeBody: {"tokens": [1, 2, 3]},
     GenerateTokensRequest: {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 32}},
+    ResponseRequest: {"input": "Hello", "max_output_tokens": 32, "store": False},
 }
 
 # Refusals by the connection itself, before the request has reached an endpoint: a line of text, not an error object.
@@ -54,6 +56,12 @@ _GENERATING = _WITH_KEYS | {
 }
 # As Anthropic's clients know it: 529 where the others answer 503.
 _MESSAGES = {("529" if status == "503" else status): text for status, text in _GENERATING.items()}
+
+_STORED = _WITH_KEYS | {
+    "400": "A parameter is out of range; the response has ended, and cannot be cancelled",
+    "404": "No such response is stored, or it is another tenant's",
+    "503": "The store of responses does not answer; Retry-After tells when to come again",
+}
 
 
 def _object(required: Json, optional: Json | None = None, *, more: bool = False) -> Json:
@@ -103,6 +111,57 @@ def _answer(kind: str, text: Json, more_of_choices: Json, more: Json) -> Json:
 
 _TOOL_CALL = _object(
     {"id": _STRING, "type": _one_of("function"), "function": _object({"name": _STRING, "arguments": _STRING})}
+)
+
+_LOGPROB = {"token": _STRING, "logprob": _NUMBER, "bytes": _list(_INTEGER)}
+_OUTPUT_TEXT = _object(
+    {
+        "type": _one_of("output_text"),
+        "text": _STRING,
+        "annotations": _list(_ANYTHING),
+        "logprobs": _list(_object({**_LOGPROB, "top_logprobs": _list(_object(_LOGPROB))})),
+    }
+)
+_RESPONSE_ITEM = {
+    **_object({"type": _STRING, "id": _STRING, "status": _STRING}, more=True),
+    "description": "A message, reasoning, a call, or a call's output",
+}
+_RESPONSE = _object(
+    {
+        "id": _STRING,
+        "object": _one_of("response"),
+        "created_at": _INTEGER,
+        "completed_at": {"type": "integer", "nullable": True},
+        "status": _one_of("completed", "incomplete", "failed", "cancelled", "in_progress"),
+        "error": _OBJECT_OR_NULL,
+        "incomplete_details": _OBJECT_OR_NULL,
+        "model": _STRING,
+        "previous_response_id": _TEXT_OR_NULL,
+        "instructions": _TEXT_OR_NULL,
+        "output": _list(_ref("ResponseItem")),
+        "tools": _list(_ANYTHING),
+        "tool_choice": {"description": "As in the request: a word, or an object that names a tool"},
+        "parallel_tool_calls": {"type": "boolean"},
+        "max_output_tokens": {"type": "integer", "nullable": True},
+        "max_tool_calls": {"type": "integer", "nullable": True},
+        "temperature": _NUMBER,
+        "top_p": _NUMBER,
+        "presence_penalty": _NUMBER,
+        "frequency_penalty": _NUMBER,
+        "top_logprobs": _INTEGER,
+        "reasoning": _object({"effort": _TEXT_OR_NULL, "summary": _TEXT_OR_NULL}),
+        "text": _ANYTHING,
+        "truncation": _one_of("disabled"),
+        "background": {"type": "boolean"},
+        "store": {"type": "boolean"},
+        "service_tier": _one_of("default", "flex"),
+        "metadata": {"type": "object", "additionalProperties": _STRING},
+        "user": _TEXT_OR_NULL,
+        "safety_identifier": _TEXT_OR_NULL,
+        "prompt_cache_key": _TEXT_OR_NULL,
+        "usage": {"description": "Null while it is in progress", "anyOf": [_ref("ResponseUsage"), _OBJECT_OR_NULL]},
+    },
+    {"kvmesh": {**_ANYTHING, "description": "Where the time went, with the header x-kvmesh-timings: 1"}},
 )
 
 SCHEMAS: dict[str, Json] = {
@@ -205,6 +264,28 @@ SCHEMAS: dict[str, Json] = {
         {"kvmesh": {**_ANYTHING, "description": "Where the time went, with the header x-kvmesh-timings: 1"}},
     ),
     "InputTokens": _object({"input_tokens": _INTEGER}),
+    "Response": _RESPONSE,
+    "ResponseItem": _RESPONSE_ITEM,
+    "ResponseOutputText": _OUTPUT_TEXT,
+    "ResponseUsage": _object(
+        {
+            "input_tokens": _INTEGER,
+            "input_tokens_details": _object({"cached_tokens": _INTEGER, "cache_write_tokens": _INTEGER}),
+            "output_tokens": _INTEGER,
+            "output_tokens_details": _object({"reasoning_tokens": _INTEGER}),
+            "total_tokens": _INTEGER,
+        }
+    ),
+    "DeletedResponse": _object({"id": _STRING, "object": _one_of("response"), "deleted": {"type": "boolean"}}),
+    "ResponseItems": _object(
+        {
+            "object": _one_of("list"),
+            "data": _list(_ref("ResponseItem")),
+            "first_id": _STRING,
+            "last_id": _STRING,
+            "has_more": {"type": "boolean"},
+        }
+    ),
 }
 
 
@@ -272,6 +353,19 @@ RESPONSES: dict[str, dict[str, Json]] = {
     | {"200": _said("Token ids; with stream=true, server-sent events", _streamed("GeneratedTokens", _EVENT))},
     "/tokenize": _failures(_GENERATING) | {"200": _said("Its tokens", _json("Tokenized"))},
     "/detokenize": _failures(_GENERATING) | {"200": _said("Their text", _json("Detokenized"))},
+    "/v1/responses": _failures(_GENERATING | {"499": "Cancelled, before the stream had begun"})
+    | {"200": _said("OpenAI's answer; with stream=true, server-sent events", _streamed("Response", _NAMED_EVENT))},
+    "/v1/responses/{response_id}": _failures(_STORED)
+    | {
+        "200": _said(
+            "The response; to DELETE, that it is forgotten",
+            {"application/json": {"schema": {"anyOf": [_ref("Response"), _ref("DeletedResponse")]}}},
+        )
+    },
+    "/v1/responses/{response_id}/cancel": _failures(_STORED)
+    | {"200": _said("The response, with what had come of it", _json("Response"))},
+    "/v1/responses/{response_id}/input_items": _failures(_STORED)
+    | {"200": _said("What the response was given, and all before that", _json("ResponseItems"))},
     "/v1/models": _failures(_WITH_KEYS) | {"200": _said("The models that the caller may use", _json("Models"))},
     "/v1/models/{model}": _failures(_WITH_KEYS | {"404": "Unknown model"})
     | {"200": _said("That model", _json("Model"))},

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from kvmesh.errors import KvmeshError
+from kvmesh.errors import InternalError, KvmeshError
 from kvmesh.services.gateway.core import GatewayCore
 from kvmesh.services.gateway.generation import Generation
 from kvmesh.services.gateway.request_memory import prompts_bytes
@@ -94,9 +94,18 @@ class Reply(BoundedCall[tuple[Asked, Generation]]):
         try:
             async with request:
                 await answer(request, asked, writer, send)
-        except KvmeshError as err:
-            await asked.ended(request, writer, err)
-            await self.fail(send, err)
+        except Exception as err:
+            named = err if isinstance(err, KvmeshError) else InternalError(f"the gateway failed: {type(err).__name__}")
+            if named is not err:
+                log.exception("request %s failed", request.request_id)
+            await asked.ended(request, writer, named)
+            words = asked.last_words(writer, named, begun=self.streaming)
+            if words is None:
+                await self.fail(send, named)
+            elif self.streaming:
+                await send({"type": "http.response.body", "body": words})
+            else:
+                await send_body(send, 200, [*JSON, *self.own_headers], words)
 
     async def _whole(self, request: Request, asked: Asked, writer: AnswerWriter, send: Send) -> None:
         async for _ in request:

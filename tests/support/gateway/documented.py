@@ -11,7 +11,11 @@ import jsonschema  # type: ignore[import-untyped]
 from kvmesh.services.gateway.rest.interfaces import INTERFACES, QUERIES
 from kvmesh.services.gateway.rest.openapi import RESPONSES, SCHEMAS
 
-METHODS = dict.fromkeys((*INTERFACES, *QUERIES), "POST")  # of the others: GET
+# Of the others: GET.
+METHODS = dict.fromkeys((*INTERFACES, *QUERIES), ("POST",)) | {
+    "/v1/responses/{response_id}": ("GET", "DELETE"),
+    "/v1/responses/{response_id}/cancel": ("POST",),
+}
 
 
 def _draft(schema: Any) -> Any:
@@ -33,7 +37,10 @@ def operation(method: str, path: str) -> dict[str, Any] | None:
     """The answers of what is called by these; None: there is no such operation."""
     if path.startswith("/v1/models/"):
         path = "/v1/models/{model}"
-    return RESPONSES.get(path) if METHODS.get(path, "GET") == method else None
+    if path.startswith("/v1/responses/"):
+        tail = path.rpartition("/")[2]
+        path = "/v1/responses/{response_id}" + (f"/{tail}" if tail in ("cancel", "input_items") else "")
+    return RESPONSES.get(path) if method in METHODS.get(path, ("GET",)) else None
 
 
 def check(method: str, path: str, status: int, media: str, body: bytes | None) -> None:
