@@ -6,7 +6,8 @@ A random model of Qwen3-0.6B's shape and vocabulary in bfloat16 over pages of no
 are read before the next step. Steps with and without a grammar take turns, greedy and drawn at temperature 1; the cost
 is the median of each pair's own ratio, with the interval of the median at 95% from the order of the pairs. The rows
 begin their answers anew when they have ended. `mask` is the time of one row's mask, tokens taken in included, on one
-thread with nothing beside it.
+thread with nothing beside it. The grammar is that of a JSON schema: `bounded`, all of whose strings have a greatest
+length, which masks are dearest for, and `free`, the same without those bounds.
 
 The tokenizer is a byte-level BPE of as many tokens as Qwen's, trained on the Python files of this machine and kept in
 the cache: no file of a real one is needed. The first run takes a minute or two for it.
@@ -104,6 +105,17 @@ def _texts() -> Iterator[str]:
         yield text
 
 
+def schema(bounded: bool) -> dict[str, Any]:
+    """The schema with the bounds of its strings' lengths, or without."""
+    made: dict[str, Any] = json.loads(json.dumps(SCHEMA))
+    if not bounded:
+        person = made["properties"]["people"]["items"]["properties"]
+        for string in (made["properties"]["title"], person["name"]):
+            del string["maxLength"]
+        person["mail"]["pattern"] = "^[a-z0-9.]+@[a-z0-9]+\\.(com|org)$"
+    return made
+
+
 class Rows:
     """Rows of one kind, which decode token after token at one position."""
 
@@ -178,6 +190,29 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
     return statistics.median(ordered), ordered[low], ordered[high]
 
 
+def compared(name: str, sides: Sequence[Rows], count: int) -> dict[str, Any]:
+    """Runs steps of rows without and with a grammar in turns; prints and returns seconds and cost."""
+    for _ in range(WARM):
+        for side in sides:
+            side.step()
+    pairs: list[tuple[float, float]] = []
+    for pair in range(count):
+        tell(f"{name} {pair + 1}/{count}")
+        order = sides if pair % 2 else sides[::-1]
+        took = {id(side): side.step() for side in order}
+        pairs.append((took[id(sides[0])], took[id(sides[1])]))
+    tell("")
+    off, on = (interval([pair[at] for pair in pairs]) for at in (0, 1))
+    cost = interval([with_grammar / without - 1 for without, with_grammar in pairs])
+    print(
+        f"{name}: TBT {off[0] * 1e3:.1f} [{off[1] * 1e3:.1f}, {off[2] * 1e3:.1f}] ms without, "
+        f"{on[0] * 1e3:.1f} [{on[1] * 1e3:.1f}, {on[2] * 1e3:.1f}] with a grammar; "
+        f"cost {cost[0]:+.1%} [{cost[1]:+.1%}, {cost[2]:+.1%}], {count} pairs",
+        flush=True,
+    )
+    return {"off_s": off, "on_s": on, "cost": cost, "ended": sides[1].ended}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=16)
@@ -198,52 +233,35 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     folder = tokenizer_folder()
     end = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id(END)
-    grammars, text = (
-        GrammarCompiler(folder, VOCAB, (end,)),
-        LLMatcher.grammar_from_json_schema(SCHEMA, overrides={"whitespace_flexible": False}),
-    )
+    grammars = GrammarCompiler(folder, VOCAB, (end,))
     began = time.perf_counter()
     grammars.compile(LLMatcher.grammar_from_regex("a")).result()
-    tokenizer_s = time.perf_counter() - began
-    began = time.perf_counter()
-    grammars.compile(text).result()
-    compile_s = time.perf_counter() - began
-    masks = mask_seconds(grammars, text, 20)
-    centiles = statistics.quantiles(masks, n=100)
-    mask = {"median": statistics.median(masks), "mean": statistics.mean(masks), "p99": centiles[98], "max": max(masks)}
-    print(f"tokenizer {tokenizer_s * 1e3:.0f} ms once, compiling {compile_s * 1e3:.1f} ms")
-    spread = ", ".join(f"{name} {value * 1e6:.0f}" for name, value in mask.items())
-    print(f"mask of one row and token, us: {spread} ({len(masks)} masks)", flush=True)
+    figures: dict[str, Any] = {"tokenizer_s": time.perf_counter() - began}
+    print(f"tokenizer {figures['tokenizer_s'] * 1e3:.0f} ms, once")
     opened = open_checkpoint(checkpoint())
     layout = shard_layout(opened.config, "bfloat16", BLOCK_TOKENS)
     count = args.rows * (args.context // BLOCK_TOKENS + 1)
     pages = torch.empty((count, *layout.shape), dtype=torch.bfloat16).normal_(std=0.1)
     runner = Runner(opened, "bfloat16", "cpu", BLOCK_TOKENS, pages)
-    figures: dict[str, Any] = {}
-    for name, temperature in (("greedy", 0.0), ("drawn", 1.0)):
-        sides = [Rows(runner, args.rows, args.context, temperature, grammars, one) for one in ("", text)]
-        for _ in range(WARM):
-            for side in sides:
-                side.step()
-        pairs: list[tuple[float, float]] = []
-        for pair in range(args.pairs):
-            tell(f"{name} {pair + 1}/{args.pairs}")
-            order = sides if pair % 2 else sides[::-1]
-            took = {id(side): side.step() for side in order}
-            pairs.append((took[id(sides[0])], took[id(sides[1])]))
-        tell("")
-        off, on = (interval([pair[at] for pair in pairs]) for at in (0, 1))
-        cost = interval([with_grammar / without - 1 for without, with_grammar in pairs])
-        figures[name] = {"off_s": off, "on_s": on, "cost": cost, "ended": sides[1].ended}
+    for kind in ("free", "bounded"):
+        made = schema(kind == "bounded")
+        text = LLMatcher.grammar_from_json_schema(made, overrides={"whitespace_flexible": False})
+        began = time.perf_counter()
+        grammars.compile(text).result()
+        compile_s = time.perf_counter() - began
+        masks = mask_seconds(grammars, text, 20)
+        mask = {"median": statistics.median(masks), "mean": statistics.mean(masks)}
+        mask |= {"p99": statistics.quantiles(masks, n=100)[98], "max": max(masks)}
+        spread = ", ".join(f"{name} {value * 1e6:.0f}" for name, value in mask.items())
         print(
-            f"{name}: TBT {off[0] * 1e3:.1f} [{off[1] * 1e3:.1f}, {off[2] * 1e3:.1f}] ms without, "
-            f"{on[0] * 1e3:.1f} [{on[1] * 1e3:.1f}, {on[2] * 1e3:.1f}] with a grammar; "
-            f"cost {cost[0]:+.1%} [{cost[1]:+.1%}, {cost[2]:+.1%}], {args.pairs} pairs",
-            flush=True,
+            f"{kind}: compiled in {compile_s * 1e3:.1f} ms; mask of a row and token, us: {spread} ({len(masks)} masks)"
         )
+        figures[kind] = {"compile_s": compile_s, "mask_s": mask}
+        for name, temperature in (("greedy", 0.0), ("drawn", 1.0)):
+            sides = [Rows(runner, args.rows, args.context, temperature, grammars, one) for one in ("", text)]
+            figures[kind][name] = compared(f"{kind}, {name}", sides, args.pairs)
     if args.json:
-        told = {"rows": args.rows, "context": args.context, "threads": args.threads, "mask_s": mask} | figures
-        told |= {"tokenizer_s": tokenizer_s, "compile_s": compile_s}
+        told = {"rows": args.rows, "context": args.context, "threads": args.threads, "pairs": args.pairs} | figures
         args.json.write_text(json.dumps(told, indent=1) + "\n")
 
 

@@ -425,16 +425,20 @@ class _Block:
 
     def _constrained(self, logits: torch.Tensor, noise: torch.Tensor, masks: StepMasks, place: int) -> int:
         """Returns the token of one row on a CPU. Where few tokens are allowed, the others are left out; the draw is the
-        same, as they have no weight."""
+        same, as they have no weight. One row is too little for torch's threads, so numpy does what it can."""
         vocab, names = len(logits), None
+        given = (logits if logits.dtype in (torch.float32, torch.float64) else logits.float()).numpy()
         allowed = np.unpackbits(masks.bits[place].view(np.uint8), count=vocab, bitorder="little").view(np.bool_)
         if self._adjust is None and masks.allowed[place] * FEW <= vocab:
             names = np.flatnonzero(allowed)
             # One token of no weight beside them: filters may ask for more than there are.
-            x = torch.cat((logits[torch.from_numpy(names)], logits.new_full((1,), -torch.inf)))[None]
+            x = np.append(given[names], given.dtype.type(-np.inf))
         else:
-            x = logits[None].masked_fill(torch.from_numpy(~allowed), -torch.inf)
-        token = int(self._picked(x, noise)[0])
+            x = np.where(allowed, given, given.dtype.type(-np.inf))
+        if self._adjust is None and not self.draws:
+            token = int(x.argmax())
+        else:
+            token = int(self._picked(torch.from_numpy(x)[None], noise)[0])
         if token >= len(allowed if names is None else names) or not allowed[token if names is None else names[token]]:
             return int(np.flatnonzero(allowed)[0])  # the model gives nothing to any token that is allowed
         return token if names is None else int(names[token])
