@@ -9,7 +9,7 @@ from typing import Any
 
 NAMES = ("id", "name", "tags", "price", "größe", "is valid", "a/b", "x~y", 'quo"te', "Ünï", "list", "k")
 WORDS = ("red", "green", "blue", "", "null", "naïve", "🐲", 'a"b', "back\\slash", "line\nfeed")
-PATTERNS = (("^[a-z]{1,8}$", 8), ("^(?:ab|cd){2}-[0-9]{1,3}$", 8), (r"^\d{4}-\w{0,3}$", 8), ("^[^\"x]{2}$", 8))
+PATTERNS = (("^[a-z]{1,8}$", 8), ("^(?:ab|cd){2}-[0-9]{1,3}$", 8), (r"^\d{4}-\w{0,3}$", 8), ('^[^"x]{2}$', 8))
 """Expressions and the most UTF-8 bytes of what they match."""
 FORMATS = (("date", 10), ("time", 24), ("date-time", 35), ("ipv4", 15), ("uuid", 36))
 
