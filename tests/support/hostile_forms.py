@@ -71,8 +71,12 @@ SCHEMAS: dict[str, Callable[[], Any]] = {
     "30 ** 3 joined branches": lambda: _products(3, 30),
     "2 ** 30 joined branches": lambda: _products(30, 2),
     "1,000 properties": lambda: _wide(1000, lambda i: {"type": "integer"}),
-    "1,000 patterns": lambda: _wide(1000, lambda i: {"type": "string", "pattern": f"^[a-z]{{1,{i % 19 + 1}}}[0-9]{i}$"}),
-    "1,000 numeric ranges": lambda: _wide(1000, lambda i: {"type": "number", "minimum": i / 7, "maximum": 1e12 + i / 3}),
+    "1,000 patterns": lambda: _wide(
+        1000, lambda i: {"type": "string", "pattern": f"^[a-z]{{1,{i % 19 + 1}}}[0-9]{i}$"}
+    ),
+    "1,000 numeric ranges": lambda: _wide(
+        1000, lambda i: {"type": "number", "minimum": i / 7, "maximum": 1e12 + i / 3}
+    ),
     "1,000 multiples": lambda: _wide(1000, lambda i: {"type": "integer", "multipleOf": 999_983 + i}),
     "3,999 properties in four objects": lambda: {
         "type": "array", "prefixItems": [_wide(999, lambda i: {}) for _ in range(4)],
@@ -133,7 +137,7 @@ GRAMMARS: dict[str, str] = {
     "counts of counts in terminals": 'start: A\nA: B{1000}\nB: C{1000}\nC: "x"{1000}',
     "ambiguous without end": 'start: s\ns: s s | "a" |',
     "left and right recursion": 'start: e\ne: e "+" e | e "*" e | "(" e ")" | /[0-9]+/',
-    "8,000 rules": "start: " + " | ".join(f"r{i}" for i in range(8000)) + "\n" + "\n".join(f'r{i}: "{i}"' for i in range(8000)),
+    "8,000 rules": "\n".join(["start: r0", *(f'r{i}: "{i}" | r{i + 1}' for i in range(8000))]),
     "complements of complements": 'start: A\nA: ~(/(?s:.*)a(?s:.*)/ & ~/(?s:.*)b(?s:.{50})/) & /(?s:.{100,200})/',
     "200,000 bytes": "start: " + '"a" ' * 50_000,
     "deep parentheses": "start: " + "(" * 5000 + '"a"' + ")" * 5000,

@@ -84,6 +84,8 @@ def lark_grammar(text: Any, field: str) -> str:
         lark = any_to_lark(text)
     except Exception as err:  # the converter raises what it likes
         raise InvalidRequest.of(field, text, f"is no GBNF grammar ({err})") from None
+    if lark != text:
+        lark = lark.removeprefix("%llguidance {}\n")  # the converter's own line
     return _checked(_of_lark(checked_lark(lark, field)), field, text)
 
 

@@ -30,8 +30,8 @@ _PROPERTIES = frozenset({
 
 
 def translated(pattern: object, field: str, *, anchored: bool) -> tuple[str, int]:
-    """`pattern` for llguidance, and its cost (bounds.MAX_REGEX_COST). `anchored`: the expression must match the whole text, so that a leading `^` and a
-    closing `$` are dropped; otherwise anchors stay, and it may match anywhere.
+    """`pattern` for llguidance, and its cost (bounds.MAX_REGEX_COST). `anchored`: the expression must match the whole
+    text, so that a leading `^` and a closing `$` are dropped; otherwise anchors stay, and it may match anywhere.
 
     Raises InvalidRequest for what is not supported (lookarounds, back references, word borders, flags) and for what
     is too long, too deep or repeats too often.
