@@ -25,7 +25,7 @@ class BoundedSchema:
 def bounded_schema(seed: int, *, depth: int = 3) -> BoundedSchema:
     """The schema of `seed`: equal for equal seeds on all machines. Its root is an object."""
     maker = _Maker(random.Random(f"schema-{seed}"))
-    schema, most = maker.object(depth)
+    schema, most = maker.object(depth, least=2)
     if maker.defs:
         schema = {**schema, "$defs": maker.defs}
     return BoundedSchema(schema, most)
@@ -76,8 +76,8 @@ class _Maker:
         most = max(len(json.dumps(one, ensure_ascii=False).encode()) for one in chosen)
         return ({"const": chosen[0]} if len(chosen) == 1 else {"enum": chosen}), most
 
-    def object(self, depth: int) -> tuple[dict[str, Any], int]:
-        names = self._rng.sample(NAMES, self._rng.randint(0, 4))
+    def object(self, depth: int, *, least: int = 0) -> tuple[dict[str, Any], int]:
+        names = self._rng.sample(NAMES, self._rng.randint(least, 4))
         properties, most = {}, 2
         for name in names:
             properties[name], inner = self.any(depth)

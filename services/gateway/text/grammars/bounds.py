@@ -13,10 +13,16 @@ from llguidance import LLParserLimits
 from kvmesh.errors import InvalidRequest
 
 MAX_SOURCE_BYTES = 131_072
-"""Of a schema as compact JSON, of a grammar's text, and of all choices together."""
-MAX_REGEX_BYTES = 8_192
-MAX_REGEX_STATES = 20_000
-"""Characters that a regex may match at most once its counted repetitions are written out, loops counted once."""
+"""Of a schema as compact JSON, and of all choices together."""
+MAX_LARK_BYTES = 16_384
+MAX_LARK_COST = 20_000
+"""Of one terminal with the terminals in it written out: characters, and 30 for each quantifier."""
+MAX_REGEX_BYTES = 4_096
+MAX_REGEX_COST = 10_000
+"""Of one expression: the characters that it matches at most once its counts are written out (loops count once), and
+30 for each quantifier, since `a?a?a?...` costs their square."""
+MAX_REGEX_COST_OF_SCHEMA = 50_000
+QUANTIFIER_COST = 30
 MAX_REGEX_DEPTH = 64
 MAX_COUNT = 100_000
 """Of minLength, maxLength, minItems, maxItems, minProperties and maxProperties."""
@@ -26,8 +32,20 @@ MAX_NODES = 4_000
 """Subschemas that the schema holds, those reached by `$ref` counted once."""
 MAX_PROPERTIES = 1_000
 """Of one object."""
+MAX_PATTERN_PROPERTIES = 20
+"""Of one object: each pair is compared."""
+MAX_BRANCHES_OF_ONE = 200
+"""Of one `oneOf`: each pair is compared."""
 MAX_ENUM_VALUES = 5_000
-"""Of all enums together, and of a list of choices."""
+"""Of all enums and constants together (inner values count), and of a list of choices."""
+MAX_LITERAL_BYTES = 4_096
+"""Of one string in an enum or a constant, of one name of a property, of one choice."""
+MAX_MULTIPLE = 10_000
+"""Of the least common multiple of all `multipleOf`, in units of their last decimal."""
+MAX_MULTIPLES_OF_SCHEMA = 20_000
+MAX_ROW = 1_500
+"""Optional properties and branches that may begin at one place of the answer, in the parser's items: it stops at
+2,000, in mid-answer."""
 
 
 def parser_limits() -> LLParserLimits:

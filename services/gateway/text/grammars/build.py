@@ -9,7 +9,12 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from kvmesh.errors import InvalidRequest
 from kvmesh.services.gateway.text.grammars.asked import AskedForm
-from kvmesh.services.gateway.text.grammars.bounds import MAX_ENUM_VALUES, MAX_SOURCE_BYTES
+from kvmesh.services.gateway.text.grammars.bounds import (
+    MAX_ENUM_VALUES,
+    MAX_LARK_BYTES,
+    MAX_LITERAL_BYTES,
+    MAX_SOURCE_BYTES,
+)
 from kvmesh.services.gateway.text.grammars.compiler import why_refused
 from kvmesh.services.gateway.text.grammars.finite import children, target
 from kvmesh.services.gateway.text.grammars.lark import checked_lark
@@ -65,7 +70,7 @@ def json_schema_grammar(schema: Any, *, strict: bool, field: str) -> str:
 
 def regex_grammar(text: Any, field: str) -> str:
     """Text that the expression matches as a whole."""
-    grammar = _of_lark("start: /" + translated(text, field, anchored=True) + "/")
+    grammar = _of_lark("start: /" + translated(text, field, anchored=True)[0] + "/")
     return _checked(grammar, field, text)
 
 
@@ -73,12 +78,14 @@ def lark_grammar(text: Any, field: str) -> str:
     """Text of a context-free grammar in llguidance's Lark or in GBNF ("root ::= ...")."""
     if not isinstance(text, str) or not text.strip():
         raise InvalidRequest.of(field, text, "is the text of a grammar")
-    if len(text.encode("utf-8", "replace")) > MAX_SOURCE_BYTES:
-        raise InvalidRequest.of(field, text, f"is longer than {MAX_SOURCE_BYTES} bytes")
+    if len(text.encode("utf-8", "replace")) > MAX_LARK_BYTES:
+        raise InvalidRequest.of(field, text, f"is longer than {MAX_LARK_BYTES} bytes")
     try:
         lark = any_to_lark(text)
     except Exception as err:  # the converter raises what it likes
         raise InvalidRequest.of(field, text, f"is no GBNF grammar ({err})") from None
+    if lark != text:
+        lark = lark.removeprefix("%llguidance {}\n")  # the converter's own line
     return _checked(_of_lark(checked_lark(lark, field)), field, text)
 
 
@@ -92,7 +99,10 @@ def choice_grammar(choices: Any, field: str) -> str:
     for index, one in enumerate(choices):
         if not isinstance(one, str) or not one:
             raise InvalidRequest.of(f"{field}[{index}]", one, "is a text that is not empty")
-        total += len(one.encode("utf-8", "replace"))
+        size = len(one.encode("utf-8", "replace"))
+        if size > MAX_LITERAL_BYTES:
+            raise InvalidRequest.of(f"{field}[{index}]", one, f"is longer than {MAX_LITERAL_BYTES} bytes")
+        total += size
         if total > MAX_SOURCE_BYTES:
             raise InvalidRequest.of(field, "...", f"all choices together are longer than {MAX_SOURCE_BYTES} bytes")
     literals = " | ".join(json.dumps(one, ensure_ascii=False) for one in dict.fromkeys(choices))
@@ -121,7 +131,7 @@ def or_text(form: str, *, start: str) -> str:
 def _innermost_error(ours: NarrowedSchema, why: str) -> tuple[str, str]:
     """The JSON pointer of the innermost part that does not compile by itself, and why it does not."""
     found = ""
-    if ours.parts > MAX_LOCATED_PARTS:
+    if ours.parts > MAX_LOCATED_PARTS or "too large" in why:  # what is too large takes long each time
         return found, why
     node, seen, left = ours.schema, {id(ours.schema)}, MAX_LOCATED_COMPILES
     while True:

@@ -10,7 +10,12 @@ from __future__ import annotations
 import re
 
 from kvmesh.errors import InvalidRequest
-from kvmesh.services.gateway.text.grammars.bounds import MAX_REGEX_BYTES, MAX_REGEX_DEPTH, MAX_REGEX_STATES
+from kvmesh.services.gateway.text.grammars.bounds import (
+    MAX_REGEX_BYTES,
+    MAX_REGEX_COST,
+    MAX_REGEX_DEPTH,
+    QUANTIFIER_COST,
+)
 
 _SPACES = r"\t\n\x0B\x0C\r \u{A0}\u{1680}\u{2000}-\u{200A}\u{2028}\u{2029}\u{202F}\u{205F}\u{3000}\u{FEFF}"
 _CLASSES = {"d": "0-9", "w": "0-9A-Za-z_", "s": _SPACES}
@@ -24,9 +29,9 @@ _PROPERTIES = frozenset({
 })  # fmt: skip
 
 
-def translated(pattern: object, field: str, *, anchored: bool) -> str:
-    """`pattern` for llguidance. `anchored`: the expression must match the whole text, so that a leading `^` and a
-    closing `$` are dropped; otherwise anchors stay, and it may match anywhere.
+def translated(pattern: object, field: str, *, anchored: bool) -> tuple[str, int]:
+    """`pattern` for llguidance, and its cost (bounds.MAX_REGEX_COST). `anchored`: the expression must match the whole
+    text, so that a leading `^` and a closing `$` are dropped; otherwise anchors stay, and it may match anywhere.
 
     Raises InvalidRequest for what is not supported (lookarounds, back references, word borders, flags) and for what
     is too long, too deep or repeats too often.
@@ -44,16 +49,16 @@ class _Reader:
         self._field = field
         self._anchored = anchored
         self._at = 0
+        self._quantifiers = 0
 
-    def read(self) -> str:
+    def read(self) -> tuple[str, int]:
         written, states = self._alternatives(0)
         if self._at < len(self._text):
             raise self._refused("a parenthesis closes that was not opened")
-        if states > MAX_REGEX_STATES:
-            raise self._refused(
-                f"its counted repetitions come to {states} characters, at most {MAX_REGEX_STATES} are allowed"
-            )
-        return written
+        cost = states + QUANTIFIER_COST * self._quantifiers
+        if cost > MAX_REGEX_COST:
+            raise self._refused(f"repeats too much (costs {cost}, at most {MAX_REGEX_COST})")
+        return written, cost
 
     def _refused(self, why: str) -> InvalidRequest:
         return InvalidRequest.of(self._field, self._text, why)
@@ -88,8 +93,8 @@ class _Reader:
             atom, cost = self._quantified(atom, cost)
             parts.append(atom)
             states += cost
-            if states > MAX_REGEX_STATES * 100:
-                raise self._refused("its counted repetitions come to too many characters")
+            if states > MAX_REGEX_COST:
+                raise self._refused(f"repeats too much (more than {MAX_REGEX_COST} characters)")
         return "".join(parts), states
 
     def _anchor(self, char: str, depth: int, *, first: bool) -> str:
@@ -155,6 +160,7 @@ class _Reader:
             return atom, cost
         if self._peek() in set("*+?") - {""} or _COUNT.match(self._text, self._at):
             raise self._refused("a quantifier follows a quantifier")
+        self._quantifiers += 1
         return atom + quantifier, cost
 
     def _lazy(self) -> None:

@@ -7,22 +7,31 @@ instances), never wider.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
 from kvmesh.errors import InvalidRequest
 from kvmesh.services.gateway.text.grammars.bounds import (
+    MAX_BRANCHES_OF_ONE,
     MAX_COUNT,
     MAX_ENUM_VALUES,
+    MAX_LITERAL_BYTES,
+    MAX_MULTIPLE,
+    MAX_MULTIPLES_OF_SCHEMA,
     MAX_NODES,
+    MAX_PATTERN_PROPERTIES,
     MAX_PROPERTIES,
+    MAX_REGEX_COST_OF_SCHEMA,
     json_bytes,
 )
 from kvmesh.services.gateway.text.grammars.finite import check_finite
 from kvmesh.services.gateway.text.grammars.formats import ENFORCED, PATTERNS
 from kvmesh.services.gateway.text.grammars.patterns import translated
+from kvmesh.services.gateway.text.grammars.rows import check_rows
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 ANNOTATIONS = frozenset({
@@ -69,7 +78,9 @@ def narrowed(schema: Any, field: str) -> NarrowedSchema:
     keyword that is not supported, not well-formed, out of bounds, or cannot be met."""
     json_bytes(schema, field)
     out = _Rewriter(schema, field).run()
-    check_finite(out.schema, lambda part: place(field, out.pointer_of(part) or ""))
+    where = lambda part: place(field, out.pointer_of(part) or "")  # noqa: E731
+    check_finite(out.schema, where)
+    check_rows(out.schema, where)
     return out
 
 
@@ -79,6 +90,8 @@ class _Rewriter:
         self._field = field
         self._nodes = 0
         self._values = 0
+        self._regex_cost = 0
+        self._multiples: list[Decimal] = []
         self._targets: dict[str, str] = {}  # pointer of a `$ref`'s target -> its name in `$defs`
         self._queue: list[str] = []
         self._defs: dict[str, Schema] = {}
@@ -179,9 +192,6 @@ class _Rewriter:
     def _on_enum(self, out: dict[str, Any], schema: dict[str, Any], value: Any, pointer: str) -> None:
         if not isinstance(value, list) or not value:
             self._refuse(pointer, value, "is a list of at least one value")
-        self._values += len(value)
-        if self._values > MAX_ENUM_VALUES:
-            self._refuse(pointer, "...", f"all enums together hold more than {MAX_ENUM_VALUES} values")
         for index, one in enumerate(value):
             self._literal(one, below(pointer, index))
         out["enum"] = value
@@ -191,16 +201,21 @@ class _Rewriter:
         out["const"] = value
 
     def _literal(self, value: Any, pointer: str) -> None:
-        for one in _leaves(value):
+        for one in _parts(value):
+            self._values += 1
+            if self._values > MAX_ENUM_VALUES:
+                self._refuse(pointer, "...", f"all enums together hold more than {MAX_ENUM_VALUES} values")
             if isinstance(one, str):
                 self._writable(one, pointer)
-            elif isinstance(one, (int, float)) and abs(one) > EXACT:
+            elif isinstance(one, (int, float)) and not isinstance(one, bool) and abs(one) > EXACT:
                 self._refuse(pointer, one, "numbers beyond 2**53 are not exact")
 
     def _writable(self, text: str, pointer: str) -> None:
         """Answers never escape as \\uXXXX: a name that is spelt in two ways would be two names to the grammar."""
         if any((char < " " and char not in "\b\t\n\f\r") or char == "\x7f" for char in text):
             self._refuse(pointer, text, "holds a control character")
+        if len(text.encode()) > MAX_LITERAL_BYTES:
+            self._refuse(pointer, text, f"is longer than {MAX_LITERAL_BYTES} bytes")
 
     # applicators
 
@@ -213,6 +228,8 @@ class _Rewriter:
     def _on_oneOf(self, out: dict[str, Any], schema: dict[str, Any], value: Any, pointer: str) -> None:  # noqa: N802
         """`oneOf` is `anyOf` where no value can be valid under two branches; other uses are refused."""
         branches = self._schemas(value, pointer)
+        if len(branches) > MAX_BRANCHES_OF_ONE:
+            self._refuse(pointer, "...", f"holds {len(branches)} branches, at most {MAX_BRANCHES_OF_ONE} are allowed")
         known = [_Disjointness(self._root, one) for one in value]
         for index, one in enumerate(known):
             for other_index in range(index):
@@ -245,9 +262,10 @@ class _Rewriter:
         self, out: dict[str, Any], schema: dict[str, Any], value: Any, pointer: str
     ) -> None:
         out["patternProperties"] = {
-            translated(name, place(self._field, below(pointer, name)), anchored=False): one
-            for name, one in self._schemas_by_name(value, pointer)
+            self._translated(name, below(pointer, name)): one for name, one in self._schemas_by_name(value, pointer)
         }
+        if len(value) > MAX_PATTERN_PROPERTIES:
+            self._refuse(pointer, "...", f"holds {len(value)} patterns, at most {MAX_PATTERN_PROPERTIES} are allowed")
         if len(out["patternProperties"]) < len(value):
             self._refuse(pointer, value, "two patterns are one")
 
@@ -306,7 +324,14 @@ class _Rewriter:
         self._count("maxLength", out, value, pointer)
 
     def _on_pattern(self, out: dict[str, Any], schema: dict[str, Any], value: Any, pointer: str) -> None:
-        out["pattern"] = translated(value, place(self._field, pointer), anchored=False)
+        out["pattern"] = self._translated(value, pointer)
+
+    def _translated(self, pattern: Any, pointer: str) -> str:
+        written, cost = translated(pattern, place(self._field, pointer), anchored=False)
+        self._regex_cost += cost
+        if self._regex_cost > MAX_REGEX_COST_OF_SCHEMA:
+            self._refuse(pointer, pattern, "all patterns together repeat too much")
+        return written
 
     def _on_format(self, out: dict[str, Any], schema: dict[str, Any], value: Any, pointer: str) -> None:
         if not isinstance(value, str):
@@ -344,6 +369,11 @@ class _Rewriter:
         number = self._number(value, pointer)
         if not 1e-9 <= number <= 1e9:
             self._refuse(pointer, value, "is not from 1e-9 to 1e9")
+        self._multiples.append(Decimal(repr(value)).normalize())
+        unit = min(int(one.as_tuple().exponent) for one in self._multiples)
+        scaled = [int(one.scaleb(-unit)) for one in self._multiples]
+        if math.lcm(*scaled) > MAX_MULTIPLE or sum(scaled) > MAX_MULTIPLES_OF_SCHEMA:
+            self._refuse(pointer, value, f"all multipleOf together have a common multiple above {MAX_MULTIPLE} units")
         out["multipleOf"] = value
 
     def _lower(self, key: str, out: dict[str, Any], value: Any, pointer: str) -> None:
@@ -378,18 +408,17 @@ _KEYWORDS = frozenset(
 """The keywords that constrain and are enforced."""
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    """The scalars and names inside of a JSON value."""
+def _parts(value: Any) -> Iterator[Any]:
+    """A JSON value, the values inside of it, and the names inside of it."""
     stack = [value]
     while stack:
         one = stack.pop()
+        yield one
         if isinstance(one, dict):
             yield from one
             stack.extend(one.values())
         elif isinstance(one, list):
             stack.extend(one)
-        elif not isinstance(one, bool) and one is not None:
-            yield one
 
 
 class _Disjointness:
