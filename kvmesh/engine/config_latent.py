@@ -9,6 +9,12 @@ from typing import Any
 
 from kvmesh.engine.config_read import bad, boolean, integer, positive
 
+PIECE_TOKENS = 8192  # of contexts whose K and V are written out at a time on a GPU
+WORKSPACE_BYTES = 256 << 20  # of K and V of some heads, and of what their queries have found so far
+# Of what shares of absorbed rows have found, until they are joined: 128 heads of 512 elements on a GPU with 132
+# processors have at most 208 MB.
+PARTIAL_BYTES = 200 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class LatentConfig:
@@ -41,6 +47,15 @@ class LatentConfig:
             bias=boolean(raw, "attention_bias"),
             interleaved=boolean(raw, "rope_interleave", True),
         )
+
+
+def written_out_bytes(
+    sizes: LatentConfig, queries: int, itemsize: int, piece_tokens: int = PIECE_TOKENS, workspace: int = WORKSPACE_BYTES
+) -> int:
+    """Returns what writing out K and V takes at most beside a step of so many queries, in one layer on a GPU: the
+    workspace with its state, and the rows gathered for it."""
+    of_head = piece_tokens * (sizes.nope + sizes.value) * itemsize + queries * (sizes.value + 1) * 4
+    return max(workspace, of_head) + piece_tokens * (sizes.latent + sizes.rope) * itemsize
 
 
 def _score_factor(raw: Mapping[str, Any]) -> float:

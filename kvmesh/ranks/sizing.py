@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvmesh.engine.config import ModelConfig
+from kvmesh.engine.config_latent import PARTIAL_BYTES, written_out_bytes
 from kvmesh.errors import ConfigError
 
 AUTO = "auto"
@@ -86,6 +87,15 @@ def step_bytes(config: ModelConfig, tokens: int, rows: int, itemsize: int) -> in
         inner = max(inner, experts.shared_inner) + experts.chosen * experts.inner
     width = hidden + 3 * inner + 3 * heads * config.head_dim
     return (tokens + rows) * width * itemsize + 5 * 4 * max(rows, 1) * config.vocab_size
+
+
+def latent_bytes(config: ModelConfig, tokens: int, rows: int, itemsize: int) -> int:
+    """Returns what attention over latents takes on a GPU beside a step: K and V that are written out of a long context,
+    and what shares of rows have found; 0 for other models. No step is known to take all of it: the trial step that is
+    measured has no long context."""
+    if config.latent is None:
+        return 0
+    return PARTIAL_BYTES + (written_out_bytes(config.latent, tokens + rows, itemsize) if tokens else 0)
 
 
 def cuda_room(total: int, free: int, ranks: int) -> tuple[int, str]:

@@ -11,6 +11,7 @@ import torch
 from kvmesh.engine.attention.grouped import GroupedAttention
 from kvmesh.engine.cache_memory import group_shapes
 from kvmesh.engine.checkpoint import open_checkpoint
+from kvmesh.engine.config_latent import PARTIAL_BYTES, PIECE_TOKENS, WORKSPACE_BYTES
 from kvmesh.engine.pieces import PieceGraphs
 from kvmesh.engine.runner import DecodeInput, Runner, SampleParams, shard_layout
 from kvmesh.errors import ConfigError
@@ -102,6 +103,26 @@ def test_pages_of_a_gpu_are_what_the_largest_step_leaves(checkpoint: Path, monke
     settings = setup.settings(pages, layout, runner)
     assert "max_batch_tokens 3,000" in settings and "no CUDA graphs (as told)" in settings
     assert "a step is launched before the last one's tokens are read (the GPU runs behind the host)" in settings
+
+
+def test_the_workspace_of_latents_has_its_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is used with long contexts alone, so no trial shows it."""
+    path = make_checkpoint(tmp_path / "latents", tokenizer=False, **FAMILY_ZOO["deepseek_v3"])
+    total, opened = 4 * GIB, open_checkpoint(path)
+    steps = {"prefill_chunk_tokens": 64, "max_batch_tokens": 0, "max_running": 3}
+    setup = gpu(path, monkeypatch, total, total, steps=steps, cuda_graphs=False, max_context_tokens=512)
+    layout = shard_layout(opened.config, "float32", BLOCK)
+    latent = opened.config.latent
+    assert latent is not None
+    most = WORKSPACE_BYTES + PARTIAL_BYTES + PIECE_TOKENS * (latent.latent + latent.rope) * 4
+    assert f"attention over latents {most // MIB}" in setup.choose_pages(layout, opened).why
+    trial = setup.trial_pages(layout)
+    room = int(total * CUDA_SHARE)
+    use = DeviceUse(total, total, room - most - 2 * MIB + trial.nbytes, 0, total)
+    pages = setup.profiled(Runner(opened, "float32", "cpu", BLOCK, trial), layout, lambda: use)
+    assert 0 < pages.count <= 2 * MIB // layout.shard_bytes
+    decode = gpu(path, monkeypatch, total, total, steps={"max_running": 3}, cuda_graphs=False)
+    assert f"attention over latents {PARTIAL_BYTES // MIB} MiB" in decode.choose_pages(layout, opened).why
 
 
 def test_what_was_captured_is_told_and_has_its_room(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

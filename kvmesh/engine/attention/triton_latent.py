@@ -26,7 +26,7 @@ from kvmesh.engine.attention.triton_backend import (
     table_of,
 )
 from kvmesh.engine.batch import Integers
-from kvmesh.engine.config_latent import LatentConfig
+from kvmesh.engine.config_latent import PIECE_TOKENS, WORKSPACE_BYTES, LatentConfig, written_out_bytes
 from kvmesh.engine.kernels.decode import longest_share, scratch_elements, shares_of, tiles_of
 from kvmesh.engine.kernels.latent_decode import head_tiles, latent_decode, variant_for
 from kvmesh.engine.kernels.latent_prefill import ENTRY, expanded_variant, latent_prefill, state_elements
@@ -34,8 +34,6 @@ from kvmesh.engine.kernels.latent_write import rotate_and_write_latents
 from kvmesh.engine.rope import Rotation
 
 CAPABILITY = (9, 0)  # for pages that are on no GPU (tests)
-PIECE_TOKENS = 8192  # of contexts that are gathered and written out at a time
-WORKSPACE_BYTES = 256 << 20  # of K and V of some heads, and of what their queries have found so far
 
 
 class TritonLatent(LatentBackend):
@@ -114,11 +112,8 @@ class TritonLatent(LatentBackend):
         return max(1, -(-self.num_heads // max(1, parts)))
 
     def scratch_bytes(self, queries: int) -> int:
-        """Returns what writing out K and V takes at most beside a step of so many queries, in one layer: the workspace
-        with its state, and the rows gathered for it."""
-        size = self.dtype.itemsize
-        of_head = PIECE_TOKENS * (self.sizes.nope + self.sizes.value) * size + queries * (self.sizes.value + 1) * 4
-        return max(WORKSPACE_BYTES, of_head) + PIECE_TOKENS * self.head_dim * size
+        """Returns what writing out K and V takes at most beside a step of so many queries, in one layer."""
+        return written_out_bytes(self.sizes, queries, self.dtype.itemsize, PIECE_TOKENS, WORKSPACE_BYTES)
 
 
 class TritonLatentPlan(StepPlan):

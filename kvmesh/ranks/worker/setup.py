@@ -80,7 +80,7 @@ class RankSetup:
         step = sizing.step_bytes(self._config, self.tokens, self.rows, layout.itemsize)
         if self._kind == "cuda":
             room, source = sizing.cuda_room(self._total, self._free, max(1, c.device_instances))
-            taken = {"weights": weights, "a step": step, "CUDA graphs": self._graph_bytes(layout)}
+            taken = {"weights": weights, "a step": step, **self._beside_steps(layout)}
             return sizing.choose_pages(room, taken, self._need(layout, 1), source)
         room, source = sizing.host_room(available_bytes(), c.device_instances, c.world_size, c.room_bytes)
         taken = {"weights": weights, "a step": step, "the process": sizing.RANK_BYTES}
@@ -108,7 +108,7 @@ class RankSetup:
         step = sizing.step_bytes(self._config, self.tokens, self.rows, layout.itemsize)
         if self._kind == "cuda":
             room, source = sizing.cuda_room(self._total, self._free, max(1, c.device_instances))
-            taken = {"weights": weights, "a step": step, "CUDA graphs": self._graph_bytes(layout)}
+            taken = {"weights": weights, "a step": step, **self._beside_steps(layout)}
             return self._choose(room, taken, shapes, 1, source)
         room, source = sizing.host_room(available_bytes(), c.device_instances, c.world_size, c.room_bytes)
         taken = {"weights": weights, "a step": step, "the process": sizing.RANK_BYTES}
@@ -217,11 +217,16 @@ class RankSetup:
         taken = {
             "weights and the largest step": found.peak - trial,
             "libraries": found.libraries if alone else min(found.libraries, sizing.LIBRARY_BYTES),
-            "CUDA graphs": self._graph_bytes(layout),
+            **self._beside_steps(layout),
         }
         if shapes:
             return self._choose(room, taken, shapes, 1, source)
         return sizing.choose_pages(room, taken, self._need(layout, 1), source)
+
+    def _beside_steps(self, layout: ShardLayout) -> dict[str, int]:
+        """Returns what a GPU has beside steps: captured ones, and what attention may take that no trial shows."""
+        latents = sizing.latent_bytes(self._config, self.tokens, self.rows, layout.itemsize)
+        return {"CUDA graphs": self._graph_bytes(layout), "attention over latents": latents}
 
     def settings(self, pages: sizing.ChosenPages, layout: ShardLayout, runner: Runner) -> str:
         """Returns what was chosen and why, in one line for people."""
