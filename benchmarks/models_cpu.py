@@ -11,7 +11,9 @@ Each engine lives in a process of its own with as many threads and is stopped wh
 peer after the other, so that two models at a time are in memory. Both take turns: at a prompt of 512 and of 2,048
 tokens in each round, and at decode, where each holds the same prompts of 512 tokens and does a few steps a turn, five
 turns a round. Ratios are the median of each turn's own, with the interval in which that median lies in 95 of 100 cases;
-of fewer than six turns it is the least and the greatest ratio. Above 1, the peer takes longer.
+of fewer than six turns it is the least and the greatest ratio. Above 1, the peer takes longer. "CPU" is the ratio of
+CPU times, of all threads: on a machine that others use it is the steadier figure, best with --threads 1, where no
+thread waits for another.
 
 transformers runs without what `generate` does around a step, with its default cache, and for each kind of step with the
 fastest of its implementations of experts (grouped_mm, batched_mm for up to 4 tokens, eager), each tried before. vLLM
@@ -45,7 +47,7 @@ from benchmarks.turns import interval, over, ratios
 SHAPES = {shape.name: shape for shape in (QWEN3_30B, DEEPSEEK_V2_LITE)}
 PEERS = ("transformers", "vllm")
 PROMPTS, ROWS, CONTEXT = (512, 2048), (1, 4, 16), 512
-STEPS = {1: 4, 4: 2, 16: 1}  # of a turn
+STEPS = {1: 4, 4: 2}  # of a turn; one where more rows are asked
 TURNS = 5  # of decode, each round
 KV_BYTES = 1 << 30
 
@@ -57,11 +59,13 @@ class Pair:
     ours: dict[str, list[float]] = field(default_factory=dict)
     theirs: dict[str, list[float]] = field(default_factory=dict)
     by: dict[str, str] = field(default_factory=dict)  # which of its implementations the peer took
+    cpu: dict[str, list[float]] = field(default_factory=dict)  # the peer's CPU time over ours
 
     def note(self, point: str, steps: int, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
         self.ours.setdefault(point, []).append(ours["seconds"] / steps)
         self.theirs.setdefault(point, []).append(theirs["seconds"] / steps)
         self.by[point] = theirs["by"]
+        self.cpu.setdefault(point, []).append(theirs["cpu_s"] / ours["cpu_s"])
 
 
 def main() -> None:
@@ -86,6 +90,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=PEERS)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--prompts", type=int, nargs="*", default=PROMPTS, help="tokens of prefill")
+    parser.add_argument("--rows", type=int, nargs="*", default=ROWS, help="requests of decode")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of each engine (all cores)")
     parser.add_argument("--json", type=Path, help="write the figures here, too")
@@ -98,7 +104,8 @@ def one_model(shape: ModelShape, peers: dict[str, SideSpec], args: argparse.Name
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     print(
         f"{shape.name}: {shape.layers} layers, vocabulary {shape.vocab:,}, {weights / 1e9:.2f} GB of bfloat16 weights, "
-        f"{args.threads} threads, {args.rounds} rounds"
+        f"{args.threads} threads, {args.rounds} rounds",
+        flush=True,
     )
     found: dict[str, Any] = {"layers": shape.layers, "vocab": shape.vocab, "weights_bytes": weights}
     with_ours = SideSpec("kvmesh", sys.executable, Path(__file__).parents[1])
@@ -149,28 +156,35 @@ def turns(
             return ours.ask(**asked), theirs
         return ours.ask(**asked), peer.ask(**asked)
 
-    both(0, do="prefill", ids=ids_of(rng, 1, PROMPTS[0], shape.vocab))  # memory that is first touched, choices
-    for tokens in PROMPTS:
+    both(0, do="prefill", ids=ids_of(rng, 1, CONTEXT, shape.vocab))  # memory that is first touched, choices
+    for tokens in args.prompts:
         for round_ in range(args.rounds):
             tell(f"{name}: prefill {tokens}: round {round_ + 1} of {args.rounds}")
             yield f"prefill {tokens}", 1, *both(round_, do="prefill", ids=ids_of(rng, 1, tokens, shape.vocab))
-    for rows in ROWS:
+    for rows in args.rows:
         tell(f"{name}: decode {rows}")
-        count = TURNS * args.rounds
-        both(0, do="hold", ids=ids_of(rng, rows, CONTEXT, shape.vocab), steps=count * STEPS[rows])
+        count, steps = TURNS * args.rounds, STEPS.get(rows, 1)
+        both(0, do="hold", ids=ids_of(rng, rows, CONTEXT, shape.vocab), steps=count * steps)
         for turn in range(count):
-            yield f"decode {rows}", STEPS[rows], *both(turn, do="step", steps=STEPS[rows])
+            yield f"decode {rows}", steps, *both(turn, do="step", steps=steps)
         both(0, do="drop")
 
 
 def report(name: str, pair: Pair, peak: float, reads: list[float]) -> dict[str, Any]:
     tell("")
-    print(f"{'':14}{'kvmesh':>12}{name:>14}{'ratio':>8}   interval")
+    print(f"{'':14}{'kvmesh':>12}{name:>14}{'ratio':>8}{'CPU':>7}   interval of the ratio")
     points = {}
     for point, ours in pair.ours.items():
         theirs = pair.theirs[point]
+        cpu = statistics.median(pair.cpu[point])
         low, high = interval(ratios(theirs, ours))
-        points[point] = {"ours_s": ours, "theirs_s": theirs, "ratio": over(theirs, ours), "interval": [low, high]}
+        points[point] = {
+            "ours_s": ours,
+            "theirs_s": theirs,
+            "ratio": over(theirs, ours),
+            "interval": [low, high],
+            "cpu": cpu,
+        }
         kind, count = point.split()
         mine, other = statistics.median(ours), statistics.median(theirs)
         shown = (
@@ -180,7 +194,7 @@ def report(name: str, pair: Pair, peak: float, reads: list[float]) -> dict[str, 
         )
         by = f"  {pair.by[point]}" if pair.by[point] else ""
         print(
-            f"{point:14}{shown}{over(theirs, ours):7.2f}x   {low:.2f} to {high:.2f} of {len(ours)}  "
+            f"{point:14}{shown}{ratio:7.2f}x{cpu:6.2f}x   {low:.2f} to {high:.2f} of {len(ours)}  "
             f"{'tokens/s' if kind == 'prefill' else 'ms a step'}{by}"
         )
     read = statistics.mean(reads)

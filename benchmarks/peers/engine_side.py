@@ -12,7 +12,8 @@ standard error). A side says {"ready": true} when it has answered its first toke
     {"do": "drop"}                                        → {}: nothing is held
     {"do": "memory"}                                      → {"peak_bytes": ...}
 
-An answer with seconds says in "by" which of several implementations of its own the engine took, if it has several.
+An answer with seconds says in "cpu_s" what all threads of the process took until it was there, what is not timed
+included, and in "by" which of several implementations of its own the engine took, if it has several.
 """
 
 from __future__ import annotations
@@ -297,7 +298,9 @@ def answer(side: Side, asked: dict[str, Any]) -> dict[str, Any]:
         getattr(side, do)(**asked)
         return {}
     works = {"prefill": side.prefill, "cached": side.cached, "decode": side.decode, "step": side.step}
-    return {"seconds": works[do](**asked), "by": side.by}
+    cpu = time.process_time()
+    seconds = works[do](**asked)
+    return {"seconds": seconds, "cpu_s": time.process_time() - cpu, "by": side.by}
 
 
 if __name__ == "__main__":

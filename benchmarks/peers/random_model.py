@@ -90,6 +90,8 @@ DEEPSEEK_V2_LITE = ModelShape(
         "num_experts_per_tok": 6,
         "n_shared_experts": 2,
         "topk_method": "greedy",
+        "n_group": 1,
+        "topk_group": 1,
         "norm_topk_prob": False,
         "num_attention_heads": 16,
         "num_key_value_heads": 16,
