@@ -178,13 +178,8 @@ def report(name: str, pair: Pair, peak: float, reads: list[float]) -> dict[str, 
         theirs = pair.theirs[point]
         cpu = statistics.median(pair.cpu[point])
         low, high = interval(ratios(theirs, ours))
-        points[point] = {
-            "ours_s": ours,
-            "theirs_s": theirs,
-            "ratio": over(theirs, ours),
-            "interval": [low, high],
-            "cpu": cpu,
-        }
+        ratio = over(theirs, ours)
+        points[point] = {"ours_s": ours, "theirs_s": theirs, "ratio": ratio, "interval": [low, high], "cpu": cpu}
         kind, count = point.split()
         mine, other = statistics.median(ours), statistics.median(theirs)
         shown = (
