@@ -29,19 +29,18 @@ import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.limits import Limits, Work, measure
 from benchmarks.peers import vllm_env
+from benchmarks.peers.engine_process import Engine, SideSpec
 from benchmarks.peers.link import PeerMissing
-from benchmarks.peers.qwen_shape import VOCAB, checkpoint, chunk_work, decode_work, prefill_work
+from benchmarks.peers.qwen_shape import QWEN3_06B, VOCAB, chunk_work, decode_work, prefill_work
 from benchmarks.progress import tell
+from benchmarks.turns import over
 
 PREFILL = (512, 2048, 8192)
 CACHED = (7936, 256)  # tokens whose KV is there, and new ones after them: 8k together
@@ -49,83 +48,9 @@ BATCHES = (1, 4, 16, 64)
 CONTEXT = 128  # tokens of each prompt before decode is timed
 STEPS = {1: 16, 4: 12, 16: 8, 64: 6}
 KV_BYTES = 2 << 30  # for every engine that has a pool of its own
-SIDE = Path(__file__).parent / "peers" / "engine_side.py"
-READY_S, ANSWER_S = 300, 400
 STARTS = 3
 START_BYTES = 6 << 30  # touched before a start: more than any engine takes
 ONCE = ("transformers",)  # has its turn in the first round only
-
-
-class SideSpec(NamedTuple):
-    """Says which of `engine_side.SIDES` runs, in which environment, over which checkout's code (None: no kvmesh)."""
-
-    kind: str
-    python: str
-    checkout: Path | None = None
-
-
-class Engine:
-    """One side's process. Stopped whenever it is not asked."""
-
-    def __init__(self, name: str, side: SideSpec, model: Path, threads: int) -> None:
-        self.name = name
-        env = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-        env["PYTHONPATH"] = str(side.checkout or "")
-        self._log = Path(os.environ.get("TMPDIR", "/tmp")) / f"engine_cpu-{name}-{os.getpid()}.log"
-        started = time.perf_counter()
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                [side.python, str(SIDE), side.kind, str(model), str(KV_BYTES), str(threads)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=env, start_new_session=True,
-            )  # fmt: skip
-        try:
-            self._read(READY_S)
-        except BaseException:
-            self.close()
-            raise
-        self.start_s = time.perf_counter() - started
-        self._signal(signal.SIGSTOP)
-
-    def ask(self, **request: Any) -> dict[str, float]:
-        """The side's answer. PeerMissing with the end of its log when it has died."""
-        self._signal(signal.SIGCONT)
-        try:
-            assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-            return self._read(ANSWER_S)
-        finally:
-            self._signal(signal.SIGSTOP)
-
-    def _read(self, seconds: float) -> dict[str, float]:
-        def give_up(*_: object) -> None:
-            raise PeerMissing(f"{self.name} said nothing for {seconds:.0f} s, see {self._log}")
-
-        assert self._process.stdout is not None
-        previous = signal.signal(signal.SIGALRM, give_up)
-        signal.alarm(int(seconds))
-        try:
-            line = self._process.stdout.readline()
-        finally:
-            signal.alarm(0)
-            signal.signal(signal.SIGALRM, previous)
-        if not line:
-            raise PeerMissing(f"{self.name} ended: {self._last_words()}")
-        found: dict[str, float] = json.loads(line)
-        return found
-
-    def _last_words(self) -> str:
-        return " | ".join(self._log.read_text(errors="replace").strip().splitlines()[-3:])[-400:]
-
-    def _signal(self, number: int) -> None:
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, number)
-
-    def close(self) -> None:
-        """End the process and what it has started."""
-        self._signal(signal.SIGKILL)
-        self._process.wait(10)
-        self._log.unlink(missing_ok=True)
 
 
 @dataclass
@@ -143,11 +68,6 @@ class Figures:
     def times_faster(self, other: Figures, point: str) -> float:
         """Median of the rounds in which both had a turn."""
         return over(other.seconds[point], self.seconds[point])
-
-
-def over(above: Sequence[float], below: Sequence[float]) -> float:
-    """Median of the ratios, round by round."""
-    return statistics.median(a / b for a, b in zip(above, below, strict=False))
 
 
 def touch(nbytes: int) -> None:
@@ -169,14 +89,14 @@ class Point(NamedTuple):
 Seen = dict[str, list[Limits]]  # point → the limits around it, round by round
 
 
-def ids_of(rng: random.Random, count: int, tokens: int) -> list[list[int]]:
-    return [[rng.randrange(VOCAB) for _ in range(tokens)] for _ in range(count)]
+def ids_of(rng: random.Random, count: int, tokens: int, vocab: int = VOCAB) -> list[list[int]]:
+    return [[rng.randrange(vocab) for _ in range(tokens)] for _ in range(count)]
 
 
 def main() -> None:
     args = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stopped children are ended on every way out
-    model = checkpoint()
+    model = QWEN3_06B.checkpoint()
     sides = {"kvmesh": SideSpec("kvmesh", sys.executable, Path(__file__).parents[1])}
     if args.base:
         sides["base"] = SideSpec("kvmesh", sys.executable, args.base.resolve())
@@ -193,7 +113,7 @@ def main() -> None:
     try:
         for name, side in sides.items():
             tell(f"start {name}")
-            engines[name] = Engine(name, side, model, args.threads)
+            engines[name] = Engine(name, side, model, args.threads, KV_BYTES)
         seen = rounds(figures, engines, args)
         for name, engine in engines.items():
             figures[name].peak_bytes = engine.ask(do="memory")["peak_bytes"]
@@ -229,7 +149,7 @@ def starts(figures: dict[str, Figures], sides: dict[str, SideSpec], model: Path,
         for name, side in sides.items():
             tell(f"start-up {round_ + 1}: {name}")
             touch(START_BYTES)
-            engine = Engine(name, side, model, args.threads)
+            engine = Engine(name, side, model, args.threads, KV_BYTES)
             try:
                 figures[name].start_s.append(engine.start_s)
             finally:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.limits import Limits, measure
-from benchmarks.peers.qwen_shape import VOCAB, checkpoint, chunk_work, decode_work
+from benchmarks.peers.qwen_shape import QWEN3_06B, VOCAB, chunk_work, decode_work
 from benchmarks.progress import tell
 
 BATCHES, CONTEXTS = (1, 4, 16, 64), (128, 1024, 4096)
@@ -50,7 +50,7 @@ class Engine:
         from kvmesh.engine.runner import Runner, shard_layout
 
         torch.set_num_threads(threads)
-        opened = open_checkpoint(checkpoint())
+        opened = open_checkpoint(QWEN3_06B.checkpoint())
         layout = shard_layout(opened.config, "bfloat16", BLOCK_TOKENS)
         pages = torch.empty((MAX_PAGES, *layout.shape), dtype=torch.bfloat16).normal_(std=0.1)
         self.runner = Runner(opened, "bfloat16", "cpu", BLOCK_TOKENS, pages)

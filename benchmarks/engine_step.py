@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.qwen_shape import LAYERS, VOCAB, checkpoint
+from benchmarks.peers.qwen_shape import LAYERS, QWEN3_06B, VOCAB
 
 BATCHES = (1, 16, 64)
 BLOCK_TOKENS, CONTEXT, WARM = 64, 128, 5
@@ -161,7 +161,7 @@ def main() -> None:
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     with tempfile.TemporaryDirectory() as folder:
-        path = toy(Path(folder)) if args.shape == "toy" else checkpoint()
+        path = toy(Path(folder)) if args.shape == "toy" else QWEN3_06B.checkpoint()
         rank = Rank(path, "bfloat16", args.threads, args.steps, args.drawn)
         names = (*PHASES, "rest", "step")
         seen: dict[str, dict[str, float]] = {}

@@ -9,12 +9,11 @@ machine does beside it falls on all alike. One layer of DeepSeek's widths; absor
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
 
+from benchmarks.turns import in_words, take_turns
 from kvmesh.engine.attention.backend import TokenSpan
 from kvmesh.engine.attention.latent import LatentBackend, UpProjection
 from kvmesh.engine.attention.native_latent import NativeLatent
@@ -48,24 +47,10 @@ def works(rows: int, context: int, heads: int, dtype: torch.dtype) -> dict[str, 
 
 @torch.inference_mode()
 def compare(rows: int, context: int, heads: int, dtype: torch.dtype, rounds: int) -> None:
-    """Prints one line: each way's median time in milliseconds, and how many times as long as the first way in the list
-    the others take in the same round."""
+    """Prints one line: the operator's median time in milliseconds, and how many times as long the others take."""
     ways = works(rows, context, heads, dtype)
-    for work in ways.values():
-        work()
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds):
-        for name, work in ways.items():
-            began = time.perf_counter()
-            work()
-            times[name].append(time.perf_counter() - began)
-    base = "operator" if "operator" in ways else "torch"
-    told = [f"{base} {1e3 * statistics.median(times[base]):.2f} ms"]
-    for name in ways:
-        if name != base:
-            ratio = statistics.median(a / b for a, b in zip(times[name], times[base], strict=True))
-            told.append(f"{name} x{ratio:.1f}")
-    print(f"{str(dtype)[6:]:9} {rows:3} rows of {context:6} tokens, {heads} heads: {', '.join(told)}", flush=True)
+    told = in_words(take_turns(ways, rounds), "operator" if "operator" in ways else "torch")
+    print(f"{str(dtype)[6:]:9} {rows:3} rows of {context:6} tokens, {heads} heads: {told}", flush=True)
 
 
 def main() -> None:

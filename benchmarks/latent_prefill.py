@@ -10,8 +10,6 @@ the other, and medians of the rounds' ratios are printed: what the machine does 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -20,6 +18,7 @@ from torch.nn import functional
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import eager_attention_forward
 
 from benchmarks.latent_decode import BLOCK, SIZES
+from benchmarks.turns import in_words, take_turns
 from kvmesh.engine.attention.backend import TokenSpan
 from kvmesh.engine.attention.latent import LatentBackend, UpProjection
 from kvmesh.engine.attention.native_latent import NativeLatent
@@ -65,19 +64,8 @@ def compare(queries: int, prefix: int, heads: int, dtype: torch.dtype, rounds: i
     answers = [work().float() for work in ways.values()]
     for answer in answers[1:]:
         torch.testing.assert_close(answer, answers[0], atol=3e-2, rtol=3e-2)
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds):
-        for name, work in ways.items():
-            began = time.perf_counter()
-            work()
-            times[name].append(time.perf_counter() - began)
-    base = "this engine" if "this engine" in ways else "torch's walk"
-    told = [f"{base} {1e3 * statistics.median(times[base]):.1f} ms"]
-    for name in ways:
-        if name != base:
-            ratio = statistics.median(a / b for a, b in zip(times[name], times[base], strict=True))
-            told.append(f"{name} x{ratio:.2f}")
-    print(f"{str(dtype)[6:]:9} {queries:5} after {prefix:5}, {heads} heads: {', '.join(told)}", flush=True)
+    told = in_words(take_turns(ways, rounds), "this engine" if "this engine" in ways else "torch's walk")
+    print(f"{str(dtype)[6:]:9} {queries:5} after {prefix:5}, {heads} heads: {told}", flush=True)
 
 
 def main() -> None:

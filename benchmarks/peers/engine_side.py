@@ -7,7 +7,13 @@ standard error). A side says {"ready": true} when it has answered its first toke
     {"do": "prefill", "ids": [[...]]}                     → {"seconds": ...} until the first token
     {"do": "cached", "ids": [[...]], "before": n}         → ... after the KV of the first n tokens has been made
     {"do": "decode", "ids": [[...], ...], "steps": n}     → {"seconds": ...} of n steps after the first token of all
+    {"do": "hold", "ids": [[...], ...], "steps": n}       → {}: the prompts have their first tokens, n steps may follow
+    {"do": "step", "steps": n}                            → {"seconds": ...} of n steps of what is held
+    {"do": "drop"}                                        → {}: nothing is held
     {"do": "memory"}                                      → {"peak_bytes": ...}
+
+An answer with seconds says in "cpu_s" what all threads of the process took until it was there, what is not timed
+included, and in "by" which of several implementations of its own the engine took, if it has several.
 """
 
 from __future__ import annotations
@@ -17,9 +23,12 @@ import os
 import sys
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 BLOCK_TOKENS = 64
+EXPERTS = ("grouped_mm", "batched_mm", "eager")  # what transformers has for experts on a CPU
+BATCHED_TOKENS = 4  # batched_mm copies the weights of every token's experts: gigabytes for a prompt
 
 
 class Side(ABC):
@@ -32,8 +41,26 @@ class Side(ABC):
         """Seconds from asking for a prompt to its first token, where the KV of its first `before` tokens is there."""
 
     @abstractmethod
+    def hold(self, ids: list[list[int]], steps: int) -> None:
+        """Makes the first token of every prompt of `ids`; as many steps as said may follow."""
+
+    @abstractmethod
+    def step(self, steps: int) -> float:
+        """Seconds of `steps` steps in each of which every prompt held gets one token."""
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Ends what is held."""
+
     def decode(self, ids: list[list[int]], steps: int) -> float:
         """Seconds of `steps` steps in each of which every prompt of `ids` gets one token."""
+        self.hold(ids, steps)
+        try:
+            return self.step(steps)
+        finally:
+            self.drop()
+
+    by = ""  # the implementation that was taken last
 
 
 class Kvmesh(Side):
@@ -82,20 +109,23 @@ class Kvmesh(Side):
         runner.prefill([PrefillInput(prompt[before:], before, pages, SampleParams())])
         return time.perf_counter() - started
 
-    def decode(self, ids: list[list[int]], steps: int) -> float:
+    def hold(self, ids: list[list[int]], steps: int) -> None:
         self._submit(ids, steps + 64)
-        first: set[int] = set()
-        while len(first) < len(ids):
-            first.update(token.handle for token in self.engine.step())
+        self.held: set[int] = set()
+        while len(self.held) < len(ids):
+            self.held.update(token.handle for token in self.engine.step())
         self.engine.step()
+
+    def step(self, steps: int) -> float:
         started = time.perf_counter()
         for _ in range(steps):
             made = len(self.engine.step())
-            assert made == len(ids), f"{made} tokens in a step of {len(ids)}"
-        seconds = time.perf_counter() - started
-        for handle in first:
+            assert made == len(self.held), f"{made} tokens in a step of {len(self.held)}"
+        return time.perf_counter() - started
+
+    def drop(self) -> None:
+        for handle in self.held:
             self.engine.cancel(handle)
-        return seconds
 
 
 class Vllm(Side):
@@ -142,22 +172,26 @@ class Vllm(Side):
         self.prefill([prompt[:before] for prompt in ids])
         return self.prefill(ids)
 
-    def decode(self, ids: list[list[int]], steps: int) -> float:
+    def hold(self, ids: list[list[int]], steps: int) -> None:
         engine = self.llm.llm_engine
-        names = self._submit(ids, steps + 64)
-        have: dict[str, int] = {}
+        self.held = self._submit(ids, steps + 64)
+        have: set[str] = set()
         while len(have) < len(ids):
-            have.update({out.request_id: len(out.outputs[0].token_ids) for out in engine.step() if out.outputs})
+            have.update(out.request_id for out in engine.step() if out.outputs)
         engine.step()
+
+    def step(self, steps: int) -> float:
         started = time.perf_counter()
         for _ in range(steps):
-            made = len(engine.step())
-            assert made == len(ids), f"{made} tokens in a step of {len(ids)}"
-        seconds = time.perf_counter() - started
-        engine.abort_request(names)
+            made = len(self.llm.llm_engine.step())
+            assert made == len(self.held), f"{made} tokens in a step of {len(self.held)}"
+        return time.perf_counter() - started
+
+    def drop(self) -> None:
+        engine = self.llm.llm_engine
+        engine.abort_request(self.held)
         while engine.has_unfinished_requests():
             engine.step()
-        return seconds
 
 
 class Transformers(Side):
@@ -167,38 +201,71 @@ class Transformers(Side):
 
         torch.set_num_threads(threads)
         self.torch: Any = torch
-        self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+        self._fastest: dict[int, str] = {}
 
-    def _generate(self, ids: list[list[int]], tokens: int) -> float:
-        torch = self.torch
-        prompt = torch.tensor(ids)
-        started = time.perf_counter()
-        with torch.inference_mode():
-            self.model.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                do_sample=False,
-                max_new_tokens=tokens,
-                min_new_tokens=tokens,
-                pad_token_id=0,
-            )
-        return time.perf_counter() - started
+    def _forward(self, ids: Any, kept: Any = None) -> tuple[Any, Any]:
+        """The next token of each row, and the cache: greedy, without what `generate` does around it."""
+        with self.torch.inference_mode():
+            answer = self.model(ids, past_key_values=kept, use_cache=True, logits_to_keep=1)
+            return answer.logits[:, -1:].argmax(-1), answer.past_key_values
+
+    def _choose(self, tokens: int, work: Callable[[], Any]) -> None:
+        """Takes the fastest of transformers' implementations of experts for steps of so many tokens, by trying each."""
+        config = self.model.config
+        if not getattr(config, "_experts_implementation", None) or not hasattr(config, "num_experts_per_tok"):
+            return
+        kind = min(tokens, 512)  # longer prompts take what 512 tokens do
+        if kind not in self._fastest:
+            took = {}
+            for name in EXPERTS:
+                if name == "batched_mm" and tokens > BATCHED_TOKENS:
+                    continue
+                self.model.set_experts_implementation(name)
+                took[name] = min(timed(work), timed(work))
+            self._fastest[kind] = min(took, key=lambda name: took[name])
+        self.by = self._fastest[kind]
+        self.model.set_experts_implementation(self.by)
 
     def prefill(self, ids: list[list[int]]) -> float:
-        return self._generate(ids, 1)
+        prompt = self.torch.tensor(ids)
+        self._choose(prompt.numel(), lambda: self._forward(prompt[:, :512])[0].tolist())
+        return timed(lambda: self._forward(prompt)[0].tolist())
 
     def cached(self, ids: list[list[int]], before: int) -> float:
-        torch = self.torch
-        [prompt] = ids
-        with torch.inference_mode():
-            kept = self.model(torch.tensor([prompt[:before]]), use_cache=True, logits_to_keep=1).past_key_values
-            started = time.perf_counter()
-            logits = self.model(torch.tensor([prompt[before:]]), past_key_values=kept, logits_to_keep=1).logits
-            logits.argmax(-1).item()
-            return time.perf_counter() - started
+        prompt = self.torch.tensor(ids)
+        _, kept = self._forward(prompt[:, :before])
+        return timed(lambda: self._forward(prompt[:, before:], kept)[0].tolist())
 
-    def decode(self, ids: list[list[int]], steps: int) -> float:
-        return max(1e-9, self._generate(ids, steps + 1) - self._generate(ids, 1))
+    def hold(self, ids: list[list[int]], steps: int) -> None:
+        first = self.torch.tensor(ids[:1])
+        self._choose(first.numel(), lambda: self._forward(first)[0].tolist())
+        rows = [self._forward(self.torch.tensor([prompt])) for prompt in ids]  # one prompt a time is the faster way
+        self.next, self.kept = self.torch.cat([token for token, _ in rows]), rows[0][1]
+        for layer, *others in zip(*(kept.layers for _, kept in rows), strict=True):
+            layer.keys = self.torch.cat([layer.keys, *(other.keys for other in others)])
+            layer.values = self.torch.cat([layer.values, *(other.values for other in others)])
+        self.step(1)
+
+    def step(self, steps: int) -> float:
+        self._choose(len(self.next), self._one)
+        started = time.perf_counter()
+        for _ in range(steps):
+            self._one()
+        return time.perf_counter() - started
+
+    def _one(self) -> None:
+        self.next, self.kept = self._forward(self.next, self.kept)
+        self.next.tolist()
+
+    def drop(self) -> None:
+        self.kept = None
+
+
+def timed(work: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
 
 
 SIDES: dict[str, type[Side]] = {"kvmesh": Kvmesh, "vllm": Vllm, "transformers": Transformers}
@@ -220,14 +287,20 @@ def main() -> None:
     print(json.dumps({"ready": True}), file=out)
     for line in sys.stdin:
         asked = json.loads(line)
-        if asked["do"] == "prefill":
-            print(json.dumps({"seconds": side.prefill(asked["ids"])}), file=out)
-        elif asked["do"] == "cached":
-            print(json.dumps({"seconds": side.cached(asked["ids"], asked["before"])}), file=out)
-        elif asked["do"] == "decode":
-            print(json.dumps({"seconds": side.decode(asked["ids"], asked["steps"])}), file=out)
-        else:
-            print(json.dumps({"peak_bytes": peak_bytes()}), file=out)
+        print(json.dumps(answer(side, asked)), file=out)
+
+
+def answer(side: Side, asked: dict[str, Any]) -> dict[str, Any]:
+    do = asked.pop("do")
+    if do == "memory":
+        return {"peak_bytes": peak_bytes()}
+    if do in ("hold", "drop"):
+        getattr(side, do)(**asked)
+        return {}
+    works = {"prefill": side.prefill, "cached": side.cached, "decode": side.decode, "step": side.step}
+    cpu = time.process_time()
+    seconds = works[do](**asked)
+    return {"seconds": seconds, "cpu_s": time.process_time() - cpu, "by": side.by}
 
 
 if __name__ == "__main__":
