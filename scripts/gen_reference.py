@@ -289,7 +289,7 @@ def bounds_of(about: dict[str, Any]) -> str:
 
 
 def rest() -> Iterator[str]:
-    from kvmesh.services.gateway.rest import http, openai, serving_headers
+    from kvmesh.services.gateway.rest import chat, http, openai, responses, serving_headers
 
     found = schema()
     yield "## REST\n"
@@ -310,6 +310,7 @@ def rest() -> Iterator[str]:
         ("Fields of both bodies", "ChatRequest", shared),
         ("Of `/v1/chat/completions` alone", "ChatRequest", set(models["ChatRequest"]["properties"]) - shared),
         ("Of `/v1/completions` alone", "CompletionRequest", set(models["CompletionRequest"]["properties"]) - shared),
+        ("Of `/v1/responses`", "ResponseRequest", set(models["ResponseRequest"]["properties"])),
     ):
         yield f"### {title}\n"
         yield table(
@@ -336,12 +337,14 @@ def rest() -> Iterator[str]:
     yield wrapped(
         "These fields are refused with 400, naming field and value, unless they hold a value that asks for nothing. "
         "Every field that is not on this page is refused by name. Content of messages is text; pictures and audio are "
-        "refused. Roles are " + ", ".join(f"`{role}`" for role in openai.ROLES) + "."
+        "refused. Roles are " + ", ".join(f"`{role}`" for role in chat.ROLES) + "."
     )
     yield table(("field", "taken"), ((f"`{name}`", values) for name, values in allowed.items()))
-    inside = ", ".join(f"`{name}`" for name in openai.UNSUPPORTED_IN_MESSAGES)
+    inside = ", ".join(f"`{name}`" for name in chat.UNSUPPORTED_IN_MESSAGES)
     ignored = ", ".join(f"`{name}`" for name in openai.IGNORED)
     yield wrapped(f"Refused in messages likewise: {inside}. Taken, and of no effect: {ignored}.")
+    others = ", ".join(f"`{name}`" for name in responses.UNSUPPORTED_IN_RESPONSES)
+    yield wrapped(f"Of `/v1/responses` likewise: {others} ([responses](responses.md)).")
     yield wrapped(
         "There are no endpoints for embeddings, the Responses API, assistants, files, batches, images, audio "
         "or fine-tuning."

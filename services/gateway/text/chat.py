@@ -115,6 +115,14 @@ class Chat:
         tools = sum(len(tool.name) + len(tool.description) + len(json.dumps(tool.parameters)) for tool in self.tools)
         return sum(message.characters for message in self.messages) + tools
 
+    def with_developers_as_system(self) -> Chat:
+        """Returns the chat for templates that know no role "developer", which is what newer clients call the system."""
+        if all(message.role != "developer" for message in self.messages):
+            return self
+        change = dataclasses.replace
+        messages = (change(one, role="system") if one.role == "developer" else one for one in self.messages)
+        return change(self, messages=tuple(messages))
+
     def as_template_sees_it(self) -> dict[str, Any]:
         """The template's variables: messages, tools and the client's own."""
         return {
@@ -172,6 +180,8 @@ class ChatTemplates:
 
     def __init__(self, templates: Mapping[str, str], named_tokens: Mapping[str, str]) -> None:
         self._source = templates.get("default")
+        # What has no place in a template is left out by it without a word.
+        self.knows_developers = "developer" in (self._source or "")
         self._named_tokens = dict(named_tokens)
         self._compiled: jinja2.Template | None = None
         self._environment = ImmutableSandboxedEnvironment(
@@ -240,6 +250,8 @@ class ChatEncoder:
 
     def _render(self, chat: Chat, now: Callable[[], datetime.datetime]) -> Rendered:
         moment = now()
+        if not self._templates.knows_developers:
+            chat = chat.with_developers_as_system()
         variables = chat.as_template_sees_it()
         text = self._templates.render(variables, lambda: moment)
         given = list(_texts(variables))

@@ -28,6 +28,27 @@ async def test_the_document_holds_each_answer_with_its_body(mesh: Mesh) -> None:
                 assert all("schema" in one for one in answer["content"].values()) and answer["content"], (path, status)
 
 
+async def test_each_example_of_a_body_works(mesh: Mesh) -> None:
+    told = (await mesh.http.get("/openapi.json")).json()
+    bodies = {
+        path: about["post"]["requestBody"]["content"]["application/json"]["example"]
+        for path, about in told["paths"].items()
+        if "requestBody" in about.get("post", {})
+    }
+    assert "/v1/responses" in bodies
+    for path, body in bodies.items():
+        assert (await mesh.http.post(path, json=body)).status_code == 200, path
+
+
+async def test_calls_of_stored_responses_are_told(mesh: Mesh) -> None:
+    paths = (await mesh.http.get("/openapi.json")).json()["paths"]
+    one = "/v1/responses/{response_id}"
+    assert paths[one].keys() == {"get", "delete"}
+    assert paths[f"{one}/cancel"].keys() == {"post"}
+    listing = paths[f"{one}/input_items"]["get"]["parameters"]
+    assert {parameter["name"] for parameter in listing} == {"response_id", "limit", "order", "after"}
+
+
 async def test_what_the_connection_refuses_is_told_of_every_endpoint() -> None:
     for path, answers in RESPONSES.items():
         for status in REFUSALS:

@@ -197,6 +197,18 @@ def tool_checkpoint(folder: Path) -> Path:
     return tokenizers_made.save(tokenizers_made.byte_level(), folder / MODEL, chat_template=template)
 
 
+async def test_developers_are_the_system_of_templates_that_know_none(make_mesh: MeshMaker, tmp_path: Path) -> None:
+    template = "{% for m in messages %}{% if m.role in ('system', 'user') %}{{ m.content }}\n{% endif %}{% endfor %}"
+    items: Any = [{"role": "developer", "content": "Dev."}, {"role": "user", "content": "You."}]
+    for known in ("", "{# developer #}"):
+        folder = tokenizers_made.save(
+            tokenizers_made.byte_level(), tmp_path / (known[3:6] or "old"), chat_template=template + known
+        )
+        mesh = await make_mesh(folder=folder)
+        await respond(mesh, input=items)
+        assert prompts(mesh) == [mesh.ids("You.\n" if known else "Dev.\nYou.\n")]
+
+
 async def test_a_conversation_by_ids_makes_the_prompt_of_the_whole_one(mesh: Mesh) -> None:
     first = await respond(mesh, instructions="One.")
     second = await respond(mesh, previous_response_id=first.id, input="And?")
