@@ -10,7 +10,7 @@ import pytest
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import decode_pb2
 from tests.gateway.conftest import Mesh
-from tests.support.gateway.scripted import CACHED, MODEL, Run
+from tests.support.gateway.scripted import CACHED, MAX_CONTEXT, MODEL, Run
 
 PROMPT = list(range(20, 60))
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
@@ -134,6 +134,14 @@ async def test_token_ids_in_and_out(mesh: Mesh) -> None:
     assert [run.prompt for run in mesh.decodes[0].runs] == [PROMPT] * 2
     assert sorted(start.sampling.seed for start in starts) == [7, 8]
     assert {(start.sampling.temperature, start.sampling.top_k, start.priority) for start in starts} == {(0.5, 0, -3)}
+
+
+async def test_how_long_an_answer_may_be(mesh: Mesh) -> None:
+    """16 tokens as vLLM has it; null: what the context leaves."""
+    for params in ({}, {"max_tokens": None}, {"max_tokens": 7}):
+        await post(mesh, "/inference/v1/generate", GENERATE | {"sampling_params": params})
+    told = [run.start.sampling.max_tokens for run in mesh.decodes[0].runs]
+    assert told == [16, MAX_CONTEXT - len(PROMPT), 7]
 
 
 async def test_token_ids_streamed(mesh: Mesh) -> None:
