@@ -44,7 +44,8 @@ class _Maker:
         return self._rng.choice(makers)()
 
     def scalar(self) -> tuple[dict[str, Any], int]:
-        return self._rng.choice([({"type": "boolean"}, 5), ({"type": "null"}, 4), ({"type": ["boolean", "null"]}, 5)])
+        kinds, most = self._rng.choice((("boolean", 5), ("null", 4), (["boolean", "null"], 5)))
+        return {"type": kinds}, most
 
     def number(self) -> tuple[dict[str, Any], int]:
         low = self._rng.choice((0, 1, -5, -100, self._rng.randint(-9999, 9999)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 import pytest
 
 from kvmesh.services.gateway.text.grammars import json_schema_grammar

@@ -30,8 +30,8 @@ JSON_OPTIONS = {
 """At most one space after a comma and a colon and no other whitespace, so that lengths are bounded by the schema
 alone; no \\uXXXX escapes, so that each name is spelt in one way (`"\\u0061"` would pass as another name than "a")."""
 
-MAX_LOCATED_PARTS = 300
-MAX_LOCATED_COMPILES = 100
+MAX_LOCATED_PARTS = 200
+MAX_LOCATED_COMPILES = 30
 """An error's place is searched in schemas of at most so many subschemas, by at most so many compilations."""
 
 
