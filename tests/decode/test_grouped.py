@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
@@ -215,23 +215,17 @@ BROKEN: list[tuple[Any, str, Callable[..., Any]]] = [
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("owner", "name", "broken"), BROKEN, ids=[broken.__name__ for _, _, broken in BROKEN])
 def test_a_broken_rule_is_found(
     owner: Any, name: str, broken: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, broken)
-    with pytest.raises(Exception):  # noqa: B017  # AssertionError, or a pool's own refusal
-        run_state_machine_as_test(
-            GroupedMesh,
-            settings=settings(
-                SETTINGS,
-                max_examples=400,
-                derandomize=True,
-                database=None,
-                report_multiple_bugs=False,
-                phases=[Phase.generate],
-            ),
-        )
+    chosen = settings(SETTINGS, max_examples=800, database=None, report_multiple_bugs=False, phases=[Phase.generate])
+    # One seed in two or three comes across the rarest of these faults.
+    with pytest.raises(Exception):  # noqa: B017, PT012  # AssertionError, or a pool's own refusal
+        for start in range(12):
+            run_state_machine_as_test(seed(start)(GroupedMesh), settings=chosen)
 
 
 # ── single stories ────────────────────────────────────────────────────────────────────────────────
