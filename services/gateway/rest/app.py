@@ -10,6 +10,7 @@ import swagger_ui_bundle
 from fastapi import FastAPI, Request
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, PlainTextResponse, Response
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
 
@@ -155,6 +156,12 @@ def _state(model: Model) -> dict[str, Any]:
     return {"ready": True} if model.ready else {"ready": False, "not_ready_reason": model.not_ready_reason}
 
 
+def _methods(app: FastAPI, path: str) -> str:
+    """The methods of a path, which may have a route for each; Starlette knows the first route's alone."""
+    routes = [route for route in app.routes if isinstance(route, APIRoute) and route.path_regex.match(path)]
+    return ", ".join(sorted({method for route in routes if route.path == routes[0].path for method in route.methods}))
+
+
 def _add_failures(app: FastAPI) -> None:
     @app.exception_handler(KvmeshError)
     async def named(request: Request, err: KvmeshError) -> Response:
@@ -164,10 +171,10 @@ def _add_failures(app: FastAPI) -> None:
     async def http(request: Request, err: HTTPException) -> Response:
         where = f"{request.method} {brief(request.url.path, 200)}"
         if err.status_code in (404, 405):
-            allowed = (err.headers or {}).get("Allow", "")
+            allowed = _methods(app, request.url.path) if err.status_code == 405 else ""
             why = f"this endpoint takes {allowed}" if allowed else "no such endpoint"
             answer = _failure(NotFound(f"{where}: {why}; see /docs"), err.status_code)
-            answer.headers.update(err.headers or {})
+            answer.headers.update({**(err.headers or {}), **({"Allow": allowed} if allowed else {})})
             return answer
         kind = InvalidRequest if err.status_code < 500 else InternalError
         return _failure(kind(f"{where}: {err.detail}"), err.status_code)

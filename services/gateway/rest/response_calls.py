@@ -52,21 +52,7 @@ def add(app: FastAPI, core: GatewayCore) -> None:
         stored = await core.responses.get(owner.name, response_id)
         return _json(page.of(await core.responses.history(owner.name, stored)))
 
-    @app.get(PATH, summary="A stored response", **common)
-    async def retrieve(request: Request, response_id: str) -> Response:
-        owner = tenant(request)
-        if request.query_params.get("stream", "false").lower() != "false":
-            raise refused("stream", request.query_params["stream"], "stored responses are not streamed")
-        writer = underway(owner, response_id)
-        if writer is not None:
-            return _json(writer.so_far())
-        return _json((await core.responses.get(owner.name, response_id)).response)
-
-    @app.delete(PATH, summary="Forget a response", **common)
-    async def delete(request: Request, response_id: str) -> Response:
-        await core.responses.delete(tenant(request).name, response_id)
-        return _json({"id": response_id, "object": "response", "deleted": True})
-
+    # Before the next ones, whose path matches any tail.
     @app.post(f"{PATH}/cancel", summary="Cancel a response that is under way here", **common)
     async def cancel(request: Request, response_id: str) -> Response:
         owner = tenant(request)
@@ -82,6 +68,21 @@ def add(app: FastAPI, core: GatewayCore) -> None:
             "be cancelled",
             field="response_id",
         )
+
+    @app.get(PATH, summary="A stored response", **common)
+    async def retrieve(request: Request, response_id: str) -> Response:
+        owner = tenant(request)
+        if request.query_params.get("stream", "false").lower() != "false":
+            raise refused("stream", request.query_params["stream"], "stored responses are not streamed")
+        writer = underway(owner, response_id)
+        if writer is not None:
+            return _json(writer.so_far())
+        return _json((await core.responses.get(owner.name, response_id)).response)
+
+    @app.delete(PATH, summary="Forget a response", **common)
+    async def delete(request: Request, response_id: str) -> Response:
+        await core.responses.delete(tenant(request).name, response_id)
+        return _json({"id": response_id, "object": "response", "deleted": True})
 
 
 class _Page:

@@ -45,6 +45,9 @@ async def test_calls_of_stored_responses_are_told(mesh: Mesh) -> None:
     one = "/v1/responses/{response_id}"
     assert paths[one].keys() == {"get", "delete"}
     assert paths[f"{one}/cancel"].keys() == {"post"}
+    for path, methods in ((one, "DELETE, GET"), (f"{one}/cancel", "POST"), (f"{one}/input_items", "GET")):
+        refused = await mesh.http.put(path.replace("{response_id}", "resp_a/b"))
+        assert (refused.status_code, refused.headers["allow"]) == (405, methods), path
     listing = paths[f"{one}/input_items"]["get"]["parameters"]
     assert {parameter["name"] for parameter in listing} == {"response_id", "limit", "order", "after"}
 
