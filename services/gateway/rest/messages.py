@@ -135,7 +135,10 @@ def _result(field: str, block: dict[str, Any]) -> TemplateMessage:
         else:
             texts.append(_text(here, part))
     text = "".join(texts)
-    if block.get("is_error") and not text.lower().startswith("error"):  # templates know no failed results
+    failed = block.get("is_error")
+    if failed is not None and not isinstance(failed, bool):
+        raise refused(f"{field}.is_error", failed, "must be true or false")
+    if failed and not text.lower().startswith("error"):  # templates know no failed results
         text = f"Error: {text}"
     return TemplateMessage("tool", text, tool_call_id=call)
 
@@ -304,14 +307,16 @@ _NAME = {"type": "string", "pattern": r"^[A-Za-z0-9_.:/-]{1,128}$"}
 _TEXT = _block("text", text=_STRING)
 _TEXT_CONTENT = {"anyOf": [_STRING, {"type": "array", "items": _TEXT}]}
 _RESULT = _block("tool_result", tool_use_id=_STRING)
-_RESULT["properties"] |= {"content": _maybe(_TEXT_CONTENT), "is_error": {"type": "boolean"}}
+_RESULT["properties"] |= {"content": _maybe(_TEXT_CONTENT), "is_error": _maybe({"type": "boolean"})}
 _USER_BLOCKS = {"anyOf": [_TEXT, _RESULT]}
+_CALL = _block("tool_use", id=_STRING, name=_NAME)
+_CALL["properties"] |= {"input": {"type": "object"}}
 _ASSISTANT_BLOCKS = {
     "anyOf": [
         _TEXT,
         _block("thinking", thinking=_STRING),
-        _block("redacted_thinking", data=_STRING),
-        _block("tool_use", id=_STRING, name=_NAME, input={"type": "object"}),
+        _block("redacted_thinking"),
+        _CALL,
     ]
 }
 
