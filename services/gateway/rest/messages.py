@@ -34,7 +34,7 @@ from kvmesh.services.gateway.requests import Request
 from kvmesh.services.gateway.rest.bounded_call import Caller, QueryCall
 from kvmesh.services.gateway.rest.chat import MAX_TOOLS, check_tool_name, check_tools, effort_args, read_tool
 from kvmesh.services.gateway.rest.interface import AnswerWriter, Asked, ErrorStyle
-from kvmesh.services.gateway.rest.openai import TEXTS, first_error, told, wrong
+from kvmesh.services.gateway.rest.openai import first_error, told, wrong
 from kvmesh.services.gateway.rest.system_text import VolatileLines
 from kvmesh.services.gateway.text.answers.parsed import CallDelta
 from kvmesh.services.gateway.text.chat import AUTO, NONE, REQUIRED, Chat, TemplateMessage, Tool, ToolCall
@@ -135,7 +135,10 @@ def _result(field: str, block: dict[str, Any]) -> TemplateMessage:
         else:
             texts.append(_text(here, part))
     text = "".join(texts)
-    if block.get("is_error") and not text.lower().startswith("error"):  # templates know no failed results
+    failed = block.get("is_error")
+    if failed is not None and not isinstance(failed, bool):
+        raise refused(f"{field}.is_error", failed, "must be true or false")
+    if failed and not text.lower().startswith("error"):  # templates know no failed results
         text = f"Error: {text}"
     return TemplateMessage("tool", text, tool_call_id=call)
 
@@ -261,6 +264,10 @@ def _read_output(value: Any) -> tuple[str, str]:
     return effort or "", read_format("output_config.format", value.get("format"))
 
 
+def _read_tier(value: Any) -> str | None:
+    return None if value is None else _one_of("service_tier", value, ("auto", "standard_only"))
+
+
 def _read_format(value: Any) -> str:
     return read_format("output_format", value)
 
@@ -287,8 +294,12 @@ def _maybe(schema: dict[str, Any]) -> dict[str, Any]:
     return {"anyOf": [schema, {"type": "null"}]}
 
 
+def _is(value: str) -> dict[str, Any]:
+    return {"enum": [value]}  # OpenAPI 3.0 has no const
+
+
 def _block(kind: str, **properties: Any) -> dict[str, Any]:
-    return _open(["type", *properties], type={"const": kind}, **properties)
+    return _open(["type", *properties], type=_is(kind), **properties)
 
 
 _STRING = {"type": "string"}
@@ -296,20 +307,22 @@ _NAME = {"type": "string", "pattern": r"^[A-Za-z0-9_.:/-]{1,128}$"}
 _TEXT = _block("text", text=_STRING)
 _TEXT_CONTENT = {"anyOf": [_STRING, {"type": "array", "items": _TEXT}]}
 _RESULT = _block("tool_result", tool_use_id=_STRING)
-_RESULT["properties"] |= {"content": _maybe(_TEXT_CONTENT), "is_error": {"type": "boolean"}}
+_RESULT["properties"] |= {"content": _maybe(_TEXT_CONTENT), "is_error": _maybe({"type": "boolean"})}
 _USER_BLOCKS = {"anyOf": [_TEXT, _RESULT]}
+_CALL = _block("tool_use", id=_STRING, name=_NAME)
+_CALL["properties"] |= {"input": {"type": "object"}}
 _ASSISTANT_BLOCKS = {
     "anyOf": [
         _TEXT,
         _block("thinking", thinking=_STRING),
-        _block("redacted_thinking", data=_STRING),
-        _block("tool_use", id=_STRING, name=_NAME, input={"type": "object"}),
+        _block("redacted_thinking"),
+        _CALL,
     ]
 }
 
 
 def _turn(role: str, content: dict[str, Any]) -> dict[str, Any]:
-    return _open(["role", "content"], role={"const": role}, content=content)
+    return _open(["role", "content"], role=_is(role), content=content)
 
 
 _MESSAGES = {
@@ -325,7 +338,7 @@ _MESSAGES = {
 }
 _TOOL = _open(
     ["name", "input_schema"],
-    type={"enum": ["custom"]},
+    type=_maybe(_is("custom")),
     name=_NAME,
     description=_maybe(_STRING),
     input_schema={"type": "object"},
@@ -335,14 +348,15 @@ _SINGLE = {"disable_parallel_tool_use": _maybe({"type": "boolean"})}
 _CHOICE = {
     "anyOf": [
         _open(["type"], type={"enum": ["auto", "any", "none"]}, **_SINGLE),
-        _open(["type", "name"], type={"const": "tool"}, name=_NAME, **_SINGLE),
+        _open(["type", "name"], type=_is("tool"), name=_NAME, **_SINGLE),
     ]
 }
+_STOPS = {"type": "array", "items": {"type": "string", "minLength": 1}}
 _BUDGET = {"type": "integer", "minimum": 1}
 _DISPLAY = _maybe({"enum": [*DISPLAYS]})
 _THINKING = {
     "anyOf": [
-        _open(["type", "budget_tokens"], type={"const": "enabled"}, budget_tokens=_BUDGET, display=_DISPLAY),
+        _open(["type", "budget_tokens"], type=_is("enabled"), budget_tokens=_BUDGET, display=_DISPLAY),
         _open(["type"], type={"enum": [*THINKING[1:]]}, budget_tokens=_maybe(_BUDGET), display=_DISPLAY),
     ]
 }
@@ -487,13 +501,15 @@ def _look_at(body: dict[str, Any], kind: type[BaseModel]) -> None:
 class MessagesRequest(PromptFields, Asked, AnthropicErrors):
     """Body of POST /v1/messages."""
 
-    max_tokens: int
-    stop_sequences: Annotated[list[str] | None, WithJsonSchema(_maybe(TEXTS))] = None
+    max_tokens: Annotated[int, told("Longest answer; what the context leaves bounds it, too", 1, MAX_TOKENS)]
+    stop_sequences: Annotated[list[str] | None, WithJsonSchema(_maybe(_STOPS))] = None
     stream: bool | None = None
     temperature: Annotated[float | None, told("0: always the likeliest token. Default 1", 0, 2)] = None
     top_p: Annotated[float | None, told("Only the likeliest tokens that hold this share. Default 1", 0, 1)] = None
     top_k: Annotated[int | None, told("Only so many of the likeliest tokens; 0: all. Default 0", 0, MAX_TOKENS)] = None
-    service_tier: Annotated[str | None, WithJsonSchema(_maybe({"enum": ["auto", "standard_only"]}))] = None
+    service_tier: Annotated[
+        str | None, PlainValidator(_read_tier), WithJsonSchema(_maybe({"enum": ["auto", "standard_only"]}))
+    ] = None
 
     route: ClassVar[str] = "messages"
 

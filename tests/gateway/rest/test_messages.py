@@ -369,6 +369,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (assistant({"type": "server_tool_use"}), "'server_tool_use': not supported"),
     (result(content=5), "messages.0.content.0.content=5"),
     (result(content=[{"type": "image"}]), "messages.0.content.0.content.0.type='image'"),
+    (result(is_error="no"), "messages.0.content.0.is_error='no'"),
     (result(tool_use_id=None), "messages.0.content.0.tool_use_id=None"),
     ({"system": 5}, "system=5: must be a string or a list"),
     ({"system": [{"type": "image"}]}, "system.0.type='image'"),
