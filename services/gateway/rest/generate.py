@@ -37,7 +37,7 @@ from kvmesh.services.gateway.rest.openai import (
 from kvmesh.services.gateway.text.completion import Delta, TokenLogprob
 
 MAX_ID_CHARS = 128
-DEFAULT_TOKENS = 16  # of vLLM's SamplingParams, too; null asks for what the context leaves
+DEFAULT_TOKENS = 16  # of vLLM's SamplingParams, too
 # Field → values that ask for nothing; null always does.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {"features": (), "kv_transfer_params": (), "ec_transfer_params": ()}
 UNSUPPORTED_PARAMS: Mapping[str, tuple[Any, ...]] = {
@@ -137,7 +137,7 @@ class GenerateTokensRequest(ServiceFields, Asked):
         return Generation(
             model=self.model,
             prompts=(self.token_ids,),
-            max_tokens=params.max_tokens if "max_tokens" in params.model_fields_set else DEFAULT_TOKENS,
+            max_tokens=DEFAULT_TOKENS if params.max_tokens is None else params.max_tokens,
             cache_salt=self.cache_salt or "",
             logprobs=-1 if params.logprobs is None else params.logprobs,
             **params.sampling(),
