@@ -18,7 +18,7 @@ from kvmesh.rpc.protocol import MAX_TOP_LOGPROBS
 from kvmesh.services.gateway.api_keys import Tenant
 from kvmesh.services.gateway.config import GatewayLimits
 from kvmesh.services.gateway.core import GatewayCore
-from kvmesh.services.gateway.generation import Generation, between, brief, refused
+from kvmesh.services.gateway.generation import MAX_TOKENS, Generation, between, brief, refused
 from kvmesh.services.gateway.requests import Request
 from kvmesh.services.gateway.rest.chat import chat_logprobs
 from kvmesh.services.gateway.rest.frames import DONE, FrameOptions, usage_of
@@ -37,7 +37,7 @@ from kvmesh.services.gateway.rest.openai import (
 from kvmesh.services.gateway.text.completion import Delta, TokenLogprob
 
 MAX_ID_CHARS = 128
-DEFAULT_TOKENS = 16  # of vLLM's SamplingParams, too; null asks for what the context leaves
+DEFAULT_TOKENS = 16  # of vLLM's SamplingParams, too
 # Field → values that ask for nothing; null always does.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {"features": (), "kv_transfer_params": (), "ec_transfer_params": ()}
 UNSUPPORTED_PARAMS: Mapping[str, tuple[Any, ...]] = {
@@ -56,9 +56,15 @@ IGNORED_PARAMS = (
 class TokenSamplingParams(SamplingFields):
     """`sampling_params`, as vLLM names them."""
 
+    top_k: Annotated[int | None, told("Only so many of the likeliest tokens; 0 or -1: all", -1, MAX_TOKENS)] = None
     logprobs: Annotated[
         int | None, told("Log-probabilities of sampled tokens and of so many others", 0, MAX_TOP_LOGPROBS)
     ] = None
+
+    def sampling(self) -> dict[str, Any]:
+        """See SamplingFields."""
+        found = super().sampling()
+        return found | {"top_k": 0} if self.top_k == -1 else found
 
 
 def _check_tokens(value: Any) -> list[int]:
@@ -100,8 +106,6 @@ class GenerateTokensRequest(ServiceFields, Asked):
             drop_unsupported(params, UNSUPPORTED_PARAMS, "sampling_params.")
             for name in IGNORED_PARAMS:
                 params.pop(name, None)
-            if params.get("top_k") == -1:  # vLLM's other word for all of them
-                del params["top_k"]
             refuse_unknown(params, TokenSamplingParams, "sampling_params.")
         refuse_unknown(body, cls)
         try:
@@ -137,7 +141,7 @@ class GenerateTokensRequest(ServiceFields, Asked):
         return Generation(
             model=self.model,
             prompts=(self.token_ids,),
-            max_tokens=params.max_tokens if "max_tokens" in params.model_fields_set else DEFAULT_TOKENS,
+            max_tokens=DEFAULT_TOKENS if params.max_tokens is None else params.max_tokens,
             cache_salt=self.cache_salt or "",
             logprobs=-1 if params.logprobs is None else params.logprobs,
             **params.sampling(),

@@ -137,11 +137,11 @@ async def test_token_ids_in_and_out(mesh: Mesh) -> None:
 
 
 async def test_how_long_an_answer_may_be(mesh: Mesh) -> None:
-    """16 tokens as vLLM has it; null: what the context leaves."""
-    for params in ({}, {"max_tokens": None}, {"max_tokens": 7}):
+    """16 tokens where nothing is said, as vLLM's SamplingParams have it; at most what the context leaves."""
+    for params in ({}, {"max_tokens": None}, {"max_tokens": 7}, {"max_tokens": 10**6}):
         await post(mesh, "/inference/v1/generate", GENERATE | {"sampling_params": params})
     told = [run.start.sampling.max_tokens for run in mesh.decodes[0].runs]
-    assert told == [16, MAX_CONTEXT - len(PROMPT), 7]
+    assert told == [16, 16, 7, MAX_CONTEXT - len(PROMPT)]
 
 
 async def test_token_ids_streamed(mesh: Mesh) -> None:
