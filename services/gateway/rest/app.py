@@ -159,8 +159,9 @@ def _state(model: Model) -> dict[str, Any]:
 def _methods(app: FastAPI, path: str) -> str:
     """The methods of a path, which may have a route for each; Starlette knows the first route's alone."""
     routes = [route for route in app.routes if isinstance(route, APIRoute) and route.path_regex.match(path)]
-    same = [route for route in routes if route.path == routes[0].path]
-    return ", ".join(sorted({method for route in same for method in route.methods or ()}))
+    return ", ".join(
+        sorted({method for route in routes if route.path == routes[0].path for method in route.methods or ()})
+    )
 
 
 def _add_failures(app: FastAPI) -> None:

@@ -327,7 +327,7 @@ class ChatRequest(OpenAIFields):
         ).check(limits)
 
     def writer(self, request: Request, *, timings: bool) -> AnswerWriter:
-        """See Asked."""
+        """See InterfaceBody."""
         reasoning = self.include_reasoning is not False
         return ChatWriter(request, self.frame_options(timings), reasoning=reasoning)
 

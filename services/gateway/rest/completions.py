@@ -81,7 +81,7 @@ class CompletionRequest(OpenAIFields):
         ).check(limits)
 
     def writer(self, request: Request, *, timings: bool) -> AnswerWriter:
-        """See Asked."""
+        """See InterfaceBody."""
         return CompletionWriter(request, self.frame_options(timings))
 
 

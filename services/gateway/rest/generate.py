@@ -22,7 +22,7 @@ from kvmesh.services.gateway.generation import MAX_TOKENS, Generation, between, 
 from kvmesh.services.gateway.requests import Request
 from kvmesh.services.gateway.rest.chat import chat_logprobs
 from kvmesh.services.gateway.rest.frames import DONE, FrameOptions, usage_of
-from kvmesh.services.gateway.rest.interface import AnswerWriter, Asked
+from kvmesh.services.gateway.rest.interface import AnswerWriter, InterfaceBody
 from kvmesh.services.gateway.rest.openai import (
     SamplingFields,
     ServiceFields,
@@ -74,7 +74,7 @@ def _check_tokens(value: Any) -> list[int]:
     return value
 
 
-class GenerateTokensRequest(ServiceFields, Asked):
+class GenerateTokensRequest(ServiceFields, InterfaceBody):
     """Body of POST /inference/v1/generate."""
 
     token_ids: Annotated[
@@ -95,7 +95,7 @@ class GenerateTokensRequest(ServiceFields, Asked):
 
     @classmethod
     def read(cls, body: Any, limits: GatewayLimits) -> Self:
-        """See Asked."""
+        """See InterfaceBody."""
         if not isinstance(body, dict):
             raise InvalidRequest("body: must be a JSON object", field="body")
         drop_unsupported(body, UNSUPPORTED)
@@ -120,12 +120,12 @@ class GenerateTokensRequest(ServiceFields, Asked):
 
     @property
     def streams(self) -> bool:
-        """See Asked."""
+        """See InterfaceBody."""
         return bool(self.stream)
 
     @property
     def tells_token_ids(self) -> bool:
-        """See Asked."""
+        """See InterfaceBody."""
         return True
 
     async def resolve(self, core: GatewayCore, tenant: Tenant) -> None:
@@ -134,7 +134,7 @@ class GenerateTokensRequest(ServiceFields, Asked):
             self.model = core.models.only(tenant).name
 
     def generation(self, limits: GatewayLimits) -> Generation:
-        """See Asked."""
+        """See InterfaceBody."""
         params = self.sampling_params
         between("sampling_params.logprobs", params.logprobs, 0, MAX_TOP_LOGPROBS)
         assert self.model is not None, "resolved"
@@ -149,7 +149,7 @@ class GenerateTokensRequest(ServiceFields, Asked):
         ).check(limits)
 
     def writer(self, request: Request, *, timings: bool) -> AnswerWriter:
-        """See Asked."""
+        """See InterfaceBody."""
         options = self.stream_options or StreamOptions()
         told_too = FrameOptions(
             include_usage=bool(options.include_usage),

@@ -55,7 +55,7 @@ class ErrorStyle:
         return error_event(err)
 
 
-class Asked(ErrorStyle):
+class InterfaceBody(ErrorStyle):
     """The body of a request of one interface. What is here serves interfaces without memory."""
 
     route: ClassVar[str]

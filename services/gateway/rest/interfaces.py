@@ -10,12 +10,12 @@ from kvmesh.services.gateway.rest.bounded_call import QueryCall
 from kvmesh.services.gateway.rest.chat import ChatRequest
 from kvmesh.services.gateway.rest.completions import CompletionRequest
 from kvmesh.services.gateway.rest.generate import GenerateTokensRequest
-from kvmesh.services.gateway.rest.interface import Asked
+from kvmesh.services.gateway.rest.interface import InterfaceBody
 from kvmesh.services.gateway.rest.messages import CountTokens, MessagesRequest
 from kvmesh.services.gateway.rest.responses import ResponseRequest
 from kvmesh.services.gateway.rest.tokenize import DetokenizeCall, TokenizeCall
 
-INTERFACES: Mapping[str, type[Asked]] = {
+INTERFACES: Mapping[str, type[InterfaceBody]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
     "/v1/messages": MessagesRequest,

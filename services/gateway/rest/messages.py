@@ -33,7 +33,7 @@ from kvmesh.services.gateway.request_memory import prompts_bytes
 from kvmesh.services.gateway.requests import Request
 from kvmesh.services.gateway.rest.bounded_call import Caller, QueryCall
 from kvmesh.services.gateway.rest.chat import MAX_TOOLS, check_tool_name, check_tools, effort_args, read_tool
-from kvmesh.services.gateway.rest.interface import AnswerWriter, Asked, ErrorStyle
+from kvmesh.services.gateway.rest.interface import AnswerWriter, ErrorStyle, InterfaceBody
 from kvmesh.services.gateway.rest.openai import first_error, told, wrong
 from kvmesh.services.gateway.rest.system_text import VolatileLines
 from kvmesh.services.gateway.text.answers.parsed import CallDelta
@@ -451,7 +451,7 @@ class PromptFields(BaseModel):
             raise first_error(err) from None
 
     async def resolve(self, core: GatewayCore, tenant: Tenant) -> None:
-        """See Asked."""
+        """See InterfaceBody."""
         self._volatile = core.config.volatile_lines
 
     def chat(self) -> Chat:
@@ -498,7 +498,7 @@ def _look_at(body: dict[str, Any], kind: type[BaseModel]) -> None:
             raise refused(name, body[name], f"unknown field; is {meant[0]} meant?")
 
 
-class MessagesRequest(PromptFields, Asked, AnthropicErrors):
+class MessagesRequest(PromptFields, InterfaceBody, AnthropicErrors):
     """Body of POST /v1/messages."""
 
     max_tokens: Annotated[int, told("Longest answer; what the context leaves bounds it, too", 1, MAX_TOKENS)]
@@ -515,11 +515,11 @@ class MessagesRequest(PromptFields, Asked, AnthropicErrors):
 
     @property
     def streams(self) -> bool:
-        """See Asked."""
+        """See InterfaceBody."""
         return bool(self.stream)
 
     def generation(self, limits: GatewayLimits) -> Generation:
-        """See Asked."""
+        """See InterfaceBody."""
         between("max_tokens", self.max_tokens, 1, MAX_TOKENS)
         stops = tuple(self.stop_sequences or ())
         check_stops(stops, limits, "stop_sequences")
@@ -540,7 +540,7 @@ class MessagesRequest(PromptFields, Asked, AnthropicErrors):
         ).check(limits)
 
     def writer(self, request: Request, *, timings: bool) -> AnswerWriter:
-        """See Asked."""
+        """See InterfaceBody."""
         return MessageWriter(request, timings=timings, thinking=self.thinking[1])
 
 

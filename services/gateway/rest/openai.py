@@ -34,7 +34,7 @@ from kvmesh.services.gateway.generation import (
     refused,
 )
 from kvmesh.services.gateway.rest.frames import FrameOptions
-from kvmesh.services.gateway.rest.interface import Asked
+from kvmesh.services.gateway.rest.interface import InterfaceBody
 from kvmesh.services.gateway.text.grammars.asked import AskedForm, asked_form
 
 # Fields of OpenAI's bodies that say how a request is to be served, not what: its SLO, its lane, what it belongs to.
@@ -289,7 +289,7 @@ class SamplingFields(Strict):
         return {**given, **fixed, "ignore_eos": bool(self.ignore_eos)}
 
 
-class OpenAIFields(SamplingFields, ServiceFields, Asked):
+class OpenAIFields(SamplingFields, ServiceFields, InterfaceBody):
     """What bodies of chats and completions have in common; cache_salt keeps the KV cache from others."""
 
     model: str
@@ -334,12 +334,12 @@ class OpenAIFields(SamplingFields, ServiceFields, Asked):
 
     @property
     def streams(self) -> bool:
-        """See Asked."""
+        """See InterfaceBody."""
         return bool(self.stream)
 
     @property
     def tells_token_ids(self) -> bool:
-        """See Asked."""
+        """See InterfaceBody."""
         return bool(self.return_token_ids)
 
     def frame_options(self, timings: bool) -> FrameOptions:

@@ -16,32 +16,34 @@ from kvmesh.services.gateway.requests import Request
 from kvmesh.services.gateway.rest import serving_headers
 from kvmesh.services.gateway.rest.bounded_call import BoundedCall, Caller
 from kvmesh.services.gateway.rest.http import EVENTS, JSON, Receive, Send, gone, send_body
-from kvmesh.services.gateway.rest.interface import AnswerWriter, Asked
+from kvmesh.services.gateway.rest.interface import AnswerWriter, InterfaceBody
 
 log = logging.getLogger(__name__)
 
-Answering = Callable[[Request, Asked, AnswerWriter, Send], Awaitable[None]]
+Answering = Callable[[Request, InterfaceBody, AnswerWriter, Send], Awaitable[None]]
 
 
-class Reply(BoundedCall[tuple[Asked, Generation]]):
+class Reply(BoundedCall[tuple[InterfaceBody, Generation]]):
     """One call of an interface, whose bodies are of `kind`."""
 
-    def __init__(self, core: GatewayCore, kind: type[Asked]) -> None:
+    def __init__(self, core: GatewayCore, kind: type[InterfaceBody]) -> None:
         super().__init__(core, kind.route, kind)
         self._kind = kind
 
-    async def read(self, body: Any, caller: Caller) -> tuple[Asked, Generation]:
+    async def read(self, body: Any, caller: Caller) -> tuple[InterfaceBody, Generation]:
         """See BoundedCall."""
         limits = self.core.config.limits
         asked = self._kind.read(body, limits)
         await asked.resolve(self.core, caller.tenant)
         return asked, serving_headers.joined(asked.generation(limits), caller.told.wishes)
 
-    def kept_bytes(self, read: tuple[Asked, Generation]) -> int:
+    def kept_bytes(self, read: tuple[InterfaceBody, Generation]) -> int:
         """See BoundedCall."""
         return prompts_bytes(read[1].prompts)
 
-    async def answer(self, read: tuple[Asked, Generation], caller: Caller, receive: Receive, send: Send) -> None:
+    async def answer(
+        self, read: tuple[InterfaceBody, Generation], caller: Caller, receive: Receive, send: Send
+    ) -> None:
         """See BoundedCall."""
         (asked, wanted), told = read, caller.told
         if told.timeout_s is not None:
@@ -82,14 +84,18 @@ class Reply(BoundedCall[tuple[Asked, Generation]]):
             ended = True
             watching.cancel()
 
-    async def _guarded(self, answer: Answering, request: Request, asked: Asked, timings: bool, send: Send) -> None:
+    async def _guarded(
+        self, answer: Answering, request: Request, asked: InterfaceBody, timings: bool, send: Send
+    ) -> None:
         try:
             async with request.guard():
                 await self._answer(answer, request, asked, timings, send)
         except TimeoutError:
             log.warning("request %s: the client takes nothing, given up after the deadline", request.request_id)
 
-    async def _answer(self, answer: Answering, request: Request, asked: Asked, timings: bool, send: Send) -> None:
+    async def _answer(
+        self, answer: Answering, request: Request, asked: InterfaceBody, timings: bool, send: Send
+    ) -> None:
         writer = asked.writer(request, timings=timings)
         try:
             async with request:
@@ -107,7 +113,7 @@ class Reply(BoundedCall[tuple[Asked, Generation]]):
             else:
                 await send_body(send, 200, [*JSON, *self.own_headers], words)
 
-    async def _whole(self, request: Request, asked: Asked, writer: AnswerWriter, send: Send) -> None:
+    async def _whole(self, request: Request, asked: InterfaceBody, writer: AnswerWriter, send: Send) -> None:
         async for _ in request:
             raise AssertionError("a request that is not streamed has no steps")
         request.account.wrote()
@@ -115,7 +121,7 @@ class Reply(BoundedCall[tuple[Asked, Generation]]):
         await asked.ended(request, writer, None)
         await send_body(send, 200, [*JSON, *self.own_headers], body)
 
-    async def _stream(self, request: Request, asked: Asked, writer: AnswerWriter, send: Send) -> None:
+    async def _stream(self, request: Request, asked: InterfaceBody, writer: AnswerWriter, send: Send) -> None:
         async for step in request:
             if not self.streaming:
                 self.streaming = True

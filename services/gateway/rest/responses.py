@@ -26,7 +26,7 @@ from kvmesh.services.gateway.generation import (
 from kvmesh.services.gateway.request_memory import WORK_TIMEOUT_S
 from kvmesh.services.gateway.requests import Request
 from kvmesh.services.gateway.rest.chat import EFFORTS, effort_args
-from kvmesh.services.gateway.rest.interface import AnswerWriter, Asked
+from kvmesh.services.gateway.rest.interface import AnswerWriter, InterfaceBody
 from kvmesh.services.gateway.rest.openai import (
     ServiceFields,
     drop_unsupported,
@@ -214,7 +214,7 @@ _METADATA_SCHEMA = {
 }
 
 
-class ResponseRequest(ServiceFields, Asked):
+class ResponseRequest(ServiceFields, InterfaceBody):
     """Body of POST /v1/responses. The parameters of sampling that OpenAI has for chats alone are taken here, too, and
     kvmesh's own as in chats."""
 
@@ -284,7 +284,7 @@ class ResponseRequest(ServiceFields, Asked):
 
     @classmethod
     def read(cls, body: Any, limits: GatewayLimits) -> Self:
-        """See Asked."""
+        """See InterfaceBody."""
         if not isinstance(body, dict):
             raise InvalidRequest("body: must be a JSON object", field="body")
         drop_unsupported(body, UNSUPPORTED_IN_RESPONSES)
@@ -296,7 +296,7 @@ class ResponseRequest(ServiceFields, Asked):
 
     @property
     def streams(self) -> bool:
-        """See Asked."""
+        """See InterfaceBody."""
         return bool(self.stream)
 
     # ── what came before ──────────────────────────────────────────────────────────────────────────
@@ -357,7 +357,7 @@ class ResponseRequest(ServiceFields, Asked):
     # ── the request in the gateway's terms ────────────────────────────────────────────────────────
 
     def generation(self, limits: GatewayLimits) -> Generation:
-        """See Asked."""
+        """See InterfaceBody."""
         between("max_output_tokens", self.max_output_tokens, 1, MAX_TOKENS)
         between("max_tool_calls", self.max_tool_calls, 0, MAX_TOKENS)
         between("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
@@ -403,7 +403,7 @@ class ResponseRequest(ServiceFields, Asked):
     # ── answers ───────────────────────────────────────────────────────────────────────────────────
 
     def writer(self, request: Request, *, timings: bool) -> AnswerWriter:
-        """See Asked."""
+        """See InterfaceBody."""
         sealed = SEALED_REASONING in self.include
         writer = ResponseWriter(request, self._head(), self.tools, sealed=sealed, timings=timings)
         request.core.responses.underway[request.tenant.name, writer.response_id] = writer
@@ -453,7 +453,7 @@ class ResponseRequest(ServiceFields, Asked):
         )
 
     def last_words(self, writer: AnswerWriter, err: KvmeshError, *, begun: bool) -> bytes | None:
-        """See Asked: a stream ends with the failed response; one that was cancelled is told with what had come."""
+        """See InterfaceBody: a stream ends with the failed response; one that was cancelled is told with what had come."""
         assert isinstance(writer, ResponseWriter), "made by writer()"
         if begun:
             writer.fail(err)
