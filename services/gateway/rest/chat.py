@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import orjson
@@ -24,6 +24,7 @@ from kvmesh.services.gateway.text.completion import STOP, Delta, TokenLogprob
 ROLES = ("system", "developer", "user", "assistant", "tool")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 MAX_TOOLS = 256
+_MAX_DEPTH = 64
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 # What templates are given anyway; a client must not replace it.
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now", "raise_exception")
@@ -61,11 +62,28 @@ def _check_role(value: Any) -> str:
     return str(value)
 
 
+def check_depth(field: str, value: Any) -> None:
+    """Raises InvalidRequest for a JSON value nested so deeply that templates could not walk it."""
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [part for one in level for part in _parts(one)]
+        if not level:
+            return
+    raise InvalidRequest(f"{field}: nested deeper than {_MAX_DEPTH} levels", field=field)
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
 def read_arguments(field: str, text: Any) -> str:
     """Returns a call's arguments, a JSON object as text; "" and null are an empty one. Raises InvalidRequest."""
     if text in ("", None):
         return "{}"
     if isinstance(text, dict):
+        check_depth(field, text)
         return orjson.dumps(text).decode()
     try:
         found = orjson.loads(text) if isinstance(text, str) else None
@@ -73,6 +91,7 @@ def read_arguments(field: str, text: Any) -> str:
         found = None
     if not isinstance(found, dict):
         raise refused(field, text, "must be a JSON object as text")
+    check_depth(field, found)
     return str(text)
 
 
@@ -82,6 +101,7 @@ def read_tool(field: str, function: Mapping[str, Any]) -> Tool:
     check_tool_name(f"{field}.name", name)
     if parameters is not None and not isinstance(parameters, dict):
         raise refused(f"{field}.parameters", parameters, "must be a JSON Schema, an object")
+    check_depth(f"{field}.parameters", parameters)
     description = function.get("description")
     if description is not None and not isinstance(description, str):
         raise refused(f"{field}.description", description, "must be a string")
@@ -187,6 +207,7 @@ def _check_variables(value: Any) -> dict[str, Any]:
     for name in value:
         if name in OWN_VARIABLES or name.endswith("_token"):
             raise refused(f"chat_template_kwargs.{name}", value[name], "is not for clients to set")
+    check_depth("chat_template_kwargs", value)
     return value
 
 

@@ -32,13 +32,21 @@ from kvmesh.services.gateway.generation import MAX_TOKENS, Generation, between, 
 from kvmesh.services.gateway.request_memory import prompts_bytes
 from kvmesh.services.gateway.requests import Request
 from kvmesh.services.gateway.rest.bounded_call import Caller, QueryCall
-from kvmesh.services.gateway.rest.chat import MAX_TOOLS, check_tool_name, check_tools, effort_args, read_tool
+from kvmesh.services.gateway.rest.chat import (
+    MAX_TOOLS,
+    check_depth,
+    check_tool_name,
+    check_tools,
+    effort_args,
+    read_tool,
+)
 from kvmesh.services.gateway.rest.interface import AnswerWriter, ErrorStyle, InterfaceBody
 from kvmesh.services.gateway.rest.openai import first_error, told, wrong
 from kvmesh.services.gateway.rest.system_text import VolatileLines
 from kvmesh.services.gateway.text.answers.parsed import CallDelta
 from kvmesh.services.gateway.text.chat import AUTO, NONE, REQUIRED, Chat, TemplateMessage, Tool, ToolCall
 from kvmesh.services.gateway.text.completion import LENGTH, Delta
+from kvmesh.services.gateway.text.grammars.asked import AskedForm
 
 ROLES = ("user", "assistant", "system")
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
@@ -56,7 +64,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "container": (), "mcp_servers": ([],), "compaction": (), "thread": (), "inference_geo": ("global",),
 }  # fmt: skip
 _MAX_UNKNOWN = 32
-_MAX_DEPTH = 64
 
 # ── bodies ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -106,22 +113,6 @@ def _text(field: str, block: dict[str, Any]) -> str:
     if block["type"] != "text":
         raise refused(f"{field}.type", block["type"], "not supported by kvmesh; only text is")
     return _string(f"{field}.text", block.get("text"))
-
-
-def check_depth(field: str, value: Any) -> None:
-    """Raises InvalidRequest for a JSON value nested so deeply that templates could not walk it."""
-    level = [value]
-    for _ in range(_MAX_DEPTH):
-        level = [part for one in level for part in _parts(one)]
-        if not level:
-            return
-    raise InvalidRequest(f"{field}: nested deeper than {_MAX_DEPTH} levels", field=field)
-
-
-def _parts(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
 
 
 def _result(field: str, block: dict[str, Any]) -> TemplateMessage:
@@ -254,10 +245,10 @@ def _read_thinking(value: Any) -> tuple[str, bool]:
     return kind, display != "omitted"
 
 
-def _read_output(value: Any) -> tuple[str, str]:
-    """(effort or "", grammar or "")."""
+def _read_output(value: Any) -> tuple[str, AskedForm | None]:
+    """(effort or "", form of the answer or None)."""
     if value is None:
-        return "", ""
+        return "", None
     effort = _object("output_config", value).get("effort")
     if effort is not None:
         _one_of("output_config.effort", effort, EFFORTS)
@@ -268,15 +259,18 @@ def _read_tier(value: Any) -> str | None:
     return None if value is None else _one_of("service_tier", value, ("auto", "standard_only"))
 
 
-def _read_format(value: Any) -> str:
+def _read_format(value: Any) -> AskedForm | None:
     return read_format("output_format", value)
 
 
-def read_format(field: str, value: Any) -> str:
-    """Returns the grammar of a format that the answer must have, "" for none. Raises InvalidRequest."""
+def read_format(field: str, value: Any) -> AskedForm | None:
+    """Returns the form that the answer must have, None for any text. Raises InvalidRequest."""
     if value is None:
-        return ""
-    raise refused(field, value, "not supported by kvmesh")
+        return None
+    _one_of(f"{field}.type", _object(field, value).get("type"), ("json_schema",))
+    if value.get("schema") is None:
+        raise InvalidRequest(f"{field}.schema: required and missing", field=f"{field}.schema")
+    return AskedForm("json_schema", value["schema"], f"{field}.schema", True)
 
 
 def _thinking_args(kind: str) -> dict[str, Any]:
@@ -292,6 +286,15 @@ def _open(required: Sequence[str], **properties: Any) -> dict[str, Any]:
 
 def _maybe(schema: dict[str, Any]) -> dict[str, Any]:
     return {"anyOf": [schema, {"type": "null"}]}
+
+
+_FORMAT = _maybe(
+    {
+        "type": "object",
+        "properties": {"type": {"enum": ["json_schema"]}, "schema": {"type": "object"}},
+        "required": ["type", "schema"],
+    }
+)
 
 
 def _is(value: str) -> dict[str, Any]:
@@ -428,11 +431,11 @@ class PromptFields(BaseModel):
         Field(description="enabled and disabled are told to templates that know the matter; else the model's default"),
     ] = ("", True)
     output_config: Annotated[
-        tuple[str, str],
+        tuple[str, AskedForm | None],
         PlainValidator(_read_output),
-        WithJsonSchema(_maybe(_open([], effort=_maybe({"enum": [*EFFORTS]}), format={"type": "null"}))),
-    ] = ("", "")
-    output_format: Annotated[str, PlainValidator(_read_format), WithJsonSchema({"type": "null"})] = ""
+        WithJsonSchema(_maybe(_open([], effort=_maybe({"enum": [*EFFORTS]}), format=_FORMAT))),
+    ] = ("", None)
+    output_format: Annotated[AskedForm | None, PlainValidator(_read_format), WithJsonSchema(_FORMAT)] = None
 
     _volatile: VolatileLines = PrivateAttr(default_factory=VolatileLines)
 
@@ -535,7 +538,7 @@ class MessagesRequest(PromptFields, InterfaceBody, AnthropicErrors):
             parsed=True,
             max_tokens=self.max_tokens,
             stops=stops,
-            grammar=self.output_config[1] or self.output_format,
+            form=self.output_config[1] or self.output_format,
             **{name: value for name, value in given.items() if value is not None},
         ).check(limits)
 

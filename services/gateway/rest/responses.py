@@ -453,7 +453,8 @@ class ResponseRequest(ServiceFields, InterfaceBody):
         )
 
     def last_words(self, writer: AnswerWriter, err: KvmeshError, *, begun: bool) -> bytes | None:
-        """See InterfaceBody: a stream ends with the failed response; one that was cancelled is told with what had come."""
+        """See InterfaceBody: a stream ends with the failed response; one that was cancelled is told with what had
+        come."""
         assert isinstance(writer, ResponseWriter), "made by writer()"
         if begun:
             writer.fail(err)

@@ -26,6 +26,9 @@ def call(**fields: Any) -> dict[str, Any]:
 
 
 CALL = call()
+DEEP: dict[str, Any] = {}
+for _ in range(500):
+    DEEP = {"a": DEEP}
 
 
 def tool(**fields: Any) -> dict[str, Any]:
@@ -108,6 +111,8 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [tool(description=1)]}, "tools.0.function.description", "must be a string"),
     ({"tools": [tool(strict="yes")]}, "tools.0.function.strict", "must be true or false"),
     ({"tools": [tool(colour=1)]}, "tools.0.function.colour", "unknown field"),
+    ({"tools": [tool(parameters=DEEP)]}, "tools.0.function.parameters", "nested deeper than"),
+    ({"chat_template_kwargs": DEEP}, "chat_template_kwargs", "nested deeper than"),
     ({"tools": [tool()] * 2}, "tools", "two tools have this name"),
     ({"tools": [tool()] * 257}, "tools", "at most 256"),
     ({"tool_choice": "required"}, "tool_choice", "there are no tools"),

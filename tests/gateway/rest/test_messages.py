@@ -326,6 +326,7 @@ HARMLESS: list[dict[str, Any]] = [
     {"inference_geo": "global"},
     {"output_config": {"effort": "xhigh", "format": None}},
     {"output_format": None},
+    {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object", "properties": {}}}}},
     {"tools": []},
     {
         "tools": [
@@ -385,7 +386,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"thinking": {"type": "enabled", "budget_tokens": "9"}}, "thinking.budget_tokens='9'"),
     ({"thinking": {"type": "deep"}}, "thinking.type='deep'"),
     ({"output_config": {"effort": "huge"}}, "output_config.effort='huge'"),
-    ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config.format"),
+    ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema: required"),
+    ({"output_config": {"format": {"type": "xml", "schema": {}}}}, "output_config.format.type='xml'"),
+    ({"output_format": {"type": "json_schema", "schema": {"not": {}}}}, "output_format.schema#/not"),
     ({"stop_sequences": [""]}, "stop_sequences='': a stop must"),
     ({"stop_sequences": ["x"] * 100_000}, "stop_sequences"),
     ({"stop_sequences": [HUGE]}, "at most 256 characters"),
