@@ -25,7 +25,7 @@ def test_the_pages_hold_what_they_are_for(pages: dict[str, str]) -> None:
     assert "| `--coupled-tp N` |" in pages["reference/cli.md"] and "## kvmesh explain" in pages["reference/cli.md"]
     assert "| `metrics_port` | `0` |" in pages["reference/config.md"]
     assert "| `kvmesh_gateway_ttft_seconds` | histogram |" in pages["reference/metrics.md"]
-    for text in ("`POST /v1/chat/completions`", "| `tools` | `[]` |", "`put_many("):
+    for text in ("`POST /v1/chat/completions`", "| `functions` | `[]` |", "`put_many("):
         assert text in pages["reference/api.md"], text
     assert "| `Overloaded` | `overloaded` | 429 | RESOURCE_EXHAUSTED | yes |" in pages["reference/api.md"]
     assert "(0001-end-mark-after-acknowledgement.md)" in pages["adr/index.md"]

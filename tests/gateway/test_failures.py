@@ -72,6 +72,7 @@ async def test_a_client_that_leaves_a_stream_cancels_every_choice(mesh: Mesh) ->
     mesh.decodes[0].script = dribble(mesh, 2)
     async with mesh.http.stream("POST", URL, json=CHAT | {"stream": True, "n": 3}) as response:
         async for _ in response.aiter_lines():
+            await seen(lambda: len(mesh.decodes[0].runs) == 3)
             break
     await cancelled(mesh, 3)
     assert {run.cancel_reason for run in mesh.decodes[0].runs} == {"the client went away"}

@@ -51,7 +51,7 @@ class GrammarBuilder:
         return json.dumps(text, ensure_ascii=False)
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        return f"%json {json.dumps(schema, ensure_ascii=False)}"
+        return f"%json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS}, ensure_ascii=False)}"
 
     def rule(self, name: str, body: str, *, options: str = "") -> str:
         """Adds a rule and returns its name."""
@@ -157,7 +157,7 @@ def _sequence(builder: GrammarBuilder, parts: Sequence[str]) -> str:
 
 def arguments_schema(tool: ToolSpec) -> dict[str, Any]:
     """Returns the schema of a tool's arguments, which are an object whatever it says."""
-    schema = {**tool.parameters, "x-guidance": JSON_OPTIONS}
+    schema = {key: value for key, value in tool.parameters.items() if key != "x-guidance"}
     if schema.setdefault("type", "object") != "object":
         raise InvalidRequest.of("tools", tool.name, 'its parameters are not of type "object"')
     return schema
