@@ -127,8 +127,9 @@ class MasterMap(BlockMap):
                 self._remove(store, some)
                 gone.setdefault(store.store_id, []).extend(some)
                 left ^= low
-        # A store with several groups of a key has lost one key.
-        return {name: list(dict.fromkeys(lost)) for name, lost in gone.items()} if self._further else gone
+        # A store with several groups of a key has lost one key; so has one that was dropped, until its slots are swept.
+        several = self._further or self._retired
+        return {name: list(dict.fromkeys(lost)) for name, lost in gone.items()} if several else gone
 
     def forget_prefix(self, prefix: bytes) -> None:
         """Forgets all keys that begin with `prefix`, as `forget` does. Some keys are cleared at once, the others by

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvmesh.kvcache.announce import Announcement, Announcer
@@ -86,8 +86,15 @@ steps = st.lists(
 )
 
 
+# A store of two groups that was dropped and is not swept has lost a forgotten key once.
+DROPPED: list[object] = [
+    Announcement("a", 1, 1, tuple(KEYS[:5]), snapshot=True, groups=b"\3\1\1\1\1"), ("a", None), [KEYS[0]]
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("made", [BlockMap, WalkedMap, MasterMap])
 @settings(max_examples=150)
+@example(steps=DROPPED)
 @given(steps=steps)
 def test_equals_a_set_of_store_key_and_group_after_every_step(made: type[BlockMap], steps: list[object]) -> None:
     plain, tested = PlainBlockMap(), made()
