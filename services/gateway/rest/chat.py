@@ -223,8 +223,8 @@ _FUNCTION_NAME = {"type": "string", "pattern": f"^{TOOL_NAME.pattern}$"}
 def _functional(function: dict[str, Any], *required: str) -> dict[str, Any]:
     """The schema of {"type": "function", "function": ...}."""
     inner = {"type": "object", "properties": function, "required": list(required), "additionalProperties": False}
-    outer = {"type": {"const": "function"}, "function": inner}
-    return {"type": "object", "properties": outer, "required": ["type", "function"]}
+    outer = {"type": {"enum": ["function"]}, "function": inner}
+    return {"type": "object", "properties": outer, "required": ["function"]}
 
 
 _TOOL = _functional(

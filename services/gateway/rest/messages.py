@@ -270,6 +270,7 @@ def read_format(field: str, value: Any) -> AskedForm | None:
     _one_of(f"{field}.type", _object(field, value).get("type"), ("json_schema",))
     if value.get("schema") is None:
         raise InvalidRequest(f"{field}.schema: required and missing", field=f"{field}.schema")
+    _object(f"{field}.schema", value["schema"])
     return AskedForm("json_schema", value["schema"], f"{field}.schema", True)
 
 

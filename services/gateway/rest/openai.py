@@ -274,7 +274,6 @@ class SamplingFields(Strict):
         PlainValidator(_check_stop),
         WithJsonSchema({"anyOf": [{"type": "string"}, TEXTS, {"type": "null"}]}),
     ] = ()
-    response_format: Annotated[AskedForm | None, PlainValidator(lambda form: form), WithJsonSchema(_FORM)] = None
     n: int | None = None
     ignore_eos: bool | None = None
 
@@ -293,6 +292,7 @@ class OpenAIFields(SamplingFields, ServiceFields, InterfaceBody):
     """What bodies of chats and completions have in common; cache_salt keeps the KV cache from others."""
 
     model: str
+    response_format: Annotated[AskedForm | None, PlainValidator(lambda form: form), WithJsonSchema(_FORM)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: str | None = None
