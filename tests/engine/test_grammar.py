@@ -16,6 +16,7 @@ import pytest
 import torch
 from llguidance import LLMatcher, LLTokenizer
 
+from kvmesh import grammar_limits
 from kvmesh.engine.batch import DecodeBatch, SampleParams
 from kvmesh.engine.runner import DecodeInput, PrefillInput
 from kvmesh.engine.sampler import Sampler
@@ -152,7 +153,7 @@ def test_what_does_not_compile_is_an_invalid_request(text: str, why: str, compil
 
 
 def test_a_grammar_that_is_too_large_is_an_invalid_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_module, "GRAMMAR_SYMBOLS", 10)
+    monkeypatch.setattr(grammar_limits, "GRAMMAR_SYMBOLS", 10)
     with pytest.raises(InvalidRequest, match="grammar: "):
         GrammarCompiler(folder, VOCAB, EOS).compile(ANY_JSON).result(20)
 
@@ -264,7 +265,7 @@ def test_a_grammar_that_fails_ends_its_row_alone(way: str, compiler: GrammarComp
 
 
 def test_a_limit_that_is_reached_is_named(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_module, "STEP_ITEMS", 3)
+    monkeypatch.setattr(grammar_limits, "STEP_ITEMS", 3)
     text = LLMatcher.grammar_from_lark('start: (a | b)*\na: "x" start?\nb: "x" "y"? start?')
     [token] = Sampler().sample(torch.randn(1, VOCAB), [SampleParams(grammar=compiler.begin(text, ()))])
     assert token.token_id == -1 and "grammar: " in token.fault

@@ -22,18 +22,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmesh.errors import GrammarFailed, InvalidRequest
+from kvmesh.grammar_limits import parser_limits
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
 Mask = npt.NDArray[np.int32]
 WORD_BITS = 32
-# What one grammar may cost: llguidance counts work, not time, so every rank that has the same grammar and the same
-# tokens gives up at the same place. On one core of 2026 these amount to about 100 ms of compiling, 10 ms a token.
-INITIAL_FUEL, STEP_FUEL = 2_000_000, 150_000  # of the lexer
-STEP_ITEMS, ROW_ITEMS = 40_000, 2_000  # of the parser
-LEXER_STATES = 100_000  # 1 to 2 kB each
-GRAMMAR_SYMBOLS = 200_000
 KEPT_GRAMMARS, KEPT_BYTES = 256, 32 << 20  # that one process keeps compiled, and of their texts
 COMPILERS = 2  # threads
 SHOWN_CHARS = 300  # of llguidance's words in an error
@@ -42,21 +37,6 @@ SHOWN_CHARS = 300  # of llguidance's words in an error
 def mask_words(vocab: int) -> int:
     """Returns how many int32 words a mask of that vocabulary has."""
     return -(-vocab // WORD_BITS)
-
-
-def _limits() -> LLParserLimits:
-    from llguidance import LLParserLimits
-
-    return LLParserLimits(
-        max_items_in_row=ROW_ITEMS,
-        initial_lexer_fuel=INITIAL_FUEL,
-        step_lexer_fuel=STEP_FUEL,
-        step_max_items=STEP_ITEMS,
-        max_lexer_states=LEXER_STATES,
-        max_grammar_size=GRAMMAR_SYMBOLS,
-        precompute_large_lexemes=False,
-        verbose_errors=False,
-    )
 
 
 class GrammarCompiler:
@@ -109,7 +89,7 @@ class GrammarCompiler:
 
         tokenizer = self._made_tokenizer()
         try:
-            matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_limits())
+            matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
             if not matcher.is_error():
                 matcher.compute_bitmask()  # the lexer is built with the first mask: that is compiling, too
         except BaseException as error:  # a panic in Rust is no Exception

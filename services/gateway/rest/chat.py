@@ -154,16 +154,21 @@ def _function(field: str, value: Any, known: Sequence[str]) -> dict[str, Any]:
     return function
 
 
-def _check_tools(value: Any) -> tuple[Tool, ...]:
+def tool_list(value: Any) -> list[Any]:
+    """Returns the tools of a body, not looked at yet; their count is bounded. For validators of pydantic."""
     if value is None:
-        return ()
+        return []
     if not isinstance(value, list):
         raise wrong("must be a list of tools")
     if len(value) > MAX_TOOLS:
         raise wrong(f"{len(value)} tools; at most {MAX_TOOLS} are allowed")
+    return value
+
+
+def _check_tools(value: Any) -> tuple[Tool, ...]:
     known = ("name", "description", "parameters", "strict")
     tools = []
-    for index, one in enumerate(value):
+    for index, one in enumerate(tool_list(value)):
         field = f"tools.{index}"
         tools.append(read_tool(f"{field}.function", _function(field, one, known)))
     return tuple(tools)

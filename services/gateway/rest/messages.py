@@ -39,6 +39,7 @@ from kvmesh.services.gateway.rest.chat import (
     check_tools,
     effort_args,
     read_tool,
+    tool_list,
 )
 from kvmesh.services.gateway.rest.interface import AnswerWriter, ErrorStyle, InterfaceBody
 from kvmesh.services.gateway.rest.openai import first_error, told, wrong
@@ -196,14 +197,8 @@ def _read_system(value: Any) -> tuple[str, ...]:
 
 
 def _read_tools(value: Any) -> tuple[Tool, ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, list):
-        raise wrong("must be a list of tools")
-    if len(value) > MAX_TOOLS:
-        raise wrong(f"{len(value)} tools; at most {MAX_TOOLS} are allowed")
     tools = []
-    for index, one in enumerate(value):
+    for index, one in enumerate(tool_list(value)):
         field = f"tools.{index}"
         kind = _object(field, one).get("type")
         if kind not in (None, "custom"):

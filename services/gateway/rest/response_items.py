@@ -167,24 +167,15 @@ def _named(where: str, item: Json, found: Json) -> Json:
 def _read_call(where: str, item: Json) -> Json:
     check_tool_name(f"{where}.name", item.get("name"))
     found = {
-        "type": "function_call",
+        "type": item["type"],
         "status": "completed",
         "call_id": _text(f"{where}.call_id", item.get("call_id")),
         "name": item["name"],
-        "arguments": read_arguments(f"{where}.arguments", item.get("arguments")),
     }
-    return _named(where, item, found)
-
-
-def _read_custom_call(where: str, item: Json) -> Json:
-    check_tool_name(f"{where}.name", item.get("name"))
-    found = {
-        "type": "custom_tool_call",
-        "status": "completed",
-        "call_id": _text(f"{where}.call_id", item.get("call_id")),
-        "name": item["name"],
-        "input": _text(f"{where}.input", item.get("input")),
-    }
+    if item["type"] == "custom_tool_call":
+        found["input"] = _text(f"{where}.input", item.get("input"))
+    else:
+        found["arguments"] = read_arguments(f"{where}.arguments", item.get("arguments"))
     return _named(where, item, found)
 
 
@@ -206,7 +197,7 @@ _READERS: Mapping[str, Callable[[str, Json], Json]] = {
     "reasoning": _read_reasoning,
     "function_call": _read_call,
     "function_call_output": _read_output,
-    "custom_tool_call": _read_custom_call,
+    "custom_tool_call": _read_call,
     "custom_tool_call_output": _read_output,
     "item_reference": _read_reference,
 }

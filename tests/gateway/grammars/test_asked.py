@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvmesh.errors import InvalidRequest
-from kvmesh.services.gateway.text.grammars import asked_form
+from kvmesh.services.gateway.text.grammars.asked import asked_form
 
 SCHEMA = {"type": "object"}
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvmesh.errors import InvalidRequest
-from kvmesh.services.gateway.text.grammars import (
+from kvmesh.services.gateway.text.grammars.build import (
     choice_grammar,
     combined,
     json_object_grammar,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvmesh.errors import InvalidRequest
-from kvmesh.services.gateway.text.grammars import json_schema_grammar, lark_grammar, regex_grammar
+from kvmesh.services.gateway.text.grammars.build import json_schema_grammar, lark_grammar, regex_grammar
 from scripts.json_schema_suite import accepts
 from tests.support.hostile_forms import GRAMMARS, REGEXES, SCHEMAS
 

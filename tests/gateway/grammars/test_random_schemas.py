@@ -8,7 +8,7 @@ import random
 import jsonschema  # type: ignore[import-untyped]
 import pytest
 
-from kvmesh.services.gateway.text.grammars import json_schema_grammar
+from kvmesh.services.gateway.text.grammars.build import json_schema_grammar
 from kvmesh.services.gateway.text.grammars.compiler import END, matcher
 from tests.support.random_schemas import bounded_schema
 

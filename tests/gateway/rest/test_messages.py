@@ -387,6 +387,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"thinking": {"type": "deep"}}, "thinking.type='deep'"),
     ({"output_config": {"effort": "huge"}}, "output_config.effort='huge'"),
     ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema: required"),
+    ({"output_format": {"type": "json_schema", "schema": [None]}}, "output_format.schema="),
     ({"output_config": {"format": {"type": "xml", "schema": {}}}}, "output_config.format.type='xml'"),
     ({"output_format": {"type": "json_schema", "schema": {"not": {}}}}, "output_format.schema#/not"),
     ({"stop_sequences": [""]}, "stop_sequences='': a stop must"),

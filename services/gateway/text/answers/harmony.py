@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from kvmesh.services.gateway.text.answers.parsed import Parsed, ParsedBuilder
-from kvmesh.services.gateway.text.answers.reader import Steps, TextReader, any_of
+from kvmesh.services.gateway.text.answers.reader import Steps, any_of
+from kvmesh.services.gateway.text.answers.stepwise import StepwiseParser
 from kvmesh.services.gateway.text.answers.tools import ToolSpec
 
 _TAIL = re.compile(r"<\|start\|>assistant((?:[^<]|<\|channel\|>|<\|constrain\|>)*)(<\|message\|>)?\Z")
@@ -28,7 +28,7 @@ _BRACE = any_of("{")
 _BETWEEN = "\n\n"
 
 
-class HarmonyParser:
+class HarmonyParser(StepwiseParser):
     """Texts of several messages are joined by an empty line. Without tools a message to a tool is content as it was
     written; with `reasoning` False analysis is content without its markers."""
 
@@ -47,8 +47,7 @@ class HarmonyParser:
     def __init__(
         self, *, tools: Sequence[ToolSpec], prompt_tail: str, reasoning: bool, new_id: Callable[[int], str]
     ) -> None:
-        self.reader = TextReader()
-        self.told = ParsedBuilder()
+        super().__init__()
         self.reasoning = False
         self._shows_reasoning = reasoning
         self._tools = bool(tools)
@@ -58,17 +57,6 @@ class HarmonyParser:
         self._in_message = bool(opened and opened[2])
         self.reasoning = self._in_message and self._is_reasoning(self._header)
         self._steps = self._read()
-
-    def feed(self, text: str) -> Parsed:
-        if text:
-            self.reader.feed(text)
-            next(self._steps, None)
-        return self.told.take()
-
-    def finish(self) -> Parsed:
-        self.reader.end()
-        next(self._steps, None)
-        return self.told.take()
 
     def _read(self) -> Steps[None]:
         reader = self.reader

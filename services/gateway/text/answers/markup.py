@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from kvmesh.services.gateway.text.answers.parsed import Parsed, ParsedBuilder
-from kvmesh.services.gateway.text.answers.reader import SPACE_LIMIT, SPACES, Steps, Tell, TextReader, any_of
+from kvmesh.services.gateway.text.answers.parsed import Parsed
+from kvmesh.services.gateway.text.answers.reader import SPACE_LIMIT, SPACES, Steps, Tell, any_of
+from kvmesh.services.gateway.text.answers.stepwise import StepwiseParser
 from kvmesh.services.gateway.text.answers.tools import ToolSpec
 
 
@@ -61,7 +62,7 @@ class EdgeTrim:
         self._pending = ""
 
 
-class MarkupParser:
+class MarkupParser(StepwiseParser):
     """Parses reasoning between two marks at the beginning of an answer, then content in which `openers` begin calls.
 
     Whitespace around reasoning and around calls is dropped (`EdgeTrim`). Reasoning opens only at the beginning, or in
@@ -85,8 +86,7 @@ class MarkupParser:
         opens_reasoning: bool = False,
     ) -> None:
         """`opens_reasoning`: answers begin inside reasoning even if the prompt does not open it."""
-        self.reader = TextReader()
-        self.told = ParsedBuilder()
+        super().__init__()
         self.tools = {tool.name: tool for tool in tools}
         self._new_id = new_id
         tail = prompt_tail.rstrip()
@@ -97,17 +97,6 @@ class MarkupParser:
         # Whether whitespace must wait for what follows it: a call may, or a mark after the answer's first spaces.
         self.content = EdgeTrim(self.told.content, marked=False, holds=bool(tools))
         self._steps = self._read()
-
-    def feed(self, text: str) -> Parsed:
-        if text:
-            self.reader.feed(text)
-            next(self._steps, None)
-        return self.told.take()
-
-    def finish(self) -> Parsed:
-        self.reader.end()
-        next(self._steps, None)
-        return self.told.take()
 
     def read_call(self, opener: str) -> Steps[None]:
         """Reads what `opener` opened."""

@@ -1,4 +1,5 @@
-"""What a grammar may cost: constant bounds that hold before anything is compiled, and the compiler's own limits.
+"""What a grammar may cost: constant bounds that hold before anything is compiled; the
+compiler has limits of its own (kvmesh/grammar_limits.py).
 
 Each bound was chosen so that the worst request that passes it is compiled, or refused, within one second and 200 MB
 (docs/reference/structured-output.md has the measured cases).
@@ -7,8 +8,6 @@ Each bound was chosen so that the worst request that passes it is compiled, or r
 from __future__ import annotations
 
 from typing import Any
-
-from llguidance import LLParserLimits
 
 from kvmesh.errors import InvalidRequest
 
@@ -46,20 +45,6 @@ MAX_MULTIPLES_OF_SCHEMA = 20_000
 MAX_ROW = 1_500
 """Optional properties and branches that may begin at one place of the answer, in the parser's items: it stops at
 2,000, in mid-answer."""
-
-
-def parser_limits() -> LLParserLimits:
-    """llguidance's limits, for the check at the gateway and for the matchers that serve the grammar."""
-    return LLParserLimits(
-        max_items_in_row=2_000,
-        initial_lexer_fuel=1_000_000,
-        step_lexer_fuel=200_000,
-        step_max_items=50_000,
-        max_lexer_states=50_000,
-        max_grammar_size=200_000,
-        precompute_large_lexemes=False,
-        verbose_errors=False,
-    )
 
 
 def check_depth(text: str, field: str) -> None:

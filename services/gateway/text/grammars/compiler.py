@@ -6,7 +6,7 @@ import functools
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from kvmesh.services.gateway.text.grammars.bounds import parser_limits
+from kvmesh.grammar_limits import parser_limits
 
 END = 256
 """The byte tokenizer's end-of-text token."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from kvmesh.errors import InvalidRequest
 from kvmesh.services.gateway.text.grammars.bounds import MAX_ROW
+from kvmesh.services.gateway.text.grammars.finite import children
 
 _PER_PROPERTY = 4
 _PER_OBJECT = 7
@@ -25,17 +26,7 @@ def check_rows(schema: dict[str, Any], place: Callable[[dict[str, Any]], str]) -
                 raise InvalidRequest.of(
                     place(node), "...", "has too many optional properties and branches at one place"
                 )
-            pending.extend(_inner(node))
-
-
-def _inner(node: dict[str, Any]) -> Iterator[Any]:
-    for key in ("allOf", "anyOf", "prefixItems"):
-        yield from node.get(key, ())
-    for key in ("properties", "patternProperties"):
-        yield from node.get(key, {}).values()
-    for key in ("items", "additionalProperties"):
-        if key in node:
-            yield node[key]
+            pending.extend(children(node))
 
 
 def _weight(node: Any, root: dict[str, Any], known: dict[int, tuple[int, int]], depth: int) -> tuple[int, int]:
