@@ -100,11 +100,12 @@ def main() -> None:
     sides = {"kvmesh": SideSpec("kvmesh", sys.executable, Path(__file__).parents[1])}
     if args.base:
         sides["base"] = SideSpec("kvmesh", sys.executable, args.base.resolve())
-    try:
-        tell("environment of vLLM")
-        sides["vllm"] = SideSpec("vllm", vllm_env.python())
-    except PeerMissing as why:
-        print(f"without vLLM: {why}", file=sys.stderr)
+    if not args.without_vllm:
+        try:
+            tell("environment of vLLM")
+            sides["vllm"] = SideSpec("vllm", vllm_env.python())
+        except PeerMissing as why:
+            print(f"without vLLM: {why}", file=sys.stderr)
     if not args.without_transformers:
         sides["transformers"] = SideSpec("transformers", sys.executable)
     figures = {name: Figures() for name in sides}
@@ -134,6 +135,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--no-cached", action="store_true", help="without the prompt whose KV is mostly there")
     parser.add_argument("--base", type=Path, help="another checkout of kvmesh, built, whose engine takes its turn")
     parser.add_argument("--without-transformers", action="store_true", help="which is slow")
+    parser.add_argument("--without-vllm", action="store_true", help="with --base: ours alone, so that rounds are short")
     parser.add_argument("--starts", type=int, default=STARTS, help=f"start-ups of each engine ({STARTS})")
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES, help="decode batches, in requests")
     parser.add_argument("--json", type=Path, help="write the figures here, too")
@@ -178,7 +180,8 @@ def rounds(figures: dict[str, Figures], engines: dict[str, Engine], args: argpar
     for round_ in range(args.rounds):
         for point in points_of(args, round_):
             before = measure(args.threads)
-            for name, engine in engines.items():
+            turns = list(engines.items())
+            for name, engine in turns if round_ % 2 else reversed(turns):  # who goes first has no advantage
                 if round_ and name in ONCE:
                     continue
                 tell(f"round {round_ + 1} of {args.rounds}: {point.name}: {name}")
@@ -253,6 +256,7 @@ def as_json(figures: dict[str, Figures], seen: Seen, args: argparse.Namespace) -
         "rounds": args.rounds,
         "limits": {"read_bytes_s": limits.read_bytes_s, "bf16_flops": limits.bf16_flops},
         "points": rows(figures, seen, args),
+        "seconds": {name: f.seconds for name, f in figures.items()},
         "start_s": {name: f.start_s for name, f in figures.items()},
         "peak_bytes": {name: f.peak_bytes for name, f in figures.items()},
     }
