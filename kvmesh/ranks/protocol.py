@@ -366,7 +366,9 @@ class TierStats(Message, frozen=True):
     written_bytes: int
     read_bytes: int
     evicted: int
-    failed: int  # I/O errors and damaged blocks
+    io_errors: int  # calls of disk or store that failed, without those below
+    damaged: int  # blocks whose bytes were not those written; never given out
+    full: int  # writes that a full disk refused
     why_not: str = ""  # slower than it could be, or refusing puts for now
     demoted: int = 0  # blocks that came from the tier above
     dropped: int = 0  # blocks that were to come from the tier above, and did not
@@ -411,10 +413,12 @@ class WarmVerify(Message, frozen=True):
 
 
 class WarmVerified(Message, frozen=True):
-    """Of `slots`, those in `good` have the bytes that were sealed."""
+    """Of `slots`, those in `good` have the bytes that were sealed; `damaged` is how many of the others have a checksum
+    and other bytes (the rest were not finished in time, or have none)."""
 
     slots: tuple[int, ...]
     good: tuple[int, ...]
+    damaged: int = 0
 
 
 # ── front → rank: life ────────────────────────────────────────────────────────────────────────────

@@ -336,6 +336,11 @@ NODE_TIER_READ = _counter("node_tier_read_blocks_total", "Blocks, or objects, as
 NODE_TIER_READ_SECONDS = _histogram(
     "node_tier_read_seconds", "A read asked of the ranks until answered.", _WAIT, "tier"
 )
+# fault: io (the disk or the store failed), full (the disk had no room), damaged (bytes were not those written; of warm
+# memory, too, which is tier "warm").
+NODE_TIER_FAULTS = _counter(
+    "node_tier_faults_total", "Faults of a tier's medium; none gives a wrong byte.", "tier", "fault"
+)
 NODE_TIER_REFUSED = _counter("node_tier_refused_blocks_total", "Blocks, or objects, not staged: over the budget.")
 NODE_ANNOUNCED = _counter("node_announcements_total", "Announcements sent to the store master.", "outcome")
 

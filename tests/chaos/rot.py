@@ -12,15 +12,15 @@ FLIPS = 24
 MAGIC = (b"kvm-buck", b"kvmR", b"kvm-foot")
 
 
-def disk(folder: Path, rng: random.Random) -> int:
-    """Flips a bit in some pages of payload of the SSD tier; in how many."""
+def disk(folder: Path, rng: random.Random, most: int = FLIPS) -> int:
+    """Flips a bit in `most` pages of payload of the SSD tier; in how many."""
     pages = [
         (path, at)
         for path in sorted(folder.rglob("bucket-*.kv"))
         for at in range(0, path.stat().st_size - PAGE + 1, PAGE)
         if _is_payload(path, at)
     ]
-    some = rng.sample(pages, min(FLIPS, len(pages)))
+    some = rng.sample(pages, min(most, len(pages)))
     for path, at in some:
         _flip(path, at + rng.randrange(PAGE), rng)
     return len(some)

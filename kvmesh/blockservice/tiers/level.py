@@ -3,6 +3,8 @@ answers."""
 
 from __future__ import annotations
 
+from prometheus_client import Counter
+
 from kvmesh.blockservice.tiers.brain import TierSource
 from kvmesh.blockservice.tiers.parts import Health, TierPart, TierSettings, counters_of, make_part, opening
 from kvmesh.blockservice.tiers.ranks import TierRanks
@@ -11,6 +13,15 @@ from kvmesh.kvcache.keys import split
 from kvmesh.ranks import protocol as m
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.telemetry import names
+
+# What a rank counts of its part: the name in TierStats, the metric, its labels beside the tier.
+COUNTED: tuple[tuple[str, Counter, dict[str, str]], ...] = (
+    ("demoted", names.NODE_TIER_DEMOTED, {"outcome": "arrived"}),
+    ("dropped", names.NODE_TIER_DEMOTED, {"outcome": "dropped"}),
+    ("io_errors", names.NODE_TIER_FAULTS, {"fault": "io"}),
+    ("damaged", names.NODE_TIER_FAULTS, {"fault": "damaged"}),
+    ("full", names.NODE_TIER_FAULTS, {"fault": "full"}),
+)
 
 
 class TierLevel:
@@ -67,9 +78,9 @@ class TierLevel:
             part.contents.moving(rank, split(message.keys), message.over)
             return
         before, part.stats[rank] = part.stats.get(rank), message
-        demoted, dropped = (before.demoted, before.dropped) if before is not None else (0, 0)
-        names.NODE_TIER_DEMOTED.labels(tier=self.label, outcome="arrived").inc(message.demoted - demoted)
-        names.NODE_TIER_DEMOTED.labels(tier=self.label, outcome="dropped").inc(message.dropped - dropped)
+        for counted, metric, labels in COUNTED:
+            since = getattr(message, counted) - (getattr(before, counted) if before is not None else 0)
+            metric.labels(tier=self.label, **labels).inc(since)
 
     def lost(self, cause: str) -> None:
         """Forgets the content of all parts because the ranks are gone and nobody can read it."""

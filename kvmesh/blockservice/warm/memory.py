@@ -19,6 +19,7 @@ from kvmesh.errors import ConfigError
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.warm_table import BlockTable, Entry
+from kvmesh.telemetry import names
 
 log = logging.getLogger(__name__)
 
@@ -136,6 +137,7 @@ class WarmMemory:
         """Takes a message of a rank; returns whether it was for the warm memory."""
         if not isinstance(message, m.WarmVerified):
             return False
+        names.NODE_TIER_FAULTS.labels(tier="warm", fault="damaged").inc(message.damaged)
         if not self._closed:
             for warm in self._restoring:
                 warm.verified(message.slots, message.good)

@@ -304,7 +304,7 @@ class _Part:
             traffic = (s.live_bytes, s.blocks, c.hits, c.misses, c.written_bytes, c.read_bytes)
             d = self.demotion
             moved = (d.demoted, d.dropped) if d is not None else (0, 0)
-            return m.TierStats(o.tier, o.part, 0, *traffic, 0, c.io_errors + c.corrupt, why, *moved)
+            return m.TierStats(o.tier, o.part, 0, *traffic, 0, c.io_errors, c.corrupt, 0, why, *moved)
         return m.TierStats(
             o.tier,
             o.part,
@@ -316,7 +316,9 @@ class _Part:
             s.counts.written_bytes,
             s.counts.read_bytes,
             s.evicted,
-            s.counts.io_errors + s.counts.corrupt,
+            s.counts.io_errors,
+            s.counts.corrupt,
+            s.counts.full,
             "space or disk have failed: puts are refused for now" if s.resting else s.why_not_direct,
         )
 

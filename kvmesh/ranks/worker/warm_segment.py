@@ -148,13 +148,18 @@ class WarmSegment:
                 rows = cut.popleft()
             except IndexError:
                 return
-            good = [row.slot for row in rows if time.monotonic_ns() < deadline_ns and self._good(row)]
-            self._send(m.WarmVerified(tuple(row.slot for row in rows), tuple(good)))
+            found = {row.slot: self._whole(row) for row in rows if time.monotonic_ns() < deadline_ns}
+            good = tuple(slot for slot, whole in found.items() if whole)
+            damaged = sum(whole is False for whole in found.values())
+            if damaged:
+                log.warning("warm segment: %d of %d blocks are damaged, and are not used", damaged, len(rows))
+            self._send(m.WarmVerified(tuple(row.slot for row in rows), good, damaged))
 
-    def _good(self, row: m.WarmRow) -> bool:
+    def _whole(self, row: m.WarmRow) -> bool | None:
+        """Says whether the bytes are those that were sealed; None when no checksum of that sealing is there."""
         wanted = self._sums.get(row.slot, row.life, row.serial)
         try:
-            return wanted is not None and self._sum(row) == wanted
+            return None if wanted is None else self._sum(row) == wanted
         except ValueError as error:
             log.error("warm segment: %s", error)
             return False

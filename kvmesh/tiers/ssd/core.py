@@ -29,6 +29,7 @@ class SsdCounts:
     busy: int = 0  # the queue was full
     expired: int = 0  # the deadline was over before the I/O began
     no_room: int = 0  # puts that found no space, or met the rest after a failure
+    full: int = 0  # writes and new buckets that a full disk refused
     failed: int = 0  # puts and gets that an I/O error ended
     corrupt: int = 0  # blocks whose bytes were not those put; never given out
     io_errors: int = 0

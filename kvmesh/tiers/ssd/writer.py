@@ -171,7 +171,9 @@ class Appender:
         assert self._file is not None
         log.warning("bucket %d: %s", self._file.number, error)
         self._rest()
-        if error.errno not in _FULL:
+        if error.errno in _FULL:
+            self._count("full")
+        else:
             self._core.lose(self._file.number, error)
         self.close()
         self._end(records, "no_room" if error.errno in _FULL else "failed")
@@ -198,6 +200,7 @@ class Appender:
                 self._file, self._nonce = self._core.files.create(number, size)
             except OSError as error:
                 log.warning("bucket %d: %s", number, error)
+                self._count("full" if error.errno in _FULL else "io_errors")
                 # Others fill this disk: our oldest blocks go, once; then puts rest.
                 if last or error.errno not in _FULL or not self._force():
                     break
@@ -205,10 +208,12 @@ class Appender:
             with self._core.lock:
                 self._core.brain.opened(number)
             return True
-        with self._core.lock:
-            self._core.counts.io_errors += 1
         self._rest()
         return False
+
+    def _count(self, name: str) -> None:
+        with self._core.lock:
+            self._core.counts.add(name)
 
     def _may_open(self) -> bool:
         with self._core.lock:
