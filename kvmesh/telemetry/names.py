@@ -224,6 +224,8 @@ CONDUCTOR_PREDICTION_ERROR = _gauge(
     "conductor_prediction_error_ratio", "Error of predictions, relative to them.", "what", "quantile", "group"
 )
 CONDUCTOR_INSTANCES = _gauge("conductor_instances_count", "Known instances.", "role", "state")
+# Of an instance that is cordoned or drains; with STORE_DRAINED it says that the instance can be deleted (alerts.yml).
+CONDUCTOR_IDLE = _gauge("conductor_idle_bool", "It gets no work, and no request is there or on its way.", "member")
 CONDUCTOR_HEARTBEATS = _counter("conductor_heartbeats_total", "Heartbeats taken.")
 CONDUCTOR_HEARTBEAT_WAIT = _histogram(
     "conductor_heartbeat_wait_seconds", "Arrived by the door until taken, at most.", _STEP
@@ -289,6 +291,7 @@ DECODE_READY = _gauge("decode_ready_bool", "1 when work is taken.")
 
 # Store master. change: joined, left, died.
 STORE_MEMBERS = _gauge("store_members_count", "Live members.", "role")
+STORE_DRAINED = _gauge("store_drained_bool", "It drains, and all its blocks are elsewhere, too.", "member")
 STORE_CHANGES = _counter("store_member_changes_total", "Membership changes.", "change")
 STORE_BEATS = _counter("store_beats_total", "Heartbeats taken.")
 STORE_TERMS_REFUSED = _counter("store_terms_refused_total", "Terms told by members that are not credible.")

@@ -109,6 +109,11 @@ class Load:
     remote_hit_tokens: int = 0
     pulled_bytes: int = 0
 
+    @property
+    def requests(self) -> int:
+        """Requests that are there, in whatever state."""
+        return self.queued_requests + self.running_requests + self.waiting_requests
+
 
 @dataclass(frozen=True)
 class PrefillSample:

@@ -18,7 +18,7 @@ from kvmesh.rpc.fastpath.server import FastContext
 from kvmesh.rpc.pb import conductor_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2_grpc as pb_grpc
 from kvmesh.services.conductor import domain, mapping
-from kvmesh.services.conductor.balance.gauges import ErrorGauges, LoadGauges, ScaleGauges
+from kvmesh.services.conductor.balance.gauges import LoadGauges, ScaleGauges, error_shares
 from kvmesh.services.conductor.domain import (
     Action,
     Event,
@@ -33,6 +33,7 @@ from kvmesh.services.conductor.domain import (
 from kvmesh.services.conductor.peers.leadership import ConductorLeadership
 from kvmesh.services.conductor.state import ConductorState
 from kvmesh.telemetry import names, spans
+from kvmesh.telemetry.present_series import PresentSeries
 from kvmesh.telemetry.spans import context_from_metadata
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,8 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         self._queue = queue or CallQueue(1024, "max_schedules")
         self.grpc_calls = 0  # Register, Heartbeat and Schedule so far
         self._gauges = ScaleGauges()
-        self._errors = ErrorGauges()
+        self._errors = PresentSeries(names.CONDUCTOR_PREDICTION_ERROR)
+        self._idle = PresentSeries(names.CONDUCTOR_IDLE)
         self._loads = LoadGauges(lambda some: state.loads(some, clock()))
         self._orders: list[Action] = []
         self._shown_at = self._counted_at = self._ticked_at = float("-inf")
@@ -117,7 +119,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         if now >= self._shown_at + SHOWN_S:
             self._shown_at = now
             self._loads.begin(self._state.instances)
-            self._shows = [self._show_hints, lambda: self._errors.show(self._state.group_errors(now))]
+            self._shows = [self._show_hints, lambda: self._errors.show(error_shares(self._state.group_errors(now)))]
         if self._shows:
             self._shows.pop()()
         self._loads.tick(passed_s)
@@ -127,6 +129,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         for role in Role:
             for ready, label in ((True, "ready"), (False, "not_ready")):
                 names.CONDUCTOR_INSTANCES.labels(role=role.value, state=label).set(count.get((role, ready), 0))
+        self._idle.show({(name,): idle for name, idle in self._state.idle(now).items()})
         names.CONDUCTOR_INDEX_BLOCKS.set(self._state.indexed_blocks)
         names.CONDUCTOR_HEARTBEAT_AGE.set(silent_s)
         names.CONDUCTOR_HEARTBEAT_INTERVAL.set(self._state.pacing.pulse.interval_s)

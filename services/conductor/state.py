@@ -102,6 +102,12 @@ class ConductorState:
     def _is_known(self, instance: Instance) -> bool:
         return self._fleet.of(instance.ref.life) is instance
 
+    def idle(self, now: float) -> dict[str, bool]:
+        """Returns, of each instance that is cordoned or drains, whether no request is there or on its way to it."""
+        closed = [name for state in (CordonState.CORDONED, CordonState.DRAINING) for name in self._cordons.named(state)]
+        known = [i for name in closed if (i := self._fleet.named(name)) is not None]
+        return {view.ref.instance_id: not (view.pending or view.load.requests) for view in self.views(now, known)}
+
     @property
     def indexed_blocks(self) -> int:
         """The number of distinct blocks that node stores have announced."""

@@ -26,6 +26,7 @@ from kvmesh.services.store.servicer import StoreMasterServicer
 from kvmesh.services.store.state import MasterState
 from kvmesh.services.store.watchers import Watchers
 from kvmesh.telemetry import names
+from kvmesh.telemetry.present_series import PresentSeries
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class LeaderSession:
         )
         for bad in self.state.policy.lead(term, kept, clock()):
             log.error("what an earlier leader kept cannot be read: %s", bad)
+        self._drained = PresentSeries(names.STORE_DRAINED)
         self.watchers = Watchers(
             incarnation=self.incarnation,
             interval_s=config.heartbeat_interval_ms / 1000,
@@ -125,6 +127,7 @@ class LeaderSession:
         names.STORE_ANNOUNCE_IDLE.set(self.state.announcement_pacing.idle_s)
         names.STORE_ANNOUNCE_GAP.set(self.state.announcement_pacing.gap_s)
         names.STORE_WATCHERS.set(len(self.watchers))
+        self._drained.show({(name,): done for name, done in self.state.policy.drains.drained.items()})
         known = self.state.blocks.map
         names.STORE_BLOCKS.set(len(known))
         names.STORE_REPLICAS.set(known.replicas)
@@ -134,6 +137,7 @@ class LeaderSession:
     async def close(self) -> None:
         """Ends the session's streams and tasks."""
         self.end()
+        self._drained.show({})
         await self.servicer.close()
 
 

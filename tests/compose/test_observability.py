@@ -32,8 +32,13 @@ def read(name: str) -> Json:
     return dict(yaml.safe_load((OBSERVABILITY / name).read_text()))
 
 
-def alerts() -> list[Json]:
+def rules() -> list[Json]:
+    """Alerts, and what is recorded for programs."""
     return [rule for group in read("alerts.yml")["groups"] for rule in group["rules"]]
+
+
+def alerts() -> list[Json]:
+    return [rule for rule in rules() if "alert" in rule]
 
 
 def panels(path: Path) -> list[Json]:
@@ -60,7 +65,7 @@ def test_dashboards_name_what_there_is(path: Path) -> None:
 
 def test_alerts_name_what_there_is() -> None:
     series = promql.known()
-    found = {rule["alert"]: list(promql.faults(rule["expr"], series)) for rule in alerts()}
+    found = {rule.get("alert", rule.get("record")): list(promql.faults(rule["expr"], series)) for rule in rules()}
     assert not any(found.values()), {name: what for name, what in found.items() if what}
     for rule in alerts():
         for listed in re.findall(r'outcome=~"([^"]+)"', rule["expr"]):

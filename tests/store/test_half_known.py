@@ -46,6 +46,7 @@ def drained(made: World) -> bool:
     drain = made.state.policy.drains.get("a")
     assert drain is not None
     assert drain.done or made.state.policy.drains.sole_blocks("a"), "0 only when it is known"
+    assert made.state.policy.drains.drained == {"a": drain.done}
     return drain.done
 
 

@@ -10,7 +10,6 @@ and what predictions are worth: kvmesh_conductor_prediction_error_ratio{what,qua
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 
 from kvmesh.services.conductor.admission.gate import Loads
@@ -19,48 +18,34 @@ from kvmesh.services.conductor.costs.accuracy import PredictionError
 from kvmesh.services.conductor.fleet.instance import Instance
 from kvmesh.services.conductor.fleet.walk import Pace, Walk
 from kvmesh.telemetry import names
+from kvmesh.telemetry.present_series import PresentSeries
 
 MAX_LOAD = 1e6  # a pool without instances has no finite load
-
-_GAUGES = names.CONDUCTOR_SCALE_HINT, names.CONDUCTOR_SCALE_WANTED, names.CONDUCTOR_POOL_LOAD
 
 
 class ScaleGauges:
     """Shows scale hints; pools that no longer exist are removed."""
 
     def __init__(self) -> None:
-        self._shown: set[tuple[str, str]] = set()
+        self._hint = PresentSeries(names.CONDUCTOR_SCALE_HINT)
+        self._wanted = PresentSeries(names.CONDUCTOR_SCALE_WANTED)
+        self._load = PresentSeries(names.CONDUCTOR_POOL_LOAD)
 
     def show(self, hints: Sequence[Hint]) -> None:
         """Shows these hints, which are all there are."""
         found = {(hint.model, hint.role.value): hint for hint in hints}
-        for labels in self._shown - found.keys():
-            for gauge in _GAUGES:
-                gauge.remove(*labels)
-        for labels, hint in found.items():
-            load = hint.load if math.isfinite(hint.load) else MAX_LOAD
-            for gauge, value in zip(_GAUGES, (hint.change, hint.instances + hint.change, load), strict=True):
-                gauge.labels(*labels).set(value)
-        self._shown = set(found)
+        self._hint.show({labels: hint.change for labels, hint in found.items()})
+        self._wanted.show({labels: hint.instances + hint.change for labels, hint in found.items()})
+        self._load.show({labels: min(hint.load, MAX_LOAD) for labels, hint in found.items()})
 
 
-class ErrorGauges:
-    """Shows prediction errors; groups and kinds without recent measurements are removed."""
-
-    def __init__(self) -> None:
-        self._shown: set[tuple[str, str, str]] = set()
-
-    def show(self, errors: Sequence[PredictionError]) -> None:
-        """Shows these errors, which are all there are."""
-        found = {}
-        for error in errors:
-            shares = (("bias", error.bias), ("p50", error.p50), ("p90", error.p90), ("p99", error.p99))
-            found.update({(error.what.value, quantile, error.group): share for quantile, share in shares})
-        for labels in self._shown - found.keys():
-            names.CONDUCTOR_PREDICTION_ERROR.remove(*labels)
-        for labels, share in found.items():
-            names.CONDUCTOR_PREDICTION_ERROR.labels(*labels).set(share)
-        self._shown = set(found)
+def error_shares(errors: Sequence[PredictionError]) -> dict[tuple[str, ...], float]:
+    """Returns what CONDUCTOR_PREDICTION_ERROR shows, by its labels."""
+    found: dict[tuple[str, ...], float] = {}
+    for error in errors:
+        shares = (("bias", error.bias), ("p50", error.p50), ("p90", error.p90), ("p99", error.p99))
+        found.update({(error.what.value, quantile, error.group): share for quantile, share in shares})
+    return found
 
 
 class LoadGauges:

@@ -153,6 +153,11 @@ class Drains:
         """Returns the drain of a node; None if it does not drain."""
         return self._drains.get(instance_id)
 
+    @property
+    def drained(self) -> dict[str, bool]:
+        """Says of each node that drains whether all that it has is elsewhere, too."""
+        return {name: drain.done for name, drain in self._drains.items()}
+
     def sole_blocks(self, instance_id: str) -> int:
         """Returns an upper bound of the blocks that only this node has; 0 only when it is known that there are none."""
         drain = self._drains.get(instance_id)

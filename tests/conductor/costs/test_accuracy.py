@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmesh.services.conductor.balance.gauges import ErrorGauges
+from kvmesh.services.conductor.balance.gauges import error_shares
 from kvmesh.services.conductor.costs.accuracy import (
     AGE_S,
     AS_PREDICTED,
@@ -25,6 +25,7 @@ from kvmesh.services.conductor.costs.accuracy import (
 )
 from kvmesh.services.conductor.domain import Role
 from kvmesh.telemetry import names
+from kvmesh.telemetry.present_series import PresentSeries
 
 NOW = 1000.0
 
@@ -187,13 +188,13 @@ def shown() -> dict[tuple[str, str, str], float]:
 
 
 def test_the_metric_tells_every_group_while_something_is_measured_there() -> None:
-    gauges, accuracy = ErrorGauges(), Accuracy()
+    gauges, accuracy = PresentSeries(names.CONDUCTOR_PREDICTION_ERROR), Accuracy()
     for measured, group in ((1.5, "shown"), (4.0, "shown coupled")):
         accuracy.add(PredictionKind.TTFT, group, 1.0, measured, NOW)
-    gauges.show(accuracy.group_errors(NOW))
+    gauges.show(error_shares(accuracy.group_errors(NOW)))
     assert shown()["shown", "ttft", "p50"] == 0.5 and shown()["shown coupled", "ttft", "bias"] == 3.0
     accuracy.add(PredictionKind.TTFT, "shown", 1.0, 1.0, NOW + AGE_S + 1)
-    gauges.show(accuracy.group_errors(NOW + AGE_S + 20))
+    gauges.show(error_shares(accuracy.group_errors(NOW + AGE_S + 20)))
     assert {group for group, _, _ in shown()} == {"shown"}
-    gauges.show(())
+    gauges.show({})
     assert shown() == {}

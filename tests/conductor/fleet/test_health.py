@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvmesh.errors import InvalidRequest, Overloaded, Unavailable, UnknownInstance
 from kvmesh.rpc.pb import conductor_pb2 as pb
-from kvmesh.services.conductor.domain import Cordon, CordonState, Outcome, Placed, Refuse, RequestOutcome, Role
+from kvmesh.services.conductor.domain import Cordon, CordonState, Load, Outcome, Placed, Refuse, RequestOutcome, Role
 from kvmesh.services.conductor.fleet.cordons import MAX_CORDONS, MAX_REASON, Cordons, changes
 from kvmesh.services.conductor.settings import BreakerSettings
 from tests.conductor.peers.test_leadership import TIMEOUT, conductor, config
@@ -57,6 +57,21 @@ def test_a_cordon_outlives_the_instance_and_ends_by_word(state: CordonState) -> 
     assert b.step(Cordon("p0", OPEN)) == []
     b.placed()
     assert b.view("p0").cordon is OPEN
+
+
+def test_idle_is_told_of_the_closed_alone_and_only_when_nothing_is_there_or_coming() -> None:
+    b = brain(1, 1)
+    assert b.state.idle(b.now) == {}
+    b.placed(request_id="one")
+    b.step(Cordon("p0", DRAINING))
+    b.step(Cordon("not here", CORDONED, kept=True))
+    assert b.state.idle(b.now) == {"p0": False}, "a placement is on its way"
+    b.beat("p0", Load(running_requests=1), finished_request_ids=("one",))
+    assert b.state.idle(b.now) == {"p0": False}, "it reports a request"
+    b.beat("p0")
+    assert b.state.idle(b.now) == {"p0": True}
+    b.step(Cordon("p0", OPEN))
+    assert b.state.idle(b.now) == {}
 
 
 def test_whose_word_is_taken() -> None:
