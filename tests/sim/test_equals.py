@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from kvmesh.sim.changes import SlowPhase
 from kvmesh.sim.report.records import DONE
 from tests.support.sim import scenarios
 from tests.support.sim.scenarios import BUSY, CONCURRENCY, FAIR, OFTEN, POOLS, SELDOM, Ran, Strike
@@ -52,6 +53,39 @@ def test_sessions_are_spread_and_find_what_they_left(prefills: int, decodes: int
     assert ran.summary.requests == sessions * turns
     assert ran.summary.left_cached >= 0.95
     check_fair(ran, computed=False)
+
+
+@pytest.mark.parametrize(("instances", "system"), [(2, 2000), (3, 2000), (3, 8000)])
+def test_agents_that_give_no_sign_of_load_are_not_all_at_one_instance(instances: int, system: int) -> None:
+    """Their turns are 20 s apart and their prompts begin alike: nobody is ever busy, and at first one instance alone
+    has that beginning."""
+    ran = scenarios.paced_sessions(instances, instances, system=system, think_s=20.0, start_s=300.0)
+    assert ran.summary.left_cached >= 0.95
+    for pool, _ in POOLS:
+        assert ran.summary.busiest(pool, "requests") <= 0.6, scenarios.shares(ran)
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_one_hot_instance_leaves_sessions_of_others_where_they_are(seed: int) -> None:
+    """One of three becomes ten times slower: its sessions go, the others' stay as they did before."""
+
+    def stay(ran: Ran) -> float:
+        """The share of later turns at p1 and p2 whose session's turn before was there, too."""
+        before: dict[str, str] = {}
+        stayed = []
+        for one in sorted(ran.records, key=lambda record: record.at_s):
+            was, before[one.session] = before.get(one.session, "p0"), one.prefill
+            if was != "p0" and one.at_s > 7.0:
+                stayed.append(one.prefill == was)
+        return sum(stayed) / len(stayed)
+
+    calm, hot = (
+        scenarios.paced_sessions(3, 3, 36, 10, seed, think_s=2.0, slow=slow)
+        for slow in ((), (SlowPhase("p0", 5.0, 60.0, 10.0),))
+    )
+    assert hot.share("p0", 7.0) <= 0.1 < calm.share("p0", 7.0)
+    assert hot.summary.left_cached >= 0.95
+    assert stay(hot) >= stay(calm) - 0.1
 
 
 # ── C4 ────────────────────────────────────────────────────────────────────────────────────────────

@@ -171,6 +171,18 @@ def test_a_survey_ends_at_the_first_block_that_nobody_holds() -> None:
     assert index.survey(chain("y", 3)).runs == ()
 
 
+def test_blocks_count_in_whatever_order_they_are_told() -> None:
+    """A conductor that begins anew may hear of the later blocks of a chain before it hears of the earlier ones."""
+    index, keys = Index(), chain("x", 8)
+    index.hear(Announcement("a", 1, 1, keys[4:]), None, None)
+    place = index.place_of(("a", 1))
+    assert index.survey(keys).depth(place) == 0, "nothing reaches what lies behind a gap"
+    assert index.survey(keys[4:]).depth(place) == 4
+    index.hear(Announcement("a", 1, 2, keys[2:4]), None, None)
+    index.hear(Announcement("a", 1, 3, keys[:2]), None, None)
+    assert index.survey(keys).depth(place) == 8
+
+
 def test_only_that_very_life_counts() -> None:
     index = Index()
     index.hear(Announcement("a", 5, 1, chain("x", 4)), None, None)

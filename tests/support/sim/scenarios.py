@@ -185,19 +185,30 @@ def closed(prefills: int, decodes: int, in_flight: int, seed: int = 0, count: in
     return serve(fleet(prefills, decodes, changes.pop("scale", 1.0), seed=seed, **changes), load)
 
 
-def paced_sessions(prefills: int, decodes: int, sessions: int = 24, turns: int = 7, seed: int = 0) -> Ran:
-    """Agents with growing context."""
+def paced_sessions(
+    prefills: int,
+    decodes: int,
+    sessions: int = 24,
+    turns: int = 7,
+    seed: int = 0,
+    *,
+    system: int = 200,
+    think_s: float = 1.0,
+    start_s: float = 6.0,
+    **changes: Any,
+) -> Ran:
+    """Agents with growing context, who begin within `start_s` and whose prompts begin with the same `system` tokens."""
     config = SessionConfig(
         sessions=sessions,
         turns=turns,
-        start_s=6.0,
-        think_s=1.0,
+        start_s=start_s,
+        think_s=think_s,
         block_tokens=BLOCK,
-        system=LengthDistribution(200, 0.0),
+        system=LengthDistribution(system, 0.0),
         user=LengthDistribution(60, 0.5, 400),
         output=LengthDistribution(ANSWER, 0.3, 120),
     )
-    return serve(fleet(prefills, decodes, seed=seed, told_max_tokens=128), SessionClients(config, seed))
+    return serve(fleet(prefills, decodes, seed=seed, told_max_tokens=128, **changes), SessionClients(config, seed))
 
 
 POOLS = (("prefill", ("requests", "input", "computed")), ("decode", ("requests", "output")))  # and what is counted
