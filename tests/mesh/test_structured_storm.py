@@ -3,8 +3,8 @@
 Schemas of bounded length while decode instances die by SIGKILL and leave by SIGTERM; forced calls while their gateway
 is killed, which clients ask again at another one under the same request id.
 
-pytest -s tests/mesh/test_structured_storm.py                                    40 schemas, 24 calls
-KVMESH_STORM_SCHEMAS=500 KVMESH_STORM_CALLS=100 pytest -s tests/mesh/test_structured_storm.py     as many as you like
+pytest -s tests/mesh/test_structured_storm.py                                       40 schemas, 24 calls
+STORM_SCHEMAS=500 STORM_CALLS=100 pytest -s tests/mesh/test_structured_storm.py     as many as you like
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from tests.support.mesh.client import gateway_status, pools
 from tests.support.mesh.harness import Running, running_mesh
 from tests.support.random_schemas import bounded_schema
 
-SCHEMAS = int(os.environ.get("KVMESH_STORM_SCHEMAS", "40"))
-CALLS = int(os.environ.get("KVMESH_STORM_CALLS", "24"))
+SCHEMAS = int(os.environ.get("STORM_SCHEMAS", "40"))
+CALLS = int(os.environ.get("STORM_CALLS", "24"))
 
 pytestmark = [
     pytest.mark.mesh,
