@@ -137,8 +137,11 @@ def form(index: int, salt: str) -> dict[str, Any]:
 
 
 def meets(schema: dict[str, Any], chat: Chat) -> bool:
-    validator = Validator(schema, format_checker=Validator.FORMAT_CHECKER)
-    return bool(validator.is_valid(json.loads(chat.text)))
+    try:
+        value = json.loads(chat.text)
+    except ValueError:
+        return False
+    return bool(Validator(schema, format_checker=Validator.FORMAT_CHECKER).is_valid(value))
 
 
 async def migrations(running: Running) -> Counter[str]:
