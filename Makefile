@@ -43,6 +43,7 @@ $(DEV): $(VENV)/.stamp-torch pyproject.toml $(NATIVE)
 	@$(BIN)/python -m kvmesh.engine.cpu.build
 	@$(BIN)/python -m kvmesh.native.build
 	@scripts/install_redis.sh
+	@scripts/fetch_json_schema_suite.sh $(VENV)
 	@touch $@ $(RUN)
 
 install: $(RUN) ## make .venv with what kvmesh needs
@@ -54,6 +55,7 @@ up: $(RUN) ## start a mesh here and ask it something
 
 test: $(DEV) ## the quick tests, before every commit; ARGS="tests/store -k names": pytest with these arguments
 	@scripts/install_redis.sh
+	@scripts/fetch_json_schema_suite.sh $(VENV)
 	@$(BIN)/python scripts/run_tests.py $(or $(ARGS),--quick)
 
 test-all: ## everything that this machine can run: the quick tests, the rest, and the mesh in containers
@@ -63,6 +65,7 @@ test-all: ## everything that this machine can run: the quick tests, the rest, an
 
 test-rest: $(DEV) ## what `make test` leaves out, but for containers: slow tests, all examples, whole meshes, storms
 	@scripts/install_redis.sh
+	@scripts/fetch_json_schema_suite.sh $(VENV)
 	@$(BIN)/python scripts/run_tests.py --rest
 
 test-compose: $(DEV) ## the mesh in containers, struck under load: needs a Docker daemon, or root on Debian 12

@@ -2,9 +2,10 @@
 
     python -m scripts.json_schema_suite FOLDER
 
-FOLDER holds the suite's `tests` (its repository, or the `json` folder of jsonschema's source package: `pip download
---no-deps --no-binary jsonschema jsonschema`). Every instance is written compactly and with spaces, with and without
-\\uXXXX escapes. The command fails if the grammar of an accepted schema accepts an invalid instance.
+FOLDER holds the suite's `tests`: its repository, the `json` folder of jsonschema's source package, or what
+`scripts/fetch_json_schema_suite.sh .venv` takes from there (`.venv/json-schema-suite`). Every instance is written
+compactly and with spaces, with and without \\uXXXX escapes. The command fails if the grammar of an accepted schema
+accepts an invalid instance.
 """
 
 from __future__ import annotations
@@ -120,11 +121,13 @@ def _reordered(value: Any) -> Iterator[Any]:
             yield list(parts)
 
 
-def print_counts(counts: dict[str, KeywordCounts]) -> None:
+def print_counts(counts: dict[str, KeywordCounts], *, files: bool = True) -> None:
+    """Prints a row for each file, unless `files` is False, the total, and each invalid instance that was accepted."""
     print(f"{'file':42} {'schemas':>7} {'refused':>7} {'valid':>6} {'rejected':>8} {'invalid':>7} {'WRONG':>5}")
     total = KeywordCounts()
     for name, one in counts.items():
-        _print_row(name, one)
+        if files:
+            _print_row(name, one)
         for key in ("schemas", "refused", "valid", "invalid"):
             setattr(total, key, getattr(total, key) + getattr(one, key))
         total.rejected += one.rejected

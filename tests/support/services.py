@@ -30,6 +30,11 @@ class Running:
         return str(self._started.result()["address"])
 
     @property
+    def told(self) -> dict[str, object]:
+        """What the service said when it had started."""
+        return self._started.result()
+
+    @property
     def port(self) -> int:
         return int(self.address.rpartition(":")[2])
 
