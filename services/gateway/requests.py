@@ -6,9 +6,11 @@ A Request owns everything it started: leaving its context cancels at decode what
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -162,11 +164,14 @@ class Request:
         received_ns: int,
         token_ids: bool = False,
         tenant: Tenant = ANYBODY,
+        given_id: str = "",
     ) -> None:
         self.core = core
         self.tenant = tenant
         self.generation = generation
         self.request_id = request_id
+        self._given_id = given_id
+        self._call_ids = request_id  # what ids of tool calls begin with
         self.choices: list[AnswerAttempts] = []
         self.account = Account(
             generation,
@@ -252,7 +257,7 @@ class Request:
         self.account.tokenized(sum(prompt.tokens for prompt in prepared), facts.block_tokens)
         if wanted.stops:
             self._stops = StopStrings(wanted.stops)
-        seed = random.getrandbits(63) if wanted.seed is None else wanted.seed
+        seed = self._seed(prepared)
         for index in range(wanted.choices):
             prompt = prepared[index // wanted.n]
             room = facts.max_context_tokens - prompt.tokens
@@ -351,6 +356,18 @@ class Request:
         """See AttemptOwner."""
         return self.core.config.patience
 
+    def _seed(self, prepared: Sequence[Prepared]) -> int:
+        """Returns the seed of the first choice. Of a request that its client has named, what is not told follows from
+        the name and the prompt, at every gateway: whoever asks again because a gateway died gets the same answer."""
+        seed = random.getrandbits(63)
+        if self._given_id:
+            named = hashlib.blake2b(f"{self.tenant.name}/{self._given_id}".encode(), digest_size=16)
+            for prompt in prepared:
+                named.update(prompt.token_ids)
+            seed = int.from_bytes(named.digest()[:8], "little") >> 1
+            self._call_ids = f"{self._given_id}-{named.hexdigest()[16:24]}"
+        return seed if self.generation.seed is None else self.generation.seed
+
     @property
     def block_tokens(self) -> int:
         """See AttemptOwner."""
@@ -365,7 +382,7 @@ class Request:
     def new_answer(self, prompt: Prepared) -> Completion:
         """See AttemptOwner."""
         assert self._facts is not None and self._model is not None, "prepared"
-        parser = self._model.preparer.parser(prompt, self.request_id) if self.generation.parsed else None
+        parser = self._model.preparer.parser(prompt, self._call_ids) if self.generation.parsed else None
         tokenizer = self._model.preparer.tokenizer
         markers = parser.markers if parser is not None else frozenset()
         detokenizer = tokenizer.detokenizer(prompt.context, opens=prompt.blank, markers=markers)

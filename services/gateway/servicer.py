@@ -75,6 +75,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
             self._core,
             wanted,
             request_id=request_id,
+            given_id=request.request_id,
             route="grpc",
             stream=True,
             parent=context_from_metadata(metadata),

@@ -220,3 +220,18 @@ async def test_status_and_health(make_mesh: MeshMaker) -> None:
 
         await until(look, lambda answer: answer.status == health_pb2.HealthCheckResponse.NOT_SERVING)
     assert "cannot be reached" in (await mesh.status()).not_ready_reason
+
+
+async def test_a_request_that_is_named_again_draws_the_same(mesh: Mesh) -> None:
+    """As after the death of a gateway: what was not told follows from the name and the prompt."""
+
+    async def seed(**fields: Any) -> int:
+        await generate(mesh, asks(max_tokens=2, temperature=1.0, **fields))
+        return int(mesh.decodes[0].runs[-1].start.sampling.seed)
+
+    first = await seed(request_id="job")
+    assert await seed(request_id="job") == first
+    assert await seed(request_id="job-2") != first
+    assert await seed(request_id="job", token_ids=pack_tokens([1, 2, 3]), text="") != first
+    assert await seed(request_id="job", seed=7) == 7
+    assert await seed() != await seed()

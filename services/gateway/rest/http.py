@@ -50,12 +50,13 @@ class RequestHeaders:
         headers = {name: value for name, value in scope["headers"] if name in _KNOWN}
         self.request_id = uuid.uuid4().hex
         self.echoed_id = self.request_id
+        self.given_id = ""  # "": the client has named none
         given = headers.get(REQUEST_ID)
         if given is not None:
             text = given.decode("latin-1")
             if not _ID.fullmatch(text):
                 raise refused("x-request-id", text, "must be 1 to 128 of A-Z a-z 0-9 . _ : / + = @ -")
-            self.echoed_id = text
+            self.echoed_id = self.given_id = text
             # Clients may use an id twice; inside the mesh each request has a name of its own.
             self.request_id = f"{text}-{self.request_id[:8]}"
         self.wishes = serving_headers.read(headers)

@@ -267,7 +267,8 @@ class SamplingFields(Strict):
         Field(description="Token id to what is added to its logit: -100 forbids it, 100 all but forces it"),
     ] = ()
     seed: Annotated[
-        int | None, told("The same seed and request give the same answer. Default: chosen anew", 0, MAX_SEED)
+        int | None,
+        told("The same seed and request give the same answer. Default: by x-request-id, or chosen anew", 0, MAX_SEED),
     ] = None
     stop: Annotated[
         tuple[str, ...],

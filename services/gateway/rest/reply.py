@@ -52,6 +52,7 @@ class Reply(BoundedCall[tuple[InterfaceBody, Generation]]):
             self.core,
             wanted,
             request_id=told.request_id,
+            given_id=told.given_id,
             route=self._kind.route,
             stream=asked.streams,
             parent=told.parent,

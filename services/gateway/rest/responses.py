@@ -237,7 +237,7 @@ class ResponseRequest(ServiceFields, InterfaceBody):
     repetition_penalty: Annotated[
         float | None, told("As in chats. Default 1", MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
     ] = None
-    seed: Annotated[int | None, told("As in chats. Default: chosen anew", 0, MAX_SEED)] = None
+    seed: Annotated[int | None, told("As in chats. Default: by x-request-id, or chosen anew", 0, MAX_SEED)] = None
     ignore_eos: bool | None = None
     cache_salt: str | None = None
     top_logprobs: Annotated[int | None, told("With include: message.output_text.logprobs", 0, MAX_TOP_LOGPROBS)] = None
