@@ -324,7 +324,9 @@ def rest() -> Iterator[str]:
     headers = ", ".join(f"`{header.decode()}`" for header in sorted(serving_headers.HEADERS))
     yield wrapped(
         f"Headers that tell the same as the field of that name: {headers}. "
-        f"`{http.REQUEST_ID.decode()}` names the request, `{http.TIMEOUT.decode()}` bounds its life, "
+        f"`{http.REQUEST_ID.decode()}` names the request: asked again with the same id, tenant and body, at whichever "
+        "gateway, it draws the same answer, and its tool calls have the same ids. "
+        f"`{http.TIMEOUT.decode()}` bounds its life, "
         f"`{http.TRACEPARENT.decode()}` is the caller's trace. `{http.TIMINGS.decode()}: 1` adds an object `kvmesh` to "
         "the answer, which tells where its time went, in "
         "microseconds ([debug a request](../howto/debug-a-request.md))."
