@@ -66,7 +66,7 @@ def test_what_cannot_be_scored(zoo: Callable[[str], Path]) -> None:
     """Targets outside the vocabulary, and a prompt in whose logits something is not a number: of two, it alone."""
     stepper = Stepper(zoo("llama-gqa4-llama3"))
     pages = stepper.take(16)
-    with pytest.raises(InvalidRequest, match="vocabulary|token ids of this model"):
+    with pytest.raises(InvalidRequest, match="token ids of this model"):
         stepper.runner.prefill([PrefillInput([1, 2], 0, pages, targets=[2, 1 << 20])])
     head = stepper.runner.model.logits
     calls = iter((1.0, float("nan")))
