@@ -404,7 +404,9 @@ class Request:
         matcher = StopMatcher(self._stops) if self._stops else None
         unending = self.generation.ignore_eos and not prompt.grammar  # an end token ends a grammar's answer
         silent = () if unending else self._facts.eos_ids
-        return Completion(detokenizer, matcher, silent, parser)
+        # Clients that score a prompt by an echo (lm-evaluation-harness) count on an entry for each token of the answer.
+        scores_end = self.generation.echo and self.generation.logprobs >= 0
+        return Completion(detokenizer, matcher, silent, parser, scores_end=scores_end)
 
     # ── attempts ──────────────────────────────────────────────────────────────────────────────────
 
