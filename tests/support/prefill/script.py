@@ -326,14 +326,12 @@ def sampling_of(handle: int) -> m.Sampling:
 
 def scores_of(step: m.PrefillStep, bad: Collection[int] = ()) -> tuple[tuple[int, m.PromptScores], ...]:
     """What a rank says of the tokens after those of a step: their own ids stand for ranks."""
-    return tuple(
-        (
-            i.handle,
-            m.PromptScores(ranks=pack_tokens((*i.token_ids[1:], *([i.next_token] if i.next_token >= 0 else [])))),
-        )
-        for i in step.items
-        if i.scores >= 0 and i.handle not in bad
-    )
+    found = []
+    for item in step.items:
+        if item.scores >= 0 and item.handle not in bad:
+            after = [item.next_token] if item.next_token >= 0 else []
+            found.append((item.handle, m.PromptScores(ranks=pack_tokens([*item.token_ids[1:], *after]))))
+    return tuple(found)
 
 
 def check_scores(start: ev.Start, first: ev.SendFirstToken) -> None:
