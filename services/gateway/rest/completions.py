@@ -53,7 +53,9 @@ class CompletionRequest(OpenAIFields):
         PlainValidator(_check_prompt),
         WithJsonSchema({"anyOf": [{"type": "string"}, TEXTS, _IDS, {"type": "array", "items": _IDS}]}),
     ]
-    echo: bool | None = None
+    echo: Annotated[
+        bool | None, Field(description="The answer's text begins with the prompt's; with logprobs its tokens are told")
+    ] = None
     logprobs: int | None = None
     best_of: Annotated[
         int | None, Field(description="So many answers are made, and the n likeliest a token returned; not with stream")
