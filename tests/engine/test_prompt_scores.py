@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvmesh.engine.batch import PrefillInput, SampleParams
+from kvmesh.engine.batch import PrefillInput, SampledToken, SampleParams
 from kvmesh.engine.runner import NOBODY
 from kvmesh.engine.sampling import prompt_scores
 from kvmesh.engine.sampling.prompt_scores import TokenScores
@@ -69,10 +69,13 @@ def test_what_cannot_be_scored(zoo: Callable[[str], Path]) -> None:
     with pytest.raises(InvalidRequest, match="token ids of this model"):
         stepper.runner.prefill([PrefillInput([1, 2], 0, pages, targets=[2, 1 << 20])])
     head = stepper.runner.model.logits
-    calls = iter((1.0, float("nan")))
+    calls = iter((1.0, float("nan"), 1.0, float("nan")))
     stepper.runner.model.logits = lambda hidden: head(hidden) * next(calls)  # type: ignore[method-assign]
     items = [PrefillInput([1, 2], 0, stepper.take(2), targets=[2], top=1) for _ in range(2)]
     told: list[int] = []
     with pytest.raises(NonFiniteLogits) as error:
         stepper.runner.step(items, NOBODY, on_scores=lambda at, _: told.append(at))
     assert (error.value.rows, told) == ((1,), [0])
+    stepper.runner.tolerant = True  # a step over states is not computed again
+    first, _ = stepper.runner.step(items, NOBODY, on_scores=lambda at, _: told.append(at))
+    assert (first, told) == ([None, SampledToken(-1)], [0, 0])
