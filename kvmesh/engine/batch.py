@@ -70,6 +70,8 @@ class PrefillInput:
     pages: Sequence[int] = ()
     sample: SampleParams | None = None
     groups: Sequence[Sequence[int]] = ()
+    targets: Sequence[int] = ()  # to be scored: targets[i] follows token_ids[i] in the prompt; at most as many
+    top: int = 0  # how many of the best tokens are told beside each target
 
 
 @dataclass(slots=True)

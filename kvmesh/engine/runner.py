@@ -26,6 +26,7 @@ from kvmesh.engine.models.registry import MODELS
 from kvmesh.engine.parallel import SOLO, ExpertsCut, Group, check_shares, share, share_of
 from kvmesh.engine.rope import Rotation
 from kvmesh.engine.sampler import Preparation, Sampler, TokensInFlight
+from kvmesh.engine.sampling.prompt_scores import TokenScores, score_tokens
 from kvmesh.engine.weights import Weights
 from kvmesh.errors import ConfigError, ContextTooLong, InternalError, InvalidRequest, NonFiniteLogits
 from kvmesh.kvcache.cache_groups import is_single
@@ -253,11 +254,12 @@ class Runner:
         items: Sequence[PrefillInput],
         rows: DecodeBatch,
         on_layer: Callable[[int], None] | None = None,
+        on_scores: Callable[[int, TokenScores], None] | None = None,
     ) -> tuple[list[SampledToken | None], Chosen]:
         """Computes chunks and decode rows in one pass over the weights: one answer per item and one per row.
 
         `on_layer` and what is raised are as for `prefill` and `decode`; `rows` of NonFiniteLogits index the decode rows
-        first, then the items."""
+        first, then the items. `on_scores(i, scores)` gets those of the targets of item i; without it none are made."""
         if not items and not len(rows.positions):
             return [], Chosen(NOBODY.token_ids, {})
         self._check_prefill(items)
@@ -285,7 +287,11 @@ class Runner:
                 return [], self._choose(logits, ready)
         plan = self._plan(rows, items)
         hidden = self._hidden(ready.beside[0], plan, on_layer)
-        return self._sample(list(wanted), count, len(items), hidden, ready)
+        bad = self._score(items, count, hidden, on_scores) if on_scores is not None else ()
+        first, chosen = self._sample(list(wanted), count, len(items), hidden, ready)
+        for i in bad:
+            first[i] = SampledToken(-1)
+        return first, chosen
 
     @torch.inference_mode()
     def launch(
@@ -353,6 +359,30 @@ class Runner:
             first[i] = chosen.scored.get(row) or SampledToken(int(chosen.token_ids[row]))
         return first, Chosen(chosen.token_ids[:count], {row: s for row, s in chosen.scored.items() if row < count})
 
+    def _score(
+        self,
+        items: Sequence[PrefillInput],
+        count: int,
+        hidden: torch.Tensor,
+        on_scores: Callable[[int, TokenScores], None],
+    ) -> list[int]:
+        """Scores the targets of the items, whose tokens stand behind `count` decode rows. Returns the items whose
+        logits are not finite, where the runner is tolerant. Raises NonFiniteLogits else."""
+        bad, at = [], count
+        for i, item in enumerate(items):
+            if item.targets:
+                mine = hidden[at : at + len(item.targets)]
+                scores = score_tokens(self.model.logits, mine, item.targets, item.top, self.config.vocab_size)
+                if scores.finite:
+                    on_scores(i, scores)
+                else:
+                    bad.append(i)
+            at += len(item.token_ids)
+        if bad and not self.tolerant:
+            rows = tuple(count + i for i in bad)
+            raise NonFiniteLogits(f"logits of prompts in batch rows {list(rows)[:16]} are not finite", rows=rows)
+        return bad
+
     def _choose(self, logits: torch.Tensor, ready: Preparation) -> Chosen:
         return self._sampler.launch(logits, ready).result() if self.tolerant else self._sampler.choose(logits, ready)
 
@@ -368,6 +398,8 @@ class Runner:
             if not item.token_ids:
                 raise InvalidRequest.of("token_ids", (), "a prefill chunk needs at least one token")
             self._check_tokens(min(item.token_ids), max(item.token_ids))
+            if item.targets:
+                self._check_tokens(min(item.targets), max(item.targets))
             if item.start < 0 or item.start + len(item.token_ids) > self.config.max_context_tokens:
                 raise ContextTooLong(
                     f"tokens {item.start}..{item.start + len(item.token_ids)} exceed {self.config.max_context_tokens} "

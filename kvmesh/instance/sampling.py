@@ -15,6 +15,7 @@ from kvmesh.rpc.protocol import (
     MAX_BIASED_TOKENS,
     MAX_GRAMMAR_BYTES,
     MAX_PENALTY,
+    MAX_PROMPT_LOGPROBS,
     MAX_REPETITION_PENALTY,
     MAX_TOP_LOGPROBS,
 )
@@ -29,6 +30,8 @@ def sampling_of(wanted: common_pb2.SamplingParams, prompt_tokens: int, vocab_siz
         raise InvalidRequest.of("top_p", wanted.top_p, "over 0, at most 1")
     if wanted.top_logprobs > MAX_TOP_LOGPROBS:
         raise InvalidRequest.of("top_logprobs", wanted.top_logprobs, f"at most {MAX_TOP_LOGPROBS}")
+    if wanted.HasField("prompt_logprobs"):
+        _check_prompt_logprobs(wanted.prompt_logprobs, prompt_tokens)
     if not 0 <= wanted.min_p <= 1:
         raise InvalidRequest.of("min_p", wanted.min_p, "between 0 and 1")
     for name in ("presence_penalty", "frequency_penalty"):
@@ -57,7 +60,16 @@ def sampling_of(wanted: common_pb2.SamplingParams, prompt_tokens: int, vocab_siz
         answered=wanted.answered_tokens,
         grammar=wanted.grammar,
         may_end=not wanted.ignore_eos,
+        prompt_logprobs=wanted.prompt_logprobs if wanted.HasField("prompt_logprobs") else -1,
     )
+
+
+def _check_prompt_logprobs(top: int, prompt_tokens: int) -> None:
+    if top > MAX_TOP_LOGPROBS:
+        raise InvalidRequest.of("prompt_logprobs", top, f"at most {MAX_TOP_LOGPROBS}")
+    if prompt_tokens * (1 + top) > MAX_PROMPT_LOGPROBS:
+        why = f"{prompt_tokens} tokens x {1 + top}; an instance tells at most {MAX_PROMPT_LOGPROBS} of a prompt"
+        raise InvalidRequest.of("prompt_logprobs", top, why)
 
 
 def _biases(wanted: Sequence[common_pb2.LogitBias], vocab_size: int) -> tuple[tuple[int, float], ...]:

@@ -15,6 +15,7 @@ The state machines of decode and prefill (`step(event, now) -> actions`) take an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -579,6 +580,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     answered: int = 0  # how many of the prompt's last tokens an earlier attempt of the request has generated
     grammar: str = ""  # what every token must keep to, in llguidance's own form; "": none
     may_end: bool = True  # False: a grammar's answer ends only where nothing else is possible
+    prompt_logprobs: int = -1  # -1 none; n >= 0: those of the prompt's tokens and of n alternatives to each
 
 
 class TokenHistory(msgspec.Struct, frozen=True, array_like=True):
@@ -604,6 +606,9 @@ class PrefillItem(msgspec.Struct, frozen=True, array_like=True):
     push: bool = True
     history: TokenHistory | None = None  # of the whole prompt, with `sample`
     groups: tuple[GroupPages, ...] = ()  # instead of `pages`, where the model has several cache groups
+    # n >= 0: log-probabilities of the tokens after those of the chunk, and of n alternatives to each, are wanted.
+    scores: int = -1
+    next_token: int = -1  # the prompt's first one after the chunk, with `scores`; -1: there is none
 
 
 class PrefillStep(Message, frozen=True):
@@ -772,11 +777,29 @@ class Sampled(msgspec.Struct, frozen=True, array_like=True):
     logprobs: Logprobs | None = None
 
 
+class PromptScores(msgspec.Struct, frozen=True, array_like=True):
+    """Holds log-probabilities of a prompt's tokens, of all but the first, packed little-endian: for each token its own
+    and those of the n best, float32; its rank, u32; and the ids of the n best, u32."""
+
+    logprobs: bytes = b""
+    ranks: bytes = b""
+    top_ids: bytes = b""
+
+    @classmethod
+    def joined(cls, parts: Sequence[PromptScores]) -> PromptScores:
+        """Returns those of a prompt from those of its chunks, in order."""
+        columns = ("logprobs", "ranks", "top_ids")
+        return cls(*(b"".join(getattr(part, name) for part in parts) for name in columns))
+
+
 class PrefillStepDone(Message, frozen=True):
+    """Reports a step. `scores` are by handle, of chunks that asked for them; rank 0 alone tells them."""
+
     step_id: int
     start_ns: int
     end_ns: int
     sampled: tuple[Sampled, ...]
+    scores: tuple[tuple[int, PromptScores], ...] = ()
 
 
 class WindowOpened(Message, frozen=True):

@@ -25,6 +25,7 @@ def check(version: int, who: str) -> None:
 # Bounds of SamplingParams.
 
 MAX_TOP_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 4 << 20  # of one prompt: tokens x (1 + alternatives), 8 bytes each in a message
 MAX_PENALTY = 2.0  # of presence and frequency, either sign
 MIN_REPETITION_PENALTY = 0.01  # as clients may say it; on the wire 0 is off
 MAX_REPETITION_PENALTY = 10.0

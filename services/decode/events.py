@@ -13,7 +13,7 @@ from kvmesh.clock import NEVER
 from kvmesh.errors import KvmeshError
 from kvmesh.kvcache.cache_groups import GroupPages
 from kvmesh.kvcache.sources import PullRange
-from kvmesh.ranks.protocol import FromRank, Logprobs, Sampling, TellRank
+from kvmesh.ranks.protocol import FromRank, Logprobs, PromptScores, Sampling, TellRank
 from kvmesh.services.decode.timeline import Timeline
 
 
@@ -108,6 +108,7 @@ class FirstToken:
     pull_bytes: int = 0
     pulled_tokens: int = 0
     host_tokens: int = 0
+    prompt_scores: PromptScores | None = None  # None: they were not asked for
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import enum
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from kvmesh.clock import NEVER
@@ -422,7 +423,8 @@ class Handoff:
     def _first_token(self, event: e.FirstToken, now: int, out: list[e.Action]) -> None:
         if self.first is not None or self.ended:
             return
-        self.first = event
+        # The prompt's scores go to the gateway now; they are not kept as long as the answer runs.
+        self.first = event if event.prompt_scores is None else replace(event, prompt_scores=None)
         self.made = 1
         self.last_token, self.last_ns = event.token_id, now
         times, spec = self.times, self.spec

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from kvmesh.errors import HandoffLost
-from kvmesh.ranks.protocol import Logprobs
+from kvmesh.ranks.protocol import Logprobs, PromptScores
 from kvmesh.rpc.pb import common_pb2, decode_pb2, prefill_pb2
 from kvmesh.rpc.status import from_detail, to_detail
 from kvmesh.services.decode import events as e
@@ -13,11 +15,22 @@ from kvmesh.services.decode.timeline import Timeline
 EMPTY_LOGPROBS = common_pb2.TokenLogprobs()
 
 
-def response(parcel: OutgoingTokens) -> decode_pb2.SessionResponse:
-    """Returns one message with everything that a gateway is to be told now."""
+def responses(parcel: OutgoingTokens) -> Iterator[decode_pb2.SessionResponse]:
+    """Returns what a gateway is to be told now: one message, and before it one for each prompt whose own tokens are
+    scored, as together they could be longer than a message may be."""
+    for slot, times, scores in parcel.prefilled:
+        if scores is not None:
+            message = decode_pb2.SessionResponse()
+            told = message.prefilled.add(slot=slot, cached_tokens=times.cached_tokens, timings=timings(times))
+            told.prompt_logprobs.logprobs = scores.logprobs
+            told.prompt_logprobs.ranks = scores.ranks
+            told.prompt_logprobs.top_ids = scores.top_ids
+            told.prompt_logprobs.SetInParent()  # of a prompt of one token there are none
+            yield message
     message = decode_pb2.SessionResponse()
-    for slot, times in parcel.prefilled:
-        message.prefilled.add(slot=slot, cached_tokens=times.cached_tokens, timings=timings(times))
+    for slot, times, scores in parcel.prefilled:
+        if scores is None:
+            message.prefilled.add(slot=slot, cached_tokens=times.cached_tokens, timings=timings(times))
     if parcel.slots:
         tokens = message.tokens
         tokens.slot.extend(parcel.slots)
@@ -32,7 +45,7 @@ def response(parcel: OutgoingTokens) -> decode_pb2.SessionResponse:
         _finished(message.finished.add(), slot, end)
     for slot, error in parcel.failed:
         message.failed.add(slot=slot, error=to_detail(error))
-    return message
+    yield message
 
 
 def _finished(message: decode_pb2.Finished, slot: int, end: Finish) -> None:
@@ -161,4 +174,12 @@ def first_token(message: prefill_pb2.FirstToken) -> e.FirstToken:
         pull_bytes=figures.pull_bytes,
         pulled_tokens=figures.pulled_tokens,
         host_tokens=figures.host_tokens,
+        prompt_scores=_prompt_scores(message),
     )
+
+
+def _prompt_scores(message: prefill_pb2.FirstToken) -> PromptScores | None:
+    if not message.HasField("prompt_logprobs"):
+        return None
+    found = message.prompt_logprobs
+    return PromptScores(found.logprobs, found.ranks, found.top_ids)

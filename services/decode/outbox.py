@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from kvmesh.errors import KvmeshError
-from kvmesh.ranks.protocol import Logprobs
+from kvmesh.ranks.protocol import Logprobs, PromptScores
 from kvmesh.services.decode.events import Reason
 from kvmesh.services.decode.timeline import Timeline
 
@@ -34,7 +34,7 @@ class OutgoingTokens:
     token_ids: list[int] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)
     logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by position in the lists
-    prefilled: list[tuple[int, Timeline]] = field(default_factory=list)
+    prefilled: list[tuple[int, Timeline, PromptScores | None]] = field(default_factory=list)
     finished: list[tuple[int, Finish]] = field(default_factory=list)
     failed: list[tuple[int, KvmeshError]] = field(default_factory=list)
 
@@ -109,9 +109,9 @@ class GatewayStream:
         self._close_if_complete()
         return sent
 
-    def prefilled(self, times: Timeline) -> None:
+    def prefilled(self, times: Timeline, scores: PromptScores | None = None) -> None:
         """Reports that the prompt is computed. It must be called before the first token is pushed."""
-        self.box.parcel.prefilled.append((self.slot, times))
+        self.box.parcel.prefilled.append((self.slot, times, scores))
 
     def finish(self, end: Finish) -> None:
         """Ends a complete answer; the gateway is told after the last token."""

@@ -53,9 +53,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         box, cause = core.state.sessions[session], "the stream broke"
 
         def outgoing() -> Sequence[decode_pb2.SessionResponse]:
-            """Returns all that has gathered in the outbox, as one message."""
+            """Returns all that has gathered in the outbox."""
             parcel = box.take()
-            return (mapping.response(parcel),) if parcel else ()
+            return tuple(mapping.responses(parcel)) if parcel else ()
 
         try:
             over = await stream.serve(

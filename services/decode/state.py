@@ -359,7 +359,7 @@ class DecodeState:
 
     def _do_first(self, h: Handoff, action: e.EmitFirst, now: int) -> None:
         assert h.stream is not None
-        h.stream.prefilled(h.times)
+        h.stream.prefilled(h.times, action.first.prompt_scores)
         h.stream.push(action.first.token_id, 0, action.first.logprobs)
         self._flush[h.stream.box.session] = None
 

@@ -13,6 +13,7 @@ from kvmesh.services.gateway.recovery import AttemptRecovery, Failure, RecoveryP
 from kvmesh.services.gateway.sessions import SessionLane
 from kvmesh.services.gateway.text.completion import LENGTH, STOP, Alternatives, Completion, Delta, WholeAnswer
 from kvmesh.services.gateway.text.prepare import Prepared
+from kvmesh.services.gateway.text.prompt_logprobs import ScoredPrompt
 from kvmesh.telemetry import names
 
 # What an attempt starts from: the prompt, and what came of its answer before. Pure.
@@ -61,6 +62,16 @@ class AttemptOwner(Protocol):
     def wants_logprobs(self) -> bool: ...
 
     @property
+    def prompt_logprobs(self) -> int:
+        """How many others are wanted beside each token of the prompt; -1: no log-probabilities of it are."""
+        ...
+
+    @property
+    def prompt_only(self) -> bool:
+        """Whether the answer is to have no token."""
+        ...
+
+    @property
     def patience(self) -> RecoveryPatience:
         """With attempts that fail."""
         ...
@@ -87,7 +98,7 @@ class AnswerAttempts:
         "_consumed", "_expected", "_finished", "_granted", "_logprobs", "_problem", "_suspects", "_taken", "_tokens",
         "_touched", "_watched", "_watched_since", "answer", "attempt", "avoid", "cached_tokens", "carried", "delivered",
         "done", "index", "lane", "last_token", "max_tokens", "migration", "owner", "placement", "prompt",
-        "recovery", "seed", "timings", "whole",
+        "recovery", "scored_prompt", "seed", "timings", "whole",
     )  # fmt: skip
 
     def __init__(self, owner: AttemptOwner, index: int, prompt: Prepared, seed: int, max_tokens: int) -> None:
@@ -110,6 +121,7 @@ class AnswerAttempts:
         self.answer = self.owner.new_answer(self.prompt)
         self.carried = ResumePoint(self.prompt, self.owner.block_tokens)
         self.cached_tokens = 0
+        self.scored_prompt: ScoredPrompt | None = None
         self.whole = WholeAnswer()
         self.last_token = 0.0
         self._begin_attempt()
@@ -138,8 +150,22 @@ class AnswerAttempts:
         self._taken = True
         self.lane = lane if self._problem is None else None
 
-    def on_prefilled(self, cached_tokens: int, timings: common_pb2.StageTimings) -> None:
+    @property
+    def asks_for_scores(self) -> bool:
+        """Whether its next attempt is to tell the log-probabilities of the prompt."""
+        return self.owner.prompt_logprobs >= 0 and self.scored_prompt is None
+
+    def on_prefilled(
+        self, cached_tokens: int, timings: common_pb2.StageTimings, scores: common_pb2.PromptLogprobs | None
+    ) -> None:
         """See SessionSink."""
+        if self.asks_for_scores:
+            try:
+                if scores is None:
+                    raise InternalError("no log-probabilities of the prompt came")
+                self.scored_prompt = ScoredPrompt(scores, self.prompt.token_ids)
+            except InternalError as err:
+                self._fail(err, [self._prefill, self.decode_instance])
         if not self.carried.answered:  # the client's prompt, not what is carried
             self.cached_tokens = cached_tokens
         self.timings = timings
@@ -210,6 +236,8 @@ class AnswerAttempts:
             return Delta()  # it ends, or is made anew: either way they are of no use
         tokens, self._tokens = self._tokens, []
         logprobs, self._logprobs = self._logprobs, []
+        if self.owner.prompt_only:
+            tokens = []  # an attempt makes one at least
         delta = self.answer.push(tokens, logprobs) if tokens else Delta(first=self.answer.count)
         if tokens:
             self._account(len(tokens), now)
@@ -224,12 +252,11 @@ class AnswerAttempts:
 
     def _end(self, delta: Delta, finished: decode_pb2.Finished) -> None:
         self.lane = None
-        here = self.answer.count - self.carried.answered
-        if finished.completion_tokens != here:
-            wrong = f"decode made {finished.completion_tokens} tokens, {here} arrived"
+        if finished.completion_tokens != self._expected:
+            wrong = f"decode made {finished.completion_tokens} tokens, {self._expected} arrived"
             self._fail(InternalError(wrong), [self.decode_instance])
             return
-        self._close(delta, _REASONS.get(finished.reason, STOP))
+        self._close(delta, LENGTH if self.owner.prompt_only else _REASONS.get(finished.reason, STOP))
 
     def _close(self, delta: Delta, finish: str) -> None:
         """The answer is whole; `finish` "": it is not."""

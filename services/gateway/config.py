@@ -9,6 +9,7 @@ from pathlib import Path
 from kvmesh.config import ServiceConfig
 from kvmesh.errors import ConfigError
 from kvmesh.rpc.call_limits import CallLimits
+from kvmesh.rpc.protocol import MAX_PROMPT_LOGPROBS
 from kvmesh.services.gateway.recovery import RecoveryPatience
 from kvmesh.services.gateway.rest.http_limits import BodyBounds, HttpLimits
 from kvmesh.services.gateway.rest.response_bounds import ResponseBounds
@@ -166,6 +167,14 @@ class GatewayConfig(ServiceConfig):
     max_stops: int = field(default=16, metadata={"help": "Stop strings a request may name."})
     max_stop_chars: int = field(default=256, metadata={"help": "Characters of one stop string."})
     max_choices: int = field(default=64, metadata={"help": "Answers a request may ask for (prompts x n)."})
+    max_prompt_logprobs: int = field(
+        default=131_072,
+        metadata={
+            "help": "Log-probabilities of prompts that a request may ask for: tokens of its prompts x n x (1 + "
+            "alternatives).",
+            "max": MAX_PROMPT_LOGPROBS,
+        },
+    )
     max_retries: int = field(
         default=2,
         metadata={"help": "New placements, until its next token, of a request that instances had taken."},
@@ -252,7 +261,7 @@ class GatewayConfig(ServiceConfig):
             ("http_max_head_bytes", 1024), ("http_max_headers", 16), ("http_max_url_bytes", 256),
             ("http_head_timeout_s", 0.1), ("http_body_timeout_s", 0.1), ("http_body_rate", 1),
             ("http_idle_timeout_s", 0.1), ("http_write_timeout_s", 0.1), ("max_responses", 1),
-            ("max_response_bytes", 1024), ("response_ttl_s", 0.001),
+            ("max_response_bytes", 1024), ("max_prompt_logprobs", 0), ("response_ttl_s", 0.001),
         ):  # fmt: skip
             value = getattr(self, name)
             if not value >= low:

@@ -57,6 +57,7 @@ class Generation:
     parsed: bool = False  # answers are told as content, reasoning and tool calls
     stops: tuple[str, ...] = ()
     logprobs: int = -1  # -1: none; n: the sampled token's and those of n alternatives
+    prompt_logprobs: int = -1  # -1: none; n: those of the prompt's tokens and of n others beside each
     n: int = 1
     returned: int | None = None  # of the n, so many: those with the highest log-probability a token; None: all
     echo: bool = False
@@ -82,6 +83,11 @@ class Generation:
         return self.logprobs >= 0 or self.returned is not None
 
     @property
+    def prompt_only(self) -> bool:
+        """Whether no token of an answer is wanted."""
+        return self.max_tokens == 0
+
+    @property
     def is_batch(self) -> bool:
         """Whether the request takes only what nobody else wants."""
         return self.lane == BATCH
@@ -93,7 +99,8 @@ class Generation:
 
     def check(self, limits: GatewayLimits, *, salt_field: str = "cache_salt") -> Generation:
         """Itself, when every value is in range. InvalidRequest names field and value."""
-        between("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        # A client that wants to know of its prompt may want no answer.
+        between("max_tokens", self.max_tokens, 0 if self.echo or self.prompt_logprobs >= 0 else 1, MAX_TOKENS)
         between("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         if not 0.0 < self.top_p <= 1.0:
             raise refused("top_p", self.top_p, "must be over 0 and at most 1")
@@ -109,6 +116,7 @@ class Generation:
         between("n", self.n, 1, limits.max_choices)
         self.check_wishes()
         between("logprobs", self.logprobs, -1, MAX_TOP_LOGPROBS)
+        between("prompt_logprobs", self.prompt_logprobs, -1, MAX_TOP_LOGPROBS)
         if self.choices > limits.max_choices:
             raise refused("n", self.n, f"{len(self.prompts)} prompts x n must be at most {limits.max_choices}")
         check_stops(self.stops, limits)

@@ -62,7 +62,7 @@ class RequestBuilder:
             model=wanted.model,
             prompt_tokens=carried.tokens,
             max_tokens=choice.max_tokens - carried.answered,
-            block_keys=carried.keys,
+            block_keys=b"" if choice.asks_for_scores else carried.keys,  # no hit saves such a prompt anything
             ttft_slo_ms=wanted.ttft_slo_ms or self.ttft_slo_ms,
             tbt_slo_ms=wanted.tbt_slo_ms or self.tbt_slo_ms,
             priority=wanted.urgency,
@@ -130,6 +130,7 @@ class RequestBuilder:
             logit_bias=[common_pb2.LogitBias(token_id=token, bias=bias) for token, bias in wanted.logit_bias],
             answered_tokens=choice.carried.answered,
             grammar=choice.prompt.grammar,
+            prompt_logprobs=wanted.prompt_logprobs if choice.asks_for_scores else None,
         )
 
     def _own_name(self, name: str | None) -> str:
@@ -197,6 +198,7 @@ class Request:
         self._asks: RequestBuilder | None = None
         self._watching: asyncio.TimerHandle | None = None
         self._left = 0
+        self.scores = 0  # log-probabilities of prompts that the client is told
 
     # ── as a context ──────────────────────────────────────────────────────────────────────────────
 
@@ -254,6 +256,7 @@ class Request:
                 prepared = await core.prepare(wanted, model, facts, self.tenant)
         except TimeoutError:
             raise self._late() from None
+        self._check_scores(prepared)
         self.account.tokenized(sum(prompt.tokens for prompt in prepared), facts.block_tokens)
         if wanted.stops:
             self._stops = StopStrings(wanted.stops)
@@ -261,7 +264,7 @@ class Request:
         for index in range(wanted.choices):
             prompt = prepared[index // wanted.n]
             room = facts.max_context_tokens - prompt.tokens
-            limit = min(wanted.max_tokens or room, room)
+            limit = 1 if wanted.prompt_only else min(wanted.max_tokens or room, room)
             self.choices.append(AnswerAttempts(self, index, prompt, (seed + index) & (2**64 - 1), limit))
         self._asks = self._made_asks(facts)
         self._left = len(self.choices)
@@ -269,6 +272,15 @@ class Request:
             self._spawn(choice, 0.0)  # its siblings follow once it is placed
         if core.config.token_timeout_s and self.patience.max_migrations:
             self._watch()
+
+    def _check_scores(self, prepared: list[Prepared]) -> None:
+        """Raises InvalidRequest for more log-probabilities of prompts than one request may ask for."""
+        n, top, most = self.generation.n, self.generation.prompt_logprobs, self.core.config.max_prompt_logprobs
+        tokens = sum(prompt.tokens for prompt in prepared) * n
+        self.scores = tokens * (1 + top)
+        if self.scores > most:
+            why = f"{tokens} prompt tokens x {1 + top} are {self.scores}; a request may ask for {most}"
+            raise refused("prompt_logprobs", top, why)
 
     def _check_priority(self) -> None:
         """Raises InvalidRequest for a priority more urgent than this client may ask for. It is not made smaller
@@ -339,6 +351,15 @@ class Request:
         assert self._model is not None, "prepared"
         return self._model.preparer.tokenizer.piece(token_id)
 
+    def text_offsets(self, token_ids: Sequence[int]) -> list[int]:
+        """Returns where the text of each token of a prompt begins in the prompt's."""
+        assert self._model is not None, "prepared"
+        detokenizer, offsets, read = self._model.preparer.tokenizer.detokenizer((), opens=True), list[int](), 0
+        for token in token_ids:
+            offsets.append(read)
+            read += len(detokenizer.push((token,)))
+        return offsets
+
     # ── what attempts need (AttemptOwner) ─────────────────────────────────────────────────────────
 
     @property
@@ -350,6 +371,16 @@ class Request:
     def wants_logprobs(self) -> bool:
         """See AttemptOwner."""
         return self.generation.scored
+
+    @property
+    def prompt_logprobs(self) -> int:
+        """See AttemptOwner."""
+        return self.generation.prompt_logprobs
+
+    @property
+    def prompt_only(self) -> bool:
+        """See AttemptOwner."""
+        return self.generation.prompt_only
 
     @property
     def patience(self) -> RecoveryPatience:
@@ -389,7 +420,9 @@ class Request:
         matcher = StopMatcher(self._stops) if self._stops else None
         unending = self.generation.ignore_eos and not prompt.grammar  # an end token ends a grammar's answer
         silent = () if unending else self._facts.eos_ids
-        return Completion(detokenizer, matcher, silent, parser)
+        # Clients that score a prompt by an echo (lm-evaluation-harness) count on an entry for each token of the answer.
+        scores_end = self.generation.echo and self.generation.logprobs >= 0
+        return Completion(detokenizer, matcher, silent, parser, scores_end=scores_end)
 
     # ── attempts ──────────────────────────────────────────────────────────────────────────────────
 

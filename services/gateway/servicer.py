@@ -83,11 +83,15 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
             token_ids=True,
             tenant=tenant,
         )
+        scored = None  # what has been told of the prompt
         try:
             async with running.guard(), running:
                 async for step in running:
                     for _, delta in step:
-                        await context.write(self._response(running, delta))
+                        response = self._response(running, delta)
+                        if scored is None and (scored := running.choices[0].scored_prompt) is not None:
+                            response.prompt_logprobs.CopyFrom(scored.message)
+                        await context.write(response)
                         running.account.wrote()
         except TimeoutError:
             raise DeadlinePassed("the deadline passed while the client took nothing") from None
@@ -174,6 +178,7 @@ def to_generation(request: gateway_pb2.GenerateRequest, core: GatewayCore, tenan
         ignore_eos=request.ignore_eos,
         stops=tuple(request.stop),
         logprobs=request.top_logprobs if request.logprobs else -1,
+        prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else -1,
         cache_salt=request.cache_salt,
         priority=request.priority,
         ttft_slo_ms=request.ttft_slo_ms or None,

@@ -29,7 +29,11 @@ Key = tuple[str, int]
 class SessionSink(Protocol):
     """Whoever gets a request's tokens. Called from the Session's reader; must not block nor raise."""
 
-    def on_prefilled(self, cached_tokens: int, timings: common_pb2.StageTimings) -> None: ...
+    def on_prefilled(
+        self, cached_tokens: int, timings: common_pb2.StageTimings, scores: common_pb2.PromptLogprobs | None
+    ) -> None:
+        """`scores` are None where none are told."""
+        ...
 
     def on_token(self, token_id: int, token_index: int, logprobs: Alternatives | None) -> None: ...
 
@@ -159,7 +163,8 @@ class Session:
         sinks = self._sinks
         for one in message.prefilled:
             if sink := sinks.get(one.slot):
-                sink.on_prefilled(one.cached_tokens, one.timings)
+                scores = one.prompt_logprobs if one.HasField("prompt_logprobs") else None
+                sink.on_prefilled(one.cached_tokens, one.timings, scores)
         tokens = message.tokens
         if tokens.slot:
             logprobs = _logprobs(tokens.logprobs, len(tokens.slot))

@@ -205,6 +205,7 @@ class SendFirstToken:
     found: Found
     queue_ns: int
     prefill_ns: int
+    prompt_scores: m.PromptScores | None = None  # None: they were not asked for
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from kvmesh.errors import KvmeshError
 from kvmesh.kvcache.cache_groups import GroupPages
+from kvmesh.ranks import protocol as m
 from kvmesh.services.prefill.compute_progress import ComputeProgress
 from kvmesh.services.prefill.events import Found, HandoffEnded, Landing, PrefillOutcome, Start
 from kvmesh.services.prefill.prompt_pages import PromptPages
@@ -95,6 +96,7 @@ class PrefillHandoff:
     in_doubt: bool = False  # it is not known of every rank whether bytes are still on their way
     acked_bytes: list[int] = field(default_factory=list)
 
+    scores: list[m.PromptScores] = field(default_factory=list)  # of the chunks computed so far, in order
     sampled_ns: int = 0  # FirstToken is sent; 0: not yet
     fill_told: bool = False  # FillDone is sent
     told: bool = False  # Drained or Failed is sent: nothing more will be
@@ -116,6 +118,11 @@ class PrefillHandoff:
     def __post_init__(self) -> None:
         self.pushes = [Push.NONE] * self.world
         self.acked_bytes = [0] * self.world
+
+    @property
+    def scored(self) -> bool:
+        """Whether the log-probabilities of the prompt's own tokens are wanted, so that all of it is computed."""
+        return self.start.sampling.prompt_logprobs >= 0
 
     @property
     def handle(self) -> int:

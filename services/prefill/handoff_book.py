@@ -46,7 +46,10 @@ class HandoffBook(ABC):
 
     def usable(self, h: PrefillHandoff) -> Sequence[bytes]:
         """Returns the keys of the blocks that may come from the cache. The block with the last token is never among
-        them: that token is computed, as it gives the answer's first token."""
+        them: that token is computed, as it gives the answer's first token. Of a prompt whose own tokens are scored
+        there are none: each token's log-probability is computed with the token before."""
+        if h.scored:
+            return ()
         return h.start.block_keys[: (h.prompt_tokens - 1) // self._block]
 
     def arrive(self, h: PrefillHandoff) -> int:
@@ -124,7 +127,9 @@ class HandoffBook(ABC):
         h.phase = PrefillPhase.PUSHING
         h.sampled_ns = end_ns
         queue, prefill = max(h.first_step_ns - h.arrived_ns, 0), h.sampled_ns - h.first_step_ns
-        first = ev.SendFirstToken(h.handle, sampled, h.found, queue, prefill)
+        scores = m.PromptScores.joined(h.scores) if h.scored else None
+        first = ev.SendFirstToken(h.handle, sampled, h.found, queue, prefill, scores)
+        h.scores = []
         if h.start.adopt:
             self._hand_over(h, first)
         else:

@@ -75,6 +75,7 @@ class _Step:
     chunks: tuple[Chunk, ...]
     waiting: set[int]  # ranks that have not answered
     sampled: dict[int, m.Sampled] = field(default_factory=dict)
+    scores: dict[int, m.PromptScores] = field(default_factory=dict)  # of the tokens after those of its chunks
     failed: set[tuple[int, int]] = field(default_factory=set)  # (rank, handle)
     start_ns: int = 0
     end_ns: int = 0
@@ -366,6 +367,8 @@ class PrefillState:
             push=not h.start.adopt,
             history=history_of(sampling, h.start.token_ids) if sampling is not None else None,
             groups=groups,
+            scores=h.start.sampling.prompt_logprobs,
+            next_token=h.start.token_ids[chunk.end] if h.scored and not chunk.last else -1,
         )
 
     def _from_rank(self, rank: int, message: m.ToFront, now: int) -> None:
@@ -391,6 +394,7 @@ class PrefillState:
         if step is None or rank not in step.waiting:
             return
         step.sampled.update((s.handle, s) for s in done.sampled)
+        step.scores.update(done.scores)
         step.start_ns = min(step.start_ns or done.start_ns, done.start_ns)
         step.end_ns = max(step.end_ns, done.end_ns)
         rate = (done.end_ns - done.start_ns) / step.tokens
@@ -440,6 +444,8 @@ class PrefillState:
             h.first_step_ns = h.first_step_ns or step.start_ns
             h.last_step_ns = max(h.last_step_ns, step.end_ns)
             if not h.ending:
+                if h.handle in step.scores:
+                    h.scores.append(step.scores[h.handle])
                 self._lives.computed(h, chunk, step.sampled.get(h.handle), step.end_ns)
             self._lives.settle(h)
 

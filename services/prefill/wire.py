@@ -154,4 +154,9 @@ def first_token(action: ev.SendFirstToken, handle: int) -> pb.FirstToken:
         first.logprobs.logprob = logprobs.logprob
         for token_id, logprob in logprobs.top:
             first.logprobs.top.add(token_id=token_id, logprob=logprob)
+    if (scores := action.prompt_scores) is not None:
+        first.prompt_logprobs.logprobs = scores.logprobs
+        first.prompt_logprobs.ranks = scores.ranks
+        first.prompt_logprobs.top_ids = scores.top_ids
+        first.prompt_logprobs.SetInParent()  # of a prompt of one token there are none
     return first

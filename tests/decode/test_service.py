@@ -10,10 +10,14 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
+from kvmesh.ranks.protocol import PromptScores
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.status import from_rpc_error
+from kvmesh.services.decode import mapping
+from kvmesh.services.decode.outbox import Outbox
+from kvmesh.services.decode.timeline import Timeline
 from tests.support.checkpoints import prompts
-from tests.support.decode.bench import Bench, Gateway, bench
+from tests.support.decode.bench import SCORES, Bench, Gateway, bench
 from tests.support.reference import assert_matches_reference
 from tests.support.services import until
 
@@ -79,6 +83,28 @@ async def test_logprobs_and_stop_tokens(gateway: Gateway) -> None:
     assert len(made.top) == 2
     assert made.top[0].token_id == answer.tokens[-1]
     assert without.tokens == plain.tokens
+
+
+async def test_scores_of_prompts_go_before_the_first_token(gateway: Gateway) -> None:
+    scored = [await gateway.start(PROMPT, 3, prompt_logprobs=1) for _ in range(2)]
+    plain = await gateway.start(PROMPT, 3)
+    for slot in (*scored, plain):
+        told = (await gateway.over(slot)).prefilled
+        assert told is not None and told.HasField("prompt_logprobs") == (slot != plain)
+        assert told.prompt_logprobs == (SCORES if slot != plain else pb.PromptLogprobs())
+
+
+async def test_scored_prompts_have_a_message_each() -> None:
+    """Together they could be longer than a message may be; tokens follow."""
+    box = Outbox(1)
+    for slot in range(3):
+        stream = box.open(slot, slot, 9, 0)
+        stream.prefilled(Timeline(), PromptScores(bytes(8), bytes(4), bytes(4)) if slot else None)
+        stream.push(7, 0, None)
+    *scored, rest = mapping.responses(box.take())
+    assert [[one.slot for one in message.prefilled] for message in scored] == [[1], [2]]
+    assert not any(message.tokens.slot for message in scored)
+    assert ([one.slot for one in rest.prefilled], list(rest.tokens.slot)) == ([0], [0, 1, 2])
 
 
 async def test_one_token_only(gateway: Gateway, checkpoint: Path) -> None:

@@ -8,13 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.multiprocessing.spawn import spawn
 
 from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.parallel import Cut, ExpertsCut, Group, ProcessGroup, RanksLost, check_shares, share, share_of
-from kvmesh.engine.runner import DecodeInput, PrefillInput, SampleParams, shard_layout
+from kvmesh.engine.runner import NOBODY, DecodeInput, PrefillInput, SampleParams, shard_layout
+from kvmesh.engine.sampling.prompt_scores import TokenScores
 from kvmesh.engine.weights import Weights
 from kvmesh.errors import ConfigError
 from tests.support.checkpoints import FAMILY_ZOO, make_checkpoint
@@ -104,6 +106,7 @@ class Said:
     greedy: list[list[int]]
     sampled: list[int]
     half: Forced  # in bfloat16
+    scores: TokenScores  # of the first prompt's tokens
     first_head: int
     pages: torch.Tensor  # of the first prompt
 
@@ -123,9 +126,12 @@ def answer(path: Path, group: Group, cut: ExpertsCut = "auto") -> Said:
     greedy = [[token, *tokens] for token, tokens in zip(first, rest, strict=True)]
     sampled = [stepper.runner.prefill([PrefillInput(prompt, 0, stepper.take(40), SAMPLED)]) for prompt in PROMPTS]
     found = [token.token_id for [token] in sampled if token is not None]
+    scores: dict[int, TokenScores] = {}
+    asked = PrefillInput(PROMPTS[0], 0, stepper.take(40), targets=PROMPTS[0][1:], top=2)
+    stepper.runner.step([asked], NOBODY, on_scores=scores.__setitem__)
     half = Stepper(path, dtype="bfloat16", group=group, experts_cut=cut).forced(PROMPTS[0], 25, chunks=(16, 7))
     kv = stepper.pages[list(pages[0])][:2]
-    return Said(greedy, found, half, stepper.layout.first_head, kv.clone())
+    return Said(greedy, found, half, scores[0], stepper.layout.first_head, kv.clone())
 
 
 def rank_main(rank: int, size: int, folder: Path, checkpoints: list[Path], cut: ExpertsCut) -> None:
@@ -176,6 +182,10 @@ def test_ranks_together_answer_as_one_does(
             head = own.first_head
             expected = alone.pages[:, :, :, head : head + own.pages.shape[3]]
             assert torch.allclose(own.pages, expected, rtol=1e-3, atol=1e-4)
+            for mine, first, right in zip(own.scores, ranks[0].scores, alone.scores, strict=True):
+                np.testing.assert_array_equal(mine, first)
+                if right.dtype == np.float32:
+                    np.testing.assert_allclose(mine, right, atol=1e-4)
         assert ranks[0].sampled == alone.sampled
         assert_as_close_as_reference(path, [ranks[0].half])
         for prompt, tokens in zip(PROMPTS, ranks[0].greedy, strict=True):

@@ -190,6 +190,8 @@ class Lane:
 class Owner:
     stops: list[str] = field(default_factory=list)
     wants_logprobs: bool = False
+    prompt_logprobs: int = -1
+    prompt_only: bool = False
     silent: frozenset[int] = frozenset({EOS})
     credit_tokens: int = 8
     block_tokens: int = BLOCK

@@ -21,7 +21,9 @@ class Listener:
     def __init__(self) -> None:
         self.failed: KvmeshError | None = None
 
-    def on_prefilled(self, cached_tokens: int, timings: common_pb2.StageTimings) -> None: ...
+    def on_prefilled(
+        self, cached_tokens: int, timings: common_pb2.StageTimings, scores: common_pb2.PromptLogprobs | None
+    ) -> None: ...
 
     def on_token(self, token_id: int, token_index: int, logprobs: Alternatives | None) -> None: ...
 

@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
 import openai
 import pytest
 import pytest_asyncio
+import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvmesh.rpc.channels import connect
 from scripts.demo_corpus import heldout
+from tests.support.mesh.client import prompt
 from tests.support.mesh.harness import Running
+from tests.support.reference import reference_logits
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="session")]
 
@@ -43,6 +48,36 @@ async def test_the_demo_model_answers_from_what_it_read(client: openai.AsyncOpen
         answers = await asyncio.gather(*(ask(q[0]) for q in batch))
         right += sum(a == q[1] for a, q in zip(answers, batch, strict=True))
     assert right >= 0.9 * len(questions)
+
+
+async def test_prompts_are_scored_as_transformers_does(
+    client: openai.AsyncOpenAI, small_mesh: Running, demo_path: Path
+) -> None:
+    """As lm-evaluation-harness asks: prompts of token ids at once, echoed, with one token that is left out, or none;
+    again when their blocks are cached. And in vLLM's form."""
+    asked = [prompt(40 + seed, length, 2000) for seed, length in enumerate((70, 130, 33))]
+    right = []
+    for ids in asked:
+        raw = reference_logits(demo_path, ids)[:-1].log_softmax(-1)
+        right.append((raw.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist(), raw.max(-1).values.tolist()))
+    for most in (1, 0):
+        body: dict[str, Any] = {"prompt": asked, "echo": True, "logprobs": 1, "max_tokens": most, "temperature": 0}
+        answer = await client.completions.create(model=MODEL, seed=1, **body)
+        assert answer.usage is not None and answer.usage.completion_tokens == most * len(asked)
+        for ids, (own, best), choice in zip(asked, right, answer.choices, strict=True):
+            told = choice.logprobs
+            assert told is not None and told.token_logprobs is not None and told.top_logprobs is not None
+            assert len(told.token_logprobs) == len(ids) + most and told.token_logprobs[0] is None
+            assert told.token_logprobs[1 : len(ids)] == pytest.approx(own, abs=1e-4)
+            assert [max(top.values()) for top in told.top_logprobs[1 : len(ids)]] == pytest.approx(best, abs=1e-4)
+    again = await client.completions.create(
+        model=MODEL, prompt=asked[1], max_tokens=1, extra_body={"prompt_logprobs": 0}, temperature=0
+    )
+    scored = again.choices[0].model_extra["prompt_logprobs"]  # type: ignore[index]
+    assert scored[0] is None
+    found = [one[str(token)]["logprob"] for one, token in zip(scored[1:], asked[1][1:], strict=True)]
+    assert found == pytest.approx(right[1][0], abs=1e-4)
+    await small_mesh.settled()
 
 
 async def test_streaming_equals_not_streaming_and_usage_is_true(client: openai.AsyncOpenAI) -> None:

@@ -20,6 +20,7 @@ from tests.support.grouped_rank import told_by_runner
 from tests.support.prefill.client import decode, instance, pools
 from tests.support.prefill.grouped_client import grouped_decode
 from tests.support.rank_driver import BLOCK, rank
+from tests.support.reference import assert_scores_match_reference
 from tests.support.services import running, until
 
 ANSWER = 24  # tokens: beyond a window's and a block's end
@@ -64,6 +65,10 @@ async def test_tokens_are_the_references_cold_and_over_what_is_kept(name: str, t
             first, told = await client.told(asked, ANSWER)
             assert told == told_by_runner(path, asked, ANSWER)
             assert first.cached_tokens == cached
+        scored = pb_common.SamplingParams(max_tokens=8, top_p=1, prompt_logprobs=1)
+        first, told = await client.told(prompt, ANSWER, sampling=scored)
+        assert (first.cached_tokens, told) == (0, told_by_runner(path, prompt, ANSWER))
+        assert_scores_match_reference(path, prompt, first.prompt_logprobs)
 
         async def nothing_is_held() -> bool:
             now = await pools(service.address)

@@ -20,7 +20,7 @@ from kvmesh.ranks import protocol as m
 from kvmesh.services.prefill import events as ev
 from kvmesh.services.prefill.handoff import PrefillPhase
 from tests.support.prefill.pool_model import BLOCK, PATIENCE_MS, Copy, SharedPool
-from tests.support.prefill.script import MS, prompt
+from tests.support.prefill.script import MS, check_scores, prompt, sampling_of, scores_of
 
 ENDINGS = (ev.SendDrained, ev.SendFailed)
 
@@ -88,7 +88,10 @@ class Machine(SharedPool):
             life.said.append(action)
 
     def check_promise(self, action: ev.Action) -> None:
-        """ "Drained" and "done" mean that no byte is on its way and none will follow."""
+        """ "Drained" and "done" mean that no byte is on its way and none will follow. A prompt that is to be scored is
+        so from its second token on, whatever of it is cached."""
+        if isinstance(action, ev.SendFirstToken):
+            check_scores(self.lives[action.handle].start, action)
         if isinstance(action, ev.SendFailed) and not action.drained:
             assert action.handle in self.doubt or self.lost, "a fence for nothing"
         elif isinstance(action, (*ENDINGS, ev.SendFillDone)):
@@ -155,7 +158,7 @@ class Machine(SharedPool):
         handle = len(self.lives) + 1
         deadline = self.now + deadline_ms * MS if deadline_ms else 0
         pulls = tuple(PullRange("A", "A:1", 1, at, min(n, len(keys) - at)) for at, n in hints if at < len(keys))
-        sampling = m.Sampling(0, 1, 0, 0)
+        sampling = sampling_of(handle)
         at = self.now + later_ms * MS if later_ms else 0
         name = f"r{handle}"
         start = ev.Start(handle, stream, name, tokens, keys, sampling, deadline, priority, pulls, pull_at_ns=at)
@@ -242,7 +245,8 @@ class Machine(SharedPool):
         if answers:
             good = [i for i in step.items if i.sample is not None and i.handle not in bad]
             sampled = tuple(m.Sampled(i.handle, 7) for i in good)
-            self.outbox.append(m.PrefillStepDone(step.step_id, self.now - 5, self.now, sampled))
+            done = m.PrefillStepDone(step.step_id, self.now - 5, self.now, sampled, scores_of(step, bad))
+            self.outbox.append(done)
 
     def write(self, item: m.PrefillItem) -> None:
         tokens = self.lives[item.handle].start.token_ids

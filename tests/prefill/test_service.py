@@ -23,11 +23,13 @@ from kvmesh.services.prefill.config import PrefillConfig
 from kvmesh.services.prefill.main import run
 from tests.support.prefill.client import Decode, decode, settled
 from tests.support.rank_driver import BLOCK, Driver, rank
-from tests.support.reference import assert_matches_reference
+from tests.support.reference import assert_matches_reference, assert_scores_match_reference
 from tests.support.services import Running, running, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+GREEDY = pb_common.SamplingParams(max_tokens=8, top_p=1)
+SCORED = pb_common.SamplingParams(max_tokens=8, top_p=1, prompt_logprobs=2)
 PROMPT = [(7 * i * i + 3 * i) % 90 + 5 for i in range(61)]
 
 
@@ -97,6 +99,23 @@ async def test_chunks_are_pushed_while_later_ones_are_computed(checkpoint: Path,
         first, _, pages = await client.prefill(PROMPT)
         tokens = await client.generate(PROMPT, first.token_id, pages, 8)
         assert_matches_reference(checkpoint, PROMPT, tokens)
+        scored, _, _ = await client.prefill(PROMPT, sampling=SCORED)
+        assert_scores_match_reference(checkpoint, PROMPT, scored.prompt_logprobs)
+
+
+async def test_a_prompt_is_scored_whatever_is_cached(checkpoint: Path, client: Decode) -> None:
+    """All of it is computed, and its blocks serve the next one."""
+    for sampling, cached in ((GREEDY, 0), (SCORED, 0), (GREEDY, 48)):
+        first, _, pages = await client.prefill(PROMPT, salt="scored", sampling=sampling)
+        assert first.cached_tokens == cached
+        assert_matches_reference(checkpoint, PROMPT, await client.generate(PROMPT, first.token_id, pages, 4))
+        assert first.HasField("prompt_logprobs") == (sampling is SCORED)
+        if sampling is SCORED:
+            assert_scores_match_reference(checkpoint, PROMPT, first.prompt_logprobs)
+    alone, _, _ = await client.prefill(PROMPT[:1], sampling=SCORED)
+    assert alone.HasField("prompt_logprobs") and not alone.prompt_logprobs.logprobs
+    with pytest.raises(AssertionError, match="prompt_logprobs=21"):
+        await client.prefill(PROMPT, sampling=pb_common.SamplingParams(max_tokens=2, top_p=1, prompt_logprobs=21))
 
 
 async def test_logprobs_travel_with_the_first_token(client: Decode) -> None:

@@ -87,3 +87,20 @@ def assert_as_close_as_reference(path: str | Path, answers: Iterable[Forced]) ->
     assert sum(ours) <= FARTHER * sum(theirs), f"on average {sum(ours) / count} from float32, not {sum(theirs) / count}"
     assert sum(apart) <= APART * count, f"on average {sum(apart) / count} from the bfloat16 reference"
     assert max(ours) <= FARTHEST * max(theirs), f"at one token {max(ours)} from float32, not {max(theirs)}"
+
+
+def assert_scores_match_reference(path: str | Path, prompt: Sequence[int], told: Any) -> None:
+    """`told`, a PromptLogprobs of the protos, is what the float32 reference at `path` says of the tokens of `prompt`
+    but the first."""
+    count = len(prompt) - 1
+    logprobs = torch.frombuffer(bytearray(told.logprobs), dtype=torch.float32).reshape(count, -1)
+    ranks = torch.frombuffer(bytearray(told.ranks), dtype=torch.int32)
+    raw = reference_logits(path, prompt)[:-1].log_softmax(-1)
+    own = raw.gather(1, torch.tensor(prompt[1:])[:, None])
+    best = raw.topk(logprobs.shape[1] - 1)
+    torch.testing.assert_close(logprobs, torch.cat((own, best.values), 1), rtol=0, atol=MARGIN)
+    low, high = (raw > own + MARGIN).sum(1) + 1, (raw > own - MARGIN).sum(1)
+    assert ((low <= ranks) & (ranks <= high)).all()
+    if told.top_ids:
+        ids = torch.frombuffer(bytearray(told.top_ids), dtype=torch.int32).reshape(count, -1)
+        torch.testing.assert_close(raw.gather(1, ids.long()), best.values, rtol=0, atol=MARGIN)

@@ -294,6 +294,9 @@ class RankSetup:
         return DeviceUse(total, self._free, peak, held, free_now)
 
 
+SCORED_TOKENS, SCORED_TOP = 1024, 20  # of the trial: more tokens than a slice has, and the most that may be asked
+
+
 def largest_step(runner: Runner, tokens: int, rows: int) -> None:
     """Computes `tokens` of prompts beside `rows` rows over the runner's pages, the rows sampled in the way that takes
     the most memory."""
@@ -312,7 +315,9 @@ def largest_step(runner: Runner, tokens: int, rows: int) -> None:
     # Adjusted logits are a copy in float64; what top_p leaves is gathered in another; log-probabilities are a third.
     asked = [SampleParams(temperature=1.0, top_p=0.9, logit_bias=((0, 1.0),), logprobs=0) for _ in range(rows)]
     batch = [DecodeInput(0, 0, (0,), params, named_by_group(shapes, (0,), row)) for row, params in enumerate(asked)]
-    runner.step(items, DecodeBatch.of(batch), lambda _: None)
+    for item in items[:1]:  # scores are made in slices, of which a prompt of this length has several
+        item.targets, item.top = (0,) * min(len(item.token_ids), SCORED_TOKENS), SCORED_TOP
+    runner.step(items, DecodeBatch.of(batch), lambda _: None, lambda *_: None)
 
 
 def _device_memory(device: torch.device) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from kvmesh.engine.runner import NOBODY, Runner
 from kvmesh.engine.sampler import TokensInFlight
 from kvmesh.engine.sampling.grammar import GrammarCompiler
 from kvmesh.engine.sampling.history import History
+from kvmesh.engine.sampling.prompt_scores import TokenScores
 from kvmesh.errors import ContextTooLong, GrammarFailed, InternalError, InvalidRequest, KvmeshError, NonFiniteLogits
 from kvmesh.kvcache.cache_groups import CacheGroup
 from kvmesh.kvcache.keys import unpack_tokens
@@ -140,6 +141,12 @@ class Steps:
             self._pusher.layer_written(pushed, layer)
             between_layers()
 
+        scores: list[tuple[int, m.PromptScores]] = []
+
+        def on_scores(at: int, found: TokenScores) -> None:
+            if self._runner.group.rank == 0:  # every rank of a group has computed the same
+                scores.append((items[at].handle, packed_scores(found)))
+
         start = time.monotonic_ns()
         batch = self.rows.batch() if decode else NOBODY
         rows, roles = len(batch.positions), self.rows.live_roles()
@@ -149,7 +156,8 @@ class Steps:
             named = [tables_of(self._groups, item.groups) for item in items] if self._groups else []
             if self._snapshots:
                 self._snapshots.load([tables.roles for tables in named])
-            first, chosen = self._runner.step(self._inputs(items, named), batch, on_layer if items else None)
+            wanted = on_scores if any(item.scores >= 0 for item in items) else None
+            first, chosen = self._runner.step(self._inputs(items, named), batch, on_layer if items else None, wanted)
             if self._snapshots:
                 self._snapshots.save([tables.roles for tables in named])
                 self._snapshots.save_at_borders(batch.positions + 1, roles)
@@ -188,7 +196,7 @@ class Steps:
                 for item, token in answers
                 if token.token_id >= 0
             )
-            self._send(m.PrefillStepDone(step.step_id, start, end, sampled))
+            self._send(m.PrefillStepDone(step.step_id, start, end, sampled, tuple(scores)))
         if rows:
             lost: tuple[int, ...] = ()
             faults: dict[int, str] = {}
@@ -320,6 +328,10 @@ class Steps:
         ]
         for one, tables in zip(inputs, named, strict=False):
             one.groups = tables.tables
+        for one, item in zip(inputs, items, strict=True):
+            if item.scores >= 0:
+                one.targets = item.token_ids[1:] + ((item.next_token,) if item.next_token >= 0 else ())
+                one.top = item.scores
         return inputs
 
     def _params(self, sampling: m.Sampling, history: m.TokenHistory | None) -> SampleParams:
@@ -349,6 +361,15 @@ class Steps:
 def _faults(handles: Sequence[int], chosen: Chosen) -> dict[int, str]:
     """Says by handle why a row's grammar has no token."""
     return {handles[row]: token.fault for row, token in chosen.scored.items() if token.fault}
+
+
+def packed_scores(scores: TokenScores) -> m.PromptScores:
+    """Returns log-probabilities of a prompt's tokens in the form in which the front gets them."""
+    return m.PromptScores(
+        scores.logprobs.astype("<f4").tobytes(),
+        scores.ranks.astype("<u4").tobytes(),
+        scores.top_ids.astype("<u4").tobytes(),
+    )
 
 
 def _own_code(error: Exception) -> str:

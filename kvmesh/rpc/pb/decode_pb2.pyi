@@ -307,11 +307,16 @@ class Prefilled(_message.Message):
     SLOT_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     cached_tokens: _builtins.int
     @_builtins.property
     def timings(self) -> _common_pb2.StageTimings:
         """as far as known"""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> _common_pb2.PromptLogprobs:
+        """where SamplingParams ask for them"""
 
     def __init__(
         self,
@@ -319,10 +324,11 @@ class Prefilled(_message.Message):
         slot: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         timings: _common_pb2.StageTimings | None = ...,
+        prompt_logprobs: _common_pb2.PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "slot", b"slot", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "prompt_logprobs", b"prompt_logprobs", "slot", b"slot", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -95,6 +95,7 @@ class GenerateRequest(_message.Message):
     ORIGIN_FIELD_NUMBER: _builtins.int
     EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """empty: the gateway makes one"""
     model: _builtins.str
@@ -134,6 +135,8 @@ class GenerateRequest(_message.Message):
     """of the answer, the client's own guess; 0: none"""
     grammar: _builtins.str
     """see SamplingParams; at most 1 MiB"""
+    prompt_logprobs: _builtins.int
+    """see SamplingParams"""
     @_builtins.property
     def chat(self) -> Global___Chat: ...
     @_builtins.property
@@ -174,11 +177,14 @@ class GenerateRequest(_message.Message):
         origin: _builtins.str = ...,
         expected_tokens: _builtins.int = ...,
         grammar: _builtins.str = ...,
+        prompt_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "chat", b"chat", "prompt", b"prompt", "seed", b"seed", "temperature", b"temperature", "text", b"text", "token_ids", b"token_ids", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "chat", b"chat", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "seed", b"seed", "temperature", b"temperature", "text", b"text", "token_ids", b"token_ids", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "cache_salt", b"cache_salt", "chat", b"chat", "expected_tokens", b"expected_tokens", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "lane", b"lane", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "model", b"model", "origin", b"origin", "presence_penalty", b"presence_penalty", "priority", b"priority", "prompt", b"prompt", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "seed", b"seed", "session", b"session", "stop", b"stop", "tbt_slo_ms", b"tbt_slo_ms", "temperature", b"temperature", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p", "ttft_slo_ms", b"ttft_slo_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "cache_salt", b"cache_salt", "chat", b"chat", "expected_tokens", b"expected_tokens", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "lane", b"lane", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "model", b"model", "origin", b"origin", "presence_penalty", b"presence_penalty", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "seed", b"seed", "session", b"session", "stop", b"stop", "tbt_slo_ms", b"tbt_slo_ms", "temperature", b"temperature", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p", "ttft_slo_ms", b"ttft_slo_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
@@ -187,6 +193,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
     @_typing.overload
@@ -210,6 +218,7 @@ class GenerateResponse(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_INDEX_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     text: _builtins.str
     """what became readable since the last message"""
@@ -229,6 +238,10 @@ class GenerateResponse(_message.Message):
     def timings(self) -> _common_pb2.StageTimings:
         """on the last message"""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _common_pb2.PromptLogprobs:
+        """on the first message, where they were asked for"""
+
     def __init__(
         self,
         *,
@@ -240,10 +253,11 @@ class GenerateResponse(_message.Message):
         usage: Global___Usage | None = ...,
         timings: _common_pb2.StageTimings | None = ...,
         first_token_index: _builtins.int = ...,
+        prompt_logprobs: _common_pb2.PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "first_token_index", b"first_token_index", "logprobs", b"logprobs", "request_id", b"request_id", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "first_token_index", b"first_token_index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -471,6 +471,7 @@ class FirstToken(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     token_id: _builtins.int
     cached_tokens: _builtins.int
@@ -481,6 +482,10 @@ class FirstToken(_message.Message):
     def timings(self) -> _common_pb2.StageTimings:
         """queue_us, prefill_us"""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _common_pb2.PromptLogprobs:
+        """where SamplingParams ask for them"""
+
     def __init__(
         self,
         *,
@@ -489,10 +494,11 @@ class FirstToken(_message.Message):
         logprobs: _common_pb2.TokenLogprobs | None = ...,
         cached_tokens: _builtins.int = ...,
         timings: _common_pb2.StageTimings | None = ...,
+        prompt_logprobs: _common_pb2.PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "timings", b"timings"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "handle", b"handle", "logprobs", b"logprobs", "timings", b"timings", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "handle", b"handle", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "timings", b"timings", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -14,12 +14,13 @@ from kvmesh.rpc.protocol import MAX_TOP_LOGPROBS
 from kvmesh.services.gateway.config import GatewayLimits
 from kvmesh.services.gateway.generation import Generation, between, refused
 from kvmesh.services.gateway.requests import Request
-from kvmesh.services.gateway.rest.frames import FrameOptions, Frames, Piece, number
+from kvmesh.services.gateway.rest.frames import FrameOptions, Frames, Piece
 from kvmesh.services.gateway.rest.interface import AnswerWriter
 from kvmesh.services.gateway.rest.openai import OpenAIFields, Strict, drop_unsupported, refuse_unknown, wrong
 from kvmesh.services.gateway.text.answers.parsed import CallDelta
 from kvmesh.services.gateway.text.chat import AUTO, NONE, REQUIRED, Chat, TemplateMessage, Tool, ToolCall
 from kvmesh.services.gateway.text.completion import STOP, Delta, TokenLogprob
+from kvmesh.services.gateway.text.prompt_logprobs import number
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
@@ -350,6 +351,7 @@ class ChatRequest(OpenAIFields):
             parsed=True,
             max_tokens=limit,
             logprobs=(self.top_logprobs or 0) if self.logprobs else -1,
+            prompt_logprobs=self.asked_of_prompt,
         ).check(limits)
 
     def writer(self, request: Request, *, timings: bool) -> AnswerWriter:
@@ -386,8 +388,9 @@ class ChatWriter(Frames):
 
     def opening(self, index: int) -> bytes:
         """See Frames."""
-        if self.options.token_ids or self.options.continuous_usage:
-            once = {"prompt_token_ids": self.prompt_ids(index)} if self.options.token_ids and not self._opened else {}
+        scored = self.options.prompt_logprobs >= 0
+        if self.options.token_ids or self.options.continuous_usage or scored:
+            once = {} if self._opened else self._of_prompt(index)
             self._opened = True
             return self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None, "", once)
         delta = b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
@@ -429,13 +432,18 @@ class ChatWriter(Frames):
 
     def head(self) -> dict[str, Any]:
         """See Frames."""
-        return {"prompt_token_ids": self.prompt_ids(0)} if self.options.token_ids else {}
+        return self._of_prompt(0)
+
+    def _of_prompt(self, index: int) -> dict[str, Any]:
+        """Returns what is told of the prompt, which all choices have in common."""
+        ids = {"prompt_token_ids": self.prompt_ids(index)} if self.options.token_ids else {}
+        return ids | self.prompt_logprobs(index)
 
     def finish(self, index: int, reason: str) -> str:
         """See Frames."""
         return "tool_calls" if reason == STOP and index in self._called else reason
 
-    def logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         """See Frames."""
         return chat_logprobs(entries, self.piece)
 

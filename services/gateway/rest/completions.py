@@ -11,10 +11,11 @@ from kvmesh.rpc.protocol import MAX_TOP_LOGPROBS
 from kvmesh.services.gateway.config import GatewayLimits
 from kvmesh.services.gateway.generation import Generation, Prompt, between, refused
 from kvmesh.services.gateway.requests import Request
-from kvmesh.services.gateway.rest.frames import Frames, Piece, number
+from kvmesh.services.gateway.rest.frames import Frames, Piece
 from kvmesh.services.gateway.rest.interface import AnswerWriter
 from kvmesh.services.gateway.rest.openai import TEXTS, UNSUPPORTED, OpenAIFields, check_ids, limits_of, wrong
 from kvmesh.services.gateway.text.completion import Delta, TokenLogprob
+from kvmesh.services.gateway.text.prompt_logprobs import number
 
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -52,7 +53,9 @@ class CompletionRequest(OpenAIFields):
         PlainValidator(_check_prompt),
         WithJsonSchema({"anyOf": [{"type": "string"}, TEXTS, _IDS, {"type": "array", "items": _IDS}]}),
     ]
-    echo: bool | None = None
+    echo: Annotated[
+        bool | None, Field(description="The answer's text begins with the prompt's; with logprobs its tokens are told")
+    ] = None
     logprobs: int | None = None
     best_of: Annotated[
         int | None, Field(description="So many answers are made, and the n likeliest a token returned; not with stream")
@@ -64,8 +67,7 @@ class CompletionRequest(OpenAIFields):
     def generation(self, limits: GatewayLimits) -> Generation:
         """The request in the gateway's own terms. InvalidRequest: a value is out of range."""
         between("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
-        if self.echo and self.logprobs is not None:
-            raise refused("logprobs", self.logprobs, "not supported together with echo: prompts have no logprobs")
+        shown = -1 if self.logprobs is None else self.logprobs
         returned = 1 if self.n is None else self.n
         made = returned if self.best_of is None else self.best_of
         between("best_of", self.best_of, returned, limits.max_choices)
@@ -76,8 +78,9 @@ class CompletionRequest(OpenAIFields):
             returned=returned if made > returned else None,
             prompts=self.prompt,
             max_tokens=DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens,
-            logprobs=-1 if self.logprobs is None else self.logprobs,
+            logprobs=shown,
             echo=bool(self.echo),
+            prompt_logprobs=max(self.asked_of_prompt, shown if self.echo else -1),
         ).check(limits)
 
     def writer(self, request: Request, *, timings: bool) -> AnswerWriter:
@@ -93,10 +96,16 @@ class CompletionWriter(Frames):
 
     def opening(self, index: int) -> bytes:
         """See Frames."""
-        echoed = self.request.choices[index].prompt.text if self.request.generation.echo else ""
+        echo = self.request.generation.echo
+        echoed = self.request.choices[index].prompt.text if echo else ""
+        first = {"text": echoed, **self.prompt_logprobs(index)}
         if self.options.token_ids:
-            return self._chunk(index, {"text": echoed, "prompt_token_ids": self.prompt_ids(index)}, None, "", {})
-        return self.text(index, echoed) if self.request.generation.echo else b""
+            first["prompt_token_ids"] = self.prompt_ids(index)
+        if echo and self._wants_logprobs:
+            first["logprobs"] = self._echoed(index)
+        if len(first) > 1:
+            return self._chunk(index, first, None, "", {})
+        return self.text(index, echoed) if echo else b""
 
     def gained(self, delta: Delta) -> dict[str, Any]:
         """See Frames."""
@@ -110,15 +119,38 @@ class CompletionWriter(Frames):
         }
         if self.options.token_ids:
             said["prompt_token_ids"] = self.prompt_ids(index)
-        return said
+        return said | self.prompt_logprobs(index)
 
-    def logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         """See Frames."""
-        return completion_logprobs(entries, self.piece)
+        before = len(self.request.choices[index].prompt.text) if self.request.generation.echo else 0
+        return completion_logprobs(entries, self.piece, before)
+
+    def all_logprobs(self, index: int) -> dict[str, Any]:
+        """See Frames."""
+        answer = super().all_logprobs(index)
+        if not self.request.generation.echo:
+            return answer
+        echoed = self._echoed(index)
+        return {name: echoed[name] + answer[name] for name in echoed}
+
+    def _echoed(self, index: int) -> dict[str, Any]:
+        """Returns the logprobs object of the prompt: of its first token nothing is known."""
+        choice, shown = self.request.choices[index], self.request.generation.logprobs
+        scored = choice.scored_prompt
+        assert scored is not None, "asked for"
+        offsets = self.request.text_offsets(scored.token_ids)
+        entries = [
+            TokenLogprob(token.token_id, token.logprob, token.top, start)
+            for token, start in zip(scored.tokens(shown), offsets[1:], strict=True)
+        ]
+        told = completion_logprobs(entries, self.piece)
+        first = {"tokens": self.piece(scored.token_ids[0])[0], "text_offset": offsets[0]}
+        return {name: [first.get(name), *values] for name, values in told.items()}
 
 
-def completion_logprobs(entries: Sequence[TokenLogprob], piece: Piece) -> dict[str, Any]:
-    """Returns the logprobs object of a completion."""
+def completion_logprobs(entries: Sequence[TokenLogprob], piece: Piece, before: int = 0) -> dict[str, Any]:
+    """Returns the logprobs object of a completion, in whose text `before` characters stand before the answer."""
 
     def top(e: TokenLogprob) -> dict[str, float]:
         best: dict[str, float] = {}
@@ -130,5 +162,5 @@ def completion_logprobs(entries: Sequence[TokenLogprob], piece: Piece) -> dict[s
         "tokens": [piece(e.token_id)[0] for e in entries],
         "token_logprobs": [number(e.logprob) for e in entries],
         "top_logprobs": [top(e) for e in entries],
-        "text_offset": [e.start for e in entries],
+        "text_offset": [before + e.start for e in entries],
     }

@@ -17,13 +17,13 @@ import orjson
 from kvmesh.errors import KvmeshError, Unauthorized
 from kvmesh.kvcache.keys import unpack_tokens
 from kvmesh.services.gateway.text.completion import Delta, TokenLogprob
+from kvmesh.services.gateway.text.prompt_logprobs import vllm_form
 
 if TYPE_CHECKING:
     from kvmesh.services.gateway.attempts import AnswerAttempts
     from kvmesh.services.gateway.requests import Request
 
 DONE = b"data: [DONE]\n\n"
-LOWEST_LOGPROB = -9999.0  # JSON has no -Infinity
 
 Piece = Callable[[int], tuple[str, list[int]]]
 """Text and bytes of one token."""
@@ -33,12 +33,14 @@ Piece = Callable[[int], tuple[str, list[int]]]
 class FrameOptions:
     """What a client wants to be told besides the answer. `continuous_usage`: each chunk tells the usage of its choice
     so far; `token_ids`: of the answers and their prompts; `tokens_as_ids`: logprobs name tokens "token_id:7";
-    `timings`: where the time went."""
+    `prompt_logprobs`: those of the prompt's tokens, and of so many others beside each (-1: none); `timings`: where the
+    time went."""
 
     include_usage: bool = False
     continuous_usage: bool = False
     token_ids: bool = False
     tokens_as_ids: bool = False
+    prompt_logprobs: int = -1
     timings: bool = False
 
 
@@ -87,9 +89,12 @@ def error_headers(err: KvmeshError) -> list[tuple[bytes, bytes]]:
     return [(b"retry-after", b"%d" % -(-wait_ms // 1000)), (b"retry-after-ms", b"%d" % wait_ms)]
 
 
-def number(logprob: float) -> float:
-    """Returns a logprob that JSON can hold."""
-    return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
+def prompt_logprobs(request: Request, index: int, top: int) -> dict[str, Any]:
+    """Returns the field `prompt_logprobs` of choice `index`, with `top` others beside each token; {} for -1."""
+    scored = request.choices[index].scored_prompt
+    if top < 0 or scored is None:
+        return {}
+    return {"prompt_logprobs": vllm_form(scored, top, lambda token: request.piece(token)[0])}
 
 
 class Frames(ABC):
@@ -133,8 +138,12 @@ class Frames(ABC):
         """Returns the fields of a choice that hold its whole answer."""
 
     @abstractmethod
-    def logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """Returns the logprobs object of a choice."""
+    def logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """Returns the logprobs object of what a choice gained."""
+
+    def all_logprobs(self, index: int) -> dict[str, Any]:
+        """Returns the logprobs object of a whole choice."""
+        return self.logprobs(index, self.request.choices[index].whole.entries)
 
     def head(self) -> dict[str, Any]:
         """Returns further fields of a whole answer."""
@@ -184,7 +193,7 @@ class Frames(ABC):
             one = {
                 "index": index,
                 **self.said(choice.index),
-                "logprobs": self.logprobs(choice.whole.entries) if self._wants_logprobs else None,
+                "logprobs": self.all_logprobs(choice.index) if self._wants_logprobs else None,
                 "finish_reason": self.finish(choice.index, choice.answer.finish),
             }
             if self.options.token_ids:
@@ -215,7 +224,9 @@ class Frames(ABC):
         token_ids: Sequence[int] = (),
     ) -> bytes:
         """Returns any frame; `tail` are fields of the whole chunk."""
-        told = self.logprobs(logprobs) if logprobs is not None and self._wants_logprobs else None
+        told = gained.get("logprobs")
+        if logprobs is not None and self._wants_logprobs:
+            told = self.logprobs(index, logprobs)
         choice = {"index": index, **gained, "logprobs": told, "finish_reason": finish or None}
         if self.options.token_ids:
             choice["token_ids"] = list(token_ids)
@@ -230,6 +241,10 @@ class Frames(ABC):
         """Returns the name and the bytes of a token, as logprobs tell them."""
         text, raw = self.request.piece(token_id)
         return (f"token_id:{token_id}" if self.options.tokens_as_ids else text), raw
+
+    def prompt_logprobs(self, index: int) -> dict[str, Any]:
+        """Returns the field `prompt_logprobs` of choice `index`, if the client wants it."""
+        return prompt_logprobs(self.request, index, self.options.prompt_logprobs)
 
     def prompt_ids(self, index: int) -> list[int]:
         """Returns the prompt of choice `index`."""

@@ -21,7 +21,7 @@ from kvmesh.services.gateway.core import GatewayCore
 from kvmesh.services.gateway.generation import MAX_TOKENS, Generation, between, brief, refused
 from kvmesh.services.gateway.requests import Request
 from kvmesh.services.gateway.rest.chat import chat_logprobs
-from kvmesh.services.gateway.rest.frames import DONE, FrameOptions, usage_of
+from kvmesh.services.gateway.rest.frames import DONE, FrameOptions, prompt_logprobs, usage_of
 from kvmesh.services.gateway.rest.interface import AnswerWriter, InterfaceBody
 from kvmesh.services.gateway.rest.openai import (
     SamplingFields,
@@ -41,7 +41,7 @@ DEFAULT_TOKENS = 16  # of vLLM's SamplingParams, too
 # Field → values that ask for nothing; null always does.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {"features": (), "kv_transfer_params": (), "ec_transfer_params": ()}
 UNSUPPORTED_PARAMS: Mapping[str, tuple[Any, ...]] = {
-    "min_tokens": (0,), "stop_token_ids": ([],), "bad_words": ([],), "prompt_logprobs": (), "allowed_token_ids": ([],),
+    "min_tokens": (0,), "stop_token_ids": ([],), "bad_words": ([],), "allowed_token_ids": ([],),
     "structured_outputs": (), "extra_args": ({},), "truncate_prompt_tokens": (), "include_stop_str_in_output": (False,),
     "logprob_token_ids": ([],), "thinking_token_budget": (),
 }  # fmt: skip
@@ -59,6 +59,11 @@ class TokenSamplingParams(SamplingFields):
     top_k: Annotated[int | None, told("Only so many of the likeliest tokens; 0 or -1: all", -1, MAX_TOKENS)] = None
     logprobs: Annotated[
         int | None, told("Log-probabilities of sampled tokens and of so many others", 0, MAX_TOP_LOGPROBS)
+    ] = None
+
+    prompt_logprobs: Annotated[
+        int | None,
+        told("Log-probabilities of the prompt's tokens and of so many others beside each", 0, MAX_TOP_LOGPROBS),
     ] = None
 
     def sampling(self) -> dict[str, Any]:
@@ -137,6 +142,7 @@ class GenerateTokensRequest(ServiceFields, InterfaceBody):
         """See InterfaceBody."""
         params = self.sampling_params
         between("sampling_params.logprobs", params.logprobs, 0, MAX_TOP_LOGPROBS)
+        between("sampling_params.prompt_logprobs", params.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
         assert self.model is not None, "resolved"
         return Generation(
             model=self.model,
@@ -144,6 +150,7 @@ class GenerateTokensRequest(ServiceFields, InterfaceBody):
             max_tokens=DEFAULT_TOKENS if params.max_tokens is None else params.max_tokens,
             cache_salt=self.cache_salt or "",
             logprobs=-1 if params.logprobs is None else params.logprobs,
+            prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
             **params.sampling(),
             **self.service(),
         ).check(limits)
@@ -167,6 +174,7 @@ class TokensWriter:
         self._options = options
         self._id = {"request_id": request_id}
         self._unfinished = request.generation.choices
+        self._opened = False
 
     def step(self, index: int, delta: Delta) -> bytes:
         """See AnswerWriter."""
@@ -177,6 +185,9 @@ class TokensWriter:
             "token_ids": list(delta.token_ids),
         }
         body: dict[str, Any] = {**self._id, "choices": [choice]}
+        if not self._opened:
+            self._opened = True
+            body |= self._of_prompt(index)
         if self._options.continuous_usage:
             body["usage"] = usage_of(self._request.choices[index]).as_json()
         self._unfinished -= bool(delta.finish)
@@ -213,9 +224,13 @@ class TokensWriter:
                 "usage": request.account.usage(request.choices).as_json(),
                 "prompt_logprobs": None,
                 "kv_transfer_params": None,
+                **self._of_prompt(0),
                 **self._tail(),
             }
         )
+
+    def _of_prompt(self, index: int) -> dict[str, Any]:
+        return prompt_logprobs(self._request, index, self._request.generation.prompt_logprobs)
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if self._request.generation.logprobs < 0:

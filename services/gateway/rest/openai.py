@@ -19,6 +19,7 @@ from kvmesh.rpc.protocol import (
     MAX_BIASED_TOKENS,
     MAX_PENALTY,
     MAX_REPETITION_PENALTY,
+    MAX_TOP_LOGPROBS,
     MIN_REPETITION_PENALTY,
 )
 from kvmesh.services.gateway.config import GatewayLimits
@@ -30,6 +31,7 @@ from kvmesh.services.gateway.generation import (
     MAX_TOKENS,
     MAX_VOCABULARY,
     Generation,
+    between,
     check_stops,
     refused,
 )
@@ -303,6 +305,10 @@ class OpenAIFields(SamplingFields, ServiceFields, InterfaceBody):
     return_tokens_as_token_ids: Annotated[
         bool | None, Field(description='Logprobs name tokens by their ids: "token_id:7"')
     ] = None
+    prompt_logprobs: Annotated[
+        int | None,
+        told("vLLM's: log-probabilities of the prompt's tokens and of so many others beside each", 0, MAX_TOP_LOGPROBS),
+    ] = None
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -343,6 +349,11 @@ class OpenAIFields(SamplingFields, ServiceFields, InterfaceBody):
         """See InterfaceBody."""
         return bool(self.return_token_ids)
 
+    @property
+    def asked_of_prompt(self) -> int:
+        """How many others are told beside each token of the prompt; -1: nothing is."""
+        return -1 if self.prompt_logprobs is None else self.prompt_logprobs
+
     def frame_options(self, timings: bool) -> FrameOptions:
         """Returns what the client wants to be told besides the answer."""
         options = self.stream_options or StreamOptions()
@@ -351,10 +362,12 @@ class OpenAIFields(SamplingFields, ServiceFields, InterfaceBody):
             continuous_usage=bool(options.continuous_usage_stats),
             token_ids=self.tells_token_ids,
             tokens_as_ids=bool(self.return_tokens_as_token_ids),
+            prompt_logprobs=self.asked_of_prompt,
             timings=timings,
         )
 
     def _generation(self, **more: Any) -> Generation:
+        between("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
         fields = {**self.sampling(), **self.service(), "form": self.response_format, **more}
         return Generation(model=self.model, cache_salt=self.cache_salt or "", **fields)
 

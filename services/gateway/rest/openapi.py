@@ -109,6 +109,17 @@ def _answer(kind: str, text: Json, more_of_choices: Json, more: Json) -> Json:
     )
 
 
+_PROMPT_LOGPROBS = {
+    **_list(
+        {
+            "type": "object",
+            "nullable": True,
+            "additionalProperties": _object({"logprob": _NUMBER, "rank": _INTEGER, "decoded_token": _STRING}),
+        }
+    ),
+    "description": "One entry for each token of the prompt, by token id: its own first, then the likeliest; the first "
+    "token's is null",
+}
 _TOOL_CALL = _object(
     {"id": _STRING, "type": _one_of("function"), "function": _object({"name": _STRING, "arguments": _STRING})}
 )
@@ -200,9 +211,14 @@ SCHEMAS: dict[str, Json] = {
             )
         },
         {},
-        {"prompt_token_ids": _IDS},
+        {"prompt_token_ids": _IDS, "prompt_logprobs": _PROMPT_LOGPROBS},
     ),
-    "Completion": _answer("text_completion", {"text": _STRING}, {"prompt_token_ids": _IDS}, {}),
+    "Completion": _answer(
+        "text_completion",
+        {"text": _STRING},
+        {"prompt_token_ids": _IDS, "prompt_logprobs": _PROMPT_LOGPROBS},
+        {},
+    ),
     "Tokenized": _object(
         {"count": _INTEGER, "max_model_len": _INTEGER, "tokens": _IDS}, {"token_strs": _list(_STRING)}
     ),
@@ -216,7 +232,7 @@ SCHEMAS: dict[str, Json] = {
                 _object({"index": _INTEGER, "logprobs": _OBJECT_OR_NULL, "finish_reason": _STRING, "token_ids": _IDS})
             ),
             "usage": _ref("Usage"),
-            "prompt_logprobs": {**_list(_OBJECT_OR_NULL), "nullable": True},
+            "prompt_logprobs": {**_PROMPT_LOGPROBS, "nullable": True},
             "kv_transfer_params": _OBJECT_OR_NULL,
         },
         _TIMINGS,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from kvmesh.errors import InternalError, KvmeshError
@@ -17,10 +18,16 @@ from kvmesh.services.gateway.rest import serving_headers
 from kvmesh.services.gateway.rest.bounded_call import BoundedCall, Caller
 from kvmesh.services.gateway.rest.http import EVENTS, JSON, Receive, Send, gone, send_body
 from kvmesh.services.gateway.rest.interface import AnswerWriter, InterfaceBody
+from kvmesh.services.gateway.text.completion import Delta
 
 log = logging.getLogger(__name__)
 
 Answering = Callable[[Request, InterfaceBody, AnswerWriter, Send], Awaitable[None]]
+
+
+SCORE_BYTES = 512  # what a log-probability of a prompt's token takes while it is written
+# That take longer to write than a step of tokens: about 1 µs each.
+MANY_SCORES = 1024
 
 
 class Reply(BoundedCall[tuple[InterfaceBody, Generation]]):
@@ -114,22 +121,36 @@ class Reply(BoundedCall[tuple[InterfaceBody, Generation]]):
             else:
                 await send_body(send, 200, [*JSON, *self.own_headers], words)
 
+    async def _written(self, request: Request, write: Callable[[], bytes]) -> bytes:
+        """Returns what `write` does, which is done off the event loop where it tells much of the prompts."""
+        if request.scores < MANY_SCORES:
+            return write()
+        return await self.core.in_thread(SCORE_BYTES * request.scores, write)
+
     async def _whole(self, request: Request, asked: InterfaceBody, writer: AnswerWriter, send: Send) -> None:
         async for _ in request:
             raise AssertionError("a request that is not streamed has no steps")
         request.account.wrote()
-        body = writer.whole()
+        body = await self._written(request, writer.whole)
         await asked.ended(request, writer, None)
         await send_body(send, 200, [*JSON, *self.own_headers], body)
 
     async def _stream(self, request: Request, asked: InterfaceBody, writer: AnswerWriter, send: Send) -> None:
+        opened: set[int] = set()
         async for step in request:
             if not self.streaming:
                 self.streaming = True
                 await send({"type": "http.response.start", "status": 200, "headers": [*EVENTS, *self.own_headers]})
-            body = b"".join([writer.step(index, delta) for index, delta in step])
+            write = functools.partial(_write, writer, step)
+            opens = not opened.issuperset(index for index, _ in step)
+            opened.update(index for index, _ in step)
+            body = await self._written(request, write) if opens else write()
             await send({"type": "http.response.body", "body": body, "more_body": True})
             request.account.wrote()
         body = writer.end()
         await asked.ended(request, writer, None)
         await send({"type": "http.response.body", "body": body})
+
+
+def _write(writer: AnswerWriter, step: Sequence[tuple[int, Delta]]) -> bytes:
+    return b"".join([writer.step(index, delta) for index, delta in step])

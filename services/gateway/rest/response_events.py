@@ -15,11 +15,12 @@ import orjson
 
 from kvmesh.errors import KvmeshError, RequestCancelled
 from kvmesh.services.gateway.requests import Request
-from kvmesh.services.gateway.rest.frames import CompletionUsage, Piece, number
+from kvmesh.services.gateway.rest.frames import CompletionUsage, Piece
 from kvmesh.services.gateway.rest.response_items import custom_input, item_id, seal_reasoning
 from kvmesh.services.gateway.rest.response_tools import ToolSet
 from kvmesh.services.gateway.text.answers.parsed import CallDelta
 from kvmesh.services.gateway.text.completion import LENGTH, Delta, TokenLogprob, WholeAnswer
+from kvmesh.services.gateway.text.prompt_logprobs import number
 
 Json = dict[str, Any]
 

@@ -96,11 +96,12 @@ Alternatives = tuple[float, tuple[tuple[int, float], ...]]
 
 class Completion:
     """The state of one choice. `silent` tokens end answers and are never shown (EOS). With `parser` the text of deltas
-    is what it calls content; reasoning and calls stand beside it."""
+    is what it calls content; reasoning and calls stand beside it. With `scores_end` the logprobs of silent tokens are
+    told, too."""
 
     __slots__ = (
-        "_detokenizer", "_matcher", "_parser", "_read", "_shown", "_silent", "_waiting", "finish", "logprob",
-        "reasoning_tokens", "said",
+        "_detokenizer", "_matcher", "_parser", "_read", "_scores_end", "_shown", "_silent", "_waiting", "finish",
+        "logprob", "reasoning_tokens", "said",
     )  # fmt: skip
 
     def __init__(
@@ -109,11 +110,14 @@ class Completion:
         matcher: StopMatcher | None = None,
         silent: Collection[int] = (),
         parser: AnswerParser | None = None,
+        *,
+        scores_end: bool = False,
     ) -> None:
         self._detokenizer = detokenizer
         self._matcher = matcher
         self._silent = silent
         self._parser = parser
+        self._scores_end = scores_end
         self.reasoning_tokens = 0
         self.logprob = 0.0
         """Of all tokens taken; 0 where none were told."""
@@ -187,10 +191,11 @@ class Completion:
             delta.add(self._parser.feed(text))
 
     def _one(self, token_id: int, logprob: Alternatives | None) -> str:
-        if token_id in self._silent:
-            return ""
-        if logprob is not None:
+        silent = token_id in self._silent
+        if logprob is not None and (self._scores_end or not silent):
             self._waiting.append(TokenLogprob(token_id, logprob[0], logprob[1], self._read))
+        if silent:
+            return ""
         return self._show(self._detokenizer.push((token_id,)))
 
     def _show(self, text: str) -> str:

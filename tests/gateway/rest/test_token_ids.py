@@ -170,7 +170,7 @@ async def test_the_only_model_need_not_be_named(mesh: Mesh) -> None:
         ({"kv_transfer_params": {"do_remote_prefill": True}}, "kv_transfer_params"),
         ({"sampling_params": None}, "sampling_params"),
         ({"sampling_params": {"min_tokens": 3}}, "sampling_params.min_tokens"),
-        ({"sampling_params": {"prompt_logprobs": 3}}, "sampling_params.prompt_logprobs"),
+        ({"sampling_params": {"prompt_logprobs": 21}}, "sampling_params.prompt_logprobs"),
         ({"sampling_params": {"logprobs": 21}}, "sampling_params.logprobs"),
         ({"sampling_params": {"nothing": 21}}, "sampling_params.nothing"),
         ({"sampling_params": {"temperature": 9}}, "temperature"),

@@ -32,6 +32,7 @@ SETTINGS: dict[str, Any] = {
     "instance_id": "decode-0",
     "lease_ms": 30_000,  # a busy machine may let a scripted writer wait longer than the default
 }
+SCORES = pb.PromptLogprobs(logprobs=b"logprobs", ranks=b"ranks", top_ids=b"ids")  # nobody looks into them
 Event = prefill_pb2.HandoffEvent
 Say = Callable[[Event], Awaitable[None]]
 
@@ -151,6 +152,8 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServicer):
             first = prefill_pb2.FirstToken(
                 handle=handle, token_id=token, cached_tokens=3, timings=pb.StageTimings(queue_us=7, prefill_us=8)
             )
+            if landed.start.sampling.HasField("prompt_logprobs"):
+                first.prompt_logprobs.CopyFrom(SCORES)
             await say(Event(first_token=first))
             landing = await asyncio.shield(landed.landing)
             await self.before_push.pass_()

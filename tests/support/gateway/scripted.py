@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -130,6 +131,8 @@ class Run:
     async def prefilled(self, cached_tokens: int = CACHED) -> None:
         timings = pb.StageTimings(queue_us=11, prefill_us=22)
         one = decode_pb2.Prefilled(slot=self.start.slot, cached_tokens=cached_tokens, timings=timings)
+        if self.start.sampling.HasField("prompt_logprobs"):
+            one.prompt_logprobs.CopyFrom(scores(len(self.prompt), self.start.sampling.prompt_logprobs))
         await self.send(decode_pb2.SessionResponse(prefilled=[one]))
 
     async def token(self, token_id: int, index: int, finish: decode_pb2.Finished | None = None) -> None:
@@ -170,6 +173,17 @@ class Run:
     async def fail(self, err: KvmeshError) -> None:
         failed = decode_pb2.Failed(slot=self.start.slot, error=status.to_detail(err))
         await self.send(decode_pb2.SessionResponse(failed=[failed]))
+
+
+def scores(tokens: int, top: int) -> pb.PromptLogprobs:
+    """Log-probabilities of a prompt of so many tokens: of token i, and of the n-th alternative, whose id is 40 + n, to
+    it, they are -i - n / 4 - 1/4. Its rank is i."""
+    lines = [[-i - n / 4 for n in range(1, 2 + top)] for i in range(1, tokens)]
+    return pb.PromptLogprobs(
+        logprobs=array("f", [number for line in lines for number in line]).tobytes(),
+        ranks=array("I", range(1, tokens)).tobytes(),
+        top_ids=array("I", [*range(41, 41 + top)] * (tokens - 1)).tobytes(),
+    )
 
 
 Script = Callable[[Run], Awaitable[None]]

@@ -27,7 +27,7 @@ from kvmesh.services.prefill import events as ev
 from kvmesh.services.prefill.checks import BrainConfig
 from kvmesh.services.prefill.planner import PlanConfig
 from kvmesh.services.prefill.state import PrefillState
-from tests.support.prefill.script import BOOT_NS, MS, prompt
+from tests.support.prefill.script import BOOT_NS, MS, check_scores, prompt, sampling_of, scores_of
 
 BLOCK, PATIENCE_MS = 4, 300
 Tokens = tuple[int, ...]
@@ -134,6 +134,9 @@ class GroupedWorld(RuleBasedStateMachine):
                     assert asked.ended is None and not asked.has(ev.SendDrained, ev.SendFailed)
                     assert asked.start.stream not in self.broken
                     asked.said.append(action)
+                    if isinstance(action, ev.SendAdopted | ev.SendFirstToken):
+                        first = action.first if isinstance(action, ev.SendAdopted) else action
+                        check_scores(self.asked[action.handle].start, first)
                     if isinstance(action, ev.SendAdopted):
                         self.adopted(asked.start, action.groups)
 
@@ -236,7 +239,7 @@ class GroupedWorld(RuleBasedStateMachine):
             f"r{handle}",
             tokens,
             keys,
-            m.Sampling(0, 1, 0, 0),
+            sampling_of(handle),
             pulls=pulls,
             pull_at_ns=self.now + later_ms * MS if later_ms else 0,
             adopt=adopt,
@@ -314,7 +317,7 @@ class GroupedWorld(RuleBasedStateMachine):
             self.outbox.append(m.RankError(tuple(item.handle for item in step.items), "out of memory"))
             return
         sampled = tuple(m.Sampled(item.handle, 7) for item in step.items if item.sample is not None)
-        self.outbox.append(m.PrefillStepDone(step.step_id, self.now - 5, self.now, sampled))
+        self.outbox.append(m.PrefillStepDone(step.step_id, self.now - 5, self.now, sampled, scores_of(step)))
 
     def write(self, item: m.PrefillItem, *, broken: bool) -> None:
         tokens = self.asked[item.handle].start.token_ids

@@ -9,12 +9,13 @@ the own SSD from now on. `pull_after=50`: hints are to be followed so many milli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
 
 from kvmesh.clock import Tick
+from kvmesh.kvcache.keys import pack_tokens
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
@@ -313,3 +314,30 @@ def replay(text: str) -> str:
         said = [answer for command in commands for answer in player.play(command)]
         blocks.append("\n".join([*lines, "----", *(said or ["nothing"])] if commands else lines))
     return "\n\n".join(blocks) + "\n"
+
+
+# ── prompts whose own tokens are scored ───────────────────────────────────────────────────────────
+
+
+def sampling_of(handle: int) -> m.Sampling:
+    """Greedy; every fourth request wants its prompt scored."""
+    return m.Sampling(0, 1, 0, 0, prompt_logprobs=0 if handle % 4 == 0 else -1)
+
+
+def scores_of(step: m.PrefillStep, bad: Collection[int] = ()) -> tuple[tuple[int, m.PromptScores], ...]:
+    """What a rank says of the tokens after those of a step: their own ids stand for ranks."""
+    found = []
+    for item in step.items:
+        if item.scores >= 0 and item.handle not in bad:
+            after = [item.next_token] if item.next_token >= 0 else []
+            found.append((item.handle, m.PromptScores(ranks=pack_tokens([*item.token_ids[1:], *after]))))
+    return tuple(found)
+
+
+def check_scores(start: ev.Start, first: ev.SendFirstToken) -> None:
+    """Every token of the prompt but the first is scored once, in order, if that was asked for."""
+    if start.sampling.prompt_logprobs < 0:
+        assert first.prompt_scores is None
+        return
+    assert first.prompt_scores == m.PromptScores(ranks=pack_tokens(start.token_ids[1:]))
+    assert not first.found.cached_tokens
