@@ -76,6 +76,11 @@ class Security:
             raise _refuse("tls_server_name", files.tls_server_name, "is of no use without tls_ca")
         return cls(cert=cert, key=key, ca=ca, server_name=files.tls_server_name)
 
+    @property
+    def asks_clients(self) -> bool:
+        """Whether servers that are not public ask clients for certificates."""
+        return bool(self.cert and self.ca)
+
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
         """Returns credentials for client channels; None means plaintext."""
         if not self.ca:

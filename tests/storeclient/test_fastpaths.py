@@ -209,7 +209,7 @@ async def test_with_tls_there_is_no_door_in_the_clear(monkeypatch: pytest.Monkey
     doors = node_doors.FastPathServers(pb_grpc.NodeStoreServicer, 5)  # type: ignore[arg-type]
     try:
         await doors.open("127.0.0.1", 0)
-        assert doors.describe().calls_port == 0 and doors.describe().calls_path
+        assert doors.describe(None).calls_port == 0 and doors.describe(None).calls_path
     finally:
         await doors.close()
-    assert not doors.describe().calls_path
+    assert not doors.describe(None).calls_path
