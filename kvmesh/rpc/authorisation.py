@@ -108,7 +108,7 @@ class Permission:
 
 _I, _S, _C, _G, _O, _L = CallerRole
 _ANY = frozenset(CallerRole)
-_BOUND = frozenset((_I, _S))  # must be the instance that a call names
+BOUND = frozenset((_I, _S))  # must be the instance that a call names
 
 PUBLIC = Permission(None, public=True)
 EVERYBODY = Permission(None)
@@ -189,6 +189,9 @@ LISTENERS: dict[str, tuple[str, ...]] = {
     "kvmesh doctor": ("Doctor",),
 }
 
+# Services whose unary methods are called over Unix sockets, too. Those of control services go over TCP, without TLS.
+FAST_PATH = frozenset(("kvmesh.v1.NodeStore",))
+
 _BY_PATH = {
     f"/{service}/{method}": (permission, permission.claimed if permission.claim else None)
     for service, methods in PERMISSIONS.items()
@@ -224,7 +227,7 @@ def why_not(caller: RpcCaller, path: str, claimed: str = "") -> str:
         said = ", ".join(sorted(one.role for one in caller.identities))
         return f"{path}: is for {', '.join(sorted(permission.roles))}; the caller's certificate says {said}"
     if permission.claim and not any(
-        one.role not in _BOUND or one.name == ANY_NAME or one.name == claimed for one in held
+        one.role not in BOUND or one.name == ANY_NAME or one.name == claimed for one in held
     ):
         said = ", ".join(sorted(one.uri.removeprefix(SCHEME) for one in held))
         return f"{path}: {permission.claim}={claimed[:80]!r}: the caller's certificate is for {said}"
