@@ -6,6 +6,7 @@
     │   └── GrammarFailed ......... INVALID_ARGUMENT     400   a limit was reached while a grammar's answer was made
     ├── BodyTooLarge .............. INVALID_ARGUMENT     413
     ├── Unauthorized .............. UNAUTHENTICATED      401   no valid API key
+    ├── PermissionDenied .......... PERMISSION_DENIED    403   the caller's certificate is of another role or instance
     ├── ModelNotFound ............. NOT_FOUND            404
     ├── UnknownInstance ........... NOT_FOUND            404   register again
     ├── UnknownRequest ............ NOT_FOUND            404   never heard of, or forgotten
@@ -88,6 +89,13 @@ class Unauthorized(KvmeshError):
     code = "invalid_api_key"
     grpc_status = "UNAUTHENTICATED"
     http_status = 401
+    openai_type = "invalid_request_error"
+
+
+class PermissionDenied(KvmeshError):
+    code = "permission_denied"
+    grpc_status = "PERMISSION_DENIED"
+    http_status = 403
     openai_type = "invalid_request_error"
 
 

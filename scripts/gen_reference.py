@@ -1,5 +1,6 @@
-"""Writes docs/reference/{cli,config,metrics,api}.md from the code, and the lists of docs/howto and docs/adr from their
-pages: `python -m scripts.gen_reference`. `--check` writes nothing and fails where a page is not what it would write."""
+"""Writes docs/reference/{cli,config,metrics,api,permissions}.md from the code, and the lists of docs/howto and docs/adr
+from their pages: `python -m scripts.gen_reference`. `--check` writes nothing and fails where a page is not what it
+would write."""
 
 from __future__ import annotations
 
@@ -434,6 +435,67 @@ def api() -> str:
     return "\n".join(parts)
 
 
+# ── permissions.md ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def permissions() -> str:
+    from google.protobuf.descriptor_pool import Default
+
+    from kvmesh.rpc import authorisation as rules
+    from kvmesh.rpc.pb import blocks_pb2  # noqa: F401  the descriptors of what has a fast path
+
+    def of_roles(permission: rules.Permission) -> Iterator[str]:
+        for role in rules.CallerRole:
+            if permission.public:
+                yield "public"
+            elif permission.roles is None or role in permission.roles:
+                yield "own" if permission.claim and role in rules.BOUND else "yes"
+            else:
+                yield ""
+
+    def transports(service: str, method: str) -> str:
+        if service not in rules.FAST_PATH:
+            return "gRPC"
+        found = Default().FindServiceByName(service).methods_by_name[method]
+        return "gRPC" if found.client_streaming or found.server_streaming else "gRPC, fast path"
+
+    parts = [
+        "# Who may call what\n",
+        NOTE,
+        wrapped(
+            "With mTLS every caller has a certificate, and its URI names `kvmesh://ROLE/NAME` say what it may do "
+            "([security](../operate/security.md)). yes: the role may call it; own: for the instance that the "
+            "certificate names alone, as the field says which the message claims; empty: PERMISSION_DENIED. public: "
+            "the listener asks for no client certificate. A certificate without a role may call what everybody may. "
+            "Over the fast path (Unix sockets; there is none over TCP with TLS) the same table decides. Without mTLS "
+            "everybody who reaches a port may call everything on it."
+        ),
+        "## Listeners\n",
+        table(
+            ("listener", "services"),
+            ((name, ", ".join(f"`{one}`" for one in services)) for name, services in rules.LISTENERS.items()),
+        ),
+        wrapped("Each also answers `grpc.health.v1`, and reflection where no API keys are required."),
+    ]
+    for service, entries in rules.PERMISSIONS.items():
+        parts.append(f"## {service}\n")
+        parts.append(
+            table(
+                ("method", *rules.CallerRole, "claims", "transports"),
+                (
+                    (
+                        f"`{method}`",
+                        *of_roles(one),
+                        f"`{one.claim}`" if one.claim else "",
+                        transports(service, method),
+                    )
+                    for method, one in entries.items()
+                ),
+            )
+        )
+    return "\n".join(parts)
+
+
 # ── lists of pages ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -470,6 +532,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/config.md": config,
     "reference/metrics.md": metrics,
     "reference/api.md": api,
+    "reference/permissions.md": permissions,
     "howto/index.md": howto,
     "adr/index.md": decisions,
 }

@@ -44,7 +44,7 @@ def node_calls(address: str, channel: grpc.aio.Channel, transports: Sequence[str
 
     async def find(caller: FastCaller) -> FoundPaths:
         told: pb.DoorsResponse = await caller.over_grpc("Doors", pb.DoorsRequest(), FIND_S)
-        return FoundPaths(told.incarnation, ways(told, address, "shm" in transports))
+        return FoundPaths(told.incarnation, ways(told, address, "shm" in transports), ticket=told.ticket)
 
     return FastCaller(channel, SERVICE, find)
 

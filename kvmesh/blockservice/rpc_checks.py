@@ -33,7 +33,7 @@ SEQ_TERM_SHIFT = 32  # a removal's number begins with the term under which it wa
 class DescribedBlocks(Protocol):
     """The part of `FastPathServers` that the servicer needs."""
 
-    def describe(self) -> pb.DoorsResponse:
+    def describe(self, context: Any) -> pb.DoorsResponse:
         """Returns what callers are told of the fast paths to this incarnation."""
 
 

@@ -39,7 +39,9 @@ from kvmesh.clock import lease_clock_ns
 from kvmesh.errors import InvalidRequest, KvmeshError, Overloaded, UnknownInstance
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.rpc import status
-from kvmesh.rpc.fastpath.server import FastServer
+from kvmesh.rpc.authorisation import grpc_caller
+from kvmesh.rpc.fastpath.server import FastContext, FastServer
+from kvmesh.rpc.fastpath.tickets import CallerTickets
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
 from kvmesh.telemetry import names
@@ -373,7 +375,7 @@ class NodeStoreServicer(pb_grpc.NodeStoreServicer):
 
     async def Doors(self, request: pb.DoorsRequest, context: Any) -> pb.DoorsResponse:  # noqa: N802
         """Returns the fast paths to this incarnation."""
-        return self._node.fast_paths.describe()
+        return self._node.fast_paths.describe(context)
 
     # ── blocks that come here; what was begun goes on, and counts, even when its caller is gone ──────
 
@@ -546,10 +548,21 @@ class FastPathServers:
         except OSError as error:
             log.warning("no door over a Unix socket: %s", error)
 
-    def describe(self) -> pb.DoorsResponse:
-        """Returns what callers are told of the fast paths."""
+    @property
+    def tickets(self) -> CallerTickets | None:
+        """The tickets that connections must come with; None where nobody needs one."""
+        return self._server.tickets
+
+    def describe(self, context: Any) -> pb.DoorsResponse:
+        """Returns what the caller of a gRPC call is told of the fast paths, with a ticket of its own where one is
+        needed."""
         self._told.index_path = self.index_path
-        return self._told
+        if self.tickets is None or isinstance(context, FastContext):  # a ticket gives none: certificates do
+            return self._told
+        told = pb.DoorsResponse()
+        told.CopyFrom(self._told)
+        told.ticket = self.tickets.issue(grpc_caller(context).identities or frozenset())
+        return told
 
     async def close(self) -> None:
         """Closes the fast paths, within a bounded time; it may be called more than once."""

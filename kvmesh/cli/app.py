@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvmesh.cli import apikey, chat, cordon, explain, kvsize, profile, role, scale, serve, status, terms, trace
+from kvmesh.cli import apikey, certs, chat, cordon, explain, kvsize, profile, role, scale, serve, status, terms, trace
 from kvmesh.cli.console import console
 from kvmesh.cli.doctor import command as doctor
 from kvmesh.cli.load import bench, replay
@@ -48,6 +48,7 @@ app.command("kvsize", help=kvsize.HELP)(kvsize.kvsize)
 app.add_typer(store.app, name="store")
 app.add_typer(terms.app, name="terms")
 app.command("apikey")(apikey.apikey)
+app.command("certs")(certs.certs)
 app.command("doctor")(doctor.doctor)
 
 

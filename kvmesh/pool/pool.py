@@ -81,7 +81,7 @@ class PoolNode:
             blocks = self._blocks = self._attach()
             await blocks.open_tiers()
             if self._index is not None:
-                blocks.fast_paths.index_path = self._index.open()
+                blocks.fast_paths.index_path = self._index.open(blocks.fast_paths.tickets)
             listening = Server(config.host, config.port)
             blocks.add_to(listening)
             port = await listening.start()

@@ -1,7 +1,7 @@
 """The index of a pool node: what lies sealed in its DRAM and where, for readers of this machine, in shared memory.
 
     store ── sealed, gone ──▶ IndexWriter ══ sealed memfd ══▶ readers (kvmesh/storeclient/reading/local.py)
-               reader ── connects ──▶ fast path ── hello, the memfd's descriptor ──▶ reader; the connection stays open
+     reader ── connects (a ticket) ──▶ fast path ── hello, the memfd's descriptor ──▶ reader; the connection stays open
 
 Every change is written in the turn in which the store makes it: an entry is void before its extent can be anybody
 else's, and before a removal is acknowledged. The end of the connection is the end of the index.
@@ -20,13 +20,15 @@ import socket
 from collections.abc import Sequence
 
 from kvmesh.clock import lease_clock_ns
-from kvmesh.errors import TransferError
+from kvmesh.errors import PermissionDenied, TransferError
 from kvmesh.kvcache import shared_index
 from kvmesh.kvcache.shared_index import IndexHello, IndexWriter, index_bytes, same_user
 from kvmesh.kvcache.size_classes import BYTES, PAGE
 from kvmesh.pool.partitions import PoolPartitions
 from kvmesh.pool.slabs import SlabPartition
 from kvmesh.ranks import protocol as m
+from kvmesh.rpc.authorisation import RpcCaller, why_not
+from kvmesh.rpc.fastpath.tickets import TICKET_BYTES, CallerTickets
 from kvmesh.transfer import memory
 from kvmesh.transfer.transports.registry import may_use
 
@@ -35,6 +37,7 @@ log = logging.getLogger(__name__)
 MAX_BLOCKS = 1 << 22  # in one index: 200 MiB of it
 MAX_READERS = 256
 BEAT_S = 0.4
+_LEASE = "/kvmesh.v1.NodeStore/Lease"  # who may do that may read without one
 
 
 class NodeIndex:
@@ -59,6 +62,7 @@ class NodeIndex:
         self.table = IndexWriter(self._mapping.view)
         self._hello = IndexHello(store_id, incarnation, base, nbytes, self._mapping.length, descriptor).encode()
         self._sock: socket.socket | None = None
+        self._tickets: CallerTickets | None = None
         self._readers: set[socket.socket] = set()
         self._beating: asyncio.TimerHandle | None = None
 
@@ -69,8 +73,9 @@ class NodeIndex:
 
     # ── the fast path ─────────────────────────────────────────────────────────────────────────────────
 
-    def open(self) -> str:
-        """Its path; "": it cannot listen, and nobody reads without a lease."""
+    def open(self, tickets: CallerTickets | None = None) -> str:
+        """Its path; "": it cannot listen, and nobody reads without a lease. With `tickets` a reader says one first."""
+        self._tickets = tickets
         name = f"kvmesh-index-{os.getpid()}-{secrets.token_hex(8)}"
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         try:
@@ -101,17 +106,40 @@ class NodeIndex:
             if not same_user(reader) or len(self._readers) >= MAX_READERS:
                 reader.close()
                 return
-            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [self._fd]))]
-            reader.sendmsg([self._hello], rights)
+            if self._tickets is None:
+                self._show(reader)
         except OSError as error:
             log.info("index: a reader went again: %s", error)
             reader.close()
             return
         self._readers.add(reader)
+        said = self._said if self._tickets is None else self._said_ticket
+        asyncio.get_running_loop().add_reader(reader, said, reader)
+
+    def _show(self, reader: socket.socket) -> None:
+        """Hands over the index. Raises OSError."""
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [self._fd]))]
+        reader.sendmsg([self._hello], rights)
+
+    def _said_ticket(self, reader: socket.socket) -> None:
+        """Hands over the index to whom the ticket is of, if they may lease blocks. Readers that say none count among
+        the others, and are as bounded."""
+        assert self._tickets is not None
+        try:
+            known = self._tickets.redeem(reader.recv(TICKET_BYTES + 1))
+            if known is None:
+                raise PermissionDenied("it has no ticket: no certificate was shown over gRPC")
+            if reason := why_not(RpcCaller("unix", known), _LEASE):
+                raise PermissionDenied(reason)
+            self._show(reader)
+        except (OSError, PermissionDenied) as error:
+            log.info("index: a reader is sent away: %s", error)
+            return self._said(reader)
         asyncio.get_running_loop().add_reader(reader, self._said, reader)
+        return None
 
     def _said(self, reader: socket.socket) -> None:
-        """Readers say nothing: this is its end."""
+        """Readers say nothing further: this is its end."""
         asyncio.get_running_loop().remove_reader(reader)
         self._readers.discard(reader)
         reader.close()

@@ -1,6 +1,7 @@
-"""Certificates for a mesh that has no authority of its own: `kvmesh up --tls`, tests, a first try on a few machines.
+"""Certificates for a mesh that has no authority of its own: `kvmesh certs`, `kvmesh up --tls`, tests.
 
-One authority, one certificate for all its services. The authority's key is thrown away, so that nobody can make more.
+Each says by URI names whose it is (`authorisation.Identity`): a process of its own, or all roles at once. The
+authority's key is thrown away unless it is wanted, so that nobody can make more.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvmesh import extras
 from kvmesh.errors import ConfigError
+from kvmesh.rpc.authorisation import ALL_IDENTITIES, Identity
 from kvmesh.rpc.security import TlsFiles
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -25,6 +28,9 @@ VALID_DAYS = 365
 _EARLY = datetime.timedelta(minutes=5)  # clocks of two machines
 _TIMEOUT_S = 30.0
 _NAMES = {"authority": "kvmesh certificate authority", "service": "kvmesh"}
+
+
+AUTHORITY_KEY = "ca-key.pem"
 
 
 @dataclass(frozen=True)
@@ -41,26 +47,73 @@ class Certificates:
         return TlsFiles(tls_cert=str(self.cert), tls_key=str(self.key), tls_ca=str(self.ca))
 
 
+@dataclass(frozen=True)
+class Authority:
+    """A certificate authority's certificate and key, as PEM."""
+
+    cert: bytes
+    key: bytes
+
+
 def make_certificates(folder: Path, hosts: Sequence[str] = (), *, days: int = VALID_DAYS) -> Certificates:
     """Writes ca.pem, cert.pem and key.pem for servers and clients at `hosts` (names or addresses; localhost is always
-    included). Existing files are replaced.
+    included), one certificate with every role. Existing files are replaced, the authority's key is not kept.
 
     The `cryptography` package (extra `tls`) makes them, else the openssl program. Raises ConfigError when neither is
     there, the folder cannot be written, or a host is no name.
     """
+    return make_role_certificates(folder, {"": ALL_IDENTITIES}, hosts, days=days)[""]
+
+
+def make_role_certificates(
+    folder: Path,
+    wanted: Mapping[str, Sequence[Identity]],
+    hosts: Sequence[str] = (),
+    *,
+    days: int = VALID_DAYS,
+    keep_authority: bool = False,
+) -> dict[str, Certificates]:
+    """Does what `make_certificates` does for one certificate a subfolder: `wanted` has the identities of each.
+
+    With `keep_authority` the authority's key stays as ca-key.pem in `folder`, and an authority that is there signs
+    again: certificates are added to a mesh, or renewed.
+    """
     names = list(dict.fromkeys([*LOCAL_HOSTS, *hosts]))
     for host in names:
         _is_address(host)
-    made = Certificates(folder / "ca.pem", folder / "cert.pem", folder / "key.pem")
-    maker = _with_cryptography if importlib.util.find_spec("cryptography") else _with_openssl
+    makes = CertificateMaker if importlib.util.find_spec("cryptography") else OpensslMaker
+    made = {name: _paths(folder / name) for name in wanted}
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        ca, cert, key = maker(names, days)
-        for path, pem, mode in ((made.ca, ca, 0o644), (made.cert, cert, 0o644), (made.key, key, 0o600)):
-            _write(path, pem, mode)
+        maker = makes(names, days)
+        authority = _kept(folder) if keep_authority else None
+        if authority is None:
+            authority = maker.authority()
+            if keep_authority:
+                _write(folder / AUTHORITY_KEY, authority.key, 0o600)
+                _write(folder / "ca.pem", authority.cert, 0o644)
+        for name, identities in wanted.items():
+            cert, key = maker.certificate(authority, [one.uri for one in identities])
+            paths = made[name]
+            paths.ca.parent.mkdir(exist_ok=True, mode=0o700)
+            _write(paths.ca, authority.cert, 0o644)
+            _write(paths.key, key, 0o600)
+            _write(paths.cert, cert, 0o644)
     except OSError as err:
         raise ConfigError(f"certificates in {str(folder)!r}: {err.strerror or err}", field="tls_cert") from None
     return made
+
+
+def _paths(folder: Path) -> Certificates:
+    return Certificates(folder / "ca.pem", folder / "cert.pem", folder / "key.pem")
+
+
+def _kept(folder: Path) -> Authority | None:
+    """Returns the authority whose key was kept in a folder. Raises OSError."""
+    try:
+        return Authority((folder / "ca.pem").read_bytes(), (folder / AUTHORITY_KEY).read_bytes())
+    except FileNotFoundError:
+        return None
 
 
 def _write(path: Path, pem: bytes, mode: int) -> None:
@@ -86,51 +139,88 @@ def _is_address(host: str) -> bool:
     return False
 
 
-def _with_cryptography(hosts: Sequence[str], days: int) -> tuple[bytes, bytes, bytes]:
-    """Returns (authority, certificate, key) as PEM."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+class CertificateMaker:
+    """Makes certificates with the `cryptography` package."""
 
-    def name(common: str) -> x509.Name:
-        return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common)])
+    def __init__(self, hosts: Sequence[str], days: int) -> None:
+        self._hosts = hosts
+        self._days = days
 
-    def usage(*, authority: bool) -> x509.KeyUsage:
-        no = dict.fromkeys(("content_commitment", "key_encipherment", "data_encipherment", "key_agreement"), False)
-        return x509.KeyUsage(
-            digital_signature=not authority, key_cert_sign=authority, crl_sign=authority,
-            encipher_only=False, decipher_only=False, **no,
-        )  # fmt: skip
+    def authority(self) -> Authority:
+        """Makes a new authority."""
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
 
-    now = datetime.datetime.now(datetime.UTC)
-    ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
-    ca_name = name(_NAMES["authority"])
+        key = ec.generate_private_key(ec.SECP256R1())
+        name = _name("authority")
+        ca = self._builder(name, name, key.public_key())
+        ca = ca.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        signed = ca.add_extension(_usage(authority=True), critical=True).sign(key, hashes.SHA256())
+        return Authority(signed.public_bytes(serialization.Encoding.PEM), _pem(key))
 
-    def builder(subject: x509.Name, public: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
-        begun = x509.CertificateBuilder(ca_name, subject, public, x509.random_serial_number())
-        begun = begun.not_valid_before(now - _EARLY).not_valid_after(now + datetime.timedelta(days=days))
+    def certificate(self, authority: Authority, uris: Sequence[str]) -> tuple[bytes, bytes]:
+        """Returns a certificate with these URI names, and its key. Raises ConfigError when the authority's files are
+        none."""
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.x509.oid import ExtendedKeyUsageOID
+
+        try:
+            ca = x509.load_pem_x509_certificate(authority.cert)
+            ca_key: Any = serialization.load_pem_private_key(authority.key, None)
+        except (ValueError, TypeError) as err:
+            raise ConfigError(f"{AUTHORITY_KEY}, ca.pem: no authority ({err})", field="tls_ca") from None
+        key = ec.generate_private_key(ec.SECP256R1())
+        alternatives: list[x509.GeneralName] = [
+            x509.IPAddress(ipaddress.ip_address(host)) if _is_address(host) else x509.DNSName(host)
+            for host in self._hosts
+        ]
+        alternatives += [x509.UniformResourceIdentifier(uri) for uri in uris]
+        one = self._builder(ca.subject, _name("service"), key.public_key())
+        one = one.add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
+        one = one.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        one = one.add_extension(_usage(authority=False), critical=True)
+        one = one.add_extension(
+            x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False
+        )
+        one = one.add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
+        signed = one.sign(ca_key, hashes.SHA256())
+        return signed.public_bytes(serialization.Encoding.PEM), _pem(key)
+
+    def _builder(self, issuer: Any, subject: Any, public: Any) -> Any:
+        from cryptography import x509
+
+        now = datetime.datetime.now(datetime.UTC)
+        begun = x509.CertificateBuilder(issuer, subject, public, x509.random_serial_number())
+        begun = begun.not_valid_before(now - _EARLY).not_valid_after(now + datetime.timedelta(days=self._days))
         return begun.add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
 
-    ca = builder(ca_name, ca_key.public_key())
-    ca = ca.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    signed_ca = ca.add_extension(usage(authority=True), critical=True).sign(ca_key, hashes.SHA256())
 
-    alternatives: list[x509.GeneralName] = [
-        x509.IPAddress(ipaddress.ip_address(host)) if _is_address(host) else x509.DNSName(host) for host in hosts
-    ]
-    one = builder(name(_NAMES["service"]), key.public_key())
-    one = one.add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
-    one = one.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-    one = one.add_extension(usage(authority=False), critical=True)
-    one = one.add_extension(
-        x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False
-    )
-    one = one.add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
-    signed = one.sign(ca_key, hashes.SHA256())
+def _name(kind: str) -> Any:
+    from cryptography import x509
+    from cryptography.x509.oid import NameOID
+
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, _NAMES[kind])])
+
+
+def _usage(*, authority: bool) -> Any:
+    from cryptography import x509
+
+    no = dict.fromkeys(("content_commitment", "key_encipherment", "data_encipherment", "key_agreement"), False)
+    return x509.KeyUsage(
+        digital_signature=not authority, key_cert_sign=authority, crl_sign=authority,
+        encipher_only=False, decipher_only=False, **no,
+    )  # fmt: skip
+
+
+def _pem(key: Any) -> bytes:
+    from cryptography.hazmat.primitives import serialization
+
     pem = serialization.Encoding.PEM
-    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    return signed_ca.public_bytes(pem), signed.public_bytes(pem), private
+    private: bytes = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    return private
 
 
 _OPENSSL_CONFIG = """
@@ -153,35 +243,52 @@ subjectAltName = {alternatives}
 """
 
 
-def _with_openssl(hosts: Sequence[str], days: int) -> tuple[bytes, bytes, bytes]:
-    """Returns (authority, certificate, key) as PEM. Raises ConfigError when there is no openssl program, or it
-    fails."""
-    program = shutil.which("openssl")
-    if program is None:
-        why = f"needs the openssl program, or the cryptography package ({extras.install('tls')})"
-        raise ConfigError(f"tls: making certificates {why}", field="tls")
-    alternatives = ",".join(f"{'IP' if _is_address(host) else 'DNS'}:{host}" for host in hosts)
-    with tempfile.TemporaryDirectory(prefix="kvmesh-tls-") as name:
-        work = Path(name)
-        for kind, common in _NAMES.items():
-            text = _OPENSSL_CONFIG.format(common=common, alternatives=alternatives)
-            (work / f"{kind}.conf").write_text(text, encoding="ascii")
+class OpensslMaker:
+    """Makes certificates with the openssl program, as `CertificateMaker` does. Raises ConfigError when there is none,
+    or it fails."""
 
-        def openssl(command: str) -> None:
-            done = subprocess.run(
-                [program, *command.split()], cwd=work, capture_output=True, timeout=_TIMEOUT_S, check=False
-            )
-            if done.returncode:
-                said = done.stderr.decode("utf-8", "replace").strip().splitlines()
-                raise ConfigError(f"tls: openssl {command.split()[0]} failed: {(said or ['?'])[0][:200]}", field="tls")
+    def __init__(self, hosts: Sequence[str], days: int) -> None:
+        program = shutil.which("openssl")
+        if program is None:
+            why = f"needs the openssl program, or the cryptography package ({extras.install('tls')})"
+            raise ConfigError(f"tls: making certificates {why}", field="tls")
+        self._program = program
+        self._hosts = hosts
+        self._valid = f"-sha256 -days {days}"
 
-        for kind in _NAMES:
-            openssl(f"ecparam -name prime256v1 -genkey -noout -out {kind}.ec")
-            openssl(f"pkcs8 -topk8 -nocrypt -in {kind}.ec -out {kind}.key")
-        valid = f"-sha256 -days {days}"
-        openssl(f"req -x509 -new -key authority.key -config authority.conf -extensions authority {valid} -out ca.pem")
-        openssl("req -new -key service.key -config service.conf -out service.csr")
-        signing = "-CA ca.pem -CAkey authority.key -CAcreateserial -extfile service.conf -extensions service"
-        openssl(f"x509 -req -in service.csr {signing} {valid} -out cert.pem")
-        found = [(work / file).read_bytes() for file in ("ca.pem", "cert.pem", "service.key")]
-    return found[0], found[1], found[2]
+    def authority(self) -> Authority:
+        """Makes a new authority."""
+        with tempfile.TemporaryDirectory(prefix="kvmesh-tls-") as name:
+            work = Path(name)
+            self._prepare(work, "authority", ())
+            extensions = f"-config authority.conf -extensions authority {self._valid}"
+            self._run(work, f"req -x509 -new -key authority.key {extensions} -out ca.pem")
+            return Authority((work / "ca.pem").read_bytes(), (work / "authority.key").read_bytes())
+
+    def certificate(self, authority: Authority, uris: Sequence[str]) -> tuple[bytes, bytes]:
+        """Returns a certificate with these URI names, and its key."""
+        with tempfile.TemporaryDirectory(prefix="kvmesh-tls-") as name:
+            work = Path(name)
+            (work / "ca.pem").write_bytes(authority.cert)
+            _write(work / "authority.key", authority.key, 0o600)
+            self._prepare(work, "service", uris)
+            self._run(work, "req -new -key service.key -config service.conf -out service.csr")
+            signing = "-CA ca.pem -CAkey authority.key -CAcreateserial -extfile service.conf -extensions service"
+            self._run(work, f"x509 -req -in service.csr {signing} {self._valid} -out cert.pem")
+            return (work / "cert.pem").read_bytes(), (work / "service.key").read_bytes()
+
+    def _prepare(self, work: Path, kind: str, uris: Sequence[str]) -> None:
+        names = [f"{'IP' if _is_address(host) else 'DNS'}:{host}" for host in self._hosts]
+        names += [f"URI:{uri}" for uri in uris]
+        text = _OPENSSL_CONFIG.format(common=_NAMES[kind], alternatives=",".join(names))
+        (work / f"{kind}.conf").write_text(text, encoding="ascii")
+        self._run(work, f"ecparam -name prime256v1 -genkey -noout -out {kind}.ec")
+        self._run(work, f"pkcs8 -topk8 -nocrypt -in {kind}.ec -out {kind}.key")
+
+    def _run(self, work: Path, command: str) -> None:
+        done = subprocess.run(
+            [self._program, *command.split()], cwd=work, capture_output=True, timeout=_TIMEOUT_S, check=False
+        )
+        if done.returncode:
+            said = done.stderr.decode("utf-8", "replace").strip().splitlines()
+            raise ConfigError(f"tls: openssl {command.split()[0]} failed: {(said or ['?'])[0][:200]}", field="tls")

@@ -4,22 +4,30 @@
     tls_ca                        channels of this process speak TLS; the peer must be signed by one of these
     tls_cert + tls_key + tls_ca   mTLS: servers ask for a client certificate, channels present this one
 
-Files are read once, at `configure`: a renewed certificate needs a restart.
+Files are read at the start, and again when they have changed: connections made from then on use them, and those that
+exist stay. A file that cannot be used is refused with one line in the log, and what was goes on.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 import ssl
+import threading
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 
 from kvmesh.errors import ConfigError, TlsFailed, Unavailable
 
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0  # how often files are looked at, at most
 FIELDS = ("tls_cert", "tls_key", "tls_ca", "tls_server_name")
 _CERTIFICATE = b"-----BEGIN CERTIFICATE-----"
 _KEY = re.compile(rb"-----BEGIN (\w+ )*PRIVATE KEY-----")
@@ -56,17 +64,20 @@ class TlsFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Security:
-    """The checked PEM bytes; empty for none."""
+    """The checked PEM bytes; empty for none. `source` reads them again when their files have changed; None for bytes
+    that come from no file."""
 
     cert: bytes = field(default=b"", repr=False)
     key: bytes = field(default=b"", repr=False)
     ca: bytes = field(default=b"", repr=False)
     server_name: str = ""
+    source: CertificateFiles | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def load(cls, files: Files) -> Security:
         """Reads and checks the files. Raises ConfigError, which names field and path, when one is missing, unreadable,
         not PEM or encrypted, does not match the other, or makes no sense alone."""
+        source = CertificateFiles(files)  # before they are read: a change meanwhile is seen later
         cert, key = load_pair(files.tls_cert, files.tls_key, "tls_cert", "tls_key")
         ca = b""
         if files.tls_ca:
@@ -74,7 +85,20 @@ class Security:
             _check_authorities(ca, files.tls_ca, "tls_ca")
         elif files.tls_server_name:
             raise _refuse("tls_server_name", files.tls_server_name, "is of no use without tls_ca")
-        return cls(cert=cert, key=key, ca=ca, server_name=files.tls_server_name)
+        loaded = cls(cert=cert, key=key, ca=ca, server_name=files.tls_server_name, source=source)
+        source.newest = loaded
+        return loaded
+
+    def renewed(self) -> Security:
+        """Returns what the files hold now, this object itself while that is the same. It looks at the files at most
+        once in `LOOK_S`, and may be called in any thread."""
+        newest = self.source.look() if self.source is not None else self
+        return self if newest == self else newest
+
+    @property
+    def asks_clients(self) -> bool:
+        """Whether servers that are not public ask clients for certificates."""
+        return bool(self.cert and self.ca)
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
         """Returns credentials for client channels; None means plaintext."""
@@ -88,9 +112,79 @@ class Security:
         if not self.cert:
             return None
         pairs = [(self.key, self.cert)]
-        if self.ca and not public:
-            return grpc.ssl_server_credentials(pairs, self.ca, require_client_auth=True)
-        return grpc.ssl_server_credentials(pairs)
+        mutual = bool(self.ca) and not public
+        if self.source is None:
+            return grpc.ssl_server_credentials(pairs, self.ca if mutual else None, require_client_auth=mutual)
+        renewal: Any = _Renewal(self, mutual).configuration  # gRPC's types leave out that None means no change
+        return grpc.dynamic_ssl_server_credentials(
+            _configuration(self, mutual), renewal, require_client_authentication=mutual
+        )
+
+
+class CertificateFiles:
+    """Looks whether the files of one `Security` have changed. Thread-safe."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = TlsFiles(**{name: getattr(files, name) for name in FIELDS})
+        self._paths = [path for path in (files.tls_cert, files.tls_key, files.tls_ca) if path]
+        self._lock = threading.Lock()
+        self._looked = time.monotonic()
+        self._seen = self._states()
+        self.newest = PLAINTEXT  # set once they are read
+
+    def look(self) -> Security:
+        """Returns what the files held when they were last of use."""
+        now = time.monotonic()
+        with self._lock:
+            if now - self._looked < LOOK_S:
+                return self.newest
+            self._looked = now
+            states = self._states()
+            if states == self._seen:
+                return self.newest
+            try:
+                found = Security.load(self._files)
+            except ConfigError as error:  # perhaps one of them is not replaced yet
+                log.warning("certificates are not renewed: %s", error.message)
+            else:
+                if bool(found.ca) is bool(self.newest.ca):
+                    self.newest = replace(found, source=self)
+                    log.info("certificates are renewed: %s", ", ".join(self._paths))
+                self._seen = states
+            return self.newest
+
+    def _states(self) -> list[tuple[int, int, int] | None]:
+        return [_state(path) for path in self._paths]
+
+
+def _state(path: str) -> tuple[int, int, int] | None:
+    """Returns what changes with a file's content, through links (Kubernetes replaces a link); None without a file."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+class _Renewal:
+    """Tells gRPC before each handshake which certificate to use, when there is another one."""
+
+    def __init__(self, security: Security, mutual: bool) -> None:
+        self._used = security
+        self._mutual = mutual
+
+    def configuration(self) -> grpc.ServerCertificateConfiguration | None:
+        """Returns the new certificate, None for the same. It is called in threads of gRPC."""
+        newest = self._used.renewed()
+        if newest is self._used:
+            return None
+        self._used = newest
+        return _configuration(newest, self._mutual)
+
+
+def _configuration(security: Security, mutual: bool) -> grpc.ServerCertificateConfiguration:
+    pairs = [(security.key, security.cert)]
+    return grpc.ssl_server_certificate_configuration(pairs, security.ca if mutual else None)
 
 
 PLAINTEXT = Security()

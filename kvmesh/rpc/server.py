@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvmesh.errors import ConfigError, Overloaded
-from kvmesh.rpc import security
+from kvmesh.rpc import authorisation, security
 from kvmesh.rpc.call_limits import MEMBERS, CallLimits
 from kvmesh.rpc.channels import KEEPALIVE_MS
 from kvmesh.rpc.protocol import MAX_MESSAGE_BYTES
@@ -162,12 +162,17 @@ def _why(err: OSError) -> str:
     return f"cannot be opened ({err.strerror})"
 
 
+def _may_call(path: str, request: Any, context: Any) -> None:
+    authorisation.check(authorisation.grpc_caller(context), path, request)
+
+
 class Server:
     """One listening gRPC server. Add servicers to `.grpc` and name them with `.serves` before `start`.
 
     It speaks TLS when this process was configured so (`security.configure`; `tls` overrides that), and then asks
-    clients for certificates unless it is `public`. A public server may be called by strangers; `public_calls` bounds
-    their calls, and reflection is off where keys are required.
+    clients for certificates unless it is `public`; who may call what then depends on these (`authorisation`). A
+    public server may be called by strangers; `public_calls` bounds their calls, and reflection is off where keys are
+    required.
     """
 
     def __init__(
@@ -182,8 +187,10 @@ class Server:
         self.host = host
         self.port = port
         self._public = public
-        self._tls = tls
-        interceptors: tuple[grpc.aio.ServerInterceptor, ...] = (errors_to_status(),)
+        self._tls = tls or security.current()
+        # Whoever needs no certificate cannot be told from others: then only the network decides who calls what.
+        guard = _may_call if public is None and self._tls.asks_clients else None
+        interceptors: tuple[grpc.aio.ServerInterceptor, ...] = (errors_to_status(guard),)
         self.grpc = grpc.aio.server(
             options=_options(limits, public=public is not None),
             interceptors=interceptors if public is None else (public, *interceptors),
@@ -220,7 +227,7 @@ class Server:
         return self.port
 
     def _listen(self) -> int:
-        credentials = (self._tls or security.current()).server_credentials(public=self._public is not None)
+        credentials = self._tls.server_credentials(public=self._public is not None)
         if credentials is None:
             return self.grpc.add_insecure_port(self.address)
         return self.grpc.add_secure_port(self.address, credentials)

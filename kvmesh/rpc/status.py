@@ -21,6 +21,7 @@ from kvmesh.errors import (
     KvmeshError,
     NotLeader,
     Overloaded,
+    PermissionDenied,
     ProtocolMismatch,
     RequestCancelled,
     TlsFailed,
@@ -61,6 +62,7 @@ _BY_STATUS: dict[grpc.StatusCode, type[KvmeshError]] = {
     grpc.StatusCode.FAILED_PRECONDITION: ProtocolMismatch,
     grpc.StatusCode.UNIMPLEMENTED: NotServed,
     grpc.StatusCode.UNAUTHENTICATED: Unauthorized,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
 }
 
 
@@ -139,6 +141,7 @@ async def _fail(context: Any, method: str, err: Exception) -> NoReturn:
 
 
 _Behavior = Callable[[Any, Any], Any]
+Guard = Callable[[str, Any, Any], None]  # (path, request, context): raises when the caller may not call that
 
 
 def _readable(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
@@ -153,11 +156,13 @@ def _readable(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     return read
 
 
-def _guard_call(behavior: _Behavior, method: str) -> Callable[[Any, Any], Awaitable[Any]]:
+def _guard_call(behavior: _Behavior, method: str, guard: Guard | None) -> Callable[[Any, Any], Awaitable[Any]]:
     async def call(request: Any, context: Any) -> Any:
         try:
             if isinstance(request, DecodeError):
                 raise request
+            if guard is not None:
+                guard(method, request, context)
             return await behavior(request, context)
         except asyncio.CancelledError:
             raise
@@ -167,11 +172,13 @@ def _guard_call(behavior: _Behavior, method: str) -> Callable[[Any, Any], Awaita
     return call
 
 
-def _guard_stream(behavior: _Behavior, method: str) -> Callable[[Any, Any], AsyncIterator[Any]]:
+def _guard_stream(behavior: _Behavior, method: str, guard: Guard | None) -> Callable[[Any, Any], AsyncIterator[Any]]:
     async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
         try:
             if isinstance(request, DecodeError):
                 raise request
+            if guard is not None:
+                guard(method, request, context)
             async for response in behavior(request, context):
                 yield response
         except asyncio.CancelledError:
@@ -184,13 +191,14 @@ def _guard_stream(behavior: _Behavior, method: str) -> Callable[[Any, Any], Asyn
 
 class errors_to_status(grpc.aio.ServerInterceptor):  # noqa: N801
     """A server interceptor that turns a raised KvmeshError into its status and detail, and anything else into INTERNAL,
-    logged.
+    logged. `guard` is asked about every call first.
 
     It covers unary-unary, unary-stream, stream-stream and stream-unary handlers, written as coroutines or as
     asynchronous generators.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, guard: Guard | None = None) -> None:
+        self._guard = guard
         self._wrapped: dict[str, tuple[Any, Any]] = {}  # method → (its handler, the same guarded)
 
     async def intercept_service(
@@ -210,7 +218,8 @@ class errors_to_status(grpc.aio.ServerInterceptor):  # noqa: N801
         behavior = getattr(handler, kind)
         method = handler_call_details.method
         generator = inspect.isasyncgenfunction(behavior)
-        wrapped = _guard_stream(behavior, method) if generator else _guard_call(behavior, method)
+        wrap = _guard_stream if generator else _guard_call
+        wrapped = wrap(behavior, method, self._guard)
         make = getattr(grpc, f"{kind}_rpc_method_handler")
         parse = handler.request_deserializer
         made = make(

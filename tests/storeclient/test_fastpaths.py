@@ -13,6 +13,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 
 from kvmesh.blockservice import servicer as node_doors
@@ -20,7 +21,9 @@ from kvmesh.blockservice.peers import ways
 from kvmesh.errors import ConfigError, DeadlinePassed, KvmeshError, Unavailable
 from kvmesh.pool import pool
 from kvmesh.pool.config import PoolConfig
-from kvmesh.rpc import channels
+from kvmesh.rpc import channels, security
+from kvmesh.rpc.authorisation import ALL_IDENTITIES, identities
+from kvmesh.rpc.certificates import make_role_certificates
 from kvmesh.rpc.fastpath.client import Way
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
@@ -204,12 +207,38 @@ async def test_what_a_node_tells_of_its_doors(two: Stores) -> None:
                 pass
 
 
+async def test_with_certificates_doors_and_the_index_take_whom_grpc_knows(tmp_path: Path) -> None:
+    """A ticket over gRPC opens the calls' socket, another one the index's. Whose role may not ask gets none."""
+    wanted = {"all": ALL_IDENTITIES, "gateway": identities(["gateway"])}
+    tls = {who: Security.load(one.files) for who, one in make_role_certificates(tmp_path, wanted).items()}
+    before = security.use(tls["all"])
+    try:
+        with in_thread("a") as made:
+            address = made.nodes["a"].address
+            async with made.client() as client:
+                await through_doors(client, address)
+                key = await client.put(b"x" * 5000)
+                await until(lambda: client.exists(key))
+                assert await client.get(key) == b"x" * 5000
+
+                async def mapped() -> bool:
+                    return client._reader.local.nodes == 1
+
+                await until(mapped)
+            async with channels.connect(address, tls=tls["gateway"]) as channel:
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await pb_grpc.NodeStoreStub(channel).Doors(pb.DoorsRequest(), timeout=10)
+                assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    finally:
+        security.use(before)
+
+
 async def test_with_tls_there_is_no_door_in_the_clear(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvmesh.rpc.security.current", lambda: Security(cert=b"a certificate", key=b"a key"))
     doors = node_doors.FastPathServers(pb_grpc.NodeStoreServicer, 5)  # type: ignore[arg-type]
     try:
         await doors.open("127.0.0.1", 0)
-        assert doors.describe().calls_port == 0 and doors.describe().calls_path
+        assert doors.describe(None).calls_port == 0 and doors.describe(None).calls_path
     finally:
         await doors.close()
-    assert not doors.describe().calls_path
+    assert not doors.describe(None).calls_path

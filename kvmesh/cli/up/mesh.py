@@ -15,7 +15,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,12 +98,16 @@ class Mesh:
         if not specs:
             checks.check_own_ports(settings)
         self.run_dir = Path(settings.run_dir)
+        own_tls: Mapping[str, security.TlsFiles] = {}
         if settings.tls:
-            from kvmesh.rpc.certificates import make_certificates
+            from kvmesh.rpc.certificates import make_role_certificates
 
             hosts = [one for one in (settings.host, settings.advertise_host) if one not in EVERY_ADDRESS]
-            made = make_certificates(self.run_dir / "tls", hosts).files
-            settings = dataclasses.replace(settings, tls=False, **dataclasses.asdict(made))
+            wanted = plan.certificates(settings)
+            made = make_role_certificates(self.run_dir / "tls", wanted, hosts)
+            own_tls = {name: one.files for name, one in made.items()}
+            # Whoever speaks to the mesh from outside is its operator.
+            settings = dataclasses.replace(settings, tls=False, **dataclasses.asdict(own_tls[plan.OPERATOR]))
         self.http_ca = ""  # who vouches for the REST port, where nobody else does
         if settings.http_tls:
             from kvmesh.rpc.certificates import make_certificates
@@ -118,7 +122,7 @@ class Mesh:
         self.settings = settings
         self.security = security.Security.load(settings)  # what clients of this mesh use, too
         self._ports = plan.Ports()  # claimed as long as this mesh may start somebody again
-        specs = specs or plan.plan(settings, self.run_dir, self._ports)
+        specs = specs or plan.plan(settings, self.run_dir, self._ports, own_tls)
         self.processes: dict[str, Process] = {spec.name: Process(spec) for spec in specs}
         self.addresses: dict[str, str] = {spec.name: spec.address for spec in specs}
         self.url = next((f"{'https' if spec.https else 'http'}://{spec.http}" for spec in specs if spec.http), "")

@@ -23,6 +23,8 @@ from kvmesh.config import ENV_PREFIX, checked, passed_on
 from kvmesh.errors import ConfigError
 from kvmesh.ranks.host_memory import available_bytes
 from kvmesh.ranks.sizing import CPU_SHARE, MIB
+from kvmesh.rpc.authorisation import ANY_NAME, CallerRole, Identity
+from kvmesh.rpc.security import TlsFiles
 from kvmesh.rpc.server import check_port, join
 
 # `kvmesh up --set PROCESS.KEY=VALUE`: anything that a service can be told, for a service, one process, or all.
@@ -214,8 +216,30 @@ def _names(service: str, count: int) -> list[str]:
     return [service] if count == 1 else [f"{service}-{i}" for i in range(count)]
 
 
-def plan(settings: MeshSettings, run_dir: Path, ports: Ports) -> list[ProcessSpec]:
-    """The processes of a mesh, every port chosen. ConfigError: what --set names does not exist."""
+OPERATOR = "operator"  # whose certificate the command line has
+_CERTIFIED = dict.fromkeys(INSTANCES, CallerRole.INSTANCE) | {
+    "pool": CallerRole.STORE,
+    "store": CallerRole.STORE,
+    "conductor": CallerRole.CONDUCTOR,
+    "gateway": CallerRole.GATEWAY,
+}
+
+
+def certificates(settings: MeshSettings) -> dict[str, tuple[Identity, ...]]:
+    """Returns what the certificate of each process says, by the process's name, and the operator's."""
+    found = {
+        one.name: (Identity(_CERTIFIED[one.service], identity(settings, one.name)),)
+        for one in processes(settings)
+        if one.service in _CERTIFIED
+    }
+    return {**found, OPERATOR: (Identity(CallerRole.OPERATOR, ANY_NAME), Identity(CallerRole.CLIENT, ANY_NAME))}
+
+
+def plan(
+    settings: MeshSettings, run_dir: Path, ports: Ports, own_tls: Mapping[str, TlsFiles] | None = None
+) -> list[ProcessSpec]:
+    """The processes of a mesh, every port chosen; `own_tls` has the TLS files of each, by name, where they have some of
+    their own. ConfigError: what --set names does not exist."""
     wanted = processes(settings)
     told = chosen(settings.set, [(one.name, one.service) for one in wanted])
     settings = dataclasses.replace(settings, flags=merged(settings.flags, told))
@@ -236,6 +260,8 @@ def plan(settings: MeshSettings, run_dir: Path, ports: Ports) -> list[ProcessSpe
             specs.append(_redis(settings, port[one.name], run_dir))
         else:
             flags = own[one.service] | (parts[one.group] if one.group else {})
+            if own_tls:
+                flags |= dataclasses.asdict(own_tls[one.name])
             specs.append(_service(settings, one, run_dir, flags, port[one.name], ports.take(inside)))
     return specs
 

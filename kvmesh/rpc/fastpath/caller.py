@@ -34,11 +34,12 @@ FIND_S = 2.0
 @dataclass(frozen=True, slots=True)
 class FoundPaths:
     """The fast paths to the process that answers at an address now, the best first. `life` is its incarnation;
-    `methods` are those that can be called there, None for all."""
+    `methods` are those that can be called there, None for all; `ticket` is what the process has given to greet with."""
 
     life: int
     ways: tuple[Way, ...]
     methods: frozenset[str] | None = None
+    ticket: bytes = b""
 
 
 class FastCaller:
@@ -130,7 +131,7 @@ class FastCaller:
             self._rest(not isinstance(error, ProtocolMismatch), time.monotonic())
             return
         try:
-            self._fast_path = await dial(found.ways, found.life, DIAL_S)
+            self._fast_path = await dial(found.ways, found.life, DIAL_S, found.ticket)
             self._served = found.methods
         except KvmeshError as error:
             log.debug("no door: %s", error.message)

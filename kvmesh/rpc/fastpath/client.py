@@ -44,10 +44,11 @@ class _Pending:
 class FastChannel(asyncio.Protocol):
     """One connection over a fast path. `dial` makes it; it lives on one event loop and must be closed."""
 
-    def __init__(self, life: int) -> None:
+    def __init__(self, life: int, ticket: bytes = b"") -> None:
         self.answered = False  # it has kept its promise once
         self.greeted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._life = life
+        self._ticket = ticket
         self._loop = asyncio.get_running_loop()
         self._reader = frames.FrameReader()
         self._transport: asyncio.Transport | None = None
@@ -106,7 +107,7 @@ class FastChannel(asyncio.Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport
         transport.set_write_buffer_limits(high=_BUFFERED)
-        transport.write(frames.hello(self._life))
+        transport.write(frames.hello(self._life, self._ticket))
 
     def connection_lost(self, error: Exception | None) -> None:
         self.close(f"the connection broke{f': {error}' if error else ''}")
@@ -169,12 +170,12 @@ def _error(body: bytes) -> KvmeshError:
     return status.from_detail(common_pb2.ErrorDetail.FromString(body))
 
 
-async def dial(ways: Sequence[Way], life: int, timeout_s: float) -> FastChannel:
+async def dial(ways: Sequence[Way], life: int, timeout_s: float, ticket: bytes = b"") -> FastChannel:
     """Returns a connection by the first of these paths that leads to incarnation `life`; each is tried for `timeout_s`.
-    Raises Unavailable when none does."""
+    `ticket` is what the process has given for it. Raises Unavailable when none does."""
     why = "there is none"
     for way in ways:
-        door = FastChannel(life)
+        door = FastChannel(life, ticket)
         try:
             async with asyncio.timeout(timeout_s):
                 await _connect(door, way)

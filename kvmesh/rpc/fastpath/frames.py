@@ -1,6 +1,6 @@
 """Frames of a fast path: calls and their answers on one connection.
 
-    caller ── HELLO ──▶ ◀── HELLO ──           this protocol, and the life that is meant
+    caller ── HELLO ──▶ ◀── HELLO ──           this protocol, the life that is meant, the caller's ticket if it has one
            ── CALL ───▶ ◀── ANSWER | ERROR ──  any number under way, answered in any order
            ── CANCEL ─▶                        nobody waits for that call any more
 
@@ -13,6 +13,8 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
+from kvmesh.rpc.fastpath.tickets import TICKET_BYTES
+
 HELLO, CALL, ANSWER, ERROR, CANCEL = range(1, 6)
 MAX_FRAME = 16 << 20  # name and body of an answer: who reads it has chosen whom to call
 MAX_REQUEST = 1 << 20  # name and body of what callers say; larger messages go over gRPC
@@ -21,6 +23,7 @@ _HEADER = struct.Struct("<IIBBHI")  # bytes after it, call, kind, length of the 
 _MAGIC = b"kvmesh-door-1\0\0\0"
 _LIFE = struct.Struct("<Q")
 HELLO_BYTES = len(_MAGIC) + _LIFE.size
+MAX_HELLO_BYTES = HELLO_BYTES + TICKET_BYTES
 _MAX_MS = (1 << 32) - 1
 
 
@@ -43,17 +46,27 @@ def encode(kind: int, call: int, body: bytes = b"", name: bytes = b"", ms: int =
     )
 
 
-def hello(life: int) -> bytes:
-    """Returns the frame that each side sends first. `life` is the incarnation of the process behind the fast path."""
-    return encode(HELLO, 0, _MAGIC + _LIFE.pack(life))
+def hello(life: int, ticket: bytes = b"") -> bytes:
+    """Returns the frame that each side sends first. `life` is the incarnation of the process behind the fast path,
+    `ticket` what it has given the caller."""
+    return encode(HELLO, 0, _MAGIC + _LIFE.pack(life) + ticket)
 
 
 def life_of(frame: CallFrame) -> int:
     """Returns the incarnation that a HELLO names. Raises BadFrame when the frame is no HELLO."""
-    if frame.kind != HELLO or len(frame.body) != HELLO_BYTES or not frame.body.startswith(_MAGIC):
+    if (
+        frame.kind != HELLO
+        or len(frame.body) not in (HELLO_BYTES, MAX_HELLO_BYTES)
+        or not frame.body.startswith(_MAGIC)
+    ):
         raise BadFrame(f"a greeting of kind {frame.kind} with {len(frame.body)} bytes")
     life: int = _LIFE.unpack_from(frame.body, len(_MAGIC))[0]
     return life
+
+
+def ticket_of(frame: CallFrame) -> bytes:
+    """Returns the ticket in a HELLO that `life_of` has read, empty when there is none."""
+    return frame.body[HELLO_BYTES:]
 
 
 class FrameReader:
@@ -61,7 +74,7 @@ class FrameReader:
     others."""
 
     def __init__(self, most: int = MAX_FRAME) -> None:
-        self._most = HELLO_BYTES  # of the next one: a stranger makes nobody keep more
+        self._most = MAX_HELLO_BYTES  # of the next one: a stranger makes nobody keep more
         self._later = most
         self._kept = bytearray()
         self._need = _HEADER.size  # bytes of the next frame, as far as they are known

@@ -24,10 +24,12 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 from kvmesh.config import ControlConfig
 from kvmesh.errors import BodyTooLarge, ConfigError, KvmeshError, Overloaded, ProtocolMismatch, RequestCancelled
-from kvmesh.rpc import security, status
+from kvmesh.rpc import authorisation, security, status
+from kvmesh.rpc.authorisation import RpcCaller
 from kvmesh.rpc.call_queue import CallQueue, QueuedCall
 from kvmesh.rpc.fastpath import frames
 from kvmesh.rpc.fastpath.calls import ServedMethod, Sweep, served
+from kvmesh.rpc.fastpath.tickets import CallerTickets
 from kvmesh.rpc.server import check_port
 
 log = logging.getLogger(__name__)
@@ -60,11 +62,12 @@ class FastPathLimits:
 class FastContext:
     """The call's context for a servicer. The call's bytes came at `arrived` (monotonic seconds) or later."""
 
-    __slots__ = ("_deadline", "arrived")
+    __slots__ = ("_deadline", "arrived", "caller")
 
-    def __init__(self, deadline: float, arrived: float) -> None:
+    def __init__(self, deadline: float, arrived: float, caller: RpcCaller) -> None:
         self._deadline = deadline
         self.arrived = arrived
+        self.caller = caller
 
     def time_remaining(self) -> float:
         """Returns the seconds for which the caller still waits, at least 0."""
@@ -93,6 +96,8 @@ class FastServer:
     ) -> None:
         self.methods = served(service, servicer, methods)
         self.life = life
+        # Where gRPC asks for certificates, a connection must come with a ticket that was given over gRPC.
+        self.tickets = CallerTickets() if security.current().asks_clients else None
         self.limits = limits or FastPathLimits()
         self.connections = min(self.limits.connections, _descriptors() // DESCRIPTOR_SHARE)
         self.queue = queue
@@ -246,6 +251,7 @@ class _Accepted(asyncio.Protocol):
         self._frame_ends = math.inf  # when it must be
         self._paused = False
         self._arrived = 0.0
+        self._caller = RpcCaller("unix", frozenset())
         self._sweep = Sweep(self._due)
         self._out: list[bytes] | None = None  # what goes out together at the end of this turn
         self._stranger: asyncio.TimerHandle | None = None
@@ -254,6 +260,8 @@ class _Accepted(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport
+        if self._server.tickets is None:
+            self._caller = RpcCaller(_transport_name(transport), None)
         if not _same_user(transport):
             return self.end("another user's")
         _keep_alive(transport)
@@ -359,6 +367,11 @@ class _Accepted(asyncio.Protocol):
         life = frames.life_of(frame)
         if life != self._server.life:
             return self.end(f"it means another life ({life})")
+        if self._server.tickets is not None:
+            known = self._server.tickets.redeem(frames.ticket_of(frame))
+            if known is None:
+                return self.end("it has no ticket: no certificate was shown over gRPC")
+            self._caller = RpcCaller(_transport_name(self._transport), known)
         assert self._stranger is not None
         self._stranger.cancel()
         self._stranger = None
@@ -381,7 +394,7 @@ class _Accepted(asyncio.Protocol):
         if (on_call := self._server.on_call) is not None:
             on_call(frame.name)
         deadline = time.monotonic() + frame.ms / 1000
-        context = FastContext(deadline, self._arrived)
+        context = FastContext(deadline, self._arrived, self._caller)
         if self._server.queue is None or frame.name not in self._server.queued:
             return self._start(method, frame.call, frame.body, context, deadline)
         try:
@@ -422,7 +435,9 @@ class _Accepted(asyncio.Protocol):
     async def _run(self, method: ServedMethod, call: int, body: bytes, context: FastContext) -> None:
         """Runs a call and sends its outcome. Raises nothing but CancelledError."""
         try:
-            answer = await method.behave(method.method.request.FromString(body), context)
+            request = method.method.request.FromString(body)
+            authorisation.check(context.caller, method.method.path, request)
+            answer = await method.behave(request, context)
             told = answer.SerializeToString()
             if len(told) > frames.MAX_FRAME:
                 raise BodyTooLarge(f"{method.method.name}: an answer of {len(told)} bytes, at most {frames.MAX_FRAME}")
@@ -485,6 +500,11 @@ def _bound(host: str, port: int) -> socket.socket:
     family, _, _, _, address = infos[0]
     both = family == socket.AF_INET6 and address[0] == "::" and socket.has_dualstack_ipv6()
     return socket.create_server(address[:2], family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+
+
+def _transport_name(transport: asyncio.Transport | None) -> str:
+    sock = None if transport is None else transport.get_extra_info("socket")
+    return "unix" if sock is not None and sock.family == socket.AF_UNIX else "tcp"
 
 
 def _same_user(transport: asyncio.Transport) -> bool:

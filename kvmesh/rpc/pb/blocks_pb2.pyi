@@ -923,6 +923,7 @@ class DoorsResponse(_message.Message):
     CALLS_PATH_FIELD_NUMBER: _builtins.int
     CALLS_PORT_FIELD_NUMBER: _builtins.int
     INDEX_PATH_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     machine: _builtins.str
     """the boot that the paths below belong to, as in segment descriptors"""
@@ -934,6 +935,8 @@ class DoorsResponse(_message.Message):
     """the same over TCP, at this node's address; 0: none"""
     index_path: _builtins.str
     """AF_UNIX socket that hands over the index of what lies in memory here; empty: none"""
+    ticket: _builtins.bytes
+    """to greet one of the two sockets with, once and soon; empty: they ask for none"""
     def __init__(
         self,
         *,
@@ -943,10 +946,11 @@ class DoorsResponse(_message.Message):
         calls_path: _builtins.str = ...,
         calls_port: _builtins.int = ...,
         index_path: _builtins.str = ...,
+        ticket: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls_path", b"calls_path", "calls_port", b"calls_port", "incarnation", b"incarnation", "index_path", b"index_path", "machine", b"machine", "network", b"network"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls_path", b"calls_path", "calls_port", b"calls_port", "incarnation", b"incarnation", "index_path", b"index_path", "machine", b"machine", "network", b"network", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -179,7 +179,7 @@ class LocalNodes:
             if not told.index_path or (told.machine, told.network) != this_machine():
                 return None
             async with asyncio.timeout(OPEN_S):
-                sock, hello, index = await _hello(told.index_path)
+                sock, hello, index = await _hello(told.index_path, told.ticket)
             try:
                 if hello.incarnation != told.incarnation:
                     raise ValueError("another life answers at the index's socket")
@@ -246,15 +246,17 @@ class LocalNodes:
                     await peer.call("Touch", request, TOUCH_CALL_S)
 
 
-async def _hello(path: str) -> tuple[socket.socket, IndexHello, Mapping]:
-    """Connects to the index's socket. Returns the connection, the node's hello and its index. Raises OSError,
-    TransferError or ValueError."""
+async def _hello(path: str, ticket: bytes) -> tuple[socket.socket, IndexHello, Mapping]:
+    """Connects to the index's socket, with the ticket that the node has given, if any. Returns the connection, the
+    node's hello and its index. Raises OSError, TransferError or ValueError."""
     loop = asyncio.get_running_loop()
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
     try:
         sock.connect(raw_address(path))
         if not same_user(sock):
             raise ValueError("another user's")
+        if ticket:
+            sock.send(ticket)
         said: asyncio.Future[None] = loop.create_future()
         loop.add_reader(sock, _wake, said)
         try:

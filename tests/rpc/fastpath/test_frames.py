@@ -119,7 +119,7 @@ def test_a_greeting_names_a_life() -> None:
 
 
 def test_a_stranger_is_given_no_room() -> None:
-    with pytest.raises(BadFrame, match=f"at most {frames.HELLO_BYTES}"):
-        FrameReader().feed(frames.encode(frames.CALL, 1, bytes(frames.HELLO_BYTES + 1)))
+    with pytest.raises(BadFrame, match=f"at most {frames.MAX_HELLO_BYTES}"):
+        FrameReader().feed(frames.encode(frames.CALL, 1, bytes(frames.MAX_HELLO_BYTES + 1)))
     call = frames.encode(frames.CALL, 1, bytes(1_000), b"Lease")
     assert [frame.kind for frame in FrameReader().feed(HELLO + call)] == [frames.HELLO, frames.CALL]

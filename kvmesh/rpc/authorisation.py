@@ -1,0 +1,250 @@
+"""Who may call what: one table of all methods, and one pure decision for gRPC and the fast paths.
+
+Where clients are asked for a certificate (mTLS), its URI names tell who the caller is: `kvmesh://ROLE/NAME`, NAME being
+an instance's id, or `*` for any. A certificate may have several. Elsewhere nobody is known and everybody may call
+everything, as far as the listener can be reached (docs/operate/security.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any, NamedTuple
+from urllib.parse import quote, unquote
+
+from kvmesh.errors import ConfigError, PermissionDenied
+
+SCHEME = "kvmesh://"
+ANY_NAME = "*"
+MAX_IDENTITIES = 16  # of one certificate; further ones are not looked at
+MAX_NAME = 253
+
+
+class CallerRole(StrEnum):
+    """What a certificate says that its owner is."""
+
+    INSTANCE = "instance"  # prefill, decode, coupled
+    STORE = "store"  # a store master, a pool node
+    CONDUCTOR = "conductor"
+    GATEWAY = "gateway"
+    OPERATOR = "operator"  # the command line, whoever watches a mesh
+    CLIENT = "client"  # a program that uses the Store as a library
+
+
+class Identity(NamedTuple):
+    """One role of a certificate and the name in it."""
+
+    role: CallerRole
+    name: str
+
+    @property
+    def uri(self) -> str:
+        """The identity as a certificate has it."""
+        return f"{SCHEME}{self.role}/{quote(self.name, safe=ANY_NAME)}"
+
+    @classmethod
+    def parse(cls, text: str) -> Identity:
+        """Reads ROLE, ROLE/NAME or the URI; without NAME any is meant. Raises ConfigError."""
+        role, _, name = text.removeprefix(SCHEME).partition("/")
+        name = unquote(name) or ANY_NAME
+        if role not in list(CallerRole) or len(name) > MAX_NAME or not name.isprintable():
+            roles = ", ".join(CallerRole)
+            raise ConfigError(f"role={text[:80]!r}: not ROLE or ROLE/NAME, ROLE one of {roles}", field="role")
+        return cls(CallerRole(role), name)
+
+
+ALL_IDENTITIES = tuple(Identity(role, ANY_NAME) for role in CallerRole)
+
+
+@dataclass(frozen=True, slots=True)
+class RpcCaller:
+    """Who is at the other end of a connection. `identities` is None where no certificate is asked for: everybody is
+    believed. It is empty for a certificate without a role."""
+
+    transport: str  # "grpc", or of the fast path "unix" or "tcp"
+    identities: frozenset[Identity] | None
+
+
+@lru_cache(maxsize=1024)
+def identities_in(uris: tuple[bytes, ...]) -> frozenset[Identity]:
+    """Returns the identities among a certificate's URI names; others are left out."""
+    found = set()
+    for uri in uris[:MAX_IDENTITIES]:
+        try:
+            text = uri.decode()
+            if text.startswith(SCHEME):
+                found.add(Identity.parse(text))
+        except (UnicodeDecodeError, ConfigError):
+            continue
+    return frozenset(found)
+
+
+def grpc_caller(context: Any) -> RpcCaller:
+    """Returns the caller of a gRPC call at a listener that asks for certificates."""
+    return RpcCaller("grpc", identities_in(tuple(context.auth_context().get("peer_uri", ()))))
+
+
+# ── the table ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Permission:
+    """Who may call a method. `roles` is None for everybody with a certificate of the mesh, whatever it says. `claim`
+    is the field that says for which instance a call speaks: instances and the Store's nodes must be that one. `public`
+    methods belong to listeners that ask for no certificate; they are not decided here."""
+
+    roles: frozenset[CallerRole] | None
+    claim: str = ""
+    public: bool = False
+
+    @property
+    def claimed(self) -> Callable[[Any], str]:
+        """Returns the function that reads `claim` from a request."""
+        return attrgetter(self.claim)
+
+
+_I, _S, _C, _G, _O, _L = CallerRole
+_ANY = frozenset(CallerRole)
+BOUND = frozenset((_I, _S))  # must be the instance that a call names
+
+PUBLIC = Permission(None, public=True)
+EVERYBODY = Permission(None)
+
+
+def _may(*roles: CallerRole, claim: str = "") -> Permission:
+    return Permission(frozenset(roles), claim)
+
+
+_USE_OF_BLOCKS = _may(_I, _S, _O, _L)
+_USE_OF_THE_STORE = _may(_O, _L)
+_OWN = "instance.instance_id"
+
+PERMISSIONS: dict[str, dict[str, Permission]] = {
+    "kvmesh.v1.StoreMaster": {
+        "Join": _may(_I, _S, claim="member.instance.instance_id"),
+        "Beat": _may(_I, _S, claim=_OWN),
+        "Leave": _may(_I, _S, claim=_OWN),
+        "Announce": _may(_I, _S, claim="announcement.store_id"),
+        "ListMembers": _may(_O),
+        "Watch": _may(_C, _O),
+        "Lookup": _may(_I, _S, _O, _L),
+        "GetStatus": _may(_S, _O, _L),
+        "Find": _USE_OF_THE_STORE,
+        "Grant": _USE_OF_THE_STORE,
+        "Bind": _USE_OF_THE_STORE,
+        "Resolve": _USE_OF_THE_STORE,
+        "ChangeReplica": _USE_OF_THE_STORE,
+        "Remove": _USE_OF_THE_STORE,
+        "ListKeys": _USE_OF_THE_STORE,
+        "Drain": _may(_I, _S, _C, _O, claim="instance_id"),
+        "SetQuota": _may(_O),
+        "ListQuotas": _USE_OF_THE_STORE,
+    },
+    "kvmesh.v1.Conductor": {
+        "Register": _may(_I, claim=_OWN),
+        "Heartbeat": _may(_I, claim=_OWN),
+        "Schedule": _may(_G),
+        "ListModels": _may(_G, _O),
+        "GetStatus": _may(_C, _G, _O),
+        "Explain": _may(_O),
+        "Cordon": _may(_O),
+        "GetScaleHints": _may(_O),
+    },
+    "kvmesh.v1.NodeStore": {
+        "Lease": _USE_OF_BLOCKS,
+        "RenewLease": _USE_OF_BLOCKS,
+        "ReleaseLease": _USE_OF_BLOCKS,
+        "Exists": _USE_OF_BLOCKS,
+        "Touch": _USE_OF_BLOCKS,
+        "Doors": _USE_OF_BLOCKS,
+        "Pull": _may(_I, _S, _C, _O, _L),
+        "Put": _may(_O, _L),
+        "Pin": _may(_S, _O, _L),
+        "Remove": _may(_S, _O, _L),
+        "ListBlocks": _may(_O),
+        "GetStore": _may(_O),
+    },
+    "kvmesh.v1.Decode": {"Session": _may(_G), "GetPools": _may(_O)},
+    "kvmesh.v1.Prefill": {"Handoff": _may(_I), "GetPools": _may(_O)},
+    "kvmesh.v1.Instance": {"SetRole": _may(_C, _O), "Profile": _may(_O)},
+    "kvmesh.v1.Doors": {"FindDoor": Permission(_ANY)},
+    "kvmesh.v1.Gateway": {"Generate": PUBLIC, "GetGatewayStatus": PUBLIC},
+    "kvmesh.v1.Doctor": {"Greet": PUBLIC, "Attend": PUBLIC, "Step": PUBLIC},
+    "grpc.health.v1.Health": {"Check": EVERYBODY, "Watch": EVERYBODY, "List": EVERYBODY},
+    "grpc.reflection.v1alpha.ServerReflection": {"ServerReflectionInfo": Permission(_ANY)},
+}
+
+# Where each service is called; health is everywhere, and reflection wherever no API key is required.
+LISTENERS: dict[str, tuple[str, ...]] = {
+    "store master": ("StoreMaster", "Doors"),
+    "conductor": ("Conductor", "Doors"),
+    "prefill": ("Prefill", "Instance", "NodeStore"),
+    "decode": ("Decode", "Instance", "NodeStore"),
+    "coupled": ("Decode", "Prefill", "Instance", "NodeStore"),
+    "pool node": ("NodeStore",),
+    "gateway": ("Gateway",),
+    "kvmesh doctor": ("Doctor",),
+}
+
+# Services whose unary methods are called over Unix sockets, too. Those of control services go over TCP, without TLS.
+FAST_PATH = frozenset(("kvmesh.v1.NodeStore",))
+
+_BY_PATH = {
+    f"/{service}/{method}": (permission, permission.claimed if permission.claim else None)
+    for service, methods in PERMISSIONS.items()
+    for method, permission in methods.items()
+}
+
+
+# ── the decision ──────────────────────────────────────────────────────────────────────────────────
+
+_NO_ROLE = (
+    "the caller's certificate names no role of the mesh (a URI kvmesh://ROLE/NAME): make new ones with `kvmesh certs`, "
+    "see docs/operate/security.md"
+)
+
+
+def why_not(caller: RpcCaller, path: str, claimed: str = "") -> str:
+    """Decides whether `caller` may call the method at `path` ("/kvmesh.v1.StoreMaster/Beat") for the instance that its
+    message claims to be. Returns "" when it may, else why not. Pure."""
+    if caller.identities is None:
+        return ""
+    found = _BY_PATH.get(path)
+    if found is None:
+        return f"{path}: has no entry in the table of permissions"
+    permission = found[0]
+    if caller.transport == "tcp":
+        return f"{path}: not over a connection that is not encrypted"
+    if permission.roles is None:
+        return ""
+    held = [one for one in caller.identities if one.role in permission.roles]
+    if not held:
+        if not caller.identities:
+            return f"{path}: {_NO_ROLE}"
+        said = ", ".join(sorted(one.role for one in caller.identities))
+        return f"{path}: is for {', '.join(sorted(permission.roles))}; the caller's certificate says {said}"
+    if permission.claim and not any(
+        one.role not in BOUND or one.name == ANY_NAME or one.name == claimed for one in held
+    ):
+        said = ", ".join(sorted(one.uri.removeprefix(SCHEME) for one in held))
+        return f"{path}: {permission.claim}={claimed[:80]!r}: the caller's certificate is for {said}"
+    return ""
+
+
+def check(caller: RpcCaller, path: str, request: Any) -> None:
+    """Raises PermissionDenied unless `caller` may make this call. `request` is the message; of a stream it is not
+    looked at."""
+    if caller.identities is None:
+        return
+    found = _BY_PATH.get(path)
+    claimed = found[1] if found is not None else None
+    if reason := why_not(caller, path, claimed(request) if claimed is not None else ""):
+        raise PermissionDenied(reason)
+
+
+def identities(texts: Iterable[str]) -> tuple[Identity, ...]:
+    """Reads ROLE or ROLE/NAME of each text. Raises ConfigError."""
+    return tuple(dict.fromkeys(map(Identity.parse, texts)))
