@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.qwen_shape import VOCAB, checkpoint
+from benchmarks.peers.qwen_shape import QWEN3_06B, VOCAB
 from benchmarks.progress import tell
 
 BLOCK_TOKENS, WARM = 64, 3
@@ -238,7 +238,7 @@ def main() -> None:
     grammars.compile(LLMatcher.grammar_from_regex("a")).result()
     figures: dict[str, Any] = {"tokenizer_s": time.perf_counter() - began}
     print(f"tokenizer {figures['tokenizer_s'] * 1e3:.0f} ms, once")
-    opened = open_checkpoint(checkpoint())
+    opened = open_checkpoint(QWEN3_06B.checkpoint())
     layout = shard_layout(opened.config, "bfloat16", BLOCK_TOKENS)
     count = args.rows * (args.context // BLOCK_TOKENS + 1)
     pages = torch.empty((count, *layout.shape), dtype=torch.bfloat16).normal_(std=0.1)
