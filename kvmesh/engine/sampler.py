@@ -21,6 +21,7 @@ import torch
 
 from kvmesh.engine.batch import Chosen, Column, SampledToken, SampleParams
 from kvmesh.engine.kernels import kernels_for
+from kvmesh.engine.ops import on_native
 from kvmesh.engine.sampling.adjust import Adjustments
 from kvmesh.engine.sampling.filters import Filters
 from kvmesh.engine.sampling.grammar import WORD_BITS, AnswerGrammar, MaskMaker, StepMasks
@@ -236,8 +237,11 @@ class _Batch:
         most = max(1, BLOCK_BYTES // (8 * vocab)) if upload.shares_memory else len(self.params)
         self._blocks: list[_Block] = []
         drawing: list[int] = []
-        for (_, _, _, masked), rows in kinds.items():
-            room = 1 if masked and upload.shares_memory else most  # a row whose token is forced is then passed over
+        for (draws, _, adjusted, masked), rows in kinds.items():
+            room = most
+            if masked and upload.shares_memory:
+                # One operator chooses all greedy rows; of the others a row alone is passed over if its token is forced.
+                room = 1 if draws or adjusted else len(rows)
             for at in range(0, len(rows), room):
                 mine = rows[at : at + room]
                 places = [constrained.index(row) for row in mine] if masked else None
@@ -417,15 +421,19 @@ class _Block:
         batch."""
         noise = noise[self._noise]
         if masks is not None and self._places_of_masks is not None and not bits.is_cuda:
-            [row], [place] = self.rows.tolist(), self._places_of_masks
-            forced = int(masks.forced[place])
-            tokens[row] = forced if forced >= 0 else self._constrained(logits[row], noise, masks, place)
+            if self._adjust is None and not self.draws and on_native(logits) and logits.stride(1) == 1:
+                tokens[self.rows] = torch.ops.kvmesh.best_allowed.default(logits, self.rows, bits, self._mask_rows)
+                return
+            for row, place in zip(self.rows.tolist(), self._places_of_masks, strict=True):
+                forced = int(masks.forced[place])
+                tokens[row] = forced if forced >= 0 else self._constrained(logits[row], noise, masks, place)
             return
         tokens[self.rows] = self._tokens(logits, noise, best, bits)
 
     def _constrained(self, logits: torch.Tensor, noise: torch.Tensor, masks: StepMasks, place: int) -> int:
-        """Returns the token of one row on a CPU. Where few tokens are allowed, the others are left out; the draw is the
-        same, as they have no weight. One row is too little for torch's threads, so numpy does what it can."""
+        """Returns the token of one row on a CPU; one that draws or is adjusted is alone in its block. Where few tokens
+        are allowed, the others are left out; the draw is the same, as they have no weight. One row is too little for
+        torch's threads, so numpy does what it can."""
         vocab, names = len(logits), None
         given = (logits if logits.dtype in (torch.float32, torch.float64) else logits.float()).numpy()
         allowed = np.unpackbits(masks.bits[place].view(np.uint8), count=vocab, bitorder="little").view(np.bool_)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
@@ -226,3 +227,25 @@ def test_prompts_in_chunks_and_rows_of_every_length_equal_float64(length: int, s
     assert torch.equal(attend(qkv[places[-1] :][:1], (0, 1, places[-1])), rows[-1:])
     with pytest.raises(RuntimeError, match="scale is -1"):
         attend(qkv, (0, length, 0), scale=-1.0)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("vocab", [1, 16, 31, 33, 50, 64, 1000])
+def test_the_best_allowed_logit_is_the_first_of_the_best(vocab: int, dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(vocab)
+    logits = random(12, vocab + 3, seed=vocab, dtype=dtype)[:, :vocab]  # rows with gaps between them
+    logits[3:6] = logits[3:6].round()  # the best more than once
+    logits[6, :] = -torch.inf
+    allowed = rng.random((10, vocab)) < rng.random((10, 1))
+    allowed[np.arange(10), rng.integers(vocab, size=10)] = True
+    allowed[0] = np.arange(vocab) == vocab - 1
+    bits = np.zeros((10, -(-vocab // 32) * 32), np.bool_)
+    bits[:, :vocab], bits[:, vocab:] = allowed, True  # what lies beyond the vocabulary is no token
+    words = torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
+    rows, masks = torch.arange(10) + 1, torch.arange(10).flip(0)
+    found = torch.ops.kvmesh.best_allowed.default(logits, rows, words, masks)
+    for row, mask, token in zip(rows.tolist(), masks.tolist(), found.tolist(), strict=True):
+        x = logits[row].float().numpy()
+        places = np.flatnonzero(allowed[mask])
+        assert token == places[x[places].argmax()], (row, mask)

@@ -23,6 +23,7 @@ TORCH_LIBRARY(kvmesh, m) {
   m.def("delta_convolve(Tensor x, Tensor weight, Tensor(a!) known, Tensor slots, Tensor runs) -> Tensor");
   m.def(
       "delta_rule(Tensor x, Tensor log_decay, Tensor rate, Tensor(a!) states, Tensor slots, Tensor runs) -> Tensor");
+  m.def("best_allowed(Tensor logits, Tensor rows, Tensor bits, Tensor masks) -> Tensor");
   m.def(
       "latent_attention(Tensor pages, int layer, Tensor q, Tensor table, Tensor ends, int latent, float scale) -> "
       "Tensor");
@@ -41,5 +42,6 @@ TORCH_LIBRARY_IMPL(kvmesh, CPU, m) {
   m.impl("paged_attention", kvmesh::paged_attention);
   m.impl("delta_convolve", kvmesh::delta_convolve);
   m.impl("delta_rule", kvmesh::delta_rule);
+  m.impl("best_allowed", kvmesh::best_allowed);
   m.impl("latent_attention", kvmesh::latent_attention);
 }

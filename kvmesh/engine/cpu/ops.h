@@ -44,6 +44,12 @@ at::Tensor delta_convolve(const at::Tensor& x, const at::Tensor& weight, at::Ten
 at::Tensor delta_rule(const at::Tensor& x, const at::Tensor& log_decay, const at::Tensor& rate, at::Tensor states,
                       const at::Tensor& slots, const at::Tensor& runs);
 
+// masked.cpp. Tokens int64 [n]: the first of the best logits that a mask allows, of `rows` (int64 [n]) of `logits [R, V]`
+// under the masks number `masks` (int64 [n]) of `bits` (int32, bit t % 32 of word t / 32 is token t's). No logit is NaN,
+// and each mask allows a token.
+at::Tensor best_allowed(const at::Tensor& logits, const at::Tensor& rows, const at::Tensor& bits,
+                        const at::Tensor& masks);
+
 // latent.cpp. Absorbed queries `q [R, H, W]` of decode rows, row i over its tokens [0, ends[i]); answers [R, H, latent].
 at::Tensor latent_attention(const at::Tensor& pages, int64_t layer, const at::Tensor& q, const at::Tensor& table,
                             const at::Tensor& ends, int64_t latent, double scale);
