@@ -25,9 +25,9 @@ class PromptSharing:
         self._entered: set[int] = set()
 
     @property
-    def waits(self) -> int:
-        """The number of landings under way that others may wait for."""
-        return len(self._landings)
+    def is_empty(self) -> bool:
+        """Whether no row has pages that can be found, and nobody may wait for a landing."""
+        return not (len(self.pages) or self._entered or self._landings or self._coming)
 
     def awaited(self, h: Handoff) -> int:
         """Returns the handle of the request whose landing `h` is to wait for; 0 if it lands now. It waits where that
@@ -55,7 +55,7 @@ class PromptSharing:
     def moved(self, h: Handoff) -> Sequence[Handoff]:
         """Takes note of a request that is READY, or beyond: its prompt's full blocks are complete, or it has ended.
         Returns those that waited for its landing; they look again."""
-        if h.phase <= Phase.RUNNING and h.handle not in self._entered:
+        if h.pages and h.phase <= Phase.RUNNING and h.handle not in self._entered:
             self._entered.add(h.handle)
             keys = h.spec.block_keys[: min(len(h.pages), h.sealable)]
             self.pages.enter(h.handle, keys, h.pages[: len(keys)])

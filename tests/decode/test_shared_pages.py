@@ -32,7 +32,7 @@ async def ended(gateway: Gateway, slot: int) -> Answer:
 @pytest.mark.parametrize("landing", ["auto", "host"])
 async def test_eight_answers_take_one_prompt_and_eight_tails(checkpoint: Path, landing: str) -> None:
     tail = 1 + -(-300 // BLOCK)
-    memory = {"num_pages": FULL + ANSWERS * tail, "num_extents": FULL + 2 * ANSWERS, "landing": landing}
+    memory: dict[str, Any] = {"num_pages": FULL + ANSWERS * tail, "num_extents": FULL + 2 * ANSWERS, "landing": landing}
     async with bench(checkpoint, writer_pages=FULL + 1, **memory) as mesh, mesh.gateway() as gateway:
         slots = await begin(gateway, 300)
         for slot in slots:
@@ -56,7 +56,7 @@ async def test_eight_answers_take_one_prompt_and_eight_tails(checkpoint: Path, l
 
 async def test_whoever_goes_leaves_the_others_their_pages(checkpoint: Path) -> None:
     tail = 1 + -(-300 // BLOCK)
-    memory = {"num_pages": FULL + ANSWERS * tail, "num_extents": 4}
+    memory: dict[str, Any] = {"num_pages": FULL + ANSWERS * tail, "num_extents": 4}
     async with bench(checkpoint, writer_pages=FULL + 1, **memory) as mesh, mesh.gateway() as gateway:
         slots = await begin(gateway, 300)
         for slot in slots:

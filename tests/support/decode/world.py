@@ -339,7 +339,7 @@ class World:
         assert scheduler.extents.free == scheduler.extents.total
         assert not self.store.stats.writing and not scheduler.sealing.pages and not len(self.state.pulls)
         assert not self.rank.windows and not self.rank.rows
-        assert not len(scheduler.sharing.pages) and not scheduler.sharing.waits
+        assert scheduler.sharing.is_empty
         assert scheduler.live == 0 and scheduler.seats == 0
         for session, slot in self.tokens:
             ends = self.ends[session, slot]
