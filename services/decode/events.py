@@ -187,14 +187,25 @@ class Land:
     # and in pages a second one behind it.
     group_slots: tuple[GroupPages, ...] = ()
     group_held: tuple[GroupPages, ...] = ()
+    shared: int = 0  # so many of the first `slots` are pages of other rows, complete; `held` are the blocks after them
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitLanding:
+    """The landing of another request brings most of the prompt's blocks: the scheduler reserves none until that one is
+    complete or has failed, or half of the time is over that is left to wait for a landing."""
+
+    handle: int
 
 
 @dataclass(frozen=True, slots=True)
 class LoadExtents:
-    """The scheduler gives pages for the KV in the extents and for the next token, and a seat in the batch with them."""
+    """The scheduler gives pages for the KV in the extents and for the next token, and a seat in the batch with them.
+    The first `shared` of them are pages of other rows and have the KV already."""
 
     pages: list[int]
     groups: tuple[GroupPages, ...] = ()
+    shared: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +252,7 @@ class Timer:
 
 Event = (
     BeginFill | RenewLease | FirstToken | FillDone | Drained | HandoffFailed | PeerLost | Adopted
-    | FromRank | Ended | Land | LoadExtents | Seat | Grow | Preempt | Cancel | EndAfterStep | Timer
+    | FromRank | Ended | Land | AwaitLanding | LoadExtents | Seat | Grow | Preempt | Cancel | EndAfterStep | Timer
 )  # fmt: skip
 
 

@@ -107,6 +107,9 @@ class Handoff:
         self.marks: set[tuple[int, str]] = set()  # (rank, writer) whose end mark is still to come
         self.first_block = 0  # the landing's first block that the writer sends; those before it lay here already
         self.shared = 0  # leading `extents` that are sealed blocks of the node store: read, never written
+        self.awaits = 0  # handle of the request whose landing brings blocks that it waits for
+        self.awaits_until = NEVER
+        self.lands_alone = False  # it has waited long enough
         self.held: list[int] = []  # the store's extents under `loading`
         self.loading: set[int] = set()  # ranks that copy from `held` into the landing's pages
         self.copying: tuple[Literal["in", "out"], set[int]] | None = None
@@ -164,7 +167,8 @@ class Handoff:
 
     @property
     def wants_landing(self) -> bool:
-        return self.phase is Phase.ADMITTED and self.times.begin_fill > 0 and not (self.pulling or self.adopts)
+        waits = self.pulling or self.awaits or self.adopts
+        return self.phase is Phase.ADMITTED and self.times.begin_fill > 0 and not waits
 
     @property
     def wants_pages(self) -> bool:
@@ -221,7 +225,7 @@ class Handoff:
     @property
     def wake_at(self) -> int:
         """When `Timer` has something to do, in monotonic ns; NEVER if it has nothing to do."""
-        return self.due if self.ended else min(self.due, self.spec.deadline_ns)
+        return self.due if self.ended else min(self.due, self.awaits_until, self.spec.deadline_ns)
 
     @property
     def where(self) -> str:
@@ -229,6 +233,8 @@ class Handoff:
         if self.phase is Phase.ADMITTED and self.times.begin_fill and self.adopts:
             return "the prompt was being computed"
         if self.phase is Phase.ADMITTED and self.times.begin_fill:
+            if self.awaits:
+                return "waiting for another request's landing of the same prompt"
             return "fetching blocks of the prompt" if self.pulling else "waiting for a landing"
         if self.phase is Phase.ADMITTED:
             return "waiting for prefill"
@@ -359,8 +365,17 @@ class Handoff:
             self.loading = self.all_ranks()
             out.extend(self._to_all(load))
 
+    def _await_landing(self, event: e.AwaitLanding, now: int, out: list[e.Action]) -> None:
+        assert self.wants_landing, self.phase
+        self.awaits = event.handle
+        self.awaits_until = (now + self.due) // 2  # the other half is for a landing of its own
+
+    def awaits_no_more(self) -> None:
+        """Takes up the wait for a landing of its own, as the one that it waited for is complete or has failed."""
+        self.awaits, self.awaits_until = 0, NEVER
+
     def _take_landing(self, event: e.Land) -> None:
-        self.first_block = len(event.held)
+        self.first_block = event.shared + len(event.held)
         if event.place is LandingPlace.PAGES:
             self.pages, self.held = event.slots, event.held
         else:
@@ -372,7 +387,8 @@ class Handoff:
         loads once, for its landing: the epoch is the ticket."""
         if not self.held:
             return None
-        return m.LoadCopy(self.epoch, tuple(self.held), tuple(self.pages[: self.first_block]))
+        shared = self.first_block - len(self.held)
+        return m.LoadCopy(self.epoch, tuple(self.held), tuple(self.pages[shared : self.first_block]))
 
     def _drop_held(self) -> e.FreeExtents:
         held, self.held = self.held, []
@@ -563,7 +579,8 @@ class Handoff:
     def _take_pages(self, event: e.LoadExtents) -> m.CopyIn:
         assert len(event.pages) >= len(self.extents)
         self.pages = event.pages
-        return m.CopyIn(self.handle, tuple(self.extents), tuple(self.pages[: len(self.extents)]))
+        shared, end = event.shared, len(self.extents)
+        return m.CopyIn(self.handle, tuple(self.extents[shared:]), tuple(self.pages[shared:end]))
 
     def _copied(self, rank: int, done: m.Copied, now: int, out: list[e.Action]) -> None:
         if self.copying is None or done.into_pages != (self.copying[0] == "in"):
@@ -722,6 +739,9 @@ class Handoff:
     def _timer(self, event: e.Timer, now: int, out: list[e.Action]) -> None:
         if now >= self.spec.deadline_ns and not self.ended:
             self._cancel(e.Cancel(DeadlinePassed(f"the deadline passed while {self.where}")), now, out)
+        elif self.awaits and now >= self.awaits_until:
+            self.awaits_no_more()
+            self.lands_alone = True
         elif now >= self.due:
             if self.phase is Phase.CANCELLING:
                 self._retire(Phase.QUARANTINED, now, out)
@@ -799,6 +819,7 @@ _HANDLERS: dict[type[Any], _Handler] = {
     e.Adopted: Handoff._adopted,
     e.Ended: Handoff._answer_ended,
     e.Land: Handoff._land,
+    e.AwaitLanding: Handoff._await_landing,
     e.LoadExtents: Handoff._load,
     e.Seat: Handoff._seat,
     e.Grow: Handoff._grow,

@@ -25,6 +25,7 @@ from kvmesh.services.decode.events import LandingPlace, Phase
 from kvmesh.services.decode.handoff import Handoff
 from kvmesh.services.decode.limits import NS_PER_MS, Limits, Shape
 from kvmesh.services.decode.sealing import Sealing
+from kvmesh.services.decode.sharing import PromptSharing
 from kvmesh.services.decode.step_times import StepTimes
 
 Grant = tuple[Handoff, e.Event]
@@ -48,6 +49,7 @@ class Scheduler:
         self.pages: Pages = PagePool(shape.num_pages) if pages is None else pages
         self.extents = store  # landing and swap; idle sealed blocks in it count as free
         self.sealing = Sealing(store, self.pages, len(shape.ranks), new_ticket)
+        self.sharing = PromptSharing(self.pages)
         self.requests: dict[int, Handoff] = {}  # by handle; all that are not FREE
         self.live = 0  # requests whose client has not been told the end
         self.seats = 0  # requests in the batch, or on their way into it with pages
@@ -131,9 +133,9 @@ class Scheduler:
 
     # ── what states give back, and seal ───────────────────────────────────────────────────────────
 
-    def release_pages(self, pages: Sequence[int], groups: Sequence[GroupPages] = ()) -> None:
-        """Drops one reference of each page."""
-        self.pages.release(pages)
+    def release_pages(self, pages: Sequence[int], groups: Sequence[GroupPages] = (), holder: int = 0) -> None:
+        """Drops one reference of each page, that of the row `holder` if there is one."""
+        self.sharing.release(holder, pages)
         self.dirty = True
 
     def release_extents(self, extents: Sequence[int], groups: Sequence[GroupPages] = ()) -> None:
@@ -151,6 +153,9 @@ class Scheduler:
 
     def sealed(self, rank: int, done: m.SealCopied) -> bool:
         """Notes that a rank has copied; returns whether it was the last one."""
+        if done.bad:
+            pages = self.sealing.pages_of(done.ticket)
+            self.sharing.pages.distrust(pages[at] for at in done.bad)
         return self.sealing.copied(rank, done.ticket, done.bad)
 
     def adopt(self, adopted: e.Adopted) -> e.Adopted:
@@ -187,6 +192,7 @@ class Scheduler:
 
     def drop_store(self) -> None:
         """Forgets all blocks, because their memory is gone."""
+        self.sharing.pages.clear()
         self.extents.drop_all()
 
     # ── queues ───────────────────────────────────────────────────────────────────────────────────
@@ -198,6 +204,10 @@ class Scheduler:
             (self._seated.add if h.seated else self._seated.discard)(handle)
             self.seats = len(self._seated)
             self.dirty = True
+        if h.phase >= Phase.READY:
+            for other in self.sharing.moved(h):
+                other.awaits_no_more()
+                self.file(other)
         queue = self._queue_of(h)
         if queue == "running" and h.made >= h.grow_at:
             self.want_page(h)
@@ -303,38 +313,51 @@ class Scheduler:
         return None
 
     def _load(self, h: Handoff) -> e.LoadExtents | None:
-        need = self.shape.blocks(h.context + 1)
+        keys = h.shared_keys
+        shared = self.sharing.pages.count(keys)
+        need = self.shape.blocks(h.context + 1) - shared
         if rules.may_load(self.pages.free, need, self._watermark, self.seats):
-            return e.LoadExtents(self.pages.allocate(need))
+            found = self.sharing.pages.take(h.handle, keys[:shared])
+            return e.LoadExtents([*found, *self.pages.allocate(need)], shared=shared)
         return None
 
     def _next_landing(self) -> Grant | None:
         for h in rules.in_order(self._landing.values()):
+            awaited = self.sharing.awaited(h)
+            if awaited:
+                self.sharing.wait(h, awaited)
+                return h, e.AwaitLanding(awaited)
             land = self._land(h)
             return None if land is None else (h, land)
         return None
 
     def _land(self, h: Handoff) -> e.Land | None:
-        place = self._place(h.prompt_blocks)
+        keys = h.shared_keys
+        shared = self.sharing.pages.count(keys)
+        place = self._place(h.prompt_blocks, shared)
         if place is None:
             return None
-        held = self.extents.hold(h.shared_keys)
         if place is LandingPlace.PAGES:
-            slots = self.pages.allocate(h.prompt_blocks)
+            slots = self.sharing.pages.take(h.handle, keys[:shared])
+            slots += self.pages.allocate(h.prompt_blocks - shared)
         else:
+            shared = 0  # extents are copied into pages as a whole, or as far as there are such pages then
+        held = self.extents.hold(keys[shared:])
+        if place is LandingPlace.EXTENTS:
             slots = self.extents.allocate(h.prompt_blocks - len(held))
-        return e.Land(next(self._epochs), place, slots, h.writers, held)
+        self.sharing.lands(h, shared)
+        return e.Land(next(self._epochs), place, slots, h.writers, held, shared=shared)
 
-    def _place(self, blocks: int) -> LandingPlace | None:
-        """Chooses the kind of memory for a landing, or None if there is no room now. Requests that will run soon land
-        in pages; a burst waits in extents, but leaves some of those for running requests that must give up their pages.
-        Blocks that the store has already count as if they had to be sent: holding them takes no more than sending them
-        would."""
+    def _place(self, blocks: int, shared: int) -> LandingPlace | None:
+        """Chooses the kind of memory for a landing of `blocks` blocks, or None if there is no room now. Requests that
+        will run soon land in pages, of which they share the first `shared` with other rows; a burst waits in extents,
+        but leaves some of those for running requests that must give up their pages. Blocks that the store has already
+        count as if they had to be sent: holding them takes no more than sending them would."""
         if self.shape.direct_landing and not self._loading:
             idle = self.pages.free == self.pages.total
             holders = sum(1 for h in self.requests.values() if h.has_pages)
             free, spare = self.pages.free, self._watermark
-            if rules.may_land_in_pages(free, blocks, spare, holders, self.limits, idle=idle):
+            if rules.may_land_in_pages(free, blocks - shared, spare, holders, self.limits, idle=idle):
                 return LandingPlace.PAGES
         idle = not any(h.has_host_memory for h in self.requests.values())
         lands = rules.may_land_in_extents(self.extents.free, blocks, self._swap_reserve, idle=idle)

@@ -44,6 +44,10 @@ class Sealing:
         """The pages under a copy, each as often as a copy holds it."""
         return [page for copy in self._copies.values() for page in copy.pages]
 
+    def pages_of(self, ticket: int) -> Sequence[int]:
+        """Returns the pages of one copy."""
+        return self._copies[ticket].pages if ticket in self._copies else ()
+
     @property
     def frees_pages(self) -> bool:
         """Whether pages come back soon: pages that only a copy still holds."""

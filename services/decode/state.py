@@ -312,6 +312,7 @@ class DecodeState:
         for h in self.requests.values():
             if (first := event.first(h.chain.keys)) < len(h.chain.keys):
                 h.sealable = min(h.sealable, first)
+                self.scheduler.sharing.pages.forget(h.chain.keys[first:])
 
     def _end_all(self, event: i.EndAll, now: int) -> None:
         if event.part:
@@ -346,7 +347,9 @@ class DecodeState:
     def _do_free_pages(self, h: Handoff, action: e.FreePages, now: int) -> None:
         if h.ended and h.in_pages and h.first is not None and not h.failed:
             self._tell_ranks(self.scheduler.seal_last(h, action))
-        self.scheduler.release_pages(action.pages, action.groups)
+        if h.failed:
+            self.scheduler.sharing.pages.distrust(action.pages)
+        self.scheduler.release_pages(action.pages, action.groups, h.handle)
 
     def _do_free_dropped(self, h: Handoff, action: e.FreeDropped, now: int) -> None:
         self.scheduler.release_pages((), action.groups)

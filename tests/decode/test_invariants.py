@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from kvmesh.ranks import protocol as m
 from kvmesh.services.decode import events as e
-from kvmesh.services.decode import handoff, scheduler, sealing, state
+from kvmesh.services.decode import handoff, scheduler, sealing, sharing, state
 from kvmesh.services.decode import inputs as i
 from tests.support.decode.world import World
 
@@ -121,6 +121,17 @@ class AdversarialMesh(RuleBasedStateMachine):
         for handle in self.world.asked:
             self.world.honest_prefill(handle)
         self.world.settle(copies=False)
+
+    @rule(prompt=st.integers(5, 14), most=st.integers(2, 6), fences=st.booleans())
+    def answers_to_one_prompt(self, prompt: int, most: int, fences: bool) -> None:
+        """The second one's landing waits for the first one's, and takes its pages."""
+        for _ in range(2):
+            self.start(prompt, most, 0, 99, 3, (0, 0))
+        for handle in self.world.asked:
+            self.world.honest_prefill(handle)
+        self.world.settle(fences=fences)
+        while self.world.honest_fills(fences=fences):
+            pass
 
     @precondition(lambda self: self.world.landings)
     @rule(data=st.data())
@@ -304,6 +315,16 @@ class InvitesOverOwnBlocks(handoff.Handoff):
         return m.TellRank(rank, m.OpenWindow(peer, self.epoch, self._offsets(rank)))
 
 
+class SharesWhatIsLanding(sharing.PromptSharing):
+    """Rows take pages that another row's landing has not filled yet."""
+
+    def awaited(self, h: handoff.Handoff) -> int:
+        for other in dict.fromkeys(self._coming.values()):
+            keys = other.shared_keys[: len(other.pages)]
+            self.pages.enter(other.handle, keys, other.pages[: len(keys)])
+        return super().awaited(h)
+
+
 BROKEN: list[tuple[Any, str, Any]] = [
     (state, "Handoff", FreesBeforeFenced),
     (state, "Handoff", FreesBeforeLeft),
@@ -356,4 +377,28 @@ def test_a_broken_fence_in_one_line_of_events(monkeypatch: pytest.MonkeyPatch) -
     story()
     monkeypatch.setattr(state, "Handoff", FreesBeforeFenced)
     with pytest.raises(AssertionError, match=r"which is free|gave up|no request"):
+        story()
+
+
+def test_a_page_shared_before_it_is_complete_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose landing the second one waits for is cancelled before its bytes are there."""
+
+    def story() -> None:
+        world = World(pages=8, running=3)
+        for _ in range(2):
+            world.start(9, 4, text=1)
+        for handle in (1, 2):
+            world.honest_prefill(handle)
+        world.settle()
+        world.rank.scribble()
+        world.cancel(world.session, 1)
+        world.prefill_says(1, e.Drained(world.landings[1]))
+        world.settle()
+        while world.honest_fills():
+            pass
+        world.wind_down()
+
+    story()
+    monkeypatch.setattr(scheduler, "PromptSharing", SharesWhatIsLanding)
+    with pytest.raises(AssertionError, match="joins with wrong bytes"):
         story()

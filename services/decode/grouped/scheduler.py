@@ -114,7 +114,7 @@ class GroupedScheduler(Scheduler):
 
     # ── what states give back, and seal ───────────────────────────────────────────────────────────
 
-    def release_pages(self, pages: Sequence[int], groups: Sequence[GroupPages] = ()) -> None:
+    def release_pages(self, pages: Sequence[int], groups: Sequence[GroupPages] = (), holder: int = 0) -> None:
         for g, _, ids in groups:
             self.pools[g].release(ids)
         self.dirty = True

@@ -315,6 +315,7 @@ class World:
         assert all(self.ends[slot] == 1 for slot in self.tokens), self.ends
         scheduler, pool, cache = self.decode.scheduler, self.prefill.pool, self.prefill.cache
         assert scheduler.pages.free == scheduler.pages.total == self.pages
+        assert scheduler.sharing.is_empty
         assert scheduler.live == scheduler.seats == 0 and not scheduler.waits and not scheduler.reserve
         cache.clear()
         assert pool.free == self.pages

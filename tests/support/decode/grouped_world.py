@@ -540,5 +540,6 @@ class GroupedWorld:
             assert store.free == store.total and not store.stats.writing, f"group {g} lost extents"
         self.store.check_integrity()
         assert not self.scheduler.seals and not len(self.state.pulls)
+        assert self.scheduler.sharing.is_empty
         for slot in range(1, next(self.slots)):
             assert self.ends[slot] == 1, f"{slot} ended {self.ends[slot]} times"

@@ -194,7 +194,9 @@ class Rank:
         """Slots that something may write or read now."""
         found = [Use(f"window {key}", set(), slots) for key, slots in self.windows.items()]
         for handle, row in (self.rows | self.vain).items():
-            found.append(Use(f"batch {handle}", set(), {("page", p) for p in row.pages}))
+            full = row.context // BLOCK  # behind these it writes
+            reads: set[Slot] = {("page", p) for p in row.pages[:full]}
+            found.append(Use(f"batch {handle}", reads, {("page", p) for p in row.pages[full:]}))
         for copy in self.copies:
             pages: set[Slot] = {("page", p) for p in copy.pages}
             extents: set[Slot] = {("extent", x) for x in copy.extents}

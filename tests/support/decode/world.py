@@ -235,7 +235,16 @@ class World:
     def _references_are_holders(self) -> None:
         scheduler, store, requests = self.state.scheduler, self.store, self.state.requests.values()
         own = [page for h in requests for page in h.pages]
-        assert len(own) == len(set(own)), f"two requests hold a page: {sorted(own)}"
+        named: dict[int, set[tuple[int, bytes]]] = {}
+        for h in requests:
+            assert len(set(h.pages)) == len(h.pages), f"{h.handle} holds a page twice"
+            keys = self.prompts[h.handle].keys if h.pages else ()
+            for at, page in enumerate(h.pages):
+                # A full block of the prompt has one name, wherever it lies; what rows write to has none.
+                named.setdefault(page, set()).add((at, keys[at]) if at < len(keys) else (h.handle, b""))
+        for page, names in named.items():
+            assert len(names) == 1, f"page {page} is held as different blocks: {names}"
+        scheduler.sharing.pages.check_integrity()
         held = Counter((*own, *scheduler.sealing.pages))
         for page in range(scheduler.pages.total):
             assert scheduler.pages.refcount(page) == held[page], f"page {page}: references are not holders"
@@ -330,6 +339,7 @@ class World:
         assert scheduler.extents.free == scheduler.extents.total
         assert not self.store.stats.writing and not scheduler.sealing.pages and not len(self.state.pulls)
         assert not self.rank.windows and not self.rank.rows
+        assert scheduler.sharing.is_empty
         assert scheduler.live == 0 and scheduler.seats == 0
         for session, slot in self.tokens:
             ends = self.ends[session, slot]
