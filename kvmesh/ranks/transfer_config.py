@@ -41,15 +41,15 @@ class TransferConfig(ServiceConfig):
     transports: str = field(
         default="auto",
         metadata={
-            "help": "Transfer transports, preferred first: rdma, shm, tcp; auto: those that can be had here, of which "
-            "under TLS none carries KV to another host, but for transfer_network=trusted."
+            "help": "Transfer transports, preferred first: rdma, shm, tcp; auto: those that can be had here. Under TLS "
+            "tcp is encrypted, and rdma, which is not, is used with transfer_network=trusted alone."
         },
     )
     transfer_network: str = field(
         default="untrusted",
         metadata={
-            "help": "trusted: the network between hosts may see KV unencrypted, so that transports=auto uses rdma and "
-            "tcp under TLS as well.",
+            "help": "trusted: the network between hosts may see KV unencrypted, so that under TLS rdma may be used and "
+            "tcp goes plain.",
             "choices": ("untrusted", "trusted"),
         },
     )
@@ -109,8 +109,15 @@ class TransferConfig(ServiceConfig):
 
     @property
     def leave_host(self) -> bool:
-        """Whether `auto` may carry bytes to other hosts, which it does unencrypted."""
+        """Whether bytes may go to other hosts unencrypted."""
         return not (self.tls_cert or self.tls_ca) or self.transfer_network == "trusted"
+
+    @property
+    def transfer_tls(self) -> dict[str, str]:
+        """The fields of EngineConfig that have tcp speak TLS; empty: plain."""
+        from kvmesh.transfer.config import tls_fields
+
+        return tls_fields(self, network=self.transfer_network)
 
     @property
     def nic_list(self) -> tuple[str, ...]:
@@ -170,5 +177,6 @@ def engine_config(configure: Configure) -> EngineConfig:
         host=configure.host,
         advertise_host=configure.advertise_host,
         leave_host=configure.leave_host,
+        **configure.tls,  # type: ignore[arg-type]
         **configure.rdma,  # type: ignore[arg-type]
     )

@@ -62,6 +62,7 @@ class Security:
     key: bytes = field(default=b"", repr=False)
     ca: bytes = field(default=b"", repr=False)
     server_name: str = ""
+    paths: TlsFiles = TlsFiles()  # where they were read
 
     @classmethod
     def load(cls, files: Files) -> Security:
@@ -74,7 +75,8 @@ class Security:
             _check_authorities(ca, files.tls_ca, "tls_ca")
         elif files.tls_server_name:
             raise _refuse("tls_server_name", files.tls_server_name, "is of no use without tls_ca")
-        return cls(cert=cert, key=key, ca=ca, server_name=files.tls_server_name)
+        paths = TlsFiles(**{name: getattr(files, name) for name in FIELDS})
+        return cls(cert=cert, key=key, ca=ca, server_name=files.tls_server_name, paths=paths)
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
         """Returns credentials for client channels; None means plaintext."""
