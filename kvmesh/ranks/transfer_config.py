@@ -136,23 +136,26 @@ class TransferConfig(ServiceConfig):
     def check_transfer(self) -> None:
         """Raises ConfigError naming key and value. What only the rank can see, the rank refuses itself."""
         from kvmesh.transfer import EngineConfig
+        from kvmesh.transfer.transports import registry
 
         check(self.transports, self.nics)
         try:
             EngineConfig(**self.rdma_settings)  # type: ignore[arg-type]
+            if "rdma" in self.transport_list and (seen := registry.why_seen("rdma", leave_host=self.leave_host)):
+                raise TransferError(f"transports={self.transports!r}: {seen}", field="transports")
         except TransferError as err:
             raise ConfigError(err.message, field=err.field) from None
 
 
 def start_engine(name: str, configure: Configure, on_notify: Callable[[Notification], None] | None) -> TransferEngine:
-    """Starts a rank's transfer engine. Raises ConfigError for NICs and topologies that this host does not have,
-    TransferError for anything else."""
+    """Starts a rank's transfer engine. Raises ConfigError for NICs and topologies that this host does not have, and for
+    transports and certificates that cannot be used; TransferError for anything else."""
     from kvmesh.transfer import TransferEngine
 
     try:
         return TransferEngine(name, engine_config(configure), on_notify)
     except TransferError as err:
-        if err.field in ("nics", "topology"):
+        if err.field in ("nics", "topology", "transports", "tls_cert"):
             raise ConfigError(err.message, field=err.field) from None
         raise
 

@@ -68,7 +68,7 @@ def started(host: TransportHost, config: EngineConfig, wrapper: Any, choices: li
     try:
         for name in KNOWN_TRANSPORTS if auto else config.transports:
             why_not = why_not_chosen(name, config) if auto else ""
-            if not auto and (seen := why_seen(name, config)):
+            if not auto and (seen := why_seen(name, leave_host=config.leave_host, inside=_inside(name, config))):
                 raise TransferError(f"transports={name!r}: {seen}", field="transports")
             if not why_not:
                 try:
@@ -105,7 +105,7 @@ _WHY = {
 
 def why_not_chosen(name: str, config: EngineConfig) -> str:
     """Returns why "auto" leaves this transport out, judged without starting it; "" when it is worth a try."""
-    if seen := why_seen(name, config):
+    if seen := why_seen(name, leave_host=config.leave_host, inside=_inside(name, config)):
         return seen
     if name != "rdma":
         return ""
@@ -119,12 +119,15 @@ def why_not_chosen(name: str, config: EngineConfig) -> str:
     return ""
 
 
-def why_seen(name: str, config: EngineConfig) -> str:
+def _inside(name: str, config: EngineConfig) -> bool:
+    """Says whether this transport shows the network nothing: tcp over TLS, or on loopback."""
+    return name == "tcp" and (bool(config.tls_cert) or _on_loopback(config))
+
+
+def why_seen(name: str, *, leave_host: bool, inside: bool = False) -> str:
     """Returns why this transport would show bytes to the network that must not leave this host unencrypted; "" when it
-    does not, or may. shm never leaves the host, tcp has TLS, rdma does not encrypt; what others do is theirs to say."""
-    if config.leave_host or name not in ("rdma", "tcp"):
-        return ""
-    if name == "tcp" and (config.tls_cert or _on_loopback(config)):
+    does not, or may. shm never leaves the host, rdma does not encrypt; what others do is theirs to say."""
+    if leave_host or inside or name not in ("rdma", "tcp"):
         return ""
     cure = ", or tls_cert, tls_key and tls_ca for TLS" if name == "tcp" else ""
     return (
