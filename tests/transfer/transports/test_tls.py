@@ -43,7 +43,7 @@ def identity_of(made: Certificates) -> TlsIdentity:
 
 def secure(made: Certificates, **options: Any) -> EngineConfig:
     fields = tls_fields(made.files, network="untrusted")
-    return EngineConfig(**{"transports": ("tcp",), "leave_host": False, **fields, **options})  # type: ignore[arg-type]
+    return EngineConfig(**{"transports": ("tcp",), "leave_host": False, **fields, **options})
 
 
 def pair(made: Certificates, buffer_bytes: int = 64 * KIB) -> tuple[TlsSocket, TlsSocket]:
