@@ -150,9 +150,7 @@ def tls(quick: bool, rounds: int) -> Any:
         files: dict[str, Any] = tls_fields(make_certificates(Path(folder)).files, network="untrusted")
         plain = start_ours("tcp", nbytes)
         over = Contender.start("kvmesh tls", "benchmarks.peers.ours", nbytes, options={"transports": ["tcp"], **files})
-        print(
-            f"\ntls\n{'':20}threads{'GB/s plain':>12}{'TLS':>8}{'CPU s/GB plain':>16}{'TLS':>8}  TLS takes times as long"
-        )
+        print(f"\ntls\n{'':20}threads{'GB/s plain':>12}{'TLS':>8}{'CPU s/GB plain':>16}{'TLS':>8}  TLS: times as long")
 
         def show(row: Result) -> None:
             walls = [[wall for wall, _ in row.turns[one.title]] for one in (over, plain)]
