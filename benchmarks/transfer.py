@@ -1,11 +1,12 @@
 """The Transfer Engine beside what others do with the same bytes on this machine.
 
-    python -m benchmarks.transfer [--only tcp,shm,latency,growth] [--quick] [--json FILE]
+    python -m benchmarks.transfer [--only tcp,shm,latency,growth,tls] [--quick] [--json FILE]
 
 tcp      against plain sockets over loopback (1, 2 and 4 streams; the best of them counts) and against Mooncake's
          Transfer Engine over TCP, from PyPI in an environment of its own, made on first use
 shm      against memcpy within one process between two memfd maps, by as many threads as submit
 latency  one operation of 4 KiB, 64 KiB and 1 MiB at a time
+tls      tcp with mutual TLS against plain tcp: GB/s, CPU s/GB, and what times as long a turn takes, with an interval
 growth   1 to 256 peers, 100,000 queued slices: memory and time for each slice
 rdma     python -m benchmarks.transfer_rdma, where there is RDMA
 
@@ -19,6 +20,7 @@ import argparse
 import json
 import os
 import platform
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,8 +39,12 @@ from benchmarks.transfer_contest import (
     size,
     span,
 )
+from benchmarks.turns import interval, ratios
+from benchmarks.turns import over as over_ratio
+from kvmesh.rpc.certificates import make_certificates
+from kvmesh.transfer.config import tls_fields
 
-PARTS = ("tcp", "shm", "latency", "growth")
+PARTS = ("tcp", "shm", "latency", "growth", "tls")
 STREAMS = (1, 2, 4)
 SOCKETS = [f"sockets ×{n}" for n in STREAMS]
 
@@ -137,6 +143,36 @@ def shm(quick: bool, rounds: int) -> Any:
     return contest("shm", [start_memcpy(span(QUICK_SIZES if quick else SIZES))], [["memcpy"]], quick, rounds)
 
 
+def tls(quick: bool, rounds: int) -> Any:
+    """Plain tcp and TLS take turns within each round; ratios are taken round by round."""
+    nbytes, kept = span(QUICK_SIZES if quick else SIZES), []
+    with tempfile.TemporaryDirectory(prefix="kvmesh-bench-tls-") as folder:
+        files: dict[str, Any] = tls_fields(make_certificates(Path(folder)).files, network="untrusted")
+        plain = start_ours("tcp", nbytes)
+        over = Contender.start("kvmesh tls", "benchmarks.peers.ours", nbytes, options={"transports": ["tcp"], **files})
+        print(f"\ntls\n{'':20}threads{'GB/s plain':>12}{'TLS':>8}{'CPU s/GB plain':>16}{'TLS':>8}  TLS: times as long")
+
+        def show(row: Result) -> None:
+            walls = [[wall for wall, _ in row.turns[one.title]] for one in (over, plain)]
+            low, high = interval(ratios(*walls))
+            told = row.plain()
+            told["tls_over_plain"] = {
+                "median": round(over_ratio(*walls), 3),
+                "interval": [round(low, 3), round(high, 3)],
+            }
+            kept.append(told)
+            rates = f"{row.rate(plain.title):12.2f}{row.rate(over.title):8.2f}"
+            cpu = f"{row.cpu_per_gb(plain.title):16.2f}{row.cpu_per_gb(over.title):8.2f}"
+            times = f"{over_ratio(*walls):.2f} ({low:.2f} to {high:.2f})"
+            print(f"{row.op:6}{row_title(row.count, row.length):14}{row.threads:7}{rates}{cpu}  {times}", flush=True)
+
+        try:
+            compete("tls", [plain, over], QUICK_SIZES if quick else SIZES, rounds, show)
+        finally:
+            close([plain, over])
+    return kept
+
+
 def latency(quick: bool, rounds: int) -> Any:
     nbytes = span(())
     contenders = start_sockets(nbytes)[:1] + start_mooncake(nbytes)
@@ -170,7 +206,13 @@ def main() -> None:
         if part not in PARTS:
             parser.error(f"--only {part!r}: not one of {', '.join(PARTS)}")
     rounds = options.rounds or (5 if options.quick else 11)
-    runs: dict[str, Callable[[bool, int], Any]] = {"tcp": tcp, "shm": shm, "latency": latency, "growth": growth}
+    runs: dict[str, Callable[[bool, int], Any]] = {
+        "tcp": tcp,
+        "shm": shm,
+        "latency": latency,
+        "growth": growth,
+        "tls": tls,
+    }
     told: dict[str, Any] = {
         "arguments": {"only": parts, "rounds": rounds, "quick": options.quick},
         "machine": {"cpus": os.cpu_count(), "arch": platform.machine(), "python": platform.python_version()},

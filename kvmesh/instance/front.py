@@ -152,6 +152,7 @@ class Front:
             host=c.host,
             advertise_host=c.advertise_host,
             leave_host=c.leave_host,
+            tls=c.transfer_tls,
             warm_segment=c.warm_segment,
             warm_lease_ms=c.store_lease_ms,
             group_file=str(Path(self._meeting.name, "ranks")) if self._meeting is not None else "",

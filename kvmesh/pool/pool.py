@@ -161,6 +161,7 @@ class PoolNode:
             host=c.host,
             advertise_host=c.advertise_host,
             leave_host=c.leave_host,
+            tls=c.transfer_tls,
             warm_segment=c.warm_segment,
             warm_lease_ms=c.store_lease_ms,
         )

@@ -446,7 +446,8 @@ class Configure(Message, frozen=True):
     fault: str = ""  # JSON for the fault transport; "" = none (tests)
     host: str = "127.0.0.1"  # the tcp transport listens here
     advertise_host: str = ""  # what peers dial; "" = host
-    leave_host: bool = True  # transports ("auto",) may carry bytes to other hosts, unencrypted
+    leave_host: bool = True  # bytes may go to other hosts unencrypted
+    tls: dict[str, str] = msgspec.field(default_factory=dict)  # EngineConfig's tls_*; empty: tcp goes plain
     nics: tuple[str, ...] = ()  # that transports may use; () = as they choose
     topology: str = ""  # JSON or file of it; "" = found in /sys
     # Further fields of EngineConfig.

@@ -41,15 +41,15 @@ class TransferConfig(ServiceConfig):
     transports: str = field(
         default="auto",
         metadata={
-            "help": "Transfer transports, preferred first: rdma, shm, tcp; auto: those that can be had here, of which "
-            "under TLS none carries KV to another host, but for transfer_network=trusted."
+            "help": "Transfer transports, preferred first: rdma, shm, tcp; auto: those that can be had here. Under TLS "
+            "tcp is encrypted, and rdma, which is not, is used with transfer_network=trusted alone."
         },
     )
     transfer_network: str = field(
         default="untrusted",
         metadata={
-            "help": "trusted: the network between hosts may see KV unencrypted, so that transports=auto uses rdma and "
-            "tcp under TLS as well.",
+            "help": "trusted: the network between hosts may see KV unencrypted, so that under TLS rdma may be used and "
+            "tcp goes plain.",
             "choices": ("untrusted", "trusted"),
         },
     )
@@ -109,8 +109,15 @@ class TransferConfig(ServiceConfig):
 
     @property
     def leave_host(self) -> bool:
-        """Whether `auto` may carry bytes to other hosts, which it does unencrypted."""
+        """Whether bytes may go to other hosts unencrypted."""
         return not (self.tls_cert or self.tls_ca) or self.transfer_network == "trusted"
+
+    @property
+    def transfer_tls(self) -> dict[str, str]:
+        """The fields of EngineConfig that have tcp speak TLS; empty: plain."""
+        from kvmesh.transfer.config import tls_fields
+
+        return tls_fields(self, network=self.transfer_network)
 
     @property
     def nic_list(self) -> tuple[str, ...]:
@@ -129,23 +136,26 @@ class TransferConfig(ServiceConfig):
     def check_transfer(self) -> None:
         """Raises ConfigError naming key and value. What only the rank can see, the rank refuses itself."""
         from kvmesh.transfer import EngineConfig
+        from kvmesh.transfer.transports import registry
 
         check(self.transports, self.nics)
         try:
             EngineConfig(**self.rdma_settings)  # type: ignore[arg-type]
+            if "rdma" in self.transport_list and (seen := registry.why_seen("rdma", leave_host=self.leave_host)):
+                raise TransferError(f"transports={self.transports!r}: {seen}", field="transports")
         except TransferError as err:
             raise ConfigError(err.message, field=err.field) from None
 
 
 def start_engine(name: str, configure: Configure, on_notify: Callable[[Notification], None] | None) -> TransferEngine:
-    """Starts a rank's transfer engine. Raises ConfigError for NICs and topologies that this host does not have,
-    TransferError for anything else."""
+    """Starts a rank's transfer engine. Raises ConfigError for NICs and topologies that this host does not have, and for
+    transports and certificates that cannot be used; TransferError for anything else."""
     from kvmesh.transfer import TransferEngine
 
     try:
         return TransferEngine(name, engine_config(configure), on_notify)
     except TransferError as err:
-        if err.field in ("nics", "topology"):
+        if err.field in ("nics", "topology", "transports", "tls_cert"):
             raise ConfigError(err.message, field=err.field) from None
         raise
 
@@ -170,5 +180,6 @@ def engine_config(configure: Configure) -> EngineConfig:
         host=configure.host,
         advertise_host=configure.advertise_host,
         leave_host=configure.leave_host,
+        **configure.tls,  # type: ignore[arg-type]
         **configure.rdma,  # type: ignore[arg-type]
     )

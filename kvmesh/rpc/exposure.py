@@ -18,12 +18,10 @@ def is_loopback(host: str) -> bool:
 
 
 def _kv_leaves_in_plaintext(config: Any) -> bool:
-    """Says whether KV may go to other hosts over tcp, which does not encrypt. "auto" prevents that under TLS unless the
-    network is trusted."""
+    """Says whether KV may go to other hosts in plaintext: without TLS, or where the network is trusted."""
     transports = getattr(config, "transports", "")
-    return "tcp" in transports or (
-        "auto" in transports and (not config.tls_cert or config.transfer_network == "trusted")
-    )
+    carried = any(name in transports for name in ("tcp", "rdma", "auto"))
+    return carried and (not (config.tls_cert or config.tls_ca) or config.transfer_network == "trusted")
 
 
 def warning(config: ServiceConfig) -> str:
@@ -41,7 +39,8 @@ def warning(config: ServiceConfig) -> str:
             found.append("anybody is served (set api_keys)")
     if beyond and _kv_leaves_in_plaintext(told):
         found.append(
-            "KV bytes over tcp are never encrypted (keep that network to the mesh, or leave tcp out of transports)"
+            "KV bytes travel in plaintext (set tls_cert, tls_key, tls_ca without transfer_network=trusted, or keep "
+            "that network to the mesh)"
         )
     if not is_loopback(metrics_host) and (not config.tls_cert or config.metrics_tls == "off"):
         found.append("metrics in plaintext (set tls_cert, or metrics_host=127.0.0.1)")

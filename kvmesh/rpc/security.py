@@ -89,6 +89,11 @@ class Security:
         source.newest = loaded
         return loaded
 
+    @property
+    def paths(self) -> TlsFiles:
+        """Returns where they were read."""
+        return self.source.files if self.source is not None else TlsFiles()
+
     def renewed(self) -> Security:
         """Returns what the files hold now, this object itself while that is the same. It looks at the files at most
         once in `LOOK_S`, and may be called in any thread."""
@@ -125,7 +130,7 @@ class CertificateFiles:
     """Looks whether the files of one `Security` have changed. Thread-safe."""
 
     def __init__(self, files: Files) -> None:
-        self._files = TlsFiles(**{name: getattr(files, name) for name in FIELDS})
+        self.files = TlsFiles(**{name: getattr(files, name) for name in FIELDS})
         self._paths = [path for path in (files.tls_cert, files.tls_key, files.tls_ca) if path]
         self._lock = threading.Lock()
         self._looked = time.monotonic()
@@ -143,7 +148,7 @@ class CertificateFiles:
             if states == self._seen:
                 return self.newest
             try:
-                found = Security.load(self._files)
+                found = Security.load(self.files)
             except ConfigError as error:  # perhaps one of them is not replaced yet
                 log.warning("certificates are not renewed: %s", error.message)
             else:

@@ -39,6 +39,7 @@ from kvmesh.storeclient.reading.reader import BlockReader
 from kvmesh.storeclient.replicas import Hints, ReaderLocation, Replica
 from kvmesh.storeclient.writing import Block, BlockWriter, Pin, Put, PutOptions
 from kvmesh.transfer import EngineConfig, TransferEngine
+from kvmesh.transfer.config import tls_fields
 
 
 class StoreClient:
@@ -61,6 +62,7 @@ class StoreClient:
                 nics=split_list(config.nics),
                 fault=config.fault,
                 leave_host=config.transfer_network == "trusted" or security.current().channel_credentials() is None,
+                **tls_fields(security.current().paths, network=config.transfer_network),  # type: ignore[arg-type]
             ),
         )
         self._memory = ClientMemory(self._engine, config.staging_mb << 20)

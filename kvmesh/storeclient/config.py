@@ -33,7 +33,9 @@ class ClientConfig:
     )
     transfer_network: str = field(
         default="untrusted",
-        metadata={"help": "trusted: with transports=auto blocks may cross the network unencrypted under TLS, too."},
+        metadata={
+            "help": "trusted: under TLS blocks may cross the network unencrypted (rdma, plain tcp); as the nodes."
+        },
     )
     host: str = field(default="127.0.0.1", metadata={"help": "Nodes read puts from here over tcp."})
     advertise_host: str = field(default="", metadata={"help": "Host that nodes dial; empty: host."})

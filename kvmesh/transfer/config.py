@@ -3,11 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Protocol
 
 from kvmesh.errors import TransferError
 from kvmesh.transfer import checks
 from kvmesh.transfer.transports import registry
 from kvmesh.transfer.transports.registry import AUTO
+
+TLS_FIELDS = ("tls_cert", "tls_key", "tls_ca", "tls_server_name")
+
+
+class TlsPaths(Protocol):
+    """The TLS settings of a process."""
+
+    @property
+    def tls_cert(self) -> str: ...
+    @property
+    def tls_key(self) -> str: ...
+    @property
+    def tls_ca(self) -> str: ...
+    @property
+    def tls_server_name(self) -> str: ...
+
+
+def tls_fields(files: TlsPaths, *, network: str) -> dict[str, str]:
+    """Returns the fields of EngineConfig that have tcp speak TLS; empty means plain. A process that calls over TLS and
+    has no certificate of its own cannot take part in mutual TLS; its engine gets `leave_host=False`."""
+    if network == "trusted" or not (files.tls_cert and files.tls_key and files.tls_ca):
+        return {}
+    return {name: getattr(files, name) for name in TLS_FIELDS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,8 +39,11 @@ class EngineConfig:
     """The settings of a transfer engine. Sizes are in bytes, times in seconds.
 
     `transports` are in order of preference; the next one is used when one cannot reach a peer or fails. The single word
-    "auto" chooses rdma where pyverbs and a usable device are found, then shm, then tcp. No transport encrypts, so with
-    "auto" and without `leave_host` no bytes leave this host. `TransferEngine.choices` says what was chosen and why.
+    "auto" chooses rdma where pyverbs and a usable device are found, then shm, then tcp. `TransferEngine.choices` says
+    what was chosen and why.
+
+    With `tls_cert`, `tls_key` and `tls_ca` (PEM files) tcp speaks mutual TLS, and nothing else. Without `leave_host` no
+    byte leaves this host unencrypted: rdma is refused, and so is tcp without TLS beyond loopback.
 
     A request becomes TIMEOUT after `request_timeout_s`. A path that acknowledged nothing for `ack_timeout_s` is given
     up, and its slices are sent over another.
@@ -31,6 +58,10 @@ class EngineConfig:
     host: str = "127.0.0.1"  # tcp listens here: an address or name, IPv4 or IPv6
     port: int = 0  # 0 picks a free one
     advertise_host: str = ""  # what peers connect to; "" = host
+    tls_cert: str = ""  # of tcp: this process's certificate, which peers are shown, and ...
+    tls_key: str = ""
+    tls_ca: str = ""  # ... the authorities that must have signed theirs
+    tls_server_name: str = ""  # what peers' certificates must name; "" = the host that their endpoint says
     shm_dir: str = ""  # folder of the unix-domain socket; "" = Linux's abstract namespace
     shm_slice_bytes: int = 1 << 20
     shm_copy_threads: int = 0  # that share a large copy; 0 = by the number of cores
@@ -112,6 +143,11 @@ class EngineConfig:
                 raise TransferError(
                     f"tcp_nics={','.join(self.tcp_nics)!r}: names must differ and not be empty", field="tcp_nics"
                 )
+        files = {key: getattr(self, key) for key in ("tls_cert", "tls_key", "tls_ca")}
+        if any(files.values()) or self.tls_server_name:
+            for key, path in files.items():
+                if not path:
+                    raise TransferError(f"{key}='': TLS of tcp needs tls_cert, tls_key and tls_ca", field=key)
         self._check_rdma()
         if self.huge_pages not in ("auto", "hugetlb", "never"):
             raise TransferError(f"huge_pages={self.huge_pages!r}: not auto, hugetlb or never", field="huge_pages")

@@ -70,8 +70,8 @@ def _no_nic(name: str, used: Sequence[str], config: EngineConfig) -> str:
 
 
 NOTHING_LEAVES = (
-    ", and nothing may leave this one unencrypted: where the network between hosts may carry KV as it is, start every "
-    "service with --transfer-network trusted (transfer_network)"
+    ", and nothing may leave this one unencrypted: give every service --tls-cert, --tls-key and --tls-ca, all three, "
+    "and tcp goes over TLS; or, where the network between hosts may carry KV as it is, --transfer-network trusted"
 )
 
 
@@ -131,7 +131,7 @@ class TransferEngine:
         self._closed = threading.Event()
         self._close_lock = threading.Lock()
         self._inviting = threading.Lock()  # from looking up a window's memory until the window is open
-        self._stays = config.transports == (registry.AUTO,) and not config.leave_host  # its bytes, on this host
+        self._stays = registry.stays(config)  # its bytes, on this host
         choices: list[registry.TransportChoice] = []
         self._transports = registry.started(self, config, self.fault, choices)
         self.choices = tuple(choices)

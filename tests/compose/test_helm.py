@@ -268,10 +268,9 @@ def test_a_slip_in_the_values_is_refused(helm: Helm, slip: str) -> None:
         ({"decode": {"device": "cuda"}}, "each rank takes a GPU of its own"),
         ({"model": {"source": "pvc"}}, "model.claim"),
         ({"model": {"source": "hostPath"}}, "model.hostPath"),
-        ({"tls": {"secretName": "mesh-tls"}}, "tls.transferNetwork: TLS does not cover KV"),
         (
             {
-                "tls": {"secretName": "mesh-tls", "transferNetwork": "untrusted"},
+                "tls": {"secretName": "mesh-tls"},
                 "decode": {"rdma": {"resource": "rdma/hca"}},
             },
             'decode: rdma.resource="rdma/hca": RDMA carries KV unencrypted',
@@ -285,7 +284,8 @@ def test_values_that_do_not_go_together_are_refused(helm: Helm, values: Manifest
 
 @pytest.mark.parametrize("network", ["trusted", "untrusted"])
 def test_instances_are_told_whether_the_network_may_see_kv(helm: Helm, network: str) -> None:
-    manifests = helm.manifests({"tls": {"secretName": "mesh-tls", "transferNetwork": network}})
+    told_network = {"transferNetwork": network} if network == "trusted" else {}
+    manifests = helm.manifests({"tls": {"secretName": "mesh-tls", **told_network}})
     told = [environment(main_container(one)).get("KVMESH_TRANSFER_NETWORK") for one in workloads(manifests)]
     assert set(told) == {None, network}, "of those that move KV, and of nobody else"
 

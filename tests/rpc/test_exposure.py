@@ -36,8 +36,8 @@ def test_what_is_guarded_is_left_out() -> None:
     assert "metrics" in warning(ServiceConfig(metrics_host="0.0.0.0"))
     whole = GatewayConfig(host="0.0.0.0", http_tls_cert="c", http_tls_key="k", api_keys="f", **TLS)
     assert warning(whole) == ""
-    assert warning(PoolConfig(host="0.0.0.0", **TLS)) == "", "auto keeps KV on its host under TLS"
-    for open_ in ({"transports": "shm,tcp"}, {"transfer_network": "trusted"}):
-        pool = PoolConfig(host="0.0.0.0", **open_, **TLS)
-        assert warning(pool).count(";") == 1 and "KV bytes over tcp" in warning(pool)
-    assert "KV bytes over tcp" in warning(PoolConfig(host="0.0.0.0"))
+    for transports in ("auto", "shm,tcp"):
+        assert warning(PoolConfig(host="0.0.0.0", transports=transports, **TLS)) == "", "tcp is encrypted under TLS"
+    pool = PoolConfig(host="0.0.0.0", transfer_network="trusted", **TLS)
+    assert warning(pool).count(";") == 1 and "KV bytes travel in plaintext" in warning(pool)
+    assert "KV bytes travel in plaintext" in warning(PoolConfig(host="0.0.0.0"))

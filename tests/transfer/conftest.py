@@ -6,19 +6,27 @@ run over rdma:
     KVMESH_TEST_TRANSPORTS=rdma KVMESH_TEST_RDMA_DEVICES=rxa0,rxa1/rxb0,rxb1 pytest tests/transfer
 
 with the first set of devices for engines of the test's own process and the second for those of peer processes.
+KVMESH_TEST_TLS=1 has tcp speak TLS in all of them (tests that speak its wire by hand then fail).
 """
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
 import pytest
 
+from kvmesh.rpc.certificates import Certificates, make_certificates
 from kvmesh.transfer import EngineConfig
+from kvmesh.transfer.config import tls_fields
 from tests.support.transfer.peer import Actor, Peer
 
 TRANSPORTS = tuple(name for name in os.environ.get("KVMESH_TEST_TRANSPORTS", "shm,tcp").split(",") if name)
@@ -40,10 +48,20 @@ def cannot_hold(transport: str, where: str, reason: str) -> None:
 
 
 def equipped(config: EngineConfig, process: int) -> EngineConfig:
-    """With the RDMA devices of the test's process (0) or of its peers' (1), unless the test has chosen."""
+    """With the RDMA devices of the test's process (0) or of its peers' (1), unless the test has chosen; and with TLS
+    where that was asked for."""
+    if os.environ.get("KVMESH_TEST_TLS") and not config.tls_cert:
+        config = replace(config, **tls_fields(_certificates().files, network="untrusted"))  # type: ignore[arg-type]
     if "rdma" not in config.transports or config.nics:
         return config
     return replace(config, nics=_DEVICES[process if process < len(_DEVICES) else 0])
+
+
+@cache
+def _certificates() -> Certificates:
+    folder = Path(tempfile.mkdtemp(prefix="kvmesh-test-tls-"))
+    atexit.register(shutil.rmtree, folder)
+    return make_certificates(folder)
 
 
 def open_files() -> dict[str, str]:

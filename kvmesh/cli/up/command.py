@@ -311,12 +311,10 @@ def _plaintext(settings: MeshSettings) -> tuple[str, ...]:
 
 def _kept_here(settings: MeshSettings) -> tuple[str, ...]:
     """A warning where machines can join and will exchange no KV."""
-    if not settings.address or not settings.tls_ca or settings.transfer_network == "trusted":
+    if not settings.address or not settings.tls_ca or settings.tls_cert or settings.transfer_network == "trusted":
         return ()
-    if settings.transports != "auto":
-        return ()
-    why = "calls go over TLS, and no transport encrypts KV"
-    return (f"[yellow]KV stays on this machine: {why}. --transfer-network trusted lets it cross to others.[/]", "")
+    why = "KV goes over mutual TLS, and --tls-cert and --tls-key are not given"
+    return (f"[yellow]KV stays on this machine: {why} (or --transfer-network trusted, unencrypted).[/]", "")
 
 
 def _invitation(mesh: Mesh) -> tuple[str, ...]:

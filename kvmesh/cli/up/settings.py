@@ -199,13 +199,13 @@ class MeshSettings:
     transports: str = same_as(
         TransferConfig,
         "transports",
-        help="How KV moves between instances, preferred first: rdma, shm, tcp; auto: what can be had here, and "
-        "under TLS nothing that carries it to other machines (--transfer-network).",
+        help="How KV moves between instances, preferred first: rdma, shm, tcp; auto: what can be had here. "
+        "Under TLS tcp is encrypted, and rdma, which is not, wants --transfer-network trusted.",
     )
     transfer_network: str = same_as(
         TransferConfig,
         "transfer_network",
-        help="trusted: the network between machines may see KV unencrypted, under TLS as well.",
+        help="trusted: the network between machines may see KV: under TLS tcp goes plain and rdma may be used.",
     )
     nics: str = same_as(
         TransferConfig,

@@ -12,6 +12,8 @@ import socket
 import time
 from dataclasses import dataclass
 
+from kvmesh.transfer.transports.tls import ByteStream
+
 SPIN_S = 150e-6
 _SOON_S = 300e-6  # with sleeping and waking at both ends; without, it would have taken less than SPIN_S
 SMALL_BYTES = 256 << 10  # what is larger keeps the copying busy longer than waking takes
@@ -65,7 +67,7 @@ class AdaptiveSpin:
             ALLOWANCE.looked(took)
         self.eager = took < _SOON_S and nbytes <= SMALL_BYTES and _CORES > 1
 
-    def await_first(self, sock: socket.socket, view: memoryview) -> int:
+    def await_first(self, sock: ByteStream, view: memoryview) -> int:
         """Polls for the first bytes, and returns how many came; 0 means that the caller should sleep."""
         until = self.begin()
         while self._looked:

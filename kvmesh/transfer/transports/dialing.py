@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import secrets
 import select
-import socket
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -18,6 +17,7 @@ from kvmesh.transfer.segment import SegmentDescriptor
 from kvmesh.transfer.transports.adaptive_spin import AdaptiveSpin
 from kvmesh.transfer.transports.base import Frame, Rail, Transport, TransportHost
 from kvmesh.transfer.transports.serving import AcceptingServer
+from kvmesh.transfer.transports.tls import ByteStream
 from kvmesh.transfer.transports.wire import ConnectionRefused, Gone, ProtocolBroken
 
 SockT = TypeVar("SockT")
@@ -138,7 +138,7 @@ class AnswerReader(ABC):
     reader, when the connection ends. Raises OSError when no descriptors are left.
     """
 
-    def __init__(self, sock: socket.socket, broke: Callable[[Exception], None], quiet_s: float = 0.0) -> None:
+    def __init__(self, sock: ByteStream, broke: Callable[[Exception], None], quiet_s: float = 0.0) -> None:
         """`quiet_s` is how long nothing may come before `quiet` is called; 0 means for ever."""
         self.sock = sock
         self._broke = broke
@@ -160,6 +160,10 @@ class AnswerReader(ABC):
         """Reads all answers that have come; the owner thread holds the turn."""
         while self.advance():
             pass
+
+    def leave_nothing(self) -> None:
+        """Reads whatever the socket's readiness does not show, before the turn is given back; it does not wait."""
+        return
 
     def quiet(self) -> None:
         """Is called when nothing has come for `quiet_s`; subclasses may ping the peer."""
@@ -187,6 +191,7 @@ class AnswerReader(ABC):
             self._epoll.modify(self._fd, 0)
             try:
                 self._read_until(frame, seconds)
+                self.leave_nothing()
             finally:
                 self._epoll.modify(self._fd, _ARMED)
         except (Gone, OSError, ProtocolBroken) as err:

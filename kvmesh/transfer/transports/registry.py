@@ -68,6 +68,8 @@ def started(host: TransportHost, config: EngineConfig, wrapper: Any, choices: li
     try:
         for name in KNOWN_TRANSPORTS if auto else config.transports:
             why_not = why_not_chosen(name, config) if auto else ""
+            if not auto and (seen := why_seen(name, leave_host=config.leave_host, inside=_inside(name, config))):
+                raise TransferError(f"transports={name!r}: {seen}", field="transports")
             if not why_not:
                 try:
                     found.append(_start(name, host, config, wrapper))
@@ -76,6 +78,8 @@ def started(host: TransportHost, config: EngineConfig, wrapper: Any, choices: li
                         raise
                     why_not = err.message.removeprefix("rdma: ")
             why = why_not or (_WHY[name] if auto else "the configuration names it")
+            if not why_not and name == "tcp" and config.tls_cert:
+                why += ", over TLS"
             choices.append(TransportChoice(name, not why_not, why))
     except BaseException:
         for transport in found:
@@ -100,11 +104,9 @@ _WHY = {
 
 
 def why_not_chosen(name: str, config: EngineConfig) -> str:
-    """Returns why "auto" leaves this transport out, judged without starting it; "" when it is worth a try. Where bytes
-    must not leave this host unencrypted, only shm and tcp on loopback remain."""
-    inside = name == "shm" or (name == "tcp" and _on_loopback(config))
-    if not (config.leave_host or inside):
-        return f"calls go over TLS, and {name} would carry bytes to other hosts unencrypted (transfer_network=trusted)"
+    """Returns why "auto" leaves this transport out, judged without starting it; "" when it is worth a try."""
+    if seen := why_seen(name, leave_host=config.leave_host, inside=_inside(name, config)):
+        return seen
     if name != "rdma":
         return ""
     if not any(SYS_INFINIBAND.glob("*")):
@@ -115,6 +117,29 @@ def why_not_chosen(name: str, config: EngineConfig) -> str:
     if limit != resource.RLIM_INFINITY and os.geteuid() != 0:
         return f"only {limit >> 20} MiB may be locked, and rdma locks all memory that it moves (ulimit -l unlimited)"
     return ""
+
+
+def _inside(name: str, config: EngineConfig) -> bool:
+    """Says whether this transport shows the network nothing: tcp over TLS, or on loopback."""
+    return name == "tcp" and (bool(config.tls_cert) or _on_loopback(config))
+
+
+def why_seen(name: str, *, leave_host: bool, inside: bool = False) -> str:
+    """Returns why this transport would show bytes to the network that must not leave this host unencrypted; "" when it
+    does not, or may. shm never leaves the host, rdma does not encrypt; what others do is theirs to say."""
+    if leave_host or inside or name not in ("rdma", "tcp"):
+        return ""
+    cure = ", or tls_cert, tls_key and tls_ca for TLS" if name == "tcp" else ""
+    return (
+        f"calls go over TLS, and {name} would carry bytes to other hosts unencrypted (transfer_network=trusted{cure})"
+    )
+
+
+def stays(config: EngineConfig) -> bool:
+    """Says whether no byte may leave this host: nothing here encrypts it, and the network may not see it."""
+    if config.leave_host or config.tls_cert:
+        return False
+    return set(config.transports) <= {AUTO, *KNOWN_TRANSPORTS}
 
 
 def _on_loopback(config: EngineConfig) -> bool:

@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvmesh.transfer.transports.tls import ByteStream, TlsSocket
+
 if TYPE_CHECKING:
     from kvmesh.transfer.transports.base import Frame
 
@@ -168,7 +170,14 @@ def unpack_sums(data: bytes | bytearray) -> tuple[int, ...]:
 # ── exact reads and writes on a stream socket ─────────────────────────────────────────────────────
 
 
-def recv_exact(sock: socket.socket, nbytes: int, silent: Callable[[], None] | None = None) -> bytearray:
+def receive(sock: ByteStream, views: Sequence[memoryview], flags: int) -> int:
+    """Returns how many bytes came into `views`; 0: the end of the stream."""
+    if isinstance(sock, TlsSocket):
+        return sock.recv_views(views, flags)
+    return sock.recvmsg_into(views[:IOV_MAX], 0, flags)[0]
+
+
+def recv_exact(sock: ByteStream, nbytes: int, silent: Callable[[], None] | None = None) -> bytearray:
     """Receives exactly `nbytes` bytes, as `recv_views` does."""
     data = bytearray(nbytes)
     recv_views(sock, [memoryview(data)], nbytes, silent)
@@ -176,13 +185,13 @@ def recv_exact(sock: socket.socket, nbytes: int, silent: Callable[[], None] | No
 
 
 def recv_views(
-    sock: socket.socket, views: list[memoryview], nbytes: int, silent: Callable[[], None] | None = None
+    sock: ByteStream, views: list[memoryview], nbytes: int, silent: Callable[[], None] | None = None
 ) -> None:
     """Fills all views in order, usually with one system call. `silent` is called whenever nothing has come for the
     socket's SO_RCVTIMEO. Raises Gone at the end of the stream."""
     while nbytes > 0:
         try:
-            got = sock.recvmsg_into(views[:IOV_MAX], 0, socket.MSG_WAITALL)[0]
+            got = receive(sock, views, socket.MSG_WAITALL)
         except BlockingIOError:
             if silent is None:
                 raise
@@ -195,8 +204,29 @@ def recv_views(
             views = advanced(views, got)
 
 
-def send_views(sock: socket.socket, views: list[memoryview], nbytes: int) -> None:
-    """Sends all views in order, usually with one system call."""
+def send_now(sock: ByteStream, views: list[memoryview]) -> list[memoryview]:
+    """Sends what the socket takes without waiting. Returns the rest, which `send_rest` sends."""
+    if isinstance(sock, TlsSocket):
+        return sock.send_now(views)
+    try:
+        return advanced(views, sock.sendmsg(views[:IOV_MAX], (), socket.MSG_DONTWAIT))
+    except BlockingIOError:
+        return views
+
+
+def send_rest(sock: ByteStream, views: list[memoryview], nbytes: int) -> None:
+    """Sends what `send_now` has left over."""
+    if isinstance(sock, TlsSocket):
+        sock.finish()
+    else:
+        send_views(sock, views, nbytes)
+
+
+def send_views(sock: ByteStream, views: list[memoryview], nbytes: int) -> None:
+    """Sends all views in order, in plain usually with one system call."""
+    if isinstance(sock, TlsSocket):
+        sock.send_views(views)
+        return
     while nbytes > 0:
         sent = sock.sendmsg(views[:IOV_MAX])
         nbytes -= sent

@@ -81,11 +81,11 @@ def test_machines_that_join_and_would_exchange_no_kv_are_warned_of(tmp_path: Pat
         return "\n".join(_kept_here(settings(tmp_path, **more)))
 
     tls = {"tls_cert": "a", "tls_key": "b", "tls_ca": "c"}
-    assert "--transfer-network trusted" in words(host="10.0.0.1", **tls)
+    assert words(host="10.0.0.1", **tls) == "", "it is encrypted"
     assert words(host="10.0.0.1") == ""
-    assert words(**tls) == "", "nobody joins"
-    assert words(host="10.0.0.1", transfer_network="trusted", **tls) == ""
-    assert words(host="10.0.0.1", transports="tcp", **tls) == "", "it was named"
+    assert "--tls-cert" in words(host="10.0.0.1", tls_ca="c")
+    assert words(tls_ca="c") == "", "nobody joins"
+    assert words(host="10.0.0.1", transfer_network="trusted", tls_ca="c") == ""
 
 
 @pytest.mark.slow

@@ -11,12 +11,15 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvmesh.errors import ConfigError, TransferError
 from kvmesh.ranks import transfer_config
+from kvmesh.rpc.certificates import make_certificates
 from kvmesh.transfer import EngineConfig, Notification, Opcode, Range, TransferEngine, TransferRequest, TransferState
+from kvmesh.transfer.config import tls_fields
 from kvmesh.transfer.transports import registry
 from tests.support.paths import ROOT
 
@@ -203,15 +206,29 @@ def test_what_must_not_leave_the_host_opens_no_other_host_s_segment(no_rdma: Pat
         with pytest.raises(TransferError, match="'far' is on another host, and nothing may leave this one"):
             one.open_segment(elsewhere)
         write = TransferRequest(Opcode.WRITE, 0, "far", 0, 1, 1)
-        with pytest.raises(TransferError, match=r"'far' is on another host.* --transfer-network trusted"):
+        with pytest.raises(TransferError, match=r"'far' is on another host.*--tls-cert.* --transfer-network trusted"):
             one.submit(one.allocate_batch(1), [write])
         one.open_segment(far.local_descriptor())
         one.close_segment("far")
         with pytest.raises(TransferError, match="segment='far': not open"):
             one.submit(one.allocate_batch(1), [write])
-    named = EngineConfig(leave_host=False, transports=("tcp",))
-    with TransferEngine("far", EngineConfig(transports=("tcp",))) as far, TransferEngine("one", named) as one:
-        one.open_segment(replace(far.local_descriptor(), machine="another"))  # it was named
+    for options in (
+        {"transports": ("rdma",)},
+        {"transports": ("tcp",), "host": "0.0.0.0", "advertise_host": "192.0.2.7"},
+    ):
+        with pytest.raises(TransferError, match="unencrypted"):
+            TransferEngine("one", EngineConfig(leave_host=False, **options))  # type: ignore[arg-type]
+
+
+def test_tcp_over_tls_may_leave_the_host(no_rdma: Path, tmp_path: Path) -> None:
+    fields: dict[str, Any] = tls_fields(make_certificates(tmp_path, ["192.0.2.7"]).files, network="untrusted")
+    found = chosen(leave_host=False, host="0.0.0.0", advertise_host="192.0.2.7", **fields)
+    assert [name for name, (used, _) in found.items() if used] == ["shm", "tcp"]
+    assert found["tcp"][1] == "for peers that the others do not reach, over TLS"
+    assert "unencrypted" in found["rdma"][1]
+    over_tcp = EngineConfig(leave_host=False, transports=("tcp",), **fields)
+    with TransferEngine("far", over_tcp) as far, TransferEngine("one", replace(over_tcp, transports=("auto",))) as one:
+        one.open_segment(replace(far.local_descriptor(), machine="another"))
 
 
 def test_what_is_named_is_used_or_refused(no_rdma: Path) -> None:
@@ -234,10 +251,18 @@ def test_the_choice_is_told_in_one_line(no_rdma: Path) -> None:
         ({"tls_cert": "cert.pem"}, False),
         ({"tls_ca": "ca.pem"}, False),
         ({"tls_cert": "cert.pem", "transfer_network": "trusted"}, True),
+        ({"tls_cert": "cert.pem", "tls_key": "key.pem", "tls_ca": "ca.pem"}, False),
     ],
 )
 def test_a_service_with_tls_keeps_its_bytes_unless_the_network_is_trusted(told: dict[str, str], leaves: bool) -> None:
     config = transfer_config.TransferConfig(**told)  # type: ignore[arg-type]
     assert config.transport_list == ("auto",)
     assert config.leave_host is leaves
+    assert bool(config.transfer_tls) is (len(told) == 3), "mutual TLS needs all three"
     config.check_transfer()
+    named = replace(config, transports="rdma,tcp")
+    if leaves:
+        named.check_transfer()
+    else:
+        with pytest.raises(ConfigError, match=r"transports='rdma,tcp'.*unencrypted.*transfer_network=trusted"):
+            named.check_transfer()

@@ -40,13 +40,14 @@ class ShmAnswers(AnswerReader):
         self, sock: socket.socket, take: Callable[[Asked, int, memoryview], None], broke: Callable[[Exception], None]
     ) -> None:
         super().__init__(sock, broke)
+        self._packets = sock
         self._take = take
         self._buffer = bytearray(PACKET_BYTES)
 
     def advance(self) -> bool:
         buffer = self._buffer
         try:
-            got, fd = receive(self.sock, buffer, socket.MSG_DONTWAIT)
+            got, fd = receive(self._packets, buffer, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False
         self._take(Asked.parse_packet(buffer, got, fd), fd, memoryview(buffer)[wire.HEAD_BYTES : got])

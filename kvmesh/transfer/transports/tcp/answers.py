@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from kvmesh.transfer.transports import wire
 from kvmesh.transfer.transports.base import Frame, FrameKind
 from kvmesh.transfer.transports.dialing import AnswerReader
+from kvmesh.transfer.transports.tls import ByteStream, TlsSocket
 from kvmesh.transfer.transports.wire import Asked, Gone, ProtocolBroken
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 class TcpAnswers(AnswerReader):
     """The answers on one connection. After `quiet_s` without a byte the peer is pinged."""
 
-    def __init__(self, stream: TcpStream, sock: socket.socket, quiet_s: float) -> None:
+    def __init__(self, stream: TcpStream, sock: ByteStream, quiet_s: float) -> None:
         super().__init__(sock, stream.broke, quiet_s)
         self._stream = stream
         self._head = bytearray(wire.HEAD_BYTES)
@@ -39,6 +40,12 @@ class TcpAnswers(AnswerReader):
                 if not self._read(socket.MSG_WAITALL):
                     self._stream.ping()
 
+    def leave_nothing(self) -> None:
+        """Reads the answers that came with the one that was waited for: what TLS has taken from the socket wakes
+        nobody."""
+        while isinstance(self.sock, TlsSocket) and self.sock.buffered and self.advance():
+            pass
+
     def advance(self) -> bool:
         return self._read(socket.MSG_DONTWAIT)
 
@@ -47,7 +54,7 @@ class TcpAnswers(AnswerReader):
         while True:
             while self._left:
                 try:
-                    got = self.sock.recvmsg_into(self._views[: wire.IOV_MAX], 0, flags)[0]
+                    got = wire.receive(self.sock, self._views, flags)
                 except BlockingIOError:
                     return False
                 if got == 0:

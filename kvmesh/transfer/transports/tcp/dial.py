@@ -6,13 +6,15 @@ import errno
 import ipaddress
 import math
 import socket
+import ssl
 import struct
 from contextlib import suppress
 from dataclasses import dataclass
 
 from kvmesh.transfer.config import EngineConfig
-from kvmesh.transfer.transports import wire
+from kvmesh.transfer.transports import tls, wire
 from kvmesh.transfer.transports.tcp.nics import Address, IpAddress, PeerNic, TcpNic, family, port_of, routes, sockaddr
+from kvmesh.transfer.transports.tls import ByteStream, TlsIdentity
 from kvmesh.transfer.transports.wire import ConnectionRefused, Hello, ProtocolBroken
 
 OWN_HOST_BYTES = 512 << 10
@@ -94,7 +96,7 @@ def size_buffers(sock: socket.socket, config: EngineConfig) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, nbytes)
 
 
-def forget_unsent(sock: socket.socket) -> None:
+def forget_unsent(sock: ByteStream) -> None:
     """Makes `close` drop what the kernel has not sent. It would otherwise go on sending for minutes, with MSG_ZEROCOPY
     from memory that may be reused by then."""
     with suppress(OSError):
@@ -125,13 +127,35 @@ def prepared(route: TcpRoute, config: EngineConfig) -> socket.socket:
     return sock
 
 
-def greet(sock: socket.socket, hello: Hello) -> None:
+def secured(
+    sock: socket.socket, identity: TlsIdentity | None, endpoint: dict[str, str], timeout_s: float
+) -> ByteStream:
+    """Returns the connection over TLS where this side has an identity. The peer's certificate must name the host of its
+    endpoint, whichever of its NICs was dialled. Raises ConnectionRefused, which names the setting, or OSError."""
+    if identity is None:
+        return sock
+    host = endpoint.get("host", "")
+    try:
+        return tls.opened(sock, identity, host, timeout_s)
+    except tls.NotTls:
+        why = f"{host} speaks no TLS over tcp, and this side does: {tls.SETTING}"
+    except tls.TlsRefused as err:
+        why = f"TLS with {host}: {err}"
+    except ConnectionResetError as err:
+        raise OSError(f"{err}: it may speak no TLS ({tls.SETTING}), or be going down") from None
+    raise ConnectionRefused(why, retry=False)
+
+
+def greet(sock: ByteStream, hello: Hello) -> None:
     """Sends the greeting and returns when the acceptor has taken it: nothing that `hello` supersedes can land any more.
     Raises ConnectionRefused, Gone, ProtocolBroken or OSError otherwise."""
     data = wire.encode_hello(hello)
-    sock.sendall(wire.LENGTH.pack(len(data)) + data)
-    (length,) = wire.LENGTH.unpack(wire.recv_exact(sock, wire.LENGTH.size))
-    if length > wire.MAX_HELLO_BYTES:
-        raise ProtocolBroken(f"welcome of {length} bytes")
-    wire.decode_welcome(bytes(wire.recv_exact(sock, length)))
+    try:
+        sock.sendall(wire.LENGTH.pack(len(data)) + data)
+        (length,) = wire.LENGTH.unpack(wire.recv_exact(sock, wire.LENGTH.size))
+        if length > wire.MAX_HELLO_BYTES:
+            raise ProtocolBroken(f"welcome of {length} bytes")
+        wire.decode_welcome(bytes(wire.recv_exact(sock, length)))
+    except ssl.SSLError as err:  # the acceptor judges this side's certificate after the opener's part of the handshake
+        raise ConnectionRefused(f"TLS with {hello.segment}: {tls.explained(err)}", retry=False) from None
     sock.settimeout(None)

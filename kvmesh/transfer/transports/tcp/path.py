@@ -19,16 +19,27 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvmesh.transfer.segment import SegmentDescriptor
 from kvmesh.transfer.transports import wire
 from kvmesh.transfer.transports.base import Frame, FrameKind, Rail
 from kvmesh.transfer.transports.dialing import begin, connect_patiently
 from kvmesh.transfer.transports.tcp.answers import TcpAnswers, local_views
-from kvmesh.transfer.transports.tcp.dial import SILENCE, TcpRoute, at, forget_unsent, greet, prepared, size_buffers
+from kvmesh.transfer.transports.tcp.dial import (
+    SILENCE,
+    TcpRoute,
+    at,
+    forget_unsent,
+    greet,
+    prepared,
+    secured,
+    size_buffers,
+)
 from kvmesh.transfer.transports.tcp.zerocopy import ZeroCopy
+from kvmesh.transfer.transports.tls import ByteStream, TlsSocket
 from kvmesh.transfer.transports.wire import ConnectionRefused, Gone, Hello, ProtocolBroken
 
 if TYPE_CHECKING:
@@ -134,7 +145,7 @@ class TcpStream:
         self.config = path.transport.config
         self.host = path.transport.host
         self.thread = threading.Thread(target=self._run, name="kvmesh-tcp-send", daemon=True)
-        self.sock: socket.socket | None = None
+        self.sock: ByteStream | None = None
         self.answers: TcpAnswers | None = None  # of the connection that serves
         self.broken = ""  # why, once it is
         self.silent = False  # broken because the way, not the process at its end, fell silent
@@ -200,7 +211,7 @@ class TcpStream:
             self.path.streams.remove(self)
         self._lose(cause)
 
-    def _connect(self) -> tuple[socket.socket | None, str]:
+    def _connect(self) -> tuple[ByteStream | None, str]:
         """Returns a connection, or None and the cause. Without one, stranded frames may still be settled over another
         rail."""
         path, transport = self.path, self.path.transport
@@ -229,7 +240,7 @@ class TcpStream:
                 break
         return None, cause
 
-    def _attempt(self, rail: Rail) -> tuple[socket.socket | None, str, bool]:
+    def _attempt(self, rail: Rail) -> tuple[ByteStream | None, str, bool]:
         """Returns a connection, or None, the cause, and whether trying on is useless."""
         path = self.path
         try:
@@ -252,7 +263,7 @@ class TcpStream:
         with self.path.changed:
             self.path.changed.wait_for(lambda: bool(self.path.closed), seconds)
 
-    def _dial(self, rail: Rail) -> socket.socket:
+    def _dial(self, rail: Rail) -> ByteStream:
         """Greets over this rail; the Welcome settles the frames of the connection before."""
         path, error = self.path, OSError("no address of the peer's to connect to")
         for route in path.transport.ways(path.descriptor, rail):
@@ -267,16 +278,19 @@ class TcpStream:
             return sock
         raise error
 
-    def _dial_route(self, route: TcpRoute, rail: Rail) -> socket.socket:
+    def _dial_route(self, route: TcpRoute, rail: Rail) -> ByteStream:
         path = self.path
-        sock = prepared(route, self.config)
+        raw = prepared(route, self.config)
+        sock: ByteStream = raw
         with path.changed:
             self.sock, self.broken, self.elsewhere = sock, path.closed, rail != path.rail
         try:
             if self.broken:
                 raise Gone(self.broken)
-            sock.connect(route.target)
-            size_buffers(sock, self.config)
+            raw.connect(route.target)
+            size_buffers(raw, self.config)
+            endpoint = path.descriptor.endpoints.get("tcp", {})
+            sock = secured(raw, path.transport.identity, endpoint, self.config.connect_timeout_s)
             conn_id = next(path.transport.conn_ids)
             descriptor, supersedes = path.descriptor, self.supersedes
             greet(
@@ -288,7 +302,7 @@ class TcpStream:
             sock.close()
             raise
         with path.changed:
-            self.silent = False
+            self.sock, self.silent = sock, False
         self.supersedes = (conn_id,)
         return sock
 
@@ -306,22 +320,24 @@ class TcpStream:
         sock, rest, failed = self.sock, views, None
         try:
             assert sock is not None, "lent only while it serves"
-            rest = wire.advanced(views, sock.sendmsg(views[: wire.IOV_MAX], (), socket.MSG_DONTWAIT))
-        except BlockingIOError:
-            pass
+            rest = wire.send_now(sock, views)
         except OSError as err:
             failed = err
         path = self.path
         with path.changed:
             if failed is not None:
                 self.shut(f"send to {path.descriptor.name}: {failed}", silent=failed.errno in SILENCE)
+            elif sock is not None:
+                self._retire(sock)
             self.lent, self.rest = False, rest
             if rest or path.queue or self.broken:
                 path.changed.notify_all()
 
-    def _send(self, sock: socket.socket) -> None:
+    def _send(self, sock: ByteStream) -> None:
         path = self.path
-        send_views = ZeroCopy(sock).send_views if self.config.tcp_zerocopy else wire.send_views
+        send_views: Callable[[Any, list[memoryview], int], None] = wire.send_views
+        if self.config.tcp_zerocopy and isinstance(sock, socket.socket):
+            send_views = ZeroCopy(sock).send_views
         with path.changed:
             self.ready, self.rest = True, []
         while True:
@@ -340,7 +356,7 @@ class TcpStream:
                     return
                 views, self.rest = self.rest, []
                 self.busy = True
-                send = wire.send_views if views else send_views
+                send = wire.send_rest if views else send_views
                 if not views:
                     frame = path.queue.popleft()
                     views = _encoded(self.board(frame), frame)
@@ -349,6 +365,15 @@ class TcpStream:
             except OSError as err:
                 with path.changed:
                     self.shut(f"send to {path.descriptor.name}: {err}", silent=err.errno in SILENCE)
+            with path.changed:
+                self._retire(sock)
+
+    def _retire(self, sock: ByteStream) -> None:
+        """Ends a connection whose keys have carried as much as they may; what is on its way goes over the next one. The
+        caller holds `path.changed`."""
+        if isinstance(sock, TlsSocket) and sock.worn:
+            self.host.count("tcp.keys_worn")
+            self.shut("its keys have carried as much as they may")
 
     def ping(self) -> None:
         """Sends something that the peer's kernel must acknowledge, because nothing has come for a while."""

@@ -22,6 +22,7 @@ from kvmesh.transfer.transports.tcp.dial import TcpRoute, nic_routes, numeric, p
 from kvmesh.transfer.transports.tcp.nics import Address, LinkWatch, PeerNic, TcpNic, family
 from kvmesh.transfer.transports.tcp.path import TcpPath
 from kvmesh.transfer.transports.tcp.server import TcpAccepted
+from kvmesh.transfer.transports.tls import TlsIdentity
 from kvmesh.transfer.transports.wire import ConnectionRefused
 
 _FRAME_BYTES = 4 << 20  # of 1, 2, 4 and 8 MiB the smallest beyond which a GB costs hardly less CPU
@@ -38,6 +39,9 @@ class TcpTransport(DialingTransport):
         frame_bytes = max(_FRAME_BYTES, config.tcp_slice_bytes)
         frames = _FRAMES_PER_STREAM * config.tcp_streams
         self.limits = FrameLimits(config.tcp_slice_bytes, frame_bytes, wire.MAX_PARTS, frames)
+        self.identity: TlsIdentity | None = None  # none: bytes go in plain
+        if config.tls_cert:
+            self.identity = TlsIdentity(config.tls_cert, config.tls_key, config.tls_ca, config.tls_server_name)
         self._port = 0
         self._nics: dict[str, TcpNic] = {}
         self._endpoints: dict[str, str] = {}  # "nic:NAME" → where it listens
@@ -109,7 +113,7 @@ class TcpTransport(DialingTransport):
         self._server = server
 
     def _accept(self, server: AcceptingServer, sock: socket.socket) -> TcpAccepted:
-        return TcpAccepted(server, sock, self.config, many_nics=bool(self._nics))
+        return TcpAccepted(server, sock, self.config, self.identity, many_nics=bool(self._nics))
 
     def endpoint(self) -> dict[str, str]:
         host = self.config.advertise_host
