@@ -85,6 +85,32 @@ def context_from(traceparent: str) -> Context:
     return context_of(remote) if remote.is_valid else Context()
 
 
+def is_kept(traceparent: str) -> bool:
+    """Says whether spans below this `traceparent`, as members of the mesh write it, are kept here. Where it is not,
+    callees that serve many requests do no work at all for the trace."""
+    return _emit is not None and traceparent.endswith("-01")
+
+
+def kept(source: Traceable) -> str:
+    """Returns the `traceparent` of a trace that is kept; "" of any other, which is not named to such callees."""
+    return traceparent(source) if _span_context(source).trace_flags.sampled else ""
+
+
+def ambient() -> str:
+    """Returns the `traceparent` of the span in which the calling program is, by OpenTelemetry's own context, if its
+    trace is kept; else ""."""
+    return kept(get_current_span())
+
+
+def reserve(parent: Context) -> SpanContext | None:
+    """Returns the context of a span that `record` makes later (as `own`), so that others can have it as their parent
+    before; None where the trace is not kept."""
+    above = get_current_span(parent).get_span_context()
+    if _emit is None or not above.is_valid or not above.trace_flags.sampled:
+        return None
+    return SpanContext(above.trace_id, random.getrandbits(64) or 1, False, above.trace_flags, above.trace_state)
+
+
 def begin(
     name: str, parent: Context, attributes: Mapping[str, Value] | None = None, *, start_ns: int | None = None
 ) -> Span:
@@ -108,13 +134,17 @@ def record(
     attributes: Mapping[str, Value] | None = None,
     *,
     error: str = "",
+    own: SpanContext | None = None,
 ) -> Context:
-    """Makes a finished span from monotonic nanoseconds; returns its context, to be the parent of its children."""
+    """Makes a finished span from monotonic nanoseconds; returns its context, to be the parent of its children. `own` is
+    what `reserve` gave."""
     above = get_current_span(parent).get_span_context()
     if _emit is not None and above.trace_flags.sampled and above.is_valid:
         # A request has a handful of these, and the SDK's way (sampler, attributes' checks, a span that could still
         # change) takes five times as long.
-        own = SpanContext(above.trace_id, random.getrandbits(64) or 1, False, above.trace_flags, above.trace_state)
+        own = own or SpanContext(
+            above.trace_id, random.getrandbits(64) or 1, False, above.trace_flags, above.trace_state
+        )
         _emit(name, own, above, wall_ns(start_ns), wall_ns(max(start_ns, end_ns)), attributes, error)
         return context_of(own)
     span = begin(name, parent, attributes, start_ns=start_ns)
