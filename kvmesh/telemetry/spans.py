@@ -38,13 +38,32 @@ Emit = Callable[[str, SpanContext, SpanContext, int, int, Mapping[str, Value] | 
 
 _tracer: Tracer = NoOpTracer()
 _emit: Emit | None = None
+_hold: Emit | None = None
+_keep: Callable[[int], bool] | None = None
 
 
-def use(tracer: Tracer | None, emit: Emit | None = None) -> None:
-    """Makes `tracer` the one that `begin` and `record` use; None turns them into no-ops. `emit` is a shorter path for
-    finished spans of a trace that is kept."""
-    global _tracer, _emit
-    _tracer, _emit = tracer or NoOpTracer(), emit
+def use(
+    tracer: Tracer | None,
+    emit: Emit | None = None,
+    hold: Emit | None = None,
+    keep: Callable[[int], bool] | None = None,
+) -> None:
+    """Makes `tracer` the one that `begin` and `record` use; None turns them into no-ops. `emit` and `hold` are shorter
+    paths for finished spans, of a trace that is kept and of one that is not yet; `keep` is called with the id of a
+    trace that is to be kept after all, and returns whether anything of it is known here."""
+    global _tracer, _emit, _hold, _keep
+    _tracer, _emit, _hold, _keep = tracer or NoOpTracer(), emit, hold, keep
+
+
+def keep(trace_id: int) -> bool:
+    """Keeps a trace that was not to be kept, as far as this process still has it. Returns whether it has any of it."""
+    return _keep is not None and _keep(trace_id)
+
+
+def trace_to_keep(source: Traceable) -> int:
+    """Returns the id of a trace that is held here and may yet be kept; 0 where it is kept, or nothing is traced."""
+    found = _span_context(source)
+    return found.trace_id if _keep is not None and found.is_valid and not found.trace_flags.sampled else 0
 
 
 def wall_ns(monotonic_ns: int) -> int:
@@ -139,13 +158,14 @@ def record(
     """Makes a finished span from monotonic nanoseconds; returns its context, to be the parent of its children. `own` is
     what `reserve` gave."""
     above = get_current_span(parent).get_span_context()
-    if _emit is not None and above.trace_flags.sampled and above.is_valid:
+    out = _emit if above.trace_flags.sampled else _hold
+    if out is not None and above.is_valid:
         # A request has a handful of these, and the SDK's way (sampler, attributes' checks, a span that could still
         # change) takes five times as long.
         own = own or SpanContext(
             above.trace_id, random.getrandbits(64) or 1, False, above.trace_flags, above.trace_state
         )
-        _emit(name, own, above, wall_ns(start_ns), wall_ns(max(start_ns, end_ns)), attributes, error)
+        out(name, own, above, wall_ns(start_ns), wall_ns(max(start_ns, end_ns)), attributes, error)
         return context_of(own)
     span = begin(name, parent, attributes, start_ns=start_ns)
     finish(span, end_ns=max(start_ns, end_ns), error=error)
