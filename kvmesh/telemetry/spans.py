@@ -29,6 +29,8 @@ Traceable = Span | Context | SpanContext
 
 _TRACEPARENT = re.compile("([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
+_TRACEPARENT_CHARS = 55  # of version 00
+
 # Monotonic clocks locally, wall time only in what is exported: one offset for the life of the process, so
 # spans of one process never overlap by a clock step.
 _WALL_OFFSET_NS = time.time_ns() - time.monotonic_ns()
@@ -107,7 +109,8 @@ def context_from(traceparent: str) -> Context:
 def is_kept(traceparent: str) -> bool:
     """Says whether spans below this `traceparent`, as members of the mesh write it, are kept here. Where it is not,
     callees that serve many requests do no work at all for the trace."""
-    return _emit is not None and traceparent.endswith("-01")
+    # The last digit has the sampled flag; others stand beside it, such as that of random ids.
+    return _emit is not None and len(traceparent) == _TRACEPARENT_CHARS and traceparent[-1] in "13579bdf"
 
 
 def kept(source: Traceable) -> str:
