@@ -210,14 +210,12 @@ def _table(roots: list[SpanNode], out: Console) -> Table:
 
 def _axis(length_ms: float) -> str:
     """The marks above the bars: each number begins where its time is."""
-    marks = ticks(length_ms, 5)
     line = ""
-    for ms in marks:
-        text = f"{ms:g} ms" if ms == marks[-1] else f"{ms:g}"
-        at = int(ms * _BAR / length_ms)
-        if at >= len(line) and at + len(text) <= _BAR:
+    for ms in ticks(length_ms, 5):
+        text, at = f"{ms:g}", int(ms * _BAR / length_ms)
+        if len(line) <= at <= _BAR - len(text) - len(" ms"):
             line = line.ljust(at) + text + " "
-    return line.rstrip()
+    return line + "ms"
 
 
 def _last_end(node: SpanNode) -> int:
