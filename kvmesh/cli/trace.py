@@ -18,7 +18,7 @@ from rich.table import Table
 from kvmesh.cli import runs
 from kvmesh.cli.console import RunDir, console, one_line_errors, wide_enough
 from kvmesh.cli.trace_svg import drawing, ticks
-from kvmesh.cli.trace_tree import Coverage, SpanNode, coverage, trees
+from kvmesh.cli.trace_tree import TimeCoverage, SpanNode, coverage, trees
 from kvmesh.errors import ConfigError, InvalidRequest, KvmeshError
 
 _BAR = 32
@@ -142,7 +142,7 @@ def trace(
             out.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _untold(told: Coverage) -> list[str]:
+def _untold(told: TimeCoverage) -> list[str]:
     """Says how much of the time is in no span, and where the longer stretches are."""
     share = 100 * told.untold_ns / max(told.ns, 1)
     lines = [f"{told.what} {told.ns / 1e6:.1f} ms, of which {told.untold_ns / 1e6:.1f} ms ({share:.1f}%) in no span"]

@@ -71,7 +71,7 @@ class Gap:
 
 
 @dataclass(frozen=True)
-class Coverage:
+class TimeCoverage:
     """How much of the time from `start_ns` to `end_ns` ("TTFT", or "request") is in spans that have no others below
     them. `gaps` are the longer stretches that are not, the first one first; `untold_ns` is all of it."""
 
@@ -86,7 +86,7 @@ class Coverage:
         return self.end_ns - self.start_ns
 
 
-def coverage(roots: list[SpanNode]) -> Coverage | None:
+def coverage(roots: list[SpanNode]) -> TimeCoverage | None:
     """Looks at the TTFT of the gateway's span; at the whole request where there was no first token. None: the trace has
     no span of a gateway."""
     found = [node for root in roots for _, node in root.all() if "gen_ai.operation.name" in node.span["attributes"]]
@@ -107,7 +107,7 @@ def coverage(roots: list[SpanNode]) -> Coverage | None:
         begun = [node for node in leaves if node.start_ns >= until]
         after = max(ended, key=lambda node: node.end_ns).name if ended else ""
         gaps.append(Gap(start, until, around[-1] if around else gateway, after, begun[0].name if begun else ""))
-    return Coverage("request" if ttft_ms is None else "TTFT", gateway.start_ns, end, untold, tuple(gaps))
+    return TimeCoverage("request" if ttft_ms is None else "TTFT", gateway.start_ns, end, untold, tuple(gaps))
 
 
 def _uncovered(spans: Iterable[SpanNode], start: int, end: int) -> Iterator[tuple[int, int]]:

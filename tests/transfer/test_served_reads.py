@@ -27,8 +27,8 @@ def test_counts_are_bounded() -> None:
 def test_servers_look_at_one_flag_while_nothing_is_watched() -> None:
     reads = ServedReads()
     seen = [reads.watching]
-    for step in (lambda: reads.watch("a", (0,), (1,)), lambda: reads.watch("b", (0,), (1,))):
-        step()
+    for name in ("a", "b"):
+        reads.watch(name, (0,), (1,))
         seen.append(reads.watching)
     for name in ("a", "b"):
         reads.unwatch(name)
