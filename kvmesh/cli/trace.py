@@ -18,7 +18,7 @@ from rich.table import Table
 from kvmesh.cli import runs
 from kvmesh.cli.console import RunDir, console, one_line_errors, wide_enough
 from kvmesh.cli.trace_svg import drawing, ticks
-from kvmesh.cli.trace_tree import TimeCoverage, SpanNode, coverage, trees
+from kvmesh.cli.trace_tree import SpanNode, TimeCoverage, coverage, trees
 from kvmesh.errors import ConfigError, InvalidRequest, KvmeshError
 
 _BAR = 32

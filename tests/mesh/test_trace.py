@@ -193,5 +193,5 @@ def check_borders(spans: dict[str, Span]) -> None:
     assert transfer.end_ns >= compute.start_ns
     assert load.start_ns >= spans["kvmesh.reserve"].start_ns, "its own blocks may come before any is computed"
     assert first.start_ns >= load.end_ns - SLACK_NS, "decode starts only after the KV is there"
-    assert first.start_ns >= transfer.end_ns - SLACK_NS
+    assert first.start_ns >= transfer.start_ns, "over tcp the writer may hear of the last byte when decode is at work"
     assert spans["kvmesh.generate"].start_ns >= first.end_ns - SLACK_NS
