@@ -21,6 +21,7 @@ from typing import Any
 
 from kvmesh.blockservice.checksums import ChecksumClient
 from kvmesh.blockservice.copies import Copies
+from kvmesh.blockservice.lease_spans import LeaseSpans
 from kvmesh.blockservice.leasing import Leasing
 from kvmesh.blockservice.object_family import GroupPlace
 from kvmesh.blockservice.offload import Offload
@@ -149,6 +150,7 @@ class BlockService:
         self.terms = LeaderTerms()
         self.draining = False
         self.leasing = Leasing(partitions)
+        self.lease_spans = LeaseSpans(ranks)
         self.sums = ChecksumClient(ranks)
         folder = tiers.path if tiers is not None and not tiers.url else None
         again = returning is not None or (tiers is not None and tiers.opens_later)
@@ -274,6 +276,9 @@ class BlockService:
             return True
         if isinstance(message, m.Summed):
             self.sums.rank_said(rank, message)
+            return True
+        if isinstance(message, m.ReadsServed):
+            self.lease_spans.rank_said(message)
             return True
         return self._tiering is not None and self._tiering.rank_said(rank, message)
 
@@ -460,6 +465,7 @@ class BlockService:
         while True:
             self._peers.tidy()
             self.puts.tidy()
+            self.lease_spans.tidy()
             self._sending.count(self.partitions)
             self._quotas.enforce()
             self.partitions.settle()

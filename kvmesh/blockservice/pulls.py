@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import msgspec
+from opentelemetry.trace import SpanContext
 
 from kvmesh.blockservice import reader_lease
 from kvmesh.blockservice.partitions import Partition
@@ -326,12 +327,16 @@ class Pulls:
         got: set[int] = set()
         cause = ""
         reads: list[m.PullEnded] = []
+        above = spans.context_from(record.job.traceparent)
+        own = spans.reserve(above)  # the holder's spans come below this one
         if source.instance_id == self._reader:
             return await self._below(record, source, items, deadline_ns)
         try:
             async with self._peers.use(source.address) as peer:
                 try:
-                    got, cause = await self._from(record, source, items, peer, deadline_ns, reads)
+                    got, cause = await self._from(
+                        record, source, items, peer, deadline_ns, reads, spans.kept(own) if own else ""
+                    )
                 except KvmeshError as error:
                     if worth_forgetting(error):
                         self._peers.forget(peer)
@@ -345,7 +350,7 @@ class Pulls:
             record.causes[f"{source.instance_id}: {cause}"] = None
         nbytes = record.nbytes_of(got) * len(self._ranks)
         record.nbytes += nbytes
-        self._trace(record.job, source, start, (len(items), len(got), nbytes), cause, reads)
+        self._trace(record.job, source, start, (len(items), len(got), nbytes), cause, reads, own)
         return got
 
     async def _below(self, record: _Running, source: PullRange, items: list[int], deadline_ns: int) -> set[int]:
@@ -387,6 +392,7 @@ class Pulls:
         counts: tuple[int, int, int],
         cause: str,
         reads: Sequence[m.PullEnded],
+        own: SpanContext | None = None,
     ) -> None:
         if not job.traceparent:
             return
@@ -401,7 +407,7 @@ class Pulls:
             names.PULL_BYTES: nbytes,
         }
         parent = spans.context_from(job.traceparent)
-        fetch = spans.record(names.SPAN_FETCH, parent, start, time.monotonic_ns(), attributes, error=cause)
+        fetch = spans.record(names.SPAN_FETCH, parent, start, time.monotonic_ns(), attributes, error=cause, own=own)
         for read in reads:
             carried = read.carried
             moved = names.transfer_attributes("read", read.bytes_done, carried.rails, carried.resent)
@@ -417,9 +423,10 @@ class Pulls:
         peer: Peer,
         deadline_ns: int,
         reads: list[m.PullEnded],
+        traceparent: str,
     ) -> tuple[set[int], str]:
         """Returns the items that arrived from one holder, and why not all did. The ranks' answers are appended to
-        `reads`. Raises KvmeshError."""
+        `reads`. `traceparent` is what the holder's spans come below; "" for none. Raises KvmeshError."""
         positions = sorted({record.items[at].position for at in items}) if record.job.groups else items
         masks = dict.fromkeys(positions, 0)
         for at in items if record.job.groups else ():
@@ -429,7 +436,7 @@ class Pulls:
         timeout_s = max(min(most_s, (deadline_ns - time.monotonic_ns()) / NS), 0.001)
         life = (source.instance_id, source.incarnation)
         asked = bytes(masks.values()) if record.job.groups else b""
-        terms = self._terms(record)
+        terms = replace(self._terms(record), traceparent=traceparent)
         asking = reader_lease.ask(terms, life, keys, peer, self._peers, self._releases, timeout_s, asked)
         lease = await self._lease(record, asking)
         if lease is None:

@@ -50,6 +50,7 @@ class LeaseTerms:
     shards: tuple[ShardLayout, ...] = ()
     checksums: bool = False
     groups: Mapping[int, tuple[ShardLayout, ...]] = field(default_factory=dict)
+    traceparent: str = ""  # of a trace that is kept: the holder's spans belong to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +207,7 @@ async def ask(
         want_descriptors=known is None,
         want_checksums=terms.checksums,
         groups=masks,
+        traceparent=terms.traceparent,
     )
     answer: pb.LeaseResponse = await peer.call("Lease", request, timeout_s)
     if not answer.lease_id:

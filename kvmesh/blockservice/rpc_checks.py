@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from kvmesh.blockservice.checksums import ChecksumClient
 from kvmesh.blockservice.copies import Copies
+from kvmesh.blockservice.lease_spans import LeaseSpans
 from kvmesh.blockservice.leasing import Leasing
 from kvmesh.blockservice.object_family import GroupPlace
 from kvmesh.blockservice.partitions import CLASS_MARK, Partitions
@@ -43,6 +44,7 @@ class ServedNode(Protocol):
     partitions: Partitions
     max_lease_ms: int
     leasing: Leasing
+    lease_spans: LeaseSpans
     copies: Copies
     puts: Puts
     removals: RemovalApplier

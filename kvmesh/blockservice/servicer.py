@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from kvmesh.blockservice import puts
 from kvmesh.blockservice.copies import CopyRequest
+from kvmesh.blockservice.lease_spans import Ranges
 from kvmesh.blockservice.leasing import Leased, LeasedObjects
 from kvmesh.blockservice.object_family import family_of
 from kvmesh.blockservice.partitions import Partition, Partitions, size_of, unused
@@ -44,7 +45,8 @@ from kvmesh.rpc.fastpath.server import FastContext, FastServer
 from kvmesh.rpc.fastpath.tickets import CallerTickets
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
-from kvmesh.telemetry import names
+from kvmesh.telemetry import names, spans
+from kvmesh.telemetry.served import call_path, called_ns, served
 from kvmesh.transfer import TrafficClass
 
 MAX_LEASES = 16_384
@@ -78,6 +80,18 @@ class NodeStoreServicer(pb_grpc.NodeStoreServicer):
     async def Lease(self, request: pb.LeaseRequest, context: Any) -> pb.LeaseResponse:  # noqa: N802
         """Leases blocks to a reader. Raises InvalidRequest, UnknownInstance (another incarnation of the holder),
         Overloaded, and Unavailable when checksums are not ready in time."""
+        if not request.traceparent or not spans.is_kept(request.traceparent):
+            return await self._lease(request, context)
+        start_ns = called_ns(context)
+        try:
+            answer = await self._lease(request, context)
+        except KvmeshError as error:
+            self._node.lease_spans.failed(request, start_ns, str(error))
+            raise
+        self._node.lease_spans.given(request, answer, start_ns, self._ranges(request, answer), call_path(context))
+        return answer
+
+    async def _lease(self, request: pb.LeaseRequest, context: Any) -> pb.LeaseResponse:
         node = self._node
         keys = keys_in(request.keys)
         lease_ms = lease_ms_in(request.lease_ms, node.max_lease_ms)
@@ -129,6 +143,20 @@ class NodeStoreServicer(pb_grpc.NodeStoreServicer):
             await self._sum(answer, lease, places, sizes)
         return answer
 
+    def _ranges(self, request: pb.LeaseRequest, answer: pb.LeaseResponse) -> Ranges:
+        """Returns what the answer leases, as ranges of each rank's segment."""
+        partitions = self._node.partitions
+        groups = {g: partitions.get(place.layout) for g, place in partitions.groups_of(request.layout).items()}
+        found: Ranges = []
+        for rank in answer.ranks:
+            offsets, sizes = list(rank.offset), list(answer.nbytes)
+            for group in rank.groups:
+                partition = groups[group.group]
+                offsets += group.offset
+                sizes += [partition.shard_bytes if partition is not None else 0] * len(group.offset)
+            found.append((tuple(offsets), tuple(sizes)))
+        return found
+
     async def _lease_objects(
         self, request: pb.LeaseRequest, keys: Sequence[bytes], lease_ms: int, wait_s: float
     ) -> pb.LeaseResponse:
@@ -176,27 +204,27 @@ class NodeStoreServicer(pb_grpc.NodeStoreServicer):
     async def _sum_objects(self, answer: pb.LeaseResponse, lease: LeasedObjects, parts: dict[int, Partition]) -> None:
         """Adds the checksums of the leased objects, as `_sum` does."""
         told = [(rank.rank, group) for rank in answer.ranks for group in rank.groups]
-        spans = [(rank, [(offset, parts[group.group].shard_bytes) for offset in group.offset]) for rank, group in told]
-        for (_, group), sums in zip(told, await self._summed(lease.lease_id, answer.lease_ms, spans), strict=True):
+        pieces = [(rank, [(offset, parts[group.group].shard_bytes) for offset in group.offset]) for rank, group in told]
+        for (_, group), sums in zip(told, await self._summed(lease.lease_id, answer.lease_ms, pieces), strict=True):
             group.checksum.extend(sums)
 
     async def _sum(
         self, answer: pb.LeaseResponse, lease: Leased, places: Sequence[tuple[Partition, int]], sizes: Sequence[int]
     ) -> None:
         """Adds the checksums of the leased blocks."""
-        spans = [(rank.rank, list(zip(rank.offset, sizes, strict=True))) for rank in answer.ranks]
-        sums = await self._summed(lease.lease_id, answer.lease_ms, spans)
+        pieces = [(rank.rank, list(zip(rank.offset, sizes, strict=True))) for rank in answer.ranks]
+        sums = await self._summed(lease.lease_id, answer.lease_ms, pieces)
         for rank, found in zip(answer.ranks, sums, strict=True):
             rank.checksum.extend(found)
 
     async def _summed(
-        self, lease_id: int, lease_ms: int, spans: Sequence[tuple[int, list[tuple[int, int]]]]
+        self, lease_id: int, lease_ms: int, pieces: Sequence[tuple[int, list[tuple[int, int]]]]
     ) -> list[Sequence[int]]:
-        """Returns the checksums of all spans, (rank, spans of bytes there). The ranks read under this lease, which
+        """Returns the checksums of all pieces, (rank, (offset, bytes) there). The ranks read under this lease, which
         nobody else renews yet."""
         node = self._node
         try:
-            sums = await asyncio.gather(*(node.sums.sums(rank, some, SUM_S) for rank, some in spans))
+            sums = await asyncio.gather(*(node.sums.sums(rank, some, SUM_S) for rank, some in pieces))
             # The lease is counted anew, as the reader counts it from an answer that took as long as the checksums.
             if node.leasing.renew(lease_id, lease_ms * MS, self._lease_clock_ns()) is None:
                 raise Overloaded("the lease ran out before its checksums were there", retry_after_ms=100)
@@ -215,7 +243,9 @@ class NodeStoreServicer(pb_grpc.NodeStoreServicer):
         if until_ns is None:
             raise UnknownInstance(f"lease_id={request.lease_id}: that lease is over", field="lease_id")
         node.leases_changed()
-        return pb.RenewBlocksResponse(lease_ms=(until_ns - now) // MS)
+        granted_ms = (until_ns - now) // MS
+        node.lease_spans.renewed(request.lease_id, granted_ms)
+        return pb.RenewBlocksResponse(lease_ms=granted_ms)
 
     async def ReleaseLease(self, request: pb.ReleaseBlocksRequest, context: Any) -> pb.ReleaseBlocksResponse:  # noqa: N802
         """Ends leases, and says of each whether it was open until now; it also succeeds for one that is over. Raises
@@ -223,6 +253,8 @@ class NodeStoreServicer(pb_grpc.NodeStoreServicer):
         if len(request.also) > MAX_RELEASED:
             raise InvalidRequest(f"also: {len(request.also)} leases, at most {MAX_RELEASED} in one call", field="also")
         released = [self._node.leasing.release(lease_id) for lease_id in (request.lease_id, *request.also)]
+        for lease_id, held in zip((request.lease_id, *request.also), released, strict=True):
+            self._node.lease_spans.released(lease_id, held=held)
         if any(released):
             self._node.leases_changed()
         return pb.ReleaseBlocksResponse(held=bytes(released))
@@ -405,6 +437,7 @@ class NodeStoreServicer(pb_grpc.NodeStoreServicer):
     def _pull_ended(self) -> None:
         self._pulls -= 1
 
+    @served(names.SPAN_PUT, lambda request: len(request.nbytes))
     async def Put(self, request: pb.PutBlocksRequest, context: Any) -> pb.PutBlocksResponse:  # noqa: N802
         """Reads blocks from the caller's memory and seals them. Raises InvalidRequest, UnknownInstance (the segment's
         descriptor is needed) or Overloaded."""

@@ -7,7 +7,6 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +17,8 @@ from rich.table import Table
 
 from kvmesh.cli import runs
 from kvmesh.cli.console import RunDir, console, one_line_errors, wide_enough
+from kvmesh.cli.trace_svg import drawing, ticks
+from kvmesh.cli.trace_tree import SpanNode, TimeCoverage, coverage, trees
 from kvmesh.errors import ConfigError, InvalidRequest, KvmeshError
 
 _BAR = 32
@@ -31,28 +32,19 @@ _SHOWN = {
     "kvmesh.transfer.bytes": "bytes",
     "kvmesh.transfer.transport": "over",
     "kvmesh.blocks": "blocks",
+    "kvmesh.pull.holder": "from",
+    "kvmesh.call.path": "by",
+    "kvmesh.keys": "keys",
+    "kvmesh.lease.tiers": "leased",
+    "kvmesh.lease.end": "then",
+    "kvmesh.read.count": "reads",
+    "kvmesh.read.bytes": "bytes",
     "kvmesh.preemptions": "preemptions",
     "kvmesh.attempt": "attempt",
     "gen_ai.usage.input_tokens": "prompt",
     "gen_ai.usage.output_tokens": "output",
     "error.type": "error",
 }
-
-
-@dataclass
-class SpanNode:
-    """A span and what happened inside it."""
-
-    span: dict[str, Any]
-    children: list[SpanNode] = field(default_factory=list)
-
-    @property
-    def start_ns(self) -> int:
-        return int(self.span["start_ns"])
-
-    @property
-    def end_ns(self) -> int:
-        return int(self.span["end_ns"])
 
 
 def read_spans(folder: Path) -> Iterator[dict[str, Any]]:
@@ -70,18 +62,6 @@ def read_spans(folder: Path) -> Iterator[dict[str, Any]]:
                         yield json.loads(line)
                     except ValueError:
                         continue
-
-
-def trees(spans: list[dict[str, Any]]) -> list[SpanNode]:
-    """The roots of one trace, everything in order of time. A span whose parent is not here is a root."""
-    nodes = {span["span_id"]: SpanNode(span) for span in spans}
-    roots: list[SpanNode] = []
-    for node in nodes.values():
-        parent = nodes.get(node.span["parent"])
-        (parent.children if parent else roots).append(node)
-    for node in nodes.values():
-        node.children.sort(key=lambda child: (child.start_ns, -child.end_ns))
-    return sorted(roots, key=lambda node: node.start_ns)
 
 
 def find_trace(spans: list[dict[str, Any]], wanted: str) -> list[dict[str, Any]]:
@@ -109,6 +89,7 @@ def trace(
         typer.Option(help="Folder of spans, as `kvmesh serve --trace-dir` writes them, in place of a run's."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The spans, one JSON object a line.")] = False,
+    svg: Annotated[Path | None, typer.Option("--svg", help="File to draw the trace to, as SVG.")] = None,
 ) -> None:
     """Show where the time of one request went: its spans through all services, as a tree.
 
@@ -119,6 +100,10 @@ def trace(
         kvmesh trace chatcmpl-3f2a9c
 
         kvmesh trace --last --trace-dir /var/lib/kvmesh/traces
+
+        kvmesh trace --last --svg trace.svg
+
+    Below the tree stands how much of the time to the first token no span explains, and where.
     """
     if trace_dir is not None and not trace_dir.is_dir():
         raise ConfigError(f"trace_dir={str(trace_dir)!r}: no such folder", field="trace_dir")
@@ -142,9 +127,30 @@ def trace(
         for span in sorted(chosen, key=lambda span: span["start_ns"]):
             out.out(json.dumps(span), highlight=False)
         return
+    roots = trees(chosen)
+    if svg is not None:
+        try:
+            svg.write_text(drawing(chosen[0]["trace_id"], roots), encoding="utf-8")
+        except OSError as err:
+            raise ConfigError(f"svg={str(svg)!r}: {err.strerror}", field="svg") from None
     out.print(f"trace {chosen[0]['trace_id']}, {len(chosen)} spans")
     wide_enough(out)
-    out.print(_table(trees(chosen), out))
+    out.print(_table(roots, out))
+    told = coverage(roots)
+    if told is not None:
+        for line in _untold(told):
+            out.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _untold(told: TimeCoverage) -> list[str]:
+    """Says how much of the time is in no span, and where the longer stretches are."""
+    share = 100 * told.untold_ns / max(told.ns, 1)
+    lines = [f"{told.what} {told.ns / 1e6:.1f} ms, of which {told.untold_ns / 1e6:.1f} ms ({share:.1f}%) in no span"]
+    for gap in told.gaps:
+        around = ", ".join(filter(None, (gap.after and f"after {gap.after}", gap.before and f"before {gap.before}")))
+        at, inside = (gap.start_ns - told.start_ns) / 1e6, f"{gap.inside.name} ({gap.inside.where})"
+        lines.append(f"  {gap.ns / 1e6:.1f} ms from {at:.1f} ms on, in {inside}{': ' if around else ''}{around}")
+    return lines
 
 
 def _where(run_dir: Path | None, trace_dir: Path | None) -> tuple[Path, bool]:
@@ -178,7 +184,13 @@ def whole(spans: list[dict[str, Any]]) -> bool:
     names = {span["name"] for span in spans}
     ended = any(span["service"] == "gateway" and span["parent"] not in known for span in spans)
     orphans = any(span["service"] != "gateway" and span["parent"] not in known for span in spans)
-    return ended and not orphans and ("kvmesh.place" not in names or "kvmesh.request" in names)
+    served = {span["parent"] for span in spans if span["name"] == "kvmesh.serve"}
+    leased = {
+        span["parent"]
+        for span in spans
+        if span["name"] == "kvmesh.lease" and span["attributes"].get("kvmesh.lease.blocks")
+    }
+    return ended and not orphans and leased <= served and ("kvmesh.place" not in names or "kvmesh.request" in names)
 
 
 def _table(roots: list[SpanNode], out: Console) -> Table:
@@ -186,14 +198,24 @@ def _table(roots: list[SpanNode], out: Console) -> Table:
     wide = out.width >= _WIDE or not out.is_terminal
     for name, justify in (("span", "left"), ("where", "left"), ("start", "right"), ("took", "right")):
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    if wide:  # a narrow screen shows numbers, not bars
-        table.add_column("", no_wrap=True)
-    table.add_column("", style="dim")
     first = min(node.start_ns for node in roots)
     length = max(1, max(_last_end(node) for node in roots) - first)
+    if wide:  # a narrow screen shows numbers, not bars
+        table.add_column(_axis(length / 1e6), no_wrap=True)
+    table.add_column("", style="dim")
     for root in roots:
         _rows(table, root, "", "", first, length, wide)
     return table
+
+
+def _axis(length_ms: float) -> str:
+    """The marks above the bars: each number begins where its time is."""
+    line = ""
+    for ms in ticks(length_ms, 5):
+        text, at = f"{ms:g}", int(ms * _BAR / length_ms)
+        if len(line) <= at <= _BAR - len(text) - len(" ms"):
+            line = line.ljust(at) + text + " "
+    return line + "ms"
 
 
 def _last_end(node: SpanNode) -> int:

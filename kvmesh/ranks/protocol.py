@@ -194,6 +194,21 @@ class Sum(Message, frozen=True):
     deadline_ns: int
 
 
+class WatchReads(Message, frozen=True):
+    """Counts what peers READ, from now on, of these ranges of the rank's own segment, until UnwatchReads with this
+    ticket. Reads that pass over this process (shm, rdma) are not counted."""
+
+    ticket: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class UnwatchReads(Message, frozen=True):
+    """Ends a count. The answer is ReadsServed; unknown tickets are ignored."""
+
+    ticket: int
+
+
 # ── rank → front ──────────────────────────────────────────────────────────────────────────────────
 
 
@@ -225,6 +240,17 @@ class PullEnded(Message, frozen=True):
     start_ns: int
     end_ns: int
     carried: Carried = Carried()
+
+
+class ReadsServed(Message, frozen=True):
+    """What was READ of the ranges of a WatchReads: so many requests and bytes, the first of which came at `start_ns`,
+    and the last of which was sent at `end_ns`."""
+
+    ticket: int
+    reads: int
+    nbytes: int
+    start_ns: int
+    end_ns: int
 
 
 class Summed(Message, frozen=True):
@@ -900,6 +926,8 @@ ToRank = (
     | PullOpen
     | PullCancel
     | Sum
+    | WatchReads
+    | UnwatchReads
     | TierOpen
     | TierPut
     | TierGet
@@ -935,6 +963,7 @@ ToFront = (
     | LoadCopied
     | PullEnded
     | Summed
+    | ReadsServed
     | TierOpened
     | TierMoving
     | TierDone

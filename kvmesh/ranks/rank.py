@@ -96,6 +96,8 @@ URGENT = (
     m.PullOpen,
     m.PullCancel,
     m.Sum,
+    m.WatchReads,
+    m.UnwatchReads,
     m.TierPut,
     m.TierGet,
     m.TierProbe,

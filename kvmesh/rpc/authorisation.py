@@ -171,6 +171,7 @@ PERMISSIONS: dict[str, dict[str, Permission]] = {
     "kvmesh.v1.Prefill": {"Handoff": _may(_I), "GetPools": _may(_O)},
     "kvmesh.v1.Instance": {"SetRole": _may(_C, _O), "Profile": _may(_O)},
     "kvmesh.v1.Doors": {"FindDoor": Permission(_ANY)},
+    "kvmesh.v1.Traces": {"Keep": _may(_G)},
     "kvmesh.v1.Gateway": {"Generate": PUBLIC, "GetGatewayStatus": PUBLIC},
     "kvmesh.v1.Doctor": {"Greet": PUBLIC, "Attend": PUBLIC, "Step": PUBLIC},
     "grpc.health.v1.Health": {"Check": EVERYBODY, "Watch": EVERYBODY, "List": EVERYBODY},
@@ -179,12 +180,12 @@ PERMISSIONS: dict[str, dict[str, Permission]] = {
 
 # Where each service is called; health is everywhere, and reflection wherever no API key is required.
 LISTENERS: dict[str, tuple[str, ...]] = {
-    "store master": ("StoreMaster", "Doors"),
-    "conductor": ("Conductor", "Doors"),
-    "prefill": ("Prefill", "Instance", "NodeStore"),
-    "decode": ("Decode", "Instance", "NodeStore"),
-    "coupled": ("Decode", "Prefill", "Instance", "NodeStore"),
-    "pool node": ("NodeStore",),
+    "store master": ("StoreMaster", "Doors", "Traces"),
+    "conductor": ("Conductor", "Doors", "Traces"),
+    "prefill": ("Prefill", "Instance", "NodeStore", "Traces"),
+    "decode": ("Decode", "Instance", "NodeStore", "Traces"),
+    "coupled": ("Decode", "Prefill", "Instance", "NodeStore", "Traces"),
+    "pool node": ("NodeStore", "Traces"),
     "gateway": ("Gateway",),
     "kvmesh doctor": ("Doctor",),
 }

@@ -17,9 +17,12 @@ from kvmesh.errors import ConfigError, Overloaded
 from kvmesh.rpc import authorisation, security
 from kvmesh.rpc.call_limits import MEMBERS, CallLimits
 from kvmesh.rpc.channels import KEEPALIVE_MS
+from kvmesh.rpc.pb import traces_pb2_grpc
 from kvmesh.rpc.protocol import MAX_MESSAGE_BYTES
 from kvmesh.rpc.public_calls import WINDOW_BYTES, PublicCalls
 from kvmesh.rpc.status import errors_to_status
+from kvmesh.rpc.traces import SERVICE as TRACES
+from kvmesh.rpc.traces import TracesServicer
 from kvmesh.telemetry import readiness
 
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -215,6 +218,9 @@ class Server:
         the port is in use."""
         check_port(self.host, self.port)  # before gRPC, which would log its own account first
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+        if self._public is None:
+            traces_pb2_grpc.add_TracesServicer_to_server(TracesServicer(), self.grpc)
+            self.serves(TRACES)
         self._publish(False)
         if self._public is None or not self._public.keys_required:
             names = (*self._services, HEALTH, reflection.SERVICE_NAME)

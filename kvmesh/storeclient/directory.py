@@ -21,6 +21,7 @@ from kvmesh.storeclient.arguments import instance, whole
 from kvmesh.storeclient.calls import turn
 from kvmesh.storeclient.placement import PoolCandidate
 from kvmesh.storeclient.replicas import Holder, Replica
+from kvmesh.telemetry.spans import ambient
 
 T = TypeVar("T")
 
@@ -91,7 +92,7 @@ class Directory:
         complete = True
         deadline = time.monotonic() + timeout_s
         for some in _portions(keys):
-            request = pb.FindRequest(keys=b"".join(some), grouped=True)
+            request = pb.FindRequest(keys=b"".join(some), grouped=True, traceparent=ambient())
             answer = await self.call("Find", request, _left(deadline))
             found += _replicas(answer, len(some))
             complete &= not answer.rebuilding
@@ -160,7 +161,7 @@ class Directory:
         deadline = time.monotonic() + timeout_s
         for some in _portions(list(names.items())):
             named = [pb.NamedKey(name=n, key=k, holder=holders.get(k, "") if holders else "") for n, k in some]
-            request = pb.BindRequest(namespace=namespace, names=named, replace=replace)
+            request = pb.BindRequest(namespace=namespace, names=named, replace=replace, traceparent=ambient())
             answer = await self.call("Bind", request, _left(deadline))
             bound |= zip((name for name, _ in some), split(answer.keys), strict=True)
         return bound
@@ -188,6 +189,7 @@ class Directory:
         return found
 
     async def _resolve(self, request: pb.ResolveRequest, deadline: float) -> list[bytes | None]:
+        request.traceparent = ambient()
         answer = await self.call("Resolve", request, _left(deadline))
         keys = split(answer.keys)
         if len(keys) != len(request.names):

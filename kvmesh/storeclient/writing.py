@@ -35,6 +35,7 @@ from kvmesh.storeclient.context import ClientContext
 from kvmesh.storeclient.memory import INLINE_COPY, Data, Span, Staged, copy
 from kvmesh.storeclient.placement import PoolCandidate, order, takes
 from kvmesh.storeclient.replicas import Holder, Replica
+from kvmesh.telemetry.spans import ambient
 
 log = logging.getLogger(__name__)
 
@@ -284,6 +285,7 @@ class BlockWriter:
             pin=pb.PinKind.ValueType(wish.pin or 0),
             pin_ttl_ms=wish.pin_ttl_ms,
             checksum=await _checksums(blocks) if wish.verify else (),
+            traceparent=ambient(),
         )
         with self._memory.ticket() as ticket:
             request.ticket, request.ticket_offset = ticket.value, ticket.offset

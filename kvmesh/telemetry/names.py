@@ -11,8 +11,11 @@ The spans of one request:
         ├── kvmesh.prefill                   prefill: received → everything acknowledged
         │   ├── kvmesh.queue                 received → first chunk starts
         │   ├── kvmesh.pull                  other nodes asked for blocks → what arrived is sealed here
-        │   │                                (kvmesh.fetch: one for each holder, lease asked → last byte read;
-        │   │                                in it kvmesh.transfer, for each rank: first byte asked for → last one read)
+        │   │   └── kvmesh.fetch             one for each holder: lease asked → last byte read
+        │   │       ├── kvmesh.lease         holder: asked → answered, what came from below DRAM included
+        │   │       ├── kvmesh.serve         holder: lease given → given back
+        │   │       │   └── kvmesh.read      holder's rank: first READ came → last byte sent; not of one-sided reads
+        │   │       └── kvmesh.transfer      for each rank: first byte asked for → last one read
         │   ├── kvmesh.load                  own host segment → device pages
         │   ├── kvmesh.compute               first chunk starts → first token sampled
         │   └── kvmesh.transfer              first byte posted → last acknowledged
@@ -20,6 +23,12 @@ The spans of one request:
         ├── kvmesh.load                      decode: landing → device pages
         ├── kvmesh.first_decode              decode: joined the batch → second token
         └── kvmesh.generate                  decode: second token → finish
+
+A program that uses the store by itself, in a span of its own, sees below that span:
+
+    kvmesh.locate, kvmesh.resolve, kvmesh.bind   store master: the call came → answered
+    kvmesh.put                                   node: the call came → sealed
+    kvmesh.lease, kvmesh.serve                   holder, as above
 
 Attributes: GenAI semantic conventions where they exist, else `kvmesh.*`.
 Metrics: `kvmesh_<service>_<what>_<unit>`; durations in seconds, sizes in bytes; label values are bounded sets.
@@ -61,6 +70,13 @@ SPAN_PREFILL = "kvmesh.prefill"
 SPAN_QUEUE = "kvmesh.queue"
 SPAN_PULL = "kvmesh.pull"
 SPAN_FETCH = "kvmesh.fetch"
+SPAN_LEASE = "kvmesh.lease"
+SPAN_SERVE = "kvmesh.serve"
+SPAN_READ = "kvmesh.read"
+SPAN_PUT = "kvmesh.put"
+SPAN_LOCATE = "kvmesh.locate"
+SPAN_RESOLVE = "kvmesh.resolve"
+SPAN_BIND = "kvmesh.bind"
 SPAN_COMPUTE = "kvmesh.compute"
 SPAN_TRANSFER = "kvmesh.transfer"
 SPAN_RESERVE = "kvmesh.reserve"
@@ -115,6 +131,16 @@ LOWER_TOKENS = "kvmesh.lower_tokens"  # of the cached ones in the own host segme
 SHORT_GROUPS = "kvmesh.short_groups"  # cache groups, by name, that lacked something, so that fewer tokens are cached
 HOLDER = "kvmesh.pull.holder"  # instance id of the node that blocks were read from
 WANTED_BLOCKS = "kvmesh.pull.wanted_blocks"
+READER = "kvmesh.lease.reader"  # who leased
+LEASED_BLOCKS = "kvmesh.lease.blocks"
+LEASED_BYTES = "kvmesh.lease.bytes"  # of all ranks
+LEASED_TIERS = "kvmesh.lease.tiers"  # "dram=3 ssd=1": where the blocks were found, and how many
+LEASE_END = "kvmesh.lease.end"  # "given back" | "ran out"
+READS = "kvmesh.read.count"  # requests that the holder's ranks served
+READ_BYTES = "kvmesh.read.bytes"
+READS_SEEN = "kvmesh.read.seen"  # False: whatever was read was read one-sided (rdma, shm), which leaves no trace here
+CALL_PATH = "kvmesh.call.path"  # "fast path" | "grpc"
+KEYS = "kvmesh.keys"  # keys, or names, in a call
 AT_DECODE_TOKENS = "kvmesh.at_decode_tokens"  # of the prompt: their KV lay in decode's store and was not sent
 DECODE_PULLED_TOKENS = "kvmesh.decode.pulled_tokens"  # fetched by decode from other nodes for this request
 COMPUTED_TOKENS = "kvmesh.computed_tokens"  # by prefill: the rest

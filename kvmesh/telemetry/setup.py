@@ -23,6 +23,8 @@ from kvmesh.telemetry.printable import printable
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+
+    from kvmesh.telemetry.sampling import UnsampledSpans
 from collections.abc import Callable
 
 # Files that do not fill a disk: a floor of free space, and what is left out below it.
@@ -140,23 +142,23 @@ def start(
         return Telemetry(_running.tracer, _running._provider, None)
     limits = limits or TelemetryLimits()
     handler = _log_handler(service, instance_id, log_level, log_file, limits)
-    provider = emit = None
+    provider = emit = held = None
     if trace_dir or otlp_endpoint:
         try:
-            provider, emit = _provider(service, instance_id, trace_dir, otlp_endpoint, limits)
+            provider, emit, held = _provider(service, instance_id, trace_dir, otlp_endpoint, limits)
         except BaseException:
             logging.getLogger().removeHandler(handler)
             handler.close()
             raise
     tracer = provider.get_tracer(TRACER) if provider else NoOpTracer()
-    spans.use(tracer, emit)
+    spans.use(tracer, emit, held.hold if held else None, held.keep if held else None)
     _running = Telemetry(tracer, provider, handler)
     return _running
 
 
 def _provider(
     service: str, instance_id: str, trace_dir: str, otlp_endpoint: str, limits: TelemetryLimits
-) -> tuple[TracerProvider, spans.Emit]:
+) -> tuple[TracerProvider, spans.Emit, UnsampledSpans]:
     # Imported only where wanted: the SDK costs a start half a second on a slow machine.
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -195,7 +197,6 @@ def _provider(
         insecure = not otlp_endpoint.startswith("https://")
         exporter = OTLPSpanExporter(endpoint=otlp_endpoint, insecure=insecure, timeout=_OTLP_TIMEOUT_S)
         add(exporter, _OTLP_DELAY_MS)
-    provider.add_span_processor(UnsampledSpans(batches, limits.trace_slow_ms))
     scope = InstrumentationScope(TRACER)
 
     def emit(
@@ -221,7 +222,9 @@ def _provider(
         for batch in batches:
             batch.on_end(span)
 
-    return provider, emit
+    held = UnsampledSpans(batches, emit, limits.trace_slow_ms)
+    provider.add_span_processor(held)
+    return provider, emit, held
 
 
 def _file_exporter(service: str, instance_id: str, trace_dir: str, limits: TelemetryLimits) -> JsonLinesExporter:

@@ -29,6 +29,8 @@ Traceable = Span | Context | SpanContext
 
 _TRACEPARENT = re.compile("([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
+_TRACEPARENT_CHARS = 55  # of version 00
+
 # Monotonic clocks locally, wall time only in what is exported: one offset for the life of the process, so
 # spans of one process never overlap by a clock step.
 _WALL_OFFSET_NS = time.time_ns() - time.monotonic_ns()
@@ -38,13 +40,32 @@ Emit = Callable[[str, SpanContext, SpanContext, int, int, Mapping[str, Value] | 
 
 _tracer: Tracer = NoOpTracer()
 _emit: Emit | None = None
+_hold: Emit | None = None
+_keep: Callable[[int], bool] | None = None
 
 
-def use(tracer: Tracer | None, emit: Emit | None = None) -> None:
-    """Makes `tracer` the one that `begin` and `record` use; None turns them into no-ops. `emit` is a shorter path for
-    finished spans of a trace that is kept."""
-    global _tracer, _emit
-    _tracer, _emit = tracer or NoOpTracer(), emit
+def use(
+    tracer: Tracer | None,
+    emit: Emit | None = None,
+    hold: Emit | None = None,
+    keep: Callable[[int], bool] | None = None,
+) -> None:
+    """Makes `tracer` the one that `begin` and `record` use; None turns them into no-ops. `emit` and `hold` are shorter
+    paths for finished spans, of a trace that is kept and of one that is not yet; `keep` is called with the id of a
+    trace that is to be kept after all, and returns whether anything of it is known here."""
+    global _tracer, _emit, _hold, _keep
+    _tracer, _emit, _hold, _keep = tracer or NoOpTracer(), emit, hold, keep
+
+
+def keep(trace_id: int) -> bool:
+    """Keeps a trace that was not to be kept, as far as this process still has it. Returns whether it has any of it."""
+    return _keep is not None and _keep(trace_id)
+
+
+def trace_to_keep(source: Traceable) -> int:
+    """Returns the id of a trace that is held here and may yet be kept; 0 where it is kept, or nothing is traced."""
+    found = _span_context(source)
+    return found.trace_id if _keep is not None and found.is_valid and not found.trace_flags.sampled else 0
 
 
 def wall_ns(monotonic_ns: int) -> int:
@@ -85,6 +106,33 @@ def context_from(traceparent: str) -> Context:
     return context_of(remote) if remote.is_valid else Context()
 
 
+def is_kept(traceparent: str) -> bool:
+    """Says whether spans below this `traceparent`, as members of the mesh write it, are kept here. Where it is not,
+    callees that serve many requests do no work at all for the trace."""
+    # The last digit has the sampled flag; others stand beside it, such as that of random ids.
+    return _emit is not None and len(traceparent) == _TRACEPARENT_CHARS and traceparent[-1] in "13579bdf"
+
+
+def kept(source: Traceable) -> str:
+    """Returns the `traceparent` of a trace that is kept; "" of any other, which is not named to such callees."""
+    return traceparent(source) if _span_context(source).trace_flags.sampled else ""
+
+
+def ambient() -> str:
+    """Returns the `traceparent` of the span in which the calling program is, by OpenTelemetry's own context, if its
+    trace is kept; else ""."""
+    return kept(get_current_span())
+
+
+def reserve(parent: Context) -> SpanContext | None:
+    """Returns the context of a span that `record` makes later (as `own`), so that others can have it as their parent
+    before; None where the trace is not kept."""
+    above = get_current_span(parent).get_span_context()
+    if _emit is None or not above.is_valid or not above.trace_flags.sampled:
+        return None
+    return SpanContext(above.trace_id, random.getrandbits(64) or 1, False, above.trace_flags, above.trace_state)
+
+
 def begin(
     name: str, parent: Context, attributes: Mapping[str, Value] | None = None, *, start_ns: int | None = None
 ) -> Span:
@@ -108,14 +156,19 @@ def record(
     attributes: Mapping[str, Value] | None = None,
     *,
     error: str = "",
+    own: SpanContext | None = None,
 ) -> Context:
-    """Makes a finished span from monotonic nanoseconds; returns its context, to be the parent of its children."""
+    """Makes a finished span from monotonic nanoseconds; returns its context, to be the parent of its children. `own` is
+    what `reserve` gave."""
     above = get_current_span(parent).get_span_context()
-    if _emit is not None and above.trace_flags.sampled and above.is_valid:
+    out = _emit if above.trace_flags.sampled else _hold
+    if out is not None and above.is_valid:
         # A request has a handful of these, and the SDK's way (sampler, attributes' checks, a span that could still
         # change) takes five times as long.
-        own = SpanContext(above.trace_id, random.getrandbits(64) or 1, False, above.trace_flags, above.trace_state)
-        _emit(name, own, above, wall_ns(start_ns), wall_ns(max(start_ns, end_ns)), attributes, error)
+        own = own or SpanContext(
+            above.trace_id, random.getrandbits(64) or 1, False, above.trace_flags, above.trace_state
+        )
+        out(name, own, above, wall_ns(start_ns), wall_ns(max(start_ns, end_ns)), attributes, error)
         return context_of(own)
     span = begin(name, parent, attributes, start_ns=start_ns)
     finish(span, end_ns=max(start_ns, end_ns), error=error)

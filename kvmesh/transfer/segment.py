@@ -20,6 +20,7 @@ from kvmesh.errors import TransferError
 from kvmesh.transfer import checks
 from kvmesh.transfer.api import Region
 from kvmesh.transfer.memory import PAGE, Mapping
+from kvmesh.transfer.served_reads import ServedReads
 from kvmesh.transfer.transports.wire import UNREADABLE
 
 DESCRIPTOR_VERSION = 2
@@ -167,6 +168,7 @@ class LocalSegment:
     """The regions of this engine. It is thread-safe; look-ups read immutable snapshots and take no lock."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
+    reads: ServedReads = field(default_factory=ServedReads)
     _next_base: int = PAGE
     _by_base: tuple[LocalRegion, ...] = ()
     _by_address: tuple[LocalRegion, ...] = ()

@@ -111,6 +111,21 @@ class Account:
                 self.span.set_attribute(names.ERROR_TYPE, outcome)
         spans.finish(self.span, end_ns=now_ns, error="" if err is None else str(err) or outcome)
 
+    def failed_or_late(
+        self, choices: Sequence[AnswerAttempts], err: BaseException | None, slos_ms: tuple[int, int]
+    ) -> bool:
+        """Says of a request that has ended whether it failed, other than by its client's going away, or came later
+        than its SLOs (TTFT and mean time between tokens; 0: none)."""
+        if err is not None:
+            return not isinstance(err, asyncio.CancelledError | GeneratorExit | RequestCancelled)
+        if not self.first_token_ns:
+            return False
+        ttft_slo_ms, tbt_slo_ms = slos_ms
+        tokens = max((choice.answer.count for choice in choices), default=0)
+        ttft_ms = (self.first_token_ns - self.received_ns) / 1e6
+        tbt_ms = (time.monotonic_ns() - self.first_token_ns) / 1e6 / max(tokens - 1, 1)
+        return 0 < ttft_slo_ms < ttft_ms or 0 < tbt_slo_ms < tbt_ms
+
     def usage(self, choices: Sequence[AnswerAttempts]) -> CompletionUsage:
         """Tokens so far. Each prompt counts once, and as cached what was cached before the first of its answers: the
         others find what that one has computed, and any of them may have been the first."""

@@ -73,6 +73,11 @@ class Conductor:
         await asyncio.gather(*(one.close() for one in self._conductors))
 
     @property
+    def address(self) -> str:
+        """The conductor that answered last."""
+        return self._conductors[self._first].address
+
+    @property
     def _order(self) -> list[ServiceClient]:
         """Whom to ask, one after another until one answers."""
         return self._conductors[self._first :] + self._conductors[: self._first]

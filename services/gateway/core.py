@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvmesh.rpc.traces import TraceKeeper
 from kvmesh.services.gateway.api_keys import Tenant
 from kvmesh.services.gateway.concurrency import AnswerRoom
 from kvmesh.services.gateway.conductor import Catalog, Conductor
@@ -52,6 +53,7 @@ class GatewayCore:
         self.memory = memory or RequestMemory(config.request_memory)
         bounds = config.response_bounds
         self.responses = responses or ResponseStore(MemoryResponses(bounds), bounds)
+        self.traces = TraceKeeper()
         self.room = AnswerRoom(config.max_answers)
         self.running: set[Request] = set()
         self.idle = asyncio.Event()

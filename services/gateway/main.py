@@ -82,6 +82,7 @@ async def run(config: GatewayConfig, stop: asyncio.Event, started: Callable[[dic
         catalog = Catalog(conductor, models, on_ready=on_ready, on_instances=on_instances)
         core = GatewayCore(config, models, keys, conductor, sessions, catalog, memory, responses)
         stack.callback(core.close)
+        stack.push_async_callback(core.traces.close)
         gateway_pb2_grpc.add_GatewayServicer_to_server(servicer.GatewayServicer(core), grpc_server.grpc)
         grpc_server.serves(servicer.SERVICE)
         await grpc_server.start()

@@ -199,6 +199,9 @@ class Request:
         self._watching: asyncio.TimerHandle | None = None
         self._left = 0
         self.scores = 0  # log-probabilities of prompts that the client is told
+        self._served_by: set[str] = set()  # addresses: who has spans of this request
+        config = core.config
+        self._slos = generation.ttft_slo_ms or config.ttft_slo_ms, generation.tbt_slo_ms or config.tbt_slo_ms
 
     # ── as a context ──────────────────────────────────────────────────────────────────────────────
 
@@ -221,7 +224,10 @@ class Request:
         for task in self._tasks:
             task.cancel()
         self.core.leave(self)
+        trace_id = spans.trace_to_keep(self.account.span)
         self.account.close(self.choices, err)
+        if trace_id and self.account.failed_or_late(self.choices, err, self._slos):
+            self.core.traces.keep(trace_id, self._served_by)
         if self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
@@ -529,12 +535,14 @@ class Request:
         try:
             placement = await self.core.conductor.schedule(request, self._deadline, spans.context_of(span))
             failure = ""
+            self._served_by |= {placement.prefill.address, placement.decode.address}
             span.set_attribute(names.PREFILL_INSTANCE, placement.prefill.instance_id)
             span.set_attribute(names.DECODE_INSTANCE, placement.decode.instance_id)
         except KvmeshError as err:
             failure = str(err)
             raise
         finally:
+            self._served_by.add(self.core.conductor.address)
             now_ns = time.monotonic_ns()
             if not choice.carried.answered:
                 self.account.scheduled_ns = now_ns

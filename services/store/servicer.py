@@ -40,6 +40,7 @@ from kvmesh.services.store.policy.store_policy import MAX_GRANT
 from kvmesh.services.store.state import MasterState
 from kvmesh.services.store.watchers import Watchers
 from kvmesh.telemetry import names
+from kvmesh.telemetry.served import served
 
 log = logging.getLogger(__name__)
 MAX_LOOKUP_KEYS = 4096
@@ -335,6 +336,7 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
 
     # ── Find and ListKeys ───────────────────────────────────────────────────────────────────────────
 
+    @served(names.SPAN_LOCATE, lambda request: len(request.keys) // KEY_BYTES)
     async def Find(self, request: pb.FindRequest, context: Any) -> pb.FindResponse:  # noqa: N802
         """Returns where each block is. Raises InvalidRequest or NotLeader."""
         keys = mapping.packed_keys("keys", request.keys, MAX_FIND_KEYS)
@@ -370,6 +372,7 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
         self._step(Tick())
         return pb.GrantResponse(term=self.term, first=self._state.policy.grants.take(request.count))
 
+    @served(names.SPAN_BIND, lambda request: len(request.names))
     async def Bind(self, request: pb.BindRequest, context: Any) -> pb.BindResponse:  # noqa: N802
         """Binds names to keys. Raises InvalidRequest, Overloaded (too many names), NotLeader or Unavailable."""
         namespace = text("namespace", request.namespace, MAX_NAMESPACE_BYTES)
@@ -398,6 +401,7 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
             if known is not None:
                 self._state.policy.sealed(some, store_id, known[0].incarnation, self._clock())
 
+    @served(names.SPAN_RESOLVE, lambda request: len(request.names))
     async def Resolve(self, request: pb.ResolveRequest, context: Any) -> pb.ResolveResponse:  # noqa: N802
         """Returns what names stand for, and forgets them with `unbind`. Raises InvalidRequest, NotLeader or
         Unavailable."""

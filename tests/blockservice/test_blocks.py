@@ -318,7 +318,14 @@ async def test_one_span_for_each_holder_under_the_request_s(tmp_path: Path) -> N
     # Under each of them its rank's transfer: from where to where its bytes went, and when.
     fetches = {line["span_id"]: line for line in lines if line["name"] == names.SPAN_FETCH}
     moved = [line for line in lines if line["name"] == names.SPAN_TRANSFER]
-    assert len(moved) == len(fetches) == 3 and len(lines) == 6
+    assert len(moved) == len(fetches) == 3 and len(lines) == 12
+    # And what its holder did for it. Over shm the reader reads by itself, and the holder's span says that it saw none.
+    for name in (names.SPAN_LEASE, names.SPAN_SERVE):
+        held = [line for line in lines if line["name"] == name]
+        assert {line["parent"] for line in held} == set(fetches)
+        assert sum(line["attributes"][names.LEASED_BYTES] for line in held) == 6 * SHARD
+        assert {line["attributes"][names.READER] for line in held} == {"b"}
+    assert all(not line["attributes"][names.READS_SEEN] and not line["status"] for line in held)
     for line in moved:
         told, around = line["attributes"], fetches.pop(line["parent"])
         assert told[names.TRANSFER_BYTES] == around["attributes"][names.PULL_BYTES] > 0

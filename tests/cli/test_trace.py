@@ -7,13 +7,15 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
 from kvmesh.cli.app import app
-from kvmesh.cli.trace import _table, find_trace, trees, whole
+from kvmesh.cli.trace import _table, find_trace, whole
+from kvmesh.cli.trace_tree import coverage, trees
 from kvmesh.errors import InvalidRequest
 
 TRACE = "ab" * 16
@@ -136,3 +138,61 @@ def test_last_is_the_request_that_ended_last(run: Path) -> None:
     result = CliRunner().invoke(app, ["trace", "--last", "--json", "--run-dir", str(run)])
     found = [json.loads(line) for line in result.output.splitlines()]
     assert [one["span_id"] for one in found] == ["a", "e", "b", "c", "d"]
+
+
+def test_a_trace_waits_for_what_its_holder_has_to_say() -> None:
+    first = [one for one in SPANS if one["trace_id"] == TRACE]
+    fetch = span("kvmesh.fetch", "f", "c", 21, 29, "prefill")
+    lease = span("kvmesh.lease", "l", "f", 22, 23, "pool", attributes={"kvmesh.lease.blocks": 2})
+    assert not whole([*first, lease]), "its parent is missing"
+    assert not whole([*first, fetch, lease])
+    assert whole([*first, fetch, lease, span("kvmesh.serve", "v", "f", 23, 28, "pool")])
+    nothing = {**lease, "attributes": {"kvmesh.lease.blocks": 0}}
+    assert whole([*first, fetch, nothing]), "who holds nothing serves nothing"
+
+
+FIRST_TOKEN = {"gen_ai.operation.name": "chat", "kvmesh.ttft_ms": 60.0}
+ROOT = span("chat demo", "a", "ff", 0, 100, "gateway", attributes=FIRST_TOKEN)
+OF_ROOT = [one for one in SPANS if one["trace_id"] == TRACE and one["span_id"] != "a"]
+
+
+def test_the_time_to_the_first_token_that_no_span_explains_is_named() -> None:
+    (root,) = trees([ROOT, *OF_ROOT])
+    told = coverage([root])
+    assert told is not None and (told.what, told.ns) == ("TTFT", 60_000_000)
+    # 0 to 1, 3 to 30 (request and prefill have a span below them, but later), and none after 30.
+    assert told.untold_ns == 28_000_000
+    assert [(gap.ns, gap.inside.name, gap.after, gap.before) for gap in told.gaps] == [
+        (1_000_000, "chat demo", "", "kvmesh.tokenize"),
+        (27_000_000, "chat demo", "kvmesh.tokenize", "kvmesh.transfer"),
+    ]
+    failed = {**ROOT, "attributes": {"gen_ai.operation.name": "chat"}}
+    told = coverage(trees([failed, *OF_ROOT]))
+    assert told is not None and (told.what, told.untold_ns, told.gaps[-1].before) == ("request", 68_000_000, "")
+    assert coverage(trees([{**ROOT, "attributes": {}}])) is None, "a program's own trace has no TTFT"
+
+
+def test_the_gap_in_an_inner_span_is_that_span_s() -> None:
+    spans = [ROOT, *(one for one in OF_ROOT if one["name"] != "kvmesh.tokenize")]
+    spans += [span("kvmesh.tokenize", "t", "a", 0, 20, "gateway"), span("kvmesh.queue", "q", "c", 20, 24, "prefill")]
+    told = coverage(trees(spans))
+    assert told is not None
+    assert [(gap.ns, gap.inside.name) for gap in told.gaps] == [(6_000_000, "kvmesh.prefill")]
+
+
+def test_the_screen_and_the_picture_show_gaps_and_an_axis(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    hostile = span("<script>", "h", "a", 1, 3, "pool", instance="a&b")
+    lines = "".join(json.dumps(one) + "\n" for one in (ROOT, *OF_ROOT, hostile))
+    (tmp_path / "own" / "all.jsonl").write_text(lines)
+    picture = tmp_path / "trace.svg"
+    options = ["trace", TRACE, "--trace-dir", str(tmp_path / "own"), "--svg"]
+    output = CliRunner().invoke(app, [*options, str(picture)]).output
+    assert re.search(r"took +0 +50 ms", output)
+    assert "TTFT 60.0 ms, of which 28.0 ms (46.7%) in no span" in output
+    assert "  27.0 ms from 3.0 ms on, in chat demo (gateway-0): after kvmesh.tokenize, before kvmesh.transfer" in output
+    tree = ElementTree.fromstring(picture.read_text())
+    texts = [node.text for node in tree.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"<script>", "a&b", "request", "100 ms", "TTFT 60.0 ms, 53.3% of it in named spans"} <= set(texts)
+    assert sum(node.get("class") == "gap" for node in tree.iter("{http://www.w3.org/2000/svg}rect")) == 2
+    assert "svg='/nowhere/x'" in CliRunner().invoke(app, [*options, "/nowhere/x"]).output

@@ -89,7 +89,7 @@ async def test_reflection_lists_the_services() -> None:
         answers: Any = stub.ServerReflectionInfo(iter(asks), timeout=30)
         found = [answer async for answer in answers]
     names = {service.name for service in found[0].list_services_response.service}
-    assert names == {STORE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+    assert names == {STORE, "kvmesh.v1.Traces", "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
     assert b"ListMembers" in found[1].file_descriptor_response.file_descriptor_proto[0]
     await server.stop(0)
 

@@ -111,6 +111,24 @@ def test_an_unsampled_parent_is_not_recorded(tmp_path: Path) -> None:
     assert [span["name"] for span in read(tmp_path)] == ["told"]
 
 
+def test_only_kept_traces_are_named_to_callees(tmp_path: Path) -> None:
+    assert not spans.is_kept(HEADER), "nothing is traced here"
+    telemetry = start(tmp_path)
+    root = spans.begin("root", Context())
+    assert spans.is_kept(spans.kept(root)), "whatever flags the SDK sets beside that of sampling"
+    quiet = spans.context_from(HEADER[:-1] + "0")
+    assert spans.kept(quiet) == "" and spans.reserve(quiet) is None
+    for kept in ("", "1", HEADER[:-1] + "2", HEADER + "1"):
+        assert not spans.is_kept(kept)
+    own = spans.reserve(spans.context_of(root))
+    assert own is not None
+    spans.record("later", spans.context_from(spans.kept(own)), 2, 3)
+    spans.record("first", spans.context_of(root), 1, 4, own=own)
+    telemetry.shutdown()
+    found = {span["name"]: span for span in read(tmp_path)}
+    assert found["later"]["parent"] == found["first"]["span_id"]
+
+
 def test_a_process_has_one_telemetry(tmp_path: Path) -> None:
     first = start(tmp_path)
     second = start(tmp_path / "other")

@@ -12,6 +12,7 @@ from kvmesh.ranks.transfer_config import own_location, start_engine
 from kvmesh.ranks.worker.checksums import Sums
 from kvmesh.ranks.worker.prefault import PrefaultAhead, touch
 from kvmesh.ranks.worker.puller import ShardPuller
+from kvmesh.ranks.worker.read_counts import count_reads
 from kvmesh.ranks.worker.tier_worker import TierWorker
 from kvmesh.ranks.worker.warm_segment import POOL_SLOT_BYTES, host_region
 from kvmesh.transfer.transports.registry import described
@@ -100,6 +101,10 @@ class StoreWorker:
                 self.puller.cancel(ticket)
             case m.Sum():
                 self.sums.add(message)
+            case m.WatchReads() | m.UnwatchReads():
+                served = count_reads(self.engine, message)
+                if served is not None:
+                    self._send(served)
             case m.OpenSegment(descriptor):
                 try:
                     self.engine.open_segment(descriptor)

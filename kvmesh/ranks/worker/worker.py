@@ -39,6 +39,7 @@ from kvmesh.ranks.worker.prefault import touch
 from kvmesh.ranks.worker.profiler import StepProfiler
 from kvmesh.ranks.worker.puller import ShardPuller
 from kvmesh.ranks.worker.pusher import PushedGroup, Pusher
+from kvmesh.ranks.worker.read_counts import count_reads
 from kvmesh.ranks.worker.setup import RankSetup
 from kvmesh.ranks.worker.slices import Moves, Seals
 from kvmesh.ranks.worker.stager import Stager
@@ -329,6 +330,10 @@ class Worker:
                 self.puller.cancel(ticket)
             case m.Sum():
                 self.sums.add(message)
+            case m.WatchReads() | m.UnwatchReads():
+                served = count_reads(self.engine, message)
+                if served is not None:
+                    self._send(served)
             case m.CopyIn() | m.CopyOut() | m.LoadCopy():
                 self.moves.add(message)
             case m.SealCopy():

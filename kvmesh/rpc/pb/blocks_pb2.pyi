@@ -58,6 +58,7 @@ class LeaseRequest(_message.Message):
     WANT_CHECKSUMS_FIELD_NUMBER: _builtins.int
     ANY_CUT_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     reader: _builtins.str
     """instance_id, for logs"""
     holder_incarnation: _builtins.int
@@ -73,6 +74,8 @@ class LeaseRequest(_message.Message):
     """the reader takes shards of any cut of the same blocks (other TP) and copies what it needs of each"""
     groups: _builtins.bytes
     """one mask of cache groups a key: what is wanted of it; empty: the model has one group"""
+    traceparent: _builtins.str
+    """W3C, of a reader whose trace is kept; empty: nobody traces this"""
     def __init__(
         self,
         *,
@@ -85,10 +88,11 @@ class LeaseRequest(_message.Message):
         want_checksums: _builtins.bool = ...,
         any_cut: _builtins.bool = ...,
         groups: _builtins.bytes = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["any_cut", b"any_cut", "groups", b"groups", "holder_incarnation", b"holder_incarnation", "keys", b"keys", "layout", b"layout", "lease_ms", b"lease_ms", "reader", b"reader", "want_checksums", b"want_checksums", "want_descriptors", b"want_descriptors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["any_cut", b"any_cut", "groups", b"groups", "holder_incarnation", b"holder_incarnation", "keys", b"keys", "layout", b"layout", "lease_ms", b"lease_ms", "reader", b"reader", "traceparent", b"traceparent", "want_checksums", b"want_checksums", "want_descriptors", b"want_descriptors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -817,6 +821,7 @@ class PutBlocksRequest(_message.Message):
     CHECKSUM_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
     TICKET_OFFSET_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     keys: _builtins.bytes
     layout: _builtins.str
     """"bytes": any length, no layout"""
@@ -834,6 +839,8 @@ class PutBlocksRequest(_message.Message):
     after its caller left cannot seal what lies there by then; a caller that clears its ticket may reuse memory at once.
     """
     ticket_offset: _builtins.int
+    traceparent: _builtins.str
+    """as in LeaseRequest"""
     @_builtins.property
     def offset(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of each block in that segment"""
@@ -859,10 +866,11 @@ class PutBlocksRequest(_message.Message):
         checksum: _abc.Iterable[_builtins.int] | None = ...,
         ticket: _builtins.int = ...,
         ticket_offset: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "keys", b"keys", "layout", b"layout", "nbytes", b"nbytes", "offset", b"offset", "pin", b"pin", "pin_ttl_ms", b"pin_ttl_ms", "read_within_ms", b"read_within_ms", "segment", b"segment", "segment_descriptor", b"segment_descriptor", "ticket", b"ticket", "ticket_offset", b"ticket_offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "keys", b"keys", "layout", b"layout", "nbytes", b"nbytes", "offset", b"offset", "pin", b"pin", "pin_ttl_ms", b"pin_ttl_ms", "read_within_ms", b"read_within_ms", "segment", b"segment", "segment_descriptor", b"segment_descriptor", "ticket", b"ticket", "ticket_offset", b"ticket_offset", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -834,19 +834,23 @@ class FindRequest(_message.Message):
 
     KEYS_FIELD_NUMBER: _builtins.int
     GROUPED_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     keys: _builtins.bytes
     """at most 4096"""
     grouped: _builtins.bool
     """answer with `groups` and `group` in the place of `replicas`"""
+    traceparent: _builtins.str
+    """W3C, of a caller whose trace is kept: the fast path has no metadata"""
     def __init__(
         self,
         *,
         keys: _builtins.bytes = ...,
         grouped: _builtins.bool = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grouped", b"grouped", "keys", b"keys"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grouped", b"grouped", "keys", b"keys", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1032,11 +1036,14 @@ class BindRequest(_message.Message):
     NAMESPACE_FIELD_NUMBER: _builtins.int
     NAMES_FIELD_NUMBER: _builtins.int
     REPLACE_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
     replace: _builtins.bool
     """Each name stands for the given key from now on, whatever it stood for: whoever resolves it meanwhile is told the old
     key or the new one. Of several who do so at once the last one counts.
     """
+    traceparent: _builtins.str
+    """as in FindRequest"""
     @_builtins.property
     def names(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamedKey]:
         """at most 4096"""
@@ -1047,10 +1054,11 @@ class BindRequest(_message.Message):
         namespace: _builtins.str = ...,
         names: _abc.Iterable[Global___NamedKey] | None = ...,
         replace: _builtins.bool = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["names", b"names", "namespace", b"namespace", "replace", b"replace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["names", b"names", "namespace", b"namespace", "replace", b"replace", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1084,11 +1092,16 @@ class ResolveRequest(_message.Message):
     NAMES_FIELD_NUMBER: _builtins.int
     UNBIND_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
     unbind: _builtins.bool
     """forget them, after answering"""
     keys: _builtins.bytes
     """with `unbind`: 16 bytes a name, which it must stand for to be forgotten; zeros: for nothing, as its"""
+    traceparent: _builtins.str
+    """block was removed. Empty: whatever it stands for
+    as in FindRequest
+    """
     @_builtins.property
     def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -1098,10 +1111,11 @@ class ResolveRequest(_message.Message):
         names: _abc.Iterable[_builtins.str] | None = ...,
         unbind: _builtins.bool = ...,
         keys: _builtins.bytes = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "names", b"names", "namespace", b"namespace", "unbind", b"unbind"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "names", b"names", "namespace", b"namespace", "traceparent", b"traceparent", "unbind", b"unbind"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

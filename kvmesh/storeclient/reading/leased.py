@@ -30,6 +30,7 @@ from kvmesh.storeclient.calls import ended, every, in_thread
 from kvmesh.storeclient.context import ClientContext
 from kvmesh.storeclient.memory import INLINE_COPY, Span, bytes_of
 from kvmesh.storeclient.replicas import Holder, Replica, share_out
+from kvmesh.telemetry.spans import ambient
 from kvmesh.transfer import BatchId, Opcode, TransferEngine, TransferRequest, TransferState
 from kvmesh.transfer.memory import copy_runs
 
@@ -289,7 +290,7 @@ class LeasedReader:
         """Reads blocks under one lease. Returns why not all of `positions` came; "" if the holder has no more of them.
         Raises KvmeshError."""
         keys = [job.got[p].key for p in positions]
-        terms = LeaseTerms(self._engine.name, self._config.lease_ms, BYTES, checksums=job.verify)
+        terms = LeaseTerms(self._engine.name, self._config.lease_ms, BYTES, checksums=job.verify, traceparent=ambient())
         life = (holder.store_id, holder.incarnation)
         timeout_s = min(CALL_S, max(job.deadline - time.monotonic(), 0.001))
         lease = await reader_lease.ask(terms, life, keys, peer, self._peers, self._releases, timeout_s)

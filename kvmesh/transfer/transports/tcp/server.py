@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import time
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -136,8 +137,9 @@ class TcpAccepted(Accepted):
                 views = wire.advanced(views, got)
 
     def _read(self, asked: Asked) -> None:
-        offsets, lengths = self._rows(asked)
         segment = self.host.segment
+        start_ns = time.monotonic_ns() if segment.reads.watching else 0
+        offsets, lengths = self._rows(asked)
         regions: list[LocalRegion] = []
         try:
             for offset, length in zip(offsets, lengths, strict=True):
@@ -149,6 +151,8 @@ class TcpAccepted(Accepted):
             views = [r.slice_at(o, n) for r, o, n in zip(regions, offsets, lengths, strict=True)]
             head = wire.HEAD.pack(wire.ANSWER, 0, 0, 0, asked.seq, asked.epoch, asked.nbytes)
             wire.send_views(self.stream, [memoryview(head), *views], wire.HEAD_BYTES + asked.nbytes)
+            if start_ns:
+                segment.reads.served(offsets, lengths, start_ns, time.monotonic_ns())
         finally:
             for region in regions:
                 segment.unuse(region)
