@@ -16,6 +16,7 @@ from kvmesh.services.gateway.config import GatewayConfig
 from kvmesh.services.gateway.generation import Generation
 from kvmesh.services.gateway.key_file import KeyFile
 from kvmesh.services.gateway.models import Model, Models, ServedModelFacts
+from kvmesh.services.gateway.quota_book import QuotaBook
 from kvmesh.services.gateway.request_memory import WORK_TIMEOUT_S, RequestMemory, tokenize_cost
 from kvmesh.services.gateway.rest.response_store import MemoryResponses, ResponseStore
 from kvmesh.services.gateway.sessions import Sessions
@@ -42,6 +43,7 @@ class GatewayCore:
         catalog: Catalog,
         memory: RequestMemory | None = None,
         responses: ResponseStore | None = None,
+        quotas: QuotaBook | None = None,
     ) -> None:
         self.config = config
         self.models = models
@@ -52,6 +54,7 @@ class GatewayCore:
         self.memory = memory or RequestMemory(config.request_memory)
         bounds = config.response_bounds
         self.responses = responses or ResponseStore(MemoryResponses(bounds), bounds)
+        self.quotas = quotas or QuotaBook()
         self.room = AnswerRoom(config.max_answers)
         self.running: set[Request] = set()
         self.idle = asyncio.Event()

@@ -23,6 +23,8 @@ from kvmesh.services.gateway.core import GatewayCore
 from kvmesh.services.gateway.generation import Generation, brief, refused
 from kvmesh.services.gateway.migration import Migration
 from kvmesh.services.gateway.models import Model, ServedModelFacts
+from kvmesh.services.gateway.quota_book import QuotaGrant
+from kvmesh.services.gateway.quotas import QuotaStanding
 from kvmesh.services.gateway.recovery import Failure, RecoveryPatience
 from kvmesh.services.gateway.text.completion import Completion, Delta
 from kvmesh.services.gateway.text.prepare import Prepared
@@ -192,6 +194,8 @@ class Request:
         self._asks: RequestBuilder | None = None
         self._watching: asyncio.TimerHandle | None = None
         self._left = 0
+        self._grant: QuotaGrant | None = None
+        self.quota: QuotaStanding | None = None  # of its key, once that is known; None: the key has no quota
 
     # ── as a context ──────────────────────────────────────────────────────────────────────────────
 
@@ -214,6 +218,11 @@ class Request:
         for task in self._tasks:
             task.cancel()
         self.core.leave(self)
+        if self._grant is not None:
+            told = self.account.first_token_ns > 0
+            refund = named and not told and not isinstance(err, RequestCancelled)
+            answer_tokens = self.account.usage(self.choices).completion_tokens
+            self.core.quotas.leave(self._grant, answer_tokens, refund=refund)
         self.account.close(self.choices, err)
         if self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -244,9 +253,11 @@ class Request:
         self._check_priority()
         model = self._model = core.models.find(wanted.model, self.tenant)
         facts = self._facts = model.require()
+        core.quotas.check_early(self.tenant, wanted.choices)
         try:
             async with asyncio.timeout_at(self._deadline):
                 prepared = await core.prepare(wanted, model, facts, self.tenant)
+                await self._enter_quotas(sum(prompt.tokens for prompt in prepared))
         except TimeoutError:
             raise self._late() from None
         self.account.tokenized(sum(prompt.tokens for prompt in prepared), facts.block_tokens)
@@ -264,6 +275,16 @@ class Request:
             self._spawn(choice, 0.0)  # its siblings follow once it is placed
         if core.config.token_timeout_s and self.patience.max_migrations:
             self._watch()
+
+    async def _enter_quotas(self, prompt_tokens: int) -> None:
+        """Raises QuotaExceeded when the key's quotas do not allow the request."""
+        quotas = self.core.quotas
+        found = await quotas.enter(self.tenant, prompt_tokens, self.generation.choices)
+        if isinstance(found, QuotaGrant):
+            self._grant, self.quota = found, found.standing
+        elif found is not None:
+            self.quota = found
+            quotas.refuse(self.tenant, found)
 
     def _check_priority(self) -> None:
         """Raises InvalidRequest for a priority more urgent than this client may ask for. It is not made smaller

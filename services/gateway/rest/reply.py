@@ -101,6 +101,8 @@ class Reply(BoundedCall[tuple[InterfaceBody, Generation]]):
             async with request:
                 await answer(request, asked, writer, send)
         except Exception as err:
+            if not self.streaming:
+                self._tell_quota(request)
             named = err if isinstance(err, KvmeshError) else InternalError(f"the gateway failed: {type(err).__name__}")
             if named is not err:
                 log.exception("request %s failed", request.request_id)
@@ -113,18 +115,25 @@ class Reply(BoundedCall[tuple[InterfaceBody, Generation]]):
             else:
                 await send_body(send, 200, [*JSON, *self.own_headers], words)
 
+    def _tell_quota(self, request: Request) -> None:
+        """Adds to the headers of the answer where the caller's key stands."""
+        if request.quota is not None:
+            self.own_headers += self._kind.quota_headers(request.quota)
+
     async def _whole(self, request: Request, asked: InterfaceBody, writer: AnswerWriter, send: Send) -> None:
         async for _ in request:
             raise AssertionError("a request that is not streamed has no steps")
         request.account.wrote()
         body = writer.whole()
         await asked.ended(request, writer, None)
+        self._tell_quota(request)
         await send_body(send, 200, [*JSON, *self.own_headers], body)
 
     async def _stream(self, request: Request, asked: InterfaceBody, writer: AnswerWriter, send: Send) -> None:
         async for step in request:
             if not self.streaming:
                 self.streaming = True
+                self._tell_quota(request)
                 await send({"type": "http.response.start", "status": 200, "headers": [*EVENTS, *self.own_headers]})
             body = b"".join([writer.step(index, delta) for index, delta in step])
             await send({"type": "http.response.body", "body": body, "more_body": True})
