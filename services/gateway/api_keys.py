@@ -32,7 +32,7 @@ from typing import Any
 
 from kvmesh.errors import ConfigError, Unauthorized
 from kvmesh.services.gateway.quotas import FIELDS as QUOTA_FIELDS
-from kvmesh.services.gateway.quotas import MAX_LIMIT, NO_QUOTA, Quota
+from kvmesh.services.gateway.quotas import MAX_LIMIT, NO_QUOTA, KeyQuota
 
 MAX_KEYS = 4096  # every one of them is compared at every call
 MAX_SALT_CHARS = 256
@@ -63,7 +63,7 @@ class Tenant:
     salt: str = ""
     models: frozenset[str] | None = None
     max_priority: int | None = None
-    quota: Quota = NO_QUOTA
+    quota: KeyQuota = NO_QUOTA
     weight: float = 1.0
 
     def may_use(self, model: str) -> bool:
@@ -177,7 +177,7 @@ def _entry(number: int, table: dict[str, Any]) -> KeyEntry:
     weight = float(table.get("weight", 1.0))
     if not MIN_WEIGHT <= weight <= MAX_WEIGHT:
         raise refuse(f"weight={weight:g}: must be {MIN_WEIGHT:g} to {MAX_WEIGHT:g}")
-    quota = Quota(**{field: table[field] for field in QUOTA_FIELDS if field in table})
+    quota = KeyQuota(**{field: table[field] for field in QUOTA_FIELDS if field in table})
     allowed = None if models is None else frozenset(models)
     tenant = Tenant(table["name"], salt, allowed, priority, quota, weight)
     return KeyEntry(tenant, bytes.fromhex(table["sha256"]), table.get("disabled", False))

@@ -25,8 +25,8 @@ from kvmesh.services.gateway.quotas import (
     MINUTE_S,
     RUNNING,
     RUNNING_RETRY_S,
+    KeyQuota,
     Levels,
-    Quota,
     QuotaCost,
     QuotaStanding,
     QuotaUse,
@@ -144,7 +144,7 @@ class RedisQuotas:
     async def call(
         self,
         name: str,
-        quota: Quota,
+        quota: KeyQuota,
         running: tuple[int, int],
         *,
         cost: QuotaCost | None = None,
@@ -179,7 +179,7 @@ class _KeyUse:
     """What one key has used at this gateway: all of it, and what Redis has not been told."""
 
     use: QuotaUse
-    quota: Quota
+    quota: KeyQuota
     running: int = 0
     owed: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
     refused: tuple[int, float] = (-1, 0.0)  # by a field that refuses whatever comes, until then
@@ -198,7 +198,7 @@ class QuotaGrant:
     """A request that was taken. `charged` is what it is given back if it fails before its first token."""
 
     name: str
-    quota: Quota
+    quota: KeyQuota
     answers: int
     charged: Levels
     standing: QuotaStanding

@@ -35,7 +35,7 @@ Levels = tuple[float, float, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Quota:
+class KeyQuota:
     """The limits of one key; 0: none."""
 
     requests_per_minute: int = 0
@@ -60,7 +60,7 @@ class Quota:
         return max(1.0, limit * share) if limit else 0.0
 
 
-NO_QUOTA = Quota()
+NO_QUOTA = KeyQuota()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class QuotaUse:
     at: float
     levels: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
 
-    def drain(self, quota: Quota, share: float, now: float) -> Levels:
+    def drain(self, quota: KeyQuota, share: float, now: float) -> Levels:
         """Moves the levels on to `now`, and returns them. A field without a limit has level 0."""
         passed_s = max(0.0, now - self.at)
         for which in (REQUESTS, PROMPT, ANSWER):
@@ -105,13 +105,13 @@ class QuotaVerdict:
     running: int
 
 
-def needs(quota: Quota, share: float, cost: QuotaCost) -> Levels:
+def needs(quota: KeyQuota, share: float, cost: QuotaCost) -> Levels:
     """Returns what must be free under the limits for a request to be taken. A prompt that is longer than a share needs
     all of it to be free."""
     return 1.0, min(float(cost.prompt_tokens), quota.capacity(PROMPT, share)), 1.0
 
 
-def decide(levels: Levels, running: int, quota: Quota, share: float, cost: QuotaCost) -> QuotaVerdict:
+def decide(levels: Levels, running: int, quota: KeyQuota, share: float, cost: QuotaCost) -> QuotaVerdict:
     """Returns whether a request may begin. It charges nothing."""
     exceeded, wait_s = -1, 0.0
     for which, (level, need) in enumerate(zip(levels, needs(quota, share, cost), strict=True)):
@@ -125,7 +125,7 @@ def decide(levels: Levels, running: int, quota: Quota, share: float, cost: Quota
     return QuotaVerdict(exceeded, wait_s, levels, running)
 
 
-def check_possible(name: str, quota: Quota, cost: QuotaCost) -> None:
+def check_possible(name: str, quota: KeyQuota, cost: QuotaCost) -> None:
     """Raises QuotaTooSmall for a request that the key could never make, however long it waits."""
     for which, wanted, noun in (
         (PROMPT, cost.prompt_tokens, "prompt tokens"),
@@ -142,7 +142,7 @@ class QuotaStanding:
     """Where a key stands once a request of it was taken or refused, for headers. `share` 1: all gateways together.
     `exceeded`, `wait_s`: as in QuotaVerdict."""
 
-    quota: Quota
+    quota: KeyQuota
     share: float
     levels: Levels
     exceeded: int = -1

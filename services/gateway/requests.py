@@ -47,6 +47,7 @@ class RequestBuilder:
     wanted: Generation
     facts: ServedModelFacts
     tenant: str
+    tenant_weight: float
     route: str
     ttft_slo_ms: int
     tbt_slo_ms: int
@@ -110,6 +111,8 @@ class RequestBuilder:
             traceparent=traceparent,
             credit_tokens=credit_tokens,
             chain_digest=carried.chain_digest,
+            tenant=self.tenant,
+            tenant_weight=self.tenant_weight,
         )
 
     def _sampling(self, choice: AnswerAttempts) -> common_pb2.SamplingParams:
@@ -302,6 +305,7 @@ class Request:
             self.generation,
             facts,
             self.tenant.name,
+            self.tenant.weight,
             self.account.route,
             config.ttft_slo_ms,
             config.tbt_slo_ms,

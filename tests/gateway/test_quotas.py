@@ -22,7 +22,7 @@ from kvmesh.rpc.status import from_rpc_error
 from kvmesh.services.gateway import quota_book
 from kvmesh.services.gateway.api_keys import KeyRing, Tenant, make_entry
 from kvmesh.services.gateway.quota_book import QuotaBook, QuotaGrant, RedisQuotas
-from kvmesh.services.gateway.quotas import FIELDS, Quota, QuotaCost, QuotaStanding, QuotaUse, decide
+from kvmesh.services.gateway.quotas import FIELDS, KeyQuota, QuotaCost, QuotaStanding, QuotaUse, decide
 from kvmesh.services.gateway.rest.quota_headers import duration
 from kvmesh.telemetry import names
 from tests.gateway.conftest import Mesh, MeshMaker, seen, until
@@ -43,7 +43,7 @@ class Clock:
 
 
 def tenant(name: str = "alice", **limits: int) -> Tenant:
-    return Tenant(name, name, quota=Quota(**limits))
+    return Tenant(name, name, quota=KeyQuota(**limits))
 
 
 # ── the decision ──────────────────────────────────────────────────────────────────────────────────
@@ -57,7 +57,7 @@ def tenant(name: str = "alice", **limits: int) -> Tenant:
 def test_no_minute_holds_more_than_two_limits(limit: int, share: float, steps: list[tuple[float, int]]) -> None:
     """A bucket that was empty allows its limit at once and as much again while it drains; and whoever waits for as long
     as a refusal says is taken."""
-    quota = Quota(prompt_tokens_per_minute=limit)
+    quota = KeyQuota(prompt_tokens_per_minute=limit)
     use, now, taken = QuotaUse(0.0), 0.0, list[tuple[float, int]]()
     for pause, tokens in steps:
         cost, now = QuotaCost(min(tokens, limit), 1), now + pause
@@ -77,7 +77,7 @@ def test_no_minute_holds_more_than_two_limits(limit: int, share: float, steps: l
 
 
 def test_answers_are_settled_and_what_is_over_drains_first() -> None:
-    quota = Quota(answer_tokens_per_minute=60)
+    quota = KeyQuota(answer_tokens_per_minute=60)
     use = QuotaUse(0.0)
     assert decide(use.drain(quota, 1.0, 0.0), 0, quota, 1.0, QuotaCost(5, 1)).exceeded < 0
     use.add((0.0, 0.0, 100.0))  # a stream that went on beyond the limit
@@ -117,7 +117,7 @@ async def test_the_book_counts_right() -> None:
 def test_key_files() -> None:
     ring = KeyRing.parse(ENTRY + "requests_per_minute = 5\nmax_running = 2\nweight = 2\n")
     found = ring.tenant(f"Bearer {ALICE}".encode())
-    assert found.quota == Quota(requests_per_minute=5, max_running=2) and found.weight == 2.0
+    assert found.quota == KeyQuota(requests_per_minute=5, max_running=2) and found.weight == 2.0
     for line, why in (
         ("requests_per_minute = 0", "requests_per_minute=0: must be 1 to"),
         ("prompt_tokens_per_minute = 1.5", "prompt_tokens_per_minute must be a whole number"),
@@ -172,7 +172,7 @@ async def test_the_script_decides_as_quotas_py_does(server: RedisServer) -> None
     shared, dice = RedisQuotas(server.url, "twins"), random.Random(7)
     await shared.beat(60)
     for number in range(40):
-        quota = Quota(*(dice.choice((0, 1, 40, 10_000)) for _ in FIELDS))
+        quota = KeyQuota(*(dice.choice((0, 1, 40, 10_000)) for _ in FIELDS))
         use, running = QuotaUse(0.0), 0
         for _ in range(12):
             answers = dice.randint(1, 3)
