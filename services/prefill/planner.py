@@ -276,9 +276,9 @@ class Planner:
     def _fair_first(self, rest: Rest) -> bool:
         """Whether the request whose tenant goes first is a long one, of those that could run and those that have
         begun."""
-        served = lambda work: self.shares.counter(self.shares.tenant(work.handle)).served  # noqa: E731
-        begun = min(self._work.values(), key=lambda work: (served(work), work.long == self._last_long), default=None)
-        running = any(work.long for work in self._work.values())
+        works = self._work.values()
+        begun = min(works, key=lambda work: (self._served(work.handle), work.long == self._last_long), default=None)
+        running = any(work.long for work in works)
         for handle in self._candidates():
             tokens = rest(handle)
             if not isinstance(tokens, int):
@@ -290,11 +290,14 @@ class Planner:
                 return long
             if begun.priority != self.waiting.priority(handle):
                 return begun.long if begun.rank < self.waiting.rank(handle) else long
-            counters = served(begun), self.shares.counter(self.shares.tenant(handle)).served
-            if counters[0] == counters[1]:
+            had, lacks = self._served(begun.handle), self._served(handle)
+            if had == lacks:
                 return not self._last_long
-            return begun.long if counters[0] < counters[1] else long
+            return begun.long if had < lacks else long
         return begun is not None and begun.long
+
+    def _served(self, handle: int) -> float:
+        return self.shares.counter(self.shares.tenant(handle)).served
 
     def _fill(self, long: bool, rest: Rest, admit: Admit, total: Callable[[int], int]) -> list[Chunk]:
         room = self._chunk if long else self._batch
@@ -327,9 +330,8 @@ class Planner:
                 break
             if handle == self._blocked:
                 self._blocked = 0
-            work = self._work[handle] = Work(
-                handle, start, total(handle), long, self.waiting.rank(handle), self.waiting.priority(handle)
-            )
+            place = self.waiting.rank(handle), self.waiting.priority(handle)
+            work = self._work[handle] = Work(handle, start, total(handle), long, *place)
             self.waiting.remove(handle)
             room = self._take(work, room, chunks)
         return chunks
