@@ -48,7 +48,7 @@ PAUSE_S = 0.25
 WARM_S = 2.0  # of each turn, not counted
 KEY = "sk-tenant-{}-000000000000"
 SIM_PROMPTS = {"greedy": 16_384, "many": 1024, "modest": 1024}
-SIM_RATES = {"greedy": 0.6, "many": 2.5, "modest": 0.3}  # requests a second
+SIM_RATES = {"greedy": 0.25, "many": 4.0, "modest": 0.3}  # requests a second
 SIM_S, SIM_WARM_S = 120.0, 30.0
 
 
