@@ -11,7 +11,9 @@
     ├── UnknownInstance ........... NOT_FOUND            404   register again
     ├── UnknownRequest ............ NOT_FOUND            404   never heard of, or forgotten
     ├── Overloaded ................ RESOURCE_EXHAUSTED   429   retry_after_ms
-    │   └── PinLimit .............. RESOURCE_EXHAUSTED   429   not retryable: somebody must unpin first
+    │   ├── PinLimit .............. RESOURCE_EXHAUSTED   429   not retryable: somebody must unpin first
+    │   └── QuotaExceeded ......... RESOURCE_EXHAUSTED   429   field: the quota of the API key that is used up
+    │       └── QuotaTooSmall ..... RESOURCE_EXHAUSTED   429   not retryable: the request is larger than the quota
     ├── Unavailable ............... UNAVAILABLE          503   retryable
     │   ├── HandoffLost ........... UNAVAILABLE          503   retryable: writer or holder went away
     │   └── TlsFailed ............. UNAVAILABLE          503   retryable: one side speaks TLS, or distrusts the other
@@ -131,6 +133,19 @@ class PinLimit(Overloaded):
     """The limit of hard pins is reached; the same call succeeds only when something has been unpinned."""
 
     code = "pin_limit"
+    retryable = False
+
+
+class QuotaExceeded(Overloaded):
+    """A quota of the API key is used up; `field` is its name in the file of keys."""
+
+    code = "rate_limit_exceeded"
+
+
+class QuotaTooSmall(QuotaExceeded):
+    """The request alone is more than a quota of the API key."""
+
+    code = "request_over_quota"
     retryable = False
 
 

@@ -78,6 +78,7 @@ class SimConfig:
     chunk_tokens: int = 8192
     batch_tokens: int = 8192
     long_tokens: int = 8192
+    tenant_fairness: bool = True  # where prompts of several tenants wait
     size_weight: float = 16.0  # of predicted prefill times in the lines
     layers: int = 80  # a chunk's KV leaves layer by layer: the last layer's when the step ends
     pull_timeout_s: float = 10.0
@@ -226,6 +227,7 @@ class SimConfig:
             max_batch_tokens=max(self.batch_tokens, chunk),
             long_prompt_tokens=self.long_tokens,
             size_weight=self.size_weight,
+            fair=self.tenant_fairness,
         )
 
     @property

@@ -69,7 +69,16 @@ class Prefiller:
         self.node.note(life.request.keys)
         now = self._loop.now
         size_ns = round(life.placed.life.prefill_s * 1e9) if life.placed is not None else 0
-        self.planner.waiting.add(life.handle, life.request.priority, int(now * 1e9), size_ns)
+        cached = life.placed.cached_tokens if life.placed is not None else 0
+        self.planner.waiting.add(
+            life.handle,
+            life.request.priority,
+            int(now * 1e9),
+            size_ns,
+            tenant=life.request.tenant if self.planner.config.fair else "",
+            weight=life.request.tenant_weight,
+            tokens=max(1, life.tokens - cached),
+        )
         if pull_after_s > 0 and life.placed is not None and life.placed.pulls:
             life.planned_to = self._reach(life)
             self._loop.after(pull_after_s, lambda: self._begin_planned(life))

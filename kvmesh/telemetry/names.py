@@ -233,6 +233,16 @@ GATEWAY_UNAUTHORIZED = _counter("gateway_unauthorized_total", "Calls without a v
 # what: requests (too many in flight), placements (too many wait for the conductor).
 GATEWAY_REFUSED = _counter("gateway_refused_total", "Requests refused at once, for want of room here.", "what")
 
+# field: requests_per_minute, prompt_tokens_per_minute, answer_tokens_per_minute, max_running (of a key in keys.toml).
+GATEWAY_QUOTA_REFUSED = _counter("gateway_quota_refused_total", "Requests over a quota of their API key.", "field")
+GATEWAY_QUOTA_SHARE = _gauge(
+    "gateway_quota_share_ratio",
+    "The part of each key's quota that this gateway may use by itself; 1: all, or all gateways share one in Redis.",
+)
+GATEWAY_QUOTA_REDIS_FAILURES = _counter(
+    "gateway_quota_redis_failures_total", "Calls to the Redis of quotas that failed or took too long."
+)
+
 # reason: too_large (over max_response_bytes), unavailable (the store failed, or was too slow).
 GATEWAY_RESPONSES_NOT_STORED = _counter("gateway_responses_not_stored_total", "Responses that are not kept.", "reason")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvmesh.errors import HandoffLost
+from kvmesh.kvcache.keys import TOKEN_BYTES
 from kvmesh.ranks.protocol import Logprobs, PromptScores
 from kvmesh.rpc.pb import common_pb2, decode_pb2, prefill_pb2
 from kvmesh.rpc.status import from_detail, to_detail
@@ -107,6 +108,9 @@ def start_prefill(
         ask.load_until = start.placement.load_until
     ask.pull_after_ms = start.placement.pull_after_ms
     ask.prefill_us = start.placement.prefill_us
+    ask.tenant, ask.tenant_weight = start.tenant, start.tenant_weight
+    tokens = len(start.token_ids) // TOKEN_BYTES
+    ask.uncached_tokens = max(1, tokens - start.placement.predicted_cached_tokens)
     return message
 
 

@@ -9,6 +9,11 @@ A file of keys is TOML, one table a key, and holds no key, only digests:
     models = ["small"]          # default: every model of the gateway
     max_priority = 0            # the most urgent priority that it may ask for; smaller goes first
     disabled = false
+    requests_per_minute = 60    # quotas, see quotas.py; default: none
+    prompt_tokens_per_minute = 100000
+    answer_tokens_per_minute = 20000
+    max_running = 8             # answers at once
+    weight = 1.0                # of the tenant's prompts where they wait with those of others
 
 Keys must be long and random, as `make_entry` makes them: a digest of one can be known to everybody.
 """
@@ -26,6 +31,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvmesh.errors import ConfigError, Unauthorized
+from kvmesh.services.gateway.quotas import FIELDS as QUOTA_FIELDS
+from kvmesh.services.gateway.quotas import MAX_LIMIT, NO_QUOTA, KeyQuota
 
 MAX_KEYS = 4096  # every one of them is compared at every call
 MAX_SALT_CHARS = 256
@@ -33,7 +40,7 @@ PREFIX = "sk-kvmesh-"
 _RANDOM_BYTES = 32
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _NAME_RULE = "must be 1 to 64 of A-Z a-z 0-9 . _ @ - and begin with a letter or digit"
-_FIELD = re.compile(r"[a-z0-9_]{1,20}")  # no key is one
+_FIELD = re.compile(r"[a-z0-9_]{1,24}")  # no key is one
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _TYPES: Mapping[str, type] = {
     "name": str,
@@ -42,18 +49,22 @@ _TYPES: Mapping[str, type] = {
     "models": list,
     "disabled": bool,
     "max_priority": int,
+    **dict.fromkeys(QUOTA_FIELDS, int),
+    "weight": float,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
     """Whose request it is. `models`: those it may use; None: all. `max_priority`: the most urgent (smallest) priority
-    that it may ask for; None: the gateway's."""
+    that it may ask for; None: the gateway's. `weight`: of its prompts where those of several tenants wait."""
 
     name: str = ""
     salt: str = ""
     models: frozenset[str] | None = None
     max_priority: int | None = None
+    quota: KeyQuota = NO_QUOTA
+    weight: float = 1.0
 
     def may_use(self, model: str) -> bool:
         return self.models is None or model in self.models
@@ -62,6 +73,7 @@ class Tenant:
 DEFAULT_MAX_PRIORITY = 0
 """The most urgent priority of a key that says nothing else: it may yield to others, and not go before them."""
 PRIORITY_BOUND = 2**31 - 1
+MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0
 
 ANYBODY = Tenant()
 """Everybody, where a gateway has no API keys."""
@@ -139,7 +151,7 @@ def _entry(number: int, table: dict[str, Any]) -> KeyEntry:
     for field, value in table.items():
         if field not in _TYPES:
             raise refuse(f"unknown field {field!r}" if _FIELD.fullmatch(field) else "unknown field")
-        if type(value) is not _TYPES[field]:
+        if type(value) is not _TYPES[field] and not (field == "weight" and type(value) is int):
             raise refuse(f"{field} must be {_words(_TYPES[field])}")
     for field in ("name", "sha256"):
         if field not in table:
@@ -159,12 +171,23 @@ def _entry(number: int, table: dict[str, Any]) -> KeyEntry:
     priority = table.get("max_priority", DEFAULT_MAX_PRIORITY)
     if not -PRIORITY_BOUND <= priority <= PRIORITY_BOUND:
         raise refuse(f"max_priority must be between {-PRIORITY_BOUND} and {PRIORITY_BOUND}")
-    tenant = Tenant(table["name"], salt, None if models is None else frozenset(models), priority)
+    for field in QUOTA_FIELDS:
+        if not 1 <= table.get(field, 1) <= MAX_LIMIT:
+            raise refuse(f"{field}={table[field]}: must be 1 to {MAX_LIMIT}; without it there is no limit")
+    weight = float(table.get("weight", 1.0))
+    if not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+        raise refuse(f"weight={weight:g}: must be {MIN_WEIGHT:g} to {MAX_WEIGHT:g}")
+    quota = KeyQuota(**{field: table[field] for field in QUOTA_FIELDS if field in table})
+    allowed = None if models is None else frozenset(models)
+    tenant = Tenant(table["name"], salt, allowed, priority, quota, weight)
     return KeyEntry(tenant, bytes.fromhex(table["sha256"]), table.get("disabled", False))
 
 
 def _words(kind: type) -> str:
-    return {str: "text", list: "a list of names", bool: "true or false", int: "a whole number"}[kind]
+    words: Mapping[type, str] = {
+        str: "text", list: "a list of names", bool: "true or false", int: "a whole number", float: "a number",
+    }  # fmt: skip
+    return words[kind]
 
 
 def _place(err: tomllib.TOMLDecodeError) -> str:

@@ -225,6 +225,14 @@ class GatewayConfig(ServiceConfig):
             "redis://HOST:PORT/0, for all gateways of the mesh; empty: this process."
         },
     )
+    quota_redis: str = field(
+        default="",
+        metadata={
+            "help": "Redis in which gateways of one mesh share the quotas of API keys, redis://HOST:PORT/0; empty: "
+            "each gateway allows every key its whole quota.",
+            "secret": True,
+        },
+    )
     mesh: str = field(
         default="default", metadata={"help": "Name of the mesh in Redis, the same at all gateways of it."}
     )

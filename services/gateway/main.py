@@ -22,6 +22,7 @@ from kvmesh.services.gateway.config import GatewayConfig
 from kvmesh.services.gateway.core import GatewayCore
 from kvmesh.services.gateway.key_file import KeyFile
 from kvmesh.services.gateway.models import Models
+from kvmesh.services.gateway.quota_book import QuotaBook, RedisQuotas
 from kvmesh.services.gateway.request_memory import RequestMemory
 from kvmesh.services.gateway.rest import app
 from kvmesh.services.gateway.rest.hosts import HostCheck, checks_hosts
@@ -63,6 +64,9 @@ async def run(config: GatewayConfig, stop: asyncio.Event, started: Callable[[dic
         memory = RequestMemory(config.request_memory)
         responses = await open_store(config.response_store, config.response_bounds, config.mesh)
         stack.push_async_callback(responses.close)
+        quotas = QuotaBook(RedisQuotas(config.quota_redis, config.mesh) if config.quota_redis else None)
+        stack.push_async_callback(quotas.close)
+        await quotas.beat()  # so that the first request is decided by all gateways
         calls = PublicCalls(
             config.call_limits,
             servicer.GatewayPolicy(keys, memory),
@@ -80,7 +84,7 @@ async def run(config: GatewayConfig, stop: asyncio.Event, started: Callable[[dic
             sessions.keep_only(living)
 
         catalog = Catalog(conductor, models, on_ready=on_ready, on_instances=on_instances)
-        core = GatewayCore(config, models, keys, conductor, sessions, catalog, memory, responses)
+        core = GatewayCore(config, models, keys, conductor, sessions, catalog, memory, responses, quotas)
         stack.callback(core.close)
         stack.push_async_callback(core.traces.close)
         gateway_pb2_grpc.add_GatewayServicer_to_server(servicer.GatewayServicer(core), grpc_server.grpc)
@@ -93,7 +97,7 @@ async def run(config: GatewayConfig, stop: asyncio.Event, started: Callable[[dic
         http = HttpServer(application, config)
         await http.start()
         stack.push_async_callback(http.stop)
-        for name, work in (("catalog", catalog.run()), ("api keys", keys.follow())):
+        for name, work in (("catalog", catalog.run()), ("api keys", keys.follow()), ("quotas", quotas.run())):
             stack.push_async_callback(_end, asyncio.create_task(work, name=name))
         started(
             {

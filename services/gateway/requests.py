@@ -25,6 +25,8 @@ from kvmesh.services.gateway.core import GatewayCore
 from kvmesh.services.gateway.generation import Generation, brief, refused
 from kvmesh.services.gateway.migration import Migration
 from kvmesh.services.gateway.models import Model, ServedModelFacts
+from kvmesh.services.gateway.quota_book import QuotaGrant
+from kvmesh.services.gateway.quotas import QuotaStanding
 from kvmesh.services.gateway.recovery import Failure, RecoveryPatience
 from kvmesh.services.gateway.text.completion import Completion, Delta
 from kvmesh.services.gateway.text.prepare import Prepared
@@ -47,6 +49,7 @@ class RequestBuilder:
     wanted: Generation
     facts: ServedModelFacts
     tenant: str
+    tenant_weight: float
     route: str
     ttft_slo_ms: int
     tbt_slo_ms: int
@@ -110,6 +113,8 @@ class RequestBuilder:
             traceparent=traceparent,
             credit_tokens=credit_tokens,
             chain_digest=carried.chain_digest,
+            tenant=self.tenant,
+            tenant_weight=self.tenant_weight,
         )
 
     def _sampling(self, choice: AnswerAttempts) -> common_pb2.SamplingParams:
@@ -202,6 +207,8 @@ class Request:
         self._served_by: set[str] = set()  # addresses: who has spans of this request
         config = core.config
         self._slos = generation.ttft_slo_ms or config.ttft_slo_ms, generation.tbt_slo_ms or config.tbt_slo_ms
+        self._grant: QuotaGrant | None = None
+        self.quota: QuotaStanding | None = None  # of its key, once that is known; None: the key has no quota
 
     # ── as a context ──────────────────────────────────────────────────────────────────────────────
 
@@ -224,6 +231,11 @@ class Request:
         for task in self._tasks:
             task.cancel()
         self.core.leave(self)
+        if self._grant is not None:
+            told = self.account.first_token_ns > 0
+            refund = named and not told and not isinstance(err, RequestCancelled)
+            answer_tokens = self.account.usage(self.choices).completion_tokens
+            self.core.quotas.leave(self._grant, answer_tokens, refund=refund)
         trace_id = spans.trace_to_keep(self.account.span)
         self.account.close(self.choices, err)
         if trace_id and self.account.failed_or_late(self.choices, err, self._slos):
@@ -257,9 +269,11 @@ class Request:
         self._check_priority()
         model = self._model = core.models.find(wanted.model, self.tenant)
         facts = self._facts = model.require()
+        core.quotas.check_early(self.tenant, wanted.choices)
         try:
             async with asyncio.timeout_at(self._deadline):
                 prepared = await core.prepare(wanted, model, facts, self.tenant)
+                await self._enter_quotas(sum(prompt.tokens for prompt in prepared))
         except TimeoutError:
             raise self._late() from None
         self._check_scores(prepared)
@@ -288,6 +302,16 @@ class Request:
             why = f"{tokens} prompt tokens x {1 + top} are {self.scores}; a request may ask for {most}"
             raise refused("prompt_logprobs", top, why)
 
+    async def _enter_quotas(self, prompt_tokens: int) -> None:
+        """Raises QuotaExceeded when the key's quotas do not allow the request."""
+        quotas = self.core.quotas
+        found = await quotas.enter(self.tenant, prompt_tokens, self.generation.choices)
+        if isinstance(found, QuotaGrant):
+            self._grant, self.quota = found, found.standing
+        elif found is not None:
+            self.quota = found
+            quotas.refuse(self.tenant, found)
+
     def _check_priority(self) -> None:
         """Raises InvalidRequest for a priority more urgent than this client may ask for. It is not made smaller
         silently: a client that counts on it should know."""
@@ -304,6 +328,7 @@ class Request:
             self.generation,
             facts,
             self.tenant.name,
+            self.tenant.weight,
             self.account.route,
             config.ttft_slo_ms,
             config.tbt_slo_ms,

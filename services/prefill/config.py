@@ -42,6 +42,13 @@ class PrefillConfig(InstanceConfig):
     priority_step_ms: int = field(
         default=30_000, metadata={"help": "Waiting this long outweighs one step of priority.", "min": 1}
     )
+    tenant_fairness: bool = field(
+        default=True,
+        metadata={
+            "help": "Where prompts of several tenants (API keys) wait, whoever had the fewest uncached tokens over its "
+            "weight goes first; off: by arrival, priority and size alone."
+        },
+    )
     size_weight: float = field(
         default=16.0,
         metadata={
@@ -95,6 +102,7 @@ class PrefillConfig(InstanceConfig):
             pipeline_depth=self.pipeline_depth,
             priority_step_ns=self.priority_step_ms * 1_000_000,
             size_weight=self.size_weight,
+            fair=self.tenant_fairness,
             grid=snapshot_grid(groups, self.block_tokens),
         )
         return BrainConfig(

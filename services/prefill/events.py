@@ -40,6 +40,9 @@ class Start:
     traceparent: str = ""
     adopt: bool = False  # decode is in this instance: it takes the pages themselves, nothing lands or is pushed
     pull_at_ns: int = 0  # when `pulls` are fetched, or at the request's turn if that is sooner; 0: at once
+    tenant: str = ""
+    tenant_weight: float = 1.0  # of its prompts among those of others that wait
+    uncached_tokens: int = 1  # predicted to be computed
     size_ns: int = 0  # the predicted time of computing the prompt, which may order the queue; 0: unknown
 
 

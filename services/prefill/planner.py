@@ -8,10 +8,14 @@
   ones go first, which lowers the mean (shortest processing time), but waiting wears priority and size off: whoever
   comes later than `size_weight` times its size after a request of the same priority does not go before it, so nobody
   waits for ever.
+- Where prompts of several tenants are there, whoever had the fewest uncached tokens over its weight goes first
+  (tenant_shares.py); rank tells the order within each tenant. Only a request that is less urgent yields to all that are
+  more urgent, until its rank is the least of all.
 - A request whose uncached rest is over `long_prompt_tokens` runs alone, one chunk a step; shorter ones are packed
   together. With a `size_weight` every step is of the kind of whoever has the least rank, of those that could run and
   the one long request that has begun: a long one is held up between its chunks, never given up. Without one, while
-  both kinds are waiting, steps alternate between them: neither starves the other.
+  both kinds are waiting, steps alternate between them: neither starves the other. With several tenants the kind is
+  that of whoever goes first.
 - A request that does not get its pages blocks everybody behind it in the queue: none overtakes it on memory.
 - A request whose next block is being computed or loaded for somebody else is passed over until that block is in the
   cache, and one whose next block is being pulled from another node until it is here, for a bounded time.
@@ -21,9 +25,11 @@ from __future__ import annotations
 
 import bisect
 import enum
+import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from kvmesh.services.prefill.tenant_shares import TenantShares
 from kvmesh.work_class import work_class
 
 NS = 1_000_000_000
@@ -43,6 +49,7 @@ class PlanConfig:
     priority_step_ns: int = 30_000_000_000
     size_weight: float = 0.0  # 0: sizes do not matter
     grid: int = 0  # no chunk goes beyond a multiple of so many tokens (`cache_groups.snapshot_grid`); 0: no bound
+    fair: bool = True  # between tenants; else all prompts are of one
 
 
 def chunk_end(start: int, total: int, block_tokens: int, limit: int, grid: int = 0) -> int:
@@ -59,14 +66,30 @@ def chunk_end(start: int, total: int, block_tokens: int, limit: int, grid: int =
     return end
 
 
-class WaitingPrompts:
-    """Queues the prompts that wait. A smaller rank goes first, equal ranks go in order of arrival."""
+_Entry = tuple[int, int, int]  # rank, arrival number, handle
 
-    def __init__(self, priority_step_ns: int, size_weight: float = 0.0) -> None:
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A waiting prompt: `tokens` are predicted to be computed for it."""
+
+    entry: _Entry
+    priority: int
+    tenant: str
+    tokens: int
+
+
+class WaitingPrompts:
+    """Queues the prompts that wait. Of one tenant's a smaller rank goes first, equal ranks go in order of arrival.
+    Between tenants `shares` decides, among the prompts of one priority: that whose first rank is the least."""
+
+    def __init__(self, priority_step_ns: int, size_weight: float = 0.0, shares: TenantShares | None = None) -> None:
         self._step_ns, self._size_weight = priority_step_ns, size_weight
-        self._order: list[tuple[int, int, int]] = []  # (rank, arrival number, handle)
-        self._entries: dict[int, tuple[int, int, int]] = {}
+        self._order: list[_Entry] = []
+        self._entries: dict[int, _Prompt] = {}
+        self._lines: dict[int, dict[str, list[_Entry]]] = {}  # by priority and tenant, sorted
         self._arrivals = 0
+        self.shares = shares or TenantShares()
 
     def __len__(self) -> int:
         return len(self._order)
@@ -76,27 +99,74 @@ class WaitingPrompts:
 
     def __iter__(self) -> Iterator[int]:
         """Yields the handles, the first to go first."""
-        return (handle for _, _, handle in self._order)
+        return self._by_turns() if self.shares.several else (handle for _, _, handle in self._order)
 
-    def add(self, handle: int, priority: int, arrived_ns: int, size_ns: int = 0) -> None:
+    def _by_turns(self) -> Iterator[int]:
+        """Yields the handles as they go if each is computed as is predicted."""
+        turns: dict[int, list[tuple[float, _Entry, str, int]]] = {}  # heaps: counter, first of the line, tenant, index
+        for priority, lines in self._lines.items():
+            turns[priority] = [(self.shares.counter(who).served, line[0], who, 0) for who, line in lines.items()]
+            heapq.heapify(turns[priority])
+        while turns:
+            if len(turns) == 1:
+                (priority,) = turns
+            else:
+                priority = min(turns, key=lambda one: min(turn[1] for turn in turns[one]))
+            heap = turns[priority]
+            served, entry, who, at = heap[0]
+            yield entry[2]
+            line = self._lines[priority][who]
+            if at + 1 < len(line):
+                served += self._entries[entry[2]].tokens / self.shares.counter(who).weight
+                heapq.heapreplace(heap, (served, line[at + 1], who, at + 1))
+            else:
+                heapq.heappop(heap)
+                if not heap:
+                    del turns[priority]
+
+    def add(
+        self,
+        handle: int,
+        priority: int,
+        arrived_ns: int,
+        size_ns: int = 0,
+        *,
+        tenant: str = "",
+        weight: float = 1.0,
+        tokens: int = 1,
+    ) -> None:
         """Adds a prompt, whose `handle` must not be in the queue. `size_ns` is the predicted time of computing the
-        prompt; 0 means that it is unknown, and the prompt counts as one that takes no time."""
+        prompt; 0 means that it is unknown, and the prompt counts as one that takes no time. `tokens` are predicted to
+        be computed for it, `weight` is its tenant's."""
         assert handle not in self._entries
         rank = arrived_ns + priority * self._step_ns + round(work_class(size_ns / NS) * NS * self._size_weight)
         entry = (rank, self._arrivals, handle)
         self._arrivals += 1
-        self._entries[handle] = entry
+        self._entries[handle] = _Prompt(entry, priority, tenant, tokens)
         bisect.insort(self._order, entry)
+        bisect.insort(self._lines.setdefault(priority, {}).setdefault(tenant, []), entry)
+        self.shares.enter(handle, tenant, weight)
 
     def rank(self, handle: int) -> tuple[int, int]:
         """Returns the rank and arrival number of a prompt: it goes before all that have greater ones. Raises KeyError
         if it is not in the queue."""
-        return self._entries[handle][:2]
+        return self._entries[handle].entry[:2]
+
+    def priority(self, handle: int) -> int:
+        """Returns the priority of a prompt. Raises KeyError if it is not in the queue."""
+        return self._entries[handle].priority
 
     def remove(self, handle: int) -> None:
-        """Takes a prompt out of the queue. Raises KeyError if it is not in it."""
-        entry = self._entries.pop(handle)
-        del self._order[bisect.bisect_left(self._order, entry)]
+        """Takes a prompt out of the queue; its tenant still has it, until the prompt leaves `shares`. Raises KeyError
+        if it is not in the queue."""
+        prompt = self._entries.pop(handle)
+        lines = self._lines[prompt.priority]
+        for order in (self._order, lines[prompt.tenant]):
+            del order[bisect.bisect_left(order, prompt.entry)]
+        if not lines[prompt.tenant]:
+            del lines[prompt.tenant]
+            if not lines:
+                del self._lines[prompt.priority]
 
 
 @dataclass(slots=True)
@@ -108,6 +178,7 @@ class Work:
     total: int
     long: bool
     rank: tuple[int, int]  # that it had in the queue
+    priority: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +218,8 @@ class Planner:
 
     def __init__(self, config: PlanConfig) -> None:
         self.config = config
-        self.waiting = WaitingPrompts(config.priority_step_ns, config.size_weight)
+        self.shares = TenantShares()
+        self.waiting = WaitingPrompts(config.priority_step_ns, config.size_weight, self.shares)
         self._work: dict[int, Work] = {}  # with tokens left to submit, in order of admission
         self._blocked = 0  # the handle of the request that did not get its pages; 0: none (handles begin at 1)
         self._last_long = True  # whether the last step was of a long request; so the first one is of short ones
@@ -160,6 +232,7 @@ class Planner:
         self._work.pop(handle, None)
         if handle in self.waiting:
             self.waiting.remove(handle)
+        self.shares.leave(handle)
         if handle == self._blocked:
             self._blocked = 0
 
@@ -174,7 +247,10 @@ class Planner:
         of a decode batch that wait for the step set it."""
         chunk, batch = self.config.prefill_chunk_tokens, self.config.max_batch_tokens
         self._chunk, self._batch = (chunk, batch) if most is None else (min(chunk, most), min(batch, most))
-        first = self._goes_first(rest) if self.config.size_weight else not self._last_long
+        if self.shares.several:
+            first = self._fair_first(rest)
+        else:
+            first = self._goes_first(rest) if self.config.size_weight else not self._last_long
         for long in (first, not first):
             chunks = self._fill(long, rest, admit, total)
             if chunks:
@@ -196,6 +272,32 @@ class Planner:
             if not (long and running):  # long ones are computed one after the other
                 return long
         return best is not None and best.long
+
+    def _fair_first(self, rest: Rest) -> bool:
+        """Whether the request whose tenant goes first is a long one, of those that could run and those that have
+        begun."""
+        works = self._work.values()
+        begun = min(works, key=lambda work: (self._served(work.handle), work.long == self._last_long), default=None)
+        running = any(work.long for work in works)
+        for handle in self._candidates():
+            tokens = rest(handle)
+            if not isinstance(tokens, int):
+                continue
+            long = tokens > self.config.long_prompt_tokens
+            if long and running:  # long ones are computed one after the other
+                continue
+            if begun is None:
+                return long
+            if begun.priority != self.waiting.priority(handle):
+                return begun.long if begun.rank < self.waiting.rank(handle) else long
+            had, lacks = self._served(begun.handle), self._served(handle)
+            if had == lacks:
+                return not self._last_long
+            return begun.long if had < lacks else long
+        return begun is not None and begun.long
+
+    def _served(self, handle: int) -> float:
+        return self.shares.counter(self.shares.tenant(handle)).served
 
     def _fill(self, long: bool, rest: Rest, admit: Admit, total: Callable[[int], int]) -> list[Chunk]:
         room = self._chunk if long else self._batch
@@ -228,7 +330,8 @@ class Planner:
                 break
             if handle == self._blocked:
                 self._blocked = 0
-            work = self._work[handle] = Work(handle, start, total(handle), long, self.waiting.rank(handle))
+            place = self.waiting.rank(handle), self.waiting.priority(handle)
+            work = self._work[handle] = Work(handle, start, total(handle), long, *place)
             self.waiting.remove(handle)
             room = self._take(work, room, chunks)
         return chunks
@@ -245,7 +348,9 @@ class Planner:
             return room
         chunks.append(Chunk(work.handle, work.start, end, end == work.total))
         room -= end - work.start
+        self.shares.charge(work.handle, end - work.start)
         work.start = end
         if end == work.total:
             del self._work[work.handle]
+            self.shares.leave(work.handle)
         return room

@@ -270,7 +270,16 @@ class PrefillState:
         if error is not None:
             self._lives.abort(h, error)
             return
-        self.planner.waiting.add(start.handle, start.priority, now, start.size_ns)
+        fair = self.config.plan.fair
+        self.planner.waiting.add(
+            start.handle,
+            start.priority,
+            now,
+            start.size_ns,
+            tenant=start.tenant if fair else "",
+            weight=start.tenant_weight,
+            tokens=start.uncached_tokens,
+        )
         if start.sampling.grammar:
             h.compiling = set(range(self.config.world))
             order = m.CompileGrammar(h.handle, start.sampling.grammar)

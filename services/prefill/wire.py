@@ -16,9 +16,11 @@ from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import prefill_pb2 as pb
 from kvmesh.rpc.status import to_detail
 from kvmesh.services.prefill import events as ev
+from kvmesh.services.prefill.tenant_shares import MAX_WEIGHT, MIN_WEIGHT
 
 NS_PER_US, NS_PER_MS = 1_000, 1_000_000
 MAX_PULLS = 1024  # ranges of one request
+MAX_TENANT_CHARS = 512
 MAX_PULL_AFTER_MS = 600_000  # the latest begin of a pull that a request may ask for: no queue is so long
 
 
@@ -58,7 +60,22 @@ def start_in(
         traceparent=traceparent,
         pull_at_ns=_pull_at(request, now),
         size_ns=request.prefill_us * NS_PER_US,
+        tenant=_tenant(request.tenant),
+        tenant_weight=_weight(request.tenant_weight),
+        uncached_tokens=request.uncached_tokens or len(token_ids),
     )
+
+
+def _tenant(name: str) -> str:
+    if len(name) > MAX_TENANT_CHARS:
+        raise InvalidRequest.of("tenant", name, f"may have at most {MAX_TENANT_CHARS} characters")
+    return name
+
+
+def _weight(weight: float) -> float:
+    if not (weight == 0 or MIN_WEIGHT <= weight <= MAX_WEIGHT):
+        raise InvalidRequest.of("tenant_weight", weight, f"must be {MIN_WEIGHT:g} to {MAX_WEIGHT:g}")
+    return weight or 1.0
 
 
 def _pull_at(request: pb.StartPrefill, now: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,14 +16,15 @@ from tests.support.services import until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
-KEYS = {"alice": "sk-alice-0123456789abcdef", "bob": "sk-bob-0123456789abcdef"}
+KEYS = {name: f"sk-{name}-0123456789abcdef" for name in ("alice", "bob", "carol")}
+MORE = {"carol": "requests_per_minute = 2\nprompt_tokens_per_minute = 1000\nweight = 0.01\n"}
 
 
 def key_file(folder: Path) -> Path:
     path = folder / "keys.toml"
     path.write_text(
         "".join(
-            f'[[key]]\nname = "{name}"\nsha256 = "{hashlib.sha256(key.encode()).hexdigest()}"\n'
+            f'[[key]]\nname = "{name}"\nsha256 = "{hashlib.sha256(key.encode()).hexdigest()}"\n{MORE.get(name, "")}'
             for name, key in KEYS.items()
         )
     )
@@ -79,3 +81,15 @@ async def test_without_a_valid_key(who: str, guarded: Running) -> None:
     error = response.json()["error"]
     assert error["code"] == "invalid_api_key"
     assert who == "" or who not in response.text or len(who) < 8
+
+
+async def test_quotas(guarded: Running) -> None:
+    """A key over its quota is refused, and no other; its weight reaches prefill beside others' prompts."""
+    prompt = [(i * 41) % 200 + 20 for i in range(400)]
+    answers = await asyncio.gather(*(complete(guarded, who, prompt) for who in ("carol", "alice", "bob", "carol")))
+    assert [answer.status_code for answer in answers] == [200] * 4
+    assert "x-ratelimit-limit-requests" not in answers[1].headers
+    refused = await complete(guarded, "carol", prompt)
+    assert refused.status_code == 429 and refused.json()["error"]["param"] == "requests_per_minute"
+    assert 0 < int(refused.headers["retry-after"]) <= 30
+    assert (await complete(guarded, "alice", prompt)).status_code == 200

@@ -316,7 +316,7 @@ def _own_flags(
     )
     if settings.joined:
         conductor, store = ",".join(settings.joined.conductors), ",".join(settings.joined.masters)
-    # A Redis of the mesh's own stays on this machine: it has no password, and no instance asks it.
+    # A Redis of the mesh's own stays on this machine: it has no password, and no other machine asks it.
     redis = f"redis://{join(LOCALHOST, port['redis'])}/0" if settings.redis == "auto" else settings.redis
     instance = {"conductor": conductor, "store": store}
     return {
@@ -331,6 +331,7 @@ def _own_flags(
             "served_name": settings.model_name,
             "models": ",".join(f"{served.name}={served.path}" for served in settings.served[1:]),
             "conductor": conductor,
+            "quota_redis": redis if settings.api_keys else "",
         },
     }
 

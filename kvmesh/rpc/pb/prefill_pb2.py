@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvmesh.rpc.pb import common_pb2 as kvmesh_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvmesh/v1/prefill.proto\x12\tkvmesh.v1\x1a\x16kvmesh/v1/common.proto\"\xeb\x01\n\x0eHandoffRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.kvmesh.v1.HandoffHelloH\x00\x12(\n\x05start\x18\x02 \x01(\x0b\x32\x17.kvmesh.v1.StartPrefillH\x00\x12%\n\x07landing\x18\x03 \x01(\x0b\x32\x12.kvmesh.v1.LandingH\x00\x12*\n\x07renewed\x18\x04 \x01(\x0b\x32\x17.kvmesh.v1.LeaseRenewedH\x00\x12*\n\x06\x63\x61ncel\x18\x05 \x01(\x0b\x32\x18.kvmesh.v1.CancelHandoffH\x00\x42\x06\n\x04kind\"\xe3\x01\n\x0cHandoffHello\x12\x34\n\x10protocol_version\x18\x01 \x01(\x0e\x32\x1a.kvmesh.v1.ProtocolVersion\x12(\n\x08instance\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x1b\n\x13segment_descriptors\x18\x03 \x03(\x0c\x12\'\n\x07layouts\x18\x04 \x03(\x0b\x32\x16.kvmesh.v1.ShardLayout\x12-\n\rgroup_layouts\x18\x05 \x03(\x0b\x32\x16.kvmesh.v1.ShardLayout\"\x8d\x03\n\x0cStartPrefill\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x01(\x0c\x12\x12\n\nblock_keys\x18\x06 \x01(\x0c\x12+\n\x08sampling\x18\x07 \x01(\x0b\x32\x19.kvmesh.v1.SamplingParams\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x08 \x01(\r\x12\x10\n\x08priority\x18\t \x01(\x11\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12#\n\x05pulls\x18\x0b \x03(\x0b\x32\x14.kvmesh.v1.PullRange\x12\x17\n\nload_until\x18\x0c \x01(\rH\x00\x88\x01\x01\x12\x15\n\rpull_after_ms\x18\r \x01(\r\x12\x12\n\nprefill_us\x18\x0e \x01(\r\x12\x15\n\rweights_epoch\x18\x0f \x01(\x06\x42\r\n\x0b_load_untilJ\x04\x08\x10\x10\x11R\x08tail_key\"i\n\x07Landing\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x15\n\rhandoff_epoch\x18\x02 \x01(\x06\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\x12%\n\x05ranks\x18\x04 \x03(\x0b\x32\x16.kvmesh.v1.RankLanding\"~\n\x0bRankLanding\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0f\n\x07segment\x18\x02 \x01(\t\x12\x12\n\x06offset\x18\x03 \x03(\x04\x42\x02\x10\x01\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12\'\n\x06groups\x18\x05 \x03(\x0b\x32\x17.kvmesh.v1.GroupLanding\"F\n\x0cGroupLanding\x12\r\n\x05group\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x12\n\x06offset\x18\x03 \x03(\x04\x42\x02\x10\x01\"G\n\x0cLeaseRenewed\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x15\n\rhandoff_epoch\x18\x02 \x01(\x06\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\"/\n\rCancelHandoff\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\xc4\x02\n\x0cHandoffEvent\x12-\n\x05hello\x18\x01 \x01(\x0b\x32\x1c.kvmesh.v1.HandoffHelloReplyH\x00\x12*\n\nbegin_fill\x18\x02 \x01(\x0b\x32\x14.kvmesh.v1.BeginFillH\x00\x12&\n\x05renew\x18\x03 \x01(\x0b\x32\x15.kvmesh.v1.RenewLeaseH\x00\x12,\n\x0b\x66irst_token\x18\x04 \x01(\x0b\x32\x15.kvmesh.v1.FirstTokenH\x00\x12(\n\tfill_done\x18\x05 \x01(\x0b\x32\x13.kvmesh.v1.FillDoneH\x00\x12%\n\x07\x64rained\x18\x06 \x01(\x0b\x32\x12.kvmesh.v1.DrainedH\x00\x12*\n\x06\x66\x61iled\x18\x07 \x01(\x0b\x32\x18.kvmesh.v1.HandoffFailedH\x00\x42\x06\n\x04kind\"\xdc\x01\n\x11HandoffHelloReply\x12\x34\n\x10protocol_version\x18\x01 \x01(\x0e\x32\x1a.kvmesh.v1.ProtocolVersion\x12(\n\x08instance\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x0f\n\x07writers\x18\x03 \x03(\t\x12\'\n\x07layouts\x18\x04 \x03(\x0b\x32\x16.kvmesh.v1.ShardLayout\x12-\n\rgroup_layouts\x18\x05 \x03(\x0b\x32\x16.kvmesh.v1.ShardLayout\"D\n\tBeginFill\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x13\n\x0bremoved_seq\x18\x03 \x01(\x04\"K\n\nRenewLease\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x15\n\rhandoff_epoch\x18\x02 \x01(\x06\x12\x16\n\x0eprogress_bytes\x18\x03 \x01(\x04\"\xcf\x01\n\nFirstToken\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12*\n\x08logprobs\x18\x03 \x01(\x0b\x32\x18.kvmesh.v1.TokenLogprobs\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12(\n\x07timings\x18\x05 \x01(\x0b\x32\x17.kvmesh.v1.StageTimings\x12\x32\n\x0fprompt_logprobs\x18\x06 \x01(\x0b\x32\x19.kvmesh.v1.PromptLogprobs\"[\n\x08\x46illDone\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x15\n\rhandoff_epoch\x18\x02 \x01(\x06\x12(\n\x07timings\x18\x03 \x01(\x0b\x32\x17.kvmesh.v1.StageTimings\"0\n\x07\x44rained\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x15\n\rhandoff_epoch\x18\x02 \x01(\x06\"W\n\rHandoffFailed\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12%\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.ErrorDetail\x12\x0f\n\x07\x64rained\x18\x03 \x01(\x08\x32\x91\x01\n\x07Prefill\x12\x41\n\x07Handoff\x12\x19.kvmesh.v1.HandoffRequest\x1a\x17.kvmesh.v1.HandoffEvent(\x01\x30\x01\x12\x43\n\x08GetPools\x12\x1a.kvmesh.v1.GetPoolsRequest\x1a\x1b.kvmesh.v1.GetPoolsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvmesh/v1/prefill.proto\x12\tkvmesh.v1\x1a\x16kvmesh/v1/common.proto\"\xeb\x01\n\x0eHandoffRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.kvmesh.v1.HandoffHelloH\x00\x12(\n\x05start\x18\x02 \x01(\x0b\x32\x17.kvmesh.v1.StartPrefillH\x00\x12%\n\x07landing\x18\x03 \x01(\x0b\x32\x12.kvmesh.v1.LandingH\x00\x12*\n\x07renewed\x18\x04 \x01(\x0b\x32\x17.kvmesh.v1.LeaseRenewedH\x00\x12*\n\x06\x63\x61ncel\x18\x05 \x01(\x0b\x32\x18.kvmesh.v1.CancelHandoffH\x00\x42\x06\n\x04kind\"\xe3\x01\n\x0cHandoffHello\x12\x34\n\x10protocol_version\x18\x01 \x01(\x0e\x32\x1a.kvmesh.v1.ProtocolVersion\x12(\n\x08instance\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x1b\n\x13segment_descriptors\x18\x03 \x03(\x0c\x12\'\n\x07layouts\x18\x04 \x03(\x0b\x32\x16.kvmesh.v1.ShardLayout\x12-\n\rgroup_layouts\x18\x05 \x03(\x0b\x32\x16.kvmesh.v1.ShardLayout\"\xcd\x03\n\x0cStartPrefill\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x01(\x0c\x12\x12\n\nblock_keys\x18\x06 \x01(\x0c\x12+\n\x08sampling\x18\x07 \x01(\x0b\x32\x19.kvmesh.v1.SamplingParams\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x08 \x01(\r\x12\x10\n\x08priority\x18\t \x01(\x11\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12#\n\x05pulls\x18\x0b \x03(\x0b\x32\x14.kvmesh.v1.PullRange\x12\x17\n\nload_until\x18\x0c \x01(\rH\x00\x88\x01\x01\x12\x15\n\rpull_after_ms\x18\r \x01(\r\x12\x12\n\nprefill_us\x18\x0e \x01(\r\x12\x15\n\rweights_epoch\x18\x0f \x01(\x06\x12\x0e\n\x06tenant\x18\x11 \x01(\t\x12\x15\n\rtenant_weight\x18\x12 \x01(\x02\x12\x17\n\x0funcached_tokens\x18\x13 \x01(\rB\r\n\x0b_load_untilJ\x04\x08\x10\x10\x11R\x08tail_key\"i\n\x07Landing\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x15\n\rhandoff_epoch\x18\x02 \x01(\x06\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\x12%\n\x05ranks\x18\x04 \x03(\x0b\x32\x16.kvmesh.v1.RankLanding\"~\n\x0bRankLanding\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0f\n\x07segment\x18\x02 \x01(\t\x12\x12\n\x06offset\x18\x03 \x03(\x04\x42\x02\x10\x01\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12\'\n\x06groups\x18\x05 \x03(\x0b\x32\x17.kvmesh.v1.GroupLanding\"F\n\x0cGroupLanding\x12\r\n\x05group\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x12\n\x06offset\x18\x03 \x03(\x04\x42\x02\x10\x01\"G\n\x0cLeaseRenewed\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x15\n\rhandoff_epoch\x18\x02 \x01(\x06\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\"/\n\rCancelHandoff\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\xc4\x02\n\x0cHandoffEvent\x12-\n\x05hello\x18\x01 \x01(\x0b\x32\x1c.kvmesh.v1.HandoffHelloReplyH\x00\x12*\n\nbegin_fill\x18\x02 \x01(\x0b\x32\x14.kvmesh.v1.BeginFillH\x00\x12&\n\x05renew\x18\x03 \x01(\x0b\x32\x15.kvmesh.v1.RenewLeaseH\x00\x12,\n\x0b\x66irst_token\x18\x04 \x01(\x0b\x32\x15.kvmesh.v1.FirstTokenH\x00\x12(\n\tfill_done\x18\x05 \x01(\x0b\x32\x13.kvmesh.v1.FillDoneH\x00\x12%\n\x07\x64rained\x18\x06 \x01(\x0b\x32\x12.kvmesh.v1.DrainedH\x00\x12*\n\x06\x66\x61iled\x18\x07 \x01(\x0b\x32\x18.kvmesh.v1.HandoffFailedH\x00\x42\x06\n\x04kind\"\xdc\x01\n\x11HandoffHelloReply\x12\x34\n\x10protocol_version\x18\x01 \x01(\x0e\x32\x1a.kvmesh.v1.ProtocolVersion\x12(\n\x08instance\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x0f\n\x07writers\x18\x03 \x03(\t\x12\'\n\x07layouts\x18\x04 \x03(\x0b\x32\x16.kvmesh.v1.ShardLayout\x12-\n\rgroup_layouts\x18\x05 \x03(\x0b\x32\x16.kvmesh.v1.ShardLayout\"D\n\tBeginFill\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x13\n\x0bremoved_seq\x18\x03 \x01(\x04\"K\n\nRenewLease\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x15\n\rhandoff_epoch\x18\x02 \x01(\x06\x12\x16\n\x0eprogress_bytes\x18\x03 \x01(\x04\"\xcf\x01\n\nFirstToken\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12*\n\x08logprobs\x18\x03 \x01(\x0b\x32\x18.kvmesh.v1.TokenLogprobs\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12(\n\x07timings\x18\x05 \x01(\x0b\x32\x17.kvmesh.v1.StageTimings\x12\x32\n\x0fprompt_logprobs\x18\x06 \x01(\x0b\x32\x19.kvmesh.v1.PromptLogprobs\"[\n\x08\x46illDone\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x15\n\rhandoff_epoch\x18\x02 \x01(\x06\x12(\n\x07timings\x18\x03 \x01(\x0b\x32\x17.kvmesh.v1.StageTimings\"0\n\x07\x44rained\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x15\n\rhandoff_epoch\x18\x02 \x01(\x06\"W\n\rHandoffFailed\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12%\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.ErrorDetail\x12\x0f\n\x07\x64rained\x18\x03 \x01(\x08\x32\x91\x01\n\x07Prefill\x12\x41\n\x07Handoff\x12\x19.kvmesh.v1.HandoffRequest\x1a\x17.kvmesh.v1.HandoffEvent(\x01\x30\x01\x12\x43\n\x08GetPools\x12\x1a.kvmesh.v1.GetPoolsRequest\x1a\x1b.kvmesh.v1.GetPoolsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,33 +41,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HANDOFFHELLO']._serialized_start=301
   _globals['_HANDOFFHELLO']._serialized_end=528
   _globals['_STARTPREFILL']._serialized_start=531
-  _globals['_STARTPREFILL']._serialized_end=928
-  _globals['_LANDING']._serialized_start=930
-  _globals['_LANDING']._serialized_end=1035
-  _globals['_RANKLANDING']._serialized_start=1037
-  _globals['_RANKLANDING']._serialized_end=1163
-  _globals['_GROUPLANDING']._serialized_start=1165
-  _globals['_GROUPLANDING']._serialized_end=1235
-  _globals['_LEASERENEWED']._serialized_start=1237
-  _globals['_LEASERENEWED']._serialized_end=1308
-  _globals['_CANCELHANDOFF']._serialized_start=1310
-  _globals['_CANCELHANDOFF']._serialized_end=1357
-  _globals['_HANDOFFEVENT']._serialized_start=1360
-  _globals['_HANDOFFEVENT']._serialized_end=1684
-  _globals['_HANDOFFHELLOREPLY']._serialized_start=1687
-  _globals['_HANDOFFHELLOREPLY']._serialized_end=1907
-  _globals['_BEGINFILL']._serialized_start=1909
-  _globals['_BEGINFILL']._serialized_end=1977
-  _globals['_RENEWLEASE']._serialized_start=1979
-  _globals['_RENEWLEASE']._serialized_end=2054
-  _globals['_FIRSTTOKEN']._serialized_start=2057
-  _globals['_FIRSTTOKEN']._serialized_end=2264
-  _globals['_FILLDONE']._serialized_start=2266
-  _globals['_FILLDONE']._serialized_end=2357
-  _globals['_DRAINED']._serialized_start=2359
-  _globals['_DRAINED']._serialized_end=2407
-  _globals['_HANDOFFFAILED']._serialized_start=2409
-  _globals['_HANDOFFFAILED']._serialized_end=2496
-  _globals['_PREFILL']._serialized_start=2499
-  _globals['_PREFILL']._serialized_end=2644
+  _globals['_STARTPREFILL']._serialized_end=992
+  _globals['_LANDING']._serialized_start=994
+  _globals['_LANDING']._serialized_end=1099
+  _globals['_RANKLANDING']._serialized_start=1101
+  _globals['_RANKLANDING']._serialized_end=1227
+  _globals['_GROUPLANDING']._serialized_start=1229
+  _globals['_GROUPLANDING']._serialized_end=1299
+  _globals['_LEASERENEWED']._serialized_start=1301
+  _globals['_LEASERENEWED']._serialized_end=1372
+  _globals['_CANCELHANDOFF']._serialized_start=1374
+  _globals['_CANCELHANDOFF']._serialized_end=1421
+  _globals['_HANDOFFEVENT']._serialized_start=1424
+  _globals['_HANDOFFEVENT']._serialized_end=1748
+  _globals['_HANDOFFHELLOREPLY']._serialized_start=1751
+  _globals['_HANDOFFHELLOREPLY']._serialized_end=1971
+  _globals['_BEGINFILL']._serialized_start=1973
+  _globals['_BEGINFILL']._serialized_end=2041
+  _globals['_RENEWLEASE']._serialized_start=2043
+  _globals['_RENEWLEASE']._serialized_end=2118
+  _globals['_FIRSTTOKEN']._serialized_start=2121
+  _globals['_FIRSTTOKEN']._serialized_end=2328
+  _globals['_FILLDONE']._serialized_start=2330
+  _globals['_FILLDONE']._serialized_end=2421
+  _globals['_DRAINED']._serialized_start=2423
+  _globals['_DRAINED']._serialized_end=2471
+  _globals['_HANDOFFFAILED']._serialized_start=2473
+  _globals['_HANDOFFFAILED']._serialized_end=2560
+  _globals['_PREFILL']._serialized_start=2563
+  _globals['_PREFILL']._serialized_end=2708
 # @@protoc_insertion_point(module_scope)

@@ -119,6 +119,9 @@ class StartPrefill(_message.Message):
     PULL_AFTER_MS_FIELD_NUMBER: _builtins.int
     PREFILL_US_FIELD_NUMBER: _builtins.int
     WEIGHTS_EPOCH_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    TENANT_WEIGHT_FIELD_NUMBER: _builtins.int
+    UNCACHED_TOKENS_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """names the handoff within this stream; never reused in it"""
     request_id: _builtins.str
@@ -137,6 +140,12 @@ class StartPrefill(_message.Message):
     """likewise"""
     weights_epoch: _builtins.int
     """of ModelCard, as model_fingerprint"""
+    tenant: _builtins.str
+    """see decode's StartRequest"""
+    tenant_weight: _builtins.float
+    """likewise"""
+    uncached_tokens: _builtins.int
+    """predicted to be computed"""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
@@ -161,10 +170,13 @@ class StartPrefill(_message.Message):
         pull_after_ms: _builtins.int = ...,
         prefill_us: _builtins.int = ...,
         weights_epoch: _builtins.int = ...,
+        tenant: _builtins.str = ...,
+        tenant_weight: _builtins.float = ...,
+        uncached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_load_until", b"_load_until", "load_until", b"load_until", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_load_until", b"_load_until", "attempt", b"attempt", "block_keys", b"block_keys", "deadline_ms", b"deadline_ms", "handle", b"handle", "load_until", b"load_until", "model_fingerprint", b"model_fingerprint", "prefill_us", b"prefill_us", "priority", b"priority", "pull_after_ms", b"pull_after_ms", "pulls", b"pulls", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent", "weights_epoch", b"weights_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_load_until", b"_load_until", "attempt", b"attempt", "block_keys", b"block_keys", "deadline_ms", b"deadline_ms", "handle", b"handle", "load_until", b"load_until", "model_fingerprint", b"model_fingerprint", "prefill_us", b"prefill_us", "priority", b"priority", "pull_after_ms", b"pull_after_ms", "pulls", b"pulls", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "tenant_weight", b"tenant_weight", "token_ids", b"token_ids", "traceparent", b"traceparent", "uncached_tokens", b"uncached_tokens", "weights_epoch", b"weights_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__load_until: _TypeAlias = _typing.Literal["load_until"]  # noqa: Y015
     _WhichOneofArgType__load_until: _TypeAlias = _typing.Literal["_load_until", b"_load_until"]  # noqa: Y015

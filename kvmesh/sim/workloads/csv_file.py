@@ -13,6 +13,7 @@ from typing import Any
 
 from kvmesh.errors import ConfigError
 from kvmesh.services.conductor.domain import Lane
+from kvmesh.services.prefill.tenant_shares import MAX_WEIGHT, MIN_WEIGHT
 from kvmesh.sim.workloads.workload import WHOLE, Reading, SimRequest, key
 
 # Names of columns, compared without case, spaces and underscores: our own first, then those of public traces (Azure's,
@@ -172,12 +173,19 @@ class _Row:
         except ValueError:
             raise self.bad(field, text, "must be a whole number") from None
 
+    def weight(self, at: int, field: str) -> float:
+        weight = self.number(at, field) if self.cell(at, field) else 1.0
+        if not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+            raise self.bad(field, self.cell(at, field), f"must be {MIN_WEIGHT:g} to {MAX_WEIGHT:g}")
+        return weight
+
 
 _MORE: dict[str, Callable[[_Row, int, str], Any]] = {
     **dict.fromkeys(("session", "origin", "tenant"), _Row.cell),
     "lane": _Row.lane,
     "priority": _Row.priority,
     **dict.fromkeys(("ttft_slo_s", "tbt_slo_s"), _Row.number),
+    "tenant_weight": _Row.weight,
     "prefix": _Row.cell,
     "prefix_tokens": _Row.number,
 }  # columns that may be there

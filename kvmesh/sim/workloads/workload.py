@@ -31,6 +31,7 @@ class SimRequest:
     session: str = ""
     origin: str = ""
     tenant: str = ""
+    tenant_weight: float = 1.0
     lane: Lane = Lane.INTERACTIVE
     priority: int = 0
     ttft_slo_s: float = 0.0

@@ -11,7 +11,9 @@ from kvmesh.services.gateway.api_keys import Tenant
 from kvmesh.services.gateway.config import GatewayLimits
 from kvmesh.services.gateway.core import GatewayCore
 from kvmesh.services.gateway.generation import Generation
+from kvmesh.services.gateway.quotas import QuotaStanding
 from kvmesh.services.gateway.requests import Request
+from kvmesh.services.gateway.rest import quota_headers
 from kvmesh.services.gateway.rest.frames import error_event, error_json
 from kvmesh.services.gateway.text.completion import Delta
 
@@ -43,6 +45,11 @@ class ErrorStyle:
     def status(cls, err: KvmeshError) -> int:
         """Returns the HTTP status of an error."""
         return err.http_status
+
+    @classmethod
+    def quota_headers(cls, standing: QuotaStanding) -> list[tuple[bytes, bytes]]:
+        """Returns headers that tell where the caller's key stands."""
+        return quota_headers.openai(standing)
 
     @classmethod
     def error_body(cls, err: KvmeshError, request_id: str) -> bytes:

@@ -7,6 +7,7 @@ what nobody knows, is passed over; what would change the answer and is not serve
 
 from __future__ import annotations
 
+import datetime
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self
@@ -29,8 +30,10 @@ from kvmesh.services.gateway.api_keys import Tenant
 from kvmesh.services.gateway.config import GatewayLimits
 from kvmesh.services.gateway.core import GatewayCore
 from kvmesh.services.gateway.generation import MAX_TOKENS, Generation, between, brief, check_stops, refused
+from kvmesh.services.gateway.quotas import QuotaStanding
 from kvmesh.services.gateway.request_memory import prompts_bytes
 from kvmesh.services.gateway.requests import Request
+from kvmesh.services.gateway.rest import quota_headers
 from kvmesh.services.gateway.rest.bounded_call import Caller, QueryCall
 from kvmesh.services.gateway.rest.chat import (
     MAX_TOOLS,
@@ -370,6 +373,11 @@ class AnthropicErrors(ErrorStyle):
     def status(cls, err: KvmeshError) -> int:
         """See ErrorStyle. 529 says that the service, not the caller's share of it, is at its end."""
         return 529 if isinstance(err, Unavailable) else err.http_status
+
+    @classmethod
+    def quota_headers(cls, standing: QuotaStanding) -> list[tuple[bytes, bytes]]:
+        """See ErrorStyle."""
+        return quota_headers.anthropic(standing, datetime.datetime.now(datetime.UTC))
 
     @classmethod
     def error_body(cls, err: KvmeshError, request_id: str) -> bytes:

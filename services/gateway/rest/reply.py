@@ -109,6 +109,8 @@ class Reply(BoundedCall[tuple[InterfaceBody, Generation]]):
             async with request:
                 await answer(request, asked, writer, send)
         except Exception as err:
+            if not self.streaming:
+                self._tell_quota(request)
             named = err if isinstance(err, KvmeshError) else InternalError(f"the gateway failed: {type(err).__name__}")
             if named is not err:
                 log.exception("request %s failed", request.request_id)
@@ -127,12 +129,18 @@ class Reply(BoundedCall[tuple[InterfaceBody, Generation]]):
             return write()
         return await self.core.in_thread(SCORE_BYTES * request.scores, write)
 
+    def _tell_quota(self, request: Request) -> None:
+        """Adds to the headers of the answer where the caller's key stands."""
+        if request.quota is not None:
+            self.own_headers += self._kind.quota_headers(request.quota)
+
     async def _whole(self, request: Request, asked: InterfaceBody, writer: AnswerWriter, send: Send) -> None:
         async for _ in request:
             raise AssertionError("a request that is not streamed has no steps")
         request.account.wrote()
         body = await self._written(request, writer.whole)
         await asked.ended(request, writer, None)
+        self._tell_quota(request)
         await send_body(send, 200, [*JSON, *self.own_headers], body)
 
     async def _stream(self, request: Request, asked: InterfaceBody, writer: AnswerWriter, send: Send) -> None:
@@ -140,6 +148,7 @@ class Reply(BoundedCall[tuple[InterfaceBody, Generation]]):
         async for step in request:
             if not self.streaming:
                 self.streaming = True
+                self._tell_quota(request)
                 await send({"type": "http.response.start", "status": 200, "headers": [*EVENTS, *self.own_headers]})
             write = functools.partial(_write, writer, step)
             opens = not opened.issuperset(index for index, _ in step)
