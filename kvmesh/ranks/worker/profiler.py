@@ -112,10 +112,8 @@ class StepProfiler:
         return timed
 
     def _seen_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        def seen(
-            items: Sequence[PrefillInput], rows: DecodeBatch, on_layer: Callable[[int], None] | None = None
-        ) -> Any:
-            answer = step(items, rows, on_layer)
+        def seen(items: Sequence[PrefillInput], rows: DecodeBatch, *told: Any) -> Any:
+            answer = step(items, rows, *told)
             chunks = tuple((item.start, len(item.token_ids)) for item in items)
             sampled = len(rows.positions) + sum(item.sample is not None for item in items)
             self._shapes.append(StepShape(tuple(rows.positions.tolist()), chunks, sampled))
