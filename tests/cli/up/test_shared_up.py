@@ -118,8 +118,9 @@ def test_both_models_answer_to_the_key_and_to_nobody_else(mesh: Up) -> None:
 def test_services_speak_tls_and_nothing_else(mesh: Up) -> None:
     for name, one in mesh.told["services"].items():
         assert probe.health(one["address"]) != "SERVING", name
-    keys = mesh.run_dir / "tls" / "key.pem"
-    assert keys.stat().st_mode & 0o077 == 0
+    keys = list((mesh.run_dir / "tls").rglob("*key.pem"))
+    assert {"gateway", "prefill-0", "operator"} <= {key.parent.name for key in keys}, "each process has its own"
+    assert not any(key.stat().st_mode & 0o077 for key in keys)
     conductor = mesh.told["services"]["conductor"]["address"]
     files = {f"KVMESH_TLS_{key[4:].upper()}": path for key, path in mesh.told["tls"].items() if path}
     assert "prefill-0" in mesh.call("status", "--conductor", conductor, **files)
