@@ -382,7 +382,7 @@ def test_a_broken_scheduler_is_found(
 ) -> None:
     broken(monkeypatch)
     with pytest.raises(AssertionError):
-        run(400, 40, derandomize=True)
+        run(2_000, 40, derandomize=True)  # order in sets differs from process to process: 400 did not always do
 
 
 def test_silent_peers_hang_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
