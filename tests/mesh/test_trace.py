@@ -48,6 +48,8 @@ FETCH = {
 # Processes convert monotonic to wall time each with its own offset, taken once: they may differ by this much.
 SLACK_NS = 2_000_000
 
+# Long enough that fetching what a holder has is always sooner than computing it.
+LENGTH, CHUNK = 1_500, 128
 MeshFactory = Callable[..., AbstractAsyncContextManager[Running]]
 
 
@@ -99,8 +101,8 @@ async def traced(
 
 
 async def test_the_trace_of_a_request(demo_path: Path, mesh: MeshFactory) -> None:
-    prompts = [[(i * 37 + i * i * n) % 200 + 20 for i in range(300)] for n in (1, 3, 5)]
-    flags = {"prefill": {"prefill_chunk_tokens": 128}, "*": {"transports": "tcp"}}
+    prompts = [[(i * 37 + i * i * n) % 200 + 20 for i in range(LENGTH)] for n in (1, 3, 5)]
+    flags = {"prefill": {"prefill_chunk_tokens": CHUNK}, "*": {"transports": "tcp"}}
     with collector() as (keeper, endpoint):
         async with mesh(demo_path, prefill=2, otlp_endpoint=endpoint, flags=flags) as running:
             await cordon(running, "prefill-1")
@@ -117,8 +119,8 @@ async def test_the_trace_of_a_request(demo_path: Path, mesh: MeshFactory) -> Non
     for trace in (cold, warm, *fetched):
         check_tree(trace, TREE if trace not in fetched else TREE | FETCH)
         check_borders(trace)
-    check_attributes(cold, cached=0, chunks=3)
-    check_attributes(warm, cached=256, chunks=1)
+    check_attributes(cold, cached=0, chunks=-(-LENGTH // CHUNK))
+    check_attributes(warm, cached=(LENGTH - 1) // 64 * 64, chunks=1)
     # The first call of a holder is over gRPC, and three fetches from two holders call one of them again.
     paths = [check_fetch(trace) for trace in fetched]
     assert paths[0] == "grpc" and "fast path" in paths
@@ -137,7 +139,7 @@ def check_fetch(spans: dict[str, Span]) -> str:
     nbytes = fetch.attributes["kvmesh.pull.bytes"]
     assert nbytes > 0 and fetch.attributes["kvmesh.pull.holder"] in ("prefill-0", "decode-0")
     assert lease.attributes["kvmesh.lease.reader"] == fetch.attributes["kvmesh.instance_id"]
-    assert lease.attributes["kvmesh.lease.tiers"] == "dram=4"
+    assert lease.attributes["kvmesh.lease.tiers"] == f"dram={(LENGTH - 1) // 64}"
     assert serve.attributes["kvmesh.lease.bytes"] == read.attributes["kvmesh.read.bytes"] == nbytes
     assert serve.attributes["kvmesh.lease.end"] == "given back"
     assert serve.attributes["kvmesh.read.seen"] is True
@@ -158,12 +160,12 @@ def check_attributes(spans: dict[str, Span], cached: int, chunks: int) -> None:
     root, compute, transfer = spans["root"].attributes, spans["kvmesh.compute"], spans["kvmesh.transfer"]
     assert root["gen_ai.operation.name"] == "text_completion"
     assert root["gen_ai.request.model"] == "demo-model"
-    assert root["gen_ai.usage.input_tokens"] == 300
+    assert root["gen_ai.usage.input_tokens"] == LENGTH
     assert root["gen_ai.usage.output_tokens"] == 12
     assert root["gen_ai.usage.cache_read.input_tokens"] == cached
     prefill: dict[str, Any] = {**spans["kvmesh.prefill"].attributes, **compute.attributes}
     assert prefill["kvmesh.cached_tokens"] == cached
-    assert prefill["kvmesh.computed_tokens"] == 300 - cached
+    assert prefill["kvmesh.computed_tokens"] == LENGTH - cached
     assert prefill["kvmesh.chunks"] == chunks
     moved = transfer.attributes
     assert moved["kvmesh.transfer.bytes"] > 0

@@ -292,6 +292,7 @@ def _settings(model: Path, folder: Path, certificates: Certificates, clocks: Pat
     short = {"lease_ms": LEASE_MS, "store_lease_ms": LEASE_MS, "num_pages": 96, "num_extents": 48}
     return MeshSettings(
         model=str(model),
+        dtype="float32",  # who goes on elsewhere computes in other pieces: in bfloat16 that alone changes draws
         prefill=2,
         decode=2,
         pool=1,
