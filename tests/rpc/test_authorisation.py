@@ -240,6 +240,8 @@ async def test_every_method_over_grpc(mtls: dict[str, Security], who: str, caplo
         for method in methods():
             code = await told(channel, method)
             wanted = HEARD if expected(who, method) else REFUSED
+            if method.client_streaming and not expected(who, method):
+                wanted = (*REFUSED, grpc.StatusCode.INTERNAL)  # the reset of a stream may overtake its status
             if code not in wanted:
                 wrong.append(f"{path_of(method)}: {code}, wanted one of {wanted}")
     assert not wrong
