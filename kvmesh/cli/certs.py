@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import quote
 
 import typer
 
@@ -18,7 +19,7 @@ def folder_name(held: Sequence[Identity]) -> str:
     """Returns the subfolder of a certificate: its roles, and their names where they have one."""
     if set(held) == set(ALL_IDENTITIES):
         return ALL
-    return "+".join(str(role) if name == ANY_NAME else f"{role}-{name}" for role, name in held)
+    return "+".join(str(role) if name == ANY_NAME else f"{role}-{quote(name, safe='')}" for role, name in held)
 
 
 @one_line_errors
