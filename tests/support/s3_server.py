@@ -18,11 +18,17 @@ START_S = 30.0
 
 
 class S3:
-    """Serves on a free port of 127.0.0.1 until `close`. `environ`: what makes obstore find it."""
+    """Serves on a free port of 127.0.0.1 until `close`. `environ`: what makes obstore find it.
+
+    The port is bound here for all that time, without listening: nobody else is given it while the server is still
+    starting or is killed, and the server may bind it beside us, since both say SO_REUSEADDR.
+    """
 
     def __init__(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = int(probe.getsockname()[1])
+        self._reserved = socket.socket()
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reserved.bind(("127.0.0.1", 0))
+        self.port = int(self._reserved.getsockname()[1])
         self.process: subprocess.Popen[bytes]
         self.start()
 
@@ -58,6 +64,7 @@ class S3:
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
+        self._reserved.close()
 
 
 @contextmanager
