@@ -12,26 +12,17 @@ that, what the spans of a request cost the thread that makes them.
 from __future__ import annotations
 
 import argparse
-import asyncio
-import contextlib
 import json
 import os
 import platform
-import random
-import statistics
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from opentelemetry.context import Context
 
-from benchmarks import progress
-from benchmarks.mesh import ROOT, Round, run_mesh
-from benchmarks.turns import interval
-from kvmesh.cli.up.mesh import Mesh
-from kvmesh.cli.up.settings import MeshSettings
+from benchmarks import sides
 from kvmesh.telemetry import setup, spans
 
 SIDES: dict[str, dict[str, Any]] = {
@@ -40,37 +31,6 @@ SIDES: dict[str, dict[str, Any]] = {
     "everything": {"trace_sample": 1.0},
 }
 BASE = "nothing"
-
-
-def start(stack: contextlib.ExitStack, flags: dict[str, Any], args: argparse.Namespace) -> Mesh:
-    """Starts a mesh, which stops with `stack`; it is not ready yet."""
-    run_dir = stack.enter_context(tempfile.TemporaryDirectory())
-    blocks = 8 * args.concurrency
-    settings = MeshSettings(
-        model=str(ROOT / "examples" / "demo-model"), http_port=0, grpc_port=0, run_dir=run_dir, threads=1,
-        flags={"*": {"num_pages": blocks, "num_extents": blocks, **flags}}, log_level="warning",
-    )  # fmt: skip
-    return stack.enter_context(Mesh(settings))
-
-
-def measure(meshes: dict[str, Mesh], args: argparse.Namespace) -> dict[str, list[Round]]:
-    """Returns the rounds of each mesh, those of one place in the lists from the same turn."""
-    rng = random.Random(args.seed)
-    found: dict[str, list[Round]] = {name: [] for name in meshes}
-    order = list(meshes)
-    for n in range(args.rounds + 1):
-        for name in order:
-            work = [
-                ([rng.randrange(20, 250) for _ in range(args.prompt_tokens)], args.max_tokens)
-                for _ in range(args.requests)
-            ]
-            one = asyncio.run(run_mesh(meshes[name], work, args.concurrency))
-            if n:  # the first round warms all
-                found[name].append(one)
-        order = order[1:] + order[:1]
-        progress.tell(f"round {n} of {args.rounds}")
-    progress.tell("")
-    return found
 
 
 def span_costs(rounds: int, count: int = 2_000) -> dict[str, list[float]]:
@@ -94,61 +54,17 @@ def span_costs(rounds: int, count: int = 2_000) -> dict[str, list[float]]:
                     spans.finish(root)
                 samples.append(1e6 * (time.thread_time() - before) / count)
                 telemetry.shutdown()
-    return {name: told(samples) for name, samples in seconds.items()}
-
-
-def told(values: Sequence[float]) -> list[float]:
-    """Returns the median and its interval."""
-    return [statistics.median(values), *interval(values)]
-
-
-def compare(rounds: dict[str, list[Round]]) -> dict[str, dict[str, list[float]]]:
-    """Returns, of each mesh, its figures and those that are relative to the mesh without traces."""
-    figures = {
-        name: {
-            "requests_per_s": [len(one.samples) / one.wall_s for one in some],
-            "cpu_us_per_token": [
-                1e6 * sum(one.cpu_s.values()) / sum(sample.tokens for sample in one.samples) for one in some
-            ],
-            "ttft_p50_ms": [statistics.median(sample.ttft for sample in one.samples) for one in some],
-        }
-        for name, some in rounds.items()
-    }
-    found: dict[str, dict[str, list[float]]] = {}
-    for name, some in figures.items():
-        found[name] = {what: told(values) for what, values in some.items()}
-        if name != BASE:
-            for what, values in some.items():
-                pairs = zip(values, figures[BASE][what], strict=True)
-                found[name][f"{what}_ratio"] = told([value / base for value, base in pairs])
-    return found
-
-
-def show(found: dict[str, dict[str, list[float]]]) -> None:
-    for name, figures in found.items():
-        for what, (middle, low, high) in figures.items():
-            print(f"{name:>10}  {what:<24} {middle:10.3f}  [{low:.3f}, {high:.3f}]")
+    return {name: sides.told(samples) for name, samples in seconds.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--requests", type=int, default=64, help="in a round")
-    parser.add_argument("--concurrency", type=int, default=8)
-    parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--max-tokens", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", default="", help="also write the results here")
+    sides.add_load_arguments(parser)
     args = parser.parse_args()
-    with contextlib.ExitStack() as stack:
-        meshes = {name: start(stack, flags, args) for name, flags in SIDES.items()}
-        for mesh in meshes.values():
-            mesh.wait_ready(180)
-        time.sleep(2)  # registration reaches the gateways; not part of what is measured
-        found = compare(measure(meshes, args))
-    show(found)
+    found = sides.compare(sides.rounds_of({name: {"flags": flags} for name, flags in SIDES.items()}, args), BASE)
+    sides.show(found)
     costs = span_costs(args.rounds)
-    show({name: {"us_of_5_spans": figures} for name, figures in costs.items()})
+    sides.show({name: {"us_of_5_spans": figures} for name, figures in costs.items()})
     if args.json:
         meta = {"machine": platform.machine(), "cpus": os.cpu_count(), "args": vars(args) | {"json": ""}}
         Path(args.json).write_text(json.dumps({**meta, "results": found, "us_of_5_spans": costs}, indent=1) + "\n")
