@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from kvmesh import watched_files
 from kvmesh.errors import TransferError
 from kvmesh.rpc.certificates import Certificates, make_certificates
 from kvmesh.transfer import EngineConfig, Range, TransferState
@@ -349,7 +350,8 @@ def test_older_tls_is_refused(nest: Nest, certs: Certificates) -> None:
         context.wrap_socket(sock, server_hostname="127.0.0.1")
 
 
-def test_renewed_files_are_read_again(certs: Certificates, tmp_path: Path) -> None:
+def test_renewed_files_are_read_again(certs: Certificates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watched_files, "LOOK_S", 0.0)
     made = make_certificates(tmp_path)
     identity = identity_of(made)
     before = identity.contexts()
@@ -412,7 +414,7 @@ def test_garbage_ends_its_own_connection_alone(
     endpoint = target.engine.local_descriptor().endpoints["tcp"]
     where = endpoint["host"], int(endpoint["port"])
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-    talk = identity_of(certs).contexts()[0].wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
+    talk = identity_of(certs).contexts().opener.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
     with pytest.raises(ssl.SSLWantReadError):
         talk.do_handshake()
     hello = outgoing.read()
