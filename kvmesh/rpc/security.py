@@ -197,6 +197,19 @@ def load_pair(cert_path: str, key_path: str, cert_field: str, key_field: str) ->
     return cert, key
 
 
+def watched_context(cert: str, key: str, cert_field: str, key_field: str) -> WatchedFiles[ssl.SSLContext] | None:
+    """Returns the context of a listener that asks for no client certificate, made anew when the files have changed;
+    None without files. Raises ConfigError as `load_pair` does."""
+
+    def read() -> ssl.SSLContext:
+        load_pair(cert, key, cert_field, key_field)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(cert, key, password="")
+        return context
+
+    return WatchedFiles(f"{cert_field}, {key_field}", (cert, key), read) if cert or key else None
+
+
 def _check_authorities(pem: bytes, path: str, name: str) -> None:
     if _CERTIFICATE not in pem:
         raise _refuse(name, path, "holds no PEM certificate")
