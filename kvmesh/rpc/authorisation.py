@@ -93,8 +93,9 @@ def grpc_caller(context: Any) -> RpcCaller:
 @dataclass(frozen=True, slots=True)
 class Permission:
     """Who may call a method. `roles` is None for everybody with a certificate of the mesh, whatever it says. `claim`
-    is the field that says for which instance a call speaks: instances and the Store's nodes must be that one. `public`
-    methods belong to listeners that ask for no certificate; they are not decided here."""
+    is the field that says for which instance a call speaks, of a stream in its first message: instances and the Store's
+    nodes must be that one. `public` methods belong to listeners that ask for no certificate; they are not decided
+    here."""
 
     roles: frozenset[CallerRole] | None
     claim: str = ""
@@ -168,7 +169,7 @@ PERMISSIONS: dict[str, dict[str, Permission]] = {
         "GetStore": _may(_O),
     },
     "kvmesh.v1.Decode": {"Session": _may(_G), "GetPools": _may(_O)},
-    "kvmesh.v1.Prefill": {"Handoff": _may(_I), "GetPools": _may(_O)},
+    "kvmesh.v1.Prefill": {"Handoff": _may(_I, claim="hello.instance.instance_id"), "GetPools": _may(_O)},
     "kvmesh.v1.Instance": {"SetRole": _may(_C, _O), "Profile": _may(_O)},
     "kvmesh.v1.Doors": {"FindDoor": Permission(_ANY)},
     "kvmesh.v1.Traces": {"Keep": _may(_G)},
@@ -208,9 +209,9 @@ _NO_ROLE = (
 )
 
 
-def why_not(caller: RpcCaller, path: str, claimed: str = "") -> str:
+def why_not(caller: RpcCaller, path: str, claimed: str | None = "") -> str:
     """Decides whether `caller` may call the method at `path` ("/kvmesh.v1.StoreMaster/Beat") for the instance that its
-    message claims to be. Returns "" when it may, else why not. Pure."""
+    message claims to be; None before there is a message. Returns "" when it may, else why not. Pure."""
     if caller.identities is None:
         return ""
     found = _BY_PATH.get(path)
@@ -227,22 +228,22 @@ def why_not(caller: RpcCaller, path: str, claimed: str = "") -> str:
             return f"{path}: {_NO_ROLE}"
         said = ", ".join(sorted(one.role for one in caller.identities))
         return f"{path}: is for {', '.join(sorted(permission.roles))}; the caller's certificate says {said}"
-    if permission.claim and not any(
-        one.role not in BOUND or one.name == ANY_NAME or one.name == claimed for one in held
-    ):
+    if claimed is None or not permission.claim:
+        return ""
+    if not any(one.role not in BOUND or one.name == ANY_NAME or one.name == claimed for one in held):
         said = ", ".join(sorted(one.uri.removeprefix(SCHEME) for one in held))
         return f"{path}: {permission.claim}={claimed[:80]!r}: the caller's certificate is for {said}"
     return ""
 
 
 def check(caller: RpcCaller, path: str, request: Any) -> None:
-    """Raises PermissionDenied unless `caller` may make this call. `request` is the message; of a stream it is not
-    looked at."""
+    """Raises PermissionDenied unless `caller` may make this call. `request` is the message, of a stream the first one;
+    None before it has come."""
     if caller.identities is None:
         return
     found = _BY_PATH.get(path)
     claimed = found[1] if found is not None else None
-    if reason := why_not(caller, path, claimed(request) if claimed is not None else ""):
+    if reason := why_not(caller, path, None if request is None or claimed is None else claimed(request)):
         raise PermissionDenied(reason)
 
 

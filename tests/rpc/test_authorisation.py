@@ -26,7 +26,7 @@ from kvmesh.rpc.channels import connect
 from kvmesh.rpc.fastpath.client import dial
 from kvmesh.rpc.fastpath.server import FastServer
 from kvmesh.rpc.fastpath.tickets import MAX_TICKETS, VALID_S, CallerTickets
-from kvmesh.rpc.pb import store_pb2
+from kvmesh.rpc.pb import prefill_pb2, prefill_pb2_grpc, store_pb2
 from kvmesh.rpc.security import Security
 from kvmesh.rpc.server import Server
 from kvmesh.rpc.traces import SERVICE as TRACES
@@ -86,11 +86,10 @@ def test_the_table_has_every_method_and_no_other() -> None:
     assert listed == {one.full_name for one in services()}
 
 
-def test_claims_are_fields_of_unary_requests() -> None:
+def test_claims_are_fields_of_requests() -> None:
     for method in [*methods(), *methods(public=True)]:
         permission = PERMISSIONS[method.containing_service.full_name][method.name]
         if permission.claim:
-            assert not method.client_streaming, path_of(method)
             assert permission.claimed(empty(method)) == "", path_of(method)
 
 
@@ -106,6 +105,7 @@ def test_every_listener_of_the_mesh_is_a_guarded_one() -> None:
 
 
 BEAT = "/kvmesh.v1.StoreMaster/Beat"
+HANDOFF = "/kvmesh.v1.Prefill/Handoff"
 
 
 @pytest.mark.parametrize(
@@ -123,13 +123,17 @@ BEAT = "/kvmesh.v1.StoreMaster/Beat"
         ("grpc", WHO["operator"], "/kvmesh.v1.StoreMaster/Drain", "two", ""),
         ("grpc", (*WHO["instance"], *WHO["operator"]), "/kvmesh.v1.StoreMaster/Drain", "two", ""),
         ("grpc", WHO["all"], BEAT, "two", ""),
+        ("grpc", WHO["instance"], HANDOFF, None, ""),  # a stream whose first message has not come
+        ("grpc", WHO["store"], HANDOFF, None, "is for instance"),
+        ("grpc", WHO["instance"], HANDOFF, "one", ""),
+        ("grpc", WHO["instance"], HANDOFF, "two", "hello.instance.instance_id='two'.*instance/one"),
         ("grpc", WHO["instance"], "/kvmesh.v1.Conductor/Cordon", "", "is for operator; .* says instance"),
         ("grpc", WHO["nobody"], BEAT, "one", "names no role.*kvmesh certs"),
         ("grpc", WHO["nobody"], "/grpc.health.v1.Health/Check", "", ""),
         ("grpc", WHO["all"], "/kvmesh.v1.StoreMaster/New", "", "no entry"),
     ],
 )
-def test_the_decision(transport: str, held: Any, path: str, claimed: str, reason: str) -> None:
+def test_the_decision(transport: str, held: Any, path: str, claimed: str | None, reason: str) -> None:
     found = why_not(RpcCaller(transport, None if held is None else frozenset(held)), path, claimed)
     assert bool(found) == bool(reason)
     assert re.search(reason, found)
@@ -195,6 +199,8 @@ class Anything:
 
     def __getattr__(self, name: str) -> Any:
         async def fail(request: Any, context: Any) -> Any:
+            if hasattr(request, "__aiter__"):
+                await anext(aiter(request))
             raise Unavailable("it was called")
 
         return fail
@@ -285,6 +291,28 @@ async def test_the_fast_path_wants_a_ticket(mtls: dict[str, Security]) -> None:
                 await dial((way,), 7, 5.0, ticket)
     finally:
         await server.close()
+
+
+async def test_a_stream_speaks_for_the_instance_of_its_certificate(mtls: dict[str, Security]) -> None:
+    """An instance can greet another one only with its own name, whatever it sends next."""
+
+    async def greeted(who: str, *names: str) -> KvmeshError:
+        hellos = [prefill_pb2.HandoffRequest() for _ in names]
+        for hello, name in zip(hellos, names, strict=True):
+            hello.hello.instance.instance_id = name
+        async with connect(address, tls=mtls[who]) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in prefill_pb2_grpc.PrefillStub(channel).Handoff(iter(hellos), timeout=20):
+                    pass
+            return status.from_rpc_error(caught.value)
+
+    async with listener() as address:
+        for who, names in (("instance", [NAME]), ("instance", [NAME, "two"]), ("all", ["two"])):
+            assert "it was called" in (await greeted(who, *names)).message
+        for who, names in (("instance", ["two"]), ("instance", ["two", NAME]), ("other", [NAME])):
+            error = await greeted(who, *names)
+            assert isinstance(error, PermissionDenied)
+            assert re.search(r"hello\.instance\.instance_id='\w+': the caller's certificate is for", error.message)
 
 
 async def test_without_client_certificates_everybody_is_heard(made: dict[str, Certificates]) -> None:
