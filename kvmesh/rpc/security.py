@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import grpc
 
 from kvmesh.errors import ConfigError, TlsFailed, Unavailable
+from kvmesh.rpc.authorisation import ServerRole
 from kvmesh.watched_files import WatchedFiles
 
 FIELDS = ("tls_cert", "tls_key", "tls_ca", "tls_server_name")
@@ -87,6 +88,10 @@ class Security:
         elif paths.tls_server_name:
             raise _refuse("tls_server_name", paths.tls_server_name, "is of no use without tls_ca")
         return cls(cert=cert, key=key, ca=ca, server_name=paths.tls_server_name, paths=paths)
+
+    def name_of(self, server: ServerRole) -> str:
+        """Returns the name that the certificate of such a server must hold; "" for the address that is called."""
+        return self.server_name.replace("{role}", server)
 
     def renewed(self) -> Security:
         """Returns what the files hold now, this object itself while that is the same. It may be called in any
@@ -264,7 +269,8 @@ def explain(details: str) -> Unavailable | None:
         return TlsFailed(f"{where} has a certificate that tls_ca does not vouch for{told}")
     if "Hostname Verification" in details:
         name = f"tls_server_name={_current.server_name!r}" if _current.server_name else "that address"
-        return TlsFailed(f"{where} has a certificate that does not name {name}")
+        role = ": it is of another role than that service's" if "{role}" in _current.server_name else ""
+        return TlsFailed(f"{where} has a certificate that does not name {name}{role}")
     if "handshake failed" in details.lower():
         return TlsFailed(f"{where}: {details[-200:]}")
     if details.rstrip().endswith(("Socket closed", "Connection reset by peer")):

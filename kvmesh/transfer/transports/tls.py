@@ -23,9 +23,10 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvmesh.errors import TransferError
+from kvmesh.rpc.authorisation import Identity, ServerRole, identities_in
 from kvmesh.watched_files import WatchedFiles
 
 PIECE_BYTES = 256 << 10
@@ -51,7 +52,8 @@ class TlsIdentity:
 
     def __init__(self, cert: str, key: str, ca: str, server_name: str = "") -> None:
         """Raises TransferError, which names the field, when a file cannot be used."""
-        self.server_name = server_name
+        # An engine reaches whoever has KV, of several roles: which they are, `TlsSocket.identities` says.
+        self.server_name = server_name.replace("{role}", ServerRole.MEMBER)
 
         def load() -> TlsContexts:
             try:
@@ -141,6 +143,13 @@ class TlsSocket:
             raise TlsRefused(explained(err)) from None
         finally:
             sock.settimeout(before)
+
+    @property
+    def identities(self) -> frozenset[Identity]:
+        """What the peer's certificate says; only after the handshake."""
+        shown = self._ssl.getpeercert() or {}
+        names: Any = shown.get("subjectAltName", ())
+        return identities_in(tuple(str(name).encode() for kind, name in names if kind == "URI"))
 
     def _flush_handshake(self, deadline: float) -> None:
         if self._outgoing.pending:
