@@ -145,11 +145,12 @@ async def _role(address: str) -> str:
     """In the leadership; "" when it does not answer."""
     import grpc
 
+    from kvmesh.rpc.authorisation import ServerRole
     from kvmesh.rpc.channels import connect
     from kvmesh.rpc.pb import conductor_pb2 as pb
     from kvmesh.rpc.pb import conductor_pb2_grpc
 
-    async with connect(address) as channel:
+    async with connect(address, ServerRole.CONDUCTOR) as channel:
         try:
             stub = conductor_pb2_grpc.ConductorStub(channel)
             return str((await stub.GetStatus(pb.GetConductorStatusRequest(), timeout=LOOK_S)).leadership.role)
@@ -160,11 +161,12 @@ async def _role(address: str) -> str:
 async def _tell(address: str, request: pb.CordonRequest) -> int:
     import grpc
 
+    from kvmesh.rpc.authorisation import ServerRole
     from kvmesh.rpc.channels import connect
     from kvmesh.rpc.pb import conductor_pb2_grpc
     from kvmesh.rpc.status import from_rpc_error
 
-    async with connect(address) as channel:
+    async with connect(address, ServerRole.CONDUCTOR) as channel:
         try:
             return int((await conductor_pb2_grpc.ConductorStub(channel).Cordon(request, timeout=TELL_S)).was)
         except grpc.RpcError as err:
