@@ -57,6 +57,7 @@ class RemovalApplier:
         self._path = None if folder is None else folder / FILE
         self._removals = Removals(0 if again else _read(self._path))
         self._applying = asyncio.Lock()
+        self._advanced = asyncio.Event()
         # Called for each removed block in the turn of the loop in which it goes, and with a prefix before that: for
         # those who keep copies that no store knows of.
         self.listeners: list[Callable[[NotHere], None]] = []
@@ -87,9 +88,30 @@ class RemovalApplier:
         """Removes blocks from every tier, also for after a restart; returns how many there were. What is being written
         or pulled will not be sealed. Raises Unavailable when not all could be written: the removal is to be repeated
         then."""
+        if seq and self._removals.carried_out(seq):
+            return 0
         removed = await self._remove(keys, prefix, seq)
         self._removals.direct(seq)
+        self._advance()
         return removed
+
+    def heard_all(self, asked_ns: int) -> None:
+        """See `Removals.heard_all`."""
+        self._removals.heard_all(asked_ns)
+        self._advance()
+
+    async def wait_heard(self, seq: int, over_ns: int, timeout_s: float) -> bool:
+        """Waits until this node has heard of every removal up to `seq` and carried it out, see `Removals.has_heard`;
+        returns whether it has within `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not self._removals.has_heard(seq, over_ns):
+                    await self._advanced.wait()
+        return self._removals.has_heard(seq, over_ns)
+
+    def _advance(self) -> None:
+        self._advanced.set()
+        self._advanced = asyncio.Event()
 
     async def _remove(self, keys: Sequence[bytes], prefix: bytes, seq: int) -> int:
         self._removals.removing(keys, prefix, seq)
@@ -122,6 +144,7 @@ class RemovalApplier:
                 self._removals.done(tombstone.seq)
                 log.info("tombstone %d: %d blocks removed", tombstone.seq, removed)
             self._removals.done(last)
+            self._advance()
             if self._path is not None:
                 try:
                     await asyncio.to_thread(_write, self._path, last)
