@@ -232,6 +232,8 @@ class BlockService:
         ssd_path."""
         if self._tiering is not None:
             await self._tiering.open()
+            if self._tiering.missing:
+                self.removals.leave_out_tier()
             for level in self._tiering.levels:
                 self.announce_tier(level.tier, level.source)
 
@@ -300,6 +302,11 @@ class BlockService:
     def removed_seq(self) -> int:
         """See `store_orders.StoreOrders`."""
         return self.removals.removed_seq
+
+    @property
+    def lasting_seq(self) -> int | None:
+        """See `store_orders.StoreOrders`."""
+        return self.removals.lasting_seq
 
     async def bury(self, tombstones: Sequence[pb_store.Tombstone], asked_ns: int) -> None:
         """See `store_orders.StoreOrders`."""

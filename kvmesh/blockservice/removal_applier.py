@@ -22,6 +22,7 @@ from kvmesh.errors import ConfigError, Unavailable
 from kvmesh.kvcache.keys import split
 from kvmesh.kvcache.tombstones import Tombstone
 from kvmesh.rpc.pb import store_pb2 as pb_store
+from kvmesh.tiers.ssd.disk import medium_failed
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,8 @@ class RemovalApplier:
         self._lower_keys = lower_keys
         self._path = None if folder is None else folder / FILE
         self._removals = Removals(0 if again else _read(self._path))
+        # What was applied to a tier that is left out in this life; None: none is left out.
+        self.lasting_seq: int | None = None
         self._applying = asyncio.Lock()
         self._advanced = asyncio.Event()
         # Called for each removed block in the turn of the loop in which it goes, and with a prefix before that: for
@@ -66,6 +69,11 @@ class RemovalApplier:
     def removed_seq(self) -> int:
         """The last applied tombstone, for the master."""
         return self._removals.applied
+
+    def leave_out_tier(self) -> None:
+        """Notes that a tier is left out: what is removed from now on is still there when the node starts again, so
+        nothing is written down, and the master is told to tell it again then."""
+        self.lasting_seq, self._path = self._removals.applied, None
 
     @property
     def reached(self) -> int:
@@ -178,12 +186,15 @@ async def _matching(names: Sequence[bytes], prefix: bytes) -> AsyncIterator[Sequ
 
 
 def _read(path: Path | None) -> int:
-    if path is None or not path.exists():
-        return 0
     try:
-        return int(path.read_text("ascii"))
+        return int(path.read_text("ascii")) if path is not None and path.exists() else 0
     except (OSError, ValueError) as error:
-        raise ConfigError(f"ssd_path={str(path.parent)!r}: {FILE} cannot be read: {error}", field="ssd_path") from None
+        if medium_failed(error):
+            log.warning("%s cannot be read (%s): the master is asked for all removals", path, error)
+            return 0
+        raise ConfigError(
+            f"ssd_path={str(path and path.parent)!r}: {FILE} cannot be read: {error}", field="ssd_path"
+        ) from None
 
 
 def _write(path: Path, seq: int) -> None:

@@ -189,6 +189,10 @@ class StoreOrders(Protocol):
     def removed_seq(self) -> int:
         """The number of the last tombstone that was applied."""
 
+    @property
+    def lasting_seq(self) -> int | None:
+        """The number of the last tombstone that was applied to a tier that this life leaves out; None: none is."""
+
     async def bury(self, tombstones: Sequence[pb_store.Tombstone], asked_ns: int) -> None:
         """Apply them in every tier, before anything is announced. `asked_ns`: when this node joined, by the clock of
         leases. Unavailable: that could not be written down."""
@@ -269,6 +273,8 @@ class _StorePeer(MembershipPeer):
         asked_ns = lease_clock_ns()
         if self._orders is not None:
             request.removed_seq = self._orders.removed_seq
+            if self._orders.lasting_seq is not None:
+                request.lasting_seq = self._orders.lasting_seq
         answer: pb_store.JoinResponse = await peer.call("Join", request, timeout_s)
         self._heard(answer.term)
         if self._orders is not None:
