@@ -121,6 +121,7 @@ def config_of(options: Options) -> SimConfig:
         max_running=options.max_running,
         load_bytes_per_s=options.gpus * gpu.host_bytes_per_s * gpu.efficiency.host,
         prefix_cache=options.prefix_cache,
+        tenant_fairness=options.tenant_fairness,
         host=_host_of(options),
         heartbeat_s=(options.heartbeat or (LIVE_HEARTBEAT_MS if options.unforeseen else HEARTBEAT_MS)) / 1000,
         profiled=not options.unknown,
