@@ -77,8 +77,8 @@ def equal_compute_borders(tokens: int, chunks: int, cost: ChunkCost, *, cached: 
 
 
 def bounded_borders(tokens: int, most: int, cost: ChunkCost, *, cached: int = 0, block: int = 1) -> list[int]:
-    """Returns the ends of the fewest chunks of equal compute of which none has more than `most` tokens, which a multiple
-    of `block` must be: the first one is the longest. Raises ConfigError for sizes that cannot be."""
+    """Returns the ends of the fewest chunks of equal compute of which none has more than `most` tokens, a multiple of
+    `block`: the first one is the longest. Raises ConfigError for sizes that cannot be."""
     _check(tokens, cached, block)
     if most < block or most % block:
         raise ConfigError(f"most={most}: must be a multiple of block={block}", field="most")
