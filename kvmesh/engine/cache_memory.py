@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from kvmesh.engine.axes import Axes
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.parallel import check_shares, share
 from kvmesh.errors import InternalError
@@ -39,7 +40,7 @@ def group_shapes(
 ) -> tuple[GroupShape, ...]:
     """Returns what one of `world` ranks keeps of each group, KV as `dtype`. Raises ConfigError when so many ranks
     cannot share the model."""
-    check_shares(config, world)
+    check_shares(config, Axes(tp=world))
     shapes = []
     for number, group in enumerate(config.cache_groups):
         own = getattr(torch, group.layout.dtype) if group.layout.dtype else dtype

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvmesh.engine.matrix import matrix_of, read_matrix
-from kvmesh.engine.parallel import Cut
+from kvmesh.engine.parallel import SOLO, Cut
 from kvmesh.engine.weights import Weights
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ class Linear:
         cut: Cut | None = None,
         order: torch.Tensor | None = None,
     ) -> None:
-        self.summed = cut is not None and cut.axis == 1 and weights.group.size > 1
-        self.group = weights.group
+        self.group = SOLO if cut is None else weights.mesh.group(*cut.over)
+        self.summed = cut is not None and cut.axis == 1 and self.group.size > 1
         files = [f"{name}.weight" for name in names]
         if order is None:
             self.matrix = read_matrix(weights, files, cut)

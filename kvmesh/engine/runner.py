@@ -16,6 +16,7 @@ import torch
 from kvmesh.engine.attention.backend import AttentionBackend, StepPlan, TokenSpan
 from kvmesh.engine.attention.choice import make_backend, make_latent_backend
 from kvmesh.engine.attention.grouped import GroupedAttention, GroupedPlan, GroupedSpan
+from kvmesh.engine.axes import Axes
 from kvmesh.engine.batch import Chosen, Column, DecodeBatch, DecodeInput, PrefillInput, SampledToken, SampleParams
 from kvmesh.engine.cache_memory import GroupShape, check_memory, group_shapes
 from kvmesh.engine.checkpoint import Checkpoint
@@ -23,7 +24,7 @@ from kvmesh.engine.config import DTYPES, ModelConfig
 from kvmesh.engine.models.latent import up_projections
 from kvmesh.engine.models.moe import count_choices
 from kvmesh.engine.models.registry import MODELS
-from kvmesh.engine.parallel import SOLO, ExpertsCut, Group, check_shares, share, share_of
+from kvmesh.engine.parallel import ALONE, ExpertsCut, RankMesh, check_shares, share, share_of
 from kvmesh.engine.rope import Rotation
 from kvmesh.engine.sampler import Preparation, Sampler, TokensInFlight
 from kvmesh.engine.sampling.prompt_scores import TokenScores, score_tokens
@@ -64,7 +65,7 @@ def shard_layout(
 ) -> ShardLayout:
     """Returns what one of `world` ranks holds of each block: by default the whole model. Raises ConfigError when so
     many ranks cannot share it."""
-    check_shares(config, world)
+    check_shares(config, Axes(tp=world))
     heads = share(config.kv_heads, rank, world)
     itemsize = torch_dtype(dtype).itemsize
     return ShardLayout(
@@ -96,7 +97,7 @@ class Runner:
     A step raises NonFiniteLogits, and may then be computed again without those rows, unless the runner is `tolerant`:
     then it answers the token -1 where logits are not finite, as a step over states changes these in place.
 
-    In a `group` it loads and holds this rank's share; every rank must then make the same calls in the same order, and
+    In a `mesh` it loads and holds this rank's share; every rank must then make the same calls in the same order, and
     gets the same answers. `experts_cut` says how they share experts (`parallel.cuts_experts_whole`). `cuda_graphs`: as
     `use_pages` has it."""
 
@@ -107,14 +108,14 @@ class Runner:
         device: str | torch.device,
         block_tokens: int,
         pages: torch.Tensor | Sequence[torch.Tensor],
-        group: Group = SOLO,
+        mesh: RankMesh = ALONE,
         cuda_graphs: bool = False,
         experts_cut: ExpertsCut = "auto",
     ) -> None:
         self.config = checkpoint.config
-        self.group = group
-        own = share_of(self.config, group.size)
-        self.layout = shard_layout(self.config, dtype, block_tokens, group.rank, group.size)
+        self.mesh = mesh
+        own = share_of(self.config, mesh.axes)
+        self.layout = shard_layout(self.config, dtype, block_tokens, mesh.tp.rank, mesh.tp.size)
         self._dtype, self._own = torch_dtype(dtype), own
         self.device = (pages if isinstance(pages, torch.Tensor) else pages[0]).device
         if torch.device(device).type != self.device.type:
@@ -125,7 +126,7 @@ class Runner:
         self.tolerant = False
         self._check_pages(pages)
         with torch.inference_mode():
-            weights = Weights(checkpoint, self._dtype, self.device, group, experts_cut)
+            weights = Weights(checkpoint, self._dtype, self.device, mesh, experts_cut)
             self.model = MODELS[self.config.architecture](own, weights)
         experts = self.config.experts
         self.expert_counts = None if experts is None else count_choices(self.model.layers, experts, self.device)
@@ -155,7 +156,10 @@ class Runner:
             groups = self.config.cache_groups
             self.attention = GroupedAttention(groups, pages, self._backend, self.model.state_backend)
         capturable = (
-            self.attention.capturable and self.group.capturable and self.model.capturable and self.device.type == "cuda"
+            self.attention.capturable
+            and self.mesh.world.capturable
+            and self.model.capturable
+            and self.device.type == "cuda"
         )
         if cuda_graphs and capturable:
             with torch.inference_mode():
@@ -177,7 +181,7 @@ class Runner:
     @property
     def shapes(self) -> tuple[GroupShape, ...]:
         """What this rank keeps of each cache group."""
-        return group_shapes(self.config, self._dtype, self.layout.block_tokens, self.group.rank, self.group.size)
+        return group_shapes(self.config, self._dtype, self.layout.block_tokens, self.mesh.tp.rank, self.mesh.tp.size)
 
     def zero_slots(self, group: int, slots: Sequence[int]) -> None:
         """Makes the states of a STATE group in these slots those of no token, before the first step of whoever has
@@ -218,7 +222,7 @@ class Runner:
                 self.attention,
                 -(-longest // self.layout.block_tokens),
                 capture,
-                self.group,
+                self.mesh.world,
                 max_rows or MAX_ROWS,
             )
         if max_tokens != 0 and not (self.graphs and self.graphs.failed):

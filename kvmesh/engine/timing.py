@@ -134,8 +134,8 @@ def attach(runner: Runner, clock: FunctionClock, parts: Replacements) -> None:
     parts.put(model, "layer", clock.around(HOST, model.layer))
     parts.put(model, "hidden", clock.around("embedding", model.hidden))
     parts.put(model, "logits", clock.around("head", model.logits))
-    if runner.group.size > 1:
-        parts.put(runner.group, "all_reduce", clock.around("collectives", runner.group.all_reduce))
+    if runner.mesh.tp.size > 1:
+        parts.put(runner.mesh.tp, "all_reduce", clock.around("collectives", runner.mesh.tp.all_reduce))
     plan_mixed = runner.attention.plan_mixed
     parts.put(runner.attention, "plan_mixed", lambda *args: TimedPlan(clock, plan_mixed(*args)))
     sampler = runner._sampler

@@ -8,14 +8,14 @@ import torch
 
 from kvmesh.engine.checkpoint import Checkpoint
 from kvmesh.engine.config import ModelConfig
-from kvmesh.engine.parallel import SOLO, Cut, ExpertsCut, Group
+from kvmesh.engine.parallel import ALONE, Cut, ExpertsCut, Group, RankMesh
 
 STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class Weights:
     """Reads tensors of one checkpoint as `dtype` on `device`. Every tensor is copied out of the file mapping; of one
-    that the ranks of `group` share only this rank's part is touched. `experts_cut` says how they share experts
+    that the ranks of `mesh` share only this rank's part is touched. `experts_cut` says how they share experts
     (`parallel.cuts_experts_whole`)."""
 
     def __init__(
@@ -23,13 +23,13 @@ class Weights:
         checkpoint: Checkpoint,
         dtype: torch.dtype,
         device: torch.device,
-        group: Group = SOLO,
+        mesh: RankMesh = ALONE,
         experts_cut: ExpertsCut = "auto",
     ) -> None:
         self.checkpoint = checkpoint
         self.dtype = dtype
         self.device = device
-        self.group = group
+        self.mesh = mesh
         self.experts_cut = experts_cut
 
     @property
@@ -50,7 +50,8 @@ class Weights:
         """Returns views of the stored tensors, in their stored dtypes, over the file mapping; with a `cut`, of this
         rank's part."""
         views = [self.view(name) for name in names]
-        return views if cut is None or self.group.size == 1 else _parts(views, cut, self.group)
+        group = ALONE.world if cut is None else self.mesh.group(*cut.over)
+        return views if cut is None or group.size == 1 else _parts(views, cut, group)
 
     def __call__(self, *names: str, cut: Cut | None = None) -> torch.Tensor:
         """Reads the tensor, or several joined along their first axis (one fused matrix); with a `cut` this rank's

@@ -13,6 +13,7 @@ from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3
 
 from kvmesh.engine.attention.backend import TokenSpan
 from kvmesh.engine.attention.latent import LatentBackend
+from kvmesh.engine.axes import Axes
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.config_latent import LatentConfig
 from kvmesh.engine.models.latent import LatentAttention
@@ -20,6 +21,7 @@ from kvmesh.engine.parallel import SOLO, Group, share_of
 from kvmesh.engine.rope import RotaryEmbedding
 from kvmesh.engine.weights import Weights
 from kvmesh.errors import CheckpointError
+from tests.support.engine.given_mesh import GivenMesh
 
 TOKENS, HEADS, HIDDEN, BLOCK = 60, 4, 48, 8
 YARN = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1}
@@ -63,7 +65,7 @@ class Held(Weights):
     """Weights that lie in memory, with no file behind them."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], model: ModelConfig, dtype: torch.dtype, group: Group) -> None:
-        self.tensors, self.model, self.group = tensors, model, group
+        self.tensors, self.model, self.mesh = tensors, model, GivenMesh(group)
         self.dtype, self.device = dtype, torch.device("cpu")
 
     @property
@@ -127,7 +129,9 @@ class Bench:
         model = ModelConfig.from_hf(self.raw | {"architectures": ["DeepseekV3ForCausalLM"]}, None, TOKENS)
         sizes = model.latent
         assert sizes is not None and model.rotated_dim == sizes.rope
-        block = LatentAttention(share_of(model, group.size), Held(self.tensors, model, self.dtype, group), prefix="")
+        block = LatentAttention(
+            share_of(model, Axes(tp=group.size)), Held(self.tensors, model, self.dtype, group), prefix=""
+        )
         pages = torch.full((20, 1, 1, 1, BLOCK, sizes.latent + sizes.rope), torch.nan, dtype=self.dtype)
         backend = LatentBackend(pages, sizes, [block.up])
         angles = RotaryEmbedding(model.rope, sizes.rope, self.dtype, torch.device("cpu"))

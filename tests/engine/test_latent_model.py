@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kvmesh.engine.axes import Axes
 from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.parallel import check_shares, share_of
@@ -84,12 +85,12 @@ def test_every_rank_keeps_whole_rows_and_its_own_heads() -> None:
     config = ModelConfig.from_hf(DEEPSEEK_V3)
     whole = shard_layout(config, "bfloat16", 64)
     for size in (2, 8, 128):
-        check_shares(config, size)
+        check_shares(config, Axes(tp=size))
         assert [shard_layout(config, "bfloat16", 64, rank, size) for rank in range(size)] == [whole] * size
-        own = share_of(config, size)
+        own = share_of(config, Axes(tp=size))
         assert (own.heads, own.kv_heads, own.head_dim, own.latent) == (128 // size, 1, 576, config.latent)
     with pytest.raises(ConfigError, match="must divide num_attention_heads=128"):
-        check_shares(config, 3)
+        check_shares(config, Axes(tp=3))
 
 
 VERSIONS: list[tuple[str, dict[str, Any]]] = [

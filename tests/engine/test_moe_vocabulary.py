@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvmesh.engine import ops
+from kvmesh.engine.axes import Axes
 from kvmesh.engine.checkpoint import Checkpoint, read_header
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.config_experts import ExpertsConfig, read_gpt_oss, read_llama4, read_qwen3_next
@@ -25,6 +26,7 @@ from kvmesh.engine.parallel import SOLO, ExpertsCut, Group, cuts_experts_whole, 
 from kvmesh.engine.tensors import layer_prefix, layer_tensors
 from kvmesh.engine.weights import Weights
 from kvmesh.errors import CheckpointError, ConfigError
+from tests.support.engine.given_mesh import GivenMesh
 
 HIDDEN, INNER, TOKENS = 48, 40, 23
 DEMO = Path(__file__).parents[2] / "examples/demo-model/config.json"
@@ -127,8 +129,8 @@ def checkpoint_of(family: str, block: Any, folder: Path) -> Checkpoint:
 def ours(
     checkpoint: Checkpoint, group: Group = SOLO, dtype: torch.dtype = torch.float32, cut: ExpertsCut = "auto"
 ) -> MoE:
-    weights = Weights(checkpoint, dtype, torch.device("cpu"), group, cut)
-    made = mlp_or_experts(share_of(checkpoint.config, group.size), weights, 0)
+    weights = Weights(checkpoint, dtype, torch.device("cpu"), GivenMesh(group), cut)
+    made = mlp_or_experts(share_of(checkpoint.config, Axes(tp=group.size)), weights, 0)
     assert isinstance(made, MoE)
     return made
 

@@ -13,13 +13,15 @@ import pytest
 import torch
 from torch.multiprocessing.spawn import spawn
 
+from kvmesh.engine.axes import Axes
 from kvmesh.engine.checkpoint import open_checkpoint
-from kvmesh.engine.parallel import Cut, ExpertsCut, Group, ProcessGroup, RanksLost, check_shares, share, share_of
+from kvmesh.engine.parallel import ALONE, Cut, ExpertsCut, Group, RankMesh, RanksLost, check_shares, share, share_of
 from kvmesh.engine.runner import NOBODY, DecodeInput, PrefillInput, SampleParams, shard_layout
 from kvmesh.engine.sampling.prompt_scores import TokenScores
 from kvmesh.engine.weights import Weights
 from kvmesh.errors import ConfigError
 from tests.support.checkpoints import FAMILY_ZOO, make_checkpoint
+from tests.support.engine.given_mesh import GivenMesh
 from tests.support.engine.stepper import Stepper
 from tests.support.reference import Forced, assert_as_close_as_reference, assert_matches_reference
 
@@ -62,11 +64,11 @@ def test_a_fused_matrix_is_cut_as_its_parts_are(zoo: Callable[[str], Path]) -> N
     whole = Weights(checkpoint, torch.float32, torch.device("cpu"))(*names)
     sections = ((14, 12), (2, 12), (2, 12))
     for rank in range(2):
-        weights = Weights(checkpoint, torch.float32, torch.device("cpu"), Rank(rank, 2))
+        weights = Weights(checkpoint, torch.float32, torch.device("cpu"), GivenMesh(Rank(rank, 2)))
         q, k, v = whole[:168], whole[168:192], whole[192:]
         expected = torch.cat([part.chunk(2)[rank] for part in (q, k, v)])
         assert torch.equal(weights(*names, cut=Cut(0, sections)), expected)
-        rows = [row for span in Cut(0, sections).spans(weights.group) for row in span]
+        rows = [row for span in Cut(0, sections).spans(weights.mesh.tp) for row in span]
         assert torch.equal(whole[rows], expected)
         [o] = ["model.layers.1.self_attn.o_proj.weight"]
         columns = weights.view(o)[:, rank * 84 : (rank + 1) * 84]
@@ -75,24 +77,24 @@ def test_a_fused_matrix_is_cut_as_its_parts_are(zoo: Callable[[str], Path]) -> N
 
 def test_a_model_that_so_many_ranks_cannot_share_is_refused(zoo: Callable[[str], Path]) -> None:
     config = open_checkpoint(zoo("qwen3-gqa4-yarn")).config  # 8 heads, 2 KV heads, 96 inner, 331 words
-    for size, why in ((3, "num_attention_heads=8"), (0, "at least 1"), (16, "num_attention_heads=8")):
+    for size, why in ((3, "num_attention_heads=8"), (16, "num_attention_heads=8")):
         with pytest.raises(ConfigError, match=f"tensor_parallel={size}: .*{why}"):
-            check_shares(config, size)
+            check_shares(config, Axes(tp=size))
     experts = open_checkpoint(zoo("glm4_moe")).config  # 24 columns an expert, 48 of the shared one
     assert experts.experts is not None
     with pytest.raises(ConfigError, match=r"tensor_parallel=4: must divide the shared expert's 6 columns"):
-        check_shares(replace(experts, experts=replace(experts.experts, shared_inner=6)), 4)
+        check_shares(replace(experts, experts=replace(experts.experts, shared_inner=6)), Axes(tp=4))
     few = replace(experts.experts, inner=6, count=3)
     with pytest.raises(ConfigError, match=r"=4: must divide moe_intermediate_size=6, or be at most the 3 experts"):
-        check_shares(replace(experts, experts=few), 4)
-    check_shares(replace(experts, experts=replace(few, count=4)), 4)
+        check_shares(replace(experts, experts=few), Axes(tp=4))
+    check_shares(replace(experts, experts=replace(few, count=4)), Axes(tp=4))
     odd = open_checkpoint(zoo("qwen3-gqa1-tied")).config  # 3 KV heads
-    check_shares(odd, 3)
+    check_shares(odd, Axes(tp=3))
     layouts = [shard_layout(config, "float32", 16, rank, 4) for rank in range(4)]
     assert [(layout.first_head, layout.kv_heads) for layout in layouts] == [(0, 1), (0, 1), (1, 1), (1, 1)]
-    own = share_of(config, 4)
+    own = share_of(config, Axes(tp=4))
     assert (own.heads, own.kv_heads, own.intermediate_size) == (2, 1, 24)
-    shared = share_of(experts, 2).experts
+    shared = share_of(experts, Axes(tp=2)).experts
     assert shared is not None and (shared.count, shared.inner, shared.shared_inner) == (12, 12, 24)
 
 
@@ -111,8 +113,8 @@ class Said:
     pages: torch.Tensor  # of the first prompt
 
 
-def answer(path: Path, group: Group, cut: ExpertsCut = "auto") -> Said:
-    stepper = Stepper(path, group=group, experts_cut=cut)
+def answer(path: Path, mesh: RankMesh, cut: ExpertsCut = "auto") -> Said:
+    stepper = Stepper(path, mesh=mesh, experts_cut=cut)
     pages = [stepper.take(len(prompt) + TOKENS) for prompt in PROMPTS]
     first = [
         stepper.prefill(PROMPTS[0], pages[0], chunks=(16, 7)),
@@ -129,28 +131,28 @@ def answer(path: Path, group: Group, cut: ExpertsCut = "auto") -> Said:
     scores: dict[int, TokenScores] = {}
     asked = PrefillInput(PROMPTS[0], 0, stepper.take(40), targets=PROMPTS[0][1:], top=2)
     stepper.runner.step([asked], NOBODY, on_scores=scores.__setitem__)
-    half = Stepper(path, dtype="bfloat16", group=group, experts_cut=cut).forced(PROMPTS[0], 25, chunks=(16, 7))
+    half = Stepper(path, dtype="bfloat16", mesh=mesh, experts_cut=cut).forced(PROMPTS[0], 25, chunks=(16, 7))
     kv = stepper.pages[list(pages[0])][:2]
     return Said(greedy, found, half, scores[0], stepper.layout.first_head, kv.clone())
 
 
 def rank_main(rank: int, size: int, folder: Path, checkpoints: list[Path], cut: ExpertsCut) -> None:
     torch.set_num_threads(1)
-    group = ProcessGroup(rank, size, str(folder / "meet"), torch.device("cpu"), 20)
-    group.connect(60)
-    torch.save([answer(path, group, cut) for path in checkpoints], folder / f"{rank}.pt")
+    mesh = RankMesh(Axes(tp=size), rank, str(folder / "meet"), timeout_s=20)
+    mesh.connect(60)
+    torch.save([answer(path, mesh, cut) for path in checkpoints], folder / f"{rank}.pt")
     if size == 2:
-        dies_while_others_wait(rank, group, folder)
-    group.close()
+        dies_while_others_wait(rank, mesh, folder)
+    mesh.close()
 
 
-def dies_while_others_wait(rank: int, group: Group, folder: Path) -> None:
+def dies_while_others_wait(rank: int, mesh: RankMesh, folder: Path) -> None:
     """Rank 1 leaves in the middle; rank 0 hears of it instead of waiting."""
     if rank == 1:
-        group.close()
+        mesh.close()
         return
     with pytest.raises(RanksLost, match="rank 0 lost the other ranks in a step"):
-        group.all_reduce(torch.ones(4))
+        mesh.tp.all_reduce(torch.ones(4))
     (folder / "heard").touch()
 
 
@@ -176,7 +178,7 @@ def test_ranks_together_answer_as_one_does(
     said = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(size)]
     assert (tmp_path / "heard").exists() == (size == 2)
     for at, path in enumerate(paths):
-        alone, ranks = answer(path, Group()), [answers[at] for answers in said]
+        alone, ranks = answer(path, ALONE), [answers[at] for answers in said]
         for own in ranks:
             assert (own.greedy, own.sampled, own.half) == (ranks[0].greedy, ranks[0].sampled, ranks[0].half)
             head = own.first_head

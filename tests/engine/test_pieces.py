@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.multiprocessing.spawn import spawn
 
+from kvmesh.engine.axes import Axes
 from kvmesh.engine.batch import DecodeBatch, DecodeInput, PrefillInput, SampledToken, SampleParams
 from kvmesh.engine.capture import bucket_for, capture_sizes
 from kvmesh.engine.config import ModelConfig
-from kvmesh.engine.parallel import SOLO, Group, ProcessGroup
+from kvmesh.engine.parallel import SOLO, Group, RankMesh
 from kvmesh.engine.pieces import LEAST_TOKENS, MOST_PIECES, MOST_TOKENS, PieceGraphs, piece_sizes, token_buckets
 from tests.support.checkpoints import prompts
 from tests.support.engine.recorded import RecordedCapture
@@ -269,10 +270,10 @@ def test_pieces_reach_to_where_launches_are_hidden_and_are_bounded() -> None:
 
 def rank_main(rank: int, folder: Path, path: Path) -> None:
     torch.set_num_threads(1)
-    group = ProcessGroup(rank, 2, str(folder / "meet"), torch.device("cpu"), 20)
-    group.connect(60)
-    assert not group.capturable, "over gloo nothing is captured by itself"
-    stepper = Stepper(path, group=group)
+    mesh = RankMesh(Axes(tp=2), rank, str(folder / "meet"), timeout_s=20)
+    mesh.connect(60)
+    assert not mesh.tp.capturable, "over gloo nothing is captured by itself"
+    stepper = Stepper(path, mesh=mesh)
     layers = stepper.checkpoint.config.layers
     # Rank 1 fails in the last piece of the smallest size: on a CPU a record does its work, sums of all ranks too.
     capture = RecordedCapture(lambda number: rank == 1 and number == 3 * (layers + 1))
@@ -280,7 +281,7 @@ def rank_main(rank: int, folder: Path, path: Path) -> None:
     [prompt] = prompts(1, 300, seed=4, low=31, high=32)
     answer = stepper.answer(prompt, 6, chunks=(20,))
     torch.save((pieces.sizes, pieces.failed, capture.replays, answer), folder / f"{rank}.pt")
-    group.close()
+    mesh.close()
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import torch
 
 from kvmesh.engine.attention import delta
 from kvmesh.engine.attention.delta import Runs, StateSlots
+from kvmesh.engine.axes import Axes
 from kvmesh.engine.batch import DecodeBatch, DecodeInput, PrefillInput, SampledToken, SampleParams
 from kvmesh.engine.cache_memory import group_shapes
 from kvmesh.engine.checkpoint import open_checkpoint
@@ -26,6 +27,7 @@ from kvmesh.engine.weights import Weights
 from kvmesh.errors import CheckpointError, ConfigError
 from kvmesh.kvcache.cache_groups import CacheKind, object_shard
 from tests.support.checkpoints import prompts
+from tests.support.engine.given_mesh import GivenMesh
 from tests.support.engine.qwen3_next import make_qwen3_next
 from tests.support.reference import assert_as_close_as_reference, assert_matches_reference, reference_model
 
@@ -62,7 +64,7 @@ class Model:
             torch.full((count, *shape.layout.shape), torch.nan, dtype=shape.dtype)
             for shape, count in zip(shapes, (PAGES, SLOTS, SLOTS), strict=True)
         ]
-        self.runner = Runner(checkpoint, dtype, "cpu", BLOCK, self.memory, group)
+        self.runner = Runner(checkpoint, dtype, "cpu", BLOCK, self.memory, GivenMesh(group))
         self.params = SampleParams(logprobs=checkpoint.config.vocab_size)
 
     def copy(self, source: int, target: int) -> None:
@@ -221,7 +223,7 @@ def test_two_ranks_answer_as_transformers_does(path: Path) -> None:
     for some, more, both in zip(own, others, (alone.memory[1][3], alone.memory[2][SLOTS - 1 - 3]), strict=True):
         torch.testing.assert_close(torch.cat((some, more), 2), both, rtol=1e-3, atol=1e-4)
     with pytest.raises(ConfigError, match="tensor_parallel=4: must divide linear_num_key_heads=2"):
-        check_shares(open_checkpoint(path).config, 4)
+        check_shares(open_checkpoint(path).config, Axes(tp=4))
 
 
 @pytest.mark.parametrize("change", [{}, {"full_attention_interval": 2, "partial_rotary_factor": 0.5}], ids=str)

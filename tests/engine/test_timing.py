@@ -91,7 +91,7 @@ def test_replaced_attributes_come_back() -> None:
 def state(runner: Any) -> list[dict[str, Any]]:
     """The attributes of all that `attach` may change."""
     model = runner.model
-    owners = [model, runner.attention, runner._sampler, runner.group]
+    owners = [model, runner.attention, runner._sampler, runner.mesh.tp]
     owners += [thing for layer in model.layers for thing in (layer, layer.attention)]
     return [dict(vars(owner)) for owner in owners]
 

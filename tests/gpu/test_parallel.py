@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch.multiprocessing.spawn import spawn
 
+from kvmesh.engine.axes import Axes
 from kvmesh.engine.batch import DecodeBatch, DecodeInput, PrefillInput, SampleParams
 from kvmesh.engine.checkpoint import open_checkpoint
-from kvmesh.engine.parallel import ProcessGroup
+from kvmesh.engine.parallel import RankMesh
 from kvmesh.engine.runner import Runner, shard_layout
 from tests.gpu import NEEDS_GPU
 from tests.support.checkpoints import prompts
@@ -29,11 +30,11 @@ def rank_main(rank: int, folder: Path, path: Path) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     checkpoint = open_checkpoint(path)
-    group = ProcessGroup(rank, 2, str(folder / "meet"), device, 60)
+    mesh = RankMesh(Axes(tp=2), rank, str(folder / "meet"), device, 60)
     layout = shard_layout(checkpoint.config, "float32", BLOCK, rank, 2)
     pages = torch.zeros((32, *layout.shape), device=device)
-    runner = Runner(checkpoint, "float32", device, BLOCK, pages, group)
-    group.connect(60)
+    runner = Runner(checkpoint, "float32", device, BLOCK, pages, mesh)
+    mesh.connect(60)
     runner.use_pages(pages, cuda_graphs=True, max_rows=8, max_tokens=64)
     assert runner.graphs is not None and runner.pieces is not None
     captured = (runner.graphs.sizes, runner.graphs.failed, runner.pieces.sizes, runner.pieces.failed)
@@ -49,7 +50,7 @@ def rank_main(rank: int, folder: Path, path: Path) -> None:
         answer.append(row.token_id)
     torch.save((captured, answer), folder / f"{rank}.pt")
     runner.drop_graphs()
-    group.close()
+    mesh.close()
 
 
 def test_ranks_replay_together(zoo: Callable[[str], Path], tmp_path: Path) -> None:

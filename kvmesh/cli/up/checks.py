@@ -85,6 +85,7 @@ def check_ranks(settings: MeshSettings) -> None:
     shared = {key: ranks for key in (f"{one}_tp" for one in INSTANCES) if (ranks := getattr(settings, key)) > 1}
     if not shared:
         return
+    from kvmesh.engine.axes import Axes
     from kvmesh.engine.checkpoint import open_checkpoint
     from kvmesh.engine.parallel import check_shares
 
@@ -92,7 +93,7 @@ def check_ranks(settings: MeshSettings) -> None:
         config = open_checkpoint(served.path).config
         for key, ranks in shared.items():
             try:
-                check_shares(config, ranks)
+                check_shares(config, Axes(tp=ranks))
             except ConfigError as err:
                 why = err.message.partition(": ")[2]
                 text = f"{key}={ranks}: {why} in {served.path} (--{key.replace('_', '-')})"

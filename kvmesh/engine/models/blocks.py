@@ -22,7 +22,7 @@ from kvmesh.engine.config import AttentionSpec, ModelConfig
 from kvmesh.engine.kernels import kernels_for
 from kvmesh.engine.linear import Linear
 from kvmesh.engine.matrix import Matrix, read_matrix
-from kvmesh.engine.parallel import Cut, share
+from kvmesh.engine.parallel import MLP_AXES, Cut, share
 from kvmesh.engine.rope import RotaryEmbedding, Rotation
 from kvmesh.engine.tensors import EMBED, HEAD, NORM, layer_prefix
 from kvmesh.engine.weights import Weights
@@ -74,7 +74,7 @@ class RowNorm:
     float32."""
 
     def __init__(self, q: torch.Tensor, k: torch.Tensor, config: ModelConfig, weights: Weights) -> None:
-        model, self.group = weights.config, weights.group
+        model, self.group = weights.config, weights.mesh.tp
         self.weights, self.eps = (q, k), config.rms_norm_eps
         copies = self.group.size * config.kv_heads // model.kv_heads  # of each key head, among all ranks
         counts = (model.heads * model.head_dim, copies * model.kv_heads * model.head_dim)
@@ -166,8 +166,10 @@ class MLP:
     def __init__(self, config: ModelConfig, weights: Weights, prefix: str) -> None:
         inner = (weights.config.intermediate_size, 1)
         names = ("gate_up_proj",) if config.fused else ("gate_proj", "up_proj")
-        self.gate_up = Linear(weights, [prefix + name for name in names], config.mlp_bias, Cut(0, (inner, inner)))
-        self.down = Linear(weights, [prefix + "down_proj"], config.mlp_bias, Cut(1, (inner,)))
+        self.gate_up = Linear(
+            weights, [prefix + name for name in names], config.mlp_bias, Cut(0, (inner, inner), MLP_AXES)
+        )
+        self.down = Linear(weights, [prefix + "down_proj"], config.mlp_bias, Cut(1, (inner,), MLP_AXES))
         self.activation = config.activation
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -245,7 +247,7 @@ class DecoderModel:
         self.local_rope: Callable[[torch.Tensor], Angles] = self.rope
         if config.local_rope is not None:
             self.local_rope = RotaryEmbedding(config.local_rope, config.head_dim, weights.dtype, weights.device)
-        self.group = weights.group
+        self.group = weights.mesh.mlp
         self.words = [len(share(config.vocab_size, rank, self.group.size)) for rank in range(self.group.size)]
         self.head = self._head(weights)
 
@@ -266,7 +268,7 @@ class DecoderModel:
             name, part = EMBED, self.embed.part(own)
         else:
             name, part = HEAD, None
-        return part or read_matrix(weights, [name], Cut(0, ((self.config.vocab_size, 1),)))
+        return part or read_matrix(weights, [name], Cut(0, ((self.config.vocab_size, 1),), MLP_AXES))
 
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Computes int64 `[T]`, `[T]` → `[T, hidden_size]` after the last layer, before the final norm."""

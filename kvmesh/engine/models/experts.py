@@ -17,7 +17,7 @@ from kvmesh.engine.config_experts import ExpertsConfig
 from kvmesh.engine.cpu import native
 from kvmesh.engine.kernels import kernels_for
 from kvmesh.engine.matrix import LANES, Matrix, matrix_of, read_matrix
-from kvmesh.engine.parallel import Cut, ExpertShare, expert_share
+from kvmesh.engine.parallel import MLP_AXES, Cut, ExpertShare, expert_share
 from kvmesh.engine.tensors import expert_names
 from kvmesh.engine.weights import Weights
 
@@ -215,7 +215,7 @@ def read_experts(config: ModelConfig, weights: Weights, prefix: str) -> Experts:
     experts = weights.config.experts
     assert experts is not None
     gate = ExpertGate(config.activation, experts.swiglu)
-    own = expert_share(experts, weights.group, weights.experts_cut)
+    own = expert_share(experts, weights.mesh, weights.experts_cut)
     made: PackedExperts | StackedExperts | None = None
     if weights.device.type == "cpu" and weights.dtype == torch.bfloat16 and native.loaded():
         made = PackedExperts(experts, len(own.columns), config.hidden_size, gate, own.experts)
@@ -243,8 +243,8 @@ def read_shared(config: ModelConfig, weights: Weights, prefix: str) -> GatedExpe
         return None
     gate, up, down = (prefix + name for name in expert_names(weights.config).shared)
     inner = (experts.shared_inner, 1)
-    gate_up = read_matrix(weights, [gate, up], Cut(0, (inner, inner)))
-    return GatedExpert(ExpertGate(config.activation), gate_up, read_matrix(weights, [down], Cut(1, (inner,))))
+    gate_up = read_matrix(weights, [gate, up], Cut(0, (inner, inner), MLP_AXES))
+    return GatedExpert(ExpertGate(config.activation), gate_up, read_matrix(weights, [down], Cut(1, (inner,), MLP_AXES)))
 
 
 def _parts(weights: Weights, experts: ExpertsConfig, own: ExpertShare, prefix: str) -> Iterator[ExpertParts]:
@@ -260,7 +260,7 @@ def _parts(weights: Weights, experts: ExpertsConfig, own: ExpertShare, prefix: s
         return
     files = [prefix + name for name in names.stacked]
     biased = [f"{name}_bias" for name in files if experts.biases]
-    adds = weights.group.rank == 0 or len(own.columns) == experts.inner
+    adds = own.columns.start == 0 or len(own.columns) == experts.inner
     both, downs = (weights.view(name).transpose(1, 2) for name in files)  # [experts, outputs, inputs]
     biases = [weights.view(name) for name in biased]
     for index in own.experts:

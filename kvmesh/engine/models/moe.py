@@ -76,7 +76,7 @@ class MoE:
         self.shared, self.shared_gate = read_shared(config, weights, prefix), None
         if experts.shared_gate:
             self.shared_gate = _float32(weights, prefix + names.shared_gate)
-        self.group = weights.group
+        self.group = weights.mesh.mlp
         self.counts: ExpertCounts | None = None
         self.row = 0  # of this layer in `counts`
 

@@ -55,7 +55,7 @@ class DeltaNet:
         self.gates = Linear(weights, [prefix + "in_proj_ba"], False, Cut(0, ((model.key_heads, 2 * model.repeats),)))
         self.out = Linear(weights, [prefix + "out_proj"], False, Cut(1, ((model.value_heads, model.value_dim),)))
         self.norm = weights(prefix + "norm.weight")
-        heads = share(model.key_heads, weights.group.rank, weights.group.size)
+        heads = share(model.key_heads, weights.mesh.tp.rank, weights.mesh.tp.size)
         # The file has the channels of all queries, of all keys, of all values: [channels, 1, kernel].
         file = weights(prefix + "conv1d.weight").squeeze(1)
         sizes = [model.key_heads * size for size in (model.key_dim, model.key_dim, values)]

@@ -153,7 +153,7 @@ class StepProfiler:
             if not pieces:
                 return m.Profiled(ticket, why_not="torch's profiler saw no kernel: it needs CUPTI (cuda-cupti)")
         busy = busy_by_function(pieces, sum(end - start for start, end in spans))
-        own, group = share_of(runner.config, runner.group.size), runner.group
+        own, group = share_of(runner.config, runner.mesh.axes), runner.mesh.mlp
         words = len(share(own.vocab_size, group.rank, group.size))
         size = runner.layout.itemsize
         work = summed(work_of(own, size, shape, ranks=group.size, words=words) for shape in self._shapes)

@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from kvmesh.engine.attention.grouped import GroupedAttention
+from kvmesh.engine.axes import Axes
 from kvmesh.engine.batch import DecodeBatch
 from kvmesh.engine.cache_memory import GroupShape, is_state, named_by_group, zeroed_memory
 from kvmesh.engine.checkpoint import Checkpoint
@@ -269,7 +270,7 @@ class RankSetup:
             return 0
         from kvmesh.engine.graphs import MAX_ROWS, buckets  # imports triton
 
-        own = share_of(self._config, c.world_size)
+        own = share_of(self._config, Axes(tp=c.world_size))
         rows, sizes = min(self.rows, MAX_ROWS), piece_sizes(own, self.most_tokens) if self.tokens else ()
         tokens = sizes[-1] if sizes else 0
         steps = len(buckets(rows) if rows else ()) + len(sizes)

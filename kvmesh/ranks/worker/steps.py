@@ -144,7 +144,7 @@ class Steps:
         scores: list[tuple[int, m.PromptScores]] = []
 
         def on_scores(at: int, found: TokenScores) -> None:
-            if self._runner.group.rank == 0:  # every rank of a group has computed the same
+            if self._runner.mesh.rank == 0:  # every rank of a group has computed the same
                 scores.append((items[at].handle, packed_scores(found)))
 
         start = time.monotonic_ns()
@@ -171,7 +171,7 @@ class Steps:
                 self._run(rest, decode, between_layers)
             return
         except Exception as error:
-            if self._runner.group.size > 1 and not isinstance(error, KvmeshError):
+            if self._runner.mesh.world.size > 1 and not isinstance(error, KvmeshError):
                 raise  # the other ranks may not have failed, so it is unknown where they stand
             nothing_done = named is None or isinstance(error, InvalidRequest | ContextTooLong)
             if items and rows and (nothing_done or not self._snapshots):  # which of the two fails shows apart

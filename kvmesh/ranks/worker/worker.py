@@ -11,9 +11,10 @@ from typing import Any, cast
 
 import torch
 
+from kvmesh.engine.axes import Axes
 from kvmesh.engine.cache_memory import GroupShape, group_shapes, is_state, named_by_group
 from kvmesh.engine.checkpoint import open_checkpoint
-from kvmesh.engine.parallel import SOLO, ExpertsCut, Group, ProcessGroup
+from kvmesh.engine.parallel import ExpertsCut, RankMesh
 from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams, shard_layout, torch_dtype
 from kvmesh.engine.sampling.grammar import GrammarCompiler
 from kvmesh.errors import KvmeshError, TransferError
@@ -82,12 +83,12 @@ class Worker:
         try:
             trial = setup.trial_memory(self._shapes) if self._shapes else setup.trial_pages(self.layout)
             device = trial.device if isinstance(trial, torch.Tensor) else trial[0].device
-            self._group = _group(configure, device)
+            self._mesh = _mesh(configure, device)
             cut = cast(ExpertsCut, configure.experts_cut)
-            self._runner = Runner(self._checkpoint, dtype, device, block, trial, self._group, experts_cut=cut)
+            self._runner = Runner(self._checkpoint, dtype, device, block, trial, self._mesh, experts_cut=cut)
             del trial
             fingerprinted.result().check()  # what was loaded is what was hashed
-            self._group.connect(LOAD_PATIENCE_S)
+            self._mesh.connect(LOAD_PATIENCE_S)
             if setup.profiles:
                 pages = setup.profiled(self._runner, self.layout, shapes=self._shapes)
             groups = blocks_of(self._shapes, pages.groups) if self._shapes else ()
@@ -231,7 +232,7 @@ class Worker:
         self.memory.close()
         self.engine.close()
         self._runner.drop_graphs()
-        self._group.close()
+        self._mesh.close()
 
     @property
     def wants_step(self) -> bool:
@@ -386,12 +387,10 @@ class Worker:
         self._send(m.FillEnded(note.peer, note.handoff_epoch))
 
 
-def _group(configure: m.Configure, device: torch.device) -> Group:
-    """Returns the group of this instance's ranks, not connected yet."""
-    if configure.world_size == 1:
-        return SOLO
-    rank, size, timeout_s = configure.rank, configure.world_size, configure.group_timeout_ms / 1000
-    return ProcessGroup(rank, size, configure.group_file, device, timeout_s)
+def _mesh(configure: m.Configure, device: torch.device) -> RankMesh:
+    """Returns this instance's ranks, not connected yet."""
+    axes, timeout_s = Axes(tp=configure.world_size), configure.group_timeout_ms / 1000
+    return RankMesh(axes, configure.rank, configure.group_file, device, timeout_s)
 
 
 def _part(shape: ShardLayout) -> str:

@@ -17,6 +17,7 @@ from kvmesh.engine.attention import choice
 from kvmesh.engine.attention.torch_backend import TorchAttention
 from kvmesh.engine.parallel import SOLO, Group
 from kvmesh.engine.runner import _attend
+from tests.support.engine.given_mesh import GivenMesh
 from tests.support.engine.stepper import Stepper
 
 MADE = ("empty", "new_empty", "_unsafe_view", "_reshape_alias")  # operations that launch nothing, beside views
@@ -101,7 +102,7 @@ def test_launches_of_a_layer_and_what_they_answer(
     recorder = Recorder()
     monkeypatch.setitem(choice.BACKENDS, "cpu", triton_backend.TritonAttention)
     group = TwoRanks(recorder.launches) if ranks > 1 else SOLO
-    stepper = Stepper(zoo(checkpoint), num_pages=2, group=group)
+    stepper = Stepper(zoo(checkpoint), num_pages=2, mesh=GivenMesh(group))
     stepper.pages.zero_()  # the tokens before the one that is computed
     model, attention = stepper.runner.model, stepper.runner.attention
     token = torch.tensor([7])

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvmesh.engine.batch import DecodeBatch
 from kvmesh.engine.checkpoint import open_checkpoint
-from kvmesh.engine.parallel import SOLO, ExpertsCut, Group
+from kvmesh.engine.parallel import ALONE, ExpertsCut, RankMesh
 from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams, pages_over, shard_layout
 from tests.support.reference import Forced
 
@@ -26,14 +26,14 @@ class Stepper:
         block_tokens: int = 16,
         num_pages: int = 96,
         dtype: str = "float32",
-        group: Group = SOLO,
+        mesh: RankMesh = ALONE,
         experts_cut: ExpertsCut = "auto",
     ) -> None:
         self.checkpoint = open_checkpoint(path)
-        self.layout = shard_layout(self.checkpoint.config, dtype, block_tokens, group.rank, group.size)
+        self.layout = shard_layout(self.checkpoint.config, dtype, block_tokens, mesh.tp.rank, mesh.tp.size)
         self.memory = bytearray([NAN_BYTE]) * (self.layout.shard_bytes * num_pages)
         self.pages = pages_over(self.memory, self.layout, num_pages, dtype)
-        self.runner = Runner(self.checkpoint, dtype, "cpu", block_tokens, self.pages, group, experts_cut=experts_cut)
+        self.runner = Runner(self.checkpoint, dtype, "cpu", block_tokens, self.pages, mesh, experts_cut=experts_cut)
         self.block_tokens = block_tokens
         self._next = 0
 
