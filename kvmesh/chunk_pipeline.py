@@ -67,7 +67,8 @@ def equal_compute_borders(tokens: int, chunks: int, cost: ChunkCost, *, cached: 
     ends: list[int] = []
     last = cached
     for number in range(1, chunks):
-        end = round(_reach(cost, cached, number * each) / block) * block
+        # Halves go up: borders at most n blocks apart stay so.
+        end = math.floor(_reach(cost, cached, number * each) / block + 0.5) * block
         if end >= tokens:
             break
         if end > last:
@@ -76,19 +77,29 @@ def equal_compute_borders(tokens: int, chunks: int, cost: ChunkCost, *, cached: 
     return [*ends, tokens]
 
 
-def bounded_borders(tokens: int, most: int, cost: ChunkCost, *, cached: int = 0, block: int = 1) -> list[int]:
-    """Returns the ends of the fewest chunks of equal compute of which none has more than `most` tokens, a multiple of
-    `block`: the first one is the longest. Raises ConfigError for sizes that cannot be."""
+def bounded_borders(
+    tokens: int, most: int, cost: ChunkCost, *, cached: int = 0, block: int = 1, least: int = 0
+) -> list[int]:
+    """Returns the ends of chunks of which none has more than `most` tokens, a multiple of `block`, and that take equal
+    compute as far as this allows: where so many chunks would be needed that the last ones have less than `least`
+    tokens, whose fixed costs no longer hide, the first ones have `most` tokens and take less. Raises ConfigError for
+    sizes that cannot be."""
     _check(tokens, cached, block)
     if most < block or most % block:
         raise ConfigError(f"most={most}: must be a multiple of block={block}", field="most")
-    if tokens - cached <= most:
-        return [tokens]
-    chunks = math.ceil(cost.work(cached, tokens) / cost.work(cached, cached + most))
+    target = max(cost.work(cached, cached + most), cost.work(max(cached, tokens - least), tokens))
+    ends: list[int] = []
+    start = cached
+    while tokens - start > most and cost.work(start, start + most) < target:
+        start += most - start % block
+        ends.append(start)
+    if tokens - start <= most:
+        return [*ends, tokens]
+    chunks = math.ceil(cost.work(start, tokens) / target)
     while True:
-        ends = equal_compute_borders(tokens, chunks, cost, cached=cached, block=block)
-        if max(end - start for start, end in zip([cached, *ends], ends, strict=False)) <= most:
-            return ends
+        rest = equal_compute_borders(tokens, chunks, cost, cached=start, block=block)
+        if max(after - before for before, after in zip([start, *rest], rest, strict=False)) <= most:
+            return [*ends, *rest]
         chunks += 1
 
 
@@ -129,13 +140,17 @@ def pipeline_ends(stage_s: Sequence[Sequence[float]], send_s: Sequence[float] | 
     ends: list[list[float]] = []
     for chunk, times in enumerate(stage_s):
         send = send_s if isinstance(send_s, int | float) else send_s[chunk]
-        free = ends[-1] if ends else [0.0] * len(times)
-        row: list[float] = []
-        for stage, seconds in enumerate(times):
-            ready = row[stage - 1] + send if stage else 0.0
-            row.append(max(free[stage], ready) + seconds)
-        ends.append(row)
+        ends.append(stage_ends(ends[-1] if ends else [0.0] * len(times), times, send))
     return ends
+
+
+def stage_ends(free_s: Sequence[float], times: Sequence[float], send_s: float, now: float = 0.0) -> list[float]:
+    """Returns when a chunk that is there `now` ends in each stage, where stages are free from `free_s` on."""
+    found: list[float] = []
+    for stage, (free, seconds) in enumerate(zip(free_s, times, strict=True)):
+        ready = found[stage - 1] + send_s if stage else now
+        found.append(max(free, ready) + seconds)
+    return found
 
 
 def stage_layers(layers: int, stages: int) -> list[int]:

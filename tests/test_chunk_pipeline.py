@@ -26,7 +26,7 @@ COSTS = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(cost=COSTS, tokens=st.integers(1, 200_000), cached=st.integers(0, 200_000), chunks=st.integers(1, 70),
        block=st.sampled_from((1, 16, 256, 512)))  # fmt: skip
 def test_borders_are_ascending_on_blocks_and_equal_within_one(
@@ -58,13 +58,28 @@ def test_chunks_grow_shorter_by_the_root_where_pairs_are_all_that_costs() -> Non
     assert equal_compute_borders(1000, 4, ChunkCost(1.0)) == [250, 500, 750, 1000]
 
 
-@settings(max_examples=100, deadline=None)
-@given(cost=COSTS, tokens=st.integers(1, 100_000), blocks=st.integers(1, 40))
-def test_bounded_chunks_are_no_longer_and_one_fewer_would_be(cost: ChunkCost, tokens: int, blocks: int) -> None:
-    most = 256 * blocks
-    ends = bounded_borders(tokens, most, cost, block=256)
-    lengths = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-    assert max(lengths) <= most and sum(lengths) == tokens
+@settings(max_examples=60, deadline=None)
+@given(cost=COSTS, tokens=st.integers(1, 100_000), cached=st.integers(0, 50_000), blocks=st.integers(1, 40),
+       least=st.integers(0, 8))  # fmt: skip
+def test_bounded_chunks_have_no_more_tokens_and_late_ones_not_too_few(
+    cost: ChunkCost, tokens: int, cached: int, blocks: int, least: int
+) -> None:
+    most, few = 256 * blocks, 256 * min(least, blocks)
+    tokens += cached
+    ends = bounded_borders(tokens, most, cost, cached=cached, block=256, least=few)
+    lengths = [end - start for start, end in zip([cached, *ends[:-1]], ends, strict=True)]
+    assert max(lengths) <= most and min(lengths) > 0 and sum(lengths) == tokens - cached
+    assert all(end % 256 == 0 for end in ends[:-1])
+    assert not lengths[:-1] or min(lengths[1:-1] or [most]) >= few / 2 - 256
+
+
+def test_first_chunks_are_cheaper_where_the_last_would_be_too_short() -> None:
+    cost = ChunkCost(1e-6, 1e-9)
+    equal = bounded_borders(1 << 20, 8192, cost, block=256)
+    assert len(equal) > 2000 and equal[0] <= 8192
+    bounded = bounded_borders(1 << 20, 8192, cost, block=256, least=1024)
+    assert bounded[:10] == [8192 * n for n in range(1, 11)]
+    assert len(bounded) < 700 and 1024 <= bounded[-1] - bounded[-2] < 1536
 
 
 def test_what_cannot_be_cut_is_refused() -> None:
@@ -110,7 +125,7 @@ def test_equal_compute_beats_equal_tokens() -> None:
     assert equal.ttft_s < 0.95 * tokens.ttft_s and equal.bubble < tokens.bubble
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(work=st.floats(0.01, 100.0), stages=st.integers(2, 16), step=st.floats(1e-4, 0.1))
 def test_the_best_number_of_chunks_has_no_better_neighbour(work: float, stages: int, step: float) -> None:
     def through(chunks: int) -> float:

@@ -32,6 +32,7 @@ from dataclasses import replace
 from kvmesh.chunk_pipeline import ChunkCost, bounded_borders, pipeline_ends, stage_layers
 from kvmesh.errors import ConfigError
 from kvmesh.kvcache.cache_groups import is_single
+from kvmesh.services.prefill.planner import LEAST_SHARE
 from kvmesh.sim.hardware.collectives import Fabric, MeshAxes, Span, span, stages_apart
 from kvmesh.sim.hardware.hardware import GPUS_OF_A_NODE, Hardware
 from kvmesh.sim.hardware.node_room import BF16, WEIGHTS, token_bytes
@@ -62,6 +63,7 @@ class AxesRoofline:
         kv_dtype: str = "bf16",
         fp8_products: bool = False,
         tensor_experts: bool = False,
+        mlp_over: tuple[str, ...] = ("cp", "tp"),
         micro_batches: int = 1,
         skew: float = 1.0,
         chunk_tokens: int = CHUNK_TOKENS,
@@ -69,9 +71,10 @@ class AxesRoofline:
         node: int = GPUS_OF_A_NODE,
     ) -> None:
         """`weight_dtype` is a kind of `node_room.WEIGHTS`. With `fp8_products` matrices are multiplied, and tokens
-        dispatched, in FP8. `micro_batches`=2 hides all-to-all of rows under the other half's computing. A prompt is cut
-        into chunks of equal compute, none over `chunk_tokens`, where a pipeline has several stages. Raises ConfigError
-        for axes that the model's heads or layers do not divide by, or that the GPU lacks units for."""
+        dispatched, in FP8. `mlp_over`=("tp",) keeps MLPs whole at each rank of cp, which then multiplies its own tokens
+        alone. `micro_batches`=2 hides all-to-all of rows under the other half's computing. A prompt is cut into chunks
+        of equal compute, none over `chunk_tokens`, where a pipeline has several stages. Raises ConfigError for axes
+        that the model's heads or layers do not divide by, or a GPU that lacks units for FP8."""
         if weight_dtype not in WEIGHTS:
             raise ConfigError(
                 f"weight_dtype={weight_dtype!r}: choose one of {', '.join(WEIGHTS)}", field="weight_dtype"
@@ -93,7 +96,8 @@ class AxesRoofline:
             kept = token_bytes(shape, axes.tp, kv_dtype, max(16, block_tokens))
             self._kept_share = kept / kv_rank
 
-        self._tp, self._mlp = span(axes, ("tp",), node), span(axes, ("cp", "tp"), node)
+        self._tp, self._mlp = span(axes, ("tp",), node), span(axes, mlp_over, node)
+        self._mlp_by_context = "cp" in mlp_over
         self._cp, self._dcp = span(axes, ("cp",), node), span(axes, ("dcp",), node)
         self._experts = span(axes, axes.ep, node) if axes.ep else Span(1)
         self._apart = stages_apart(axes, node)
@@ -147,7 +151,7 @@ class AxesRoofline:
         """Bytes of weights at the rank that has the most of them."""
         shape, part = self.shape, self.layers[0] / self.shape.layers
         experts = shape.expert_layers * shape.experts * shape.expert_params * self._of_expert / self._expert_ranks
-        others = shape.attention_params / self.axes.tp + shape.dense_params / (self.axes.cp * self.axes.tp)
+        others = shape.attention_params / self.axes.tp + shape.dense_params / self._mlp.ranks
         vocabulary = shape.params - shape.layer_params
         ends = 1 if self.axes.pp == 1 else max(1, vocabulary // shape.head_params)  # embedding and head lie apart
         return part * (experts + others * self._of_other) + vocabulary / ends * self._of_head / self.axes.tp
@@ -191,8 +195,14 @@ class AxesRoofline:
     def borders(self, computed: int, cached: int, most: int = 0) -> list[int]:
         """Returns the ends of the chunks of equal compute of a prompt, none longer than `most` tokens; 0: as the
         instance cuts them."""
+        longest = most or self.chunk_tokens
         return bounded_borders(
-            cached + computed, most or self.chunk_tokens, self.chunk_cost(), cached=cached, block=self._block
+            cached + computed,
+            longest,
+            self.chunk_cost(),
+            cached=cached,
+            block=self._block,
+            least=longest // LEAST_SHARE,
         )
 
     def chunk_cost(self) -> ChunkCost:
@@ -289,8 +299,8 @@ class AxesRoofline:
         """Returns the seconds of all matrices but the head. Where every token passes all of them at the same ranks they
         are bound together, as one kind of kernel."""
         axes, shape = self.axes, self.shape
-        mlp = axes.cp * axes.tp
-        flops = 2 * (shape.attention_params * split / axes.tp + shape.dense_params * tokens / mlp)
+        mlp, passing = self._mlp.ranks, tokens if self._mlp_by_context else split
+        flops = 2 * (shape.attention_params * split / axes.tp + shape.dense_params * passing / mlp)
         nbytes = (shape.attention_params / axes.tp + shape.dense_params / mlp) * self._of_other
         if not shape.experts:
             return max(flops * self._flop_s, nbytes * self._read_s)
@@ -347,7 +357,7 @@ class AxesRoofline:
         tokens = most + rows
         moe = shape.expert_layers
         total = shape.layers * fabric.reduce_s_of(split * self._hidden, self._tp)
-        shared = fabric.reduce_s_of(tokens * self._hidden, self._mlp)
+        shared = fabric.reduce_s_of((tokens if self._mlp_by_context else split) * self._hidden, self._mlp)
         total += (shape.layers - moe) * shared
         if self._tensor_experts:
             total += moe * 2 * fabric.gather_s(everywhere * self._hidden, self._experts)
