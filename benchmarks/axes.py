@@ -47,8 +47,14 @@ MACHINES = (
 )
 
 
+# Nodes that a token's experts lie on at most, where the router sees to it (DeepSeek-V3's technical report, 2.1.2).
+EXPERT_NODES = {"deepseek-v3": 4.0}
+
+
 def times_of(model: str, gpu: str, axes: str, weights: str, fp8: bool, **told: Any) -> AxesRoofline:
     """An instance with these axes."""
+    if model in EXPERT_NODES:
+        told = {"expert_nodes": EXPERT_NODES[model]} | told
     return AxesRoofline(
         hardware(gpu),
         Axes.parse(axes),
@@ -124,11 +130,12 @@ def long_prompts() -> list[Told]:
 # ── a load of long prompts ────────────────────────────────────────────────────────────────────────
 
 
-def load(name: str, axes: str, instances: int, rate: float, count: int = 24, tokens: int = 128 * K) -> Told:
-    """Prompts of `tokens` tokens, evenly apart, through the simulator."""
+def load(how: str, axes: str, instances: int, more: dict[str, Any], rate: float, count: int = 24) -> Told:
+    """Prompts of 128k tokens, evenly apart, through the simulator."""
     model, gpu, weights, fp8 = MACHINES[0]
-    chunk = 8192 * Axes.parse(axes).cp
-    times = times_of(model, gpu, axes, weights, fp8, chunk_tokens=chunk)
+    tokens, cp = 128 * K, Axes.parse(axes).cp
+    chunk = 8192 if cp == 1 else WHOLE * cp
+    times = times_of(model, gpu, axes, weights, fp8, chunk_tokens=chunk, **more)
     decode = times_of(model, gpu, "tp=8", weights, fp8)
     config = SimConfig(
         prefill=(axes_node_spec(times, block_tokens=BLOCK),) * instances,
@@ -150,7 +157,7 @@ def load(name: str, axes: str, instances: int, rate: float, count: int = 24, tok
     assert all(one.outcome == "done" for one in records), [one.reason for one in records]
     ttfts = sorted(one.ttft_s for one in records)
     alone = records[0].ttft_s if rate < 0.001 else None
-    told = {"how": name, "axes": axes, "instances": instances, "rate": rate, "mean_s": sum(ttfts) / len(ttfts)}
+    told = {"how": how, "axes": axes, "instances": instances, "rate": rate, "mean_s": sum(ttfts) / len(ttfts)}
     return told | {
         "p90_s": ttfts[int(0.9 * len(ttfts))],
         "alone_s": alone,
@@ -158,20 +165,21 @@ def load(name: str, axes: str, instances: int, rate: float, count: int = 24, tok
     }
 
 
-LOADS = (
-    ("CPP", "pp=4,tp=8", 1),
-    ("CP", "cp=4,tp=8", 1),
-    ("TP", "tp=32", 1),
-    ("a node each", "tp=8", 4),
+LOADS: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
+    ("CPP", "pp=4,tp=8", 1, {}),
+    ("CP", "cp=4,tp=8", 1, {}),
+    ("CP, whole MLPs", "cp=4,tp=8", 1, {"mlp_over": ("tp",)}),
+    ("TP", "tp=32", 1, {}),
+    ("a node each", "tp=8", 4, {}),
 )
 
 
 def loads() -> list[Told]:
     """Each strategy at two rates; the last is near what four nodes can do (a prompt takes 34 s of a node)."""
     rows = []
-    for name, axes, instances in LOADS:
-        rows.append({**load(name, axes, instances, 0.0005, 2), "alone": True})
-        rows += [load(name, axes, instances, rate) for rate in (0.04, 0.1)]
+    for one in LOADS:
+        rows.append({**load(*one, 0.0005, 2), "alone": True})
+        rows += [load(*one, rate) for rate in (0.04, 0.1)]
     return rows
 
 
@@ -296,7 +304,8 @@ def _prompts_table(rows: Sequence[Told], model: str, gpu: str, tokens: int) -> s
         for name in names:
             one = here[name]
             found = one.get("compute")
-            cells.append(f"{found['ttft_s']:.2f} ({one['efficiency']:.0%})" if found else "does not fit")
+            share = f" ({one['efficiency']:.0%})" if one.get("efficiency") else ""
+            cells.append(f"{found['ttft_s']:.2f}{share}" if found else "does not fit")
         piped = here["CPP"]
         if "compute" in piped:
             extra = f"{piped['equal_tokens']['ttft_s']:.2f}" if "equal_tokens" in piped else ""
@@ -314,6 +323,16 @@ def tables(told: Told) -> str:
     parts = ["## Long prompts over several nodes"]
     for model, gpu, *_ in MACHINES:
         parts += [_prompts_table(told["prompts"], model, gpu, tokens) for tokens in (128 * K, M)]
+    short = []
+    for model, gpu, *_ in MACHINES:
+        here = {
+            (one["nodes"], one["how"]): f"{one['short_tokens_per_node_s']:,.0f}"
+            for one in told["prompts"]
+            if (one["model"], one["gpu"], one["tokens"]) == (model, gpu, 128 * K)
+        }
+        short.append([model, gpu, here[1, "TP"], *(here.get((4, how), "") for how in SHORT)])
+    parts.append("**Prompts of 4k tokens** behind one another, two a step: tokens a second and node")
+    parts.append(table(["model", "GPU", "one node", *(f"4 nodes, {how}" for how in SHORT)], short))
     parts.append("## A load of 128k prompts on four nodes of A800")
     rows = told["loads"]
     rates = sorted({one["rate"] for one in rows if not one.get("alone")})
@@ -361,6 +380,7 @@ def tables(told: Told) -> str:
     return "\n\n".join(parts)
 
 
+SHORT = ("CPP", "CP", "CP, whole MLPs", "TP")
 BEGIN, END = "<!-- filled by benchmarks.axes --docs -->", "<!-- until here -->"
 
 

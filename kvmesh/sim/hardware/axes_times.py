@@ -66,15 +66,17 @@ class AxesRoofline:
         mlp_over: tuple[str, ...] = ("cp", "tp"),
         micro_batches: int = 1,
         skew: float = 1.0,
+        expert_nodes: float = math.inf,
         chunk_tokens: int = CHUNK_TOKENS,
         block_tokens: int = 1,
         node: int = GPUS_OF_A_NODE,
     ) -> None:
         """`weight_dtype` is a kind of `node_room.WEIGHTS`. With `fp8_products` matrices are multiplied, and tokens
         dispatched, in FP8. `mlp_over`=("tp",) keeps MLPs whole at each rank of cp, which then multiplies its own tokens
-        alone. `micro_batches`=2 hides all-to-all of rows under the other half's computing. A prompt is cut into chunks
-        of equal compute, none over `chunk_tokens`, where a pipeline has several stages. Raises ConfigError for axes
-        that the model's heads or layers do not divide by, or a GPU that lacks units for FP8."""
+        alone. A token's experts lie on at most `expert_nodes` nodes. `micro_batches`=2 hides all-to-all of rows under
+        the other half's computing. A prompt is cut into chunks of equal compute, none over `chunk_tokens`, where a
+        pipeline has several stages. Raises ConfigError for axes that the model's heads or layers do not divide by, or a
+        GPU that lacks units for FP8."""
         if weight_dtype not in WEIGHTS:
             raise ConfigError(
                 f"weight_dtype={weight_dtype!r}: choose one of {', '.join(WEIGHTS)}", field="weight_dtype"
@@ -89,7 +91,7 @@ class AxesRoofline:
         self.fabric = Fabric.of(gpu, node)
         self.chunk_tokens, self._block = chunk_tokens, block_tokens
         self._kept_share = 1.0
-        self._micro_batches, self._skew = micro_batches, skew
+        self._micro_batches, self._skew, self._expert_nodes = micro_batches, skew, expert_nodes
         self._tensor_experts = tensor_experts and bool(axes.ep)
         kv_rank = self._check_heads(kv_dtype)
         if not is_single(shape.groups):  # what a token weighs among those of long contexts
@@ -366,7 +368,9 @@ class AxesRoofline:
             uneven, _ = self._uneven(everywhere)
             for of_value in (self._dispatched, BF16):
                 nbytes = shape.hidden * of_value * uneven
-                total += moe * fabric.all_to_all_s(own, nbytes, shape.experts_per_token, self._experts)
+                total += moe * fabric.all_to_all_s(
+                    own, nbytes, shape.experts_per_token, self._experts, self._expert_nodes
+                )
             total += moe * fabric.gather_s(split * self._hidden, self._tp)
         else:
             total += moe * shared

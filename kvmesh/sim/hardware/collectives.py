@@ -12,6 +12,7 @@ sends its m-th part over its own share of the NICs (hierarchical collectives, as
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -127,13 +128,16 @@ class Fabric:
     def _latency_s(self, group: Span) -> float:
         return self.reduce_s + (self.network_reduce_s if group.nodes > 1 else 0.0)
 
-    def all_to_all_s(self, tokens: float, token_bytes: float, copies: int, group: Span) -> float:
+    def all_to_all_s(
+        self, tokens: float, token_bytes: float, copies: int, group: Span, most_nodes: float = math.inf
+    ) -> float:
         """Returns the seconds in which each rank sends `tokens` tokens, each to those ranks where any of `copies`
-        choices falls, evenly among all. A token crosses to another node once, whatever is chosen there."""
+        choices falls, evenly among all. A token crosses to another node once, whatever is chosen there, and goes to no
+        more than `most_nodes` nodes (group-limited routing)."""
         if group.ranks < 2:
             return 0.0
         ranks = reached(group.ranks, copies) * (group.ranks - 1) / group.ranks
-        nodes = reached(group.nodes, copies) * (group.nodes - 1) / group.nodes
+        nodes = min(most_nodes, reached(group.nodes, copies)) * (group.nodes - 1) / group.nodes
         nbytes = tokens * token_bytes
         latency_s = self.all_to_all_latency_s + (self.network_all_to_all_s if group.nodes > 1 else 0.0)
         return max(nbytes * ranks / self.link, nbytes * nodes / self.tokens_nic) + latency_s
