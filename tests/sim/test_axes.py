@@ -16,7 +16,7 @@ from kvmesh.engine.axes import Axes
 from kvmesh.errors import ConfigError
 from kvmesh.sim.changes import KillEvent
 from kvmesh.sim.hardware.axes_times import AxesRoofline, axes_node_spec
-from kvmesh.sim.hardware.collectives import Fabric, Span, reached, span, stages_apart
+from kvmesh.sim.hardware.collectives import Fabric, RankSpan, reached, span, stages_apart
 from kvmesh.sim.hardware.hardware import hardware
 from kvmesh.sim.hardware.shapes import shape_of
 from kvmesh.sim.hardware.times import Roofline
@@ -45,11 +45,11 @@ def of(text: str, model: str = "llama3-70b", gpu: str = "h200", **told: Any) -> 
 
 def test_collectives_by_hand() -> None:
     """800 bytes at 8 ranks of one node, and at 16 of two: each of 8 ranks takes an eighth over its own NIC."""
-    assert FABRIC.gather_s(800, Span(8)) == pytest.approx(800 * 7 / 8 / 100 + 1)
-    assert FABRIC.reduce_s_of(800, Span(8)) == pytest.approx(2 * 800 * 7 / 8 / 100 + 1)
-    assert FABRIC.gather_s(800, Span(16, 2)) == pytest.approx(800 * 7 / 8 / 100 + 800 / 2 / 8 / 10 + 3)
-    assert FABRIC.gather_s(800, Span(2, 2)) == pytest.approx(800 / 2 / 10 + 3)
-    assert FABRIC.gather_s(800, Span(1)) == FABRIC.reduce_s_of(800, Span(1)) == 0.0
+    assert FABRIC.gather_s(800, RankSpan(8)) == pytest.approx(800 * 7 / 8 / 100 + 1)
+    assert FABRIC.reduce_s_of(800, RankSpan(8)) == pytest.approx(2 * 800 * 7 / 8 / 100 + 1)
+    assert FABRIC.gather_s(800, RankSpan(16, 2)) == pytest.approx(800 * 7 / 8 / 100 + 800 / 2 / 8 / 10 + 3)
+    assert FABRIC.gather_s(800, RankSpan(2, 2)) == pytest.approx(800 / 2 / 10 + 3)
+    assert FABRIC.gather_s(800, RankSpan(1)) == FABRIC.reduce_s_of(800, RankSpan(1)) == 0.0
     assert FABRIC.send_s(50, apart=False) == 1.0 and FABRIC.send_s(50, apart=True) == 5.5
 
 
@@ -57,8 +57,8 @@ def test_a_token_crosses_to_another_node_once() -> None:
     """Two choices among 4 ranks on 2 nodes reach 4 · (1 - (3/4)²) = 1.75 ranks and 1.5 nodes: 3/4 and 1/2 of others."""
     assert reached(4, 2) == pytest.approx(1.75) and reached(8, 1) == pytest.approx(1.0)
     over_nics = 10 * 2 * 1.5 / 2 / 5.0
-    assert FABRIC.all_to_all_s(10, 2.0, 2, Span(4, 2)) == pytest.approx(over_nics + 7)
-    assert FABRIC.all_to_all_s(10, 2.0, 2, Span(4)) == pytest.approx(10 * 2 * 1.75 * 3 / 4 / 100 + 3)
+    assert FABRIC.all_to_all_s(10, 2.0, 2, RankSpan(4, 2)) == pytest.approx(over_nics + 7)
+    assert FABRIC.all_to_all_s(10, 2.0, 2, RankSpan(4)) == pytest.approx(10 * 2 * 1.75 * 3 / 4 / 100 + 3)
 
 
 SIZES = st.integers(1, 4)
@@ -70,13 +70,13 @@ def test_spans_are_those_of_the_engines_groups(dp: int, pp: int, cp: int, tp: in
     axes = Axes(dp, pp, cp, tp)
     groups = axes.groups(over)
     nodes = max(len({rank // 8 for rank in group}) for group in groups)
-    assert span(axes, over) == Span(len(groups[0]), nodes)
+    assert span(axes, over) == RankSpan(len(groups[0]), nodes)
     pairs = [(a, b) for group in axes.groups(["pp"]) for a, b in pairwise(group)]
     assert stages_apart(axes) == any(a // 8 != b // 8 for a, b in pairs)
 
 
 def test_dcp_is_a_part_of_tp() -> None:
-    assert span(Axes(tp=16, dcp=4), ("dcp",)) == Span(4, 1)
+    assert span(Axes(tp=16, dcp=4), ("dcp",)) == RankSpan(4, 1)
 
 
 # ── steps ─────────────────────────────────────────────────────────────────────────────────────────
@@ -110,16 +110,16 @@ def test_cp_divides_a_prompt_and_gathers_its_keys() -> None:
     fabric, step = times.fabric, 0.003
     hidden = tokens * 8192 * 2
     talk = 80 * (
-        fabric.reduce_s_of(hidden / 2, Span(8))
-        + fabric.reduce_s_of(hidden, Span(16, 2))
-        + fabric.gather_s(tokens * 327_680 / 8 / 80, Span(2, 2))
+        fabric.reduce_s_of(hidden / 2, RankSpan(8))
+        + fabric.reduce_s_of(hidden, RankSpan(16, 2))
+        + fabric.gather_s(tokens * 327_680 / 8 / 80, RankSpan(2, 2))
     )
     head = 2 * 128_256 * 8192 / 8
-    computing = both - step - 80 * 2 * fabric.reduce_s_of(hidden, Span(8))
+    computing = both - step - 80 * 2 * fabric.reduce_s_of(hidden, RankSpan(8))
     assert times.prefill_s([(tokens, 0)]) == pytest.approx(step + computing / 2 + talk, rel=2e-3), head
     # Behind a prefix Q is gathered too, and what each rank found is joined.
     more = times.prefill_s([(512, 8192)]) - of("cp=2,tp=8").prefill_s([(512, 0)])
-    assert more > 80 * 2 * fabric.gather_s(512 * 64 / 8 * 128 * 2, Span(2, 2))
+    assert more > 80 * 2 * fabric.gather_s(512 * 64 / 8 * 128 * 2, RankSpan(2, 2))
 
 
 def test_dcp_multiplies_the_tokens_that_fit_and_divides_what_is_read() -> None:

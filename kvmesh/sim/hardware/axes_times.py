@@ -33,7 +33,7 @@ from kvmesh.chunk_pipeline import ChunkCost, bounded_borders, pipeline_ends, sta
 from kvmesh.errors import ConfigError
 from kvmesh.kvcache.cache_groups import is_single
 from kvmesh.services.prefill.planner import LEAST_SHARE
-from kvmesh.sim.hardware.collectives import Fabric, MeshAxes, Span, span, stages_apart
+from kvmesh.sim.hardware.collectives import Fabric, MeshAxes, RankSpan, span, stages_apart
 from kvmesh.sim.hardware.hardware import GPUS_OF_A_NODE, Hardware
 from kvmesh.sim.hardware.node_room import BF16, WEIGHTS, token_bytes
 from kvmesh.sim.hardware.shapes import ModelShape
@@ -101,7 +101,7 @@ class AxesRoofline:
         self._tp, self._mlp = span(axes, ("tp",), node), span(axes, mlp_over, node)
         self._mlp_by_context = "cp" in mlp_over
         self._cp, self._dcp = span(axes, ("cp",), node), span(axes, ("dcp",), node)
-        self._experts = span(axes, axes.ep, node) if axes.ep else Span(1)
+        self._experts = span(axes, axes.ep, node) if axes.ep else RankSpan(1)
         self._apart = stages_apart(axes, node)
         left: int = math.prod(getattr(axes, name) for name in ("cp", "tp") if name not in axes.ep)
         self._expert_ranks = self._experts.ranks * left  # that share one layer's experts

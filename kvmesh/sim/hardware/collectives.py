@@ -41,7 +41,7 @@ NAMES = ("dp", "pp", "cp", "tp")
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class RankSpan:
     """So many ranks of a group, on so many nodes."""
 
     ranks: int
@@ -53,7 +53,7 @@ class Span:
         return self.ranks / self.nodes
 
 
-def span(axes: MeshAxes, over: Iterable[str], node: int = GPUS_OF_A_NODE) -> Span:
+def span(axes: MeshAxes, over: Iterable[str], node: int = GPUS_OF_A_NODE) -> RankSpan:
     """Returns the groups of ranks that differ along `over` alone ("dcp" is the part of tp that shares a context), with
     the nodes of the one that lies on the most; rank r is on node r // `node`."""
     names = tuple(over)
@@ -66,7 +66,9 @@ def span(axes: MeshAxes, over: Iterable[str], node: int = GPUS_OF_A_NODE) -> Spa
         if "dcp" in names:
             place["tp"] //= axes.dcp
         groups.setdefault(tuple(place[name] for name in NAMES if name not in names), []).append(rank)
-    return Span(len(next(iter(groups.values()))), max(len({rank // node for rank in one}) for one in groups.values()))
+    return RankSpan(
+        len(next(iter(groups.values()))), max(len({rank // node for rank in one}) for one in groups.values())
+    )
 
 
 def stages_apart(axes: MeshAxes, node: int = GPUS_OF_A_NODE) -> bool:
@@ -108,28 +110,28 @@ class Fabric:
             reached.send_s,
         )
 
-    def gather_s(self, nbytes: float, group: Span) -> float:
+    def gather_s(self, nbytes: float, group: RankSpan) -> float:
         """Returns the seconds until all ranks have `nbytes`, of which each has an equal part; of a reduce-scatter of so
         many bytes at each rank, too."""
         if group.ranks < 2:
             return 0.0
         return self._shared_s(nbytes, group) + self._latency_s(group)
 
-    def reduce_s_of(self, nbytes: float, group: Span) -> float:
+    def reduce_s_of(self, nbytes: float, group: RankSpan) -> float:
         """Returns the seconds of an all-reduce of `nbytes` at each rank."""
         if group.ranks < 2:
             return 0.0
         return 2 * self._shared_s(nbytes, group) + self._latency_s(group)
 
-    def _shared_s(self, nbytes: float, group: Span) -> float:
+    def _shared_s(self, nbytes: float, group: RankSpan) -> float:
         of_node, nodes = group.of_node, group.nodes
         return nbytes * max(0.0, of_node - 1) / of_node / self.link + nbytes * (nodes - 1) / nodes / of_node / self.nic
 
-    def _latency_s(self, group: Span) -> float:
+    def _latency_s(self, group: RankSpan) -> float:
         return self.reduce_s + (self.network_reduce_s if group.nodes > 1 else 0.0)
 
     def all_to_all_s(
-        self, tokens: float, token_bytes: float, copies: int, group: Span, most_nodes: float = math.inf
+        self, tokens: float, token_bytes: float, copies: int, group: RankSpan, most_nodes: float = math.inf
     ) -> float:
         """Returns the seconds in which each rank sends `tokens` tokens, each to those ranks where any of `copies`
         choices falls, evenly among all. A token crosses to another node once, whatever is chosen there, and goes to no
