@@ -165,7 +165,7 @@ def test_one_prompt_keeps_one_copy_of_dp_busy() -> None:
 
 
 def test_two_micro_batches_hide_all_to_all_of_many_rows_alone() -> None:
-    told = {"model": "deepseek-v3", "weight_dtype": "fp8", "gpu": "h800", "fp8_products": True}
+    told: dict[str, Any] = {"model": "deepseek-v3", "weight_dtype": "fp8", "gpu": "h800", "fp8_products": True}
     plain, halves = of("dp=64,ep=dp", **told), of("dp=64,ep=dp", **told, micro_batches=2)
     assert halves.decode_s(64 * 256, 64 * 256 * 1000) < plain.decode_s(64 * 256, 64 * 256 * 1000)
     assert halves.decode_s(64 * 2, 64 * 2 * 1000) > plain.decode_s(64 * 2, 64 * 2 * 1000)
