@@ -5,6 +5,7 @@
 - H20, 32k in, 15 tokens/s a row: what a token costs with context parallelism, tensor parallelism, DP + EP
 - one node that holds the model: DP + TP (experts cut by tensor) against DP + EP
 - DP + EP from one node to sixteen
+- what conductors predict of such instances
 
 No process is started and nothing is measured; a run takes about half a minute.
 
@@ -16,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -285,6 +288,70 @@ def many_nodes() -> list[Told]:
     return rows
 
 
+# ── what a conductor predicts ─────────────────────────────────────────────────────────────────────
+
+
+def predictions(count: int = 150) -> list[Told]:
+    """What conductors that are told of no axes predict: TTFT over what it was by axes of prefill (LLaMA3-70B on A800,
+    sizes log-normal around 8k, 85% of what the slowest stage can do), mean TBT by axes of decode (DeepSeek-V3 on H200).
+    The first third of requests is left out."""
+    dense, experts = MACHINES[0], MACHINES[2]
+    rows = []
+    for axes in ("tp=8", "pp=4,tp=8", "pp=8,tp=8"):
+        times = _times(dense, axes)
+        sizes = _sizes(count)
+        work_s = sum(max(times.stages_s([(size, 0)])) for size in sizes) / count
+        records = _serve(times, _times(dense, "tp=8"), 4, [(size, 2) for size in sizes], 0.85 / work_s)
+        rows.append(
+            {"pool": "prefill", "axes": axes} | _ratios([(one.predicted_ttft_s, one.ttft_s) for one in records])
+        )
+    for axes in ("tp=8,dcp=8", "dp=8,ep=dp", "dp=32,ep=dp"):
+        asked = [(size // 8 + 500, 150) for size in _sizes(count)]
+        records = _serve(_times(experts, "dp=8,ep=dp"), _times(experts, axes), 1, asked, 8.0)
+        rows.append(
+            {"pool": "decode", "axes": axes} | _ratios([(one.predicted_tbt_s, one.mean_tbt_s) for one in records])
+        )
+    return rows
+
+
+def _times(machine: tuple[str, str, str, bool], axes: str) -> AxesRoofline:
+    model, gpu, weights, fp8 = machine
+    return times_of(model, gpu, axes, weights, fp8, chunk_tokens=8192)
+
+
+def _sizes(count: int) -> list[int]:
+    rng = random.Random(1)
+    return [min(120_000, max(500, round(rng.lognormvariate(math.log(8000), 1.2)))) for _ in range(count)]
+
+
+def _serve(
+    prefill: AxesRoofline, decode: AxesRoofline, decodes: int, asked: Sequence[tuple[int, int]], rate: float
+) -> list[Record]:
+    config = SimConfig(
+        prefill=(axes_node_spec(prefill, block_tokens=BLOCK),),
+        decode=(axes_node_spec(decode, block_tokens=BLOCK),) * decodes,
+        block_tokens=BLOCK,
+        conductor=Settings(admission=AdmissionSettings(mode=Admission.OFF), slo_ttft_s=1e6, slo_tbt_s=1e6),
+        layers=prefill.shape.layers,
+        profiled=False,
+        heartbeat_s=0.2,
+    )
+    rng, at_s, requests = random.Random(2), 0.0, []
+    for n, (size, answer) in enumerate(asked):
+        at_s += rng.expovariate(rate)
+        keys = tuple(f"{n}:{at}".encode().ljust(16, b".") for at in range(size // BLOCK))
+        requests.append(SimRequest(n, at_s, size, answer, keys))
+    records: list[Record] = []
+    run(config, requests, sink=records.append)
+    return sorted(records, key=lambda one: one.index)[len(asked) // 3 :]
+
+
+def _ratios(pairs: Sequence[tuple[float, float]]) -> Told:
+    found = sorted(predicted / was for predicted, was in pairs)
+    at = {f"p{share}": found[len(found) * share // 100] for share in (10, 50, 90)}
+    return at | {"mean_s": sum(was for _, was in pairs) / len(pairs)}
+
+
 # ── tables ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -377,6 +444,18 @@ def tables(told: Told) -> str:
     ]  # fmt: skip
     head = ["nodes", "at 50 tokens/s a row", "at 20 tokens/s a row"]
     parts.append(f"Tokens a second and GPU (rows a GPU, micro-batches).\n\n{table(head, shown)}")
+    parts.append("## What conductors predict that are told of no axes")
+    shown = [
+        [
+            one["pool"],
+            f"`{one['axes']}`",
+            f"{one['mean_s']:.3f}",
+            *(f"{one[f'p{share}']:.2f}" for share in (10, 50, 90)),
+        ]
+        for one in told["predictions"]
+    ]
+    head = ["pool", "axes", "mean, s", "P10", "P50", "P90"]
+    parts.append(f"Predicted over what it was: TTFT (prefill), mean TBT (decode).\n\n{table(head, shown)}")
     return "\n\n".join(parts)
 
 
@@ -408,6 +487,7 @@ def main() -> None:
         "costs_cached": costs(cached=0.9),
         "one_node": one_node(),
         "many_nodes": many_nodes(),
+        "predictions": predictions(),
     }
     shown = tables(told)
     print(shown)
