@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from kvmesh.engine.attention.backend import AttentionBackend, StepPlan, TokenSpan
+from kvmesh.engine.attention.by_context import ContextAttention, ContextPlan
 from kvmesh.engine.attention.choice import make_backend, make_latent_backend
 from kvmesh.engine.attention.grouped import GroupedAttention, GroupedPlan, GroupedSpan
 from kvmesh.engine.axes import Axes
@@ -22,6 +23,7 @@ from kvmesh.engine.cache_memory import GroupShape, check_memory, group_shapes
 from kvmesh.engine.checkpoint import Checkpoint
 from kvmesh.engine.config import DTYPES, ModelConfig
 from kvmesh.engine.models.latent import up_projections
+from kvmesh.engine.models.token_shares import share_tokens
 from kvmesh.engine.models.moe import count_choices
 from kvmesh.engine.models.registry import MODELS
 from kvmesh.engine.parallel import ALONE, ExpertsCut, RankMesh, check_shares, share, share_of
@@ -130,6 +132,7 @@ class Runner:
             self.model = MODELS[self.config.architecture](own, weights)
         experts = self.config.experts
         self.expert_counts = None if experts is None else count_choices(self.model.layers, experts, self.device)
+        self.shared_tokens = share_tokens(self.model.layers, mesh.group("cp"))
         self.use_pages(pages, cuda_graphs)
         checkpoint.close()  # everything has been copied out of the file mappings
 
@@ -149,9 +152,11 @@ class Runner:
         self.drop_graphs()
         if not isinstance(pages, torch.Tensor) and is_single(self.config.cache_groups):
             [pages] = pages
-        self.attention: AttentionBackend | GroupedAttention
+        self.attention: AttentionBackend | GroupedAttention | ContextAttention
         if isinstance(pages, torch.Tensor):
             self.attention = self._backend(pages, range(self.config.layers))
+            if self.mesh.group("cp", "dcp").size > 1:
+                self.attention = ContextAttention(self.attention, self.mesh)
         else:
             groups = self.config.cache_groups
             self.attention = GroupedAttention(groups, pages, self._backend, self.model.state_backend)
@@ -322,7 +327,7 @@ class Runner:
             logits = self.graphs.logits(rows.token_ids, self._tables(rows), rows.positions, on_device)
         if logits is None:
             plan = self._plan(rows, ())
-            logits = self.model.logits(self.model.hidden(tokens, plan.positions, _attend(plan, None)))
+            logits = self.model.logits(self._hidden(tokens, plan, None))
         return self._sampler.launch(logits, ready)
 
     def _tables(self, rows: DecodeBatch) -> Sequence[Any]:
@@ -337,8 +342,19 @@ class Runner:
 
     def _hidden(self, token_ids: torch.Tensor, plan: StepPlan, on_layer: Callable[[int], None] | None) -> torch.Tensor:
         attend = _attend(plan, on_layer)
+        if isinstance(plan, ContextPlan) and plan.own is not None:
+            return self._hidden_of_own(token_ids, plan, attend)
         hidden = self.pieces.hidden(token_ids, plan.positions, attend) if self.pieces is not None else None
         return self.model.hidden(token_ids, plan.positions, attend) if hidden is None else hidden
+
+    def _hidden_of_own(
+        self, token_ids: torch.Tensor, plan: ContextPlan, attend: Callable[..., torch.Tensor]
+    ) -> torch.Tensor:
+        """Computes those of the step's tokens that are this rank's, and gathers all of them over cp."""
+        assert self.shared_tokens is not None and plan.own is not None and plan.back is not None
+        self.shared_tokens.counts = plan.counts
+        hidden = self.model.hidden(token_ids.index_select(0, plan.own), plan.positions, attend)
+        return self.shared_tokens.group.gather_rows(hidden, plan.counts).index_select(0, plan.back)
 
     def _sample(
         self, wanted: Sequence[int], count: int, items: int, hidden: torch.Tensor, ready: Preparation
