@@ -5,7 +5,8 @@ tokens. A rank packs what it keeps: its n-th token of a request lies in slot n %
 request's table, so the table, which is the same at every rank, has a D-th of the pages, and the token budget is D
 times one rank's. With I of one block, a rank's page is one block of the prompt, block `page * D + r`, and can be
 stored and moved as such (`ShardLayout.turn`). With another I, a page holds pieces of several blocks and is of use to
-this instance alone: the engine takes any I, stores and transfers take one block only.
+this instance alone: the engine takes any I, stores and transfers take one block only. Within the instance requests can
+share the pages of a prefix of whole rounds, `D * block` tokens, where I divides the block.
 
     D = 2, I = 1   position  0 1 2 3 4 5 6 7      D = 2, I = 2   position  0 1 2 3 4 5 6 7
                    rank      0 1 0 1 0 1 0 1                     rank      0 0 1 1 0 0 1 1
@@ -18,6 +19,7 @@ were: a rank's slots behind its new length are written again by the next tokens 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +41,8 @@ class ContextShare:
     def __post_init__(self) -> None:
         if not 0 <= self.turn < self.turns or self.interleave < 1:
             raise ConfigError(
-                f"context: turn {self.turn} of {self.turns} ranks, interleave={self.interleave}, cannot be", field="mesh"
+                f"context: turn {self.turn} of {self.turns} ranks, interleave={self.interleave}, cannot be",
+                field="mesh",
             )
 
     @classmethod
@@ -82,5 +85,5 @@ def zigzag(length: int, ranks: int) -> tuple[tuple[range, range], ...]:
     parts, as even as they go, and rank r gets part r and the r-th from behind, so that all have about as many pairs of
     query and key. A run may be empty."""
     cuts = [length * part // (2 * ranks) for part in range(2 * ranks + 1)]
-    parts = [range(first, end) for first, end in zip(cuts, cuts[1:], strict=False)]
+    parts = [range(first, end) for first, end in pairwise(cuts)]
     return tuple((parts[rank], parts[2 * ranks - 1 - rank]) for rank in range(ranks))

@@ -23,9 +23,9 @@ from kvmesh.engine.cache_memory import GroupShape, check_memory, group_shapes
 from kvmesh.engine.checkpoint import Checkpoint
 from kvmesh.engine.config import DTYPES, ModelConfig
 from kvmesh.engine.models.latent import up_projections
-from kvmesh.engine.models.token_shares import share_tokens
 from kvmesh.engine.models.moe import count_choices
 from kvmesh.engine.models.registry import MODELS
+from kvmesh.engine.models.token_shares import share_tokens
 from kvmesh.engine.parallel import ALONE, ExpertsCut, RankMesh, check_shares, share, share_of
 from kvmesh.engine.rope import Rotation
 from kvmesh.engine.sampler import Preparation, Sampler, TokensInFlight
@@ -218,6 +218,7 @@ class Runner:
         from kvmesh.engine.graphs import MAX_ROWS, DecodeGraphs
         from kvmesh.engine.pieces import PieceGraphs, piece_sizes
 
+        assert not isinstance(self.attention, ContextAttention), "it is not capturable"
         capture = CudaCapture(self.device)  # of both: one pool
         if max_rows != 0:
             room, longest = self.attention.most_tokens, self.config.max_context_tokens

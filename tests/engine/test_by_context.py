@@ -3,9 +3,7 @@ real processes over gloo."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,11 +14,12 @@ from kvmesh.engine.axes import Axes
 from kvmesh.engine.batch import DecodeBatch
 from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.context import ContextShare, pages_of
-from kvmesh.engine.parallel import ALONE, Group, RankMesh, check_shares
+from kvmesh.engine.parallel import ALONE, RankMesh, check_shares
 from kvmesh.engine.runner import DecodeInput, PrefillInput, SampleParams
 from kvmesh.errors import ConfigError
-from tests.support.checkpoints import make_checkpoint
+from tests.support.checkpoints import FAMILY_ZOO, make_checkpoint
 from tests.support.engine.stepper import Stepper
+from tests.support.engine.threaded_mesh import over_threads
 from tests.support.reference import assert_matches_reference
 
 PROMPTS = [[(7 * i * i + 5 * i) % 250 + 3 for i in range(n)] for n in (37, 5, 1, 66)]
@@ -102,24 +101,42 @@ def compare(path: Path, axes: Axes, said: Sequence[tuple[list[list[int]], torch.
     assert said[0][0] == alone
 
 
-GQA, MLA = "llama-gqa4-llama3", "deepseek_v3"
+def model(name: str, zoo: Callable[[str], Path], folder: Path) -> Path:
+    """Latents; 8 heads over 1 or 2 KV heads; sinks in every layer, none with a window."""
+    if name == "mla":
+        return zoo("deepseek_v3")
+    if name == "sinks":
+        given = FAMILY_ZOO["gpt_oss"] | {"num_key_value_heads": 1}
+        given["layer_types"] = ["full_attention"] * given["num_hidden_layers"]
+        return make_checkpoint(folder / name, **given)
+    kv = {"mqa": 1, "gqa": 2}[name]
+    return make_checkpoint(folder / name, family="llama", num_attention_heads=8, num_key_value_heads=kv)
 
 
 @pytest.mark.parametrize(
-    ("axes", "names"),
+    ("axes", "name"),
     [
-        ("tp=2,dcp=2", ["mla", "mqa"]),
-        ("tp=2,dcp=2,interleave=1", ["mla"]),
-        ("cp=2", ["mla", "gqa"]),
-        ("cp=2,tp=2", ["gqa", "mla"]),
-        ("cp=2,tp=2,dcp=2", ["mla"]),
-        ("tp=4,dcp=2", ["gqa"]),
+        ("tp=2,dcp=2", "mla"),
+        ("tp=2,dcp=2", "mqa"),
+        ("tp=2,dcp=2", "sinks"),
+        ("tp=2,dcp=2,interleave=1", "mla"),
+        ("tp=4,dcp=2,interleave=2", "gqa"),
+        ("cp=2", "sinks"),
+        ("cp=3", "gqa"),
+        ("cp=2,tp=2", "mla"),
+        ("cp=2,tp=2,dcp=2", "mqa"),
     ],
 )
-@pytest.mark.slow
 def test_ranks_that_share_contexts_answer_as_one_does(
-    axes: str, names: Sequence[str], zoo: Callable[[str], Path], tmp_path: Path
+    axes: str, name: str, zoo: Callable[[str], Path], tmp_path: Path
 ) -> None:
+    path, made = model(name, zoo, tmp_path), Axes.parse(axes)
+    compare(path, made, over_threads(made, lambda mesh: answers(path, mesh)))
+
+
+@pytest.mark.parametrize(("axes", "names"), [("cp=2,tp=2,dcp=2", ["mla"])])
+@pytest.mark.slow
+def test_over_gloo(axes: str, names: Sequence[str], zoo: Callable[[str], Path], tmp_path: Path) -> None:
     made = Axes.parse(axes)
     paths = [model(name, zoo, tmp_path) for name in names]
     spawn(rank_main, (made, tmp_path, paths), nprocs=made.world)  # type: ignore[no-untyped-call]
@@ -128,8 +145,26 @@ def test_ranks_that_share_contexts_answer_as_one_does(
         compare(path, made, [own[at] for own in said])
 
 
-def model(name: str, zoo: Callable[[str], Path], folder: Path) -> Path:
-    if name == "mla":
-        return zoo("deepseek_v3")
-    kv = {"mqa": 1, "gqa": 2}[name]
-    return make_checkpoint(folder / name, family="llama", num_attention_heads=8, num_key_value_heads=kv)
+@pytest.mark.parametrize("name", ["gemma3", "mistral", "llama4"])
+def test_layers_that_see_a_part_of_a_context_are_refused(name: str, zoo: Callable[[str], Path]) -> None:
+    config = open_checkpoint(zoo(name)).config
+    with pytest.raises(ConfigError, match="cp=2: layers with a window or chunks are not shared"):
+        check_shares(config, Axes(cp=2))
+
+
+def test_a_workload_that_fits_with_dcp_2_and_not_without(zoo: Callable[[str], Path], tmp_path: Path) -> None:
+    """Two prompts of 30 tokens take 16 pages of 4; ranks with 8 pages each hold them together."""
+    path = model("mqa", zoo, tmp_path)
+
+    def serve(mesh: RankMesh) -> list[int]:
+        turns = mesh.axes.dcp
+        stepper = Stepper(path, block_tokens=BLOCK, num_pages=8, mesh=mesh)
+        tables = [stepper.take(BLOCK * pages_of(32, BLOCK, turns)) for _ in range(2)]
+        first = [stepper.prefill(PROMPTS[3][at : at + 30], table) for at, table in enumerate(tables)]
+        rows = [DecodeInput(token, 30, table, SampleParams()) for token, table in zip(first, tables, strict=True)]
+        return [*first, *stepper.decode(rows, 2)[0]]
+
+    first, second = over_threads(Axes(tp=2, dcp=2), serve)
+    assert first == second
+    with pytest.raises(AssertionError):  # no pages are left to take
+        over_threads(Axes(tp=2), serve)

@@ -10,7 +10,7 @@ from kvmesh.engine.attention.backend import AttentionBackend
 from kvmesh.engine.attention.latent import LatentBackend, UpProjection
 from kvmesh.engine.attention.native_backend import NativeAttention
 from kvmesh.engine.attention.native_latent import NativeLatent
-from kvmesh.engine.attention.parts import ContextTable, AttendedPart, QueryRun, dense_part, join_parts, part_backend
+from kvmesh.engine.attention.parts import AttendedPart, ContextTable, QueryRun, dense_part, join_parts, part_backend
 from kvmesh.engine.attention.torch_backend import TorchAttention
 from kvmesh.engine.config import AttentionSpec
 from kvmesh.engine.config_latent import LatentConfig
@@ -43,7 +43,7 @@ def test_parts_join_to_the_whole_and_a_sink_counts_once(with_sinks: bool) -> Non
     sinks = torch.randn(6, generator=made) if with_sinks else None
     expected = whole(q, k, v, 0.3, sinks)
     for cuts in ([40], [0, 40], [13, 27], [1, 0, 38, 1], [0, 0, 0, 40]):
-        parts = [dense_part(q, *kv, 0.3) for kv in zip(k.split(cuts), v.split(cuts), strict=True)]
+        parts = [dense_part(q, *kv, 0.3) for kv in zip(torch.split(k, cuts), torch.split(v, cuts), strict=True)]
         joined = join_parts(stacked(parts), sinks)
         torch.testing.assert_close(joined.values.double(), expected, atol=1e-5, rtol=1e-5)
         again = join_parts(stacked([joined, AttendedPart.empty(5, 6, 8, q.device)]))  # a part of parts
@@ -82,7 +82,7 @@ def test_queries_see_the_same_tokens_of_pages_or_none(kind: str, shape: Shape) -
     found = parts.attend(1, q)
     assert not found.values.isnan().any() and not found.lse.isnan().any()
     for run in runs:
-        own = slice(run.first, run.first + run.count)
+        own = slice(run.first, run.first + run.queries)
         if not run.seen:
             assert (found.lse[own] == -torch.inf).all() and (found.values[own] == 0).all()
             continue

@@ -20,6 +20,7 @@ graphs; on a GPU parts are attended to by torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -55,13 +56,14 @@ class Sequences(NamedTuple):
     @property
     def firsts(self) -> Column:
         """The step's number of each sequence's first token."""
-        ends: Column = np.cumsum(self.lengths)
-        return ends - self.lengths
+        firsts: Column = np.cumsum(self.lengths) - self.lengths
+        return firsts
 
     @property
     def in_pages(self) -> Column:
         """How many tokens of each sequence its queries look for in pages."""
-        return self.starts + (self.lengths == 1)
+        seen: Column = self.starts + (self.lengths == 1)
+        return seen
 
 
 class Deal(NamedTuple):
@@ -81,7 +83,9 @@ def deal_tokens(sequences: Sequences, ranks: int) -> tuple[Deal, ...]:
             if length == 1:
                 own = np.arange(first, first + (number % ranks == rank))
             else:
-                own = first + np.concatenate([np.arange(run.start, run.stop) for run in zigzag(int(length), ranks)[rank]])
+                own = first + np.concatenate(
+                    [np.arange(run.start, run.stop) for run in zigzag(int(length), ranks)[rank]]
+                )
             tokens.append(own)
             counts.append(len(own))
         deals.append(Deal(np.concatenate(tokens), np.array(counts, dtype=np.int64)))
@@ -112,7 +116,9 @@ class ContextAttention:
         """The tokens of the longest request that finds room at all ranks together."""
         return self.backend.num_pages * self.block_tokens * self.share.turns
 
-    def plan_mixed(self, pages: Sequence[Sequence[int]], positions: Integers, spans: Sequence[TokenSpan]) -> ContextPlan:
+    def plan_mixed(
+        self, pages: Sequence[Sequence[int]], positions: Integers, spans: Sequence[TokenSpan]
+    ) -> ContextPlan:
         """Plans one step of decode rows and spans, as `AttentionBackend.plan_mixed` does."""
         starts = np.array([*np.asarray(positions, dtype=np.int64), *(span.start for span in spans)], dtype=np.int64)
         lengths = np.array([*[1] * len(pages), *(span.length for span in spans)], dtype=np.int64)
@@ -146,9 +152,7 @@ class ContextPlan(StepPlan):
     """Attends for one step. `own`, int64, are the numbers of the step's tokens that this rank computes; None: all of
     them. `positions` are theirs."""
 
-    def __init__(
-        self, attention: ContextAttention, sequences: Sequences, pages: Sequence[Sequence[int]]
-    ) -> None:
+    def __init__(self, attention: ContextAttention, sequences: Sequences, pages: Sequence[Sequence[int]]) -> None:
         self.attention, self.sequences = attention, sequences
         share, ranks, rank = attention.share, attention.cp.size, attention.cp.rank
         ends = sequences.starts + sequences.lengths
@@ -162,7 +166,9 @@ class ContextPlan(StepPlan):
         self.counts = [len(deal.tokens) for deal in self.deals]
         back = np.empty_like(numbers)
         back[numbers] = np.arange(len(numbers))
-        self.back = attention.index(back) if ranks > 1 else None  # where each of the step's tokens is in what is gathered
+        self.back = (
+            attention.index(back) if ranks > 1 else None
+        )  # where each of the step's tokens is in what is gathered
         self._plan_writes(numbers, where[numbers])
         self._plan_queries()
         self._plan_chunks(own)
@@ -214,9 +220,7 @@ class ContextPlan(StepPlan):
             mine = own.tokens[at : at + count] - first
             if length > 1 and count:
                 cuts = [0, *(np.flatnonzero(np.diff(mine) > 1) + 1).tolist(), int(count)]
-                runs = [
-                    (slice(at + begin, at + end), int(mine[begin])) for begin, end in zip(cuts, cuts[1:], strict=False)
-                ]
+                runs = [(slice(at + begin, at + end), int(mine[begin])) for begin, end in pairwise(cuts)]
                 self.chunks.append((slice(int(first), int(first + length)), runs))
             at += int(count)
 
@@ -272,8 +276,8 @@ class ContextPlan(StepPlan):
         found = attention.parts.attend(layer, self._by_token(gathered, rows, heads))
         both = torch.cat((found.values, found.lse[..., None]), -1)
         sent = []
-        for tokens in both.split(self.asking_counts):
-            sent += [part.reshape(-1, both.shape[-1]) for part in tokens.split(heads, 1)]
+        for tokens in torch.split(both, self.asking_counts):
+            sent += [part.reshape(-1, both.shape[-1]) for part in torch.split(tokens, heads, 1)]
         mine = attention.group.all_to_all(torch.cat(sent), rows, [len(q) * heads] * len(rows))
         mine = mine.view(len(rows), len(q), heads, both.shape[-1])
         return join_parts(AttendedPart(mine[..., :-1], mine[..., -1]), sinks)
@@ -283,7 +287,7 @@ class ContextPlan(StepPlan):
         dcp = self.attention.dcp
         if dcp == 1:
             return gathered.view(-1, heads, gathered.shape[-1])
-        parts = [part.view(-1, heads, part.shape[-1]) for part in gathered.split(list(rows))]
+        parts = [part.view(-1, heads, part.shape[-1]) for part in torch.split(gathered, list(rows))]
         tokens = [torch.cat(parts[at : at + dcp], 1) for at in range(0, len(parts), dcp)]
         return tokens[0] if len(tokens) == 1 else torch.cat(tokens)
 

@@ -85,10 +85,10 @@ def dense_part(
 
 
 class QueryRun(NamedTuple):
-    """Is `count` queries from number `first` on that see the first `seen` tokens of request `row` that lie here."""
+    """Is `queries` queries from number `first` on that see the first `seen` tokens of request `row` that lie here."""
 
     first: int
-    count: int
+    queries: int
     row: int
     seen: int
 
@@ -152,7 +152,7 @@ class PartBackend:
         for run, ids in zip(self.runs, self.ids, strict=True):
             if not run.seen:
                 continue
-            own = slice(run.first, run.first + run.count)
+            own = slice(run.first, run.first + run.queries)
             tiles = []
             step = max(1, TILE_TOKENS // self.backend.block_tokens)
             for at in range(0, len(ids), step):
@@ -197,7 +197,7 @@ class NativeParts(PartBackend):
 
     def plan(self, runs: Sequence[QueryRun], table: npt.NDArray[np.int32]) -> None:
         seeing = [run for run in runs if run.seen]
-        self.sequences = torch.tensor([(r.first, r.count, r.seen - 1, 0) for r in seeing], dtype=torch.int32)
+        self.sequences = torch.tensor([(r.first, r.queries, r.seen - 1, 0) for r in seeing], dtype=torch.int32)
         self.runs = seeing
         self.table = torch.from_numpy(np.ascontiguousarray(table[[run.row for run in seeing]]))
 
@@ -237,7 +237,7 @@ class NativeLatentParts(LatentParts):
 
     def plan(self, runs: Sequence[QueryRun], table: npt.NDArray[np.int32]) -> None:
         self.runs = runs
-        counts = [run.count for run in runs]
+        counts = [run.queries for run in runs]
         rows = np.repeat(np.array([run.row for run in runs], dtype=np.int64), counts)
         self.table = torch.from_numpy(np.ascontiguousarray(table[rows]))
         self.ends = torch.from_numpy(np.repeat(np.array([run.seen for run in runs], dtype=np.int64), counts))
