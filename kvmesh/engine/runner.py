@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from kvmesh.engine.batch import Chosen, Column, DecodeBatch, DecodeInput, Prefil
 from kvmesh.engine.cache_memory import GroupShape, check_memory, group_shapes
 from kvmesh.engine.checkpoint import Checkpoint
 from kvmesh.engine.config import DTYPES, ModelConfig
+from kvmesh.engine.context import ContextShare
 from kvmesh.engine.models.latent import up_projections
 from kvmesh.engine.models.moe import count_choices
 from kvmesh.engine.models.registry import MODELS
@@ -75,6 +77,15 @@ def shard_layout(
     )
 
 
+def taking_turns(layout: ShardLayout, axes: Axes, rank: int) -> ShardLayout:
+    """Returns the layout of a rank that shares contexts with others: its pages are every so-manieth block. With an
+    interleave other than one block they are no blocks, and the layout says nothing of turns."""
+    share = ContextShare.of(axes, rank, layout.block_tokens)
+    if share.turns == 1 or share.interleave != layout.block_tokens:
+        return layout
+    return replace(layout, turn=share.turn, turns=share.turns)
+
+
 def pages_over(
     buffer: memoryview | bytearray, layout: ShardLayout, num_pages: int, dtype: str | torch.dtype
 ) -> torch.Tensor:
@@ -117,7 +128,9 @@ class Runner:
         self.config = checkpoint.config
         self.mesh = mesh
         own = share_of(self.config, mesh.axes)
-        self.layout = shard_layout(self.config, dtype, block_tokens, mesh.tp.rank, mesh.tp.size)
+        self.layout = taking_turns(
+            shard_layout(self.config, dtype, block_tokens, mesh.tp.rank, mesh.tp.size), mesh.axes, mesh.rank
+        )
         self._dtype, self._own = torch_dtype(dtype), own
         self.device = (pages if isinstance(pages, torch.Tensor) else pages[0]).device
         if torch.device(device).type != self.device.type:

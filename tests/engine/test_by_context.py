@@ -77,6 +77,8 @@ def answers(path: Path, mesh: RankMesh) -> tuple[list[list[int]], torch.Tensor]:
     share = ContextShare.of(axes, mesh.rank, BLOCK)
     count = share.local_len(len(PROMPTS[3]))
     kv = stepper.pages[list(pages[3])].permute(0, 4, 1, 2, 3, 5).flatten(0, 1)[:count]  # [tokens, layers, planes, K, D]
+    by_block = turns > 1 and not axes.interleave
+    assert (runner.layout.turn, runner.layout.turns) == ((share.turn, turns) if by_block else (0, 1))
     return kept, kv.clone()
 
 
