@@ -341,7 +341,12 @@ class Runner:
             logits = self.graphs.logits(rows.token_ids, self._tables(rows), rows.positions, on_device)
         if logits is None:
             plan = self._plan(rows, ())
-            logits = self.model.logits(self._hidden(tokens, plan, None))
+            attend = _attend(plan, None)
+            if isinstance(plan, ContextPlan) and plan.own is not None:
+                hidden = self._hidden_of_own(tokens, plan, attend)
+            else:
+                hidden = self.model.hidden(tokens, plan.positions, attend)
+            logits = self.model.logits(hidden)
         return self._sampler.launch(logits, ready)
 
     def _tables(self, rows: DecodeBatch) -> Sequence[Any]:

@@ -66,8 +66,8 @@ class GroupPlan:
         return tuple(reader for reader in range(len(self.readers)) if writer in self.marks(reader))
 
     def runs(self, writer: int, reader: int, block: int = 0, layer0: int = 0, layer1: int = -1) -> tuple[Run, ...]:
-        """Returns what this writer sends to this reader of block number `block` of the prompt, of the writer's local layers [layer0,
-        layer1) (-1: to the last); ascending, with neighbours joined."""
+        """Returns what this writer sends to this reader of block number `block` of the prompt, of the writer's local
+        layers [layer0, layer1) (-1: to the last); ascending, with neighbours joined."""
         source = self.writers[writer]
         layer1 = source.layers if layer1 < 0 else layer1
         turns = lcm(*(duty.turns for duty in self.duties[reader] if duty.writer == writer))
