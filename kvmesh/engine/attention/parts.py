@@ -256,6 +256,10 @@ class NativeLatentParts(LatentParts):
 
 def part_backend(backend: AttentionBackend) -> PartBackend:
     """Returns what attends to parts of contexts in the pages of a backend."""
+    if backend.capturable:  # only Triton's backends are, and only with them is triton imported
+        from kvmesh.engine.attention.triton_parts import triton_parts
+
+        return triton_parts(backend)
     if isinstance(backend, NativeLatent):
         return NativeLatentParts(backend)
     if isinstance(backend, LatentBackend):
