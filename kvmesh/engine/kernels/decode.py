@@ -221,11 +221,11 @@ def paged_decode(
     """Fills `out [rows, H * D]`; a row of length 0 with zeros. Where it is given, `lse`, float32 `[rows, H]`, gets the
     log of the sum of each row's weights: then every share has a slot (`shares_of`), and there are no sinks.
 
-    `qkv [rows, H + 2K, D]`, of which only the queries are read and may be there alone; `pages [num_pages, 2, K, block_tokens, D]`; `table`
-    int32 `[>= rows, width]`: the pages of each row; `lengths` int32 `[>= rows]`: tokens that each row attends to, the
-    last one its own. `work [entries, 4]` and `joins [>= rows, 2]` are `shares_of` for these lengths, tiles of
-    `tiles_for(...).keys` and the spec's window or chunk; entries that begin where they end are none. `joins` None: no
-    row has other than one share. `scratch`: float32, `scratch_elements` of the slots."""
+    `qkv [rows, H + 2K, D]`, of which only the queries are read and may be there alone; `pages [num_pages, 2, K,
+    block_tokens, D]`; `table` int32 `[>= rows, width]`: the pages of each row; `lengths` int32 `[>= rows]`: tokens that
+    each row attends to, the last one its own. `work [entries, 4]` and `joins [>= rows, 2]` are `shares_of` for these
+    lengths, tiles of `tiles_for(...).keys` and the spec's window or chunk; entries that begin where they end are none.
+    `joins` None: no row has other than one share. `scratch`: float32, `scratch_elements` of the slots."""
     sinks = spec.sinks
     _, _, kv_heads, block_tokens, dim = pages.shape
     heads = out.shape[1] // dim
