@@ -239,8 +239,9 @@ class RankMesh:
         everyone = tuple(range(self.axes.world))
         for members in all_groups(self.axes):
             handle = None if members == everyone else distributed.new_group(members, timeout=self._timeout)
-            mine = self._groups.get(members)
-            if isinstance(mine, ProcessGroup):
+            if self.rank in members:  # whoever asks for it later finds it met
+                mine = self._groups.setdefault(members, ProcessGroup(members, self.rank, self._device))
+                assert isinstance(mine, ProcessGroup)
                 mine.use(handle)
 
     def close(self) -> None:
@@ -280,6 +281,7 @@ def check_shares(config: ModelConfig, axes: Axes) -> None:
     if why:
         raise ConfigError(f"tensor_parallel={size}: {why}", field="tensor_parallel")
     _check_mlp(config, axes)
+    _check_context(config, axes)
     copies = size if config.latent is not None else size // min(kv, size)
     if copies % axes.dcp:
         raise ConfigError(
@@ -291,6 +293,19 @@ def check_shares(config: ModelConfig, axes: Axes) -> None:
         raise ConfigError(f"ep={'+'.join(axes.ep)}: {config.architecture} has no experts", field="ep")
     if experts is not None and axes.experts > experts.count:
         raise ConfigError(f"ep={'+'.join(axes.ep)}: {axes.experts} ranks for {experts.count} experts", field="ep")
+
+
+def _check_context(config: ModelConfig, axes: Axes) -> None:
+    """Raises ConfigError where ranks are to share the tokens of contexts that layers see only a part of."""
+    if axes.cp * axes.dcp == 1:
+        return
+    field = "cp" if axes.cp > 1 else "dcp"
+    if config.delta is not None:
+        raise ConfigError(f"{field}={getattr(axes, field)}: layers with states have no context to share", field=field)
+    if any(config.windows) or any(config.chunks):
+        raise ConfigError(
+            f"{field}={getattr(axes, field)}: layers with a window or chunks are not shared by context", field=field
+        )
 
 
 def _check_mlp(config: ModelConfig, axes: Axes) -> None:
