@@ -202,7 +202,9 @@ class RankMesh:
 
     def group(self, *over: str) -> Group:
         """Returns this rank's group along the axes: the same object for the same ranks."""
-        members = self.axes.peers(self.rank, over)
+        return self._of(self.axes.peers(self.rank, over))
+
+    def _of(self, members: tuple[int, ...]) -> Group:
         if len(members) == 1:
             return SOLO
         if members not in self._groups:
@@ -239,7 +241,7 @@ class RankMesh:
         everyone = tuple(range(self.axes.world))
         for members in all_groups(self.axes):
             handle = None if members == everyone else distributed.new_group(members, timeout=self._timeout)
-            mine = self._groups.get(members)
+            mine = self._of(members) if self.rank in members else None  # one may be asked for after this
             if isinstance(mine, ProcessGroup):
                 mine.use(handle)
 

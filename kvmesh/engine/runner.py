@@ -21,8 +21,9 @@ from kvmesh.engine.batch import Chosen, Column, DecodeBatch, DecodeInput, Prefil
 from kvmesh.engine.cache_memory import GroupShape, check_memory, group_shapes
 from kvmesh.engine.checkpoint import Checkpoint
 from kvmesh.engine.config import DTYPES, ModelConfig
+from kvmesh.engine.models.dispatch import share_rounds
 from kvmesh.engine.models.latent import up_projections
-from kvmesh.engine.models.moe import count_choices
+from kvmesh.engine.models.moe import count_choices, exchanged_experts
 from kvmesh.engine.models.registry import MODELS
 from kvmesh.engine.parallel import ALONE, ExpertsCut, RankMesh, check_shares, share, share_of
 from kvmesh.engine.rope import Rotation
@@ -98,8 +99,9 @@ class Runner:
     then it answers the token -1 where logits are not finite, as a step over states changes these in place.
 
     In a `mesh` it loads and holds this rank's share; every rank must then make the same calls in the same order, and
-    gets the same answers. `experts_cut` says how they share experts (`parallel.cuts_experts_whole`). `cuda_graphs`: as
-    `use_pages` has it."""
+    gets the same answers. Ranks of different places on `dp` have steps of their own; where they share experts (`rounds`
+    is not None) each must make as many, those without a token by `serve`. `experts_cut` says how ranks share experts
+    (`parallel.cuts_experts_whole`). `cuda_graphs`: as `use_pages` has it."""
 
     def __init__(
         self,
@@ -130,6 +132,8 @@ class Runner:
             self.model = MODELS[self.config.architecture](own, weights)
         experts = self.config.experts
         self.expert_counts = None if experts is None else count_choices(self.model.layers, experts, self.device)
+        self._exchanged = exchanged_experts(self.model.layers)
+        self.rounds = share_rounds(self._exchanged)
         self.use_pages(pages, cuda_graphs)
         checkpoint.close()  # everything has been copied out of the file mappings
 
@@ -159,6 +163,7 @@ class Runner:
             self.attention.capturable
             and self.mesh.world.capturable
             and self.model.capturable
+            and not self._exchanged
             and self.device.type == "cuda"
         )
         if cuda_graphs and capturable:
@@ -285,6 +290,8 @@ class Runner:
         if count + len(wanted) < end:
             beside.append(np.array([*range(count), *wanted.values()], np.int64))
         ready = self._sampler.prepare(params, indices, self.config.vocab_size, beside)
+        if self.rounds is not None:
+            self.rounds.begin(end)
         if self.graphs is not None and not items:
             logits = self.graphs.logits(rows.token_ids, self._tables(rows), rows.positions)
             if logits is not None:
@@ -296,6 +303,18 @@ class Runner:
         for i in bad:
             first[i] = SampledToken(-1)
         return first, chosen
+
+    @torch.inference_mode()
+    def serve(self, between_layers: Callable[[], None] | None = None) -> None:
+        """Takes part in a step of other data-parallel ranks, with no token of its own: their tokens get this rank's
+        experts."""
+        if self.rounds is None:
+            return
+        self.rounds.begin(0)
+        for block in self._exchanged if self.rounds.anyone else ():
+            block.serve()
+            if between_layers is not None:
+                between_layers()
 
     @torch.inference_mode()
     def launch(
