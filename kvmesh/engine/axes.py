@@ -117,6 +117,11 @@ class Axes:
         """The number of ranks that experts are dealt out over, 1 without `ep`."""
         return math.prod(getattr(self, name) for name in self.ep)
 
+    @property
+    def replica(self) -> int:
+        """The number of ranks of one place on `dp`, which are neighbours and make the same steps."""
+        return self.world // self.dp
+
     def place(self, rank: int) -> RankPlace:
         """Returns where `rank` stands. Raises IndexError where there is no such rank."""
         if not 0 <= rank < self.world:

@@ -433,16 +433,24 @@ class Front:
             self._meeting.cleanup()
 
 
-def spawn_ranks(ranks: Sequence[RankClient], threads: int) -> None:
-    """Starts the processes, with a socket from rank 0 to each of the others."""
-    pairs = [socket.socketpair() for _ in ranks[1:]]
+def spawn_ranks(ranks: Sequence[RankClient], threads: int, replicas: int = 1) -> None:
+    """Starts the processes. Those of each of so many data-parallel groups have a socket from their first to each of
+    the others, and the first ones have sockets among each other, in the order of the groups."""
+    size = len(ranks) // replicas
+    peers: list[list[socket.socket]] = [[] for _ in ranks]
+    leaders = range(0, len(ranks), size)
+    pairs = [(leader, leader + at) for leader in leaders for at in range(1, size)]  # before those among leaders
+    pairs += [(one, other) for one in leaders for other in leaders if one < other]
     try:
-        ranks[0].spawn(threads, peers=[ours for ours, _ in pairs])
-        for rank, (_, theirs) in zip(ranks[1:], pairs, strict=True):
-            rank.spawn(threads, peers=[theirs])
+        for one, other in pairs:
+            ours, theirs = socket.socketpair()
+            peers[one].append(ours)
+            peers[other].append(theirs)
+        for rank, own in zip(ranks, peers, strict=True):
+            rank.spawn(threads, peers=own)
     finally:
-        for pair in pairs:
-            for sock in pair:
+        for own in peers:
+            for sock in own:
                 sock.close()
 
 

@@ -130,6 +130,8 @@ class Steps:
             self._send(m.Stalled(handle))
         if prefill is not None or self.rows.live:
             self._run(prefill, self.rows.live > 0, between_layers)
+        else:
+            self._runner.serve(between_layers)
 
     def _run(self, step: m.PrefillStep | None, decode: bool, between_layers: Callable[[], None]) -> None:
         """Runs one step, with the live rows if `decode`. A failure is reported to the side, prefill or decode, whose
@@ -157,7 +159,8 @@ class Steps:
             if self._snapshots:
                 self._snapshots.load([tables.roles for tables in named])
             wanted = on_scores if any(item.scores >= 0 for item in items) else None
-            first, chosen = self._runner.step(self._inputs(items, named), batch, on_layer if items else None, wanted)
+            told = on_layer if items or self._runner.rounds is not None else None  # others may compute prompts
+            first, chosen = self._runner.step(self._inputs(items, named), batch, told, wanted)
             if self._snapshots:
                 self._snapshots.save([tables.roles for tables in named])
                 self._snapshots.save_at_borders(batch.positions + 1, roles)

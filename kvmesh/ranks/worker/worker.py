@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import torch
 
-from kvmesh.engine.axes import Axes
 from kvmesh.engine.cache_memory import GroupShape, group_shapes, is_state, named_by_group
 from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.parallel import ExpertsCut, RankMesh
@@ -24,6 +23,7 @@ from kvmesh.ranks.devices import STAGED_CPU
 from kvmesh.ranks.expert_metrics import ExpertStats
 from kvmesh.ranks.sizing import longest_context
 from kvmesh.ranks.transfer_config import own_location, start_engine
+from kvmesh.ranks.wake import axes_of
 from kvmesh.ranks.worker.checksums import Sums
 from kvmesh.ranks.worker.device import (
     CpuMemory,
@@ -65,7 +65,8 @@ class Worker:
         self._send = send
         self._checkpoint = open_checkpoint(configure.model_path, configure.max_context_tokens, configure.cache_dir)
         fingerprinted = self._checkpoint.begin_fingerprint()  # beside loading, the first time
-        config, rank, world = self._checkpoint.config, configure.rank, configure.world_size
+        config, axes = self._checkpoint.config, axes_of(configure)
+        rank, world = axes.place(configure.rank).tp, axes.tp
         setup = RankSetup(configure, self._checkpoint)
         configure = self._configure = setup.configure
         block, dtype = configure.block_tokens, configure.dtype
@@ -159,9 +160,10 @@ class Worker:
 
     @property
     def expert_stats(self) -> ExpertStats | None:
-        """Returns how often each expert was chosen; None at other ranks than the first, which count the same."""
+        """Returns how often each expert was chosen; None at other ranks of a data-parallel group than its first, which
+        count the same."""
         counts = self._runner.expert_counts
-        if counts is None or self._configure.rank:
+        if counts is None or self._configure.rank % self._mesh.axes.replica:
             return None
         told = counts.told()
         return None if told is None else ExpertStats(tuple(counts.layers), tuple(map(tuple, told)))
@@ -238,6 +240,17 @@ class Worker:
     def wants_step(self) -> bool:
         """Whether some row of the batch can go on, or a step is in flight."""
         return self.steps.has_work
+
+    @property
+    def keeps_rounds(self) -> bool:
+        """Whether other data-parallel ranks cannot make a step without this one."""
+        return self._runner.rounds is not None
+
+    @property
+    def rounds(self) -> tuple[int, bool]:
+        """How many steps the data-parallel ranks have made together, and whether any had work in the last one."""
+        rounds = self._runner.rounds
+        return (0, False) if rounds is None else (rounds.count, rounds.anyone)
 
     @property
     def has_chores(self) -> bool:
@@ -389,7 +402,7 @@ class Worker:
 
 def _mesh(configure: m.Configure, device: torch.device) -> RankMesh:
     """Returns this instance's ranks, not connected yet."""
-    axes, timeout_s = Axes(tp=configure.world_size), configure.group_timeout_ms / 1000
+    axes, timeout_s = axes_of(configure), configure.group_timeout_ms / 1000
     return RankMesh(axes, configure.rank, configure.group_file, device, timeout_s)
 
 
