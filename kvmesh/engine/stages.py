@@ -21,7 +21,7 @@ from kvmesh.engine.axes import Axes
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.parallel import RankMesh, share
 from kvmesh.errors import ConfigError
-from kvmesh.kvcache.cache_groups import CacheGroup
+from kvmesh.kvcache.cache_groups import CacheGroup, is_single
 
 # Steps whose answers may be on their way to the next stage: their memory is held until it has taken them.
 MOST_SENT = 2
@@ -48,6 +48,20 @@ def stage_groups(groups: Sequence[CacheGroup], layers: range) -> tuple[CacheGrou
             )
         found.append(replace(group, layers=own) if own != group.layers else group)
     return tuple(found)
+
+
+def check_stages(config: ModelConfig, axes: Axes) -> None:
+    """Raises ConfigError unless a service can have such stages: as many layers in each, since a block has one size at
+    every rank, and the same layers of each cache group."""
+    if config.layers % axes.pp:
+        raise ConfigError(f"pp={axes.pp}: must divide the model's {config.layers} layers", field="mesh")
+    if axes.pp > 1 and not is_single(config.cache_groups):
+        cuts = [stage_groups(config.cache_groups, share(config.layers, pp, axes.pp)) for pp in range(axes.pp)]
+        for group, *others in zip(*cuts, strict=True):
+            if any(len(other.layers) != len(group.layers) for other in others):
+                raise ConfigError(
+                    f"pp={axes.pp}: the stages have not as many layers of cache group {group.name} each", field="mesh"
+                )
 
 
 class Stage:

@@ -24,11 +24,12 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvmesh.engine.axes import Axes
 from kvmesh.errors import InternalError, KvmeshError
 from kvmesh.loading import lasting_imports
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.ipc import RankPort
-from kvmesh.ranks.lockstep import LEADERS, Follower, LockstepLeader, check
+from kvmesh.ranks.lockstep import SPEAKERS, Follower, LockstepLeader, check
 from kvmesh.ranks.transfer_metrics import stats_of
 
 if TYPE_CHECKING:
@@ -237,10 +238,11 @@ class RankLoop:
         with lasting_imports():
             from kvmesh.ranks.worker.worker import Worker  # torch loads here, after the thread cap
 
-        return Worker(configure, self._port.send if configure.rank == 0 else self._send_as_follower)
+        speaks = configure.rank == Axes.parse(configure.mesh).speaker
+        return Worker(configure, self._port.send if speaks else self._send_unless_alike)
 
-    def _send_as_follower(self, message: m.ToFront) -> None:
-        if not isinstance(message, LEADERS):
+    def _send_unless_alike(self, message: m.ToFront) -> None:
+        if not isinstance(message, SPEAKERS):
             self._port.send(message)
 
     def _take_urgent(self) -> None:

@@ -17,6 +17,7 @@ from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.parallel import ExpertsCut, RankMesh
 from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams, shard_layout, torch_dtype
 from kvmesh.engine.sampling.grammar import GrammarCompiler
+from kvmesh.engine.stages import stage_layers
 from kvmesh.errors import KvmeshError, TransferError
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
@@ -65,13 +66,15 @@ class Worker:
         self._send = send
         self._checkpoint = open_checkpoint(configure.model_path, configure.max_context_tokens, configure.cache_dir)
         fingerprinted = self._checkpoint.begin_fingerprint()  # beside loading, the first time
-        config, rank, world = self._checkpoint.config, configure.rank, configure.world_size
+        config, axes = self._checkpoint.config, Axes.parse(configure.mesh)
+        tp, layers = axes.place(configure.rank).tp, stage_layers(config, axes, configure.rank)
         setup = RankSetup(configure, self._checkpoint)
         configure = self._configure = setup.configure
         block, dtype = configure.block_tokens, configure.dtype
         # Of each cache group, where the model is kept by them; else () and one layout.
-        self._shapes = group_shapes(config, torch_dtype(dtype), block, rank, world) if setup.grouped else ()
-        self.layout = self._shapes[0].layout if self._shapes else shard_layout(config, dtype, block, rank, world)
+        self._shapes = group_shapes(config, torch_dtype(dtype), block, tp, axes.tp, layers) if setup.grouped else ()
+        whole = shard_layout(config, dtype, block, tp, axes.tp, layers)
+        self.layout = self._shapes[0].layout if self._shapes else whole
         pages = (
             setup.choose_group_pages(self._shapes, self._checkpoint)
             if self._shapes
@@ -115,10 +118,10 @@ class Worker:
         memory, region = self.memory, self.memory.page_region
         outbox = Stager(memory, self.engine.reaches_devices) if isinstance(memory, StagedMemory) else None
         first = region.address if region is not None and outbox is None else 0  # a Stager counts from the first page
-        kept = config.cache_groups if self._shapes else ()
+        kept, own_groups = (config.cache_groups, self._runner.groups) if self._shapes else ((), ())
         pushed = [
             PushedGroup(group.layers, own.layout, start, is_state(group))
-            for group, own, start in zip(kept, memory.groups, memory.page_blocks.starts, strict=False)
+            for group, own, start in zip(own_groups, memory.groups, memory.page_blocks.starts, strict=False)
         ]
         self.pusher = Pusher(self.engine, self.layout, first, send, outbox=outbox, groups=pushed)
         self.puller = ShardPuller(self.engine, self._extent_region, send)
@@ -159,9 +162,10 @@ class Worker:
 
     @property
     def expert_stats(self) -> ExpertStats | None:
-        """Returns how often each expert was chosen; None at other ranks than the first, which count the same."""
-        counts = self._runner.expert_counts
-        if counts is None or self._configure.rank:
+        """Returns how often each expert was chosen; None at other ranks of a stage than its first, which count the
+        same."""
+        counts, place = self._runner.expert_counts, self._mesh.place
+        if counts is None or place.tp or place.cp or place.dp:
             return None
         told = counts.told()
         return None if told is None else ExpertStats(tuple(counts.layers), tuple(map(tuple, told)))
@@ -389,8 +393,8 @@ class Worker:
 
 def _mesh(configure: m.Configure, device: torch.device) -> RankMesh:
     """Returns this instance's ranks, not connected yet."""
-    axes, timeout_s = Axes(tp=configure.world_size), configure.group_timeout_ms / 1000
-    return RankMesh(axes, configure.rank, configure.group_file, device, timeout_s)
+    timeout_s = configure.group_timeout_ms / 1000
+    return RankMesh(Axes.parse(configure.mesh), configure.rank, configure.group_file, device, timeout_s)
 
 
 def _part(shape: ShardLayout) -> str:
