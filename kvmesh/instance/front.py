@@ -75,7 +75,7 @@ class Front:
         self.instance_id = checked_id(config.instance_id, config.node_id, ROLE_NAMES[role])
         self.incarnation = time.time_ns() & ~0xFFFF | secrets.randbits(16)
         self.on_rank_lost = on_rank_lost
-        self.ranks = [RankClient(rank, self._rank_said, self._rank_lost) for rank in range(config.tensor_parallel)]
+        self.ranks = [RankClient(rank, self._rank_said, self._rank_lost) for rank in range(config.axes.world)]
         self.segments = PeerSegments(self.ranks)
         self.profiles = RankProfiles(self.ranks)
         self.blocks: BlockService | None = None
@@ -132,6 +132,7 @@ class Front:
             incarnation=self.incarnation,
             rank=rank,
             world_size=len(self.ranks),
+            mesh=str(c.axes),
             model_path=c.model,
             dtype=c.dtype,
             device=device_of(c.device, rank, len(self.ranks)),
@@ -464,10 +465,10 @@ def check_config(config: InstanceConfig) -> None:
         raise _bad("model", config.model, "not a folder")
     config.check_transfer()
     check_device(config.device)
-    device_of(config.device, 0, config.tensor_parallel)
     for key in ("threads", "tensor_parallel"):
         if getattr(config, key) < 1:
             raise _bad(key, getattr(config, key), "at least 1")
+    device_of(config.device, 0, config.axes.world)
     if not 1 <= config.store_high_percent <= 100:
         raise _bad("store_high_percent", config.store_high_percent, "in 1..100")
     if not 0 <= config.store_low_percent <= config.store_high_percent:

@@ -29,7 +29,7 @@ from kvmesh.errors import InternalError, KvmeshError
 from kvmesh.loading import lasting_imports
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.ipc import RankPort
-from kvmesh.ranks.lockstep import LEADERS, Follower, LockstepLeader, check
+from kvmesh.ranks.lockstep import SPEAKERS, Follower, LockstepLeader, check
 from kvmesh.ranks.transfer_metrics import stats_of
 from kvmesh.ranks.wake import OtherLeaders, WakeRule, axes_of
 
@@ -250,11 +250,12 @@ class RankLoop:
         with lasting_imports():
             from kvmesh.ranks.worker.worker import Worker  # torch loads here, after the thread cap
 
-        leads = configure.rank % axes_of(configure).replica == 0
-        return Worker(configure, self._port.send if leads else self._send_as_follower)
+        axes = axes_of(configure)
+        speaks = configure.rank % axes.replica == axes.speaker
+        return Worker(configure, self._port.send if speaks else self._send_unless_alike)
 
-    def _send_as_follower(self, message: m.ToFront) -> None:
-        if not isinstance(message, LEADERS):
+    def _send_unless_alike(self, message: m.ToFront) -> None:
+        if not isinstance(message, SPEAKERS):
             self._port.send(message)
 
     def _take_urgent(self) -> None:

@@ -85,7 +85,7 @@ class DecodeCore:
     def on_message(self, rank: int, message: m.ToFront) -> None:
         """Takes a message of one of the instance's ranks."""
         self.feed(m.FromRank(rank, message))
-        if rank == 0 and type(message) is m.DecodeStepDone:
+        if type(message) is m.DecodeStepDone:
             self.observer.step_done(message)
 
     def pulled(self, result: Pulled) -> None:

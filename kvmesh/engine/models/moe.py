@@ -11,6 +11,7 @@ counted and has its shared expert at its own ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch.nn import functional
@@ -119,12 +120,18 @@ def mlp_or_experts(config: ModelConfig, weights: Weights, layer: int) -> MLP | M
     return MLP(config, weights, layer_prefix(layer) + dense_prefix(weights.config))
 
 
-def count_choices(layers: Sequence[object], experts: ExpertsConfig, device: torch.device) -> ExpertCounts:
-    """Has the layers that have experts count, from here on, how often each is chosen. Raises InternalError where these
-    are not the layers that have them."""
+def count_choices(
+    layers: Sequence[object], experts: ExpertsConfig, device: torch.device, first_layer: int = 0
+) -> ExpertCounts:
+    """Has those of a rank's layers that have experts count, from here on, how often each is chosen; the first is layer
+    `first_layer` of the model. Raises InternalError where these are not the layers that have them."""
+    own = range(first_layer, first_layer + len(layers))
+    experts = replace(experts, layers=tuple(layer for layer in experts.layers if layer in own))
     counts = ExpertCounts(experts, device)
     blocks = {
-        index: block for index, layer in enumerate(layers) if isinstance(block := getattr(layer, "mlp", None), MoE)
+        index: block
+        for index, layer in enumerate(layers, first_layer)
+        if isinstance(block := getattr(layer, "mlp", None), MoE)
     }
     if tuple(blocks) != experts.layers:
         raise InternalError(f"layers {list(blocks)} have experts, the configuration says {list(experts.layers)}")

@@ -19,6 +19,7 @@ from kvmesh.engine.cpu import native
 from kvmesh.engine.parallel import share_of
 from kvmesh.engine.pieces import piece_sizes
 from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams
+from kvmesh.engine.stages import check_stages
 from kvmesh.errors import ConfigError
 from kvmesh.kvcache.cache_groups import CacheKind, is_single, peak_blocks
 from kvmesh.kvcache.layout import ShardLayout
@@ -59,6 +60,7 @@ class RankSetup:
         self._device = cuda_device(configure.device) if self._kind == "cuda" else torch.device("cpu")
         self._total, self._free = _device_memory(self._device)
         self._config: ModelConfig = checkpoint.config
+        check_stages(self._config, axes_of(configure))
         operators = self._kind == "cpu" and configure.dtype == sizing.AUTO and native.loaded()
         dtype, dtype_why = sizing.choose_dtype(configure.dtype, self._config.dtype, self._kind, operators)
         steps = sizing.choose_steps(configure.steps, self._kind, self._total)

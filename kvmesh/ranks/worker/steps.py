@@ -65,7 +65,8 @@ class Steps:
     are named by cache group. Without `grammars` no request has one. All methods run on the rank's main thread.
 
     A step over states changes them in place, so it is never computed again: what is not finite fails alone, and any
-    other error fails all that were in the step, whose states are lost."""
+    other error fails all that were in the step, whose states are lost. Nor is a step of a pipeline, of which only the
+    last stage sees what is not finite."""
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class Steps:
         self.rows = RunningRows(block_tokens, groups)
         self._groups = tuple(groups)
         self._snapshots = Snapshots(runner, groups, block_tokens)
-        runner.tolerant = bool(self._snapshots)
+        runner.tolerant |= bool(self._snapshots)
         self.begin = begin
         self._runner = runner
         self._pusher = pusher
@@ -146,7 +147,7 @@ class Steps:
         scores: list[tuple[int, m.PromptScores]] = []
 
         def on_scores(at: int, found: TokenScores) -> None:
-            if self._runner.mesh.rank == 0:  # every rank of a group has computed the same
+            if self._runner.mesh.speaks:  # every rank of a stage has computed the same
                 scores.append((items[at].handle, packed_scores(found)))
 
         start = time.monotonic_ns()
@@ -305,6 +306,10 @@ class Steps:
         """Reports rows that a step has made no token for: their grammar failed, which `faults` say by handle, or their
         logits were not finite."""
         handles = tuple(handles)
+        if not self._runner.model.stage.last:  # the last stage knows why, and says so
+            for handle in handles:
+                self.rows.leave(handle)
+            return
         for handle in handles:
             if handle in faults:
                 self._rows_failed((handle,), GrammarFailed(faults[handle]))

@@ -16,6 +16,7 @@ from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.parallel import ExpertsCut, RankMesh
 from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams, shard_layout, torch_dtype
 from kvmesh.engine.sampling.grammar import GrammarCompiler
+from kvmesh.engine.stages import stage_layers
 from kvmesh.errors import KvmeshError, TransferError
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
@@ -66,13 +67,14 @@ class Worker:
         self._checkpoint = open_checkpoint(configure.model_path, configure.max_context_tokens, configure.cache_dir)
         fingerprinted = self._checkpoint.begin_fingerprint()  # beside loading, the first time
         config, axes = self._checkpoint.config, axes_of(configure)
-        rank, world = axes.place(configure.rank).tp, axes.tp
+        tp, layers = axes.place(configure.rank).tp, stage_layers(config, axes, configure.rank)
         setup = RankSetup(configure, self._checkpoint)
         configure = self._configure = setup.configure
         block, dtype = configure.block_tokens, configure.dtype
         # Of each cache group, where the model is kept by them; else () and one layout.
-        self._shapes = group_shapes(config, torch_dtype(dtype), block, rank, world) if setup.grouped else ()
-        self.layout = self._shapes[0].layout if self._shapes else shard_layout(config, dtype, block, rank, world)
+        self._shapes = group_shapes(config, torch_dtype(dtype), block, tp, axes.tp, layers) if setup.grouped else ()
+        whole = shard_layout(config, dtype, block, tp, axes.tp, layers)
+        self.layout = self._shapes[0].layout if self._shapes else whole
         pages = (
             setup.choose_group_pages(self._shapes, self._checkpoint)
             if self._shapes
@@ -116,10 +118,10 @@ class Worker:
         memory, region = self.memory, self.memory.page_region
         outbox = Stager(memory, self.engine.reaches_devices) if isinstance(memory, StagedMemory) else None
         first = region.address if region is not None and outbox is None else 0  # a Stager counts from the first page
-        kept = config.cache_groups if self._shapes else ()
+        kept, own_groups = (config.cache_groups, self._runner.groups) if self._shapes else ((), ())
         pushed = [
             PushedGroup(group.layers, own.layout, start, is_state(group))
-            for group, own, start in zip(kept, memory.groups, memory.page_blocks.starts, strict=False)
+            for group, own, start in zip(own_groups, memory.groups, memory.page_blocks.starts, strict=False)
         ]
         self.pusher = Pusher(self.engine, self.layout, first, send, outbox=outbox, groups=pushed)
         self.puller = ShardPuller(self.engine, self._extent_region, send)
@@ -160,10 +162,10 @@ class Worker:
 
     @property
     def expert_stats(self) -> ExpertStats | None:
-        """Returns how often each expert was chosen; None at other ranks of a data-parallel group than its first, which
-        count the same."""
-        counts = self._runner.expert_counts
-        if counts is None or self._configure.rank % self._mesh.axes.replica:
+        """Returns how often each expert was chosen; None at other ranks of a group's stage than its first, which count
+        the same."""
+        counts, place = self._runner.expert_counts, self._mesh.place
+        if counts is None or place.tp or place.cp:
             return None
         told = counts.told()
         return None if told is None else ExpertStats(tuple(counts.layers), tuple(map(tuple, told)))
@@ -219,11 +221,12 @@ class Worker:
         """Returns what is kept here, of these cache groups (None: of all)."""
         c, shapes = self._configure, self._shapes if shapes is None else shapes
         epoch = f"+{c.weights_epoch}" if c.weights_epoch else ""
-        begin = f"{self._checkpoint.fingerprint[:16]}{epoch}"
+        begin, replica = f"{self._checkpoint.fingerprint[:16]}{epoch}", axes_of(c).replica
+        place = f"{c.rank % replica}/{replica}"  # data-parallel groups have the same
         if not shapes:
-            return f"{begin} {c.dtype} {_part(self.layout)} rank {c.rank}/{c.world_size}"
+            return f"{begin} {c.dtype} {_part(self.layout)} rank {place}"
         parts = (f"G{s.group.name} {str(s.dtype).removeprefix('torch.')} {_part(s.layout)}" for s in shapes)
-        return f"{begin} {', '.join(parts)} rank {c.rank}/{c.world_size}"
+        return f"{begin} {', '.join(parts)} rank {place}"
 
     def close(self) -> None:
         self.sums.close()
