@@ -16,7 +16,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -72,6 +72,10 @@ class Group:
 
     def send(self, x: torch.Tensor, to: int) -> None:
         """Sends a tensor to rank `to` of the group, which calls `recv` with one of the same shape and dtype."""
+        raise InternalError("a rank that is alone has nobody to send to")
+
+    def begin_send(self, x: torch.Tensor, to: int) -> Callable[[], None]:
+        """Sends as `send` does, without waiting: what it returns waits. Nobody may change `x` before."""
         raise InternalError("a rank that is alone has nobody to send to")
 
     def recv(self, x: torch.Tensor, sender: int) -> torch.Tensor:
@@ -175,6 +179,17 @@ class ProcessGroup(Group):
         with self._together():
             self._distributed.send(x.contiguous(), self.members[to], group=self._handle)
 
+    def begin_send(self, x: torch.Tensor, to: int) -> Callable[[], None]:
+        x = x.contiguous()
+        with self._together():
+            work = self._distributed.isend(x, self.members[to], group=self._handle)
+
+        def wait() -> None:
+            with self._together():
+                work.wait()
+
+        return wait
+
     def recv(self, x: torch.Tensor, sender: int) -> torch.Tensor:
         with self._together():
             self._distributed.recv(x, self.members[sender], group=self._handle)
@@ -200,9 +215,16 @@ class RankMesh:
         self.ep = self.group(*axes.ep)  # shares experts that lie whole
         self.world = self.group(*NAMES)
 
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank speaks for those of its place on `dp`."""
+        return self.rank % self.axes.replica == self.axes.speaker
+
     def group(self, *over: str) -> Group:
         """Returns this rank's group along the axes: the same object for the same ranks."""
-        members = self.axes.peers(self.rank, over)
+        return self._of(self.axes.peers(self.rank, over))
+
+    def _of(self, members: tuple[int, ...]) -> Group:
         if len(members) == 1:
             return SOLO
         if members not in self._groups:
@@ -239,9 +261,8 @@ class RankMesh:
         everyone = tuple(range(self.axes.world))
         for members in all_groups(self.axes):
             handle = None if members == everyone else distributed.new_group(members, timeout=self._timeout)
-            if self.rank in members:  # whoever asks for it later finds it met
-                mine = self._groups.setdefault(members, ProcessGroup(members, self.rank, self._device))
-                assert isinstance(mine, ProcessGroup)
+            mine = self._of(members) if self.rank in members else None  # one may be asked for after this
+            if isinstance(mine, ProcessGroup):
                 mine.use(handle)
 
     def close(self) -> None:

@@ -24,17 +24,19 @@ from kvmesh.engine.cache_memory import GroupShape, check_memory, group_shapes
 from kvmesh.engine.checkpoint import Checkpoint
 from kvmesh.engine.config import DTYPES, ModelConfig
 from kvmesh.engine.context import ContextShare
+from kvmesh.engine.models.dispatch import share_rounds
 from kvmesh.engine.models.latent import up_projections
-from kvmesh.engine.models.moe import count_choices
+from kvmesh.engine.models.moe import count_choices, exchanged_experts
 from kvmesh.engine.models.registry import MODELS
 from kvmesh.engine.models.token_shares import share_tokens
 from kvmesh.engine.parallel import ALONE, ExpertsCut, RankMesh, check_shares, share, share_of
 from kvmesh.engine.rope import Rotation
 from kvmesh.engine.sampler import Preparation, Sampler, TokensInFlight
 from kvmesh.engine.sampling.prompt_scores import TokenScores, score_tokens
+from kvmesh.engine.stages import stage_groups, stage_layers
 from kvmesh.engine.weights import Weights
 from kvmesh.errors import ConfigError, ContextTooLong, InternalError, InvalidRequest, NonFiniteLogits
-from kvmesh.kvcache.cache_groups import is_single
+from kvmesh.kvcache.cache_groups import CacheGroup, is_single
 from kvmesh.kvcache.layout import ShardLayout
 
 if TYPE_CHECKING:
@@ -65,15 +67,27 @@ def torch_dtype(name: str | torch.dtype) -> torch.dtype:
 
 
 def shard_layout(
-    config: ModelConfig, dtype: str | torch.dtype, block_tokens: int, rank: int = 0, world: int = 1
+    config: ModelConfig,
+    dtype: str | torch.dtype,
+    block_tokens: int,
+    rank: int = 0,
+    world: int = 1,
+    layers: range | None = None,
 ) -> ShardLayout:
-    """Returns what one of `world` ranks holds of each block: by default the whole model. Raises ConfigError when so
-    many ranks cannot share it."""
+    """Returns what one of `world` ranks that have these layers (None: all) holds of each block: by default the whole
+    model. Raises ConfigError when so many ranks cannot share it."""
     check_shares(config, Axes(tp=world))
     heads = share(config.kv_heads, rank, world)
-    itemsize = torch_dtype(dtype).itemsize
+    layers = range(config.layers) if layers is None else layers
     return ShardLayout(
-        config.layers, len(heads), block_tokens, config.head_dim, itemsize, 0, heads.start, config.kv_planes
+        len(layers),
+        len(heads),
+        block_tokens,
+        config.head_dim,
+        torch_dtype(dtype).itemsize,
+        layers.start,
+        heads.start,
+        config.kv_planes,
     )
 
 
@@ -111,8 +125,11 @@ class Runner:
     then it answers the token -1 where logits are not finite, as a step over states changes these in place.
 
     In a `mesh` it loads and holds this rank's share; every rank must then make the same calls in the same order, and
-    gets the same answers. `experts_cut` says how they share experts (`parallel.cuts_experts_whole`). `cuda_graphs`: as
-    `use_pages` has it."""
+    gets the same answers, but for stages of a pipeline before the last: these get no tokens of chunks, no
+    log-probabilities and no scores, and do not wait for the last stage in a step without decode rows. A pipeline is
+    `tolerant` always. Ranks of different places on `dp` have steps of their own; where they share experts (`rounds` is
+    not None) each must make as many, those without a token by `serve`. `experts_cut` says how ranks share experts
+    (`parallel.cuts_experts_whole`). `cuda_graphs`: as `use_pages` has it."""
 
     def __init__(
         self,
@@ -128,9 +145,9 @@ class Runner:
         self.config = checkpoint.config
         self.mesh = mesh
         own = share_of(self.config, mesh.axes)
-        self.layout = taking_turns(
-            shard_layout(self.config, dtype, block_tokens, mesh.tp.rank, mesh.tp.size), mesh.axes, mesh.rank
-        )
+        self._layers = stage_layers(self.config, mesh.axes, mesh.rank)
+        own_shard = shard_layout(self.config, dtype, block_tokens, mesh.tp.rank, mesh.tp.size, self._layers)
+        self.layout = taking_turns(own_shard, mesh.axes, mesh.rank)
         self._dtype, self._own = torch_dtype(dtype), own
         self.device = (pages if isinstance(pages, torch.Tensor) else pages[0]).device
         if torch.device(device).type != self.device.type:
@@ -138,14 +155,18 @@ class Runner:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # where Triton launches
         self._sampler = Sampler(self.device)
-        self.tolerant = False
+        self.tolerant = mesh.axes.pp > 1
         self._check_pages(pages)
         with torch.inference_mode():
             weights = Weights(checkpoint, self._dtype, self.device, mesh, experts_cut)
             self.model = MODELS[self.config.architecture](own, weights)
-        experts = self.config.experts
-        self.expert_counts = None if experts is None else count_choices(self.model.layers, experts, self.device)
+        self._stage = self.model.stage
+        experts, self.expert_counts = self.config.experts, None
+        if experts is not None:
+            self.expert_counts = count_choices(self.model.layers, experts, self.device, self._layers.start)
         self.shared_tokens = share_tokens(self.model.layers, mesh.group("cp"))
+        self._exchanged = exchanged_experts(self.model.layers)
+        self.rounds = share_rounds(self._exchanged)
         self.use_pages(pages, cuda_graphs)
         checkpoint.close()  # everything has been copied out of the file mappings
 
@@ -167,16 +188,18 @@ class Runner:
             [pages] = pages
         self.attention: AttentionBackend | GroupedAttention | ContextAttention
         if isinstance(pages, torch.Tensor):
-            self.attention = self._backend(pages, range(self.config.layers))
+            self.attention = self._backend(pages, range(len(self._layers)))
             if self.mesh.group("cp", "dcp").size > 1:
                 self.attention = ContextAttention(self.attention, self.mesh)
         else:
-            groups = self.config.cache_groups
+            groups = self.groups
             self.attention = GroupedAttention(groups, pages, self._backend, self.model.state_backend)
         capturable = (
             self.attention.capturable
             and self.mesh.world.capturable
             and self.model.capturable
+            and not self._exchanged
+            and self._stage.alone
             and self.device.type == "cuda"
         )
         if cuda_graphs and capturable:
@@ -199,7 +222,13 @@ class Runner:
     @property
     def shapes(self) -> tuple[GroupShape, ...]:
         """What this rank keeps of each cache group."""
-        return group_shapes(self.config, self._dtype, self.layout.block_tokens, self.mesh.tp.rank, self.mesh.tp.size)
+        tp = self.mesh.tp
+        return group_shapes(self.config, self._dtype, self.layout.block_tokens, tp.rank, tp.size, self._layers)
+
+    @property
+    def groups(self) -> tuple[CacheGroup, ...]:
+        """The model's cache groups with this rank's layers, which count from its first."""
+        return stage_groups(self.config.cache_groups, self._layers)
 
     def zero_slots(self, group: int, slots: Sequence[int]) -> None:
         """Makes the states of a STATE group in these slots those of no token, before the first step of whoever has
@@ -303,18 +332,49 @@ class Runner:
         beside = [tokens]
         if count + len(wanted) < end:
             beside.append(np.array([*range(count), *wanted.values()], np.int64))
+        if not self._stage.last:
+            params = ()
         ready = self._sampler.prepare(params, indices, self.config.vocab_size, beside)
+        if self.rounds is not None:
+            self.rounds.begin(end)
         if self.graphs is not None and not items:
             logits = self.graphs.logits(rows.token_ids, self._tables(rows), rows.positions)
             if logits is not None:
                 return [], self._choose(logits, ready)
         plan = self._plan(rows, items)
         hidden = self._hidden(ready.beside[0], plan, on_layer)
+        if not self._stage.last:
+            return [None] * len(items), self._passed_on(hidden, count)
         bad = self._score(items, count, hidden, on_scores) if on_scores is not None else ()
         first, chosen = self._sample(list(wanted), count, len(items), hidden, ready)
         for i in bad:
             first[i] = SampledToken(-1)
+        if count and not self._stage.alone:
+            self._stage.share_tokens(torch.from_numpy(chosen.token_ids).to(self.device))
         return first, chosen
+
+    def _passed_on(self, hidden: torch.Tensor, rows: int) -> Chosen:
+        """Gives the next stage what this one has computed. Returns the tokens of the decode rows, once the last stage
+        has chosen them."""
+        self._stage.send(hidden)
+        if rows:
+            tokens = self._stage.share_tokens(torch.empty(rows, dtype=torch.int64, device=self.device))
+            return Chosen(tokens.cpu().numpy(), {})
+        if self.device.type == "cuda":  # a step ends when its work does
+            torch.cuda.current_stream(self.device).synchronize()
+        return Chosen(NOBODY.token_ids, {})
+
+    @torch.inference_mode()
+    def serve(self, between_layers: Callable[[], None] | None = None) -> None:
+        """Takes part in a step of other data-parallel ranks, with no token of its own: their tokens get this rank's
+        experts."""
+        if self.rounds is None:
+            return
+        self.rounds.begin(0)
+        for block in self._exchanged if self.rounds.anyone else ():
+            block.serve()
+            if between_layers is not None:
+                between_layers()
 
     @torch.inference_mode()
     def launch(

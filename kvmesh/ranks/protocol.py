@@ -496,6 +496,7 @@ class Configure(Message, frozen=True):
     # Whether a model that has several cache groups, or one that does not keep all, is served group by group: Ready says
     # its `groups`, and every message that names pages or extents must name them by group.
     cache_groups: bool = False
+    mesh: str = ""  # the axes of the `world_size` ranks as `kvmesh.engine.axes.Axes.parse` reads them
 
 
 class OpenSegment(Message, frozen=True):

@@ -65,7 +65,8 @@ class Steps:
     are named by cache group. Without `grammars` no request has one. All methods run on the rank's main thread.
 
     A step over states changes them in place, so it is never computed again: what is not finite fails alone, and any
-    other error fails all that were in the step, whose states are lost."""
+    other error fails all that were in the step, whose states are lost. Nor is a step of a pipeline, of which only the
+    last stage sees what is not finite."""
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class Steps:
         self.rows = RunningRows(block_tokens, groups)
         self._groups = tuple(groups)
         self._snapshots = Snapshots(runner, groups, block_tokens)
-        runner.tolerant = bool(self._snapshots)
+        runner.tolerant |= bool(self._snapshots)
         self.begin = begin
         self._runner = runner
         self._pusher = pusher
@@ -130,6 +131,8 @@ class Steps:
             self._send(m.Stalled(handle))
         if prefill is not None or self.rows.live:
             self._run(prefill, self.rows.live > 0, between_layers)
+        else:
+            self._runner.serve(between_layers)
 
     def _run(self, step: m.PrefillStep | None, decode: bool, between_layers: Callable[[], None]) -> None:
         """Runs one step, with the live rows if `decode`. A failure is reported to the side, prefill or decode, whose
@@ -144,7 +147,7 @@ class Steps:
         scores: list[tuple[int, m.PromptScores]] = []
 
         def on_scores(at: int, found: TokenScores) -> None:
-            if self._runner.mesh.rank == 0:  # every rank of a group has computed the same
+            if self._runner.mesh.speaks:  # every rank of a stage has computed the same
                 scores.append((items[at].handle, packed_scores(found)))
 
         start = time.monotonic_ns()
@@ -157,7 +160,8 @@ class Steps:
             if self._snapshots:
                 self._snapshots.load([tables.roles for tables in named])
             wanted = on_scores if any(item.scores >= 0 for item in items) else None
-            first, chosen = self._runner.step(self._inputs(items, named), batch, on_layer if items else None, wanted)
+            told = on_layer if items or self._runner.rounds is not None else None  # others may compute prompts
+            first, chosen = self._runner.step(self._inputs(items, named), batch, told, wanted)
             if self._snapshots:
                 self._snapshots.save([tables.roles for tables in named])
                 self._snapshots.save_at_borders(batch.positions + 1, roles)
@@ -302,6 +306,10 @@ class Steps:
         """Reports rows that a step has made no token for: their grammar failed, which `faults` say by handle, or their
         logits were not finite."""
         handles = tuple(handles)
+        if not self._runner.model.stage.last:  # the last stage knows why, and says so
+            for handle in handles:
+                self.rows.leave(handle)
+            return
         for handle in handles:
             if handle in faults:
                 self._rows_failed((handle,), GrammarFailed(faults[handle]))
