@@ -82,6 +82,10 @@ class Group:
         """Fills `x` with what rank `sender` of the group sends."""
         raise InternalError("a rank that is alone has nobody to receive from")
 
+    def begin_recv(self, x: torch.Tensor, sender: int) -> Callable[[], None]:
+        """Receives as `recv` does, without waiting: what it returns waits. Nobody may touch `x` before."""
+        raise InternalError("a rank that is alone has nobody to receive from")
+
     def agree(self, well: bool) -> bool:
         """Returns whether all ranks say so. It waits for them."""
         return well
@@ -180,10 +184,14 @@ class ProcessGroup(Group):
             self._distributed.send(x.contiguous(), self.members[to], group=self._handle)
 
     def begin_send(self, x: torch.Tensor, to: int) -> Callable[[], None]:
-        x = x.contiguous()
         with self._together():
-            work = self._distributed.isend(x, self.members[to], group=self._handle)
+            return self._waits(self._distributed.isend(x.contiguous(), self.members[to], group=self._handle))
 
+    def begin_recv(self, x: torch.Tensor, sender: int) -> Callable[[], None]:
+        with self._together():
+            return self._waits(self._distributed.irecv(x, self.members[sender], group=self._handle))
+
+    def _waits(self, work: Any) -> Callable[[], None]:
         def wait() -> None:
             with self._together():
                 work.wait()

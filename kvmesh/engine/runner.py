@@ -307,11 +307,14 @@ class Runner:
         rows: DecodeBatch,
         on_layer: Callable[[int], None] | None = None,
         on_scores: Callable[[int, TokenScores], None] | None = None,
+        on_late: Callable[[Callable[[], Chosen]], None] | None = None,
     ) -> tuple[list[SampledToken | None], Chosen]:
         """Computes chunks and decode rows in one pass over the weights: one answer per item and one per row.
 
         `on_layer` and what is raised are as for `prefill` and `decode`; `rows` of NonFiniteLogits index the decode rows
-        first, then the items. `on_scores(i, scores)` gets those of the targets of item i; without it none are made."""
+        first, then the items. `on_scores(i, scores)` gets those of the targets of item i; without it none are made.
+        At a stage before the last, `on_late` gets what waits for the rows' tokens, and none are returned; without it
+        the step waits for them."""
         if not items and not len(rows.positions):
             return [], Chosen(NOBODY.token_ids, {})
         self._check_prefill(items)
@@ -344,23 +347,27 @@ class Runner:
         plan = self._plan(rows, items)
         hidden = self._hidden(ready.beside[0], plan, on_layer)
         if not self._stage.last:
-            return [None] * len(items), self._passed_on(hidden, count)
+            return [None] * len(items), self._passed_on(hidden, count, on_late)
         bad = self._score(items, count, hidden, on_scores) if on_scores is not None else ()
         first, chosen = self._sample(list(wanted), count, len(items), hidden, ready)
         for i in bad:
             first[i] = SampledToken(-1)
         if count and not self._stage.alone:
-            self._stage.share_tokens(torch.from_numpy(chosen.token_ids).to(self.device))
+            self._stage.send_tokens(torch.from_numpy(chosen.token_ids).to(self.device))
         return first, chosen
 
-    def _passed_on(self, hidden: torch.Tensor, rows: int) -> Chosen:
-        """Gives the next stage what this one has computed. Returns the tokens of the decode rows, once the last stage
-        has chosen them."""
+    def _passed_on(
+        self, hidden: torch.Tensor, rows: int, on_late: Callable[[Callable[[], Chosen]], None] | None
+    ) -> Chosen:
+        """Gives the next stage what this one has computed. Returns the tokens of the decode rows once the last stage
+        has chosen them, or gives `on_late` what waits for them."""
         self._stage.send(hidden)
         if rows:
-            tokens = self._stage.share_tokens(torch.empty(rows, dtype=torch.int64, device=self.device))
-            return Chosen(tokens.cpu().numpy(), {})
-        if self.device.type == "cuda":  # a step ends when its work does
+            tokens = self._stage.await_tokens(rows)
+            if on_late is None:
+                return Chosen(tokens().cpu().numpy(), {})
+            on_late(lambda: Chosen(tokens().cpu().numpy(), {}))
+        elif self.device.type == "cuda":  # a step ends when its work does
             torch.cuda.current_stream(self.device).synchronize()
         return Chosen(NOBODY.token_ids, {})
 

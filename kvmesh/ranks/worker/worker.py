@@ -277,7 +277,7 @@ class Worker:
     @property
     def rows(self) -> int:
         """The number of rows in the batch."""
-        return len(self.steps.rows)
+        return len(self.steps.batches)
 
     @property
     def needs_ticks(self) -> bool:
