@@ -192,6 +192,8 @@ class Runner:
             if self.mesh.group("cp", "dcp").size > 1:
                 self.attention = ContextAttention(self.attention, self.mesh)
         else:
+            if self.mesh.group("cp", "dcp").size > 1:
+                raise InternalError("a model of several cache groups is not shared by context")
             groups = self.groups
             self.attention = GroupedAttention(groups, pages, self._backend, self.model.state_backend)
         capturable = (

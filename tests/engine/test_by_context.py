@@ -15,8 +15,9 @@ from kvmesh.engine.batch import DecodeBatch
 from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.context import ContextShare, pages_of
 from kvmesh.engine.parallel import ALONE, RankMesh, check_shares
-from kvmesh.engine.runner import DecodeInput, PrefillInput, SampleParams
+from kvmesh.engine.runner import DecodeInput, PrefillInput, SampleParams, shard_layout, taking_turns
 from kvmesh.errors import ConfigError
+from kvmesh.kvcache.groups import plan_group
 from tests.support.checkpoints import FAMILY_ZOO, make_checkpoint
 from tests.support.engine.stepper import Stepper
 from tests.support.engine.threaded_mesh import over_threads
@@ -145,6 +146,61 @@ def test_over_gloo(axes: str, names: Sequence[str], zoo: Callable[[str], Path], 
     said = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(made.world)]
     for at, path in enumerate(paths):
         compare(path, made, [own[at] for own in said])
+
+
+@pytest.mark.parametrize(
+    ("writing", "reading", "name"),
+    [
+        ("cp=2", "tp=2,dcp=2", "mla"),
+        ("tp=2,dcp=2", "", "mla"),
+        ("cp=3,tp=2", "tp=4,dcp=2", "gqa"),
+        ("", "cp=2", "gqa"),
+    ],
+)
+def test_what_ranks_of_one_cut_computed_those_of_another_decode(
+    writing: str, reading: str, name: str, zoo: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Blocks go from ranks to ranks as `plan_group` says, no byte twice."""
+    path, prompt = model(name, zoo, tmp_path), PROMPTS[3]
+    writers, readers = Axes.parse(writing), Axes.parse(reading)
+
+    def start(mesh: RankMesh) -> tuple[Stepper, tuple[int, ...]]:
+        stepper = Stepper(path, block_tokens=BLOCK, mesh=mesh)
+        return stepper, stepper.take(BLOCK * pages_of(len(prompt) + TOKENS, BLOCK, mesh.axes.cp * mesh.axes.dcp))
+
+    def prefill(mesh: RankMesh) -> tuple[Stepper, tuple[int, ...], int]:
+        stepper, pages = start(mesh)
+        return stepper, pages, stepper.prefill(prompt, pages, chunks=(29,))
+
+    computed = over_threads(writers, prefill)
+    [first] = {token for _, _, token in computed}
+
+    def decode(mesh: RankMesh) -> list[int]:
+        stepper, pages = start(mesh)
+        layouts = [own.runner.layout for own, _, _ in computed], theirs[mesh.rank]
+        plan = plan_group(tuple(layouts[0]), tuple(theirs))
+        for block in range(-(-len(prompt) // BLOCK)):
+            if not layouts[1].holds(block):
+                continue
+            target = pages[layouts[1].place(block)] * layouts[1].shard_bytes
+            moved = 0
+            for writer, (own, at, _) in enumerate(computed):
+                for source, to, length in plan.runs(writer, mesh.rank, block):
+                    begin = at[own.runner.layout.place(block)] * own.layout.shard_bytes + source
+                    stepper.memory[target + to : target + to + length] = own.memory[begin : begin + length]
+                    moved += length
+            assert moved == layouts[1].shard_bytes
+        assert stepper.runner.layout == layouts[1]
+        row = DecodeInput(first, len(prompt), pages, SampleParams())
+        return [first, *stepper.decode([row], TOKENS - 1)[0]]
+
+    config = open_checkpoint(path).config
+    theirs = [
+        taking_turns(shard_layout(config, "float32", BLOCK, readers.place(rank).tp, readers.tp), readers, rank)
+        for rank in range(readers.world)
+    ]
+    [said] = {tuple(own) for own in over_threads(readers, decode)}
+    assert_matches_reference(path, prompt, said)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "mistral", "llama4"])
