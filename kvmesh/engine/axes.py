@@ -33,6 +33,9 @@ class RankPlace(NamedTuple):
     tp: int
 
 
+SERVED_AXES = ("dp", "pp", "tp")  # those that instances can be started with; the engine knows the others
+
+
 @dataclass(frozen=True, slots=True)
 class Axes:
     """How many ranks there are along each axis. `ep` names axes in the order of `EXPERT_AXES`; with none of them
@@ -102,6 +105,27 @@ class Axes:
             parts.append(f"interleave={self.interleave}")
         return ",".join(parts)
 
+    @classmethod
+    def of_settings(cls, text: str, tensor_parallel: int, mesh_key: str, tp_key: str) -> Axes:
+        """Returns the axes that settings name: by a text, or by its short form for `tp` alone. Raises ConfigError for a
+        text that is none, for two that differ, and for axes that no instance has yet."""
+        try:
+            axes = cls.parse(text)
+        except ConfigError as error:
+            raise ConfigError(f"{mesh_key}={text!r}: {error.message.partition(': ')[2]}", field=mesh_key) from None
+        if not text:
+            return cls(tp=tensor_parallel)
+        if tensor_parallel not in (1, axes.tp):
+            why = f"{mesh_key}={text!r} has tp={axes.tp}: say it there"
+            raise ConfigError(f"{tp_key}={tensor_parallel}: {why}", field=tp_key)
+        extra = [name for name in (*NAMES, "dcp") if name not in SERVED_AXES and getattr(axes, name) > 1]
+        if extra:
+            why = f"no instance has the axis {extra[0]} yet, only {', '.join(SERVED_AXES)} and ep"
+            raise ConfigError(f"{mesh_key}={text!r}: {why}", field=mesh_key)
+        if axes.pp > 1 and axes.dp > 1:
+            raise ConfigError(f"{mesh_key}={text!r}: no instance has dp and pp yet, only one of them", field=mesh_key)
+        return axes
+
     @property
     def world(self) -> int:
         """The number of ranks."""
@@ -117,6 +141,11 @@ class Axes:
         """The number of ranks that experts are dealt out over, 1 without `ep`."""
         return math.prod(getattr(self, name) for name in self.ep)
 
+    @property
+    def replica(self) -> int:
+        """The number of ranks of one place on `dp`, which are neighbours and make the same steps."""
+        return self.world // self.dp
+
     def place(self, rank: int) -> RankPlace:
         """Returns where `rank` stands. Raises IndexError where there is no such rank."""
         if not 0 <= rank < self.world:
@@ -129,6 +158,12 @@ class Axes:
     def rank(self, place: RankPlace) -> int:
         """Returns the rank that stands there."""
         return ((place.dp * self.pp + place.pp) * self.cp + place.cp) * self.tp + place.tp
+
+    @property
+    def speaker(self) -> int:
+        """The rank that speaks for all of the first place on `dp`: the first of those that sample, which are the last
+        stage's. What it has done with a step is behind every other rank's last access to that step's pages."""
+        return (self.pp - 1) * self.cp * self.tp
 
     def peers(self, rank: int, over: Iterable[str]) -> tuple[int, ...]:
         """Returns the ranks that differ from `rank` at most along these axes, itself among them, ascending; "dcp" is

@@ -16,6 +16,7 @@ import torch
 from kvmesh.engine.axes import Axes
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.parallel import check_shares, share
+from kvmesh.engine.stages import stage_groups
 from kvmesh.errors import InternalError
 from kvmesh.kvcache.cache_groups import CacheGroup, CacheKind, GroupPages, rank_shard
 from kvmesh.kvcache.layout import ShardLayout
@@ -36,17 +37,24 @@ class GroupShape(NamedTuple):
 
 
 def group_shapes(
-    config: ModelConfig, dtype: torch.dtype, block_tokens: int, rank: int = 0, world: int = 1
+    config: ModelConfig,
+    dtype: torch.dtype,
+    block_tokens: int,
+    rank: int = 0,
+    world: int = 1,
+    layers: range | None = None,
 ) -> tuple[GroupShape, ...]:
-    """Returns what one of `world` ranks keeps of each group, KV as `dtype`. Raises ConfigError when so many ranks
-    cannot share the model."""
+    """Returns what one of `world` ranks that have these layers (None: all) keeps of each group, KV as `dtype`. Raises
+    ConfigError when so many ranks cannot share the model, or there is no layer of a group."""
     check_shares(config, Axes(tp=world))
     shapes = []
+    layers = range(config.layers) if layers is None else layers
+    stage_groups(config.cache_groups, layers)
     for number, group in enumerate(config.cache_groups):
         own = getattr(torch, group.layout.dtype) if group.layout.dtype else dtype
         heads = share(group.layout.heads, rank, world)
-        layout = rank_shard(group, range(config.layers), heads, block_tokens, own.itemsize, number)
-        assert layout is not None, "a rank has all layers"
+        layout = rank_shard(group, layers, heads, block_tokens, own.itemsize, number)
+        assert layout is not None, "a rank has layers of each group"
         shapes.append(GroupShape(group, layout, own))
     return tuple(shapes)
 

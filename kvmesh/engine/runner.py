@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from kvmesh.engine.attention.backend import AttentionBackend, StepPlan, TokenSpan
+from kvmesh.engine.attention.by_context import ContextAttention, ContextPlan
 from kvmesh.engine.attention.choice import make_backend, make_latent_backend
 from kvmesh.engine.attention.grouped import GroupedAttention, GroupedPlan, GroupedSpan
 from kvmesh.engine.axes import Axes
@@ -21,16 +23,20 @@ from kvmesh.engine.batch import Chosen, Column, DecodeBatch, DecodeInput, Prefil
 from kvmesh.engine.cache_memory import GroupShape, check_memory, group_shapes
 from kvmesh.engine.checkpoint import Checkpoint
 from kvmesh.engine.config import DTYPES, ModelConfig
+from kvmesh.engine.context import ContextShare
+from kvmesh.engine.models.dispatch import share_rounds
 from kvmesh.engine.models.latent import up_projections
-from kvmesh.engine.models.moe import count_choices
+from kvmesh.engine.models.moe import count_choices, exchanged_experts
 from kvmesh.engine.models.registry import MODELS
+from kvmesh.engine.models.token_shares import share_tokens
 from kvmesh.engine.parallel import ALONE, ExpertsCut, RankMesh, check_shares, share, share_of
 from kvmesh.engine.rope import Rotation
 from kvmesh.engine.sampler import Preparation, Sampler, TokensInFlight
 from kvmesh.engine.sampling.prompt_scores import TokenScores, score_tokens
+from kvmesh.engine.stages import stage_groups, stage_layers
 from kvmesh.engine.weights import Weights
 from kvmesh.errors import ConfigError, ContextTooLong, InternalError, InvalidRequest, NonFiniteLogits
-from kvmesh.kvcache.cache_groups import is_single
+from kvmesh.kvcache.cache_groups import CacheGroup, is_single
 from kvmesh.kvcache.layout import ShardLayout
 
 if TYPE_CHECKING:
@@ -61,16 +67,37 @@ def torch_dtype(name: str | torch.dtype) -> torch.dtype:
 
 
 def shard_layout(
-    config: ModelConfig, dtype: str | torch.dtype, block_tokens: int, rank: int = 0, world: int = 1
+    config: ModelConfig,
+    dtype: str | torch.dtype,
+    block_tokens: int,
+    rank: int = 0,
+    world: int = 1,
+    layers: range | None = None,
 ) -> ShardLayout:
-    """Returns what one of `world` ranks holds of each block: by default the whole model. Raises ConfigError when so
-    many ranks cannot share it."""
+    """Returns what one of `world` ranks that have these layers (None: all) holds of each block: by default the whole
+    model. Raises ConfigError when so many ranks cannot share it."""
     check_shares(config, Axes(tp=world))
     heads = share(config.kv_heads, rank, world)
-    itemsize = torch_dtype(dtype).itemsize
+    layers = range(config.layers) if layers is None else layers
     return ShardLayout(
-        config.layers, len(heads), block_tokens, config.head_dim, itemsize, 0, heads.start, config.kv_planes
+        len(layers),
+        len(heads),
+        block_tokens,
+        config.head_dim,
+        torch_dtype(dtype).itemsize,
+        layers.start,
+        heads.start,
+        config.kv_planes,
     )
+
+
+def taking_turns(layout: ShardLayout, axes: Axes, rank: int) -> ShardLayout:
+    """Returns the layout of a rank that shares contexts with others: its pages are every so-manieth block. With an
+    interleave other than one block they are no blocks, and the layout says nothing of turns."""
+    share = ContextShare.of(axes, rank, layout.block_tokens)
+    if share.turns == 1 or share.interleave != layout.block_tokens:
+        return layout
+    return replace(layout, turn=share.turn, turns=share.turns)
 
 
 def pages_over(
@@ -98,8 +125,11 @@ class Runner:
     then it answers the token -1 where logits are not finite, as a step over states changes these in place.
 
     In a `mesh` it loads and holds this rank's share; every rank must then make the same calls in the same order, and
-    gets the same answers. `experts_cut` says how they share experts (`parallel.cuts_experts_whole`). `cuda_graphs`: as
-    `use_pages` has it."""
+    gets the same answers, but for stages of a pipeline before the last: these get no tokens of chunks, no
+    log-probabilities and no scores, and do not wait for the last stage in a step without decode rows. A pipeline is
+    `tolerant` always. Ranks of different places on `dp` have steps of their own; where they share experts (`rounds` is
+    not None) each must make as many, those without a token by `serve`. `experts_cut` says how ranks share experts
+    (`parallel.cuts_experts_whole`). `cuda_graphs`: as `use_pages` has it."""
 
     def __init__(
         self,
@@ -115,7 +145,9 @@ class Runner:
         self.config = checkpoint.config
         self.mesh = mesh
         own = share_of(self.config, mesh.axes)
-        self.layout = shard_layout(self.config, dtype, block_tokens, mesh.tp.rank, mesh.tp.size)
+        self._layers = stage_layers(self.config, mesh.axes, mesh.rank)
+        own_shard = shard_layout(self.config, dtype, block_tokens, mesh.tp.rank, mesh.tp.size, self._layers)
+        self.layout = taking_turns(own_shard, mesh.axes, mesh.rank)
         self._dtype, self._own = torch_dtype(dtype), own
         self.device = (pages if isinstance(pages, torch.Tensor) else pages[0]).device
         if torch.device(device).type != self.device.type:
@@ -123,13 +155,18 @@ class Runner:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # where Triton launches
         self._sampler = Sampler(self.device)
-        self.tolerant = False
+        self.tolerant = mesh.axes.pp > 1
         self._check_pages(pages)
         with torch.inference_mode():
             weights = Weights(checkpoint, self._dtype, self.device, mesh, experts_cut)
             self.model = MODELS[self.config.architecture](own, weights)
-        experts = self.config.experts
-        self.expert_counts = None if experts is None else count_choices(self.model.layers, experts, self.device)
+        self._stage = self.model.stage
+        experts, self.expert_counts = self.config.experts, None
+        if experts is not None:
+            self.expert_counts = count_choices(self.model.layers, experts, self.device, self._layers.start)
+        self.shared_tokens = share_tokens(self.model.layers, mesh.group("cp"))
+        self._exchanged = exchanged_experts(self.model.layers)
+        self.rounds = share_rounds(self._exchanged)
         self.use_pages(pages, cuda_graphs)
         checkpoint.close()  # everything has been copied out of the file mappings
 
@@ -149,16 +186,20 @@ class Runner:
         self.drop_graphs()
         if not isinstance(pages, torch.Tensor) and is_single(self.config.cache_groups):
             [pages] = pages
-        self.attention: AttentionBackend | GroupedAttention
+        self.attention: AttentionBackend | GroupedAttention | ContextAttention
         if isinstance(pages, torch.Tensor):
-            self.attention = self._backend(pages, range(self.config.layers))
+            self.attention = self._backend(pages, range(len(self._layers)))
+            if self.mesh.group("cp", "dcp").size > 1:
+                self.attention = ContextAttention(self.attention, self.mesh)
         else:
-            groups = self.config.cache_groups
+            groups = self.groups
             self.attention = GroupedAttention(groups, pages, self._backend, self.model.state_backend)
         capturable = (
             self.attention.capturable
             and self.mesh.world.capturable
             and self.model.capturable
+            and not self._exchanged
+            and self._stage.alone
             and self.device.type == "cuda"
         )
         if cuda_graphs and capturable:
@@ -181,7 +222,13 @@ class Runner:
     @property
     def shapes(self) -> tuple[GroupShape, ...]:
         """What this rank keeps of each cache group."""
-        return group_shapes(self.config, self._dtype, self.layout.block_tokens, self.mesh.tp.rank, self.mesh.tp.size)
+        tp = self.mesh.tp
+        return group_shapes(self.config, self._dtype, self.layout.block_tokens, tp.rank, tp.size, self._layers)
+
+    @property
+    def groups(self) -> tuple[CacheGroup, ...]:
+        """The model's cache groups with this rank's layers, which count from its first."""
+        return stage_groups(self.config.cache_groups, self._layers)
 
     def zero_slots(self, group: int, slots: Sequence[int]) -> None:
         """Makes the states of a STATE group in these slots those of no token, before the first step of whoever has
@@ -213,6 +260,7 @@ class Runner:
         from kvmesh.engine.graphs import MAX_ROWS, DecodeGraphs
         from kvmesh.engine.pieces import PieceGraphs, piece_sizes
 
+        assert not isinstance(self.attention, ContextAttention), "it is not capturable"
         capture = CudaCapture(self.device)  # of both: one pool
         if max_rows != 0:
             room, longest = self.attention.most_tokens, self.config.max_context_tokens
@@ -259,11 +307,14 @@ class Runner:
         rows: DecodeBatch,
         on_layer: Callable[[int], None] | None = None,
         on_scores: Callable[[int, TokenScores], None] | None = None,
+        on_late: Callable[[Callable[[], Chosen]], None] | None = None,
     ) -> tuple[list[SampledToken | None], Chosen]:
         """Computes chunks and decode rows in one pass over the weights: one answer per item and one per row.
 
         `on_layer` and what is raised are as for `prefill` and `decode`; `rows` of NonFiniteLogits index the decode rows
-        first, then the items. `on_scores(i, scores)` gets those of the targets of item i; without it none are made."""
+        first, then the items. `on_scores(i, scores)` gets those of the targets of item i; without it none are made.
+        At a stage before the last, `on_late` gets what waits for the rows' tokens, and none are returned; without it
+        the step waits for them."""
         if not items and not len(rows.positions):
             return [], Chosen(NOBODY.token_ids, {})
         self._check_prefill(items)
@@ -284,18 +335,53 @@ class Runner:
         beside = [tokens]
         if count + len(wanted) < end:
             beside.append(np.array([*range(count), *wanted.values()], np.int64))
+        if not self._stage.last:
+            params = ()
         ready = self._sampler.prepare(params, indices, self.config.vocab_size, beside)
+        if self.rounds is not None:
+            self.rounds.begin(end)
         if self.graphs is not None and not items:
             logits = self.graphs.logits(rows.token_ids, self._tables(rows), rows.positions)
             if logits is not None:
                 return [], self._choose(logits, ready)
         plan = self._plan(rows, items)
         hidden = self._hidden(ready.beside[0], plan, on_layer)
+        if not self._stage.last:
+            return [None] * len(items), self._passed_on(hidden, count, on_late)
         bad = self._score(items, count, hidden, on_scores) if on_scores is not None else ()
         first, chosen = self._sample(list(wanted), count, len(items), hidden, ready)
         for i in bad:
             first[i] = SampledToken(-1)
+        if count and not self._stage.alone:
+            self._stage.send_tokens(torch.from_numpy(chosen.token_ids).to(self.device))
         return first, chosen
+
+    def _passed_on(
+        self, hidden: torch.Tensor, rows: int, on_late: Callable[[Callable[[], Chosen]], None] | None
+    ) -> Chosen:
+        """Gives the next stage what this one has computed. Returns the tokens of the decode rows once the last stage
+        has chosen them, or gives `on_late` what waits for them."""
+        self._stage.send(hidden)
+        if rows:
+            tokens = self._stage.await_tokens(rows)
+            if on_late is None:
+                return Chosen(tokens().cpu().numpy(), {})
+            on_late(lambda: Chosen(tokens().cpu().numpy(), {}))
+        elif self.device.type == "cuda":  # a step ends when its work does
+            torch.cuda.current_stream(self.device).synchronize()
+        return Chosen(NOBODY.token_ids, {})
+
+    @torch.inference_mode()
+    def serve(self, between_layers: Callable[[], None] | None = None) -> None:
+        """Takes part in a step of other data-parallel ranks, with no token of its own: their tokens get this rank's
+        experts."""
+        if self.rounds is None:
+            return
+        self.rounds.begin(0)
+        for block in self._exchanged if self.rounds.anyone else ():
+            block.serve()
+            if between_layers is not None:
+                between_layers()
 
     @torch.inference_mode()
     def launch(
@@ -322,7 +408,12 @@ class Runner:
             logits = self.graphs.logits(rows.token_ids, self._tables(rows), rows.positions, on_device)
         if logits is None:
             plan = self._plan(rows, ())
-            logits = self.model.logits(self.model.hidden(tokens, plan.positions, _attend(plan, None)))
+            attend = _attend(plan, None)
+            if isinstance(plan, ContextPlan) and plan.own is not None:
+                hidden = self._hidden_of_own(tokens, plan, attend)
+            else:
+                hidden = self.model.hidden(tokens, plan.positions, attend)
+            logits = self.model.logits(hidden)
         return self._sampler.launch(logits, ready)
 
     def _tables(self, rows: DecodeBatch) -> Sequence[Any]:
@@ -337,8 +428,19 @@ class Runner:
 
     def _hidden(self, token_ids: torch.Tensor, plan: StepPlan, on_layer: Callable[[int], None] | None) -> torch.Tensor:
         attend = _attend(plan, on_layer)
+        if isinstance(plan, ContextPlan) and plan.own is not None:
+            return self._hidden_of_own(token_ids, plan, attend)
         hidden = self.pieces.hidden(token_ids, plan.positions, attend) if self.pieces is not None else None
         return self.model.hidden(token_ids, plan.positions, attend) if hidden is None else hidden
+
+    def _hidden_of_own(
+        self, token_ids: torch.Tensor, plan: ContextPlan, attend: Callable[..., torch.Tensor]
+    ) -> torch.Tensor:
+        """Computes those of the step's tokens that are this rank's, and gathers all of them over cp."""
+        assert self.shared_tokens is not None and plan.own is not None and plan.back is not None
+        self.shared_tokens.counts = plan.counts
+        hidden = self.model.hidden(token_ids.index_select(0, plan.own), plan.positions, attend)
+        return self.shared_tokens.group.gather_rows(hidden, plan.counts).index_select(0, plan.back)
 
     def _sample(
         self, wanted: Sequence[int], count: int, items: int, hidden: torch.Tensor, ready: Preparation

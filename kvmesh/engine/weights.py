@@ -9,6 +9,7 @@ import torch
 from kvmesh.engine.checkpoint import Checkpoint
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.parallel import ALONE, Cut, ExpertsCut, Group, RankMesh
+from kvmesh.engine.stages import stage_layers
 
 STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -36,6 +37,11 @@ class Weights:
     def config(self) -> ModelConfig:
         """The whole model's configuration, whatever this rank has of it: cuts are given in its terms."""
         return self.checkpoint.config
+
+    @property
+    def layers(self) -> range:
+        """The layers of the model that this rank has."""
+        return stage_layers(self.config, self.mesh.axes, self.mesh.rank)
 
     def __contains__(self, name: str) -> bool:
         return name in self.checkpoint.tensors

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvmesh.blockservice.tiers.config import TierConfig
+from kvmesh.engine.axes import Axes
 from kvmesh.kvcache.keys import MAX_WEIGHTS_EPOCH
 
 
@@ -90,7 +91,17 @@ class InstanceConfig(TierConfig):
     threads: int = field(default=1, metadata={"help": "torch threads of a rank."})
     tensor_parallel: int = field(
         default=1,
-        metadata={"help": "Rank processes that share the model; see docs/operate/tensor-parallel.md.", "min": 1},
+        metadata={
+            "help": "Rank processes that share the model, short for mesh=tp=N; see docs/operate/tensor-parallel.md.",
+            "min": 1,
+        },
+    )
+    mesh: str = field(
+        default="",
+        metadata={
+            "help": "Along which axes rank processes share the model, in place of tensor_parallel: pp=4,tp=2 are four "
+            "stages of layers of two ranks each (docs/operate/pipelines.md)."
+        },
     )
     experts_cut: str = field(
         default="auto",
@@ -127,3 +138,8 @@ class InstanceConfig(TierConfig):
             "max": 100,
         },
     )
+
+    @property
+    def axes(self) -> Axes:
+        """Along which axes rank processes share the model. Raises ConfigError as `Axes.of_settings` does."""
+        return Axes.of_settings(self.mesh, self.tensor_parallel, "mesh", "tensor_parallel")

@@ -61,8 +61,8 @@ class GroupedMemory:
         for group, mine, starts in zip(groups, self._memories, self._starts, strict=True):
             if len({memory.shard.shard_bytes for memory in mine}) != 1 or len(starts) != 1:
                 raise ConfigError(
-                    f"tensor_parallel={len(readies)}: its ranks do not have equal parts of cache group {group.name}",
-                    field="tensor_parallel",
+                    f"mesh={str(config.axes)!r}: its ranks do not have equal parts of cache group {group.name}",
+                    field="mesh",
                 )
 
     @property

@@ -11,6 +11,9 @@ applied; the followers apply exactly as many and run the same step:
 A follower holds back what stands behind a shared command that the leader has not announced, so all that it does is in
 the front's order; between two layers of a step only what no step depends on is taken early, at every rank alike.
 
+Stages of a pipeline take the same turns, each when the stage before sends it what it has made: rank 0 may be several
+turns ahead of the last stage while none of them has decode rows, whose tokens every stage waits for.
+
 A PrefillStep waits for the loads before it, and each rank copies at a pace of its own. The leader decides which turn
 has it, by its own loads; a follower that is told so finishes its loads first.
 """
@@ -26,9 +29,10 @@ from kvmesh.errors import InternalError
 from kvmesh.ranks import protocol as m
 
 SHARED = (m.PrefillStep, m.Join, m.Grant, m.DropPages, m.Leave, m.Profile)
-# Messages that all ranks would send alike: only the leader sends them. When it has ended a step, every rank has entered
-# the last all-reduce of that step, and so has touched the step's pages for the last time.
-LEADERS = (m.DecodeStepDone, m.Stalled, m.Left)
+# Messages that all ranks would send alike: only `Axes.speaker` sends them, which is the leader, or, of a pipeline, the
+# first rank of the last stage. When it has ended a step, every rank has entered the last all-reduce of that step, or
+# sent on what its stage has made, and so has touched the step's pages for the last time.
+SPEAKERS = (m.DecodeStepDone, m.Stalled, m.Left)
 
 WIRE = struct.Struct("<Q??QQ")
 

@@ -342,11 +342,13 @@ class TierProbe(Message, frozen=True):
 
 
 class TierOpened(Message, frozen=True):
-    """Answers TierOpen. `why_not` says what is wrong with the folder; "" means that the tier is in use."""
+    """Answers TierOpen. `why_not` says what is wrong with the folder; "" means that the tier is in use. `medium` means
+    that its disk is at fault, and not what is configured."""
 
     tier: int
     part: int
     why_not: str = ""
+    medium: bool = False
 
 
 class TierDone(Message, frozen=True):
@@ -494,6 +496,7 @@ class Configure(Message, frozen=True):
     # Whether a model that has several cache groups, or one that does not keep all, is served group by group: Ready says
     # its `groups`, and every message that names pages or extents must name them by group.
     cache_groups: bool = False
+    mesh: str = ""  # the axes of the `world_size` ranks as `kvmesh.engine.axes.Axes.parse` reads them
 
 
 class OpenSegment(Message, frozen=True):

@@ -12,8 +12,8 @@ A request whose prompt is computed in this instance goes from ADMITTED to READY 
 
 The machine is pure: events and the time come in, actions go out. Four kinds of *hands* can be on a request's memory:
 `windows` (writers that are not fenced yet), `loading` (a rank copies blocks of this node's store into the landing),
-`copying` (a rank copies between extents and pages) and `in_batch` (a step may touch the pages; rank 0 speaks for all
-ranks: ADR 0023). The one rule: **memory is given back only when no hand is on it**, whatever the client was told.
+`copying` (a rank copies between extents and pages) and `in_batch` (a step may touch the pages; one rank speaks for all:
+ADR 0023). The one rule: **memory is given back only when no hand is on it**, whatever the client was told.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Handoff:
         self.copying: tuple[Literal["in", "out"], set[int]] | None = None
         # Ranks that compile its grammar: it joins no batch before they have.
         self.compiling = self.all_ranks() if spec.sampling.grammar else set()
-        self.in_batch = False  # steps of the ranks use `pages`; rank 0 says when none does any more
+        self.in_batch = False  # steps of the ranks use `pages`; `Axes.speaker` says when none does any more
         # the writer (prefill)
         self.landing_sent = False
         self.drained = False  # no byte of the writer is on its way any more

@@ -230,7 +230,7 @@ class DecodeState:
         rank, message = event.rank, event.message
         match message:
             case m.DecodeStepDone():
-                self._step_done(rank, message, now)
+                self._step_done(message, now)
             case m.WindowOpened(_, epoch) | m.FillEnded(_, epoch) | m.Fenced(_, epoch) | m.LoadCopied(epoch):
                 self._give(self._by_epoch.get(epoch), event, now)
             case m.SealCopied():
@@ -256,7 +256,7 @@ class DecodeState:
             self.scheduler.want_page(h)
             self._drop(h, now, idle=True)
 
-    def _step_done(self, rank: int, step: m.DecodeStepDone, now: int) -> None:
+    def _step_done(self, step: m.DecodeStepDone, now: int) -> None:
         """Handles the tokens of one step. It is the path of every token: it makes no objects, and schedules only when a
         page is wanted or an answer ends."""
         requests, flush = self.requests, self._flush
@@ -277,7 +277,7 @@ class DecodeState:
                     self._drop(h, now)
             if token.finish:
                 self._run(h, e.Ended(e.Reason(token.finish), token.handle in step.held), now)
-        if rank == 0 and not step.prefill_tokens:  # a step that computed prompts beside its rows tells nothing of rows
+        if not step.prefill_tokens:  # a step that computed prompts beside its rows tells nothing of rows
             sample = (step.batch, step.context_tokens, step.end_ns - step.start_ns)
             self.steps.append(sample)
             self.scheduler.step_times.add(*sample)

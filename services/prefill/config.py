@@ -34,7 +34,11 @@ class PrefillConfig(InstanceConfig):
         default=512, metadata={"help": "A request with more tokens to compute runs alone in its steps.", "min": 0}
     )
     pipeline_depth: int = field(
-        default=2, metadata={"help": "Steps at the ranks: with 2 they never wait for the front.", "min": 1}
+        default=2,
+        metadata={
+            "help": "Steps at the ranks, and one more for each further stage: with 2 they never wait for the front.",
+            "min": 1,
+        },
     )
     max_queued: int = field(
         default=1024, metadata={"help": "Waiting requests; more are refused as overloaded.", "min": 0}
@@ -99,7 +103,7 @@ class PrefillConfig(InstanceConfig):
             prefill_chunk_tokens=chunk,
             max_batch_tokens=max(self.max_batch_tokens, chunk),
             long_prompt_tokens=self.long_prompt_tokens,
-            pipeline_depth=self.pipeline_depth,
+            pipeline_depth=self.pipeline_depth + self.axes.pp - 1,
             priority_step_ns=self.priority_step_ms * 1_000_000,
             size_weight=self.size_weight,
             fair=self.tenant_fairness,

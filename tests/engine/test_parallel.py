@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,15 +14,19 @@ import torch
 from torch.multiprocessing.spawn import spawn
 
 from kvmesh.engine.axes import Axes
+from kvmesh.engine.cache_memory import group_shapes, named_by_group, zeroed_memory
 from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.parallel import ALONE, Cut, ExpertsCut, Group, RankMesh, RanksLost, check_shares, share, share_of
-from kvmesh.engine.runner import NOBODY, DecodeInput, PrefillInput, SampleParams, shard_layout
+from kvmesh.engine.runner import NOBODY, DecodeInput, PrefillInput, Runner, SampleParams, shard_layout
 from kvmesh.engine.sampling.prompt_scores import TokenScores
+from kvmesh.engine.stages import stage_layers
 from kvmesh.engine.weights import Weights
 from kvmesh.errors import ConfigError
+from kvmesh.kvcache.layout import ShardLayout
 from tests.support.checkpoints import FAMILY_ZOO, make_checkpoint
 from tests.support.engine.given_mesh import GivenMesh
-from tests.support.engine.stepper import Stepper
+from tests.support.engine.qwen3_next import make_qwen3_next
+from tests.support.engine.stepper import Stepper, sampled_id
 from tests.support.reference import Forced, assert_as_close_as_reference, assert_matches_reference
 
 TOKENS = 12
@@ -32,7 +36,10 @@ PROMPTS = [[(7 * i * i + 5 * i) % 250 + 3 for i in range(n)] for n in (37, 5)]
 LATER = ["granite", "olmo3", "qwen3_moe", "mixtral", "glm4_moe", "minimax_m2", "deepseek_v2", "deepseek_v3"]
 LATER += ["gpt_oss", "llama4"]
 # A window in all layers and in some, norms after sums, norms of heads, matrices that are stored joined, longrope.
+TENSOR = ["qwen3-gqa4-yarn", "qwen2-gqa7-yarn-parameters", "llama-gqa4-llama3", "biased"]
 FAMILIES = ["mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-window", "phi3-long", *LATER]
+# A norm of both answers, latents beside experts, scaled answers, sinks, chunks in some layers.
+STAGED = ["gemma2", "gemma3", "deepseek_v3", "granite", "gpt_oss", "llama4"]
 SAMPLED = SampleParams(temperature=0.9, top_p=0.95, seed=11, logprobs=2)
 
 
@@ -108,8 +115,9 @@ class Said:
     greedy: list[list[int]]
     sampled: list[int]
     half: Forced  # in bfloat16
-    scores: TokenScores  # of the first prompt's tokens
-    first_head: int
+    scores: TokenScores | None  # of the first prompt's tokens
+    layout: ShardLayout
+    last: bool  # the only stage, or the last one of a pipeline, which alone has samples of prompts and scores
     pages: torch.Tensor  # of the first prompt
 
 
@@ -127,21 +135,42 @@ def answer(path: Path, mesh: RankMesh, cut: ExpertsCut = "auto") -> Said:
     rest = stepper.decode(rows, TOKENS - 1)
     greedy = [[token, *tokens] for token, tokens in zip(first, rest, strict=True)]
     sampled = [stepper.runner.prefill([PrefillInput(prompt, 0, stepper.take(40), SAMPLED)]) for prompt in PROMPTS]
-    found = [token.token_id for [token] in sampled if token is not None]
+    found = [sampled_id(token, mesh) for [token] in sampled]
     scores: dict[int, TokenScores] = {}
     asked = PrefillInput(PROMPTS[0], 0, stepper.take(40), targets=PROMPTS[0][1:], top=2)
     stepper.runner.step([asked], NOBODY, on_scores=scores.__setitem__)
     half = Stepper(path, dtype="bfloat16", mesh=mesh, experts_cut=cut).forced(PROMPTS[0], 25, chunks=(16, 7))
     kv = stepper.pages[list(pages[0])][:2]
-    return Said(greedy, found, half, scores[0], stepper.layout.first_head, kv.clone())
+    last = mesh.place.pp == mesh.axes.pp - 1
+    return Said(greedy, found, half, scores.get(0), stepper.layout, last, kv.clone())
 
 
-def rank_main(rank: int, size: int, folder: Path, checkpoints: list[Path], cut: ExpertsCut) -> None:
+def grouped_answer(path: Path, mesh: RankMesh) -> list[int]:
+    """Greedy tokens of the first prompt, in chunks, from memory of each cache group of a stage."""
+    checkpoint = open_checkpoint(path)
+    layers = stage_layers(checkpoint.config, mesh.axes, mesh.rank)
+    shapes = group_shapes(checkpoint.config, torch.float32, 16, mesh.tp.rank, mesh.tp.size, layers)
+    memory = zeroed_memory(shapes, [4] * len(shapes), torch.device("cpu"))
+    runner, groups = Runner(checkpoint, "float32", "cpu", 16, memory, mesh), named_by_group(shapes, range(4), 2)
+    prompt, at = PROMPTS[0], 0
+    for length in (16, 7):
+        runner.prefill([PrefillInput(prompt[at : at + length], at, groups=groups)])
+        at += length
+    [first] = runner.prefill([PrefillInput(prompt[at:], at, sample=SampleParams(), groups=groups)])
+    tokens = [sampled_id(first, mesh)]
+    for position in range(len(prompt), len(prompt) + TOKENS - 1):
+        [token] = runner.decode([DecodeInput(tokens[-1], position, (), SampleParams(), groups)])
+        tokens.append(token.token_id)
+    return tokens
+
+
+def rank_main(rank: int, axes: Axes, folder: Path, checkpoints: list[Path], grouped: list[Path], cut: str) -> None:
     torch.set_num_threads(1)
-    mesh = RankMesh(Axes(tp=size), rank, str(folder / "meet"), timeout_s=20)
+    mesh = RankMesh(axes, rank, str(folder / "meet"), timeout_s=20)
     mesh.connect(60)
-    torch.save([answer(path, mesh, cut) for path in checkpoints], folder / f"{rank}.pt")
-    if size == 2:
+    said = [answer(path, mesh, cast(ExpertsCut, cut)) for path in checkpoints]
+    torch.save((said, [grouped_answer(path, mesh) for path in grouped]), folder / f"{rank}.pt")
+    if axes == Axes(tp=2):
         dies_while_others_wait(rank, mesh, folder)
     mesh.close()
 
@@ -157,33 +186,51 @@ def dies_while_others_wait(rank: int, mesh: RankMesh, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "names", "cut"),
+    ("axes", "names", "cut"),
     [
-        (2, ["qwen3-gqa4-yarn", "qwen2-gqa7-yarn-parameters", "llama-gqa4-llama3", "biased", *FAMILIES], "columns"),
-        (4, ["qwen3-gqa4-yarn", "llama-gqa4-llama3"], "auto"),
-        (2, ["qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral"], "whole"),
+        (
+            "tp=2",
+            ["qwen3-gqa4-yarn", "qwen2-gqa7-yarn-parameters", "llama-gqa4-llama3", "biased", *FAMILIES],
+            "columns",
+        ),
+        ("tp=4", ["qwen3-gqa4-yarn", "llama-gqa4-llama3"], "auto"),
+        ("tp=2", ["qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral"], "whole"),
+        ("pp=2", ["qwen3-gqa4-yarn", *STAGED], "auto"),
+        ("pp=2,tp=2", ["deepseek_v3", "gemma2"], "columns"),
+        ("pp=4", ["qwen3_moe", "llama4"], "auto"),
     ],
 )
 @pytest.mark.slow
 def test_ranks_together_answer_as_one_does(
-    size: int, names: list[str], cut: ExpertsCut, zoo: Callable[[str], Path], tmp_path: Path
+    axes: str, names: list[str], cut: ExpertsCut, zoo: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Biases at every matrix (added once), KV heads that several ranks share, a vocabulary that does not divide."""
+    """Biases at every matrix (added once), KV heads that several ranks share, a vocabulary that does not divide; a tied
+    head, which two stages read, a residual between two norms, memory by cache groups, states."""
     made: dict[str, dict[str, Any]] = {
         "biased": {"family": "llama", "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
         "phi3-long": FAMILY_ZOO["phi3"] | {"original_max_position_embeddings": 4},  # shorter than the prompts
     }
     paths = [make_checkpoint(tmp_path / name, **made[name]) if name in made else zoo(name) for name in names]
-    spawn(rank_main, (size, tmp_path, paths, cut), nprocs=size)  # type: ignore[no-untyped-call]
-    said = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(size)]
-    assert (tmp_path / "heard").exists() == (size == 2)
+    mesh, grouped = Axes.parse(axes), []
+    if axes == "pp=2":
+        grouped = [make_checkpoint(tmp_path / "gemma2", **FAMILY_ZOO["gemma2"] | {"num_hidden_layers": 4})]
+        grouped.append(make_qwen3_next(tmp_path / "qwen3_next"))
+    spawn(rank_main, (mesh, tmp_path, paths, grouped, cut), nprocs=mesh.world)  # type: ignore[no-untyped-call]
+    said = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(mesh.world)]
+    assert (tmp_path / "heard").exists() == (axes == "tp=2")
+    for at, path in enumerate(grouped):
+        assert [tokens[at] for _, tokens in said] == [grouped_answer(path, ALONE)] * mesh.world
     for at, path in enumerate(paths):
-        alone, ranks = answer(path, ALONE), [answers[at] for answers in said]
-        for own in ranks:
-            assert (own.greedy, own.sampled, own.half) == (ranks[0].greedy, ranks[0].sampled, ranks[0].half)
-            head = own.first_head
-            expected = alone.pages[:, :, :, head : head + own.pages.shape[3]]
+        alone, every = answer(path, ALONE), [answers[at] for answers, _ in said]
+        for own in every:
+            assert (own.greedy, own.sampled) == (every[0].greedy, every[0].sampled)
+            head, layer = own.layout.first_head, own.layout.first_layer
+            expected = alone.pages[:, layer : layer + own.layout.layers, :, head : head + own.layout.kv_heads]
             assert torch.allclose(own.pages, expected, rtol=1e-3, atol=1e-4)
+        ranks = [own for own in every if own.last]
+        for own in ranks:
+            assert own.half == ranks[0].half
+            assert own.scores is not None and ranks[0].scores is not None and alone.scores is not None
             for mine, first, right in zip(own.scores, ranks[0].scores, alone.scores, strict=True):
                 np.testing.assert_array_equal(mine, first)
                 if right.dtype == np.float32:

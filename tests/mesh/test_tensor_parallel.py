@@ -1,5 +1,5 @@
-"""Instances of two ranks in a real mesh: handoffs from two ranks to one, from one to two and from two to two, blocks
-that are used again and go from one cut to the other, a rank that is killed."""
+"""Instances of two ranks in a real mesh, which share heads or layers: handoffs from two ranks to one, from one to two
+and from two to two, blocks that are used again and go from one cut to the other, a rank that is killed."""
 
 from __future__ import annotations
 
@@ -35,14 +35,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def four(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
-    """prefill-0 and decode-0 of one rank, decode-1 and coupled-0 of two. What prefill-0 sends goes through staging."""
+    """prefill-0 and decode-0 of one rank, decode-1 and coupled-0 of two, coupled-1 of two stages. What prefill-0 sends
+    goes through staging."""
     two = {"tensor_parallel": 2}
     flags = {
         "prefill": {"prefill_chunk_tokens": 48, "device": "cpu-staged"},
         "decode-1": two,
         "coupled-0": two | {"prefill_chunk_tokens": 48, "rank_timeout_ms": 4000},
+        "coupled-1": {"mesh": "pp=2", "prefill_chunk_tokens": 48},
     }
-    shape: dict[str, Any] = {"prefill": 1, "decode": 2, "coupled": 1, "block_tokens": BLOCK, "memory_mb": 16}
+    shape: dict[str, Any] = {"prefill": 1, "decode": 2, "coupled": 2, "block_tokens": BLOCK, "memory_mb": 16}
     async with running_mesh(model, tmp_path_factory.mktemp("run"), flags=flags, **shape) as running:
         yield running
 
@@ -64,6 +66,10 @@ def check(model: Path, asked: list[int], answer: Answer) -> None:
         ("prefill-0", "decode-1"),
         ("coupled-0", "decode-1"),
         ("coupled-0", "coupled-0"),
+        ("coupled-1", "decode-0"),
+        ("coupled-1", "decode-1"),
+        ("prefill-0", "coupled-1"),
+        ("coupled-1", "coupled-1"),
     ],
 )
 async def test_tokens_do_not_depend_on_how_many_ranks_either_side_has(
@@ -87,7 +93,12 @@ async def test_tokens_do_not_depend_on_how_many_ranks_either_side_has(
 
 
 @pytest.mark.parametrize(
-    ("holder", "reader", "decode"), [("prefill-0", "coupled-0", "decode-0"), ("coupled-0", "prefill-0", "decode-1")]
+    ("holder", "reader", "decode"),
+    [
+        ("prefill-0", "coupled-0", "decode-0"),
+        ("coupled-0", "prefill-0", "decode-1"),
+        ("coupled-1", "coupled-0", "decode-0"),
+    ],
 )
 async def test_stored_blocks_go_from_one_cut_to_the_other(
     four: Running, model: Path, holder: str, reader: str, decode: str
@@ -139,6 +150,7 @@ async def test_a_profile_times_the_same_steps_at_every_rank(four: Running, model
     ("name", "sign", "cause"),
     [
         ("decode-1", signal.SIGKILL, "rank 1 (pid {1}) was killed by SIGKILL"),
+        ("coupled-1", signal.SIGKILL, "rank 1 (pid {1}) was killed by SIGKILL"),
         ("coupled-0", signal.SIGSTOP, "rank 0 (pid {0}) gave up: rank 0 lost the other ranks in a step: "),
     ],
 )

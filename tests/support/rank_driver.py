@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 import msgspec
 import psutil
 
+from kvmesh.engine.axes import Axes
 from kvmesh.instance.front import spawn_ranks
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.client import RankClient
 from kvmesh.ranks.devices import STAGED_CPU
-from kvmesh.ranks.lockstep import LEADERS
+from kvmesh.ranks.lockstep import SPEAKERS
 
 BLOCK = 16
 GREEDY = m.Sampling(0.0, 1.0, 0, 1, -1)
@@ -135,8 +136,8 @@ async def rank(
 class AllRanks:
     """The ranks of one instance, driven as one: each gets every message, and what each says is taken from all."""
 
-    def __init__(self, drivers: list[Driver]) -> None:
-        self.drivers = drivers
+    def __init__(self, drivers: list[Driver], speaker: int = 0) -> None:
+        self.drivers, self.speaker = drivers, speaker
         self.client: Any = self
 
     @property
@@ -149,7 +150,7 @@ class AllRanks:
 
     @property
     def inbox(self) -> list[m.ToFront]:
-        return self.drivers[0].inbox
+        return self.drivers[self.speaker].inbox
 
     def send(self, message: m.ToRank) -> None:
         for driver in self.drivers:
@@ -159,11 +160,12 @@ class AllRanks:
         self.drivers[rank].client.send(message)
 
     async def take(self, kind: type[M] | tuple[type[M], ...], timeout_s: float = 30.0) -> M:
-        """What the leader said, once the others have said it, too, if they do."""
-        found = await self.drivers[0].take(kind, timeout_s)
-        if not isinstance(found, LEADERS):
-            for driver in self.drivers[1:]:
-                await driver.take(kind, timeout_s)
+        """What the one that speaks for all said, once the others have said it, too, if they do."""
+        found = await self.drivers[self.speaker].take(kind, timeout_s)
+        if not isinstance(found, SPEAKERS):
+            for driver in self.drivers:
+                if driver is not self.drivers[self.speaker]:
+                    await driver.take(kind, timeout_s)
         return found
 
 
@@ -175,7 +177,12 @@ async def ranks(name: str, checkpoint: Path, count: int, folder: Path, **setting
     """As `rank`, of an instance of `count` ranks that meet in `folder`."""
     drivers = [Driver(number) for number in range(count)]
     spawn_ranks([driver.client for driver in drivers], 1)
-    settings = {"pages": 24, "group_file": str(folder / f"{name}-ranks"), "group_timeout_ms": 60_000} | settings
+    settings = {
+        "pages": 24,
+        "group_file": str(folder / f"{name}-ranks"),
+        "group_timeout_ms": 60_000,
+        "mesh": f"tp={count}",
+    } | settings
     pages = settings.pop("pages")
     try:
         known = msgspec.structs.replace(
@@ -185,7 +192,7 @@ async def ranks(name: str, checkpoint: Path, count: int, folder: Path, **setting
             msgspec.structs.replace(known, rank=number, world_size=count, **settings) for number in range(count)
         ]
         await asyncio.gather(*(d.client.configure(c, 120) for d, c in zip(drivers, configures, strict=True)))
-        yield AllRanks(drivers)
+        yield AllRanks(drivers, Axes.parse(configures[0].mesh).speaker)
     finally:
         for driver in drivers:
             await driver.client.close()

@@ -124,6 +124,7 @@ def config_of(options: Options) -> SimConfig:
         * gpu.host_bytes_per_s
         * gpu.efficiency.host,
         prefix_cache=options.prefix_cache,
+        tenant_fairness=options.tenant_fairness,
         host=_host_of(options),
         heartbeat_s=(options.heartbeat or (LIVE_HEARTBEAT_MS if options.unforeseen else HEARTBEAT_MS)) / 1000,
         profiled=not options.unknown,

@@ -83,6 +83,7 @@ class Machines:
     dram_gib: float | None = _opt(None, "Host memory for KV of a node; by default 1024.", "GiB")
     dram_tokens: int | None = _opt(None, "The same of an instance.", "TOKENS", least=1)
     ssd_gib: float | None = _opt(None, "SSD for KV of a node; by default none.", "GiB")
+    tenant_fairness: bool = _opt(True, "Prefill is fair between the tenants of the trace; else one queue for all.")
     kv_tokens: int | None = _opt(None, "Device memory for KV of an instance.", "TOKENS", least=1)
     chunk_tokens: int | None = _opt(None, "Of a prefill step; by default 8192, beside rows 512.", "N", least=1)
     max_running: int = _opt(256, "Rows of a decode batch.", "N", least=1)

@@ -82,21 +82,22 @@ def check_redis(settings: MeshSettings) -> None:
 
 def check_ranks(settings: MeshSettings) -> None:
     """Raise ConfigError that names the flag unless every model can be shared by as many ranks. Models are folders."""
-    shared = {key: ranks for key in (f"{one}_tp" for one in INSTANCES) if (ranks := getattr(settings, key)) > 1}
+    shared = {settings.axes_key(one): axes for one in INSTANCES if (axes := settings.axes(one)).world > 1}
     if not shared:
         return
-    from kvmesh.engine.axes import Axes
     from kvmesh.engine.checkpoint import open_checkpoint
     from kvmesh.engine.parallel import check_shares
+    from kvmesh.engine.stages import check_stages
 
     for served in settings.served:
         config = open_checkpoint(served.path).config
-        for key, ranks in shared.items():
+        for key, axes in shared.items():
             try:
-                check_shares(config, Axes(tp=ranks))
+                check_shares(config, axes)
+                check_stages(config, axes)
             except ConfigError as err:
                 why = err.message.partition(": ")[2]
-                text = f"{key}={ranks}: {why} in {served.path} (--{key.replace('_', '-')})"
+                text = f"{key}={getattr(settings, key)}: {why} in {served.path} (--{key.replace('_', '-')})"
                 raise ConfigError(text, field=key) from None
 
 

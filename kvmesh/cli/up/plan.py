@@ -323,7 +323,7 @@ def _own_flags(
         "store": {"redis": redis},
         "conductor": {"store": store, "redis": redis, "peers": conductor},
         "pool": {"store": store, "memory_mb": settings.pool_memory_mb},
-        **{one: {**instance, "tensor_parallel": getattr(settings, f"{one}_tp")} for one in INSTANCES},
+        **{one: {**instance, "mesh": str(settings.axes(one))} for one in INSTANCES},
         "gateway": {
             "host": settings.host,
             "http_port": http_port,

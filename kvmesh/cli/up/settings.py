@@ -11,6 +11,7 @@ from typing import Any
 from kvmesh.blockservice.tiers.config import TierConfig
 from kvmesh.cli.up.instance_groups import DTYPES, METAVAR, InstanceGroup, groups_of
 from kvmesh.config import ServiceConfig, same_as, without_password
+from kvmesh.engine.axes import Axes
 from kvmesh.errors import ConfigError
 from kvmesh.instance.config import InstanceConfig
 from kvmesh.ranks.transfer_config import TransferConfig, check
@@ -24,7 +25,7 @@ _RANKS = {"min": 1, "max": 64}
 CONDUCTOR_PORT, STORE_PORT = 7001, 7002  # of the first ones, where other machines can join
 EVERY_ADDRESS = ("", "0.0.0.0", "::")  # to listen on
 
-INSTANCES = ("prefill", "decode", "coupled")  # services whose instances have ranks; KEY_tp: how many each
+INSTANCES = ("prefill", "decode", "coupled")  # services whose instances have ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,20 @@ class MeshSettings:
         metadata={"help": "The same of each decode instance; the two may differ.", **_RANKS},
     )
     coupled_tp: int = field(default=1, metadata={"help": "The same of each coupled instance.", **_RANKS})
+    prefill_mesh: str = field(
+        default="",
+        metadata={
+            "help": "Along which axes rank processes share each prefill instance's model, in place of --prefill-tp: "
+            "pp=4,tp=2 are four stages of layers of two ranks each (docs/operate/pipelines.md).",
+            "metavar": "AXIS=N,...",
+        },
+    )
+    decode_mesh: str = field(
+        default="", metadata={"help": "The same of each decode instance.", "metavar": "AXIS=N,..."}
+    )
+    coupled_mesh: str = field(
+        default="", metadata={"help": "The same of each coupled instance.", "metavar": "AXIS=N,..."}
+    )
     masters: int = field(
         default=1, metadata={"help": "Store masters, of which one leads; several need --redis.", "min": 1, "max": 9}
     )
@@ -257,7 +272,9 @@ class MeshSettings:
     )
     http_tls_key: str = same_as(GatewayConfig, "http_tls_key", help="Its PEM private key.", metavar="FILE")
     tls_server_name: str = same_as(
-        ServiceConfig, "tls_server_name", help="Name in the services' certificate; empty: the addresses called."
+        ServiceConfig,
+        "tls_server_name",
+        help="Name in the services' certificates, {role} in it for each one's; empty: the addresses called.",
     )
     set: tuple[str, ...] = field(
         default=(),
@@ -298,10 +315,10 @@ class MeshSettings:
             if not self.count(key) and not self.count("coupled") and not self.join:
                 raise ConfigError(f"{key}=0: without --coupled instances at least one is needed", field=key)
         for service in INSTANCES:
-            ranks = getattr(self, f"{service}_tp")
-            if ranks > 1 and not self.count(service):
+            if self.axes(service).world > 1 and not self.count(service):
+                key = self.axes_key(service)
                 why = f"there are no {service} instances: give --{service} as well"
-                raise ConfigError(f"{service}_tp={ranks}: {why}", field=f"{service}_tp")
+                raise ConfigError(f"{key}={getattr(self, key)}: {why}", field=key)
         check(self.transports, self.nics)
         if self.tls and self.tls_cert:
             raise ConfigError(f"tls_cert={self.tls_cert!r}: --tls makes certificates of its own", field="tls_cert")
@@ -359,6 +376,16 @@ class MeshSettings:
         """The name clients use (of the first model)."""
         return self.served_name or Path(self.model).name
 
+    def axes(self, service: str) -> Axes:
+        """Along which axes the ranks of each instance of this service share the model. Raises ConfigError as
+        `Axes.of_settings` does."""
+        mesh, short = f"{service}_mesh", f"{service}_tp"
+        return Axes.of_settings(getattr(self, mesh), getattr(self, short), mesh, short)
+
+    def axes_key(self, service: str) -> str:
+        """The setting that says what `axes` does."""
+        return f"{service}_mesh" if getattr(self, f"{service}_mesh") else f"{service}_tp"
+
     @property
     def ranks(self) -> int:
         """Rank processes of all instances together."""
@@ -367,7 +394,7 @@ class MeshSettings:
     def ranks_on(self, device: str) -> int:
         """Rank processes of all instances on `device`, as `groups` names it."""
         a_model = sum(
-            group.count * int(getattr(self, f"{service}_tp"))
+            group.count * self.axes(service).world
             for service in INSTANCES
             for group in self.groups(service)
             if group.device == device

@@ -24,6 +24,7 @@ from kvmesh.engine.linear import Linear
 from kvmesh.engine.matrix import Matrix, read_matrix
 from kvmesh.engine.parallel import MLP_AXES, Cut, share
 from kvmesh.engine.rope import RotaryEmbedding, Rotation
+from kvmesh.engine.stages import Stage
 from kvmesh.engine.tensors import EMBED, HEAD, NORM, layer_prefix
 from kvmesh.engine.weights import Weights
 from kvmesh.errors import InternalError
@@ -233,28 +234,34 @@ class DecoderLayer:
 
 
 class DecoderModel:
-    """Is the whole model: embedding, layers, norm, head."""
+    """Is the whole model: embedding, layers, norm, head; or what one stage of a pipeline has of it, whose layers count
+    from `first_layer` of the model."""
+
+    norm: RMSNorm  # of the last stage, as the head is
+    head: Matrix
 
     def __init__(self, config: ModelConfig, weights: Weights, layers: Sequence[Layer]) -> None:
         self.config = config
         # Between two attentions the host looks at no values: of experts, where kernels multiply.
         self.capturable = config.experts is None or kernels_for(weights.device.type, "experts") is not None
-        self.layers = layers
-        self.embed = read_matrix(weights, [EMBED])
+        self.layers, self.first_layer = layers, weights.layers.start
+        self.stage = Stage(weights.mesh, config.hidden_size, weights.dtype, weights.device)
+        self.embed = read_matrix(weights, [EMBED]) if self.stage.first else None
         self.embed_scale = float(torch.tensor(config.embedding_scale).to(weights.dtype))  # rounded as transformers does
-        self.norm = RMSNorm(norm_weight(weights, NORM), config.rms_norm_eps)
         self.rope = RotaryEmbedding(config.rope, config.rotated_dim, weights.dtype, weights.device)
         self.local_rope: Callable[[torch.Tensor], Angles] = self.rope
         if config.local_rope is not None:
             self.local_rope = RotaryEmbedding(config.local_rope, config.head_dim, weights.dtype, weights.device)
         self.group = weights.mesh.mlp
         self.words = [len(share(config.vocab_size, rank, self.group.size)) for rank in range(self.group.size)]
-        self.head = self._head(weights)
+        if self.stage.last:
+            self.norm = RMSNorm(norm_weight(weights, NORM), config.rms_norm_eps)
+            self.head = self._head(weights)
 
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:
-        """One spec for each layer, with this rank's sinks."""
-        specs = self.config.attention
+        """One spec for each of this rank's layers, with its sinks."""
+        specs = self.config.attention[self.first_layer : self.first_layer + len(self.layers)]
         if not self.config.sinks:
             return specs
         return tuple(replace(spec, sinks=layer.attention.sinks) for spec, layer in zip(specs, self.layers, strict=True))
@@ -265,13 +272,14 @@ class DecoderModel:
         own = share(self.config.vocab_size, self.group.rank, self.group.size)
         tied = self.config.tie_word_embeddings and HEAD in weights
         if HEAD not in weights or (tied and torch.equal(weights.view(HEAD), weights.view(EMBED))):
-            name, part = EMBED, self.embed.part(own)
+            name, part = EMBED, None if self.embed is None else self.embed.part(own)
         else:
             name, part = HEAD, None
         return part or read_matrix(weights, [name], Cut(0, ((self.config.vocab_size, 1),), MLP_AXES))
 
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Computes int64 `[T]`, `[T]` → `[T, hidden_size]` after the last layer, before the final norm."""
+        """Computes int64 `[T]`, `[T]` → `[T, hidden_size]` after the last layer, before the final norm. A stage of a
+        pipeline goes on from what the one before it sends."""
         x, *angles = self.embedded(token_ids, positions)
         normed = normed_by(self.input_norm(0), x)
         for index in range(len(self.layers)):
@@ -283,6 +291,8 @@ class DecoderModel:
         (the same tensors where the model has one rope)."""
         angles = self.rope(positions)
         local = angles if self.local_rope is self.rope else self.local_rope(positions)
+        if self.embed is None:
+            return self.stage.receive(len(token_ids)), angles, local
         x = self.embed.rows(token_ids)
         if self.embed_scale != 1.0:
             x = x * self.embed_scale
@@ -299,11 +309,11 @@ class DecoderModel:
 
     def rotation(self, index: int, angles: Sequence[Angles]) -> Rotation:
         """Returns what the queries and keys of a layer go through; `angles` as of `embedded`."""
-        return self.layers[index].attention.rotation(*angles[bool(self.config.windows[index])])
+        return self.layers[index].attention.rotation(*angles[bool(self.config.windows[self.first_layer + index])])
 
     def input_norm(self, index: int) -> RMSNorm | None:
         """Returns the norm that a layer begins with; None where it begins with none, and behind the last, whose answer
-        is normed where logits are asked for (`logits`)."""
+        is normed where logits are asked for (`logits`), or at the next stage."""
         return self.layers[index].input_norm if index < len(self.layers) else None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

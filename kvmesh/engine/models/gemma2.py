@@ -35,4 +35,4 @@ class GemmaLayer:
 
 
 def build(config: ModelConfig, weights: Weights) -> DecoderModel:
-    return DecoderModel(config, weights, [GemmaLayer(config, weights, index) for index in range(config.layers)])
+    return DecoderModel(config, weights, [GemmaLayer(config, weights, index) for index in weights.layers])

@@ -12,7 +12,7 @@ from kvmesh.engine.weights import Weights
 
 def build(config: ModelConfig, weights: Weights) -> DecoderModel:
     layers = []
-    for index in range(config.layers):
+    for index in weights.layers:
         prefix = layer_prefix(index) + "self_attn."
         q, k = (norm_weight(weights, f"{prefix}{name}.weight") for name in ("q_norm", "k_norm"))
         layers.append(GemmaLayer(config, weights, index, HeadNorm(q, k, config)))

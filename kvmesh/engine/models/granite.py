@@ -31,4 +31,4 @@ class GraniteLayer:
 
 
 def build(config: ModelConfig, weights: Weights) -> DecoderModel:
-    return DecoderModel(config, weights, [GraniteLayer(config, weights, index) for index in range(config.layers)])
+    return DecoderModel(config, weights, [GraniteLayer(config, weights, index) for index in weights.layers])

@@ -10,7 +10,7 @@ from kvmesh.engine.weights import Weights
 
 def build(config: ModelConfig, weights: Weights) -> DecoderModel:
     layers = []
-    for index in range(config.layers):
+    for index in weights.layers:
         prefix = layer_prefix(index)
         attention = Attention(config, weights, prefix + "self_attn.", head_norm=None)
         layers.append(DecoderLayer(config, weights, index, attention, MLP(config, weights, prefix + "mlp.")))

@@ -44,7 +44,7 @@ class Llama4Model(DecoderModel):
             self.local_rope = QueryGrowth(config.nope, config.head_dim, weights.dtype)
 
     def rotation(self, index: int, angles: Sequence[Angles]) -> Rotation:
-        if self.config.nope is None or index not in self.config.nope.layers:
+        if self.config.nope is None or self.first_layer + index not in self.config.nope.layers:
             return self.layers[index].attention.rotation(*angles[0])
         return Rotation(self.config.heads, *angles[1], None, self.config.rms_norm_eps)
 
@@ -54,7 +54,7 @@ def build(config: ModelConfig, weights: Weights) -> DecoderModel:
     norm = HeadNorm(one, one, config) if config.qk_norm_plain else None
     nope = () if config.nope is None else config.nope.layers
     layers = []
-    for index in range(config.layers):
+    for index in weights.layers:
         roped = index not in nope
         prefix = layer_prefix(index) + "self_attn."
         attention = Attention(config, weights, prefix, norm if roped else None, turns_neighbours=roped)

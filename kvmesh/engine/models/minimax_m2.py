@@ -12,7 +12,7 @@ from kvmesh.engine.weights import Weights
 
 def build(config: ModelConfig, weights: Weights) -> DecoderModel:
     layers = []
-    for index in range(config.layers):
+    for index in weights.layers:
         own = layer_prefix(index) + "self_attn."
         attention = Attention(config, weights, own, None, RowNorm.of(config, weights, own))
         layers.append(DecoderLayer(config, weights, index, attention, mlp_or_experts(config, weights, index)))

@@ -4,11 +4,14 @@ Each expert that any token has multiplies its own tokens (`models.experts`): at 
 are read. Every expert is cut by columns over the ranks, as a dense MLP is, so that all ranks have equal work whatever
 the router chooses, or each rank has some experts whole where columns would be too few (`parallel.cuts_experts_whole`).
 The router is whole at every rank, the shared expert cut by columns; the ranks' parts of all experts are summed at once.
+Experts that lie over data-parallel ranks get their tokens from all of these (`models.dispatch`); a token is routed,
+counted and has its shared expert at its own ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch.nn import functional
@@ -17,6 +20,7 @@ from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.config_experts import ExpertsConfig
 from kvmesh.engine.expert_counts import ExpertCounts
 from kvmesh.engine.models.blocks import MLP, RMSNorm, normed_by
+from kvmesh.engine.models.dispatch import ExchangedExperts, exchanged
 from kvmesh.engine.models.experts import GatedExpert, read_experts, read_shared
 from kvmesh.engine.tensors import dense_prefix, expert_names, layer_prefix
 from kvmesh.engine.weights import Weights
@@ -72,7 +76,7 @@ class MoE:
         correction = _float32(weights, prefix + names.correction) if experts.correction else None
         bias = _float32(weights, prefix + names.router + ".bias") if experts.router_bias else None
         self.router = Router(experts, _float32(weights, prefix + names.router + ".weight"), correction, bias)
-        self.experts = read_experts(config, weights, prefix)
+        self.experts = exchanged(read_experts(config, weights, prefix), weights)
         self.shared, self.shared_gate = read_shared(config, weights, prefix), None
         if experts.shared_gate:
             self.shared_gate = _float32(weights, prefix + names.shared_gate)
@@ -116,18 +120,30 @@ def mlp_or_experts(config: ModelConfig, weights: Weights, layer: int) -> MLP | M
     return MLP(config, weights, layer_prefix(layer) + dense_prefix(weights.config))
 
 
-def count_choices(layers: Sequence[object], experts: ExpertsConfig, device: torch.device) -> ExpertCounts:
-    """Has the layers that have experts count, from here on, how often each is chosen. Raises InternalError where these
-    are not the layers that have them."""
+def count_choices(
+    layers: Sequence[object], experts: ExpertsConfig, device: torch.device, first_layer: int = 0
+) -> ExpertCounts:
+    """Has those of a rank's layers that have experts count, from here on, how often each is chosen; the first is layer
+    `first_layer` of the model. Raises InternalError where these are not the layers that have them."""
+    own = range(first_layer, first_layer + len(layers))
+    experts = replace(experts, layers=tuple(layer for layer in experts.layers if layer in own))
     counts = ExpertCounts(experts, device)
     blocks = {
-        index: block for index, layer in enumerate(layers) if isinstance(block := getattr(layer, "mlp", None), MoE)
+        index: block
+        for index, layer in enumerate(layers, first_layer)
+        if isinstance(block := getattr(layer, "mlp", None), MoE)
     }
     if tuple(blocks) != experts.layers:
         raise InternalError(f"layers {list(blocks)} have experts, the configuration says {list(experts.layers)}")
     for row, block in enumerate(blocks.values()):
         block.counts, block.row = counts, row
     return counts
+
+
+def exchanged_experts(layers: Sequence[object]) -> list[ExchangedExperts]:
+    """Returns, in their order, those layers' experts that lie over several data-parallel ranks."""
+    found = (getattr(getattr(layer, "mlp", None), "experts", None) for layer in layers)
+    return [experts for experts in found if isinstance(experts, ExchangedExperts)]
 
 
 def _float32(weights: Weights, name: str) -> torch.Tensor:

@@ -35,4 +35,4 @@ class Olmo3Layer:
 
 
 def build(config: ModelConfig, weights: Weights) -> DecoderModel:
-    return DecoderModel(config, weights, [Olmo3Layer(config, weights, index) for index in range(config.layers)])
+    return DecoderModel(config, weights, [Olmo3Layer(config, weights, index) for index in weights.layers])

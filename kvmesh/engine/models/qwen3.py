@@ -10,7 +10,7 @@ from kvmesh.engine.weights import Weights
 
 def build(config: ModelConfig, weights: Weights) -> DecoderModel:
     layers = []
-    for index in range(config.layers):
+    for index in weights.layers:
         prefix = layer_prefix(index)
         q, k = (weights(f"{prefix}self_attn.{name}.weight") for name in ("q_norm", "k_norm"))
         attention = Attention(config, weights, prefix + "self_attn.", HeadNorm(q, k, config))

@@ -11,7 +11,7 @@ from kvmesh.engine.weights import Weights
 
 def build(config: ModelConfig, weights: Weights) -> DecoderModel:
     layers = []
-    for index in range(config.layers):
+    for index in weights.layers:
         attention = Attention(config, weights, layer_prefix(index) + "self_attn.", _head_norm(config, weights, index))
         layers.append(DecoderLayer(config, weights, index, attention, mlp_or_experts(config, weights, index)))
     return DecoderModel(config, weights, layers)

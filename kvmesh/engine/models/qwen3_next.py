@@ -116,7 +116,7 @@ class Qwen3Next(DecoderModel):
     """Is the whole model. Its steps are not captured."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        self.own_layers = [Qwen3NextLayer(config, weights, index) for index in range(config.layers)]
+        self.own_layers = [Qwen3NextLayer(config, weights, index) for index in weights.layers]
         super().__init__(config, weights, self.own_layers)
         self.capturable = False  # gates lie between a layer's two halves, where pieces keep none
 

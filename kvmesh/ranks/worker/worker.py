@@ -11,12 +11,12 @@ from typing import Any, cast
 
 import torch
 
-from kvmesh.engine.axes import Axes
 from kvmesh.engine.cache_memory import GroupShape, group_shapes, is_state, named_by_group
 from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.parallel import ExpertsCut, RankMesh
 from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams, shard_layout, torch_dtype
 from kvmesh.engine.sampling.grammar import GrammarCompiler
+from kvmesh.engine.stages import stage_layers
 from kvmesh.errors import KvmeshError, TransferError
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
@@ -24,6 +24,7 @@ from kvmesh.ranks.devices import STAGED_CPU
 from kvmesh.ranks.expert_metrics import ExpertStats
 from kvmesh.ranks.sizing import longest_context
 from kvmesh.ranks.transfer_config import own_location, start_engine
+from kvmesh.ranks.wake import axes_of
 from kvmesh.ranks.worker.checksums import Sums
 from kvmesh.ranks.worker.device import (
     CpuMemory,
@@ -65,13 +66,15 @@ class Worker:
         self._send = send
         self._checkpoint = open_checkpoint(configure.model_path, configure.max_context_tokens, configure.cache_dir)
         fingerprinted = self._checkpoint.begin_fingerprint()  # beside loading, the first time
-        config, rank, world = self._checkpoint.config, configure.rank, configure.world_size
+        config, axes = self._checkpoint.config, axes_of(configure)
+        tp, layers = axes.place(configure.rank).tp, stage_layers(config, axes, configure.rank)
         setup = RankSetup(configure, self._checkpoint)
         configure = self._configure = setup.configure
         block, dtype = configure.block_tokens, configure.dtype
         # Of each cache group, where the model is kept by them; else () and one layout.
-        self._shapes = group_shapes(config, torch_dtype(dtype), block, rank, world) if setup.grouped else ()
-        self.layout = self._shapes[0].layout if self._shapes else shard_layout(config, dtype, block, rank, world)
+        self._shapes = group_shapes(config, torch_dtype(dtype), block, tp, axes.tp, layers) if setup.grouped else ()
+        whole = shard_layout(config, dtype, block, tp, axes.tp, layers)
+        self.layout = self._shapes[0].layout if self._shapes else whole
         pages = (
             setup.choose_group_pages(self._shapes, self._checkpoint)
             if self._shapes
@@ -115,10 +118,10 @@ class Worker:
         memory, region = self.memory, self.memory.page_region
         outbox = Stager(memory, self.engine.reaches_devices) if isinstance(memory, StagedMemory) else None
         first = region.address if region is not None and outbox is None else 0  # a Stager counts from the first page
-        kept = config.cache_groups if self._shapes else ()
+        kept, own_groups = (config.cache_groups, self._runner.groups) if self._shapes else ((), ())
         pushed = [
             PushedGroup(group.layers, own.layout, start, is_state(group))
-            for group, own, start in zip(kept, memory.groups, memory.page_blocks.starts, strict=False)
+            for group, own, start in zip(own_groups, memory.groups, memory.page_blocks.starts, strict=False)
         ]
         self.pusher = Pusher(self.engine, self.layout, first, send, outbox=outbox, groups=pushed)
         self.puller = ShardPuller(self.engine, self._extent_region, send)
@@ -159,9 +162,10 @@ class Worker:
 
     @property
     def expert_stats(self) -> ExpertStats | None:
-        """Returns how often each expert was chosen; None at other ranks than the first, which count the same."""
-        counts = self._runner.expert_counts
-        if counts is None or self._configure.rank:
+        """Returns how often each expert was chosen; None at other ranks of a group's stage than its first, which count
+        the same."""
+        counts, place = self._runner.expert_counts, self._mesh.place
+        if counts is None or place.tp or place.cp:
             return None
         told = counts.told()
         return None if told is None else ExpertStats(tuple(counts.layers), tuple(map(tuple, told)))
@@ -217,11 +221,12 @@ class Worker:
         """Returns what is kept here, of these cache groups (None: of all)."""
         c, shapes = self._configure, self._shapes if shapes is None else shapes
         epoch = f"+{c.weights_epoch}" if c.weights_epoch else ""
-        begin = f"{self._checkpoint.fingerprint[:16]}{epoch}"
+        begin, replica = f"{self._checkpoint.fingerprint[:16]}{epoch}", axes_of(c).replica
+        place = f"{c.rank % replica}/{replica}"  # data-parallel groups have the same
         if not shapes:
-            return f"{begin} {c.dtype} {_part(self.layout)} rank {c.rank}/{c.world_size}"
+            return f"{begin} {c.dtype} {_part(self.layout)} rank {place}"
         parts = (f"G{s.group.name} {str(s.dtype).removeprefix('torch.')} {_part(s.layout)}" for s in shapes)
-        return f"{begin} {', '.join(parts)} rank {c.rank}/{c.world_size}"
+        return f"{begin} {', '.join(parts)} rank {place}"
 
     def close(self) -> None:
         self.sums.close()
@@ -238,6 +243,17 @@ class Worker:
     def wants_step(self) -> bool:
         """Whether some row of the batch can go on, or a step is in flight."""
         return self.steps.has_work
+
+    @property
+    def keeps_rounds(self) -> bool:
+        """Whether other data-parallel ranks cannot make a step without this one."""
+        return self._runner.rounds is not None
+
+    @property
+    def rounds(self) -> tuple[int, bool]:
+        """How many steps the data-parallel ranks have made together, and whether any had work in the last one."""
+        rounds = self._runner.rounds
+        return (0, False) if rounds is None else (rounds.count, rounds.anyone)
 
     @property
     def has_chores(self) -> bool:
@@ -261,7 +277,7 @@ class Worker:
     @property
     def rows(self) -> int:
         """The number of rows in the batch."""
-        return len(self.steps.rows)
+        return len(self.steps.batches)
 
     @property
     def needs_ticks(self) -> bool:
@@ -389,7 +405,7 @@ class Worker:
 
 def _mesh(configure: m.Configure, device: torch.device) -> RankMesh:
     """Returns this instance's ranks, not connected yet."""
-    axes, timeout_s = Axes(tp=configure.world_size), configure.group_timeout_ms / 1000
+    axes, timeout_s = axes_of(configure), configure.group_timeout_ms / 1000
     return RankMesh(axes, configure.rank, configure.group_file, device, timeout_s)
 
 

@@ -101,6 +101,19 @@ def test_a_sweep_is_a_run_for_each_combination(invoke: Invoke, trace: Path, tmp_
 
 
 @pytest.mark.slow
+def test_one_queue_for_all_tenants_or_turns(invoke: Invoke, tmp_path: Path) -> None:
+    load = tmp_path / "load.csv"
+    load.write_text("time,input,output,tenant\n" + "0,8192,2,greedy\n" * 12 + "0.2,8192,2,modest\n")
+    waits = []
+    for flag in ("--tenant-fairness", "--no-tenant-fairness"):
+        out = tmp_path / flag
+        result = invoke("--csv", load, *SMALL, "--admission", "off", flag, "--out", out)
+        assert result.exit_code == 0, result.output
+        with (out / "requests.csv").open() as file:
+            waits += [float(row["ttft_s"]) for row in csv.DictReader(file) if row["tenant"] == "modest"]
+    assert 3 * waits[0] < waits[1]
+
+
 def test_what_no_conductor_is_told_is_shown(invoke: Invoke) -> None:
     work = (
         "--synthetic",

@@ -6,14 +6,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from kvmesh.engine.batch import DecodeBatch
 from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.parallel import ALONE, ExpertsCut, RankMesh
-from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams, pages_over, shard_layout
+from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampledToken, SampleParams, pages_over, shard_layout
+from kvmesh.engine.stages import stage_layers
 from tests.support.reference import Forced
 
 NAN_BYTE = 0xFF  # four of them are a float32 NaN, two a bfloat16 one
+
+
+def sampled_id(token: SampledToken | None, mesh: RankMesh) -> int:
+    """A prompt's token at every rank: of stages only the last one's have it."""
+    if mesh.axes.pp == 1:
+        assert token is not None
+        return token.token_id
+    return int(mesh.world.all_max(torch.tensor([-1 if token is None else token.token_id])))
 
 
 class Stepper:
@@ -30,7 +40,9 @@ class Stepper:
         experts_cut: ExpertsCut = "auto",
     ) -> None:
         self.checkpoint = open_checkpoint(path)
-        self.layout = shard_layout(self.checkpoint.config, dtype, block_tokens, mesh.tp.rank, mesh.tp.size)
+        config, self.mesh = self.checkpoint.config, mesh
+        layers = stage_layers(config, mesh.axes, mesh.rank)
+        self.layout = shard_layout(config, dtype, block_tokens, mesh.tp.rank, mesh.tp.size, layers)
         self.memory = bytearray([NAN_BYTE]) * (self.layout.shard_bytes * num_pages)
         self.pages = pages_over(self.memory, self.layout, num_pages, dtype)
         self.runner = Runner(self.checkpoint, dtype, "cpu", block_tokens, self.pages, mesh, experts_cut=experts_cut)
@@ -51,8 +63,7 @@ class Stepper:
             assert self.runner.prefill([PrefillInput(prompt[start : start + length], start, pages)]) == [None]
             start += length
         [token] = self.runner.prefill([PrefillInput(prompt[start:], start, pages, SampleParams())])
-        assert token is not None
-        return token.token_id
+        return sampled_id(token, self.mesh)
 
     def decode(self, rows: Sequence[DecodeInput], count: int) -> list[list[int]]:
         """`count` further tokens of every row."""
@@ -89,8 +100,7 @@ class Stepper:
             self.runner.prefill([PrefillInput(token_ids[at : at + length], at, pages)])
             at += length
         [token] = self.runner.prefill([PrefillInput(token_ids[at:start], at, pages, wanted)])
-        assert token is not None
-        told = [dict(token.top)]
+        told = [dict(token.top) if token is not None else {}]  # a stage before the last is not told
         for position in range(start, len(token_ids)):
             [token] = self.runner.decode([DecodeInput(token_ids[position], position, pages, wanted)])
             told.append(dict(token.top))

@@ -1,0 +1,103 @@
+"""Pipeline stages: which layers of the model one rank has, and what crosses the borders between stages.
+
+Stage s has a run of layers. Of each step it receives what stage s - 1 made of all tokens, `[T, hidden_size]` (the
+residual: what the next layer's norm makes of it, that layer's stage computes), and sends on what its own layers make
+of it. The first stage has the embedding, the last one the norm and the head: it alone samples.
+
+A stage does not wait for the one behind it: what it sends may be on its way while it computes the next step, so that
+chunk k of a prompt is at stage s while chunk k + 1 is at stage s - 1. Only tokens of decode rows go back, from the last
+stage to all others, where a row needs its last token before it can go on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from kvmesh.engine.axes import Axes
+from kvmesh.engine.config import ModelConfig
+from kvmesh.engine.parallel import RankMesh, share
+from kvmesh.errors import ConfigError
+from kvmesh.kvcache.cache_groups import CacheGroup, is_single
+
+# Steps whose answers may be on their way to the next stage: their memory is held until it has taken them.
+MOST_SENT = 2
+
+
+def stage_layers(config: ModelConfig, axes: Axes, rank: int) -> range:
+    """Returns the layers of the model that a rank has. Raises ConfigError where there are more stages than layers."""
+    if axes.pp > config.layers:
+        raise ConfigError(f"pp={axes.pp}: more stages than the model's {config.layers} layers", field="pp")
+    return share(config.layers, axes.place(rank).pp, axes.pp)
+
+
+def stage_groups(groups: Sequence[CacheGroup], layers: range) -> tuple[CacheGroup, ...]:
+    """Returns the cache groups as a stage with these layers sees them: layers count from its first. Raises ConfigError
+    where the stage has no layer of a group: every rank keeps a part of every group."""
+    found = []
+    for group in groups:
+        own = tuple(layer - layers.start for layer in group.layers if layer in layers)
+        if not own:
+            raise ConfigError(
+                f"pp: a stage with layers {layers.start}..{layers.stop - 1} has none of cache group {group.name}, of "
+                "which every rank keeps a part: fewer stages are needed",
+                field="pp",
+            )
+        found.append(replace(group, layers=own) if own != group.layers else group)
+    return tuple(found)
+
+
+def check_stages(config: ModelConfig, axes: Axes) -> None:
+    """Raises ConfigError unless a service can have such stages: as many layers in each, since a block has one size at
+    every rank, and the same layers of each cache group."""
+    if config.layers % axes.pp:
+        raise ConfigError(f"pp={axes.pp}: must divide the model's {config.layers} layers", field="mesh")
+    if axes.pp > 1 and not is_single(config.cache_groups):
+        cuts = [stage_groups(config.cache_groups, share(config.layers, pp, axes.pp)) for pp in range(axes.pp)]
+        for group, *others in zip(*cuts, strict=True):
+            if any(len(other.layers) != len(group.layers) for other in others):
+                raise ConfigError(
+                    f"pp={axes.pp}: the stages have not as many layers of cache group {group.name} each", field="mesh"
+                )
+
+
+class Stage:
+    """Is the stage of one rank: `first` and `last` say whether it begins or ends the pipeline."""
+
+    def __init__(self, mesh: RankMesh, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._group, self._hidden, self._dtype, self._device = mesh.group("pp"), hidden_size, dtype, device
+        self.first, self.last = self._group.rank == 0, self._group.rank == self._group.size - 1
+        self.alone = self._group.size == 1
+        self._sent: deque[Callable[[], None]] = deque()
+
+    def receive(self, tokens: int) -> torch.Tensor:
+        """Returns the residual of so many tokens, once the stage before has it. Raises RanksLost."""
+        hidden = torch.empty(tokens, self._hidden, dtype=self._dtype, device=self._device)
+        return self._group.recv(hidden, self._group.rank - 1)
+
+    def send(self, hidden: torch.Tensor) -> None:
+        """Gives the residual to the next stage, and waits only while that has not taken what it was given `MOST_SENT`
+        steps ago. Nobody may change `hidden` any more. Raises RanksLost."""
+        while len(self._sent) >= MOST_SENT:
+            self._sent.popleft()()
+        self._sent.append(self._group.begin_send(hidden, self._group.rank + 1))
+
+    def send_tokens(self, tokens: torch.Tensor) -> None:
+        """Gives int64 `tokens [rows]` to all stages before, which have asked for them by `await_tokens` before this one
+        computed the step. Raises RanksLost."""
+        for stage in range(self._group.size - 1):
+            self._group.send(tokens, stage)
+
+    def await_tokens(self, rows: int) -> Callable[[], torch.Tensor]:
+        """Returns what waits for the tokens of the last stage, int64 `[rows]`. Raises RanksLost, then too."""
+        tokens = torch.empty(rows, dtype=torch.int64, device=self._device)
+        wait = self._group.begin_recv(tokens, self._group.size - 1)
+
+        def result() -> torch.Tensor:
+            wait()
+            return tokens
+
+        return result
