@@ -19,6 +19,7 @@ import argparse
 import json
 import math
 import random
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from kvmesh.sim.config import SimConfig
 from kvmesh.sim.hardware.axes_times import AxesRoofline, axes_node_spec
 from kvmesh.sim.hardware.hardware import hardware
 from kvmesh.sim.hardware.shapes import shape_of
+from kvmesh.sim.report.html import STYLE
+from kvmesh.sim.report.plots import HEIGHT, WIDTH, Chart, Line, draw
 from kvmesh.sim.report.records import Record
 from kvmesh.sim.run import run
 from kvmesh.sim.workloads.workload import SimRequest
@@ -42,6 +45,7 @@ K, M = 1024, 1 << 20
 CHUNKS = (4096, 8192, 16384, 32768)  # tokens of the longest chunk that a pipeline is tried with
 WHOLE = 32768  # of other prompts: the more at once the better, as far as activations fit; over cp, each rank's
 NODES = (1, 2, 4, 8)
+SHORT = ("CPP", "CP", "CP, whole MLPs", "TP")
 MACHINES = (
     # model, GPU, weights, products in FP8
     ("llama3-70b", "a800", "bf16", False),
@@ -352,6 +356,50 @@ def _ratios(pairs: Sequence[tuple[float, float]]) -> Told:
     return at | {"mean_s": sum(was for _, was in pairs) / len(pairs)}
 
 
+# ── picture ───────────────────────────────────────────────────────────────────────────────────────
+
+HEAD = 34
+_SVG = re.compile(r"<svg [^>]*>(.*)</svg>", re.S)
+_DROPPED = re.compile(r"<circle.*?</circle>", re.S)  # hover titles: an image answers to no pointer
+_RULES = (":root", "--", "@media", "svg text", "svg .label", ".grid{", ".line", ".k0", ".k4")
+
+
+def picture(rows: Sequence[Told]) -> str:
+    """Speed-up over nodes of A800 and LLaMA3-70B, for both lengths, as one SVG."""
+    model, gpu, *_ = MACHINES[0]
+    parts = []
+    for at, tokens in enumerate((128 * K, M)):
+        lines = [
+            Line(
+                how,
+                [
+                    (float(one["nodes"]), one["efficiency"] * one["nodes"])
+                    for one in rows
+                    if (one["model"], one["gpu"], one["tokens"], one["how"]) == (model, gpu, tokens, how)
+                ],
+                colour,
+            )
+            for colour, how in enumerate(SHORT)
+        ]
+        found = _SVG.search(draw(Chart("", "nodes", "times as fast as one", [*lines, Line("", [(1.0, 8.0)], 7)])))
+        assert found is not None
+        title = f"{model} on {gpu}, {tokens // K}k tokens"
+        parts.append(f'<text class="label" x="{(at + 0.5) * WIDTH}" y="22" text-anchor="middle">{title}</text>')
+        inner = _DROPPED.sub("", found[1])
+        parts.append(f'<svg x="{at * WIDTH}" y="{HEAD}" width="{WIDTH}" height="{HEIGHT}">{inner}</svg>')
+    style = "".join(line for line in STYLE.splitlines() if line.startswith(_RULES))
+    wide, high = 2 * WIDTH, HEAD + HEIGHT + 26
+    for colour, how in enumerate(SHORT):
+        left = 120 + colour * 180
+        parts.append(f'<path class="line k{colour}" d="M{left} {high - 14}h24"/>')
+        parts.append(f'<text x="{left + 30}" y="{high - 10}">{how}</text>')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" font-family="system-ui, sans-serif">\n'
+        f"<style>{style}</style>\n"
+        f'<rect width="{wide}" height="{high}" fill="var(--bg)"/>\n{"".join(parts)}\n</svg>\n'
+    )
+
+
 # ── tables ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -459,7 +507,6 @@ def tables(told: Told) -> str:
     return "\n\n".join(parts)
 
 
-SHORT = ("CPP", "CP", "CP, whole MLPs", "TP")
 BEGIN, END = "<!-- filled by benchmarks.axes --docs -->", "<!-- until here -->"
 
 
@@ -478,7 +525,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="Write the rows there.")
     parser.add_argument("--docs", type=Path, help="Put the tables into this page.")
     args = parser.parse_args()
-    told = {
+    told: Told = {
         "kind": "axes",
         "prompts": long_prompts(),
         "loads": loads(),
@@ -495,6 +542,7 @@ def main() -> None:
         args.json.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     if args.docs:
         fill(args.docs, shown)
+        (args.docs.parent / "img/axes.svg").write_text(picture(told["prompts"]), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from kvmesh.sim.hardware.collectives import Fabric, RankSpan, reached, span, sta
 from kvmesh.sim.hardware.hardware import hardware
 from kvmesh.sim.hardware.shapes import shape_of
 from kvmesh.sim.hardware.times import Roofline
+from kvmesh.sim.host import HostModel
 from kvmesh.sim.report.records import DONE, FAILED, REFUSED
 from tests.support.sim.fleets import Linear, mesh, node, request, served
 
@@ -146,6 +147,16 @@ def test_experts_lie_apart_and_are_read_until_each_has_many_tokens() -> None:
     assert few.decode_s(8 * 64, 0) < 1.2 * few.decode_s(8 * 8, 0)  # bound by memory
 
 
+def test_cached_tokens_that_lie_at_several_ranks_are_attended_there() -> None:
+    """Q of 128 heads goes round among 8 ranks, and what each found: 192 and 128 numbers a head."""
+    told: dict[str, Any] = {"model": "deepseek-v3", "weight_dtype": "fp8"}
+    whole, parts = of("tp=8", **told), of("tp=8,dcp=8", **told)
+    assert parts.prefill_s([(512, 0)]) == pytest.approx(whole.prefill_s([(512, 0)]))
+    more = sum(parts.fabric.gather_s(512 * 128 * numbers * 2, RankSpan(8)) for numbers in (192, 128))
+    piece = [(512, 2048)]
+    assert parts.prefill_s(piece) - whole.prefill_s(piece) == pytest.approx(61 * more, rel=0.02)
+
+
 def test_skew_holds_up_those_who_wait_for_the_fullest() -> None:
     told = {"model": "deepseek-v3", "weight_dtype": "fp8"}
     assert of("dp=8,ep=dp", **told, skew=2.0).prefill_s([(8192, 0)] * 8) > of("dp=8,ep=dp", **told).prefill_s(
@@ -204,6 +215,15 @@ def test_mistakes_name_their_field() -> None:
         with pytest.raises(ConfigError) as error:
             call()
         assert error.value.field == field
+
+
+def test_slots_and_pipelines_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"prefill\[0\].slots=0: must be at least 1"):
+        mesh(spec=node(slots=0))
+    with pytest.raises(ConfigError, match=r"slots=300: must be at least 1, each with 16 of kv_tokens=4096"):
+        mesh(spec=node(slots=300))
+    with pytest.raises(ConfigError, match="host="):
+        mesh(spec=PIPED, host=HostModel(cores=1.0))
 
 
 # ── in a simulation ───────────────────────────────────────────────────────────────────────────────

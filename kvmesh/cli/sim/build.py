@@ -120,7 +120,9 @@ def config_of(options: Options) -> SimConfig:
         batch_tokens=chunk,
         layers=shape.layers,
         max_running=options.max_running,
-        load_bytes_per_s=gpus_of(options, "decode") * gpu.host_bytes_per_s * gpu.efficiency.host,
+        load_bytes_per_s=gpus_of(options, "coupled" if options.coupled else "decode")
+        * gpu.host_bytes_per_s
+        * gpu.efficiency.host,
         prefix_cache=options.prefix_cache,
         tenant_fairness=options.tenant_fairness,
         host=_host_of(options),

@@ -39,6 +39,8 @@ what, and what is assumed. Examples:
 
     kvmesh sim run --csv load.csv --gpu l20 --gpus 1 --model qwen3-8b --prefill 2 --decode 2
 
+    kvmesh sim run --csv long.csv --prefill 1 --prefill-mesh pp=4,tp=8 --decode 1 --decode-mesh dp=2,tp=8
+
     kvmesh sim run --synthetic rate=6 --requests 600 --prefill 2 --decode 2 --unknown --noise 0.3 --slow p1:20-50:3
 
     kvmesh sim run --sessions 24x7,think_s=2 --prefill 3 --decode 2 --unknown --noise 0.3 --kill d0:15+5 --join p3:20

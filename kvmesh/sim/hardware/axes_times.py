@@ -11,8 +11,8 @@ that decode are at all ranks of cp.
                            tokens that a rank has, and a gather over tp, whose ranks dispatch a part each
     experts, cut by tensor over cp · tp or, `tensor_experts`, over all axes of `ep` ("DP + TP"): all S tokens are
                            gathered and their results reduce-scattered
-    prefill attention      pairs / (cp · tp); with cp a gather of the chunk's K and V, and for cached ones a gather of Q
-                           and a reduce-scatter of what each rank found (joined by log-sum-exp)
+    prefill attention      pairs / (cp · tp); with cp a gather of the chunk's K and V; for cached ones, with cp or dcp,
+                           a gather of Q and a reduce-scatter of what each rank found (joined by log-sum-exp)
     decode attention       KV read / (cp · dcp); with dcp a gather of Q over dcp and a reduce-scatter of the answers,
                            with cp an all-reduce of them
     pipeline               a stage has its layers' part of all that; chunks follow one another
@@ -126,7 +126,7 @@ class AxesRoofline:
         self.kv_rank_bytes = kv_rank / (axes.cp * axes.dcp)  # of a token at one rank, all layers
         row_pair_s = row_pair_flops(shape) / (axes.cp * axes.tp * gpu.flops * reached.attention)
         self._row_s = max(row_pair_s, self.kv_rank_bytes / max(1, shape.kv_layers) * self._read_s)
-        self._context_s = kv_rank / axes.cp * self._read_s
+        self._context_s = self.kv_rank_bytes * self._read_s
         self._delta_s = 6.0 * shape.delta_numbers / (axes.cp * axes.tp * gpu.flops * reached.attention)
         self._state_s = 2 * shape.state_bytes(kv_dtype) / axes.tp * self._read_s
         self._kv_token = float(kv_rank)  # bytes of a token's K and V at the ranks of one tp place, all layers
@@ -385,15 +385,14 @@ class AxesRoofline:
         return total
 
     def _context_talk_s(self, tokens: int, behind: int) -> float:
-        """Returns the seconds of a step's collectives over cp: of `tokens` tokens, of which `behind` have cached ones
-        before them."""
-        if self.axes.cp == 1:
-            return 0.0
-        fabric, layers = self.fabric, self.shape.kv_layers
+        """Returns the seconds of a step's collectives over cp and dcp: of `tokens` tokens, of which `behind` have
+        cached ones before them, which lie at all ranks of these."""
+        fabric, layers, dcp = self.fabric, self.shape.kv_layers, self.axes.dcp
         found = layers * fabric.gather_s(tokens * self._kv_token / max(1, layers), self._cp)
-        if behind:
-            found += layers * fabric.gather_s(behind * self._prefill_q, self._cp)
-            found += layers * fabric.gather_s(behind * self._prefill_o, self._cp)
+        for group, heads in ((self._cp, 1), (self._dcp, dcp)):
+            if behind:
+                found += layers * fabric.gather_s(behind * heads * self._prefill_q, group)
+                found += layers * fabric.gather_s(behind * heads * self._prefill_o, group)
         return found
 
 

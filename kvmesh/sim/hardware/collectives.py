@@ -83,6 +83,26 @@ def stages_apart(axes: MeshAxes, node: int = GPUS_OF_A_NODE) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class CollectiveEfficiency:
+    """What collectives beyond one node's all-reduce take, and reach of the datasheet (`hardware.Efficiency` has that
+    one). Set from general knowledge before anything was compared with results."""
+
+    # What a small all-reduce takes more over several nodes: NCCL's small ones over InfiniBand take 30 to 60 us.
+    network_reduce_s: float = 35e-6
+    # A small all-to-all, inside a node and what it takes more between nodes: kernels for few tokens (DeepEP) are bound
+    # by bytes from about 100 us on.
+    all_to_all_s: float = 25e-6
+    network_all_to_all_s: float = 40e-6
+    # Of the NICs by an all-to-all of tokens: such kernels reach about half of InfiniBand's bandwidth.
+    all_to_all: float = 0.50
+    # One message from a rank to another, until it begins to arrive.
+    send_s: float = 10e-6
+
+
+COLLECTIVES = CollectiveEfficiency()
+
+
+@dataclass(frozen=True, slots=True)
 class Fabric:
     """Links of one GPU: bytes a second one way to the others of its node and, its share, to other nodes."""
 
@@ -96,18 +116,18 @@ class Fabric:
     send_latency_s: float
 
     @classmethod
-    def of(cls, gpu: Hardware, node: int = GPUS_OF_A_NODE) -> Fabric:
-        """Returns the links of a GPU by its datasheet and `Efficiency`."""
+    def of(cls, gpu: Hardware, node: int = GPUS_OF_A_NODE, more: CollectiveEfficiency = COLLECTIVES) -> Fabric:
+        """Returns the links of a GPU by its datasheet and what software reaches."""
         reached, nic = gpu.efficiency, gpu.node_nic_bytes_per_s / node
         return cls(
             gpu.link_bytes_per_s * reached.all_reduce,
             nic * reached.network,
-            nic * reached.all_to_all,
+            nic * more.all_to_all,
             reached.all_reduce_s,
-            reached.network_reduce_s,
-            reached.all_to_all_s,
-            reached.network_all_to_all_s,
-            reached.send_s,
+            more.network_reduce_s,
+            more.all_to_all_s,
+            more.network_all_to_all_s,
+            more.send_s,
         )
 
     def gather_s(self, nbytes: float, group: RankSpan) -> float:

@@ -31,16 +31,6 @@ class Efficiency:
     all_reduce: float = 0.75
     # A small all-reduce over NVLink, start to end.
     all_reduce_s: float = 15e-6
-    # What it takes more where the ranks lie on several nodes: NCCL's small ones over InfiniBand take 30 to 60 us.
-    network_reduce_s: float = 35e-6
-    # A small all-to-all, inside a node and what it takes more between nodes: kernels for few tokens (DeepEP) are bound
-    # by bytes from about 100 us on.
-    all_to_all_s: float = 25e-6
-    network_all_to_all_s: float = 40e-6
-    # Of the NICs by an all-to-all of tokens: such kernels reach about half of InfiniBand's bandwidth.
-    all_to_all: float = 0.50
-    # One message from a rank to another, until it begins to arrive.
-    send_s: float = 10e-6
     # Of one step beside its kernels: scheduling, input tensors, launches, sampling.
     step_s: float = 0.003
     # Pinned host memory to device over PCIe, large copies: 25 to 27 of 32 GB/s on PCIe 4.0 x16.
