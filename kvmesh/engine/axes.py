@@ -33,7 +33,7 @@ class RankPlace(NamedTuple):
     tp: int
 
 
-SERVED_AXES = ("pp", "tp")  # those that instances can be started with; the engine knows the others
+SERVED_AXES = ("dp", "pp", "tp")  # those that instances can be started with; the engine knows the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +119,11 @@ class Axes:
             why = f"{mesh_key}={text!r} has tp={axes.tp}: say it there"
             raise ConfigError(f"{tp_key}={tensor_parallel}: {why}", field=tp_key)
         extra = [name for name in (*NAMES, "dcp") if name not in SERVED_AXES and getattr(axes, name) > 1]
-        if extra or axes.ep:
-            why = f"no instance has the axis {(extra or ['ep'])[0]} yet, only {', '.join(SERVED_AXES)}"
+        if extra:
+            why = f"no instance has the axis {extra[0]} yet, only {', '.join(SERVED_AXES)} and ep"
             raise ConfigError(f"{mesh_key}={text!r}: {why}", field=mesh_key)
+        if axes.pp > 1 and axes.dp > 1:
+            raise ConfigError(f"{mesh_key}={text!r}: no instance has dp and pp yet, only one of them", field=mesh_key)
         return axes
 
     @property
@@ -139,6 +141,11 @@ class Axes:
         """The number of ranks that experts are dealt out over, 1 without `ep`."""
         return math.prod(getattr(self, name) for name in self.ep)
 
+    @property
+    def replica(self) -> int:
+        """The number of ranks of one place on `dp`, which are neighbours and make the same steps."""
+        return self.world // self.dp
+
     def place(self, rank: int) -> RankPlace:
         """Returns where `rank` stands. Raises IndexError where there is no such rank."""
         if not 0 <= rank < self.world:
@@ -154,8 +161,8 @@ class Axes:
 
     @property
     def speaker(self) -> int:
-        """The rank that speaks for all: the first of those that sample, which are the last stage's. What it has done
-        with a step is behind every other rank's last access to that step's pages."""
+        """The rank that speaks for all of the first place on `dp`: the first of those that sample, which are the last
+        stage's. What it has done with a step is behind every other rank's last access to that step's pages."""
         return (self.pp - 1) * self.cp * self.tp
 
     def peers(self, rank: int, over: Iterable[str]) -> tuple[int, ...]:

@@ -223,9 +223,16 @@ class RankMesh:
         self.ep = self.group(*axes.ep)  # shares experts that lie whole
         self.world = self.group(*NAMES)
 
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank speaks for those of its place on `dp`."""
+        return self.rank % self.axes.replica == self.axes.speaker
+
     def group(self, *over: str) -> Group:
         """Returns this rank's group along the axes: the same object for the same ranks."""
-        members = self.axes.peers(self.rank, over)
+        return self._of(self.axes.peers(self.rank, over))
+
+    def _of(self, members: tuple[int, ...]) -> Group:
         if len(members) == 1:
             return SOLO
         if members not in self._groups:
@@ -262,7 +269,7 @@ class RankMesh:
         everyone = tuple(range(self.axes.world))
         for members in all_groups(self.axes):
             handle = None if members == everyone else distributed.new_group(members, timeout=self._timeout)
-            mine = self._groups.get(members)
+            mine = self._of(members) if self.rank in members else None  # one may be asked for after this
             if isinstance(mine, ProcessGroup):
                 mine.use(handle)
 
@@ -303,6 +310,7 @@ def check_shares(config: ModelConfig, axes: Axes) -> None:
     if why:
         raise ConfigError(f"tensor_parallel={size}: {why}", field="tensor_parallel")
     _check_mlp(config, axes)
+    _check_context(config, axes)
     copies = size if config.latent is not None else size // min(kv, size)
     if copies % axes.dcp:
         raise ConfigError(
@@ -314,6 +322,19 @@ def check_shares(config: ModelConfig, axes: Axes) -> None:
         raise ConfigError(f"ep={'+'.join(axes.ep)}: {config.architecture} has no experts", field="ep")
     if experts is not None and axes.experts > experts.count:
         raise ConfigError(f"ep={'+'.join(axes.ep)}: {axes.experts} ranks for {experts.count} experts", field="ep")
+
+
+def _check_context(config: ModelConfig, axes: Axes) -> None:
+    """Raises ConfigError where ranks are to share the tokens of contexts that layers see only a part of."""
+    if axes.cp * axes.dcp == 1:
+        return
+    field = "cp" if axes.cp > 1 else "dcp"
+    if config.delta is not None:
+        raise ConfigError(f"{field}={getattr(axes, field)}: layers with states have no context to share", field=field)
+    if any(config.windows) or any(config.chunks):
+        raise ConfigError(
+            f"{field}={getattr(axes, field)}: layers with a window or chunks are not shared by context", field=field
+        )
 
 
 def _check_mlp(config: ModelConfig, axes: Axes) -> None:

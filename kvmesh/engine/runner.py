@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from kvmesh.engine.attention.backend import AttentionBackend, StepPlan, TokenSpan
+from kvmesh.engine.attention.by_context import ContextAttention, ContextPlan
 from kvmesh.engine.attention.choice import make_backend, make_latent_backend
 from kvmesh.engine.attention.grouped import GroupedAttention, GroupedPlan, GroupedSpan
 from kvmesh.engine.axes import Axes
@@ -21,9 +23,12 @@ from kvmesh.engine.batch import Chosen, Column, DecodeBatch, DecodeInput, Prefil
 from kvmesh.engine.cache_memory import GroupShape, check_memory, group_shapes
 from kvmesh.engine.checkpoint import Checkpoint
 from kvmesh.engine.config import DTYPES, ModelConfig
+from kvmesh.engine.context import ContextShare
+from kvmesh.engine.models.dispatch import share_rounds
 from kvmesh.engine.models.latent import up_projections
-from kvmesh.engine.models.moe import count_choices
+from kvmesh.engine.models.moe import count_choices, exchanged_experts
 from kvmesh.engine.models.registry import MODELS
+from kvmesh.engine.models.token_shares import share_tokens
 from kvmesh.engine.parallel import ALONE, ExpertsCut, RankMesh, check_shares, share, share_of
 from kvmesh.engine.rope import Rotation
 from kvmesh.engine.sampler import Preparation, Sampler, TokensInFlight
@@ -86,6 +91,15 @@ def shard_layout(
     )
 
 
+def taking_turns(layout: ShardLayout, axes: Axes, rank: int) -> ShardLayout:
+    """Returns the layout of a rank that shares contexts with others: its pages are every so-manieth block. With an
+    interleave other than one block they are no blocks, and the layout says nothing of turns."""
+    share = ContextShare.of(axes, rank, layout.block_tokens)
+    if share.turns == 1 or share.interleave != layout.block_tokens:
+        return layout
+    return replace(layout, turn=share.turn, turns=share.turns)
+
+
 def pages_over(
     buffer: memoryview | bytearray, layout: ShardLayout, num_pages: int, dtype: str | torch.dtype
 ) -> torch.Tensor:
@@ -113,8 +127,9 @@ class Runner:
     In a `mesh` it loads and holds this rank's share; every rank must then make the same calls in the same order, and
     gets the same answers, but for stages of a pipeline before the last: these get no tokens of chunks, no
     log-probabilities and no scores, and do not wait for the last stage in a step without decode rows. A pipeline is
-    `tolerant` always. `experts_cut` says how they share experts (`parallel.cuts_experts_whole`). `cuda_graphs`: as
-    `use_pages` has it."""
+    `tolerant` always. Ranks of different places on `dp` have steps of their own; where they share experts (`rounds` is
+    not None) each must make as many, those without a token by `serve`. `experts_cut` says how ranks share experts
+    (`parallel.cuts_experts_whole`). `cuda_graphs`: as `use_pages` has it."""
 
     def __init__(
         self,
@@ -131,7 +146,8 @@ class Runner:
         self.mesh = mesh
         own = share_of(self.config, mesh.axes)
         self._layers = stage_layers(self.config, mesh.axes, mesh.rank)
-        self.layout = shard_layout(self.config, dtype, block_tokens, mesh.tp.rank, mesh.tp.size, self._layers)
+        own_shard = shard_layout(self.config, dtype, block_tokens, mesh.tp.rank, mesh.tp.size, self._layers)
+        self.layout = taking_turns(own_shard, mesh.axes, mesh.rank)
         self._dtype, self._own = torch_dtype(dtype), own
         self.device = (pages if isinstance(pages, torch.Tensor) else pages[0]).device
         if torch.device(device).type != self.device.type:
@@ -148,6 +164,9 @@ class Runner:
         experts, self.expert_counts = self.config.experts, None
         if experts is not None:
             self.expert_counts = count_choices(self.model.layers, experts, self.device, self._layers.start)
+        self.shared_tokens = share_tokens(self.model.layers, mesh.group("cp"))
+        self._exchanged = exchanged_experts(self.model.layers)
+        self.rounds = share_rounds(self._exchanged)
         self.use_pages(pages, cuda_graphs)
         checkpoint.close()  # everything has been copied out of the file mappings
 
@@ -167,9 +186,11 @@ class Runner:
         self.drop_graphs()
         if not isinstance(pages, torch.Tensor) and is_single(self.config.cache_groups):
             [pages] = pages
-        self.attention: AttentionBackend | GroupedAttention
+        self.attention: AttentionBackend | GroupedAttention | ContextAttention
         if isinstance(pages, torch.Tensor):
             self.attention = self._backend(pages, range(len(self._layers)))
+            if self.mesh.group("cp", "dcp").size > 1:
+                self.attention = ContextAttention(self.attention, self.mesh)
         else:
             groups = self.groups
             self.attention = GroupedAttention(groups, pages, self._backend, self.model.state_backend)
@@ -177,6 +198,7 @@ class Runner:
             self.attention.capturable
             and self.mesh.world.capturable
             and self.model.capturable
+            and not self._exchanged
             and self._stage.alone
             and self.device.type == "cuda"
         )
@@ -238,6 +260,7 @@ class Runner:
         from kvmesh.engine.graphs import MAX_ROWS, DecodeGraphs
         from kvmesh.engine.pieces import PieceGraphs, piece_sizes
 
+        assert not isinstance(self.attention, ContextAttention), "it is not capturable"
         capture = CudaCapture(self.device)  # of both: one pool
         if max_rows != 0:
             room, longest = self.attention.most_tokens, self.config.max_context_tokens
@@ -315,6 +338,8 @@ class Runner:
         if not self._stage.last:
             params = ()
         ready = self._sampler.prepare(params, indices, self.config.vocab_size, beside)
+        if self.rounds is not None:
+            self.rounds.begin(end)
         if self.graphs is not None and not items:
             logits = self.graphs.logits(rows.token_ids, self._tables(rows), rows.positions)
             if logits is not None:
@@ -347,6 +372,18 @@ class Runner:
         return Chosen(NOBODY.token_ids, {})
 
     @torch.inference_mode()
+    def serve(self, between_layers: Callable[[], None] | None = None) -> None:
+        """Takes part in a step of other data-parallel ranks, with no token of its own: their tokens get this rank's
+        experts."""
+        if self.rounds is None:
+            return
+        self.rounds.begin(0)
+        for block in self._exchanged if self.rounds.anyone else ():
+            block.serve()
+            if between_layers is not None:
+                between_layers()
+
+    @torch.inference_mode()
     def launch(
         self, rows: DecodeBatch, before: TokensInFlight | None = None, source: Column | None = None
     ) -> TokensInFlight:
@@ -371,7 +408,12 @@ class Runner:
             logits = self.graphs.logits(rows.token_ids, self._tables(rows), rows.positions, on_device)
         if logits is None:
             plan = self._plan(rows, ())
-            logits = self.model.logits(self.model.hidden(tokens, plan.positions, _attend(plan, None)))
+            attend = _attend(plan, None)
+            if isinstance(plan, ContextPlan) and plan.own is not None:
+                hidden = self._hidden_of_own(tokens, plan, attend)
+            else:
+                hidden = self.model.hidden(tokens, plan.positions, attend)
+            logits = self.model.logits(hidden)
         return self._sampler.launch(logits, ready)
 
     def _tables(self, rows: DecodeBatch) -> Sequence[Any]:
@@ -386,8 +428,19 @@ class Runner:
 
     def _hidden(self, token_ids: torch.Tensor, plan: StepPlan, on_layer: Callable[[int], None] | None) -> torch.Tensor:
         attend = _attend(plan, on_layer)
+        if isinstance(plan, ContextPlan) and plan.own is not None:
+            return self._hidden_of_own(token_ids, plan, attend)
         hidden = self.pieces.hidden(token_ids, plan.positions, attend) if self.pieces is not None else None
         return self.model.hidden(token_ids, plan.positions, attend) if hidden is None else hidden
+
+    def _hidden_of_own(
+        self, token_ids: torch.Tensor, plan: ContextPlan, attend: Callable[..., torch.Tensor]
+    ) -> torch.Tensor:
+        """Computes those of the step's tokens that are this rank's, and gathers all of them over cp."""
+        assert self.shared_tokens is not None and plan.own is not None and plan.back is not None
+        self.shared_tokens.counts = plan.counts
+        hidden = self.model.hidden(token_ids.index_select(0, plan.own), plan.positions, attend)
+        return self.shared_tokens.group.gather_rows(hidden, plan.counts).index_select(0, plan.back)
 
     def _sample(
         self, wanted: Sequence[int], count: int, items: int, hidden: torch.Tensor, ready: Preparation

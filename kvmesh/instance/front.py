@@ -58,6 +58,9 @@ class Front:
     `on_message(rank, message)` runs on the event loop for every message of a rank after Ready. `on_rank_lost(cause)` is
     called when a rank process ends: an instance without a rank cannot serve, so the service should stop.
 
+    Of an instance with data-parallel groups of ranks there is one front for each (`start_groups`), at its
+    `place` on `dp`: it has that group's ranks, memory and address, and is a member of the mesh by itself.
+
     `segments` are peers' segments that the ranks have open; `blocks` is the I/O of the node store, once a service has
     attached one.
     """
@@ -68,14 +71,19 @@ class Front:
         role: pb.Role.ValueType,
         on_message: Callable[[int, m.ToFront], None],
         on_rank_lost: Callable[[str], None] = log.error,
+        place: int = 0,
     ) -> None:
         check_config(config)
+        if config.axes.dp > 1 and role != pb.ROLE_DECODE:
+            raise _bad("mesh", config.mesh, "dp is for decode instances")
         self.config = config
         self.role = role
-        self.instance_id = checked_id(config.instance_id, config.node_id, ROLE_NAMES[role])
+        name = checked_id(config.instance_id, config.node_id, ROLE_NAMES[role])
+        self.instance_id = f"{name}.dp{place}" if place else name
         self.incarnation = time.time_ns() & ~0xFFFF | secrets.randbits(16)
         self.on_rank_lost = on_rank_lost
-        self.ranks = [RankClient(rank, self._rank_said, self._rank_lost) for rank in range(config.axes.world)]
+        self._first_rank = place * config.axes.replica
+        self.ranks = [RankClient(rank, self._rank_said, self._rank_lost) for rank in range(config.axes.replica)]
         self.segments = PeerSegments(self.ranks)
         self.profiles = RankProfiles(self.ranks)
         self.blocks: BlockService | None = None
@@ -85,7 +93,7 @@ class Front:
         self.server: Server | None = None
         self.address = ""
         self._lost = ""
-        self._meeting: TemporaryDirectory[str] | None = None  # where ranks find each other
+        self.meeting: TemporaryDirectory[str] | None = None  # where the ranks of all fronts find each other
         self._registrar: Registrar | None = None
         # Takes another role, where the instance can; the service that composes it sets this. Raises KvmeshError when it
         # cannot switch now.
@@ -102,11 +110,14 @@ class Front:
         Raises CheckpointError or ConfigError as a rank answered it, or when ranks keep parts of cache groups that no
         store can be made of; InternalError when stopped meanwhile.
         """
-        if len(self.ranks) > 1:
-            self._meeting = TemporaryDirectory(prefix="kvmesh-ranks-")
-        spawn_ranks(self.ranks, self.config.threads)
+        await start_groups([self], stop)
+
+    async def configure_ranks(self, stop: asyncio.Event, meeting: str) -> None:
+        """Configures the ranks, which have been started and meet in the folder `meeting`. Raises as `start_ranks`
+        does."""
         calls = [
-            asyncio.ensure_future(rank.configure(self._configure(rank.rank), LOAD_TIMEOUT_S)) for rank in self.ranks
+            asyncio.ensure_future(rank.configure(self._configure(rank.rank, meeting), LOAD_TIMEOUT_S))
+            for rank in self.ranks
         ]
         stopping: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
         loaded: asyncio.Future[Any] = asyncio.gather(*calls)
@@ -125,17 +136,17 @@ class Front:
             self._grouped = GroupedMemory(groups_of_model(self.config.model), self.config, readies)
         self._tasks.append(asyncio.create_task(self._watch_ranks(), name="ping ranks"))
 
-    def _configure(self, rank: int) -> m.Configure:
-        c = self.config
+    def _configure(self, rank: int, meeting: str) -> m.Configure:
+        c, rank = self.config, self._first_rank + rank
         return m.Configure(
             instance_id=self.instance_id,
             incarnation=self.incarnation,
             rank=rank,
-            world_size=len(self.ranks),
+            world_size=c.axes.world,
             mesh=str(c.axes),
             model_path=c.model,
             dtype=c.dtype,
-            device=device_of(c.device, rank, len(self.ranks)),
+            device=device_of(c.device, rank, c.axes.world),
             cuda_graphs=c.cuda_graphs,
             async_steps=c.async_steps,
             experts_cut=c.experts_cut,
@@ -156,7 +167,7 @@ class Front:
             tls=c.transfer_tls,
             warm_segment=c.warm_segment,
             warm_lease_ms=c.store_lease_ms,
-            group_file=str(Path(self._meeting.name, "ranks")) if self._meeting is not None else "",
+            group_file=str(Path(meeting, "ranks")) if meeting else "",
             group_timeout_ms=c.rank_timeout_ms,
             cache_dir=c.cache_dir,
             weights_epoch=c.weights_epoch,
@@ -430,20 +441,49 @@ class Front:
         if self._warm is not None:
             self._warm.close()
         await asyncio.gather(*(rank.close() for rank in self.ranks))
-        if self._meeting is not None:
-            self._meeting.cleanup()
+        if self.meeting is not None:
+            self.meeting.cleanup()
 
 
-def spawn_ranks(ranks: Sequence[RankClient], threads: int) -> None:
-    """Starts the processes, with a socket from rank 0 to each of the others."""
-    pairs = [socket.socketpair() for _ in ranks[1:]]
+async def start_groups(fronts: Sequence[Front], stop: asyncio.Event) -> None:
+    """Starts the ranks of all data-parallel groups of one instance, and configures them. Raises as
+    `Front.start_ranks` does."""
+    first = fronts[0]
+    if first.config.axes.world > 1:
+        first.meeting = TemporaryDirectory(prefix="kvmesh-ranks-")
+    spawn_ranks([rank for front in fronts for rank in front.ranks], first.config.threads, len(fronts))
+    folder = first.meeting.name if first.meeting is not None else ""
+    await asyncio.gather(*(front.configure_ranks(stop, folder) for front in fronts))
+
+
+def at_place(config: Settled, place: int) -> Settled:
+    """Returns the settings of the front at this place on `dp`: ports that are given count up. Raises ConfigError for
+    what only one front can have."""
+    for key in ("ssd_path", "object_url", "warm_segment"):
+        if config.axes.dp > 1 and getattr(config, key):
+            raise _bad(key, getattr(config, key), f"an instance with dp={config.axes.dp} has none")
+    port, door_port = (given + place if given else 0 for given in (config.port, config.door_port))
+    return dataclasses.replace(config, port=port, door_port=door_port)
+
+
+def spawn_ranks(ranks: Sequence[RankClient], threads: int, replicas: int = 1) -> None:
+    """Starts the processes. Those of each of so many data-parallel groups have a socket from their first to each of
+    the others, and the first ones have sockets among each other, in the order of the groups."""
+    size = len(ranks) // replicas
+    peers: list[list[socket.socket]] = [[] for _ in ranks]
+    leaders = range(0, len(ranks), size)
+    pairs = [(leader, leader + at) for leader in leaders for at in range(1, size)]  # before those among leaders
+    pairs += [(one, other) for one in leaders for other in leaders if one < other]
     try:
-        ranks[0].spawn(threads, peers=[ours for ours, _ in pairs])
-        for rank, (_, theirs) in zip(ranks[1:], pairs, strict=True):
-            rank.spawn(threads, peers=[theirs])
+        for one, other in pairs:
+            ours, theirs = socket.socketpair()
+            peers[one].append(ours)
+            peers[other].append(theirs)
+        for rank, own in zip(ranks, peers, strict=True):
+            rank.spawn(threads, peers=own)
     finally:
-        for pair in pairs:
-            for sock in pair:
+        for own in peers:
+            for sock in own:
                 sock.close()
 
 

@@ -342,11 +342,13 @@ class TierProbe(Message, frozen=True):
 
 
 class TierOpened(Message, frozen=True):
-    """Answers TierOpen. `why_not` says what is wrong with the folder; "" means that the tier is in use."""
+    """Answers TierOpen. `why_not` says what is wrong with the folder; "" means that the tier is in use. `medium` means
+    that its disk is at fault, and not what is configured."""
 
     tier: int
     part: int
     why_not: str = ""
+    medium: bool = False
 
 
 class TierDone(Message, frozen=True):

@@ -3,7 +3,8 @@ transfer engine; a pool node's rank has only the last two. The first FD leads to
 same instance.
 
 The main thread alternates between commands of the front and engine steps; where there are several ranks, rank 0 leads
-and the others follow (`kvmesh.ranks.lockstep`). It runs the decode batch by itself, step after step, and prefill steps
+and the others follow (`kvmesh.ranks.lockstep`); where there are several data-parallel groups of ranks, each has a
+leader, and all keep step (`kvmesh.ranks.wake`). It runs the decode batch by itself, step after step, and prefill steps
 as the front sends them, in one pass with the batch's rows where there are any; the transfer engine's threads move bytes
 beside it.
 
@@ -24,13 +25,13 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvmesh.engine.axes import Axes
 from kvmesh.errors import InternalError, KvmeshError
 from kvmesh.loading import lasting_imports
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.ipc import RankPort
 from kvmesh.ranks.lockstep import SPEAKERS, Follower, LockstepLeader, check
 from kvmesh.ranks.transfer_metrics import stats_of
+from kvmesh.ranks.wake import OtherLeaders, WakeRule, axes_of
 
 if TYPE_CHECKING:
     from kvmesh.ranks.worker.pool_worker import StoreWorker
@@ -115,8 +116,8 @@ COPYING_MS = 1
 
 
 class RankLoop:
-    """Takes commands, runs steps, sends events. `peers` are rank 0's sockets to its followers, or a follower's one to
-    rank 0."""
+    """Takes commands, runs steps, sends events. `peers` are a leader's sockets to its followers, and behind them those
+    to the leaders of other data-parallel groups; or a follower's one to its leader."""
 
     def __init__(self, port: RankPort, peers: Sequence[socket.socket] = ()) -> None:
         self._port = port
@@ -124,13 +125,15 @@ class RankLoop:
         self._commands: LockstepLeader | Follower = LockstepLeader()
         self._steps: deque[tuple[m.PrefillStep, int]] = deque()  # with how many loads were asked for before it
         self._worker: AnyWorker | None = None
+        self._wake = WakeRule()
 
     def run(self) -> None:
         first = self._port.receive(None)
         configure = first[0]
         if not isinstance(configure, m.Configure):
             raise SystemExit("the first message must be Configure")
-        if configure.rank:
+        replica = axes_of(configure).replica
+        if configure.rank % replica:
             self._commands = Follower()
         self._commands.arrived(first[1:])
         if not self._configure(configure):
@@ -142,22 +145,31 @@ class RankLoop:
                 if isinstance(self._commands, Follower):
                     self._follow(worker, self._commands, LeaderPort(self._peers[0]), timeout_s)
                 else:
-                    self._lead(worker, self._commands, Followers(self._peers, timeout_s))
+                    followers = Followers(self._peers[: replica - 1], timeout_s)
+                    self._lead(worker, self._commands, followers, OtherLeaders(self._peers[replica - 1 :]))
             except Exception as error:
                 log.error("rank %d gives up", configure.rank, exc_info=not isinstance(error, KvmeshError))
                 self._port.send(m.RankFailed(f"gave up: {error}"))
                 raise SystemExit(1) from None
 
-    def _lead(self, worker: AnyWorker, commands: LockstepLeader, followers: Followers) -> None:
-        """Runs steps as commands come; the followers are told what each step is made of."""
+    def _lead(self, worker: AnyWorker, commands: LockstepLeader, followers: Followers, others: OtherLeaders) -> None:
+        """Runs steps as commands come; the followers are told what each step is made of. Raises InternalError when
+        the leader of another data-parallel group is gone."""
+        for fileno in others.filenos:
+            self._port.watch(fileno)
         while True:
             busy = commands.waiting or self._due(worker) or worker.wants_step or worker.has_chores
+            busy = busy or self._wake.awake(*worker.rounds)
             commands.arrived(self._port.receive(self._patience(worker, busy)))
+            self._wake.take(others.calls())
             while (message := commands.next()) is not None:
                 self._handle(worker, message)
             worker.tick()
             due = self._due(worker)
             run = due or worker.wants_step
+            if worker.keeps_rounds:
+                run, call = self._wake.choose(*worker.rounds, run)
+                others.call(call)
             followers.tell(commands.turn(run, due, self._step_id, worker.rows))
             if run:
                 self._step(worker, due)
@@ -238,7 +250,8 @@ class RankLoop:
         with lasting_imports():
             from kvmesh.ranks.worker.worker import Worker  # torch loads here, after the thread cap
 
-        speaks = configure.rank == Axes.parse(configure.mesh).speaker
+        axes = axes_of(configure)
+        speaks = configure.rank % axes.replica == axes.speaker
         return Worker(configure, self._port.send if speaks else self._send_unless_alike)
 
     def _send_unless_alike(self, message: m.ToFront) -> None:

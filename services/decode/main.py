@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from kvmesh.errors import InternalError, Unavailable
-from kvmesh.instance.front import Front
+from kvmesh.instance.front import Front, at_place, start_groups
+from kvmesh.ranks.protocol import ToFront
 from kvmesh.rpc.pb import common_pb2, decode_pb2_grpc
 from kvmesh.rpc.runner import observed
 from kvmesh.rpc.server import Server
@@ -15,6 +17,7 @@ from kvmesh.services.decode import inputs as i
 from kvmesh.services.decode.config import DecodeConfig
 from kvmesh.services.decode.core import DecodeCore, shape_of
 from kvmesh.services.decode.limits import Limits
+from kvmesh.services.decode.observe import SummedGauges
 from kvmesh.services.decode.servicer import DecodeServicer
 from kvmesh.services.decode.state import DecodeState
 
@@ -35,31 +38,52 @@ async def run(config: DecodeConfig, stop: asyncio.Event, started: Callable[[dict
         lost.append(cause)
         stop.set()
 
-    front = Front(config, common_pb2.ROLE_DECODE, lambda rank, message: core.on_message(rank, message), on_rank_lost)
-    async with observed("decode", front.instance_id, config) as metrics:
+    def said(place: int) -> Callable[[int, ToFront], None]:
+        return lambda rank, message: cores[place].on_message(rank, message)
+
+    # Each data-parallel group of ranks is a member of the mesh by itself: it has pages and a store of its own, and the
+    # conductor balances them. They begin and end together.
+    fronts = [
+        Front(at_place(config, place), common_pb2.ROLE_DECODE, said(place), on_rank_lost, place)
+        for place in range(config.axes.dp)
+    ]
+    cores: list[DecodeCore] = []
+    name = fronts[0].instance_id
+    async with observed("decode", name, config) as metrics:
         try:
-            await front.start_ranks(stop)
-            config = front.settled(config)
-            core = _make_core(front, config, config.limits())
+            await start_groups(fronts, stop)
+            sums = SummedGauges()
             try:
-                servicer = DecodeServicer(core)
-                await front.serve(lambda server: add(server, servicer), core.observer.report, config.max_running)
-                started({"address": front.address, "metrics": metrics})
+                for front in fronts:
+                    settled = front.settled(config)
+                    cores.append(_make_core(front, settled, settled.limits(), sums))
+                servicers = [DecodeServicer(core) for core in cores]
+                for front, core, servicer in zip(fronts, cores, servicers, strict=True):
+                    most = front.settled(config).max_running
+                    await front.serve(partial(_add_to, servicer), core.observer.report, most)
+                started({"address": fronts[0].address, "metrics": metrics})
                 await stop.wait()
-                await wind_down(front, core, servicer, config.stop_grace_ms / 1000, lost)
+                grace_s = config.stop_grace_ms / 1000
+                await asyncio.gather(
+                    *(wind_down(*parts, grace_s, lost) for parts in zip(fronts, cores, servicers, strict=True))
+                )
             finally:
-                await core.close()
+                await asyncio.gather(*(core.close() for core in cores))
         finally:
-            await front.close()
+            await asyncio.gather(*(front.close() for front in fronts))
     if lost:
-        raise InternalError(f"decode instance {front.instance_id} lost a rank: {lost[0]}")
+        raise InternalError(f"decode instance {name} lost a rank: {lost[0]}")
 
 
-def _make_core(front: Front, config: DecodeConfig, limits: Limits) -> DecodeCore:
+def _add_to(servicer: DecodeServicer, server: Server) -> None:
+    add(server, servicer)
+
+
+def _make_core(front: Front, config: DecodeConfig, limits: Limits, gauges: SummedGauges) -> DecodeCore:
     store = front.new_grouped_store() if front.cache_groups else front.new_store()
     state = DecodeState(limits, shape_of(front, config.landing == "host"), store)
     blocks = front.attach(store, lambda result: core.pulled(result))
-    core = DecodeCore(front, state, blocks, connect_s=config.connect_ms / 1000)
+    core = DecodeCore(front, state, blocks, connect_s=config.connect_ms / 1000, gauges=gauges)
     return core
 
 

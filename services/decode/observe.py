@@ -8,6 +8,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 
 from opentelemetry.trace import Span
+from prometheus_client import Gauge
 
 from kvmesh.errors import (
     DeadlinePassed,
@@ -130,11 +131,25 @@ def end_request(span: Span, h: Handoff, outcome: str, error: str) -> None:
     spans.finish(span, end_ns=times.ended, error=error)
 
 
-class Observer:
-    """Keeps the counts and times of one decode instance, for metrics and heartbeats."""
+class SummedGauges:
+    """Sets gauges to the sum over the observers of one process, of which each tells its own values."""
 
-    def __init__(self, state: DecodeState, instance_id: str) -> None:
+    def __init__(self) -> None:
+        self._values: dict[Observer, dict[Gauge, float]] = {}
+
+    def set(self, source: Observer, values: dict[Gauge, float]) -> None:
+        self._values[source] = values
+        for gauge in values:
+            gauge.set(sum(own.get(gauge, 0) for own in self._values.values()))
+
+
+class Observer:
+    """Keeps the counts and times of one decode instance, for metrics and heartbeats. `gauges` are those of all that
+    run in this process."""
+
+    def __init__(self, state: DecodeState, instance_id: str, gauges: SummedGauges | None = None) -> None:
         self._state = state
+        self._gauges = gauges or SummedGauges()
         self._instance_id = instance_id
         self._finished: deque[str] = deque(maxlen=MAX_FINISHED)
         self._outcomes: deque[conductor_pb2.RequestOutcome] = deque(maxlen=MAX_OUTCOMES)
@@ -248,20 +263,23 @@ class Observer:
         scheduler = self._state.scheduler
         requests = self._state.requests.values()
         phases = Counter(h.phase for h in requests)
-        for phase in Phase:
-            if phase is not Phase.FREE:
-                names.DECODE_HANDOFFS.labels(state=phase.name.lower()).set(phases[phase])
-        names.DECODE_RUNNING.set(scheduler.seats)
-        names.DECODE_WAITING.set(max(0, scheduler.live - scheduler.seats))
-        names.DECODE_CONTEXT_TOKENS.set(self._context_tokens())
+        values: dict[Gauge, float] = {
+            names.DECODE_HANDOFFS.labels(state=phase.name.lower()): phases[phase]
+            for phase in Phase
+            if phase is not Phase.FREE
+        }
+        values[names.DECODE_RUNNING] = scheduler.seats
+        values[names.DECODE_WAITING] = max(0, scheduler.live - scheduler.seats)
+        values[names.DECODE_CONTEXT_TOKENS] = self._context_tokens()
         in_doubt = [h for h in requests if h.phase is Phase.QUARANTINED]
         for number, (group, pages, store) in enumerate(scheduler.memory):
-            names.DECODE_PAGES.labels(state="total", group=group).set(pages.total)
-            names.DECODE_PAGES.labels(state="free", group=group).set(pages.free)
+            values[names.DECODE_PAGES.labels(state="total", group=group)] = pages.total
+            values[names.DECODE_PAGES.labels(state="free", group=group)] = pages.free
             quarantined = sum(len(h.extents_of(number)) for h in in_doubt)
             extents = {"total": store.total, "free": store.free, "sealed": store.stats.sealed}
             for state, count in (extents | {"quarantined": quarantined}).items():
-                names.DECODE_EXTENTS.labels(state=state, group=group).set(count)
-        names.DECODE_STREAMS.labels(kind="session").set(sessions)
-        names.DECODE_STREAMS.labels(kind="handoff").set(handoffs)
+                values[names.DECODE_EXTENTS.labels(state=state, group=group)] = count
+        values[names.DECODE_STREAMS.labels(kind="session")] = sessions
+        values[names.DECODE_STREAMS.labels(kind="handoff")] = handoffs
+        self._gauges.set(self, values)
         names.DECODE_READY.set(int(ready))

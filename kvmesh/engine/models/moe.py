@@ -4,6 +4,8 @@ Each expert that any token has multiplies its own tokens (`models.experts`): at 
 are read. Every expert is cut by columns over the ranks, as a dense MLP is, so that all ranks have equal work whatever
 the router chooses, or each rank has some experts whole where columns would be too few (`parallel.cuts_experts_whole`).
 The router is whole at every rank, the shared expert cut by columns; the ranks' parts of all experts are summed at once.
+Experts that lie over data-parallel ranks get their tokens from all of these (`models.dispatch`); a token is routed,
+counted and has its shared expert at its own ranks.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.config_experts import ExpertsConfig
 from kvmesh.engine.expert_counts import ExpertCounts
 from kvmesh.engine.models.blocks import MLP, RMSNorm, normed_by
+from kvmesh.engine.models.dispatch import ExchangedExperts, exchanged
 from kvmesh.engine.models.experts import GatedExpert, read_experts, read_shared
 from kvmesh.engine.tensors import dense_prefix, expert_names, layer_prefix
 from kvmesh.engine.weights import Weights
@@ -73,7 +76,7 @@ class MoE:
         correction = _float32(weights, prefix + names.correction) if experts.correction else None
         bias = _float32(weights, prefix + names.router + ".bias") if experts.router_bias else None
         self.router = Router(experts, _float32(weights, prefix + names.router + ".weight"), correction, bias)
-        self.experts = read_experts(config, weights, prefix)
+        self.experts = exchanged(read_experts(config, weights, prefix), weights)
         self.shared, self.shared_gate = read_shared(config, weights, prefix), None
         if experts.shared_gate:
             self.shared_gate = _float32(weights, prefix + names.shared_gate)
@@ -135,6 +138,12 @@ def count_choices(
     for row, block in enumerate(blocks.values()):
         block.counts, block.row = counts, row
     return counts
+
+
+def exchanged_experts(layers: Sequence[object]) -> list[ExchangedExperts]:
+    """Returns, in their order, those layers' experts that lie over several data-parallel ranks."""
+    found = (getattr(getattr(layer, "mlp", None), "experts", None) for layer in layers)
+    return [experts for experts in found if isinstance(experts, ExchangedExperts)]
 
 
 def _float32(weights: Weights, name: str) -> torch.Tensor:

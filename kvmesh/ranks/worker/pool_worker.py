@@ -25,7 +25,8 @@ COPY_BYTES = 32 << 20  # some milliseconds, which everything else that this thre
 class StoreWorker:
     """Has the rank's state, with the same methods as `worker.Worker`. All methods run on the main thread."""
 
-    wants_step = has_chores = False
+    wants_step = has_chores = keeps_rounds = False
+    rounds = (0, False)
     rows = loads = 0
     needs_ticks = copying = False
     expert_stats = None  # there is no model

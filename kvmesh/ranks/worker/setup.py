@@ -11,7 +11,6 @@ import msgspec
 import torch
 
 from kvmesh.engine.attention.grouped import GroupedAttention
-from kvmesh.engine.axes import Axes
 from kvmesh.engine.batch import DecodeBatch
 from kvmesh.engine.cache_memory import GroupShape, is_state, named_by_group, zeroed_memory
 from kvmesh.engine.checkpoint import Checkpoint
@@ -27,6 +26,7 @@ from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks import sizing
 from kvmesh.ranks.host_memory import available_bytes
+from kvmesh.ranks.wake import axes_of
 from kvmesh.ranks.worker.device import extents_room, weight_bytes
 from kvmesh.ranks.worker.device_cuda import cuda_device
 
@@ -60,7 +60,7 @@ class RankSetup:
         self._device = cuda_device(configure.device) if self._kind == "cuda" else torch.device("cpu")
         self._total, self._free = _device_memory(self._device)
         self._config: ModelConfig = checkpoint.config
-        check_stages(self._config, Axes.parse(configure.mesh))
+        check_stages(self._config, axes_of(configure))
         operators = self._kind == "cpu" and configure.dtype == sizing.AUTO and native.loaded()
         dtype, dtype_why = sizing.choose_dtype(configure.dtype, self._config.dtype, self._kind, operators)
         steps = sizing.choose_steps(configure.steps, self._kind, self._total)
@@ -79,7 +79,7 @@ class RankSetup:
         c = self.configure
         if c.num_pages or c.memory_bytes:
             return sizing.ChosenPages(c.num_pages or max(1, c.memory_bytes // layout.shard_bytes), "as told")
-        weights = weight_bytes(checkpoint, layout.itemsize) // c.world_size
+        weights = self._own_weights(checkpoint, layout.itemsize)
         step = sizing.step_bytes(self._config, self.tokens, self.rows, layout.itemsize)
         if self._kind == "cuda":
             room, source = sizing.cuda_room(self._total, self._free, max(1, c.device_instances))
@@ -91,6 +91,17 @@ class RankSetup:
             taken["host blocks"] = c.num_extents * layout.shard_bytes
         copies = 1 if c.num_extents else 2
         return sizing.choose_pages(room, taken, self._need(layout, copies), source, sizing.MOST_CPU_BYTES)
+
+    def _own_weights(self, checkpoint: Checkpoint, itemsize: int) -> int:
+        """Returns about how many bytes of weights this rank has: each data-parallel group has all but the experts that
+        lie over several."""
+        axes, experts = axes_of(self.configure), self._config.experts
+        whole = weight_bytes(checkpoint, itemsize)
+        if experts is None or "dp" not in axes.ep:
+            return whole // axes.replica
+        elements = len(experts.layers) * experts.count * 3 * experts.inner * self._config.hidden_size
+        shared = min(elements * itemsize, whole)
+        return shared // axes.world + (whole - shared) // axes.replica
 
     # ── by cache group ───────────────────────────────────────────────────────────────────────────
 
@@ -107,7 +118,7 @@ class RankSetup:
         if c.memory_bytes:
             return self._split(c.memory_bytes, needs, "as told")
         layout = shapes[0].layout
-        weights = weight_bytes(checkpoint, layout.itemsize) // c.world_size
+        weights = self._own_weights(checkpoint, layout.itemsize)
         step = sizing.step_bytes(self._config, self.tokens, self.rows, layout.itemsize)
         if self._kind == "cuda":
             room, source = sizing.cuda_room(self._total, self._free, max(1, c.device_instances))
@@ -272,7 +283,7 @@ class RankSetup:
             return 0
         from kvmesh.engine.graphs import MAX_ROWS, buckets  # imports triton
 
-        own = share_of(self._config, Axes.parse(c.mesh))
+        own = share_of(self._config, axes_of(c))
         rows, sizes = min(self.rows, MAX_ROWS), piece_sizes(own, self.most_tokens) if self.tokens else ()
         tokens = sizes[-1] if sizes else 0
         steps = len(buckets(rows) if rows else ()) + len(sizes)

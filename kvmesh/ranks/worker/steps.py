@@ -134,6 +134,8 @@ class Steps:
             self._send(m.Stalled(handle))
         if prefill is not None or self.rows.live:
             self._run(prefill, self.rows.live > 0, between_layers)
+        else:
+            self._runner.serve(between_layers)
 
     def _run(self, step: m.PrefillStep | None, decode: bool, between_layers: Callable[[], None]) -> None:
         """Runs one step, with the live rows if `decode`. A failure is reported to the side, prefill or decode, whose
@@ -148,7 +150,7 @@ class Steps:
         scores: list[tuple[int, m.PromptScores]] = []
 
         def on_scores(at: int, found: TokenScores) -> None:
-            if self._runner.mesh.rank == self._runner.mesh.axes.speaker:  # every rank of a stage has computed the same
+            if self._runner.mesh.speaks:  # every rank of a stage has computed the same
                 scores.append((items[at].handle, packed_scores(found)))
 
         start = time.monotonic_ns()
@@ -163,7 +165,9 @@ class Steps:
             if self._snapshots:
                 self._snapshots.load([tables.roles for tables in named])
             wanted = on_scores if any(item.scores >= 0 for item in items) else None
-            inputs, written = self._inputs(items, named), on_layer if items else None
+            # Ranks of experts may compute prompts of others in this step.
+            written = on_layer if items or self._runner.rounds is not None else None
+            inputs = self._inputs(items, named)
             first, chosen = self._runner.step(inputs, batch, written, wanted, on_late)
             if self._snapshots:
                 self._snapshots.save([tables.roles for tables in named])

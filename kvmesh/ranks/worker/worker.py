@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import torch
 
-from kvmesh.engine.axes import Axes
 from kvmesh.engine.cache_memory import GroupShape, group_shapes, is_state, named_by_group
 from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.parallel import ExpertsCut, RankMesh
@@ -25,6 +24,7 @@ from kvmesh.ranks.devices import STAGED_CPU
 from kvmesh.ranks.expert_metrics import ExpertStats
 from kvmesh.ranks.sizing import longest_context
 from kvmesh.ranks.transfer_config import own_location, start_engine
+from kvmesh.ranks.wake import axes_of
 from kvmesh.ranks.worker.checksums import Sums
 from kvmesh.ranks.worker.device import (
     CpuMemory,
@@ -66,7 +66,7 @@ class Worker:
         self._send = send
         self._checkpoint = open_checkpoint(configure.model_path, configure.max_context_tokens, configure.cache_dir)
         fingerprinted = self._checkpoint.begin_fingerprint()  # beside loading, the first time
-        config, axes = self._checkpoint.config, Axes.parse(configure.mesh)
+        config, axes = self._checkpoint.config, axes_of(configure)
         tp, layers = axes.place(configure.rank).tp, stage_layers(config, axes, configure.rank)
         setup = RankSetup(configure, self._checkpoint)
         configure = self._configure = setup.configure
@@ -162,10 +162,10 @@ class Worker:
 
     @property
     def expert_stats(self) -> ExpertStats | None:
-        """Returns how often each expert was chosen; None at other ranks of a stage than its first, which count the
-        same."""
+        """Returns how often each expert was chosen; None at other ranks of a group's stage than its first, which count
+        the same."""
         counts, place = self._runner.expert_counts, self._mesh.place
-        if counts is None or place.tp or place.cp or place.dp:
+        if counts is None or place.tp or place.cp:
             return None
         told = counts.told()
         return None if told is None else ExpertStats(tuple(counts.layers), tuple(map(tuple, told)))
@@ -221,11 +221,12 @@ class Worker:
         """Returns what is kept here, of these cache groups (None: of all)."""
         c, shapes = self._configure, self._shapes if shapes is None else shapes
         epoch = f"+{c.weights_epoch}" if c.weights_epoch else ""
-        begin = f"{self._checkpoint.fingerprint[:16]}{epoch}"
+        begin, replica = f"{self._checkpoint.fingerprint[:16]}{epoch}", axes_of(c).replica
+        place = f"{c.rank % replica}/{replica}"  # data-parallel groups have the same
         if not shapes:
-            return f"{begin} {c.dtype} {_part(self.layout)} rank {c.rank}/{c.world_size}"
+            return f"{begin} {c.dtype} {_part(self.layout)} rank {place}"
         parts = (f"G{s.group.name} {str(s.dtype).removeprefix('torch.')} {_part(s.layout)}" for s in shapes)
-        return f"{begin} {', '.join(parts)} rank {c.rank}/{c.world_size}"
+        return f"{begin} {', '.join(parts)} rank {place}"
 
     def close(self) -> None:
         self.sums.close()
@@ -242,6 +243,17 @@ class Worker:
     def wants_step(self) -> bool:
         """Whether some row of the batch can go on, or a step is in flight."""
         return self.steps.has_work
+
+    @property
+    def keeps_rounds(self) -> bool:
+        """Whether other data-parallel ranks cannot make a step without this one."""
+        return self._runner.rounds is not None
+
+    @property
+    def rounds(self) -> tuple[int, bool]:
+        """How many steps the data-parallel ranks have made together, and whether any had work in the last one."""
+        rounds = self._runner.rounds
+        return (0, False) if rounds is None else (rounds.count, rounds.anyone)
 
     @property
     def has_chores(self) -> bool:
@@ -393,8 +405,8 @@ class Worker:
 
 def _mesh(configure: m.Configure, device: torch.device) -> RankMesh:
     """Returns this instance's ranks, not connected yet."""
-    timeout_s = configure.group_timeout_ms / 1000
-    return RankMesh(Axes.parse(configure.mesh), configure.rank, configure.group_file, device, timeout_s)
+    axes, timeout_s = axes_of(configure), configure.group_timeout_ms / 1000
+    return RankMesh(axes, configure.rank, configure.group_file, device, timeout_s)
 
 
 def _part(shape: ShardLayout) -> str:
