@@ -98,7 +98,7 @@ class RanksLost(RuntimeError):
     """Another rank died or did not come in time: this one is in the middle of a step that nobody can finish."""
 
 
-# An instance's ranks are processes of one machine. NCCL's calls return before they are done, so nobody hears in the
+# The ranks of an instance on one machine stay on it. NCCL's calls return before they are done, so nobody hears in the
 # middle of a step that another rank stays away: its watchdog then ends the process (SIGABRT), whose front tells of it.
 # It would wait for a minute before that, to write what only a debugger reads.
 SURROUNDINGS = {
@@ -210,13 +210,22 @@ class ProcessGroup(Group):
 class RankMesh:
     """Has all ranks of one instance as one of them sees it, and the groups that they form along their axes. One that
     is connected through `file` is of one machine: the file must not exist before the first rank comes, and belongs to
-    whoever made its folder."""
+    whoever made its folder. With a `store` (torch.distributed's) ranks are on several hosts and compute over
+    `interface` of this one."""
 
     def __init__(
-        self, axes: Axes, rank: int, file: str = "", device: torch.device = CPU, timeout_s: float = 60.0
+        self,
+        axes: Axes,
+        rank: int,
+        file: str = "",
+        device: torch.device = CPU,
+        timeout_s: float = 60.0,
+        store: Any = None,
+        interface: str = "",
     ) -> None:
         self.axes, self.rank, self.place = axes, rank, axes.place(rank)
         self._file, self._device, self._timeout = file, device, timedelta(seconds=timeout_s)
+        self._store, self._interface = store, interface
         self._groups: dict[tuple[int, ...], Group] = {}
         self.tp = self.group("tp")  # shares heads
         self.mlp = self.group(*MLP_AXES)  # shares MLPs, the vocabulary, and experts cut by columns
@@ -245,11 +254,14 @@ class RankMesh:
         if self.axes.world == 1:
             return
         for name, value in SURROUNDINGS.items():
-            os.environ.setdefault(name, value)
+            if self._interface and name.endswith("_SOCKET_IFNAME"):
+                os.environ[name] = self._interface  # declared or found: what the process was started with knew neither
+            else:
+                os.environ.setdefault(name, value)
         distributed: Any = importlib.import_module("torch.distributed")
         on_gpu = self._device.type == "cuda"
         try:
-            store = distributed.FileStore(self._file, self.axes.world)
+            store = self._store or distributed.FileStore(self._file, self.axes.world)
             store.set(f"here/{self.rank}", "")
             store.wait([f"here/{rank}" for rank in range(self.axes.world)], timedelta(seconds=patience_s))
             distributed.init_process_group(
