@@ -31,10 +31,14 @@ class Stage:
             return []
         made = [STOP if hash((h, int(i))) % 11 == 0 else 1 for h, i in zip(handles, batch.indices, strict=True)]
         chosen = Chosen(np.array(made, np.int64), {})
-        if self.last:
+
+        def advance() -> None:
             rows.advance(chosen)
+
+        if self.last:
+            advance()
         else:
-            self.batches.postpone(rows, lambda: rows.advance(chosen) and None)
+            self.batches.postpone(rows, advance)
         return handles
 
 

@@ -18,7 +18,8 @@ PROMPTS = [[(7 * i * i + k * i) % 250 for i in range(75)] for k in (3, 4)]
 
 
 def chunks(handle: int, pages: tuple[int, ...]) -> list[m.PrefillStep]:
-    prompt, steps = PROMPTS[handle - 1], []
+    prompt = PROMPTS[handle - 1]
+    steps: list[m.PrefillStep] = []
     for start in range(0, len(prompt), CHUNK):
         end = min(start + CHUNK, len(prompt))
         last, own = GREEDY if end == len(prompt) else None, pages[: -(-end // BLOCK)]
@@ -58,7 +59,7 @@ async def test_stages_say_what_one_rank_says(name: str, tmp_path: Path) -> None:
             said = await both.take((m.DecodeStepDone, m.Stalled))
             if isinstance(said, m.Stalled):
                 both.client.send(m.Grant(said.handle, tables[1][len(few) :]))
-            else:
+            elif isinstance(said, m.DecodeStepDone):
                 for token in said.tokens:
                     answers[token.handle].append(token.token_id)
         assert not any(isinstance(message, m.DecodeStepDone) for message in both.drivers[0].inbox)

@@ -82,6 +82,9 @@ def doctor(
         str | None, typer.Option("--peer", help="Transfer to and from a listening doctor.", metavar="HOST[:PORT]")
     ] = None,
     listen: Annotated[bool, typer.Option("--listen", help="Wait for doctors of other hosts, until Ctrl-C.")] = False,
+    model: Annotated[
+        str, typer.Option(help="Say as well how many ranks can share this checkpoint folder's model.", metavar="PATH")
+    ] = "",
     mesh: Annotated[bool, typer.Option("--mesh", help="Look at a running mesh, from this machine.")] = False,
     conductor: Annotated[
         str, typer.Option(help="With --mesh: its conductors; by default KVMESH_CONDUCTOR, or the mesh that runs here.")
@@ -121,6 +124,8 @@ def doctor(
 
         kvmesh doctor
 
+        kvmesh doctor --model ~/models/Qwen3-32B
+
         kvmesh doctor --mesh --conductor 10.0.0.1:7001 --gateway 10.0.0.1:8001
 
         kvmesh doctor --listen
@@ -129,6 +134,8 @@ def doctor(
 
         kvmesh doctor --peer 10.0.0.7 --token TOKEN --transports tcp --nics eth1,eth2
     """
+    if listen or mesh or peer is not None:
+        _refuse("only a look at this machine takes one", model=model)
     if listen:
         _refuse("--listen waits for others, --peer calls one: give one of them", peer=peer)
     else:
@@ -155,7 +162,7 @@ def doctor(
             code = call(peer or "", token, plan, as_json=as_json)
     else:
         _refuse("only --listen and --peer take any", transports=transports, nics=nics)
-        code = _here(as_json)
+        code = _here(as_json, model)
     if code:
         raise typer.Exit(code)
 
@@ -167,9 +174,13 @@ def _refuse(why: str, **options: object) -> None:
             raise ConfigError(f"{key}={value!r}: {why}", field=key)
 
 
-def _here(as_json: bool) -> int:
+def _here(as_json: bool, model: str) -> int:
     """Looks at this machine and shows it; the exit status."""
     found = findings()
+    if model:
+        from kvmesh.cli.doctor.fits import fits
+
+        found += [dataclasses.replace(one, group=f"ranks that can share {model}") for one in fits(model)]
     out = console()
     if as_json:
         out.out(json.dumps([dataclasses.asdict(one) for one in found], indent=2), highlight=False)

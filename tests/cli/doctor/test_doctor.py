@@ -20,7 +20,9 @@ from kvmesh.cli.doctor import checks as checks
 from kvmesh.cli.doctor import command as doctor
 from kvmesh.cli.doctor import network as network
 from kvmesh.cli.doctor.findings import Finding, screen
+from kvmesh.cli.doctor.fits import fits
 from kvmesh.transfer.host import DeviceLocation, Host, NetDevice, look
+from tests.support.checkpoints import make_checkpoint
 from tests.support.transfer.sysfs import NVIDIA_3D, Tree, bare_vm, two_sockets
 
 
@@ -291,3 +293,12 @@ def test_the_topology_shows_rdma_before_interfaces(tmp_path: Path) -> None:
     assert found["cuda:0"].found == "mlx5_0, mlx5_1; then mlx5_2, mlx5_3, mlx5_4, mlx5_5, mlx5_6, mlx5_7, mlx5_8"
     assert by_name(network.topology(look(bare_vm(tmp_path / "vm").root)))["cpu:0"].found == "eth0"
     assert network.topology(Host())[0].found == "no NIC to choose from"
+
+
+def test_how_many_ranks_can_share_a_model(tmp_path: Path) -> None:
+    made = make_checkpoint(tmp_path / "odd", family="qwen3", num_attention_heads=8, num_hidden_layers=3)
+    tensor, stages = fits(str(made))
+    assert tensor.found.startswith("2, 4, 8 ranks")
+    assert stages.found.startswith("3 ranks")
+    made = make_checkpoint(tmp_path / "one", family="qwen3", num_hidden_layers=1)
+    assert fits(str(made))[1].found == "one rank only: pp=2: more stages than the model's 1 layers"

@@ -176,6 +176,8 @@ def test_a_pool_node_refuses_an_ssd_folder_that_cannot_be_made(starts: Starts) -
         ("--object-url=s3://", "object_url='s3://': names no bucket: must be like s3://bucket/prefix (--object-url)"),
         ("--decode-tp=3", "decode_tp=3: must divide num_attention_heads=4 in "),
         ("--coupled-tp=2", "coupled_tp=2: there are no coupled instances: give --coupled as well"),
+        ("--prefill-mesh=pp=3", "prefill_mesh=pp=3: must divide the model's "),
+        ("--decode-mesh=cp=2", "decode_mesh='cp=2': no instance has the axis cp yet, only "),
         ("--memory-mb=-1", "memory_mb='-1' (from --memory-mb): must be at least 0"),
         ("--prefill-tp=0", "prefill_tp='0' (from --prefill-tp): must be at least 1"),
         ("--store-eviction=mru", "store_eviction='mru' (from --store-eviction): choose one of lru, lfu, length"),
