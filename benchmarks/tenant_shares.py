@@ -7,7 +7,8 @@
 No two prompts share a block. Live: two meshes of one prefill and one decode instance, which differ in
 `tenant_fairness` alone, are loaded in turns; tokens are those of prompts whose first token came within a turn.
 Simulated: requests of such tenants at fixed rates, more than the instance can take, on the hardware of the other
-simulations.
+simulations. Once more with admission and a TTFT SLO of SLO_S, where `greedy` and `modest` send prompts of one size:
+size does not bring the modest one forward.
 
     python -m benchmarks.tenant_shares --rounds 2 --turn-s 10 --json benchmarks/results/tenant_shares.json
 """
@@ -49,6 +50,9 @@ WARM_S = 2.0  # of each turn, not counted
 KEY = "sk-tenant-{}-000000000000"
 SIM_PROMPTS = {"greedy": 16_384, "many": 1024, "modest": 1024}
 SIM_RATES = {"greedy": 0.25, "many": 4.0, "modest": 0.3}  # requests a second
+ADMITTED_PROMPTS = {"greedy": 8192, "many": 1024, "modest": 8192}
+ADMITTED_RATES = {"greedy": 2.0, "many": 0.5, "modest": 0.1}
+SLO_S = 10.0
 SIM_S, SIM_WARM_S = 120.0, 30.0
 
 
@@ -155,26 +159,30 @@ def live(options: argparse.Namespace) -> dict[str, Any]:
 # ── simulated ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def requests(block: int, seed: int) -> Iterator[SimRequest]:
+def requests(block: int, seed: int, prompts: dict[str, int], rates: dict[str, float]) -> Iterator[SimRequest]:
     """Yields the requests of all tenants, by chance at fixed rates."""
     rng, arrivals, blocks = random.Random(seed), list[tuple[float, str]](), 0
-    for who, rate in SIM_RATES.items():
+    for who, rate in rates.items():
         at_s = 0.0
         while (at_s := at_s + rng.expovariate(rate)) < SIM_S:
             arrivals.append((at_s, who))
     for index, (at_s, who) in enumerate(sorted(arrivals)):
-        keys = tuple(key(blocks + n + 1) for n in range(SIM_PROMPTS[who] // block))
+        keys = tuple(key(blocks + n + 1) for n in range(prompts[who] // block))
         blocks += len(keys)
-        yield SimRequest(index, at_s, SIM_PROMPTS[who], 2, keys, tenant=who)
+        yield SimRequest(index, at_s, prompts[who], 2, keys, tenant=who)
 
 
-def simulated(seed: int) -> dict[str, Any]:
-    """Figures of one prefill and one decode instance, in virtual time."""
+def simulated(seed: int, *, admitted: bool = False) -> dict[str, Any]:
+    """Figures of one prefill and one decode instance, in virtual time; `admitted`: under the SLO."""
     found = {}
+    load = (ADMITTED_PROMPTS, ADMITTED_RATES) if admitted else (SIM_PROMPTS, SIM_RATES)
     for fair in (False, True):
-        config = dataclasses.replace(config_of(read(), Case(prefill=1, decode=1)), tenant_fairness=fair)
+        config = config_of(read(), Case(prefill=1, decode=1, admission="predicted" if admitted else "off"))
+        if admitted:
+            config = dataclasses.replace(config, conductor=dataclasses.replace(config.conductor, slo_ttft_s=SLO_S))
+        config = dataclasses.replace(config, tenant_fairness=fair)
         records: list[Record] = []
-        run(config, requests(config.block_tokens, seed), sink=records.append)
+        run(config, requests(config.block_tokens, seed, *load), sink=records.append)
         tallies: Tallies = defaultdict(Tally)
         for one in records:
             tally = tallies[one.tenant]
@@ -220,6 +228,8 @@ def main() -> None:
     told: dict[str, Any] = {"machine": platform.machine(), "cpus": os.cpu_count(), "args": vars(options)}
     told["simulated"] = simulated(options.seed)
     show("Simulated", told["simulated"])
+    told["admitted"] = simulated(options.seed, admitted=True)
+    show(f"Simulated, TTFT SLO {SLO_S:g} s", told["admitted"])
     if not options.no_live:
         told["live"] = live(options)
         show("Live", told["live"])

@@ -378,6 +378,7 @@ class Front:
         prefill_chunk_tokens: int = 0,
         switchable: bool = False,
         prefill_size_weight: float = 0.0,
+        prefill_tenant_fairness: bool = False,
     ) -> None:
         """Binds the port, adds the role's servicers, reports SERVING, then registers and sends heartbeats. Raises
         ConfigError when the port is taken, or the folder of the SSD tier cannot be used."""
@@ -414,6 +415,7 @@ class Front:
             prefill_chunk_tokens=prefill_chunk_tokens,
             switchable=switchable,
             prefill_size_weight=prefill_size_weight,
+            prefill_tenant_fairness=prefill_tenant_fairness,
         )
         if blocks is not None:
             blocks.start(self._registrar)

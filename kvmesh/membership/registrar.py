@@ -427,6 +427,7 @@ class Registrar:
         prefill_chunk_tokens: int = 0,
         switchable: bool = False,
         prefill_size_weight: float = 0.0,
+        prefill_tenant_fairness: bool = False,
     ) -> None:
         rng = random.Random()
         registration = pb.RegisterInstanceRequest(
@@ -441,6 +442,7 @@ class Registrar:
             prefill_chunk_tokens=prefill_chunk_tokens,
             switchable=switchable,
             prefill_size_weight=prefill_size_weight,
+            prefill_tenant_fairness=prefill_tenant_fairness,
         )
         member = pb_store.Member(instance=ref_pb, role=role, node_id=node_id, store_id=ref_pb.instance_id)
         self._report = report

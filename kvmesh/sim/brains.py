@@ -103,6 +103,7 @@ class Brains:
             config.max_running,
             switchable=config.orders and node.name not in self._kept,
             size_weight=config.size_weight if role.prefills else 0.0,
+            tenant_fairness=config.tenant_fairness and role is Role.PREFILL,
         )
         for state in self.states:
             for action in state.step(event, self._loop.now):

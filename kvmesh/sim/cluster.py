@@ -197,6 +197,7 @@ class Cluster:
                 session=request.session,
                 origin=request.origin,
                 tenant=request.tenant,
+                tenant_weight=request.tenant_weight,
                 avoid=frozenset(avoid),
                 answered_tokens=life.made_before,
             )

@@ -188,6 +188,7 @@ class Register:
     chunk_tokens: int = 0
     switchable: bool = False
     size_weight: float = 0.0  # of its queue
+    tenant_fairness: bool = False  # in its queue
 
 
 @dataclass(frozen=True)
@@ -225,6 +226,7 @@ class Schedule:
     session: str = ""
     origin: str = ""
     tenant: str = ""
+    tenant_weight: float = 1.0
     endpoint: str = ""
     expected_output_tokens: int = 0  # of the whole answer
     answered_tokens: int = 0  # of `prompt_tokens`, the last: its answer so far; it was admitted then and goes on

@@ -113,6 +113,7 @@ def register_in(request: pb.RegisterInstanceRequest) -> Register:
         chunk_tokens=request.prefill_chunk_tokens,
         switchable=request.switchable,
         size_weight=request.prefill_size_weight,
+        tenant_fairness=request.prefill_tenant_fairness,
     )
 
 
@@ -197,6 +198,8 @@ def schedule_in(request: pb.ScheduleRequest) -> Schedule:
     for name in ("session", "origin", "tenant", "endpoint", "sibling_prefill_id"):
         if len(getattr(request, name)) > MAX_BELONGING:
             raise InvalidRequest.of(name, getattr(request, name), f"is longer than {MAX_BELONGING} characters")
+    if not 0 <= request.tenant_weight < math.inf:
+        raise InvalidRequest.of("tenant_weight", request.tenant_weight, "must be a number, at least 0")
     if request.answered_tokens and request.answered_tokens >= request.prompt_tokens:
         why = f"must be fewer than the prompt's {request.prompt_tokens} tokens"
         raise InvalidRequest.of("answered_tokens", request.answered_tokens, why)
@@ -215,6 +218,7 @@ def schedule_in(request: pb.ScheduleRequest) -> Schedule:
         session=request.session,
         origin=request.origin,
         tenant=request.tenant,
+        tenant_weight=request.tenant_weight or 1.0,
         endpoint=request.endpoint,
         expected_output_tokens=request.expected_output_tokens,
         answered_tokens=request.answered_tokens,

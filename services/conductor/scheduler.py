@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from kvmesh.errors import InvalidRequest
@@ -127,6 +127,10 @@ class Scheduling:
         # The cost of each candidate, the prefill and the decode instance: by the policy (policies/), which as a rule
         # leaves that to the least cost (placing/placement.py: `choose`); an SLO that nobody meets is found there.
         found = self.chooser.choose(request, prefills, decodes, LazyMapping(self._place), planner, scoring)
+        if _refused_for_others(found, request, prefills):
+            # Where others' prompts fill the queue, its tenant has its turn before them: so much is not held against it.
+            scoring = replace(scoring, overtaking=replace(overtaking, by_tenant=True))
+            found = self.chooser.choose(request, prefills, decodes, LazyMapping(self._place), planner, scoring)
         self.balance.saw(request, planner.survey, now)
         # Admit it, or refuse it with a time to come again.
         among = AdmissionContext(found, serving, usable, prefills, decodes, self._ledger.others_rate(request.model))
@@ -263,6 +267,13 @@ class Scheduling:
         holders = view.columns.slots.holders
         wires = self._ledger.wires
         return FetchPlanner(survey, holders, memory, wires.outgoing, lower, tier_load, wires.arriving, congestion)
+
+
+def _refused_for_others(found: WeighedModes, request: Schedule, prefills: Selection) -> bool:
+    """Returns whether a request was refused for its TTFT, and work of other tenants waits at some instance that is fair
+    between tenants."""
+    refused = isinstance(found.answer, Refuse) and found.answer.reason == "ttft" and not found.picked_by
+    return refused and any(instance.queue.passes(request.tenant) for instance in prefills)
 
 
 def _placed(request: Schedule, choice: PlacementChoice, answer_tokens: float, held: dict[str, float]) -> Placed:

@@ -74,6 +74,7 @@ class RequestBuilder:
             session=self._own_name(wanted.session),
             origin=self._own_name(wanted.origin),
             tenant=self.tenant,
+            tenant_weight=self.tenant_weight,
             endpoint=self.route,
             expected_output_tokens=wanted.expected_tokens or 0,
             answered_tokens=carried.answered,

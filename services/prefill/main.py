@@ -67,6 +67,7 @@ class PrefillInstance:
                     lambda server: add(server, servicer),
                     runner.reporter.beat,
                     prefill_size_weight=self.config.size_weight,
+                    prefill_tenant_fairness=self.config.tenant_fairness,
                 )
                 names.PREFILL_READY.set(1)
                 started({"address": front.address, "instance_id": front.instance_id})

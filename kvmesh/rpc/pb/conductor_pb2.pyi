@@ -129,6 +129,7 @@ class RegisterInstanceRequest(_message.Message):
     PREFILL_CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     SWITCHABLE_FIELD_NUMBER: _builtins.int
     PREFILL_SIZE_WEIGHT_FIELD_NUMBER: _builtins.int
+    PREFILL_TENANT_FAIRNESS_FIELD_NUMBER: _builtins.int
     protocol_version: _common_pb2.ProtocolVersion.ValueType
     role: _common_pb2.Role.ValueType
     node_id: _builtins.str
@@ -147,6 +148,8 @@ class RegisterInstanceRequest(_message.Message):
     """Instance.SetRole gives it any role; what it bears by then is told by registering again"""
     prefill_size_weight: _builtins.float
     """Its waiting line goes by arrival + priority + this many times `Placement.prefill_us`. 0: sizes do not matter there."""
+    prefill_tenant_fairness: _builtins.bool
+    """where prompts of several tenants wait there, each has its turn"""
     @_builtins.property
     def instance(self) -> _common_pb2.InstanceRef: ...
     @_builtins.property
@@ -165,10 +168,11 @@ class RegisterInstanceRequest(_message.Message):
         prefill_chunk_tokens: _builtins.int = ...,
         switchable: _builtins.bool = ...,
         prefill_size_weight: _builtins.float = ...,
+        prefill_tenant_fairness: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_blocks", b"capacity_blocks", "instance", b"instance", "local_prefill_tokens", b"local_prefill_tokens", "max_running_requests", b"max_running_requests", "model", b"model", "node_id", b"node_id", "prefill_chunk_tokens", b"prefill_chunk_tokens", "prefill_size_weight", b"prefill_size_weight", "protocol_version", b"protocol_version", "role", b"role", "switchable", b"switchable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_blocks", b"capacity_blocks", "instance", b"instance", "local_prefill_tokens", b"local_prefill_tokens", "max_running_requests", b"max_running_requests", "model", b"model", "node_id", b"node_id", "prefill_chunk_tokens", b"prefill_chunk_tokens", "prefill_size_weight", b"prefill_size_weight", "prefill_tenant_fairness", b"prefill_tenant_fairness", "protocol_version", b"protocol_version", "role", b"role", "switchable", b"switchable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -524,6 +528,7 @@ class ScheduleRequest(_message.Message):
     ANSWERED_TOKENS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     SIBLING_PREFILL_ID_FIELD_NUMBER: _builtins.int
+    TENANT_WEIGHT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     model: _builtins.str
@@ -541,7 +546,7 @@ class ScheduleRequest(_message.Message):
     origin: _builtins.str
     """requests that share much of their prompts (an application, a document); "": none told"""
     tenant: _builtins.str
-    """with `endpoint`: whose answers are of similar length"""
+    """with `endpoint`: whose answers are of similar length; whose turn it is where prompts wait"""
     endpoint: _builtins.str
     expected_output_tokens: _builtins.int
     """the client's own guess of the whole answer; 0: none"""
@@ -555,6 +560,8 @@ class ScheduleRequest(_message.Message):
     """The prefill instance of the same request's first answer to the same prompt: there the prompt is computed once for
     both. "": this is the first, or has no sibling.
     """
+    tenant_weight: _builtins.float
+    """see decode's StartRequest"""
     @_builtins.property
     def avoid_instance_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """failed an earlier attempt"""
@@ -581,10 +588,11 @@ class ScheduleRequest(_message.Message):
         answered_tokens: _builtins.int = ...,
         traceparent: _builtins.str = ...,
         sibling_prefill_id: _builtins.str = ...,
+        tenant_weight: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered_tokens", b"answered_tokens", "attempt", b"attempt", "avoid_instance_ids", b"avoid_instance_ids", "block_keys", b"block_keys", "endpoint", b"endpoint", "expected_output_tokens", b"expected_output_tokens", "lane", b"lane", "max_tokens", b"max_tokens", "model", b"model", "origin", b"origin", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "session", b"session", "sibling_prefill_id", b"sibling_prefill_id", "tbt_slo_ms", b"tbt_slo_ms", "tenant", b"tenant", "traceparent", b"traceparent", "ttft_slo_ms", b"ttft_slo_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered_tokens", b"answered_tokens", "attempt", b"attempt", "avoid_instance_ids", b"avoid_instance_ids", "block_keys", b"block_keys", "endpoint", b"endpoint", "expected_output_tokens", b"expected_output_tokens", "lane", b"lane", "max_tokens", b"max_tokens", "model", b"model", "origin", b"origin", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "session", b"session", "sibling_prefill_id", b"sibling_prefill_id", "tbt_slo_ms", b"tbt_slo_ms", "tenant", b"tenant", "tenant_weight", b"tenant_weight", "traceparent", b"traceparent", "ttft_slo_ms", b"ttft_slo_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

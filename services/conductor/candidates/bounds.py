@@ -253,6 +253,10 @@ class CostBounds:
                 found[row] = ahead(queue, self.view.now, self.request.priority, np.inf).yielding_s
             else:
                 found[row] = queue.ahead_s(self.view.now, self.request.priority)[1]
+        if self.scoring.overtaking.by_tenant:  # at the least nothing is before it
+            for row in np.flatnonzero(self.view.able).tolist():
+                if columns.instances[row].queue.passes(self.request.tenant):
+                    found[row] = np.inf
         return found
 
     @cached_property

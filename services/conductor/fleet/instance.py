@@ -73,6 +73,7 @@ class Instance:
         self.mixes = registered.chunk_tokens > 0 or self.role is Role.BOTH or self.local_prefill_tokens > 0
         self.switchable = registered.switchable
         self.queue.size_weight = registered.size_weight
+        self.queue.fair = registered.tenant_fairness
 
     @property
     def alone_tokens(self) -> float:

@@ -138,6 +138,8 @@ class Ledger:
                 request.lane is Lane.BATCH,
                 p.instance.prefill.chunks_of(p.computed_tokens),
                 masks,
+                request.tenant,
+                request.tenant_weight,
             )
         )
         self._index.place(p.instance.ref.life, p.instance.slot, promised, name, masks)

@@ -51,6 +51,8 @@ class PrefillWork:
     yields: bool = False  # of the batch lane: nobody is refused for it
     chunks: int = 1  # more than one: it is long, and its chunks take turns with short prompts
     masks: bytes = b""  # which cache groups of `keys` will be there; b"": the model has one
+    tenant: str = ""
+    tenant_weight: float = 1.0
     class_s: float = field(init=False)  # of `seconds`: what it counts as in a queue that goes by size
 
     def __post_init__(self) -> None:
@@ -67,12 +69,23 @@ class PrefillWork:
         return self.yields or self.priority != 0
 
 
+@dataclass(slots=True)
+class TenantWork:
+    """What one tenant has in a queue."""
+
+    works: int = 0
+    seconds: float = 0.0  # predicted, as if each were computed alone
+    weight: float = 1.0
+
+
 class PrefillQueue:
     """Predicted work before a new request at one prefill instance."""
 
     def __init__(self, now: float) -> None:
         self.works: dict[str, PrefillWork] = {}
         self.size_weight = 0.0  # by which it goes (see shortest_first.py); 0: long and short ones take turns
+        self.fair = False  # between tenants (services/prefill/tenant_shares.py)
+        self._tenants: dict[str, TenantWork] = {}  # of `works`
         self._backlog_s = 0.0  # at `_as_of`; drains one second per second
         self._as_of = now
         self._speed = DecayedRatio(1.0, 1.0, keep=0.9)
@@ -160,6 +173,29 @@ class PrefillQueue:
             yielding_s += begun_s
         return ahead_s, min(ahead_s, yielding_s)
 
+    def passes(self, tenant: str) -> bool:
+        """Whether others than this tenant wait there, and their prompts do not all go before its next one."""
+        return self.fair and bool(self._tenants.keys() - {tenant})
+
+    def turn_s(self, tenant: str, weight: float, now: float, *, short: bool) -> float:
+        """Seconds until the next prompt of this tenant has its turn, where `passes`: its own work that waits there takes
+        as long as its share of the instance lets it; and what is being computed ends before, a long prompt as a whole
+        unless this one is `short`. What other conductors placed is taken to be of the same tenants."""
+        own_s = 0.0
+        if (own := self._tenants.get(tenant)) is not None and self._works_s > 0:
+            others = sum(one.weight for name, one in self._tenants.items() if name != tenant)
+            own_s = self.wait_s(now) * own.seconds / self._works_s * (weight + others) / weight
+        return own_s + self._step_s(now, short=short)
+
+    def _step_s(self, now: float, *, short: bool) -> float:
+        first: PrefillWork | QueuedWork | None = next(iter(self.works.values()), None)
+        left_s = self.chunk_s if first is not None and first.chunks > 1 else 0.0
+        if self.size_weight:
+            first, left_s = self.begun(now)
+        if first is None or (short and left_s):
+            return left_s
+        return max(left_s, first.seconds / self.speedup)
+
     def begun(self, now: float) -> tuple[QueuedWork | None, float]:
         """Returns the work that is being computed, of a queue that goes by size, and the seconds until another one may
         be taken; None and 0 where nothing is known to be there."""
@@ -209,6 +245,13 @@ class PrefillQueue:
 
     def _count(self, work: PrefillWork, sign: int) -> None:
         self._works_s = self._works_s + sign * work.seconds if self.works else 0.0
+        tenant = self._tenants.setdefault(work.tenant, TenantWork())
+        tenant.works += sign
+        tenant.seconds += sign * work.seconds
+        if sign > 0:
+            tenant.weight = work.tenant_weight
+        if not tenant.works:
+            del self._tenants[work.tenant]
         if work.long:
             self._chunks += sign * work.chunks
             self._long_s = self._long_s + sign * work.seconds if self._chunks else 0.0
@@ -239,6 +282,7 @@ class PrefillQueue:
         """Everything is lost with the instance."""
         lost = list(self.works.values())
         self.works.clear()
+        self._tenants.clear()
         self._ranked = self._chunks = 0
         self._works_s = self._long_s = 0.0
         self._backlog_s = self._left_s = self._come_s = self._busy_s = 0.0

@@ -162,6 +162,7 @@ class OvertakingTerms:
     settings: SizeSettings
     rate: Callable[[float], float]
     least_rates: Callable[[_Floats], _Floats] = _nones  # never more than `rate`, of many sizes
+    by_tenant: bool = False  # nobody is refused for work of others that its tenant's turn lets it pass
 
     def least_wait_s(self, ahead_s: _Floats, sizes_s: _Floats, weights: _Floats, speedups: _Floats) -> _Floats:
         """Never more than `wait_s`, of many instances whose `ahead_s` and sizes are no more than these."""

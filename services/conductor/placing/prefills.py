@@ -350,11 +350,17 @@ def _queued(
 ) -> tuple[float, float, float]:
     """Returns, in seconds, the wait in the queue, how much of it yields, and what the prompt costs others in
     the queue."""
-    queue = instance.queue
+    queue, short, others_s = instance.queue, computed <= instance.prefill.chunk_tokens, 0.0
     if not queue.size_weight:
-        return *queue.ahead_s(now, request.priority, short=computed <= instance.prefill.chunk_tokens), 0.0
-    found = ahead(queue, now, request.priority, prefill_s)
-    return overtaking.wait_s(found.wait_s, prefill_s, queue), found.yielding_s, overtaking.others_s(found, prefill_s)
+        queue_s, yielding_s = queue.ahead_s(now, request.priority, short=short)
+    else:
+        found = ahead(queue, now, request.priority, prefill_s)
+        queue_s, yielding_s = overtaking.wait_s(found.wait_s, prefill_s, queue), found.yielding_s
+        others_s = overtaking.others_s(found, prefill_s)
+    if overtaking.by_tenant and queue.passes(request.tenant):
+        turn_s = queue.turn_s(request.tenant, request.tenant_weight, now, short=short)
+        yielding_s = max(yielding_s, queue_s - turn_s)
+    return queue_s, yielding_s, others_s
 
 
 def soonest(candidates: Sequence[PrefillCandidate], slo_s: float) -> tuple[PrefillChoice, float, float]:

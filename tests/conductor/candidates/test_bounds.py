@@ -63,7 +63,9 @@ class Fleet:
         for i in range(size):
             role = Role.BOTH if both and rng.random() < 0.5 else Role.PREFILL if rng.random() < 0.5 else Role.DECODE
             self.names.append(f"{role.value[0]}{i}")
-            more = {"local_prefill_tokens": rng.choice([0, 0, 500]) if role is Role.DECODE else 0}
+            more: dict[str, Any] = {"local_prefill_tokens": rng.choice([0, 0, 500]) if role is Role.DECODE else 0}
+            if role is Role.PREFILL:
+                more["tenant_fairness"] = i % 3 > 0
             brain.add(self.names[-1], role, model=self.card, capacity=rng.choice([260, 1000]), **more)
         pools = [f"pool{i}" for i in range(rng.randrange(3))]
         brain.step(reset(1, *[n for n in (*self.names, *pools) if rng.random() < 0.95]))
@@ -120,8 +122,18 @@ class Fleet:
             "session": rng.choice(["", "s1", "s2"]),
             "origin": rng.choice(["", "o1"]),
             "avoid": avoid,
+            "tenant": rng.choice("abc"),
         }
         return Schedule(f"r{i}", 0, "demo", tokens, 16, keys[: tokens // BLOCK], **(told | more))  # type: ignore[arg-type]
+
+
+ALIKE: dict[str, Any] = {
+    "priority": 0,
+    "lane": Lane.INTERACTIVE,
+    "avoid": frozenset(),
+    "ttft_slo_s": 0.0,
+    "tbt_slo_s": 0.0,
+}
 
 
 class Asked(Exception):
@@ -153,12 +165,13 @@ def near(floor: float) -> float:
     return ties.as_good(floor) + 1e-6
 
 
-def compare(fleet: Fleet, request: Schedule) -> str:
+def compare(fleet: Fleet, request: Schedule, *, by_tenant: bool = False) -> str:
     """Screened, and weighed one and all: the same up to ties. Returns what became of it."""
     found = asked(fleet.brain, request)
     if found is None:
         return "refused"
     prefills, decodes, places, mesh, terms = found
+    terms = replace(terms, overtaking=replace(terms.overtaking, by_tenant=by_tenant))
     _alones(request, decodes, places, mesh, terms)
     if not placement.pairable(prefills, decodes):
         return "no pair"
@@ -232,7 +245,7 @@ def test_what_is_screened_out_could_not_have_been_chosen(
     affinity = AffinitySettings(0.2, 0.1) if nearness else AffinitySettings()
     fleet = Fleet(seed, size, grouped=grouped, fetch=fetch, affinity=affinity)
     for i in range(6):
-        compare(fleet, fleet.request(i))
+        compare(fleet, fleet.request(i), by_tenant=fleet.rng.random() < 0.5)
         fleet.brain.step(fleet.request(100 + i))
         fleet.vary(fleet.rng.choice(fleet.names))
         fleet.brain.now += fleet.rng.choice([0.0, 0.01, 0.2])
@@ -246,6 +259,22 @@ def test_each_outcome_is_among_those_compared() -> None:
     assert seen["placed"] > 50
     assert seen["no prefill"] > 3
     assert seen["no decode"] > 3
+
+
+def test_what_a_tenant_passes_is_never_bounded_too_high() -> None:
+    fleet = Fleet(0, 0)
+    for i in range(8):
+        weight = {"tenant_fairness": i > 0, "size_weight": 16.0 * (i % 2)} if i < 6 else {}
+        fleet.brain.add(f"n{i}", Role.PREFILL if i < 6 else Role.DECODE, model=fleet.card, capacity=1 << 20, **weight)
+    for i in range(90):
+        fleet.brain.step(fleet.request(i, tenant="greedy", **ALIKE))
+    (queue_s, *_) = sorted(i.queue.wait_s(fleet.brain.now) for i in fleet.brain.state.instances if i.queue.works)
+    seen = Counter[str]()
+    for i, share in enumerate((0.01, 0.1, 0.3, 0.5, 0.9)):
+        modest = fleet.request(100 + i, tenant="modest", **ALIKE | {"ttft_slo_s": queue_s * share})
+        seen[compare(fleet, modest, by_tenant=True)] += 1
+        assert compare(fleet, modest) == "no prefill"
+    assert seen["placed"] and seen["no prefill"], seen
 
 
 def _compare_many() -> None:

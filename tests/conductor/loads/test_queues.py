@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,6 +28,25 @@ def test_a_placement_counts_at_once_and_drains_with_time() -> None:
     assert queue.wait_s(9.0) == 0.0
     queue.add(work("c", 500, 9.0))
     assert queue.wait_s(9.0) == pytest.approx(0.5)
+
+
+def test_a_tenant_has_its_turn_before_what_others_wait_for() -> None:
+    queue = PrefillQueue(0.0)
+    for i in range(10):
+        queue.add(replace(work(f"g{i}", 1000, 0.0), tenant="greedy"))
+    assert not queue.passes("modest"), "the instance has one queue for all"
+    queue.fair = True
+    assert queue.passes("modest") and not queue.passes("greedy"), "there is nobody else"
+    assert queue.turn_s("modest", 1.0, 0.0, short=False) == pytest.approx(1.0), "after what is computed"
+    queue.add(replace(work("m", 500, 0.0), tenant="modest", tenant_weight=0.5))
+    assert queue.passes("greedy")
+    assert queue.turn_s("modest", 0.5, 0.0, short=False) == pytest.approx(0.5 * 3 + 1.0), "a third is its share"
+    assert queue.turn_s("modest", 0.5, 5.25, short=False) == pytest.approx(0.5 * 3 / 2 + 1.0), "half is done"
+    assert queue.turn_s("greedy", 1.0, 0.0, short=False) == pytest.approx(10 * 1.5 + 1.0)
+    queue.finish("m", 6.0, done=True)
+    assert not queue.passes("greedy")
+    queue.clear()
+    assert not queue.passes("modest")
 
 
 def test_a_report_corrects_what_was_settled_and_spares_what_is_flying() -> None:
